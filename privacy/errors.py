@@ -1,0 +1,27 @@
+"""Named errors of the privacy package; each carries one clear line."""
+
+from __future__ import annotations
+
+
+class PrivacyError(Exception):
+    """Base: a setting, request or file that would break, or misstate, a privacy guarantee."""
+
+
+class PrivacySettingError(PrivacyError):
+    """A privacy parameter outside its range (negative σ, δ outside (0, 1), clip 0, …)."""
+
+
+class BudgetExceededError(PrivacyError):
+    """A release was refused because, with it, ε would exceed the cap."""
+
+
+class UnaccountedReleaseError(PrivacyError):
+    """Something that no mechanism protects was asked to leave the client while differential privacy is on."""
+
+
+class ForbiddenLayerError(PrivacyError):
+    """The model has a layer that mixes examples (batch norm), which per-example clipping cannot bound."""
+
+
+class LedgerError(PrivacyError):
+    """The ledger cannot be read or written, or belongs to another data set."""
