@@ -38,5 +38,5 @@ def forked_rng(seed: int, purpose: str, *numbers: int) -> Iterator[None]:
     Module constructors draw on the CPU, so only the CPU generator is forked.
     """
     with torch.random.fork_rng(devices=[]):
-        torch.random.default_generator.manual_seed(derive_seed(seed, purpose, *numbers))
+        torch.default_generator.manual_seed(derive_seed(seed, purpose, *numbers))
         yield

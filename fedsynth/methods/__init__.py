@@ -1,0 +1,30 @@
+"""Methods by name. The registry holds strings, so that listing methods imports neither torch nor any method."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from fedsynth.errors import unknown_name
+
+if TYPE_CHECKING:
+    from fedsynth.core.method import Method
+
+METHODS = {
+    "feddm": "fedsynth.methods.feddm:FedDM",
+    "fedavg": "fedsynth.methods.fedavg:FedAvg",
+    "real": "fedsynth.methods.real:Real",
+}
+
+
+def method_class(name: str) -> type[Method]:
+    """The class of a registered method.
+
+    Raises:
+        UnknownNameError: no such method; names the near matches.
+    """
+    if name not in METHODS:
+        raise unknown_name("method", name, METHODS)
+    module, _, attribute = METHODS[name].partition(":")
+    found: Any = getattr(import_module(module), attribute)
+    return found  # type: ignore[no-any-return]

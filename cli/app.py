@@ -1,0 +1,263 @@
+"""The command line: it turns options into settings, calls the library and shows what happens. No logic of its own.
+
+torch is imported by the commands, not here, so that `fedsynth --help` answers at once.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from fedsynth import __version__
+from fedsynth.errors import FedsynthError, SettingError
+from fedsynth.privacy.errors import PrivacyError
+
+app = typer.Typer(
+    name="fedsynth",
+    help="Federated learning by synthetic data, with differential privacy that is accounted for.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+DATA, PRIVACY, MODEL = "Data and partition", "Differential privacy", "Model"
+
+
+def main() -> None:
+    """Entry point of the `fedsynth` command."""
+    app()
+
+
+@contextmanager
+def one_line_errors() -> Iterator[None]:
+    """A user's mistake is one line on stderr and exit code 2; a mistake of ours keeps its traceback."""
+    try:
+        yield
+    except (FedsynthError, PrivacyError) as error:
+        print(f"fedsynth: error: {' '.join(str(error).split())}", file=sys.stderr)
+        raise typer.Exit(2) from None
+    except KeyboardInterrupt:
+        print("fedsynth: interrupted; the run folder keeps its .incomplete ending", file=sys.stderr)
+        raise typer.Exit(130) from None
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        print(__version__)
+        raise typer.Exit()
+
+
+@app.callback()
+def _root(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def train(
+    method: Annotated[str | None, typer.Option(help="feddm, fedavg or real (see `fedsynth methods`).")] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="A config.toml of an earlier run, or your own; options given here win.")
+    ] = None,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", help="A setting of the method, as KEY=VALUE; may be repeated.")
+    ] = None,
+    ipc: Annotated[int | None, typer.Option(help="Synthetic images per class (same as --set ipc=N).")] = None,
+    rounds: Annotated[int | None, typer.Option(help="Communication rounds.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of everything but privacy's noise and masks.")] = None,
+    device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,
+    output: Annotated[Path, typer.Option(help="Where run folders go.")] = Path("runs"),
+    as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON on stdout.")] = False,
+    dataset: Annotated[
+        str | None,
+        typer.Option(
+            help="digits (embedded), mnist, fashion-mnist, emnist-letters, cifar10, cifar100, svhn.", rich_help_panel=DATA
+        ),
+    ] = None,
+    data_root: Annotated[
+        Path | None, typer.Option(help="Folder of the data sets; else $FEDSYNTH_DATA.", rich_help_panel=DATA)
+    ] = None,
+    download: Annotated[
+        bool, typer.Option("--download", help="Let torchvision fetch the data set.", rich_help_panel=DATA)
+    ] = False,
+    partition: Annotated[
+        str | None, typer.Option(help="iid, dirichlet, dirichlet-plain or classes.", rich_help_panel=DATA)
+    ] = None,
+    clients: Annotated[int | None, typer.Option(help="Number of clients.", rich_help_panel=DATA)] = None,
+    alpha: Annotated[float | None, typer.Option(help="Dirichlet concentration; small is skewed.", rich_help_panel=DATA)] = None,
+    classes_per_client: Annotated[int | None, typer.Option(help="For --partition classes.", rich_help_panel=DATA)] = None,
+    min_size: Annotated[int | None, typer.Option(help="Fewest examples of a client (dirichlet).", rich_help_panel=DATA)] = None,
+    model: Annotated[str | None, typer.Option(help="convnet.", rich_help_panel=MODEL)] = None,
+    width: Annotated[int | None, typer.Option(help="Channels of a block.", rich_help_panel=MODEL)] = None,
+    depth: Annotated[int | None, typer.Option(help="Number of blocks.", rich_help_panel=MODEL)] = None,
+    norm: Annotated[str | None, typer.Option(help="instance, group, batch or none.", rich_help_panel=MODEL)] = None,
+    dp_epsilon: Annotated[
+        float | None,
+        typer.Option(
+            help="Budget ε of each client. Alone: σ is found for the run. With --dp-sigma: a hard cap.", rich_help_panel=PRIVACY
+        ),
+    ] = None,
+    dp_sigma: Annotated[float | None, typer.Option(help="Noise multiplier σ of each release.", rich_help_panel=PRIVACY)] = None,
+    dp_clip: Annotated[
+        float | None, typer.Option(help="L2 bound of one example's contribution.", rich_help_panel=PRIVACY)
+    ] = None,
+    dp_delta: Annotated[
+        float | None, typer.Option(help="δ, a constant (default 1e-5), at most 1 / max-records.", rich_help_panel=PRIVACY)
+    ] = None,
+    dp_max_records: Annotated[
+        int | None,
+        typer.Option(
+            help="Public bound on all clients' records; default: the data set's published size.", rich_help_panel=PRIVACY
+        ),
+    ] = None,
+    dp_mechanism: Annotated[
+        str | None,
+        typer.Option(help="residual (default), gradient, or paper (no guarantee); dp-sgd for fedavg.", rich_help_panel=PRIVACY),
+    ] = None,
+    dp_sample_rate: Annotated[
+        float | None, typer.Option(help="Public rate q of Poisson sampling.", rich_help_panel=PRIVACY)
+    ] = None,
+    dp_nominal_size: Annotated[
+        float | None, typer.Option(help="Public nominal records of a client, for divisors.", rich_help_panel=PRIVACY)
+    ] = None,
+    dp_ledger: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder of the clients' ledgers, kept over runs; else the simulated data count as public.",
+            rich_help_panel=PRIVACY,
+        ),
+    ] = None,
+) -> None:
+    """Simulate a federation on this machine and leave a run folder."""
+    with one_line_errors():
+        given: dict[str, dict[str, Any]] = {
+            "run": {"method": method, "rounds": rounds, "seed": seed, "device": device},
+            "data": {"dataset": dataset, "data_root": str(data_root) if data_root else None},
+            "partition": {
+                "kind": partition,
+                "clients": clients,
+                "alpha": alpha,
+                "classes_per_client": classes_per_client,
+                "min_size": min_size,
+            },
+            "model": {"name": model, "width": width, "depth": depth, "norm": norm},
+            "method": {"ipc": ipc, **_pairs(settings or [])},
+            "privacy": {
+                "noise_multiplier": dp_sigma,
+                "epsilon": dp_epsilon,
+                "clip": dp_clip,
+                "delta": dp_delta,
+                "max_records": dp_max_records,
+                "mechanism": dp_mechanism,
+                "sample_rate": dp_sample_rate,
+                "nominal_size": dp_nominal_size,
+                "ledger": str(dp_ledger) if dp_ledger else None,
+            },
+        }
+        _run(_merged(_read_config(config), given), output, download, as_json)
+
+
+@app.command()
+def partition(
+    dataset: Annotated[str, typer.Option(help="Which data set.")] = "digits",
+    data_root: Annotated[Path | None, typer.Option(help="Folder of the data sets; else $FEDSYNTH_DATA.")] = None,
+    kind: Annotated[str, typer.Option("--partition", help="iid, dirichlet, dirichlet-plain or classes.")] = "dirichlet",
+    clients: Annotated[int, typer.Option(help="Number of clients.")] = 10,
+    alpha: Annotated[float, typer.Option(help="Dirichlet concentration; small is skewed.")] = 0.5,
+    classes_per_client: Annotated[int, typer.Option(help="For --partition classes.")] = 2,
+    min_size: Annotated[int, typer.Option(help="Fewest examples of a client (dirichlet).")] = 10,
+    seed: Annotated[int, typer.Option(help="Seed of the partition.")] = 0,
+    ipc: Annotated[int, typer.Option(help="Images per class, for the upload volume shown below the table.")] = 10,
+    picture: Annotated[Path | None, typer.Option(help="Also write the picture to this PNG file.")] = None,
+) -> None:
+    """Show who has what: examples of each class at each client."""
+    with one_line_errors():
+        from fedsynth.data.load import load_dataset
+        from fedsynth.data.partition import PartitionSettings, count_matrix
+        from fedsynth.data.partition import partition as divide
+        from fedsynth.data.picture import partition_png, partition_table
+        from fedsynth.evaluation.volume import condensation_floats
+
+        settings = PartitionSettings(kind, clients, alpha, classes_per_client, min_size, seed)
+        data, _ = load_dataset(dataset, data_root)
+        labels = data.labels.numpy()
+        counts = count_matrix(labels, divide(labels, settings, data.spec.classes), data.spec.classes)
+        print(partition_table(counts))
+        floats = condensation_floats(counts, ipc, data.spec.image_shape)
+        print(
+            f"\n{int((counts >= 10).sum())} (client, class) pairs with at least 10 examples: {floats:,} floats uploaded a round at ipc {ipc}"
+        )
+        if picture is not None:
+            partition_png(counts, picture)
+
+
+@app.command()
+def methods() -> None:
+    """List the methods, with their settings and what protects them."""
+    from dataclasses import fields
+
+    from fedsynth.methods import METHODS, method_class
+
+    for name in METHODS:
+        cls = method_class(name)
+        print(f"{name:8} {cls.summary} ({cls.reference})")
+        print(f"{'':8} settings: " + ", ".join(f"{f.name}={f.default}" for f in fields(cls)))
+        print(f"{'':8} privacy: " + (", ".join(cls.protects) if cls.protects else f"none: {cls.refusal}"))
+
+
+def _pairs(texts: list[str]) -> dict[str, str]:
+    pairs = {}
+    for text in texts:
+        key, equals, value = text.partition("=")
+        if not equals or not key.strip():
+            raise SettingError(f"--set takes KEY=VALUE, got {text!r}")
+        pairs[key.strip()] = value.strip()
+    return pairs
+
+
+def _read_config(path: Path | None) -> dict[str, dict[str, Any]]:
+    import tomllib
+
+    if path is None:
+        return {}
+    try:
+        read = tomllib.loads(path.read_text())
+    except OSError as error:
+        raise SettingError(f"cannot read the config {path}: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise SettingError(f"{path} is not valid TOML: {error}") from None
+    loose = [name for name, values in read.items() if not isinstance(values, dict)]
+    if loose:
+        raise SettingError(f"{path}: {loose[0]!r} stands outside every section")
+    return read
+
+
+def _merged(config: dict[str, dict[str, Any]], given: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Options over the config file; another method or data set than the config's drops what belonged to the old one."""
+    options = {name: {k: v for k, v in values.items() if v is not None} for name, values in given.items()}
+    old = config.get("run", {}).get("method")
+    if options["run"].get("method", old) != old:
+        config = {name: values for name, values in config.items() if name != "method"}
+    names = [*config, *(name for name in options if name not in config)]
+    return {name: {**config.get(name, {}), **options.get(name, {})} for name in names}
+
+
+def _run(sections: dict[str, dict[str, Any]], output: Path, download: bool, as_json: bool) -> None:
+    from fedsynth.cli.progress import make_observer, print_summary
+    from fedsynth.federation.settings import resolve
+    from fedsynth.federation.simulation import simulate
+
+    settings = resolve(sections)
+    with make_observer(settings) as observer:
+        result = simulate(settings, output=output, observer=observer, download=download)
+    if as_json:
+        print(json.dumps(result.summary, indent=2))
+    else:
+        print_summary(result)

@@ -1,0 +1,117 @@
+"""FedDM's surrogate in one dimension: Appendix A and Figure 1 of the paper (arXiv 2207.09653), and what it leaves out.
+
+    python examples/surrogate_1d.py surrogate.png
+
+A client's objective f(w) is a mean over its examples. A gradient tells the server f's tangent at the current w; FedDM's
+synthetic examples tell it a whole curve, the surrogate. Here n = 100 numbers x ~ N(0, 1) have labels y, the model
+predicts sigmoid(w·x), f is the mean cross-entropy (Eq. 18), w is 0 now, and n' = 20 synthetic numbers start at random.
+
+The labels. As printed, Eq. 17 gives y = 1 if (x ≥ 0 and p ≥ 0.9) or (x < 0 and p < 0.1), p uniform: a tenth of *both*
+halves, so y does not depend on x, and f is smallest near w = 0. That must be a misprint for "p < 0.9": y is the sign of
+x, with a tenth of the labels flipped. This is the default here; `printed=True` takes the formula as it stands.
+
+The matching. With a number for input and no hidden layer, Eq. 9's embedding is h = x and its logit z = w·x. Both means
+agree for every w as soon as the class's mean of x does, so Eq. 9 moves a class's numbers by one amount and leaves
+their spread as it started. That fixes the slope at 0: f'(0) = mean(x·(1/2 − y)) has only the classes' means in it.
+It does not fix the curvature f''(0) = mean(x²)/4: with numbers that start from N(0, 1) it comes out about 1.3 times too
+large (the second moment to be expected is 0.64² + 0.9, not 1), and the surrogate's minimum lies too near 0. In a deep
+network the features change with w, so there means say more. Eq. 7, for which Eq. 9 stands in, compares the losses
+themselves at random w near 0 (here class by class): so made, the surrogate follows f closely, also farther out, as the
+paper says of its Figure 1. Both are drawn.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fedsynth.core.random import torch_generator
+
+RADIUS = 5.0  # ρ: the w of the matching are drawn from N(0, 1), clipped to |w| ≤ ρ
+W = torch.linspace(-RADIUS, RADIUS, 1001, dtype=torch.float64)
+
+
+def make_data(n: int = 100, *, seed: int = 0, printed: bool = False) -> tuple[Tensor, Tensor]:
+    """x and y, float64 [n] each (Eq. 17; see the top of this file for `printed`)."""
+    rng = torch_generator(seed, "surrogate-data")
+    x = torch.randn(n, generator=rng, dtype=torch.float64)
+    p = torch.rand(n, generator=rng, dtype=torch.float64)
+    upper = p >= 0.9 if printed else p < 0.9
+    return x, torch.where(x >= 0, upper, p < 0.1).double()
+
+
+def class_loss(w: Tensor, x: Tensor, y: int) -> Tensor:
+    """Mean cross-entropy of sigmoid(w·x) on examples x [m] that all have label y, for each w [M] (Eq. 18)."""
+    z = w[:, None] * x
+    return (F.softplus(z) - y * z).mean(1)
+
+
+def logit_and_embedding(w: Tensor, x: Tensor, y: int) -> Tensor:
+    """Eq. 9's two means for each w: h = x and z = w·x. [M, 2]"""
+    return torch.stack([x.mean().expand(len(w)), (w[:, None] * x).mean(1)], dim=1)
+
+
+def match(x: Tensor, y: Tensor, means: Callable[[Tensor, Tensor, int], Tensor], *, seed: int = 0) -> Tensor:
+    """Synthetic examples [2 classes, 10] whose `means` match the real ones' around w = 0."""
+    rng = torch_generator(seed, "surrogate-matching")
+    synthetic = torch.randn(2, 10, generator=rng, dtype=torch.float64).requires_grad_()
+    optimiser = torch.optim.Adam([synthetic], lr=0.02)
+    for _ in range(1500):
+        w = torch.randn(16, generator=rng, dtype=torch.float64).clamp(-RADIUS, RADIUS)
+        gaps = [means(w, synthetic[c], c) - means(w, x[y == c], c) for c in (0, 1)]
+        optimiser.zero_grad()
+        torch.cat(gaps).square().sum().backward()
+        optimiser.step()
+    return synthetic.detach()
+
+
+def curves(seed: int = 0, *, printed: bool = False) -> dict[str, Tensor]:
+    """f, the two surrogates and the tangent at w = 0, each at the points `W`."""
+    x, y = make_data(seed=seed, printed=printed)
+    share = y.mean()  # of class 1; the classes' losses are weighed by their real shares, as in Eq. 10
+
+    def objective(zeros: Tensor, ones: Tensor) -> Tensor:
+        return (1 - share) * class_loss(W, zeros, 0) + share * class_loss(W, ones, 1)
+
+    return {
+        "objective f": objective(x[y == 0], x[y == 1]),
+        "surrogate, Eq. 9 (means)": objective(*match(x, y, logit_and_embedding, seed=seed)),
+        "surrogate, Eq. 7 (losses)": objective(*match(x, y, class_loss, seed=seed)),
+        "tangent at w = 0": math.log(2) + W * (x * (0.5 - y)).mean(),
+    }
+
+
+def new_figure() -> Any:
+    """An empty matplotlib figure that needs no display."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        sys.exit("this example draws with matplotlib, which is not installed: pip install 'fedsynth[plots]'")
+    return Figure(figsize=(7, 4.5), layout="constrained")
+
+
+def main(out: Path) -> dict[str, Tensor]:
+    """Draws the curves into `out` (PNG), prints their gaps to f and minimisers over |w| ≤ 5, and returns them."""
+    figure, lines = new_figure(), curves()
+    axes = figure.subplots()
+    for (name, values), style in zip(lines.items(), ("k-", "C1-", "C0--", "C2:"), strict=True):
+        axes.plot(W, values, style, label=name)
+        gap = (values - lines["objective f"]).abs()
+        near, least = gap[W.abs() <= 2].max(), W[values.argmin()]
+        print(f"{name:26} largest gap to f {gap.max():.3f} ({near:.3f} for |w| ≤ 2), smallest at w = {least:.2f}")
+    axes.set(xlabel="w", ylabel="loss", title="A client's objective and what the server can know of it", ylim=(0, None))
+    axes.legend()
+    figure.savefig(out, dpi=120)
+    print(f"picture: {out}")
+    return lines
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1] if len(sys.argv) > 1 else "surrogate_1d.png"))

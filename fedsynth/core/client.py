@@ -1,0 +1,138 @@
+"""A group of clients as a method may see it: exact statistics with DP off, charged releases and nothing else with DP on.
+
+Images of all clients stay on the device as uint8, in one tensor; a client is a vector of indices into it. A group is what goes
+through one `client_step` together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fedsynth.data.images import ImageData, normalise
+from fedsynth.privacy.accounting import Release
+from fedsynth.privacy.ledger import Guard
+from fedsynth.privacy.mechanisms import GaussianSums, Released
+from fedsynth.privacy.randomness import SecretGenerator
+
+CHUNK = 512
+"""Real images in one forward pass: a memory bound, without influence on what is computed (features are per example)."""
+
+
+@dataclass(frozen=True)
+class Segments:
+    """Which (client, class) pairs a group's tensors speak of: `position` [S] in the group and `label` [S], both int64 on the CPU."""
+
+    position: Tensor
+    label: Tensor
+
+    def __len__(self) -> int:
+        return len(self.label)
+
+    def of(self, position: int) -> Tensor:
+        """Indices of the segments of one client of the group."""
+        return torch.nonzero(self.position == position).flatten()
+
+
+class OpenClients:
+    """DP off: a method may look at everything."""
+
+    def __init__(self, ids: Sequence[int], data: ImageData, parts: Sequence[Tensor]) -> None:
+        self.ids, self.data, self.spec = tuple(ids), data, data.spec
+        self._parts = [part.to(data.labels.device) for part in parts]
+        self._labels = [data.labels[part].cpu() for part in self._parts]
+
+    def sizes(self) -> list[int]:
+        """n_k of each client."""
+        return [len(part) for part in self._parts]
+
+    def segments(self, min_examples: int) -> Segments:
+        """The (client, class) pairs with at least `min_examples` examples (and at least one)."""
+        pairs = [
+            (position, label)
+            for position, labels in enumerate(self._labels)
+            for label, count in enumerate(torch.bincount(labels, minlength=self.spec.classes).tolist())
+            if count >= max(min_examples, 1)
+        ]
+        table = torch.tensor(pairs, dtype=torch.int64).reshape(-1, 2)
+        return Segments(table[:, 0], table[:, 1])
+
+    def examples(self, position: int, label: int | None = None) -> Tensor:
+        """Indices into the resident data of one client's examples, of one class or of all."""
+        part = self._parts[position]
+        return part if label is None else part[(self._labels[position] == label).to(part.device)]
+
+    def images(self, indices: Tensor) -> Tensor:
+        """Normalised images [N, C, H, W], float32."""
+        return normalise(self.data.images[indices], self.spec)
+
+    def labels(self, indices: Tensor) -> Tensor:
+        return self.data.labels[indices]
+
+
+class PrivateClients:
+    """DP on: a method gets noisy sums and privately trained models, each charged to the client's ledger first; no data, no counts."""
+
+    def __init__(
+        self,
+        ids: Sequence[int],
+        data: ImageData,
+        parts: Sequence[Tensor],
+        guards: Sequence[Guard],
+        secrets: Sequence[SecretGenerator],
+    ) -> None:
+        self.ids, self.spec = tuple(ids), data.spec
+        self._data, self._guards, self._secrets = data, guards, secrets
+        self._parts = [part.to(data.labels.device) for part in parts]
+
+    def segments(self) -> Segments:
+        """All classes of all clients: which classes a client has is private."""
+        count, classes = len(self.ids), self.spec.classes
+        return Segments(torch.arange(count).repeat_interleave(classes), torch.arange(classes).repeat(count))
+
+    def charge(self, release: Release, groups: int) -> list[GaussianSums]:
+        """Charges every client of the group for a series of releases; only then can noise be drawn.
+
+        Raises:
+            BudgetExceededError: some client's cap would be exceeded; the clients before it stay charged.
+        """
+        pairs = zip(self._guards, self._secrets, strict=True)
+        return [GaussianSums(release, groups, guard, secret) for guard, secret in pairs]
+
+    def class_sums(self, series: Sequence[GaussianSums], rows: Callable[[Tensor, Tensor], Tensor]) -> Released:
+        """One step of every client: the noisy sums by class of `rows(images [N, C, H, W], segment [N])` -> [N, D].
+
+        `rows` must be a function of each example alone (and of released values). Returns [clients · classes, D].
+        """
+        classes = self.spec.classes
+        sampled = [part[s.sample(len(part)).to(part.device)] for part, s in zip(self._parts, series, strict=True)]
+        labels = [self._data.labels[indices] for indices in sampled]
+        indices = torch.cat(sampled)
+        segment = torch.cat([classes * position + label for position, label in enumerate(labels)])
+        vectors = [
+            rows(normalise(self._data.images[part], self.spec), where)
+            for part, where in zip(indices.split(CHUNK), segment.split(CHUNK), strict=True)
+            if len(part)
+        ]
+        if vectors:
+            by_client = torch.cat(vectors).split([len(label) for label in labels])
+            for s, vector, label in zip(series, by_client, labels, strict=True):
+                s.add(vector, label)
+        return Released(torch.cat([s.release().to(self._data.labels.device) for s in series]))
+
+    def fit(
+        self, series: Sequence[GaussianSums], train: Callable[[int, Callable[[Tensor], Tensor], Tensor, GaussianSums], None]
+    ) -> None:
+        """Calls `train(position, images, labels, series)` for each client, for DP-SGD (`fedsynth.privacy.dpsgd.dp_sgd`)."""
+        for position, (part, s) in enumerate(zip(self._parts, series, strict=True)):
+
+            def images(indices: Tensor, part: Tensor = part) -> Tensor:
+                return normalise(self._data.images[part[indices]], self.spec)
+
+            train(position, images, self._data.labels[part], s)
+
+
+ClientGroup = OpenClients | PrivateClients

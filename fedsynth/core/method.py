@@ -1,0 +1,173 @@
+"""The seam for methods: frozen settings, frozen messages, pure steps.
+
+A round is: `broadcast` makes the server's message from its state; `client_step` makes every client's upload (and its new memory)
+from the message and the client's view of its data; `server_step` makes the next state from the uploads. The engine decides how
+many clients go into one `client_step`, so heavy steps are written with a leading client axis and a single client is a group of one.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, ClassVar, Protocol, Self
+
+import torch
+from torch import nn
+
+from fedsynth.core.client import ClientGroup
+from fedsynth.core.messages import Message
+from fedsynth.data.registry import DatasetSpec
+from fedsynth.errors import SettingError, unknown_name
+from fedsynth.privacy.accounting import Release
+from fedsynth.privacy.settings import PrivacySettings
+
+Memory = Mapping[str, torch.Tensor]
+"""What a client keeps between rounds; it never leaves the client."""
+
+
+class StepReporter(Protocol):
+    """Hears of progress inside a step; must not synchronise with the device."""
+
+    def __call__(self, phase: str, done: int, total: int) -> None: ...
+
+
+@dataclass(frozen=True)
+class RoundContext:
+    """What every step of a round knows beside its inputs; all of it is public.
+
+    Args:
+        round: 1, 2, …
+        architecture: an untrained network; `load` puts received parameters into a copy of it.
+        nominal_size: the public number of records that a client is supposed to have.
+        privacy: with the noise multiplier that the run uses; None with DP off.
+    """
+
+    round: int
+    seed: int
+    device: torch.device
+    spec: DatasetSpec
+    architecture: nn.Module
+    nominal_size: float
+    privacy: PrivacySettings | None = None
+    report: StepReporter = lambda phase, done, total: None
+
+    def load(self, parameters: Mapping[str, torch.Tensor]) -> nn.Module:
+        """A network of the run's architecture with these parameters and buffers, on the run's device."""
+        model = copy.deepcopy(self.architecture).to(self.device)
+        model.load_state_dict(dict(parameters))
+        return model
+
+
+@dataclass(frozen=True)
+class ServerState:
+    """The global model's parameters and buffers, on the run's device."""
+
+    parameters: Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class PrivatePlan:
+    """What a method will release of each client in a round, known before any data are read.
+
+    Args:
+        quantity, mechanism, clipped: words for ledger and report.
+        clip: L2 bound 𝒞 of one example's contribution.
+        sample_rate: q of Poisson sampling.
+        steps: releases in a round.
+        dimension: coordinates of one release.
+    """
+
+    quantity: str
+    mechanism: str
+    clipped: str
+    clip: float
+    sample_rate: float
+    steps: int
+    dimension: int
+
+    def release(self, round: int, noise_multiplier: float, unaccounted: str | None = None) -> Release:
+        """The ledger's row for one round at noise multiplier σ."""
+        return Release(
+            round=round,
+            quantity=self.quantity,
+            mechanism=self.mechanism,
+            clipped=self.clipped,
+            noise_multiplier=noise_multiplier,
+            sensitivity=self.clip,
+            sample_rate=self.sample_rate,
+            sampler="poisson" if self.sample_rate < 1 else "full",
+            steps=self.steps,
+            dimension=self.dimension,
+            unaccounted=unaccounted,
+        )
+
+
+@dataclass(frozen=True)
+class Method:
+    """Base of all methods; a subclass is a frozen dataclass of validated settings.
+
+    Class attributes: `name`; `summary`, a line for people; `reference`; `upload`, the type of a client's message; `protects`,
+    the mechanisms that can protect it (empty: it cannot run with differential privacy, and `refusal` says why).
+    """
+
+    name: ClassVar[str]
+    summary: ClassVar[str]
+    reference: ClassVar[str]
+    upload: ClassVar[type[Message]]
+    protects: ClassVar[tuple[str, ...]] = ()
+    refusal: ClassVar[str] = ""
+
+    def broadcast(self, state: ServerState, context: RoundContext) -> Message:
+        """The server's message to the clients of this round."""
+        raise NotImplementedError  # abstract
+
+    def client_step(
+        self, message: Message, clients: ClientGroup, memories: Sequence[Memory], context: RoundContext
+    ) -> list[tuple[Message, Memory]]:
+        """Upload and new memory of each client of the group, in the group's order."""
+        raise NotImplementedError  # abstract
+
+    def server_step(self, state: ServerState, uploads: Sequence[Message], context: RoundContext) -> ServerState:
+        """The next state from all uploads of the round, in the order of client numbers."""
+        raise NotImplementedError  # abstract
+
+    def clients_at_once(self, classes: int) -> int:
+        """How many clients may share one `client_step`; a memory bound, without influence on what is computed."""
+        return 1
+
+    def check_model(self, model: nn.Module) -> None:
+        """Raises SettingError if the method cannot work with this architecture."""
+
+    def private_plan(self, privacy: PrivacySettings, context: RoundContext) -> PrivatePlan:
+        """What a round releases of each client under `privacy`; asked before any data are read."""
+        raise NotImplementedError  # abstract
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, Any]) -> Self:
+        """Settings from names and values as they come from TOML or `--set`; text is converted to the field's type.
+
+        Raises:
+            UnknownNameError: no such setting (with the near matches).
+            SettingError: a value of the wrong type or outside its range.
+        """
+        defaults = cls()
+        known = {f.name: getattr(defaults, f.name) for f in fields(cls)}
+        converted = {}
+        for key, value in values.items():
+            if key not in known:
+                raise unknown_name(f"setting of {cls.name}", key, known)
+            converted[key] = convert(f"{cls.name}.{key}", value, type(known[key]))
+        return replace(defaults, **converted)
+
+
+def convert(name: str, value: Any, kind: type) -> Any:
+    """`value` as `kind` (bool, int, float or str), or a SettingError that names the setting."""
+    try:
+        if kind is bool:
+            return {"true": True, "false": False, "1": True, "0": False, "yes": True, "no": False}[str(value).lower()]
+        if kind is int and float(value) != int(float(value)):
+            raise ValueError
+        return int(float(value)) if kind is int else kind(value)
+    except (ValueError, KeyError, OverflowError, TypeError):
+        raise SettingError(f"{name} must be of type {kind.__name__}, got {value!r}") from None

@@ -1,0 +1,207 @@
+"""Images as uint8 tensors with their labels, and the way between pixels and the numbers that models see."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedsynth.data.registry import DatasetSpec
+from fedsynth.errors import DataError
+
+Array = Tensor | np.ndarray[Any, np.dtype[Any]]
+
+
+@dataclass(frozen=True, eq=False)
+class ImageData:
+    """uint8 images [N, C, H, W] and int64 labels [N] on one device, checked when made.
+
+    Two objects are equal only when they are the same object (comparing tensors has no single answer).
+
+    Raises:
+        DataError: shapes that do not fit each other or `spec`, wrong types, two devices, labels outside [0, classes),
+            or no example at all.
+    """
+
+    images: Tensor
+    labels: Tensor
+    spec: DatasetSpec
+
+    def __post_init__(self) -> None:
+        if self.images.dtype != torch.uint8:
+            raise DataError(f"{self.spec.name}: images must be uint8, got {_dtype(self.images)} (from_arrays converts)")
+        _check_image_shape(tuple(self.images.shape), self.spec)
+        _check_label_type(self.labels, self.spec)
+        if len(self.images) != len(self.labels):
+            raise DataError(f"{self.spec.name}: {len(self.images)} images but {len(self.labels)} labels")
+        if len(self.images) == 0:
+            raise DataError(f"{self.spec.name}: there must be at least one example")
+        if self.images.device != self.labels.device:
+            raise DataError(f"{self.spec.name}: images are on {self.images.device} but labels on {self.labels.device}")
+        _check_label_range(self.labels, self.spec)
+        if self.labels.dtype != torch.int64:
+            object.__setattr__(self, "labels", self.labels.long())
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def to(self, device: torch.device | str) -> ImageData:
+        """The same examples on `device` (no copy where they are there already)."""
+        return ImageData(self.images.to(device), self.labels.to(device), self.spec)
+
+    def subset(self, indices: Array) -> ImageData:
+        """The examples at `indices` (integers [M], in this order, repeats allowed).
+
+        Raises:
+            DataError: indices that are not a vector of integers in [0, N), or none at all.
+        """
+        index = torch.as_tensor(indices)
+        if index.dim() != 1 or index.is_floating_point() or index.dtype == torch.bool:
+            raise DataError(f"indices must be a vector of integers, got {_dtype(index)} of shape {list(index.shape)}")
+        if len(index) and (int(index.min()) < 0 or int(index.max()) >= len(self)):
+            raise DataError(f"indices must lie in [0, {len(self)}), got [{int(index.min())}, {int(index.max())}]")
+        index = index.to(self.labels.device, torch.int64)
+        return ImageData(self.images[index], self.labels[index], self.spec)
+
+    def class_counts(self) -> Tensor:
+        """How many examples each class has: int64 [classes], on the data's device."""
+        return torch.bincount(self.labels, minlength=self.spec.classes)
+
+
+def from_arrays(images: Array, labels: Array, spec: DatasetSpec) -> ImageData:
+    """Your own images as `ImageData`.
+
+    Args:
+        images: [N, C, H, W], or [N, H, W] when the spec has one channel. uint8, or floating point in [0, 1] (rounded to
+            the nearest of the 256 levels).
+        labels: integers [N] in [0, classes).
+        spec: what the images are; they must fit it.
+
+    Raises:
+        DataError: anything else, also NaN or infinite pixels (with their number); it says what was got and expected.
+    """
+    x = _as_tensor(images, f"{spec.name}: images")
+    if x.dim() == 3 and spec.channels == 1:
+        x = x.unsqueeze(1)
+    _check_image_shape(tuple(x.shape), spec)
+    y = _as_tensor(labels, f"{spec.name}: labels")
+    _check_label_type(y, spec)
+    # Before the conversion: a uint64 label beyond int64 must not come back as a small one.
+    _check_label_range(y, spec)
+    return ImageData(_to_uint8(x, spec), y.long(), spec)
+
+
+def require_all_classes(data: ImageData) -> None:
+    """Refuses a training set in which some class has no example.
+
+    It reads exact counts, so it is for runs without differential privacy only.
+
+    Raises:
+        DataError: naming the absent classes.
+    """
+    absent = (data.class_counts() == 0).nonzero().flatten().tolist()
+    if absent:
+        shown = ", ".join(f"{c} ({data.spec.class_names[c]})" for c in absent[:5])
+        more = f" and {len(absent) - 5} more" if len(absent) > 5 else ""
+        raise DataError(f"{data.spec.name}: the training set has no example of class {shown}{more}")
+
+
+def normalise(images_uint8: Tensor, spec: DatasetSpec, dtype: torch.dtype = torch.float32) -> Tensor:
+    """(x/255 − mean)/std per channel: uint8 [N, C, H, W] → `dtype` [N, C, H, W] on the same device.
+
+    Computed in float32 whatever `dtype` is.
+
+    Raises:
+        DataError: not uint8, or another number of channels than the spec's.
+    """
+    if images_uint8.dtype != torch.uint8 or images_uint8.dim() != 4 or images_uint8.shape[1] != spec.channels:
+        raise DataError(
+            f"{spec.name}: normalise needs uint8 [N, {spec.channels}, H, W], "
+            f"got {_dtype(images_uint8)} {list(images_uint8.shape)}"
+        )
+    mean, std = _constants(spec.mean, spec.std, images_uint8.device)
+    return images_uint8.float().div_(255).sub_(mean).div_(std).to(dtype)
+
+
+def denormalise(x: Tensor, spec: DatasetSpec) -> Tensor:
+    """The inverse of `normalise`: floating point [N, C, H, W] → uint8 [N, C, H, W], clamped to [0, 255] and rounded.
+
+    Raises:
+        DataError: not floating point, another number of channels than the spec's, or NaN or infinite values.
+    """
+    if not x.is_floating_point() or x.dim() != 4 or x.shape[1] != spec.channels:
+        raise DataError(
+            f"{spec.name}: denormalise needs floating point [N, {spec.channels}, H, W], got {_dtype(x)} {list(x.shape)}"
+        )
+    _check_finite(x, spec)
+    mean, std = _constants(spec.mean, spec.std, x.device)
+    return x.detach().float().mul(std).add_(mean).mul_(255).round_().clamp_(0, 255).to(torch.uint8)
+
+
+@functools.lru_cache(maxsize=64)
+def _constants(mean: tuple[float, ...], std: tuple[float, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+    """[1, C, 1, 1] each. Kept, because copying them to a GPU anew would synchronise inside the training loop."""
+    with torch.inference_mode(False):  # a tensor made in inference mode could not be used by autograd later
+        shape = (1, len(mean), 1, 1)
+        return (torch.tensor(mean, device=device).view(shape), torch.tensor(std, device=device).view(shape))
+
+
+def _dtype(x: Tensor) -> str:
+    return str(x.dtype).removeprefix("torch.")
+
+
+def _as_tensor(array: Array, what: str) -> Tensor:
+    try:
+        # A copy, so that a caller who goes on writing into the array does not change the data set.
+        if isinstance(array, Tensor):
+            return array.detach().clone()
+        # C order and native bytes, which torch insists on.
+        return torch.from_numpy(np.array(array, dtype=np.asarray(array).dtype.newbyteorder("="), order="C"))
+    except (TypeError, ValueError, RuntimeError) as error:
+        reason = " ".join(str(error).split())
+        raise DataError(f"{what} must be a NumPy array or a tensor of numbers: {reason}") from None
+
+
+def _check_image_shape(shape: tuple[int, ...], spec: DatasetSpec) -> None:
+    if len(shape) == 4 and shape[1:] == spec.image_shape:
+        return
+    c, h, w = spec.image_shape
+    hint = "; channels come first: permute(0, 3, 1, 2)" if shape[1:] == (h, w, c) else ""
+    grey = f" or [N, {h}, {w}]" if c == 1 else ""
+    raise DataError(f"{spec.name}: images must have shape [N, {c}, {h}, {w}]{grey}, got {list(shape)}{hint}")
+
+
+def _check_label_type(labels: Tensor, spec: DatasetSpec) -> None:
+    if labels.dim() != 1:
+        raise DataError(f"{spec.name}: labels must have shape [N], got {list(labels.shape)}")
+    if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
+        raise DataError(f"{spec.name}: labels must be integers, got {_dtype(labels)}")
+
+
+def _check_label_range(labels: Tensor, spec: DatasetSpec) -> None:
+    wide = labels.long()  # a uint64 beyond int64 becomes negative here, and is refused as it should be
+    wrong = wide[(wide < 0) | (wide >= spec.classes)]
+    if len(wrong):
+        raise DataError(f"{spec.name}: labels must lie in [0, {spec.classes}), {len(wrong)} do not, the first is {int(wrong[0])}")
+
+
+def _check_finite(x: Tensor, spec: DatasetSpec) -> None:
+    bad = int((~torch.isfinite(x)).sum())
+    if bad:
+        raise DataError(f"{spec.name}: {bad} of {x.numel()} pixel values are NaN or infinite")
+
+
+def _to_uint8(x: Tensor, spec: DatasetSpec) -> Tensor:
+    if x.dtype == torch.uint8:
+        return x
+    if not x.is_floating_point():
+        raise DataError(f"{spec.name}: images must be uint8 or floating point in [0, 1], got {_dtype(x)}")
+    _check_finite(x, spec)
+    outside = int(((x < 0) | (x > 1)).sum())
+    if outside:
+        raise DataError(f"{spec.name}: images in floating point must lie in [0, 1], {outside} of {x.numel()} do not")
+    return (x.float() * 255).round().to(torch.uint8)

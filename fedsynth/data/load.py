@@ -1,0 +1,180 @@
+"""The named data sets, read from the files as torchvision lays them out, with checks of their structure.
+
+Structure, not checksums: a mirror may have compressed or re-encoded the files, and that is fine as long as they are
+what they claim to be.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from fedsynth.data.cifar import read_cifar_batch
+from fedsynth.data.download import download_dataset
+from fedsynth.data.idx import read_idx
+from fedsynth.data.images import ImageData, from_arrays
+from fedsynth.data.registry import DatasetSpec, dataset_spec
+from fedsynth.errors import DataError, DataFilesCorruptError, DataFilesMissingError
+
+ROOT_VARIABLE = "FEDSYNTH_DATA"
+
+_Arrays = tuple[npt.NDArray[Any], npt.NDArray[Any]]
+# What is read at once: the paths of one batch file, or of an idx file of images and its file of labels.
+_Group = tuple[str, ...]
+
+
+def load_dataset(name: str, root: Path | None = None, *, download: bool = False) -> tuple[ImageData, ImageData]:
+    """The training and the test split of a named data set, on the CPU.
+
+    Args:
+        name: one of `fedsynth.data.registry.DATASETS`. `digits` comes with scikit-learn and needs no files.
+        root: the data folder; None takes the environment variable FEDSYNTH_DATA.
+        download: fetch missing files through torchvision. Files that are there are never replaced.
+
+    Raises:
+        UnknownNameError: no such data set.
+        DataFilesMissingError: no folder was given, a file is not there, or the download failed.
+        DataFilesCorruptError: a file is there but is not what it should be.
+    """
+    spec = dataset_spec(name)
+    if name == "digits":
+        return _load_digits(spec)
+    folder = _data_folder(name, root)
+    if download and missing_files(name, folder):
+        download_dataset(name, folder)
+    missing = missing_files(name, folder)
+    if missing:
+        raise DataFilesMissingError(
+            f"{name}: no {missing[0]} in {folder}; fetch it with --download, or say where it is with --data-root or "
+            f"{ROOT_VARIABLE}"
+        )
+    train, test = _FILES[name]
+    return _load_split(spec, folder, train), _load_split(spec, folder, test)
+
+
+def _data_folder(name: str, root: Path | None) -> Path:
+    given = os.environ.get(ROOT_VARIABLE) if root is None else root
+    if not given:
+        raise DataFilesMissingError(
+            f"{name}: no data folder was given to look for {_FILES[name][0][0][0]} in; say where with --data-root or "
+            f"{ROOT_VARIABLE} (and --download to fetch it there)"
+        )
+    return Path(given).expanduser()
+
+
+def missing_files(name: str, folder: Path) -> list[str]:
+    """The files of the data set `name` (not `digits`) that `folder` lacks, as paths relative to it."""
+    wanted = [relative for split in _FILES[name] for group in split for relative in group]
+    return [relative for relative in wanted if _locate(folder, relative) is None]
+
+
+def _locate(folder: Path, relative: str) -> Path | None:
+    """The file, or for idx files its compressed form."""
+    endings = ("", ".gz") if relative.endswith("-ubyte") else ("",)
+    for ending in endings:
+        path = folder / f"{relative}{ending}"
+        if path.is_file():
+            return path
+    return None
+
+
+def _load_split(spec: DatasetSpec, folder: Path, groups: tuple[_Group, ...]) -> ImageData:
+    parts = []
+    for group in groups:
+        paths = [_locate(folder, relative) or folder / relative for relative in group]
+        try:
+            images, labels = _READERS[spec.name](paths)
+            parts.append(from_arrays(images, labels, spec))
+        except DataFilesCorruptError:
+            raise
+        except DataError as error:
+            raise DataFilesCorruptError(f"{' and '.join(map(str, paths))} cannot be used: {error}") from None
+    if len(parts) == 1:
+        return parts[0]
+    return ImageData(torch.cat([part.images for part in parts]), torch.cat([part.labels for part in parts]), spec)
+
+
+def _read_idx_pair(paths: list[Path]) -> _Arrays:
+    images, labels = read_idx(paths[0], 3), read_idx(paths[1], 1)
+    if len(images) != len(labels):
+        raise DataFilesCorruptError(f"{paths[0]} has {len(images)} images but {paths[1]} has {len(labels)} labels")
+    return images, labels
+
+
+def _read_emnist_letters(paths: list[Path]) -> _Arrays:
+    """EMNIST stores its images transposed, and counts the letters from 1."""
+    images, labels = _read_idx_pair(paths)
+    return images.transpose(0, 2, 1), labels.astype(np.int64) - 1
+
+
+def _read_cifar10(paths: list[Path]) -> _Arrays:
+    return read_cifar_batch(paths[0], "labels")
+
+
+def _read_cifar100(paths: list[Path]) -> _Arrays:
+    return read_cifar_batch(paths[0], "fine_labels")
+
+
+def _read_svhn(paths: list[Path]) -> _Arrays:
+    """X [32, 32, 3, N] and y [N, 1], in which 10 stands for the digit 0."""
+    from scipy.io import loadmat
+
+    try:
+        content = loadmat(str(paths[0]), variable_names=["X", "y"])
+        x, y = content["X"], content["y"]
+    except Exception as error:  # a damaged file may raise anything
+        raise DataFilesCorruptError(f"{paths[0]} cannot be read as an SVHN file: {' '.join(str(error).split())}") from None
+    if x.dtype != np.uint8 or x.ndim != 4 or y.size != x.shape[3] or not np.issubdtype(y.dtype, np.number):
+        raise DataFilesCorruptError(
+            f"{paths[0]} must hold X uint8 [32, 32, 3, N] and y [N, 1], got {x.dtype} {list(x.shape)} and "
+            f"{y.dtype} {list(y.shape)}"
+        )
+    digits = y.reshape(-1)
+    wrong = digits[~np.isin(digits, np.arange(1, 11))]
+    if len(wrong):
+        raise DataFilesCorruptError(f"{paths[0]}: labels must be 1 to 10, {len(wrong)} are not, first {wrong[0]}")
+    return x.transpose(3, 2, 0, 1), digits.astype(np.int64) % 10
+
+
+def _load_digits(spec: DatasetSpec) -> tuple[ImageData, ImageData]:
+    """scikit-learn's digits: levels 0..16 become 0..255, every fifth example (index % 5 == 4) is for testing."""
+    from sklearn.datasets import load_digits
+
+    bundled = load_digits()
+    images = np.rint(bundled.images * (255 / 16)).astype(np.uint8)
+    is_test = np.arange(len(images)) % 5 == 4
+    train, test = (from_arrays(images[rows], bundled.target[rows], spec) for rows in (~is_test, is_test))
+    return train, test
+
+
+def _idx_files(folder: str, split: str) -> tuple[_Group, ...]:
+    return ((f"{folder}/raw/{split}-images-idx3-ubyte", f"{folder}/raw/{split}-labels-idx1-ubyte"),)
+
+
+# The files of the training and of the test split, relative to the data folder.
+_FILES: dict[str, tuple[tuple[_Group, ...], tuple[_Group, ...]]] = {
+    "mnist": (_idx_files("MNIST", "train"), _idx_files("MNIST", "t10k")),
+    "fashion-mnist": (_idx_files("FashionMNIST", "train"), _idx_files("FashionMNIST", "t10k")),
+    "emnist-letters": (_idx_files("EMNIST", "emnist-letters-train"), _idx_files("EMNIST", "emnist-letters-test")),
+    "cifar10": (
+        tuple((f"cifar-10-batches-py/data_batch_{i}",) for i in range(1, 6)),
+        (("cifar-10-batches-py/test_batch",),),
+    ),
+    "cifar100": ((("cifar-100-python/train",),), (("cifar-100-python/test",),)),
+    "svhn": ((("train_32x32.mat",),), (("test_32x32.mat",),)),
+}
+
+_READERS: dict[str, Callable[[list[Path]], _Arrays]] = {
+    "mnist": _read_idx_pair,
+    "fashion-mnist": _read_idx_pair,
+    "emnist-letters": _read_emnist_letters,
+    "cifar10": _read_cifar10,
+    "cifar100": _read_cifar100,
+    "svhn": _read_svhn,
+}

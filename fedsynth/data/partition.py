@@ -1,0 +1,212 @@
+"""Who has which examples: partitions of a label array over clients, as the field makes them. Every rule is seeded.
+
+`dirichlet` is the rule of NIID-Bench (Li et al., ICDE 2022, arXiv 2102.02079), behind FedDM's tables and many others.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from fedsynth.core.random import numpy_generator
+from fedsynth.errors import DataError, PartitionError, SettingError, unknown_name
+
+IntArray = npt.NDArray[np.int64]
+Rng = np.random.Generator
+
+# How often the whole partition is drawn anew before giving up: 1.5 s for 10 classes, some 15 s for 100.
+MAX_TRIES = 5_000
+# Beyond this the draws are 1/K to six digits, and NumPy's gamma sampler would overflow.
+_ALPHA_CAP = 1e12
+
+
+@dataclass(frozen=True)
+class PartitionSettings:
+    """How to divide the examples.
+
+    Attributes:
+        kind: `iid`, `dirichlet` (balance mask and redraw), `dirichlet-plain` (neither) or `classes` (c per client).
+        clients: number of clients K ≥ 1.
+        alpha: concentration of the two Dirichlet kinds, > 0; small is skewed.
+        classes_per_client: c of `classes`, ≥ 1.
+        min_size: `dirichlet` only: the fewest examples a client may have, ≥ 0.
+        seed: the run's seed.
+
+    Raises:
+        UnknownNameError: for `kind`. SettingError: a number outside its range.
+    """
+
+    kind: str = "dirichlet"
+    clients: int = 10
+    alpha: float = 0.5
+    classes_per_client: int = 2
+    min_size: int = 10
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.kind not in _RULES:
+            raise unknown_name("partition", self.kind, _RULES)
+        if self.clients < 1:
+            raise SettingError(f"clients must be at least 1, got {self.clients}")
+        if not (math.isfinite(self.alpha) and self.alpha > 0):
+            raise SettingError(f"alpha must be a positive number, got {self.alpha}")
+        if self.classes_per_client < 1:
+            raise SettingError(f"classes_per_client must be at least 1, got {self.classes_per_client}")
+        if self.min_size < 0:
+            raise SettingError(f"min_size must not be negative, got {self.min_size}")
+
+
+def partition(labels: npt.NDArray[np.integer], settings: PartitionSettings, classes: int) -> list[IntArray]:
+    """Sorted index arrays, one per client; every example is assigned exactly once.
+
+    With `dirichlet-plain`, and with `dirichlet` at `min_size` 0, a client's array may be empty.
+
+    Args:
+        labels: integers [N] in [0, classes).
+        settings: the rule and its numbers.
+        classes: number of classes C, also of those without an example here.
+
+    Raises:
+        DataError: labels that are not integers [N] in [0, classes).
+        PartitionError: more clients than examples, or a rule that cannot be kept; the message says what to change.
+    """
+    y = _checked_labels(labels, classes)
+    if settings.clients > len(y):
+        raise PartitionError(f"{settings.clients} clients are more than the {len(y)} examples: lower clients")
+    rng = numpy_generator(settings.seed, "partition")
+    parts = _RULES[settings.kind](y, settings, classes, rng)
+    return [np.sort(part) for part in parts]
+
+
+def count_matrix(labels: npt.NDArray[np.integer], parts: Sequence[npt.NDArray[np.integer]], classes: int) -> IntArray:
+    """How many examples of each class each client has: int64 [K, C]."""
+    y = _checked_labels(labels, classes)
+    rows = [np.bincount(y[part], minlength=classes) for part in parts]
+    return np.array(rows, dtype=np.int64).reshape(len(parts), classes)
+
+
+def _iid(y: IntArray, settings: PartitionSettings, classes: int, rng: Rng) -> list[IntArray]:
+    """A random permutation cut into K pieces whose sizes differ by at most one."""
+    return np.array_split(rng.permutation(len(y)), settings.clients)
+
+
+def _dirichlet(y: IntArray, settings: PartitionSettings, classes: int, rng: Rng) -> list[IntArray]:
+    """NIID-Bench: Dirichlet shares of each class, none for clients with ≥ N/K examples; redrawn if one has few."""
+    K, least = settings.clients, settings.min_size
+    if K * least > len(y):
+        raise PartitionError(
+            f"{K} clients of at least {least} examples need {K * least}, there are {len(y)}: lower min_size or clients"
+        )
+    sizes = np.bincount(y, minlength=classes)
+    for _ in range(MAX_TRIES):
+        # Only numbers are drawn until they pass; the examples are shuffled once, at the end.
+        counts = _dirichlet_counts(sizes, settings, rng, masked=True)
+        if counts.sum(axis=1).min() >= least:
+            return _deal(y, counts, rng)
+    raise PartitionError(
+        f"no Dirichlet partition with at least {least} examples for each of {K} clients in {MAX_TRIES} tries at "
+        f"alpha={settings.alpha:g}: raise alpha, or lower min_size or clients (or use dirichlet-plain)"
+    )
+
+
+def _dirichlet_plain(y: IntArray, settings: PartitionSettings, classes: int, rng: Rng) -> list[IntArray]:
+    """Dirichlet shares of each class, as they fall: clients may have many examples or none."""
+    sizes = np.bincount(y, minlength=classes)
+    return _deal(y, _dirichlet_counts(sizes, settings, rng, masked=False), rng)
+
+
+def _dirichlet_counts(sizes: npt.NDArray[np.integer], settings: PartitionSettings, rng: Rng, *, masked: bool) -> IntArray:
+    """[K, C]: for each class p ~ Dir(α·1_K), cut at ⌊cumsum(p)·n_c⌋. `masked`: p = 0 for those with ≥ N/K examples."""
+    K, total = settings.clients, int(sizes.sum())
+    counts = np.zeros((K, len(sizes)), dtype=np.int64)
+    held = np.zeros(K, dtype=np.int64)
+    concentration = np.full(K, min(settings.alpha, _ALPHA_CAP))
+    for c, size in enumerate(sizes):
+        if size == 0:
+            continue
+        p = rng.dirichlet(concentration)
+        # Compared in whole numbers: N/K itself would be rounded.
+        open_ = held * K < total if masked else np.ones(K, dtype=bool)
+        reached = np.cumsum(np.where(open_, p, 0.0))
+        if not reached[-1] > 0:
+            # All of p went, to the last bit, to clients that take no more. One open client at random is the limit of
+            # Dir(α) for α → 0.
+            reached = np.cumsum(np.arange(K) == rng.choice(np.flatnonzero(open_)))
+        # Divided by its own last entry, so that it is exactly 1 from the last open client on: a rounded sum would leave
+        # an example for the closed clients after it.
+        cuts = (reached[:-1] / reached[-1] * size).astype(np.int64)
+        counts[:, c] = np.diff(cuts, prepend=0, append=size)
+        held += counts[:, c]
+    return counts
+
+
+def _classes(y: IntArray, settings: PartitionSettings, classes: int, rng: Rng) -> list[IntArray]:
+    """Exactly c classes per client; a class's examples are split evenly (±1) among its holders.
+
+    Every class has ⌊Kc/C⌋ or ⌈Kc/C⌉ holders (which get one more is drawn). Clients, in random order, take the c classes
+    with the most places left, ties drawn: that keeps the places left within one of each other, so nobody lacks
+    c different classes. With K·c = C the clients' classes are disjoint. Only classes with examples count.
+    """
+    sizes = np.bincount(y, minlength=classes)
+    present = np.flatnonzero(sizes)
+    K, c, C = settings.clients, settings.classes_per_client, len(present)
+    if c > C:
+        raise PartitionError(f"classes_per_client is {c} but there are examples of {C} classes only: lower it")
+    if K * c < C:
+        raise PartitionError(
+            f"{K} clients × {c} classes cannot cover {C} classes: raise clients or classes_per_client to at least "
+            f"{math.ceil(C / K)}"
+        )
+    places = np.full(C, K * c // C)
+    places[rng.permutation(C)[: K * c % C]] += 1
+    short = np.flatnonzero(sizes[present] < places)
+    if len(short):
+        label, holders = int(present[short[0]]), int(places[short[0]])
+        raise PartitionError(
+            f"class {label} has {int(sizes[label])} examples for the {holders} clients that must hold it: "
+            "lower clients or classes_per_client"
+        )
+    holds = np.zeros((K, C), dtype=bool)
+    for k in rng.permutation(K):
+        taken = np.lexsort((rng.random(C), -places))[:c]
+        holds[k, taken] = True
+        places[taken] -= 1
+    counts = np.zeros((K, classes), dtype=np.int64)
+    for j, label in enumerate(present.tolist()):
+        having = rng.permutation(np.flatnonzero(holds[:, j]))
+        each, over = divmod(int(sizes[label]), len(having))
+        counts[having, label] = each
+        counts[having[:over], label] += 1
+    return _deal(y, counts, rng)
+
+
+def _deal(y: IntArray, counts: IntArray, rng: Rng) -> list[IntArray]:
+    """Deals each class's examples, shuffled, to the clients: `counts` [K, C] says how many each gets."""
+    pieces: list[list[IntArray]] = [[] for _ in counts]
+    for c in range(counts.shape[1]):
+        index = rng.permutation(np.flatnonzero(y == c))
+        for mine, piece in zip(pieces, np.split(index, np.cumsum(counts[:-1, c])), strict=True):
+            mine.append(piece)
+    return [np.concatenate(mine) for mine in pieces]
+
+
+def _checked_labels(labels: npt.NDArray[np.integer], classes: int) -> IntArray:
+    y = np.asarray(labels)
+    if y.ndim != 1 or not np.issubdtype(y.dtype, np.integer):
+        raise DataError(f"labels must be integers [N], got {y.dtype} of shape {list(y.shape)}")
+    if len(y) and (int(y.min()) < 0 or int(y.max()) >= classes):
+        raise DataError(f"labels must lie in [0, {classes}), got [{int(y.min())}, {int(y.max())}]")
+    return y.astype(np.int64)
+
+
+_Rule = Callable[[IntArray, PartitionSettings, int, Rng], list[IntArray]]
+_RULES: dict[str, _Rule] = {
+    "iid": _iid,
+    "dirichlet": _dirichlet,
+    "dirichlet-plain": _dirichlet_plain,
+    "classes": _classes,
+}

@@ -1,0 +1,19 @@
+"""Who hears of a run's progress. The engine tells; the command line shows; tests and notebooks may listen."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+
+class Observer:
+    """Does nothing; subclass what you want to hear."""
+
+    def note(self, text: str) -> None:
+        """A line for people: what the run is about to do, a warning, why it ended."""
+
+    def step(self, round: int, phase: str, done: int, total: int) -> None:
+        """Inside a round: `done` of `total` steps of a phase. Called often; must be cheap."""
+
+    def round_ended(self, row: Mapping[str, Any]) -> None:
+        """A round's metrics, as they go to metrics.jsonl."""

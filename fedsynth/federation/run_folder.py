@@ -1,0 +1,101 @@
+"""The run folder: everything a run leaves behind.
+
+While the run lasts, the folder's name ends in `.incomplete`; the last step renames it. A folder without that ending is finished.
+
+    config.toml          the resolved settings; feed back with --config
+    metrics.jsonl        a line for each round
+    summary.json         what `--json` prints
+    model.safetensors    the global model
+    synthetic.safetensors, synthetic.png    the last round's uploads, where the method has images
+    privacy_report.json, privacy_report.md, ledger/    with differential privacy
+    simulation_only/     what only a simulation may show: exact functions of private data, outside the guarantee
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from fedsynth.data.images import denormalise
+from fedsynth.data.picture import image_grid_png, partition_png, partition_table
+from fedsynth.data.registry import DatasetSpec
+from fedsynth.errors import OutputError
+
+SIMULATION_ONLY_NOTE = (
+    "Everything in this folder is an exact function of the clients' data. A simulation may show it; it is outside every privacy\n"
+    "guarantee, and on a real network it would not exist.\n"
+)
+GRID_LIMIT = 400  # images in the picture; all of them are in synthetic.safetensors
+
+
+class RunFolder:
+    """A folder being written; `finish` gives it its name.
+
+    Raises:
+        OutputError: the folder cannot be made or written.
+    """
+
+    def __init__(self, base: Path, name: str) -> None:
+        stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
+        try:
+            base.mkdir(parents=True, exist_ok=True)
+            for attempt in range(1000):
+                final = base / f"{stamp}-{name}{f'-{attempt + 1}' if attempt else ''}"
+                self.path = final.with_name(final.name + ".incomplete")
+                if final.exists():
+                    continue
+                try:
+                    self.path.mkdir()
+                    break
+                except FileExistsError:
+                    continue
+        except OSError as error:
+            raise OutputError(f"cannot write the run folder in {base}: {error.strerror or error}") from None
+        self._final = final
+
+    def write_config(self, toml: str) -> None:
+        (self.path / "config.toml").write_text(toml)
+
+    def append_metrics(self, row: Mapping[str, Any]) -> None:
+        with (self.path / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps(row) + "\n")
+
+    def write_partition(self, counts_KC: npt.NDArray[np.int64]) -> None:
+        """Who has what: true counts, so `simulation_only`."""
+        folder = self.path / "simulation_only"
+        folder.mkdir()
+        (folder / "README.txt").write_text(SIMULATION_ONLY_NOTE)
+        (folder / "partition.txt").write_text(partition_table(counts_KC))
+        partition_png(counts_KC, folder / "partition.png")
+
+    def write_model(self, parameters: Mapping[str, Tensor]) -> None:
+        save_file({name: t.detach().cpu().contiguous() for name, t in parameters.items()}, self.path / "model.safetensors")
+
+    def write_synthetic(self, sets: Sequence[tuple[int, Tensor, Tensor]], spec: DatasetSpec) -> None:
+        """(client, images [N, C, H, W] normalised, labels [N]) of the last round: exactly what was sent, and a picture of it."""
+        sets = [(client, images.cpu(), labels.cpu()) for client, images, labels in sets]
+        images, labels = torch.cat([s[1] for s in sets]), torch.cat([s[2] for s in sets])
+        client = torch.cat([torch.full((len(s[2]),), s[0]) for s in sets])
+        metadata = {"dataset": spec.name, "mean": json.dumps(spec.mean), "std": json.dumps(spec.std)}
+        tensors = {"images": images.contiguous(), "labels": labels, "client": client}
+        save_file(tensors, self.path / "synthetic.safetensors", metadata=metadata)
+        if len(images):
+            columns = max(1, int(torch.bincount(labels[client == client[0]]).max()))
+            shown = images[:GRID_LIMIT]
+            image_grid_png(denormalise(shown, spec), self.path / "synthetic.png", columns * max(1, 20 // columns))
+
+    def finish(self, summary: Mapping[str, Any]) -> Path:
+        """Writes the summary, gives the folder its final name and returns it."""
+        (self.path / "summary.json").write_text(json.dumps({**summary, "folder": str(self._final)}, indent=2) + "\n")
+        self.path.rename(self._final)
+        self.path = self._final
+        return self._final

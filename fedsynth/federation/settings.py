@@ -1,0 +1,152 @@
+"""Everything that decides a run, in one frozen object that goes to TOML and back.
+
+`resolve` merges what a user gave over the data set's preset over the method's defaults (the papers' values), and validates all.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from types import UnionType
+from typing import Any, TypeVar, get_args, get_type_hints
+
+from fedsynth.core.method import Method, convert
+from fedsynth.data.partition import PartitionSettings
+from fedsynth.data.registry import dataset_spec
+from fedsynth.errors import SettingError, unknown_name
+from fedsynth.methods import method_class
+from fedsynth.models.registry import ModelSettings
+from fedsynth.privacy.settings import PrivacySettings
+
+SECTIONS = ("run", "data", "partition", "model", "method", "privacy")
+
+# For the embedded 8×8 digits: a model that such images can feed, and few enough releases that σ = 3 means ε < 10. Found on the digits,
+# which are public.
+DIGITS_PRESET: Mapping[str, Mapping[str, Any]] = {
+    "run": {"rounds": 3},
+    "partition": {"clients": 5},
+    "model": {"width": 32, "depth": 2},
+    "feddm": {"iterations": 10, "image_lr": 5.0, "server_epochs": 60},
+    "real": {"server_epochs": 60},
+    "fedavg": {"batch": 32},
+}
+PRESETS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
+    "digits": DIGITS_PRESET,
+    "cifar100": {"feddm": {"ipc": 5}, "real": {"ipc": 5}},
+}
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """One run. `privacy` None means no differential privacy.
+
+    Args:
+        device: "auto" (CUDA if there is one), "cpu" or "cuda".
+        evaluate_every: rounds between evaluations on the test set; the last round is always evaluated.
+    """
+
+    method: Method
+    dataset: str = "digits"
+    data_root: Path | None = None
+    rounds: int = 20
+    seed: int = 0
+    device: str = "auto"
+    evaluate_every: int = 1
+    partition: PartitionSettings = field(default_factory=PartitionSettings)
+    model: ModelSettings = field(default_factory=ModelSettings)
+    privacy: PrivacySettings | None = None
+
+    def __post_init__(self) -> None:
+        if self.rounds < 1 or self.evaluate_every < 1:
+            raise SettingError(f"rounds and evaluate_every must be at least 1, got {self.rounds} and {self.evaluate_every}")
+
+    def to_mapping(self) -> dict[str, dict[str, Any]]:
+        """Sections of plain values, without what is None; `resolve` makes the same settings of it."""
+        run = {"method": self.method.name, "rounds": self.rounds, "seed": self.seed, "device": self.device}
+        sections: dict[str, dict[str, Any]] = {
+            "run": {**run, "evaluate_every": self.evaluate_every},
+            "data": {"dataset": self.dataset, "data_root": self.data_root},
+            "partition": dataclasses.asdict(self.partition),
+            "model": dataclasses.asdict(self.model),
+            "method": dataclasses.asdict(self.method),
+            "privacy": dataclasses.asdict(self.privacy) if self.privacy is not None else {},
+        }
+        plain = {name: {k: _plain(v) for k, v in values.items() if v is not None} for name, values in sections.items()}
+        return {name: values for name, values in plain.items() if values}
+
+
+def resolve(given: Mapping[str, Mapping[str, Any]]) -> RunSettings:
+    """Settings from sections such as `{"run": {"method": "feddm"}, "method": {"ipc": 5}}`.
+
+    Raises:
+        UnknownNameError: an unknown section, setting, method, data set or model (with the near matches).
+        SettingError, PrivacySettingError: a value of the wrong type or outside its range.
+    """
+    for name in given:
+        if name not in SECTIONS:
+            raise unknown_name("section", name, SECTIONS)
+    run, data = dict(given.get("run", {})), dict(given.get("data", {}))
+    name, dataset = str(run.pop("method", "feddm")), str(data.pop("dataset", "digits"))
+    method, spec = method_class(name), dataset_spec(dataset)
+    preset = PRESETS.get(dataset, {})
+    run = {**preset.get("run", {}), **run}
+    partition = {"seed": run.get("seed", 0), **preset.get("partition", {}), **given.get("partition", {})}
+    privacy = given.get("privacy", {})
+    root = data.pop("data_root", None)
+    if data:
+        raise unknown_name("setting of data", next(iter(data)), ("dataset", "data_root"))
+    allowed = ("rounds", "seed", "device", "evaluate_every")
+    values = {}
+    for key, value in run.items():
+        if key not in allowed:
+            raise unknown_name("setting of run", key, ("method", *allowed))
+        values[key] = convert(f"run.{key}", value, str if key == "device" else int)
+    return RunSettings(
+        method=method.from_mapping({**preset.get(name, {}), **given.get("method", {})}),
+        dataset=spec.name,
+        data_root=Path(root) if root else None,
+        partition=_build(PartitionSettings, "partition", partition),
+        model=_build(ModelSettings, "model", {**preset.get("model", {}), **given.get("model", {})}),
+        privacy=_build(PrivacySettings, "privacy", privacy) if privacy else None,
+        **values,
+    )
+
+
+def _build(cls: type[T], section: str, values: Mapping[str, Any]) -> T:
+    """A settings dataclass from text or plain values, converted to the fields' types."""
+    hints = get_type_hints(cls)
+    known = [f.name for f in fields(cls)]  # type: ignore[arg-type]
+    converted = {}
+    for key, value in values.items():
+        if key not in known:
+            raise unknown_name(f"setting of {section}", key, known)
+        kind = hints[key]
+        kind = get_args(kind)[0] if isinstance(kind, UnionType) else kind
+        converted[key] = convert(f"{section}.{key}", value, kind)
+    return cls(**converted)
+
+
+def _plain(value: Any) -> Any:
+    return str(value) if isinstance(value, Path) else value
+
+
+def to_toml(sections: Mapping[str, Mapping[str, Any]]) -> str:
+    """Sections of strings, numbers and booleans as TOML; what `tomllib` reads back is equal."""
+    lines = []
+    for name, values in sections.items():
+        lines.append(f"[{name}]")
+        for key, value in values.items():
+            if isinstance(value, bool):
+                text = str(value).lower()
+            elif isinstance(value, str):
+                text = json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+            else:
+                text = repr(value)
+            lines.append(f"{key} = {text}")
+        lines.append("")
+    return "\n".join(lines)

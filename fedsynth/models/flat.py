@@ -1,0 +1,46 @@
+"""A network whose parameters are views of one flat vector, so that perturbing, projecting and averaging are single operations."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import Tensor, nn
+
+
+def flatten(model: nn.Module) -> Tensor:
+    """All parameters as one vector [P], a copy."""
+    return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+
+
+class FlatNetwork:
+    """A copy of `model` on `device` that lives in `self.flat` [P]; writing into `flat` changes the network.
+
+    Args:
+        requires_grad: False freezes the weights (condensation needs no weight gradients); True keeps them, and their gradients are
+            views of `self.grad` [P] (frozen: `grad` is empty).
+    """
+
+    def __init__(self, model: nn.Module, device: torch.device | str | None = None, *, requires_grad: bool = False) -> None:
+        self.module = copy.deepcopy(model)
+        if device is not None:
+            self.module.to(device)
+        self.flat = flatten(self.module)
+        self.grad = torch.zeros_like(self.flat) if requires_grad else self.flat.new_empty(0)
+        offset = 0
+        for parameter in self.module.parameters():
+            view = slice(offset, offset + parameter.numel())
+            parameter.data = self.flat[view].view_as(parameter)
+            parameter.requires_grad_(requires_grad)
+            if requires_grad:
+                parameter.grad = self.grad[view].view_as(parameter)
+            offset += parameter.numel()
+
+
+def load_flat(model: nn.Module, flat: Tensor) -> None:
+    """Copies the vector [P] into the parameters of `model`."""
+    offset = 0
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(flat[offset : offset + parameter.numel()].view_as(parameter))
+            offset += parameter.numel()

@@ -1,0 +1,49 @@
+"""FedDM's parameter perturbation (App. D.3, Eq. 24): networks drawn around the global model for each condensation step.
+
+P_w(w_r) = w_r + ε with ε ~ N(0, I) rescaled so that ‖ε‖₂ ≤ ρ. With 300,000 parameters ‖N(0, I)‖ ≈ 550, so for ρ = 5 rescaling
+always bites and w lies on the sphere: reading "sphere", the literal one and the default. Reading "ball" keeps the direction and
+draws the distance to w_r uniformly from [0, ρ].
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from fedsynth.core.random import torch_generator
+from fedsynth.errors import SettingError
+from fedsynth.models.flat import FlatNetwork
+
+READINGS = ("sphere", "ball")
+
+
+class Perturbations:
+    """Draws w ~ P_w(w_r), one for each step, from the round's public seed: all clients of a round share them.
+
+    Args:
+        model: w_r. Copied; the copy's weights are frozen.
+        radius: ρ; 0 matches at w_r itself.
+    """
+
+    def __init__(
+        self, model: nn.Module, radius: float, *, reading: str = "sphere", seed: int, round: int, device: torch.device
+    ) -> None:
+        if reading not in READINGS:
+            raise SettingError(f"perturbation must be one of {', '.join(READINGS)}, got {reading!r}")
+        self._network = FlatNetwork(model, device)
+        self._network.module.eval()
+        self._center = self._network.flat.clone()
+        self._noise = torch.empty_like(self._center)
+        self._radius, self._reading = radius, reading
+        self._generator = torch_generator(seed, "parameter perturbation", round, device=device)
+
+    def draw(self) -> nn.Module:
+        """The next network; it is the same object each time, with other weights."""
+        self._noise.normal_(generator=self._generator)
+        norm = torch.linalg.vector_norm(self._noise)
+        if self._reading == "ball":
+            scale = self._radius * torch.rand((), generator=self._generator, device=norm.device) / norm
+        else:
+            scale = (self._radius / norm).clamp_max(1.0)
+        torch.addcmul(self._center, self._noise, scale, out=self._network.flat)
+        return self._network.module

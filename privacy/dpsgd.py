@@ -1,0 +1,100 @@
+"""DP-SGD on a client's model: Opacus' per-example gradients, our sampler, clipping, secret noise and public divisor.
+
+Opacus' own optimiser and loader are not used, for four reasons: its loader takes the sampling rate and the divisor from
+len(dataset), both private; its noise comes from torch's generator; a non-finite gradient of one example would poison the batch's
+sum; and it clips in float32. Its `GradSampleModule` does what it does best, the per-example gradients of any architecture, and
+the sum goes through `GaussianSums` like every other private statistic.
+
+Adjacency: add/remove one example. Sampling: Poisson at the public rate q, one mask a step. Composition: the ledger's row holds
+all steps of the round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from fedsynth.privacy.errors import ForbiddenLayerError
+from fedsynth.privacy.mechanisms import GaussianSums
+
+PHYSICAL_BATCH = 128
+"""Per-example gradients held at a time; a memory setting, without influence on what is computed."""
+
+
+@dataclass(frozen=True)
+class DpSgdSettings:
+    """Local training; `expected_batch_size` is q times the public nominal size, the divisor of every step."""
+
+    learning_rate: float
+    expected_batch_size: float
+    momentum: float = 0.0
+    weight_decay: float = 0.0
+
+
+def check_model(model: nn.Module) -> None:
+    """Refuses layers that mix the examples of a batch.
+
+    Raises:
+        ForbiddenLayerError: names the layer, and what to use in its place.
+    """
+    for name, layer in model.named_modules():
+        if isinstance(layer, nn.modules.batchnorm._BatchNorm):
+            raise ForbiddenLayerError(
+                f"layer {name!r} is {type(layer).__name__}: batch norm mixes the examples of a batch, so one example's influence "
+                "cannot be bounded; use group or instance norm (--norm group)"
+            )
+
+
+def dp_sgd(
+    model: nn.Module,
+    images: Callable[[Tensor], Tensor],
+    labels_N: Tensor,
+    series: GaussianSums,
+    steps: int,
+    settings: DpSgdSettings,
+) -> None:
+    """Trains `model` in place for `steps` private steps.
+
+    Args:
+        images: normalised images [M, C, H, W] of the records with the given indices [M].
+        labels_N: labels of all the client's records.
+        series: charged for `steps` releases of one group with as many coordinates as the model has parameters.
+    """
+    from opacus.grad_sample import GradSampleModule
+
+    check_model(model)
+    wrapped = GradSampleModule(model, loss_reduction="sum")
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    optimiser = torch.optim.SGD(
+        parameters, lr=settings.learning_rate, momentum=settings.momentum, weight_decay=settings.weight_decay
+    )
+    try:
+        for _ in range(steps):
+            sampled = series.sample(len(labels_N)).to(labels_N.device)
+            for part in sampled.split(PHYSICAL_BATCH):
+                if len(part):
+                    rows = _per_example_gradients(wrapped, parameters, images(part), labels_N[part])
+                    series.add(rows, torch.zeros(len(part), dtype=torch.int64, device=rows.device))
+            mean = series.release()[0] / settings.expected_batch_size
+            offset = 0
+            for p in parameters:
+                p.grad = mean[offset : offset + p.numel()].view_as(p).to(p.device, p.dtype)
+                offset += p.numel()
+            optimiser.step()
+            optimiser.zero_grad()
+    finally:
+        wrapped.to_standard_module()
+
+
+def _per_example_gradients(wrapped: nn.Module, parameters: list[nn.Parameter], x_NCHW: Tensor, labels_N: Tensor) -> Tensor:
+    """[N, P]: the gradient of each example's cross-entropy; Opacus fills `grad_sample`, which is emptied again."""
+    for p in parameters:
+        p.grad_sample = None  # type: ignore[attr-defined]
+    nn.functional.cross_entropy(wrapped(x_NCHW), labels_N, reduction="sum").backward()
+    rows = torch.cat([p.grad_sample.flatten(1) for p in parameters], dim=1)  # type: ignore[attr-defined]
+    for p in parameters:
+        p.grad_sample = p.grad = None  # type: ignore[attr-defined]
+    return rows

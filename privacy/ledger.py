@@ -1,0 +1,209 @@
+"""The append-only record of every release from one client's data set, and the guard that refuses before the cap.
+
+The ledger is a file of JSON lines: a header, then one line a release. It lives outside checkpoints and run folders,
+since a data set's budget is spent over all runs on it. A row is on the disk before `charge` returns, and noise is drawn
+only afterwards: a crash can charge for a release that never left, but never release what was not charged.
+
+Each line carries a hash over itself and all lines before it, so that an edit is noticed. This guards against accidents
+and hasty repairs: who owns the file can still rebuild it, or cut whole lines off its end.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import math
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
+from io import FileIO
+from pathlib import Path
+from typing import Any
+
+from fedsynth.privacy.accounting import Release, check_delta, epsilon
+from fedsynth.privacy.errors import BudgetExceededError, LedgerError, PrivacySettingError
+
+LEDGER_SCHEMA = 1
+
+
+class Ledger:
+    """All releases from one client's data set, in order; rows are only ever added.
+
+    An existing file is read and continued. The file is locked (`flock`) during each operation and not between them: two
+    processes, or threads, may hold the same ledger; each first reads what the other has appended, and rows never
+    interleave. On a network file system the lock is only as good as that system's `flock`.
+
+    Args:
+        client: the client's name; stands in the header, like `dataset`.
+        path: the file; None keeps the ledger in memory (tests, simulations that declare their data public).
+        dataset: an identifier of the data set, so that one data set's budget is not charged to another.
+
+    Raises:
+        LedgerError: the file cannot be read or written, belongs to another client or data set, has an unknown schema,
+            or is damaged. It is never reset or repaired silently.
+    """
+
+    def __init__(self, client: str, path: Path | None = None, *, dataset: str = "") -> None:
+        self.client = client
+        self.dataset = dataset
+        self.path = None if path is None else Path(path)
+        self._rows: list[Release] = []
+        self._size = 0  # bytes of the file that have been read
+        self._chain = ""  # hash over those bytes' lines
+        if self.path is not None:
+            if not self.path.exists():
+                self._start(self.path)
+            with self._locked(self.path) as file:
+                self._catch_up(file)
+
+    @property
+    def releases(self) -> tuple[Release, ...]:
+        """The rows, oldest first, with those that other processes have added to the file meanwhile."""
+        if self.path is not None:
+            with self._locked(self.path) as file:
+                self._catch_up(file)
+        return tuple(self._rows)
+
+    def charge(self, release: Release) -> None:
+        """Append one row; it is written and fsync'ed when this returns. Draw the noise only afterwards."""
+        self.charge_within(release, None)
+
+    def charge_within(self, release: Release, guard: Guard | None) -> None:
+        """Check and charge under one lock, so that two processes cannot both use the same last bit of budget."""
+        if self.path is None:
+            if guard is not None:
+                guard.refuse_beyond(self._rows, [release])
+            self._rows.append(release)
+            return
+        with self._locked(self.path) as file:
+            self._catch_up(file)
+            if guard is not None:
+                guard.refuse_beyond(self._rows, [release])
+            line, chain = _encode(release.to_json(), self._chain)
+            try:
+                if file.write(line) != len(line):
+                    raise OSError("the disk took only part of the line")
+                os.fsync(file.fileno())
+            except OSError as error:
+                raise LedgerError(f"cannot write to ledger {self.path}: {error}") from error
+            self._size, self._chain = self._size + len(line), chain
+            self._rows.append(release)
+
+    def _start(self, path: Path) -> None:
+        """Make the file with its header in one step: nobody ever sees it empty, so an empty file means damage."""
+        created = datetime.now(UTC).isoformat(timespec="seconds")
+        header = {"fedsynth_ledger": LEDGER_SCHEMA, "client": self.client, "dataset": self.dataset, "created": created}
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.") as file:
+                file.write(_encode(header, "")[0])
+                file.flush()
+                os.fsync(file.fileno())
+                with suppress(FileExistsError):  # another process was faster: continue its file
+                    os.link(file.name, path)
+            folder = os.open(path.parent, os.O_RDONLY)  # fsync of a file alone need not keep its name
+            os.fsync(folder)
+            os.close(folder)
+        except OSError as error:
+            raise LedgerError(f"cannot create ledger {path}: {error}") from error
+
+    @contextmanager
+    def _locked(self, path: Path) -> Iterator[FileIO]:
+        """The existing file, for reading and appending; one that vanished must not start again from nothing."""
+        try:
+            file = FileIO(os.open(path, os.O_RDWR | os.O_APPEND), "r+")
+        except OSError as error:
+            raise LedgerError(f"cannot open ledger {path}: {error}") from error
+        with file:  # closing releases the lock
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX)
+            except OSError as error:
+                raise LedgerError(f"cannot lock ledger {path}: {error}") from error
+            yield file
+
+    def _catch_up(self, file: FileIO) -> None:
+        """Read and check the lines that were appended since the last look."""
+        if file.seek(0, os.SEEK_END) < max(1, self._size):
+            raise LedgerError(f"ledger {self.path} has lost lines, or is empty: an append-only file was edited")
+        file.seek(self._size)
+        data = file.readall()
+        if data and not data.endswith(b"\n"):
+            raise LedgerError(
+                f"the last line of ledger {self.path} is torn: a release may have been under way; look at it by hand"
+            )
+        # Kept aside until all is read, so that an error leaves this object as it was.
+        chain, rows, lines = self._chain, list(self._rows), data.splitlines()
+        for line in lines:
+            entry, chain = self._decode(line, chain)
+            if self._size == 0 and line is lines[0]:
+                self._check_header(entry)
+            else:
+                rows.append(self._row(entry, len(rows) + 2))
+        self._chain, self._rows, self._size = chain, rows, self._size + len(data)
+
+    def _check_header(self, header: dict[str, Any]) -> None:
+        if header.get("fedsynth_ledger") != LEDGER_SCHEMA:
+            raise LedgerError(f"{self.path} is no fedsynth ledger of schema {LEDGER_SCHEMA}")
+        for key, own in (("client", self.client), ("dataset", self.dataset)):
+            if header.get(key) != own:
+                raise LedgerError(f"ledger {self.path} belongs to {key} {header.get(key)!r}, not {own!r}")
+
+    def _row(self, entry: dict[str, Any], number: int) -> Release:
+        try:
+            return Release.from_json(entry)
+        except PrivacySettingError as error:
+            raise LedgerError(f"line {number} of ledger {self.path} is not a valid release: {error}") from error
+
+    def _decode(self, line: bytes, chain: str) -> tuple[dict[str, Any], str]:
+        try:
+            entry = json.loads(line)
+        except ValueError as error:
+            raise LedgerError(f"ledger {self.path} has a line that is not JSON: {error}") from error
+        if not isinstance(entry, dict):
+            raise LedgerError(f"ledger {self.path} has a line that is not a JSON object")
+        stated = entry.pop("chain", None)
+        expected = _encode(entry, chain)[1]
+        if stated != expected:
+            raise LedgerError(f"ledger {self.path} was edited, or is no fedsynth ledger: a line's hash does not match")
+        return entry, expected
+
+
+def _encode(entry: dict[str, Any], chain: str) -> tuple[bytes, str]:
+    """One line, and the hash over it and all lines before it."""
+    digest = hashlib.sha256((chain + json.dumps(entry, sort_keys=True)).encode()).hexdigest()[:32]
+    return json.dumps({**entry, "chain": digest}, allow_nan=False).encode() + b"\n", digest
+
+
+class Guard:
+    """Refuses, before it happens, a release with which ε at `delta` would exceed `cap` (None: no cap)."""
+
+    def __init__(self, ledger: Ledger, delta: float, cap: float | None) -> None:
+        check_delta(delta, None)
+        if cap is not None and not (cap > 0 and math.isfinite(cap)):
+            raise PrivacySettingError(f"the epsilon cap must be a finite number above 0, got {cap!r}")
+        self.ledger = ledger
+        self.delta = delta
+        self.cap = cap
+
+    def check(self, planned: Sequence[Release]) -> None:
+        """Raise BudgetExceededError if `planned`, on top of the ledger, exceeds the cap. Charges nothing."""
+        self.refuse_beyond(self.ledger.releases, planned)
+
+    def charge(self, release: Release) -> None:
+        """Check and charge in one step (under one lock, where the ledger is a file)."""
+        self.ledger.charge_within(release, self)
+
+    def refuse_beyond(self, rows: Sequence[Release], planned: Sequence[Release]) -> None:
+        """`check`, against `rows` in place of the ledger's own."""
+        if self.cap is None:
+            return
+        after = epsilon([*rows, *planned], self.delta)
+        if after > self.cap:
+            now = epsilon(rows, self.delta)
+            raise BudgetExceededError(
+                f"client {self.ledger.client!r}: epsilon is {now:.4g} now and would be {after:.4g} with the planned "
+                f"release, above the cap {self.cap:.4g} (delta {self.delta:g})"
+            )

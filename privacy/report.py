@@ -1,0 +1,211 @@
+"""The privacy budget report: what was promised, on which assumptions, and what was left out.
+
+The report is itself a release, so it is built from public settings and ledger rows alone: no counts, no losses.
+Where there is no guarantee it says so and why, and states no ε at all.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fedsynth.privacy import report_sections as sections
+from fedsynth.privacy.accounting import NEIGHBOURS, check_delta
+from fedsynth.privacy.errors import PrivacyError, PrivacySettingError
+from fedsynth.privacy.ledger import Ledger
+from fedsynth.privacy.report_text import render_markdown, summary_rows
+
+__all__ = ["SCHEMA_VERSION", "ReportContext", "build_report", "render_markdown", "summary_rows", "write_report"]
+
+SCHEMA_VERSION = 1
+ACCESS_STATUSES = ("accounted", "public", "simulation-only", "unaccounted")
+FORMAL = "formal differential privacy, under the assumptions below"
+NO_GUARANTEE = "no differential privacy guarantee"
+NOT_PRIVATE = "not private: a test-only source of randomness was used"
+
+
+@dataclass(frozen=True)
+class ReportContext:
+    """Everything public that the report needs beside the ledgers.
+
+    Attributes:
+        method, mechanism: their names. delta: δ. max_records: declared public bound on all records, None if undeclared.
+        epsilon_cap: the cap, None without one. planned_rounds, rounds_done: of this run.
+        public_items: item → its value, or why it is public.
+        no_guarantee: reasons; if there is any, the report states no ε.
+        deviations: lost clients, resumed rounds and the like. randomness: where noise and masks came from.
+        fresh_ledger: the simulation declared its data public and began with an empty ledger.
+        published: rows that set a paper's printed figure beside ours, all with the same keys.
+        accesses: (what touched private data, "accounted" | "public" | "simulation-only" | "unaccounted", note).
+        test_only_randomness: noise or masks were injected; the verdict is then "not private".
+        provenance: config hash, versions.
+
+    Raises:
+        PrivacySettingError: δ out of range, or an unknown access status.
+    """
+
+    method: str
+    mechanism: str
+    delta: float
+    max_records: int | None
+    epsilon_cap: float | None
+    planned_rounds: int
+    rounds_done: int
+    public_items: Mapping[str, str]
+    no_guarantee: tuple[str, ...] = ()
+    deviations: tuple[str, ...] = ()
+    fresh_ledger: bool = True
+    randomness: str = "not stated"
+    published: tuple[Mapping[str, str], ...] = ()
+    accesses: tuple[tuple[str, str, str], ...] = ()
+    test_only_randomness: bool = False
+    provenance: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_delta(self.delta, self.max_records)
+        for what, status, _ in self.accesses:
+            if status not in ACCESS_STATUSES:
+                raise PrivacySettingError(f"access {what!r} has status {status!r}, not one of {ACCESS_STATUSES}")
+
+
+def build_report(context: ReportContext, ledgers: Mapping[str, Ledger]) -> dict[str, object]:
+    """The report as a JSON-able dict (no NaN or infinity), schema version `SCHEMA_VERSION`.
+
+    `guarantee` and `budget` are None where there is no guarantee, or where test-only randomness was used.
+
+    Raises:
+        PrivacySettingError: a guarantee is claimed without any ledger.
+    """
+    rows = {name: ledger.releases for name, ledger in ledgers.items()}
+    reasons = [*context.no_guarantee, *sections.reasons_in_ledgers(rows)]
+    reasons += [f"{what}: {note}" for what, status, note in context.accesses if status == "unaccounted"]
+    private = not reasons and not context.test_only_randomness
+    if private and not rows:
+        raise PrivacySettingError("a privacy report needs at least one client's ledger")
+    promise = sections.guarantee(rows, context.delta) if private else None
+    worst = None if promise is None else promise["worst_client"]
+    spent = None if promise is None else promise["epsilon"]
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "verdict": _verdict(context, reasons, spent),
+        "method": context.method,
+        "mechanism": context.mechanism,
+        "guarantee": promise,
+        "unit": _unit(private),
+        "adjacency": NEIGHBOURS,
+        "max_records": context.max_records,
+        "trust_model": _trust_model(private),
+        "public_items": dict(context.public_items),
+        "scope": [{"access": what, "status": status, "note": note} for what, status, note in context.accesses],
+        "ledger": sections.folded_ledger(rows),
+        "accountant": sections.accountant(rows, worst, context.delta),
+        "budget": None
+        if spent is None
+        else sections.budget(spent, context.epsilon_cap, context.planned_rounds, context.rounds_done),
+        "published": [dict(row) for row in context.published] if private else [],
+        "randomness": context.randomness,
+        "deviations": list(context.deviations),
+        "not_covered": _not_covered(),
+        "audit": "not run (and an audit can find a fault, but cannot prove privacy)",
+        "provenance": dict(context.provenance),
+    }
+
+
+def _verdict(context: ReportContext, reasons: list[str], spent: float | None) -> dict[str, Any]:
+    if spent is None:
+        text = NO_GUARANTEE if reasons else NOT_PRIVATE
+        if context.test_only_randomness:
+            reasons = [*reasons, "noise or sampling masks were injected by a test, so they are known"]
+        return {"text": text, "formal": False, "reasons": reasons, "assumptions": [], "warnings": []}
+    warnings = sections.weakness(spent)
+    if context.max_records is None:
+        warnings.append("No public bound on the number of records was declared, so delta was not checked against it.")
+    assumptions = [
+        "the code that ran is this code, and it drew the noise and the sampling masks that the ledger lists",
+        "every item under 'public' was fixed before the private data were read",
+        "the partition is fixed, and each example is held by one client",
+        "all else that leaves a client is computed from the accounted releases and public items alone",
+        "Gaussian noise in floating point stands for the exact one; attacks on its low-order bits are not ruled out",
+    ]
+    if context.fresh_ledger:
+        assumptions.append(
+            "this simulation declared its data public and began with an empty ledger: earlier and later runs on the "
+            "same data are not counted"
+        )
+    else:
+        assumptions.append("the ledgers hold every earlier release from the same data; they are all counted")
+    return {"text": FORMAL, "formal": True, "reasons": [], "assumptions": assumptions, "warnings": warnings}
+
+
+def _unit(private: bool) -> dict[str, str]:
+    if not private:
+        return {"protects": "nothing that could be proved", "does_not_protect": "examples, persons or clients"}
+    return {
+        "protects": "ONE EXAMPLE OF ONE CLIENT (example level only)",
+        "does_not_protect": "a person with several examples, or with examples at several clients; a client as a whole",
+        "records_per_user": "no bound was declared or enforced",
+        "group_privacy": "a person with j examples has the weaker guarantee of a group of j, which grows at least about "
+        "j-fold; see 'groups' for what could be computed",
+    }
+
+
+def _trust_model(private: bool) -> dict[str, str]:
+    model = {
+        "trusted": "each client trusts its own machine and this software, and nobody else",
+        "adversary": "the server, the other clients and everybody else; they know all settings and code, every other "
+        "example, and see every upload of every round",
+        "secure_aggregation": "none",
+        "client_sampling": "no amplification is claimed",
+    }
+    if private:
+        model["federation"] = "epsilon is the worst client's, for one example held by one client"
+    return model
+
+
+def _not_covered() -> dict[str, str]:
+    return {
+        "tuning_and_selection": "not covered: choosing settings, methods or rounds by results on private data costs "
+        "privacy that this report does not count",
+        "public_data_and_pretraining": "not covered: what is declared public, pretrained weights included, gets no "
+        "protection here",
+        "timing": "not covered: how long a client takes can depend on its data",
+        "drop_outs": "not covered: whether a client answers can depend on its data",
+        "simulation": "losses, accuracies per client, partitions and true counts that a simulation shows are exact "
+        "functions of the data and stand outside any guarantee",
+    }
+
+
+def write_report(report: Mapping[str, object], folder: Path) -> tuple[Path, Path]:
+    """Write privacy_report.json and privacy_report.md into `folder`; each appears whole or not at all.
+
+    Raises:
+        PrivacyError: the folder cannot be written to.
+    """
+    text = json.dumps(report, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    paths = (Path(folder) / "privacy_report.json", Path(folder) / "privacy_report.md")
+    for path, content in zip(paths, (text, render_markdown(report)), strict=True):
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            _replace(path, content)
+        except OSError as error:
+            raise PrivacyError(f"cannot write {path}: {error}") from error
+    return paths
+
+
+def _replace(path: Path, content: str) -> None:
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise

@@ -1,0 +1,158 @@
+"""The parts of the privacy report that are computed from the ledgers; nothing here sees data."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from fedsynth.privacy.accounting import (
+    FFT_SLACK,
+    Release,
+    attack_success,
+    deltas_at,
+    describe_accountant,
+    epsilon,
+    epsilon_by_round,
+    epsilon_rdp,
+)
+
+Rows = Sequence[Release]
+CURVE_DELTAS = (1e-3, 1e-4, 1e-5, 1e-6, 1e-7, 1e-8, 1e-9)
+GROUPS = (2, 5)
+WEAK_EPSILON = 10.0
+
+
+def reasons_in_ledgers(ledgers: Mapping[str, Rows]) -> list[str]:
+    """Why the ledgers alone rule a guarantee out: unaccounted rows and rows without noise."""
+    reasons: dict[str, None] = {}
+    for rows in ledgers.values():
+        for row in rows:
+            if row.unaccounted is not None:
+                reasons[f"{row.quantity} ({row.mechanism}): {row.unaccounted}"] = None
+            elif row.noise_multiplier == 0:
+                reasons[f"{row.quantity} ({row.mechanism}): released without noise"] = None
+    return list(reasons)
+
+
+def guarantee(ledgers: Mapping[str, Rows], delta: float) -> dict[str, Any]:
+    """(ε, δ) of the worst client, the spread over clients, ε by round, ε(δ) and what an attacker can gain."""
+    by_client = {name: epsilon(rows, delta) for name, rows in ledgers.items()}
+    worst = max(by_client, key=lambda name: by_client[name])
+    rows = ledgers[worst]
+    deltas = sorted({*CURVE_DELTAS, delta}, reverse=True)
+    return {
+        "epsilon": by_client[worst],
+        "delta": delta,
+        "worst_client": worst,
+        "clients": {
+            "number": len(by_client),
+            "epsilon_min": min(by_client.values()),
+            "epsilon_median": statistics.median(by_client.values()),
+            "epsilon_max": by_client[worst],
+        },
+        "epsilon_by_client": by_client,
+        "epsilon_by_round_worst_client": [
+            {"round": number, "epsilon": spent} for number, spent in epsilon_by_round(rows, delta).items()
+        ],
+        "epsilon_of_delta": [{"delta": d, "epsilon": epsilon(rows, d)} for d in deltas],
+        "attack_success": [
+            {"false_positive_rate": rate, "true_positive_rate_at_most": power} for rate, power in attack_success(rows).items()
+        ],
+        "groups": [group(rows, delta, size) for size in GROUPS],
+    }
+
+
+def group(rows: Rows, delta: float, size: int) -> dict[str, Any]:
+    """ε that holds for `size` examples of one client together, at the same δ; `epsilon` is None where not computed.
+
+    Without subsampling, `size` examples move each sum by at most size·clip, so ε is that of noise multiplier σ/size:
+    exact. With subsampling, an (ε', δ') guarantee for one example gives size·ε' at δ'·(1 + e^ε' + … + e^{(size−1)ε'})
+    (Dwork & Roth 2014, Theorem 2.2's chain of neighbours); the smallest such ε' on a grid is used. It is often out of
+    the accountant's numerical reach, since δ' must be tiny.
+    """
+    if all(row.sample_rate == 1 for row in rows):
+        scaled = [replace(row, noise_multiplier=row.noise_multiplier / size) for row in rows]
+        return {"examples": size, "epsilon": epsilon(scaled, delta), "note": "exact for this mechanism"}
+    least = epsilon(rows, delta)
+    for factor in range(40):
+        each = least * (1 + factor / 10)
+        spread = math.fsum(math.exp(min(i * each, 700.0)) for i in range(size))
+        if spread * FFT_SLACK > delta:  # below the accountant's accuracy from here on
+            break
+        if deltas_at(rows, [each])[0] * spread <= delta:
+            return {"examples": size, "epsilon": size * each, "note": "upper bound by chaining neighbours"}
+    return {"examples": size, "epsilon": None, "note": "not computed: out of the accountant's numerical reach"}
+
+
+def folded_ledger(ledgers: Mapping[str, Rows]) -> list[dict[str, Any]]:
+    """Rows equal but for the round are one entry with its rounds; clients with the same entries share it.
+
+    A round that stands twice in `rounds` was charged twice (a resumed or repeated round). The list holds all that is
+    needed to compute ε again.
+    """
+    entries: dict[tuple[Release, tuple[int, ...]], list[str]] = defaultdict(list)
+    for client, rows in ledgers.items():
+        rounds: dict[Release, list[int]] = defaultdict(list)
+        for row in rows:
+            rounds[replace(row, round=0)].append(row.round)
+        for row, charged in rounds.items():
+            entries[row, tuple(sorted(charged))].append(client)
+    folded = []
+    for (row, numbers), clients in entries.items():
+        fields = row.to_json()
+        del fields["round"]
+        absolute = row.noise_multiplier * row.sensitivity
+        folded.append({"rounds": list(numbers), "clients": clients, **fields, "noise_standard_deviation": absolute})
+    return folded
+
+
+def accountant(ledgers: Mapping[str, Rows], worst: str | None, delta: float) -> dict[str, Any]:
+    """Which accountant, version and discretisation; with RDP's figure for the worst client beside it, if there is one."""
+    rows = ledgers[worst] if worst is not None else ()
+    described = describe_accountant(rows)
+    if worst is None:
+        return {**described, "computation": "none: no guarantee to compute"}
+    rdp = epsilon_rdp(rows, delta)
+    return {
+        **described,
+        "cross_check": {
+            "name": "Rényi differential privacy (RDP), same library",
+            "epsilon": rdp if math.isfinite(rdp) else None,
+            "note": "an independent, looser bound: it should not be below the figure above, and is far above it where "
+            "epsilon is large and the data are subsampled",
+        },
+    }
+
+
+def budget(spent: float, cap: float | None, planned_rounds: int, rounds_done: int) -> dict[str, Any]:
+    """What is left, and what happens at the end of it."""
+    end = "there is no cap: nothing stops the budget from growing with every further round or run"
+    if cap is not None:
+        end = (
+            "a release that would exceed the cap is refused before it happens, and the run ends with what it has; the "
+            "schedule is public, so stopping tells nothing about the data"
+        )
+    return {
+        "epsilon_cap": cap,
+        "epsilon_spent": spent,
+        "epsilon_left": None if cap is None else max(0.0, cap - spent),
+        "planned_rounds": planned_rounds,
+        "rounds_done": rounds_done,
+        "at_the_end": end,
+        "note": "epsilons of several releases do not simply add up: what is left buys more than the difference suggests",
+    }
+
+
+def weakness(spent: float) -> list[str]:
+    """The plain warning that an ε above 10 gets."""
+    if spent <= WEAK_EPSILON:
+        return []
+    return [
+        "This epsilon is above 10: the formal promise is weak. It does not rule out that somebody who sees the releases "
+        "tells with near certainty whether a given example was used. More noise, fewer rounds and steps, or a smaller "
+        "sampling rate give a smaller one; --dp-epsilon finds the noise for a wanted value."
+    ]

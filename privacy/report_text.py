@@ -1,0 +1,187 @@
+"""The privacy report for people: Markdown, and the short table for the terminal."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+
+def up(value: float, digits: int = 4) -> str:
+    """`value` rounded up to `digits` significant digits: what is printed is never smaller than what was computed."""
+    if value <= 0:
+        return "0"
+    scale = 10.0 ** (digits - 1 - math.floor(math.log10(value)))
+    # an exact decimal such as 10.99 must not be pushed up by its own rounding error
+    rounded = math.ceil(value * scale * (1 - 1e-12)) / scale
+    return f"{rounded:.0f}" if rounded >= 1000 else f"{rounded:.{digits}g}"
+
+
+def rounds_text(rounds: Sequence[int]) -> str:
+    """[0, 1, 2, 5, 5] → "0–2, 5 (twice or more)"."""
+    parts: list[str] = []
+    numbers = sorted(set(rounds))
+    start = 0
+    for i, number in enumerate(numbers):
+        if i + 1 < len(numbers) and numbers[i + 1] == number + 1:
+            continue
+        parts.append(f"{numbers[start]}" if start == i else f"{numbers[start]}–{number}")
+        start = i + 1
+    again = sorted({n for n in numbers if rounds.count(n) > 1})
+    return ", ".join(parts) + (f"; charged more than once: {', '.join(map(str, again))}" if again else "")
+
+
+def _distinct(values: Iterable[str]) -> str:
+    return "; ".join(dict.fromkeys(values)) or "—"
+
+
+def _sampling(row: Mapping[str, Any]) -> str:
+    return "all data at every step" if row["sampler"] == "full" else f"Poisson, q = {row['sample_rate']:g}"
+
+
+def summary_rows(report: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The short table on the terminal: ε first, then δ, and what they rest on; without a guarantee, the reasons."""
+    verdict, promise, ledger = report["verdict"], report["guarantee"], report["ledger"]
+    table = [("verdict", verdict["text"])] if promise is None else []
+    table += [("why", reason) for reason in verdict["reasons"]]
+    if promise is not None:
+        table += [
+            ("ε (worst client)", up(promise["epsilon"])),
+            ("δ", f"{promise['delta']:g}"),
+            ("verdict", verdict["text"]),
+        ]
+    table += [
+        ("mechanism", report["mechanism"]),
+        ("protects", report["unit"]["protects"]),
+        ("adjacency", report["adjacency"]),
+        ("sampling", _distinct(map(_sampling, ledger))),
+        ("noise multiplier σ", _distinct(f"{row['noise_multiplier']:.4g}" for row in ledger)),
+        ("clip", _distinct(f"{row['sensitivity']:g} ({row['clipped']})" for row in ledger)),
+        ("steps a round", _distinct(str(row["steps"]) for row in ledger)),
+    ]
+    if promise is not None:
+        clients, cap = promise["clients"], report["budget"]["epsilon_cap"]
+        table += [
+            ("ε over clients", f"min {up(clients['epsilon_min'])}, median {up(clients['epsilon_median'])}"),
+            ("budget", "no cap" if cap is None else f"cap {cap:g}, left {report['budget']['epsilon_left']:.4g}"),
+        ]
+    return [*table, *(("warning", text) for text in verdict["warnings"])]
+
+
+def render_markdown(report: Mapping[str, Any]) -> str:
+    """The whole report as Markdown, ε before everything else."""
+    lines = ["# Privacy budget report", ""]
+    lines += _headline(report)
+    lines += _promise(report)
+    unit, trust = report["unit"], report["trust_model"]
+    lines += _section("Who is protected", [*_bullets(unit), f"- adjacency: {report['adjacency']}"])
+    lines += _section("Trust model", _bullets(trust))
+    lines += _section("Public items (fixed before the data are read)", _bullets(report["public_items"]))
+    scope = [[s["access"], s["status"], s["note"]] for s in report["scope"]]
+    lines += _section("Every access to private data", _table(["access", "status", "note"], scope))
+    lines += _section("Ledger", _ledger(report["ledger"]))
+    lines += _section("Accountant", _accountant(report["accountant"]))
+    if report["budget"] is not None:
+        lines += _section("Budget", _bullets(report["budget"]))
+    if report["published"]:
+        keys = list(report["published"][0])
+        figures = [[row.get(key, "") for key in keys] for row in report["published"]]
+        lines += _section("Published figures beside ours", _table(keys, figures))
+    lines += _section("Randomness", [report["randomness"]])
+    lines += _section("Deviations", [f"- {text}" for text in report["deviations"]])
+    lines += _section("Not covered", _bullets(report["not_covered"]))
+    lines += _section("Audit", [report["audit"]])
+    lines += _section("Provenance", [*_bullets(report["provenance"]), f"- report schema: {report['schema_version']}"])
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _headline(report: Mapping[str, Any]) -> list[str]:
+    verdict, promise = report["verdict"], report["guarantee"]
+    lines = [f"**Verdict: {verdict['text']}.**", ""]
+    if promise is not None:
+        lines = [f"**ε = {up(promise['epsilon'])} at δ = {promise['delta']:g}** (worst client), for one example of one "
+                 "client.", "", *lines]  # fmt: skip
+    lines += [f"> **Warning.** {text}\n" for text in verdict["warnings"]]
+    if verdict["reasons"]:
+        lines += ["Why:", "", *(f"- {reason}" for reason in verdict["reasons"]), ""]
+        lines += ["No privacy loss figure is given, since none would be true.", ""]
+    if verdict["assumptions"]:
+        lines += ["It holds if:", "", *(f"- {text}" for text in verdict["assumptions"]), ""]
+    return [*lines, f"Method: {report['method']}; mechanism: {report['mechanism']}.", ""]
+
+
+def _promise(report: Mapping[str, Any]) -> list[str]:
+    promise = report["guarantee"]
+    if promise is None:
+        return []
+    clients = promise["clients"]
+    spread = (
+        f"Over {clients['number']} clients: smallest ε {up(clients['epsilon_min'])}, median "
+        f"{up(clients['epsilon_median'])}, largest {up(clients['epsilon_max'])} (client {promise['worst_client']})."
+    )
+    attacks = [
+        f"- at a false-positive rate of {100 * a['false_positive_rate']:g} %, no membership test finds more than "
+        f"{up(100 * a['true_positive_rate_at_most'], 3)} % of the members"
+        for a in promise["attack_success"]
+    ]
+    groups = [
+        f"- {g['examples']} examples together: " + (g["note"] if g["epsilon"] is None else
+                                                  f"ε = {up(g['epsilon'])} at the same δ ({g['note']})")
+        for g in promise["groups"]
+    ]  # fmt: skip
+    curve = [[f"{p['delta']:g}", up(p["epsilon"])] for p in promise["epsilon_of_delta"]]
+    rounds = [[str(p["round"]), up(p["epsilon"])] for p in promise["epsilon_by_round_worst_client"]]
+    return [
+        *_section("The guarantee", [spread]),
+        *_section("What an attacker can gain (worst client)", attacks),
+        *_section("Groups of examples", groups),
+        *_section("ε for other δ (worst client)", _table(["δ", "ε"], curve)),
+        *_section(
+            "ε after each round (worst client)",
+            [*_table(["round", "ε"], rounds), "", "If the ledger holds several runs, equal round numbers count as one."],
+        ),
+    ]
+
+
+def _ledger(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    head = ["rounds", "clients", "release", "mechanism", "clipped", "sensitivity", "σ relative", "σ absolute",
+            "sampling", "steps a round", "dimension", "unaccounted"]  # fmt: skip
+    body = []
+    for row in rows:
+        who = ", ".join(row["clients"]) if len(row["clients"]) <= 3 else f"{len(row['clients'])} clients"
+        body.append([rounds_text(row["rounds"]), who, row["quantity"], row["mechanism"], row["clipped"],
+                     f"{row['sensitivity']:g}", f"{row['noise_multiplier']:.4g}",
+                     f"{row['noise_standard_deviation']:.4g}", _sampling(row), str(row["steps"]),
+                     str(row["dimension"]), row["unaccounted"] or ""])  # fmt: skip
+    return _table(head, body)
+
+
+def _accountant(facts: Mapping[str, Any]) -> list[str]:
+    plain = {key: value for key, value in facts.items() if key != "cross_check"}
+    if plain["discretisation_interval"] is None:
+        plain["discretisation_interval"] = "none"
+    lines = _bullets(plain)
+    if "cross_check" in facts:
+        check = facts["cross_check"]
+        figure = "no finite figure" if check["epsilon"] is None else f"ε ≤ {up(check['epsilon'])}"
+        lines.append(f"- cross-check: {check['name']}: {figure} ({check['note']})")
+    return lines
+
+
+def _section(title: str, body: list[str]) -> list[str]:
+    return [f"## {title}", "", *(body or ["none"]), ""]
+
+
+def _bullets(items: Mapping[str, Any]) -> list[str]:
+    return [f"- {key.replace('_', ' ')}: {_plain(value)}" for key, value in items.items()]
+
+
+def _plain(value: object) -> str:
+    return "none" if value is None else f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def _table(head: Sequence[str], body: Sequence[Sequence[str]]) -> list[str]:
+    if not body:
+        return []
+    rows = [list(head), ["---"] * len(head), *body]
+    return ["| " + " | ".join(str(cell).replace("|", "\\|").replace("\n", " ") for cell in row) + " |" for row in rows]

@@ -1,0 +1,58 @@
+"""What a user sets about privacy; everything in here is public and fixed before any data are read."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from fedsynth.privacy.errors import PrivacySettingError
+
+MECHANISMS = ("residual", "gradient", "paper", "dp-sgd")
+
+
+@dataclass(frozen=True)
+class PrivacySettings:
+    """Differential privacy of one run, per client: adjacency add/remove one example.
+
+    Args:
+        noise_multiplier: σ of each release, relative to the clip. None: found from `epsilon` for the planned run.
+        epsilon: the budget of each client; with `noise_multiplier` a hard cap, alone the target that σ is found for.
+        mechanism: None takes the method's default. For methods that condense: "residual", "gradient", or "paper" (FedDM as
+            printed: no guarantee). For methods that train models: "dp-sgd".
+        clip: L2 bound of one example's contribution; None takes the method's default, a public constant.
+        delta: δ, a constant; at most 1 / `max_records`.
+        max_records: a public upper bound on the number of records of all clients together; None takes the data set's published size.
+        sample_rate: q of Poisson sampling; None takes the rate at which a step's expected batch is the method's batch, from
+            public sizes alone.
+        nominal_size: the public number of records that a client is supposed to have, for divisors; None takes the data set's
+            published size over the number of clients.
+        ledger: folder of the clients' ledgers, kept over runs; None declares the simulated data public and starts afresh.
+    """
+
+    noise_multiplier: float | None = None
+    epsilon: float | None = None
+    mechanism: str | None = None
+    clip: float | None = None
+    delta: float = 1e-5
+    max_records: int | None = None
+    sample_rate: float | None = None
+    nominal_size: float | None = None
+    ledger: Path | None = None
+
+    def __post_init__(self) -> None:
+        if self.noise_multiplier is None and self.epsilon is None:
+            raise PrivacySettingError("differential privacy needs a noise multiplier (--dp-sigma) or a budget (--dp-epsilon)")
+        for name, value in (("--dp-sigma", self.noise_multiplier), ("--dp-epsilon", self.epsilon), ("--dp-clip", self.clip)):
+            if value is not None and not (math.isfinite(value) and value > 0):
+                raise PrivacySettingError(f"{name} must be a positive number, got {value}")
+        if self.mechanism is not None and self.mechanism not in MECHANISMS:
+            raise PrivacySettingError(f"unknown --dp-mechanism {self.mechanism!r}; known: {', '.join(MECHANISMS)}")
+        if self.sample_rate is not None and not 0 < self.sample_rate <= 1:
+            raise PrivacySettingError(f"--dp-sample-rate must be in (0, 1], got {self.sample_rate}")
+        if self.nominal_size is not None and not self.nominal_size > 0:
+            raise PrivacySettingError(f"--dp-nominal-size must be positive, got {self.nominal_size}")
+        if self.mechanism == "paper" and (self.epsilon is not None or self.noise_multiplier is None):
+            raise PrivacySettingError(
+                "--dp-mechanism paper gives no differential privacy guarantee, so it has no ε: give --dp-sigma alone"
+            )

@@ -1,0 +1,62 @@
+"""Writers of the data sets' files in their official formats, for the loaders' tests: the fixture `files`."""
+
+from __future__ import annotations
+
+import gzip
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from scipy.io import savemat
+
+Bytes = npt.NDArray[np.uint8]
+RNG = np.random.default_rng(0)
+
+
+def idx(array: Bytes) -> bytes:
+    return bytes([0, 0, 8, array.ndim]) + b"".join(n.to_bytes(4, "big") for n in array.shape) + array.tobytes()
+
+
+class OfficialFiles:
+    """Writes small data sets with random pixels below `root`, and returns what it wrote."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def write_idx(self, folder: str, splits: tuple[str, str], first: int = 0, zipped: bool = False) -> list[Bytes]:
+        raw = self.root / folder / "raw"
+        raw.mkdir(parents=True)
+        written = []
+        for split, n in zip(splits, (20, 10), strict=True):
+            images = RNG.integers(0, 256, (n, 28, 28), dtype=np.uint8)
+            labels = (np.arange(n) % 10 + first).astype(np.uint8)
+            for kind, content in (("images-idx3", idx(images)), ("labels-idx1", idx(labels))):
+                path = raw / f"{split}-{kind}-ubyte{'.gz' if zipped else ''}"
+                path.write_bytes(gzip.compress(content) if zipped else content)
+            written += [images, labels]
+        return written
+
+    def write_cifar10(self, protocol: int = 2, key: Callable[[str], Any] = str.encode) -> Bytes:
+        folder = self.root / "cifar-10-batches-py"
+        folder.mkdir()
+        data = RNG.integers(0, 256, (6, 4, 3072), dtype=np.uint8)
+        for i, name in enumerate([*(f"data_batch_{n}" for n in range(1, 6)), "test_batch"]):
+            batch = {key("batch_label"): name.encode(), key("labels"): [i, 1, 2, 9], key("data"): data[i]}
+            (folder / name).write_bytes(pickle.dumps(batch, protocol))
+        return data
+
+    def write_svhn(self, labels: Any = (10, 1, 9, 10)) -> Bytes:
+        x = RNG.integers(0, 256, (32, 32, 3, len(labels)), dtype=np.uint8)
+        for name in ("train_32x32.mat", "test_32x32.mat"):
+            savemat(self.root / name, {"X": x, "y": np.array(labels, np.uint8)[:, None]})
+        return x
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> OfficialFiles:
+    """Writers into `tmp_path`."""
+    return OfficialFiles(tmp_path)

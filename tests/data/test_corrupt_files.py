@@ -1,0 +1,175 @@
+"""Data files that are there but are not what they claim to be, also on purpose."""
+
+from __future__ import annotations
+
+import math
+import os
+import pickle
+import re
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from scipy.io import savemat
+
+from fedsynth.data.load import load_dataset
+from fedsynth.errors import DataFilesCorruptError
+
+
+def idx(shape: tuple[int, ...]) -> bytes:
+    """An idx file of zeros."""
+    return bytes([0, 0, 8, len(shape)]) + b"".join(n.to_bytes(4, "big") for n in shape) + bytes(math.prod(shape))
+
+
+def refused(name: str, root: Path, file: str, message: str) -> None:
+    with pytest.raises(DataFilesCorruptError) as error:
+        load_dataset(name, root)
+    text = str(error.value)
+    assert "\n" not in text
+    assert file in text
+    assert re.search(message, text), text
+
+
+GOOD = idx((20, 28, 28))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "is truncated: 0 bytes, the header alone has 16"),
+        (GOOD[:10], "is truncated: 10 bytes"),
+        (GOOD[:-1], "is truncated: its header .*15680 bytes, it has 15679"),
+        (GOOD + b"x", "has bytes left over"),
+        (b"\x00\x00\x0d\x03" + GOOD[4:], "is no idx file of bytes"),
+        (idx((20,)) + b"padding of some length", "is no idx file of bytes"),
+        (b"<html>404 not found, and more</html>", "is no idx file of bytes"),
+        (idx((20, 32, 32)), r"cannot be used: .*got \[20, 1, 32, 32\]"),
+        (idx((19, 28, 28)), "has 19 images but .* has 20 labels"),
+        (GOOD[:4] + b"\xff" * 12, "is truncated"),
+    ],
+)
+def test_corrupt_idx_images(files: Any, content: bytes, message: str, tmp_path: Path) -> None:
+    files.write_idx("MNIST", ("train", "t10k"))
+    (tmp_path / "MNIST" / "raw" / "train-images-idx3-ubyte").write_bytes(content)
+    refused("mnist", tmp_path, "MNIST/raw/train-images-idx3-ubyte", message)
+
+
+def test_corrupt_idx_labels(files: Any, tmp_path: Path) -> None:
+    files.write_idx("MNIST", ("train", "t10k"), first=1)
+    refused("mnist", tmp_path, "train-labels-idx1-ubyte", r"labels must lie in \[0, 10\), 2 do not, the first is 10")
+
+
+def test_emnist_label_zero(files: Any, tmp_path: Path) -> None:
+    files.write_idx("EMNIST", ("emnist-letters-train", "emnist-letters-test"), first=0)
+    refused("emnist-letters", tmp_path, "emnist-letters-train-labels", "the first is -1")
+
+
+def test_damaged_gzip(files: Any, tmp_path: Path) -> None:
+    files.write_idx("MNIST", ("train", "t10k"), zipped=True)
+    path = tmp_path / "MNIST" / "raw" / "t10k-images-idx3-ubyte.gz"
+    whole = path.read_bytes()
+    flipped = bytearray(whole)
+    flipped[len(whole) // 2] ^= 0xFF
+    for content in (whole[:-20], b"no gzip at all", bytes(flipped)):
+        path.write_bytes(content)
+        refused("mnist", tmp_path, path.name, "cannot be read")
+
+
+ROWS = np.zeros((4, 3072), np.uint8)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "cannot be read as a CIFAR batch"),
+        (b"<html>404</html>", "cannot be read as a CIFAR batch"),
+        (pickle.dumps({b"data": ROWS, b"labels": [0] * 4}, 2)[:-100], "cannot be read as a CIFAR batch"),
+        (pickle.dumps([1, 2]), "holds a list, not a dict"),
+        (pickle.dumps({b"data": ROWS}), "has no 'labels'"),
+        (pickle.dumps({b"data": ROWS[:, 1:], b"labels": [0] * 4}), r"must be uint8 \[N, 3072\], got uint8 \[4, 3071\]"),
+        (pickle.dumps({b"data": ROWS.astype(float), b"labels": [0] * 4}), "got float64"),
+        (pickle.dumps({b"data": b"", b"labels": []}), "got bytes"),
+        (pickle.dumps({b"data": ROWS, b"labels": [0] * 3}), "4 images but 3 labels"),
+        (pickle.dumps({b"data": ROWS, b"labels": ["a"] * 4}), "must be a list of integers"),
+        (pickle.dumps({b"data": ROWS, b"labels": [0, 1, 2, 10]}), r"labels must lie in \[0, 10\)"),
+        (pickle.dumps({b"data": ROWS, b"labels": [0, 1, 2, 2**70]}), "beyond 64 bits"),
+        (pickle.dumps({b"data": ROWS[:0], b"labels": []}), "at least one example"),
+    ],
+)
+def test_corrupt_cifar_batches(files: Any, content: bytes, message: str, tmp_path: Path) -> None:
+    files.write_cifar10()
+    (tmp_path / "cifar-10-batches-py" / "data_batch_3").write_bytes(content)
+    refused("cifar10", tmp_path, "cifar-10-batches-py/data_batch_3", message)
+
+
+def test_a_cifar_file_that_stops_anywhere_is_refused(files: Any, tmp_path: Path) -> None:
+    files.write_cifar10()
+    path = tmp_path / "cifar-10-batches-py" / "data_batch_1"
+    whole = path.read_bytes()
+    for length in range(0, len(whole), 997):
+        path.write_bytes(whole[:length])
+        refused("cifar10", tmp_path, path.name, "cannot be read as a CIFAR batch")
+
+
+class Evil:
+    """Pickled, this asks the reader to call a function with arguments of its choice."""
+
+    def __init__(self, function: Callable[..., Any], *arguments: object) -> None:
+        self.call = function, arguments
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[object, ...]]:
+        return self.call
+
+
+@pytest.mark.parametrize("protocol", [0, 2, 5])
+def test_a_malicious_pickle_is_refused_and_does_not_run(files: Any, protocol: int, tmp_path: Path) -> None:
+    files.write_cifar10()
+    path = tmp_path / "cifar-10-batches-py" / "data_batch_1"
+    trace = tmp_path / "trace"
+    attacks = (
+        Evil(os.mkdir, str(trace)),
+        Evil(os.system, f"touch {trace}"),
+        Evil(subprocess.check_call, ["touch", str(trace)]),
+        Evil(eval, f"open({str(trace)!r}, 'w')"),
+        Evil(getattr, np.ndarray, "tofile"),
+        Evil(np.fromfile, str(path)),
+    )
+    for evil in attacks:
+        content = pickle.dumps({b"data": ROWS, b"labels": [0] * 4, b"x": evil}, protocol)
+        path.write_bytes(content)
+        refused("cifar10", tmp_path, path.name, "it asks for .*, which image files have no use for")
+        assert not trace.exists()
+    pickle.loads(pickle.dumps(attacks[0], protocol))  # the standard unpickler does run it: the attack is a real one
+    assert trace.exists()
+
+
+def test_a_pickle_cannot_change_what_the_reader_uses(files: Any, tmp_path: Path) -> None:
+    # BUILD (b) with a state sets attributes on whatever lies on the stack: here on each of the allowed names.
+    files.write_cifar10()
+    path = tmp_path / "cifar-10-batches-py" / "data_batch_1"
+    for name in (b"numpy._core.numeric\n_frombuffer", b"_codecs\nencode", b"numpy\ndtype", b"__builtin__\ndict"):
+        path.write_bytes(b"c" + name + b"\n}X\x01\x00\x00\x00aK\x01sb.")
+        refused("cifar10", tmp_path, path.name, "cannot be read as a CIFAR batch")
+
+
+def test_corrupt_svhn(files: Any, tmp_path: Path) -> None:
+    files.write_svhn()
+    path = tmp_path / "train_32x32.mat"
+    whole = path.read_bytes()
+    for content in (b"", b"<html>404</html>", whole[: len(whole) // 2]):
+        path.write_bytes(content)
+        refused("svhn", tmp_path, path.name, "cannot be read as an SVHN file")
+    x = np.zeros((32, 32, 3, 2), np.uint8)
+    for content_, message in (
+        ({"X": x}, "cannot be read as an SVHN file"),
+        ({"X": x, "y": np.array([[1], [2], [3]])}, r"must hold X uint8 \[32, 32, 3, N\] and y \[N, 1\]"),
+        ({"X": x.astype(float), "y": np.array([[1], [2]])}, "got float64"),
+        ({"X": x[:30], "y": np.array([[1], [2]])}, r"cannot be used: .*got \[2, 3, 30, 32\]"),
+        ({"X": x, "y": np.array([[0], [2]])}, "labels must be 1 to 10, 1 are not, first 0"),
+        ({"X": x, "y": np.array([[1.5], [2]])}, "labels must be 1 to 10"),
+    ):
+        savemat(path, content_)
+        refused("svhn", tmp_path, path.name, message)

@@ -1,0 +1,196 @@
+"""ImageData, `from_arrays` and the way to normalised numbers and back."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+
+from fedsynth.data.images import ImageData, denormalise, from_arrays, normalise, require_all_classes
+from fedsynth.data.registry import DATASETS, dataset_spec
+from fedsynth.errors import DataError
+
+DIGITS, CIFAR = dataset_spec("digits"), dataset_spec("cifar10")
+RNG = np.random.default_rng(0)
+
+
+def some_digits(n: int = 20) -> ImageData:
+    images = RNG.integers(0, 256, (n, 8, 8), dtype=np.uint8)
+    return from_arrays(images, np.arange(n) % 10, DIGITS)
+
+
+@pytest.mark.parametrize("label_type", [np.uint8, np.int16, np.int32, np.int64, np.uint64, ">i4"])
+def test_from_arrays_takes_numpy_and_torch(label_type: npt.DTypeLike) -> None:
+    grey = RNG.integers(0, 256, (5, 8, 8), dtype=np.uint8)
+    labels = np.array([0, 9, 3, 3, 1])
+    data = from_arrays(grey, labels.astype(label_type), DIGITS)
+    assert data.images.dtype == torch.uint8
+    assert data.labels.dtype == torch.int64
+    assert np.array_equal(data.images[:, 0].numpy(), grey)
+    assert np.array_equal(data.labels.numpy(), labels)
+    same = from_arrays(torch.from_numpy(grey).unsqueeze(1), torch.from_numpy(labels).int(), DIGITS)
+    assert torch.equal(data.images, same.images)
+
+
+def test_from_arrays_rounds_floating_point_to_the_nearest_level() -> None:
+    levels = torch.arange(256, dtype=torch.float64).view(4, 1, 8, 8)
+    for nudge in (-0.4, 0.0, 0.4):
+        x = ((levels + nudge) / 255).clamp(0, 1)
+        assert torch.equal(from_arrays(x, torch.zeros(4, dtype=torch.int64), DIGITS).images, levels.to(torch.uint8))
+
+
+def test_from_arrays_copies() -> None:
+    images, labels = np.zeros((2, 8, 8), np.uint8), np.array([1, 2])
+    data = from_arrays(images, labels, DIGITS)
+    images += 1
+    labels += 1
+    assert int(data.images.sum()) == 0
+    assert data.labels.tolist() == [1, 2]
+
+
+def test_from_arrays_takes_read_only_and_strided_arrays() -> None:
+    images = RNG.integers(0, 256, (6, 8, 8), dtype=np.uint8)
+    images.setflags(write=False)
+    data = from_arrays(images[::-2].transpose(0, 2, 1), np.arange(3), DIGITS)
+    assert np.array_equal(data.images[0, 0].numpy(), images[5].T)
+
+
+def floats(value: float) -> npt.NDArray[np.float32]:
+    x = np.zeros((3, 8, 8), np.float32)
+    x[1, 2, 3:5] = value
+    return x
+
+
+OK = np.zeros((3, 8, 8), np.uint8)
+THREE = np.array([0, 1, 2])
+
+
+@pytest.mark.parametrize(
+    ("images", "labels", "message"),
+    [
+        (floats(np.nan), THREE, r"2 of 192 pixel values are NaN or infinite"),
+        (floats(-np.inf), THREE, r"2 of 192 pixel values are NaN or infinite"),
+        (floats(1.5), THREE, r"must lie in \[0, 1\], 2 of 192 do not"),
+        (OK.astype(np.int64), THREE, "must be uint8 or floating point in"),
+        (OK[:, :7], THREE, r"must have shape \[N, 1, 8, 8\] or \[N, 8, 8\], got \[3, 1, 7, 8\]"),
+        (OK[0], THREE, r"got \[8, 8\]"),
+        (OK[..., None], THREE, r"got \[3, 8, 8, 1\]; channels come first: permute\(0, 3, 1, 2\)"),
+        (OK, THREE[:2], "3 images but 2 labels"),
+        (OK, np.array([0, 1, 10]), r"labels must lie in \[0, 10\), 1 do not, the first is 10"),
+        (OK, np.array([0, -1, 1]), "the first is -1"),
+        (OK, np.array([0, 1, 2**64 - 1], np.uint64), "labels must lie in"),
+        (OK, THREE.astype(float), "labels must be integers, got float64"),
+        (OK, np.array([True, False, True]), "labels must be integers, got bool"),
+        (OK, THREE[:, None], r"labels must have shape \[N\], got \[3, 1\]"),
+        (OK[:0], THREE[:0], "at least one example"),
+        (np.array([["a"]]), THREE, "must be a NumPy array or a tensor of numbers"),
+        ([[1, 2], [3]], THREE, "must be a NumPy array or a tensor of numbers"),
+    ],
+)
+def test_what_cannot_be_used_gets_one_clear_line(images: Any, labels: Any, message: str) -> None:
+    with pytest.raises(DataError, match=message) as caught:
+        from_arrays(images, labels, DIGITS)
+    assert str(caught.value).startswith("digits")
+    assert "\n" not in str(caught.value)
+
+
+def test_colour_images_have_no_grey_form() -> None:
+    with pytest.raises(DataError, match=r"must have shape \[N, 3, 32, 32\], got \[4, 32, 32\]"):
+        from_arrays(np.zeros((4, 32, 32), np.uint8), np.zeros(4, int), CIFAR)
+
+
+def test_image_data_itself_insists_on_uint8() -> None:
+    with pytest.raises(DataError, match="images must be uint8, got float32"):
+        ImageData(torch.zeros(2, 1, 8, 8), torch.zeros(2, dtype=torch.int64), DIGITS)
+    with pytest.raises(DataError, match="images are on cpu but labels on meta"):
+        ImageData(torch.zeros(2, 1, 8, 8, dtype=torch.uint8), torch.zeros(2, dtype=torch.int64, device="meta"), DIGITS)
+
+
+def test_subset_and_counts() -> None:
+    data = some_digits(20)
+    part = data.subset(np.array([3, 3, 17]))
+    assert len(part) == 3
+    assert part.labels.tolist() == [3, 3, 7]
+    assert torch.equal(part.images[2], data.images[17])
+    assert part.class_counts().tolist() == [0, 0, 0, 2, 0, 0, 0, 1, 0, 0]
+    assert torch.equal(data.subset(torch.tensor([4], dtype=torch.int32)).images, data.images[4:5])
+    assert torch.equal(data.to("cpu").images, data.images)
+
+
+@pytest.mark.parametrize(
+    ("indices", "message"),
+    [
+        (np.array([0, 20]), r"must lie in \[0, 20\), got \[0, 20\]"),
+        (np.array([-1]), r"must lie in"),
+        (np.array([0.0]), "must be a vector of integers, got float64"),
+        (np.ones(20, bool), "must be a vector of integers, got bool"),
+        (np.array([[1]]), "must be a vector of integers"),
+        (np.array([], int), "at least one example"),
+    ],
+)
+def test_subsets_that_cannot_be(indices: npt.NDArray[Any], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        some_digits(20).subset(indices)
+
+
+def test_a_class_that_nobody_has_is_named() -> None:
+    data = some_digits(20)
+    require_all_classes(data)
+    with pytest.raises(DataError, match=r"no example of class 4 \(4\)$"):
+        require_all_classes(data.subset(torch.tensor([i for i in range(20) if i % 10 != 4])))
+    with pytest.raises(DataError, match=r"class 1 \(1\), 2 \(2\), 3 \(3\), 4 \(4\), 5 \(5\) and 4 more$"):
+        require_all_classes(data.subset(torch.tensor([0])))
+
+
+@pytest.mark.parametrize("spec", DATASETS.values(), ids=list(DATASETS))
+def test_denormalise_inverts_normalise_at_every_level(spec: Any) -> None:
+    square = dataclasses.replace(spec, height=16, width=16)
+    every = torch.arange(256, dtype=torch.uint8).view(1, 1, 16, 16).expand(2, spec.channels, 16, 16)
+    x = normalise(every, square)
+    assert torch.equal(denormalise(x, square), every)
+    mean, std = torch.tensor(spec.mean).view(1, -1, 1, 1), torch.tensor(spec.std).view(1, -1, 1, 1)
+    torch.testing.assert_close(x, (every / 255 - mean) / std)
+
+
+def test_normalise_does_not_touch_its_input_and_gives_the_type_asked_for() -> None:
+    data = some_digits()
+    before = data.images.clone()
+    x = normalise(data.images, DIGITS, torch.bfloat16)
+    assert x.dtype == torch.bfloat16
+    assert torch.equal(data.images, before)
+    torch.testing.assert_close(x, normalise(data.images, DIGITS).bfloat16())
+
+
+def test_denormalise_clamps_and_leaves_its_input() -> None:
+    x = torch.full((1, 1, 8, 8), 100.0, requires_grad=True)
+    out = denormalise(x, DIGITS)
+    assert out.unique().tolist() == [255]
+    assert not out.requires_grad
+    assert denormalise(-x, DIGITS).unique().tolist() == [0]
+    assert x.detach().unique().tolist() == [100.0]
+
+
+def test_constants_made_in_inference_mode_serve_training_later() -> None:
+    spec = dataclasses.replace(DIGITS, mean=(0.123,))
+    with torch.inference_mode():
+        normalise(torch.zeros(1, 1, 8, 8, dtype=torch.uint8), spec)
+    weight = torch.ones(1, 1, 8, 8, requires_grad=True)
+    (normalise(torch.zeros(1, 1, 8, 8, dtype=torch.uint8), spec) * weight).sum().backward()
+    assert weight.grad is not None
+
+
+def test_normalise_and_denormalise_refuse_what_they_cannot_use() -> None:
+    with pytest.raises(DataError, match=r"normalise needs uint8 \[N, 1, H, W\], got float32 \[2, 1, 8, 8\]"):
+        normalise(torch.zeros(2, 1, 8, 8), DIGITS)
+    with pytest.raises(DataError, match=r"got uint8 \[2, 3, 8, 8\]"):
+        normalise(torch.zeros(2, 3, 8, 8, dtype=torch.uint8), DIGITS)
+    with pytest.raises(DataError, match="denormalise needs floating point"):
+        denormalise(torch.zeros(2, 1, 8, 8, dtype=torch.uint8), DIGITS)
+    x = torch.zeros(2, 1, 8, 8)
+    x[0, 0, 0, 0] = torch.nan
+    with pytest.raises(DataError, match="1 of 128 pixel values are NaN or infinite"):
+        denormalise(x, DIGITS)

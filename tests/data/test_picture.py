@@ -1,0 +1,92 @@
+"""Tables and pictures of partitions, and picture grids."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from fedsynth.data.picture import image_grid_png, partition_png, partition_table
+from fedsynth.errors import DataError, OutputError, SettingError
+
+RNG = np.random.default_rng(0)
+
+
+def test_a_small_table_in_full() -> None:
+    assert partition_table([[5, 0, 120], [0, 7, 0]]).splitlines() == [
+        "client  examples  0  1    2",
+        "     0       125  5  ·  120",
+        "     1         7  ·  7    ·",
+        "2 clients, 132 examples: 7 – 66 – 125 each, of 1 – 1.5 – 2 classes (fewest – median – most)",
+    ]
+
+
+def test_many_classes_are_shortened_to_the_largest() -> None:
+    counts = np.zeros((2, 100), int)
+    counts[0, [3, 99]] = 5, 70
+    lines = partition_table(counts).splitlines()
+    assert lines[0].split() == ["client", "examples", "classes", "largest", "6", "(class:", "examples)"]
+    assert lines[1].split() == ["0", "75", "2", "99:", "70", "3:", "5"]
+    assert lines[2].split() == ["1", "0", "0"]
+
+
+@pytest.mark.parametrize(("clients", "classes"), [(100, 10), (10, 100), (100, 100), (1, 1), (500, 26)])
+def test_tables_and_pictures_stay_of_a_size_to_look_at(clients: int, classes: int, tmp_path: Path) -> None:
+    counts = RNG.integers(0, 500, (clients, classes))
+    lines = partition_table(counts).splitlines()
+    assert len(lines) <= 43
+    assert max(map(len, lines)) <= 160
+    assert ("… 60 more" in lines) == (clients == 100)
+    partition_png(counts, tmp_path / "p.png")
+    with Image.open(tmp_path / "p.png") as picture:
+        assert picture.format == "PNG"
+        assert max(picture.size) <= 2100
+
+
+def test_the_picture_is_white_for_none_and_darkest_for_most(tmp_path: Path) -> None:
+    partition_png([[0, 1_000_000], [250_000, 0]], tmp_path / "p.png")
+    pixels = np.asarray(Image.open(tmp_path / "p.png").convert("RGB"))
+    # The first cell's top left corner is at (40, 34); cells are 16 high. A pixel inside the border, clear of the number.
+    row1, row2 = pixels[34 + 2], pixels[34 + 16 + 2]
+    assert row1[42].tolist() == [255, 255, 255]
+    assert row2[42].tolist() == [132, 152, 181]  # halfway, as sqrt(1/4) = 1/2
+    assert [8, 48, 107] in row1.tolist()
+
+
+@pytest.mark.parametrize("counts", [[1, 2], [[]], [[0.5]], [[-1]], np.zeros((2, 2, 2), int)])
+def test_what_is_no_count_matrix(counts: object, tmp_path: Path) -> None:
+    for draw in (lambda: partition_table(counts), lambda: partition_png(counts, tmp_path / "p.png")):  # type: ignore[arg-type]
+        with pytest.raises(DataError, match="counts must be integers"):
+            draw()
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_a_grid_holds_every_image_scaled_up(channels: int, tmp_path: Path) -> None:
+    images = torch.from_numpy(RNG.integers(0, 256, (5, channels, 8, 8), dtype=np.uint8))
+    image_grid_png(images, tmp_path / "g.png", columns=3)
+    pixels = np.asarray(Image.open(tmp_path / "g.png"))
+    assert pixels.shape == (2 * 49 + 1, 3 * 49 + 1, 3)
+    for i in range(5):
+        y, x = (i // 3) * 49 + 1, (i % 3) * 49 + 1
+        tile = pixels[y : y + 48 : 6, x : x + 48 : 6].transpose(2, 0, 1)
+        assert np.array_equal(tile, np.broadcast_to(images[i].numpy(), (3, 8, 8)))
+
+
+def test_large_images_keep_their_size_and_spare_columns_go(tmp_path: Path) -> None:
+    image_grid_png(np.zeros((2, 3, 64, 50), np.uint8), tmp_path / "g.png", columns=10)
+    with Image.open(tmp_path / "g.png") as picture:
+        assert picture.size == (2 * 51 + 1, 65 + 1)
+
+
+def test_grids_that_cannot_be(tmp_path: Path) -> None:
+    images = np.zeros((2, 1, 8, 8), np.uint8)
+    with pytest.raises(SettingError, match="columns must be at least 1"):
+        image_grid_png(images, tmp_path / "g.png", 0)
+    for wrong in (images.astype(float), images[:0], images[0], np.zeros((2, 2, 8, 8), np.uint8)):
+        with pytest.raises(DataError, match="a picture grid needs uint8"):
+            image_grid_png(wrong, tmp_path / "g.png", 2)
+    with pytest.raises(OutputError, match="cannot write"):
+        image_grid_png(images, tmp_path / "missing" / "g.png", 2)

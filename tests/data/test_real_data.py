@@ -1,0 +1,78 @@
+"""Facts about the real data sets, read from the folder that FEDSYNTH_DATA names."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from fedsynth.data.images import denormalise, normalise, require_all_classes
+from fedsynth.data.load import load_dataset, missing_files
+
+FOLDER = os.environ.get("FEDSYNTH_DATA")
+
+pytestmark = pytest.mark.data
+
+
+def needs(name: str) -> pytest.MarkDecorator:
+    lacking = [] if FOLDER is None else missing_files(name, Path(FOLDER))
+    reason = "FEDSYNTH_DATA is not set" if FOLDER is None else f"FEDSYNTH_DATA has no {''.join(lacking[:1])}"
+    return pytest.mark.skipif(FOLDER is None or bool(lacking), reason=reason)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=needs(name))
+        for name in ("mnist", "fashion-mnist", "emnist-letters", "cifar10", "cifar100", "svhn")
+    ],
+)
+def test_sizes_constants_and_classes(name: str) -> None:
+    train, test = load_dataset(name)
+    spec = train.spec
+    assert (len(train), len(test)) == (spec.train_size, spec.test_size)
+    require_all_classes(train)
+    require_all_classes(test)
+    if name in ("fashion-mnist", "emnist-letters", "cifar10", "cifar100"):  # balanced by construction
+        assert train.class_counts().tolist() == [spec.train_size // spec.classes] * spec.classes
+    # Every image: MNIST alternates between two sources, so that every second image is darker.
+    for channel in range(spec.channels):
+        levels = torch.bincount(train.images[:, channel].flatten(), minlength=256).double()
+        share, pixel = levels / levels.sum(), torch.arange(256).double() / 255
+        mean = float((share * pixel).sum())
+        std = float((share * (pixel - mean).square()).sum().sqrt())
+        assert mean == pytest.approx(spec.mean[channel], abs=2e-4)
+        if name != "cifar10":  # there the field's constants are not the pixels' deviations (see the registry)
+            assert std == pytest.approx(spec.std[channel], abs=2e-4)
+    some = train.images[:5000]
+    assert torch.equal(denormalise(normalise(some, spec), spec), some)
+
+
+@needs("mnist")
+def test_mnist_begins_as_everybody_knows() -> None:
+    train, test = load_dataset("mnist")
+    assert train.labels[:10].tolist() == [5, 0, 4, 1, 9, 2, 1, 3, 1, 4]
+    assert test.labels[:5].tolist() == [7, 2, 1, 0, 4]
+    assert train.class_counts().tolist() == [5923, 6742, 5958, 6131, 5842, 5421, 5918, 6265, 5851, 5949]
+
+
+@needs("emnist-letters")
+def test_emnist_letters_stand_upright() -> None:
+    train, _ = load_dataset("emnist-letters")
+    x = train.images[train.labels == train.spec.class_names.index("l")].float()
+    # L has its stem at the left and its bar at the bottom; as stored, transposed, the stem lies along the top.
+    assert float(x[:, :, :14].mean()) < 0.8 * float(x[:, :, 14:].mean())
+    assert float(x[..., :14].mean()) > 1.1 * float(x[..., 14:].mean())
+
+
+@needs("cifar10")
+def test_cifar10_begins_as_everybody_knows() -> None:
+    train, test = load_dataset("cifar10")
+    assert [train.spec.class_names[c] for c in train.labels[:3].tolist()] == ["frog", "truck", "truck"]
+    assert [test.spec.class_names[c] for c in test.labels[:3].tolist()] == ["cat", "ship", "ship"]
+    blue = train.images.float().mean(dim=(2, 3))  # the sky of airplanes and the sea of ships
+    excess = (blue[:, 2] - blue[:, 0]).double()
+    by_class = torch.stack([excess[train.labels == c].mean() for c in range(10)])
+    assert sorted(by_class.argsort()[-2:].tolist()) == [0, 8]

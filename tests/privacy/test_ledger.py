@@ -1,0 +1,226 @@
+"""The ledger's file survives reopening, two writers and damage; the guard refuses before the cap."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from fedsynth.privacy.accounting import Release, epsilon
+from fedsynth.privacy.errors import BudgetExceededError, LedgerError, PrivacySettingError
+from fedsynth.privacy.ledger import Guard, Ledger
+
+DELTA = 1e-5
+
+
+def row(number: int = 0, sigma: float = 5.0) -> Release:
+    return Release(number, "images", "residual", "residuals", sigma, 0.1, 1.0, "full", 2, 7840)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "ledgers" / "alice.jsonl"
+
+
+def charged(path: Path, rounds: int) -> Ledger:
+    ledger = Ledger("alice", path, dataset="digits/0")
+    for number in range(rounds):
+        ledger.charge(row(number))
+    return ledger
+
+
+def test_round_trip(path: Path) -> None:
+    first = charged(path, 3)
+    again = Ledger("alice", path, dataset="digits/0")
+    assert again.releases == first.releases == (row(0), row(1), row(2))
+    again.charge(row(3))
+    assert [r.round for r in first.releases] == [0, 1, 2, 3]  # an open ledger sees what others add
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert (lines[0]["client"], lines[0]["dataset"], lines[0]["fedsynth_ledger"]) == ("alice", "digits/0", 1)
+    assert lines[0]["created"]
+    assert len(lines) == 5
+    assert path.stat().st_mode & 0o077 == 0
+    assert os.listdir(path.parent) == [path.name]  # no temporary file is left
+
+
+def test_in_memory() -> None:
+    ledger = Ledger("alice")
+    ledger.charge(row())
+    assert ledger.releases == (row(),)
+
+
+def test_charge_is_on_the_disk_when_it_returns(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ledger = charged(path, 1)
+    synced: list[bytes] = []
+    real = os.fsync
+
+    def watch(descriptor: int) -> None:
+        real(descriptor)
+        synced.append(path.read_bytes())
+
+    monkeypatch.setattr(os, "fsync", watch)
+    ledger.charge(row(1))
+    assert synced == [path.read_bytes()]  # one fsync, and nothing written after it
+    assert b'"round": 1' in synced[0]
+
+
+def test_a_charge_that_cannot_be_made_durable_fails(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ledger = charged(path, 1)
+
+    def full_disk(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full_disk)
+    with pytest.raises(LedgerError, match="No space left"):
+        ledger.charge(row(1))
+    monkeypatch.undo()
+    assert len(ledger.releases) == 2  # the line did reach the file: it counts, on the safe side
+
+
+def torn(text: str) -> str:
+    return text[:-9]
+
+
+def edited_last(text: str) -> str:
+    *most, last = text.splitlines()
+    return "\n".join([*most, last.replace('"noise_multiplier": 5.0', '"noise_multiplier": 9.0')]) + "\n"
+
+
+def edited_header(text: str) -> str:
+    return text.replace('"client": "alice"', '"client": "alicf"')
+
+
+def line_removed(text: str) -> str:
+    lines = text.splitlines()
+    return "\n".join([lines[0], *lines[2:]]) + "\n"
+
+
+def not_json(text: str) -> str:
+    return text + "hello\n"
+
+
+def list_line(text: str) -> str:
+    return text + "[]\n"
+
+
+def emptied(_: str) -> str:
+    return ""
+
+
+@pytest.mark.parametrize("damage", [torn, edited_last, edited_header, line_removed, not_json, list_line, emptied])
+def test_damage_is_refused_and_left_as_it_is(path: Path, damage: Callable[[str], str]) -> None:
+    charged(path, 3)
+    broken = damage(path.read_text())
+    path.write_text(broken)
+    with pytest.raises(LedgerError, match="ledger"):
+        Ledger("alice", path, dataset="digits/0")
+    assert path.read_text() == broken
+
+
+def test_damage_under_an_open_ledger(path: Path) -> None:
+    ledger = charged(path, 3)
+    whole = path.read_text()
+    path.write_text("\n".join(whole.splitlines()[:3]) + "\n")
+    with pytest.raises(LedgerError, match="lost lines"):
+        ledger.charge(row(3))
+    path.unlink()
+    with pytest.raises(LedgerError, match="cannot open"):
+        ledger.charge(row(3))
+    assert not path.exists()  # a ledger that vanished does not start again from nothing
+
+
+def test_foreign_header(path: Path) -> None:
+    charged(path, 1)
+    with pytest.raises(LedgerError, match="belongs to client 'alice', not 'bob'"):
+        Ledger("bob", path, dataset="digits/0")
+    with pytest.raises(LedgerError, match="belongs to dataset 'digits/0', not 'mnist'"):
+        Ledger("alice", path, dataset="mnist")
+
+
+def test_unknown_schema(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fedsynth.privacy.ledger.LEDGER_SCHEMA", 2)
+    charged(path, 1)
+    monkeypatch.undo()
+    with pytest.raises(LedgerError, match="no fedsynth ledger of schema 1"):
+        Ledger("alice", path, dataset="digits/0")
+
+
+def test_unusable_paths(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(LedgerError, match="cannot create"):
+        Ledger("alice", tmp_path / "file" / "alice.jsonl")
+    with pytest.raises(LedgerError, match="cannot open"):
+        Ledger("alice", tmp_path)
+
+
+def _charge_many(path: Path, first: int) -> None:
+    ledger = Ledger("alice", path, dataset="digits/0")
+    for number in range(first, first + 25):
+        ledger.charge(row(number))
+
+
+def test_two_processes_do_not_interleave(path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    workers = [context.Process(target=_charge_many, args=(path, first)) for first in (0, 100)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(30)
+        assert worker.exitcode == 0
+    rounds = [r.round for r in Ledger("alice", path, dataset="digits/0").releases]
+    assert sorted(rounds) == [*range(25), *range(100, 125)]
+    assert [n for n in rounds if n < 100] == list(range(25))
+
+
+def test_guard_refuses_before_the_cap() -> None:
+    ledger = Ledger("alice")
+    one, three = epsilon([row(0)], DELTA), epsilon([row(n) for n in range(3)], DELTA)
+    guard = Guard(ledger, DELTA, three * 1.0001)
+    for number in range(3):
+        guard.check([row(number)])
+        guard.charge(row(number))
+    with pytest.raises(BudgetExceededError) as caught:
+        guard.charge(row(3))
+    four = epsilon([row(n) for n in range(4)], DELTA)
+    for figure in (three, four, three * 1.0001):
+        assert f"{figure:.4g}" in str(caught.value)
+    assert len(ledger.releases) == 3  # the refused release was not charged
+    assert one < three
+    guard.check([])
+
+
+def test_guard_looks_at_the_whole_plan() -> None:
+    guard = Guard(Ledger("alice"), DELTA, epsilon([row()], DELTA) * 1.01)
+    guard.check([row()])
+    with pytest.raises(BudgetExceededError):
+        guard.check([row(0), row(1)])
+
+
+def test_guard_refuses_what_no_mechanism_protects() -> None:
+    leak = Release(0, "images", "paper", "batch gradient", 3.0, 5.0, 1.0, "full", 1, 10, "batch clipping")
+    with pytest.raises(BudgetExceededError, match="inf"):
+        Guard(Ledger("alice"), DELTA, 100.0).charge(leak)
+    Guard(Ledger("alice"), DELTA, None).charge(leak)  # without a cap it is recorded, and ε is infinite
+
+
+def test_two_guards_on_one_file_share_the_budget(path: Path) -> None:
+    cap = epsilon([row()], DELTA) * 1.01
+    guards = [Guard(Ledger("alice", path), DELTA, cap) for _ in range(2)]
+    guards[0].charge(row())
+    with pytest.raises(BudgetExceededError):
+        guards[1].charge(row())
+
+
+@pytest.mark.parametrize("cap", [0.0, -1.0, float("nan"), float("inf")])
+def test_guard_needs_a_real_cap(cap: float) -> None:
+    with pytest.raises(PrivacySettingError, match="cap"):
+        Guard(Ledger("alice"), DELTA, cap)
+
+
+def test_guard_needs_a_real_delta() -> None:
+    with pytest.raises(PrivacySettingError, match="delta"):
+        Guard(Ledger("alice"), 0.0, 1.0)

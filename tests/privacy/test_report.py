@@ -1,0 +1,248 @@
+"""The report has every field, puts ε first, and states none where there is no guarantee."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedsynth.privacy.accounting import Release, attack_success, epsilon
+from fedsynth.privacy.errors import PrivacyError, PrivacySettingError
+from fedsynth.privacy.ledger import Ledger
+from fedsynth.privacy.report import ReportContext, build_report, render_markdown, summary_rows, write_report
+from fedsynth.privacy.report_sections import group
+from fedsynth.privacy.report_text import rounds_text, up
+
+DELTA = 1e-5
+
+
+def row(number: int = 0, sigma: float = 5.0, q: float = 1.0) -> Release:
+    sampler = "full" if q == 1 else "poisson"
+    return Release(number, "synthetic images", "residual", "residual [h; z]", sigma, 0.5, q, sampler, 2, 7840)
+
+
+def ledger(rows: list[Release]) -> Ledger:
+    made = Ledger("client")
+    for release in rows:
+        made.charge(release)
+    return made
+
+
+LEDGERS = {
+    "a": ledger([row(n) for n in range(4)]),
+    "b": ledger([row(n) for n in range(2)]),
+    "c": ledger([row(n) for n in range(4)]),
+}
+CONTEXT = ReportContext(
+    method="feddm",
+    mechanism="residual",
+    delta=DELTA,
+    max_records=60_000,
+    epsilon_cap=8.0,
+    planned_rounds=4,
+    rounds_done=4,
+    public_items={"number of classes": "10", "sampling rate": "1"},
+    deviations=("client b was lost after round 1",),
+    randomness="ChaCha20, keyed by the operating system",
+    published=({"setting": "σ = 5", "printed": "ε = 0.921", "ours": "ε = 5.9"},),
+    accesses=(("residual sums", "accounted", "each step"), ("test accuracy", "simulation-only", "shown, not released")),
+    provenance={"config": "sha256:abc", "fedsynth": "0.1.0"},
+)
+
+
+def build(context: ReportContext = CONTEXT, ledgers: dict[str, Ledger] = LEDGERS) -> dict[str, Any]:
+    return dict(build_report(context, ledgers))
+
+
+def walk(value: object, path: str = "") -> Iterator[tuple[str, object]]:
+    yield path, value
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from walk(inner, f"{path}/{key}")
+    elif isinstance(value, list):
+        for inner in value:
+            yield from walk(inner, path)
+
+
+def test_every_field_is_there() -> None:
+    report = build()
+    assert report["schema_version"] == 1
+    promise = report["guarantee"]
+    spent = epsilon([row(n) for n in range(4)], DELTA)
+    assert (promise["epsilon"], promise["delta"], promise["worst_client"]) == (spent, DELTA, "a")
+    low = epsilon([row(n) for n in range(2)], DELTA)
+    assert promise["clients"] == {"number": 3, "epsilon_min": low, "epsilon_median": spent, "epsilon_max": spent}
+    assert [p["round"] for p in promise["epsilon_by_round_worst_client"]] == [0, 1, 2, 3]
+    curve = [p["epsilon"] for p in promise["epsilon_of_delta"]]
+    assert curve == sorted(curve)
+    attacks = {a["false_positive_rate"]: a["true_positive_rate_at_most"] for a in promise["attack_success"]}
+    assert attacks == attack_success([row(n) for n in range(4)])
+    assert report["verdict"]["formal"] is True
+    assert any("began with an empty ledger" in text for text in report["verdict"]["assumptions"])
+    assert "ONE EXAMPLE OF ONE CLIENT" in report["unit"]["protects"]
+    assert "add or remove one example" in report["adjacency"]
+    assert "server" in report["trust_model"]["adversary"]
+    assert report["public_items"] == CONTEXT.public_items
+    assert report["scope"][1] == {"access": "test accuracy", "status": "simulation-only", "note": "shown, not released"}
+    assert report["accountant"]["library"].startswith("dp-accounting ")
+    assert "discretisation_interval" in report["accountant"]
+    assert report["accountant"]["cross_check"]["epsilon"] >= spent
+    assert report["budget"]["epsilon_left"] == pytest.approx(8.0 - spent)
+    assert "refused before it happens" in report["budget"]["at_the_end"]
+    for key in ("tuning_and_selection", "public_data_and_pretraining", "timing", "drop_outs"):
+        assert "not covered" in report["not_covered"][key]
+    assert report["audit"].startswith("not run")
+    assert report["deviations"] == list(CONTEXT.deviations)
+    assert report["provenance"] == CONTEXT.provenance
+
+
+def test_ledger_is_folded_and_complete() -> None:
+    rows = build()["ledger"]
+    assert [(r["clients"], r["rounds"]) for r in rows] == [(["a", "c"], [0, 1, 2, 3]), (["b"], [0, 1])]
+    assert rows[0]["noise_standard_deviation"] == pytest.approx(2.5)
+    own = {"clients", "rounds", "noise_standard_deviation"}
+    again = [Release.from_json({**{k: v for k, v in rows[0].items() if k not in own}, "round": n}) for n in range(4)]
+    assert tuple(again) == LEDGERS["a"].releases  # ε can be computed again from the report
+
+
+def test_repeated_rounds_are_listed() -> None:
+    report = build(ledgers={"a": ledger([row(0), row(1), row(1)])})
+    assert report["ledger"][0]["rounds"] == [0, 1, 1]
+    assert "charged more than once: 1" in render_markdown(report)
+
+
+def no_figure(report: dict[str, Any]) -> None:
+    """No ε anywhere: not in the JSON, the Markdown or the terminal's table."""
+    for path, value in walk(report):
+        name = path.rsplit("/", 1)[-1]
+        assert "epsilon" not in name, path
+        if isinstance(value, str):
+            assert not re.search(r"ε|epsilon", value), (path, value)
+    for text in (json.dumps(report, ensure_ascii=False), render_markdown(report), repr(summary_rows(report))):
+        assert not re.search(r"ε|\bepsilon", text)
+    assert report["guarantee"] is None
+    assert report["budget"] is None
+
+
+REASON = "it clips the batch's mean, which does not bound one example's influence"
+
+
+@pytest.mark.parametrize(
+    ("context", "rows", "reason"),
+    [
+        (replace(CONTEXT, mechanism="paper", no_guarantee=(REASON,)), [row()], REASON),
+        (CONTEXT, [row(), replace(row(1), unaccounted="real images at the start")], "real images at the start"),
+        (CONTEXT, [row(0, sigma=0.0)], "without noise"),
+        (replace(CONTEXT, accesses=(("class list", "unaccounted", "sent as it is"),)), [row()], "sent as it is"),
+    ],
+)
+def test_no_guarantee_states_no_epsilon(context: ReportContext, rows: list[Release], reason: str) -> None:
+    report = build(context, {"a": ledger(rows)})
+    assert report["verdict"]["text"] == "no differential privacy guarantee"
+    assert reason in " ".join(report["verdict"]["reasons"])
+    text = render_markdown(report)
+    assert "no differential privacy guarantee" in text
+    assert reason in text
+    assert summary_rows(report)[0] == ("verdict", "no differential privacy guarantee")
+    no_figure(report)
+
+
+def test_no_guarantee_needs_no_ledger_but_a_guarantee_does() -> None:
+    no_figure(build(replace(CONTEXT, no_guarantee=(REASON,)), {}))
+    with pytest.raises(PrivacySettingError, match="ledger"):
+        build(CONTEXT, {})
+
+
+def test_test_only_randomness_is_not_private() -> None:
+    report = build(replace(CONTEXT, test_only_randomness=True))
+    assert report["verdict"]["text"].startswith("not private")
+    assert "injected" in render_markdown(report)
+    no_figure(report)
+
+
+def test_epsilon_comes_before_sigma() -> None:
+    report = build()
+    table = summary_rows(report)
+    assert table[0] == ("ε (worst client)", up(report["guarantee"]["epsilon"]))
+    assert table[1] == ("δ", "1e-05")
+    text = render_markdown(report)
+    assert 0 < text.index("ε = ") < text.index("σ relative")
+    assert "ONE EXAMPLE OF ONE CLIENT" in text
+    assert "printed" in text
+    assert not [line for line in text.splitlines() if line.startswith("|") and line.count("|") < 3]
+
+
+def test_warning_above_ten() -> None:
+    weak = build(ledgers={"a": ledger([row(n, 0.4) for n in range(4)])})
+    assert weak["guarantee"]["epsilon"] > 10
+    assert "above 10" in weak["verdict"]["warnings"][0]
+    assert "Warning" in render_markdown(weak)
+    assert any(key == "warning" for key, _ in summary_rows(weak))
+    assert build()["verdict"]["warnings"] == []
+
+
+def test_undeclared_max_records_is_said() -> None:
+    report = build(replace(CONTEXT, max_records=None))
+    assert "not checked" in report["verdict"]["warnings"][0]
+    with pytest.raises(PrivacySettingError, match="max-records"):
+        replace(CONTEXT, max_records=10_000_000)
+
+
+def test_no_cap_and_kept_ledger() -> None:
+    report = build(replace(CONTEXT, epsilon_cap=None, fresh_ledger=False))
+    assert report["budget"]["epsilon_left"] is None
+    assert "no cap" in report["budget"]["at_the_end"]
+    assert any("every earlier release" in text for text in report["verdict"]["assumptions"])
+    render_markdown(report)
+
+
+def test_unknown_access_status() -> None:
+    with pytest.raises(PrivacySettingError, match="status"):
+        replace(CONTEXT, accesses=(("counts", "fine", ""),))
+
+
+def test_groups_are_exact_without_sampling_and_honest_with() -> None:
+    exact = group([row(0, 5.0)], DELTA, 2)
+    assert exact["epsilon"] == pytest.approx(epsilon([row(0, 2.5)], DELTA))
+    few = [row(0, 6.0, 0.05)]
+    chained = group(few, DELTA, 2)
+    assert chained["epsilon"] >= 2 * epsilon(few, DELTA)
+    assert chained["epsilon"] <= group([row(0, 6.0)], DELTA, 2)["epsilon"]
+    far = group([row(n, 1.0, 0.4) for n in range(40)], DELTA, 5)
+    assert far["epsilon"] is None
+    assert "not computed" in far["note"]
+
+
+def test_written_files(tmp_path: Path) -> None:
+    report = build()
+    folder = tmp_path / "run"
+    data, text = write_report(report, folder)
+    assert (data.name, text.name) == ("privacy_report.json", "privacy_report.md")
+
+    def refuse(literal: str) -> None:
+        raise AssertionError(literal)
+
+    assert json.loads(data.read_text(), parse_constant=refuse) == report
+    assert text.read_text() == render_markdown(report)
+    write_report(report, folder)  # again: replaced, and no temporary file is left
+    assert sorted(p.name for p in folder.iterdir()) == ["privacy_report.json", "privacy_report.md"]
+    with pytest.raises(PrivacyError, match="cannot write"):
+        write_report(report, data)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(10.99, "10.99"), (10.9901, "11"), (0.99951, "0.9996"), (1.00001, "1.001"), (10602.16, "10610"), (0.0, "0")],
+)
+def test_figures_are_rounded_up(value: float, text: str) -> None:
+    assert up(value) == text
+
+
+def test_rounds_text() -> None:
+    assert rounds_text([0, 1, 2, 5, 7, 8]) == "0–2, 5, 7–8"
+    assert rounds_text([3]) == "3"
