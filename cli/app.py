@@ -5,23 +5,49 @@ torch is imported by the commands, not here, so that `fedsynth --help` answers a
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
+from typer.core import TyperGroup
 
 from fedsynth import __version__
 from fedsynth.errors import FedsynthError, SettingError
 from fedsynth.privacy.errors import PrivacyError
 
+# The parser's own errors (an unknown option, text in place of a number). Where they live depends on typer's version.
+_UsageError: type[Exception] = typer.BadParameter.__mro__[1]
+
+
+class _OneLineGroup(TyperGroup):
+    """Like every other mistake of a user, a mistyped option is one line and exit code 2, not a box of several."""
+
+    def main(self, *args: Any, standalone_mode: bool = True, **extra: Any) -> Any:
+        try:
+            code = super().main(*args, standalone_mode=False, **extra)
+        except _UsageError as error:
+            where = getattr(getattr(error, "ctx", None), "command_path", self.name)
+            _fail(f"{error.format_message().rstrip('.')} (see {where} --help)")  # type: ignore[attr-defined]
+        if standalone_mode:
+            sys.exit(code)
+        return code
+
+
+def _fail(text: str) -> NoReturn:
+    print(f"fedsynth: error: {' '.join(text.split())}", file=sys.stderr)
+    sys.exit(2)
+
+
 app = typer.Typer(
     name="fedsynth",
+    cls=_OneLineGroup,
     help="Federated learning by synthetic data, with differential privacy that is accounted for.",
-    no_args_is_help=True,
+    invoke_without_command=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
@@ -31,6 +57,9 @@ DATA, PRIVACY, MODEL = "Data and partition", "Differential privacy", "Model"
 
 def main() -> None:
     """Entry point of the `fedsynth` command."""
+    for stream in (sys.stdout, sys.stderr):  # an old locale shall cost a Greek letter, not the run
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
     app()
 
 
@@ -40,8 +69,7 @@ def one_line_errors() -> Iterator[None]:
     try:
         yield
     except (FedsynthError, PrivacyError) as error:
-        print(f"fedsynth: error: {' '.join(str(error).split())}", file=sys.stderr)
-        raise typer.Exit(2) from None
+        _fail(str(error))
     except KeyboardInterrupt:
         print("fedsynth: interrupted; the run folder keeps its .incomplete ending", file=sys.stderr)
         raise typer.Exit(130) from None
@@ -55,9 +83,11 @@ def _version(asked: bool) -> None:
 
 @app.callback()
 def _root(
+    context: typer.Context,
     version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
 ) -> None:
-    pass
+    if context.invoked_subcommand is None:
+        print(context.get_help())
 
 
 @app.command()
@@ -228,7 +258,7 @@ def _read_config(path: Path | None) -> dict[str, dict[str, Any]]:
     if path is None:
         return {}
     try:
-        read = tomllib.loads(path.read_text())
+        read = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise SettingError(f"cannot read the config {path}: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -240,7 +270,7 @@ def _read_config(path: Path | None) -> dict[str, dict[str, Any]]:
 
 
 def _merged(config: dict[str, dict[str, Any]], given: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Options over the config file; another method or data set than the config's drops what belonged to the old one."""
+    """Options over the config file; another method than the config's drops the settings of the old one."""
     options = {name: {k: v for k, v in values.items() if v is not None} for name, values in given.items()}
     old = config.get("run", {}).get("method")
     if options["run"].get("method", old) != old:

@@ -1,3 +1,68 @@
-"""fedsynth: private dataset condensation and data-free distillation for federated learning."""
+"""fedsynth: private dataset condensation and data-free distillation for federated learning.
+
+The names below are loaded when first used, so that importing fedsynth does not import torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from fedsynth.data.images import ImageData, from_arrays
+    from fedsynth.data.load import load_dataset
+    from fedsynth.data.partition import PartitionSettings
+    from fedsynth.data.registry import DatasetSpec
+    from fedsynth.federation.observer import Observer
+    from fedsynth.federation.settings import RunSettings, resolve
+    from fedsynth.federation.simulation import RunResult, simulate
+    from fedsynth.methods.fedavg import FedAvg
+    from fedsynth.methods.feddm import FedDM
+    from fedsynth.methods.real import Real
+    from fedsynth.models.registry import ModelSettings
+    from fedsynth.privacy.settings import PrivacySettings
+
+_HOMES = {
+    "DatasetSpec": "fedsynth.data.registry",
+    "FedAvg": "fedsynth.methods.fedavg",
+    "FedDM": "fedsynth.methods.feddm",
+    "ImageData": "fedsynth.data.images",
+    "ModelSettings": "fedsynth.models.registry",
+    "Observer": "fedsynth.federation.observer",
+    "PartitionSettings": "fedsynth.data.partition",
+    "PrivacySettings": "fedsynth.privacy.settings",
+    "Real": "fedsynth.methods.real",
+    "RunResult": "fedsynth.federation.simulation",
+    "RunSettings": "fedsynth.federation.settings",
+    "from_arrays": "fedsynth.data.images",
+    "load_dataset": "fedsynth.data.load",
+    "resolve": "fedsynth.federation.settings",
+    "simulate": "fedsynth.federation.simulation",
+}
+
+__all__ = [
+    "DatasetSpec",
+    "FedAvg",
+    "FedDM",
+    "ImageData",
+    "ModelSettings",
+    "Observer",
+    "PartitionSettings",
+    "PrivacySettings",
+    "Real",
+    "RunResult",
+    "RunSettings",
+    "__version__",
+    "from_arrays",
+    "load_dataset",
+    "resolve",
+    "simulate",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'fedsynth' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)

@@ -38,6 +38,10 @@ class PartitionError(FedsynthError):
     """A partition that cannot be made: more clients than examples, say."""
 
 
+class DivergedError(FedsynthError):
+    """An optimisation left the finite numbers."""
+
+
 class OutputError(FedsynthError):
     """The run folder cannot be written."""
 

@@ -11,6 +11,7 @@ all steps of the round.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -93,7 +94,9 @@ def _per_example_gradients(wrapped: nn.Module, parameters: list[nn.Parameter], x
     """[N, P]: the gradient of each example's cross-entropy; Opacus fills `grad_sample`, which is emptied again."""
     for p in parameters:
         p.grad_sample = None  # type: ignore[attr-defined]
-    nn.functional.cross_entropy(wrapped(x_NCHW), labels_N, reduction="sum").backward()
+    with warnings.catch_warnings():  # Opacus' hooks warn that images need no gradient, which is so
+        warnings.filterwarnings("ignore", message="Full backward hook is firing")
+        nn.functional.cross_entropy(wrapped(x_NCHW), labels_N, reduction="sum").backward()
     rows = torch.cat([p.grad_sample.flatten(1) for p in parameters], dim=1)  # type: ignore[attr-defined]
     for p in parameters:
         p.grad_sample = p.grad = None  # type: ignore[attr-defined]

@@ -114,7 +114,10 @@ class PrivateRun:
             f"privacy: ε = {planned:.3g} at δ = {delta:g} for each client over {self.run.rounds} rounds, one example added or removed",
             f"  mechanism {self.plan.mechanism} (σ = {σ:.4g}, clip {self.plan.clip:g}), {sampling}, {self.plan.steps} releases a round",
         ]
-        if planned > 10:
+        cap = self.privacy.epsilon
+        if cap is not None and planned > cap * (1 + 1e-9):
+            lines.append(f"  the cap ε = {cap:g} is below that: the run ends, in order, before the round that would exceed it")
+        if planned > 10 and cap is None:
             lines.append(
                 f"  warning: ε = {planned:.3g} is a weak guarantee: one example may change the odds of any outcome by a factor of "
                 f"e^{planned:.0f}; a smaller one: --dp-epsilon 8 in place of --dp-sigma"

@@ -14,7 +14,8 @@ While the run lasts, the folder's name ends in `.incomplete`; the last step rena
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -45,40 +47,30 @@ class RunFolder:
     """
 
     def __init__(self, base: Path, name: str) -> None:
-        stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
-        try:
+        with _writing(base):
             base.mkdir(parents=True, exist_ok=True)
-            for attempt in range(1000):
-                final = base / f"{stamp}-{name}{f'-{attempt + 1}' if attempt else ''}"
-                self.path = final.with_name(final.name + ".incomplete")
-                if final.exists():
-                    continue
-                try:
-                    self.path.mkdir()
-                    break
-                except FileExistsError:
-                    continue
-        except OSError as error:
-            raise OutputError(f"cannot write the run folder in {base}: {error.strerror or error}") from None
-        self._final = final
+            self._final, self.path = _fresh(base, f"{datetime.now():%Y%m%d-%H%M%S}-{name}")
 
     def write_config(self, toml: str) -> None:
-        (self.path / "config.toml").write_text(toml)
+        with _writing(self.path):
+            (self.path / "config.toml").write_text(toml, encoding="utf-8")
 
     def append_metrics(self, row: Mapping[str, Any]) -> None:
-        with (self.path / "metrics.jsonl").open("a") as file:
+        with _writing(self.path), (self.path / "metrics.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
 
     def write_partition(self, counts_KC: npt.NDArray[np.int64]) -> None:
         """Who has what: true counts, so `simulation_only`."""
         folder = self.path / "simulation_only"
-        folder.mkdir()
-        (folder / "README.txt").write_text(SIMULATION_ONLY_NOTE)
-        (folder / "partition.txt").write_text(partition_table(counts_KC))
-        partition_png(counts_KC, folder / "partition.png")
+        with _writing(folder):
+            folder.mkdir()
+            (folder / "README.txt").write_text(SIMULATION_ONLY_NOTE, encoding="utf-8")
+            (folder / "partition.txt").write_text(partition_table(counts_KC), encoding="utf-8")
+            partition_png(counts_KC, folder / "partition.png")
 
     def write_model(self, parameters: Mapping[str, Tensor]) -> None:
-        save_file({name: t.detach().cpu().contiguous() for name, t in parameters.items()}, self.path / "model.safetensors")
+        with _writing(self.path):
+            save_file({name: t.detach().cpu().contiguous() for name, t in parameters.items()}, self.path / "model.safetensors")
 
     def write_synthetic(self, sets: Sequence[tuple[int, Tensor, Tensor]], spec: DatasetSpec) -> None:
         """(client, images [N, C, H, W] normalised, labels [N]) of the last round: exactly what was sent, and a picture of it."""
@@ -87,15 +79,41 @@ class RunFolder:
         client = torch.cat([torch.full((len(s[2]),), s[0]) for s in sets])
         metadata = {"dataset": spec.name, "mean": json.dumps(spec.mean), "std": json.dumps(spec.std)}
         tensors = {"images": images.contiguous(), "labels": labels, "client": client}
-        save_file(tensors, self.path / "synthetic.safetensors", metadata=metadata)
-        if len(images):
-            columns = max(1, int(torch.bincount(labels[client == client[0]]).max()))
-            shown = images[:GRID_LIMIT]
-            image_grid_png(denormalise(shown, spec), self.path / "synthetic.png", columns * max(1, 20 // columns))
+        with _writing(self.path):
+            save_file(tensors, self.path / "synthetic.safetensors", metadata=metadata)
+            if len(images):
+                columns = max(1, int(torch.bincount(labels[client == client[0]]).max()))
+                shown = images[:GRID_LIMIT]
+                image_grid_png(denormalise(shown, spec), self.path / "synthetic.png", columns * max(1, 20 // columns))
 
     def finish(self, summary: Mapping[str, Any]) -> Path:
         """Writes the summary, gives the folder its final name and returns it."""
-        (self.path / "summary.json").write_text(json.dumps({**summary, "folder": str(self._final)}, indent=2) + "\n")
-        self.path.rename(self._final)
+        text = json.dumps({**summary, "folder": str(self._final)}, indent=2) + "\n"
+        with _writing(self.path):
+            (self.path / "summary.json").write_text(text, encoding="utf-8")
+            self.path.rename(self._final)
         self.path = self._final
         return self._final
+
+
+def _fresh(base: Path, name: str) -> tuple[Path, Path]:
+    """The folder's final path, which nobody has, and its `.incomplete` one, which is made; runs of the same second are numbered."""
+    number = 1
+    while True:
+        final = base / (name if number == 1 else f"{name}-{number}")
+        path = final.with_name(f"{final.name}.incomplete")
+        with suppress(FileExistsError):
+            path.mkdir()
+            if not final.exists():  # asked afterwards, as a run of the same second may have ended just before
+                return final, path
+            path.rmdir()
+        number += 1
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """An operating system's refusal (no right, no place, no folder) as an OutputError."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise OutputError(f"cannot write the run folder {path}: {getattr(error, 'strerror', None) or error}") from None

@@ -25,6 +25,7 @@ from fedsynth.core.method import Memory, RoundContext, ServerState
 from fedsynth.data.images import ImageData, require_all_classes
 from fedsynth.data.load import load_dataset
 from fedsynth.data.partition import count_matrix, partition
+from fedsynth.errors import DivergedError
 from fedsynth.evaluation.accuracy import accuracy
 from fedsynth.federation.devices import resolve_device
 from fedsynth.federation.observer import Observer
@@ -187,11 +188,22 @@ def _one_round(
         memories = [progress.memories.get(k, {}) for k in group.ids]
         results = method.client_step(message, group, memories, replace(context, report=report))
         for k, (upload, memory) in zip(group.ids, results, strict=True):
+            _check_finite(upload, k, context.round)
             progress.uploads[k], progress.memories[k] = upload, memory
         done += len(group.ids)
     uploads = [progress.uploads[k] for k in sorted(progress.uploads)]
     server = replace(context, report=lambda phase, step, total: observer.step(context.round, phase, step, total))
     progress.state = method.server_step(progress.state, uploads, server)
+
+
+def _check_finite(upload: Message, client: int, round: int) -> None:
+    """One look at each upload, outside the hot loops; a NaN would otherwise spread over the whole federation unseen."""
+    for name, tensor in upload.arrays():
+        if not bool(torch.isfinite(tensor).all()):
+            raise DivergedError(
+                f"round {round}: {name} of client {client} are not finite: the client's optimisation diverged; lower its learning rate "
+                "(feddm: --set image_lr=…, fedavg: --set lr=…) or use a smaller --depth"
+            )
 
 
 @dataclass(frozen=True)

@@ -33,11 +33,12 @@ class Matcher(Protocol):
     def gradient(self, step: int, features: FeatureMap, synthetic: Tensor) -> Tensor: ...
 
 
-def synthetic_means(features: FeatureMap, synthetic_SICHW: Tensor) -> Tensor:
-    """mean_{S_c} u_w for every segment, [S, D], with the graph to `synthetic_SICHW`."""
+def synthetic_means(features: FeatureMap, synthetic_SICHW: Tensor, segment_S: Tensor | None = None) -> Tensor:
+    """mean_{S_c} u_w for every segment, [S, D], with the graph to `synthetic_SICHW`; `segment_S`: their numbers, if not 0, 1, 2, …"""
     segments, ipc = synthetic_SICHW.shape[:2]
-    where = torch.arange(segments, device=synthetic_SICHW.device).repeat_interleave(ipc)
-    return features(synthetic_SICHW.flatten(0, 1), where).view(segments, ipc, -1).mean(dim=1)
+    numbers = torch.arange(segments, device=synthetic_SICHW.device) if segment_S is None else segment_S
+    u = features(synthetic_SICHW.flatten(0, 1), numbers.repeat_interleave(ipc))
+    return u.view(segments, ipc, -1).mean(dim=1)
 
 
 def segment_means(values_ND: Tensor, segment_N: Tensor, segments: int) -> Tensor:
@@ -119,18 +120,19 @@ def per_example_gradients(
     features: FeatureMap, synthetic_SICHW: Tensor, x_NCHW: Tensor, segment_N: Tensor, at_once: int = 16
 ) -> Tensor:
     """g̃(x) of FedDM's Eq. 15 for every example, [N, ipc·C·H·W]: the gradient for the synthetic images of the example's own segment."""
-    leaf = synthetic_SICHW.detach().requires_grad_()
-    means = synthetic_means(features, leaf)
     with torch.no_grad():
-        residual = means.detach()[segment_N] - features(x_NCHW, segment_N)
+        residual = synthetic_means(features, synthetic_SICHW)[segment_N] - features(x_NCHW, segment_N)
     rank = _rank_within_segment(segment_N)
-    out = residual.new_empty(len(x_NCHW), leaf[0].numel())
+    out = residual.new_empty(len(x_NCHW), synthetic_SICHW[0].numel())
     for first in range(0, int(rank.max()) + 1 if len(rank) else 0, at_once):
         mine = (rank >= first) & (rank < first + at_once)
-        passes, where = rank[mine] - first, segment_N[mine]
+        active, where = torch.unique(segment_N[mine], return_inverse=True)  # few classes have the large batches
+        leaf = synthetic_SICHW[active].detach().requires_grad_()
+        means = synthetic_means(features, leaf, active)
+        passes = rank[mine] - first
         cotangents = residual.new_zeros(int(passes.max()) + 1, *means.shape)
         cotangents[passes, where] = 2 * residual[mine]
-        (gradients,) = torch.autograd.grad(means, leaf, cotangents, is_grads_batched=True, retain_graph=True)
+        (gradients,) = torch.autograd.grad(means, leaf, cotangents, is_grads_batched=True)
         out[mine] = gradients[passes, where].flatten(1)
     return out
 

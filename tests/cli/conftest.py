@@ -1,0 +1,66 @@
+"""Runs the command line in process, on the embedded digits, with settings so small that a run takes a fraction of a second."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from fedsynth.cli.app import app
+
+SMALL = {
+    "feddm": ("--set", "iterations=1", "--set", "server_epochs=1", "--set", "ipc=2"),
+    "real": ("--set", "server_epochs=1", "--set", "ipc=2"),
+    "fedavg": ("--set", "local_epochs=1", "--set", "batch=128"),
+}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one call of `fedsynth` left; `output` is its --output."""
+
+    code: int
+    stdout: str
+    stderr: str
+    output: Path
+
+    @property
+    def folder(self) -> Path:
+        """The one run folder."""
+        (folder,) = self.output.iterdir()
+        return folder
+
+
+Train = Callable[..., Outcome]
+
+
+def call(*args: str, output: Path) -> Outcome:
+    # without catch_exceptions a traceback fails the test as itself
+    result = CliRunner(env={"FEDSYNTH_DATA": None}).invoke(app, args, catch_exceptions=False)
+    return Outcome(result.exit_code, result.stdout, result.stderr, output)
+
+
+def call_train(output: Path, method: str, *args: str) -> Outcome:
+    tiny = ("--device", "cpu", "--clients", "2", "--rounds", "1", "--width", "8", *SMALL[method])
+    return call("train", "--output", str(output), "--method", method, *tiny, *args, output=output)
+
+
+@pytest.fixture
+def fedsynth(tmp_path: Path) -> Callable[..., Outcome]:
+    """`fedsynth(*args)`, as typed; the working directory and run folders are not touched."""
+    return lambda *args: call(*args, output=tmp_path / "out")
+
+
+@pytest.fixture
+def train(tmp_path: Path) -> Train:
+    """`train(method, *args)`: a tiny run into `tmp_path / "out"`; later options win over the tiny ones."""
+    return lambda method, *args: call_train(tmp_path / "out", method, *args)
+
+
+@pytest.fixture(scope="module")
+def train_into() -> Train:
+    """`train_into(folder, method, *args)`, for fixtures that live longer than a test."""
+    return call_train

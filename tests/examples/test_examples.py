@@ -1,0 +1,31 @@
+"""Every example runs as its reader would run it."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def test_the_private_federation(capsys: pytest.CaptureFixture[str]) -> None:
+    runpy.run_path(str(EXAMPLES / "feddm_private.py"), run_name="__main__")
+    out = capsys.readouterr().out
+    accuracy, spent = float(out.split()[2]), float(out.split("ε = ")[1].split(",")[0])
+    assert 7.9 < spent <= 8.0
+    assert accuracy > 70  # about 90; chance is 10
+
+
+def test_the_custom_pipeline(capsys: pytest.CaptureFixture[str]) -> None:
+    accuracy = runpy.run_path(str(EXAMPLES / "custom_pipeline.py"))["main"]()
+    assert accuracy > 0.7  # about 0.88; chance is 0.1
+    assert "ε = 5.00" in capsys.readouterr().out
+
+
+def test_examples_are_short_and_explain_themselves() -> None:
+    for path in EXAMPLES.glob("*.py"):
+        lines = path.read_text().splitlines()
+        assert lines[0].startswith('"""'), path
+        assert len(lines) <= 120, path

@@ -1,0 +1,173 @@
+"""The round loop: reproducible by its seed, accounted where it is private, refusing what it must."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from fedsynth.data.images import from_arrays
+from fedsynth.data.registry import dataset_spec
+from fedsynth.errors import DataError, DivergedError, SettingError
+from fedsynth.federation.observer import Observer
+from fedsynth.federation.private_run import check_method
+from fedsynth.federation.settings import RunSettings, resolve
+from fedsynth.federation.simulation import simulate
+from fedsynth.methods.real import Real
+from fedsynth.privacy.accounting import Release, epsilon
+from fedsynth.privacy.errors import BudgetExceededError, LedgerError, PrivacySettingError, UnaccountedReleaseError
+from fedsynth.privacy.ledger import Ledger
+
+
+def tiny(method: str = "feddm", **privacy: Any) -> RunSettings:
+    fast = {"feddm": {"iterations": 2, "ipc": 1, "server_epochs": 2}, "fedavg": {"local_epochs": 1}, "real": {"server_epochs": 2}}
+    return resolve(
+        {
+            "run": {"method": method, "rounds": 2, "device": "cpu"},
+            "partition": {"clients": 3},
+            "model": {"width": 4},
+            "method": fast[method],
+            "privacy": privacy,
+        }
+    )
+
+
+def same(a: torch.nn.Module, b: torch.nn.Module) -> bool:
+    return all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("method", ["feddm", "fedavg", "real"])
+def test_a_run_is_reproduced_by_its_seed(method: str) -> None:
+    first, second = simulate(tiny(method)), simulate(tiny(method))
+    assert same(first.model, second.model)
+    assert [r["test_accuracy"] for r in first.metrics] == [r["test_accuracy"] for r in second.metrics]
+    assert not same(first.model, simulate(replace(tiny(method), seed=5)).model)
+
+
+@pytest.mark.parametrize("method", ["feddm", "fedavg"])
+def test_a_private_run_is_not_reproduced_by_its_seed(method: str) -> None:
+    assert not same(simulate(tiny(method, noise_multiplier=3.0)).model, simulate(tiny(method, noise_multiplier=3.0)).model)
+
+
+def test_nothing_touches_the_global_generators() -> None:
+    torch_state, numpy_state = torch.get_rng_state(), np.random.get_state()[1].copy()  # type: ignore[index,union-attr]  # noqa: NPY002
+    simulate(tiny())
+    simulate(tiny("fedavg", noise_multiplier=3.0))
+    assert torch.equal(torch_state, torch.get_rng_state())
+    assert np.array_equal(numpy_state, np.random.get_state()[1])  # type: ignore[index]  # noqa: NPY002
+
+
+def test_charged_rows_are_the_rounds_that_ran_and_the_report_holds_them(tmp_path: Path) -> None:
+    result = simulate(tiny(noise_multiplier=3.0), output=tmp_path)
+    assert result.folder is not None
+    ledgers = sorted((result.folder / "ledger").iterdir())
+    assert len(ledgers) == 3
+    identifier = Ledger  # the header names the data set, so reading needs the same
+    header = ledgers[0].read_text().splitlines()[0]
+    import json
+
+    dataset = json.loads(header)["dataset"]
+    rows = identifier("client-000", ledgers[0], dataset=dataset).releases
+    assert [(r.round, r.steps) for r in rows] == [(1, 2), (2, 2)]
+    spent = epsilon(rows, 1e-5)
+    assert result.metrics[-1]["epsilon"] == pytest.approx(spent)
+    assert result.summary["differential_privacy"]["epsilon"] == pytest.approx(spent)
+
+
+def test_epsilon_alone_calibrates_for_the_whole_run() -> None:
+    """Catches: calibration for one round only."""
+    result = simulate(tiny(epsilon=4.0))
+    spent = result.summary["differential_privacy"]["epsilon"]
+    assert 3.9 < spent <= 4.0
+    sigma = result.summary["differential_privacy"]["noise_multiplier"]
+    one_round = [Release(1, "x", "x", "x", sigma, 1.0, 1.0, "full", 2, 1)]
+    assert epsilon(one_round, 1e-5) < 3.0
+
+
+def test_a_hard_cap_ends_the_run_in_order() -> None:
+    rows = [Release(1, "x", "x", "x", 3.0, 1.0, 1.0, "full", 2, 1)]
+    cap = epsilon(rows, 1e-5) * 1.05  # one round fits, two do not
+    result = simulate(tiny(noise_multiplier=3.0, epsilon=cap))
+    assert len(result.metrics) == 1
+    assert result.summary["differential_privacy"]["epsilon"] <= cap
+    with pytest.raises(BudgetExceededError):
+        simulate(tiny(noise_multiplier=3.0, epsilon=cap / 3))
+
+
+def test_a_kept_ledger_carries_over_runs(tmp_path: Path) -> None:
+    """Catches: ledger reset by a new run folder."""
+    settings = tiny(noise_multiplier=3.0, ledger=tmp_path / "ledgers")
+    first = simulate(settings, output=tmp_path / "runs").summary["differential_privacy"]["epsilon"]
+    second = simulate(settings, output=tmp_path / "runs").summary["differential_privacy"]["epsilon"]
+    assert second > 1.3 * first
+    other = replace(settings, partition=replace(settings.partition, seed=9))
+    with pytest.raises(LedgerError, match="belongs to"):
+        simulate(other)
+
+
+def test_the_paper_mechanism_has_no_epsilon_anywhere(tmp_path: Path) -> None:
+    result = simulate(tiny(noise_multiplier=3.0, mechanism="paper"), output=tmp_path)
+    assert result.summary["differential_privacy"]["guarantee"] is False
+    assert "epsilon" not in result.summary["differential_privacy"]
+    assert all("epsilon" not in row for row in result.metrics)
+    assert result.folder is not None
+    text = (result.folder / "privacy_report.md").read_text()
+    assert "no differential privacy guarantee" in text.lower()
+    assert "sensitivity is up to 2" in text
+
+
+def test_real_is_refused_with_differential_privacy() -> None:
+    with pytest.raises(UnaccountedReleaseError, match="clients' own images"):
+        simulate(tiny("real", noise_multiplier=3.0))
+    with pytest.raises(UnaccountedReleaseError):
+        check_method(Real())
+
+
+def test_delta_is_checked_against_the_public_bound() -> None:
+    with pytest.raises(PrivacySettingError, match="1/max-records"):
+        simulate(tiny(noise_multiplier=3.0, delta=1e-3))
+    simulate(tiny(noise_multiplier=3.0, delta=1e-3, max_records=1000))
+
+
+def test_a_class_nobody_has_is_refused_only_without_privacy() -> None:
+    """With DP on, class presence is private: no rule may look at it."""
+    rng = np.random.default_rng(0)
+    train = from_arrays(rng.integers(0, 256, (200, 1, 8, 8)).astype(np.uint8), np.arange(200) % 9, dataset_spec("digits"))
+    with pytest.raises(DataError, match="class"):
+        simulate(tiny(), data=(train, train))
+    simulate(tiny(noise_multiplier=3.0), data=(train, train))
+
+
+def test_divergence_is_said_and_leaves_no_finished_folder(tmp_path: Path) -> None:
+    settings = tiny("fedavg")
+    settings = replace(settings, method=replace(settings.method, lr=1e30, momentum=0.0))  # type: ignore[call-arg]
+    with pytest.raises(DivergedError, match="round 1: parameters"):
+        simulate(settings, output=tmp_path)
+    assert all(folder.name.endswith(".incomplete") for folder in tmp_path.iterdir())
+
+
+def test_observers_hear_of_every_round_and_step() -> None:
+    class Listener(Observer):
+        def __init__(self) -> None:
+            self.rounds: list[int] = []
+            self.phases: dict[str, tuple[int, int]] = {}
+
+        def round_ended(self, row: Any) -> None:
+            self.rounds.append(row["round"])
+
+        def step(self, round: int, phase: str, done: int, total: int) -> None:
+            self.phases[phase] = (done, total)
+
+    listener = Listener()
+    simulate(tiny(), observer=listener)
+    assert listener.rounds == [1, 2]
+    assert listener.phases == {"condense": (6, 6), "server": (2, 2)}
+
+
+def test_rounds_must_be_positive() -> None:
+    with pytest.raises(SettingError):
+        replace(tiny(), rounds=0)

@@ -1,0 +1,105 @@
+"""FedAvg against NumPy, and its private form."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from fedsynth.core.client import OpenClients, PrivateClients
+from fedsynth.core.messages import ModelParameters
+from fedsynth.core.method import RoundContext, ServerState
+from fedsynth.data.images import from_arrays, normalise
+from fedsynth.data.registry import dataset_spec
+from fedsynth.methods.fedavg import FedAvg, average
+from fedsynth.methods.real import Real
+from fedsynth.models.registry import ModelSettings, build_model
+from fedsynth.privacy.ledger import Guard, Ledger
+from fedsynth.privacy.randomness import SecretGenerator
+from fedsynth.privacy.settings import PrivacySettings
+
+SPEC = dataset_spec("digits")
+
+
+def data(n: int = 30):  # type: ignore[no-untyped-def]
+    rng = np.random.default_rng(0)
+    return from_arrays(rng.integers(0, 256, (n, 1, 8, 8)).astype(np.uint8), rng.integers(0, 10, n), SPEC)
+
+
+def softmax_gradient(w: np.ndarray, b: np.ndarray, x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    logits = x @ w.T + b
+    p = np.exp(logits - logits.max(axis=1, keepdims=True))
+    r = p / p.sum(axis=1, keepdims=True) - np.eye(10)[y]
+    return r.T @ x / len(x), r.mean(axis=0)
+
+
+def test_two_rounds_on_a_linear_model_equal_numpy() -> None:
+    """Full-batch local steps (3 epochs), weights n_k: softmax regression by hand."""
+    images, parts = data(), [torch.arange(0, 8), torch.arange(8, 30)]
+    with torch.random.fork_rng():
+        torch.manual_seed(0)  # noqa: TID251
+        model = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
+    context = RoundContext(1, 0, torch.device("cpu"), SPEC, model, 15.0)
+    method, clients = FedAvg(local_epochs=3, batch=100, lr=0.1, momentum=0.0), OpenClients([0, 1], images, parts)
+    w, b = (p.detach().numpy().astype(np.float64) for p in model.parameters())
+    x, y = normalise(images.images, SPEC).flatten(1).numpy().astype(np.float64), images.labels.numpy()
+    state = ServerState(model.state_dict())
+    for _ in range(2):
+        uploads = [u for u, _ in method.client_step(method.broadcast(state, context), clients, [{}, {}], context)]
+        state = method.server_step(state, uploads, context)
+        locals_ = []
+        for part in parts:
+            wk, bk = w.copy(), b.copy()
+            for _ in range(3):
+                gw, gb = softmax_gradient(wk, bk, x[part], y[part])
+                wk, bk = wk - 0.1 * gw, bk - 0.1 * gb
+            locals_.append((wk, bk))
+        w = (8 * locals_[0][0] + 22 * locals_[1][0]) / 30
+        b = (8 * locals_[0][1] + 22 * locals_[1][1]) / 30
+    np.testing.assert_allclose(state.parameters["1.weight"].numpy(), w, atol=1e-5)
+    np.testing.assert_allclose(state.parameters["1.bias"].numpy(), b, atol=1e-5)
+
+
+def test_private_uploads_do_not_show_sizes_and_steps_are_public() -> None:
+    """n_k is private: uniform weights, ceil(epochs / q) steps for a client of 4 and one of 26 examples alike."""
+    architecture = build_model(ModelSettings(width=4, depth=1), SPEC.image_shape, 10, 0)
+    privacy = PrivacySettings(noise_multiplier=1.0, sample_rate=0.4)
+    context = RoundContext(1, 0, torch.device("cpu"), SPEC, architecture, 15.0, privacy)
+    ledgers = [Ledger("0"), Ledger("1")]
+    clients = PrivateClients(
+        [0, 1], data(), [torch.arange(4), torch.arange(4, 30)], [Guard(x, 1e-5, None) for x in ledgers], [SecretGenerator(), SecretGenerator()]
+    )
+    method = FedAvg(local_epochs=1)
+    state = ServerState(architecture.state_dict())
+    uploads = [u for u, _ in method.client_step(method.broadcast(state, context), clients, [{}, {}], context)]
+    assert [u.weight for u in uploads if isinstance(u, ModelParameters)] == [1.0, 1.0]
+    assert [[r.steps for r in ledger.releases] for ledger in ledgers] == [[3], [3]]
+    assert uploads[0].floats == sum(p.numel() for p in architecture.parameters())
+
+
+def test_average_keeps_counters_and_weighs() -> None:
+    a = ModelParameters({"w": torch.tensor([1.0, 0]), "n": torch.tensor(3)}, 1.0)
+    b = ModelParameters({"w": torch.tensor([5.0, 4]), "n": torch.tensor(9)}, 3.0)
+    out = average([a, b])
+    torch.testing.assert_close(out["w"], torch.tensor([4.0, 3.0]))
+    assert out["n"] == 3
+
+
+@pytest.mark.parametrize("resample", [False, True])
+def test_real_sends_the_clients_own_images(resample: bool) -> None:
+    images = data(60)
+    architecture = build_model(ModelSettings(width=4, depth=1), SPEC.image_shape, 10, 0)
+    state = ServerState(architecture.state_dict())
+    method, clients = Real(ipc=2, min_examples=2, resample=resample), OpenClients([0], images, [torch.arange(60)])
+    sent = []
+    for round in (1, 2):
+        context = RoundContext(round, 0, torch.device("cpu"), SPEC, architecture, 15.0)
+        ((upload, _),) = method.client_step(method.broadcast(state, context), clients, [{}], context)
+        arrays = dict(upload.arrays())
+        own = normalise(images.images, SPEC).flatten(1)
+        match = (arrays["images"].flatten(1)[:, None] == own[None]).all(dim=2)
+        assert match.any(dim=1).all()
+        assert torch.equal(images.labels[match.int().argmax(dim=1)], arrays["labels"])
+        sent.append(arrays["images"])
+    assert torch.equal(sent[0], sent[1]) != resample

@@ -1,0 +1,163 @@
+"""FedDM as a method: who sends what, with and without differential privacy."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from fedsynth.core.client import OpenClients, PrivateClients
+from fedsynth.core.method import RoundContext, ServerState
+from fedsynth.data.images import from_arrays
+from fedsynth.data.partition import PartitionSettings, count_matrix, partition
+from fedsynth.data.registry import dataset_spec
+from fedsynth.errors import SettingError, UnknownNameError
+from fedsynth.evaluation.volume import condensation_floats
+from fedsynth.methods.feddm import FedDM
+from fedsynth.models.registry import ModelSettings, build_model
+from fedsynth.privacy.ledger import Guard, Ledger
+from fedsynth.privacy.randomness import SecretGenerator
+from fedsynth.privacy.settings import PrivacySettings
+from fedsynth.synthesizer.sets import SyntheticSet
+
+SPEC = dataset_spec("digits")
+LABELS = np.array([0] * 25 + [1] * 12 + [2] * 3 + [7] * 20)
+PARTS = [torch.arange(0, 40), torch.arange(40, 60)]
+FAST = FedDM(ipc=2, iterations=2, server_epochs=1)
+
+
+def images() -> np.ndarray:
+    return np.random.default_rng(0).integers(0, 256, (60, 1, 8, 8)).astype(np.uint8)
+
+
+def context(privacy: PrivacySettings | None = None, seed: int = 0) -> RoundContext:
+    architecture = build_model(ModelSettings(width=4, depth=2), SPEC.image_shape, 10, 0)
+    return RoundContext(1, seed, torch.device("cpu"), SPEC, architecture, nominal_size=30.0, privacy=privacy)
+
+
+def upload(method: FedDM, ctx: RoundContext, clients: OpenClients | PrivateClients, memory: dict[str, torch.Tensor] | None = None) -> SyntheticSet:
+    state = ServerState(ctx.architecture.state_dict())
+    (first, _), *_rest = method.client_step(method.broadcast(state, ctx), clients, [memory or {} for _ in clients.ids], ctx)
+    assert isinstance(first, SyntheticSet)
+    return first
+
+
+def open_clients(ids: tuple[int, ...] = (0,)) -> OpenClients:
+    return OpenClients(ids, from_arrays(images(), LABELS, SPEC), [PARTS[k] for k in ids])
+
+
+def private_clients(ledger: Ledger | None = None) -> PrivateClients:
+    guards = [Guard(ledger or Ledger("0"), 1e-5, None)]
+    return PrivateClients([0], from_arrays(images(), LABELS, SPEC), PARTS[:1], guards, [SecretGenerator()])
+
+
+def test_open_clients_send_the_classes_with_at_least_ten_examples() -> None:
+    sent = upload(FAST, context(), open_clients())
+    assert sent.labels.tolist() == [0, 0, 1, 1]  # 3 examples of class 2 are too few
+    assert sent.images.shape == (4, 1, 8, 8)
+    assert sent.floats == 4 * 64
+    assert sent.nbytes == 4 * 64 * 4 + 4 * 8
+    assert upload(replace(FAST, min_examples=1), context(), open_clients()).labels.unique().tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("mechanism", ["residual", "gradient"])
+def test_private_clients_send_every_class_whatever_they_have(mechanism: str) -> None:
+    """Catches: exact class list. One charged row a round, of T steps; nothing in the upload shows the minimum count rule."""
+    ledger = Ledger("0")
+    privacy = PrivacySettings(noise_multiplier=3.0, mechanism=mechanism)
+    sent = upload(FAST, context(privacy), private_clients(ledger))
+    assert sent.labels.tolist() == [c for c in range(10) for _ in range(2)]
+    assert [(r.round, r.mechanism, r.steps, r.noise_multiplier) for r in ledger.releases] == [(1, mechanism, 2, 3.0)]
+
+
+def test_private_start_has_nothing_of_the_data() -> None:
+    """Catches: real-image start. With no step the upload is the public noise, equal for other data."""
+    privacy = PrivacySettings(noise_multiplier=3.0)
+    method = replace(FAST, iterations=1, image_lr=0.0)
+    first = upload(method, context(privacy), private_clients())
+    other = PrivateClients([0], from_arrays(255 - images(), LABELS, SPEC), PARTS[1:], [Guard(Ledger("0"), 1e-5, None)], [SecretGenerator()])
+    assert torch.equal(first.images, upload(method, context(privacy), other).images)
+
+
+def test_the_private_plan_depends_on_public_sizes_alone() -> None:
+    """Catches: q or steps from true counts."""
+    privacy = PrivacySettings(noise_multiplier=3.0)
+    plan = replace(FAST, batch=2).private_plan(privacy, context())
+    assert plan.sample_rate == pytest.approx(2 * 10 / 30)
+    assert plan.steps == 2
+    assert plan.dimension == 10 * (4 * 4 + 10)
+    assert FAST.private_plan(privacy, context()).sample_rate == 1.0
+
+
+def test_the_same_seed_repeats_open_uploads_and_never_private_ones() -> None:
+    assert torch.equal(upload(FAST, context(), open_clients()).images, upload(FAST, context(), open_clients()).images)
+    assert not torch.equal(upload(FAST, context(), open_clients()).images, upload(FAST, context(seed=1), open_clients()).images)
+    privacy = PrivacySettings(noise_multiplier=3.0)
+    assert not torch.equal(upload(FAST, context(privacy), private_clients()).images, upload(FAST, context(privacy), private_clients()).images)
+
+
+def test_images_are_kept_over_rounds_or_restarted() -> None:
+    still = replace(FAST, image_lr=0.0)
+    kept = upload(still, context(), open_clients(), {"images": torch.full((4, 1, 8, 8), 7.0)})
+    assert (kept.images == 7).all()
+    restarted = upload(replace(still, restart=True), context(), open_clients(), {"images": torch.full((4, 1, 8, 8), 7.0)})
+    assert not (restarted.images == 7).any()
+
+
+@pytest.mark.parametrize("change", [{"augment": "siamese"}, {"perturbation": "ball"}, {"small_class": "resample", "batch": 20}])
+def test_groups_do_not_change_the_uploads(change: dict[str, object]) -> None:
+    method = replace(FAST, **change)  # type: ignore[arg-type]
+    ctx = context()
+    state = ServerState(ctx.architecture.state_dict())
+    together = method.client_step(method.broadcast(state, ctx), open_clients((0, 1)), [{}, {}], ctx)
+    alone = [upload(method, ctx, open_clients((k,))) for k in (0, 1)]
+    for (one, _), other in zip(together, alone, strict=True):
+        torch.testing.assert_close(dict(one.arrays())["images"], other.images, atol=1e-4, rtol=1e-4)
+
+
+def test_the_server_stays_in_the_ball() -> None:
+    ctx = context()
+    state = ServerState(ctx.architecture.state_dict())
+    method = replace(FAST, server_epochs=30, server_lr=1.0, radius=0.5)
+    after = method.server_step(state, [upload(method, ctx, open_clients())], ctx)
+    distance = sum((after.parameters[k] - v).square().sum() for k, v in state.parameters.items()) ** 0.5
+    assert 0.45 < distance <= 0.5 * (1 + 1e-4)
+
+
+@pytest.mark.parametrize(
+    ("classes", "per_class", "alpha", "ipc", "shape", "published"),
+    [
+        (10, 6000, 0.5, 10, (1, 28, 28), 635_040),
+        (10, 6000, 0.1, 10, (1, 28, 28), 368_480),
+        (10, 6000, 0.01, 10, (1, 28, 28), 109_760),
+        (10, 5000, 0.5, 10, (3, 32, 32), 2_672_640),
+        (100, 500, 0.5, 5, (3, 32, 32), 10_045_440),
+        (100, 500, 0.1, 5, (3, 32, 32), 4_761_600),
+        (100, 500, 0.01, 5, (3, 32, 32), 2_135_040),
+    ],
+)
+def test_upload_volume_comes_out_near_table_3(
+    classes: int, per_class: int, alpha: float, ipc: int, shape: tuple[int, int, int], published: int
+) -> None:
+    """One partition was drawn for the paper's table; ours, over 8 seeds, must have it within 3 standard deviations of its mean."""
+    labels = np.repeat(np.arange(classes), per_class)
+    floats = []
+    for seed in range(8):
+        settings = PartitionSettings(alpha=alpha, seed=seed)
+        floats.append(condensation_floats(count_matrix(labels, partition(labels, settings, classes), classes), ipc, shape))
+    assert abs(np.mean(floats) - published) < 3 * np.std(floats, ddof=1)
+
+
+def test_settings_are_validated() -> None:
+    for bad in ({"ipc": 0}, {"iterations": -1}, {"augment": "dsa"}, {"radius": -1.0}):
+        with pytest.raises(SettingError):
+            FedDM(**bad)  # type: ignore[arg-type]
+    with pytest.raises(UnknownNameError, match="iterations"):
+        FedDM.from_mapping({"iteration": 5})
+    with pytest.raises(SettingError, match="must be of type int"):
+        FedDM.from_mapping({"ipc": "many"})
+    assert FedDM.from_mapping({"ipc": "5", "restart": "true"}) == FedDM(ipc=5, restart=True)
+    with pytest.raises(SettingError, match="batch norm"):
+        FedDM().check_model(build_model(ModelSettings(norm="batch"), SPEC.image_shape, 10, 0))

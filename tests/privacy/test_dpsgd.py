@@ -1,0 +1,82 @@
+"""DP-SGD: Opacus' per-example gradients through our mechanism."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fedsynth.models.convnet import ConvNet
+from fedsynth.privacy.accounting import Release
+from fedsynth.privacy.dpsgd import DpSgdSettings, check_model, dp_sgd
+from fedsynth.privacy.errors import ForbiddenLayerError
+from fedsynth.privacy.ledger import Guard, Ledger
+from fedsynth.privacy.mechanisms import GaussianSums
+from fedsynth.privacy.randomness import SecretGenerator
+
+
+def linear() -> nn.Module:
+    model = nn.Sequential(nn.Flatten(), nn.Linear(4, 3))
+    for i, p in enumerate(model.parameters()):
+        p.data = torch.linspace(-1, 1, p.numel()).view_as(p) * (i + 1)
+    return model
+
+
+def run(model: nn.Module, x: Tensor, y: Tensor, *, sigma: float, clip: float, rate: float = 1.0, steps: int = 1, expected: float = 8.0) -> None:
+    size = sum(p.numel() for p in model.parameters())
+    row = Release(1, "model update", "dp-sgd", "gradients", sigma, clip, rate, "poisson" if rate < 1 else "full", steps, size)
+    series = GaussianSums(row, 1, Guard(Ledger("c"), 1e-5, None), SecretGenerator())
+    dp_sgd(model, lambda i: x[i], y, series, steps, DpSgdSettings(0.5, expected))
+    assert series.steps_left == 0
+
+
+def test_one_step_equals_numpy() -> None:
+    """w ← w − lr · Σ_i clip(∇ℓ_i) / expected batch size: by hand for softmax regression, σ → 0."""
+    rng = np.random.default_rng(0)
+    x, y, clip = rng.normal(size=(5, 4)), np.array([0, 1, 2, 1, 0]), 0.8
+    model = linear()
+    w, b = (p.detach().numpy().astype(float) for p in (model[1].weight, model[1].bias))
+    total_w, total_b = np.zeros_like(w), np.zeros_like(b)
+    for xi, yi in zip(x, y, strict=True):
+        logits = w @ xi + b
+        p = np.exp(logits - logits.max())
+        residual = p / p.sum() - np.eye(3)[yi]
+        gw, gb = np.outer(residual, xi), residual
+        scale = min(1, clip / np.sqrt((gw**2).sum() + (gb**2).sum()))
+        total_w, total_b = total_w + scale * gw, total_b + scale * gb
+    run(model, torch.tensor(x, dtype=torch.float32).view(5, 1, 2, 2), torch.tensor(y), sigma=1e-9, clip=clip)
+    np.testing.assert_allclose(model[1].weight.detach().numpy(), w - 0.5 * total_w / 8, atol=1e-5)
+    np.testing.assert_allclose(model[1].bias.detach().numpy(), b - 0.5 * total_b / 8, atol=1e-5)
+
+
+def test_an_empty_sample_still_gets_noise_and_the_public_divisor() -> None:
+    """Catches: empty batch skipped, division by the realised batch size."""
+    moved = []
+    for _ in range(200):
+        model, before = linear(), linear()
+        run(model, torch.zeros(0, 1, 2, 2), torch.zeros(0, dtype=torch.int64), sigma=2.0, clip=1.0, rate=0.5)
+        moved.append(torch.cat([(p - q).flatten() for p, q in zip(model.parameters(), before.parameters(), strict=True)]).detach())
+    assert torch.stack(moved).std() == pytest.approx(0.5 * 2.0 / 8, rel=0.05)
+
+
+def test_one_bad_example_does_not_poison_the_others() -> None:
+    x = torch.ones(3, 1, 2, 2)
+    good, bad = linear(), linear()
+    run(good, x[:2], torch.tensor([0, 1]), sigma=1e-9, clip=1.0)
+    x[2] = float("nan")
+    run(bad, x, torch.tensor([0, 1, 2]), sigma=1e-9, clip=1.0)
+    torch.testing.assert_close(bad[1].weight, good[1].weight)
+
+
+def test_batch_norm_is_named_and_group_norm_offered() -> None:
+    with pytest.raises(ForbiddenLayerError, match=r"'features\.1' is BatchNorm2d.*--norm group"):
+        check_model(ConvNet((1, 8, 8), 10, width=4, depth=1, norm="batch"))
+    check_model(ConvNet((1, 8, 8), 10, width=4, depth=1, norm="group"))
+
+
+def test_the_model_is_left_without_hooks_and_the_convnet_trains() -> None:
+    model = ConvNet((1, 8, 8), 3, width=4, depth=1)
+    run(model, torch.randn(6, 1, 8, 8), torch.arange(6) % 3, sigma=0.1, clip=1.0, steps=2)
+    assert not any(layer._forward_hooks or layer._backward_hooks for layer in model.modules())
+    assert all(torch.isfinite(p).all() for p in model.parameters())

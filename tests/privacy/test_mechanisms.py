@@ -1,0 +1,203 @@
+"""The Gaussian mechanism: sensitivity, noise, bookkeeping and secrecy. Each broken twin named in a test would fail it."""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+import random
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fedsynth.core.client import PrivateClients
+from fedsynth.data.images import from_arrays, normalise
+from fedsynth.data.registry import dataset_spec
+from fedsynth.privacy.accounting import Release
+from fedsynth.privacy.errors import BudgetExceededError, PrivacyError
+from fedsynth.privacy.ledger import Guard, Ledger
+from fedsynth.privacy.mechanisms import GaussianSums, clip_rows, clipped_sums
+from fedsynth.privacy.randomness import SecretGenerator
+
+HOSTILE = [0.0, 1e-30, 1.0, -3.0, 1e20, 3e38, float("nan"), float("inf"), -float("inf")]
+
+
+def release(
+    sigma: float = 1.0, clip: float = 2.0, rate: float = 1.0, steps: int = 1, groups: int = 3, width: int = 4
+) -> Release:
+    return Release(1, "q", "test", "rows", sigma, clip, rate, "poisson" if rate < 1 else "full", steps, groups * width)
+
+
+def series(secret: SecretGenerator | None = None, groups: int = 3, ledger: Ledger | None = None, **kwargs: float) -> GaussianSums:
+    guard = Guard(ledger or Ledger("c"), 1e-5, None)
+    return GaussianSums(release(groups=groups, **kwargs), groups, guard, secret or SecretGenerator())  # type: ignore[arg-type]
+
+
+rows = st.lists(st.one_of(st.floats(-1e6, 1e6, width=32), st.sampled_from(HOSTILE)), min_size=4, max_size=4)
+
+
+@given(data=st.lists(st.tuples(rows, st.integers(0, 2)), max_size=6), extra=rows, group=st.integers(0, 2), clip=st.sampled_from([0.1, 1.0, 50.0]))
+@settings(max_examples=200, deadline=None)
+def test_one_example_moves_the_unnoised_sums_by_at_most_the_clip(
+    data: list[tuple[list[float], int]], extra: list[float], group: int, clip: float
+) -> None:
+    """Sensitivity on D and D ± x, also for huge, NaN and infinite x, and for an empty D (catches: no clipping, NaN poisoning)."""
+    x = torch.tensor([r for r, _ in data], dtype=torch.float32).reshape(-1, 4)
+    g = torch.tensor([c for _, c in data], dtype=torch.int64)
+    without = clipped_sums(x, g, 3, clip)
+    with_it = clipped_sums(torch.cat([x, torch.tensor([extra], dtype=torch.float32)]), torch.cat([g, torch.tensor([group])]), 3, clip)
+    assert torch.isfinite(with_it).all()
+    moved = with_it - without
+    assert moved.norm() <= clip * (1 + 1e-9)
+    others = [c for c in range(3) if c != group]
+    assert torch.equal(moved[others], torch.zeros(2, 4, dtype=torch.float64))
+
+
+def test_clipping_is_per_example_and_leaves_short_rows_alone() -> None:
+    clipped = clip_rows(torch.tensor([[3.0, 4.0], [0.3, 0.4], [0.0, 0.0]]), 1.0)
+    expected = torch.tensor([[0.6, 0.8], [0.3, 0.4], [0.0, 0.0]], dtype=torch.float32)
+    torch.testing.assert_close(clipped.float(), expected)
+
+
+def test_batch_clipping_is_caught() -> None:
+    """The broken twin clips the mean: then one example of 100 can move it by far more than clip/100."""
+    x, outlier = torch.zeros(100, 4), torch.tensor([[1e6, 0, 0, 0]])
+
+    def batch_clipped_sum(rows_ND: Tensor) -> Tensor:
+        return clip_rows(rows_ND.mean(dim=0, keepdim=True), 1.0)[0] * len(rows_ND)
+
+    broken = (batch_clipped_sum(torch.cat([x, outlier])) - batch_clipped_sum(x)).norm()
+    assert broken > 50
+    zeros = torch.zeros(101, dtype=torch.int64)
+    ours = clipped_sums(torch.cat([x, outlier]), zeros, 1, 1.0) - clipped_sums(x, zeros[:100], 1, 1.0)
+    assert ours.norm() <= 1
+
+
+@pytest.mark.parametrize(("sigma", "clip"), [(3.0, 0.5), (0.7, 10.0)])
+def test_noise_has_standard_deviation_sigma_times_clip(sigma: float, clip: float) -> None:
+    """Within 5 % (catches: noise at a quarter, noise divided by the batch); every group gets its own, also without any example."""
+    width = 4000
+    s = series(groups=3, sigma=sigma, clip=clip, width=width)
+    s.sample(0)
+    noise = s.release()
+    assert noise.shape == (3, width)
+    for row in noise:
+        assert row.std() == pytest.approx(sigma * clip, rel=0.05)
+        assert abs(row.mean()) < 5 * sigma * clip / math.sqrt(width)
+    correlations = torch.corrcoef(noise)[~torch.eye(3, dtype=torch.bool)]
+    assert correlations.abs().max() < 0.1  # catches: noise reused across classes
+
+
+def test_every_release_draws_fresh_noise() -> None:
+    s = series(steps=3, width=500)
+    draws = []
+    for _ in range(3):
+        s.sample(10)
+        s.add(torch.zeros(10, 500), torch.zeros(10, dtype=torch.int64))
+        draws.append(s.release().flatten())
+    assert torch.corrcoef(torch.stack(draws))[0, 1:].abs().max() < 0.15
+
+
+def test_the_sum_is_unbiased() -> None:
+    s = series(sigma=1e-9, clip=100.0, groups=2, width=3)
+    s.sample(4)
+    s.add(torch.tensor([[1.0, 2, 3], [4, 5, 6]]), torch.tensor([0, 1]))
+    s.add(torch.tensor([[10.0, 0, 0]]), torch.tensor([1]))
+    torch.testing.assert_close(s.release().float(), torch.tensor([[1.0, 2, 3], [14, 5, 6]]))
+
+
+def test_a_series_gives_exactly_the_charged_number_of_releases() -> None:
+    ledger = Ledger("c")
+    s = series(steps=2, ledger=ledger)
+    assert [row.steps for row in ledger.releases] == [2]  # charged before anything was drawn
+    for _ in range(2):
+        s.sample(5)
+        s.release()
+    with pytest.raises(PrivacyError, match="all 2 charged steps"):
+        s.sample(5)
+
+
+def test_steps_cannot_be_reused_or_skipped() -> None:
+    s = series(steps=5)
+    with pytest.raises(PrivacyError, match="no step is open"):
+        s.release()
+    with pytest.raises(PrivacyError, match="no step is open"):
+        s.add(torch.zeros(1, 4), torch.zeros(1, dtype=torch.int64))
+    s.sample(5)
+    with pytest.raises(PrivacyError, match="still open"):
+        s.sample(5)
+
+
+def test_a_cap_refuses_before_charging_and_drawing() -> None:
+    ledger = Ledger("c")
+    secret = SecretGenerator(test_only=np.random.default_rng(0))
+    state = np.random.default_rng(0).random()
+    with pytest.raises(BudgetExceededError):
+        GaussianSums(release(sigma=0.5), 3, Guard(ledger, 1e-5, 1.0), secret)
+    assert ledger.releases == ()
+    assert secret._generator.random() == state
+
+
+def test_poisson_sampling_includes_each_record_independently() -> None:
+    secret = SecretGenerator()
+    sizes = np.array([len(secret.poisson_sample(400, 0.3)) for _ in range(2000)])
+    assert sizes.mean() == pytest.approx(120, abs=5 * math.sqrt(400 * 0.3 * 0.7 / 2000))
+    assert sizes.std() == pytest.approx(math.sqrt(400 * 0.3 * 0.7), rel=0.1)  # catches: fixed-size batches
+    assert torch.equal(secret.poisson_sample(7, 1.0), torch.arange(7))
+
+
+def test_reseeding_everything_does_not_repeat_noise_or_masks() -> None:
+    """Catches: noise or masks from the run's seed or from the global generators."""
+    draws = []
+    for _ in range(2):
+        random.seed(0)
+        np.random.seed(0)  # noqa: NPY002, TID251 - the point of the test
+        torch.manual_seed(0)  # noqa: TID251
+        secret = SecretGenerator()
+        draws.append((secret.normal((50,), 1.0), secret.poisson_sample(200, 0.5)))
+    assert not torch.equal(draws[0][0], draws[1][0])
+    assert not torch.equal(draws[0][1], draws[1][1])
+
+
+def test_a_secret_cannot_be_copied_or_saved_and_tests_are_marked() -> None:
+    secret = SecretGenerator()
+    for attempt in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match="must not be copied"):
+            attempt(secret)
+    assert secret.is_secret
+    assert not SecretGenerator(test_only=np.random.default_rng(0)).is_secret
+    assert "key" not in repr(secret)
+
+
+def clients(secrets: list[SecretGenerator], parts: list[list[int]]) -> PrivateClients:
+    rng = np.random.default_rng(0)
+    data = from_arrays(rng.integers(0, 256, (40, 1, 8, 8)).astype(np.uint8), np.arange(40) % 10, dataset_spec("digits"))
+    guards = [Guard(Ledger(str(k)), 1e-5, None) for k in range(len(parts))]
+    return PrivateClients(range(len(parts)), data, [torch.tensor(p, dtype=torch.int64) for p in parts], guards, secrets)
+
+
+def test_clients_in_one_group_have_their_own_noise() -> None:
+    """Catches: noise shared between clients in a batched step. All classes of all clients are emitted, also of an empty client."""
+    group = clients([SecretGenerator(), SecretGenerator()], [[], []])
+    charged = group.charge(release(groups=10, width=300), 10)
+    out = group.class_sums(charged, lambda x, segment: x.flatten(1)[:, :1].repeat(1, 300))
+    assert out.shape == (20, 300)
+    assert torch.corrcoef(torch.stack([out[:10].flatten(), out[10:].flatten()]))[0, 1].abs() < 0.1
+    assert out.std() == pytest.approx(2.0, rel=0.05)
+
+
+def test_class_sums_equal_a_loop_over_clients_and_classes() -> None:
+    secrets = [SecretGenerator(test_only=np.random.default_rng(k)) for k in range(2)]
+    group = clients(secrets, [list(range(0, 25)), list(range(25, 40))])
+    charged = group.charge(release(sigma=1e-12, clip=1e6, groups=10, width=64), 10)
+    out = group.class_sums(charged, lambda x, segment: x.flatten(1) + segment[:, None])
+    data = group._data
+    for client, part in enumerate((range(0, 25), range(25, 40))):
+        for label in range(10):
+            mine = [i for i in part if i % 10 == label]
+            expected = sum((normalise(data.images[i : i + 1], data.spec).flatten() + 10 * client + label for i in mine), torch.zeros(64))
+            torch.testing.assert_close(out[10 * client + label], expected, atol=1e-3, rtol=1e-4)

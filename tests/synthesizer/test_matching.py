@@ -1,0 +1,221 @@
+"""Distribution matching against NumPy, against autograd, and the private mechanisms against the exact gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fedsynth.core.client import OpenClients, PrivateClients, Segments
+from fedsynth.data.images import ImageData, from_arrays, normalise
+from fedsynth.data.registry import dataset_spec
+from fedsynth.models.convnet import ConvNet
+from fedsynth.privacy.accounting import Release
+from fedsynth.privacy.ledger import Guard, Ledger
+from fedsynth.privacy.mechanisms import GaussianSums
+from fedsynth.privacy.randomness import SecretGenerator
+from fedsynth.synthesizer.batches import BatchIndices
+from fedsynth.synthesizer.condensation import condense, feature_map
+from fedsynth.synthesizer.matching import (
+    ExactMatcher,
+    GradientMatcher,
+    Matcher,
+    PaperMatcher,
+    ResidualMatcher,
+    per_example_gradients,
+    segment_means,
+    synthetic_means,
+)
+
+DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")])]
+N, CLASSES, IPC = 60, 10, 3
+
+
+def data(device: str = "cpu") -> ImageData:
+    rng = np.random.default_rng(0)
+    images = rng.integers(0, 256, (N, 1, 8, 8)).astype(np.uint8)
+    return from_arrays(images, np.arange(N) % CLASSES, dataset_spec("digits")).to(torch.device(device))
+
+
+def network(device: str = "cpu") -> ConvNet:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)  # noqa: TID251
+        return ConvNet((1, 8, 8), CLASSES, width=8, depth=2).to(device).requires_grad_(False)
+
+
+def synthetic(segments: int, device: str = "cpu") -> Tensor:
+    return torch.randn(segments, IPC, 1, 8, 8, generator=torch.Generator().manual_seed(1)).to(device)
+
+
+def all_batches(clients: OpenClients, batch: int = 100, steps: int = 1) -> tuple[Segments, BatchIndices]:
+    segments = clients.segments(1)
+    return segments, BatchIndices(clients, segments, batch, steps, small_class="all", seed=0, round=1)
+
+
+def private(clients: int, mechanism: type, sigma: float, clip: float, width: int, divisor: float, rate: float = 1.0) -> Matcher:
+    secrets = [SecretGenerator() for _ in range(clients)]
+    guards = [Guard(Ledger(str(k)), 1e-5, None) for k in range(clients)]
+    parts = list(torch.arange(N).tensor_split(clients))
+    group = PrivateClients(range(clients), data(), parts, guards, secrets)
+    row = Release(1, "images", "test", "x", sigma, clip, rate, "poisson" if rate < 1 else "full", 50, CLASSES * width)
+    return mechanism(group, group.charge(row, CLASSES), divisor)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_eq_9_for_a_linear_network_equals_numpy(device: str) -> None:
+    """h(x) = A x, z(x) = B h + b: L_c and its gradient by hand."""
+    rng = np.random.default_rng(2)
+    A, B, b = rng.normal(size=(5, 6)), rng.normal(size=(3, 5)), rng.normal(size=3)
+    S, X = rng.normal(size=(2, 4, 6)), [rng.normal(size=(7, 6)), rng.normal(size=(2, 6))]
+
+    class Linear(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.classifier = nn.Linear(5, 3)
+            self.classifier.weight.data, self.classifier.bias.data = torch.tensor(B), torch.tensor(b)
+
+        def embed(self, x: Tensor) -> Tensor:
+            return x.flatten(1) @ torch.tensor(A, device=x.device).T
+
+    logit_weight = 0.7
+    features = feature_map(Linear().to(device), logit_weight, None)
+    leaf = torch.tensor(S, device=device).view(2, 4, 1, 2, 3).requires_grad_()
+    segment = torch.tensor([0] * 7 + [1] * 2, device=device)
+    real = segment_means(features(torch.tensor(np.concatenate(X), device=device).view(9, 1, 2, 3), segment), segment, 2)
+    loss = (synthetic_means(features, leaf) - real).square().sum()
+    (gradient,) = torch.autograd.grad(loss, leaf)
+    expected_loss, expected = 0.0, np.zeros_like(S)
+    for c in range(2):
+        h = A @ (S[c].mean(axis=0) - X[c].mean(axis=0))
+        z = logit_weight * (B @ h)
+        expected_loss += h @ h + z @ z
+        expected[c] = 2 * (A.T @ h + logit_weight * A.T @ B.T @ z) / 4
+    assert loss.item() == pytest.approx(expected_loss)
+    np.testing.assert_allclose(gradient.cpu().numpy().reshape(2, 4, 6), expected, atol=1e-10)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_eq_15_the_mean_of_per_example_gradients_is_the_batch_gradient(device: str) -> None:
+    """App. B of FedDM, to 1e-5, for ragged classes, one of them empty, and several passes."""
+    features, S = feature_map(network(device), 1.0, None), synthetic(4, device)
+    x = torch.randn(23, 1, 8, 8, generator=torch.Generator().manual_seed(3)).to(device)
+    segment = torch.tensor([0] * 11 + [1] + [3] * 11, device=device)
+    rows = per_example_gradients(features, S, x, segment, at_once=4)
+    leaf = S.clone().requires_grad_()
+    means = synthetic_means(features, leaf)
+    real = segment_means(features(x, segment), segment, 4)
+    loss = (means - real)[[0, 1, 3]].square().sum()
+    (autograd,) = torch.autograd.grad(loss, leaf)
+    torch.testing.assert_close(segment_means(rows, segment, 4).view_as(S), autograd, atol=1e-5, rtol=1e-5)
+    one = per_example_gradients(features, S, x[5:6], segment[5:6])
+    torch.testing.assert_close(rows[5:6], one, atol=1e-6, rtol=1e-4)  # an example's row does not depend on the batch
+
+
+@pytest.mark.parametrize(("mechanism", "width"), [(ResidualMatcher, 8 * 4 + CLASSES), (GradientMatcher, IPC * 64)])
+def test_without_noise_and_clipping_the_private_gradient_is_the_exact_one(mechanism: type, width: int) -> None:
+    """Full batch, huge clip, σ → 0, divisor = the true class size (equal here): all three mechanisms agree."""
+    features, S = feature_map(network(), 1.0, None), synthetic(CLASSES)
+    clients = OpenClients([0], data(), [torch.arange(N)])
+    segments, batches = all_batches(clients)
+    exact = ExactMatcher(clients, batches).gradient(0, features, S)
+    ours = private(1, mechanism, 1e-12, 1e6, width, divisor=N / CLASSES).gradient(0, features, S)
+    torch.testing.assert_close(ours, exact, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("mechanism", "width"), [(ResidualMatcher, 8 * 4 + CLASSES), (GradientMatcher, IPC * 64)])
+def test_subsampling_is_unbiased(mechanism: type, width: int) -> None:
+    """Over 50 Poisson batches at q = 0.5, divided by the public q·n_c, the gradient averages to the exact one."""
+    features, S = feature_map(network(), 1.0, None), synthetic(CLASSES)
+    clients = OpenClients([0], data(), [torch.arange(N)])
+    exact = ExactMatcher(clients, all_batches(clients)[1]).gradient(0, features, S)
+    matcher = private(1, mechanism, 1e-12, 1e6, width, divisor=0.5 * N / CLASSES, rate=0.5)
+    draws = torch.stack([matcher.gradient(t, features, S) for t in range(50)])
+    error = (draws.mean(0) - exact).flatten()
+    assert error.norm() < 3 * (draws.std(0).norm() / 50**0.5)
+
+
+def test_residual_noise_enters_the_gradient_through_the_jacobian_only() -> None:
+    """With clip 𝒞 and σ, the released sums have deviation σ𝒞; divided by the public divisor they go through J once."""
+    width = 8 * 4 + CLASSES
+    features, S = feature_map(network(), 1.0, None), synthetic(CLASSES)
+    leaf = S.clone().requires_grad_()
+    means = synthetic_means(features, leaf)
+    J = torch.autograd.grad(means[0], leaf, torch.eye(width), is_grads_batched=True)[0][:, 0].flatten(1)
+    draws = []
+    matcher = private(1, ResidualMatcher, 1e4, 1e-3, width, divisor=6.0)
+    for t in range(50):
+        draws.append(matcher.gradient(t, features, S)[0].flatten())
+    expected = 2 * 1e4 * 1e-3 / 6 * J.norm()
+    assert torch.stack(draws).square().sum(1).mean().sqrt() == pytest.approx(float(expected), rel=0.15)
+
+
+def test_paper_mechanism_clips_the_batch_and_its_noise_shrinks_with_it() -> None:
+    features, S = feature_map(network(), 1.0, None), synthetic(CLASSES)
+    clients = OpenClients([0], data(), [torch.arange(N)])
+    segments, batches = all_batches(clients)
+    exact = ExactMatcher(clients, batches)
+    clip = float(exact.gradient(0, features, S).flatten(1).norm(dim=1).median())
+    clipped = PaperMatcher(exact, segments, batches, [SecretGenerator()], 0.0, clip).gradient(0, features, S)
+    norms = clipped.flatten(1).norm(dim=1)
+    assert norms.max() <= clip * (1 + 1e-5)
+    noisy = PaperMatcher(exact, segments, batches, [SecretGenerator()], 3.0, 5.0).gradient(0, features, S)
+    unclipped = exact.gradient(0, features, S)
+    assert (noisy - unclipped).std() == pytest.approx(3.0 * 5.0 / (N / CLASSES), rel=0.1)
+
+
+def test_clients_batched_or_alone_make_the_same_images() -> None:
+    """Same seed, fp32: uploads equal to 1e-4, whoever shares the group."""
+    parts = list(torch.arange(N).tensor_split(3))
+
+    def images(ids: list[int]) -> Tensor:
+        clients = OpenClients(ids, data(), [parts[k] for k in ids])
+        segments = clients.segments(1)
+        matcher = ExactMatcher(clients, BatchIndices(clients, segments, 1, 5, small_class="all", seed=0, round=1))
+        return condense(torch.zeros(len(segments), IPC, 1, 8, 8), network, matcher, steps=5, learning_rate=1.0)
+
+    together = images([0, 1, 2])
+    torch.testing.assert_close(together, torch.cat([images([k]) for k in range(3)]), atol=1e-4, rtol=1e-4)
+
+
+def test_condensation_lowers_the_loss_and_keeps_the_start() -> None:
+    clients = OpenClients([0], data(), [torch.arange(N)])
+    _, batches = all_batches(clients, steps=30)
+    features = feature_map(network(), 1.0, None)
+    start = synthetic(CLASSES)
+    before = start.clone()
+    matcher = ExactMatcher(clients, batches)
+    loss: Callable[[Tensor], float] = lambda S: float((synthetic_means(features, S) - matcher.real_means(0, features, CLASSES)).square().sum())  # noqa: E731
+    after = condense(start, network, matcher, steps=30, learning_rate=1.0)
+    assert torch.equal(start, before)
+    assert loss(after) < 0.7 * loss(start)
+
+
+def test_momentum_is_heavy_ball() -> None:
+    class Constant:
+        def gradient(self, step: int, features: object, synthetic: Tensor) -> Tensor:
+            return torch.ones_like(synthetic)
+
+    out = condense(torch.zeros(1, 1, 1, 2, 2), network, Constant(), steps=3, learning_rate=0.1, momentum=0.5)  # type: ignore[arg-type]
+    assert torch.allclose(out, torch.full_like(out, -0.1 * (1 + 1.5 + 1.75)))
+
+
+def test_batches_are_without_replacement_or_resampled_on_request() -> None:
+    images = data()
+    labels = torch.cat([torch.zeros(40), torch.ones(5), torch.full((15,), 2)]).long()
+    clients = OpenClients([4], ImageData(images.images, labels, images.spec), [torch.arange(N)])
+    segments = clients.segments(1)
+    all_ = BatchIndices(clients, segments, 10, 70, small_class="all", seed=0, round=1)
+    assert all_.sizes.tolist() == [10, 5, 10]
+    seen = torch.zeros(N)
+    for step in range(70):
+        indices, where = all_.at(step)
+        assert torch.equal(clients.labels(indices), segments.label[where])
+        assert len(set(indices.tolist())) == len(indices)
+        seen[indices] += 1
+    assert (seen > 0).all()
+    resampled = BatchIndices(clients, segments, 10, 70, small_class="resample", seed=0, round=1)
+    assert resampled.sizes.tolist() == [10, 10, 10]
+    assert (normalise(images.images, images.spec).abs() < 20).all()

@@ -1,0 +1,63 @@
+"""The ball around the global model."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fedsynth.errors import SettingError
+from fedsynth.models.convnet import ConvNet
+from fedsynth.models.flat import flatten
+from fedsynth.synthesizer.perturbation import Perturbations
+from fedsynth.synthesizer.training import project_to_ball
+
+
+def draws(reading: str, radius: float = 5.0, seed: int = 0, round: int = 1, steps: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)  # noqa: TID251
+        model = ConvNet((1, 8, 8), 10, width=16, depth=2)
+    networks = Perturbations(model, radius, reading=reading, seed=seed, round=round, device=torch.device("cpu"))
+    center = flatten(model)
+    return center, torch.stack([flatten(networks.draw()) - center for _ in range(steps)])
+
+
+def test_rescaled_gaussians_lie_on_the_sphere() -> None:
+    _, offsets = draws("sphere")
+    torch.testing.assert_close(offsets.norm(dim=1), torch.full((8,), 5.0), rtol=1e-3, atol=0)
+
+
+def test_a_radius_beyond_the_gaussian_leaves_it_alone() -> None:
+    """Clip, not normalise: ‖N(0, I)‖ is about √P, and below ρ nothing is rescaled."""
+    center, offsets = draws("sphere", radius=1e6)
+    torch.testing.assert_close(offsets.norm(dim=1), torch.full((8,), len(center) ** 0.5), rtol=0.05, atol=0)
+
+
+def test_the_ball_reading_has_uniform_radii() -> None:
+    _, offsets = draws("ball", steps=200)
+    radii = offsets.norm(dim=1) / 5
+    assert radii.max() <= 1 + 1e-4
+    assert radii.mean() == pytest.approx(0.5, abs=0.08)
+
+
+def test_draws_depend_on_seed_and_round_alone() -> None:
+    assert torch.equal(draws("sphere")[1], draws("sphere")[1])
+    assert not torch.equal(draws("sphere")[1], draws("sphere", seed=1)[1])
+    assert not torch.equal(draws("sphere")[1], draws("sphere", round=2)[1])
+
+
+def test_weights_are_frozen_and_unknown_readings_refused() -> None:
+    with pytest.raises(SettingError, match="sphere, ball"):
+        draws("cube")
+    model = ConvNet((1, 8, 8), 10, width=4, depth=1)
+    drawn = Perturbations(model, 1.0, seed=0, round=1, device=torch.device("cpu")).draw()
+    assert not any(p.requires_grad for p in drawn.parameters())
+    assert all(p.requires_grad for p in model.parameters())
+
+
+def test_projection() -> None:
+    center = torch.tensor([1.0, 1.0])
+    far, near = torch.tensor([1.0, 11.0]), torch.tensor([1.5, 1.0])
+    project_to_ball(far, center, 2.0)
+    project_to_ball(near, center, 2.0)
+    torch.testing.assert_close(far, torch.tensor([1.0, 3.0]))
+    torch.testing.assert_close(near, torch.tensor([1.5, 1.0]))
