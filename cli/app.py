@@ -27,13 +27,14 @@ _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 class _OneLineGroup(TyperGroup):
     """Like every other mistake of a user, a mistyped option is one line and exit code 2, not a box of several."""
 
-    def main(self, *args: Any, standalone_mode: bool = True, **extra: Any) -> Any:
+    def main(self, *args: Any, **options: Any) -> Any:
+        standalone = options.pop("standalone_mode", True)
         try:
-            code = super().main(*args, standalone_mode=False, **extra)
+            code = super().main(*args, **options, standalone_mode=False)  # type: ignore[misc]  # nobody gives it by position
         except _UsageError as error:
             where = getattr(getattr(error, "ctx", None), "command_path", self.name)
             _fail(f"{error.format_message().rstrip('.')} (see {where} --help)")  # type: ignore[attr-defined]
-        if standalone_mode:
+        if standalone:
             sys.exit(code)
         return code
 
@@ -178,7 +179,7 @@ def train(
                 "min_size": min_size,
             },
             "model": {"name": model, "width": width, "depth": depth, "norm": norm},
-            "method": {"ipc": ipc, **_pairs(settings or [])},
+            "method": _method_settings(ipc, settings or []),
             "privacy": {
                 "noise_multiplier": dp_sigma,
                 "epsilon": dp_epsilon,
@@ -242,13 +243,18 @@ def methods() -> None:
         print(f"{'':8} privacy: " + (", ".join(cls.protects) if cls.protects else f"none: {cls.refusal}"))
 
 
-def _pairs(texts: list[str]) -> dict[str, str]:
-    pairs = {}
+def _method_settings(ipc: int | None, texts: list[str]) -> dict[str, Any]:
+    """What --set and --ipc say."""
+    pairs: dict[str, Any] = {}
     for text in texts:
         key, equals, value = text.partition("=")
         if not equals or not key.strip():
             raise SettingError(f"--set takes KEY=VALUE, got {text!r}")
         pairs[key.strip()] = value.strip()
+    if ipc is not None:
+        if "ipc" in pairs:
+            raise SettingError("ipc is given twice, by --ipc and by --set")
+        pairs["ipc"] = ipc
     return pairs
 
 

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from fedsynth.privacy.report import summary_rows
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -16,6 +15,7 @@ from rich.table import Table
 from fedsynth.federation.observer import Observer
 from fedsynth.federation.settings import RunSettings
 from fedsynth.federation.simulation import RunResult
+from fedsynth.privacy.report import summary_rows
 
 
 def round_line(row: Mapping[str, Any], rounds: int) -> str:

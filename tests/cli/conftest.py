@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from fedsynth.cli.app import app
 
 SMALL = {
-    "feddm": ("--set", "iterations=1", "--set", "server_epochs=1", "--set", "ipc=2"),
-    "real": ("--set", "server_epochs=1", "--set", "ipc=2"),
+    "feddm": ("--set", "iterations=1", "--set", "server_epochs=1", "--ipc", "2"),
+    "real": ("--set", "server_epochs=1", "--ipc", "2"),
     "fedavg": ("--set", "local_epochs=1", "--set", "batch=128"),
 }
 
@@ -46,6 +47,15 @@ def call(*args: str, output: Path) -> Outcome:
 def call_train(output: Path, method: str, *args: str) -> Outcome:
     tiny = ("--device", "cpu", "--clients", "2", "--rounds", "1", "--width", "8", *SMALL[method])
     return call("train", "--output", str(output), "--method", method, *tiny, *args, output=output)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Threads that wait for each other make such tiny networks a hundred times slower where another process has a core."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture

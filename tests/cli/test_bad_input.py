@@ -25,8 +25,9 @@ CASES: list[tuple[str, tuple[str, ...], str]] = [
     ("feddm", ("--set", "icp=3"), "unknown setting of feddm 'icp'; did you mean ipc"),
     ("feddm", ("--set", "ipc"), "--set takes KEY=VALUE, got 'ipc'"),
     ("feddm", ("--set", "=3"), "--set takes KEY=VALUE, got '=3'"),
-    ("feddm", ("--set", "ipc=ten"), "feddm.ipc must be of type int, got 'ten'"),
-    ("feddm", ("--set", "ipc=1.5"), "feddm.ipc must be of type int, got '1.5'"),
+    ("feddm", ("--set", "batch=ten"), "feddm.batch must be of type int, got 'ten'"),
+    ("feddm", ("--set", "batch=1.5"), "feddm.batch must be of type int, got '1.5'"),
+    ("feddm", ("--set", "ipc=3"), "ipc is given twice"),
     ("feddm", ("--set", "augment=flip"), "augment must be"),
     ("fedavg", ("--ipc", "3"), "unknown setting of fedavg 'ipc'"),
     # the parser's own complaints
@@ -79,7 +80,9 @@ def assert_one_line(run: Any, text: str) -> None:
     assert not run.output.exists() or not list(run.output.iterdir())
 
 
-@pytest.mark.parametrize(("method", "options", "text"), CASES, ids=lambda value: " ".join(value) if isinstance(value, tuple) else "")
+@pytest.mark.parametrize(
+    ("method", "options", "text"), CASES, ids=lambda value: " ".join(value) if isinstance(value, tuple) else ""
+)
 def test_one_line(train: Callable[..., Any], tmp_path: Path, method: str, options: tuple[str, ...], text: str) -> None:
     (tmp_path / "file").write_text("a file, and no folder")
     run = train(method, *(option.format(tmp=tmp_path) for option in options))

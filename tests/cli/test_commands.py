@@ -73,3 +73,14 @@ def test_an_old_locale_costs_letters_and_not_the_run(tmp_path: Path) -> None:
     done = subprocess.run([SCRIPT, "train", "--help"], capture_output=True, check=False, timeout=120, env=environment)
     assert done.returncode == 0, done.stderr
     assert b"--dp-epsilon" in done.stdout
+
+
+def test_an_interrupted_run_says_so(fedsynth: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*args: object, **kwargs: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("fedsynth.federation.simulation._one_round", interrupt)
+    run = fedsynth("train", "--device", "cpu", "--output", str(tmp_path / "out"))
+    assert run.code == 130
+    assert run.stderr == "fedsynth: interrupted; the run folder keeps its .incomplete ending\n"
+    assert run.folder.name.endswith("-feddm-digits.incomplete")

@@ -120,7 +120,10 @@ def test_epsilon_alone_finds_the_noise(outcomes: Callable[[str], Any]) -> None:
 
 def test_the_printed_mechanism_has_no_guarantee_and_no_epsilon(outcomes: Callable[[str], Any]) -> None:
     run = outcomes("feddm paper")
-    report, markdown = read_json(run.folder / "privacy_report.json"), (run.folder / "privacy_report.md").read_text(encoding="utf-8")
+    report, markdown = (
+        read_json(run.folder / "privacy_report.json"),
+        (run.folder / "privacy_report.md").read_text(encoding="utf-8"),
+    )
     assert report["guarantee"] is None
     for text in (markdown, run.stdout, run.stderr, report["verdict"]["text"]):
         assert "no differential privacy guarantee" in text.lower()
