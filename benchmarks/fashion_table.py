@@ -76,13 +76,24 @@ def machine() -> dict[str, Any]:
     """Where and with what a result was made."""
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {torch.get_num_threads()} threads"
-    return {"date": str(date.today()), "machine": device, "torch": torch.__version__, "commit": commit, "command": " ".join(sys.argv)}
+    return {
+        "date": str(date.today()),
+        "machine": device,
+        "torch": torch.__version__,
+        "commit": commit,
+        "command": " ".join(sys.argv),
+    }
 
 
 def one_run(settings: RunSettings, data: tuple[ImageData, ImageData]) -> dict[str, Any]:
     result = simulate(settings, data=data)
     curve = [row["test_accuracy"] for row in result.metrics]
-    return {"accuracy": result.accuracy, "curve": curve, "floats": result.summary["upload_floats_per_round"], "seconds": result.summary["seconds"]}
+    return {
+        "accuracy": result.accuracy,
+        "curve": curve,
+        "floats": result.summary["upload_floats_per_round"],
+        "seconds": result.summary["seconds"],
+    }
 
 
 def main() -> None:
@@ -99,23 +110,32 @@ def main() -> None:
         results.rows.clear()
 
     def run(method: str, seed: int, data: tuple[ImageData, ImageData], **changes: Any) -> dict[str, Any]:
-        quick = {"feddm": {"iterations": 2, "server_epochs": 2}, "real": {"server_epochs": 2}, "fedavg": {"local_epochs": 1}}[method]
+        quick = {"feddm": {"iterations": 2, "server_epochs": 2}, "real": {"server_epochs": 2}, "fedavg": {"local_epochs": 1}}[
+            method
+        ]
         settings = settings_for(method, seed, options.device, **changes, **(quick if options.quick else {}))
         rounds = 1 if options.quick or seed == TUNING_SEED else settings.rounds
         return one_run(replace(settings, rounds=rounds), data)
 
     def tuned_rate() -> dict[str, Any]:
         tuning = held_out(train, 5000)
-        tried = {lr: results.get(f"tune fedavg lr={lr}", lambda lr=lr: run("fedavg", TUNING_SEED, tuning, lr=lr)) for lr in FEDAVG_GRID}
+        tried = {
+            lr: results.get(f"tune fedavg lr={lr}", lambda lr=lr: run("fedavg", TUNING_SEED, tuning, lr=lr)) for lr in FEDAVG_GRID
+        }
         table["fedavg tuning"] = {str(lr): row["accuracy"] for lr, row in tried.items()}
         return {"lr": max(tried, key=lambda rate: tried[rate]["accuracy"])}
 
     table: dict[str, Any] = {}
     for method in METHODS:
         changes = tuned_rate() if method == "fedavg" else {}
-        rows = [results.get(f"{method} seed={s}", lambda m=method, s=s, c=changes: run(m, s, (train, test), **c)) for s in options.seeds]
+        rows = [
+            results.get(f"{method} seed={s}", lambda m=method, s=s, c=changes: run(m, s, (train, test), **c))
+            for s in options.seeds
+        ]
         table[method] = summarise([100 * row["accuracy"] for row in rows])
-    pairs = [100 * (results.rows[f"feddm seed={s}"]["accuracy"] - results.rows[f"real seed={s}"]["accuracy"]) for s in options.seeds]
+    pairs = [
+        100 * (results.rows[f"feddm seed={s}"]["accuracy"] - results.rows[f"real seed={s}"]["accuracy"]) for s in options.seeds
+    ]
     table["feddm - real, same start images"] = summarise(pairs)
     if options.json:
         print(json.dumps(table, indent=2))

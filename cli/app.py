@@ -102,7 +102,9 @@ def train(
     ] = None,
     ipc: Annotated[int | None, typer.Option(help="Synthetic images per class (same as --set ipc=N).")] = None,
     rounds: Annotated[int | None, typer.Option(help="Communication rounds.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of everything but privacy's noise and masks.")] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="Seed of everything but privacy's noise and masks (a config's own partition seed stays).")
+    ] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,
     output: Annotated[Path, typer.Option(help="Where run folders go.")] = Path("runs"),
     as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON on stdout.")] = False,

@@ -8,6 +8,7 @@ many clients go into one `client_step`, so heavy steps are written with a leadin
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Protocol, Self
@@ -161,6 +162,25 @@ class Method:
         return replace(defaults, **converted)
 
 
+def check_ranges(settings: Any, **ranges: tuple[float, float]) -> None:
+    """Refuses a setting outside its closed range [least, most], or not a number.
+
+    Raises:
+        SettingError: names the setting, its range and what was given.
+    """
+    for name, (least, most) in ranges.items():
+        value = getattr(settings, name)
+        if not least <= value <= most:
+            allowed = f"at least {least:g}" if most == math.inf else f"between {least:g} and {most:g}"
+            raise SettingError(f"{name} must be {allowed}, got {value}")
+
+
+def check_choice(name: str, value: str, known: Sequence[str]) -> None:
+    """Refuses an option value that does not exist, with the near matches."""
+    if value not in known:
+        raise unknown_name(name, value, known)
+
+
 def convert(name: str, value: Any, kind: type) -> Any:
     """`value` as `kind` (bool, int, float or str), or a SettingError that names the setting."""
     try:
@@ -168,6 +188,9 @@ def convert(name: str, value: Any, kind: type) -> Any:
             return {"true": True, "false": False, "1": True, "0": False, "yes": True, "no": False}[str(value).lower()]
         if kind is int and float(value) != int(float(value)):
             raise ValueError
-        return int(float(value)) if kind is int else kind(value)
+        converted = int(float(value)) if kind is int else kind(value)
+        if kind is float and not math.isfinite(converted):
+            raise SettingError(f"{name} must be a finite number, got {value!r}")
+        return converted
     except (ValueError, KeyError, OverflowError, TypeError):
         raise SettingError(f"{name} must be of type {kind.__name__}, got {value!r}") from None

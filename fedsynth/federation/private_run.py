@@ -57,7 +57,8 @@ class PrivateRun:
         mechanism = settings.privacy.mechanism or self.method.protects[0]
         if mechanism not in self.method.protects:
             raise unknown_name(f"--dp-mechanism for {self.method.name}", mechanism, self.method.protects)
-        self.max_records = settings.privacy.max_records or context.spec.train_size
+        given = settings.privacy.max_records
+        self.max_records = context.spec.train_size if given is None else given
         accounting.check_delta(settings.privacy.delta, self.max_records)
         self.guaranteed = mechanism != "paper"
         privacy = replace(settings.privacy, mechanism=mechanism)

@@ -11,7 +11,7 @@ With differential privacy the guard is asked before step 1: where a round would 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -188,21 +188,22 @@ def _one_round(
         memories = [progress.memories.get(k, {}) for k in group.ids]
         results = method.client_step(message, group, memories, replace(context, report=report))
         for k, (upload, memory) in zip(group.ids, results, strict=True):
-            _check_finite(upload, k, context.round)
+            _check_finite(dict(upload.arrays()), f"client {k}", context.round)
             progress.uploads[k], progress.memories[k] = upload, memory
         done += len(group.ids)
     uploads = [progress.uploads[k] for k in sorted(progress.uploads)]
     server = replace(context, report=lambda phase, step, total: observer.step(context.round, phase, step, total))
     progress.state = method.server_step(progress.state, uploads, server)
+    _check_finite(progress.state.parameters, "server's model", context.round)
 
 
-def _check_finite(upload: Message, client: int, round: int) -> None:
-    """One look at each upload, outside the hot loops; a NaN would otherwise spread over the whole federation unseen."""
-    for name, tensor in upload.arrays():
+def _check_finite(tensors: Mapping[str, Tensor], whose: str, round: int) -> None:
+    """One look at each result, outside the hot loops; a NaN would otherwise spread over the whole federation unseen."""
+    for name, tensor in tensors.items():
         if not bool(torch.isfinite(tensor).all()):
             raise DivergedError(
-                f"round {round}: {name} of client {client} are not finite: the client's optimisation diverged; lower its learning rate "
-                "(feddm: --set image_lr=…, fedavg: --set lr=…) or use a smaller --depth"
+                f"round {round}: {name} of the {whose} is not finite: its optimisation diverged; lower the learning rate "
+                "(--set image_lr=…, lr=… or server_lr=…) or use a smaller --depth"
             )
 
 

@@ -10,6 +10,7 @@ import copy
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import ClassVar
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 
 from fedsynth.core.client import ClientGroup, OpenClients, PrivateClients
 from fedsynth.core.messages import Message, ModelParameters, parameters_of
-from fedsynth.core.method import Memory, Method, PrivatePlan, RoundContext, ServerState
+from fedsynth.core.method import Memory, Method, PrivatePlan, RoundContext, ServerState, check_ranges
 from fedsynth.core.random import torch_generator
 from fedsynth.errors import SettingError
 from fedsynth.models.registry import parameter_count
@@ -48,10 +49,7 @@ class FedAvg(Method):
     weight_decay: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.local_epochs < 1 or self.batch < 1:
-            raise SettingError(f"local_epochs and batch must be at least 1, got {self.local_epochs} and {self.batch}")
-        if self.lr < 0 or not 0 <= self.momentum < 1 or self.weight_decay < 0:
-            raise SettingError("lr and weight_decay must not be negative, momentum must be in [0, 1)")
+        check_ranges(self, local_epochs=(1, inf), batch=(1, inf), lr=(0, inf), momentum=(0, 1), weight_decay=(0, inf))
 
     def broadcast(self, state: ServerState, context: RoundContext) -> Message:
         return ModelParameters(state.parameters, 1.0)

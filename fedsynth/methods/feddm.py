@@ -10,9 +10,9 @@ guarantees nothing.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import inf, sqrt
 from typing import Any, ClassVar
 
 import torch
@@ -20,16 +20,16 @@ from torch import Tensor, nn
 
 from fedsynth.core.client import ClientGroup, OpenClients, PrivateClients, Segments
 from fedsynth.core.messages import Message, ModelParameters, parameters_of
-from fedsynth.core.method import Memory, Method, PrivatePlan, RoundContext, ServerState
+from fedsynth.core.method import Memory, Method, PrivatePlan, RoundContext, ServerState, check_choice, check_ranges
 from fedsynth.core.random import torch_generator
 from fedsynth.errors import SettingError
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.settings import PrivacySettings
 from fedsynth.synthesizer.augmentation import SiameseAugmentation
-from fedsynth.synthesizer.batches import BatchIndices
+from fedsynth.synthesizer.batches import SMALL_CLASS, BatchIndices
 from fedsynth.synthesizer.condensation import condense
 from fedsynth.synthesizer.matching import ExactMatcher, GradientMatcher, Matcher, PaperMatcher, ResidualMatcher
-from fedsynth.synthesizer.perturbation import Perturbations
+from fedsynth.synthesizer.perturbation import READINGS, Perturbations
 from fedsynth.synthesizer.sets import SyntheticSet, noise_start, real_start, split_uploads, train_on_union
 from fedsynth.synthesizer.training import SgdSettings
 
@@ -79,14 +79,13 @@ class FedDM(Method):
     server_weight_decay: float = 5e-4
 
     def __post_init__(self) -> None:
-        for name in ("ipc", "batch", "server_batch"):
-            if getattr(self, name) < 1:
-                raise SettingError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("iterations", "radius", "min_examples", "server_epochs", "server_lr", "logit_weight"):
-            if getattr(self, name) < 0:
-                raise SettingError(f"{name} must not be negative, got {getattr(self, name)}")
-        if self.augment not in ("none", "siamese"):
-            raise SettingError(f"augment must be none or siamese, got {self.augment!r}")
+        check_ranges(self, ipc=(1, inf), batch=(1, inf), iterations=(1, inf), min_examples=(0, inf), radius=(0, inf))
+        check_ranges(self, image_lr=(0, inf), image_momentum=(0, 1), logit_weight=(0, inf))
+        check_ranges(self, server_epochs=(0, inf), server_batch=(1, inf), server_lr=(0, inf), server_momentum=(0, 1))
+        check_ranges(self, server_weight_decay=(0, inf))
+        check_choice("augment", self.augment, ("none", "siamese"))
+        check_choice("perturbation", self.perturbation, READINGS)
+        check_choice("small_class", self.small_class, SMALL_CLASS)
 
     def clients_at_once(self, classes: int) -> int:
         return max(1, 1000 // (self.ipc * classes))
@@ -138,7 +137,11 @@ class FedDM(Method):
         width: Any = classifier.in_features + classifier.out_features  # type: ignore[operator,union-attr]
         pixels = self.ipc * image_shape[0] * image_shape[1] * image_shape[2]
         clipped, clip, columns = {
-            "residual": ("residual [h(S) − h(x); z(S) − z(x)] of each example, embedding and logits jointly", 0.25 * math.sqrt(width), width),
+            "residual": (
+                "residual [h(S) − h(x); z(S) − z(x)] of each example, embedding and logits jointly",
+                0.25 * sqrt(width),
+                width,
+            ),
             "gradient": ("image gradient g̃(x) of each example (FedDM, Eq. 15)", 1.0, pixels),
             "paper": ("gradient of each class's batch, not of an example", 5.0, pixels),
         }[privacy.mechanism or self.protects[0]]

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import ClassVar
 
 from torch import Tensor
 
 from fedsynth.core.client import ClientGroup, OpenClients
 from fedsynth.core.messages import Message, ModelParameters, unprotected
-from fedsynth.core.method import Memory, Method, RoundContext, ServerState
+from fedsynth.core.method import Memory, Method, RoundContext, ServerState, check_ranges
 from fedsynth.errors import SettingError
 from fedsynth.synthesizer.sets import SyntheticSet, real_start, split_uploads, train_on_union
 from fedsynth.synthesizer.training import SgdSettings
@@ -50,10 +51,8 @@ class Real(Method):
     server_weight_decay: float = 5e-4
 
     def __post_init__(self) -> None:
-        if self.ipc < 1 or self.server_batch < 1:
-            raise SettingError(f"ipc and server_batch must be at least 1, got {self.ipc} and {self.server_batch}")
-        if min(self.radius, self.min_examples, self.server_epochs, self.server_lr) < 0:
-            raise SettingError("radius, min_examples, server_epochs and server_lr must not be negative")
+        check_ranges(self, ipc=(1, inf), min_examples=(0, inf), radius=(0, inf), server_epochs=(0, inf), server_batch=(1, inf))
+        check_ranges(self, server_lr=(0, inf), server_momentum=(0, 1), server_weight_decay=(0, inf))
 
     def broadcast(self, state: ServerState, context: RoundContext) -> Message:
         return ModelParameters(state.parameters, 1.0)

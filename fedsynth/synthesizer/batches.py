@@ -37,7 +37,7 @@ class BatchIndices:
                 pool = clients.examples(position, label)
                 chosen = _draw(len(pool), batch, steps, small_class, generator)
                 blocks.append(pool[chosen.to(pool.device)])
-        self.sizes = torch.tensor([block.shape[1] for block in blocks])
+        self.sizes = torch.tensor([block.shape[1] for block in blocks], dtype=torch.int64)
         self._block = torch.cat(blocks, dim=1) if blocks else torch.empty(steps, 0, dtype=torch.int64)
         self._segment = torch.arange(len(blocks)).repeat_interleave(self.sizes).to(self._block.device)
 

@@ -172,4 +172,5 @@ class PaperMatcher:
             secret.normal((len(mine), *gradient.shape[1:]), 1.0) * self._deviation[mine].view(-1, 1, 1, 1, 1)
             for secret, mine in ((s, self._segments.of(position)) for position, s in enumerate(self._secrets))
         ]
-        return gradient + torch.cat(noise).to(gradient.device, gradient.dtype)
+        noisy: Tensor = gradient + torch.cat(noise).to(gradient.device, gradient.dtype)
+        return noisy

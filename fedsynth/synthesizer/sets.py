@@ -12,6 +12,7 @@ from fedsynth.core.client import OpenClients, Segments
 from fedsynth.core.messages import Message, public, released
 from fedsynth.core.method import RoundContext
 from fedsynth.core.random import torch_generator
+from fedsynth.errors import SettingError
 from fedsynth.synthesizer.training import SgdSettings, train_on
 
 
@@ -62,6 +63,8 @@ def split_uploads(images_SICHW: Tensor, segments: Segments, clients: int) -> lis
 def train_on_union(model: nn.Module, uploads: Sequence[Message], settings: SgdSettings, context: RoundContext) -> None:
     """Trains `model` in place on all uploaded images together (FedDM's server, Eq. 10)."""
     sets = [u for u in uploads if isinstance(u, SyntheticSet)]
+    if not any(len(u.labels) for u in sets):
+        raise SettingError("no client sent any image: none has min_examples examples of a class; lower it, or use fewer clients")
     images, labels = torch.cat([u.images for u in sets]), torch.cat([u.labels for u in sets])
     generator = torch_generator(context.seed, "server training", context.round)
     train_on(

@@ -28,7 +28,7 @@ CASES: list[tuple[str, tuple[str, ...], str]] = [
     ("feddm", ("--set", "batch=ten"), "feddm.batch must be of type int, got 'ten'"),
     ("feddm", ("--set", "batch=1.5"), "feddm.batch must be of type int, got '1.5'"),
     ("feddm", ("--set", "ipc=3"), "ipc is given twice"),
-    ("feddm", ("--set", "augment=flip"), "augment must be"),
+    ("feddm", ("--set", "augment=flip"), "unknown augment"),
     ("fedavg", ("--ipc", "3"), "unknown setting of fedavg 'ipc'"),
     # the parser's own complaints
     ("feddm", ("--bogus", "3"), "No such option: --bogus"),
@@ -38,7 +38,7 @@ CASES: list[tuple[str, tuple[str, ...], str]] = [
     # numbers outside their range
     ("feddm", ("--dp-sigma", "-1"), "--dp-sigma must be a positive number, got -1"),
     ("feddm", ("--dp-sigma", "0"), "--dp-sigma must be a positive number, got 0"),
-    ("feddm", ("--dp-sigma", "nan"), "--dp-sigma must be a positive number, got nan"),
+    ("feddm", ("--dp-sigma", "nan"), "must be a finite number"),
     ("feddm", ("--dp-epsilon", "0"), "--dp-epsilon must be a positive number"),
     ("feddm", (*DP, "--dp-clip", "0"), "--dp-clip must be a positive number"),
     ("feddm", (*DP, "--dp-delta", "0"), "delta must be in (0, 1), got 0"),

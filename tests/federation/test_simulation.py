@@ -145,7 +145,7 @@ def test_a_class_nobody_has_is_refused_only_without_privacy() -> None:
 def test_divergence_is_said_and_leaves_no_finished_folder(tmp_path: Path) -> None:
     settings = tiny("fedavg")
     settings = replace(settings, method=replace(settings.method, lr=1e30, momentum=0.0))  # type: ignore[call-arg]
-    with pytest.raises(DivergedError, match="round 1: parameters"):
+    with pytest.raises(DivergedError, match=r"round 1: parameters.* of the client 0 is not finite"):
         simulate(settings, output=tmp_path)
     assert all(folder.name.endswith(".incomplete") for folder in tmp_path.iterdir())
 
@@ -171,3 +171,18 @@ def test_observers_hear_of_every_round_and_step() -> None:
 def test_rounds_must_be_positive() -> None:
     with pytest.raises(SettingError):
         replace(tiny(), rounds=0)
+
+
+def test_a_diverged_server_is_said_to_be_the_server() -> None:
+    settings = tiny()
+    settings = replace(settings, rounds=1, method=replace(settings.method, server_lr=1e38, radius=1e38))  # type: ignore[call-arg]
+    with pytest.raises(DivergedError, match="server's model"):
+        simulate(settings)
+
+
+def test_clients_without_enough_examples_send_nothing_and_a_run_without_images_is_refused() -> None:
+    many = replace(tiny(), partition=replace(tiny().partition, clients=100, min_size=0))
+    with pytest.raises(SettingError, match="no client sent any image"):
+        simulate(many)
+    some = replace(many, method=replace(many.method, min_examples=1))  # type: ignore[call-arg]
+    assert simulate(some).summary["upload_floats_per_round"] > 0

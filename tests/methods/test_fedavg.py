@@ -68,7 +68,11 @@ def test_private_uploads_do_not_show_sizes_and_steps_are_public() -> None:
     context = RoundContext(1, 0, torch.device("cpu"), SPEC, architecture, 15.0, privacy)
     ledgers = [Ledger("0"), Ledger("1")]
     clients = PrivateClients(
-        [0, 1], data(), [torch.arange(4), torch.arange(4, 30)], [Guard(x, 1e-5, None) for x in ledgers], [SecretGenerator(), SecretGenerator()]
+        [0, 1],
+        data(),
+        [torch.arange(4), torch.arange(4, 30)],
+        [Guard(x, 1e-5, None) for x in ledgers],
+        [SecretGenerator(), SecretGenerator()],
     )
     method = FedAvg(local_epochs=1)
     state = ServerState(architecture.state_dict())

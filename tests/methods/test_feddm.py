@@ -37,7 +37,9 @@ def context(privacy: PrivacySettings | None = None, seed: int = 0) -> RoundConte
     return RoundContext(1, seed, torch.device("cpu"), SPEC, architecture, nominal_size=30.0, privacy=privacy)
 
 
-def upload(method: FedDM, ctx: RoundContext, clients: OpenClients | PrivateClients, memory: dict[str, torch.Tensor] | None = None) -> SyntheticSet:
+def upload(
+    method: FedDM, ctx: RoundContext, clients: OpenClients | PrivateClients, memory: dict[str, torch.Tensor] | None = None
+) -> SyntheticSet:
     state = ServerState(ctx.architecture.state_dict())
     (first, _), *_rest = method.client_step(method.broadcast(state, ctx), clients, [memory or {} for _ in clients.ids], ctx)
     assert isinstance(first, SyntheticSet)
@@ -77,7 +79,9 @@ def test_private_start_has_nothing_of_the_data() -> None:
     privacy = PrivacySettings(noise_multiplier=3.0)
     method = replace(FAST, iterations=1, image_lr=0.0)
     first = upload(method, context(privacy), private_clients())
-    other = PrivateClients([0], from_arrays(255 - images(), LABELS, SPEC), PARTS[1:], [Guard(Ledger("0"), 1e-5, None)], [SecretGenerator()])
+    other = PrivateClients(
+        [0], from_arrays(255 - images(), LABELS, SPEC), PARTS[1:], [Guard(Ledger("0"), 1e-5, None)], [SecretGenerator()]
+    )
     assert torch.equal(first.images, upload(method, context(privacy), other).images)
 
 
@@ -95,7 +99,9 @@ def test_the_same_seed_repeats_open_uploads_and_never_private_ones() -> None:
     assert torch.equal(upload(FAST, context(), open_clients()).images, upload(FAST, context(), open_clients()).images)
     assert not torch.equal(upload(FAST, context(), open_clients()).images, upload(FAST, context(seed=1), open_clients()).images)
     privacy = PrivacySettings(noise_multiplier=3.0)
-    assert not torch.equal(upload(FAST, context(privacy), private_clients()).images, upload(FAST, context(privacy), private_clients()).images)
+    assert not torch.equal(
+        upload(FAST, context(privacy), private_clients()).images, upload(FAST, context(privacy), private_clients()).images
+    )
 
 
 def test_images_are_kept_over_rounds_or_restarted() -> None:
@@ -151,9 +157,12 @@ def test_upload_volume_comes_out_near_table_3(
 
 
 def test_settings_are_validated() -> None:
-    for bad in ({"ipc": 0}, {"iterations": -1}, {"augment": "dsa"}, {"radius": -1.0}):
+    for bad in ({"ipc": 0}, {"iterations": -1}, {"image_lr": float("nan")}, {"radius": -1.0}, {"server_momentum": 2.0}):
         with pytest.raises(SettingError):
             FedDM(**bad)  # type: ignore[arg-type]
+    for choice in ({"augment": "siamesse"}, {"perturbation": "spere"}, {"small_class": "al"}):
+        with pytest.raises(UnknownNameError, match="did you mean"):
+            FedDM(**choice)  # type: ignore[arg-type]
     with pytest.raises(UnknownNameError, match="iterations"):
         FedDM.from_mapping({"iteration": 5})
     with pytest.raises(SettingError, match="must be of type int"):

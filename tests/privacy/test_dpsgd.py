@@ -23,7 +23,9 @@ def linear() -> nn.Module:
     return model
 
 
-def run(model: nn.Module, x: Tensor, y: Tensor, *, sigma: float, clip: float, rate: float = 1.0, steps: int = 1, expected: float = 8.0) -> None:
+def run(
+    model: nn.Module, x: Tensor, y: Tensor, *, sigma: float, clip: float, rate: float = 1.0, steps: int = 1, expected: float = 8.0
+) -> None:
     size = sum(p.numel() for p in model.parameters())
     row = Release(1, "model update", "dp-sgd", "gradients", sigma, clip, rate, "poisson" if rate < 1 else "full", steps, size)
     series = GaussianSums(row, 1, Guard(Ledger("c"), 1e-5, None), SecretGenerator())
@@ -56,7 +58,9 @@ def test_an_empty_sample_still_gets_noise_and_the_public_divisor() -> None:
     for _ in range(200):
         model, before = linear(), linear()
         run(model, torch.zeros(0, 1, 2, 2), torch.zeros(0, dtype=torch.int64), sigma=2.0, clip=1.0, rate=0.5)
-        moved.append(torch.cat([(p - q).flatten() for p, q in zip(model.parameters(), before.parameters(), strict=True)]).detach())
+        moved.append(
+            torch.cat([(p - q).flatten() for p, q in zip(model.parameters(), before.parameters(), strict=True)]).detach()
+        )
     assert torch.stack(moved).std() == pytest.approx(0.5 * 2.0 / 8, rel=0.05)
 
 

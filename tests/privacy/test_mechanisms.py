@@ -26,9 +26,7 @@ from fedsynth.privacy.randomness import SecretGenerator
 HOSTILE = [0.0, 1e-30, 1.0, -3.0, 1e20, 3e38, float("nan"), float("inf"), -float("inf")]
 
 
-def release(
-    sigma: float = 1.0, clip: float = 2.0, rate: float = 1.0, steps: int = 1, groups: int = 3, width: int = 4
-) -> Release:
+def release(sigma: float = 1.0, clip: float = 2.0, rate: float = 1.0, steps: int = 1, groups: int = 3, width: int = 4) -> Release:
     return Release(1, "q", "test", "rows", sigma, clip, rate, "poisson" if rate < 1 else "full", steps, groups * width)
 
 
@@ -40,7 +38,12 @@ def series(secret: SecretGenerator | None = None, groups: int = 3, ledger: Ledge
 rows = st.lists(st.one_of(st.floats(-1e6, 1e6, width=32), st.sampled_from(HOSTILE)), min_size=4, max_size=4)
 
 
-@given(data=st.lists(st.tuples(rows, st.integers(0, 2)), max_size=6), extra=rows, group=st.integers(0, 2), clip=st.sampled_from([0.1, 1.0, 50.0]))
+@given(
+    data=st.lists(st.tuples(rows, st.integers(0, 2)), max_size=6),
+    extra=rows,
+    group=st.integers(0, 2),
+    clip=st.sampled_from([0.1, 1.0, 50.0]),
+)
 @settings(max_examples=200, deadline=None)
 def test_one_example_moves_the_unnoised_sums_by_at_most_the_clip(
     data: list[tuple[list[float], int]], extra: list[float], group: int, clip: float
@@ -49,7 +52,9 @@ def test_one_example_moves_the_unnoised_sums_by_at_most_the_clip(
     x = torch.tensor([r for r, _ in data], dtype=torch.float32).reshape(-1, 4)
     g = torch.tensor([c for _, c in data], dtype=torch.int64)
     without = clipped_sums(x, g, 3, clip)
-    with_it = clipped_sums(torch.cat([x, torch.tensor([extra], dtype=torch.float32)]), torch.cat([g, torch.tensor([group])]), 3, clip)
+    with_it = clipped_sums(
+        torch.cat([x, torch.tensor([extra], dtype=torch.float32)]), torch.cat([g, torch.tensor([group])]), 3, clip
+    )
     assert torch.isfinite(with_it).all()
     moved = with_it - without
     assert moved.norm() <= clip * (1 + 1e-9)
@@ -199,5 +204,7 @@ def test_class_sums_equal_a_loop_over_clients_and_classes() -> None:
     for client, part in enumerate((range(0, 25), range(25, 40))):
         for label in range(10):
             mine = [i for i in part if i % 10 == label]
-            expected = sum((normalise(data.images[i : i + 1], data.spec).flatten() + 10 * client + label for i in mine), torch.zeros(64))
+            expected = sum(
+                (normalise(data.images[i : i + 1], data.spec).flatten() + 10 * client + label for i in mine), torch.zeros(64)
+            )
             torch.testing.assert_close(out[10 * client + label], expected, atol=1e-3, rtol=1e-4)

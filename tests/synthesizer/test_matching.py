@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import pytest
 import torch
@@ -15,7 +13,6 @@ from fedsynth.data.registry import dataset_spec
 from fedsynth.models.convnet import ConvNet
 from fedsynth.privacy.accounting import Release
 from fedsynth.privacy.ledger import Guard, Ledger
-from fedsynth.privacy.mechanisms import GaussianSums
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.synthesizer.batches import BatchIndices
 from fedsynth.synthesizer.condensation import condense, feature_map
@@ -30,7 +27,10 @@ from fedsynth.synthesizer.matching import (
     synthetic_means,
 )
 
-DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")])]
+DEVICES = [
+    "cpu",
+    pytest.param("cuda", marks=[pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]),
+]
 N, CLASSES, IPC = 60, 10, 3
 
 
@@ -119,7 +119,7 @@ def test_without_noise_and_clipping_the_private_gradient_is_the_exact_one(mechan
     """Full batch, huge clip, σ → 0, divisor = the true class size (equal here): all three mechanisms agree."""
     features, S = feature_map(network(), 1.0, None), synthetic(CLASSES)
     clients = OpenClients([0], data(), [torch.arange(N)])
-    segments, batches = all_batches(clients)
+    _, batches = all_batches(clients)
     exact = ExactMatcher(clients, batches).gradient(0, features, S)
     ours = private(1, mechanism, 1e-12, 1e6, width, divisor=N / CLASSES).gradient(0, features, S)
     torch.testing.assert_close(ours, exact, atol=1e-5, rtol=1e-4)
@@ -187,7 +187,10 @@ def test_condensation_lowers_the_loss_and_keeps_the_start() -> None:
     start = synthetic(CLASSES)
     before = start.clone()
     matcher = ExactMatcher(clients, batches)
-    loss: Callable[[Tensor], float] = lambda S: float((synthetic_means(features, S) - matcher.real_means(0, features, CLASSES)).square().sum())  # noqa: E731
+
+    def loss(S: Tensor) -> float:
+        return float((synthetic_means(features, S) - matcher.real_means(0, features, CLASSES)).square().sum())
+
     after = condense(start, network, matcher, steps=30, learning_rate=1.0)
     assert torch.equal(start, before)
     assert loss(after) < 0.7 * loss(start)

@@ -1,0 +1,176 @@
+"""The run folder: finished runs and half-written ones can be told apart, and bad input leaves neither."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from fedsynth.data.images import ImageData, from_arrays
+from fedsynth.data.load import load_dataset
+from fedsynth.data.registry import DatasetSpec, dataset_spec
+from fedsynth.errors import DataError, OutputError
+from fedsynth.federation.observer import Observer
+from fedsynth.federation.run_folder import RunFolder
+from fedsynth.federation.settings import resolve
+from fedsynth.federation.simulation import simulate
+from fedsynth.privacy.errors import BudgetExceededError
+
+SPEC = dataclasses.replace(
+    dataset_spec("digits"), name="ours", classes=3, class_names=("cat", "dog", "owl"), train_size=60, test_size=60
+)
+TINY = {
+    "run": {"method": "real", "rounds": 1, "device": "cpu"},
+    "partition": {"kind": "iid", "clients": 2},
+    "model": {"width": 4, "depth": 1},
+    "method": {"server_epochs": 1, "ipc": 1, "min_examples": 1},
+}
+
+
+def examples(spec: DatasetSpec = SPEC, labels: Any = None) -> ImageData:
+    y = np.arange(60) % spec.classes if labels is None else labels
+    return from_arrays(np.random.default_rng(0).random((len(y), *spec.image_shape), dtype=np.float32), y, spec)
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def test_a_folder_is_incomplete_until_it_is_finished(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path, "feddm-digits")
+    assert folder.path.name.endswith("-feddm-digits.incomplete")
+    finished = folder.finish({"rounds": 1})
+    assert names(tmp_path) == {finished.name}
+    assert f"{finished.name}.incomplete" not in names(tmp_path)
+    assert json.loads((finished / "summary.json").read_text()) == {"rounds": 1, "folder": str(finished)}
+
+
+def test_runs_of_the_same_second_do_not_share_a_folder(tmp_path: Path) -> None:
+    folders = [RunFolder(tmp_path, "a") for _ in range(3)]
+    first = folders[0].finish({})
+    folders += [RunFolder(tmp_path, "a") for _ in range(2)]
+    assert len({folder.path for folder in folders}) == 5
+    assert len({first, *(folder.finish({}) for folder in folders[1:])}) == 5
+
+
+@pytest.mark.parametrize("base", ["file", "file/below"])
+def test_an_unwritable_folder(tmp_path: Path, base: str) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OutputError, match="cannot write the run folder") as caught:
+        RunFolder(tmp_path / base, "a")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_folder_that_vanishes_is_one_clear_error(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path, "a")
+    shutil.rmtree(folder.path)
+    writes = (
+        lambda: folder.write_config(""),
+        lambda: folder.append_metrics({"round": 1}),
+        lambda: folder.write_partition(np.ones((2, 3), dtype=np.int64)),
+        lambda: folder.write_model({"w": torch.zeros(2)}),
+        lambda: folder.write_synthetic([(0, torch.zeros(1, 1, 8, 8), torch.zeros(1).long())], SPEC),
+        lambda: folder.finish({}),
+    )
+    for write in writes:
+        with pytest.raises(OutputError, match="cannot write the run folder"):
+            write()
+    assert names(tmp_path) == set()
+
+
+def test_metrics_are_a_line_a_round(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path, "a")
+    rows = [{"round": 1, "test_accuracy": 0.5}, {"round": 2}]
+    for row in rows:
+        folder.append_metrics(row)
+    assert [json.loads(line) for line in (folder.path / "metrics.jsonl").read_text().splitlines()] == rows
+
+
+def test_synthetic_images_are_kept_as_they_were_sent(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path, "a")
+    sets = [(k, torch.randn(n, 1, 8, 8), torch.arange(n)) for k, n in ((0, 3), (1, 0), (4, 2))]
+    folder.write_synthetic(sets, SPEC)
+    path = folder.path / "synthetic.safetensors"
+    tensors = load_file(path)
+    assert tensors["images"].equal(torch.cat([images for _, images, _ in sets]))
+    assert tensors["labels"].tolist() == [0, 1, 2, 0, 1]
+    assert tensors["client"].tolist() == [0, 0, 0, 4, 4]
+    with safe_open(path, "pt") as file:
+        assert file.metadata() == {"dataset": "ours", "mean": json.dumps(SPEC.mean), "std": json.dumps(SPEC.std)}
+    assert (folder.path / "synthetic.png").is_file()
+
+
+def test_without_images_there_is_no_picture(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path, "a")
+    folder.write_synthetic([(0, torch.zeros(0, 1, 8, 8), torch.zeros(0).long())], SPEC)
+    assert names(folder.path) == {"synthetic.safetensors"}
+
+
+def test_the_library_writes_nothing_unless_it_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = simulate(resolve(TINY), data=(examples(), examples()))
+    assert result.folder is None
+    assert names(tmp_path) == set()
+
+
+def test_a_run_that_breaks_stays_incomplete(tmp_path: Path) -> None:
+    class Broken(Observer):
+        def round_ended(self, row: Mapping[str, Any]) -> None:
+            raise RuntimeError("the plug was pulled")
+
+    with pytest.raises(RuntimeError, match="the plug"):
+        simulate(resolve(TINY), data=(examples(), examples()), output=tmp_path, observer=Broken())
+    (left,) = names(tmp_path)
+    assert left.endswith(".incomplete")
+
+
+def test_an_absent_class_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    data = examples(labels=np.arange(60) % 2)
+    with pytest.raises(DataError, match=r"ours: the training set has no example of class 2 \(owl\)$"):
+        simulate(resolve(TINY), data=(data, examples()), output=tmp_path / "out")
+    assert names(tmp_path) == set()
+
+
+def test_with_privacy_on_an_absent_class_is_nobodys_business(tmp_path: Path) -> None:
+    sections = {**TINY, "run": {**TINY["run"], "method": "feddm"}, "method": {"iterations": 1, "server_epochs": 1, "ipc": 1}}
+    result = simulate(
+        resolve({**sections, "privacy": {"noise_multiplier": 1}}), data=(examples(labels=np.arange(60) % 2), examples())
+    )
+    assert all(sorted(set(upload.labels.tolist())) == [0, 1, 2] for upload in result.uploads.values())  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("images", "text"),
+    [
+        (np.full((6, 1, 8, 8), np.nan, dtype=np.float32), "ours: 384 of 384 pixel values are NaN or infinite"),
+        (np.zeros((6, 1, 9, 8), dtype=np.uint8), "ours: images must have shape [N, 1, 8, 8] or [N, 8, 8], got [6, 1, 9, 8]"),
+        (np.zeros((6, 8, 8, 1), dtype=np.uint8), "channels come first"),
+        (np.zeros((5, 1, 8, 8), dtype=np.uint8), "ours: 5 images but 6 labels"),
+        (np.full((6, 1, 8, 8), 255.0), "must lie in [0, 1]"),
+    ],
+    ids=["NaN", "shape", "channels last", "number", "range"],
+)
+def test_images_that_cannot_be_used(images: Any, text: str) -> None:
+    with pytest.raises(DataError) as caught:
+        from_arrays(images, np.arange(6) % 3, SPEC)
+    assert text in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("method", ["feddm", "fedavg"])
+def test_a_cap_that_allows_no_round_leaves_nothing(tmp_path: Path, method: str) -> None:
+    settings = resolve(
+        {"run": {"method": method, "device": "cpu"}, "model": {"width": 4}, "privacy": {"noise_multiplier": 1, "epsilon": 1e-3}}
+    )
+    with pytest.raises(BudgetExceededError, match=r"above the cap 0\.001"):
+        simulate(settings, data=load_dataset("digits"), output=tmp_path / "out")
+    assert names(tmp_path) == set()

@@ -1,0 +1,115 @@
+"""Settings: merged, checked, and the same after a trip through TOML."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fedsynth.errors import FedsynthError, SettingError, UnknownNameError
+from fedsynth.federation.settings import RunSettings, resolve, to_toml
+from fedsynth.methods import METHODS, method_class
+from fedsynth.privacy.errors import PrivacySettingError
+
+Sections = dict[str, dict[str, Any]]
+
+
+@pytest.mark.parametrize("dataset", ["digits", "mnist", "cifar100"])
+@pytest.mark.parametrize("method", METHODS)
+def test_the_trip_through_toml(method: str, dataset: str) -> None:
+    settings = resolve(
+        {
+            "run": {"method": method, "seed": 3, "device": "cpu"},
+            "data": {"dataset": dataset, "data_root": '/a folder/with "quotes" and ε'},
+            "partition": {"alpha": 0.1},
+            "privacy": {"noise_multiplier": 1.5, "ledger": "/ledgers"},
+        }
+    )
+    assert resolve(tomllib.loads(to_toml(settings.to_mapping()))) == settings
+
+
+texts = st.text(st.characters(exclude_categories=["Cs"]))  # TOML cannot hold lone surrogates
+
+
+@given(
+    st.dictionaries(
+        st.from_regex(r"[a-z_]{1,9}", fullmatch=True), texts | st.integers() | st.booleans() | st.floats(allow_nan=False)
+    )
+)
+def test_toml_gives_back_every_value(values: dict[str, Any]) -> None:
+    read = tomllib.loads(to_toml({"section": values}))["section"]
+    assert read == values
+    assert {key: type(value) for key, value in read.items()} == {key: type(value) for key, value in values.items()}
+
+
+def test_what_is_given_wins_over_the_preset_which_wins_over_the_defaults() -> None:
+    settings = resolve({"model": {"width": 16}})
+    assert (settings.method.name, settings.dataset) == ("feddm", "digits")
+    assert (settings.model.width, settings.model.depth, settings.model.norm) == (16, 2, "instance")
+    assert resolve({"data": {"dataset": "mnist"}}).model.depth == 3
+    assert resolve({"data": {"dataset": "cifar100"}}).to_mapping()["method"]["ipc"] == 5
+    assert resolve({"data": {"dataset": "cifar10"}}).to_mapping()["method"]["ipc"] == 10
+
+
+def test_without_a_preset_the_method_has_its_own_defaults() -> None:
+    for name in METHODS:
+        assert resolve({"run": {"method": name}, "data": {"dataset": "svhn"}}).method == method_class(name)()
+
+
+def test_text_is_converted() -> None:
+    settings = resolve(
+        {"run": {"rounds": "4"}, "partition": {"alpha": "0.25", "clients": "3"}, "method": {"restart": "yes", "ipc": "2"}}
+    )
+    method = settings.to_mapping()["method"]
+    assert (settings.rounds, settings.partition.alpha, settings.partition.clients) == (4, 0.25, 3)
+    assert (method["restart"], method["ipc"]) == (True, 2)
+
+
+def test_the_partition_follows_the_seed_unless_it_has_its_own() -> None:
+    assert resolve({"run": {"seed": 5}}).partition.seed == 5
+    assert resolve({"run": {"seed": 5}, "partition": {"seed": 1}}).partition.seed == 1
+
+
+def test_no_privacy_settings_mean_no_privacy() -> None:
+    assert resolve({"privacy": {}}).privacy is None
+    privacy = resolve({"privacy": {"epsilon": "4", "ledger": "here"}}).privacy
+    assert privacy is not None
+    assert (privacy.epsilon, privacy.noise_multiplier, privacy.ledger) == (4.0, None, Path("here"))
+
+
+@pytest.mark.parametrize(
+    ("sections", "error", "text"),
+    [
+        ({"runs": {}}, UnknownNameError, "unknown section 'runs'; did you mean run?"),
+        ({"run": {"sed": 1}}, UnknownNameError, "unknown setting of run 'sed'; did you mean seed"),
+        ({"run": {"method": "fedm"}}, UnknownNameError, "unknown method 'fedm'; did you mean feddm or fedavg?"),
+        ({"data": {"dataset": "cifar"}}, UnknownNameError, "unknown data set 'cifar'; did you mean cifar10"),
+        ({"data": {"rot": 1}}, UnknownNameError, "unknown setting of data 'rot'"),
+        ({"model": {"widht": 1}}, UnknownNameError, "unknown setting of model 'widht'; did you mean width"),
+        ({"method": {"icp": 1}}, UnknownNameError, "unknown setting of feddm 'icp'; did you mean ipc"),
+        ({"partition": {"kind": "iidd"}}, UnknownNameError, "unknown partition 'iidd'; did you mean iid?"),
+        ({"run": {"rounds": "many"}}, SettingError, "run.rounds must be of type int, got 'many'"),
+        ({"run": {"rounds": 0}}, SettingError, "rounds and evaluate_every must be at least 1, got 0 and 1"),
+        ({"run": {"evaluate_every": 0}}, SettingError, "rounds and evaluate_every must be at least 1"),
+        ({"method": {"restart": "perhaps"}}, SettingError, "feddm.restart must be of type bool, got 'perhaps'"),
+        ({"method": {"ipc": 0}}, SettingError, "ipc must be at least 1, got 0"),
+        ({"partition": {"clients": 2.5}}, SettingError, "partition.clients must be of type int, got 2.5"),
+        ({"privacy": {"noise_multiplier": -1}}, PrivacySettingError, "--dp-sigma must be a positive number, got -1.0"),
+        ({"privacy": {"delta": 1e-5}}, PrivacySettingError, "needs a noise multiplier"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_refusals_are_named_and_one_line(sections: Sections, error: type[Exception], text: str) -> None:
+    with pytest.raises(error) as caught:
+        resolve(sections)
+    assert text in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_run_settings_check_themselves() -> None:
+    with pytest.raises(FedsynthError, match="at least 1"):
+        RunSettings(method_class("real")(), rounds=0)
