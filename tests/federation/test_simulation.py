@@ -175,13 +175,13 @@ def test_rounds_must_be_positive() -> None:
 
 def test_a_diverged_server_is_said_to_be_the_server() -> None:
     settings = tiny()
-    settings = replace(settings, rounds=1, method=replace(settings.method, server_lr=1e38, radius=1e38))  # type: ignore[call-arg]
+    settings = replace(settings, rounds=1, method=replace(settings.method, server_lr=1e38, radius=float("inf")))  # type: ignore[call-arg]
     with pytest.raises(DivergedError, match="server's model"):
         simulate(settings)
 
 
 def test_clients_without_enough_examples_send_nothing_and_a_run_without_images_is_refused() -> None:
-    many = replace(tiny(), partition=replace(tiny().partition, clients=100, min_size=0))
+    many = replace(tiny(), partition=replace(tiny().partition, clients=500, min_size=0))
     with pytest.raises(SettingError, match="no client sent any image"):
         simulate(many)
     some = replace(many, method=replace(many.method, min_examples=1))  # type: ignore[call-arg]
