@@ -2,14 +2,16 @@
 
     FEDSYNTH_DATA=... python benchmarks/fashion_table.py [--quick] [--json] [--device cuda]
 
-FedAvg's learning rate is chosen from the comparison papers' grid on 5,000 training images held out of everything else, after one round
-with a seed that the table does not use. The test set is read once, at the end of each run. FedDM and REAL keep the papers' settings where two
-cores allow, and start from the same real images. Each finished run is a line in the results file; a second call goes on from there.
+FedAvg's learning rate is chosen from the comparison papers' grid by 5,000 training images held out of everything else, with a seed that
+the table does not use and the table's number of rounds. The test set is read after each round, for the curves; nothing is chosen by it.
+FedDM and REAL keep the papers' settings where two cores allow, and start from the same real images. Each finished run is a line in the
+results file, under its name and a hash of its settings; a second call goes on from there, and `--only` shares the work among processes.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import statistics
 import subprocess
@@ -56,20 +58,24 @@ def held_out(train: ImageData, size: int) -> tuple[ImageData, ImageData]:
 
 
 class Results:
-    """A JSON-lines file of finished runs, keyed by name."""
+    """A JSON-lines file of finished runs, by name and settings."""
 
-    def __init__(self, path: Path) -> None:
-        self.path, self._machine = path, machine()
-        lines = path.read_text().splitlines() if path.exists() else []
-        self.rows: dict[str, dict[str, Any]] = {row["key"]: row for row in map(json.loads, lines)}
+    def __init__(self, path: Path, only: str) -> None:
+        self.path, self._only, self._machine = path, only, machine()
 
-    def get(self, key: str, run: Any) -> dict[str, Any]:
-        if key not in self.rows:
-            self.rows[key] = {"key": key, **run(), **self._machine}
-            with self.path.open("a") as file:
-                file.write(json.dumps(self.rows[key]) + "\n")
-            print(json.dumps(self.rows[key]), file=sys.stderr, flush=True)
-        return self.rows[key]
+    def get(self, name: str, settings: RunSettings, data: tuple[ImageData, ImageData]) -> dict[str, Any] | None:
+        """The run's row, made if need be; None if `--only` leaves it to another process."""
+        config = json.dumps(settings.to_mapping(), sort_keys=True)
+        key = f"{name} {hashlib.blake2b(config.encode(), digest_size=4).hexdigest()}"
+        lines = self.path.read_text().splitlines() if self.path.exists() else []
+        rows: dict[str, dict[str, Any]] = {row["key"]: row for row in map(json.loads, lines)}
+        if key in rows or self._only not in name:
+            return rows.get(key)
+        row = {"key": key, **one_run(settings, data), **self._machine}
+        with self.path.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+        print(json.dumps(row), file=sys.stderr, flush=True)
+        return row
 
 
 def machine() -> dict[str, Any]:
@@ -102,48 +108,38 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print the table as JSON")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--only", default="", help="make only the runs whose name contains this, such as 'seed=1' or 'tune'")
     options = parser.parse_args()
     train, test = load_dataset("fashion-mnist")
-    results = Results(RESULTS / ("fashion_table_quick.jsonl" if options.quick else "fashion_table.jsonl"))
-    if options.quick:
-        results.path.unlink(missing_ok=True)
-        results.rows.clear()
+    results = Results(RESULTS / f"fashion_table{'_quick' if options.quick else ''}.jsonl", options.only)
+    quick = {"feddm": {"iterations": 2, "server_epochs": 2}, "real": {"server_epochs": 2}, "fedavg": {"local_epochs": 1}}
 
-    def run(method: str, seed: int, data: tuple[ImageData, ImageData], **changes: Any) -> dict[str, Any]:
-        quick = {"feddm": {"iterations": 2, "server_epochs": 2}, "real": {"server_epochs": 2}, "fedavg": {"local_epochs": 1}}[
-            method
-        ]
-        settings = settings_for(method, seed, options.device, **changes, **(quick if options.quick else {}))
-        rounds = 1 if options.quick or seed == TUNING_SEED else settings.rounds
-        return one_run(replace(settings, rounds=rounds), data)
+    def run(name: str, method: str, seed: int, data: tuple[ImageData, ImageData], **changes: Any) -> dict[str, Any] | None:
+        settings = settings_for(method, seed, options.device, **changes, **(quick[method] if options.quick else {}))
+        return results.get(name, replace(settings, rounds=1) if options.quick else settings, data)
 
-    def tuned_rate() -> dict[str, Any]:
-        tuning = held_out(train, 5000)
-        tried = {
-            lr: results.get(f"tune fedavg lr={lr}", lambda lr=lr: run("fedavg", TUNING_SEED, tuning, lr=lr)) for lr in FEDAVG_GRID
-        }
-        table["fedavg tuning"] = {str(lr): row["accuracy"] for lr, row in tried.items()}
-        return {"lr": max(tried, key=lambda rate: tried[rate]["accuracy"])}
-
-    table: dict[str, Any] = {}
-    for method in METHODS:
-        changes = tuned_rate() if method == "fedavg" else {}
-        rows = [
-            results.get(f"{method} seed={s}", lambda m=method, s=s, c=changes: run(m, s, (train, test), **c))
-            for s in options.seeds
-        ]
-        table[method] = summarise([100 * row["accuracy"] for row in rows])
-    pairs = [
-        100 * (results.rows[f"feddm seed={s}"]["accuracy"] - results.rows[f"real seed={s}"]["accuracy"]) for s in options.seeds
-    ]
-    table["feddm - real, same start images"] = summarise(pairs)
-    if options.json:
-        print(json.dumps(table, indent=2))
+    rows: dict[str, list[dict[str, Any] | None]] = {}
+    for method in ("feddm", "real"):
+        rows[method] = [run(f"{method} seed={s}", method, s, (train, test)) for s in options.seeds]
+    tuning = held_out(train, 5000)
+    tried = {lr: run(f"tune fedavg lr={lr}", "fedavg", TUNING_SEED, tuning, lr=lr) for lr in FEDAVG_GRID}
+    held = {lr: row["accuracy"] for lr, row in tried.items() if row is not None}
+    if len(held) < len(FEDAVG_GRID):
         return
-    print(f"FedAvg's accuracy after a round on 5,000 held-out training images, by learning rate: {table['fedavg tuning']}")
+    best = max(held, key=lambda rate: held[rate])
+    rows["fedavg"] = [run(f"fedavg seed={s}", "fedavg", s, (train, test), lr=best) for s in options.seeds]
+    finished = {name: [100 * row["accuracy"] for row in made if row is not None] for name, made in rows.items()}
+    if any(len(values) < len(options.seeds) for values in finished.values()):
+        return
+    finished["feddm - real, same start images"] = [a - b for a, b in zip(finished["feddm"], finished["real"], strict=True)]
+    finished["feddm - fedavg"] = [a - b for a, b in zip(finished["feddm"], finished["fedavg"], strict=True)]
+    table = {name: summarise(values) for name, values in finished.items()}
+    if options.json:
+        print(json.dumps({"held-out accuracy by FedAvg learning rate": held, **table}, indent=2))
+        return
+    print(f"FedAvg's accuracy on 5,000 held-out training images, by learning rate: {held}")
     for name, row in table.items():
-        if isinstance(row, dict) and "mean" in row:
-            print(f"{name:35} {row['mean']:6.2f} ± {row['sd']:.2f}   {row['values']}")
+        print(f"{name:35} {row['mean']:6.2f} ± {row['sd']:.2f}   {row['values']}")
 
 
 def summarise(values: list[float]) -> dict[str, Any]:

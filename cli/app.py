@@ -201,34 +201,31 @@ def train(
 def partition(
     dataset: Annotated[str, typer.Option(help="Which data set.")] = "digits",
     data_root: Annotated[Path | None, typer.Option(help="Folder of the data sets; else $FEDSYNTH_DATA.")] = None,
-    kind: Annotated[str, typer.Option("--partition", help="iid, dirichlet, dirichlet-plain or classes.")] = "dirichlet",
-    clients: Annotated[int, typer.Option(help="Number of clients.")] = 10,
-    alpha: Annotated[float, typer.Option(help="Dirichlet concentration; small is skewed.")] = 0.5,
-    classes_per_client: Annotated[int, typer.Option(help="For --partition classes.")] = 2,
-    min_size: Annotated[int, typer.Option(help="Fewest examples of a client (dirichlet).")] = 10,
+    kind: Annotated[str | None, typer.Option("--partition", help="iid, dirichlet, dirichlet-plain or classes.")] = None,
+    clients: Annotated[int | None, typer.Option(help="Number of clients.")] = None,
+    alpha: Annotated[float | None, typer.Option(help="Dirichlet concentration; small is skewed.")] = None,
+    classes_per_client: Annotated[int | None, typer.Option(help="For --partition classes.")] = None,
+    min_size: Annotated[int | None, typer.Option(help="Fewest examples of a client (dirichlet).")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the partition.")] = 0,
-    ipc: Annotated[int, typer.Option(help="Images per class, for the upload volume shown below the table.")] = 10,
+    ipc: Annotated[int | None, typer.Option(help="Images per class, for FedDM's upload volume below the table.")] = None,
     picture: Annotated[Path | None, typer.Option(help="Also write the picture to this PNG file.")] = None,
 ) -> None:
-    """Show who has what: examples of each class at each client."""
+    """Show who has what: examples of each class at each client, as `train` with the same options divides them."""
     with one_line_errors():
-        from fedsynth.data.load import load_dataset
-        from fedsynth.data.partition import PartitionSettings, count_matrix
-        from fedsynth.data.partition import partition as divide
-        from fedsynth.data.picture import partition_png, partition_table
-        from fedsynth.evaluation.volume import condensation_floats
-
-        settings = PartitionSettings(kind, clients, alpha, classes_per_client, min_size, seed)
-        data, _ = load_dataset(dataset, data_root)
-        labels = data.labels.numpy()
-        counts = count_matrix(labels, divide(labels, settings, data.spec.classes), data.spec.classes)
-        print(partition_table(counts))
-        floats = condensation_floats(counts, ipc, data.spec.image_shape)
-        print(
-            f"\n{int((counts >= 10).sum())} (client, class) pairs with at least 10 examples: {floats:,} floats uploaded a round at ipc {ipc}"
-        )
-        if picture is not None:
-            partition_png(counts, picture)
+        chosen = {
+            "kind": kind,
+            "clients": clients,
+            "alpha": alpha,
+            "classes_per_client": classes_per_client,
+            "min_size": min_size,
+        }
+        given: dict[str, dict[str, Any]] = {
+            "run": {"seed": seed},
+            "data": {"dataset": dataset, "data_root": str(data_root) if data_root else None},
+            "partition": chosen,
+            "method": {"ipc": ipc},
+        }
+        _show_partition(_merged({}, given), picture)
 
 
 @app.command()
@@ -280,11 +277,31 @@ def _read_config(path: Path | None) -> dict[str, dict[str, Any]]:
 def _merged(config: dict[str, dict[str, Any]], given: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """Options over the config file; another method than the config's drops the settings of the old one."""
     options = {name: {k: v for k, v in values.items() if v is not None} for name, values in given.items()}
-    old = config.get("run", {}).get("method")
+    old = config.get("run", {}).get("method", "feddm")
     if options["run"].get("method", old) != old:
         config = {name: values for name, values in config.items() if name != "method"}
     names = [*config, *(name for name in options if name not in config)]
     return {name: {**config.get(name, {}), **options.get(name, {})} for name in names}
+
+
+def _show_partition(sections: dict[str, dict[str, Any]], picture: Path | None) -> None:
+    from fedsynth.data.load import load_dataset
+    from fedsynth.data.partition import count_matrix
+    from fedsynth.data.partition import partition as divide
+    from fedsynth.data.picture import partition_png, partition_table
+    from fedsynth.evaluation.volume import condensation_floats
+    from fedsynth.federation.settings import resolve
+
+    settings = resolve(sections)
+    data, _ = load_dataset(settings.dataset, settings.data_root)
+    labels = data.labels.numpy()
+    counts = count_matrix(labels, divide(labels, settings.resolved_partition, data.spec.classes), data.spec.classes)
+    feddm: Any = settings.method
+    floats = condensation_floats(counts, feddm.ipc, data.spec.image_shape, feddm.min_examples)
+    print(partition_table(counts))
+    print(f"\nFedDM with ipc {feddm.ipc} and min_examples {feddm.min_examples} uploads {floats:,} floats a round")
+    if picture is not None:
+        partition_png(counts, picture)
 
 
 def _run(sections: dict[str, dict[str, Any]], output: Path, download: bool, as_json: bool) -> None:
@@ -296,6 +313,6 @@ def _run(sections: dict[str, dict[str, Any]], output: Path, download: bool, as_j
     with make_observer(settings) as observer:
         result = simulate(settings, output=output, observer=observer, download=download)
     if as_json:
-        print(json.dumps(result.summary, indent=2))
+        print(json.dumps(result.summary, indent=2, allow_nan=False))
     else:
         print_summary(result)

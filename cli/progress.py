@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -16,6 +17,7 @@ from fedsynth.federation.observer import Observer
 from fedsynth.federation.settings import RunSettings
 from fedsynth.federation.simulation import RunResult
 from fedsynth.privacy.report import summary_rows
+from fedsynth.privacy.report_text import up
 
 
 def round_line(row: Mapping[str, Any], rounds: int) -> str:
@@ -24,18 +26,23 @@ def round_line(row: Mapping[str, Any], rounds: int) -> str:
     if "test_accuracy" in row:
         parts.append(f"test accuracy {100 * row['test_accuracy']:.2f} %")
     if "epsilon" in row:
-        parts.append(f"ε {row['epsilon']:.3g}")
+        parts.append(f"ε {up(row['epsilon'], 3)}")
     parts += [f"uploads {row['upload_bytes'] / 1e6:.2f} MB", f"{row['seconds']:.1f} s"]
     return " · ".join(parts)
 
 
 class PlainObserver(Observer):
-    """Lines on stderr."""
+    """Lines on stderr: each round, and in long rounds a sign of life every 30 seconds."""
 
     def __init__(self, rounds: int) -> None:
-        self._rounds = rounds
+        self._rounds, self._last = rounds, time.monotonic()
+
+    def step(self, round: int, phase: str, done: int, total: int) -> None:
+        if time.monotonic() - self._last > 30:
+            self.note(f"round {round}/{self._rounds} {phase} {done}/{total}")
 
     def note(self, text: str) -> None:
+        self._last = time.monotonic()
         print(text, file=sys.stderr, flush=True)
 
     def round_ended(self, row: Mapping[str, Any]) -> None:

@@ -36,7 +36,7 @@ class DpSgdSettings:
 
 
 def check_model(model: nn.Module) -> None:
-    """Refuses layers that mix the examples of a batch.
+    """Refuses layers that mix the examples of a batch, and buffers, which would be sent without noise.
 
     Raises:
         ForbiddenLayerError: names the layer, and what to use in its place.
@@ -47,6 +47,11 @@ def check_model(model: nn.Module) -> None:
                 f"layer {name!r} is {type(layer).__name__}: batch norm mixes the examples of a batch, so one example's influence "
                 "cannot be bounded; use group or instance norm (--norm group)"
             )
+    buffers = [name for name, _ in model.named_buffers()]
+    if buffers:
+        raise ForbiddenLayerError(
+            f"buffer {buffers[0]!r} would be uploaded with the model, but no mechanism protects what it gathers from data"
+        )
 
 
 def dp_sgd(

@@ -60,9 +60,12 @@ class GaussianSums:
 
     Raises:
         BudgetExceededError: the series would exceed the client's cap; nothing was charged and nothing drawn.
+        PrivacyError: dimensions that do not fit, more steps than charged, or steps out of order.
     """
 
     def __init__(self, release: Release, groups: int, guard: Guard, secret: SecretGenerator) -> None:
+        if release.dimension % groups:
+            raise PrivacyError(f"a release of {release.dimension} coordinates cannot be {groups} groups of equal width")
         guard.charge(release)
         self._release, self._groups, self._secret = release, groups, secret
         self._width = release.dimension // groups
@@ -82,6 +85,8 @@ class GaussianSums:
         """Adds sampled records' vectors [N, D], clipped, to the sums of their groups [N] (int64)."""
         if self._sums is None:
             raise PrivacyError("no step is open: records must be sampled before they are summed")
+        if rows_ND.dim() != 2 or rows_ND.shape[1] != self._width:  # fewer noise coordinates would be shared by broadcasting
+            raise PrivacyError(f"charged for rows of {self._width} coordinates, got a tensor of shape {tuple(rows_ND.shape)}")
         sums = clipped_sums(rows_ND.detach(), groups_N, self._groups, self._release.sensitivity)
         self._sums = self._sums.to(sums.device) + sums
 

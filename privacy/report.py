@@ -138,7 +138,10 @@ def _verdict(context: ReportContext, reasons: list[str], spent: float | None) ->
             "same data are not counted"
         )
     else:
-        assumptions.append("the ledgers hold every earlier release from the same data; they are all counted")
+        assumptions.append(
+            "the ledger files hold every earlier release from the same data: what stands in them is counted, and a file that was "
+            "empty when this run began counts from then on"
+        )
     return {"text": FORMAL, "formal": True, "reasons": [], "assumptions": assumptions, "warnings": warnings}
 
 

@@ -36,6 +36,8 @@ def _distinct(values: Iterable[str]) -> str:
 
 
 def _sampling(row: Mapping[str, Any]) -> str:
+    if row.get("unaccounted"):
+        return "not as the mechanism needs it: unaccounted"
     return "all data at every step" if row["sampler"] == "full" else f"Poisson, q = {row['sample_rate']:g}"
 
 

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from dataclasses import dataclass
 from pathlib import Path
 
 from fedsynth.privacy.errors import PrivacySettingError
-
-MECHANISMS = ("residual", "gradient", "paper", "dp-sgd")
 
 
 @dataclass(frozen=True)
@@ -47,10 +44,6 @@ class PrivacySettings:
         for name, value in (("--dp-sigma", self.noise_multiplier), ("--dp-epsilon", self.epsilon), ("--dp-clip", self.clip)):
             if value is not None and not (math.isfinite(value) and value > 0):
                 raise PrivacySettingError(f"{name} must be a positive number, got {value}")
-        if self.mechanism is not None and self.mechanism not in MECHANISMS:
-            near = difflib.get_close_matches(self.mechanism.lower(), MECHANISMS, n=3, cutoff=0.5)
-            hint = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(MECHANISMS)}"
-            raise PrivacySettingError(f"unknown --dp-mechanism {self.mechanism!r}; {hint}")
         if self.sample_rate is not None and not 0 < self.sample_rate <= 1:
             raise PrivacySettingError(f"--dp-sample-rate must be in (0, 1], got {self.sample_rate}")
         if self.nominal_size is not None and not self.nominal_size > 0:

@@ -10,16 +10,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fedsynth.data.images import ImageData, normalise
 from fedsynth.privacy.accounting import Release
+from fedsynth.privacy.dpsgd import DpSgdSettings, dp_sgd
 from fedsynth.privacy.ledger import Guard
 from fedsynth.privacy.mechanisms import GaussianSums, Released
 from fedsynth.privacy.randomness import SecretGenerator
 
 CHUNK = 512
-"""Real images in one forward pass: a memory bound, without influence on what is computed (features are per example)."""
+"""Real images in one forward pass: a memory bound; features are per example, so it moves results by rounding only."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,11 @@ class OpenClients:
 
 
 class PrivateClients:
-    """DP on: a method gets noisy sums and privately trained models, each charged to the client's ledger first; no data, no counts."""
+    """DP on: a method gets noisy sums and privately trained models, each charged to the client's ledger first; no data, no counts.
+
+    The one function of data that a method passes in, `rows` of `class_sums`, is called with images, and its result goes into a charged
+    sum and nowhere else. That it keeps nothing for itself is the method author's promise, which Python cannot enforce.
+    """
 
     def __init__(
         self,
@@ -108,31 +113,31 @@ class PrivateClients:
         `rows` must be a function of each example alone (and of released values). Returns [clients · classes, D].
         """
         classes = self.spec.classes
-        sampled = [part[s.sample(len(part)).to(part.device)] for part, s in zip(self._parts, series, strict=True)]
-        labels = [self._data.labels[indices] for indices in sampled]
-        indices = torch.cat(sampled)
-        segment = torch.cat([classes * position + label for position, label in enumerate(labels)])
-        vectors = [
-            rows(normalise(self._data.images[part], self.spec), where)
-            for part, where in zip(indices.split(CHUNK), segment.split(CHUNK), strict=True)
-            if len(part)
-        ]
-        if vectors:
-            by_client = torch.cat(vectors).split([len(label) for label in labels])
-            for s, vector, label in zip(series, by_client, labels, strict=True):
-                s.add(vector, label)
+        for position, (part, s) in enumerate(zip(self._parts, series, strict=True)):
+            sampled = part[s.sample(len(part)).to(part.device)]
+            for indices in sampled.split(CHUNK):
+                if len(indices):
+                    labels = self._data.labels[indices]
+                    images = normalise(self._data.images[indices], self.spec)
+                    s.add(rows(images, classes * position + labels), labels)
         return Released(torch.cat([s.release().to(self._data.labels.device) for s in series]))
 
     def fit(
-        self, series: Sequence[GaussianSums], train: Callable[[int, Callable[[Tensor], Tensor], Tensor, GaussianSums], None]
+        self,
+        series: Sequence[GaussianSums],
+        models: Sequence[nn.Module],
+        steps: int,
+        settings: DpSgdSettings,
+        report: Callable[[int], None] = lambda done: None,
     ) -> None:
-        """Calls `train(position, images, labels, series)` for each client, for DP-SGD (`fedsynth.privacy.dpsgd.dp_sgd`)."""
-        for position, (part, s) in enumerate(zip(self._parts, series, strict=True)):
+        """Trains one model for each client, in place, by DP-SGD with series charged for `steps` releases of one group."""
+        for done, (part, s, model) in enumerate(zip(self._parts, series, models, strict=True), start=1):
 
             def images(indices: Tensor, part: Tensor = part) -> Tensor:
                 return normalise(self._data.images[part[indices]], self.spec)
 
-            train(position, images, self._data.labels[part], s)
+            dp_sgd(model, images, self._data.labels[part], s, steps, settings)
+            report(done)
 
 
 ClientGroup = OpenClients | PrivateClients

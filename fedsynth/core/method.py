@@ -162,14 +162,24 @@ class Method:
         return replace(defaults, **converted)
 
 
+def _whole(value: Any) -> int:
+    """Whole numbers and text of them, exactly; 3.0 is one too, True is not."""
+    if isinstance(value, bool) or (isinstance(value, float) and not value.is_integer()):
+        raise ValueError
+    return int(value)
+
+
 def check_ranges(settings: Any, **ranges: tuple[float, float]) -> None:
-    """Refuses a setting outside its closed range [least, most], or not a number.
+    """Refuses a setting outside its closed range [least, most], not a number, or not whole where its field is an int.
 
     Raises:
         SettingError: names the setting, its range and what was given.
     """
+    whole = {f.name for f in fields(settings) if f.type in (int, "int")}
     for name, (least, most) in ranges.items():
         value = getattr(settings, name)
+        if name in whole and type(value) is not int:
+            raise SettingError(f"{name} must be a whole number, got {value!r}")
         if not least <= value <= most:
             allowed = f"at least {least:g}" if most == math.inf else f"between {least:g} and {most:g}"
             raise SettingError(f"{name} must be {allowed}, got {value}")
@@ -186,9 +196,7 @@ def convert(name: str, value: Any, kind: type) -> Any:
     try:
         if kind is bool:
             return {"true": True, "false": False, "1": True, "0": False, "yes": True, "no": False}[str(value).lower()]
-        if kind is int and float(value) != int(float(value)):
-            raise ValueError
-        converted = int(float(value)) if kind is int else kind(value)
+        converted = _whole(value) if kind is int else kind(value)
         if kind is float and not math.isfinite(converted):
             raise SettingError(f"{name} must be a finite number, got {value!r}")
         return converted

@@ -34,7 +34,7 @@ class PartitionSettings:
         alpha: concentration of the two Dirichlet kinds, > 0; small is skewed.
         classes_per_client: c of `classes`, ≥ 1.
         min_size: `dirichlet` only: the fewest examples a client may have, ≥ 0.
-        seed: the run's seed.
+        seed: None takes the run's seed (0 outside a run).
 
     Raises:
         UnknownNameError: for `kind`. SettingError: a number outside its range.
@@ -45,7 +45,7 @@ class PartitionSettings:
     alpha: float = 0.5
     classes_per_client: int = 2
     min_size: int = 10
-    seed: int = 0
+    seed: int | None = None
 
     def __post_init__(self) -> None:
         if self.kind not in _RULES:
@@ -77,7 +77,7 @@ def partition(labels: npt.NDArray[np.integer], settings: PartitionSettings, clas
     y = _checked_labels(labels, classes)
     if settings.clients > len(y):
         raise PartitionError(f"{settings.clients} clients are more than the {len(y)} examples: lower clients")
-    rng = numpy_generator(settings.seed, "partition")
+    rng = numpy_generator(settings.seed or 0, "partition")
     parts = _RULES[settings.kind](y, settings, classes, rng)
     return [np.sort(part) for part in parts]
 

@@ -10,7 +10,7 @@ import json
 import math
 import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -21,10 +21,11 @@ from fedsynth.errors import SettingError, unknown_name
 from fedsynth.federation.settings import RunSettings
 from fedsynth.privacy import accounting
 from fedsynth.privacy.accounting import Release
-from fedsynth.privacy.errors import BudgetExceededError, UnaccountedReleaseError
+from fedsynth.privacy.errors import BudgetExceededError, PrivacySettingError, UnaccountedReleaseError
 from fedsynth.privacy.ledger import Guard, Ledger
 from fedsynth.privacy.randomness import DESCRIPTION, SecretGenerator
 from fedsynth.privacy.report import ReportContext
+from fedsynth.privacy.report_text import up
 from fedsynth.privacy.settings import PrivacySettings
 
 NOT_PRIVATE = (
@@ -32,7 +33,7 @@ NOT_PRIVATE = (
     "influence, so the sensitivity is up to 2·clip and not clip/|B|, and the effective noise multiplier is σ/(2|B|)",
     "the synthetic images start from real images, which is a release that nothing accounts for",
     "exactly the classes that a client has are sent, so which classes it has is revealed",
-    "batches are sampled at a rate of 256/n_c, where n_c is private, and not by Poisson sampling",
+    "batches have a fixed size, a share of n_c that is private, and are not Poisson samples; noise is divided by their sizes",
 )
 
 
@@ -42,7 +43,6 @@ class PrivateRun:
     Args:
         settings: with `privacy` set.
         context: round 1's context, without data.
-        ledger_folder: where fresh ledgers go if `--dp-ledger` names none; None keeps them in memory.
 
     Raises:
         UnaccountedReleaseError: the method uploads something that no mechanism protects.
@@ -59,12 +59,21 @@ class PrivateRun:
             raise unknown_name(f"--dp-mechanism for {self.method.name}", mechanism, self.method.protects)
         given = settings.privacy.max_records
         self.max_records = context.spec.train_size if given is None else given
+        if self.max_records < context.spec.train_size:
+            raise PrivacySettingError(
+                f"--dp-max-records {self.max_records} is below the {context.spec.train_size} records that the data set declares"
+            )
         accounting.check_delta(settings.privacy.delta, self.max_records)
         self.guaranteed = mechanism != "paper"
         privacy = replace(settings.privacy, mechanism=mechanism)
         self.plan = self.method.private_plan(privacy, context)
         self.context = context
         self.ledgers = self._open_ledgers(privacy, None)
+        if self.guaranteed and any(math.isinf(accounting.epsilon(rows, privacy.delta)) for rows in self._histories()):
+            raise UnaccountedReleaseError(
+                f"a ledger in {privacy.ledger} holds a release without any guarantee (such as --dp-mechanism paper): no later run on the "
+                "same data can have one"
+            )
         if privacy.noise_multiplier is None:
             privacy = replace(privacy, noise_multiplier=self._calibrate(privacy))
         self.privacy = privacy
@@ -80,7 +89,7 @@ class PrivateRun:
     def planned(self, rounds: Sequence[int] | None = None, noise_multiplier: float | None = None) -> list[Release]:
         """The rows that a client's ledger gets in the given rounds (all by default)."""
         sigma = self.privacy.noise_multiplier if noise_multiplier is None else noise_multiplier
-        reason = None if self.guaranteed else NOT_PRIVATE[0]
+        reason = None if self.guaranteed else "FedDM's Algorithm 1 as printed"
         return [self.plan.release(r, sigma or 0.0, reason) for r in rounds or range(1, self.run.rounds + 1)]
 
     def planned_epsilon(self) -> float:
@@ -91,16 +100,21 @@ class PrivateRun:
         """ε of the worst client so far."""
         return max(accounting.epsilon(rows, self.privacy.delta) for rows in self._histories())
 
-    def check_round(self, round: int) -> None:
-        """Raises BudgetExceededError, before anything is charged, if any client's cap would be exceeded in this round."""
+    def check_round(self, number: int) -> None:
+        """Asks every guard before anything of a round is charged.
+
+        Raises:
+            BudgetExceededError: some client's cap would be exceeded in this round.
+        """
         if self.guaranteed:
             for guard in self.guards:
-                guard.check(self.planned([round]))
+                guard.check(self.planned([number]))
 
-    def charge_unprotected(self, round: int) -> None:
-        """Records a round of the `paper` mechanism, whose ε is infinite."""
-        for ledger in self.ledgers:
-            ledger.charge(self.planned([round])[0])
+    def charge_unprotected(self, number: int) -> None:
+        """Records a round of the `paper` mechanism, whose ε is infinite, before it runs."""
+        if not self.guaranteed:
+            for ledger in self.ledgers:
+                ledger.charge(self.planned([number])[0])
 
     def headline(self) -> list[str]:
         """What the run is about to do, ε first."""
@@ -111,16 +125,17 @@ class PrivateRun:
         sampling = (
             f"Poisson sampling at q = {self.plan.sample_rate:.3g}" if self.plan.sample_rate < 1 else "all records at each step"
         )
+        rounds, releases = _many(self.run.rounds, "round"), _many(self.plan.steps, "release")
         lines = [
-            f"privacy: ε = {planned:.3g} at δ = {delta:g} for each client over {self.run.rounds} rounds, one example added or removed",
-            f"  mechanism {self.plan.mechanism} (σ = {σ:.4g}, clip {self.plan.clip:g}), {sampling}, {self.plan.steps} releases a round",
+            f"privacy: ε = {up(planned, 3)} at δ = {delta:g} for each client over {rounds}, one example added or removed",
+            f"  mechanism {self.plan.mechanism} (σ = {σ:.4g}, clip {self.plan.clip:.4g}), {sampling}, {releases} a round",
         ]
         cap = self.privacy.epsilon
         if cap is not None and planned > cap * (1 + 1e-9):
             lines.append(f"  the cap ε = {cap:g} is below that: the run ends, in order, before the round that would exceed it")
         if planned > 10 and cap is None:
             lines.append(
-                f"  warning: ε = {planned:.3g} is a weak guarantee: one example may change the odds of any outcome by a factor of "
+                f"  warning: ε = {up(planned, 3)} is a weak guarantee: one example may change the odds of any outcome by a factor of "
                 f"e^{planned:.0f}; a smaller one: --dp-epsilon 8 in place of --dp-sigma"
             )
         return lines
@@ -138,7 +153,9 @@ class PrivateRun:
             no_guarantee=() if self.guaranteed else NOT_PRIVATE,
             deviations=tuple(deviations),
             fresh_ledger=self.privacy.ledger is None,
-            randomness=DESCRIPTION,
+            randomness=DESCRIPTION
+            if self.guaranteed
+            else "noise from the operating system's entropy; batches from the run's seed",
             published=self._published(),
             accesses=self._accesses(),
             test_only_randomness=not all(secret.is_secret for secret in self.secrets),
@@ -173,33 +190,41 @@ class PrivateRun:
 
     def _public_items(self) -> dict[str, str]:
         spec, context = self.spec, self.context
-        chosen = "declared" if self.privacy.nominal_size else "the data set's published size over the number of clients"
-        return {
+        declared = "the size that the data set's specification declares, over the number of clients"
+        chosen = "declared" if self.privacy.nominal_size else declared
+        items = {
             "classes and image shape": f"{spec.classes} classes, {spec.channels}×{spec.height}×{spec.width}",
-            "normalisation": f"constants of the data set {spec.name}: mean {spec.mean}, std {spec.std}",
+            "normalisation": f"constants of the specification {spec.name!r}: mean {spec.mean}, std {spec.std}",
             "architecture and initial weights": f"{self.run.model}, drawn from the run's seed",
             "hyper-parameters": json.dumps(self.run.to_mapping()["method"]),
+            "bound on all records": f"{self.max_records} (δ is checked against it)",
+            "schedule": f"{_many(self.run.rounds, 'round')} of {_many(self.plan.steps, 'release')}, fixed before data are read",
+        }
+        if not self.guaranteed:
+            return items
+        fields = privacy_of_fields(self.method.upload)
+        return {
+            **items,
             "sample rate q": f"{self.plan.sample_rate:.6g}, from public sizes",
             "nominal records of a client": f"{context.nominal_size:g} ({chosen}); divisors use it, never the true number",
-            "bound on all records": f"{self.max_records} (δ is checked against it)",
-            "schedule": f"{self.run.rounds} rounds of {self.plan.steps} releases, fixed before data are read",
-            **{
-                f"upload field {name!r}": reason
-                for name, (kind, reason) in privacy_of_fields(self.method.upload).items()
-                if kind == "public"
-            },
+            **{f"upload field {name!r}": reason for name, (kind, reason) in fields.items() if kind == "public"},
         }
 
     def _accesses(self) -> tuple[tuple[str, str, str], ...]:
-        status = "accounted" if self.guaranteed else "unaccounted"
+        released = f"{self.plan.quantity}: {self.plan.clipped}"
+        note = f"mechanism {self.plan.mechanism}, {_many(self.plan.steps, 'release')} a round"
+        private: tuple[tuple[str, str, str], ...] = ((released, "accounted", note),)
+        if not self.guaranteed:
+            private = (
+                (released, "unaccounted", note),
+                ("real images as the start of the synthetic ones", "unaccounted", "released as they are, before any step"),
+                ("which classes a client has", "unaccounted", "only those are sent"),
+            )
+        simulation = "folder simulation_only, and the message of a partition that cannot be made; outside the guarantee"
         return (
-            (
-                f"{self.plan.quantity}: {self.plan.clipped}",
-                status,
-                f"mechanism {self.plan.mechanism}, {self.plan.steps} releases a round",
-            ),
-            ("partition into clients, true counts", "simulation-only", "folder simulation_only, outside the guarantee"),
-            ("test set", "public", "the data set's published test split; test accuracy is computed from released models"),
+            *private,
+            ("partition into clients, true counts, seconds", "simulation-only", simulation),
+            ("test set", "public", "declared public; test accuracy is computed from released models"),
         )
 
     def _published(self) -> tuple[Mapping[str, str], ...]:
@@ -213,6 +238,10 @@ class PrivateRun:
                 "why it differs": "the formula counts neither steps nor rounds, and its conditions (Poisson sampling, Tq² ≤ ε/2) are not met",
             },
         )
+
+
+def _many(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def check_method(method: Method) -> None:
@@ -230,7 +259,7 @@ def check_method(method: Method) -> None:
 
 def data_set_id(run: RunSettings) -> str:
     """Names the clients' data sets: data set and partition, so that a ledger is not charged for other data."""
-    partition = json.dumps(run.to_mapping()["partition"], sort_keys=True)
+    partition = json.dumps(asdict(run.resolved_partition), sort_keys=True)
     return f"{run.dataset}-{hashlib.blake2b(partition.encode(), digest_size=6).hexdigest()}"
 
 

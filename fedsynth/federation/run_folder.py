@@ -42,11 +42,15 @@ GRID_LIMIT = 400  # images in the picture; all of them are in synthetic.safetens
 class RunFolder:
     """A folder being written; `finish` gives it its name.
 
+    Args:
+        private: seconds, which depend on the data, stand in `simulation_only` alone.
+
     Raises:
         OutputError: the folder cannot be made or written.
     """
 
-    def __init__(self, base: Path, name: str) -> None:
+    def __init__(self, base: Path, name: str, *, private: bool = False) -> None:
+        self._private = private
         with _writing(base):
             base.mkdir(parents=True, exist_ok=True)
             self._final, self.path = _fresh(base, f"{datetime.now():%Y%m%d-%H%M%S}-{name}")
@@ -56,8 +60,16 @@ class RunFolder:
             (self.path / "config.toml").write_text(toml, encoding="utf-8")
 
     def append_metrics(self, row: Mapping[str, Any]) -> None:
-        with _writing(self.path), (self.path / "metrics.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
+        self._append("metrics.jsonl", self._public(row))
+        if self._private:
+            self._append("simulation_only/timings.jsonl", {"round": row["round"], "seconds": row["seconds"]})
+
+    def _public(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        return {k: v for k, v in row.items() if not (self._private and k == "seconds")}
+
+    def _append(self, name: str, row: Mapping[str, Any]) -> None:
+        with _writing(self.path), (self.path / name).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row, allow_nan=False) + "\n")
 
     def write_partition(self, counts_KC: npt.NDArray[np.int64]) -> None:
         """Who has what: true counts, so `simulation_only`."""
@@ -81,14 +93,14 @@ class RunFolder:
         tensors = {"images": images.contiguous(), "labels": labels, "client": client}
         with _writing(self.path):
             save_file(tensors, self.path / "synthetic.safetensors", metadata=metadata)
-            if len(images):
+            if len(images) and spec.channels in (1, 3):
                 columns = max(1, int(torch.bincount(labels[client == client[0]]).max()))
                 shown = images[:GRID_LIMIT]
                 image_grid_png(denormalise(shown, spec), self.path / "synthetic.png", columns * max(1, 20 // columns))
 
     def finish(self, summary: Mapping[str, Any]) -> Path:
         """Writes the summary, gives the folder its final name and returns it."""
-        text = json.dumps({**summary, "folder": str(self._final)}, indent=2) + "\n"
+        text = json.dumps({**self._public(summary), "folder": str(self._final)}, indent=2, allow_nan=False) + "\n"
         with _writing(self.path):
             (self.path / "summary.json").write_text(text, encoding="utf-8")
             self.path.rename(self._final)

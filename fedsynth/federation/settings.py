@@ -65,6 +65,12 @@ class RunSettings:
         if self.rounds < 1 or self.evaluate_every < 1:
             raise SettingError(f"rounds and evaluate_every must be at least 1, got {self.rounds} and {self.evaluate_every}")
 
+    @property
+    def resolved_partition(self) -> PartitionSettings:
+        """The partition, with the run's seed where it has none of its own."""
+        seed = self.seed if self.partition.seed is None else self.partition.seed
+        return dataclasses.replace(self.partition, seed=seed)
+
     def to_mapping(self) -> dict[str, dict[str, Any]]:
         """Sections of plain values, without what is None; `resolve` makes the same settings of it."""
         run = {"method": self.method.name, "rounds": self.rounds, "seed": self.seed, "device": self.device}
@@ -95,7 +101,7 @@ def resolve(given: Mapping[str, Mapping[str, Any]]) -> RunSettings:
     method, spec = method_class(name), dataset_spec(dataset)
     preset = PRESETS.get(dataset, {})
     run = {**preset.get("run", {}), **run}
-    partition = {"seed": run.get("seed", 0), **preset.get("partition", {}), **given.get("partition", {})}
+    partition = {**preset.get("partition", {}), **given.get("partition", {})}
     privacy = given.get("privacy", {})
     root = data.pop("data_root", None)
     if data:
@@ -109,7 +115,7 @@ def resolve(given: Mapping[str, Mapping[str, Any]]) -> RunSettings:
     return RunSettings(
         method=method.from_mapping({**preset.get(name, {}), **given.get("method", {})}),
         dataset=spec.name,
-        data_root=Path(root) if root else None,
+        data_root=Path(str(root)).expanduser().absolute() if root else None,
         partition=_build(PartitionSettings, "partition", partition),
         model=_build(ModelSettings, "model", {**preset.get("model", {}), **given.get("model", {})}),
         privacy=_build(PrivacySettings, "privacy", privacy) if privacy else None,

@@ -5,14 +5,14 @@
     3. the server makes the next state from all uploads;
     4. the model is evaluated on the public test set, and the round's row is written.
 
-With differential privacy the guard is asked before step 1: where a round would exceed the cap, the run ends in order with what it has.
+With differential privacy the guards are asked before step 1: where a round would exceed a cap, the run ends in order with what it has.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from fedsynth.core.method import Memory, RoundContext, ServerState
 from fedsynth.data.images import ImageData, require_all_classes
 from fedsynth.data.load import load_dataset
 from fedsynth.data.partition import count_matrix, partition
-from fedsynth.errors import DivergedError
+from fedsynth.errors import DataError, DivergedError
 from fedsynth.evaluation.accuracy import accuracy
 from fedsynth.federation.devices import resolve_device
 from fedsynth.federation.observer import Observer
@@ -58,17 +58,6 @@ class RunResult:
     summary: dict[str, Any]
 
 
-@dataclass
-class _Progress:
-    """What the loop carries from round to round."""
-
-    state: ServerState
-    memories: dict[int, Memory] = field(default_factory=dict)
-    uploads: dict[int, Message] = field(default_factory=dict)
-    metrics: list[dict[str, Any]] = field(default_factory=list)
-    deviations: list[str] = field(default_factory=list)
-
-
 def simulate(
     settings: RunSettings,
     *,
@@ -80,129 +69,188 @@ def simulate(
     """Runs a federation.
 
     Args:
-        data: (train, test) of your own; None loads `settings.dataset`.
+        data: (train, test) of your own; None loads `settings.dataset`. With differential privacy all of `train.spec` is public: declare a
+            round `train_size`, not the true one, or set `nominal_size` and `max_records`.
         output: the folder that run folders go into; None writes nothing.
         observer: hears of progress.
         download: let torchvision fetch the data set if it is not there.
 
     Raises:
-        FedsynthError, PrivacyError: bad input, before anything is written.
+        FedsynthError, PrivacyError: bad input, before the run folder is made; DivergedError, later.
     """
-    observer = observer or Observer()
-    device = resolve_device(settings.device)
     if settings.privacy is not None:
         check_method(settings.method)
+    device = resolve_device(settings.device)
     train, test = data or load_dataset(settings.dataset, settings.data_root, download=download)
-    spec = train.spec
-    nominal = settings.privacy.nominal_size if settings.privacy is not None else None
-    architecture = build_model(settings.model, spec.image_shape, spec.classes, settings.seed)
-    settings.method.check_model(architecture)
-    context = RoundContext(
+    if train.spec != test.spec:
+        raise DataError(
+            f"training and test data must have the same specification, got {train.spec.name!r} and {test.spec.name!r}"
+        )
+    return _Simulation(
+        replace(settings, dataset=train.spec.name), train.to(device), test.to(device), observer or Observer(), output
+    ).run()
+
+
+class _Simulation:
+    """One run, from checked settings and resident data."""
+
+    def __init__(self, settings: RunSettings, train: ImageData, test: ImageData, observer: Observer, output: Path | None) -> None:
+        self.settings, self.method, self.test, self.observer = settings, settings.method, test, observer
+        self.context = _context(settings, train)
+        self.method.check_model(self.context.architecture)
+        if settings.privacy is None:
+            require_all_classes(train)
+        division, labels = settings.resolved_partition, train.labels.cpu().numpy()
+        parts = partition(labels, division, train.spec.classes)
+        self.private = PrivateRun(settings, self.context) if settings.privacy is not None else None
+        headline = []
+        if self.private is not None:
+            self.private.check_round(1)  # a cap that allows no round at all is the user's mistake, not a run that ended early
+            headline = self.private.headline()
+            self.context = replace(self.context, privacy=self.private.privacy)
+        self.folder = None
+        if output is not None:
+            self.folder = RunFolder(output, f"{self.method.name}-{train.spec.name}", private=self.private is not None)
+        if self.folder is not None:
+            self.folder.write_config(to_toml(settings.to_mapping()))
+            self.folder.write_partition(count_matrix(labels, parts, train.spec.classes))
+            if self.private is not None:
+                self.private.keep_ledgers_in(self.folder.path / "ledger")
+        self.groups = self._groups(train, [torch.from_numpy(p) for p in parts])
+        for line in headline:
+            observer.note(line)
+        self.state = ServerState({name: t.to(self.context.device) for name, t in self.context.architecture.state_dict().items()})
+        self.memories: dict[int, Memory] = {}
+        self.uploads: dict[int, Message] = {}
+        self.metrics: list[dict[str, Any]] = []
+        self.deviations: list[str] = []
+
+    def run(self) -> RunResult:
+        for number in range(1, self.settings.rounds + 1):
+            started = time.perf_counter()
+            try:
+                if self.private is not None:
+                    self.private.check_round(number)
+                    self.private.charge_unprotected(number)
+                self._round(replace(self.context, round=number))
+            except BudgetExceededError as error:  # in the round itself only if another process charged the same ledger meanwhile
+                self.deviations.append(f"ended after {number - 1} of {self.settings.rounds} rounds: {error}")
+                self.observer.note(self.deviations[-1])
+                break
+            self._record(number, started)
+        return self._finish()
+
+    def _groups(self, train: ImageData, parts: list[Tensor]) -> list[ClientGroup]:
+        at_once = self.method.clients_at_once(train.spec.classes)
+        groups: list[ClientGroup] = []
+        for first in range(0, len(parts), at_once):
+            ids = range(first, min(first + at_once, len(parts)))
+            mine = [parts[k] for k in ids]
+            if self.private is None or not self.private.guaranteed:
+                groups.append(OpenClients(ids, train, mine))
+            else:
+                guards, secrets = self.private.guards[first : ids.stop], self.private.secrets[first : ids.stop]
+                groups.append(PrivateClients(ids, train, mine, guards, secrets))
+        return groups
+
+    def _round(self, context: RoundContext) -> None:
+        message = self.method.broadcast(self.state, context)
+        uploads: dict[int, Message] = {}
+        memories: dict[int, Memory] = {}
+        for group in self.groups:
+            report = _GroupReport(self.observer, context.round, len(uploads), len(group.ids), self.settings.partition.clients)
+            kept = [self.memories.get(k, {}) for k in group.ids]
+            results = self.method.client_step(message, group, kept, replace(context, report=report))
+            for k, (upload, memory) in zip(group.ids, results, strict=True):
+                if type(upload) is not self.method.upload:  # what was declared, and checked, is what is sent
+                    raise TypeError(
+                        f"{self.method.name} declares uploads of type {self.method.upload.__name__}, got {type(upload).__name__}"
+                    )
+                _check_finite(dict(upload.arrays()), f"client {k}", context.round)
+                uploads[k], memories[k] = upload, memory
+        report_server = replace(context, report=lambda phase, done, total: self.observer.step(context.round, phase, done, total))
+        state = self.method.server_step(self.state, list(uploads.values()), report_server)
+        _check_finite(state.parameters, "server's model", context.round)
+        self.state, self.uploads = state, uploads
+        self.memories.update(memories)
+
+    def _record(self, number: int, started: float) -> None:
+        row: dict[str, Any] = {"round": number}
+        if number % self.settings.evaluate_every == 0 or number == self.settings.rounds:
+            row["test_accuracy"] = self._accuracy()
+        if self.private is not None and self.private.guaranteed:
+            row["epsilon"] = self.private.epsilon()
+        row["upload_floats"] = sum(u.floats for u in self.uploads.values())
+        row["upload_bytes"] = sum(u.nbytes for u in self.uploads.values())
+        row["client_upload_bytes"] = [u.nbytes for u in self.uploads.values()]
+        row["seconds"] = round(time.perf_counter() - started, 3)
+        self.metrics.append(row)
+        if self.folder is not None:
+            self.folder.append_metrics(row)
+        self.observer.round_ended(row)
+
+    def _accuracy(self) -> float:
+        return accuracy(self.context.load(self.state.parameters), self.test)
+
+    def _finish(self) -> RunResult:
+        last = self.metrics[-1] if self.metrics else {}
+        final = last["test_accuracy"] if "test_accuracy" in last else self._accuracy()
+        report, summary = None, self._summary(final)
+        if self.private is not None:
+            ledgers = {ledger.client: ledger for ledger in self.private.ledgers}
+            report = build_report(self.private.report_context(len(self.metrics), self.deviations), ledgers)
+        if self.folder is not None:
+            self.folder.write_model(self.state.parameters)
+            sets = [(k, u.images, u.labels) for k, u in self.uploads.items() if isinstance(u, SyntheticSet)]
+            if sets:
+                self.folder.write_synthetic(sets, self.context.spec)
+            if report is not None:
+                write_report(report, self.folder.path)
+            summary["folder"] = str(self.folder.finish(summary))
+        model, folder = self.context.load(self.state.parameters), self.folder.path if self.folder else None
+        return RunResult(self.settings, final, self.metrics, model, self.uploads, report, folder, summary)
+
+    def _summary(self, final: float) -> dict[str, Any]:
+        summary: dict[str, Any] = {
+            "method": self.method.name,
+            "dataset": self.context.spec.name,
+            "rounds": len(self.metrics),
+            "test_accuracy": final,
+            "upload_bytes": sum(row["upload_bytes"] for row in self.metrics),
+            "upload_floats_per_round": self.metrics[-1]["upload_floats"] if self.metrics else 0,
+            "seconds": round(sum(row["seconds"] for row in self.metrics), 3),
+            "device": str(self.context.device),
+            "seed": self.settings.seed,
+        }
+        if self.private is not None:
+            guarantee = (
+                {"epsilon": self.private.epsilon(), "delta": self.private.privacy.delta} if self.private.guaranteed else {}
+            )
+            mechanism = {"noise_multiplier": self.private.privacy.noise_multiplier, "mechanism": self.private.plan.mechanism}
+            summary["differential_privacy"] = {"guarantee": self.private.guaranteed, **guarantee, **mechanism}
+        return summary
+
+
+def _context(settings: RunSettings, train: ImageData) -> RoundContext:
+    """What all rounds share; from public settings and the specification alone."""
+    spec, privacy = train.spec, settings.privacy
+    declared = privacy.nominal_size if privacy is not None else None
+    return RoundContext(
         round=1,
         seed=settings.seed,
-        device=device,
+        device=train.labels.device,
         spec=spec,
-        architecture=architecture,
-        nominal_size=nominal or spec.train_size / settings.partition.clients,
+        architecture=build_model(settings.model, spec.image_shape, spec.classes, settings.seed),
+        nominal_size=declared or spec.train_size / settings.partition.clients,
     )
-    private = PrivateRun(settings, context) if settings.privacy is not None else None
-    if private is not None:
-        private.check_round(1)  # a cap that allows no round at all is the user's mistake, not a run that ended early
-    if private is None:
-        require_all_classes(train)
-    parts = partition(train.labels.cpu().numpy(), settings.partition, spec.classes)
-    counts = count_matrix(train.labels.cpu().numpy(), parts, spec.classes)
-    folder = RunFolder(output, f"{settings.method.name}-{spec.name}") if output is not None else None
-    if folder is not None:
-        folder.write_config(to_toml(settings.to_mapping()))
-        folder.write_partition(counts)
-        if private is not None:
-            private.keep_ledgers_in(folder.path / "ledger")
-    groups = _groups(settings, train.to(device), [torch.from_numpy(p) for p in parts], private)
-    if private is not None:
-        context = replace(context, privacy=private.privacy)
-        for line in private.headline():
-            observer.note(line)
-    progress = _Progress(ServerState({name: t.to(device) for name, t in architecture.state_dict().items()}))
-    _run_rounds(settings, context, groups, test.to(device), private, progress, observer, folder)
-    return _finish(settings, context, private, progress, folder, observer)
 
 
-def _groups(settings: RunSettings, train: ImageData, parts: Sequence[Tensor], private: PrivateRun | None) -> list[ClientGroup]:
-    at_once = settings.method.clients_at_once(train.spec.classes)
-    groups: list[ClientGroup] = []
-    for first in range(0, len(parts), at_once):
-        ids = range(first, min(first + at_once, len(parts)))
-        mine = [parts[k] for k in ids]
-        if private is None or not private.guaranteed:
-            groups.append(OpenClients(ids, train, mine))
-        else:
-            groups.append(PrivateClients(ids, train, mine, [private.guards[k] for k in ids], [private.secrets[k] for k in ids]))
-    return groups
-
-
-def _run_rounds(
-    settings: RunSettings,
-    context: RoundContext,
-    groups: Sequence[ClientGroup],
-    test: ImageData,
-    private: PrivateRun | None,
-    progress: _Progress,
-    observer: Observer,
-    folder: RunFolder | None,
-) -> None:
-    for round in range(1, settings.rounds + 1):
-        started = time.perf_counter()
-        if private is not None:
-            try:
-                private.check_round(round)
-            except BudgetExceededError as error:
-                progress.deviations.append(f"ended after {round - 1} of {settings.rounds} rounds: {error}")
-                observer.note(progress.deviations[-1])
-                return
-            if not private.guaranteed:
-                private.charge_unprotected(round)
-        _one_round(settings, replace(context, round=round), groups, progress, observer)
-        row: dict[str, Any] = {"round": round}
-        if round % settings.evaluate_every == 0 or round == settings.rounds:
-            row["test_accuracy"] = accuracy(context.load(progress.state.parameters), test)
-        if private is not None and private.guaranteed:
-            row["epsilon"] = private.epsilon()
-        row["upload_floats"] = sum(u.floats for u in progress.uploads.values())
-        row["upload_bytes"] = sum(u.nbytes for u in progress.uploads.values())
-        row["seconds"] = round_to(time.perf_counter() - started)
-        progress.metrics.append(row)
-        if folder is not None:
-            folder.append_metrics(row)
-        observer.round_ended(row)
-
-
-def _one_round(
-    settings: RunSettings, context: RoundContext, groups: Sequence[ClientGroup], progress: _Progress, observer: Observer
-) -> None:
-    method, clients = settings.method, sum(len(group.ids) for group in groups)
-    message = method.broadcast(progress.state, context)
-    done = 0
-    for group in groups:
-        report = _GroupReport(observer, context.round, done, len(group.ids), clients)
-        memories = [progress.memories.get(k, {}) for k in group.ids]
-        results = method.client_step(message, group, memories, replace(context, report=report))
-        for k, (upload, memory) in zip(group.ids, results, strict=True):
-            _check_finite(dict(upload.arrays()), f"client {k}", context.round)
-            progress.uploads[k], progress.memories[k] = upload, memory
-        done += len(group.ids)
-    uploads = [progress.uploads[k] for k in sorted(progress.uploads)]
-    server = replace(context, report=lambda phase, step, total: observer.step(context.round, phase, step, total))
-    progress.state = method.server_step(progress.state, uploads, server)
-    _check_finite(progress.state.parameters, "server's model", context.round)
-
-
-def _check_finite(tensors: Mapping[str, Tensor], whose: str, round: int) -> None:
+def _check_finite(tensors: Mapping[str, Tensor], whose: str, number: int) -> None:
     """One look at each result, outside the hot loops; a NaN would otherwise spread over the whole federation unseen."""
     for name, tensor in tensors.items():
         if not bool(torch.isfinite(tensor).all()):
             raise DivergedError(
-                f"round {round}: {name} of the {whose} is not finite: its optimisation diverged; lower the learning rate "
+                f"round {number}: {name} of the {whose} is not finite: its optimisation diverged; lower the learning rate "
                 "(--set image_lr=…, lr=… or server_lr=…) or use a smaller --depth"
             )
 
@@ -212,69 +260,10 @@ class _GroupReport:
     """Turns one group's steps into the round's: `before` clients are done, `share` are in the group."""
 
     observer: Observer
-    round: int
+    number: int
     before: int
     share: int
     clients: int
 
     def __call__(self, phase: str, done: int, total: int) -> None:
-        self.observer.step(self.round, phase, self.before * total + done * self.share, self.clients * total)
-
-
-def _finish(
-    settings: RunSettings,
-    context: RoundContext,
-    private: PrivateRun | None,
-    progress: _Progress,
-    folder: RunFolder | None,
-    observer: Observer,
-) -> RunResult:
-    done = len(progress.metrics)
-    accuracies = [row["test_accuracy"] for row in progress.metrics if "test_accuracy" in row]
-    report = None
-    if private is not None:
-        report = build_report(
-            private.report_context(done, progress.deviations), {ledger.client: ledger for ledger in private.ledgers}
-        )
-    summary: dict[str, Any] = {
-        "method": settings.method.name,
-        "dataset": context.spec.name,
-        "rounds": done,
-        "test_accuracy": accuracies[-1] if accuracies else None,
-        "upload_bytes": sum(row["upload_bytes"] for row in progress.metrics),
-        "upload_floats_per_round": progress.metrics[-1]["upload_floats"] if done else 0,
-        "seconds": round_to(sum(row["seconds"] for row in progress.metrics)),
-        "device": str(context.device),
-        "seed": settings.seed,
-    }
-    if private is not None:
-        summary["differential_privacy"] = {
-            "guarantee": private.guaranteed,
-            **({"epsilon": private.epsilon(), "delta": private.privacy.delta} if private.guaranteed else {}),
-            "noise_multiplier": private.privacy.noise_multiplier,
-            "mechanism": private.plan.mechanism,
-        }
-    if folder is not None:
-        folder.write_model(progress.state.parameters)
-        sets = [(k, u.images, u.labels) for k, u in sorted(progress.uploads.items()) if isinstance(u, SyntheticSet)]
-        if sets:
-            folder.write_synthetic(sets, context.spec)
-        if report is not None:
-            write_report(report, folder.path)
-        summary["folder"] = str(folder.finish(summary))
-    model = context.load(progress.state.parameters)
-    return RunResult(
-        settings,
-        accuracies[-1] if accuracies else float("nan"),
-        progress.metrics,
-        model,
-        progress.uploads,
-        report,
-        folder.path if folder else None,
-        summary,
-    )
-
-
-def round_to(seconds: float) -> float:
-    """Seconds to the millisecond, for people."""
-    return float(f"{seconds:.3f}")
+        self.observer.step(self.number, phase, self.before * total + done * self.share, self.clients * total)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import ClassVar
@@ -22,8 +22,7 @@ from fedsynth.core.method import Memory, Method, PrivatePlan, RoundContext, Serv
 from fedsynth.core.random import torch_generator
 from fedsynth.errors import SettingError
 from fedsynth.models.registry import parameter_count
-from fedsynth.privacy.dpsgd import DpSgdSettings, check_model, dp_sgd
-from fedsynth.privacy.mechanisms import GaussianSums
+from fedsynth.privacy.dpsgd import DpSgdSettings, check_model
 from fedsynth.privacy.settings import PrivacySettings
 from fedsynth.synthesizer.training import SgdSettings, train_on
 
@@ -98,11 +97,8 @@ class FedAvg(Method):
         plan = self.private_plan(privacy, context)
         settings = DpSgdSettings(self.lr, plan.sample_rate * context.nominal_size, self.momentum, self.weight_decay)
 
-        def train(position: int, images: Callable[[Tensor], Tensor], labels_N: Tensor, series: GaussianSums) -> None:
-            dp_sgd(models[position], images, labels_N, series, plan.steps, settings)
-            context.report("local training", position + 1, len(models))
-
-        clients.fit(clients.charge(plan.release(context.round, privacy.noise_multiplier), 1), train)
+        series = clients.charge(plan.release(context.round, privacy.noise_multiplier), 1)
+        clients.fit(series, models, plan.steps, settings, lambda done: context.report("local training", done, len(models)))
 
 
 def average(uploads: Sequence[ModelParameters]) -> dict[str, Tensor]:

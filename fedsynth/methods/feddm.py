@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from fedsynth.core.client import ClientGroup, OpenClients, PrivateClients, Segments
-from fedsynth.core.messages import Message, ModelParameters, parameters_of
-from fedsynth.core.method import Memory, Method, PrivatePlan, RoundContext, ServerState, check_choice, check_ranges
+from fedsynth.core.messages import Message, parameters_of
+from fedsynth.core.method import Memory, PrivatePlan, RoundContext, check_choice, check_ranges
 from fedsynth.core.random import torch_generator
 from fedsynth.errors import SettingError
 from fedsynth.privacy.randomness import SecretGenerator
@@ -30,27 +30,30 @@ from fedsynth.synthesizer.batches import SMALL_CLASS, BatchIndices
 from fedsynth.synthesizer.condensation import condense
 from fedsynth.synthesizer.matching import ExactMatcher, GradientMatcher, Matcher, PaperMatcher, ResidualMatcher
 from fedsynth.synthesizer.perturbation import READINGS, Perturbations
-from fedsynth.synthesizer.sets import SyntheticSet, noise_start, real_start, split_uploads, train_on_union
-from fedsynth.synthesizer.training import SgdSettings
+from fedsynth.synthesizer.server import TrainsOnUnion
+from fedsynth.synthesizer.sets import SyntheticSet, noise_start, real_start, split_uploads
 
 
 @dataclass(frozen=True)
-class FedDM(Method):
+class FedDM(TrainsOnUnion):
     """Settings, with the paper's values; those that the paper leaves open say why they are as they are.
 
+    A step uses all synthetic images of a class: with ipc of 10 there is nothing to sample, and its gradient is the exact one.
+
     Args:
+        radius: ρ of the ball around w_r, for the perturbation and for the server's projection. server_*: see `TrainsOnUnion`.
         ipc: images per class (10 on MNIST and CIFAR-10, 5 on CIFAR-100).
         iterations: T, condensation steps in a round.
         image_lr: η_c. image_momentum: 0, as Algorithm 1 has plain gradient steps (distribution matching's code uses 0.5).
         batch: real images of a class in a step.
-        radius: ρ of the ball around w_r, for the perturbation and for the server's projection.
         min_examples: a client sends a class if it has at least so many examples of it (inferred from the paper's Table 3). DP off only.
-        restart: False keeps S over the rounds: Algorithm 1's ClientUpdate has no initialisation. True starts anew each round.
+        restart: False keeps S over the rounds: Algorithm 1's ClientUpdate has no initialisation. True goes back to the start images each
+            round.
         perturbation: "sphere" (rescaling a Gaussian in 300,000 dimensions always ends on the sphere) or "ball" (uniform radius).
-        augment: "none" (the paper mentions none) or "siamese". flip: whether "siamese" may mirror; off, as digits and letters are not symmetric.
+        augment: "none" (the paper mentions none) or "siamese". flip: whether "siamese" may mirror; off, as digits and letters are not
+            symmetric.
         small_class: classes smaller than the batch: "all" examples (the exact mean) or "resample".
         logit_weight: weight b of the logits beside the embedding; 1 is Eq. 9.
-        server_*: SGD on the union; momentum and weight decay are not in the paper and follow distribution matching's public code.
     """
 
     name: ClassVar[str] = "feddm"
@@ -64,7 +67,6 @@ class FedDM(Method):
     image_lr: float = 1.0
     image_momentum: float = 0.0
     batch: int = 256
-    radius: float = 5.0
     min_examples: int = 10
     restart: bool = False
     perturbation: str = "sphere"
@@ -72,17 +74,11 @@ class FedDM(Method):
     flip: bool = False
     small_class: str = "all"
     logit_weight: float = 1.0
-    server_epochs: int = 500
-    server_batch: int = 256
-    server_lr: float = 0.01
-    server_momentum: float = 0.9
-    server_weight_decay: float = 5e-4
 
     def __post_init__(self) -> None:
-        check_ranges(self, ipc=(1, inf), batch=(1, inf), iterations=(1, inf), min_examples=(0, inf), radius=(0, inf))
+        super().__post_init__()
+        check_ranges(self, ipc=(1, inf), batch=(1, inf), iterations=(1, inf), min_examples=(0, inf))
         check_ranges(self, image_lr=(0, inf), image_momentum=(0, 1), logit_weight=(0, inf))
-        check_ranges(self, server_epochs=(0, inf), server_batch=(1, inf), server_lr=(0, inf), server_momentum=(0, 1))
-        check_ranges(self, server_weight_decay=(0, inf))
         check_choice("augment", self.augment, ("none", "siamese"))
         check_choice("perturbation", self.perturbation, READINGS)
         check_choice("small_class", self.small_class, SMALL_CLASS)
@@ -93,9 +89,6 @@ class FedDM(Method):
     def check_model(self, model: nn.Module) -> None:
         if any(isinstance(layer, nn.modules.batchnorm._BatchNorm) for layer in model.modules()):
             raise SettingError("feddm matches per-example features, which batch norm does not have; use --norm instance or group")
-
-    def broadcast(self, state: ServerState, context: RoundContext) -> Message:
-        return ModelParameters(state.parameters, 1.0)
 
     def client_step(
         self, message: Message, clients: ClientGroup, memories: Sequence[Memory], context: RoundContext
@@ -119,16 +112,6 @@ class FedDM(Method):
         )
         uploads = split_uploads(images, segments, len(clients.ids))
         return [(upload, {"images": upload.images}) for upload in uploads]
-
-    def server_step(self, state: ServerState, uploads: Sequence[Message], context: RoundContext) -> ServerState:
-        model = context.load(state.parameters)
-        train_on_union(model, uploads, self.server_sgd(), context)
-        return ServerState(model.state_dict())
-
-    def server_sgd(self) -> SgdSettings:
-        return SgdSettings(
-            self.server_epochs, self.server_batch, self.server_lr, self.server_momentum, self.server_weight_decay, self.radius
-        )
 
     def private_plan(self, privacy: PrivacySettings, context: RoundContext) -> PrivatePlan:
         """T releases a round. Default clips are public: for `residual` about the norm of a matched residual of instance-normalised

@@ -45,6 +45,8 @@ def condense(
         report: hears the number of steps done; the loop itself never waits for the device.
     """
     synthetic = synthetic_SICHW.detach().clone()
+    if not len(synthetic):  # no client of the group has a class to send
+        return synthetic
     velocity = torch.zeros_like(synthetic)
     for step in range(steps):
         augment = draw_augmentation() if draw_augmentation is not None else None

@@ -24,14 +24,14 @@ class SyntheticSet(Message):
     labels: Tensor = public("with DP on every class is sent, with the same number of images")
 
 
-def real_start(clients: OpenClients, segments: Segments, ipc: int, seed: int) -> Tensor:
+def real_start(clients: OpenClients, segments: Segments, ipc: int, seed: int, draw: int = 0) -> Tensor:
     """`ipc` random real images of each segment, [S, ipc, C, H, W]; a class with fewer repeats some.
 
-    The draw depends on (seed, client) alone, so REAL and FedDM with one seed start from the same images.
+    What is drawn depends on (seed, client, draw) alone, so REAL and FedDM with one seed start from the same images.
     """
     chosen: list[Tensor] = []
     for position, client in enumerate(clients.ids):
-        generator = torch_generator(seed, "start images", client)
+        generator = torch_generator(seed, "start images", client, draw)
         for label in segments.label[segments.of(position)].tolist():
             pool = clients.examples(position, label)
             order = torch.randperm(len(pool), generator=generator)

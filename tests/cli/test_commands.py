@@ -25,7 +25,7 @@ def test_partition_prints_who_has_what(fedsynth: Callable[..., Any], tmp_path: P
     assert lines[0].split() == ["client", "examples", *"0123456789"]
     assert [line.split()[0] for line in lines[1:4]] == ["0", "1", "2"]
     assert sum(int(line.split()[1]) for line in lines[1:4]) == 1438
-    assert "floats uploaded a round" in lines[-1]
+    assert "floats a round" in lines[-1]
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert shown.stdout == fedsynth("partition", "--clients", "3").stdout
     assert shown.stdout != fedsynth("partition", "--clients", "3", "--seed", "1").stdout
@@ -79,7 +79,7 @@ def test_an_interrupted_run_says_so(fedsynth: Callable[..., Any], tmp_path: Path
     def interrupt(*args: object, **kwargs: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("fedsynth.federation.simulation._one_round", interrupt)
+    monkeypatch.setattr("fedsynth.federation.simulation._Simulation._round", interrupt)
     run = fedsynth("train", "--device", "cpu", "--output", str(tmp_path / "out"))
     assert run.code == 130
     assert run.stderr == "fedsynth: interrupted; the run folder keeps its .incomplete ending\n"

@@ -174,3 +174,13 @@ def test_a_cap_that_allows_no_round_leaves_nothing(tmp_path: Path, method: str) 
     with pytest.raises(BudgetExceededError, match=r"above the cap 0\.001"):
         simulate(settings, data=load_dataset("digits"), output=tmp_path / "out")
     assert names(tmp_path) == set()
+
+
+def test_private_folders_keep_seconds_apart(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path, "feddm-digits", private=True)
+    folder.write_partition(np.ones((2, 3), dtype=np.int64))
+    folder.append_metrics({"round": 1, "epsilon": 0.5, "seconds": 1.25})
+    finished = folder.finish({"rounds": 1, "seconds": 1.25})
+    assert json.loads((finished / "metrics.jsonl").read_text()) == {"round": 1, "epsilon": 0.5}
+    assert "seconds" not in json.loads((finished / "summary.json").read_text())
+    assert json.loads((finished / "simulation_only" / "timings.jsonl").read_text()) == {"round": 1, "seconds": 1.25}

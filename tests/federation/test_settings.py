@@ -70,8 +70,8 @@ def test_text_is_converted() -> None:
 
 
 def test_the_partition_follows_the_seed_unless_it_has_its_own() -> None:
-    assert resolve({"run": {"seed": 5}}).partition.seed == 5
-    assert resolve({"run": {"seed": 5}, "partition": {"seed": 1}}).partition.seed == 1
+    assert resolve({"run": {"seed": 5}}).resolved_partition.seed == 5
+    assert resolve({"run": {"seed": 5}, "partition": {"seed": 1}}).resolved_partition.seed == 1
 
 
 def test_no_privacy_settings_mean_no_privacy() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -66,12 +67,8 @@ def test_charged_rows_are_the_rounds_that_ran_and_the_report_holds_them(tmp_path
     assert result.folder is not None
     ledgers = sorted((result.folder / "ledger").iterdir())
     assert len(ledgers) == 3
-    identifier = Ledger  # the header names the data set, so reading needs the same
-    header = ledgers[0].read_text().splitlines()[0]
-    import json
-
-    dataset = json.loads(header)["dataset"]
-    rows = identifier("client-000", ledgers[0], dataset=dataset).releases
+    dataset = json.loads(ledgers[0].read_text().splitlines()[0])["dataset"]
+    rows = Ledger("client-000", ledgers[0], dataset=dataset).releases
     assert [(r.round, r.steps) for r in rows] == [(1, 2), (2, 2)]
     spent = epsilon(rows, 1e-5)
     assert result.metrics[-1]["epsilon"] == pytest.approx(spent)
@@ -128,9 +125,12 @@ def test_real_is_refused_with_differential_privacy() -> None:
 
 
 def test_delta_is_checked_against_the_public_bound() -> None:
+    simulate(tiny(noise_multiplier=3.0, delta=5e-4))
     with pytest.raises(PrivacySettingError, match="1/max-records"):
-        simulate(tiny(noise_multiplier=3.0, delta=1e-3))
-    simulate(tiny(noise_multiplier=3.0, delta=1e-3, max_records=1000))
+        simulate(tiny(noise_multiplier=3.0, delta=5e-4, max_records=10_000))
+    for bound in (0, 1000):
+        with pytest.raises(PrivacySettingError, match="below the 1438 records"):
+            simulate(tiny(noise_multiplier=3.0, max_records=bound))
 
 
 def test_a_class_nobody_has_is_refused_only_without_privacy() -> None:
@@ -186,3 +186,70 @@ def test_clients_without_enough_examples_send_nothing_and_a_run_without_images_i
         simulate(many)
     some = replace(many, method=replace(many.method, min_examples=1))  # type: ignore[call-arg]
     assert simulate(some).summary["upload_floats_per_round"] > 0
+
+
+def test_accuracy_is_the_test_sets() -> None:
+    """A test set whose labels are the model's own predictions gives 1, one of other labels gives 0, whatever the training set."""
+    from fedsynth.data.images import ImageData, normalise
+    from fedsynth.data.load import load_dataset
+
+    train, test = load_dataset("digits")
+    model = simulate(tiny(), data=(train, test)).model
+    with torch.no_grad():
+        predicted = model(normalise(test.images, test.spec)).argmax(dim=1)
+    for shift, expected in ((0, 1.0), (1, 0.0)):
+        labelled = ImageData(test.images, (predicted + shift) % 10, test.spec)
+        assert simulate(tiny(), data=(train, labelled)).accuracy == expected
+
+
+def test_your_own_data_keep_their_name_and_ledger(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+
+    def data(name: str) -> Any:
+        return from_arrays(
+            rng.integers(0, 256, (200, 1, 8, 8)).astype(np.uint8), np.arange(200) % 10, replace(dataset_spec("digits"), name=name)
+        )
+
+    settings = tiny(noise_multiplier=3.0, ledger=tmp_path / "ledgers")
+    mine, yours = data("mine"), data("yours")
+    result = simulate(settings, data=(mine, mine), output=tmp_path)
+    assert result.folder is not None
+    assert 'dataset = "mine"' in (result.folder / "config.toml").read_text()
+    with pytest.raises(LedgerError, match="belongs to"):
+        simulate(settings, data=(yours, yours))
+    with pytest.raises(DataError, match="same specification"):
+        simulate(settings, data=(mine, yours))
+
+
+def test_four_channels_run_to_the_end_without_a_picture(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    spec = replace(dataset_spec("digits"), name="four", channels=4, mean=(0.5,) * 4, std=(0.25,) * 4)
+    data = from_arrays(rng.integers(0, 256, (200, 4, 8, 8)).astype(np.uint8), np.arange(200) % 10, spec)
+    folder = simulate(tiny(), data=(data, data), output=tmp_path).folder
+    assert folder is not None
+    assert (folder / "synthetic.safetensors").exists()
+    assert not (folder / "synthetic.png").exists()
+
+
+def test_the_last_round_is_always_evaluated() -> None:
+    rows = [Release(1, "x", "x", "x", 3.0, 1.0, 1.0, "full", 2, 1)]
+    capped = replace(tiny(noise_multiplier=3.0, epsilon=epsilon(rows, 1e-5) * 1.05), evaluate_every=5)
+    result = simulate(capped)
+    assert len(result.metrics) == 1
+    assert 0 < result.accuracy <= 1
+    assert result.summary["test_accuracy"] == result.accuracy
+
+
+def test_the_runs_seed_divides_the_data() -> None:
+    settings = replace(tiny(), seed=5)
+    assert settings.resolved_partition.seed == 5
+    assert replace(settings, partition=replace(settings.partition, seed=7)).resolved_partition.seed == 7
+
+
+def test_the_models_first_weights_come_from_the_seed() -> None:
+    still = {"server_epochs": 0}
+    first, second = (
+        simulate(replace(tiny(), rounds=1, seed=seed, method=replace(tiny().method, **still))).model
+        for seed in (0, 1)  # type: ignore[call-arg]
+    )
+    assert not same(first, second)

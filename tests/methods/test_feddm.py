@@ -170,3 +170,77 @@ def test_settings_are_validated() -> None:
     assert FedDM.from_mapping({"ipc": "5", "restart": "true"}) == FedDM(ipc=5, restart=True)
     with pytest.raises(SettingError, match="batch norm"):
         FedDM().check_model(build_model(ModelSettings(norm="batch"), SPEC.image_shape, 10, 0))
+
+
+def test_the_papers_defaults() -> None:
+    """FedDM, Secs. 4.1 and App. D.3; a change here is a change of the method."""
+    m = FedDM()
+    assert (m.ipc, m.iterations, m.image_lr, m.image_momentum, m.batch, m.radius) == (10, 1000, 1.0, 0.0, 256, 5.0)
+    assert (m.server_epochs, m.server_batch, m.server_lr) == (500, 256, 0.01)
+    assert (m.min_examples, m.restart, m.perturbation, m.augment, m.small_class, m.logit_weight) == (
+        10,
+        False,
+        "sphere",
+        "none",
+        "all",
+        1.0,
+    )
+
+
+@pytest.mark.parametrize("change", [{}, {"logit_weight": 0.3}, {"image_momentum": 0.5}, {"radius": 1.0}])
+def test_a_whole_round_equals_plain_torch(change: dict[str, float]) -> None:
+    """Two clients, two rounds: perturbed networks, full batches, images kept, union training in the ball, all written out plainly."""
+    from fedsynth.core.random import torch_generator
+    from fedsynth.synthesizer.sets import real_start
+
+    method = replace(FAST, iterations=3, server_epochs=2, server_batch=5, server_lr=0.05, min_examples=1, **change)  # type: ignore[arg-type]
+    clients, base = open_clients((0, 1)), context()
+    data, spec = from_arrays(images(), LABELS, SPEC), SPEC
+    x = (data.images.float() / 255 - torch.tensor(spec.mean)) / torch.tensor(spec.std)
+    state = ServerState(base.architecture.state_dict())
+    memories: list[dict[str, torch.Tensor]] = [{}, {}]
+    model = base.load(state.parameters)
+    segments = clients.segments(1)
+    S = [s.clone() for s in real_start(clients, segments, 2, 0)]
+    for number in (1, 2):
+        ctx = replace(base, round=number)
+        results = method.client_step(method.broadcast(state, ctx), clients, memories, ctx)
+        memories = [dict(memory) for _, memory in results]
+        state = method.server_step(state, [u for u, _ in results], ctx)
+        generator, velocity = torch_generator(0, "parameter perturbation", number), [torch.zeros_like(s) for s in S]
+        for _ in range(3):
+            flat = torch.cat([p.detach().flatten() for p in model.parameters()])
+            noise = torch.empty_like(flat).normal_(generator=generator)
+            w = base.load(model.state_dict())
+            torch.nn.utils.vector_to_parameters(flat + noise * min(1.0, method.radius / float(noise.norm())), w.parameters())
+            for i, (position, label) in enumerate(zip(segments.position.tolist(), segments.label.tolist(), strict=True)):
+                part = PARTS[position]
+                real = x[part[torch.from_numpy(LABELS)[part] == label]]
+                leaf = S[i].clone().requires_grad_()
+                h_loss = (w.embed(leaf).mean(0) - w.embed(real).mean(0)).square().sum()  # type: ignore[operator]
+                z_loss = (w(leaf).mean(0) - w(real).mean(0)).square().sum()
+                loss = h_loss + method.logit_weight**2 * z_loss
+                velocity[i] = method.image_momentum * velocity[i] + torch.autograd.grad(loss, leaf)[0]
+                S[i] = S[i] - method.image_lr * velocity[i]
+        start = torch.cat([p.detach().flatten() for p in model.parameters()])
+        union, labels = torch.cat(S), segments.label.repeat_interleave(2)
+        optimiser = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=5e-4)
+        shuffle = torch_generator(0, "server training", number)
+        for _ in range(2):
+            for part in torch.randperm(len(labels), generator=shuffle).split(5):
+                optimiser.zero_grad()
+                torch.nn.functional.cross_entropy(model(union[part]), labels[part]).backward()
+                optimiser.step()
+                offset = torch.cat([p.detach().flatten() for p in model.parameters()]) - start
+                torch.nn.utils.vector_to_parameters(
+                    start + offset * min(1.0, method.radius / float(offset.norm())), model.parameters()
+                )
+    sent = torch.cat([dict(u.arrays())["images"] for u, _ in results])
+    torch.testing.assert_close(sent, torch.cat(S), atol=1e-4, rtol=1e-3)
+    for name, expected in model.state_dict().items():
+        torch.testing.assert_close(state.parameters[name], expected, atol=1e-4, rtol=1e-3)
+
+
+def test_siamese_augmentation_reaches_the_matching() -> None:
+    still, moving = upload(FAST, context(), open_clients()), upload(replace(FAST, augment="siamese"), context(), open_clients())
+    assert not torch.allclose(still.images, moving.images)

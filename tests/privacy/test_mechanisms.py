@@ -208,3 +208,49 @@ def test_class_sums_equal_a_loop_over_clients_and_classes() -> None:
                 (normalise(data.images[i : i + 1], data.spec).flatten() + 10 * client + label for i in mine), torch.zeros(64)
             )
             torch.testing.assert_close(out[10 * client + label], expected, atol=1e-3, rtol=1e-4)
+
+
+def test_widths_must_be_those_that_were_charged() -> None:
+    """A narrower noise would be broadcast: one draw shared by all coordinates, and subtracting two of them shows the clean sum."""
+    s = series(width=1)
+    s.sample(2)
+    with pytest.raises(PrivacyError, match="rows of 1 coordinates"):
+        s.add(torch.ones(2, 4), torch.zeros(2, dtype=torch.int64))
+    ledger = Ledger("c")
+    with pytest.raises(PrivacyError, match="equal width"):
+        GaussianSums(release(groups=1, width=19), 10, Guard(ledger, 1e-5, None), SecretGenerator())
+    assert ledger.releases == ()
+
+
+def test_two_series_of_one_client_have_other_noise() -> None:
+    """Catches: noise reused across rounds."""
+    secret, draws = SecretGenerator(), []
+    for _ in range(2):
+        s = series(secret, width=500)
+        s.sample(0)
+        draws.append(s.release().flatten())
+    assert torch.corrcoef(torch.stack(draws))[0, 1].abs() < 0.15
+
+
+def test_no_batch_is_capped_and_every_mask_is_the_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches: truncated batches, masks that do not come from the client's secret; more records than a chunk holds."""
+    rng, records = np.random.default_rng(0), 1300
+    labels = rng.integers(0, 10, records)
+    data = from_arrays(rng.integers(0, 256, (records, 1, 8, 8)).astype(np.uint8), labels, dataset_spec("digits"))
+    masks: list[tuple[int, float, Tensor]] = []
+    draw = SecretGenerator.poisson_sample
+
+    def spy(self: SecretGenerator, n: int, rate: float) -> Tensor:
+        masks.append((n, rate, draw(self, n, rate)))
+        return masks[-1][2]
+
+    monkeypatch.setattr(SecretGenerator, "poisson_sample", spy)
+    group = PrivateClients([0], data, [torch.arange(records)], [Guard(Ledger("0"), 1e-5, None)], [SecretGenerator()])
+    charged = group.charge(release(sigma=1e-12, clip=1e6, rate=0.9, steps=3, groups=10, width=1), 10)
+    for step in range(3):
+        out = group.class_sums(charged, lambda x, segment: torch.ones(len(x), 1))
+        n, rate, mask = masks[step]
+        assert (n, rate) == (records, 0.9)
+        torch.testing.assert_close(out[:, 0], torch.bincount(data.labels[mask], minlength=10).float(), atol=1e-3, rtol=0)
+    assert len(masks) == 3
+    assert not torch.equal(masks[0][2], masks[1][2])

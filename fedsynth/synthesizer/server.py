@@ -1,0 +1,45 @@
+"""What methods share whose clients send images: the server trains on the union of all sets."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import inf
+
+from fedsynth.core.messages import Message, ModelParameters
+from fedsynth.core.method import Method, RoundContext, ServerState, check_ranges
+from fedsynth.synthesizer.sets import train_on_union
+from fedsynth.synthesizer.training import SgdSettings
+
+
+@dataclass(frozen=True)
+class TrainsOnUnion(Method):
+    """A method whose server trains w from w_r on all uploaded images, projected onto ‖w − w_r‖₂ ≤ ρ (FedDM, Eqs. 3, 10 and 23).
+
+    Args:
+        radius: ρ.
+        server_epochs, server_batch, server_lr: SGD on the union, with the paper's values.
+        server_momentum, server_weight_decay: not in the paper; they follow distribution matching's public code.
+    """
+
+    radius: float = 5.0
+    server_epochs: int = 500
+    server_batch: int = 256
+    server_lr: float = 0.01
+    server_momentum: float = 0.9
+    server_weight_decay: float = 5e-4
+
+    def __post_init__(self) -> None:
+        check_ranges(self, radius=(0, inf), server_epochs=(0, inf), server_batch=(1, inf), server_lr=(0, inf))
+        check_ranges(self, server_momentum=(0, 1), server_weight_decay=(0, inf))
+
+    def broadcast(self, state: ServerState, context: RoundContext) -> Message:
+        return ModelParameters(state.parameters, 1.0)
+
+    def server_step(self, state: ServerState, uploads: Sequence[Message], context: RoundContext) -> ServerState:
+        model = context.load(state.parameters)
+        sgd = SgdSettings(
+            self.server_epochs, self.server_batch, self.server_lr, self.server_momentum, self.server_weight_decay, self.radius
+        )
+        train_on_union(model, uploads, sgd, context)
+        return ServerState(model.state_dict())

@@ -1,0 +1,217 @@
+"""The wiring: what FedDM and FedAvg release, end to end, is the theorem's statistic at the public scale and nothing else."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fedsynth.core.client import OpenClients, PrivateClients
+from fedsynth.core.method import RoundContext, ServerState
+from fedsynth.data.images import ImageData, from_arrays
+from fedsynth.data.registry import dataset_spec
+from fedsynth.federation.private_run import PrivateRun
+from fedsynth.federation.settings import resolve
+from fedsynth.federation.simulation import simulate
+from fedsynth.methods.fedavg import FedAvg
+from fedsynth.methods.feddm import FedDM
+from fedsynth.models.registry import ModelSettings, build_model
+from fedsynth.privacy.accounting import Release
+from fedsynth.privacy.errors import UnaccountedReleaseError
+from fedsynth.privacy.ledger import Guard, Ledger
+from fedsynth.privacy.mechanisms import GaussianSums
+from fedsynth.privacy.randomness import SecretGenerator
+from fedsynth.privacy.settings import PrivacySettings
+from fedsynth.synthesizer.condensation import feature_map
+from fedsynth.synthesizer.matching import GradientMatcher, ResidualMatcher, synthetic_means
+
+SPEC = dataset_spec("digits")
+
+
+def images(n: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 256, (n, 1, 8, 8)).astype(np.uint8)
+
+
+def private(data: ImageData, part: Tensor) -> PrivateClients:
+    return PrivateClients([0], data, [part], [Guard(Ledger("0"), 1e-5, None)], [SecretGenerator()])
+
+
+def context(privacy: PrivacySettings | None, nominal: float) -> RoundContext:
+    architecture = build_model(ModelSettings(width=4, depth=2), SPEC.image_shape, 10, 0)
+    return RoundContext(1, 0, torch.device("cpu"), SPEC, architecture, nominal, privacy)
+
+
+@pytest.mark.parametrize("mechanism", ["residual", "gradient"])
+def test_feddm_divides_by_the_nominal_size_and_not_by_the_true_one(mechanism: str) -> None:
+    """σ → 0, huge clip, full batches: one private step equals the exact one times (true class size) / (nominal class size)."""
+    data, nominal = from_arrays(images(60), np.arange(60) % 10, SPEC), 240.0
+    privacy = PrivacySettings(noise_multiplier=1e-12, clip=1e6, mechanism=mechanism, sample_rate=1.0)
+    method = FedDM(ipc=2, iterations=1, image_lr=1.0, min_examples=1)
+    start = torch.randn(20, 1, 8, 8, generator=torch.Generator().manual_seed(0))
+    moved = []
+    for ctx, clients in (
+        (context(None, nominal), OpenClients([0], data, [torch.arange(60)])),
+        (context(privacy, nominal), private(data, torch.arange(60))),
+    ):
+        message = method.broadcast(ServerState(ctx.architecture.state_dict()), ctx)
+        ((upload, _),) = method.client_step(message, clients, [{"images": start}], ctx)
+        moved.append(dict(upload.arrays())["images"] - start)
+    torch.testing.assert_close(moved[1], moved[0] * 60 / nominal, atol=1e-5, rtol=1e-3)
+
+
+def test_fedavg_divides_by_the_nominal_size() -> None:
+    """σ → 0, huge clip, one full-batch step: the private update is the exact one times n / nominal, momentum 0."""
+    data, nominal = from_arrays(images(60), np.arange(60) % 10, SPEC), 240.0
+    privacy = PrivacySettings(noise_multiplier=1e-12, clip=1e6, sample_rate=1.0)
+    method = FedAvg(local_epochs=1, batch=100, lr=0.1, momentum=0.0)
+    moved = []
+    for ctx, clients in (
+        (context(None, nominal), OpenClients([0], data, [torch.arange(60)])),
+        (context(privacy, nominal), private(data, torch.arange(60))),
+    ):
+        start = ctx.architecture.state_dict()
+        message = method.broadcast(ServerState(start), ctx)
+        ((upload, _),) = method.client_step(message, clients, [{}], ctx)
+        moved.append({k.removeprefix("parameters."): v - start[k.removeprefix("parameters.")] for k, v in upload.arrays()})
+    for name, exact in moved[0].items():
+        torch.testing.assert_close(moved[1][name], exact * 60 / nominal, atol=1e-6, rtol=1e-3)
+
+
+@given(extra=st.integers(0, 3), label=st.integers(0, 9), records=st.integers(0, 12))
+@settings(max_examples=25, deadline=None)
+@pytest.mark.parametrize("matcher", [ResidualMatcher, GradientMatcher])
+def test_adding_an_example_moves_the_released_sums_by_at_most_the_clip(
+    matcher: Any, extra: int, label: int, records: int
+) -> None:
+    """Sensitivity on D and D + x through the real matcher, every example's residual above the clip in both halves.
+
+    Catches: features and logits clipped apart (the move would be up to √2 of the clip). x is black, white, noise or a copy.
+    """
+    clip, net = 0.05, build_model(ModelSettings(width=4, depth=2), SPEC.image_shape, 10, 0).requires_grad_(False)
+    hostile = [np.zeros((1, 1, 8, 8)), np.full((1, 1, 8, 8), 255), images(1, 7), images(12)[:1]][extra].astype(np.uint8)
+    features, S = feature_map(net, 5.0, None), torch.randn(10, 2, 1, 8, 8, generator=torch.Generator().manual_seed(1))
+    data = from_arrays(np.concatenate([images(12), hostile]), np.array([*(np.arange(12) % 10), label]), SPEC)
+    sums: list[Tensor] = []
+
+    class Spy(GaussianSums):
+        def release(self) -> Any:
+            assert self._sums is not None
+            sums.append(self._sums.clone())
+            return super().release()
+
+    width = synthetic_means(features, S).shape[1] if matcher is ResidualMatcher else S[0].numel()
+    for part in (torch.arange(records), torch.cat([torch.arange(records), torch.tensor([12])])):
+        row = Release(1, "i", "m", "c", 1e-9, clip, 1.0, "full", 1, 10 * width)
+        series = Spy(row, 10, Guard(Ledger("0"), 1e-5, None), SecretGenerator())
+        matcher(private(data, part), [series], 1.0).gradient(0, features, S)
+    moved = sums[1].cpu() - sums[0].cpu()
+    assert 0.9 * clip < moved.norm() <= clip * (1 + 1e-4)
+    assert moved[[c for c in range(10) if c != label]].abs().max() < 1e-6
+
+
+def private_run(method: str = "feddm", n: int = 200, **privacy: Any) -> Any:
+    fast = {"feddm": {"iterations": 2, "ipc": 1, "server_epochs": 1, "batch": 3}, "fedavg": {"local_epochs": 1, "batch": 100}}
+    sections = {
+        "run": {"method": method, "rounds": 2, "device": "cpu"},
+        "partition": {"kind": "dirichlet-plain", "clients": 4, "alpha": 0.05},
+        "model": {"width": 4},
+        "method": fast[method],
+        "privacy": {"noise_multiplier": 3.0, **privacy},
+    }
+    return resolve(sections), from_arrays(images(n), np.arange(n) % 10, SPEC)
+
+
+@pytest.mark.parametrize(("method", "rate", "steps"), [("feddm", 30 / 359.5, 2), ("fedavg", 100 / 359.5, 4)])
+def test_the_schedule_comes_from_the_specification_and_not_from_the_data(method: str, rate: float, steps: int) -> None:
+    """Catches: q, steps or nominal size from len(train). 200 records are there, 1,438 are declared; some clients are empty."""
+    settings_, data = private_run(method)
+    report: Any = simulate(settings_, data=(data, data)).privacy
+    (row,) = report["ledger"]
+    assert row["sample_rate"] == pytest.approx(rate)
+    assert row["steps"] == steps
+
+
+def test_executed_releases_are_those_that_were_charged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches: an empty client skipped, a step more or less than accounted. Four clients, two rounds, both methods."""
+    released: list[float] = []
+    original = GaussianSums.release
+
+    def spy(self: GaussianSums) -> Any:
+        released.append(1)
+        return original(self)
+
+    monkeypatch.setattr(GaussianSums, "release", spy)
+    for method, steps in (("feddm", 2), ("fedavg", 4)):
+        released.clear()
+        settings_, data = private_run(method)
+        simulate(settings_, data=(data, data))
+        assert len(released) == 4 * 2 * steps
+
+
+def test_clients_of_a_run_have_their_own_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches: one key for all clients of a run."""
+    draws: list[tuple[int, Tensor]] = []
+    original = SecretGenerator.normal
+
+    def spy(self: SecretGenerator, *args: Any) -> Tensor:
+        noise = original(self, *args)
+        draws.append((id(self), noise.flatten() / noise.std()))
+        return noise
+
+    monkeypatch.setattr(SecretGenerator, "normal", spy)
+    settings_, data = private_run()
+    simulate(settings_, data=(data, data))
+    assert len({key for key, _ in draws}) == 4
+    correlations = torch.corrcoef(torch.stack([noise for _, noise in draws])) - torch.eye(len(draws))
+    assert correlations.abs().max() < 0.4  # independent draws of 260 numbers: 5 deviations are 0.31
+
+
+def test_what_a_private_run_writes_is_public(tmp_path: Path) -> None:
+    """Catches: clean losses, counts or timings in logs. The key sets are pinned: a new field needs its reason here."""
+    settings_, data = private_run()
+    result = simulate(settings_, data=(data, data), output=tmp_path)
+    assert result.folder is not None
+    rows = [json.loads(line) for line in (result.folder / "metrics.jsonl").read_text().splitlines()]
+    assert {key for row in rows for key in row} == {
+        "round", "test_accuracy", "epsilon", "upload_floats", "upload_bytes", "client_upload_bytes",
+    }  # fmt: skip
+    assert {tuple(row["client_upload_bytes"]) for row in rows} == {(10 * (64 * 4 + 8),) * 4}  # equal, also for empty clients
+    summary = json.loads((result.folder / "summary.json").read_text())
+    assert set(summary) == {
+        "method", "dataset", "rounds", "test_accuracy", "upload_bytes", "upload_floats_per_round", "device", "seed",
+        "differential_privacy", "folder",
+    }  # fmt: skip
+    outside = [
+        p
+        for p in result.folder.rglob("*")
+        if p.is_file() and "simulation_only" not in p.parts and p.suffix in (".json", ".jsonl", ".md", ".toml")
+    ]
+    assert len(outside) == 9
+    assert not any("200" in p.read_text() for p in outside if p.name.startswith(("metrics", "privacy_report", "client-")))
+
+
+def test_a_ledger_with_an_unaccounted_release_is_refused(tmp_path: Path) -> None:
+    for mechanism in ("paper", "residual"):
+        settings_, data = private_run(mechanism=mechanism, ledger=tmp_path)
+        if mechanism == "residual":
+            with pytest.raises(UnaccountedReleaseError, match="without any guarantee"):
+                simulate(settings_, data=(data, data))
+        else:
+            simulate(settings_, data=(data, data))
+
+
+def test_a_cap_met_inside_a_round_still_ends_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process may charge the same ledger between the check and the charge."""
+    monkeypatch.setattr(PrivateRun, "check_round", lambda self, number: None)
+    settings_, data = private_run(epsilon=0.2)
+    result = simulate(settings_, data=(data, data), output=tmp_path)
+    assert len(result.metrics) == 1
+    assert result.folder is not None
+    assert "ended after" in (result.folder / "privacy_report.md").read_text()
