@@ -106,6 +106,7 @@ def train(
         int | None, typer.Option(help="Seed of everything but privacy's noise and masks (a config's own partition seed stays).")
     ] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,
+    precision: Annotated[str | None, typer.Option(help="fp32 or bf16, of condensation's passes over real images.")] = None,
     output: Annotated[Path, typer.Option(help="Where run folders go.")] = Path("runs"),
     as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON on stdout.")] = False,
     dataset: Annotated[
@@ -171,7 +172,7 @@ def train(
     """Simulate a federation on this machine and leave a run folder."""
     with one_line_errors():
         given: dict[str, dict[str, Any]] = {
-            "run": {"method": method, "rounds": rounds, "seed": seed, "device": device},
+            "run": {"method": method, "rounds": rounds, "seed": seed, "device": device, "precision": precision},
             "data": {"dataset": dataset, "data_root": str(data_root) if data_root else None},
             "partition": {
                 "kind": partition,

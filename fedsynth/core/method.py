@@ -42,6 +42,7 @@ class RoundContext:
         architecture: an untrained network; `load` puts received parameters into a copy of it.
         nominal_size: the public number of records that a client is supposed to have.
         privacy: with the noise multiplier that the run uses; None with DP off.
+        precision: of passes over real images that need no gradient.
     """
 
     round: int
@@ -51,6 +52,7 @@ class RoundContext:
     architecture: nn.Module
     nominal_size: float
     privacy: PrivacySettings | None = None
+    precision: torch.dtype = torch.float32
     report: StepReporter = lambda phase, done, total: None
 
     def load(self, parameters: Mapping[str, torch.Tensor]) -> nn.Module:

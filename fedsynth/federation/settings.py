@@ -13,7 +13,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, TypeVar, get_args, get_type_hints
 
-from fedsynth.core.method import Method, convert
+from fedsynth.core.method import Method, check_choice, convert
 from fedsynth.data.partition import PartitionSettings
 from fedsynth.data.registry import dataset_spec
 from fedsynth.errors import SettingError, unknown_name
@@ -47,6 +47,7 @@ class RunSettings:
 
     Args:
         device: "auto" (CUDA if there is one), "cpu" or "cuda".
+        precision: "fp32" or "bf16", of condensation's passes over real images; all else is fp32.
         evaluate_every: rounds between evaluations on the test set; the last round is always evaluated.
     """
 
@@ -56,6 +57,7 @@ class RunSettings:
     rounds: int = 20
     seed: int = 0
     device: str = "auto"
+    precision: str = "fp32"
     evaluate_every: int = 1
     partition: PartitionSettings = field(default_factory=PartitionSettings)
     model: ModelSettings = field(default_factory=ModelSettings)
@@ -64,6 +66,7 @@ class RunSettings:
     def __post_init__(self) -> None:
         if self.rounds < 1 or self.evaluate_every < 1:
             raise SettingError(f"rounds and evaluate_every must be at least 1, got {self.rounds} and {self.evaluate_every}")
+        check_choice("precision", self.precision, ("fp32", "bf16"))
 
     @property
     def resolved_partition(self) -> PartitionSettings:
@@ -73,7 +76,13 @@ class RunSettings:
 
     def to_mapping(self) -> dict[str, dict[str, Any]]:
         """Sections of plain values, without what is None; `resolve` makes the same settings of it."""
-        run = {"method": self.method.name, "rounds": self.rounds, "seed": self.seed, "device": self.device}
+        run = {
+            "method": self.method.name,
+            "rounds": self.rounds,
+            "seed": self.seed,
+            "device": self.device,
+            "precision": self.precision,
+        }
         sections: dict[str, dict[str, Any]] = {
             "run": {**run, "evaluate_every": self.evaluate_every},
             "data": {"dataset": self.dataset, "data_root": self.data_root},
@@ -106,12 +115,12 @@ def resolve(given: Mapping[str, Mapping[str, Any]]) -> RunSettings:
     root = data.pop("data_root", None)
     if data:
         raise unknown_name("setting of data", next(iter(data)), ("dataset", "data_root"))
-    allowed = ("rounds", "seed", "device", "evaluate_every")
+    allowed = ("rounds", "seed", "device", "precision", "evaluate_every")
     values = {}
     for key, value in run.items():
         if key not in allowed:
             raise unknown_name("setting of run", key, ("method", *allowed))
-        values[key] = convert(f"run.{key}", value, str if key == "device" else int)
+        values[key] = convert(f"run.{key}", value, str if key in ("device", "precision") else int)
     return RunSettings(
         method=method.from_mapping({**preset.get(name, {}), **given.get("method", {})}),
         dataset=spec.name,

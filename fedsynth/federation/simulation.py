@@ -241,6 +241,7 @@ def _context(settings: RunSettings, train: ImageData) -> RoundContext:
         device=train.labels.device,
         spec=spec,
         architecture=build_model(settings.model, spec.image_shape, spec.classes, settings.seed),
+        precision={"fp32": torch.float32, "bf16": torch.bfloat16}[settings.precision],
         nominal_size=declared or spec.train_size / settings.partition.clients,
     )
 

@@ -107,6 +107,7 @@ class FedDM(TrainsOnUnion):
             learning_rate=self.image_lr,
             momentum=self.image_momentum,
             logit_weight=self.logit_weight,
+            precision=context.precision,
             draw_augmentation=self._augmentation(segments, context),
             report=lambda done: context.report("condense", done, self.iterations),
         )

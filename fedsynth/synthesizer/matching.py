@@ -12,7 +12,7 @@ Every class here is a `Matcher`: it turns (step, features, synthetic) into ∇_S
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -23,8 +23,15 @@ from fedsynth.privacy.mechanisms import GaussianSums
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.synthesizer.batches import BatchIndices
 
-FeatureMap = Callable[[Tensor, Tensor], Tensor]
-"""(images [N, C, H, W], segment number of each [N]) -> u [N, D], per example; the segment number selects the siamese augmentation."""
+
+class FeatureMap(Protocol):
+    """(images [N, C, H, W], segment number of each [N]) -> u [N, D], per example; the segment number selects the siamese augmentation."""
+
+    def __call__(self, x_NCHW: Tensor, segment_N: Tensor) -> Tensor:
+        """With the graph to the images."""
+
+    def real(self, x_NCHW: Tensor, segment_N: Tensor) -> Tensor:
+        """Without graph, and possibly in a reduced precision: for real images."""
 
 
 class Matcher(Protocol):
@@ -56,11 +63,10 @@ class ExactMatcher:
     def real_means(self, step: int, features: FeatureMap, segments: int) -> Tensor:
         """mean_{B_c} u_w of this step's batch for every segment, [segments, D], without graph."""
         indices, where = self._batches.at(step)
-        with torch.no_grad():
-            rows = [
-                features(self._clients.images(part), segment)
-                for part, segment in zip(indices.split(CHUNK), where.split(CHUNK), strict=True)
-            ]
+        rows = [
+            features.real(self._clients.images(part), segment)
+            for part, segment in zip(indices.split(CHUNK), where.split(CHUNK), strict=True)
+        ]
         return segment_means(torch.cat(rows), where, segments)
 
     def gradient(self, step: int, features: FeatureMap, synthetic: Tensor) -> Tensor:
@@ -88,8 +94,7 @@ class ResidualMatcher:
         fixed = means.detach()
 
         def residuals(x_NCHW: Tensor, segment_N: Tensor) -> Tensor:
-            with torch.no_grad():
-                return fixed[segment_N] - features(x_NCHW, segment_N)
+            return fixed[segment_N] - features.real(x_NCHW, segment_N)
 
         noisy = self._clients.class_sums(self._series, residuals) / self._divisor
         return torch.autograd.grad(means, leaf, grad_outputs=2 * noisy)[0]
@@ -121,7 +126,7 @@ def per_example_gradients(
 ) -> Tensor:
     """g̃(x) of FedDM's Eq. 15 for every example, [N, ipc·C·H·W]: the gradient for the synthetic images of the example's own segment."""
     with torch.no_grad():
-        residual = synthetic_means(features, synthetic_SICHW)[segment_N] - features(x_NCHW, segment_N)
+        residual = synthetic_means(features, synthetic_SICHW)[segment_N] - features.real(x_NCHW, segment_N)
     rank = _rank_within_segment(segment_N)
     out = residual.new_empty(len(x_NCHW), synthetic_SICHW[0].numel())
     for first in range(0, int(rank.max()) + 1 if len(rank) else 0, at_once):

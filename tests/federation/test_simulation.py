@@ -253,3 +253,11 @@ def test_the_models_first_weights_come_from_the_seed() -> None:
         for seed in (0, 1)  # type: ignore[call-arg]
     )
     assert not same(first, second)
+
+
+def test_memories_go_from_round_to_round() -> None:
+    """Images kept over rounds move twice; restarted ones go back to the start first."""
+    kept = simulate(tiny()).uploads[0]
+    settings = tiny()
+    restarted = simulate(replace(settings, method=replace(settings.method, restart=True))).uploads[0]  # type: ignore[call-arg]
+    assert not torch.allclose(dict(kept.arrays())["images"], dict(restarted.arrays())["images"], atol=1e-3)

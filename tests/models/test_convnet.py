@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fedsynth.errors import SettingError, UnknownNameError
-from fedsynth.models.convnet import ConvNet
+from fedsynth.models.convnet import ConvNet, InstanceNorm
 from fedsynth.models.flat import FlatNetwork, flatten, load_flat
 from fedsynth.models.registry import EmbeddingNetwork, ModelSettings, build_model, parameter_count
 
@@ -66,3 +66,19 @@ def test_flat_network_is_a_view() -> None:
     assert network.grad.abs().sum() > 0
     load_flat(model, torch.ones_like(network.flat))
     assert all((p == 1).all() for p in model.parameters())
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 0.03)])
+@pytest.mark.parametrize("offset", [0.0, 30.0])
+def test_fast_instance_norm_is_group_norm(dtype: torch.dtype, tolerance: float, offset: float) -> None:
+    """Also where the mean is far from zero, where E[x²] − E[x]² would cancel."""
+    norm = InstanceNorm(8)
+    with torch.no_grad():
+        norm.weight.copy_(torch.linspace(-1, 2, 8))
+        norm.bias.copy_(torch.linspace(0, 1, 8))
+    x = (torch.randn(5, 8, 16, 16, generator=torch.Generator().manual_seed(0)) + offset).to(dtype)
+    expected = torch.nn.functional.group_norm(x.float(), 8, norm.weight, norm.bias)
+    with torch.no_grad():
+        fast = norm.to(dtype)(x.to(memory_format=torch.channels_last))
+    assert fast.is_contiguous(memory_format=torch.channels_last)
+    torch.testing.assert_close(fast.float(), expected, atol=tolerance, rtol=tolerance)

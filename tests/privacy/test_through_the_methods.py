@@ -29,7 +29,7 @@ from fedsynth.privacy.ledger import Guard, Ledger
 from fedsynth.privacy.mechanisms import GaussianSums
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.settings import PrivacySettings
-from fedsynth.synthesizer.condensation import feature_map
+from fedsynth.synthesizer.condensation import NetworkFeatures
 from fedsynth.synthesizer.matching import GradientMatcher, ResidualMatcher, synthetic_means
 
 SPEC = dataset_spec("digits")
@@ -96,7 +96,7 @@ def test_adding_an_example_moves_the_released_sums_by_at_most_the_clip(
     """
     clip, net = 0.05, build_model(ModelSettings(width=4, depth=2), SPEC.image_shape, 10, 0).requires_grad_(False)
     hostile = [np.zeros((1, 1, 8, 8)), np.full((1, 1, 8, 8), 255), images(1, 7), images(12)[:1]][extra].astype(np.uint8)
-    features, S = feature_map(net, 5.0, None), torch.randn(10, 2, 1, 8, 8, generator=torch.Generator().manual_seed(1))
+    features, S = NetworkFeatures(net, 5.0, None), torch.randn(10, 2, 1, 8, 8, generator=torch.Generator().manual_seed(1))
     data = from_arrays(np.concatenate([images(12), hostile]), np.array([*(np.arange(12) % 10), label]), SPEC)
     sums: list[Tensor] = []
 

@@ -15,7 +15,7 @@ from fedsynth.privacy.accounting import Release
 from fedsynth.privacy.ledger import Guard, Ledger
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.synthesizer.batches import BatchIndices
-from fedsynth.synthesizer.condensation import condense, feature_map
+from fedsynth.synthesizer.condensation import NetworkFeatures, condense
 from fedsynth.synthesizer.matching import (
     ExactMatcher,
     GradientMatcher,
@@ -81,7 +81,7 @@ def test_eq_9_for_a_linear_network_equals_numpy(device: str) -> None:
             return x.flatten(1) @ torch.tensor(A, device=x.device).T
 
     logit_weight = 0.7
-    features = feature_map(Linear().to(device), logit_weight, None)
+    features = NetworkFeatures(Linear().to(device), logit_weight, None)
     leaf = torch.tensor(S, device=device).view(2, 4, 1, 2, 3).requires_grad_()
     segment = torch.tensor([0] * 7 + [1] * 2, device=device)
     real = segment_means(features(torch.tensor(np.concatenate(X), device=device).view(9, 1, 2, 3), segment), segment, 2)
@@ -100,7 +100,7 @@ def test_eq_9_for_a_linear_network_equals_numpy(device: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 def test_eq_15_the_mean_of_per_example_gradients_is_the_batch_gradient(device: str) -> None:
     """App. B of FedDM, to 1e-5, for ragged classes, one of them empty, and several passes."""
-    features, S = feature_map(network(device), 1.0, None), synthetic(4, device)
+    features, S = NetworkFeatures(network(device), 1.0, None), synthetic(4, device)
     x = torch.randn(23, 1, 8, 8, generator=torch.Generator().manual_seed(3)).to(device)
     segment = torch.tensor([0] * 11 + [1] + [3] * 11, device=device)
     rows = per_example_gradients(features, S, x, segment, at_once=4)
@@ -117,7 +117,7 @@ def test_eq_15_the_mean_of_per_example_gradients_is_the_batch_gradient(device: s
 @pytest.mark.parametrize(("mechanism", "width"), [(ResidualMatcher, 8 * 4 + CLASSES), (GradientMatcher, IPC * 64)])
 def test_without_noise_and_clipping_the_private_gradient_is_the_exact_one(mechanism: type, width: int) -> None:
     """Full batch, huge clip, σ → 0, divisor = the true class size (equal here): all three mechanisms agree."""
-    features, S = feature_map(network(), 1.0, None), synthetic(CLASSES)
+    features, S = NetworkFeatures(network(), 1.0, None), synthetic(CLASSES)
     clients = OpenClients([0], data(), [torch.arange(N)])
     _, batches = all_batches(clients)
     exact = ExactMatcher(clients, batches).gradient(0, features, S)
@@ -128,7 +128,7 @@ def test_without_noise_and_clipping_the_private_gradient_is_the_exact_one(mechan
 @pytest.mark.parametrize(("mechanism", "width"), [(ResidualMatcher, 8 * 4 + CLASSES), (GradientMatcher, IPC * 64)])
 def test_subsampling_is_unbiased(mechanism: type, width: int) -> None:
     """Over 50 Poisson batches at q = 0.5, divided by the public q·n_c, the gradient averages to the exact one."""
-    features, S = feature_map(network(), 1.0, None), synthetic(CLASSES)
+    features, S = NetworkFeatures(network(), 1.0, None), synthetic(CLASSES)
     clients = OpenClients([0], data(), [torch.arange(N)])
     exact = ExactMatcher(clients, all_batches(clients)[1]).gradient(0, features, S)
     matcher = private(1, mechanism, 1e-12, 1e6, width, divisor=0.5 * N / CLASSES, rate=0.5)
@@ -140,7 +140,7 @@ def test_subsampling_is_unbiased(mechanism: type, width: int) -> None:
 def test_residual_noise_enters_the_gradient_through_the_jacobian_only() -> None:
     """With clip 𝒞 and σ, the released sums have deviation σ𝒞; divided by the public divisor they go through J once."""
     width = 8 * 4 + CLASSES
-    features, S = feature_map(network(), 1.0, None), synthetic(CLASSES)
+    features, S = NetworkFeatures(network(), 1.0, None), synthetic(CLASSES)
     leaf = S.clone().requires_grad_()
     means = synthetic_means(features, leaf)
     J = torch.autograd.grad(means[0], leaf, torch.eye(width), is_grads_batched=True)[0][:, 0].flatten(1)
@@ -153,7 +153,7 @@ def test_residual_noise_enters_the_gradient_through_the_jacobian_only() -> None:
 
 
 def test_paper_mechanism_clips_the_batch_and_its_noise_shrinks_with_it() -> None:
-    features, S = feature_map(network(), 1.0, None), synthetic(CLASSES)
+    features, S = NetworkFeatures(network(), 1.0, None), synthetic(CLASSES)
     clients = OpenClients([0], data(), [torch.arange(N)])
     segments, batches = all_batches(clients)
     exact = ExactMatcher(clients, batches)
@@ -183,7 +183,7 @@ def test_clients_batched_or_alone_make_the_same_images() -> None:
 def test_condensation_lowers_the_loss_and_keeps_the_start() -> None:
     clients = OpenClients([0], data(), [torch.arange(N)])
     _, batches = all_batches(clients, steps=30)
-    features = feature_map(network(), 1.0, None)
+    features = NetworkFeatures(network(), 1.0, None)
     start = synthetic(CLASSES)
     before = start.clone()
     matcher = ExactMatcher(clients, batches)
@@ -225,3 +225,27 @@ def test_batches_are_without_replacement_or_resampled_on_request() -> None:
     assert draws.min() >= 0
     assert draws.max() < 5
     assert any(len(set(row.tolist())) < 5 for row in draws)  # with replacement, not the whole class repeated
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_reduced_precision_of_the_real_pass_changes_the_gradient_little(device: str) -> None:
+    """bfloat16 keeps 8 bits: the gradient moves by about a percent, its direction hardly; synthetic images stay float32."""
+    net, S = network(device), synthetic(CLASSES, device)
+    clients = OpenClients([0], data(device), [torch.arange(N)])
+    _, batches = all_batches(clients)
+    full, half = (
+        ExactMatcher(clients, batches).gradient(0, NetworkFeatures(net, 1.0, None, dtype), S).flatten()
+        for dtype in (torch.float32, torch.bfloat16)
+    )
+    assert half.dtype == torch.float32
+    assert not torch.equal(full, half)
+    assert (full - half).norm() < 0.03 * full.norm()
+
+
+def test_small_batches_of_the_real_pass_change_nothing_but_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
+    features = NetworkFeatures(network(), 1.0, None)
+    x, segment = torch.randn(50, 1, 8, 8), torch.arange(50) % CLASSES
+    whole = features(x, segment)
+    monkeypatch.setattr("fedsynth.synthesizer.condensation.CPU_BYTES", 7 * 8 * 64 * 4)
+    assert features._at_once(x) == 7
+    torch.testing.assert_close(features.real(x, segment), whole, atol=1e-5, rtol=1e-4)
