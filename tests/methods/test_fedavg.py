@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 from torch import nn
 
@@ -32,14 +33,18 @@ def softmax_gradient(w: np.ndarray, b: np.ndarray, x: np.ndarray, y: np.ndarray)
     return r.T @ x / len(x), r.mean(axis=0)
 
 
-def test_two_rounds_on_a_linear_model_equal_numpy() -> None:
-    """Full-batch local steps (3 epochs), weights n_k: softmax regression by hand."""
+@pytest.mark.parametrize(("momentum", "decay"), [(0.0, 0.0), (0.5, 0.1)])
+def test_two_rounds_on_a_linear_model_equal_numpy(momentum: float, decay: float) -> None:
+    """Full-batch local steps (3 epochs), weights n_k: softmax regression by hand, heavy-ball velocity new in each round."""
     images, parts = data(), [torch.arange(0, 8), torch.arange(8, 30)]
     with torch.random.fork_rng():
         torch.manual_seed(0)  # noqa: TID251
         model = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
     context = RoundContext(1, 0, torch.device("cpu"), SPEC, model, 15.0)
-    method, clients = FedAvg(local_epochs=3, batch=100, lr=0.1, momentum=0.0), OpenClients([0, 1], images, parts)
+    method, clients = (
+        FedAvg(local_epochs=3, batch=100, lr=0.1, momentum=momentum, weight_decay=decay),
+        OpenClients([0, 1], images, parts),
+    )
     w, b = (p.detach().numpy().astype(np.float64) for p in model.parameters())
     x, y = normalise(images.images, SPEC).flatten(1).numpy().astype(np.float64), images.labels.numpy()
     state = ServerState(model.state_dict())
@@ -48,10 +53,11 @@ def test_two_rounds_on_a_linear_model_equal_numpy() -> None:
         state = method.server_step(state, uploads, context)
         locals_ = []
         for part in parts:
-            wk, bk = w.copy(), b.copy()
+            wk, bk, vw, vb = w.copy(), b.copy(), np.zeros_like(w), np.zeros_like(b)
             for _ in range(3):
                 gw, gb = softmax_gradient(wk, bk, x[part], y[part])
-                wk, bk = wk - 0.1 * gw, bk - 0.1 * gb
+                vw, vb = momentum * vw + gw + decay * wk, momentum * vb + gb + decay * bk
+                wk, bk = wk - 0.1 * vw, bk - 0.1 * vb
             locals_.append((wk, bk))
         w = (8 * locals_[0][0] + 22 * locals_[1][0]) / 30
         b = (8 * locals_[0][1] + 22 * locals_[1][1]) / 30

@@ -16,6 +16,7 @@ from torch import Tensor
 from fedsynth.core.client import OpenClients, PrivateClients
 from fedsynth.core.method import RoundContext, ServerState
 from fedsynth.data.images import ImageData, from_arrays
+from fedsynth.data.partition import partition
 from fedsynth.data.registry import dataset_spec
 from fedsynth.federation.private_run import PrivateRun
 from fedsynth.federation.settings import resolve
@@ -120,7 +121,7 @@ def private_run(method: str = "feddm", n: int = 200, **privacy: Any) -> Any:
     fast = {"feddm": {"iterations": 2, "ipc": 1, "server_epochs": 1, "batch": 3}, "fedavg": {"local_epochs": 1, "batch": 100}}
     sections = {
         "run": {"method": method, "rounds": 2, "device": "cpu"},
-        "partition": {"kind": "dirichlet-plain", "clients": 4, "alpha": 0.05},
+        "partition": {"kind": "dirichlet-plain", "clients": 4, "alpha": 0.01, "seed": 9},
         "model": {"width": 4},
         "method": fast[method],
         "privacy": {"noise_multiplier": 3.0, **privacy},
@@ -151,6 +152,7 @@ def test_executed_releases_are_those_that_were_charged(monkeypatch: pytest.Monke
     for method, steps in (("feddm", 2), ("fedavg", 4)):
         released.clear()
         settings_, data = private_run(method)
+        assert min(map(len, partition(data.labels.numpy(), settings_.resolved_partition, 10))) == 0
         simulate(settings_, data=(data, data))
         assert len(released) == 4 * 2 * steps
 
