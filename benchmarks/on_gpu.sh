@@ -1,0 +1,24 @@
+#!/usr/bin/env bash
+# Everything that wants a GPU, in one call that goes on where it stopped: CUDA tests, the first command's time, condensation speed, and the
+# Fashion-MNIST table.   usage: bash benchmarks/on_gpu.sh   (FEDSYNTH_DATA: folder with FashionMNIST; without it the table is left out)
+# Needs torch with CUDA and this package's dependencies; results go to benchmarks/results/, logs to $OUT or there too.
+set -uo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
+out=${OUT:-benchmarks/results}
+failed=0
+
+step() { # name, command ...
+    printf '\n== %s\n' "$1"
+    "${@:2}" 2>&1 | tee "$out/gpu-${1// /-}.log" || { failed=1; printf '== %s failed\n' "$1"; }
+}
+
+python3 -c 'import torch; assert torch.cuda.is_available(); print(torch.__version__, torch.cuda.get_device_name())' || exit 2
+step "cuda tests" python3 -m pytest -q -m cuda tests
+step "first command" bash -c 'time python3 -c "from fedsynth.cli.app import main; main()" train --method feddm --dp-sigma 3 --output "$(mktemp -d)"'
+step "condense" python3 benchmarks/condense.py --json --device cuda --clients 1 10 --steps 20
+if [ -n "${FEDSYNTH_DATA:-}" ]; then
+    step "fashion table" python3 benchmarks/fashion_table.py --device cuda
+fi
+cp benchmarks/results/*.jsonl "$out"/ 2>/dev/null
+exit "$failed"
