@@ -15,6 +15,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from fedsynth import __version__
 from fedsynth.core.messages import privacy_of_fields
 from fedsynth.core.method import Method, RoundContext
 from fedsynth.errors import SettingError, unknown_name
@@ -266,9 +267,10 @@ def data_set_id(run: RunSettings) -> str:
 def provenance(run: RunSettings) -> dict[str, str]:
     """Versions, and a hash of the resolved settings."""
     config: Any = json.dumps(run.to_mapping(), sort_keys=True)
-    packages = ("fedsynth", "torch", "opacus", "dp-accounting", "numpy", "randomgen")
+    packages = ("torch", "opacus", "dp-accounting", "numpy", "randomgen")
     return {
         "config": hashlib.blake2b(config.encode(), digest_size=16).hexdigest(),
         "python": platform.python_version(),
+        "fedsynth": __version__,  # also where it runs from a folder, without being installed
         **{name: version(name) for name in packages},
     }
