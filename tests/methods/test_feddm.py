@@ -249,7 +249,10 @@ def test_siamese_augmentation_reaches_the_matching() -> None:
 def test_the_paper_mechanism_uses_the_clip_that_was_asked_for() -> None:
     privacy = PrivacySettings(noise_multiplier=1e-9, mechanism="paper", clip=1e-3)
     method = replace(FAST, iterations=1)
-    moved = upload(method, context(privacy), open_clients()).images - upload(replace(method, image_lr=0.0), context(), open_clients()).images
+    moved = (
+        upload(method, context(privacy), open_clients()).images
+        - upload(replace(method, image_lr=0.0), context(), open_clients()).images
+    )
     norms = moved.view(2, -1).norm(dim=1)
     assert norms.max() <= 1e-3 * (1 + 1e-3)
     assert norms.max() > 0.9e-3
