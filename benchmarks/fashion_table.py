@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from fedsynth.cli.memory import keep_large_allocations
 from fedsynth.data.images import ImageData
 from fedsynth.data.load import load_dataset
 from fedsynth.federation.settings import RunSettings, resolve
@@ -110,6 +111,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--only", default="", help="make only the runs whose name contains this, such as 'seed=1' or 'tune'")
     options = parser.parse_args()
+    keep_large_allocations()
     train, test = load_dataset("fashion-mnist")
     results = Results(RESULTS / f"fashion_table{'_quick' if options.quick else ''}.jsonl", options.only)
     quick = {"feddm": {"iterations": 2, "server_epochs": 2}, "real": {"server_epochs": 2}, "fedavg": {"local_epochs": 1}}

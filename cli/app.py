@@ -306,11 +306,13 @@ def _show_partition(sections: dict[str, dict[str, Any]], picture: Path | None) -
 
 
 def _run(sections: dict[str, dict[str, Any]], output: Path, download: bool, as_json: bool) -> None:
+    from fedsynth.cli.memory import keep_large_allocations
     from fedsynth.cli.progress import make_observer, print_summary
     from fedsynth.federation.settings import resolve
     from fedsynth.federation.simulation import simulate
 
     settings = resolve(sections)
+    keep_large_allocations()
     with make_observer(settings) as observer:
         result = simulate(settings, output=output, observer=observer, download=download)
     if as_json:
