@@ -87,6 +87,8 @@ class FedDM(TrainsOnUnion):
         return max(1, 1000 // (self.ipc * classes))
 
     def check_model(self, model: nn.Module) -> None:
+        if not (hasattr(model, "embed") and isinstance(getattr(model, "classifier", None), nn.Linear)):
+            raise SettingError("feddm matches embeddings: the network needs `embed` and a linear `classifier` on top of it")
         if any(isinstance(layer, nn.modules.batchnorm._BatchNorm) for layer in model.modules()):
             raise SettingError("feddm matches per-example features, which batch norm does not have; use --norm instance or group")
 

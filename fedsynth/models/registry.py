@@ -4,22 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
 
-from torch import Tensor, nn
+from torch import nn
 
 from fedsynth.core.random import forked_rng
 from fedsynth.errors import unknown_name
 from fedsynth.models.convnet import ConvNet
-
-
-@runtime_checkable
-class EmbeddingNetwork(Protocol):
-    """What distribution matching asks of a network: an embedding and a linear classifier on top of it."""
-
-    classifier: nn.Linear
-
-    def embed(self, x_NCHW: Tensor) -> Tensor: ...
 
 
 @dataclass(frozen=True)
