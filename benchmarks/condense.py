@@ -14,17 +14,15 @@ import argparse
 import json
 import resource
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from datetime import date
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from machine import machine
 from reference import client_step
 from torch import Tensor
 
@@ -40,19 +38,6 @@ from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.settings import PrivacySettings
 
 IPC, BATCH = 10, 256
-
-
-def machine() -> dict[str, Any]:
-    """Where and with what a result was made."""
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {torch.get_num_threads()} threads"
-    return {
-        "date": str(date.today()),
-        "machine": device,
-        "torch": torch.__version__,
-        "commit": commit,
-        "command": " ".join(sys.argv),
-    }
 
 
 def seconds(run: Callable[[], object], device: torch.device) -> float:

@@ -14,15 +14,13 @@ import argparse
 import hashlib
 import json
 import statistics
-import subprocess
 import sys
 from dataclasses import replace
-from datetime import date
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
+from machine import machine
 
 from fedsynth.cli.memory import keep_large_allocations
 from fedsynth.data.images import ImageData
@@ -77,19 +75,6 @@ class Results:
             file.write(json.dumps(row) + "\n")
         print(json.dumps(row), file=sys.stderr, flush=True)
         return row
-
-
-def machine() -> dict[str, Any]:
-    """Where and with what a result was made."""
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {torch.get_num_threads()} threads"
-    return {
-        "date": str(date.today()),
-        "machine": device,
-        "torch": torch.__version__,
-        "commit": commit,
-        "command": " ".join(sys.argv),
-    }
 
 
 def one_run(settings: RunSettings, data: tuple[ImageData, ImageData]) -> dict[str, Any]:
