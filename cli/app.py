@@ -169,7 +169,11 @@ def train(
         ),
     ] = None,
 ) -> None:
-    """Simulate a federation on this machine and leave a run folder."""
+    """Simulate a federation on this machine and leave a run folder.
+
+    Defaults are the method's (`fedsynth methods`), but for the embedded digits, which have a short preset; the run folder's config.toml
+    shows what was used.
+    """
     with one_line_errors():
         given: dict[str, dict[str, Any]] = {
             "run": {"method": method, "rounds": rounds, "seed": seed, "device": device, "precision": precision},

@@ -149,7 +149,8 @@ class Ledger:
             raise LedgerError(f"{self.path} is no fedsynth ledger of schema {LEDGER_SCHEMA}")
         for key, own in (("client", self.client), ("dataset", self.dataset)):
             if header.get(key) != own:
-                raise LedgerError(f"ledger {self.path} belongs to {key} {header.get(key)!r}, not {own!r}")
+                why = " (another data set, or another partition of it: seed, clients, alpha)" if key == "dataset" else ""
+                raise LedgerError(f"ledger {self.path} belongs to {key} {header.get(key)!r}, not {own!r}{why}")
 
     def _row(self, entry: dict[str, Any], number: int) -> Release:
         try:

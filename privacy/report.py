@@ -132,10 +132,12 @@ def _verdict(context: ReportContext, reasons: list[str], spent: float | None) ->
         "all else that leaves a client is computed from the accounted releases and public items alone",
         "Gaussian noise in floating point stands for the exact one; attacks on its low-order bits are not ruled out",
     ]
+    if context.max_records is not None:
+        assumptions.append(f"all clients together hold at most {context.max_records} records, the declared bound")
     if context.fresh_ledger:
         assumptions.append(
-            "this simulation declared its data public and began with an empty ledger: earlier and later runs on the "
-            "same data are not counted"
+            "no ledger was kept over runs (--dp-ledger), which declares the simulated data public: this run began with an empty "
+            "ledger, and earlier and later runs on the same data are not counted"
         )
     else:
         assumptions.append(

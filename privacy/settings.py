@@ -39,6 +39,8 @@ class PrivacySettings:
     ledger: Path | None = None
 
     def __post_init__(self) -> None:
+        if self.ledger is not None:
+            object.__setattr__(self, "ledger", Path(self.ledger).expanduser().absolute())
         if self.noise_multiplier is None and self.epsilon is None:
             raise PrivacySettingError("differential privacy needs a noise multiplier (--dp-sigma) or a budget (--dp-epsilon)")
         for name, value in (("--dp-sigma", self.noise_multiplier), ("--dp-epsilon", self.epsilon), ("--dp-clip", self.clip)):

@@ -46,6 +46,9 @@ class ImageData:
         if self.labels.dtype != torch.int64:
             object.__setattr__(self, "labels", self.labels.long())
 
+    def __repr__(self) -> str:
+        return f"ImageData({len(self)} images of {self.spec.name!r} on {self.labels.device})"  # never the images themselves
+
     def __len__(self) -> int:
         return len(self.labels)
 

@@ -18,6 +18,7 @@ from fedsynth.errors import DataError, PartitionError, SettingError, unknown_nam
 IntArray = npt.NDArray[np.int64]
 Rng = np.random.Generator
 
+GIVEN = "given"  # the kind of a partition that the caller of `simulate` brings along
 # How often the whole partition is drawn anew before giving up: 1.5 s for 10 classes, some 15 s for 100.
 MAX_TRIES = 5_000
 # Beyond this the draws are 1/K to six digits, and NumPy's gamma sampler would overflow.
@@ -48,7 +49,7 @@ class PartitionSettings:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        if self.kind not in _RULES:
+        if self.kind not in (*_RULES, GIVEN):
             raise unknown_name("partition", self.kind, _RULES)
         if self.clients < 1:
             raise SettingError(f"clients must be at least 1, got {self.clients}")
@@ -77,9 +78,34 @@ def partition(labels: npt.NDArray[np.integer], settings: PartitionSettings, clas
     y = _checked_labels(labels, classes)
     if settings.clients > len(y):
         raise PartitionError(f"{settings.clients} clients are more than the {len(y)} examples: lower clients")
+    if settings.kind == GIVEN:
+        raise PartitionError("the partition 'given' has no rule: pass the clients' positions to simulate(parts=...)")
     rng = numpy_generator(settings.seed or 0, "partition")
     parts = _RULES[settings.kind](y, settings, classes, rng)
     return [np.sort(part) for part in parts]
+
+
+def check_parts(parts: Sequence[npt.ArrayLike], examples: int) -> None:
+    """Refuses clients' index arrays that are not whole numbers in [0, examples), or give an example to two clients.
+
+    Raises:
+        PartitionError: names the client.
+    """
+    if not len(parts):
+        raise PartitionError("parts must name at least one client")
+    taken = np.zeros(examples, dtype=bool)
+    for client, part in enumerate(parts):
+        indices = np.asarray(part)
+        if indices.ndim != 1 or (len(indices) and not np.issubdtype(indices.dtype, np.integer)):
+            raise PartitionError(
+                f"client {client}: positions must be a vector of whole numbers, got {indices.dtype} {indices.shape}"
+            )
+        if len(indices) and not 0 <= indices.min() <= indices.max() < examples:
+            raise PartitionError(f"client {client}: positions must lie in [0, {examples})")
+        indices = indices.astype(np.int64)
+        if len(np.unique(indices)) < len(indices) or taken[indices].any():
+            raise PartitionError(f"client {client}: an example is given twice; each belongs to one client at most")
+        taken[indices] = True
 
 
 def count_matrix(labels: npt.NDArray[np.integer], parts: Sequence[npt.NDArray[np.integer]], classes: int) -> IntArray:

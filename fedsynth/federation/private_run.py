@@ -131,6 +131,9 @@ class PrivateRun:
             f"privacy: ε = {up(planned, 3)} at δ = {delta:g} for each client over {rounds}, one example added or removed",
             f"  mechanism {self.plan.mechanism} (σ = {σ:.4g}, clip {self.plan.clip:.4g}), {sampling}, {releases} a round",
         ]
+        spent = self.epsilon()
+        if spent > 0:
+            lines.append(f"  of this, ε = {up(spent, 3)} stands in the ledgers from earlier runs")
         cap = self.privacy.epsilon
         if cap is not None and planned > cap * (1 + 1e-9):
             lines.append(f"  the cap ε = {cap:g} is below that: the run ends, in order, before the round that would exceed it")

@@ -38,6 +38,12 @@ PRESETS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     "cifar100": {"feddm": {"ipc": 5}, "real": {"ipc": 5}},
 }
 
+_KINDS: Mapping[str, tuple[type, str]] = {
+    "method": (Method, "FedDM()"),
+    "partition": (PartitionSettings, "PartitionSettings(alpha=0.1)"),
+    "model": (ModelSettings, "ModelSettings(width=64)"),
+    "privacy": (PrivacySettings, "PrivacySettings(epsilon=8.0)"),
+}
 T = TypeVar("T")
 
 
@@ -64,6 +70,10 @@ class RunSettings:
     privacy: PrivacySettings | None = None
 
     def __post_init__(self) -> None:
+        for name, (kind, example) in _KINDS.items():
+            value = getattr(self, name)
+            if not (isinstance(value, kind) or (name == "privacy" and value is None)):
+                raise SettingError(f"{name} must be an object such as {example}, got {value!r}")
         if self.rounds < 1 or self.evaluate_every < 1:
             raise SettingError(f"rounds and evaluate_every must be at least 1, got {self.rounds} and {self.evaluate_every}")
         check_choice("precision", self.precision, ("fp32", "bf16"))

@@ -11,11 +11,12 @@ With differential privacy the guards are asked before step 1: where a round woul
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -24,7 +25,7 @@ from fedsynth.core.messages import Message
 from fedsynth.core.method import Memory, RoundContext, ServerState
 from fedsynth.data.images import ImageData, require_all_classes
 from fedsynth.data.load import load_dataset
-from fedsynth.data.partition import count_matrix, partition
+from fedsynth.data.partition import GIVEN, IntArray, check_parts, count_matrix, partition
 from fedsynth.errors import DataError, DivergedError
 from fedsynth.evaluation.accuracy import accuracy
 from fedsynth.federation.devices import resolve_device
@@ -62,7 +63,8 @@ def simulate(
     settings: RunSettings,
     *,
     data: tuple[ImageData, ImageData] | None = None,
-    output: Path | None = None,
+    parts: Sequence[IntArray] | None = None,
+    output: Path | str | None = None,
     observer: Observer | None = None,
     download: bool = False,
 ) -> RunResult:
@@ -71,6 +73,7 @@ def simulate(
     Args:
         data: (train, test) of your own; None loads `settings.dataset`. With differential privacy all of `train.spec` is public: declare a
             round `train_size`, not the true one, or set `nominal_size` and `max_records`.
+        parts: your own clients: for each the positions of its examples in the training data; `settings.partition` is then not used.
         output: the folder that run folders go into; None writes nothing.
         observer: hears of progress.
         download: let torchvision fetch the data set if it is not there.
@@ -82,28 +85,42 @@ def simulate(
         check_method(settings.method)
     device = resolve_device(settings.device)
     train, test = data or load_dataset(settings.dataset, settings.data_root, download=download)
+    if not (isinstance(train, ImageData) and isinstance(test, ImageData)):
+        raise DataError("data must be (train, test), each made by fedsynth.from_arrays")
     if train.spec != test.spec:
         raise DataError(
             f"training and test data must have the same specification, got {train.spec.name!r} and {test.spec.name!r}"
         )
-    return _Simulation(
-        replace(settings, dataset=train.spec.name), train.to(device), test.to(device), observer or Observer(), output
-    ).run()
+    settings = replace(settings, dataset=train.spec.name)
+    if parts is not None:
+        check_parts(parts, len(train))
+        settings = replace(settings, partition=replace(settings.partition, kind=GIVEN, clients=len(parts)))
+    else:
+        parts = partition(train.labels.cpu().numpy(), settings.resolved_partition, train.spec.classes)
+    if settings.privacy is None:
+        require_all_classes(train)
+    folder = None if output is None else Path(output)
+    divided = [torch.as_tensor(np.asarray(part), dtype=torch.int64) for part in parts]
+    return _Simulation(settings, train.to(device), test.to(device), divided, observer or Observer(), folder).run()
 
 
 class _Simulation:
     """One run, from checked settings and resident data."""
 
-    def __init__(self, settings: RunSettings, train: ImageData, test: ImageData, observer: Observer, output: Path | None) -> None:
+    def __init__(
+        self,
+        settings: RunSettings,
+        train: ImageData,
+        test: ImageData,
+        parts: list[Tensor],
+        observer: Observer,
+        output: Path | None,
+    ) -> None:
         self.settings, self.method, self.test, self.observer = settings, settings.method, test, observer
         self.context = _context(settings, train)
         self.method.check_model(self.context.architecture)
-        if settings.privacy is None:
-            require_all_classes(train)
-        division, labels = settings.resolved_partition, train.labels.cpu().numpy()
-        parts = partition(labels, division, train.spec.classes)
         self.private = PrivateRun(settings, self.context) if settings.privacy is not None else None
-        headline = []
+        headline = ["no differential privacy: what clients send is not protected (--dp-epsilon protects it)"]
         if self.private is not None:
             self.private.check_round(1)  # a cap that allows no round at all is the user's mistake, not a run that ended early
             headline = self.private.headline()
@@ -113,10 +130,11 @@ class _Simulation:
             self.folder = RunFolder(output, f"{self.method.name}-{train.spec.name}", private=self.private is not None)
         if self.folder is not None:
             self.folder.write_config(to_toml(settings.to_mapping()))
-            self.folder.write_partition(count_matrix(labels, parts, train.spec.classes))
+            labels = train.labels.cpu().numpy()
+            self.folder.write_partition(count_matrix(labels, [part.numpy() for part in parts], train.spec.classes))
             if self.private is not None:
                 self.private.keep_ledgers_in(self.folder.path / "ledger")
-        self.groups = self._groups(train, [torch.from_numpy(p) for p in parts])
+        self.groups = self._groups(train, parts)
         for line in headline:
             observer.note(line)
         self.state = ServerState({name: t.to(self.context.device) for name, t in self.context.architecture.state_dict().items()})
@@ -171,8 +189,21 @@ class _Simulation:
         report_server = replace(context, report=lambda phase, done, total: self.observer.step(context.round, phase, done, total))
         state = self.method.server_step(self.state, list(uploads.values()), report_server)
         _check_finite(state.parameters, "server's model", context.round)
+        if context.round == 1:
+            self._note_missing_classes(uploads)
         self.state, self.uploads = state, uploads
         self.memories.update(memories)
+
+    def _note_missing_classes(self, uploads: Mapping[int, Message]) -> None:
+        """A class that is too rare at every client would otherwise vanish without a word. (With privacy on, all are sent.)"""
+        sets = [u for u in uploads.values() if isinstance(u, SyntheticSet)]
+        sent = {label for u in sets for label in u.labels.unique().tolist()}
+        missing = sorted(set(range(self.context.spec.classes)) - sent) if sets else []
+        if missing:
+            names = ", ".join(self.context.spec.class_names[c] for c in missing)
+            self.observer.note(
+                f"warning: nobody sends images of {names}: no client has min_examples examples of it (--set min_examples=1)"
+            )
 
     def _record(self, number: int, started: float) -> None:
         row: dict[str, Any] = {"round": number}

@@ -24,6 +24,13 @@ def test_the_custom_pipeline(capsys: pytest.CaptureFixture[str]) -> None:
     assert "ε = 5.00" in capsys.readouterr().out
 
 
+def test_own_data_and_own_clients(tmp_path: Path) -> None:
+    accuracy = runpy.run_path(str(EXAMPLES / "own_data.py"))["main"](tmp_path)
+    assert accuracy > 0.6  # about 1; chance is 0.33
+    (folder,) = tmp_path.iterdir()
+    assert "570" not in (folder / "privacy_report.md").read_text()  # the true number of records
+
+
 def test_examples_are_short_and_explain_themselves() -> None:
     for path in EXAMPLES.glob("*.py"):
         lines = path.read_text().splitlines()

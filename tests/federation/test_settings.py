@@ -78,7 +78,7 @@ def test_no_privacy_settings_mean_no_privacy() -> None:
     assert resolve({"privacy": {}}).privacy is None
     privacy = resolve({"privacy": {"epsilon": "4", "ledger": "here"}}).privacy
     assert privacy is not None
-    assert (privacy.epsilon, privacy.noise_multiplier, privacy.ledger) == (4.0, None, Path("here"))
+    assert (privacy.epsilon, privacy.noise_multiplier, privacy.ledger) == (4.0, None, Path("here").absolute())
 
 
 @pytest.mark.parametrize(

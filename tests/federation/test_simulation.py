@@ -13,7 +13,7 @@ import torch
 
 from fedsynth.data.images import from_arrays
 from fedsynth.data.registry import dataset_spec
-from fedsynth.errors import DataError, DivergedError, SettingError
+from fedsynth.errors import DataError, DivergedError, PartitionError, SettingError
 from fedsynth.federation.observer import Observer
 from fedsynth.federation.private_run import check_method
 from fedsynth.federation.settings import RunSettings, resolve
@@ -261,3 +261,41 @@ def test_memories_go_from_round_to_round() -> None:
     settings = tiny()
     restarted = simulate(replace(settings, method=replace(settings.method, restart=True))).uploads[0]  # type: ignore[call-arg]
     assert not torch.allclose(dict(kept.arrays())["images"], dict(restarted.arrays())["images"], atol=1e-3)
+
+
+def test_your_own_clients() -> None:
+    rng = np.random.default_rng(0)
+    data = from_arrays(rng.integers(0, 256, (200, 1, 8, 8)).astype(np.uint8), np.arange(200) % 10, dataset_spec("digits"))
+    labels_of = [np.flatnonzero(np.arange(200) % 10 < 3), np.flatnonzero(np.arange(200) % 10 >= 3)]
+    uploads = simulate(tiny(), data=(data, data), parts=labels_of).uploads
+    assert [dict(uploads[k].arrays())["labels"].tolist() for k in (0, 1)] == [[0, 1, 2], [3, 4, 5, 6, 7, 8, 9]]
+    for bad, text in (
+        ([[0, 1], [1, 2]], "client 1: an example is given twice"),
+        ([[0, 200]], "must lie in"),
+        ([[0.5]], "whole numbers"),
+        ([], "at least one client"),
+    ):
+        with pytest.raises(PartitionError, match=text):
+            simulate(tiny(), data=(data, data), parts=bad)  # type: ignore[arg-type]
+
+
+def test_a_class_that_nobody_sends_is_said() -> None:
+    class Listener(Observer):
+        def __init__(self) -> None:
+            self.notes: list[str] = []
+
+        def note(self, text: str) -> None:
+            self.notes.append(text)
+
+    rng, listener = np.random.default_rng(0), Listener()
+    labels = np.concatenate([np.arange(180) % 9, [9, 9]])
+    data = from_arrays(rng.integers(0, 256, (182, 1, 8, 8)).astype(np.uint8), labels, dataset_spec("digits"))
+    simulate(tiny(), data=(data, data), parts=[np.arange(182)], observer=listener)
+    assert listener.notes[0].startswith("no differential privacy")
+    assert "nobody sends images of 9" in listener.notes[1]
+
+
+@pytest.mark.parametrize(("name", "value"), [("method", "feddm"), ("partition", "iid"), ("privacy", 8.0), ("model", None)])
+def test_natural_mistakes_get_an_example(name: str, value: Any) -> None:
+    with pytest.raises(SettingError, match=f"{name} must be an object such as"):
+        replace(tiny(), **{name: value})
