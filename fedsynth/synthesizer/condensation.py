@@ -14,6 +14,7 @@ Augmentation = Callable[[Tensor, Tensor], Tensor]
 """(images, segment of each) -> transformed images."""
 
 CPU_BYTES = 8 * 2**20
+GPU_IMAGES = 4096
 
 
 class NetworkFeatures:
@@ -38,7 +39,8 @@ class NetworkFeatures:
         """[N, D] without graph: channels-last, in small batches that stay in the cache on a CPU, and in the reduced precision."""
         rows = []
         with torch.no_grad():
-            for x, segment in zip(*(t.split(self._at_once(x_NCHW)) for t in (x_NCHW, segment_N)), strict=True):
+            at_once = self.images_at_once(x_NCHW, self._precision)
+            for x, segment in zip(x_NCHW.split(at_once), segment_N.split(at_once), strict=True):
                 x = self._augmented(x, segment).to(self._precision, memory_format=torch.channels_last)
                 rows.append(self._real.embed(x).float())  # type: ignore[operator]
             return self._with_logits(torch.cat(rows))
@@ -49,10 +51,10 @@ class NetworkFeatures:
     def _with_logits(self, h_ND: Tensor) -> Tensor:
         return torch.cat([h_ND, self._logit_weight * self._network.classifier(h_ND)], dim=1)  # type: ignore[operator]
 
-    def _at_once(self, x_NCHW: Tensor) -> int:
+    def images_at_once(self, x_NCHW: Tensor, precision: torch.dtype = torch.float32) -> int:
         """Images in one pass: on a CPU as many as keep the largest activation within 8 MB, where caches and the allocator reuse it."""
         scalars = getattr(self._network, "largest_activation", x_NCHW[0].numel())
-        return len(x_NCHW) if x_NCHW.is_cuda else max(1, CPU_BYTES // (scalars * self._precision.itemsize))
+        return GPU_IMAGES if x_NCHW.is_cuda else max(1, CPU_BYTES // (scalars * precision.itemsize))
 
 
 def condense(

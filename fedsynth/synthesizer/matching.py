@@ -12,7 +12,7 @@ Every class here is a `Matcher`: it turns (step, features, synthetic) into ∇_S
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -33,6 +33,12 @@ class FeatureMap(Protocol):
     def real(self, x_NCHW: Tensor, segment_N: Tensor) -> Tensor:
         """Without graph, and possibly in a reduced precision: for real images."""
 
+    def images_at_once(self, x_NCHW: Tensor, precision: torch.dtype = torch.float32) -> int:
+        """How many such images one pass should hold."""
+
+
+PASSES = 8  # backward passes at a time that `per_example_gradients` aims for
+
 
 class Matcher(Protocol):
     """Makes the gradient [S, ipc, C, H, W] for one condensation step."""
@@ -46,6 +52,23 @@ def synthetic_means(features: FeatureMap, synthetic_SICHW: Tensor, segment_S: Te
     numbers = torch.arange(segments, device=synthetic_SICHW.device) if segment_S is None else segment_S
     u = features(synthetic_SICHW.flatten(0, 1), numbers.repeat_interleave(ipc))
     return u.view(segments, ipc, -1).mean(dim=1)
+
+
+def pull_back(features: FeatureMap, synthetic_SICHW: Tensor, cotangents: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    """J_cᵀ v_c for every segment, [S, ipc, C, H, W], with J_c the Jacobian of mean_{S_c} u.
+
+    A segment's images meet only their own mean, so segments can go few at a time: the graph then stays in the cache on a CPU.
+
+    Args:
+        cotangents: (means [G, D] of some segments, their numbers [G]) -> v [G, D].
+    """
+    out = torch.empty_like(synthetic_SICHW)
+    at_once = max(1, features.images_at_once(synthetic_SICHW[0]) // synthetic_SICHW.shape[1])
+    for numbers in torch.arange(len(synthetic_SICHW), device=synthetic_SICHW.device).split(at_once):
+        leaf = synthetic_SICHW[numbers].detach().requires_grad_()
+        means = synthetic_means(features, leaf, numbers)
+        (out[numbers],) = torch.autograd.grad(means, leaf, cotangents(means.detach(), numbers))
+    return out
 
 
 def segment_means(values_ND: Tensor, segment_N: Tensor, segments: int) -> Tensor:
@@ -70,9 +93,8 @@ class ExactMatcher:
         return segment_means(torch.cat(rows), where, segments)
 
     def gradient(self, step: int, features: FeatureMap, synthetic: Tensor) -> Tensor:
-        leaf = synthetic.detach().requires_grad_()
-        loss = (synthetic_means(features, leaf) - self.real_means(step, features, len(leaf))).square().sum()
-        return torch.autograd.grad(loss, leaf)[0]
+        real = self.real_means(step, features, len(synthetic))
+        return pull_back(features, synthetic, lambda means, numbers: 2 * (means - real[numbers]))
 
 
 class ResidualMatcher:
@@ -89,15 +111,14 @@ class ResidualMatcher:
         self._clients, self._series, self._divisor = clients, series, divisor
 
     def gradient(self, step: int, features: FeatureMap, synthetic: Tensor) -> Tensor:
-        leaf = synthetic.detach().requires_grad_()
-        means = synthetic_means(features, leaf)
-        fixed = means.detach()
+        with torch.no_grad():
+            fixed = synthetic_means(features, synthetic)
 
         def residuals(x_NCHW: Tensor, segment_N: Tensor) -> Tensor:
             return fixed[segment_N] - features.real(x_NCHW, segment_N)
 
         noisy = self._clients.class_sums(self._series, residuals) / self._divisor
-        return torch.autograd.grad(means, leaf, grad_outputs=2 * noisy)[0]
+        return pull_back(features, synthetic, lambda means, numbers: 2 * noisy[numbers])
 
 
 class GradientMatcher:
@@ -105,40 +126,42 @@ class GradientMatcher:
 
     g̃(x) = 2·J_cᵀ (mean_{S_c} u − u(x)): the gradient of the squared-norm loss with x alone as the real mean; the mean of g̃ over
     a batch is the batch's gradient. S_c meets only its own class's mean, so the j-th example of *every* class shares one backward
-    pass, and `is_grads_batched` does many j at a time: the number of passes is the largest class batch, not their sum.
+    pass, and `is_grads_batched` does several j at a time.
     """
 
-    def __init__(
-        self, clients: PrivateClients, series: Sequence[GaussianSums], divisor: float, *, passes_at_once: int = 16
-    ) -> None:
-        self._clients, self._series, self._divisor, self._at_once = clients, series, divisor, passes_at_once
+    def __init__(self, clients: PrivateClients, series: Sequence[GaussianSums], divisor: float) -> None:
+        self._clients, self._series, self._divisor = clients, series, divisor
 
     def gradient(self, step: int, features: FeatureMap, synthetic: Tensor) -> Tensor:
         def rows(x_NCHW: Tensor, segment_N: Tensor) -> Tensor:
-            return per_example_gradients(features, synthetic, x_NCHW, segment_N, self._at_once)
+            return per_example_gradients(features, synthetic, x_NCHW, segment_N)
 
         noisy = self._clients.class_sums(self._series, rows) / self._divisor
         return noisy.view_as(synthetic)
 
 
-def per_example_gradients(
-    features: FeatureMap, synthetic_SICHW: Tensor, x_NCHW: Tensor, segment_N: Tensor, at_once: int = 16
-) -> Tensor:
-    """g̃(x) of FedDM's Eq. 15 for every example, [N, ipc·C·H·W]: the gradient for the synthetic images of the example's own segment."""
+def per_example_gradients(features: FeatureMap, synthetic_SICHW: Tensor, x_NCHW: Tensor, segment_N: Tensor) -> Tensor:
+    """g̃(x) of FedDM's Eq. 15 for every example, [N, ipc·C·H·W]: the gradient for the synthetic images of the example's own segment.
+
+    Segments with similar numbers of examples share a graph; the j-th examples of all of them share a backward pass, several j at a time.
+    """
     with torch.no_grad():
         residual = synthetic_means(features, synthetic_SICHW)[segment_N] - features.real(x_NCHW, segment_N)
-    rank = _rank_within_segment(segment_N)
+    counts, rank = torch.bincount(segment_N, minlength=len(synthetic_SICHW)), _rank_within_segment(segment_N)
+    present = counts.argsort(descending=True)[: int((counts > 0).sum())]
+    ipc, images = synthetic_SICHW.shape[1], features.images_at_once(synthetic_SICHW[0])
     out = residual.new_empty(len(x_NCHW), synthetic_SICHW[0].numel())
-    for first in range(0, int(rank.max()) + 1 if len(rank) else 0, at_once):
-        mine = (rank >= first) & (rank < first + at_once)
-        active, where = torch.unique(segment_N[mine], return_inverse=True)  # few classes have the large batches
-        leaf = synthetic_SICHW[active].detach().requires_grad_()
-        means = synthetic_means(features, leaf, active)
-        passes = rank[mine] - first
-        cotangents = residual.new_zeros(int(passes.max()) + 1, *means.shape)
-        cotangents[passes, where] = 2 * residual[mine]
-        (gradients,) = torch.autograd.grad(means, leaf, cotangents, is_grads_batched=True)
-        out[mine] = gradients[passes, where].flatten(1)
+    for numbers in present.split(max(1, images // (PASSES * ipc))):
+        leaf = synthetic_SICHW[numbers].detach().requires_grad_()
+        means = synthetic_means(features, leaf, numbers)
+        passes = max(1, images // (len(numbers) * ipc))
+        position = torch.full_like(counts, -1).scatter_(0, numbers, torch.arange(len(numbers), device=numbers.device))[segment_N]
+        for first in range(0, int(counts[numbers].max()), passes):
+            mine = (position >= 0) & (rank >= first) & (rank < first + passes)
+            cotangents = residual.new_zeros(int(rank[mine].max()) - first + 1, *means.shape)
+            cotangents[rank[mine] - first, position[mine]] = 2 * residual[mine]
+            (gradients,) = torch.autograd.grad(means, leaf, cotangents, is_grads_batched=True, retain_graph=True)
+            out[mine] = gradients[rank[mine] - first, position[mine]].flatten(1)
     return out
 
 

@@ -23,6 +23,7 @@ from fedsynth.synthesizer.matching import (
     PaperMatcher,
     ResidualMatcher,
     per_example_gradients,
+    pull_back,
     segment_means,
     synthetic_means,
 )
@@ -103,7 +104,7 @@ def test_eq_15_the_mean_of_per_example_gradients_is_the_batch_gradient(device: s
     features, S = NetworkFeatures(network(device), 1.0, None), synthetic(4, device)
     x = torch.randn(23, 1, 8, 8, generator=torch.Generator().manual_seed(3)).to(device)
     segment = torch.tensor([0] * 11 + [1] + [3] * 11, device=device)
-    rows = per_example_gradients(features, S, x, segment, at_once=4)
+    rows = per_example_gradients(features, S, x, segment)
     leaf = S.clone().requires_grad_()
     means = synthetic_means(features, leaf)
     real = segment_means(features(x, segment), segment, 4)
@@ -242,10 +243,17 @@ def test_a_reduced_precision_of_the_real_pass_changes_the_gradient_little(device
     assert (full - half).norm() < 0.03 * full.norm()
 
 
-def test_small_batches_of_the_real_pass_change_nothing_but_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
-    features = NetworkFeatures(network(), 1.0, None)
-    x, segment = torch.randn(50, 1, 8, 8), torch.arange(50) % CLASSES
-    whole = features(x, segment)
-    monkeypatch.setattr("fedsynth.synthesizer.condensation.CPU_BYTES", 7 * 8 * 64 * 4)
-    assert features._at_once(x) == 7
-    torch.testing.assert_close(features.real(x, segment), whole, atol=1e-5, rtol=1e-4)
+@pytest.mark.parametrize("images", [1, 7, 1000])
+def test_the_size_of_passes_changes_nothing_but_rounding(images: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Real images, synthetic segments and per-example gradients in pieces of any size."""
+    features, S = NetworkFeatures(network(), 1.0, None), synthetic(CLASSES)
+    x, segment = torch.randn(50, 1, 8, 8), (torch.arange(50) ** 2) % CLASSES
+    whole = features(x, segment), per_example_gradients(features, S, x, segment)
+    leaf = S.clone().requires_grad_()
+    means = synthetic_means(features, leaf)
+    (pulled,) = torch.autograd.grad(means, leaf, torch.ones_like(means))
+    monkeypatch.setattr("fedsynth.synthesizer.condensation.CPU_BYTES", images * 8 * 64 * 4)
+    assert features.images_at_once(x) == images
+    torch.testing.assert_close(features.real(x, segment), whole[0], atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(per_example_gradients(features, S, x, segment), whole[1], atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(pull_back(features, S, lambda m, numbers: torch.ones_like(m)), pulled, atol=1e-5, rtol=1e-4)
