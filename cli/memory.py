@@ -2,7 +2,8 @@
 
 By default glibc maps every allocation over 32 MB anew and gives it back when freed, so each step of training on a CPU faults all its
 activations in again: for a ConvNet-32 on batches of 256 28×28 images that was half of the CPU time (959 against 490 µs an image, one
-thread, timed once by hand; `tests/cli/test_memory.py` counts the page faults). The setting belongs to the process, so only the command line makes it, not the library.
+thread, timed once by hand; `tests/cli/test_memory.py` counts the page faults). The setting belongs to the process, so only the command
+line makes it, not the library.
 """
 
 from __future__ import annotations
