@@ -107,6 +107,10 @@ def train(
     ] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,
     precision: Annotated[str | None, typer.Option(help="fp32 or bf16, of condensation's passes over real images.")] = None,
+    memory_gb: Annotated[
+        float | None,
+        typer.Option(help="Memory that steps stay within, by letting fewer clients share one; default 4, on a GPU half of it."),
+    ] = None,
     output: Annotated[Path, typer.Option(help="Where run folders go.")] = Path("runs"),
     as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON on stdout.")] = False,
     dataset: Annotated[
@@ -176,7 +180,14 @@ def train(
     """
     with one_line_errors():
         given: dict[str, dict[str, Any]] = {
-            "run": {"method": method, "rounds": rounds, "seed": seed, "device": device, "precision": precision},
+            "run": {
+                "method": method,
+                "rounds": rounds,
+                "seed": seed,
+                "device": device,
+                "precision": precision,
+                "memory_gb": memory_gb,
+            },
             "data": {"dataset": dataset, "data_root": str(data_root) if data_root else None},
             "partition": {
                 "kind": partition,

@@ -35,8 +35,8 @@ class DpSgdSettings:
     weight_decay: float = 0.0
 
 
-def check_model(model: nn.Module) -> None:
-    """Refuses layers that mix the examples of a batch, and buffers, which would be sent without noise.
+def refuse_batch_norm(model: nn.Module) -> None:
+    """Refuses layers that mix the examples of a batch.
 
     Raises:
         ForbiddenLayerError: names the layer, and what to use in its place.
@@ -47,6 +47,15 @@ def check_model(model: nn.Module) -> None:
                 f"layer {name!r} is {type(layer).__name__}: batch norm mixes the examples of a batch, so one example's influence "
                 "cannot be bounded; use group or instance norm (--norm group)"
             )
+
+
+def check_model(model: nn.Module) -> None:
+    """Refuses what DP-SGD cannot train: batch norm, and buffers, which would be sent without noise.
+
+    Raises:
+        ForbiddenLayerError: names the layer or buffer.
+    """
+    refuse_batch_norm(model)
     buffers = [name for name, _ in model.named_buffers()]
     if buffers:
         raise ForbiddenLayerError(

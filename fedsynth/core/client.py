@@ -19,8 +19,12 @@ from fedsynth.privacy.ledger import Guard
 from fedsynth.privacy.mechanisms import GaussianSums, Released
 from fedsynth.privacy.randomness import SecretGenerator
 
-CHUNK = 512
-"""Real images in one forward pass: a memory bound; features are per example, so it moves results by rounding only."""
+CPU_CHUNK, GPU_CHUNK = 512, 4096
+
+
+def chunk(device: torch.device) -> int:
+    """Real images that are held as floats at a time: a memory bound; features are per example, so it moves results by rounding only."""
+    return GPU_CHUNK if device.type == "cuda" else CPU_CHUNK
 
 
 @dataclass(frozen=True)
@@ -92,6 +96,7 @@ class PrivateClients:
         self.ids, self.spec = tuple(ids), data.spec
         self._data, self._guards, self._secrets = data, guards, secrets
         self._parts = [part.to(data.labels.device) for part in parts]
+        self._records, self._labels = [part.cpu() for part in parts], data.labels.cpu()
 
     def segments(self) -> Segments:
         """All classes of all clients: which classes a client has is private."""
@@ -108,19 +113,26 @@ class PrivateClients:
         return [GaussianSums(release, groups, guard, secret) for guard, secret in pairs]
 
     def class_sums(self, series: Sequence[GaussianSums], rows: Callable[[Tensor, Tensor], Tensor]) -> Released:
-        """One step of every client: the noisy sums by class of `rows(images [N, C, H, W], segment [N])` -> [N, D].
+        """One step of every client: the noisy sums by class of `rows(images [N, C, H, W], segment [N] on the CPU)` -> [N, D].
 
-        `rows` must be a function of each example alone (and of released values). Returns [clients · classes, D].
+        `rows` must be a function of each example alone (and of released values): clients' examples share its calls, and meet again only
+        in their own client's sum. Returns [clients · classes, D].
         """
-        classes = self.spec.classes
-        for position, (part, s) in enumerate(zip(self._parts, series, strict=True)):
-            sampled = part[s.sample(len(part)).to(part.device)]
-            for indices in sampled.split(CHUNK):
-                if len(indices):
-                    labels = self._data.labels[indices]
-                    images = normalise(self._data.images[indices], self.spec)
-                    s.add(rows(images, classes * position + labels), labels)
-        return Released(torch.cat([s.release().to(self._data.labels.device) for s in series]))
+        samples = [mine[s.sample(len(mine))] for mine, s in zip(self._records, series, strict=True)]
+        records = torch.cat(samples)
+        owner = torch.arange(len(samples)).repeat_interleave(torch.tensor([len(sample) for sample in samples]))
+        device, size = self._data.labels.device, chunk(self._data.labels.device)
+        for some, whose in zip(records.split(size), owner.split(size), strict=True):
+            if not len(some):  # an empty sample splits into one empty piece
+                continue
+            indices = some.to(device)
+            labels = self._labels[some]
+            contributions = rows(normalise(self._data.images[indices], self.spec), self.spec.classes * whose + labels)
+            for position, count in zip(*[t.tolist() for t in whose.unique_consecutive(return_counts=True)], strict=True):
+                first = int(torch.searchsorted(whose, position))
+                mine = slice(first, first + count)
+                series[position].add(contributions[mine], labels[mine].to(device))
+        return Released(torch.cat([s.release().to(device) for s in series]))
 
     def fit(
         self,

@@ -43,6 +43,7 @@ class RoundContext:
         nominal_size: the public number of records that a client is supposed to have.
         privacy: with the noise multiplier that the run uses; None with DP off.
         precision: of passes over real images that need no gradient.
+        memory_bytes: what the steps of a round should stay within.
     """
 
     round: int
@@ -53,6 +54,7 @@ class RoundContext:
     nominal_size: float
     privacy: PrivacySettings | None = None
     precision: torch.dtype = torch.float32
+    memory_bytes: int = 4 * 2**30
     report: StepReporter = lambda phase, done, total: None
 
     def load(self, parameters: Mapping[str, torch.Tensor]) -> nn.Module:
@@ -135,9 +137,12 @@ class Method:
         """The next state from all uploads of the round, in the order of client numbers."""
         raise NotImplementedError  # abstract
 
-    def clients_at_once(self, classes: int) -> int:
-        """How many clients may share one `client_step`; a memory bound, without influence on what is computed."""
-        return 1
+    def client_bytes(self, context: RoundContext) -> int | None:
+        """Memory that one more client in a `client_step` takes, about; None: clients go one at a time, as nothing is gained by a group.
+
+        The engine divides the run's memory bound by it. It has no influence on what is computed.
+        """
+        return None
 
     def check_model(self, model: nn.Module) -> None:
         """Raises SettingError if the method cannot work with this architecture."""

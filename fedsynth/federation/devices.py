@@ -23,3 +23,10 @@ def resolve_device(name: str) -> torch.device:
         return torch.empty(0, device=name).device
     except RuntimeError as error:
         raise DeviceError(f"--device {name} cannot be used: {str(error).splitlines()[0]}") from None
+
+
+def memory_bytes(gigabytes: float | None, device: torch.device) -> int:
+    """The memory bound in bytes; None is 4 GiB on a CPU and half of the card's memory on a GPU (not of what is free: runs must repeat)."""
+    if gigabytes is not None:
+        return int(gigabytes * 2**30)
+    return torch.cuda.get_device_properties(device).total_memory // 2 if device.type == "cuda" else 4 * 2**30

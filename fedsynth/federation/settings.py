@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -53,7 +54,10 @@ class RunSettings:
 
     Args:
         device: "auto" (CUDA if there is one), "cpu" or "cuda".
-        precision: "fp32" or "bf16", of condensation's passes over real images; all else is fp32.
+        precision: "fp32" or "bf16", of condensation's passes over real images (and of what mechanism `gradient` pulls back for each of them);
+            all else is fp32.
+        memory_gb: what a round's steps should stay within, beside the data set itself: 2^30 bytes each. Fewer clients then share a step.
+            None: 4 on a CPU, half of the card's memory on a GPU.
         evaluate_every: rounds between evaluations on the test set; the last round is always evaluated.
     """
 
@@ -64,6 +68,7 @@ class RunSettings:
     seed: int = 0
     device: str = "auto"
     precision: str = "fp32"
+    memory_gb: float | None = None
     evaluate_every: int = 1
     partition: PartitionSettings = field(default_factory=PartitionSettings)
     model: ModelSettings = field(default_factory=ModelSettings)
@@ -76,6 +81,8 @@ class RunSettings:
                 raise SettingError(f"{name} must be an object such as {example}, got {value!r}")
         if self.rounds < 1 or self.evaluate_every < 1:
             raise SettingError(f"rounds and evaluate_every must be at least 1, got {self.rounds} and {self.evaluate_every}")
+        if self.memory_gb is not None and not 0 < self.memory_gb < math.inf:
+            raise SettingError(f"memory_gb must be above 0, got {self.memory_gb}")
         check_choice("precision", self.precision, ("fp32", "bf16"))
 
     @property
@@ -92,6 +99,7 @@ class RunSettings:
             "seed": self.seed,
             "device": self.device,
             "precision": self.precision,
+            "memory_gb": self.memory_gb,
         }
         sections: dict[str, dict[str, Any]] = {
             "run": {**run, "evaluate_every": self.evaluate_every},
@@ -125,12 +133,12 @@ def resolve(given: Mapping[str, Mapping[str, Any]]) -> RunSettings:
     root = data.pop("data_root", None)
     if data:
         raise unknown_name("setting of data", next(iter(data)), ("dataset", "data_root"))
-    allowed = ("rounds", "seed", "device", "precision", "evaluate_every")
+    kinds = {"rounds": int, "seed": int, "device": str, "precision": str, "memory_gb": float, "evaluate_every": int}
     values = {}
     for key, value in run.items():
-        if key not in allowed:
-            raise unknown_name("setting of run", key, ("method", *allowed))
-        values[key] = convert(f"run.{key}", value, str if key in ("device", "precision") else int)
+        if key not in kinds:
+            raise unknown_name("setting of run", key, ("method", *kinds))
+        values[key] = convert(f"run.{key}", value, kinds[key])
     return RunSettings(
         method=method.from_mapping({**preset.get(name, {}), **given.get("method", {})}),
         dataset=spec.name,

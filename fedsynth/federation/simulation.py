@@ -28,7 +28,7 @@ from fedsynth.data.load import load_dataset
 from fedsynth.data.partition import GIVEN, IntArray, check_parts, count_matrix, partition
 from fedsynth.errors import DataError, DivergedError
 from fedsynth.evaluation.accuracy import accuracy
-from fedsynth.federation.devices import resolve_device
+from fedsynth.federation.devices import memory_bytes, resolve_device
 from fedsynth.federation.observer import Observer
 from fedsynth.federation.private_run import PrivateRun, check_method
 from fedsynth.federation.run_folder import RunFolder
@@ -159,7 +159,8 @@ class _Simulation:
         return self._finish()
 
     def _groups(self, train: ImageData, parts: list[Tensor]) -> list[ClientGroup]:
-        at_once = self.method.clients_at_once(train.spec.classes)
+        each = self.method.client_bytes(self.context)
+        at_once = 1 if each is None else max(1, self.context.memory_bytes // 2 // max(1, each))
         groups: list[ClientGroup] = []
         for first in range(0, len(parts), at_once):
             ids = range(first, min(first + at_once, len(parts)))
@@ -274,6 +275,7 @@ def _context(settings: RunSettings, train: ImageData) -> RoundContext:
         architecture=build_model(settings.model, spec.image_shape, spec.classes, settings.seed),
         precision={"fp32": torch.float32, "bf16": torch.bfloat16}[settings.precision],
         nominal_size=declared or spec.train_size / settings.partition.clients,
+        memory_bytes=memory_bytes(settings.memory_gb, train.labels.device),
     )
 
 

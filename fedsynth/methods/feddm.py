@@ -23,11 +23,13 @@ from fedsynth.core.messages import Message, parameters_of
 from fedsynth.core.method import Memory, PrivatePlan, RoundContext, check_choice, check_ranges
 from fedsynth.core.random import torch_generator
 from fedsynth.errors import SettingError
+from fedsynth.privacy.dpsgd import refuse_batch_norm
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.settings import PrivacySettings
 from fedsynth.synthesizer.augmentation import SiameseAugmentation
+from fedsynth.synthesizer.batch_norm import has_batch_norm, with_grouped_statistics
 from fedsynth.synthesizer.batches import SMALL_CLASS, BatchIndices
-from fedsynth.synthesizer.condensation import condense
+from fedsynth.synthesizer.condensation import ACTIVATIONS, condense
 from fedsynth.synthesizer.matching import ExactMatcher, GradientMatcher, Matcher, PaperMatcher, ResidualMatcher
 from fedsynth.synthesizer.perturbation import READINGS, Perturbations
 from fedsynth.synthesizer.server import TrainsOnUnion
@@ -54,6 +56,8 @@ class FedDM(TrainsOnUnion):
             symmetric.
         small_class: classes smaller than the batch: "all" examples (the exact mean) or "resample".
         logit_weight: weight b of the logits beside the embedding; 1 is Eq. 9.
+        batch_norm: of networks with batch norm, whose statistics in condensation are those of the batch at hand, real and synthetic apart:
+            "client" takes all classes of a client together, as distribution matching's code does, "class" each class for itself.
     """
 
     name: ClassVar[str] = "feddm"
@@ -74,6 +78,7 @@ class FedDM(TrainsOnUnion):
     flip: bool = False
     small_class: str = "all"
     logit_weight: float = 1.0
+    batch_norm: str = "client"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -82,20 +87,27 @@ class FedDM(TrainsOnUnion):
         check_choice("augment", self.augment, ("none", "siamese"))
         check_choice("perturbation", self.perturbation, READINGS)
         check_choice("small_class", self.small_class, SMALL_CLASS)
+        check_choice("batch_norm", self.batch_norm, ("client", "class"))
 
-    def clients_at_once(self, classes: int) -> int:
-        return max(1, 1000 // (self.ipc * classes))
+    def client_bytes(self, context: RoundContext) -> int:
+        """The round's block of batch indices, the set with its gradient and velocity, and class sums of features."""
+        pixels = self.ipc * context.spec.image_shape[0] * context.spec.image_shape[1] * context.spec.image_shape[2]
+        if has_batch_norm(context.architecture):  # a whole batch goes through the network at once
+            activation = getattr(context.architecture, "largest_activation", pixels // self.ipc)
+            return 4 * ACTIVATIONS * activation * self.batch * context.spec.classes
+        features = 4 * 8 * sum(self._columns(context))
+        return context.spec.classes * (4 * self.iterations * self.batch + 4 * 6 * pixels + features)
 
     def check_model(self, model: nn.Module) -> None:
         if not (hasattr(model, "embed") and isinstance(getattr(model, "classifier", None), nn.Linear)):
             raise SettingError("feddm matches embeddings: the network needs `embed` and a linear `classifier` on top of it")
-        if any(isinstance(layer, nn.modules.batchnorm._BatchNorm) for layer in model.modules()):
-            raise SettingError("feddm matches per-example features, which batch norm does not have; use --norm instance or group")
 
     def client_step(
         self, message: Message, clients: ClientGroup, memories: Sequence[Memory], context: RoundContext
     ) -> list[tuple[Message, Memory]]:
         model = context.load(parameters_of(message))
+        batch_norm = has_batch_norm(model)
+        model = with_grouped_statistics(model) if batch_norm else model
         segments = clients.segments() if isinstance(clients, PrivateClients) else clients.segments(self.min_examples)
         start = self._start(clients, segments, memories, context)
         networks = Perturbations(
@@ -111,6 +123,8 @@ class FedDM(TrainsOnUnion):
             logit_weight=self.logit_weight,
             precision=context.precision,
             draw_augmentation=self._augmentation(segments, context),
+            statistics_S=self._statistics(segments, context) if batch_norm else None,
+            memory_bytes=context.memory_bytes // 2,
             report=lambda done: context.report("condense", done, self.iterations),
         )
         uploads = split_uploads(images, segments, len(clients.ids))
@@ -119,8 +133,8 @@ class FedDM(TrainsOnUnion):
     def private_plan(self, privacy: PrivacySettings, context: RoundContext) -> PrivatePlan:
         """T releases a round. Default clips are public: for `residual` about the norm of a matched residual of instance-normalised
         features, which grows with the root of their number; for `paper` the paper's."""
-        classifier, classes, image_shape = context.architecture.classifier, context.spec.classes, context.spec.image_shape
-        width: Any = classifier.in_features + classifier.out_features  # type: ignore[operator,union-attr]
+        refuse_batch_norm(context.architecture)
+        classes, image_shape, width = context.spec.classes, context.spec.image_shape, sum(self._columns(context))
         pixels = self.ipc * image_shape[0] * image_shape[1] * image_shape[2]
         clipped, clip, columns = {
             "residual": (
@@ -141,6 +155,16 @@ class FedDM(TrainsOnUnion):
             steps=self.iterations,
             dimension=classes * columns,
         )
+
+    def _columns(self, context: RoundContext) -> tuple[int, int]:
+        """Coordinates of an embedding and of its logits."""
+        classifier: Any = context.architecture.classifier
+        return classifier.in_features, classifier.out_features
+
+    def _statistics(self, segments: Segments, context: RoundContext) -> Tensor:
+        """Which segments share batch statistics."""
+        numbers = segments.position if self.batch_norm == "client" else torch.arange(len(segments))
+        return numbers.to(context.device)
 
     def _start(self, clients: ClientGroup, segments: Segments, memories: Sequence[Memory], context: RoundContext) -> Tensor:
         if not self.restart and all("images" in memory for memory in memories):

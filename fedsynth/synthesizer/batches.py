@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -23,6 +24,9 @@ class BatchIndices:
     Args:
         clients, segments: the group and its (client, class) pairs.
         steps: number of condensation steps.
+
+    Attributes:
+        sizes: examples of each segment in a step, on the CPU. segment: of each row, on the data's device.
     """
 
     def __init__(
@@ -38,12 +42,31 @@ class BatchIndices:
                 chosen = _draw(len(pool), batch, steps, small_class, generator)
                 blocks.append(pool[chosen.to(pool.device)])
         self.sizes = torch.tensor([block.shape[1] for block in blocks], dtype=torch.int64)
-        self._block = torch.cat(blocks, dim=1) if blocks else torch.empty(steps, 0, dtype=torch.int64)
-        self._segment = torch.arange(len(blocks)).repeat_interleave(self.sizes).to(self._block.device)
+        empty = torch.empty(steps, 0, dtype=torch.int32)
+        self._block = torch.cat([block.to(torch.int32) for block in blocks], dim=1) if blocks else empty
+        self._where = torch.arange(len(blocks)).repeat_interleave(self.sizes)
+        self.segment = self._where.to(self._block.device)
 
-    def at(self, step: int) -> tuple[Tensor, Tensor]:
-        """(indices into the resident data [N], segment of each [N]) of one step; the segments are the same at every step."""
-        return self._block[step], self._segment
+    def at(self, step: int) -> Tensor:
+        """Indices into the resident data [N] of one step; their segments are `segment` [N] at every step, ascending."""
+        return self._block[step].to(torch.int64)
+
+    def pieces(self, size: int) -> list[Piece]:
+        """A step's batch cut into runs of at most `size` images."""
+        starts = range(0, len(self._where), size)
+        stops = [min(start + size, len(self._where)) for start in starts]
+        return [
+            Piece(slice(start, stop), slice(int(self._where[start]), int(self._where[stop - 1]) + 1))
+            for start, stop in zip(starts, stops, strict=True)
+        ]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Some rows of a step's batch, and the segments that they belong to."""
+
+    rows: slice
+    segments: slice
 
 
 def _draw(pool: int, batch: int, steps: int, small_class: str, generator: torch.Generator) -> Tensor:

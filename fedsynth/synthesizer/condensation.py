@@ -8,6 +8,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from fedsynth.models.frozen import VectorJacobian
+from fedsynth.synthesizer.batch_norm import SharedStatistics
 from fedsynth.synthesizer.matching import Matcher
 
 Augmentation = Callable[[Tensor, Tensor], Tensor]
@@ -15,6 +17,7 @@ Augmentation = Callable[[Tensor, Tensor], Tensor]
 
 CPU_BYTES = 8 * 2**20
 GPU_IMAGES = 4096
+ACTIVATIONS = 8  # full-size activations that a pass may hold at its widest
 
 
 class NetworkFeatures:
@@ -22,39 +25,91 @@ class NetworkFeatures:
 
     Args:
         network: has `embed` and `classifier`; its weights are frozen.
-        precision: of the real images' embedding; synthetic images, and the classifier, are always float32.
+        precision: of the real images' embedding, and of what is pulled back for each private example; synthetic images' features, and
+            the classifier, are always float32.
+        statistics_S: for networks with batch norm (`fedsynth.synthesizer.batch_norm`): segments with the same number share statistics.
+        memory_bytes: a pass should not take more.
     """
 
     def __init__(
-        self, network: nn.Module, logit_weight: float, augment: Augmentation | None, precision: torch.dtype = torch.float32
+        self,
+        network: nn.Module,
+        logit_weight: float,
+        augment: Augmentation | None,
+        precision: torch.dtype = torch.float32,
+        *,
+        statistics_S: Tensor | None = None,
+        memory_bytes: int = 2**32,
     ) -> None:
         self._network, self._logit_weight, self._augment, self._precision = network, logit_weight, augment, precision
         self._real = network if precision == torch.float32 else copy.deepcopy(network).to(precision)
+        self._statistics, self._memory_bytes = statistics_S, memory_bytes
+        self.mixes = statistics_S is not None
 
     def __call__(self, x_NCHW: Tensor, segment_N: Tensor) -> Tensor:
         """[N, D] with the graph to the images."""
-        return self._with_logits(self._network.embed(self._augmented(x_NCHW, segment_N)))  # type: ignore[operator]
+        return self._with_logits(self._embed(self._network, self._augmented(x_NCHW, segment_N), segment_N))
 
     def real(self, x_NCHW: Tensor, segment_N: Tensor) -> Tensor:
         """[N, D] without graph: channels-last, in small batches that stay in the cache on a CPU, and in the reduced precision."""
         rows = []
         with torch.no_grad():
-            at_once = self.images_at_once(x_NCHW, self._precision)
+            at_once = len(x_NCHW) if self.mixes else self.images_at_once(x_NCHW, self._precision)
             for x, segment in zip(x_NCHW.split(at_once), segment_N.split(at_once), strict=True):
-                x = self._augmented(x, segment).to(self._precision, memory_format=torch.channels_last)
-                rows.append(self._real.embed(x).float())  # type: ignore[operator]
+                x = self._augmented(x, segment).to(self._precision)
+                rows.append(self._embed(self._real, x, segment).float())
             return self._with_logits(torch.cat(rows))
 
-    def _augmented(self, x_NCHW: Tensor, segment_N: Tensor) -> Tensor:
-        return x_NCHW if self._augment is None else self._augment(x_NCHW, segment_N)
+    def vjp(self, x_NCHW: Tensor, segment_N: Tensor, *, exact: bool = True) -> tuple[Tensor, VectorJacobian]:
+        """u [N, D], and what pulls vectors [V, N, D] back to the images: the network's own `embed_vjp` if it has one, else autograd."""
+        leaf = x_NCHW.detach().requires_grad_()
+        with torch.enable_grad():
+            x = self._augmented(leaf, segment_N)
+        own = getattr(self._network, "embed_vjp", None)
+        made = None if own is None or self.mixes else own(x.detach(), torch.float32 if exact else self._precision)
+        if made is None:
+            with torch.enable_grad():
+                u = self._with_logits(self._embed(self._network, x, segment_N))
+            return u.detach(), lambda g_VND: _gradients(u, leaf, g_VND)
+        h, pull = made
+        weight: Tensor = self._network.classifier.weight  # type: ignore[assignment,union-attr]
+        width = h.shape[1]
 
-    def _with_logits(self, h_ND: Tensor) -> Tensor:
-        return torch.cat([h_ND, self._logit_weight * self._network.classifier(h_ND)], dim=1)  # type: ignore[operator]
+        def through(g_VND: Tensor) -> Tensor:
+            pulled = pull(g_VND[..., :width] + self._logit_weight * (g_VND[..., width:] @ weight))
+            return pulled if x is leaf else _gradients(x, leaf, pulled)
+
+        with torch.no_grad():
+            return self._with_logits(h), through
 
     def images_at_once(self, x_NCHW: Tensor, precision: torch.dtype = torch.float32) -> int:
         """Images in one pass: on a CPU as many as keep the largest activation within 8 MB, where caches and the allocator reuse it."""
         scalars = getattr(self._network, "largest_activation", x_NCHW[0].numel())
-        return GPU_IMAGES if x_NCHW.is_cuda else max(1, CPU_BYTES // (scalars * precision.itemsize))
+        most = self._memory_bytes // (ACTIVATIONS * scalars * precision.itemsize)
+        return max(1, min(most, GPU_IMAGES if x_NCHW.is_cuda else CPU_BYTES // (scalars * precision.itemsize)))
+
+    def _augmented(self, x_NCHW: Tensor, segment_N: Tensor) -> Tensor:
+        return x_NCHW if self._augment is None else self._augment(x_NCHW, segment_N)
+
+    def _embed(self, network: nn.Module, x_NCHW: Tensor, segment_N: Tensor) -> Tensor:
+        if self._statistics is not None:
+            SharedStatistics.of(network).assign(self._statistics[segment_N], len(self._statistics))
+        if not torch.is_grad_enabled():
+            x_NCHW = x_NCHW.contiguous(memory_format=torch.channels_last)
+        h: Tensor = network.embed(x_NCHW)  # type: ignore[operator]
+        return h
+
+    def _with_logits(self, h_ND: Tensor) -> Tensor:
+        return torch.cat([h_ND, self._logit_weight * self._network.classifier(h_ND)], dim=1)  # type: ignore[operator]
+
+
+def _gradients(outputs: Tensor, leaf: Tensor, vectors: Tensor) -> Tensor:
+    """Vectors [V, …] of the outputs pulled back to the leaf by autograd, [V, …]."""
+    if len(vectors) == 1:
+        (one,) = torch.autograd.grad(outputs, leaf, vectors[0], retain_graph=True)
+        return one[None]
+    (many,) = torch.autograd.grad(outputs, leaf, vectors, is_grads_batched=True, retain_graph=True)
+    return many
 
 
 def condense(
@@ -68,6 +123,8 @@ def condense(
     logit_weight: float = 1.0,
     precision: torch.dtype = torch.float32,
     draw_augmentation: Callable[[], Augmentation] | None = None,
+    statistics_S: Tensor | None = None,
+    memory_bytes: int = 2**32,
     report: Callable[[int], None] = lambda step: None,
 ) -> Tensor:
     """Moves the synthetic images towards the real distribution and returns them, [S, ipc, C, H, W].
@@ -76,7 +133,7 @@ def condense(
         synthetic_SICHW: start images, in normalised pixel units; not changed.
         draw_network: a network with `embed` and `classifier` and frozen weights, drawn anew for each step.
         matcher: makes the gradient; with DP on it is the only thing that touches private data.
-        precision: of the real images' pass; synthetic images, sums and updates are float32.
+        precision, statistics_S, memory_bytes: see `NetworkFeatures`; sums and updates are float32.
         report: hears the number of steps done; the loop itself never waits for the device.
     """
     synthetic = synthetic_SICHW.detach().clone()
@@ -85,7 +142,9 @@ def condense(
     velocity = torch.zeros_like(synthetic)
     for step in range(steps):
         augment = draw_augmentation() if draw_augmentation is not None else None
-        features = NetworkFeatures(draw_network(), logit_weight, augment, precision)
+        features = NetworkFeatures(
+            draw_network(), logit_weight, augment, precision, statistics_S=statistics_S, memory_bytes=memory_bytes
+        )
         velocity.mul_(momentum).add_(matcher.gradient(step, features, synthetic))
         synthetic.add_(velocity, alpha=-learning_rate)
         report(step + 1)

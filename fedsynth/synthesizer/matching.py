@@ -5,7 +5,8 @@ FedDM (arXiv 2207.09653), Eq. 9. For a class c, network w and feature map u_w(x)
     L_c = ‖ mean_{B_c} u_w − mean_{S_c} u_w ‖²,      L = Σ_c L_c,
 
 and one step needs ∇_S L. All (client, class) pairs of a group are segments of one pass: `synthetic` is [S, ipc, C, H, W], the real
-batch has a segment number for each image. Real images go through without graph; the network's weights are frozen.
+batch has a segment number for each image. Real images go through without graph; the network's weights are frozen; what is pulled
+back to the synthetic images is a vector-Jacobian product (`fedsynth.models.frozen`, or autograd for other networks).
 
 Every class here is a `Matcher`: it turns (step, features, synthetic) into ∇_S L, or into a private stand-in for it.
 """
@@ -18,14 +19,24 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from fedsynth.core.client import CHUNK, OpenClients, PrivateClients, Segments
+from fedsynth.core.client import OpenClients, PrivateClients, Segments, chunk
+from fedsynth.models.frozen import VectorJacobian
 from fedsynth.privacy.mechanisms import GaussianSums
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.synthesizer.batches import BatchIndices
 
+PASSES, PULLED = 8, 8
+"""`per_example_gradients` aims for so many vectors at a time, in so many times the images that a pass forward holds."""
+
 
 class FeatureMap(Protocol):
-    """(images [N, C, H, W], segment number of each [N]) -> u [N, D], per example; the segment number selects the siamese augmentation."""
+    """(images [N, C, H, W], segment number of each [N]) -> u [N, D]; the segment number selects the siamese augmentation.
+
+    Attributes:
+        mixes: an image's features depend on the others of its pass (batch norm), so that a pass must hold all of a group's images.
+    """
+
+    mixes: bool
 
     def __call__(self, x_NCHW: Tensor, segment_N: Tensor) -> Tensor:
         """With the graph to the images."""
@@ -33,11 +44,11 @@ class FeatureMap(Protocol):
     def real(self, x_NCHW: Tensor, segment_N: Tensor) -> Tensor:
         """Without graph, and possibly in a reduced precision: for real images."""
 
+    def vjp(self, x_NCHW: Tensor, segment_N: Tensor, *, exact: bool = True) -> tuple[Tensor, VectorJacobian]:
+        """u [N, D], and what pulls vectors [V, N, D] back to images [V, N, C, H, W]; `exact` False allows a reduced precision in that."""
+
     def images_at_once(self, x_NCHW: Tensor, precision: torch.dtype = torch.float32) -> int:
         """How many such images one pass should hold."""
-
-
-PASSES = 8  # backward passes at a time that `per_example_gradients` aims for
 
 
 class Matcher(Protocol):
@@ -46,35 +57,75 @@ class Matcher(Protocol):
     def gradient(self, step: int, features: FeatureMap, synthetic: Tensor) -> Tensor: ...
 
 
-def synthetic_means(features: FeatureMap, synthetic_SICHW: Tensor, segment_S: Tensor | None = None) -> Tensor:
-    """mean_{S_c} u_w for every segment, [S, D], with the graph to `synthetic_SICHW`; `segment_S`: their numbers, if not 0, 1, 2, …"""
+def synthetic_means(features: FeatureMap, synthetic_SICHW: Tensor) -> Tensor:
+    """mean_{S_c} u_w for every segment, [S, D], with the graph to `synthetic_SICHW`."""
     segments, ipc = synthetic_SICHW.shape[:2]
-    numbers = torch.arange(segments, device=synthetic_SICHW.device) if segment_S is None else segment_S
+    numbers = torch.arange(segments, device=synthetic_SICHW.device)
     u = features(synthetic_SICHW.flatten(0, 1), numbers.repeat_interleave(ipc))
     return u.view(segments, ipc, -1).mean(dim=1)
 
 
-def pull_back(features: FeatureMap, synthetic_SICHW: Tensor, cotangents: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-    """J_cᵀ v_c for every segment, [S, ipc, C, H, W], with J_c the Jacobian of mean_{S_c} u.
+class SyntheticPass:
+    """One pass of some segments' synthetic images: their means, and J_cᵀ v for many v, with J_c the Jacobian of mean_{S_c} u."""
 
-    A segment's images meet only their own mean, so segments can go few at a time: the graph then stays in the cache on a CPU.
+    def __init__(self, features: FeatureMap, synthetic_SICHW: Tensor, numbers_G: Tensor, *, exact: bool = True) -> None:
+        self._shape = synthetic_SICHW[numbers_G].shape
+        groups, self._ipc = self._shape[:2]
+        u, self._vjp = features.vjp(synthetic_SICHW[numbers_G].flatten(0, 1), numbers_G.repeat_interleave(self._ipc), exact=exact)
+        self.means = u.view(groups, self._ipc, -1).mean(dim=1)
+
+    def pull(self, v_VGD: Tensor) -> Tensor:
+        """J_cᵀ v_c for each of the V rows, [V, G, ipc, C, H, W]."""
+        pulled = self._vjp((v_VGD / self._ipc).repeat_interleave(self._ipc, dim=1))
+        return pulled.view(len(v_VGD), *self._shape)
+
+
+def pull_back(features: FeatureMap, synthetic_SICHW: Tensor, cotangents: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    """J_cᵀ v_c for every segment, [S, ipc, C, H, W].
+
+    A segment's images meet only their own mean, so segments can go few at a time, which keeps a pass in the cache on a CPU; with batch
+    norm they go together.
 
     Args:
         cotangents: (means [G, D] of some segments, their numbers [G]) -> v [G, D].
     """
     out = torch.empty_like(synthetic_SICHW)
-    at_once = max(1, features.images_at_once(synthetic_SICHW[0]) // synthetic_SICHW.shape[1])
-    for numbers in torch.arange(len(synthetic_SICHW), device=synthetic_SICHW.device).split(at_once):
-        leaf = synthetic_SICHW[numbers].detach().requires_grad_()
-        means = synthetic_means(features, leaf, numbers)
-        (out[numbers],) = torch.autograd.grad(means, leaf, cotangents(means.detach(), numbers))
+    for numbers in _passes(features, synthetic_SICHW):
+        one = SyntheticPass(features, synthetic_SICHW, numbers)
+        out[numbers] = one.pull(cotangents(one.means, numbers)[None])[0]
     return out
 
 
+def frozen_means(features: FeatureMap, synthetic_SICHW: Tensor) -> Tensor:
+    """`synthetic_means` without graph, in the passes of `pull_back`."""
+    ipc = synthetic_SICHW.shape[1]
+    with torch.no_grad():
+        rows = [
+            features(synthetic_SICHW[numbers].flatten(0, 1), numbers.repeat_interleave(ipc))
+            .view(len(numbers), ipc, -1)
+            .mean(dim=1)
+            for numbers in _passes(features, synthetic_SICHW)
+        ]
+    return torch.cat(rows)
+
+
+def _passes(features: FeatureMap, synthetic_SICHW: Tensor) -> tuple[Tensor, ...]:
+    """The segments' numbers, cut into what goes through the network together."""
+    segments, ipc = synthetic_SICHW.shape[:2]
+    at_once = segments if features.mixes else max(1, features.images_at_once(synthetic_SICHW[0]) // ipc)
+    pieces: tuple[Tensor, ...] = torch.arange(segments, device=synthetic_SICHW.device).split(at_once)
+    return pieces
+
+
+def segment_sums(values_ND: Tensor, segment_N: Tensor, segments: int) -> Tensor:
+    """Sum of the rows of each segment, [segments, D], as a matrix product (deterministic on CUDA)."""
+    return torch.nn.functional.one_hot(segment_N, segments).to(values_ND.dtype).T @ values_ND
+
+
 def segment_means(values_ND: Tensor, segment_N: Tensor, segments: int) -> Tensor:
-    """Mean of the rows of each segment, [segments, D], as a matrix product (deterministic on CUDA); empty segments give zero."""
-    weights = torch.nn.functional.one_hot(segment_N, segments).to(values_ND.dtype)
-    return (weights / weights.sum(dim=0).clamp_min(1)).T @ values_ND
+    """Mean of the rows of each segment, [segments, D]; empty segments give zero."""
+    counts = torch.nn.functional.one_hot(segment_N, segments).sum(dim=0).clamp_min(1).to(values_ND.dtype)
+    return segment_sums(values_ND, segment_N, segments) / counts[:, None]
 
 
 class ExactMatcher:
@@ -85,12 +136,16 @@ class ExactMatcher:
 
     def real_means(self, step: int, features: FeatureMap, segments: int) -> Tensor:
         """mean_{B_c} u_w of this step's batch for every segment, [segments, D], without graph."""
-        indices, where = self._batches.at(step)
-        rows = [
-            features.real(self._clients.images(part), segment)
-            for part, segment in zip(indices.split(CHUNK), where.split(CHUNK), strict=True)
-        ]
-        return segment_means(torch.cat(rows), where, segments)
+        indices = self._batches.at(step)
+        sums: Tensor | None = None
+        for piece in self._batches.pieces(len(indices) if features.mixes else chunk(indices.device)):
+            part, where = indices[piece.rows], self._batches.segment[piece.rows]
+            u = features.real(self._clients.images(part), where)
+            sums = u.new_zeros(segments, u.shape[1]) if sums is None else sums
+            sums[piece.segments] += segment_sums(u, where - piece.segments.start, piece.segments.stop - piece.segments.start)
+        if sums is None:
+            raise ValueError("a step without any real image")
+        return sums / self._batches.sizes.to(sums.device, sums.dtype)[:, None]
 
     def gradient(self, step: int, features: FeatureMap, synthetic: Tensor) -> Tensor:
         real = self.real_means(step, features, len(synthetic))
@@ -111,11 +166,11 @@ class ResidualMatcher:
         self._clients, self._series, self._divisor = clients, series, divisor
 
     def gradient(self, step: int, features: FeatureMap, synthetic: Tensor) -> Tensor:
-        with torch.no_grad():
-            fixed = synthetic_means(features, synthetic)
+        fixed = frozen_means(features, synthetic)
 
         def residuals(x_NCHW: Tensor, segment_N: Tensor) -> Tensor:
-            return fixed[segment_N] - features.real(x_NCHW, segment_N)
+            where = segment_N.to(x_NCHW.device)
+            return fixed[where] - features.real(x_NCHW, where)
 
         noisy = self._clients.class_sums(self._series, residuals) / self._divisor
         return pull_back(features, synthetic, lambda means, numbers: 2 * noisy[numbers])
@@ -125,8 +180,7 @@ class GradientMatcher:
     """Mechanism `gradient`: FedDM's Eq. 15 (App. B) with per-example clipping, sum, noise and a public divisor.
 
     g̃(x) = 2·J_cᵀ (mean_{S_c} u − u(x)): the gradient of the squared-norm loss with x alone as the real mean; the mean of g̃ over
-    a batch is the batch's gradient. S_c meets only its own class's mean, so the j-th example of *every* class shares one backward
-    pass, and `is_grads_batched` does several j at a time.
+    a batch is the batch's gradient. S_c goes forward once for all examples of its class, and many vectors are pulled back at a time.
     """
 
     def __init__(self, clients: PrivateClients, series: Sequence[GaussianSums], divisor: float) -> None:
@@ -143,25 +197,30 @@ class GradientMatcher:
 def per_example_gradients(features: FeatureMap, synthetic_SICHW: Tensor, x_NCHW: Tensor, segment_N: Tensor) -> Tensor:
     """g̃(x) of FedDM's Eq. 15 for every example, [N, ipc·C·H·W]: the gradient for the synthetic images of the example's own segment.
 
-    Segments with similar numbers of examples share a graph; the j-th examples of all of them share a backward pass, several j at a time.
+    Segments with similar numbers of examples share a pass forward; the j-th examples of all of them go back together, several j at a time.
+    A reduced precision of the way back moves the rows, not their bound: rows are clipped as they are summed.
+
+    Args:
+        segment_N: on the CPU; on a GPU the loop then never waits for the device.
     """
-    with torch.no_grad():
-        residual = synthetic_means(features, synthetic_SICHW)[segment_N] - features.real(x_NCHW, segment_N)
-    counts, rank = torch.bincount(segment_N, minlength=len(synthetic_SICHW)), _rank_within_segment(segment_N)
-    present = counts.argsort(descending=True)[: int((counts > 0).sum())]
-    ipc, images = synthetic_SICHW.shape[1], features.images_at_once(synthetic_SICHW[0])
-    out = residual.new_empty(len(x_NCHW), synthetic_SICHW[0].numel())
+    segment_N = segment_N.cpu()
+    device, (segments, ipc) = x_NCHW.device, synthetic_SICHW.shape[:2]
+    u = features.real(x_NCHW, segment_N.to(device))
+    counts, rank = torch.bincount(segment_N, minlength=segments), _rank_within_segment(segment_N)
+    present = counts.argsort(descending=True, stable=True)[: int((counts > 0).sum())]
+    images = PULLED * features.images_at_once(synthetic_SICHW[0])
+    out = u.new_empty(len(x_NCHW), synthetic_SICHW[0].numel())
     for numbers in present.split(max(1, images // (PASSES * ipc))):
-        leaf = synthetic_SICHW[numbers].detach().requires_grad_()
-        means = synthetic_means(features, leaf, numbers)
+        one = SyntheticPass(features, synthetic_SICHW, numbers.to(device), exact=False)
         passes = max(1, images // (len(numbers) * ipc))
-        position = torch.full_like(counts, -1).scatter_(0, numbers, torch.arange(len(numbers), device=numbers.device))[segment_N]
+        position = torch.full((segments,), -1).scatter_(0, numbers, torch.arange(len(numbers)))[segment_N]
         for first in range(0, int(counts[numbers].max()), passes):
-            mine = (position >= 0) & (rank >= first) & (rank < first + passes)
-            cotangents = residual.new_zeros(int(rank[mine].max()) - first + 1, *means.shape)
-            cotangents[rank[mine] - first, position[mine]] = 2 * residual[mine]
-            (gradients,) = torch.autograd.grad(means, leaf, cotangents, is_grads_batched=True, retain_graph=True)
-            out[mine] = gradients[rank[mine] - first, position[mine]].flatten(1)
+            mine = torch.nonzero((position >= 0) & (rank >= first) & (rank < first + passes)).flatten()
+            where = ((rank[mine] - first).to(device), position[mine].to(device))
+            mine = mine.to(device)
+            cotangents = u.new_zeros(min(passes, int(counts[numbers].max()) - first), *one.means.shape)
+            cotangents[where] = 2 * (one.means[where[1]] - u[mine])
+            out[mine] = one.pull(cotangents)[where].flatten(1)
     return out
 
 

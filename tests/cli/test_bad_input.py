@@ -59,7 +59,8 @@ CASES: list[tuple[str, tuple[str, ...], str]] = [
     ("feddm", (*DP, "--dp-epsilon", "0.001"), "above the cap 0.001"),
     ("real", DP, "real cannot run with differential privacy: it sends clients' own images"),
     ("fedavg", (*DP, "--norm", "batch"), "'features.1' is BatchNorm2d"),
-    ("feddm", ("--norm", "batch"), "batch norm"),
+    ("feddm", (*DP, "--norm", "batch"), "'features.1' is BatchNorm2d"),
+    ("feddm", ("--memory-gb", "0"), "memory_gb must be above 0"),
     # files
     ("feddm", ("--dataset", "mnist"), "no data folder was given"),
     ("feddm", ("--dataset", "mnist", "--data-root", "{tmp}"), "no MNIST/raw/train-images-idx3-ubyte in {tmp}"),

@@ -18,6 +18,7 @@ from fedsynth.federation.observer import Observer
 from fedsynth.federation.private_run import check_method
 from fedsynth.federation.settings import RunSettings, resolve
 from fedsynth.federation.simulation import simulate
+from fedsynth.methods.feddm import FedDM
 from fedsynth.methods.real import Real
 from fedsynth.privacy.accounting import Release, epsilon
 from fedsynth.privacy.errors import BudgetExceededError, LedgerError, PrivacySettingError, UnaccountedReleaseError
@@ -299,3 +300,29 @@ def test_a_class_that_nobody_sends_is_said() -> None:
 def test_natural_mistakes_get_an_example(name: str, value: Any) -> None:
     with pytest.raises(SettingError, match=f"{name} must be an object such as"):
         replace(tiny(), **{name: value})
+
+
+def test_the_memory_bound_splits_clients_and_changes_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """--memory-gb: a bound of 0.2 MB lets one client go at a time; the uploads are the same."""
+    sizes: list[int] = []
+    step = FedDM.client_step
+
+    def watched(self: FedDM, message: Any, clients: Any, memories: Any, context: Any) -> Any:
+        sizes.append(len(clients.ids))
+        return step(self, message, clients, memories, context)
+
+    monkeypatch.setattr(FedDM, "client_step", watched)
+    given: dict[str, dict[str, Any]] = {"run": {"rounds": 1}, "method": {"server_epochs": 1, "iterations": 3}}
+    wide = simulate(resolve(given)).uploads
+    narrow = simulate(resolve({**given, "run": {"rounds": 1, "memory_gb": 0.0002}})).uploads
+    assert sizes == [5, 1, 1, 1, 1, 1]
+    for k, upload in wide.items():
+        for name, tensor in upload.arrays():
+            torch.testing.assert_close(tensor, dict(narrow[k].arrays())[name], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("batch_norm", ["client", "class"])
+def test_feddm_runs_with_batch_norm(batch_norm: str) -> None:
+    settings = {"rounds": 1}, {"server_epochs": 20, "iterations": 3, "batch_norm": batch_norm}
+    result = simulate(resolve({"run": settings[0], "model": {"norm": "batch"}, "method": settings[1]}))
+    assert result.accuracy > 0.3  # chance is 0.1; running statistics come from the server's training

@@ -14,6 +14,7 @@ from fedsynth.models.convnet import ConvNet
 from fedsynth.privacy.accounting import Release
 from fedsynth.privacy.ledger import Guard, Ledger
 from fedsynth.privacy.randomness import SecretGenerator
+from fedsynth.synthesizer.augmentation import SiameseAugmentation
 from fedsynth.synthesizer.batches import BatchIndices
 from fedsynth.synthesizer.condensation import NetworkFeatures, condense
 from fedsynth.synthesizer.matching import (
@@ -215,14 +216,14 @@ def test_batches_are_without_replacement_or_resampled_on_request() -> None:
     assert all_.sizes.tolist() == [10, 5, 10]
     seen = torch.zeros(N)
     for step in range(70):
-        indices, where = all_.at(step)
+        indices, where = all_.at(step), all_.segment
         assert torch.equal(clients.labels(indices), segments.label[where])
         assert len(set(indices.tolist())) == len(indices)
         seen[indices] += 1
     assert (seen > 0).all()
     resampled = BatchIndices(clients, segments, 10, 70, small_class="resample", seed=0, round=1)
     assert resampled.sizes.tolist() == [10, 10, 10]
-    draws = torch.stack([resampled.at(step)[0][10:20] for step in range(70)]) - 40
+    draws = torch.stack([resampled.at(step)[10:20] for step in range(70)]) - 40
     assert draws.min() >= 0
     assert draws.max() < 5
     assert any(len(set(row.tolist())) < 5 for row in draws)  # with replacement, not the whole class repeated
@@ -257,3 +258,49 @@ def test_the_size_of_passes_changes_nothing_but_rounding(images: int, monkeypatc
     torch.testing.assert_close(features.real(x, segment), whole[0], atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(per_example_gradients(features, S, x, segment), whole[1], atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(pull_back(features, S, lambda m, numbers: torch.ones_like(m)), pulled, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("augment", [False, True])
+def test_features_pull_back_what_autograd_does(augment: bool) -> None:
+    """Embedding and weighted logits, through the siamese augmentation or not, many vectors or one; also for networks without a VJP."""
+    transform = SiameseAugmentation(4, torch.Generator().manual_seed(3), flip=True) if augment else None
+    x, segment = torch.randn(9, 1, 8, 8), torch.arange(9) % 4
+    for norm in ("instance", "group"):
+        net = ConvNet((1, 8, 8), CLASSES, width=8, depth=2, norm=norm).requires_grad_(False)
+        features = NetworkFeatures(net, 0.4, transform)
+        leaf = x.clone().requires_grad_()
+        u = features(leaf, segment)
+        vectors = torch.randn(3, *u.shape)
+        expected = torch.stack([torch.autograd.grad(u, leaf, v, retain_graph=True)[0] for v in vectors])
+        mine, pull = features.vjp(x, segment)
+        torch.testing.assert_close(mine, u.detach(), atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(pull(vectors), expected, atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(pull(vectors[:1]), expected[:1], atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("size", [1, 7, 1000])
+def test_pieces_of_the_batch_may_cut_classes_and_clients(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Means over ragged segments, and private sums over clients of different sizes, do not depend on where the pieces end."""
+    features, parts = NetworkFeatures(network(), 1.0, None), [torch.arange(5), torch.arange(5, 33), torch.arange(33, N)]
+    clients = OpenClients([0, 1, 2], data(), parts)
+    segments, batches = all_batches(clients)
+    width = 8 * 4 + CLASSES
+    indices = torch.cat(
+        [clients.examples(p, c) for p, c in zip(segments.position.tolist(), segments.label.tolist(), strict=True)]
+    )
+    rows = features(clients.images(indices), batches.segment)
+    expected = torch.stack([rows[batches.segment == s].mean(0) for s in range(len(segments))])
+    monkeypatch.setattr("fedsynth.core.client.CPU_CHUNK", size)
+    torch.testing.assert_close(
+        ExactMatcher(clients, batches).real_means(0, features, len(segments)), expected, atol=1e-5, rtol=1e-4
+    )
+
+    guards, secrets = [Guard(Ledger(str(k)), 1e-5, None) for k in range(3)], [SecretGenerator() for _ in range(3)]
+    group = PrivateClients(range(3), data(), parts, guards, secrets)
+    series = group.charge(Release(1, "x", "test", "x", 1e-12, 1e6, 1.0, "full", 1, CLASSES * width), CLASSES)
+    sums = group.class_sums(series, lambda x, segment: features.real(x, segment))
+    by_client = torch.zeros(3 * CLASSES, width)
+    for position, part in enumerate(parts):
+        labels = clients.labels(part)
+        by_client.index_add_(0, CLASSES * position + labels, features(clients.images(part), labels))
+    torch.testing.assert_close(sums, by_client, atol=1e-4, rtol=1e-4)

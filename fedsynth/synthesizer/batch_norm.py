@@ -1,0 +1,74 @@
+"""Batch norm in condensation: many clients in one pass, with statistics that stay apart.
+
+Distribution matching with batch norm takes the statistics of the batch at hand: of one client's real images, or of its synthetic ones.
+Where a pass holds several clients, each image is normalised by the statistics of its own group of images alone; real and synthetic images
+never share a pass. Running statistics are neither used nor moved.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import Tensor, nn
+
+
+class SharedStatistics(nn.Module):
+    """Which images of the coming pass share statistics; one object for all layers of a network."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights_GN = torch.empty(0, 0)
+        self.group_N = torch.empty(0, dtype=torch.int64)
+
+    @staticmethod
+    def of(network: nn.Module) -> SharedStatistics:
+        """The network's own.
+
+        Raises:
+            ValueError: the network does not come from `with_grouped_statistics`.
+        """
+        for module in network.modules():
+            if isinstance(module, SharedStatistics):
+                return module
+        raise ValueError("the network has no grouped batch norm")
+
+    def assign(self, group_N: Tensor, groups: int) -> None:
+        """Sets the group (0, 1, …, groups − 1) of each image [N] of the next pass."""
+        self.group_N = group_N
+        members = (torch.arange(groups, device=group_N.device)[:, None] == group_N[None, :]).float()
+        self.weights_GN = members / members.sum(dim=1, keepdim=True).clamp_min(1)
+
+
+class GroupedBatchNorm(nn.Module):
+    """BatchNorm2d in training mode within each group of images, with the layer's affine parameters."""
+
+    def __init__(self, layer: nn.BatchNorm2d, shared: SharedStatistics) -> None:
+        super().__init__()
+        self.weight, self.bias, self.eps, self.shared = layer.weight, layer.bias, layer.eps, shared
+
+    def forward(self, x_NCHW: Tensor) -> Tensor:
+        mean = self._by_group(x_NCHW.mean(dim=(2, 3), dtype=torch.float32))
+        centred = x_NCHW - mean[:, :, None, None].to(x_NCHW.dtype)
+        scale = torch.rsqrt(self._by_group(centred.square().mean(dim=(2, 3), dtype=torch.float32)) + self.eps)
+        scale = (scale * self.weight).to(x_NCHW.dtype)
+        return centred * scale[:, :, None, None] + self.bias[:, None, None]
+
+    def _by_group(self, values_NC: Tensor) -> Tensor:
+        """The group's mean for each image, [N, C]."""
+        means: Tensor = (self.shared.weights_GN @ values_NC)[self.shared.group_N]
+        return means
+
+
+def has_batch_norm(network: nn.Module) -> bool:
+    return any(isinstance(layer, nn.modules.batchnorm._BatchNorm) for layer in network.modules())
+
+
+def with_grouped_statistics(network: nn.Module) -> nn.Module:
+    """A copy whose every BatchNorm2d is a `GroupedBatchNorm`; its parameters are in the same order."""
+    network, shared = copy.deepcopy(network), SharedStatistics()
+    for parent in list(network.modules()):
+        for name, layer in list(parent.named_children()):
+            if isinstance(layer, nn.BatchNorm2d):
+                setattr(parent, name, GroupedBatchNorm(layer, shared))
+    return network

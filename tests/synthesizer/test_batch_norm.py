@@ -1,0 +1,117 @@
+"""Batch norm in condensation: each group's own statistics, the same as with the group alone."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fedsynth.core.client import OpenClients
+from fedsynth.data.images import ImageData, from_arrays
+from fedsynth.data.registry import dataset_spec
+from fedsynth.models.convnet import ConvNet
+from fedsynth.models.flat import flatten
+from fedsynth.synthesizer.batch_norm import GroupedBatchNorm, SharedStatistics, has_batch_norm, with_grouped_statistics
+from fedsynth.synthesizer.batches import BatchIndices
+from fedsynth.synthesizer.condensation import NetworkFeatures, condense
+from fedsynth.synthesizer.matching import ExactMatcher, pull_back
+
+N, IPC = 60, 3
+
+
+def batch_norm_network() -> ConvNet:
+    net = ConvNet((1, 8, 8), 10, width=6, depth=2, norm="batch")
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for p in net.parameters():
+            p.add_(0.3 * torch.randn(p.shape, generator=generator))
+    return net.requires_grad_(False)
+
+
+def data() -> ImageData:
+    images = np.random.default_rng(0).integers(0, 256, (N, 1, 8, 8)).astype(np.uint8)
+    return from_arrays(images, np.arange(N) % 10, dataset_spec("digits"))
+
+
+def test_each_group_is_normalised_as_if_it_were_alone() -> None:
+    """Against nn.BatchNorm2d in training mode, group by group, interleaved and of different sizes; gradients too."""
+    layer = nn.BatchNorm2d(4)
+    nn.init.normal_(layer.weight)
+    nn.init.normal_(layer.bias)
+    shared, group = SharedStatistics(), torch.tensor([0, 1, 0, 2, 1, 0, 2])
+    shared.assign(group, 3)
+    ours = GroupedBatchNorm(layer, shared)
+    x = (torch.randn(7, 4, 5, 5) * 3 + 10).requires_grad_()
+    expected = torch.empty(7, 4, 5, 5)
+    for g in range(3):
+        expected[group == g] = layer(x[group == g])
+    actual = ours(x)
+    torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
+    v = torch.randn_like(actual)
+    theirs = torch.autograd.grad(expected, x, v)[0]
+    torch.testing.assert_close(torch.autograd.grad(actual, x, v)[0], theirs, atol=1e-4, rtol=1e-3)
+
+
+def test_conversion_keeps_parameters_and_leaves_the_original_alone() -> None:
+    net = batch_norm_network()
+    converted = with_grouped_statistics(net)
+    assert has_batch_norm(net)
+    assert not has_batch_norm(converted)
+    assert torch.equal(flatten(net), flatten(converted))
+    with pytest.raises(ValueError, match="no grouped batch norm"):
+        SharedStatistics.of(net)
+
+
+def features(net: nn.Module, statistics: list[int]) -> NetworkFeatures:
+    return NetworkFeatures(with_grouped_statistics(net), 0.7, None, statistics_S=torch.tensor(statistics))
+
+
+def test_real_and_synthetic_images_never_share_statistics() -> None:
+    """Two clients with two classes each, by plain torch: one training-mode pass for each client's real images, one for its synthetic."""
+    net, S = batch_norm_network(), torch.randn(4, IPC, 1, 8, 8)
+    clients = OpenClients([0, 1], data(), [torch.tensor([0, 10, 20, 1, 11]), torch.tensor([30, 31, 41, 51])])
+    segments = clients.segments(1)
+    matcher = ExactMatcher(clients, BatchIndices(clients, segments, 9, 1, small_class="all", seed=0, round=1))
+    actual = matcher.gradient(0, features(net, segments.position.tolist()), S)
+    expected = []
+    net.train()
+    for position, (zeros, ones) in enumerate((([0, 10, 20], [1, 11]), ([30], [31, 41, 51]))):
+
+        def u(x: Tensor) -> Tensor:
+            h = net.embed(x)
+            return torch.cat([h, 0.7 * net.classifier(h)], dim=1)
+
+        real = u(clients.images(torch.tensor(zeros + ones)))
+        leaf = S[2 * position : 2 * position + 2].clone().requires_grad_()
+        fake = u(leaf.flatten(0, 1)).view(2, IPC, -1).mean(dim=1)
+        loss = (fake[0] - real[: len(zeros)].mean(0)).square().sum() + (fake[1] - real[len(zeros) :].mean(0)).square().sum()
+        expected.append(torch.autograd.grad(loss, leaf)[0])
+    torch.testing.assert_close(actual, torch.cat(expected), atol=1e-5, rtol=1e-4)
+
+
+def test_by_class_each_segment_has_its_own() -> None:
+    net, S = batch_norm_network(), torch.randn(3, IPC, 1, 8, 8)
+    together = pull_back(features(net, [0, 1, 2]), S, lambda means, numbers: means)
+    alone = [pull_back(features(net, [0]), S[c : c + 1], lambda means, numbers: means) for c in range(3)]
+    torch.testing.assert_close(together, torch.cat(alone), atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
+def test_batched_clients_make_the_images_that_they_make_alone(precision: torch.dtype) -> None:
+    net, parts = batch_norm_network(), list(torch.arange(N).tensor_split(3))
+    running = [b.clone() for b in net.buffers()]
+
+    def images(ids: list[int]) -> Tensor:
+        clients = OpenClients(ids, data(), [parts[k] for k in ids])
+        segments = clients.segments(1)
+        matcher = ExactMatcher(clients, BatchIndices(clients, segments, 2, 3, small_class="all", seed=0, round=1))
+        start, converted = torch.zeros(len(segments), IPC, 1, 8, 8), with_grouped_statistics(net)
+        start = start + torch.arange(IPC).view(1, -1, 1, 1, 1)
+        return condense(
+            start, lambda: converted, matcher, steps=3, learning_rate=1.0, precision=precision, statistics_S=segments.position
+        )
+
+    tolerance = 1e-4 if precision == torch.float32 else 0.05
+    torch.testing.assert_close(images([0, 1, 2]), torch.cat([images([k]) for k in range(3)]), atol=tolerance, rtol=tolerance)
+    assert all(torch.equal(a, b) for a, b in zip(running, net.buffers(), strict=True))
