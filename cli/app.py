@@ -107,6 +107,10 @@ def train(
     ] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,
     precision: Annotated[str | None, typer.Option(help="fp32 or bf16, of condensation's passes over real images.")] = None,
+    compile_passes: Annotated[
+        bool | None,
+        typer.Option("--compile/--no-compile", help="Let torch.compile make the passes over real images: long runs gain."),
+    ] = None,
     memory_gb: Annotated[
         float | None,
         typer.Option(help="Memory that steps stay within, by letting fewer clients share one; default 4, on a GPU half of it."),
@@ -186,6 +190,7 @@ def train(
                 "seed": seed,
                 "device": device,
                 "precision": precision,
+                "compile": compile_passes,
                 "memory_gb": memory_gb,
             },
             "data": {"dataset": dataset, "data_root": str(data_root) if data_root else None},

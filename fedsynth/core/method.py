@@ -44,6 +44,7 @@ class RoundContext:
         privacy: with the noise multiplier that the run uses; None with DP off.
         precision: of passes over real images that need no gradient.
         memory_bytes: what the steps of a round should stay within.
+        compiled: let torch.compile make the passes where the time goes.
     """
 
     round: int
@@ -55,6 +56,7 @@ class RoundContext:
     privacy: PrivacySettings | None = None
     precision: torch.dtype = torch.float32
     memory_bytes: int = 4 * 2**30
+    compiled: bool = False
     report: StepReporter = lambda phase, done, total: None
 
     def load(self, parameters: Mapping[str, torch.Tensor]) -> nn.Module:

@@ -1,10 +1,14 @@
-"""Which device a run uses."""
+"""What a run computes with: the device, its memory bound, a compiler."""
 
 from __future__ import annotations
 
+import importlib.util
+import os
+import shutil
+
 import torch
 
-from fedsynth.errors import DeviceError, unknown_name
+from fedsynth.errors import DeviceError, SettingError, unknown_name
 
 DEVICES = ("auto", "cpu", "cuda")
 
@@ -23,6 +27,19 @@ def resolve_device(name: str) -> torch.device:
         return torch.empty(0, device=name).device
     except RuntimeError as error:
         raise DeviceError(f"--device {name} cannot be used: {str(error).splitlines()[0]}") from None
+
+
+def check_compiler(device: torch.device) -> None:
+    """Refuses `compile` where torch.compile has nothing to compile with.
+
+    Raises:
+        SettingError: no C++ compiler ($CXX, or one on the path), or on a GPU no Triton.
+    """
+    if device.type == "cuda":
+        if importlib.util.find_spec("triton") is None:
+            raise SettingError("--compile on a GPU needs the triton package, which is not installed; leave it out")
+    elif not any(shutil.which(name) for name in (os.environ.get("CXX", ""), "g++", "clang++", "c++") if name):
+        raise SettingError("--compile needs a C++ compiler (g++ or clang++, or $CXX), and none is on the path; leave it out")
 
 
 def memory_bytes(gigabytes: float | None, device: torch.device) -> int:

@@ -28,7 +28,7 @@ from fedsynth.data.load import load_dataset
 from fedsynth.data.partition import GIVEN, IntArray, check_parts, count_matrix, partition
 from fedsynth.errors import DataError, DivergedError
 from fedsynth.evaluation.accuracy import accuracy
-from fedsynth.federation.devices import memory_bytes, resolve_device
+from fedsynth.federation.devices import check_compiler, memory_bytes, resolve_device
 from fedsynth.federation.observer import Observer
 from fedsynth.federation.private_run import PrivateRun, check_method
 from fedsynth.federation.run_folder import RunFolder
@@ -84,6 +84,8 @@ def simulate(
     if settings.privacy is not None:
         check_method(settings.method)
     device = resolve_device(settings.device)
+    if settings.compile:
+        check_compiler(device)
     train, test = data or load_dataset(settings.dataset, settings.data_root, download=download)
     if not (isinstance(train, ImageData) and isinstance(test, ImageData)):
         raise DataError("data must be (train, test), each made by fedsynth.from_arrays")
@@ -275,6 +277,7 @@ def _context(settings: RunSettings, train: ImageData) -> RoundContext:
         architecture=build_model(settings.model, spec.image_shape, spec.classes, settings.seed),
         precision={"fp32": torch.float32, "bf16": torch.bfloat16}[settings.precision],
         nominal_size=declared or spec.train_size / settings.partition.clients,
+        compiled=settings.compile,
         memory_bytes=memory_bytes(settings.memory_gb, train.labels.device),
     )
 

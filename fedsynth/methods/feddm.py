@@ -125,6 +125,7 @@ class FedDM(TrainsOnUnion):
             draw_augmentation=self._augmentation(segments, context),
             statistics_S=self._statistics(segments, context) if batch_norm else None,
             memory_bytes=context.memory_bytes // 2,
+            compiled=context.compiled,
             report=lambda done: context.report("condense", done, self.iterations),
         )
         uploads = split_uploads(images, segments, len(clients.ids))

@@ -65,7 +65,7 @@ def _conv_transpose(dx_NHWC: Tensor, weight: Tensor, padding: int) -> Tensor:
     n, h, w, c = dx_NHWC.shape
     incoming = weight.shape[1]
     if incoming > FEW_CHANNELS:
-        out = torch.ops.aten.convolution(
+        out: Tensor = torch.ops.aten.convolution(
             dx_NHWC.permute(0, 3, 1, 2), weight, None, [1, 1], [padding] * 2, [1, 1], True, [0, 0], 1
         )
         return out.permute(0, 2, 3, 1).contiguous()

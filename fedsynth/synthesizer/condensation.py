@@ -16,12 +16,14 @@ Augmentation = Callable[[Tensor, Tensor], Tensor]
 """(images, segment of each) -> transformed images."""
 
 CPU_BYTES = 8 * 2**20
-GPU_IMAGES = 4096
+GPU_IMAGES = 1024
 ACTIVATIONS = 8  # full-size activations that a pass may hold at its widest
 
 
 class NetworkFeatures:
     """u_w(x) = [h_w(x); b·z_w(x)]: embedding and logits from one forward pass, after the siamese augmentation if there is one.
+
+    One object serves all steps of a condensation; `use` gives it the step's network.
 
     Args:
         network: has `embed` and `classifier`; its weights are frozen.
@@ -29,6 +31,7 @@ class NetworkFeatures:
             the classifier, are always float32.
         statistics_S: for networks with batch norm (`fedsynth.synthesizer.batch_norm`): segments with the same number share statistics.
         memory_bytes: a pass should not take more.
+        compiled: the real pass goes through torch.compile; its last, smaller piece does not, so that shapes never change.
     """
 
     def __init__(
@@ -40,11 +43,26 @@ class NetworkFeatures:
         *,
         statistics_S: Tensor | None = None,
         memory_bytes: int = 2**32,
+        compiled: bool = False,
     ) -> None:
-        self._network, self._logit_weight, self._augment, self._precision = network, logit_weight, augment, precision
-        self._real = network if precision == torch.float32 else copy.deepcopy(network).to(precision)
+        self._logit_weight, self._precision = logit_weight, precision
         self._statistics, self._memory_bytes = statistics_S, memory_bytes
+        self._compiled = torch.compile(self._embed) if compiled and statistics_S is None else None
         self.mixes = statistics_S is not None
+        self._network, self._augment, self._real = network, augment, self._reduced(network)
+
+    def use(self, network: nn.Module, augment: Augmentation | None) -> None:
+        """Goes on with this network; if it is the same object as before, its new weights."""
+        if network is self._network and self._real is not network:
+            with torch.no_grad():
+                for mine, new in zip(self._real.parameters(), network.parameters(), strict=True):
+                    mine.copy_(new)
+        else:
+            self._real = self._reduced(network)
+        self._network, self._augment = network, augment
+
+    def _reduced(self, network: nn.Module) -> nn.Module:
+        return network if self._precision == torch.float32 else copy.deepcopy(network).to(self._precision)
 
     def __call__(self, x_NCHW: Tensor, segment_N: Tensor) -> Tensor:
         """[N, D] with the graph to the images."""
@@ -57,7 +75,8 @@ class NetworkFeatures:
             at_once = len(x_NCHW) if self.mixes else self.images_at_once(x_NCHW, self._precision)
             for x, segment in zip(x_NCHW.split(at_once), segment_N.split(at_once), strict=True):
                 x = self._augmented(x, segment).to(self._precision)
-                rows.append(self._embed(self._real, x, segment).float())
+                embed = self._compiled if self._compiled is not None and len(x) == at_once else self._embed
+                rows.append(embed(self._real, x, segment).float())
             return self._with_logits(torch.cat(rows))
 
     def vjp(self, x_NCHW: Tensor, segment_N: Tensor, *, exact: bool = True) -> tuple[Tensor, VectorJacobian]:
@@ -125,6 +144,7 @@ def condense(
     draw_augmentation: Callable[[], Augmentation] | None = None,
     statistics_S: Tensor | None = None,
     memory_bytes: int = 2**32,
+    compiled: bool = False,
     report: Callable[[int], None] = lambda step: None,
 ) -> Tensor:
     """Moves the synthetic images towards the real distribution and returns them, [S, ipc, C, H, W].
@@ -133,18 +153,27 @@ def condense(
         synthetic_SICHW: start images, in normalised pixel units; not changed.
         draw_network: a network with `embed` and `classifier` and frozen weights, drawn anew for each step.
         matcher: makes the gradient; with DP on it is the only thing that touches private data.
-        precision, statistics_S, memory_bytes: see `NetworkFeatures`; sums and updates are float32.
+        precision, statistics_S, memory_bytes, compiled: see `NetworkFeatures`; sums and updates are float32.
         report: hears the number of steps done; the loop itself never waits for the device.
     """
     synthetic = synthetic_SICHW.detach().clone()
     if not len(synthetic):  # no client of the group has a class to send
         return synthetic
-    velocity = torch.zeros_like(synthetic)
+    velocity, features = torch.zeros_like(synthetic), None
     for step in range(steps):
-        augment = draw_augmentation() if draw_augmentation is not None else None
-        features = NetworkFeatures(
-            draw_network(), logit_weight, augment, precision, statistics_S=statistics_S, memory_bytes=memory_bytes
-        )
+        network, augment = draw_network(), draw_augmentation() if draw_augmentation is not None else None
+        if features is None:
+            features = NetworkFeatures(
+                network,
+                logit_weight,
+                augment,
+                precision,
+                statistics_S=statistics_S,
+                memory_bytes=memory_bytes,
+                compiled=compiled,
+            )
+        else:
+            features.use(network, augment)
         velocity.mul_(momentum).add_(matcher.gradient(step, features, synthetic))
         synthetic.add_(velocity, alpha=-learning_rate)
         report(step + 1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import numpy as np
 import pytest
 import torch
@@ -304,3 +306,24 @@ def test_pieces_of_the_batch_may_cut_classes_and_clients(size: int, monkeypatch:
         labels = clients.labels(part)
         by_client.index_add_(0, CLASSES * position + labels, features(clients.images(part), labels))
     torch.testing.assert_close(sums, by_client, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
+@pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
+def test_a_compiled_real_pass_is_the_same_pass(precision: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Full pieces compiled, the rest eager; new weights of the same network are seen; the global generator stays."""
+    before = torch.get_rng_state()
+    net, x = network(), torch.randn(13, 1, 8, 8, generator=torch.Generator().manual_seed(0))
+    monkeypatch.setattr("fedsynth.synthesizer.condensation.CPU_BYTES", 4 * 8 * 64 * precision.itemsize)
+    plain, compiled = (NetworkFeatures(net, 1.0, None, precision, compiled=c) for c in (False, True))
+    segment = torch.zeros(13, dtype=torch.int64)
+    tolerance = 1e-5 if precision == torch.float32 else 0.03
+    first = plain.real(x, segment)
+    torch.testing.assert_close(compiled.real(x, segment), first, atol=tolerance, rtol=tolerance)
+    net.features[0].weight.mul_(-0.5)  # type: ignore[operator,union-attr]
+    for features in (plain, compiled):
+        features.use(net, None)
+    second = plain.real(x, segment)
+    assert (second - first).norm() > 0.1 * first.norm()
+    torch.testing.assert_close(compiled.real(x, segment), second, atol=tolerance, rtol=tolerance)
+    assert torch.equal(before, torch.get_rng_state())
