@@ -3,9 +3,10 @@
     python benchmarks/condense.py [--quick] [--json] [--device cuda] [--cases mnist cifar10] [--repeats 5]
 
 At the paper's shape: 10 classes, 256 real and 10 synthetic images a class, ConvNet-128, 1×28×28 and 3×32×32. For each case: seconds a
-step of the reference and of the engine in fp32 and with bf16 real passes, of the `residual` step and of the `gradient` step against a
-loop over examples; medians over alternating repeats; images a second; the ratio; and the floor: operations over the machine's measured
-matrix-product peak. Random images: only time is measured. Results are appended to benchmarks/results/condense.jsonl.
+step of the reference and of the engine in fp32 and with bf16 real passes, eager and compiled; medians over alternating repeats; images a
+second; the ratio; and the floor: operations over the machine's measured matrix-product peak. Then how time and peak memory grow with
+clients (1, 10, 100) and classes (10, 100), each in a process of its own, with a narrower network. Random images: only time is measured.
+Results are appended to benchmarks/results/condense.jsonl.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import argparse
 import json
 import resource
 import statistics
-import time
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -22,10 +24,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from machine import machine
+from machine import alternating, arguments, machine, saver, seconds
 from reference import client_step
 from torch import Tensor
 
+from fedsynth.cli.memory import keep_large_allocations
 from fedsynth.core.client import OpenClients, PrivateClients
 from fedsynth.core.method import RoundContext, ServerState
 from fedsynth.data.images import ImageData, from_arrays
@@ -38,17 +41,8 @@ from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.settings import PrivacySettings
 
 IPC, BATCH = 10, 256
-
-
-def seconds(run: Callable[[], object], device: torch.device) -> float:
-    """One timed call, device work included."""
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    started = time.perf_counter()
-    run()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - started
+GROWTH = [(1, 10, None), (10, 10, None), (100, 10, None), (1, 100, None), (10, 100, None), (100, 10, 0.5)]
+"""(clients, classes, --memory-gb)"""
 
 
 def peak_flops(dtype: torch.dtype, device: torch.device) -> float:
@@ -89,22 +83,26 @@ class Case:
         self.context = RoundContext(1, 0, device, spec, model, nominal_size=per_client)
         self.method = FedDM(ipc=IPC, iterations=steps, batch=BATCH)
 
-    def engine(self, precision: torch.dtype) -> None:
-        """All clients in one group."""
-        self._step(OpenClients(range(len(self.parts)), self.data, self.parts), replace(self.context, precision=precision))
+    def engine(self, precision: torch.dtype, compiled: bool = False) -> None:
+        """All clients, as many at once as the memory bound allows."""
+        context, ids = replace(self.context, precision=precision, compiled=compiled), range(len(self.parts))
+        at_once = max(1, context.memory_bytes // 2 // (self.method.client_bytes(context) or 1))
+        for first in ids[::at_once]:
+            mine = ids[first : first + at_once]
+            self._step(OpenClients(mine, self.data, [self.parts[k] for k in mine]), context)
 
-    def private(self, mechanism: str, method: FedDM | None = None) -> None:
+    def private(self, mechanism: str, precision: torch.dtype = torch.float32) -> None:
         """The private step of the same expected batch."""
+        context = replace(self.context, precision=precision)
         privacy = PrivacySettings(noise_multiplier=1.0, mechanism=mechanism)
         guards = [Guard(Ledger(str(k)), 1e-5, None) for k in range(len(self.parts))]
         secrets = [SecretGenerator() for _ in self.parts]
         clients = PrivateClients(range(len(self.parts)), self.data, self.parts, guards, secrets)
-        self._step(clients, replace(self.context, privacy=privacy), method)
+        self._step(clients, replace(context, privacy=privacy))
 
-    def _step(self, clients: Any, context: RoundContext, method: FedDM | None = None) -> None:
-        method = method or self.method
-        message = method.broadcast(ServerState(context.architecture.state_dict()), context)
-        method.client_step(message, clients, [{}] * len(self.parts), context)
+    def _step(self, clients: Any, context: RoundContext) -> None:
+        message = self.method.broadcast(ServerState(context.architecture.state_dict()), context)
+        self.method.client_step(message, clients, [{}] * len(clients.ids), context)
 
     def reference(self) -> None:
         """One client after the other."""
@@ -127,15 +125,14 @@ def measure(name: str, clients: int, options: argparse.Namespace) -> dict[str, A
         "reference": case.reference,
         "engine fp32": lambda: case.engine(torch.float32),
         "engine bf16": lambda: case.engine(torch.bfloat16),
-        "residual": lambda: case.private("residual"),
+        "engine fp32 compiled": lambda: case.engine(torch.float32, compiled=True),
+        "engine bf16 compiled": lambda: case.engine(torch.bfloat16, compiled=True),
     }
-    for run in runs.values():
-        run()  # warm-up
-    times: dict[str, list[float]] = {key: [] for key in runs}
-    for _ in range(1 if options.quick else options.repeats):
-        for key, run in runs.items():
-            times[key].append(seconds(run, device) / steps)
-    medians = {key: statistics.median(values) for key, values in times.items()}
+    runs = {key: run for key, run in runs.items() if options.compile or "compiled" not in key}
+    if not options.reference:
+        del runs["reference"]
+    times = alternating(runs, 1 if options.quick else options.repeats, device)
+    medians = {key: statistics.median(values) / steps for key, values in times.items()}
     network: Any = case.context.architecture
     real, synthetic = clients * case.spec.classes * BATCH, clients * case.spec.classes * IPC
     flops = forward_flops(network, case.spec.image_shape)
@@ -146,76 +143,83 @@ def measure(name: str, clients: int, options: argparse.Namespace) -> dict[str, A
         "clients": clients,
         "seconds per step": medians,
         "images per second": {key: real / value for key, value in medians.items()},
-        "ratio to reference": {key: medians["reference"] / value for key, value in medians.items()},
-        "residual over engine fp32": medians["residual"] / medians["engine fp32"],
+        "ratio to reference": {key: medians["reference"] / value for key, value in medians.items()}
+        if options.reference
+        else None,
         "floor": floors,
-        "share of the floor": {"fp32": floors["fp32"] / medians["engine fp32"], "bf16": floors["bf16"] / medians["engine bf16"]},
+        "share of the floor": {key: floors[key.split()[1]] / value for key, value in medians.items() if key != "reference"},
         "matrix peak GFLOP/s": {key: peak / 1e9 for key, peak in peaks.items()},
         "peak memory GB": peak_memory(device),
         **machine(),
     }
 
 
-def measure_gradient(options: argparse.Namespace) -> dict[str, Any]:
-    """The `gradient` mechanism's rows for one client, against a loop over examples with autograd."""
-    from fedsynth.synthesizer.condensation import NetworkFeatures
-    from fedsynth.synthesizer.matching import per_example_gradients, synthetic_means
+def measure_growth(options: argparse.Namespace) -> dict[str, Any]:
+    """One point of the growth table: the engine alone, in this process."""
+    from fedsynth.federation.devices import memory_bytes
 
-    device = torch.device(options.device)
-    spec, width, examples = dataset_spec("mnist"), 8 if options.quick else 128, 20 if options.quick else 100
-    network = build_model(ModelSettings(width=width), spec.image_shape, spec.classes, 0).to(device).requires_grad_(False)
-    features = NetworkFeatures(network, 1.0, None)
-    S, x = torch.randn(10, IPC, *spec.image_shape, device=device), torch.randn(examples, *spec.image_shape, device=device)
-    segment = torch.arange(examples, device=device) % 10
-
-    def loop() -> None:
-        for i in range(examples):
-            leaf = S[segment[i] : segment[i] + 1].clone().requires_grad_()
-            residual = synthetic_means(features, leaf) - features.real(x[i : i + 1], segment[i : i + 1])
-            torch.autograd.grad(residual.square().sum(), leaf)
-
-    runs = {"loop": loop, "engine": lambda: per_example_gradients(features, S, x, segment)}
-    times: dict[str, list[float]] = {key: [] for key in runs}
-    for repeat in range(2 if options.quick else options.repeats + 1):
-        for key, run in runs.items():
-            value = seconds(run, device)
-            if repeat:
-                times[key].append(value)
-    medians = {key: statistics.median(values) for key, values in times.items()}
+    device, (clients, classes) = torch.device(options.device), options.point
+    spec = replace(dataset_spec("mnist"), classes=classes, class_names=tuple(str(c) for c in range(classes)))
+    case = Case(spec, 8 if options.quick else 32, clients, 1, device)
+    case.context = replace(case.context, memory_bytes=memory_bytes(options.memory_gb, device))
+    before = peak_memory(device)
+    times = [seconds(lambda: case.engine(torch.float32), device) for _ in range(1 if options.quick else 3)]
     return {
-        "case": "gradient rows, mnist",
-        "examples": examples,
-        "seconds": medians,
-        "ratio": medians["loop"] / medians["engine"],
+        "case": "growth, mnist shape, width 8" if options.quick else "growth, mnist shape, width 32",
+        "clients": clients,
+        "classes": classes,
+        "memory bound GB": options.memory_gb,
+        "seconds per step": min(times),
+        "microseconds per real image": 1e6 * min(times) / (clients * classes * BATCH),
+        "peak memory GB": peak_memory(device),
+        "peak memory GB before the first step": before,
         **machine(),
     }
+
+
+def grow(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """The growth table, a process a point, so that peaks of memory do not mix."""
+    points = [(1, 10, None), (2, 10, None)] if options.quick else GROWTH
+    rows = []
+    for clients, classes, bound in points:
+        words = [sys.executable, __file__, "--device", options.device, "--point", str(clients), str(classes)]
+        words += [*(["--memory-gb", str(bound)] if bound else []), *(["--quick"] if options.quick else [])]
+        rows.append(json.loads(subprocess.run(words, check=True, capture_output=True, text=True).stdout))
+    return rows
 
 
 def peak_memory(device: torch.device) -> float:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated() / 1e9
+    status = Path("/proc/self/status")
+    if status.exists():  # getrusage's peak begins with the parent's
+        return next(float(line.split()[1]) / 1e6 for line in status.read_text().splitlines() if line.startswith("VmHWM"))
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a narrow network and one repeat, to see that it runs")
-    parser.add_argument("--json", action="store_true", help="print results as JSON lines")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser = arguments(__doc__)
     parser.add_argument("--cases", nargs="+", default=["mnist", "cifar10"])
     parser.add_argument("--clients", type=int, nargs="+", default=[1])
     parser.add_argument("--steps", type=int, default=2)
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--no-compile", dest="compile", action="store_false", help="without the compiled engine")
+    parser.add_argument("--no-reference", dest="reference", action="store_false", help="the engine alone")
+    parser.add_argument("--no-growth", dest="growth", action="store_false", help="without the growth table")
+    parser.add_argument(
+        "--point", type=int, nargs=2, metavar=("CLIENTS", "CLASSES"), help="one point of the growth table, printed"
+    )
+    parser.add_argument("--memory-gb", type=float, help="with --point: the run's memory bound")
     options = parser.parse_args()
-    path = Path(__file__).parent / "results" / f"condense{'_quick' if options.quick else ''}.jsonl"
-    for make in (
-        *((lambda n=n, k=k: measure(n, k, options)) for n in options.cases for k in options.clients),
-        lambda: measure_gradient(options),
-    ):
-        row = make()
-        with path.open("a") as file:
-            file.write(json.dumps(row) + "\n")
-        print(json.dumps(row) if options.json else json.dumps(row, indent=2), flush=True)
+    keep_large_allocations()
+    if options.point:
+        print(json.dumps(measure_growth(options)))
+        return
+    save = saver("condense", options)
+    for name in options.cases:
+        for clients in options.clients:
+            save(measure(name, clients, options))
+    for row in grow(options) if options.growth else ():
+        save(row)
 
 
 if __name__ == "__main__":

@@ -1,16 +1,24 @@
-"""Where, when and with what a result was made: the fields that every row of `benchmarks/results/` ends with."""
+"""What every benchmark shares: timing, and rows that say where, when and with what they were made."""
 
 from __future__ import annotations
 
+import argparse
+import json
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from datetime import date
+from pathlib import Path
 from typing import Any
 
 import torch
 
+RESULTS = Path(__file__).parent / "results"
+
 
 def machine() -> dict[str, Any]:
+    """The fields that every row of `benchmarks/results/` ends with."""
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {torch.get_num_threads()} threads"
     return {
@@ -20,3 +28,47 @@ def machine() -> dict[str, Any]:
         "commit": commit,
         "command": " ".join(sys.argv),
     }
+
+
+def seconds(run: Callable[[], object], device: torch.device) -> float:
+    """One timed call, device work included."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    started = time.perf_counter()
+    run()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - started
+
+
+def alternating(runs: dict[str, Callable[[], object]], repeats: int, device: torch.device) -> dict[str, list[float]]:
+    """Seconds of each run, one after the other in turns, after a first turn that is thrown away."""
+    times: dict[str, list[float]] = {key: [] for key in runs}
+    for repeat in range(repeats + 1):
+        for key, run in runs.items():
+            value = seconds(run, device)
+            if repeat:
+                times[key].append(value)
+    return times
+
+
+def saver(name: str, options: argparse.Namespace) -> Callable[[dict[str, Any]], None]:
+    """Appends rows to results/NAME.jsonl (NAME_quick.jsonl with --quick) and prints them (one line each with --json)."""
+    path = RESULTS / f"{name}{'_quick' if options.quick else ''}.jsonl"
+
+    def save(row: dict[str, Any]) -> None:
+        with path.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+        print(json.dumps(row) if options.json else json.dumps(row, indent=2), flush=True)
+
+    return save
+
+
+def arguments(description: str | None) -> argparse.ArgumentParser:
+    """The options that every timing benchmark has."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="a narrow network and one repeat, to see that it runs")
+    parser.add_argument("--json", action="store_true", help="print results as JSON lines")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--repeats", type=int, default=5)
+    return parser

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Everything that wants a GPU, in one call that goes on where it stopped: CUDA tests, the first command's time, condensation speed, and the
-# Fashion-MNIST table.   usage: bash benchmarks/on_gpu.sh   (FEDSYNTH_DATA: folder with FashionMNIST; without it the table is left out)
+# Everything that wants a GPU, in one call that goes on where it stopped: CUDA tests, the first command's time, condensation, server and DP
+# steps, a FedDM round at the paper's CIFAR-10 setting, the Fashion-MNIST table, and bf16 against fp32.   usage: bash benchmarks/on_gpu.sh   (FEDSYNTH_DATA: folder with FashionMNIST; without it the table is left out)
 # Needs torch with CUDA and this package's dependencies; results go to benchmarks/results/, logs to $OUT or there too.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -17,8 +17,12 @@ python3 -c 'import torch; assert torch.cuda.is_available(); print(torch.__versio
 step "cuda tests" python3 -m pytest -q -m cuda tests
 step "first command" bash -c 'time python3 -c "from fedsynth.cli.app import main; main()" train --method feddm --dp-sigma 3 --output "$(mktemp -d)"'
 step "condense" python3 benchmarks/condense.py --json --device cuda --clients 1 10 --steps 20
+step "server step" python3 benchmarks/server_step.py --json --device cuda --epochs 50
+step "dp step" python3 benchmarks/dp_step.py --json --device cuda
+step "a round of CIFAR-10's size" python3 benchmarks/condense.py --json --device cuda --cases cifar10 --clients 10 --steps 1000 --repeats 1 --no-reference --no-growth
 if [ -n "${FEDSYNTH_DATA:-}" ]; then
     step "fashion table" python3 benchmarks/fashion_table.py --device cuda
+    step "precision" python3 benchmarks/precision.py --device cuda
 fi
 cp benchmarks/results/*.jsonl "$out"/ 2>/dev/null
 exit "$failed"

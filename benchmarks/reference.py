@@ -1,7 +1,8 @@
-"""A straightforward FedDM client step, written for comparison: what a careful reader of the paper would write first.
+"""Straightforward steps, written for comparison: what a careful reader of the papers would write first.
 
 Fair: float32, weights frozen, real features detached, batches of the paper's size. Plain: one client and one class at a time, one call for
-the embedding and one for the logits, a fresh perturbed copy of the model at every step. It shares no code with the engine but the network.
+the embedding and one for the logits, a fresh perturbed copy of the model at every step; a loop over examples where gradients are clipped;
+a DataLoader and torch's SGD on the server. They share no code with the engine but the network.
 """
 
 from __future__ import annotations
@@ -62,3 +63,52 @@ def client_step(
         loss.backward()  # type: ignore[no-untyped-call]
         optimiser.step()
     return [s.detach() for s in synthetic]
+
+
+def gradient_step(
+    network: nn.Module, images_by_class: list[Tensor], synthetic: list[Tensor], clip: float, noise: float
+) -> list[Tensor]:
+    """Per-example clipping of FedDM's image gradients (Eq. 15) as a loop: noisy sums, one for each class."""
+    sums = []
+    for real, images in zip(images_by_class, synthetic, strict=True):
+        total = torch.zeros_like(images)
+        for x in real:
+            leaf = images.clone().requires_grad_()
+            (gradient,) = torch.autograd.grad(class_loss(network, x[None], leaf), leaf)
+            total += gradient / (gradient.norm() / clip).clamp_min(1)
+        sums.append(total + noise * clip * torch.randn_like(total))
+    return sums
+
+
+def dp_sgd_step(model: nn.Module, x_NCHW: Tensor, labels_N: Tensor, clip: float, noise: float, learning_rate: float) -> None:
+    """One step of DP-SGD as a loop over examples."""
+    parameters = list(model.parameters())
+    total = [torch.zeros_like(p) for p in parameters]
+    for x, y in zip(x_NCHW, labels_N, strict=True):
+        gradients = torch.autograd.grad(nn.functional.cross_entropy(model(x[None]), y[None]), parameters)
+        norm = torch.sqrt(sum((g.square().sum() for g in gradients), torch.zeros((), device=x.device)))
+        for t, g in zip(total, gradients, strict=True):
+            t += g / (norm / clip).clamp_min(1)
+    with torch.no_grad():
+        for p, t in zip(parameters, total, strict=True):
+            p -= learning_rate * (t + noise * clip * torch.randn_like(t)) / len(labels_N)
+
+
+def server_step(
+    model: nn.Module, x_NCHW: Tensor, labels_N: Tensor, *, epochs: int, batch: int, learning_rate: float, radius: float
+) -> None:
+    """FedDM's server with a DataLoader, torch's SGD and a projection after every step."""
+    start = [p.detach().clone() for p in model.parameters()]
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x_NCHW, labels_N), batch, shuffle=True)
+    optimiser = torch.optim.SGD(model.parameters(), lr=learning_rate, momentum=0.9, weight_decay=5e-4)
+    for _ in range(epochs):
+        for x, y in loader:
+            optimiser.zero_grad()
+            nn.functional.cross_entropy(model(x), y).backward()
+            optimiser.step()
+            with torch.no_grad():
+                pairs = list(zip(model.parameters(), start, strict=True))
+                norm = torch.sqrt(sum(((p - s).square().sum() for p, s in pairs), torch.zeros((), device=x.device)))
+                if float(norm) > radius:
+                    for p, s in pairs:
+                        p.copy_(s + (p - s) * radius / norm)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from fedsynth.models.flat import FlatNetwork, load_flat
+from fedsynth.synthesizer.graphs import recorded
+
+WORTH_RECORDING = 20  # steps
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,7 @@ def train_on(
     generator: torch.Generator,
     report: Callable[[int, int], None] = lambda done, total: None,
 ) -> None:
-    """Trains `model` in place.
+    """Trains `model` in place; on a GPU full batches are steps of a CUDA graph.
 
     Args:
         images: normalised images [M, C, H, W] of the given positions [M] (int64, on the labels' device).
@@ -49,20 +52,41 @@ def train_on(
     flat, grad = network.flat, network.grad
     start = flat.clone()
     velocity = torch.zeros_like(flat)
+
+    def step(where: Tensor) -> None:
+        grad.zero_()
+        nn.functional.cross_entropy(network.module(images(where)), labels_N[where]).backward()
+        with torch.no_grad():
+            velocity.mul_(settings.momentum).add_(grad).add_(flat, alpha=settings.weight_decay)
+            flat.add_(velocity, alpha=-settings.learning_rate)
+            if settings.radius is not None:
+                project_to_ball(flat, start, settings.radius)
+
+    full: Callable[[Tensor], None] = step
+    if labels_N.is_cuda and settings.epochs * len(labels_N) // settings.batch >= WORTH_RECORDING:
+        full = _recorded(step, settings.batch, [flat, velocity, grad, *network.module.buffers()], labels_N.device)
     for epoch in range(settings.epochs):
         order = torch.randperm(len(labels_N), generator=generator).to(labels_N.device)
         for part in order.split(settings.batch):
-            grad.zero_()
-            nn.functional.cross_entropy(network.module(images(part)), labels_N[part]).backward()
-            with torch.no_grad():
-                velocity.mul_(settings.momentum).add_(grad).add_(flat, alpha=settings.weight_decay)
-                flat.add_(velocity, alpha=-settings.learning_rate)
-                if settings.radius is not None:
-                    project_to_ball(flat, start, settings.radius)
+            (full if len(part) == settings.batch else step)(part)
         report(epoch + 1, settings.epochs)
     load_flat(model, flat)
     for name, buffer in model.named_buffers():
         buffer.copy_(network.module.get_buffer(name))
+
+
+def _recorded(
+    step: Callable[[Tensor], None], batch: int, state: Sequence[Tensor], device: torch.device
+) -> Callable[[Tensor], None]:
+    """`step` for full batches as a CUDA graph over one index buffer."""
+    index = torch.zeros(batch, dtype=torch.int64, device=device)
+    replay = recorded(lambda: step(index), state)
+
+    def full(where: Tensor) -> None:
+        index.copy_(where)
+        replay()
+
+    return full
 
 
 def project_to_ball(flat_P: Tensor, center_P: Tensor, radius: float) -> None:

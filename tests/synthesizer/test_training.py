@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+import warnings
 
+import pytest
 import torch
 from torch import nn
 
 from fedsynth.models.convnet import ConvNet
 from fedsynth.models.flat import flatten
+from fedsynth.synthesizer.graphs import recorded
 from fedsynth.synthesizer.training import SgdSettings, train_on
 
 
@@ -53,3 +56,37 @@ def test_batch_norm_statistics_come_back() -> None:
     model = ConvNet((1, 8, 8), 4, width=4, depth=1, norm="batch")
     train_on(model, lambda i: x[i], y, SgdSettings(1, 8, 0.1), torch.Generator().manual_seed(0))
     assert int(model.get_buffer("features.1.num_batches_tracked")) == 4
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("norm", ["instance", "batch"])
+def test_a_recorded_step_is_the_same_step(norm: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA graph against eager steps, with full and partial batches, projection and running statistics."""
+    _, x, y = problem()
+    x, y, trained = x.cuda(), y.cuda(), []
+    for worth in (1, 10**9):
+        with torch.random.fork_rng():
+            torch.manual_seed(0)  # noqa: TID251
+            model = ConvNet((1, 8, 8), 4, width=4, depth=2, norm=norm).cuda()
+        monkeypatch.setattr("fedsynth.synthesizer.training.WORTH_RECORDING", worth)
+        settings = SgdSettings(4, 8, 0.1, 0.9, 1e-2, radius=1.0)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            train_on(model, lambda i: x[i], y, settings, torch.Generator().manual_seed(5))
+        trained.append(model)
+    for one, other in zip(trained[0].state_dict().values(), trained[1].state_dict().values(), strict=True):
+        torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-3)
+
+
+def test_what_cannot_be_recorded_runs_as_it_is_and_nothing_was_changed() -> None:
+    state = torch.zeros(3)
+
+    def step() -> None:
+        state.add_(1)
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    with pytest.warns(RuntimeWarning, match="without a CUDA graph"):
+        replay = recorded(step, [state])
+    assert replay is step
+    assert torch.equal(state, torch.zeros(3))

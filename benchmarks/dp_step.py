@@ -1,0 +1,103 @@
+"""What privacy costs: FedDM's private steps and DP-SGD, beside the non-private step and loops over examples (benchmarks/reference.py).
+
+    python benchmarks/dp_step.py [--quick] [--json] [--device cuda]
+
+MNIST's shape, one client, ConvNet-128. `residual` against the engine's non-private step at the paper's batch of 256 a class; the `gradient`
+step, all of it (sampling, clipping in float64, secret noise), against the loop; DP-SGD at an expected batch of 256 against its loop.
+Medians over alternating repeats; charging the ledger is part of the private steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import statistics
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from condense import Case
+from machine import alternating, arguments, machine, saver
+from reference import dp_sgd_step, gradient_step
+
+from fedsynth.cli.memory import keep_large_allocations
+from fedsynth.core.client import OpenClients
+from fedsynth.data.registry import dataset_spec
+from fedsynth.methods.fedavg import FedAvg
+from fedsynth.models.registry import parameter_count
+from fedsynth.privacy.accounting import Release
+from fedsynth.privacy.dpsgd import DpSgdSettings, dp_sgd
+from fedsynth.privacy.ledger import Guard, Ledger
+from fedsynth.privacy.mechanisms import GaussianSums
+from fedsynth.privacy.randomness import SecretGenerator
+
+EXAMPLES = 64  # of a class, in the comparison with loops
+
+
+def feddm(options: argparse.Namespace, batch: int) -> Case:
+    case = Case(dataset_spec("mnist"), 8 if options.quick else 128, 1, 1, torch.device(options.device))
+    case.method = replace(case.method, batch=batch)
+    return case
+
+
+def residual(options: argparse.Namespace) -> dict[str, Any]:
+    case = feddm(options, 16 if options.quick else 256)
+    runs: dict[str, Callable[[], object]] = {
+        "non-private": lambda: case.engine(torch.float32),
+        "residual": lambda: case.private("residual"),
+        "non-private bf16": lambda: case.engine(torch.bfloat16),
+        "residual bf16": lambda: case.private("residual", torch.bfloat16),
+    }
+    medians = measure(runs, case, options)
+    ratios = {key: medians[f"residual{key}"] / medians[f"non-private{key}"] for key in ("", " bf16")}
+    return {"case": "residual", "seconds": medians, "residual over non-private": {"fp32": ratios[""], "bf16": ratios[" bf16"]}}
+
+
+def gradient(options: argparse.Namespace) -> dict[str, Any]:
+    batch = 4 if options.quick else EXAMPLES
+    case = feddm(options, batch)
+    data = OpenClients([0], case.data, case.parts)
+    classes = [data.images(data.examples(0, c)[:batch]) for c in range(case.spec.classes)]
+    network = copy.deepcopy(case.context.architecture).requires_grad_(False)
+    runs: dict[str, Callable[[], object]] = {
+        "loop": lambda: gradient_step(network, classes, [x[:10] for x in classes], 1.0, 1.0),
+        "gradient": lambda: case.private("gradient"),
+        "gradient bf16": lambda: case.private("gradient", torch.bfloat16),
+    }
+    medians = measure(runs, case, options)
+    ratios = {key: medians["loop"] / medians[key] for key in runs}
+    return {"case": "gradient", "examples": batch * case.spec.classes, "seconds": medians, "ratio to the loop": ratios}
+
+
+def local_training(options: argparse.Namespace) -> dict[str, Any]:
+    case, batch = feddm(options, 256), 16 if options.quick else 256
+    model, size = case.context.architecture, len(case.data.labels)
+    data = OpenClients([0], case.data, case.parts)
+    release = Release(1, "model", "dp-sgd", "x", 1.0, 1.0, batch / size, "poisson", 1, parameter_count(model))
+
+    def ours() -> None:
+        series = GaussianSums(release, 1, Guard(Ledger("0"), 1e-5, None), SecretGenerator())
+        dp_sgd(copy.deepcopy(model), data.images, case.data.labels, series, 1, DpSgdSettings(FedAvg().lr, batch))
+
+    x, y = data.images(torch.arange(batch)), case.data.labels[:batch]
+    loop = lambda: dp_sgd_step(copy.deepcopy(model), x, y, 1.0, 1.0, 0.01)  # noqa: E731
+    medians = measure({"loop": loop, "dp-sgd": ours}, case, options)
+    return {"case": "dp-sgd", "examples": batch, "seconds": medians, "ratio to the loop": medians["loop"] / medians["dp-sgd"]}
+
+
+def measure(runs: dict[str, Callable[[], object]], case: Case, options: argparse.Namespace) -> dict[str, float]:
+    times = alternating(runs, 1 if options.quick else options.repeats, case.device)
+    return {key: statistics.median(values) for key, values in times.items()}
+
+
+def main() -> None:
+    options = arguments(__doc__).parse_args()
+    keep_large_allocations()
+    save = saver("dp_step", options)
+    for case in (residual, gradient, local_training):
+        save({**case(options), **machine()})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,61 @@
+"""The server's training on synthetic images, beside a DataLoader with torch's SGD (benchmarks/reference.py), alternately in one run.
+
+    python benchmarks/server_step.py [--quick] [--json] [--device cuda]
+
+FedDM's shape: 810 images (81 client classes of 10, as in the paper's Table 3 for MNIST at alpha 0.5), batch 256, ConvNet-128, projection
+after every step. Random images: only time is measured. The floor is operations over the measured matrix-product peak in fp32.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from condense import forward_flops, peak_flops
+from machine import alternating, arguments, machine, saver
+from reference import server_step
+
+from fedsynth.cli.memory import keep_large_allocations
+from fedsynth.data.registry import dataset_spec
+from fedsynth.models.registry import ModelSettings, build_model
+from fedsynth.synthesizer.training import SgdSettings, train_on
+
+IMAGES, BATCH = 810, 256
+
+
+def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
+    device, width = torch.device(options.device), 8 if options.quick else 128
+    spec = dataset_spec(name)
+    model = build_model(ModelSettings(width=width), spec.image_shape, spec.classes, 0).to(device)
+    x, y = torch.randn(IMAGES, *spec.image_shape, device=device), torch.arange(IMAGES, device=device) % spec.classes
+    epochs = 1 if options.quick else options.epochs
+    sgd = SgdSettings(epochs, BATCH, 0.01, 0.9, 5e-4, 5.0)
+    plain = {"epochs": epochs, "batch": BATCH, "learning_rate": 0.01, "radius": 5.0}
+    runs: dict[str, Callable[[], object]] = {
+        "reference": lambda: server_step(copy.deepcopy(model), x, y, **plain),  # type: ignore[arg-type]
+        "engine": lambda: train_on(copy.deepcopy(model), lambda where: x[where], y, sgd, torch.Generator()),
+    }
+    times = alternating(runs, 1 if options.quick else options.repeats, device)
+    medians = {key: statistics.median(values) / epochs for key, values in times.items()}
+    flops = 3 * IMAGES * forward_flops(model, spec.image_shape)  # type: ignore[arg-type]
+    floor = flops / peak_flops(torch.float32, device)
+    row = {"case": name, "images": IMAGES, "seconds per epoch": medians, "ratio": medians["reference"] / medians["engine"]}
+    return {**row, "floor": floor, "share of the floor": floor / medians["engine"], **machine()}
+
+
+def main() -> None:
+    parser = arguments(__doc__)
+    parser.add_argument("--epochs", type=int, default=2)
+    options = parser.parse_args()
+    keep_large_allocations()
+    save = saver("server_step", options)
+    for name in ("mnist", "cifar10"):
+        save(measure(name, options))
+
+
+if __name__ == "__main__":
+    main()

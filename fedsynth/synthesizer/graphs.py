@@ -1,0 +1,38 @@
+"""CUDA graphs: a training step is recorded once and replayed, so that small kernels do not wait for Python."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+WARM_UP = 3
+
+
+def recorded(step: Callable[[], None], state: Sequence[Tensor]) -> Callable[[], object]:
+    """`step` as a CUDA graph; where it cannot be recorded, a warning and `step` itself.
+
+    Args:
+        step: works on tensors that stay where they are, and waits for nothing.
+        state: every tensor that `step` changes; warm-up runs are undone on them.
+    """
+    before = [tensor.clone() for tensor in state]
+    try:
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(WARM_UP):
+                step()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            step()
+        replay: Callable[[], object] = graph.replay
+    except RuntimeError as error:
+        warnings.warn(f"the training step runs without a CUDA graph: {str(error).splitlines()[0]}", RuntimeWarning, stacklevel=2)
+        replay = step
+    for tensor, old in zip(state, before, strict=True):
+        tensor.copy_(old)
+    return replay
