@@ -161,7 +161,9 @@ def train(
     ] = None,
     dp_mechanism: Annotated[
         str | None,
-        typer.Option(help="residual (default), gradient, or paper (no guarantee); dp-sgd for fedavg.", rich_help_panel=PRIVACY),
+        typer.Option(
+            help="residual (default), gradient, features, or paper (no guarantee); dp-sgd for fedavg.", rich_help_panel=PRIVACY
+        ),
     ] = None,
     dp_sample_rate: Annotated[
         float | None, typer.Option(help="Public rate q of Poisson sampling.", rich_help_panel=PRIVACY)

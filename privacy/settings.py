@@ -16,8 +16,8 @@ class PrivacySettings:
     Args:
         noise_multiplier: σ of each release, relative to the clip. None: found from `epsilon` for the planned run.
         epsilon: the budget of each client; with `noise_multiplier` a hard cap, alone the target that σ is found for.
-        mechanism: None takes the method's default. For methods that condense: "residual", "gradient", or "paper" (FedDM as
-            printed: no guarantee). For methods that train models: "dp-sgd".
+        mechanism: None takes the method's default. For methods that condense: "residual", "gradient", "features", or
+            "paper" (FedDM as printed: no guarantee). For methods that train models: "dp-sgd".
         clip: L2 bound of one example's contribution; None takes the method's default, a public constant.
         delta: δ, a constant; at most 1 / `max_records`.
         max_records: a public upper bound on the number of records of all clients together; None takes the data set's published size.

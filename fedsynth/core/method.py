@@ -83,6 +83,7 @@ class PrivatePlan:
         sample_rate: q of Poisson sampling.
         steps: releases in a round.
         dimension: coordinates of one release.
+        noise_ratio: the release's noise multiplier over the run's σ.
     """
 
     quantity: str
@@ -92,15 +93,16 @@ class PrivatePlan:
     sample_rate: float
     steps: int
     dimension: int
+    noise_ratio: float = 1.0
 
     def release(self, round: int, noise_multiplier: float, unaccounted: str | None = None) -> Release:
-        """The ledger's row for one round at noise multiplier σ."""
+        """The ledger's row for one round at the run's noise multiplier σ."""
         return Release(
             round=round,
             quantity=self.quantity,
             mechanism=self.mechanism,
             clipped=self.clipped,
-            noise_multiplier=noise_multiplier,
+            noise_multiplier=noise_multiplier * self.noise_ratio,
             sensitivity=self.clip,
             sample_rate=self.sample_rate,
             sampler="poisson" if self.sample_rate < 1 else "full",
@@ -149,8 +151,8 @@ class Method:
     def check_model(self, model: nn.Module) -> None:
         """Raises SettingError if the method cannot work with this architecture."""
 
-    def private_plan(self, privacy: PrivacySettings, context: RoundContext) -> PrivatePlan:
-        """What a round releases of each client under `privacy`; asked before any data are read."""
+    def private_plans(self, privacy: PrivacySettings, context: RoundContext) -> tuple[PrivatePlan, ...]:
+        """What a round releases of each client under `privacy`, the chief release first; asked before any data are read."""
         raise NotImplementedError  # abstract
 
     @classmethod

@@ -67,7 +67,8 @@ class PrivateRun:
         accounting.check_delta(settings.privacy.delta, self.max_records)
         self.guaranteed = mechanism != "paper"
         privacy = replace(settings.privacy, mechanism=mechanism)
-        self.plan = self.method.private_plan(privacy, context)
+        self.plans = self.method.private_plans(privacy, context)
+        self.plan = self.plans[0]
         self.context = context
         self.ledgers = self._open_ledgers(privacy, None)
         if self.guaranteed and any(math.isinf(accounting.epsilon(rows, privacy.delta)) for rows in self._histories()):
@@ -81,6 +82,11 @@ class PrivateRun:
         self._make_guards()
         self.secrets = [SecretGenerator() for _ in self.ledgers]
 
+    @property
+    def _releases(self) -> int:
+        """Noisy releases of a client in a round."""
+        return sum(plan.steps for plan in self.plans)
+
     def keep_ledgers_in(self, folder: Path) -> None:
         """Moves fresh ledgers, still empty, into files of the run folder; ledgers that `--dp-ledger` names stay where they are."""
         if self.privacy.ledger is None:
@@ -91,7 +97,7 @@ class PrivateRun:
         """The rows that a client's ledger gets in the given rounds (all by default)."""
         sigma = self.privacy.noise_multiplier if noise_multiplier is None else noise_multiplier
         reason = None if self.guaranteed else "FedDM's Algorithm 1 as printed"
-        return [self.plan.release(r, sigma or 0.0, reason) for r in rounds or range(1, self.run.rounds + 1)]
+        return [plan.release(r, sigma or 0.0, reason) for r in rounds or range(1, self.run.rounds + 1) for plan in self.plans]
 
     def planned_epsilon(self) -> float:
         """ε of the worst client after the whole planned run, on top of what its ledger holds."""
@@ -126,7 +132,7 @@ class PrivateRun:
         sampling = (
             f"Poisson sampling at q = {self.plan.sample_rate:.3g}" if self.plan.sample_rate < 1 else "all records at each step"
         )
-        rounds, releases = _many(self.run.rounds, "round"), _many(self.plan.steps, "release")
+        rounds, releases = _many(self.run.rounds, "round"), _many(self._releases, "release")
         lines = [
             f"privacy: ε = {up(planned, 3)} at δ = {delta:g} for each client over {rounds}, one example added or removed",
             f"  mechanism {self.plan.mechanism} (σ = {σ:.4g}, clip {self.plan.clip:.4g}), {sampling}, {releases} a round",
@@ -188,7 +194,7 @@ class PrivateRun:
             )
 
         def plan(sigma: float) -> list[Release]:
-            return [*spent, *(self.plan.release(r, sigma) for r in range(1, self.run.rounds + 1))]
+            return [*spent, *self.planned(noise_multiplier=sigma)]
 
         return accounting.calibrate_noise_multiplier(target, privacy.delta, plan)
 
@@ -202,7 +208,7 @@ class PrivateRun:
             "architecture and initial weights": f"{self.run.model}, drawn from the run's seed",
             "hyper-parameters": json.dumps(self.run.to_mapping()["method"]),
             "bound on all records": f"{self.max_records} (δ is checked against it)",
-            "schedule": f"{_many(self.run.rounds, 'round')} of {_many(self.plan.steps, 'release')}, fixed before data are read",
+            "schedule": f"{_many(self.run.rounds, 'round')} of {_many(self._releases, 'release')}, fixed before data are read",
         }
         if not self.guaranteed:
             return items
@@ -215,12 +221,14 @@ class PrivateRun:
         }
 
     def _accesses(self) -> tuple[tuple[str, str, str], ...]:
-        released = f"{self.plan.quantity}: {self.plan.clipped}"
-        note = f"mechanism {self.plan.mechanism}, {_many(self.plan.steps, 'release')} a round"
-        private: tuple[tuple[str, str, str], ...] = ((released, "accounted", note),)
+        released = [
+            (f"{plan.quantity}: {plan.clipped}", f"mechanism {plan.mechanism}, {_many(plan.steps, 'release')} a round")
+            for plan in self.plans
+        ]
+        private = tuple((what, "accounted", note) for what, note in released)
         if not self.guaranteed:
             private = (
-                (released, "unaccounted", note),
+                *((what, "unaccounted", note) for what, note in released),
                 ("real images as the start of the synthetic ones", "unaccounted", "released as they are, before any step"),
                 ("which classes a client has", "unaccounted", "only those are sent"),
             )

@@ -69,10 +69,10 @@ class FedAvg(Method):
     def server_step(self, state: ServerState, uploads: Sequence[Message], context: RoundContext) -> ServerState:
         return ServerState(average([u for u in uploads if isinstance(u, ModelParameters)]))
 
-    def private_plan(self, privacy: PrivacySettings, context: RoundContext) -> PrivatePlan:
+    def private_plans(self, privacy: PrivacySettings, context: RoundContext) -> tuple[PrivatePlan, ...]:
         check_model(context.architecture)
         rate = privacy.sample_rate or min(1.0, self.batch / context.nominal_size)
-        return PrivatePlan(
+        plan = PrivatePlan(
             quantity="model update",
             mechanism="dp-sgd",
             clipped="gradient of each example with respect to all parameters",
@@ -81,6 +81,7 @@ class FedAvg(Method):
             steps=math.ceil(self.local_epochs / rate),
             dimension=parameter_count(context.architecture),
         )
+        return (plan,)
 
     def _train(self, models: Sequence[nn.Module], clients: OpenClients, context: RoundContext) -> None:
         sgd = SgdSettings(self.local_epochs, self.batch, self.lr, self.momentum, self.weight_decay)
@@ -94,7 +95,7 @@ class FedAvg(Method):
         privacy = context.privacy
         if privacy is None or privacy.noise_multiplier is None:
             raise SettingError("private clients need privacy settings with a noise multiplier")
-        plan = self.private_plan(privacy, context)
+        (plan,) = self.private_plans(privacy, context)
         settings = DpSgdSettings(self.lr, plan.sample_rate * context.nominal_size, self.momentum, self.weight_decay)
 
         series = clients.charge(plan.release(context.round, privacy.noise_multiplier), 1)

@@ -3,15 +3,17 @@
 Client, every round (Algorithm 1): for T iterations draw w ~ P_w(w_r), draw real batches, and move the synthetic images down
 ∇ Σ_c L_c (Eq. 9). Server: train w from w_r on the union of all sets, projected onto ‖w − w_r‖ ≤ ρ (Eqs. 3, 10, 23).
 
-With differential privacy the images start from noise, all classes are sent, and the matching gradient comes from the `residual` or
-the `gradient` mechanism (`fedsynth.synthesizer.matching`), charged for T releases a round. `paper` is Algorithm 1's own noise, which
-guarantees nothing.
+With differential privacy the images start from noise, and the matching gradient comes from a mechanism: `residual` or `gradient`
+(`fedsynth.synthesizer.matching`), charged for T releases a round, send all classes; `features` (`fedsynth.synthesizer.feature_sums`),
+charged for M releases and the counts, those whose released count is large enough. `paper` is Algorithm 1's own noise, which guarantees
+nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import count
 from math import inf, sqrt
 from typing import Any, ClassVar
 
@@ -30,6 +32,7 @@ from fedsynth.synthesizer.augmentation import SiameseAugmentation
 from fedsynth.synthesizer.batch_norm import has_batch_norm, with_grouped_statistics
 from fedsynth.synthesizer.batches import SMALL_CLASS, BatchIndices
 from fedsynth.synthesizer.condensation import ACTIVATIONS, condense
+from fedsynth.synthesizer.feature_sums import FeatureSumMatcher
 from fedsynth.synthesizer.matching import ExactMatcher, GradientMatcher, Matcher, PaperMatcher, ResidualMatcher
 from fedsynth.synthesizer.perturbation import READINGS, Perturbations
 from fedsynth.synthesizer.server import TrainsOnUnion
@@ -58,13 +61,15 @@ class FedDM(TrainsOnUnion):
         logit_weight: weight b of the logits beside the embedding; 1 is Eq. 9.
         batch_norm: of networks with batch norm, whose statistics in condensation are those of the batch at hand, real and synthetic apart:
             "client" takes all classes of a client together, as distribution matching's code does, "class" each class for itself.
+        networks, count_noise: of mechanism `features`: M; and the counts' noise multiplier over that of the M networks' sums together,
+            σ/√M, so that counts take 1/(1 + count_noise²) of the budget μ².
     """
 
     name: ClassVar[str] = "feddm"
     summary: ClassVar[str] = "clients send synthetic sets matched to their data around the global model"
     reference: ClassVar[str] = "Xiong et al. 2023, FedDM, arXiv 2207.09653"
     upload: ClassVar[type[Message]] = SyntheticSet
-    protects: ClassVar[tuple[str, ...]] = ("residual", "gradient", "paper")
+    protects: ClassVar[tuple[str, ...]] = ("residual", "gradient", "features", "paper")
 
     ipc: int = 10
     iterations: int = 1000
@@ -79,10 +84,13 @@ class FedDM(TrainsOnUnion):
     small_class: str = "all"
     logit_weight: float = 1.0
     batch_norm: str = "client"
+    networks: int = 16
+    count_noise: float = 3.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_ranges(self, ipc=(1, inf), batch=(1, inf), iterations=(1, inf), min_examples=(0, inf))
+        check_ranges(self, networks=(1, inf), count_noise=(0.01, inf))
         check_ranges(self, image_lr=(0, inf), image_momentum=(0, 1), logit_weight=(0, inf))
         check_choice("augment", self.augment, ("none", "siamese"))
         check_choice("perturbation", self.perturbation, READINGS)
@@ -110,52 +118,78 @@ class FedDM(TrainsOnUnion):
         model = with_grouped_statistics(model) if batch_norm else model
         segments = clients.segments() if isinstance(clients, PrivateClients) else clients.segments(self.min_examples)
         start = self._start(clients, segments, memories, context)
+        matcher = self._matcher(clients, segments, context)
+        period = self._networks if isinstance(matcher, FeatureSumMatcher) else None
         networks = Perturbations(
-            model, self.radius, reading=self.perturbation, seed=context.seed, round=context.round, device=context.device
+            model,
+            self.radius,
+            reading=self.perturbation,
+            seed=context.seed,
+            round=context.round,
+            device=context.device,
+            period=period,
         )
         images = condense(
             start,
             networks.draw,
-            self._matcher(clients, segments, context),
+            matcher,
             steps=self.iterations,
             learning_rate=self.image_lr,
             momentum=self.image_momentum,
             logit_weight=self.logit_weight,
             precision=context.precision,
-            draw_augmentation=self._augmentation(segments, context),
+            draw_augmentation=self._augmentation(segments, context, period),
             statistics_S=self._statistics(segments, context) if batch_norm else None,
             memory_bytes=context.memory_bytes // 2,
             compiled=context.compiled,
             report=lambda done: context.report("condense", done, self.iterations),
         )
-        uploads = split_uploads(images, segments, len(clients.ids))
-        return [(upload, {"images": upload.images}) for upload in uploads]
+        kept = matcher.kept if isinstance(matcher, FeatureSumMatcher) else None
+        uploads = split_uploads(images, segments, len(clients.ids), kept)
+        memories = [{"images": s.images} for s in split_uploads(images, segments, len(clients.ids))]
+        return list(zip(uploads, memories, strict=True))
 
-    def private_plan(self, privacy: PrivacySettings, context: RoundContext) -> PrivatePlan:
-        """T releases a round. Default clips are public: for `residual` about the norm of a matched residual of instance-normalised
-        features, which grows with the root of their number; for `paper` the paper's."""
+    @property
+    def _networks(self) -> int:
+        """M, or fewer where there are fewer steps to use them."""
+        return min(self.networks, self.iterations)
+
+    def private_plans(self, privacy: PrivacySettings, context: RoundContext) -> tuple[PrivatePlan, ...]:
+        """T releases a round, or M and one of the counts. Default clips are public: in feature space about the norm of a matched residual
+        of instance-normalised features, which grows with the root of their number; for `paper` the paper's."""
         refuse_batch_norm(context.architecture)
         classes, image_shape, width = context.spec.classes, context.spec.image_shape, sum(self._columns(context))
         pixels = self.ipc * image_shape[0] * image_shape[1] * image_shape[2]
+        mechanism = privacy.mechanism or self.protects[0]
         clipped, clip, columns = {
             "residual": (
                 "residual [h(S) − h(x); z(S) − z(x)] of each example, embedding and logits jointly",
                 0.25 * sqrt(width),
                 width,
             ),
+            "features": (
+                "features [h(x); z(x)] of each example about the synthetic images' mean, embedding and logits jointly",
+                0.25 * sqrt(width),
+                width,
+            ),
             "gradient": ("image gradient g̃(x) of each example (FedDM, Eq. 15)", 1.0, pixels),
             "paper": ("gradient of each class's batch, not of an example", 5.0, pixels),
-        }[privacy.mechanism or self.protects[0]]
-        rate = min(1.0, self.batch * classes / context.nominal_size)
-        return PrivatePlan(
-            quantity="synthetic images",
-            mechanism=privacy.mechanism or self.protects[0],
+        }[mechanism]
+        once = mechanism == "features"
+        rate = privacy.sample_rate or (1.0 if once else min(1.0, self.batch * classes / context.nominal_size))
+        plan = PrivatePlan(
+            quantity="class sums of features" if once else "synthetic images",
+            mechanism=mechanism,
             clipped=clipped,
             clip=privacy.clip or clip,
-            sample_rate=privacy.sample_rate or rate,
-            steps=self.iterations,
+            sample_rate=rate,
+            steps=self._networks if once else self.iterations,
             dimension=classes * columns,
         )
+        if not once:
+            return (plan,)
+        ratio = self.count_noise / sqrt(self._networks)
+        return plan, PrivatePlan("class counts", mechanism, "each example counts 1", 1.0, rate, 1, classes, ratio)
 
     def _columns(self, context: RoundContext) -> tuple[int, int]:
         """Coordinates of an embedding and of its logits."""
@@ -175,14 +209,19 @@ class FedDM(TrainsOnUnion):
             return noise_start(clients.ids, segments, self.ipc, clients.spec.image_shape, context.seed).to(context.device)
         return real_start(clients, segments, self.ipc, context.seed)
 
-    def _augmentation(self, segments: Segments, context: RoundContext) -> Callable[[], Callable[[Tensor, Tensor], Tensor]] | None:
+    def _augmentation(
+        self, segments: Segments, context: RoundContext, period: int | None
+    ) -> Callable[[], Callable[[Tensor, Tensor], Tensor]] | None:
         """Draws each step's transformations by class, from the round's seed: all clients share them, as they share the networks."""
         if self.augment == "none":
             return None
+        labels, steps = segments.label.to(context.device), count()
         generator = torch_generator(context.seed, "siamese augmentation", context.round, device=context.device)
-        labels = segments.label.to(context.device)
 
         def draw() -> Callable[[Tensor, Tensor], Tensor]:
+            nonlocal generator
+            if next(steps) % (period or inf) == 0:
+                generator = torch_generator(context.seed, "siamese augmentation", context.round, device=context.device)
             transform = SiameseAugmentation(context.spec.classes, generator, flip=self.flip)
             return lambda x_NCHW, segment_N: transform(x_NCHW, labels[segment_N])
 
@@ -203,12 +242,16 @@ class FedDM(TrainsOnUnion):
             exact = ExactMatcher(clients, batches)
             if privacy is None:
                 return exact
-            clip, noise_multiplier = self.private_plan(privacy, context).clip, privacy.noise_multiplier or 0.0
+            clip, noise_multiplier = self.private_plans(privacy, context)[0].clip, privacy.noise_multiplier or 0.0
             return PaperMatcher(exact, segments, batches, [SecretGenerator() for _ in clients.ids], noise_multiplier, clip)
         if privacy is None or privacy.noise_multiplier is None:
             raise SettingError("private clients need privacy settings with a noise multiplier")
-        plan = self.private_plan(privacy, context)
+        plan, *counts = self.private_plans(privacy, context)
         series = clients.charge(plan.release(context.round, privacy.noise_multiplier), context.spec.classes)
+        if counts:
+            row = counts[0].release(context.round, privacy.noise_multiplier)
+            floor = max(1.0, self.min_examples * plan.sample_rate, 2 * row.noise_multiplier)
+            return FeatureSumMatcher(clients, series, clients.charge(row, context.spec.classes), plan.steps, floor)
         divisor = plan.sample_rate * context.nominal_size / context.spec.classes
         kind = ResidualMatcher if plan.mechanism == "residual" else GradientMatcher
         return kind(clients, series, divisor)

@@ -23,10 +23,19 @@ class Perturbations:
     Args:
         model: w_r. Copied; the copy's weights are frozen.
         radius: ρ; 0 matches at w_r itself.
+        period: after so many networks the same ones come again, in the same order; None: never.
     """
 
     def __init__(
-        self, model: nn.Module, radius: float, *, reading: str = "sphere", seed: int, round: int, device: torch.device
+        self,
+        model: nn.Module,
+        radius: float,
+        *,
+        reading: str = "sphere",
+        seed: int,
+        round: int,
+        device: torch.device,
+        period: int | None = None,
     ) -> None:
         if reading not in READINGS:
             raise SettingError(f"perturbation must be one of {', '.join(READINGS)}, got {reading!r}")
@@ -35,10 +44,18 @@ class Perturbations:
         self._center = self._network.flat.clone()
         self._noise = torch.empty_like(self._center)
         self._radius, self._reading = radius, reading
-        self._generator = torch_generator(seed, "parameter perturbation", round, device=device)
+        self._key, self._period, self._drawn = (seed, round, device), period, 0
+        self._generator = self._stream()
+
+    def _stream(self) -> torch.Generator:
+        seed, round, device = self._key
+        return torch_generator(seed, "parameter perturbation", round, device=device)
 
     def draw(self) -> nn.Module:
         """The next network; it is the same object each time, with other weights."""
+        if self._period is not None and self._drawn % self._period == 0:
+            self._generator = self._stream()
+        self._drawn += 1
         self._noise.normal_(generator=self._generator)
         norm = torch.linalg.vector_norm(self._noise)
         if self._reading == "ball":

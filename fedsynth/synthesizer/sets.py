@@ -21,7 +21,9 @@ class SyntheticSet(Message):
     """A client's upload: images [N, C, H, W] (float32, normalised) and their labels [N] (int64)."""
 
     images: Tensor = released()
-    labels: Tensor = public("with DP on every class is sent, with the same number of images")
+    labels: Tensor = public(
+        "with DP on every class is sent, or those whose released noisy count is large, each with as many images"
+    )
 
 
 def real_start(clients: OpenClients, segments: Segments, ipc: int, seed: int, draw: int = 0) -> Tensor:
@@ -49,12 +51,14 @@ def noise_start(ids: Sequence[int], segments: Segments, ipc: int, image_shape: t
     return torch.cat(rows)
 
 
-def split_uploads(images_SICHW: Tensor, segments: Segments, clients: int) -> list[SyntheticSet]:
-    """One upload for each client of the group."""
+def split_uploads(images_SICHW: Tensor, segments: Segments, clients: int, kept_S: Tensor | None = None) -> list[SyntheticSet]:
+    """One upload for each client of the group; `kept_S` leaves segments out."""
     uploads = []
     ipc = images_SICHW.shape[1]
     for position in range(clients):
         mine = segments.of(position)
+        if kept_S is not None:
+            mine = mine[kept_S.cpu()[mine]]
         labels = segments.label[mine].repeat_interleave(ipc).to(images_SICHW.device)
         uploads.append(SyntheticSet(images_SICHW[mine.to(images_SICHW.device)].flatten(0, 1), labels))
     return uploads

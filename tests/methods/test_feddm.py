@@ -88,11 +88,11 @@ def test_private_start_has_nothing_of_the_data() -> None:
 def test_the_private_plan_depends_on_public_sizes_alone() -> None:
     """Catches: q or steps from true counts."""
     privacy = PrivacySettings(noise_multiplier=3.0)
-    plan = replace(FAST, batch=2).private_plan(privacy, context())
+    (plan,) = replace(FAST, batch=2).private_plans(privacy, context())
     assert plan.sample_rate == pytest.approx(2 * 10 / 30)
     assert plan.steps == 2
     assert plan.dimension == 10 * (4 * 4 + 10)
-    assert FAST.private_plan(privacy, context()).sample_rate == 1.0
+    assert FAST.private_plans(privacy, context())[0].sample_rate == 1.0
 
 
 def test_the_same_seed_repeats_open_uploads_and_never_private_ones() -> None:
