@@ -6,6 +6,7 @@ At the paper's shape: 10 classes, 256 real and 10 synthetic images a class, Conv
 step of the reference and of the engine in fp32 and with bf16 real passes, eager and compiled; medians over alternating repeats; images a
 second; the ratio; and the floor: operations over the machine's measured matrix-product peak. Then how time and peak memory grow with
 clients (1, 10, 100) and classes (10, 100), each in a process of its own, with a narrower network. Random images: only time is measured.
+On Linux the allocator is left as it is: `--keep-allocations` gives the reference, too, what `fedsynth train` asks of it (cli/memory.py).
 Results are appended to benchmarks/results/condense.jsonl.
 """
 
@@ -203,6 +204,7 @@ def main() -> None:
     parser.add_argument("--clients", type=int, nargs="+", default=[1])
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--no-compile", dest="compile", action="store_false", help="without the compiled engine")
+    parser.add_argument("--keep-allocations", action="store_true", help="with the allocator setting of the command line, for all")
     parser.add_argument("--no-reference", dest="reference", action="store_false", help="the engine alone")
     parser.add_argument("--no-growth", dest="growth", action="store_false", help="without the growth table")
     parser.add_argument(
@@ -210,7 +212,8 @@ def main() -> None:
     )
     parser.add_argument("--memory-gb", type=float, help="with --point: the run's memory bound")
     options = parser.parse_args()
-    keep_large_allocations()
+    if options.keep_allocations:
+        keep_large_allocations()
     if options.point:
         print(json.dumps(measure_growth(options)))
         return

@@ -17,6 +17,7 @@ import typer
 from typer.core import TyperGroup
 
 from fedsynth import __version__
+from fedsynth.cli.privacy_commands import privacy_app
 from fedsynth.errors import FedsynthError, SettingError
 from fedsynth.privacy.errors import PrivacyError
 
@@ -52,6 +53,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+app.add_typer(privacy_app, name="privacy")
 
 DATA, PRIVACY, MODEL = "Data and partition", "Differential privacy", "Model"
 
@@ -117,6 +120,9 @@ def train(
     ] = None,
     output: Annotated[Path, typer.Option(help="Where run folders go.")] = Path("runs"),
     as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON on stdout.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Say what the run would cost in privacy, touch no data, and stop.")
+    ] = False,
     dataset: Annotated[
         str | None,
         typer.Option(
@@ -171,6 +177,9 @@ def train(
     dp_nominal_size: Annotated[
         float | None, typer.Option(help="Public nominal records of a client, for divisors.", rich_help_panel=PRIVACY)
     ] = None,
+    dp_adjacency: Annotated[
+        str | None, typer.Option(help="add-remove (default), zero-out or replace-one.", rich_help_panel=PRIVACY)
+    ] = None,
     dp_ledger: Annotated[
         Path | None,
         typer.Option(
@@ -204,7 +213,7 @@ def train(
                 "min_size": min_size,
             },
             "model": {"name": model, "width": width, "depth": depth, "norm": norm},
-            "method": _method_settings(ipc, settings or []),
+            "method": method_settings(ipc, settings or []),
             "privacy": {
                 "noise_multiplier": dp_sigma,
                 "epsilon": dp_epsilon,
@@ -214,10 +223,15 @@ def train(
                 "mechanism": dp_mechanism,
                 "sample_rate": dp_sample_rate,
                 "nominal_size": dp_nominal_size,
+                "adjacency": dp_adjacency,
                 "ledger": str(dp_ledger) if dp_ledger else None,
             },
         }
-        _run(_merged(_read_config(config), given), output, download, as_json)
+        sections = _merged(_read_config(config), given)
+        if dry_run:
+            _dry_run(sections)
+        else:
+            _run(sections, output, download, as_json)
 
 
 @app.command()
@@ -265,7 +279,7 @@ def methods() -> None:
         print(f"{'':8} privacy: " + (", ".join(cls.protects) if cls.protects else f"none: {cls.refusal}"))
 
 
-def _method_settings(ipc: int | None, texts: list[str]) -> dict[str, Any]:
+def method_settings(ipc: int | None, texts: list[str]) -> dict[str, Any]:
     """What --set and --ipc say."""
     pairs: dict[str, Any] = {}
     for text in texts:
@@ -325,6 +339,24 @@ def _show_partition(sections: dict[str, dict[str, Any]], picture: Path | None) -
     print(f"\nFedDM with ipc {feddm.ipc} and min_examples {feddm.min_examples} uploads {floats:,} floats a round")
     if picture is not None:
         partition_png(counts, picture)
+
+
+def _dry_run(sections: dict[str, dict[str, Any]]) -> None:
+    from fedsynth.cli.privacy_commands import print_plans
+    from fedsynth.federation.planning import Plan, private_run
+    from fedsynth.federation.settings import resolve
+
+    settings = resolve(sections)
+    if settings.privacy is None:
+        print("no differential privacy: what clients send is not protected (--dp-epsilon protects it)")
+        return
+    run = private_run(settings)
+    for line in run.headline():
+        print(line)
+    if run.guaranteed:
+        releases = sum(plan.steps for plan in run.plans)
+        spent, sigma = run.planned_epsilon_by_round(), run.privacy.noise_multiplier or 0.0
+        print_plans([Plan(run.plan.mechanism, sigma, run.plan.clip, run.plan.sample_rate, releases, spent)], run.privacy.delta)
 
 
 def _run(sections: dict[str, dict[str, Any]], output: Path, download: bool, as_json: bool) -> None:

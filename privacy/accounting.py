@@ -1,4 +1,4 @@
-"""What releases cost: ε, δ(ε) and what an attacker can gain, when one example is added or removed.
+"""What releases cost: ε, δ(ε) and what an attacker can gain, for a chosen adjacency (one example added or removed by default).
 
 Adaptively composed Gaussian mechanisms without subsampling are exactly one Gaussian mechanism with μ² = Σ steps/σ²
 (Dong, Roth & Su, "Gaussian differential privacy", 2022, Cor. 3.3), so they are folded exactly. Poisson-subsampled rows
@@ -20,7 +20,15 @@ from typing import Any
 from fedsynth.privacy.errors import PrivacySettingError
 
 ACCOUNTANT = "privacy loss distributions (PLD), pessimistic rounding; exact where nothing is subsampled"
-NEIGHBOURS = "add or remove one example (dp-accounting ADD_OR_REMOVE_ONE)"
+ADJACENCIES = {
+    "add-remove": "add or remove one example (dp-accounting ADD_OR_REMOVE_ONE)",
+    "zero-out": "replace one example by a null record that contributes nothing (dp-accounting REPLACE_SPECIAL): how many examples a "
+    "client has is then public, how many of each class is not",
+    "replace-one": "replace one example, its label too, by any other (dp-accounting REPLACE_ONE): it leaves one class's sum and enters "
+    "another's or the same, so all classes together move by at most twice the clip",
+}
+"""Adjacency: its words for the report. Zero-out costs what add-remove costs; replace-one doubles every sensitivity."""
+ADD_REMOVE = "add-remove"
 SAMPLERS = ("poisson", "full")
 SMALLEST_DELTA = 1e-10  # the FFT's rounding error (about 1e-13, either sign) must stay far below δ
 FFT_SLACK = 1e-11  # added to every δ that an FFT gave; measured against the exact Gaussian curve
@@ -93,6 +101,11 @@ def _require(ok: bool, rule: str, value: object) -> None:
         raise PrivacySettingError(f"{rule}, got {value!r}")
 
 
+def check_adjacency(adjacency: str) -> None:
+    """Refuse what is not one of `ADJACENCIES`."""
+    _require(adjacency in ADJACENCIES, f"the adjacency must be one of {', '.join(ADJACENCIES)}", adjacency)
+
+
 def check_delta(delta: float, max_records: int | None) -> None:
     """Refuse a δ outside (0, 1), or above 1/max_records (it would allow publishing one record outright).
 
@@ -112,6 +125,11 @@ class _Merged:
 
     mu: float = 0.0
     sampled: tuple[tuple[float, float, int], ...] = ()
+    replace: bool = False  # replace-one; μ is then doubled already, σ is not: dp-accounting's REPLACE_ONE doubles
+
+    @property
+    def nothing(self) -> bool:
+        return self.mu == 0 and not self.sampled
 
     @property
     def interval(self) -> float | None:
@@ -125,7 +143,8 @@ class _Merged:
         single = 0.0
         variance = self.mu**2
         resolve = 1e-4
-        for σ, q, steps in self.sampled:
+        for noise, q, steps in self.sampled:
+            σ = noise / 2 if self.replace else noise
             spread = 10 / σ + 0.5 / σ / σ
             growth = q * math.sqrt(math.expm1(min(1 / σ, 26.0) ** 2))
             up = spread + math.log(q) if spread > 700 else math.log1p(q * math.expm1(spread))
@@ -138,11 +157,14 @@ class _Merged:
     @property
     def without_sampling(self) -> float:
         """μ if every subsampled row used all data: an upper bound, as subsampling never increases δ(ε)."""
-        return math.hypot(self.mu, *(math.sqrt(steps) / σ for σ, _, steps in self.sampled))
+        influence = 2 if self.replace else 1
+        return math.hypot(self.mu, *(influence * math.sqrt(steps) / σ for σ, _, steps in self.sampled))
 
 
-def _merge(releases: Sequence[Release]) -> _Merged | None:
+def _merge(releases: Sequence[Release], adjacency: str) -> _Merged | None:
     """Fold the rows; None if no finite ε holds."""
+    check_adjacency(adjacency)
+    replace = adjacency == "replace-one"
     if any(r.unaccounted is not None or r.noise_multiplier == 0 for r in releases):
         return None
     full = sorted(math.sqrt(r.steps) / r.noise_multiplier for r in releases if r.sample_rate == 1)
@@ -151,20 +173,23 @@ def _merge(releases: Sequence[Release]) -> _Merged | None:
         if r.sample_rate < 1:
             key = (float(r.noise_multiplier), float(r.sample_rate))
             steps[key] = steps.get(key, 0) + r.steps
-    return _Merged(math.hypot(*full), tuple((σ, q, n) for (σ, q), n in sorted(steps.items())))
+    mu = (2 if replace else 1) * math.hypot(*full)
+    return _Merged(mu, tuple((σ, q, n) for (σ, q), n in sorted(steps.items())), replace)
 
 
 @lru_cache(maxsize=64)
-def _one_step(σ: float, q: float, interval: float) -> Any:
+def _one_step(σ: float, q: float, interval: float, replace: bool = False) -> Any:
+    from dp_accounting import NeighboringRelation
     from dp_accounting.pld import privacy_loss_distribution as pld
 
-    return pld.from_gaussian_mechanism(σ, sampling_prob=q, value_discretization_interval=interval)
+    relation = NeighboringRelation.REPLACE_ONE if replace else NeighboringRelation.ADD_OR_REMOVE_ONE
+    return pld.from_gaussian_mechanism(σ, sampling_prob=q, value_discretization_interval=interval, neighboring_relation=relation)
 
 
 @lru_cache(maxsize=4)  # up to about 60 MB each
 def _composed(merged: _Merged) -> Any:
     interval = merged.interval
-    parts = [_one_step(σ, q, interval).self_compose(steps) for σ, q, steps in merged.sampled]
+    parts = [_one_step(σ, q, interval, merged.replace).self_compose(steps) for σ, q, steps in merged.sampled]
     if merged.mu > 0:
         parts.append(_one_step(1 / merged.mu, 1.0, interval))
     total = parts[0]
@@ -206,8 +231,10 @@ def _epsilon(merged: _Merged, delta: float) -> float:
     return high
 
 
-def epsilon(releases: Sequence[Release], delta: float) -> float:
+def epsilon(releases: Sequence[Release], delta: float, adjacency: str = ADD_REMOVE) -> float:
     """The ε that holds with δ = `delta` for all `releases` on one data set, adaptively composed.
+
+    Rows hold sensitivities under add-remove; `adjacency` is one of `ADJACENCIES`.
 
     No release: 0. An unaccounted row or one without noise: infinity.
 
@@ -215,21 +242,26 @@ def epsilon(releases: Sequence[Release], delta: float) -> float:
         PrivacySettingError: δ outside (0, 1), or below 1e-10 with subsampled rows (beyond the accountant's accuracy).
     """
     check_delta(delta, None)
-    merged = _merge(releases)
+    merged = _merge(releases, adjacency)
     return math.inf if merged is None else _epsilon(merged, delta)
 
 
-def epsilon_rdp(releases: Sequence[Release], delta: float) -> float:
-    """The looser ε by Rényi DP: an independent cross-check of `epsilon`, same conventions."""
+def epsilon_rdp(releases: Sequence[Release], delta: float, adjacency: str = ADD_REMOVE) -> float | None:
+    """The looser ε by Rényi DP: an independent cross-check of `epsilon`, same conventions.
+
+    None where the library has none: replace-one with subsampling.
+    """
     from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent
     from dp_accounting.rdp import rdp_privacy_accountant as rdp
 
     check_delta(delta, None)
-    merged = _merge(releases)
+    merged = _merge(releases, adjacency)
     if merged is None:
         return math.inf
-    if merged == _Merged():
+    if merged.nothing:
         return 0.0
+    if merged.replace and merged.sampled:
+        return None
     best = 1 + math.sqrt(2 * math.log(1 / delta)) / merged.without_sampling
     accountant = rdp.RdpAccountant(sorted({*rdp.DEFAULT_RDP_ORDERS, *(1 + (best - 1) * f for f in (0.7, 1.0, 1.4))}))
     with _quiet_absl():
@@ -252,14 +284,16 @@ def _quiet_absl() -> Iterator[None]:
         logger.setLevel(level)
 
 
-def deltas_at(releases: Sequence[Release], epsilons: Sequence[float]) -> list[float]:
+def deltas_at(releases: Sequence[Release], epsilons: Sequence[float], adjacency: str = ADD_REMOVE) -> list[float]:
     """δ(ε) at each of `epsilons` (≥ 0), from one composition; all 1 where no guarantee holds."""
     _require(all(_is_real(e) and e >= 0 for e in epsilons), "epsilons must be finite and at least 0", list(epsilons))
-    merged = _merge(releases)
-    return [1.0 if merged is None else 0.0 if merged == _Merged() else _delta(merged, e) for e in epsilons]
+    merged = _merge(releases, adjacency)
+    return [1.0 if merged is None else 0.0 if merged.nothing else _delta(merged, e) for e in epsilons]
 
 
-def attack_success(releases: Sequence[Release], false_positive_rates: Sequence[float] = (0.001, 0.01)) -> dict[float, float]:
+def attack_success(
+    releases: Sequence[Release], false_positive_rates: Sequence[float] = (0.001, 0.01), adjacency: str = ADD_REMOVE
+) -> dict[float, float]:
     """Upper bound on the true-positive rate of *any* membership test at each false-positive rate α.
 
     If (ε, δ(ε)) holds for the pair (without, with) and for its reverse, a test's rates obey, for every ε ≥ 0,
@@ -272,7 +306,7 @@ def attack_success(releases: Sequence[Release], false_positive_rates: Sequence[f
 
     possible = all(_is_real(a) and 0 < a < 1 for a in false_positive_rates)
     _require(possible, "false-positive rates must be in (0, 1)", false_positive_rates)
-    merged = _merge(releases)
+    merged = _merge(releases, adjacency)
     if merged is None:
         return dict.fromkeys(false_positive_rates, 1.0)
     if merged.interval is None:
@@ -306,12 +340,14 @@ def _golden(bound: Callable[[float], float], high: float, iterations: int = 16) 
     return best
 
 
-def epsilon_by_round(releases: Sequence[Release], delta: float) -> dict[int, float]:
+def epsilon_by_round(releases: Sequence[Release], delta: float, adjacency: str = ADD_REMOVE) -> dict[int, float]:
     """Cumulative ε after each round that has a release, in order of the round's number."""
-    return {n: epsilon([r for r in releases if r.round <= n], delta) for n in sorted({r.round for r in releases})}
+    return {n: epsilon([r for r in releases if r.round <= n], delta, adjacency) for n in sorted({r.round for r in releases})}
 
 
-def calibrate_noise_multiplier(target_epsilon: float, delta: float, plan: Callable[[float], Sequence[Release]]) -> float:
+def calibrate_noise_multiplier(
+    target_epsilon: float, delta: float, plan: Callable[[float], Sequence[Release]], adjacency: str = ADD_REMOVE
+) -> float:
     """Smallest σ (to 0.1 %, on the safe side) with epsilon(plan(σ), delta) ≤ `target_epsilon`.
 
     `plan` must give the releases of the *whole* run for a σ, with an ε that does not grow with σ.
@@ -324,7 +360,7 @@ def calibrate_noise_multiplier(target_epsilon: float, delta: float, plan: Callab
     check_delta(delta, None)
 
     def excess(σ: float) -> float:
-        spent = epsilon(plan(σ), delta)
+        spent = epsilon(plan(σ), delta, adjacency)
         return math.inf if math.isinf(spent) else math.log(max(spent, 1e-12) / target_epsilon)
 
     high, at_high = 1.0, excess(1.0)
@@ -355,11 +391,11 @@ def calibrate_noise_multiplier(target_epsilon: float, delta: float, plan: Callab
     return high
 
 
-def describe_accountant(releases: Sequence[Release]) -> dict[str, Any]:
+def describe_accountant(releases: Sequence[Release], adjacency: str = ADD_REMOVE) -> dict[str, Any]:
     """Name, library version, discretisation interval (None: exact) and neighbouring relation, for the report."""
     from importlib.metadata import version
 
-    merged = _merge(releases)
+    merged = _merge(releases, adjacency)
     interval = merged.interval if merged else None
     if interval is not None:
         how = "discretised PLD, connect-the-dots"
@@ -368,4 +404,4 @@ def describe_accountant(releases: Sequence[Release]) -> dict[str, Any]:
     else:
         how = "exact Gaussian composition (nothing is subsampled)"
     return {"name": ACCOUNTANT, "library": f"dp-accounting {version('dp-accounting')}", "computation": how,
-            "discretisation_interval": interval, "neighbouring_relation": NEIGHBOURS}  # fmt: skip
+            "discretisation_interval": interval, "neighbouring_relation": ADJACENCIES[adjacency]}  # fmt: skip

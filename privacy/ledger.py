@@ -23,7 +23,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from fedsynth.privacy.accounting import Release, check_delta, epsilon
+from fedsynth.privacy.accounting import ADD_REMOVE, Release, check_adjacency, check_delta, epsilon
 from fedsynth.privacy.errors import BudgetExceededError, LedgerError, PrivacySettingError
 
 LEDGER_SCHEMA = 1
@@ -172,6 +172,19 @@ class Ledger:
         return entry, expected
 
 
+def read_ledger(path: Path) -> Ledger:
+    """An existing ledger file, whoever it belongs to.
+
+    Raises:
+        LedgerError: it cannot be read, or is damaged.
+    """
+    try:
+        header = json.loads(path.read_bytes().split(b"\n", 1)[0])
+        return Ledger(str(header["client"]), path, dataset=str(header["dataset"]))
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise LedgerError(f"{path} is not a fedsynth ledger: {error}") from None
+
+
 def _encode(entry: dict[str, Any], chain: str) -> tuple[bytes, str]:
     """One line, and the hash over it and all lines before it."""
     digest = hashlib.sha256((chain + json.dumps(entry, sort_keys=True)).encode()).hexdigest()[:32]
@@ -181,13 +194,15 @@ def _encode(entry: dict[str, Any], chain: str) -> tuple[bytes, str]:
 class Guard:
     """Refuses, before it happens, a release with which ε at `delta` would exceed `cap` (None: no cap)."""
 
-    def __init__(self, ledger: Ledger, delta: float, cap: float | None) -> None:
+    def __init__(self, ledger: Ledger, delta: float, cap: float | None, adjacency: str = ADD_REMOVE) -> None:
         check_delta(delta, None)
+        check_adjacency(adjacency)
         if cap is not None and not (cap > 0 and math.isfinite(cap)):
             raise PrivacySettingError(f"the epsilon cap must be a finite number above 0, got {cap!r}")
         self.ledger = ledger
         self.delta = delta
         self.cap = cap
+        self.adjacency = adjacency
 
     def check(self, planned: Sequence[Release]) -> None:
         """Raise BudgetExceededError if `planned`, on top of the ledger, exceeds the cap. Charges nothing."""
@@ -201,9 +216,9 @@ class Guard:
         """`check`, against `rows` in place of the ledger's own."""
         if self.cap is None:
             return
-        after = epsilon([*rows, *planned], self.delta)
+        after = epsilon([*rows, *planned], self.delta, self.adjacency)
         if after > self.cap:
-            now = epsilon(rows, self.delta)
+            now = epsilon(rows, self.delta, self.adjacency)
             raise BudgetExceededError(
                 f"client {self.ledger.client!r}: epsilon is {now:.4g} now and would be {after:.4g} with the planned "
                 f"release, above the cap {self.cap:.4g} (delta {self.delta:g})"

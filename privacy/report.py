@@ -15,14 +15,15 @@ from pathlib import Path
 from typing import Any
 
 from fedsynth.privacy import report_sections as sections
-from fedsynth.privacy.accounting import NEIGHBOURS, check_delta
+from fedsynth.privacy.accounting import ADD_REMOVE, ADJACENCIES, check_adjacency, check_delta
 from fedsynth.privacy.errors import PrivacyError, PrivacySettingError
 from fedsynth.privacy.ledger import Ledger
+from fedsynth.privacy.report_html import render_html
 from fedsynth.privacy.report_text import render_markdown, summary_rows
 
-__all__ = ["SCHEMA_VERSION", "ReportContext", "build_report", "render_markdown", "summary_rows", "write_report"]
+__all__ = ["SCHEMA_VERSION", "ReportContext", "build_report", "render_html", "render_markdown", "summary_rows", "write_report"]
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 ACCESS_STATUSES = ("accounted", "public", "simulation-only", "unaccounted")
 FORMAL = "formal differential privacy, under the assumptions below"
 NO_GUARANTEE = "no differential privacy guarantee"
@@ -42,6 +43,7 @@ class ReportContext:
         fresh_ledger: the simulation declared its data public and began with an empty ledger.
         published: rows that set a paper's printed figure beside ours, all with the same keys.
         accesses: (what touched private data, "accounted" | "public" | "simulation-only" | "unaccounted", note).
+        adjacency: one of `accounting.ADJACENCIES`.
         test_only_randomness: noise or masks were injected; the verdict is then "not private".
         provenance: config hash, versions.
 
@@ -63,11 +65,13 @@ class ReportContext:
     randomness: str = "not stated"
     published: tuple[Mapping[str, str], ...] = ()
     accesses: tuple[tuple[str, str, str], ...] = ()
+    adjacency: str = ADD_REMOVE
     test_only_randomness: bool = False
     provenance: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_delta(self.delta, self.max_records)
+        check_adjacency(self.adjacency)
         for what, status, _ in self.accesses:
             if status not in ACCESS_STATUSES:
                 raise PrivacySettingError(f"access {what!r} has status {status!r}, not one of {ACCESS_STATUSES}")
@@ -87,7 +91,7 @@ def build_report(context: ReportContext, ledgers: Mapping[str, Ledger]) -> dict[
     private = not reasons and not context.test_only_randomness
     if private and not rows:
         raise PrivacySettingError("a privacy report needs at least one client's ledger")
-    promise = sections.guarantee(rows, context.delta) if private else None
+    promise = sections.guarantee(rows, context.delta, context.adjacency) if private else None
     worst = None if promise is None else promise["worst_client"]
     spent = None if promise is None else promise["epsilon"]
     return {
@@ -97,13 +101,13 @@ def build_report(context: ReportContext, ledgers: Mapping[str, Ledger]) -> dict[
         "mechanism": context.mechanism,
         "guarantee": promise,
         "unit": _unit(private),
-        "adjacency": NEIGHBOURS,
+        "adjacency": ADJACENCIES[context.adjacency],
         "max_records": context.max_records,
         "trust_model": _trust_model(private),
         "public_items": dict(context.public_items),
         "scope": [{"access": what, "status": status, "note": note} for what, status, note in context.accesses],
         "ledger": sections.folded_ledger(rows),
-        "accountant": sections.accountant(rows, worst, context.delta),
+        "accountant": sections.accountant(rows, worst, context.delta, context.adjacency),
         "budget": None
         if spent is None
         else sections.budget(spent, context.epsilon_cap, context.planned_rounds, context.rounds_done),
@@ -185,15 +189,16 @@ def _not_covered() -> dict[str, str]:
     }
 
 
-def write_report(report: Mapping[str, object], folder: Path) -> tuple[Path, Path]:
-    """Write privacy_report.json and privacy_report.md into `folder`; each appears whole or not at all.
+def write_report(report: Mapping[str, object], folder: Path) -> tuple[Path, Path, Path]:
+    """Write privacy_report.json, .md and .html into `folder`; each appears whole or not at all.
 
     Raises:
         PrivacyError: the folder cannot be written to.
     """
     text = json.dumps(report, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
-    paths = (Path(folder) / "privacy_report.json", Path(folder) / "privacy_report.md")
-    for path, content in zip(paths, (text, render_markdown(report)), strict=True):
+    stem = Path(folder) / "privacy_report"
+    paths = (stem.with_suffix(".json"), stem.with_suffix(".md"), stem.with_suffix(".html"))
+    for path, content in zip(paths, (text, render_markdown(report), render_html(report)), strict=True):
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             _replace(path, content)

@@ -38,11 +38,12 @@ def reasons_in_ledgers(ledgers: Mapping[str, Rows]) -> list[str]:
     return list(reasons)
 
 
-def guarantee(ledgers: Mapping[str, Rows], delta: float) -> dict[str, Any]:
+def guarantee(ledgers: Mapping[str, Rows], delta: float, adjacency: str) -> dict[str, Any]:
     """(ε, δ) of the worst client, the spread over clients, ε by round, ε(δ) and what an attacker can gain."""
-    by_client = {name: epsilon(rows, delta) for name, rows in ledgers.items()}
+    by_client = {name: epsilon(rows, delta, adjacency) for name, rows in ledgers.items()}
     worst = max(by_client, key=lambda name: by_client[name])
     rows = ledgers[worst]
+    histories = {name: epsilon_by_round(each, delta, adjacency) for name, each in ledgers.items()}
     deltas = sorted({*CURVE_DELTAS, delta}, reverse=True)
     return {
         "epsilon": by_client[worst],
@@ -55,18 +56,40 @@ def guarantee(ledgers: Mapping[str, Rows], delta: float) -> dict[str, Any]:
             "epsilon_max": by_client[worst],
         },
         "epsilon_by_client": by_client,
-        "epsilon_by_round_worst_client": [
-            {"round": number, "epsilon": spent} for number, spent in epsilon_by_round(rows, delta).items()
-        ],
-        "epsilon_of_delta": [{"delta": d, "epsilon": epsilon(rows, d)} for d in deltas],
+        "epsilon_by_round_worst_client": [{"round": number, "epsilon": spent} for number, spent in histories[worst].items()],
+        "epsilon_by_round": over_clients(histories),
+        "epsilon_of_each_release_alone": alone(rows, delta, adjacency),
+        "epsilon_of_delta": [{"delta": d, "epsilon": epsilon(rows, d, adjacency)} for d in deltas],
         "attack_success": [
-            {"false_positive_rate": rate, "true_positive_rate_at_most": power} for rate, power in attack_success(rows).items()
+            {"false_positive_rate": rate, "true_positive_rate_at_most": power}
+            for rate, power in attack_success(rows, adjacency=adjacency).items()
         ],
-        "groups": [group(rows, delta, size) for size in GROUPS],
+        "groups": [group(rows, delta, size, adjacency) for size in GROUPS],
     }
 
 
-def group(rows: Rows, delta: float, size: int) -> dict[str, Any]:
+def over_clients(histories: Mapping[str, Mapping[int, float]]) -> list[dict[str, Any]]:
+    """After each round: the worst client's ε, the median's, and every client's; one without a release since keeps its own."""
+    table, now = [], dict.fromkeys(histories, 0.0)
+    for number in sorted({number for history in histories.values() for number in history}):
+        now = {name: history.get(number, now[name]) for name, history in histories.items()}
+        worst, median = max(now.values()), statistics.median(now.values())
+        table.append({"round": number, "worst": worst, "median": median, "clients": now})
+    return table
+
+
+def alone(rows: Rows, delta: float, adjacency: str) -> list[dict[str, Any]]:
+    """The ε of each kind of release if it were the only one: they do not add up to the whole, which is less."""
+    kinds: dict[tuple[str, str], list[Release]] = defaultdict(list)
+    for row in rows:
+        kinds[row.quantity, row.mechanism].append(row)
+    return [
+        {"quantity": quantity, "mechanism": mechanism, "epsilon": epsilon(some, delta, adjacency)}
+        for (quantity, mechanism), some in kinds.items()
+    ]
+
+
+def group(rows: Rows, delta: float, size: int, adjacency: str) -> dict[str, Any]:
     """ε that holds for `size` examples of one client together, at the same δ; `epsilon` is None where not computed.
 
     Without subsampling, `size` examples move each sum by at most size·clip, so ε is that of noise multiplier σ/size:
@@ -76,14 +99,14 @@ def group(rows: Rows, delta: float, size: int) -> dict[str, Any]:
     """
     if all(row.sample_rate == 1 for row in rows):
         scaled = [replace(row, noise_multiplier=row.noise_multiplier / size) for row in rows]
-        return {"examples": size, "epsilon": epsilon(scaled, delta), "note": "exact for this mechanism"}
-    least = epsilon(rows, delta)
+        return {"examples": size, "epsilon": epsilon(scaled, delta, adjacency), "note": "exact for this mechanism"}
+    least = epsilon(rows, delta, adjacency)
     for factor in range(40):
         each = least * (1 + factor / 10)
         spread = math.fsum(math.exp(min(i * each, 700.0)) for i in range(size))
         if spread * FFT_SLACK > delta:  # below the accountant's accuracy from here on
             break
-        if deltas_at(rows, [each])[0] * spread <= delta:
+        if deltas_at(rows, [each], adjacency)[0] * spread <= delta:
             return {"examples": size, "epsilon": size * each, "note": "upper bound by chaining neighbours"}
     return {"examples": size, "epsilon": None, "note": "not computed: out of the accountant's numerical reach"}
 
@@ -110,13 +133,16 @@ def folded_ledger(ledgers: Mapping[str, Rows]) -> list[dict[str, Any]]:
     return folded
 
 
-def accountant(ledgers: Mapping[str, Rows], worst: str | None, delta: float) -> dict[str, Any]:
+def accountant(ledgers: Mapping[str, Rows], worst: str | None, delta: float, adjacency: str) -> dict[str, Any]:
     """Which accountant, version and discretisation; with RDP's figure for the worst client beside it, if there is one."""
     rows = ledgers[worst] if worst is not None else ()
-    described = describe_accountant(rows)
+    described = describe_accountant(rows, adjacency)
     if worst is None:
         return {**described, "computation": "none: no guarantee to compute"}
-    rdp = epsilon_rdp(rows, delta)
+    rdp = epsilon_rdp(rows, delta, adjacency)
+    if rdp is None:
+        note = "the library has no Rényi accountant for replace-one with subsampling"
+        return {**described, "cross_check": {"name": "none", "epsilon": None, "note": note}}
     return {
         **described,
         "cross_check": {

@@ -6,12 +6,13 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
+from fedsynth.privacy.accounting import ADD_REMOVE, check_adjacency
 from fedsynth.privacy.errors import PrivacySettingError
 
 
 @dataclass(frozen=True)
 class PrivacySettings:
-    """Differential privacy of one run, per client: adjacency add/remove one example.
+    """Differential privacy of one run, for one example of one client.
 
     Args:
         noise_multiplier: σ of each release, relative to the clip. None: found from `epsilon` for the planned run.
@@ -25,6 +26,8 @@ class PrivacySettings:
             public sizes alone.
         nominal_size: the public number of records that a client is supposed to have, for divisors; None takes the data set's
             published size over the number of clients.
+        adjacency: "add-remove" one example; "zero-out" (the same cost, and the number of a client's examples public); "replace-one" (every
+            sensitivity doubled).
         ledger: folder of the clients' ledgers, kept over runs; None declares the simulated data public and starts afresh.
     """
 
@@ -36,11 +39,13 @@ class PrivacySettings:
     max_records: int | None = None
     sample_rate: float | None = None
     nominal_size: float | None = None
+    adjacency: str = ADD_REMOVE
     ledger: Path | None = None
 
     def __post_init__(self) -> None:
         if self.ledger is not None:
             object.__setattr__(self, "ledger", Path(self.ledger).expanduser().absolute())
+        check_adjacency(self.adjacency)
         if self.noise_multiplier is None and self.epsilon is None:
             raise PrivacySettingError("differential privacy needs a noise multiplier (--dp-sigma) or a budget (--dp-epsilon)")
         for name, value in (("--dp-sigma", self.noise_multiplier), ("--dp-epsilon", self.epsilon), ("--dp-clip", self.clip)):

@@ -29,6 +29,11 @@ from fedsynth.privacy.report import ReportContext
 from fedsynth.privacy.report_text import up
 from fedsynth.privacy.settings import PrivacySettings
 
+NEIGHBOURS = {
+    "add-remove": "one example added or removed",
+    "zero-out": "one example blanked out",
+    "replace-one": "one example replaced by any other",
+}
 NOT_PRIVATE = (
     "FedDM's Algorithm 1 clips the gradient of a batch, not of an example: clipping a mean bounds its norm, not one example's "
     "influence, so the sensitivity is up to 2·clip and not clip/|B|, and the effective noise multiplier is σ/(2|B|)",
@@ -71,11 +76,14 @@ class PrivateRun:
         self.plan = self.plans[0]
         self.context = context
         self.ledgers = self._open_ledgers(privacy, None)
-        if self.guaranteed and any(math.isinf(accounting.epsilon(rows, privacy.delta)) for rows in self._histories()):
+        if self.guaranteed and any(
+            math.isinf(accounting.epsilon(rows, privacy.delta, privacy.adjacency)) for rows in self._histories()
+        ):
             raise UnaccountedReleaseError(
                 f"a ledger in {privacy.ledger} holds a release without any guarantee (such as --dp-mechanism paper): no later run on the "
                 "same data can have one"
             )
+        self.privacy = privacy
         if privacy.noise_multiplier is None:
             privacy = replace(privacy, noise_multiplier=self._calibrate(privacy))
         self.privacy = privacy
@@ -101,11 +109,20 @@ class PrivateRun:
 
     def planned_epsilon(self) -> float:
         """ε of the worst client after the whole planned run, on top of what its ledger holds."""
-        return max(accounting.epsilon([*rows, *self.planned()], self.privacy.delta) for rows in self._histories())
+        return max(self._spent([*rows, *self.planned()]) for rows in self._histories())
 
     def epsilon(self) -> float:
         """ε of the worst client so far."""
-        return max(accounting.epsilon(rows, self.privacy.delta) for rows in self._histories())
+        return max(self._spent(rows) for rows in self._histories())
+
+    def planned_epsilon_by_round(self) -> dict[int, float]:
+        """ε of the worst client after each planned round, on top of what its ledger holds."""
+        spent = max(self._histories(), key=self._spent)
+        rounds = range(1, self.run.rounds + 1)
+        return {n: self._spent([*spent, *self.planned(range(1, n + 1))]) for n in rounds}
+
+    def _spent(self, rows: Sequence[Release]) -> float:
+        return accounting.epsilon(rows, self.privacy.delta, self.privacy.adjacency)
 
     def check_round(self, number: int) -> None:
         """Asks every guard before anything of a round is charged.
@@ -134,7 +151,7 @@ class PrivateRun:
         )
         rounds, releases = _many(self.run.rounds, "round"), _many(self._releases, "release")
         lines = [
-            f"privacy: ε = {up(planned, 3)} at δ = {delta:g} for each client over {rounds}, one example added or removed",
+            f"privacy: ε = {up(planned, 3)} at δ = {delta:g} for each client over {rounds}, {NEIGHBOURS[self.privacy.adjacency]}",
             f"  mechanism {self.plan.mechanism} (σ = {σ:.4g}, clip {self.plan.clip:.4g}), {sampling}, {releases} a round",
         ]
         spent = self.epsilon()
@@ -156,6 +173,7 @@ class PrivateRun:
             mechanism=self.plan.mechanism,
             delta=self.privacy.delta,
             max_records=self.max_records,
+            adjacency=self.privacy.adjacency,
             epsilon_cap=self.privacy.epsilon,
             planned_rounds=self.run.rounds,
             rounds_done=rounds_done,
@@ -179,7 +197,7 @@ class PrivateRun:
         return [Ledger(name, folder / f"{name}.jsonl" if folder else None, dataset=dataset) for name in names]
 
     def _make_guards(self) -> None:
-        self.guards = [Guard(ledger, self.privacy.delta, self.privacy.epsilon) for ledger in self.ledgers]
+        self.guards = [Guard(ledger, self.privacy.delta, self.privacy.epsilon, self.privacy.adjacency) for ledger in self.ledgers]
 
     def _histories(self) -> set[tuple[Release, ...]]:
         return {ledger.releases for ledger in self.ledgers}
@@ -187,16 +205,16 @@ class PrivateRun:
     def _calibrate(self, privacy: PrivacySettings) -> float:
         """σ for which the planned run, on top of the fullest ledger, reaches ε."""
         target = privacy.epsilon or math.inf
-        spent = max(self._histories(), key=lambda rows: accounting.epsilon(rows, privacy.delta))
-        if accounting.epsilon(spent, privacy.delta) >= target:
+        spent = max(self._histories(), key=self._spent)
+        if self._spent(spent) >= target:
             raise BudgetExceededError(
-                f"the budget ε = {target:g} is already spent: a client's ledger stands at {accounting.epsilon(spent, privacy.delta):.4g}"
+                f"the budget ε = {target:g} is already spent: a client's ledger stands at {self._spent(spent):.4g}"
             )
 
         def plan(sigma: float) -> list[Release]:
             return [*spent, *self.planned(noise_multiplier=sigma)]
 
-        return accounting.calibrate_noise_multiplier(target, privacy.delta, plan)
+        return accounting.calibrate_noise_multiplier(target, privacy.delta, plan, privacy.adjacency)
 
     def _public_items(self) -> dict[str, str]:
         spec, context = self.spec, self.context

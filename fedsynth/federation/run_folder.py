@@ -7,7 +7,7 @@ While the run lasts, the folder's name ends in `.incomplete`; the last step rena
     summary.json         what `--json` prints
     model.safetensors    the global model
     synthetic.safetensors, synthetic.png    the last round's uploads, where the method has images
-    privacy_report.json, privacy_report.md, ledger/    with differential privacy
+    privacy_report.json, .md, .html, ledger/    with differential privacy
     simulation_only/     what only a simulation may show: exact functions of private data, outside the guarantee
 """
 

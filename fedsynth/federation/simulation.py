@@ -28,12 +28,12 @@ from fedsynth.data.load import load_dataset
 from fedsynth.data.partition import GIVEN, IntArray, check_parts, count_matrix, partition
 from fedsynth.errors import DataError, DivergedError
 from fedsynth.evaluation.accuracy import accuracy
-from fedsynth.federation.devices import check_compiler, memory_bytes, resolve_device
+from fedsynth.federation.devices import check_compiler, resolve_device
 from fedsynth.federation.observer import Observer
+from fedsynth.federation.planning import public_context
 from fedsynth.federation.private_run import PrivateRun, check_method
 from fedsynth.federation.run_folder import RunFolder
 from fedsynth.federation.settings import RunSettings, to_toml
-from fedsynth.models.registry import build_model
 from fedsynth.privacy.errors import BudgetExceededError
 from fedsynth.privacy.report import build_report, write_report
 from fedsynth.synthesizer.sets import SyntheticSet
@@ -119,7 +119,7 @@ class _Simulation:
         output: Path | None,
     ) -> None:
         self.settings, self.method, self.test, self.observer = settings, settings.method, test, observer
-        self.context = _context(settings, train)
+        self.context = public_context(settings, train.spec, train.labels.device)
         self.method.check_model(self.context.architecture)
         self.private = PrivateRun(settings, self.context) if settings.privacy is not None else None
         headline = ["no differential privacy: what clients send is not protected (--dp-epsilon protects it)"]
@@ -263,23 +263,6 @@ class _Simulation:
             mechanism = {"noise_multiplier": self.private.privacy.noise_multiplier, "mechanism": self.private.plan.mechanism}
             summary["differential_privacy"] = {"guarantee": self.private.guaranteed, **guarantee, **mechanism}
         return summary
-
-
-def _context(settings: RunSettings, train: ImageData) -> RoundContext:
-    """What all rounds share; from public settings and the specification alone."""
-    spec, privacy = train.spec, settings.privacy
-    declared = privacy.nominal_size if privacy is not None else None
-    return RoundContext(
-        round=1,
-        seed=settings.seed,
-        device=train.labels.device,
-        spec=spec,
-        architecture=build_model(settings.model, spec.image_shape, spec.classes, settings.seed),
-        precision={"fp32": torch.float32, "bf16": torch.bfloat16}[settings.precision],
-        nominal_size=declared or spec.train_size / settings.partition.clients,
-        compiled=settings.compile,
-        memory_bytes=memory_bytes(settings.memory_gb, train.labels.device),
-    )
 
 
 def _check_finite(tensors: Mapping[str, Tensor], whose: str, number: int) -> None:

@@ -108,7 +108,7 @@ def block_chain_vjp(
     """
     blocks: list[_Block] = []
     with torch.no_grad():
-        h = x_NCHW.contiguous(memory_format=torch.channels_last)
+        h = x_NCHW.to(memory_format=torch.channels_last)
         for conv, norm in layers:
             h, block = _forward(h, conv, norm, precision)
             blocks.append(block)

@@ -74,7 +74,7 @@ class NetworkFeatures:
         with torch.no_grad():
             at_once = len(x_NCHW) if self.mixes else self.images_at_once(x_NCHW, self._precision)
             for x, segment in zip(x_NCHW.split(at_once), segment_N.split(at_once), strict=True):
-                x = self._augmented(x, segment).to(self._precision)
+                x = self._augmented(x, segment).to(self._precision, memory_format=torch.channels_last)
                 embed = self._compiled if self._compiled is not None and len(x) == at_once else self._embed
                 rows.append(embed(self._real, x, segment).float())
             return self._with_logits(torch.cat(rows))
@@ -113,8 +113,8 @@ class NetworkFeatures:
     def _embed(self, network: nn.Module, x_NCHW: Tensor, segment_N: Tensor) -> Tensor:
         if self._statistics is not None:
             SharedStatistics.of(network).assign(self._statistics[segment_N], len(self._statistics))
-        if not torch.is_grad_enabled():
-            x_NCHW = x_NCHW.contiguous(memory_format=torch.channels_last)
+        if not torch.is_grad_enabled():  # `to`, not `contiguous`: that leaves one channel as it is, and convolutions then go NCHW
+            x_NCHW = x_NCHW.to(memory_format=torch.channels_last)
         h: Tensor = network.embed(x_NCHW)  # type: ignore[operator]
         return h
 

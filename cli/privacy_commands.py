@@ -1,0 +1,162 @@
+"""`fedsynth privacy …`: planning, reports, verification."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from fedsynth.errors import SettingError
+
+if TYPE_CHECKING:
+    from fedsynth.federation.planning import Plan
+
+privacy_app = typer.Typer(help="Plan a privacy budget, read and verify privacy reports.", no_args_is_help=True)
+
+
+@privacy_app.command()
+def plan(
+    method: Annotated[str, typer.Option(help="Name of the method (`fedsynth methods`).")] = "feddm",
+    epsilon: Annotated[float | None, typer.Option(help="Budget ε of the whole run: gives σ for each mechanism.")] = None,
+    sigma: Annotated[float | None, typer.Option(help="Noise multiplier σ: gives ε by round.")] = None,
+    delta: Annotated[float | None, typer.Option(help="δ (default 1e-5).")] = None,
+    records: Annotated[
+        float | None, typer.Option("--n", help="Nominal records of a client, public (default: the data set's).")
+    ] = None,
+    max_records: Annotated[int | None, typer.Option(help="Public bound on all clients' records.")] = None,
+    rounds: Annotated[int | None, typer.Option(help="Number of rounds.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Condensation steps of a round (local epochs for fedavg).")] = None,
+    clients: Annotated[int | None, typer.Option(help="Number of clients.")] = None,
+    mechanism: Annotated[str | None, typer.Option(help="Only this one (default: all of the method).")] = None,
+    sample_rate: Annotated[float | None, typer.Option(help="Public rate q of Poisson sampling.")] = None,
+    adjacency: Annotated[str | None, typer.Option(help="add-remove (default), zero-out or replace-one.")] = None,
+    dataset: Annotated[str, typer.Option(help="Whose classes, image size and published number of records.")] = "mnist",
+    settings: Annotated[list[str] | None, typer.Option("--set", help="Any setting of the method, as KEY=VALUE.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Also draw ε over rounds into this SVG file.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
+) -> None:
+    """What a budget buys, or a σ costs: before any data are touched, from public numbers alone.
+
+    Examples: `fedsynth privacy plan --epsilon 8 --rounds 5`, `fedsynth privacy plan --sigma 3 --method fedavg --n 6000`.
+    """
+    from fedsynth.cli.app import method_settings, one_line_errors
+
+    with one_line_errors():
+        from fedsynth.federation.planning import make_plans, plan_plot
+
+        if epsilon is None and sigma is None:
+            raise SettingError("a plan needs --epsilon (a budget, gives σ) or --sigma (gives ε)")
+        chosen = method_settings(None, settings or [])
+        if steps is not None:
+            chosen["local_epochs" if method == "fedavg" else "iterations"] = steps
+        privacy = {
+            "epsilon": epsilon,
+            "noise_multiplier": sigma,
+            "delta": delta,
+            "nominal_size": records,
+            "max_records": max_records,
+            "mechanism": mechanism,
+            "sample_rate": sample_rate,
+            "adjacency": adjacency,
+        }
+        given: dict[str, dict[str, Any]] = {
+            "run": {"method": method, "rounds": rounds},
+            "data": {"dataset": dataset},
+            "partition": {"clients": clients},
+            "method": chosen,
+            "privacy": privacy,
+        }
+        plans = make_plans({name: {k: v for k, v in values.items() if v is not None} for name, values in given.items()})
+        if plot is not None:
+            write_text(plot, plan_plot(plans))
+        if as_json:
+            print(json.dumps([vars(p) | {"epsilon": dict(p.epsilon)} for p in plans], indent=2))
+        else:
+            print_plans(plans, 1e-5 if delta is None else delta)
+
+
+def print_plans(plans: list[Plan], delta: float) -> None:
+    """Two tables: what each mechanism needs, and ε by round."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from fedsynth.privacy.report_text import up
+
+    console = Console()
+    table = Table(title=f"plan, for one example of one client, δ = {delta:g}")
+    for name in ("mechanism", "ε", "σ", "clip", "sampling rate q", "releases a round"):
+        table.add_column(name)
+    for p in plans:
+        last = p.epsilon[max(p.epsilon)]
+        rate = f"{p.sample_rate:.4g}" if p.sample_rate < 1 else "1 (all records)"
+        table.add_row(p.mechanism, up(last), f"{p.noise_multiplier:.4g}", f"{p.clip:.4g}", rate, str(p.releases))
+    console.print(table)
+    numbers = sorted(plans[0].epsilon)
+    shown = numbers if len(numbers) <= 10 else [n for n in numbers if n in (1, 2, 3, 5) or n % max(1, len(numbers) // 5) == 0]
+    by_round = Table(title="ε after round")
+    by_round.add_column("mechanism")
+    for n in shown:
+        by_round.add_column(str(n))
+    for p in plans:
+        by_round.add_row(p.mechanism, *(up(p.epsilon[n], 3) for n in shown))
+    console.print(by_round)
+    if any(p.epsilon[max(p.epsilon)] > 10 for p in plans):
+        print("warning: ε above 10 is a weak guarantee; --epsilon 8 finds the noise for a stronger one", file=sys.stderr)
+
+
+@privacy_app.command()
+def report(
+    run: Annotated[Path, typer.Argument(help="A run folder, or its privacy_report.json.")],
+    form: Annotated[str, typer.Option("--format", help="markdown, json or html.")] = "markdown",
+    output: Annotated[Path | None, typer.Option(help="Write there, and not to the screen.")] = None,
+) -> None:
+    """Show a run's privacy budget report."""
+    from fedsynth.cli.app import one_line_errors
+
+    with one_line_errors():
+        from fedsynth.core.method import check_choice
+        from fedsynth.privacy.report import render_html, render_markdown
+        from fedsynth.privacy.verify import read_report
+
+        check_choice("format", form, ("markdown", "json", "html"))
+        found = read_report(run)
+        render = {"markdown": render_markdown, "html": render_html}
+        text = json.dumps(found, indent=2, ensure_ascii=False) + "\n" if form == "json" else render[form](found)
+        if output is None:
+            print(text, end="")
+        else:
+            write_text(output, text)
+
+
+@privacy_app.command()
+def verify(
+    run: Annotated[Path, typer.Argument(metavar="REPORT", help="A run folder, or its privacy_report.json.")],
+    ledger: Annotated[Path | None, typer.Option(help="Folder of the ledger files (default: ledger/ in the run folder).")] = None,
+) -> None:
+    """Compute ε again from the ledger; exit code 1 and the differences if the report says anything else.
+
+    This checks arithmetic and bookkeeping. It does not attest that noise was added.
+    """
+    from fedsynth.cli.app import one_line_errors
+
+    with one_line_errors():
+        from fedsynth.privacy.verify import verify_report
+
+        problems = verify_report(run, ledger)
+        for problem in problems:
+            print(f"mismatch: {problem}")
+        if problems:
+            raise typer.Exit(1)
+        print("the report's figures follow from its ledger (arithmetic only: this does not attest that noise was added)")
+
+
+def write_text(path: Path, text: str) -> None:
+    from fedsynth.errors import OutputError
+
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise OutputError(f"cannot write {path}: {error.strerror}") from None

@@ -1,0 +1,91 @@
+"""What a private run will cost, before any data are touched: from settings and a data set's public specification alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from fedsynth.core.method import RoundContext
+from fedsynth.data.registry import DatasetSpec, dataset_spec
+from fedsynth.errors import SettingError
+from fedsynth.federation.devices import memory_bytes
+from fedsynth.federation.private_run import PrivateRun
+from fedsynth.federation.settings import RunSettings, resolve
+from fedsynth.models.registry import build_model
+from fedsynth.privacy.errors import PrivacySettingError
+from fedsynth.privacy.plots import line_plot
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One mechanism's plan.
+
+    Attributes:
+        noise_multiplier: σ of the chief release. releases: of a client in a round. epsilon: after each round.
+    """
+
+    mechanism: str
+    noise_multiplier: float
+    clip: float
+    sample_rate: float
+    releases: int
+    epsilon: Mapping[int, float]
+
+
+def public_context(settings: RunSettings, spec: DatasetSpec, device: torch.device) -> RoundContext:
+    """What all rounds share; from public settings and the specification alone."""
+    privacy = settings.privacy
+    declared = privacy.nominal_size if privacy is not None else None
+    return RoundContext(
+        round=1,
+        seed=settings.seed,
+        device=device,
+        spec=spec,
+        architecture=build_model(settings.model, spec.image_shape, spec.classes, settings.seed),
+        precision={"fp32": torch.float32, "bf16": torch.bfloat16}[settings.precision],
+        nominal_size=declared or spec.train_size / settings.partition.clients,
+        compiled=settings.compile,
+        memory_bytes=memory_bytes(settings.memory_gb, device),
+    )
+
+
+def private_run(settings: RunSettings) -> PrivateRun:
+    """The privacy side of the run that `settings` describe, with σ found; no data are read."""
+    return PrivateRun(settings, public_context(settings, dataset_spec(settings.dataset), torch.device("cpu")))
+
+
+def make_plans(given: Mapping[str, Mapping[str, Any]]) -> list[Plan]:
+    """A plan for each mechanism that can protect the method (or for the one that `given` names), as `resolve` takes settings.
+
+    Raises:
+        SettingError: the method has no private mechanism, or no budget and no σ is given. As `resolve`.
+    """
+    privacy = dict(given.get("privacy", {}))
+    method = resolve({**given, "privacy": {}}).method
+    names = [m for m in method.protects if m != "paper"]
+    if not names:
+        raise SettingError(f"{method.name} cannot run with differential privacy: {method.refusal}")
+    if "mechanism" in privacy:
+        names = [str(privacy["mechanism"])]
+    plans = []
+    for name in names:
+        settings = resolve({**given, "privacy": {**privacy, "mechanism": name}})
+        if settings.privacy is None or name == "paper":
+            raise PrivacySettingError(
+                "a plan needs a budget (--epsilon) or a noise multiplier (--sigma), of a mechanism with a guarantee"
+            )
+        # a cap beside σ would only cut the table: the plan shows where the budget goes
+        free = replace(settings.privacy, epsilon=None) if settings.privacy.noise_multiplier is not None else settings.privacy
+        run = private_run(replace(settings, privacy=free))
+        spent = run.planned_epsilon_by_round()
+        releases = sum(plan.steps for plan in run.plans)
+        plans.append(Plan(name, run.privacy.noise_multiplier or 0.0, run.plan.clip, run.plan.sample_rate, releases, spent))
+    return plans
+
+
+def plan_plot(plans: list[Plan]) -> str:
+    """ε over rounds for each plan, as SVG text."""
+    return line_plot([(plan.mechanism, list(plan.epsilon.items())) for plan in plans], x="round", y="ε")
