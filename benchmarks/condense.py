@@ -76,7 +76,7 @@ class Case:
     def __init__(self, spec: DatasetSpec, width: int, clients: int, steps: int, device: torch.device) -> None:
         rng, per_client = np.random.default_rng(0), spec.classes * (BATCH + 44)  # more than a batch, as in real runs
         n = clients * per_client
-        images = rng.integers(0, 256, (n, *spec.image_shape)).astype(np.uint8)
+        images = rng.integers(0, 256, (n, *spec.image_shape), dtype=np.uint8)
         self.data: ImageData = from_arrays(images, np.arange(n) % spec.classes, spec).to(device)
         self.parts = list(torch.arange(n).split(per_client))
         self.spec, self.steps, self.device = spec, steps, device
@@ -200,7 +200,7 @@ def peak_memory(device: torch.device) -> float:
 
 def main() -> None:
     parser = arguments(__doc__)
-    parser.add_argument("--cases", nargs="+", default=["mnist", "cifar10"])
+    parser.add_argument("--cases", nargs="*", default=["mnist", "cifar10"])
     parser.add_argument("--clients", type=int, nargs="+", default=[1])
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--no-compile", dest="compile", action="store_false", help="without the compiled engine")

@@ -45,8 +45,25 @@ def refuse_batch_norm(model: nn.Module) -> None:
         if isinstance(layer, nn.modules.batchnorm._BatchNorm):
             raise ForbiddenLayerError(
                 f"layer {name!r} is {type(layer).__name__}: batch norm mixes the examples of a batch, so one example's influence "
-                "cannot be bounded; use group or instance norm (--norm group)"
+                "cannot be bounded; use group or instance norm (--norm group; for a model of your own, "
+                "fedsynth.privacy.dpsgd.group_norm_twin makes the same network with group norm)"
             )
+
+
+def group_norm_twin(model: nn.Module) -> nn.Module:
+    """A copy whose batch norms are group norms (by Opacus' ModuleValidator); all other weights are the model's.
+
+    Raises:
+        ForbiddenLayerError: something else in it cannot be trained by DP-SGD.
+    """
+    from opacus.validators import ModuleValidator
+    from opacus.validators.errors import UnsupportedModuleError
+
+    try:
+        twin: nn.Module = ModuleValidator.fix_and_validate(model)
+    except UnsupportedModuleError as error:
+        raise ForbiddenLayerError(f"no twin for DP-SGD: {str(error).splitlines()[0]}") from None
+    return twin
 
 
 def check_model(model: nn.Module) -> None:

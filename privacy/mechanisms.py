@@ -27,15 +27,19 @@ Released = NewType("Released", Tensor)
 """A tensor that went through a charged mechanism: safe to optimise on, cache or upload."""
 
 
+CPU_BLOCK, GPU_BLOCK = 2**20, 2**26
+"""Coordinates that are held as float64 at a time: on a CPU, what stays in the cache."""
+
+
 def clip_rows(rows_ND: Tensor, clip: float) -> Tensor:
     """Rows scaled to L2 norm at most `clip`, as float64; a row with a NaN or infinity becomes zero, before clipping.
 
     float64 because the bound must hold for what is summed, not only for what was meant: bf16 sums were seen to break it by 7 %.
     """
     rows = rows_ND.to(torch.float64)
-    rows = torch.where(torch.isfinite(rows).all(dim=1, keepdim=True), rows, 0.0)
-    norms = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
-    clipped: Tensor = rows * (clip / norms.clamp_min(clip))
+    norms = torch.linalg.vector_norm(rows, dim=1, keepdim=True)  # not finite if any coordinate is not
+    rows = torch.where(torch.isfinite(norms), rows, 0.0)
+    clipped: Tensor = rows * (clip / norms.clamp_min(clip).nan_to_num(clip))
     return clipped
 
 
@@ -44,8 +48,11 @@ def clipped_sums(rows_ND: Tensor, groups_N: Tensor, groups: int, clip: float) ->
 
     Private: only `GaussianSums` and tests may call this.
     """
-    one_hot = torch.nn.functional.one_hot(groups_N, groups).to(torch.float64)
-    return one_hot.T @ clip_rows(rows_ND, clip)
+    sums = rows_ND.new_zeros(groups, rows_ND.shape[1], dtype=torch.float64)
+    at_once = max(1, (GPU_BLOCK if rows_ND.is_cuda else CPU_BLOCK) // max(1, rows_ND.shape[1]))
+    for rows, where in zip(rows_ND.split(at_once), groups_N.split(at_once), strict=True):
+        sums.addmm_(torch.nn.functional.one_hot(where, groups).to(torch.float64).T, clip_rows(rows, clip))
+    return sums
 
 
 class GaussianSums:

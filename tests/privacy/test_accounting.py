@@ -310,3 +310,40 @@ def test_rdp_leaves_the_logger_as_it_was() -> None:
     epsilon_rdp([row(1.0, 0.512, 10)], DELTA)
     assert logging.getLogger("absl").level == before
     assert accounting.SMALLEST_DELTA == 1e-10
+
+
+def test_replace_one_without_sampling_doubles_mu_and_zero_out_changes_nothing() -> None:
+    rows = [row(4.0, 1.0, 3), row(7.0, 1.0, 2)]
+    halved = [replace(r, noise_multiplier=r.noise_multiplier / 2) for r in rows]
+    assert epsilon(rows, 1e-5, "replace-one") == pytest.approx(epsilon(halved, 1e-5), rel=1e-9)
+    assert epsilon(rows, 1e-5, "zero-out") == epsilon(rows, 1e-5)
+    rdp = epsilon_rdp(rows, 1e-5, "replace-one")
+    assert rdp == pytest.approx(epsilon_rdp(halved, 1e-5))
+
+
+@pytest.mark.parametrize(("sigma", "q", "steps"), [(1.0, 0.05, 100), (3.0, 0.3, 200), (0.7, 0.01, 1000)])
+def test_replace_one_with_sampling_is_dp_accountings_and_is_not_doubled_twice(sigma: float, q: float, steps: int) -> None:
+    """Against its accountant on a fine grid; between add-remove and the noise multiplier halved with the same sampling."""
+    from dp_accounting import GaussianDpEvent, NeighboringRelation, PoissonSampledDpEvent, SelfComposedDpEvent
+    from dp_accounting.pld import PLDAccountant
+
+    rows = [row(sigma, q, steps)]
+    accountant = PLDAccountant(NeighboringRelation.REPLACE_ONE, value_discretization_interval=1e-5 * max(1, steps // 100))
+    accountant.compose(SelfComposedDpEvent(PoissonSampledDpEvent(q, GaussianDpEvent(sigma)), steps))
+    ours = epsilon(rows, 1e-5, "replace-one")
+    assert ours == pytest.approx(accountant.get_epsilon(1e-5), rel=5e-3)
+    assert epsilon(rows, 1e-5) < ours < epsilon([replace(rows[0], noise_multiplier=sigma / 2)], 1e-5) * 1.001
+    assert epsilon_rdp(rows, 1e-5, "replace-one") is None
+    delta = deltas_at(rows, [ours], "replace-one")[0]
+    assert delta == pytest.approx(1e-5, rel=1e-3)
+    assert attack_success(rows, adjacency="replace-one")[0.01] > attack_success(rows)[0.01]
+
+
+def test_calibration_for_replace_one_reaches_its_target() -> None:
+    sigma = calibrate_noise_multiplier(2.0, 1e-5, lambda s: [row(s, 0.2, 50)], "replace-one")
+    assert 1.98 < epsilon([row(sigma, 0.2, 50)], 1e-5, "replace-one") <= 2.0
+
+
+def test_adjacencies_are_known_ones() -> None:
+    with pytest.raises(PrivacySettingError, match="adjacency must be one of"):
+        epsilon([row(1.0, 1.0, 1)], 1e-5, "swap")

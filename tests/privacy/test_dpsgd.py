@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from fedsynth.models.convnet import ConvNet
 from fedsynth.privacy.accounting import Release
-from fedsynth.privacy.dpsgd import DpSgdSettings, check_model, dp_sgd
+from fedsynth.privacy.dpsgd import DpSgdSettings, check_model, dp_sgd, group_norm_twin
 from fedsynth.privacy.errors import ForbiddenLayerError
 from fedsynth.privacy.ledger import Guard, Ledger
 from fedsynth.privacy.mechanisms import GaussianSums
@@ -84,3 +84,14 @@ def test_the_model_is_left_without_hooks_and_the_convnet_trains() -> None:
     run(model, torch.randn(6, 1, 8, 8), torch.arange(6) % 3, sigma=0.1, clip=1.0, steps=2)
     assert not any(layer._forward_hooks or layer._backward_hooks for layer in model.modules())
     assert all(torch.isfinite(p).all() for p in model.parameters())
+
+
+def test_the_group_norm_twin_can_be_trained_and_keeps_the_other_weights() -> None:
+    model = ConvNet((1, 8, 8), 10, width=8, depth=2, norm="batch")
+    with pytest.raises(ForbiddenLayerError, match="group_norm_twin"):
+        check_model(model)
+    twin = group_norm_twin(model)
+    check_model(twin)
+    assert twin(torch.zeros(2, 1, 8, 8)).shape == (2, 10)
+    assert torch.equal(twin.classifier.weight, model.classifier.weight)  # type: ignore[arg-type,union-attr]
+    assert isinstance(model.features[1], nn.BatchNorm2d)  # the model itself is as it was

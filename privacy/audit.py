@@ -1,0 +1,76 @@
+"""A canary audit: a lower bound on ε from one run with many canaries. It can find a fault; it cannot prove privacy.
+
+Each of m canaries is in the data or not by a fair coin. An auditor who sees the release guesses for r of them (the highest scores "in",
+the lowest "out"). If the mechanism is (ε, δ)-DP, v or more right guesses are improbable (Steinke, Nasr & Jagielski, "Privacy auditing with
+one (1) training run", 2023, Theorem 5.2): with p = e^ε/(1 + e^ε) and W ~ Binomial(r, p),
+
+    P[V ≥ v] ≤ P[W ≥ v] + 2·m·δ·max_{1 ≤ i ≤ m} P[v − i ≤ W < v] / i.
+
+The largest ε that this refutes is a lower bound.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import exp
+
+import numpy as np
+import numpy.typing as npt
+
+from fedsynth.privacy.errors import PrivacySettingError
+
+GUESSES = (20, 50, 100, 200, 400)
+
+
+def p_value(correct: int, guesses: int, canaries: int, epsilon: float, delta: float) -> float:
+    """The bound above: how probable `correct` or more right guesses at most are under (ε, δ)-DP."""
+    from scipy.stats import binom
+
+    if not 0 <= correct <= guesses <= canaries:
+        raise PrivacySettingError(f"need 0 <= correct <= guesses <= canaries, got {correct}, {guesses}, {canaries}")
+    probability = 1 / (1 + exp(-epsilon))
+    tail = float(binom.sf(correct - 1, guesses, probability))
+    if delta == 0 or correct == 0:
+        return min(1.0, tail)
+    below = np.cumsum(binom.pmf(np.arange(correct - 1, -1, -1), guesses, probability))  # P[v − i ≤ W < v] for i = 1 … v
+    return min(1.0, tail + 2 * canaries * delta * float((below / np.arange(1, correct + 1)).max()))
+
+
+def epsilon_lower_bound(correct: int, guesses: int, canaries: int, delta: float, confidence: float) -> float:
+    """The largest ε (to 1e-4) that `correct` right guesses refute at this confidence; 0 if none."""
+    low, high = 0.0, 1.0
+    if p_value(correct, guesses, canaries, 0.0, delta) > 1 - confidence:
+        return 0.0
+    while p_value(correct, guesses, canaries, high, delta) <= 1 - confidence and high < 64:
+        low, high = high, 2 * high
+    while high - low > 1e-4:
+        middle = (low + high) / 2
+        refuted = p_value(correct, guesses, canaries, middle, delta) <= 1 - confidence
+        low, high = (middle, high) if refuted else (low, middle)
+    return low
+
+
+def audit(
+    scores: npt.NDArray[np.float64],
+    included: npt.NDArray[np.bool_],
+    delta: float,
+    *,
+    confidence: float = 0.999,
+    guesses: Sequence[int] = GUESSES,
+) -> float:
+    """A lower bound on ε from one run.
+
+    Args:
+        scores: of each canary [m]; higher means "more likely in". included: the fair coins [m].
+        confidence: family-wise, over the numbers of guesses that are tried.
+        guesses: how many canaries the auditor speaks of, half of them with the highest scores; fixed before the run.
+    """
+    order, best = np.argsort(scores), 0.0
+    each = 1 - (1 - confidence) / len(guesses)
+    for number in guesses:
+        half = number // 2
+        if 2 * half > len(scores):
+            continue
+        correct = int(included[order[len(order) - half :]].sum() + (~included[order[:half]]).sum())
+        best = max(best, epsilon_lower_bound(correct, 2 * half, len(scores), delta, each))
+    return best

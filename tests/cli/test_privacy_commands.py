@@ -1,0 +1,119 @@
+"""`fedsynth privacy plan | report | verify` and `train --dry-run`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from fedsynth.cli.app import app
+from fedsynth.privacy.accounting import Release, epsilon
+
+FAST = ("--rounds", "2", "--set", "iterations=2", "--set", "server_epochs=1", "--set", "ipc=1", "--width", "4")
+
+
+def call(*words: str) -> Any:
+    return CliRunner().invoke(app, list(words), env={"COLUMNS": "160"})
+
+
+def test_a_budget_gives_sigma_for_each_mechanism() -> None:
+    """Every plan's ε is what the accountant says of its σ, q and releases, at or just below the budget."""
+    plans = json.loads(
+        call("privacy", "plan", "--epsilon", "3", "--rounds", "2", "--steps", "50", "--n", "6000", "--json").stdout
+    )
+    assert [p["mechanism"] for p in plans] == ["residual", "gradient", "features"]
+    residual, _, features = plans
+    row = Release(1, "x", "m", "c", residual["noise_multiplier"], 1.0, residual["sample_rate"], "poisson", 100, 1)
+    assert epsilon([row], 1e-5) == pytest.approx(residual["epsilon"]["2"], rel=1e-9)
+    assert residual["sample_rate"] == pytest.approx(2560 / 6000)
+    assert features["releases"] == 17
+    sigma = features["noise_multiplier"]
+    rows = [
+        Release(1, "x", "m", "c", sigma, 1.0, 1.0, "full", 32, 1),
+        Release(1, "n", "m", "c", sigma * 3 / 4, 1.0, 1.0, "full", 2, 1),
+    ]
+    assert epsilon(rows, 1e-5) == pytest.approx(features["epsilon"]["2"], rel=1e-9)
+    assert all(2.97 < p["epsilon"]["2"] <= 3 for p in plans)
+
+
+def test_sigma_gives_epsilon_by_round_as_a_table_and_a_plot(tmp_path: Path) -> None:
+    plot = tmp_path / "plan.svg"
+    run = call("privacy", "plan", "--sigma", "3", "--method", "fedavg", "--rounds", "3", "--n", "6000", "--plot", str(plot))
+    assert run.exit_code == 0, run.output
+    assert "dp-sgd" in run.stdout
+    assert "ε after round" in run.stdout
+    assert plot.read_text().startswith("<svg")
+    doubled = [
+        json.loads(
+            call("privacy", "plan", "--sigma", "3", "--rounds", "1", "--mechanism", "features", "--adjacency", a, "--json").stdout
+        )
+        for a in ("add-remove", "zero-out", "replace-one")
+    ]
+    first, second, third = (d[0]["epsilon"]["1"] for d in doubled)
+    assert first == second < third
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (("--epsilon", "0"), "must be a positive number"),
+        ((), "needs --epsilon"),
+        (("--epsilon", "1", "--method", "real"), "cannot run with differential privacy"),
+        (("--epsilon", "1", "--mechanism", "residul"), "did you mean residual"),
+        (("--sigma", "1", "--mechanism", "paper"), "with a guarantee"),
+        (("--epsilon", "1", "--adjacency", "swap"), "adjacency must be one of"),
+    ],
+)
+def test_bad_plans_are_one_line(words: tuple[str, ...], text: str) -> None:
+    run = call("privacy", "plan", *words)
+    assert run.exit_code == 2
+    assert text in run.output
+    assert "Traceback" not in run.output
+
+
+def test_a_dry_run_says_what_the_run_then_does(tmp_path: Path) -> None:
+    words = ("train", *FAST, "--dp-sigma", "3", "--output", str(tmp_path))
+    dry = call(*words, "--dry-run")
+    assert dry.exit_code == 0, dry.output
+    assert list(tmp_path.iterdir()) == []
+    run = call(*words)
+    assert run.exit_code == 0, run.output
+    (folder,) = tmp_path.iterdir()
+    spent = json.loads((folder / "privacy_report.json").read_text())["guarantee"]["epsilon"]
+    assert f"ε = {spent:.2g}"[:5] in dry.stdout
+    assert "no differential privacy" in call("train", "--dry-run").stdout
+
+
+def test_reports_are_shown_and_verified(tmp_path: Path) -> None:
+    assert call("train", *FAST, "--dp-epsilon", "4", "--dp-mechanism", "features", "--output", str(tmp_path)).exit_code == 0
+    (folder,) = tmp_path.iterdir()
+    assert {p.name for p in folder.glob("privacy_report.*")} == {f"privacy_report.{e}" for e in ("json", "md", "html")}
+    shown = call("privacy", "report", str(folder)).stdout
+    assert shown == (folder / "privacy_report.md").read_text()
+    assert "class counts" in shown
+    page = tmp_path / "page.html"
+    assert call("privacy", "report", str(folder), "--format", "html", "--output", str(page)).exit_code == 0
+    assert page.read_text() == (folder / "privacy_report.html").read_text()
+    assert json.loads(call("privacy", "report", str(folder), "--format", "json").stdout)["schema_version"] == 2
+    good = call("privacy", "verify", str(folder))
+    assert good.exit_code == 0, good.output
+    assert "does not attest" in good.stdout
+    file = folder / "privacy_report.json"
+    report = json.loads(file.read_text())
+    report["guarantee"]["epsilon"] /= 2
+    file.write_text(json.dumps(report))
+    bad = call("privacy", "verify", str(folder))
+    assert bad.exit_code == 1
+    assert "mismatch: guarantee.epsilon says" in bad.stdout
+
+
+def test_missing_reports_are_one_line(tmp_path: Path) -> None:
+    check: Callable[..., Any] = call
+    for words in (("report", str(tmp_path)), ("verify", str(tmp_path)), ("report", str(tmp_path), "--format", "pdf")):
+        run = check("privacy", *words)
+        assert run.exit_code == 2
+        assert "fedsynth: error:" in run.output
