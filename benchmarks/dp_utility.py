@@ -52,7 +52,6 @@ def settings_for(
                 "rounds": 1 if quick else 2,
                 "seed": seed,
                 "device": device,
-                "evaluate_every": 2,
             },
             "data": {"dataset": dataset},
             "partition": {"kind": "dirichlet", "alpha": 0.5, "clients": 10},

@@ -71,13 +71,17 @@ def walk(value: object, path: str = "") -> Iterator[tuple[str, object]]:
 
 def test_every_field_is_there() -> None:
     report = build()
-    assert report["schema_version"] == 1
+    assert report["schema_version"] == 2
     promise = report["guarantee"]
     spent = epsilon([row(n) for n in range(4)], DELTA)
     assert (promise["epsilon"], promise["delta"], promise["worst_client"]) == (spent, DELTA, "a")
     low = epsilon([row(n) for n in range(2)], DELTA)
     assert promise["clients"] == {"number": 3, "epsilon_min": low, "epsilon_median": spent, "epsilon_max": spent}
     assert [p["round"] for p in promise["epsilon_by_round_worst_client"]] == [0, 1, 2, 3]
+    first, *_, last = promise["epsilon_by_round"]
+    assert first["clients"] == dict.fromkeys(promise["epsilon_by_client"], epsilon([row(0)], DELTA))
+    assert (last["round"], last["worst"], last["median"], last["clients"]) == (3, spent, spent, promise["epsilon_by_client"])
+    assert [r["epsilon"] for r in promise["epsilon_of_each_release_alone"]] == [spent]
     curve = [p["epsilon"] for p in promise["epsilon_of_delta"]]
     assert curve == sorted(curve)
     attacks = {a["false_positive_rate"]: a["true_positive_rate_at_most"] for a in promise["attack_success"]}
@@ -207,13 +211,13 @@ def test_unknown_access_status() -> None:
 
 
 def test_groups_are_exact_without_sampling_and_honest_with() -> None:
-    exact = group([row(0, 5.0)], DELTA, 2)
+    exact = group([row(0, 5.0)], DELTA, 2, "add-remove")
     assert exact["epsilon"] == pytest.approx(epsilon([row(0, 2.5)], DELTA))
     few = [row(0, 6.0, 0.05)]
-    chained = group(few, DELTA, 2)
+    chained = group(few, DELTA, 2, "add-remove")
     assert chained["epsilon"] >= 2 * epsilon(few, DELTA)
-    assert chained["epsilon"] <= group([row(0, 6.0)], DELTA, 2)["epsilon"]
-    far = group([row(n, 1.0, 0.4) for n in range(40)], DELTA, 5)
+    assert chained["epsilon"] <= group([row(0, 6.0)], DELTA, 2, "add-remove")["epsilon"]
+    far = group([row(n, 1.0, 0.4) for n in range(40)], DELTA, 5, "add-remove")
     assert far["epsilon"] is None
     assert "not computed" in far["note"]
 
@@ -221,8 +225,8 @@ def test_groups_are_exact_without_sampling_and_honest_with() -> None:
 def test_written_files(tmp_path: Path) -> None:
     report = build()
     folder = tmp_path / "run"
-    data, text = write_report(report, folder)
-    assert (data.name, text.name) == ("privacy_report.json", "privacy_report.md")
+    data, text, page = write_report(report, folder)
+    assert [p.name for p in (data, text, page)] == [f"privacy_report.{ending}" for ending in ("json", "md", "html")]
 
     def refuse(literal: str) -> None:
         raise AssertionError(literal)
@@ -230,7 +234,7 @@ def test_written_files(tmp_path: Path) -> None:
     assert json.loads(data.read_text(), parse_constant=refuse) == report
     assert text.read_text() == render_markdown(report)
     write_report(report, folder)  # again: replaced, and no temporary file is left
-    assert sorted(p.name for p in folder.iterdir()) == ["privacy_report.json", "privacy_report.md"]
+    assert sorted(p.name for p in folder.iterdir()) == ["privacy_report.html", "privacy_report.json", "privacy_report.md"]
     with pytest.raises(PrivacyError, match="cannot write"):
         write_report(report, data)
 
