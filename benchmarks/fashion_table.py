@@ -65,8 +65,8 @@ class Results:
     def get(self, name: str, settings: RunSettings, data: tuple[ImageData, ImageData]) -> dict[str, Any] | None:
         """The run's row, made if need be; None if `--only` leaves it to another process."""
         mapping = settings.to_mapping()
-        for name in ("compile", "memory_gb"):  # how fast, not what
-            mapping["run"].pop(name, None)
+        for speed in ("compile", "memory_gb"):  # how fast, not what
+            mapping["run"].pop(speed, None)
         config = json.dumps(mapping, sort_keys=True)
         key = f"{name} {hashlib.blake2b(config.encode(), digest_size=4).hexdigest()}"
         lines = self.path.read_text().splitlines() if self.path.exists() else []

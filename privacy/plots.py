@@ -17,6 +17,7 @@ def line_plot(series: Sequence[tuple[str, Points]], *, x: str, y: str, log_x: bo
     everything = [point for points in [*(p for _, p in series), *faint] for point in points]
     if not everything:
         return ""
+    above = 16 * len(series)  # the legend stands over the axes
     scale = math.log10 if log_x else float
     xs = [scale(a) for a, _ in everything]
     low, high, top = min(xs), max(xs), max(b for _, b in everything) or 1.0
@@ -27,7 +28,7 @@ def line_plot(series: Sequence[tuple[str, Points]], *, x: str, y: str, log_x: bo
         across = (scale(point[0]) - low) / (high - low)
         return LEFT + across * (WIDTH - LEFT - RIGHT), HEIGHT - BOTTOM - point[1] / top * (HEIGHT - TOP - BOTTOM)
 
-    parts = [_axes(x, y, top)]
+    parts = [f'<g transform="translate(0 {above})">', _axes(x, y, top)]
     for value in sorted({a for a, _ in everything}) if len({a for a, _ in everything}) <= 12 else _few(everything):
         across, _ = at((value, 0.0))
         parts.append(f'<text x="{across:.1f}" y="{HEIGHT - BOTTOM + 16}" text-anchor="middle">{value:g}</text>')
@@ -36,8 +37,8 @@ def line_plot(series: Sequence[tuple[str, Points]], *, x: str, y: str, log_x: bo
         colour = COLOURS[number % len(COLOURS)]
         parts.append(_line([at(p) for p in points], colour, 2))
         parts += [f'<circle cx="{a:.1f}" cy="{b:.1f}" r="3" fill="{colour}"/>' for a, b in map(at, points)]
-        parts.append(f'<text x="{LEFT + 12}" y="{TOP + 14 + 16 * number}" fill="{colour}">{escape(name)}</text>')
-    return _svg(parts, HEIGHT, f"{y} over {x}")
+        parts.append(f'<text x="{LEFT}" y="{16 * number + 10 - above}" fill="{colour}">{escape(name)}</text>')
+    return _svg([*parts, "</g>"], HEIGHT + above, f"{y} over {x}")
 
 
 def bar_plot(bars: Sequence[tuple[str, float]], *, y: str) -> str:

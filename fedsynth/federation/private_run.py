@@ -234,7 +234,7 @@ class PrivateRun:
         return {
             **items,
             "sample rate q": f"{self.plan.sample_rate:.6g}, from public sizes",
-            "nominal records of a client": f"{context.nominal_size:g} ({chosen}); divisors use it, never the true number",
+            "nominal records of a client": f"{context.nominal_size:g} ({chosen}); divisors use it or released counts, never the true number",
             **{f"upload field {name!r}": reason for name, (kind, reason) in fields.items() if kind == "public"},
         }
 

@@ -20,7 +20,7 @@ CASES: list[tuple[str, tuple[str, ...], str]] = [
     ("feddm", ("--model", "convent"), "unknown model 'convent'; did you mean convnet"),
     ("feddm", ("--norm", "instanse"), "unknown norm 'instanse'; did you mean instance"),
     ("feddm", (*DP, "--dp-mechanism", "residue"), "'residue'; did you mean residual?"),
-    ("feddm", (*DP, "--dp-mechanism", "dp-sgd"), "known: gradient, paper, residual"),
+    ("feddm", (*DP, "--dp-mechanism", "dp-sgd"), "known: features, gradient, paper, residual"),
     ("fedavg", (*DP, "--dp-mechanism", "residual"), "known: dp-sgd"),
     ("feddm", ("--set", "icp=3"), "unknown setting of feddm 'icp'; did you mean ipc"),
     ("feddm", ("--set", "ipc"), "--set takes KEY=VALUE, got 'ipc'"),

@@ -41,7 +41,7 @@ def test_methods_lists_settings_and_protection(fedsynth: Callable[..., Any]) -> 
     assert shown.code == 0
     assert all(f"\n{name} " in f"\n{shown.stdout}" for name in METHODS)
     assert "ipc=10" in shown.stdout
-    assert "privacy: residual, gradient, paper" in shown.stdout
+    assert "privacy: residual, gradient, features, paper" in shown.stdout
     assert "privacy: none: it sends clients' own images" in shown.stdout
 
 

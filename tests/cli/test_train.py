@@ -25,7 +25,7 @@ CASES: dict[str, tuple[str, ...]] = {
 FILES = {"config.toml", "metrics.jsonl", "summary.json", "model.safetensors"}
 SIMULATION_ONLY = {f"simulation_only/{name}" for name in ("README.txt", "partition.txt", "partition.png")}
 IMAGES = {"synthetic.safetensors", "synthetic.png"}
-PRIVACY = {"privacy_report.json", "privacy_report.md", "ledger/client-000.jsonl", "ledger/client-001.jsonl"}
+PRIVACY = {*(f"privacy_report.{e}" for e in ("json", "md", "html")), "ledger/client-000.jsonl", "ledger/client-001.jsonl"}
 
 
 @pytest.fixture(scope="module")

@@ -150,9 +150,13 @@ def test_executed_releases_are_those_that_were_charged(monkeypatch: pytest.Monke
         return original(self)
 
     monkeypatch.setattr(GaussianSums, "release", spy)
-    for method, steps in (("feddm", 2), ("fedavg", 4)):
+    for method, steps, privacy in (
+        ("feddm", 2, {}),
+        ("feddm", 2 + 1, {"mechanism": "features"}),  # two networks (as many as steps), and the counts
+        ("fedavg", 4, {}),
+    ):
         released.clear()
-        settings_, data = private_run(method)
+        settings_, data = private_run(method, **privacy)
         assert min(map(len, partition(data.labels.numpy(), settings_.resolved_partition, 10))) == 0
         simulate(settings_, data=(data, data))
         assert len(released) == 4 * 2 * steps
