@@ -180,6 +180,12 @@ def train(
     dp_adjacency: Annotated[
         str | None, typer.Option(help="add-remove (default), zero-out or replace-one.", rich_help_panel=PRIVACY)
     ] = None,
+    dp_four_sums: Annotated[
+        bool | None,
+        typer.Option(
+            "--dp-four-sums/--no-dp-four-sums", help="Each noise value from four Gaussians: hardens it.", rich_help_panel=PRIVACY
+        ),
+    ] = None,
     dp_ledger: Annotated[
         Path | None,
         typer.Option(
@@ -224,6 +230,7 @@ def train(
                 "sample_rate": dp_sample_rate,
                 "nominal_size": dp_nominal_size,
                 "adjacency": dp_adjacency,
+                "four_sums": dp_four_sums,
                 "ledger": str(dp_ledger) if dp_ledger else None,
             },
         }

@@ -28,6 +28,7 @@ class PrivacySettings:
             published size over the number of clients.
         adjacency: "add-remove" one example; "zero-out" (the same cost, and the number of a client's examples public); "replace-one" (every
             sensitivity doubled).
+        four_sums: each noise value from four Gaussians, against one known floating-point attack (`SecretGenerator`): a mitigation, no proof.
         ledger: folder of the clients' ledgers, kept over runs; None declares the simulated data public and starts afresh.
     """
 
@@ -40,6 +41,7 @@ class PrivacySettings:
     sample_rate: float | None = None
     nominal_size: float | None = None
     adjacency: str = ADD_REMOVE
+    four_sums: bool = False
     ledger: Path | None = None
 
     def __post_init__(self) -> None:

@@ -34,6 +34,7 @@ NEIGHBOURS = {
     "zero-out": "one example blanked out",
     "replace-one": "one example replaced by any other",
 }
+FOUR_SUMS = "; each value is the sum of four Gaussians, halved: a mitigation of one floating-point attack, not a proof"
 NOT_PRIVATE = (
     "FedDM's Algorithm 1 clips the gradient of a batch, not of an example: clipping a mean bounds its norm, not one example's "
     "influence, so the sensitivity is up to 2·clip and not clip/|B|, and the effective noise multiplier is σ/(2|B|)",
@@ -88,7 +89,7 @@ class PrivateRun:
             privacy = replace(privacy, noise_multiplier=self._calibrate(privacy))
         self.privacy = privacy
         self._make_guards()
-        self.secrets = [SecretGenerator() for _ in self.ledgers]
+        self.secrets = [SecretGenerator(four_sums=privacy.four_sums) for _ in self.ledgers]
 
     @property
     def _releases(self) -> int:
@@ -181,7 +182,7 @@ class PrivateRun:
             no_guarantee=() if self.guaranteed else NOT_PRIVATE,
             deviations=tuple(deviations),
             fresh_ledger=self.privacy.ledger is None,
-            randomness=DESCRIPTION
+            randomness=DESCRIPTION + (FOUR_SUMS if self.privacy.four_sums else "")
             if self.guaranteed
             else "noise from the operating system's entropy; batches from the run's seed",
             published=self._published(),

@@ -254,3 +254,12 @@ def test_no_batch_is_capped_and_every_mask_is_the_secrets(monkeypatch: pytest.Mo
         torch.testing.assert_close(out[:, 0], torch.bincount(data.labels[mask], minlength=10).float(), atol=1e-3, rtol=0)
     assert len(masks) == 3
     assert not torch.equal(masks[0][2], masks[1][2])
+
+
+def test_four_gaussians_halved_are_one_of_the_same_deviation() -> None:
+    """Against the same stream added up by hand; and the deviation is σ, not 2σ."""
+    one, by_hand = np.random.default_rng(5), np.random.default_rng(5)
+    noise = SecretGenerator(four_sums=True, test_only=one).normal((50, 400), 3.0)
+    expected = 3.0 * sum(by_hand.standard_normal((50, 400)) for _ in range(4)) / 2
+    np.testing.assert_allclose(noise.numpy(), expected)
+    assert float(noise.std()) == pytest.approx(3.0, rel=0.02)
