@@ -49,6 +49,7 @@ GROWTH = [(1, 10, None), (10, 10, None), (100, 10, None), (1, 100, None), (10, 1
 def peak_flops(dtype: torch.dtype, device: torch.device) -> float:
     """Floating-point operations a second of a large square matrix product: the best of ten."""
     n = 8192 if device.type == "cuda" else 2048
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32  # as the convolutions do
     a = torch.randn(n, n, device=device).to(dtype)
     return 2 * n**3 / min(seconds(lambda: a @ a, device) for _ in range(10))
 

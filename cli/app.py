@@ -112,7 +112,9 @@ def train(
     precision: Annotated[str | None, typer.Option(help="fp32 or bf16, of condensation's passes over real images.")] = None,
     compile_passes: Annotated[
         bool | None,
-        typer.Option("--compile/--no-compile", help="Let torch.compile make the passes over real images: long runs gain."),
+        typer.Option(
+            "--compile/--no-compile", help="Let torch.compile make the passes over real images (long runs gain; not with DP)."
+        ),
     ] = None,
     memory_gb: Annotated[
         float | None,
@@ -358,6 +360,8 @@ def _dry_run(sections: dict[str, dict[str, Any]]) -> None:
         print("no differential privacy: what clients send is not protected (--dp-epsilon protects it)")
         return
     run = private_run(settings)
+    if run.guaranteed:
+        run.check_round(1)  # as the run itself would
     for line in run.headline():
         print(line)
     if run.guaranteed:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fedsynth.errors import SettingError
+from fedsynth.privacy.errors import PrivacyError
 
 if TYPE_CHECKING:
     from fedsynth.federation.planning import Plan
@@ -50,7 +51,7 @@ def plan(
         if epsilon is None and sigma is None:
             raise SettingError("a plan needs --epsilon (a budget, gives σ) or --sigma (gives ε)")
         chosen = method_settings(None, settings or [])
-        if steps is not None:
+        if steps is not None and method != "real":  # which is refused further on
             chosen["local_epochs" if method == "fedavg" else "iterations"] = steps
         privacy = {
             "epsilon": epsilon,
@@ -69,13 +70,29 @@ def plan(
             "method": chosen,
             "privacy": privacy,
         }
-        plans = make_plans({name: {k: v for k, v in values.items() if v is not None} for name, values in given.items()})
+        try:
+            plans = make_plans({name: {k: v for k, v in values.items() if v is not None} for name, values in given.items()})
+        except PrivacyError as error:  # whose text has the options of `train`
+            raise type(error)(_plan_options(str(error))) from None
         if plot is not None:
             write_text(plot, plan_plot(plans))
         if as_json:
             print(json.dumps([vars(p) | {"epsilon": dict(p.epsilon)} for p in plans], indent=2))
         else:
             print_plans(plans, 1e-5 if delta is None else delta)
+            for p in plans:
+                over = [n for n, spent in p.epsilon.items() if epsilon is not None and spent > epsilon * (1 + 1e-9)]
+                if over:
+                    print(f"note: {p.mechanism} exceeds ε = {epsilon:g} in round {over[0]} with this σ", file=sys.stderr)
+            if any(p.epsilon[max(p.epsilon)] > 10 for p in plans):
+                print("warning: ε above 10 is a weak guarantee; --epsilon 8 finds the noise for a stronger one", file=sys.stderr)
+
+
+def _plan_options(text: str) -> str:
+    names = {"--dp-sigma": "--sigma", "--dp-epsilon": "--epsilon", "--dp-nominal-size": "--n", "--dp-mechanism": "--mechanism"}
+    for there, here in {**names, "--dp-": "--"}.items():
+        text = text.replace(there, here)
+    return text
 
 
 def print_plans(plans: list[Plan], delta: float) -> None:
@@ -95,7 +112,11 @@ def print_plans(plans: list[Plan], delta: float) -> None:
         table.add_row(p.mechanism, up(last), f"{p.noise_multiplier:.4g}", f"{p.clip:.4g}", rate, str(p.releases))
     console.print(table)
     numbers = sorted(plans[0].epsilon)
-    shown = numbers if len(numbers) <= 10 else [n for n in numbers if n in (1, 2, 3, 5) or n % max(1, len(numbers) // 5) == 0]
+    shown = (
+        numbers
+        if len(numbers) <= 10
+        else [n for n in numbers if n in (1, 2, 3, 5) or n % max(1, len(numbers) // 5) == 0 or n == numbers[-1]]
+    )
     by_round = Table(title="ε after round")
     by_round.add_column("mechanism")
     for n in shown:
@@ -103,8 +124,6 @@ def print_plans(plans: list[Plan], delta: float) -> None:
     for p in plans:
         by_round.add_row(p.mechanism, *(up(p.epsilon[n], 3) for n in shown))
     console.print(by_round)
-    if any(p.epsilon[max(p.epsilon)] > 10 for p in plans):
-        print("warning: ε above 10 is a weak guarantee; --epsilon 8 finds the noise for a stronger one", file=sys.stderr)
 
 
 @privacy_app.command()
@@ -145,12 +164,13 @@ def verify(
     with one_line_errors():
         from fedsynth.privacy.verify import verify_report
 
-        problems = verify_report(run, ledger)
-        for problem in problems:
+        found = verify_report(run, ledger)
+        for problem in found.problems:
             print(f"mismatch: {problem}")
-        if problems:
+        if found.problems:
             raise typer.Exit(1)
-        print("the report's figures follow from its ledger (arithmetic only: this does not attest that noise was added)")
+        print("the report's figures follow from its ledger rows (arithmetic only: this does not attest that noise was added)")
+        print(found.files)
 
 
 def write_text(path: Path, text: str) -> None:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from fedsynth.federation.observer import Observer
     from fedsynth.federation.settings import RunSettings, resolve
     from fedsynth.federation.simulation import RunResult, simulate
+    from fedsynth.methods.fedaf import FedAF
     from fedsynth.methods.fedavg import FedAvg
     from fedsynth.methods.feddm import FedDM
     from fedsynth.methods.real import Real
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "DatasetSpec": "fedsynth.data.registry",
+    "FedAF": "fedsynth.methods.fedaf",
     "FedAvg": "fedsynth.methods.fedavg",
     "FedDM": "fedsynth.methods.feddm",
     "ImageData": "fedsynth.data.images",
@@ -44,6 +46,7 @@ _HOMES = {
 
 __all__ = [
     "DatasetSpec",
+    "FedAF",
     "FedAvg",
     "FedDM",
     "ImageData",

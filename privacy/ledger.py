@@ -56,14 +56,14 @@ class Ledger:
         if self.path is not None:
             if not self.path.exists():
                 self._start(self.path)
-            with self._locked(self.path) as file:
+            with self._locked(self.path, writing=False) as file:
                 self._catch_up(file)
 
     @property
     def releases(self) -> tuple[Release, ...]:
         """The rows, oldest first, with those that other processes have added to the file meanwhile."""
         if self.path is not None:
-            with self._locked(self.path) as file:
+            with self._locked(self.path, writing=False) as file:
                 self._catch_up(file)
         return tuple(self._rows)
 
@@ -111,15 +111,15 @@ class Ledger:
             raise LedgerError(f"cannot create ledger {path}: {error}") from error
 
     @contextmanager
-    def _locked(self, path: Path) -> Iterator[FileIO]:
-        """The existing file, for reading and appending; one that vanished must not start again from nothing."""
+    def _locked(self, path: Path, *, writing: bool = True) -> Iterator[FileIO]:
+        """The existing file, for reading, or for appending too; one that vanished must not start again from nothing."""
         try:
-            file = FileIO(os.open(path, os.O_RDWR | os.O_APPEND), "r+")
+            file = FileIO(os.open(path, os.O_RDWR | os.O_APPEND), "r+") if writing else FileIO(path)
         except OSError as error:
             raise LedgerError(f"cannot open ledger {path}: {error}") from error
         with file:  # closing releases the lock
             try:
-                fcntl.flock(file, fcntl.LOCK_EX)
+                fcntl.flock(file, fcntl.LOCK_EX if writing else fcntl.LOCK_SH)
             except OSError as error:
                 raise LedgerError(f"cannot lock ledger {path}: {error}") from error
             yield file

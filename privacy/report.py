@@ -100,13 +100,14 @@ def build_report(context: ReportContext, ledgers: Mapping[str, Ledger]) -> dict[
         "method": context.method,
         "mechanism": context.mechanism,
         "guarantee": promise,
-        "unit": _unit(private),
+        "unit": protected_unit(private),
         "adjacency": ADJACENCIES[context.adjacency],
         "max_records": context.max_records,
         "trust_model": _trust_model(private),
         "public_items": dict(context.public_items),
         "scope": [{"access": what, "status": status, "note": note} for what, status, note in context.accesses],
         "ledger": sections.folded_ledger(rows),
+        "ledger_kept": not context.fresh_ledger,
         "accountant": sections.accountant(rows, worst, context.delta, context.adjacency),
         "budget": None
         if spent is None
@@ -151,7 +152,8 @@ def _verdict(context: ReportContext, reasons: list[str], spent: float | None) ->
     return {"text": FORMAL, "formal": True, "reasons": [], "assumptions": assumptions, "warnings": warnings}
 
 
-def _unit(private: bool) -> dict[str, str]:
+def protected_unit(private: bool) -> dict[str, str]:
+    """Who is protected, and who is not."""
     if not private:
         return {"protects": "nothing that could be proved", "does_not_protect": "examples, persons or clients"}
     return {

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, Protocol, Self
 
 import torch
@@ -68,9 +68,10 @@ class RoundContext:
 
 @dataclass(frozen=True)
 class ServerState:
-    """The global model's parameters and buffers, on the run's device."""
+    """The global model's parameters and buffers, on the run's device, and what else a method's server keeps between rounds."""
 
     parameters: Mapping[str, torch.Tensor]
+    kept: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,9 @@ def public_context(settings: RunSettings, spec: DatasetSpec, device: torch.devic
 
 def private_run(settings: RunSettings) -> PrivateRun:
     """The privacy side of the run that `settings` describe, with σ found; no data are read."""
-    return PrivateRun(settings, public_context(settings, dataset_spec(settings.dataset), torch.device("cpu")))
+    context = public_context(settings, dataset_spec(settings.dataset), torch.device("cpu"))
+    settings.method.check_model(context.architecture)
+    return PrivateRun(settings, context, planning=True)
 
 
 def make_plans(given: Mapping[str, Mapping[str, Any]]) -> list[Plan]:
@@ -70,13 +72,13 @@ def make_plans(given: Mapping[str, Mapping[str, Any]]) -> list[Plan]:
         raise SettingError(f"{method.name} cannot run with differential privacy: {method.refusal}")
     if "mechanism" in privacy:
         names = [str(privacy["mechanism"])]
+    if names == ["paper"]:
+        raise PrivacySettingError("mechanism paper gives no guarantee, so there is nothing to plan")
     plans = []
     for name in names:
         settings = resolve({**given, "privacy": {**privacy, "mechanism": name}})
-        if settings.privacy is None or name == "paper":
-            raise PrivacySettingError(
-                "a plan needs a budget (--epsilon) or a noise multiplier (--sigma), of a mechanism with a guarantee"
-            )
+        if settings.privacy is None:
+            raise PrivacySettingError("a plan needs a budget (--epsilon) or a noise multiplier (--sigma)")
         # a cap beside σ would only cut the table: the plan shows where the budget goes
         free = replace(settings.privacy, epsilon=None) if settings.privacy.noise_multiplier is not None else settings.privacy
         run = private_run(replace(settings, privacy=free))

@@ -50,13 +50,15 @@ class PrivateRun:
     Args:
         settings: with `privacy` set.
         context: round 1's context, without data.
+        planning: read the ledgers that `--dp-ledger` names, but make none.
 
     Raises:
         UnaccountedReleaseError: the method uploads something that no mechanism protects.
         PrivacySettingError: δ too large for the declared number of records, no σ reaches ε, ….
     """
 
-    def __init__(self, settings: RunSettings, context: RoundContext) -> None:
+    def __init__(self, settings: RunSettings, context: RoundContext, *, planning: bool = False) -> None:
+        self._planning = planning
         if settings.privacy is None:
             raise SettingError("a private run needs privacy settings")
         self.run, self.method, self.spec = settings, settings.method, context.spec
@@ -118,9 +120,8 @@ class PrivateRun:
 
     def planned_epsilon_by_round(self) -> dict[int, float]:
         """ε of the worst client after each planned round, on top of what its ledger holds."""
-        spent = max(self._histories(), key=self._spent)
         rounds = range(1, self.run.rounds + 1)
-        return {n: self._spent([*spent, *self.planned(range(1, n + 1))]) for n in rounds}
+        return {n: max(self._spent([*rows, *self.planned(range(1, n + 1))]) for rows in self._histories()) for n in rounds}
 
     def _spent(self, rows: Sequence[Release]) -> float:
         return accounting.epsilon(rows, self.privacy.delta, self.privacy.adjacency)
@@ -195,7 +196,10 @@ class PrivateRun:
         folder = privacy.ledger or fresh
         dataset = data_set_id(self.run)
         names = [f"client-{k:03d}" for k in range(self.run.partition.clients)]
-        return [Ledger(name, folder / f"{name}.jsonl" if folder else None, dataset=dataset) for name in names]
+        files = {name: folder / f"{name}.jsonl" if folder else None for name in names}
+        if self._planning:
+            files = {name: file if file is not None and file.exists() else None for name, file in files.items()}
+        return [Ledger(name, file, dataset=dataset) for name, file in files.items()]
 
     def _make_guards(self) -> None:
         self.guards = [Guard(ledger, self.privacy.delta, self.privacy.epsilon, self.privacy.adjacency) for ledger in self.ledgers]

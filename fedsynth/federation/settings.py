@@ -31,6 +31,7 @@ DIGITS_PRESET: Mapping[str, Mapping[str, Any]] = {
     "partition": {"clients": 5},
     "model": {"width": 32, "depth": 2},
     "feddm": {"iterations": 10, "image_lr": 5.0, "server_epochs": 60},
+    "fedaf": {"ipc": 10, "iterations": 10, "image_lr": 5.0, "image_momentum": 0.0, "server_epochs": 60, "server_lr": 0.01},
     "real": {"server_epochs": 60},
     "fedavg": {"batch": 32},
 }
@@ -57,7 +58,7 @@ class RunSettings:
         precision: "fp32" or "bf16", of condensation's passes over real images (and of what mechanism `gradient` pulls back for each of them);
             all else is fp32.
         compile: let torch.compile make condensation's passes over real images: nearly twice as fast on a CPU, after some seconds of
-            compiling. Needs a C++ compiler (on a GPU, Triton).
+            compiling. Needs a C++ compiler (on a GPU, Triton). Not used for private clients, nor with batch norm.
         memory_gb: what a round's steps should stay within, beside the data set itself: 2^30 bytes each. Fewer clients then share a step.
             None: 4 on a CPU, half of the card's memory on a GPU.
         evaluate_every: rounds between evaluations on the test set; the last round is always evaluated.

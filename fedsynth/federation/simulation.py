@@ -198,15 +198,16 @@ class _Simulation:
         self.memories.update(memories)
 
     def _note_missing_classes(self, uploads: Mapping[int, Message]) -> None:
-        """A class that is too rare at every client would otherwise vanish without a word. (With privacy on, all are sent.)"""
+        """A class that is too rare at every client would otherwise vanish without a word."""
         sets = [u for u in uploads.values() if isinstance(u, SyntheticSet)]
         sent = {label for u in sets for label in u.labels.unique().tolist()}
         missing = sorted(set(range(self.context.spec.classes)) - sent) if sets else []
         if missing:
             names = ", ".join(self.context.spec.class_names[c] for c in missing)
-            self.observer.note(
-                f"warning: nobody sends images of {names}: no client has min_examples examples of it (--set min_examples=1)"
-            )
+            why = "no client has min_examples examples of it (--set min_examples=1)"
+            if self.private is not None and self.private.guaranteed:
+                why = "no client's released count of it is clearly above the counts' noise (a larger budget helps)"
+            self.observer.note(f"warning: nobody sends images of {names}: {why}")
 
     def _record(self, number: int, started: float) -> None:
         row: dict[str, Any] = {"round": number}

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
 METHODS = {
     "feddm": "fedsynth.methods.feddm:FedDM",
+    "fedaf": "fedsynth.methods.fedaf:FedAF",
     "fedavg": "fedsynth.methods.fedavg:FedAvg",
     "real": "fedsynth.methods.real:Real",
 }

@@ -31,27 +31,28 @@ from fedsynth.privacy.settings import PrivacySettings
 from fedsynth.synthesizer.augmentation import SiameseAugmentation
 from fedsynth.synthesizer.batch_norm import has_batch_norm, with_grouped_statistics
 from fedsynth.synthesizer.batches import SMALL_CLASS, BatchIndices
-from fedsynth.synthesizer.condensation import ACTIVATIONS, condense
+from fedsynth.synthesizer.condensation import client_bytes, condense
 from fedsynth.synthesizer.feature_sums import FeatureSumMatcher
 from fedsynth.synthesizer.matching import ExactMatcher, GradientMatcher, Matcher, PaperMatcher, ResidualMatcher
 from fedsynth.synthesizer.perturbation import READINGS, Perturbations
-from fedsynth.synthesizer.server import TrainsOnUnion
+from fedsynth.synthesizer.server import TrainsInBall
 from fedsynth.synthesizer.sets import SyntheticSet, noise_start, real_start, split_uploads
 
 
 @dataclass(frozen=True)
-class FedDM(TrainsOnUnion):
+class FedDM(TrainsInBall):
     """Settings, with the paper's values; those that the paper leaves open say why they are as they are.
 
     A step uses all synthetic images of a class: with ipc of 10 there is nothing to sample, and its gradient is the exact one.
 
     Args:
-        radius: ρ of the ball around w_r, for the perturbation and for the server's projection. server_*: see `TrainsOnUnion`.
+        radius: ρ of the ball around w_r, for the perturbation and for the server's projection. server_*: see `TrainsInBall`.
         ipc: images per class (10 on MNIST and CIFAR-10, 5 on CIFAR-100).
         iterations: T, condensation steps in a round.
         image_lr: η_c. image_momentum: 0, as Algorithm 1 has plain gradient steps (distribution matching's code uses 0.5).
         batch: real images of a class in a step.
-        min_examples: a client sends a class if it has at least so many examples of it (inferred from the paper's Table 3). DP off only.
+        min_examples: a client sends a class if it has at least so many examples of it (inferred from the paper's Table 3). With DP on no rule
+            looks at true counts; mechanism `features` takes it as the least released count.
         restart: False keeps S over the rounds: Algorithm 1's ClientUpdate has no initialisation. True goes back to the start images each
             round.
         perturbation: "sphere" (rescaling a Gaussian in 300,000 dimensions always ends on the sphere) or "ball" (uniform radius).
@@ -98,13 +99,7 @@ class FedDM(TrainsOnUnion):
         check_choice("batch_norm", self.batch_norm, ("client", "class"))
 
     def client_bytes(self, context: RoundContext) -> int:
-        """The round's block of batch indices, the set with its gradient and velocity, and class sums of features."""
-        pixels = self.ipc * context.spec.image_shape[0] * context.spec.image_shape[1] * context.spec.image_shape[2]
-        if has_batch_norm(context.architecture):  # a whole batch goes through the network at once
-            activation = getattr(context.architecture, "largest_activation", pixels // self.ipc)
-            return 4 * ACTIVATIONS * activation * self.batch * context.spec.classes
-        features = 4 * 8 * sum(self._columns(context))
-        return context.spec.classes * (4 * self.iterations * self.batch + 4 * 6 * pixels + features)
+        return client_bytes(context, self.ipc, self.iterations, self.batch)
 
     def check_model(self, model: nn.Module) -> None:
         if not (hasattr(model, "embed") and isinstance(getattr(model, "classifier", None), nn.Linear)):
@@ -141,7 +136,7 @@ class FedDM(TrainsOnUnion):
             draw_augmentation=self._augmentation(segments, context, period),
             statistics_S=self._statistics(segments, context) if batch_norm else None,
             memory_bytes=context.memory_bytes // 2,
-            compiled=context.compiled,
+            compiled=context.compiled and isinstance(clients, OpenClients),  # else a record more would change others' kernel
             report=lambda done: context.report("condense", done, self.iterations),
         )
         kept = matcher.kept if isinstance(matcher, FeatureSumMatcher) else None

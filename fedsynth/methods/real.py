@@ -13,7 +13,7 @@ from fedsynth.core.client import ClientGroup, OpenClients
 from fedsynth.core.messages import Message, unprotected
 from fedsynth.core.method import Memory, RoundContext, check_ranges
 from fedsynth.errors import SettingError
-from fedsynth.synthesizer.server import TrainsOnUnion
+from fedsynth.synthesizer.server import TrainsInBall
 from fedsynth.synthesizer.sets import SyntheticSet, real_start, split_uploads
 
 
@@ -26,11 +26,11 @@ class RealImages(SyntheticSet):
 
 
 @dataclass(frozen=True)
-class Real(TrainsOnUnion):
+class Real(TrainsInBall):
     """Settings.
 
     Args:
-        radius, server_*: see `TrainsOnUnion`. ipc, min_examples: as in FedDM; the images are FedDM's start images of the same seed.
+        radius, server_*: see `TrainsInBall`. ipc, min_examples: as in FedDM; the images are FedDM's start images of the same seed.
         resample: False sends the same images every round; True draws others.
     """
 

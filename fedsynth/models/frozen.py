@@ -7,8 +7,8 @@ and 1/deviation, and m = [γx̂ + β > 0]·γs/4 (ReLU, pooling and scaling in o
     dy = m ⊙ up(g),        dx = dy − mean(dy) − x̂ ⊙ mean(dy ⊙ x̂)        (means over an image's pixels, by channel),
 
 and both means are sums at the pooled size: mean(dy) = Σ g ⊙ a, mean(dy ⊙ x̂) = Σ g ⊙ b, with a, b the 2×2 sums of m and m ⊙ x̂ over
-the number of pixels. Activations are channels-last, where convolutions reach the matrix peak. The forward pass is float32 always
-(rounding it would flip ReLUs: 9 % of a gradient in bfloat16, against 0.6 % when only g is rounded).
+the number of pixels. Activations are channels-last, where convolutions reach the matrix peak. The forward pass is never
+in bfloat16 (that would flip ReLUs: 9 % of a gradient, against 0.6 % when only g is rounded; on a GPU convolutions may use TF32).
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def _conv_transpose(dx_NHWC: Tensor, weight: Tensor, padding: int) -> Tensor:
     columns = (dx_NHWC.view(n, h * w, c) @ weight.reshape(c, -1)).float().transpose(1, 2)
     size = (h + 2 - 2 * padding, w + 2 - 2 * padding)
     folded: Tensor = F.fold(columns, size, kernel_size=3, padding=padding)
-    return folded.permute(0, 2, 3, 1)
+    return folded.permute(0, 2, 3, 1).to(dx_NHWC.dtype)
 
 
 def _forward(x_NCHW: Tensor, conv: nn.Conv2d, norm: nn.GroupNorm, precision: torch.dtype) -> tuple[Tensor, _Block]:

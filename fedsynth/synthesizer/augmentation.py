@@ -35,7 +35,7 @@ class SiameseAugmentation:
         angle = torch.where(on[4], signed[3] * math.radians(ROTATE_DEGREES), 0)
         ratio = torch.where(on[3], SCALE ** signed[4], 1)
         mirror = torch.where(on[5] & (draw[6] < 0.5), -1.0, 1.0)
-        shift = torch.where(on[1], 2 * SHIFT * signed[[0, 1]], 0)
+        shift = torch.where(on[1], 2 * SHIFT * signed[:2], 0)
         rows = [
             torch.stack([mirror * ratio * angle.cos(), -ratio * angle.sin(), shift[0]], dim=1),
             torch.stack([mirror * ratio * angle.sin(), ratio * angle.cos(), shift[1]], dim=1),

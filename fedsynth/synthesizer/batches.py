@@ -26,7 +26,7 @@ class BatchIndices:
         steps: number of condensation steps.
 
     Attributes:
-        sizes: examples of each segment in a step, on the CPU. segment: of each row, on the data's device.
+        sizes: examples of each segment in a step, on the CPU. segment: of each row, on the data's device. divisors: `sizes` there, [S, 1].
     """
 
     def __init__(
@@ -46,6 +46,7 @@ class BatchIndices:
         self._block = torch.cat([block.to(torch.int32) for block in blocks], dim=1) if blocks else empty
         self._where = torch.arange(len(blocks)).repeat_interleave(self.sizes)
         self.segment = self._where.to(self._block.device)
+        self.divisors = self.sizes.to(self._block.device, torch.float32)[:, None]
 
     def at(self, step: int) -> Tensor:
         """Indices into the resident data [N] of one step; their segments are `segment` [N] at every step, ascending."""

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from fedsynth.core.client import chunk
+from fedsynth.core.method import RoundContext
 from fedsynth.models.frozen import VectorJacobian
-from fedsynth.synthesizer.batch_norm import SharedStatistics
+from fedsynth.synthesizer.batch_norm import SharedStatistics, has_batch_norm
 from fedsynth.synthesizer.matching import Matcher
 
 Augmentation = Callable[[Tensor, Tensor], Tensor]
@@ -31,7 +34,8 @@ class NetworkFeatures:
             the classifier, are always float32.
         statistics_S: for networks with batch norm (`fedsynth.synthesizer.batch_norm`): segments with the same number share statistics.
         memory_bytes: a pass should not take more.
-        compiled: the real pass goes through torch.compile; its last, smaller piece does not, so that shapes never change.
+        compiled: the real pass goes through torch.compile; its last, smaller piece does not, so that shapes never change. Not for private
+            clients: one record more would move others of its piece to another kernel, which in bf16 shows in the sums.
     """
 
     def __init__(
@@ -104,7 +108,7 @@ class NetworkFeatures:
     def images_at_once(self, x_NCHW: Tensor, precision: torch.dtype = torch.float32) -> int:
         """Images in one pass: on a CPU as many as keep the largest activation within 8 MB, where caches and the allocator reuse it."""
         scalars = getattr(self._network, "largest_activation", x_NCHW[0].numel())
-        most = self._memory_bytes // (ACTIVATIONS * scalars * precision.itemsize)
+        most = min(chunk(x_NCHW.device), self._memory_bytes // (ACTIVATIONS * scalars * precision.itemsize))
         return max(1, min(most, GPU_IMAGES if x_NCHW.is_cuda else CPU_BYTES // (scalars * precision.itemsize)))
 
     def _augmented(self, x_NCHW: Tensor, segment_N: Tensor) -> Tensor:
@@ -120,6 +124,18 @@ class NetworkFeatures:
 
     def _with_logits(self, h_ND: Tensor) -> Tensor:
         return torch.cat([h_ND, self._logit_weight * self._network.classifier(h_ND)], dim=1)  # type: ignore[operator]
+
+
+def client_bytes(context: RoundContext, ipc: int, iterations: int, batch: int) -> int:
+    """Memory that one more client in a condensation takes, about: the round's block of batch indices, the set with its gradient and velocity,
+    and class sums of features; with batch norm a whole batch's activations."""
+    pixels = ipc * context.spec.image_shape[0] * context.spec.image_shape[1] * context.spec.image_shape[2]
+    if has_batch_norm(context.architecture):
+        activation = getattr(context.architecture, "largest_activation", pixels // ipc)
+        return int(4 * ACTIVATIONS * activation * batch * context.spec.classes)
+    classifier: Any = context.architecture.classifier
+    features = 4 * 8 * (classifier.in_features + classifier.out_features)
+    return int(context.spec.classes * (4 * iterations * batch + 4 * 6 * pixels + features))
 
 
 def _gradients(outputs: Tensor, leaf: Tensor, vectors: Tensor) -> Tensor:

@@ -20,19 +20,32 @@ def recorded(step: Callable[[], None], state: Sequence[Tensor]) -> Callable[[], 
     """
     before = [tensor.clone() for tensor in state]
     try:
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(WARM_UP):
-                step()
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            step()
-        replay: Callable[[], object] = graph.replay
+        replay = _record(step, state[0].device)
     except RuntimeError as error:
         warnings.warn(f"the training step runs without a CUDA graph: {str(error).splitlines()[0]}", RuntimeWarning, stacklevel=2)
         replay = step
     for tensor, old in zip(state, before, strict=True):
         tensor.copy_(old)
+    return replay
+
+
+def _record(step: Callable[[], None], device: torch.device) -> Callable[[], object]:
+    with torch.cuda.device(device):
+        here, stream = torch.cuda.current_stream(), torch.cuda.Stream()
+        stream.wait_stream(here)
+        with torch.cuda.stream(stream):
+            for _ in range(WARM_UP):
+                step()
+        here.wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph):
+                step()
+        finally:  # a failed capture may leave its own stream in place
+            torch.cuda.set_stream(here)
+
+    def replay() -> None:
+        with torch.cuda.device(device):
+            graph.replay()
+
     return replay

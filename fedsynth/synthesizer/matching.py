@@ -128,11 +128,20 @@ def segment_means(values_ND: Tensor, segment_N: Tensor, segments: int) -> Tensor
     return segment_sums(values_ND, segment_N, segments) / counts[:, None]
 
 
-class ExactMatcher:
-    """∇_S L with real means from minibatches; DP off."""
+def first_columns(rows_ND: Tensor, columns: int | None) -> Tensor:
+    """The rows with everything beyond the first `columns` set to zero (None: as they are): matching those alone."""
+    return rows_ND if columns is None else torch.nn.functional.pad(rows_ND[:, :columns], (0, rows_ND.shape[1] - columns))
 
-    def __init__(self, clients: OpenClients, batches: BatchIndices) -> None:
-        self._clients, self._batches = clients, batches
+
+class ExactMatcher:
+    """∇_S L with real means from minibatches; DP off.
+
+    Args:
+        columns: match only so many of the first coordinates of u: embeddings without logits (FedAF, Eq. 4). None: all.
+    """
+
+    def __init__(self, clients: OpenClients, batches: BatchIndices, columns: int | None = None) -> None:
+        self._clients, self._batches, self._columns = clients, batches, columns
 
     def real_means(self, step: int, features: FeatureMap, segments: int) -> Tensor:
         """mean_{B_c} u_w of this step's batch for every segment, [segments, D], without graph."""
@@ -145,11 +154,11 @@ class ExactMatcher:
             sums[piece.segments] += segment_sums(u, where - piece.segments.start, piece.segments.stop - piece.segments.start)
         if sums is None:
             raise ValueError("a step without any real image")
-        return sums / self._batches.sizes.to(sums.device, sums.dtype)[:, None]
+        return sums / self._batches.divisors.to(sums.dtype)
 
     def gradient(self, step: int, features: FeatureMap, synthetic: Tensor) -> Tensor:
         real = self.real_means(step, features, len(synthetic))
-        return pull_back(features, synthetic, lambda means, numbers: 2 * (means - real[numbers]))
+        return pull_back(features, synthetic, lambda means, numbers: first_columns(2 * (means - real[numbers]), self._columns))
 
 
 class ResidualMatcher:
@@ -160,20 +169,29 @@ class ResidualMatcher:
     divided by the public constant `divisor` = q · nominal examples of a class, and sent through J_cᵀ once.
 
     Sensitivity: r(x) depends on x and on released images and public weights alone, so an example moves one class's sum by at most 𝒞.
+
+    Args:
+        columns: take only so many of the first coordinates of u, as in `ExactMatcher`; the others are then not in the release.
     """
 
-    def __init__(self, clients: PrivateClients, series: Sequence[GaussianSums], divisor: float) -> None:
-        self._clients, self._series, self._divisor = clients, series, divisor
+    def __init__(
+        self, clients: PrivateClients, series: Sequence[GaussianSums], divisor: float, columns: int | None = None
+    ) -> None:
+        self._clients, self._series, self._divisor, self._columns = clients, series, divisor, columns
 
     def gradient(self, step: int, features: FeatureMap, synthetic: Tensor) -> Tensor:
-        fixed = frozen_means(features, synthetic)
+        fixed = frozen_means(features, synthetic)[:, : self._columns]
 
         def residuals(x_NCHW: Tensor, segment_N: Tensor) -> Tensor:
             where = segment_N.to(x_NCHW.device)
-            return fixed[where] - features.real(x_NCHW, where)
+            return fixed[where] - features.real(x_NCHW, where)[:, : self._columns]
 
         noisy = self._clients.class_sums(self._series, residuals) / self._divisor
-        return pull_back(features, synthetic, lambda means, numbers: 2 * noisy[numbers])
+        return pull_back(
+            features,
+            synthetic,
+            lambda means, numbers: torch.nn.functional.pad(2 * noisy[numbers], (0, means.shape[1] - noisy.shape[1])),
+        )
 
 
 class GradientMatcher:
@@ -201,7 +219,7 @@ def per_example_gradients(features: FeatureMap, synthetic_SICHW: Tensor, x_NCHW:
     A reduced precision of the way back moves the rows, not their bound: rows are clipped as they are summed.
 
     Args:
-        segment_N: on the CPU; on a GPU the loop then never waits for the device.
+        segment_N: best on the CPU, where the passes are planned.
     """
     segment_N = segment_N.cpu()
     device, (segments, ipc) = x_NCHW.device, synthetic_SICHW.shape[:2]

@@ -14,15 +14,13 @@ from fedsynth.synthesizer.training import SgdSettings
 
 @dataclass(frozen=True)
 class TrainsOnUnion(Method):
-    """A method whose server trains w from w_r on all uploaded images, projected onto ‖w − w_r‖₂ ≤ ρ (FedDM, Eqs. 3, 10 and 23).
+    """A method whose server trains w from w_r on all uploaded images (FedDM, Eq. 10).
 
     Args:
-        radius: ρ.
         server_epochs, server_batch, server_lr: SGD on the union, with the paper's values.
         server_momentum, server_weight_decay: not in the paper; they follow distribution matching's public code.
     """
 
-    radius: float = 5.0
     server_epochs: int = 500
     server_batch: int = 256
     server_lr: float = 0.01
@@ -30,16 +28,41 @@ class TrainsOnUnion(Method):
     server_weight_decay: float = 5e-4
 
     def __post_init__(self) -> None:
-        check_ranges(self, radius=(0, inf), server_epochs=(0, inf), server_batch=(1, inf), server_lr=(0, inf))
+        check_ranges(self, server_epochs=(0, inf), server_batch=(1, inf), server_lr=(0, inf))
         check_ranges(self, server_momentum=(0, 1), server_weight_decay=(0, inf))
+
+    def ball(self) -> float | None:
+        """ρ of the ball around w_r that the server stays in; None: none."""
+        return None
+
+    def union_sgd(self) -> SgdSettings:
+        """The server's training."""
+        return SgdSettings(
+            self.server_epochs, self.server_batch, self.server_lr, self.server_momentum, self.server_weight_decay, self.ball()
+        )
 
     def broadcast(self, state: ServerState, context: RoundContext) -> Message:
         return ModelParameters(state.parameters, 1.0)
 
     def server_step(self, state: ServerState, uploads: Sequence[Message], context: RoundContext) -> ServerState:
         model = context.load(state.parameters)
-        sgd = SgdSettings(
-            self.server_epochs, self.server_batch, self.server_lr, self.server_momentum, self.server_weight_decay, self.radius
-        )
-        train_on_union(model, uploads, sgd, context)
+        train_on_union(model, uploads, self.union_sgd(), context)
         return ServerState(model.state_dict())
+
+
+@dataclass(frozen=True)
+class TrainsInBall(TrainsOnUnion):
+    """Its server stays in ‖w − w_r‖₂ ≤ ρ (FedDM, Eqs. 3 and 23).
+
+    Args:
+        radius: ρ.
+    """
+
+    radius: float = 5.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_ranges(self, radius=(0, inf))
+
+    def ball(self) -> float | None:
+        return self.radius

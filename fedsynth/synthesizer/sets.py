@@ -12,18 +12,24 @@ from fedsynth.core.client import OpenClients, Segments
 from fedsynth.core.messages import Message, public, released
 from fedsynth.core.method import RoundContext
 from fedsynth.core.random import torch_generator
+from fedsynth.data.images import normalise
+from fedsynth.data.registry import DatasetSpec
 from fedsynth.errors import SettingError
-from fedsynth.synthesizer.training import SgdSettings, train_on
+from fedsynth.synthesizer.training import Loss, SgdSettings, train_on
 
 
 @dataclass(frozen=True)
 class SyntheticSet(Message):
     """A client's upload: images [N, C, H, W] (float32, normalised) and their labels [N] (int64)."""
 
-    images: Tensor = released()
+    images: Tensor = released()  # a subclass may send uint8 pixels: `normalised` gives what a network takes
     labels: Tensor = public(
         "with DP on every class is sent, or those whose released noisy count is large, each with as many images"
     )
+
+    def normalised(self, spec: DatasetSpec) -> Tensor:
+        """The images as a network takes them, float32."""
+        return normalise(self.images, spec) if self.images.dtype == torch.uint8 else self.images
 
 
 def real_start(clients: OpenClients, segments: Segments, ipc: int, seed: int, draw: int = 0) -> Tensor:
@@ -40,6 +46,18 @@ def real_start(clients: OpenClients, segments: Segments, ipc: int, seed: int, dr
             chosen.append(pool[order.repeat(-(-ipc // len(pool)))[:ipc].to(pool.device)])
     images = clients.images(torch.cat(chosen) if chosen else torch.empty(0, dtype=torch.int64))
     return images.view(len(segments), ipc, *clients.spec.image_shape)
+
+
+def averaged_start(clients: OpenClients, segments: Segments, ipc: int, average: int, seed: int) -> Tensor:
+    """`ipc` images of each segment, each the mean of `average` random real ones of its class (with repetition), [S, ipc, C, H, W]."""
+    images: list[Tensor] = []
+    for position, client in enumerate(clients.ids):
+        generator = torch_generator(seed, "averaged start images", client)
+        for label in segments.label[segments.of(position)].tolist():
+            pool = clients.examples(position, label)
+            chosen = torch.randint(len(pool), (ipc * average,), generator=generator).to(pool.device)
+            images.append(clients.images(pool[chosen]).view(ipc, average, *clients.spec.image_shape).mean(dim=1))
+    return torch.stack(images) if images else torch.empty(0, ipc, *clients.spec.image_shape)
 
 
 def noise_start(ids: Sequence[int], segments: Segments, ipc: int, image_shape: tuple[int, int, int], seed: int) -> Tensor:
@@ -64,13 +82,29 @@ def split_uploads(images_SICHW: Tensor, segments: Segments, clients: int, kept_S
     return uploads
 
 
-def train_on_union(model: nn.Module, uploads: Sequence[Message], settings: SgdSettings, context: RoundContext) -> None:
+def train_on_union(
+    model: nn.Module,
+    uploads: Sequence[Message],
+    settings: SgdSettings,
+    context: RoundContext,
+    loss: Loss = nn.functional.cross_entropy,
+) -> None:
     """Trains `model` in place on all uploaded images together (FedDM's server, Eq. 10)."""
     sets = [u for u in uploads if isinstance(u, SyntheticSet)]
     if not any(len(u.labels) for u in sets):
+        if (
+            context.privacy is not None
+        ):  # no released count was large enough, which is no mistake, and is paid for: go on with w_r
+            return
         raise SettingError("no client sent any image: none has min_examples examples of a class; lower it, or use fewer clients")
-    images, labels = torch.cat([u.images for u in sets]), torch.cat([u.labels for u in sets])
+    images, labels = torch.cat([u.normalised(context.spec) for u in sets]), torch.cat([u.labels for u in sets])
     generator = torch_generator(context.seed, "server training", context.round)
     train_on(
-        model, lambda where: images[where], labels, settings, generator, lambda done, total: context.report("server", done, total)
+        model,
+        lambda where: images[where],
+        labels,
+        settings,
+        generator,
+        lambda done, total: context.report("server", done, total),
+        loss,
     )

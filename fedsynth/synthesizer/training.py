@@ -12,6 +12,7 @@ from fedsynth.models.flat import FlatNetwork, load_flat
 from fedsynth.synthesizer.graphs import recorded
 
 WORTH_RECORDING = 20  # steps
+Loss = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,7 @@ def train_on(
     settings: SgdSettings,
     generator: torch.Generator,
     report: Callable[[int, int], None] = lambda done, total: None,
+    loss: Loss = nn.functional.cross_entropy,
 ) -> None:
     """Trains `model` in place; on a GPU full batches are steps of a CUDA graph.
 
@@ -44,6 +46,7 @@ def train_on(
         images: normalised images [M, C, H, W] of the given positions [M] (int64, on the labels' device).
         labels_N: labels of all examples.
         generator: a CPU generator; shuffles every epoch.
+        loss: (logits [M, C], labels [M]) of a minibatch -> scalar; waits for nothing.
     """
     if not len(labels_N):
         return
@@ -55,7 +58,7 @@ def train_on(
 
     def step(where: Tensor) -> None:
         grad.zero_()
-        nn.functional.cross_entropy(network.module(images(where)), labels_N[where]).backward()
+        loss(network.module(images(where)), labels_N[where]).backward()
         with torch.no_grad():
             velocity.mul_(settings.momentum).add_(grad).add_(flat, alpha=settings.weight_decay)
             flat.add_(velocity, alpha=-settings.learning_rate)
@@ -63,7 +66,7 @@ def train_on(
                 project_to_ball(flat, start, settings.radius)
 
     full: Callable[[Tensor], None] = step
-    if labels_N.is_cuda and settings.epochs * len(labels_N) // settings.batch >= WORTH_RECORDING:
+    if labels_N.is_cuda and settings.epochs * (len(labels_N) // settings.batch) >= WORTH_RECORDING:
         full = _recorded(step, settings.batch, [flat, velocity, grad, *network.module.buffers()], labels_N.device)
     for epoch in range(settings.epochs):
         order = torch.randperm(len(labels_N), generator=generator).to(labels_N.device)

@@ -55,7 +55,7 @@ def test_version_and_help(fedsynth: Callable[..., Any]) -> None:
 @pytest.mark.parametrize(
     ("args", "code", "text"),
     [
-        (["train", "--method", "fedm"], 2, b"fedsynth: error: unknown method 'fedm'; did you mean feddm or fedavg?\n"),
+        (["train", "--method", "fedm"], 2, b"fedsynth: error: unknown method 'fedm'; did you mean feddm or fedaf or fedavg?\n"),
         (["train", "--bogus"], 2, b"fedsynth: error: No such option: --bogus"),
     ],
 )

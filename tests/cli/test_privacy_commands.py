@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from fedsynth.cli.app import app
 from fedsynth.privacy.accounting import Release, epsilon
+from fedsynth.privacy.report_text import up
 
 FAST = ("--rounds", "2", "--set", "iterations=2", "--set", "server_epochs=1", "--set", "ipc=1", "--width", "4")
 
@@ -60,11 +61,15 @@ def test_sigma_gives_epsilon_by_round_as_a_table_and_a_plot(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (("--epsilon", "0"), "must be a positive number"),
+        (("--epsilon", "0"), "error: --epsilon must be a positive number"),
+        (("--sigma", "-1"), "error: --sigma must be a positive number"),
+        (("--epsilon", "1", "--n", "0"), "error: --n must be positive"),
+        (("--epsilon", "1", "--method", "real", "--steps", "5"), "cannot run with differential privacy"),
+        (("--epsilon", "1", "--mechanism", "paper"), "gives no guarantee"),
         ((), "needs --epsilon"),
         (("--epsilon", "1", "--method", "real"), "cannot run with differential privacy"),
         (("--epsilon", "1", "--mechanism", "residul"), "did you mean residual"),
-        (("--sigma", "1", "--mechanism", "paper"), "with a guarantee"),
+        (("--sigma", "1", "--mechanism", "paper"), "gives no guarantee"),
         (("--epsilon", "1", "--adjacency", "swap"), "adjacency must be one of"),
     ],
 )
@@ -84,7 +89,7 @@ def test_a_dry_run_says_what_the_run_then_does(tmp_path: Path) -> None:
     assert run.exit_code == 0, run.output
     (folder,) = tmp_path.iterdir()
     spent = json.loads((folder / "privacy_report.json").read_text())["guarantee"]["epsilon"]
-    assert f"ε = {spent:.2g}"[:5] in dry.stdout
+    assert f"ε = {up(spent, 3)} at" in dry.stdout
     assert "no differential privacy" in call("train", "--dry-run").stdout
 
 
@@ -117,3 +122,21 @@ def test_missing_reports_are_one_line(tmp_path: Path) -> None:
         run = check("privacy", *words)
         assert run.exit_code == 2
         assert "fedsynth: error:" in run.output
+
+
+def test_a_dry_run_makes_no_ledger_and_refuses_what_the_run_would(tmp_path: Path) -> None:
+    words = ("train", *FAST, "--dp-ledger", str(tmp_path / "kept"), "--output", str(tmp_path / "out"))
+    assert call(*words, "--dp-sigma", "3", "--dry-run").exit_code == 0
+    assert not (tmp_path / "kept").exists()
+    capped = (*words, "--dp-sigma", "1", "--dp-epsilon", "0.1")
+    for run in (call(*capped, "--dry-run"), call(*capped)):
+        assert run.exit_code == 2
+        assert "above the cap" in run.output
+
+
+def test_a_plan_shows_the_last_round_and_a_budget_that_is_too_small() -> None:
+    run = call("privacy", "plan", "--sigma", "3", "--rounds", "13", "--epsilon", "2", "--steps", "10", "--mechanism", "residual")
+    assert run.exit_code == 0, run.output
+    head = next(line for line in run.stdout.splitlines() if " mechanism " in line and " 10 " in line)
+    assert " 13 " in head
+    assert "exceeds ε = 2 in round" in run.output

@@ -38,3 +38,12 @@ def test_examples_are_short_and_explain_themselves() -> None:
         lines = path.read_text().splitlines()
         assert lines[0].startswith('"""'), path
         assert len(lines) <= 120, path
+
+
+def test_fedaf_with_and_without_privacy(capsys: pytest.CaptureFixture[str]) -> None:
+    runpy.run_path(str(EXAMPLES / "fedaf.py"), run_name="__main__")
+    out = capsys.readouterr().out
+    accuracies = [float(a) for a in re.findall(r"accuracy ([\d.]+) %", out)]
+    assert accuracies[0] > 90  # about 97; chance is 10
+    assert accuracies[1] > 70  # about 89
+    assert out.count("if it were the only release") == 3

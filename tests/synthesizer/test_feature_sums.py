@@ -16,6 +16,9 @@ from fedsynth.core.client import OpenClients, PrivateClients
 from fedsynth.core.method import RoundContext, ServerState
 from fedsynth.data.images import ImageData, from_arrays
 from fedsynth.data.registry import dataset_spec
+from fedsynth.federation.observer import Observer
+from fedsynth.federation.settings import resolve
+from fedsynth.federation.simulation import simulate
 from fedsynth.methods.feddm import FedDM
 from fedsynth.models.flat import flatten
 from fedsynth.models.registry import ModelSettings, build_model
@@ -174,3 +177,47 @@ def test_the_noise_that_m_networks_need(target: float, factor: float) -> None:
     assert epsilon([row], 1e-5) == pytest.approx(target, rel=0.02)
     if target == 1.0:
         assert epsilon([row, replace(row, noise_multiplier=10.0, steps=1)], 1e-5) == pytest.approx(1.07, abs=0.01)
+
+
+@pytest.mark.parametrize("mechanism", ["features", "residual"])
+def test_private_clients_are_never_compiled(mechanism: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One record more would move the others of its piece to another kernel: in bf16 the sums moved by 1.06 clips."""
+    asked: list[bool] = []
+    original = NetworkFeatures.__init__
+
+    def spy(self: NetworkFeatures, *args: Any, **named: Any) -> None:
+        asked.append(named["compiled"])
+        original(self, *args, **{**named, "compiled": False})
+
+    monkeypatch.setattr(NetworkFeatures, "__init__", spy)
+    method = FedDM(ipc=1, iterations=1, min_examples=1)
+    for privacy in (PrivacySettings(noise_multiplier=1.0, mechanism=mechanism), None):
+        ctx = replace(context(privacy), compiled=True)  # type: ignore[arg-type]
+        clients = group(data(), [torch.arange(N)]) if privacy else OpenClients([0], data(), [torch.arange(N)])
+        method.client_step(method.broadcast(ServerState(ctx.architecture.state_dict()), ctx), clients, [{}], ctx)
+    assert asked == [False, True]
+
+
+def test_a_round_in_which_no_count_is_large_enough_ends_in_order(tmp_path: Any) -> None:
+    """The ledger is charged, so there must be a report; the model stays, and the message does not speak of true counts."""
+    notes: list[str] = []
+
+    class Notes(Observer):
+        def note(self, text: str) -> None:
+            notes.append(text)
+
+    images = data(200, labels=np.zeros(200, dtype=np.int64))
+    sections = {
+        "run": {"rounds": 1},
+        "partition": {"kind": "iid", "clients": 2},
+        "model": {"width": 4},
+        "method": {"iterations": 1, "ipc": 1, "min_examples": 100_000},
+        "privacy": {"noise_multiplier": 1.0, "mechanism": "features"},
+    }
+    result = simulate(resolve(sections), data=(images, images), output=tmp_path, observer=Notes())
+    assert result.folder is not None
+    assert (result.folder / "privacy_report.json").exists()
+    assert any("released count" in text for text in notes)
+    assert not any("min_examples examples" in text for text in notes)
+    fresh = build_model(ModelSettings(width=4, depth=2), SPEC.image_shape, 10, 0)
+    assert torch.equal(flatten(result.model), flatten(fresh))

@@ -1,0 +1,288 @@
+"""FedAF: aggregation-free federated learning by collaborative condensation and knowledge matching (arXiv 2404.18962).
+
+Client, every round: make class-mean logits V_k and soft labels R_k of its data under w_r (Eqs. 5, 12), and condense: distribution matching in
+feature space alone (Eq. 4) plus λ_loc times the sliced Wasserstein distance of the synthetic images' mean logits to the global V (Eq. 10),
+each step with a re-sampled network (Eq. 17). It sends pixels as uint8, V_k and R_k. Server: average V and R over the clients that have a class
+(Eqs. 8, 12), and train on the union of all sets with cross-entropy plus λ_glob times the knowledge-matching loss (Eqs. 13-15).
+
+V is averaged from a round's uploads and used by the clients in the next (App. C counts one upload of S, V and R a round): round 1 has no
+collaborative term.
+
+With differential privacy the images go through mechanism `residual`, and V comes from one noisy sum of clipped logits and noisy counts; R is
+computed from the released V. Batch norm is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import inf, sqrt
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from fedsynth.core.client import ClientGroup, OpenClients, PrivateClients, Segments, chunk
+from fedsynth.core.messages import Message, ModelParameters, released
+from fedsynth.core.method import Memory, PrivatePlan, RoundContext, ServerState, check_choice, check_ranges
+from fedsynth.core.random import torch_generator
+from fedsynth.data.images import denormalise
+from fedsynth.errors import SettingError
+from fedsynth.privacy.dpsgd import refuse_batch_norm
+from fedsynth.privacy.settings import PrivacySettings
+from fedsynth.synthesizer.batch_norm import has_batch_norm, with_grouped_statistics
+from fedsynth.synthesizer.batches import SMALL_CLASS, BatchIndices
+from fedsynth.synthesizer.condensation import client_bytes, condense
+from fedsynth.synthesizer.knowledge import (
+    DISTANCES,
+    KnowledgeMatcher,
+    average_over_holders,
+    class_means,
+    knowledge_matching,
+    soft_labels,
+    unit_directions,
+)
+from fedsynth.synthesizer.matching import ExactMatcher, Matcher, ResidualMatcher
+from fedsynth.synthesizer.resampling import ResampledNetworks
+from fedsynth.synthesizer.server import TrainsOnUnion
+from fedsynth.synthesizer.sets import SyntheticSet, averaged_start, noise_start, split_uploads, train_on_union
+
+
+@dataclass(frozen=True)
+class GlobalKnowledge(ModelParameters):
+    """Down: w_r, and the averaged logits V [C, C] with the classes that they exist for [C] (none in round 1)."""
+
+    logits: Tensor = released()
+    known: Tensor = released()
+
+
+@dataclass(frozen=True)
+class CondensedSet(SyntheticSet):
+    """Up: uint8 pixels and labels, V_k and R_k [C, C] (float32), and which of their rows exist [C] (bool)."""
+
+    logits: Tensor = released()
+    soft: Tensor = released()
+    present: Tensor = released()
+
+
+@dataclass(frozen=True)
+class FedAF(TrainsOnUnion):
+    """Settings, with the paper's values; where it is silent, the reason.
+
+    Args:
+        server_*: 500 epochs, batch 256, lr 1e-3, momentum 0.9 (Sec. 5); weight decay none (not mentioned).
+        ipc, iterations, batch, image_lr, image_momentum: condensation; image_lr is 1.0 on CIFAR-10, 0.1 on CIFAR-100, 0.2 on Fashion-MNIST.
+        gamma: γ of model re-sampling (Eq. 17).
+        local_weight, global_weight: λ_loc and λ_glob; 0 leaves the collaborative term or knowledge matching out (the ablations).
+            (1e-4, 1e-2) on CIFAR, (1e-3, 2.0) on Fashion-MNIST, (0.01, 0.1) on DomainNet.
+        temperature: τ of the soft labels; the paper gives none: 1 is plain softmax.
+        distance: of Eq. 10, see `sliced_wasserstein`; "point" because u and v are one vector per class. directions: of "rows".
+        matching: knowledge matching on the "minibatch"'s class means: Eq. 13 over all of S would be a pass over S in every step.
+        min_examples: a client condenses a class with at least so many examples; the paper names no such rule, so every class that is there.
+        start_average: random real images that a start image is the mean of; the paper says "average", and no number.
+        restart: start anew each round (False: go on from the last round's images, as no initialisation is said to recur).
+        small_class, batch_norm: as in FedDM.
+        logit_clip, knowledge_noise: with differential privacy: L2 bound of an example's logits, and the noise multiplier of their sums and of
+            the counts over that of the images' releases. A public choice, not tuned.
+    """
+
+    name: ClassVar[str] = "fedaf"
+    summary: ClassVar[str] = "clients condense towards shared class-mean logits, the server matches their soft labels"
+    reference: ClassVar[str] = "Wang et al. 2024, FedAF, arXiv 2404.18962"
+    upload: ClassVar[type[Message]] = CondensedSet
+    protects: ClassVar[tuple[str, ...]] = ("residual",)
+
+    server_lr: float = 1e-3
+    server_weight_decay: float = 0.0
+    ipc: int = 50
+    iterations: int = 1000
+    image_lr: float = 1.0
+    image_momentum: float = 0.9
+    batch: int = 256
+    gamma: float = 0.9
+    local_weight: float = 1e-4
+    global_weight: float = 1e-2
+    temperature: float = 1.0
+    distance: str = "point"
+    directions: int = 50
+    min_examples: int = 1
+    start_average: int = 10
+    restart: bool = False
+    small_class: str = "all"
+    batch_norm: str = "client"
+    logit_clip: float = 5.0
+    knowledge_noise: float = 5.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_ranges(self, ipc=(1, inf), iterations=(1, inf), batch=(1, inf), image_lr=(0, inf), image_momentum=(0, 1))
+        check_ranges(
+            self, gamma=(0, 1), local_weight=(0, inf), global_weight=(0, inf), temperature=(1e-6, inf), directions=(1, inf)
+        )
+        check_ranges(self, min_examples=(0, inf), start_average=(1, inf), logit_clip=(1e-9, inf), knowledge_noise=(1e-3, inf))
+        check_choice("distance", self.distance, DISTANCES)
+        check_choice("small_class", self.small_class, SMALL_CLASS)
+        check_choice("batch_norm", self.batch_norm, ("client", "class"))
+
+    def client_bytes(self, context: RoundContext) -> int:
+        return client_bytes(context, self.ipc, self.iterations, self.batch)
+
+    def check_model(self, model: nn.Module) -> None:
+        if not (hasattr(model, "embed") and isinstance(getattr(model, "classifier", None), nn.Linear)):
+            raise SettingError("fedaf matches embeddings and logits: the network needs `embed` and a linear `classifier`")
+
+    def broadcast(self, state: ServerState, context: RoundContext) -> Message:
+        classes, device = context.spec.classes, context.device
+        logits = state.kept.get("logits", torch.zeros(classes, classes, device=device))
+        known = state.kept.get("known", torch.zeros(classes, dtype=torch.bool, device=device))
+        return GlobalKnowledge(state.parameters, 1.0, logits, known)
+
+    def client_step(
+        self, message: Message, clients: ClientGroup, memories: Sequence[Memory], context: RoundContext
+    ) -> list[tuple[Message, Memory]]:
+        if not isinstance(message, GlobalKnowledge):
+            raise TypeError(f"expected GlobalKnowledge, got {type(message).__name__}")
+        model = context.load(message.parameters).requires_grad_(False).eval()
+        segments = clients.segments() if isinstance(clients, PrivateClients) else clients.segments(self.min_examples)
+        matcher = self._matcher(clients, segments, context)
+        logits, present = self._local_knowledge(model, clients, context)
+        batch_norm = has_batch_norm(model)
+        networks = ResampledNetworks(
+            with_grouped_statistics(model) if batch_norm else model,
+            context.architecture,
+            self.gamma,
+            seed=context.seed,
+            round=context.round,
+            device=context.device,
+        )
+        groups = segments.position if self.batch_norm == "client" else torch.arange(len(segments))
+        images = condense(
+            self._start(clients, segments, memories, context),
+            networks.draw,
+            self._collaborative(matcher, message, segments, context),
+            steps=self.iterations,
+            learning_rate=self.image_lr,
+            momentum=self.image_momentum,
+            precision=context.precision,
+            statistics_S=groups.to(context.device) if batch_norm else None,
+            memory_bytes=context.memory_bytes // 2,
+            compiled=context.compiled and isinstance(clients, OpenClients),
+            report=lambda done: context.report("condense", done, self.iterations),
+        )
+        results: list[tuple[Message, Memory]] = []
+        for position, upload in enumerate(split_uploads(images, segments, len(clients.ids))):
+            pixels, v = denormalise(upload.images, context.spec), logits[position]
+            sent = CondensedSet(pixels, upload.labels, v, soft_labels(v, self.temperature), present[position])
+            results.append((sent, {"images": upload.images}))
+        return results
+
+    def server_step(self, state: ServerState, uploads: Sequence[Message], context: RoundContext) -> ServerState:
+        sets = [u for u in uploads if isinstance(u, CondensedSet)]
+        present = [u.present for u in sets]
+        logits, known = average_over_holders([u.logits for u in sets], present)
+        soft, _ = average_over_holders([u.soft for u in sets], present)
+        classes = context.spec.classes
+
+        def loss(logits_NC: Tensor, labels_N: Tensor) -> Tensor:
+            means, there = class_means(logits_NC, labels_N, classes)
+            matching = knowledge_matching(means, soft, there & known, self.temperature)
+            return nn.functional.cross_entropy(logits_NC, labels_N) + self.global_weight * matching
+
+        model = context.load(state.parameters)
+        train_on_union(model, uploads, self.union_sgd(), context, loss if self.global_weight > 0 else nn.functional.cross_entropy)
+        return ServerState(model.state_dict(), {"logits": logits, "known": known})
+
+    def private_plans(self, privacy: PrivacySettings, context: RoundContext) -> tuple[PrivatePlan, ...]:
+        """The images' T releases, the sums of logits, and the counts."""
+        refuse_batch_norm(context.architecture)
+        classifier: Any = context.architecture.classifier
+        width, classes = classifier.in_features, context.spec.classes
+        images = PrivatePlan(
+            quantity="synthetic images",
+            mechanism="residual",
+            clipped="residual h(S) − h(x) of each example's embedding",
+            clip=privacy.clip or 0.25 * sqrt(width),
+            sample_rate=privacy.sample_rate or min(1.0, self.batch * classes / context.nominal_size),
+            steps=self.iterations,
+            dimension=classes * width,
+        )
+        logits = PrivatePlan(
+            "class sums of logits (V and R)", "sums", "logits z(x) of each example", self.logit_clip, 1.0, 1, classes * classes,
+            self.knowledge_noise,
+        )  # fmt: skip
+        counts = PrivatePlan("class counts", "sums", "each example counts 1", 1.0, 1.0, 1, classes, self.knowledge_noise)
+        return images, logits, counts
+
+    def _matcher(self, clients: ClientGroup, segments: Segments, context: RoundContext) -> Matcher:
+        """Distribution matching of embeddings alone (Eq. 4)."""
+        columns: int = context.architecture.classifier.in_features  # type: ignore[assignment,union-attr]
+        if isinstance(clients, OpenClients):
+            batches = BatchIndices(
+                clients,
+                segments,
+                self.batch,
+                self.iterations,
+                small_class=self.small_class,
+                seed=context.seed,
+                round=context.round,
+            )
+            return ExactMatcher(clients, batches, columns)
+        plan = self.private_plans(_settings(context), context)[0]
+        series = clients.charge(plan.release(context.round, _settings(context).noise_multiplier or 0.0), context.spec.classes)
+        return ResidualMatcher(clients, series, plan.sample_rate * context.nominal_size / context.spec.classes, columns)
+
+    def _collaborative(self, matcher: Matcher, message: GlobalKnowledge, segments: Segments, context: RoundContext) -> Matcher:
+        if self.local_weight == 0 or not bool(message.known.any()):
+            return matcher
+        label, generator = segments.label.to(context.device), torch_generator(
+            context.seed, "slicing directions", context.round, device=context.device
+        )  # fmt: skip
+        return KnowledgeMatcher(
+            matcher,
+            message.logits[label],
+            segments.position.to(context.device),
+            message.known[label],
+            weight=self.local_weight,
+            logit_weight=1.0,
+            distance=self.distance,
+            directions=lambda: unit_directions(self.directions, context.spec.classes, generator),
+        )
+
+    def _local_knowledge(self, model: nn.Module, clients: ClientGroup, context: RoundContext) -> tuple[Tensor, Tensor]:
+        """(V_k [K, C, C], which rows exist [K, C]) of every client of the group (Eq. 5)."""
+        classes = context.spec.classes
+        if isinstance(clients, PrivateClients):
+            _, sums_plan, counts_plan = self.private_plans(_settings(context), context)
+            sigma = _settings(context).noise_multiplier or 0.0
+            row = counts_plan.release(context.round, sigma)
+            ones = clients.class_sums(clients.charge(row, classes), lambda x_NCHW, segment_N: x_NCHW.new_ones(len(x_NCHW), 1))
+            series = clients.charge(sums_plan.release(context.round, sigma), classes)
+            sums = clients.class_sums(series, lambda x_NCHW, segment_N: model(x_NCHW))
+            floor = max(1.0, self.min_examples, 2 * row.noise_multiplier)
+            means = sums / ones.clamp_min(floor)
+            return means.view(len(clients.ids), classes, classes), (ones >= floor).view(len(clients.ids), classes)
+        rows: list[Tensor] = []
+        there: list[Tensor] = []
+        for position in range(len(clients.ids)):
+            mine = clients.examples(position)
+            with torch.no_grad():
+                parts = [model(clients.images(part)) for part in mine.split(chunk(mine.device)) if len(part)]
+            logits = torch.cat(parts) if parts else torch.zeros(0, classes, device=context.device)
+            mean, held = class_means(logits, clients.labels(mine), classes)
+            rows.append(mean)
+            there.append(held)
+        return torch.stack(rows), torch.stack(there)
+
+    def _start(self, clients: ClientGroup, segments: Segments, memories: Sequence[Memory], context: RoundContext) -> Tensor:
+        if not self.restart and all("images" in memory for memory in memories):
+            kept = torch.cat([memory["images"] for memory in memories])
+            return kept.view(len(segments), self.ipc, *clients.spec.image_shape)
+        if isinstance(clients, PrivateClients):
+            return noise_start(clients.ids, segments, self.ipc, clients.spec.image_shape, context.seed).to(context.device)
+        return averaged_start(clients, segments, self.ipc, self.start_average, context.seed)
+
+
+def _settings(context: RoundContext) -> PrivacySettings:
+    if context.privacy is None or context.privacy.noise_multiplier is None:
+        raise SettingError("private clients need privacy settings with a noise multiplier")
+    return context.privacy

@@ -1,0 +1,141 @@
+"""FedAF's knowledge in logit space (Wang et al. 2024, arXiv 2404.18962): what clients share, and the two losses that use it.
+
+A client's class-mean logits v_{k,c} (Eq. 5) go up; the server averages them to v_c (Eq. 8). While condensing, a client pulls its synthetic
+images' mean logits u_{k,c} towards v_c by a sliced Wasserstein distance (collaborative data condensation, Eq. 10). While training, the server
+pulls its own soft labels on the synthetic set towards the clients' (local-global knowledge matching, Eqs. 12-15).
+
+Every function here is differentiable in the network's side and has no NaN gradient where the two sides are equal.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fedsynth.synthesizer.matching import FeatureMap, Matcher, frozen_means, pull_back
+
+DISTANCES = ("point", "rows", "sorted")
+
+
+def average_over_holders(values_KCC: Sequence[Tensor], present_KC: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Eqs. 8 and 12: (the mean of each class's row over the clients that have the class [C, C], which classes anybody has [C]).
+
+    The paper divides by K even where a client has no example of a class, whose v_{k,c} is then undefined; here only holders count. The row
+    of a class that nobody has is zero, and must not be used.
+    """
+    values, present = torch.stack(list(values_KCC)), torch.stack(list(present_KC)).to(torch.bool)
+    weights = present.to(values.dtype)
+    count = weights.sum(dim=0)
+    mean = torch.einsum("kc,kcd->cd", weights, torch.where(present[..., None], values, 0.0)) / count.clamp_min(1)[:, None]
+    return mean, count > 0
+
+
+def sliced_wasserstein(u_SC: Tensor, v_SC: Tensor, client_S: Tensor, *, distance: str, directions_PC: Tensor) -> Tensor:
+    """The collaborative loss Σ_c SWD(u_{k,c}, v_c) of each client of a group (Eq. 10), summed over clients: a scalar.
+
+    Args:
+        u_SC: mean logits of the synthetic images of each segment. v_SC: the global knowledge of the segment's class.
+        client_S: which client a segment belongs to.
+        distance: "point": each u and v is one point, and the distance E_θ|θ·(u − v)| over unit vectors θ is exactly κ_C·‖u − v‖ with
+            κ_C = Γ(C/2) / (√π·Γ((C + 1)/2)). "rows": a client's rows u against its rows v as two clouds of points, along the random
+            `directions_PC`, times the number of rows (so that it is a sum over classes too). "sorted": the Wasserstein distance between the
+            coordinates of u and of v, which does not see which class is which; for comparison only.
+        directions_PC: unit vectors, for "rows".
+    """
+    if distance == "point":
+        return point_factor(u_SC.shape[1]) * _norms(u_SC - v_SC).sum()
+    if distance == "sorted":
+        apart: Tensor = u_SC.sort(dim=1).values - v_SC.sort(dim=1).values
+        return apart.abs().mean(dim=1).sum()
+    along_u, along_v = u_SC @ directions_PC.T, v_SC @ directions_PC.T
+    total = u_SC.new_zeros(())
+    for client in client_S.unique():
+        mine = client_S == client
+        total = total + (along_u[mine].sort(dim=0).values - along_v[mine].sort(dim=0).values).abs().mean(dim=1).sum()
+    return total
+
+
+def point_factor(dimension: int) -> float:
+    """E|θ₁| for a uniform unit vector θ in this dimension."""
+    return math.exp(math.lgamma(dimension / 2) - math.lgamma((dimension + 1) / 2)) / math.sqrt(math.pi)
+
+
+class KnowledgeMatcher:
+    """λ_loc·∇_S Σ_c SWD(u_c, v_c) on top of another matcher's gradient (Eqs. 4 and 10 together); touches no data.
+
+    Args:
+        inner: distribution matching.
+        global_SC: v_c of each segment's class. client_S: whose segment it is. known_S: whether anybody's v_c exists; others pull nothing.
+        weight: λ_loc. logit_weight: b of the features' logits (the last C coordinates), above 0.
+        directions: draws the step's unit vectors; used by "rows" alone.
+    """
+
+    def __init__(
+        self,
+        inner: Matcher,
+        global_SC: Tensor,
+        client_S: Tensor,
+        known_S: Tensor,
+        *,
+        weight: float,
+        logit_weight: float,
+        distance: str,
+        directions: Callable[[], Tensor],
+    ) -> None:
+        self._inner, self._weight, self._logit_weight, self._distance = inner, weight, logit_weight, distance
+        self._global, self._client, self._known, self._directions = global_SC, client_S, known_S, directions
+
+    def gradient(self, step: int, features: FeatureMap, synthetic: Tensor) -> Tensor:
+        matched = self._inner.gradient(step, features, synthetic)
+        means = frozen_means(features, synthetic)
+        logits = (means[:, -self._global.shape[1] :] / self._logit_weight).requires_grad_()
+        with torch.enable_grad():
+            pull = sliced_wasserstein(
+                logits[self._known],
+                self._global[self._known],
+                self._client[self._known],
+                distance=self._distance,
+                directions_PC=self._directions(),
+            )
+            (gradient,) = torch.autograd.grad(pull, logits)
+        width = means.shape[1]
+        cotangents = torch.nn.functional.pad(gradient * (self._weight / self._logit_weight), (width - gradient.shape[1], 0))
+        return matched + pull_back(features, synthetic, lambda means, numbers: cotangents[numbers])
+
+
+def unit_directions(count: int, dimension: int, generator: torch.Generator) -> Tensor:
+    """Uniform unit vectors [count, dimension] on the generator's device."""
+    drawn = torch.randn(count, dimension, generator=generator, device=generator.device)
+    unit: Tensor = drawn / torch.linalg.vector_norm(drawn, dim=1, keepdim=True)
+    return unit
+
+
+def class_means(logits_NC: Tensor, labels_N: Tensor, classes: int) -> tuple[Tensor, Tensor]:
+    """(mean logits of each class [classes, C], which classes are there [classes])."""
+    members = F.one_hot(labels_N, classes).to(logits_NC.dtype)
+    count = members.sum(dim=0)
+    return (members.T @ logits_NC) / count.clamp_min(1)[:, None], count > 0
+
+
+def soft_labels(mean_logits_CC: Tensor, temperature: float) -> Tensor:
+    """softmax(v/τ) by row."""
+    return torch.softmax(mean_logits_CC / temperature, dim=1)
+
+
+def knowledge_matching(mean_logits_CC: Tensor, soft_CC: Tensor, usable_C: Tensor, temperature: float) -> Tensor:
+    """L_LGKM = ½(KL(R‖T) + KL(T‖R)), Eq. 15, over the usable classes' rows; T = softmax(mean_logits/τ) (Eq. 13), R = `soft_CC`."""
+    log_t = torch.log_softmax(mean_logits_CC / temperature, dim=1)
+    log_r = soft_CC.clamp_min(torch.finfo(soft_CC.dtype).tiny).log()
+    both = ((soft_CC - log_t.exp()) * (log_r - log_t)).sum(dim=1) / 2
+    return torch.where(usable_C, both, 0.0).sum()
+
+
+def _norms(rows: Tensor) -> Tensor:
+    """L2 norms by row, with gradient zero (and not NaN) at zero."""
+    squares = rows.square().sum(dim=1)
+    positive = squares > 0
+    return torch.where(positive, torch.where(positive, squares, 1.0).sqrt(), 0.0)

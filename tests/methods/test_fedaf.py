@@ -1,0 +1,260 @@
+"""FedAF: a whole round against plain torch, the ablations, missing classes, bytes, and what it releases with differential privacy."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fedsynth.core.client import OpenClients, PrivateClients
+from fedsynth.core.messages import ModelParameters
+from fedsynth.core.method import RoundContext, ServerState
+from fedsynth.core.random import torch_generator
+from fedsynth.data.images import ImageData, denormalise, from_arrays, normalise
+from fedsynth.data.registry import dataset_spec
+from fedsynth.errors import SettingError, UnknownNameError
+from fedsynth.federation.settings import resolve
+from fedsynth.federation.simulation import simulate
+from fedsynth.methods.fedaf import CondensedSet, FedAF
+from fedsynth.models.flat import flatten
+from fedsynth.models.registry import ModelSettings, build_model
+from fedsynth.privacy.errors import ForbiddenLayerError
+from fedsynth.privacy.ledger import Guard, Ledger
+from fedsynth.privacy.mechanisms import GaussianSums
+from fedsynth.privacy.randomness import SecretGenerator
+from fedsynth.privacy.settings import PrivacySettings
+from fedsynth.synthesizer.resampling import ResampledNetworks
+
+SPEC = dataset_spec("digits")
+LABELS = np.array([0, 0, 0, 1, 1, 1, 1, 2, 0, 0, 1, 1])
+PARTS = [torch.arange(8), torch.arange(8, 12)]  # client 1 lacks class 2; nobody has 3 … 9
+FAST = FedAF(
+    ipc=2, iterations=3, image_lr=0.5, start_average=2, server_epochs=2, server_batch=4, server_lr=0.05, local_weight=0.3,
+    global_weight=0.7, temperature=2.0,
+)  # fmt: skip
+
+
+def data() -> ImageData:
+    return from_arrays(np.random.default_rng(0).integers(0, 256, (12, 1, 8, 8)).astype(np.uint8), LABELS, SPEC)
+
+
+def context(number: int = 1, norm: str = "instance", privacy: PrivacySettings | None = None) -> RoundContext:
+    architecture = build_model(ModelSettings(width=4, depth=2, norm=norm), SPEC.image_shape, 10, 0)
+    return RoundContext(number, 0, torch.device("cpu"), SPEC, architecture, 6.0, privacy)
+
+
+def rounds(method: FedAF, count: int, groups: tuple[tuple[int, ...], ...] = ((0, 1),)) -> tuple[ServerState, list[CondensedSet]]:
+    state, memories, uploads = ServerState(context().architecture.state_dict()), {0: {}, 1: {}}, {}
+    for number in range(1, count + 1):
+        ctx = context(number)
+        message = method.broadcast(state, ctx)
+        for ids in groups:
+            clients = OpenClients(ids, data(), [PARTS[k] for k in ids])
+            for k, (upload, memory) in zip(
+                ids, method.client_step(message, clients, [memories[k] for k in ids], ctx), strict=True
+            ):
+                uploads[k], memories[k] = upload, memory  # type: ignore[assignment]
+        state = method.server_step(state, [uploads[0], uploads[1]], ctx)
+    return state, [uploads[0], uploads[1]]  # type: ignore[list-item]
+
+
+def plain_rounds(method: FedAF, count: int) -> tuple[Tensor, list[Tensor]]:
+    """The same, equation by equation: (w, pixels of each client)."""
+    x, y = normalise(data().images, SPEC), torch.tensor(LABELS)
+    held = [[0, 1, 2], [0, 1]]
+    model, images, V = context().architecture, {}, None
+    for number in range(1, count + 1):
+        ctx, net = context(number), model
+        with torch.no_grad():
+            z = net(x)
+        v = [{c: z[part][y[part] == c].mean(0) for c in held[k]} for k, part in enumerate(PARTS)]  # Eq. 5
+        pixels = []
+        for k, part in enumerate(PARTS):
+            if k not in images:
+                generator = torch_generator(0, "averaged start images", k)
+                images[k] = torch.stack([
+                    x[part[y[part] == c]][torch.randint(int((y[part] == c).sum()), (4,), generator=generator)].view(2, 2, 1, 8, 8).mean(1)
+                    for c in held[k]
+                ])  # fmt: skip
+            S, velocity = images[k].clone(), torch.zeros_like(images[k])
+            draws = ResampledNetworks(net, ctx.architecture, method.gamma, seed=0, round=number, device=torch.device("cpu"))
+            for _ in range(method.iterations):
+                w, leaf = draws.draw(), S.clone().requires_grad_()
+                loss = torch.zeros(())
+                for i, c in enumerate(held[k]):
+                    h = w.embed(leaf[i])  # type: ignore[operator]
+                    loss = loss + (h.mean(0) - w.embed(x[part[y[part] == c]]).mean(0)).square().sum()  # type: ignore[operator]  # Eq. 4
+                    if V is not None:
+                        u = w.classifier(h).mean(0)  # type: ignore[operator]
+                        factor = torch.tensor(10 / 2).lgamma().exp() / torch.tensor(11 / 2).lgamma().exp() / torch.pi**0.5
+                        loss = loss + method.local_weight * factor * (u - V[c]).norm()  # Eq. 10
+                (gradient,) = torch.autograd.grad(loss, leaf)
+                velocity = method.image_momentum * velocity + gradient
+                S = S - method.image_lr * velocity
+            images[k] = S
+            pixels.append(denormalise(S.flatten(0, 1), SPEC))
+        V = {c: torch.stack([v[k][c] for k in (0, 1) if c in v[k]]).mean(0) for c in (0, 1, 2)}  # Eq. 8
+        soft = [{c: torch.softmax(v[k][c] / method.temperature, 0) for c in held[k]} for k in (0, 1)]
+        R = {c: torch.stack([soft[k][c] for k in (0, 1) if c in soft[k]]).mean(0) for c in (0, 1, 2)}  # Eq. 12
+        union = normalise(torch.cat(pixels), SPEC)
+        labels = torch.cat([torch.tensor(held[k]).repeat_interleave(2) for k in (0, 1)])
+        model = context().architecture
+        model.load_state_dict(net.state_dict())
+        optimiser = torch.optim.SGD(model.parameters(), method.server_lr, method.server_momentum)
+        shuffle = torch_generator(0, "server training", number)
+        for _ in range(method.server_epochs):
+            for part in torch.randperm(len(labels), generator=shuffle).split(method.server_batch):
+                logits = model(union[part])
+                loss = nn.functional.cross_entropy(logits, labels[part])
+                for c in labels[part].unique().tolist():
+                    t = torch.softmax(logits[labels[part] == c].mean(0) / method.temperature, 0)  # Eq. 13
+                    kl = (R[c] * (R[c] / t).log()).sum() + (t * (t / R[c]).log()).sum()
+                    loss = loss + method.global_weight * kl / 2  # Eqs. 14, 15
+                optimiser.zero_grad()
+                loss.backward()  # type: ignore[no-untyped-call]
+                optimiser.step()
+        model.requires_grad_(True)
+    return flatten(model), pixels
+
+
+@pytest.mark.parametrize("change", [{}, {"local_weight": 0.0}, {"global_weight": 0.0}, {"gamma": 1.0}, {"gamma": 0.0}])
+def test_two_rounds_equal_plain_torch(change: dict[str, float]) -> None:
+    method = replace(FAST, **change)  # type: ignore[arg-type]
+    state, uploads = rounds(method, 2)
+    expected, pixels = plain_rounds(method, 2)
+    for upload, theirs in zip(uploads, pixels, strict=True):
+        assert upload.images.dtype == torch.uint8
+        assert (upload.images.int() - theirs.int()).abs().max() <= 1  # rounding to a pixel may fall either way
+    model = context().architecture
+    model.load_state_dict(dict(state.parameters))
+    torch.testing.assert_close(flatten(model), expected, atol=2e-3, rtol=1e-3)
+
+
+def test_every_part_of_the_method_changes_its_result() -> None:
+    """Catches: a detached collaborative term, a matching loss that is not used, re-sampling that is ignored."""
+    base = [u.images.int() for u in rounds(FAST, 2)[1]]
+    for change in ({"local_weight": 0.0}, {"gamma": 0.5}, {"distance": "rows"}, {"image_momentum": 0.0}):
+        other = [u.images.int() for u in rounds(replace(FAST, **change), 2)[1]]  # type: ignore[arg-type]
+        assert max(int((a - b).abs().max()) for a, b in zip(base, other, strict=True)) > 0, change
+    first = rounds(replace(FAST, local_weight=0.0), 1)[1]
+    assert all(torch.equal(a.images, b.images) for a, b in zip(first, rounds(FAST, 1)[1], strict=True))  # no V in round 1
+    weights = [
+        torch.cat([t.flatten() for t in rounds(m, 1)[0].parameters.values()]) for m in (FAST, replace(FAST, global_weight=0.0))
+    ]
+    assert not torch.allclose(weights[0], weights[1], atol=1e-5)
+
+
+def test_classes_that_some_or_none_have() -> None:
+    state, uploads = rounds(FAST, 1)
+    assert uploads[0].present.tolist() == [True] * 3 + [False] * 7
+    assert uploads[1].present.tolist() == [True] * 2 + [False] * 8
+    assert state.kept["known"].tolist() == [True] * 3 + [False] * 7
+    torch.testing.assert_close(state.kept["logits"][2], uploads[0].logits[2])  # client 1's row is not in it
+    torch.testing.assert_close(state.kept["logits"][0], (uploads[0].logits[0] + uploads[1].logits[0]) / 2)
+    assert uploads[0].labels.tolist() == [0, 0, 1, 1, 2, 2]
+
+
+def test_bytes_are_pixels_labels_and_two_matrices() -> None:
+    """App. C: pixels as uint8, V and R as float32; the labels and flags come on top."""
+    upload = rounds(FAST, 1)[1][0]
+    assert upload.nbytes == 6 * 64 + 6 * 8 + 2 * 10 * 10 * 4 + 10
+
+
+def test_groups_do_not_change_the_uploads() -> None:
+    for change in ({}, {"distance": "rows"}):
+        method = replace(FAST, **change)  # type: ignore[arg-type]
+        together, alone = rounds(method, 2)[1], rounds(method, 2, ((0,), (1,)))[1]
+        for a, b in zip(together, alone, strict=True):
+            assert (a.images.int() - b.images.int()).abs().max() <= 1
+            torch.testing.assert_close(a.logits, b.logits, atol=1e-4, rtol=1e-4)
+
+
+def test_resampling_interpolates_and_recurs() -> None:
+    architecture = context().architecture
+    model = build_model(ModelSettings(width=4, depth=2), SPEC.image_shape, 10, 1)
+    center, before = flatten(model), torch.get_rng_state()
+
+    def draws(gamma: float, **named: Any) -> list[Tensor]:
+        networks = ResampledNetworks(model, architecture, gamma, seed=0, round=1, device=torch.device("cpu"), **named)
+        return [flatten(networks.draw()) for _ in range(4)]
+
+    fresh, mixed = draws(0.0), draws(0.9)
+    assert not torch.equal(fresh[0], fresh[1])
+    for f, m in zip(fresh, mixed, strict=True):
+        torch.testing.assert_close(m, 0.9 * center + 0.1 * f)
+    assert torch.equal(draws(1.0)[3], center)
+    assert torch.equal(draws(0.5, period=2)[3], draws(0.5)[1])
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def private(sigma: float, privacy: PrivacySettings) -> tuple[CondensedSet, list[Any]]:
+    ctx, ledger = context(privacy=privacy), Ledger("0")
+    clients = PrivateClients([0], data(), [torch.arange(12)], [Guard(ledger, 1e-5, None)], [SecretGenerator()])
+    message = FAST.broadcast(ServerState(ctx.architecture.state_dict()), ctx)
+    ((upload, _),) = FAST.client_step(message, clients, [{}], ctx)
+    return upload, list(ledger.releases)  # type: ignore[return-value]
+
+
+def test_with_privacy_images_logits_and_counts_are_charged_and_nothing_else_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    released: list[int] = []
+    original = GaussianSums.release
+    monkeypatch.setattr(GaussianSums, "release", lambda self: released.append(1) or original(self))
+    upload, rows = private(2.0, PrivacySettings(noise_multiplier=2.0))
+    assert sorted((r.quantity, r.steps, r.sensitivity, r.noise_multiplier) for r in rows) == [
+        ("class counts", 1, 1.0, 10.0),
+        ("class sums of logits (V and R)", 1, 5.0, 10.0),
+        ("synthetic images", 3, 0.25 * 16**0.5, 2.0),
+    ]
+    assert len(released) == 3 + 1 + 1
+    assert upload.labels.tolist() == [c for c in range(10) for _ in range(2)]  # every class, whatever is there
+    torch.testing.assert_close(upload.soft, torch.softmax(upload.logits / 2.0, dim=1))  # R is computed from the released V
+
+
+def test_without_noise_the_private_logits_are_the_class_means_about_the_floor() -> None:
+    """σ → 0: counts 5, 6, 1 are all at least the floor of 1, so V is the mean; classes nobody has are marked absent."""
+    upload, _ = private(1e-9, PrivacySettings(noise_multiplier=1e-9))
+    net = context().architecture
+    with torch.no_grad():
+        z = net(normalise(data().images, SPEC))
+    for c in range(3):
+        torch.testing.assert_close(upload.logits[c], z[torch.tensor(c == LABELS)].mean(0), atol=1e-5, rtol=1e-4)
+    assert upload.present.tolist() == [True] * 3 + [False] * 7
+
+
+def test_batch_norm_is_refused_with_privacy_and_runs_without() -> None:
+    with pytest.raises(ForbiddenLayerError, match="group"):
+        FAST.private_plans(PrivacySettings(noise_multiplier=1.0), context(norm="batch"))
+    sections = {"run": {"method": "fedaf", "rounds": 2}, "model": {"norm": "batch", "width": 8}}
+    fast = {"ipc": 2, "iterations": 3, "server_epochs": 20, "server_lr": 0.05}
+    assert simulate(resolve({**sections, "method": fast})).accuracy > 0.25
+
+
+@pytest.mark.parametrize("privacy", [{}, {"epsilon": 10.0}])
+def test_it_runs_as_a_whole(privacy: dict[str, float]) -> None:
+    fast = {"ipc": 2, "iterations": 5, "image_lr": 1.0, "server_epochs": 20, "server_lr": 0.05}
+    result = simulate(resolve({"run": {"method": "fedaf", "rounds": 2}, "method": fast, "privacy": privacy}))
+    assert result.accuracy > 0.25  # chance is 0.1
+    if privacy:
+        assert result.privacy is not None
+        promise: Any = result.privacy["guarantee"]
+        assert 9.9 < promise["epsilon"] <= 10
+        assert len(promise["epsilon_of_each_release_alone"]) == 3
+
+
+def test_settings_are_the_papers_and_validated() -> None:
+    m = FedAF()
+    assert (m.ipc, m.iterations, m.batch, m.image_lr, m.image_momentum, m.gamma) == (50, 1000, 256, 1.0, 0.9, 0.9)
+    assert (m.local_weight, m.global_weight, m.server_epochs, m.server_batch, m.server_lr) == (1e-4, 1e-2, 500, 256, 1e-3)
+    assert m.ball() is None
+    for bad in ({"gamma": 1.5}, {"temperature": 0.0}, {"ipc": 0}, {"local_weight": -1.0}):
+        with pytest.raises(SettingError):
+            FedAF(**bad)  # type: ignore[arg-type]
+    with pytest.raises(UnknownNameError, match="did you mean rows"):
+        FedAF(distance="row")
+    clients, ctx = OpenClients([0], data(), [PARTS[0]]), context()
+    with pytest.raises(TypeError, match="GlobalKnowledge"):
+        FAST.client_step(ModelParameters({}, 1.0), clients, [{}], ctx)

@@ -1,0 +1,112 @@
+"""FedAF's equations against NumPy and against numbers by hand; gradients, also where both sides are equal."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from fedsynth.synthesizer.knowledge import (
+    DISTANCES,
+    average_over_holders,
+    class_means,
+    knowledge_matching,
+    point_factor,
+    sliced_wasserstein,
+    soft_labels,
+    unit_directions,
+)
+
+GENERATOR = torch.Generator().manual_seed(0)
+
+
+def test_eqs_8_and_12_average_over_the_clients_that_have_the_class() -> None:
+    """Class 0: both; class 1: the second alone; class 2: nobody. Dividing by K = 2 would halve class 1."""
+    a, b = torch.tensor([[2.0, 0, 0], [9, 9, 9], [9, 9, 9]]), torch.tensor([[4.0, 2, 0], [0, 6, 0], [9, 9, 9]])
+    a[1], b[2] = math.nan, math.inf  # what a client lacks is undefined, and must not spread
+    mean, known = average_over_holders([a, b], [torch.tensor([1, 0, 0]), torch.tensor([1, 1, 0])])
+    assert known.tolist() == [True, True, False]
+    assert mean.tolist() == [[3, 1, 0], [0, 6, 0], [0, 0, 0]]
+
+
+@pytest.mark.parametrize(("dimension", "value"), [(1, 1.0), (2, 2 / math.pi), (3, 0.5)])
+def test_the_mean_projection_of_a_unit_vector(dimension: int, value: float) -> None:
+    """|cos| averages to 2/π on the circle and to ½ on the sphere."""
+    assert point_factor(dimension) == pytest.approx(value)
+
+
+def test_point_distance_is_the_expectation_over_directions() -> None:
+    u, v = torch.randn(1, 10, generator=GENERATOR), torch.randn(1, 10, generator=GENERATOR)
+    directions = unit_directions(200_000, 10, GENERATOR)
+    exact = sliced_wasserstein(u, v, torch.zeros(1), distance="point", directions_PC=directions)
+    assert float(exact) == pytest.approx(float((directions @ (u - v)[0]).abs().mean()), rel=0.01)
+
+
+def test_rows_distance_equals_numpy_sorting_client_by_client() -> None:
+    rng = np.random.default_rng(1)
+    u, v, client = rng.normal(size=(5, 4)), rng.normal(size=(5, 4)), np.array([0, 0, 0, 1, 1])
+    directions = unit_directions(7, 4, GENERATOR).double()
+    expected = 0.0
+    for k in (0, 1):
+        for theta in directions.numpy():
+            expected += np.abs(np.sort(u[client == k] @ theta) - np.sort(v[client == k] @ theta)).sum() / 7
+    actual = sliced_wasserstein(torch.tensor(u), torch.tensor(v), torch.tensor(client), distance="rows", directions_PC=directions)
+    assert float(actual) == pytest.approx(expected)
+
+
+def test_sorted_distance_is_blind_to_which_class_is_which() -> None:
+    u, v = torch.tensor([[1.0, 2, 3]]), torch.tensor([[3.0, 1, 2]])
+    args = {"client_S": torch.zeros(1), "directions_PC": unit_directions(3, 3, GENERATOR)}
+    assert float(sliced_wasserstein(u, v, distance="sorted", **args)) == 0  # type: ignore[arg-type]
+    assert float(sliced_wasserstein(u, v, distance="point", **args)) > 0.5  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("distance", DISTANCES)
+def test_gradients_flow_and_are_finite_where_both_sides_are_equal(distance: str) -> None:
+    """A detached term would have no gradient; a plain norm, or POT's, has NaN at zero."""
+    v, directions = torch.randn(4, 5, generator=GENERATOR).double(), unit_directions(20, 5, GENERATOR).double()
+    client = torch.tensor([0, 0, 1, 1])
+
+    def loss(u: torch.Tensor) -> torch.Tensor:
+        return sliced_wasserstein(u, v, client, distance=distance, directions_PC=directions)
+
+    u = (v + torch.randn(4, 5, generator=GENERATOR)).requires_grad_()
+    assert torch.autograd.gradcheck(loss, (u,))
+    (gradient,) = torch.autograd.grad(loss(u), u)
+    assert gradient.norm() > 0
+    same = v.clone().requires_grad_()
+    (at_zero,) = torch.autograd.grad(loss(same), same)
+    assert torch.isfinite(at_zero).all()
+    assert float(loss(same).detach()) == 0
+
+
+def test_eqs_12_to_15_by_hand() -> None:
+    """Two classes, τ = 2: R = softmax(v/τ), T = softmax(t/τ), ½(KL(R‖T) + KL(T‖R)) over the class that both have."""
+    v, logits, labels = torch.tensor([[2.0, 0.0], [0.0, 4.0]]), torch.tensor([[1.0, 0.0], [3.0, 2.0]]), torch.tensor([0, 0])
+    means, there = class_means(logits, labels, 2)
+    assert means.tolist() == [[2.0, 1.0], [0.0, 0.0]]
+    assert there.tolist() == [True, False]
+    r = soft_labels(v, 2.0)
+    p, q = 1 / (1 + math.exp(-1.0)), 1 / (1 + math.exp(-0.5))
+    assert r[0].tolist() == pytest.approx([p, 1 - p])
+    kl = [a * math.log(a / b) + (1 - a) * math.log((1 - a) / (1 - b)) for a, b in ((p, q), (q, p))]
+    value = knowledge_matching(means, r, there, 2.0)
+    assert float(value) == pytest.approx(sum(kl) / 2)
+
+
+def test_knowledge_matching_is_zero_at_equality_and_finite_for_certain_labels() -> None:
+    v = torch.randn(3, 4, generator=GENERATOR).double()
+    everything = torch.ones(3, dtype=torch.bool)
+    leaf = v.clone().requires_grad_()
+    loss = knowledge_matching(leaf, soft_labels(v, 1.5), everything, 1.5)
+    (gradient,) = torch.autograd.grad(loss, leaf)
+    assert float(loss.detach()) == pytest.approx(0, abs=1e-12)
+    assert gradient.abs().max() < 1e-12
+    certain = torch.tensor([[1000.0, 0.0]]).requires_grad_()
+    far = knowledge_matching(certain, torch.tensor([[0.0, 1.0]]), torch.tensor([True]), 1.0)
+    (gradient,) = torch.autograd.grad(far, certain)
+    assert torch.isfinite(far)
+    assert torch.isfinite(gradient).all()
+    assert torch.autograd.gradcheck(lambda t: knowledge_matching(t, soft_labels(v, 1.0), everything, 1.0), (leaf,))
