@@ -238,7 +238,7 @@ def train(
         }
         sections = _merged(_read_config(config), given)
         if dry_run:
-            _dry_run(sections)
+            _dry_run(sections, as_json)
         else:
             _run(sections, output, download, as_json)
 
@@ -350,18 +350,29 @@ def _show_partition(sections: dict[str, dict[str, Any]], picture: Path | None) -
         partition_png(counts, picture)
 
 
-def _dry_run(sections: dict[str, dict[str, Any]]) -> None:
+def _dry_run(sections: dict[str, dict[str, Any]], as_json: bool) -> None:
     from fedsynth.cli.privacy_commands import print_plans
+    from fedsynth.federation.devices import check_compiler, resolve_device
     from fedsynth.federation.planning import Plan, private_run
     from fedsynth.federation.settings import resolve
 
     settings = resolve(sections)
+    device = resolve_device(settings.device)
+    if settings.compile:
+        check_compiler(device)
     if settings.privacy is None:
+        if as_json:
+            print(json.dumps({"guarantee": False}))
+            return
         print("no differential privacy: what clients send is not protected (--dp-epsilon protects it)")
         return
     run = private_run(settings)
     if run.guaranteed:
         run.check_round(1)  # as the run itself would
+    if as_json:
+        plan = {"epsilon": run.planned_epsilon_by_round(), "delta": run.privacy.delta} if run.guaranteed else {}
+        print(json.dumps({"guarantee": run.guaranteed, "noise_multiplier": run.privacy.noise_multiplier, **plan}, indent=2))
+        return
     for line in run.headline():
         print(line)
     if run.guaranteed:

@@ -45,6 +45,8 @@ def guarantee(ledgers: Mapping[str, Rows], delta: float, adjacency: str) -> dict
     rows = ledgers[worst]
     histories = {name: epsilon_by_round(each, delta, adjacency) for name, each in ledgers.items()}
     deltas = sorted({*CURVE_DELTAS, delta}, reverse=True)
+    different = list({tuple(each) for each in ledgers.values()})  # who is worst may depend on δ and on the attack
+    attacks = [attack_success(each, adjacency=adjacency) for each in different]
     return {
         "epsilon": by_client[worst],
         "delta": delta,
@@ -59,10 +61,10 @@ def guarantee(ledgers: Mapping[str, Rows], delta: float, adjacency: str) -> dict
         "epsilon_by_round_worst_client": [{"round": number, "epsilon": spent} for number, spent in histories[worst].items()],
         "epsilon_by_round": over_clients(histories),
         "epsilon_of_each_release_alone": alone(rows, delta, adjacency),
-        "epsilon_of_delta": [{"delta": d, "epsilon": epsilon(rows, d, adjacency)} for d in deltas],
+        "epsilon_of_delta": [{"delta": d, "epsilon": max(epsilon(each, d, adjacency) for each in different)} for d in deltas],
         "attack_success": [
-            {"false_positive_rate": rate, "true_positive_rate_at_most": power}
-            for rate, power in attack_success(rows, adjacency=adjacency).items()
+            {"false_positive_rate": rate, "true_positive_rate_at_most": max(attack[rate] for attack in attacks)}
+            for rate in attacks[0]
         ],
         "groups": [group(rows, delta, size, adjacency) for size in GROUPS],
     }

@@ -90,7 +90,10 @@ def test_a_dry_run_says_what_the_run_then_does(tmp_path: Path) -> None:
     (folder,) = tmp_path.iterdir()
     spent = json.loads((folder / "privacy_report.json").read_text())["guarantee"]["epsilon"]
     assert f"ε = {up(spent, 3)} at" in dry.stdout
+    as_json = json.loads(call(*words, "--dry-run", "--json").stdout)
+    assert as_json["epsilon"]["2"] == pytest.approx(spent)
     assert "no differential privacy" in call("train", "--dry-run").stdout
+    assert json.loads(call("train", "--dry-run", "--json").stdout) == {"guarantee": False}
 
 
 def test_reports_are_shown_and_verified(tmp_path: Path) -> None:

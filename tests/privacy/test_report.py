@@ -250,3 +250,19 @@ def test_figures_are_rounded_up(value: float, text: str) -> None:
 def test_rounds_text() -> None:
     assert rounds_text([0, 1, 2, 5, 7, 8]) == "0–2, 5, 7–8"
     assert rounds_text([3]) == "3"
+
+
+def test_the_curve_and_the_attacks_are_those_of_the_client_that_is_worst_there() -> None:
+    """Two clients whose order depends on δ: few subsampled steps at little noise against one full Gaussian."""
+    ledgers = {"a": Ledger("a"), "b": Ledger("b")}
+    ledgers["a"].charge(replace(row(0, 0.9, 0.01), steps=600))
+    ledgers["b"].charge(replace(row(0, 2.2), steps=1))
+    made: Any = build_report(CONTEXT, ledgers)
+    promise = made["guarantee"]
+    for point in promise["epsilon_of_delta"]:
+        assert point["epsilon"] == max(epsilon(ledger.releases, point["delta"]) for ledger in ledgers.values())
+    leaders = {max(ledgers, key=lambda name: epsilon(ledgers[name].releases, d)) for d in (1e-3, 1e-5, 1e-8)}
+    assert leaders == {"a", "b"}
+    for attack in promise["attack_success"]:
+        rate = attack["false_positive_rate"]
+        assert attack["true_positive_rate_at_most"] == max(attack_success(x.releases)[rate] for x in ledgers.values())
