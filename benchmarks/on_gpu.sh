@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Everything that wants a GPU, in one call that goes on where it stopped: CUDA tests, the first command's time, condensation, server and DP
-# steps, a FedDM round at the paper's CIFAR-10 setting, the Fashion-MNIST table, and bf16 against fp32.   usage: bash benchmarks/on_gpu.sh   (FEDSYNTH_DATA: folder with FashionMNIST; without it the table is left out)
+# steps, a FedDM round at the paper's CIFAR-10 setting, the Fashion-MNIST table, bf16 against fp32, the DP table, and FedDM on MNIST at the
+# paper's full setting.   usage: bash benchmarks/on_gpu.sh   (FEDSYNTH_DATA: folder with FashionMNIST; without it the table is left out)
 # Needs torch with CUDA and this package's dependencies; results go to benchmarks/results/, logs to $OUT or there too.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -23,6 +24,10 @@ step "a round of CIFAR-10's size" python3 benchmarks/condense.py --json --device
 if [ -n "${FEDSYNTH_DATA:-}" ]; then
     step "fashion table" python3 benchmarks/fashion_table.py --device cuda
     step "precision" python3 benchmarks/precision.py --device cuda
+    step "dp utility" python3 benchmarks/dp_utility.py --device cuda
+    # FedDM's own setting (its Sec. 4.1): ConvNet-128, 20 rounds, 1000 iterations, Dir(0.5), 10 clients; the run folder has the curve
+    step "paper setting" python3 -c "from fedsynth.cli.app import main; main()" train --method feddm --dataset mnist --alpha 0.5 \
+        --clients 10 --rounds 20 --precision bf16 --device cuda --output "$out/paper"
 fi
 cp benchmarks/results/*.jsonl "$out"/ 2>/dev/null
 exit "$failed"
