@@ -26,7 +26,7 @@ def machine() -> dict[str, Any]:
         "machine": device,
         "torch": torch.__version__,
         "commit": commit,
-        "command": " ".join(sys.argv),
+        "command": " ".join([f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
     }
 
 
