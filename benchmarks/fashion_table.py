@@ -27,6 +27,7 @@ from fedsynth.data.images import ImageData
 from fedsynth.data.load import load_dataset
 from fedsynth.federation.settings import RunSettings, resolve
 from fedsynth.federation.simulation import simulate
+from fedsynth.privacy.settings import PrivacySettings
 
 RESULTS = Path(__file__).parent / "results"
 PRESET: dict[str, dict[str, Any]] = {
@@ -64,10 +65,7 @@ class Results:
 
     def get(self, name: str, settings: RunSettings, data: tuple[ImageData, ImageData]) -> dict[str, Any] | None:
         """The run's row, made if need be; None if `--only` leaves it to another process."""
-        mapping = settings.to_mapping()
-        for speed in ("compile", "memory_gb"):  # how fast, not what
-            mapping["run"].pop(speed, None)
-        config = json.dumps(mapping, sort_keys=True)
+        config = json.dumps(_distinctive(settings), sort_keys=True)
         key = f"{name} {hashlib.blake2b(config.encode(), digest_size=4).hexdigest()}"
         lines = self.path.read_text().splitlines() if self.path.exists() else []
         rows: dict[str, dict[str, Any]] = {row["key"]: row for row in map(json.loads, lines)}
@@ -80,11 +78,24 @@ class Results:
         return row
 
 
+def _distinctive(settings: RunSettings) -> dict[str, dict[str, Any]]:
+    """What differs from defaults and decides the result: a setting that a later version adds does not make old rows strangers."""
+    method = type(settings.method)()
+    defaults = RunSettings(method, privacy=None if settings.privacy is None else PrivacySettings(epsilon=1.0)).to_mapping()
+    speed = ("compile", "memory_gb", "device")
+    return {
+        section: {k: v for k, v in values.items() if k not in speed and (k == "method" or v != defaults.get(section, {}).get(k))}
+        for section, values in settings.to_mapping().items()
+    }
+
+
 def one_run(settings: RunSettings, data: tuple[ImageData, ImageData]) -> dict[str, Any]:
     result = simulate(settings, data=data)
     curve = [row["test_accuracy"] for row in result.metrics]
+    domains = {key: result.metrics[-1][key] for key in ("domain_average", "domain_accuracy") if key in result.metrics[-1]}
     return {
         "accuracy": result.accuracy,
+        **domains,
         "curve": curve,
         "floats": result.summary["upload_floats_per_round"],
         "seconds": result.summary["seconds"],

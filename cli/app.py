@@ -104,6 +104,12 @@ def train(
         list[str] | None, typer.Option("--set", help="A setting of the method, as KEY=VALUE; may be repeated.")
     ] = None,
     ipc: Annotated[int | None, typer.Option(help="Synthetic images per class (same as --set ipc=N).")] = None,
+    matching: Annotated[
+        str | None,
+        typer.Option(
+            help="mean (the papers'), gaussian, energy or sinkhorn: what condensation matches (same as --set matching=…)."
+        ),
+    ] = None,
     rounds: Annotated[int | None, typer.Option(help="Communication rounds.")] = None,
     seed: Annotated[
         int | None, typer.Option(help="Seed of everything but privacy's noise and masks (a config's own partition seed stays).")
@@ -128,7 +134,8 @@ def train(
     dataset: Annotated[
         str | None,
         typer.Option(
-            help="digits (embedded), mnist, fashion-mnist, emnist-letters, cifar10, cifar100, svhn.", rich_help_panel=DATA
+            help="digits (embedded), mnist, fashion-mnist, emnist-letters, cifar10, cifar100, svhn, office-caltech-10, domainnet-10.",
+            rich_help_panel=DATA,
         ),
     ] = None,
     data_root: Annotated[
@@ -138,16 +145,18 @@ def train(
         bool, typer.Option("--download", help="Let torchvision fetch the data set.", rich_help_panel=DATA)
     ] = False,
     partition: Annotated[
-        str | None, typer.Option(help="iid, dirichlet, dirichlet-plain or classes.", rich_help_panel=DATA)
+        str | None, typer.Option(help="iid, dirichlet, dirichlet-plain, classes or domain.", rich_help_panel=DATA)
     ] = None,
     clients: Annotated[int | None, typer.Option(help="Number of clients.", rich_help_panel=DATA)] = None,
     alpha: Annotated[float | None, typer.Option(help="Dirichlet concentration; small is skewed.", rich_help_panel=DATA)] = None,
     classes_per_client: Annotated[int | None, typer.Option(help="For --partition classes.", rich_help_panel=DATA)] = None,
     min_size: Annotated[int | None, typer.Option(help="Fewest examples of a client (dirichlet).", rich_help_panel=DATA)] = None,
-    model: Annotated[str | None, typer.Option(help="convnet.", rich_help_panel=MODEL)] = None,
+    model: Annotated[str | None, typer.Option(help="convnet or resnet18.", rich_help_panel=MODEL)] = None,
     width: Annotated[int | None, typer.Option(help="Channels of a block.", rich_help_panel=MODEL)] = None,
     depth: Annotated[int | None, typer.Option(help="Number of blocks.", rich_help_panel=MODEL)] = None,
-    norm: Annotated[str | None, typer.Option(help="instance, group, batch or none.", rich_help_panel=MODEL)] = None,
+    norm: Annotated[
+        str | None, typer.Option(help="instance, group, batch or none; the model's own if not given.", rich_help_panel=MODEL)
+    ] = None,
     dp_epsilon: Annotated[
         float | None,
         typer.Option(
@@ -221,7 +230,7 @@ def train(
                 "min_size": min_size,
             },
             "model": {"name": model, "width": width, "depth": depth, "norm": norm},
-            "method": method_settings(ipc, settings or []),
+            "method": method_settings({"ipc": ipc, "matching": matching}, settings or []),
             "privacy": {
                 "noise_multiplier": dp_sigma,
                 "epsilon": dp_epsilon,
@@ -247,7 +256,7 @@ def train(
 def partition(
     dataset: Annotated[str, typer.Option(help="Which data set.")] = "digits",
     data_root: Annotated[Path | None, typer.Option(help="Folder of the data sets; else $FEDSYNTH_DATA.")] = None,
-    kind: Annotated[str | None, typer.Option("--partition", help="iid, dirichlet, dirichlet-plain or classes.")] = None,
+    kind: Annotated[str | None, typer.Option("--partition", help="iid, dirichlet, dirichlet-plain, classes or domain.")] = None,
     clients: Annotated[int | None, typer.Option(help="Number of clients.")] = None,
     alpha: Annotated[float | None, typer.Option(help="Dirichlet concentration; small is skewed.")] = None,
     classes_per_client: Annotated[int | None, typer.Option(help="For --partition classes.")] = None,
@@ -288,18 +297,19 @@ def methods() -> None:
         print(f"{'':8} privacy: " + (", ".join(cls.protects) if cls.protects else f"none: {cls.refusal}"))
 
 
-def method_settings(ipc: int | None, texts: list[str]) -> dict[str, Any]:
-    """What --set and --ipc say."""
+def method_settings(options: dict[str, Any], texts: list[str]) -> dict[str, Any]:
+    """What --set says, and the method's settings that have an option of their own (None: not given)."""
     pairs: dict[str, Any] = {}
     for text in texts:
         key, equals, value = text.partition("=")
         if not equals or not key.strip():
             raise SettingError(f"--set takes KEY=VALUE, got {text!r}")
         pairs[key.strip()] = value.strip()
-    if ipc is not None:
-        if "ipc" in pairs:
-            raise SettingError("ipc is given twice, by --ipc and by --set")
-        pairs["ipc"] = ipc
+    for name, value in options.items():
+        if value is not None and name in pairs:
+            raise SettingError(f"{name} is given twice, by --{name} and by --set")
+        if value is not None:
+            pairs[name] = value
     return pairs
 
 
@@ -341,7 +351,8 @@ def _show_partition(sections: dict[str, dict[str, Any]], picture: Path | None) -
     settings = resolve(sections)
     data, _ = load_dataset(settings.dataset, settings.data_root)
     labels = data.labels.numpy()
-    counts = count_matrix(labels, divide(labels, settings.resolved_partition, data.spec.classes), data.spec.classes)
+    domains = None if data.domains is None else data.domains.numpy()
+    counts = count_matrix(labels, divide(labels, settings.resolved_partition, data.spec.classes, domains), data.spec.classes)
     feddm: Any = settings.method
     floats = condensation_floats(counts, feddm.ipc, data.spec.image_shape, feddm.min_examples)
     print(partition_table(counts))

@@ -50,7 +50,7 @@ def plan(
 
         if epsilon is None and sigma is None:
             raise SettingError("a plan needs --epsilon (a budget, gives σ) or --sigma (gives ε)")
-        chosen = method_settings(None, settings or [])
+        chosen = method_settings({}, settings or [])
         if steps is not None and method != "real":  # which is refused further on
             chosen["local_epochs" if method == "fedavg" else "iterations"] = steps
         privacy = {

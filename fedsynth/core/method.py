@@ -1,8 +1,9 @@
 """The seam for methods: frozen settings, frozen messages, pure steps.
 
-A round is: `broadcast` makes the server's message from its state; `client_step` makes every client's upload (and its new memory)
-from the message and the client's view of its data; `server_step` makes the next state from the uploads. The engine decides how
-many clients go into one `client_step`, so heavy steps are written with a leading client axis and a single client is a group of one.
+A round is: `broadcast` makes the server's message from its state; `client_step` makes every client's upload (and its new memory) from the
+message and the client's view of its data; `server_step` makes the next state from the uploads. A method may have a first phase before that:
+`question`, every client's `answer`, and `hear`, which makes the state that `broadcast` sees. The engine decides how many clients go into
+one `client_step`, so heavy steps are written with a leading client axis and a single client is a group of one.
 """
 
 from __future__ import annotations
@@ -117,7 +118,8 @@ class PrivatePlan:
 class Method:
     """Base of all methods; a subclass is a frozen dataclass of validated settings.
 
-    Class attributes: `name`; `summary`, a line for people; `reference`; `upload`, the type of a client's message; `protects`,
+    Class attributes: `name`; `summary`, a line for people; `reference`; `upload`, the type of a client's message; `answers`, that of its
+    message in a first phase, for methods that have one; `protects`,
     the mechanisms that can protect it (empty: it cannot run with differential privacy, and `refusal` says why).
     """
 
@@ -125,8 +127,23 @@ class Method:
     summary: ClassVar[str]
     reference: ClassVar[str]
     upload: ClassVar[type[Message]]
+    answers: ClassVar[type[Message] | None] = None
     protects: ClassVar[tuple[str, ...]] = ()
     refusal: ClassVar[str] = ""
+
+    def question(self, state: ServerState, context: RoundContext) -> Message | None:
+        """The server's message of a first phase; None: the round has none."""
+        return None
+
+    def answer(
+        self, message: Message, clients: ClientGroup, memories: Sequence[Memory], context: RoundContext
+    ) -> list[tuple[Message, Memory]]:
+        """Answer and memory, for this round's `client_step`, of each client of the group."""
+        raise NotImplementedError  # abstract
+
+    def hear(self, state: ServerState, answers: Sequence[Message], context: RoundContext) -> ServerState:
+        """The state after the first phase, from all answers in the order of client numbers."""
+        raise NotImplementedError  # abstract
 
     def broadcast(self, state: ServerState, context: RoundContext) -> Message:
         """The server's message to the clients of this round."""

@@ -18,7 +18,7 @@ Array = Tensor | np.ndarray[Any, np.dtype[Any]]
 
 @dataclass(frozen=True, eq=False)
 class ImageData:
-    """uint8 images [N, C, H, W] and int64 labels [N] on one device, checked when made.
+    """uint8 images [N, C, H, W] and int64 labels [N] on one device, checked when made; `domains` [N] numbers where each comes from.
 
     Two objects are equal only when they are the same object (comparing tensors has no single answer).
 
@@ -30,6 +30,7 @@ class ImageData:
     images: Tensor
     labels: Tensor
     spec: DatasetSpec
+    domains: Tensor | None = None
 
     def __post_init__(self) -> None:
         if self.images.dtype != torch.uint8:
@@ -45,6 +46,9 @@ class ImageData:
         _check_label_range(self.labels, self.spec)
         if self.labels.dtype != torch.int64:
             object.__setattr__(self, "labels", self.labels.long())
+        if self.domains is not None:
+            _check_domains(self.domains, self.labels, self.spec)
+            object.__setattr__(self, "domains", self.domains.to(self.labels.device, torch.int64))
 
     def __repr__(self) -> str:
         return f"ImageData({len(self)} images of {self.spec.name!r} on {self.labels.device})"  # never the images themselves
@@ -54,7 +58,8 @@ class ImageData:
 
     def to(self, device: torch.device | str) -> ImageData:
         """The same examples on `device` (no copy where they are there already)."""
-        return ImageData(self.images.to(device), self.labels.to(device), self.spec)
+        domains = None if self.domains is None else self.domains.to(device)
+        return ImageData(self.images.to(device), self.labels.to(device), self.spec, domains)
 
     def subset(self, indices: Array) -> ImageData:
         """The examples at `indices` (integers [M], in this order, repeats allowed).
@@ -68,14 +73,14 @@ class ImageData:
         if len(index) and (int(index.min()) < 0 or int(index.max()) >= len(self)):
             raise DataError(f"indices must lie in [0, {len(self)}), got [{int(index.min())}, {int(index.max())}]")
         index = index.to(self.labels.device, torch.int64)
-        return ImageData(self.images[index], self.labels[index], self.spec)
+        return ImageData(self.images[index], self.labels[index], self.spec, None if self.domains is None else self.domains[index])
 
     def class_counts(self) -> Tensor:
         """How many examples each class has: int64 [classes], on the data's device."""
         return torch.bincount(self.labels, minlength=self.spec.classes)
 
 
-def from_arrays(images: Array, labels: Array, spec: DatasetSpec) -> ImageData:
+def from_arrays(images: Array, labels: Array, spec: DatasetSpec, domains: Array | None = None) -> ImageData:
     """Your own images as `ImageData`.
 
     Args:
@@ -83,6 +88,7 @@ def from_arrays(images: Array, labels: Array, spec: DatasetSpec) -> ImageData:
             the nearest of the 256 levels).
         labels: integers [N] in [0, classes).
         spec: what the images are; they must fit it.
+        domains: integers [N], positions in `spec.domains`: the hospital, scanner or style that each image comes from.
 
     Raises:
         DataError: anything else, also NaN or infinite pixels (with their number); it says what was got and expected.
@@ -95,7 +101,8 @@ def from_arrays(images: Array, labels: Array, spec: DatasetSpec) -> ImageData:
     _check_label_type(y, spec)
     # Before the conversion: a uint64 label beyond int64 must not come back as a small one.
     _check_label_range(y, spec)
-    return ImageData(_to_uint8(x, spec), y.long(), spec)
+    where = None if domains is None else _as_tensor(domains, f"{spec.name}: domains")
+    return ImageData(_to_uint8(x, spec), y.long(), spec, where)
 
 
 def require_all_classes(data: ImageData) -> None:
@@ -190,6 +197,13 @@ def _check_label_range(labels: Tensor, spec: DatasetSpec) -> None:
     wrong = wide[(wide < 0) | (wide >= spec.classes)]
     if len(wrong):
         raise DataError(f"{spec.name}: labels must lie in [0, {spec.classes}), {len(wrong)} do not, the first is {int(wrong[0])}")
+
+
+def _check_domains(domains: Tensor, labels: Tensor, spec: DatasetSpec) -> None:
+    if domains.shape != labels.shape or domains.is_floating_point() or domains.dtype == torch.bool:
+        raise DataError(f"{spec.name}: domains must be integers [{len(labels)}], got {_dtype(domains)} {list(domains.shape)}")
+    if int(domains.min()) < 0 or int(domains.max()) >= len(spec.domains):
+        raise DataError(f"{spec.name}: domains must lie in [0, {len(spec.domains)}): the specification names {len(spec.domains)}")
 
 
 def _check_finite(x: Tensor, spec: DatasetSpec) -> None:

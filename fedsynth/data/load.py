@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 
 from fedsynth.data.cifar import read_cifar_batch
+from fedsynth.data.domains import DOMAIN_READERS
 from fedsynth.data.download import download_dataset
 from fedsynth.data.idx import read_idx
 from fedsynth.data.images import ImageData, from_arrays
@@ -46,6 +47,11 @@ def load_dataset(name: str, root: Path | None = None, *, download: bool = False)
     if name == "digits":
         return _load_digits(spec)
     folder = _data_folder(name, root)
+    if name in DOMAIN_READERS:
+        if download and not (folder / DOMAIN_READERS[name].folder).is_dir():
+            raise DataFilesMissingError(f"{name}: {DOMAIN_READERS[name].where}; torchvision cannot fetch it")
+        train, test = DOMAIN_READERS[name].read(spec, folder)
+        return from_arrays(*train[:2], spec, train[2]), from_arrays(*test[:2], spec, test[2])
     if download and missing_files(name, folder):
         download_dataset(name, folder)
     missing = missing_files(name, folder)
@@ -54,18 +60,22 @@ def load_dataset(name: str, root: Path | None = None, *, download: bool = False)
             f"{name}: no {missing[0]} in {folder}; fetch it with --download, or say where it is with --data-root or "
             f"{ROOT_VARIABLE}"
         )
-    train, test = _FILES[name]
-    return _load_split(spec, folder, train), _load_split(spec, folder, test)
+    train_files, test_files = _FILES[name]
+    return _load_split(spec, folder, train_files), _load_split(spec, folder, test_files)
 
 
 def _data_folder(name: str, root: Path | None) -> Path:
     given = os.environ.get(ROOT_VARIABLE) if root is None else root
     if not given:
         raise DataFilesMissingError(
-            f"{name}: no data folder was given to look for {_FILES[name][0][0][0]} in; say where with --data-root or "
+            f"{name}: no data folder was given to look for {_first_file(name)} in; say where with --data-root or "
             f"{ROOT_VARIABLE} (and --download to fetch it there)"
         )
     return Path(given).expanduser()
+
+
+def _first_file(name: str) -> str:
+    return DOMAIN_READERS[name].folder if name in DOMAIN_READERS else _FILES[name][0][0][0]
 
 
 def missing_files(name: str, folder: Path) -> list[str]:

@@ -19,6 +19,7 @@ IntArray = npt.NDArray[np.int64]
 Rng = np.random.Generator
 
 GIVEN = "given"  # the kind of a partition that the caller of `simulate` brings along
+DOMAIN = "domain"
 # How often the whole partition is drawn anew before giving up: 1.5 s for 10 classes, some 15 s for 100.
 MAX_TRIES = 5_000
 # Beyond this the draws are 1/K to six digits, and NumPy's gamma sampler would overflow.
@@ -30,7 +31,8 @@ class PartitionSettings:
     """How to divide the examples.
 
     Attributes:
-        kind: `iid`, `dirichlet` (balance mask and redraw), `dirichlet-plain` (neither) or `classes` (c per client).
+        kind: `iid`, `dirichlet` (balance mask and redraw), `dirichlet-plain` (neither), `classes` (c per client) or `domain` (feature
+            skew: each client has examples of one domain; several clients of a domain share its examples evenly).
         clients: number of clients K ≥ 1.
         alpha: concentration of the two Dirichlet kinds, > 0; small is skewed.
         classes_per_client: c of `classes`, ≥ 1.
@@ -49,8 +51,8 @@ class PartitionSettings:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        if self.kind not in (*_RULES, GIVEN):
-            raise unknown_name("partition", self.kind, _RULES)
+        if self.kind not in (*_RULES, DOMAIN, GIVEN):
+            raise unknown_name("partition", self.kind, (*_RULES, DOMAIN))
         if self.clients < 1:
             raise SettingError(f"clients must be at least 1, got {self.clients}")
         if not (math.isfinite(self.alpha) and self.alpha > 0):
@@ -61,7 +63,12 @@ class PartitionSettings:
             raise SettingError(f"min_size must not be negative, got {self.min_size}")
 
 
-def partition(labels: npt.NDArray[np.integer], settings: PartitionSettings, classes: int) -> list[IntArray]:
+def partition(
+    labels: npt.NDArray[np.integer],
+    settings: PartitionSettings,
+    classes: int,
+    domains: npt.NDArray[np.integer] | None = None,
+) -> list[IntArray]:
     """Sorted index arrays, one per client; every example is assigned exactly once.
 
     With `dirichlet-plain`, and with `dirichlet` at `min_size` 0, a client's array may be empty.
@@ -70,6 +77,7 @@ def partition(labels: npt.NDArray[np.integer], settings: PartitionSettings, clas
         labels: integers [N] in [0, classes).
         settings: the rule and its numbers.
         classes: number of classes C, also of those without an example here.
+        domains: integers [N], for `domain`; client k has domain k mod D of the D that occur.
 
     Raises:
         DataError: labels that are not integers [N] in [0, classes).
@@ -81,6 +89,8 @@ def partition(labels: npt.NDArray[np.integer], settings: PartitionSettings, clas
     if settings.kind == GIVEN:
         raise PartitionError("the partition 'given' has no rule: pass the clients' positions to simulate(parts=...)")
     rng = numpy_generator(settings.seed or 0, "partition")
+    if settings.kind == DOMAIN:
+        return [np.sort(part) for part in _domain(domains, settings, rng)]
     parts = _RULES[settings.kind](y, settings, classes, rng)
     return [np.sort(part) for part in parts]
 
@@ -208,6 +218,26 @@ def _classes(y: IntArray, settings: PartitionSettings, classes: int, rng: Rng) -
         counts[having, label] = each
         counts[having[:over], label] += 1
     return _deal(y, counts, rng)
+
+
+def _domain(domains: npt.NDArray[np.integer] | None, settings: PartitionSettings, rng: Rng) -> list[IntArray]:
+    """Client k has domain k mod D; the examples of a domain are split evenly (±1) among its clients."""
+    if domains is None:
+        raise PartitionError(
+            "this data set does not say which domain an example comes from: partition domain needs one that does"
+        )
+    present = np.unique(domains)
+    if settings.clients % len(present):
+        raise PartitionError(
+            f"{settings.clients} clients cannot share {len(present)} domains evenly: use a multiple of {len(present)}"
+        )
+    parts: list[IntArray] = [np.empty(0, np.int64)] * settings.clients
+    for number, domain in enumerate(present):
+        mine = range(number, settings.clients, len(present))
+        pieces = np.array_split(rng.permutation(np.flatnonzero(domains == domain)), len(mine))
+        for client, piece in zip(mine, pieces, strict=True):
+            parts[client] = piece
+    return parts
 
 
 def _deal(y: IntArray, counts: IntArray, rng: Rng) -> list[IntArray]:

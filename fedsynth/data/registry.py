@@ -19,7 +19,7 @@ class DatasetSpec:
     """The shape, sizes and constants of one data set; make one to use `from_arrays` with your own images.
 
     `train_size` and `test_size` are the published sizes of the splits, never read from the data. `mean` and `std` are
-    per channel, for pixels in [0, 1].
+    per channel, for pixels in [0, 1]. `domains` names where examples come from, in data sets that say so.
 
     Raises:
         SettingError: a size that is not positive, or constants and names that do not fit `channels` and `classes`.
@@ -36,6 +36,7 @@ class DatasetSpec:
     std: tuple[float, ...]
     class_names: tuple[str, ...]
     source: str
+    domains: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for field in ("channels", "height", "width", "classes", "train_size", "test_size"):
@@ -57,6 +58,7 @@ class DatasetSpec:
         return self.channels, self.height, self.width
 
 
+_IMAGENET_MEAN, _IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 _TEN_DIGITS = tuple("0123456789")
 
 _CIFAR100_CLASSES = (
@@ -174,6 +176,57 @@ _SPECS = (
         std=(0.1980, 0.2010, 0.1970),
         class_names=_TEN_DIGITS,
         source="SVHN, cropped digits, Netzer et al., 2011 (without the extra split)",
+    ),
+    DatasetSpec(
+        name="office-caltech-10",
+        channels=3,
+        height=64,
+        width=64,
+        classes=10,
+        train_size=2042,
+        test_size=491,
+        mean=_IMAGENET_MEAN,
+        std=_IMAGENET_STD,
+        class_names=(
+            "backpack",
+            "bike",
+            "calculator",
+            "headphones",
+            "keyboard",
+            "laptop_computer",
+            "monitor",
+            "mouse",
+            "mug",
+            "projector",
+        ),
+        source="Office-Caltech-10, Gong, Shi, Sha and Grauman, 2012, resized to 64×64; every fifth image of a domain and class tests",
+        domains=("amazon", "caltech", "dslr", "webcam"),
+    ),
+    DatasetSpec(
+        name="domainnet-10",
+        channels=3,
+        height=64,
+        width=64,
+        classes=10,
+        # Round public figures, not counts: how many images the official lists hold of these classes is nowhere printed.
+        train_size=20_000,
+        test_size=9_000,
+        mean=_IMAGENET_MEAN,
+        std=_IMAGENET_STD,
+        class_names=(
+            "bird",
+            "feather",
+            "headphones",
+            "ice_cream",
+            "teapot",
+            "tiger",
+            "whale",
+            "windmill",
+            "wine_glass",
+            "zebra",
+        ),
+        source="DomainNet, Peng et al., 2019: FedBN's ten classes (arXiv 2102.07623), official lists, resized to 64×64",
+        domains=("clipart", "infograph", "painting", "quickdraw", "real", "sketch"),
     ),
 )
 

@@ -285,7 +285,7 @@ def check_method(method: Method) -> None:
     Raises:
         UnaccountedReleaseError: names the method, the field and the reason.
     """
-    fields = privacy_of_fields(method.upload)
+    fields = {**privacy_of_fields(method.upload), **(privacy_of_fields(method.answers) if method.answers else {})}
     bad = [f"{name} ({kind})" for name, (kind, _) in fields.items() if kind not in ("released", "public")]
     if bad or not method.protects:
         why = method.refusal or f"its upload has fields that no mechanism protects: {', '.join(bad)}"

@@ -38,6 +38,8 @@ DIGITS_PRESET: Mapping[str, Mapping[str, Any]] = {
 PRESETS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     "digits": DIGITS_PRESET,
     "cifar100": {"feddm": {"ipc": 5}, "real": {"ipc": 5}},
+    "office-caltech-10": {"partition": {"kind": "domain", "clients": 4}},
+    "domainnet-10": {"partition": {"kind": "domain", "clients": 6}},
 }
 
 _KINDS: Mapping[str, tuple[type, str]] = {

@@ -1,6 +1,6 @@
 """A federation on one machine: the round loop.
 
-    1. every client gets the server's message;
+    1. every client gets the server's message (in methods with a first phase, after one more such exchange);
     2. the clients' steps run in groups, as many at once as the method allows;
     3. the server makes the next state from all uploads;
     4. the model is evaluated on the public test set, and the round's row is written.
@@ -11,7 +11,7 @@ With differential privacy the guards are asked before step 1: where a round woul
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from fedsynth.data.images import ImageData, require_all_classes
 from fedsynth.data.load import load_dataset
 from fedsynth.data.partition import GIVEN, IntArray, check_parts, count_matrix, partition
 from fedsynth.errors import DataError, DivergedError
-from fedsynth.evaluation.accuracy import accuracy
+from fedsynth.evaluation.accuracy import accuracy_by_domain, correct
 from fedsynth.federation.devices import check_compiler, resolve_device
 from fedsynth.federation.observer import Observer
 from fedsynth.federation.planning import public_context
@@ -37,6 +37,8 @@ from fedsynth.federation.settings import RunSettings, to_toml
 from fedsynth.privacy.errors import BudgetExceededError
 from fedsynth.privacy.report import build_report, write_report
 from fedsynth.synthesizer.sets import SyntheticSet
+
+Step = Callable[[Message, ClientGroup, Sequence[Memory], RoundContext], list[tuple[Message, Memory]]]
 
 
 @dataclass(frozen=True)
@@ -98,7 +100,8 @@ def simulate(
         check_parts(parts, len(train))
         settings = replace(settings, partition=replace(settings.partition, kind=GIVEN, clients=len(parts)))
     else:
-        parts = partition(train.labels.cpu().numpy(), settings.resolved_partition, train.spec.classes)
+        domains = None if train.domains is None else train.domains.cpu().numpy()
+        parts = partition(train.labels.cpu().numpy(), settings.resolved_partition, train.spec.classes, domains)
     if settings.privacy is None:
         require_all_classes(train)
     folder = None if output is None else Path(output)
@@ -142,6 +145,7 @@ class _Simulation:
         self.state = ServerState({name: t.to(self.context.device) for name, t in self.context.architecture.state_dict().items()})
         self.memories: dict[int, Memory] = {}
         self.uploads: dict[int, Message] = {}
+        self.answers: dict[int, Message] = {}
         self.metrics: list[dict[str, Any]] = []
         self.deviations: list[str] = []
 
@@ -175,27 +179,38 @@ class _Simulation:
         return groups
 
     def _round(self, context: RoundContext) -> None:
-        message = self.method.broadcast(self.state, context)
-        uploads: dict[int, Message] = {}
-        memories: dict[int, Memory] = {}
-        for group in self.groups:
-            report = _GroupReport(self.observer, context.round, len(uploads), len(group.ids), self.settings.partition.clients)
-            kept = [self.memories.get(k, {}) for k in group.ids]
-            results = self.method.client_step(message, group, kept, replace(context, report=report))
-            for k, (upload, memory) in zip(group.ids, results, strict=True):
-                if type(upload) is not self.method.upload:  # what was declared, and checked, is what is sent
-                    raise TypeError(
-                        f"{self.method.name} declares uploads of type {self.method.upload.__name__}, got {type(upload).__name__}"
-                    )
-                _check_finite(dict(upload.arrays()), f"client {k}", context.round)
-                uploads[k], memories[k] = upload, memory
-        report_server = replace(context, report=lambda phase, done, total: self.observer.step(context.round, phase, done, total))
-        state = self.method.server_step(self.state, list(uploads.values()), report_server)
+        quiet = replace(context, report=lambda phase, done, total: self.observer.step(context.round, phase, done, total))
+        state, kept = self.state, self.memories
+        self.answers = {}
+        question = self.method.question(state, context)
+        if question is not None:
+            self.answers, kept = self._ask(self.method.answer, self.method.answers, question, kept, context)
+            state = self.method.hear(state, list(self.answers.values()), quiet)
+        message = self.method.broadcast(state, context)
+        uploads, memories = self._ask(self.method.client_step, self.method.upload, message, kept, context)
+        state = self.method.server_step(state, list(uploads.values()), quiet)
         _check_finite(state.parameters, "server's model", context.round)
         if context.round == 1:
             self._note_missing_classes(uploads)
         self.state, self.uploads = state, uploads
         self.memories.update(memories)
+
+    def _ask(
+        self, step: Step, declared: type[Message] | None, message: Message, kept: Mapping[int, Memory], context: RoundContext
+    ) -> tuple[dict[int, Message], dict[int, Memory]]:
+        """One exchange with all clients, group by group: their messages and memories."""
+        sent: dict[int, Message] = {}
+        memories: dict[int, Memory] = {}
+        for group in self.groups:
+            report = _GroupReport(self.observer, context.round, len(sent), len(group.ids), self.settings.partition.clients)
+            results = step(message, group, [kept.get(k, {}) for k in group.ids], replace(context, report=report))
+            for k, (upload, memory) in zip(group.ids, results, strict=True):
+                if type(upload) is not declared:  # what was declared, and checked, is what is sent
+                    expected = "nothing" if declared is None else declared.__name__
+                    raise TypeError(f"{self.method.name} declares messages of type {expected}, got {type(upload).__name__}")
+                _check_finite(dict(upload.arrays()), f"client {k}", context.round)
+                sent[k], memories[k] = upload, memory
+        return sent, memories
 
     def _note_missing_classes(self, uploads: Mapping[int, Message]) -> None:
         """A class that is too rare at every client would otherwise vanish without a word."""
@@ -212,24 +227,32 @@ class _Simulation:
     def _record(self, number: int, started: float) -> None:
         row: dict[str, Any] = {"round": number}
         if number % self.settings.evaluate_every == 0 or number == self.settings.rounds:
-            row["test_accuracy"] = self._accuracy()
+            row.update(self._evaluate())
         if self.private is not None and self.private.guaranteed:
             row["epsilon"] = self.private.epsilon()
-        row["upload_floats"] = sum(u.floats for u in self.uploads.values())
-        row["upload_bytes"] = sum(u.nbytes for u in self.uploads.values())
-        row["client_upload_bytes"] = [u.nbytes for u in self.uploads.values()]
+        messages = [[u, *([self.answers[k]] if k in self.answers else [])] for k, u in self.uploads.items()]
+        row["upload_floats"] = sum(m.floats for sent in messages for m in sent)
+        row["client_upload_bytes"] = [sum(m.nbytes for m in sent) for sent in messages]
+        row["upload_bytes"] = sum(row["client_upload_bytes"])
         row["seconds"] = round(time.perf_counter() - started, 3)
         self.metrics.append(row)
         if self.folder is not None:
             self.folder.append_metrics(row)
         self.observer.round_ended(row)
 
-    def _accuracy(self) -> float:
-        return accuracy(self.context.load(self.state.parameters), self.test)
+    def _evaluate(self) -> dict[str, Any]:
+        """Accuracy on the test set; where it has domains also each one's, and their plain average, as papers on feature skew report."""
+        right = correct(self.context.load(self.state.parameters), self.test)
+        row: dict[str, Any] = {"test_accuracy": int(right.sum()) / len(right)}
+        domains = accuracy_by_domain(right, self.test)
+        if domains:
+            row["domain_accuracy"] = domains
+            row["domain_average"] = sum(domains.values()) / len(domains)
+        return row
 
     def _finish(self) -> RunResult:
         last = self.metrics[-1] if self.metrics else {}
-        final = last["test_accuracy"] if "test_accuracy" in last else self._accuracy()
+        final = last["test_accuracy"] if "test_accuracy" in last else self._evaluate()["test_accuracy"]
         report, summary = None, self._summary(final)
         if self.private is not None:
             ledgers = {ledger.client: ledger for ledger in self.private.ledgers}
@@ -257,6 +280,8 @@ class _Simulation:
             "device": str(self.context.device),
             "seed": self.settings.seed,
         }
+        if self.metrics and "domain_average" in self.metrics[-1]:
+            summary["domain_average"] = self.metrics[-1]["domain_average"]
         if self.private is not None:
             guarantee = (
                 {"epsilon": self.private.epsilon(), "delta": self.private.privacy.delta} if self.private.guaranteed else {}

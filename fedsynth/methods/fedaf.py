@@ -6,7 +6,7 @@ each step with a re-sampled network (Eq. 17). It sends pixels as uint8, V_k and 
 (Eqs. 8, 12), and train on the union of all sets with cross-entropy plus λ_glob times the knowledge-matching loss (Eqs. 13-15).
 
 V is averaged from a round's uploads and used by the clients in the next (App. C counts one upload of S, V and R a round): round 1 has no
-collaborative term.
+collaborative term. `knowledge_from="first-phase"` exchanges V at the start of each round instead.
 
 With differential privacy the images go through mechanism `residual`, and V comes from one noisy sum of clipped logits and noisy counts; R is
 computed from the released V. Batch norm is refused.
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from fedsynth.core.client import ClientGroup, OpenClients, PrivateClients, Segments, chunk
-from fedsynth.core.messages import Message, ModelParameters, released
+from fedsynth.core.messages import Message, ModelParameters, parameters_of, released
 from fedsynth.core.method import Memory, PrivatePlan, RoundContext, ServerState, check_choice, check_ranges
 from fedsynth.core.random import torch_generator
 from fedsynth.data.images import denormalise
@@ -33,6 +33,7 @@ from fedsynth.privacy.settings import PrivacySettings
 from fedsynth.synthesizer.batch_norm import has_batch_norm, with_grouped_statistics
 from fedsynth.synthesizer.batches import SMALL_CLASS, BatchIndices
 from fedsynth.synthesizer.condensation import client_bytes, condense
+from fedsynth.synthesizer.distributions import MATCHINGS, DistributionMatcher, refuse_private
 from fedsynth.synthesizer.knowledge import (
     DISTANCES,
     KnowledgeMatcher,
@@ -66,6 +67,14 @@ class CondensedSet(SyntheticSet):
 
 
 @dataclass(frozen=True)
+class LocalKnowledge(Message):
+    """Up, in a first phase: V_k [C, C] and which of its rows exist [C] (bool)."""
+
+    logits: Tensor = released()
+    present: Tensor = released()
+
+
+@dataclass(frozen=True)
 class FedAF(TrainsOnUnion):
     """Settings, with the paper's values; where it is silent, the reason.
 
@@ -77,7 +86,11 @@ class FedAF(TrainsOnUnion):
             (1e-4, 1e-2) on CIFAR, (1e-3, 2.0) on Fashion-MNIST, (0.01, 0.1) on DomainNet.
         temperature: τ of the soft labels; the paper gives none: 1 is plain softmax.
         distance: of Eq. 10, see `sliced_wasserstein`; "point" because u and v are one vector per class. directions: of "rows".
-        matching: knowledge matching on the "minibatch"'s class means: Eq. 13 over all of S would be a pass over S in every step.
+        knowledge_from: when V is made: averaged from the "previous-round"'s uploads (App. C counts one upload of S, V and R a round; then
+            round 1 has no collaborative term), or in a "first-phase" of the same round, under w_r: one more exchange.
+        server_matching: the t_c of Eq. 13 over the "minibatch"'s images of the class, or over the "union" of all sets, which is literal and
+            costs a pass over S in every step.
+        matching, blur: "mean" is Eq. 4; see FedDM.
         min_examples: a client condenses a class with at least so many examples; the paper names no such rule, so every class that is there.
         start_average: random real images that a start image is the mean of; the paper says "average", and no number.
         restart: start anew each round (False: go on from the last round's images, as no initialisation is said to recur).
@@ -90,6 +103,7 @@ class FedAF(TrainsOnUnion):
     summary: ClassVar[str] = "clients condense towards shared class-mean logits, the server matches their soft labels"
     reference: ClassVar[str] = "Wang et al. 2024, FedAF, arXiv 2404.18962"
     upload: ClassVar[type[Message]] = CondensedSet
+    answers: ClassVar[type[Message] | None] = LocalKnowledge
     protects: ClassVar[tuple[str, ...]] = ("residual",)
 
     server_lr: float = 1e-3
@@ -110,6 +124,10 @@ class FedAF(TrainsOnUnion):
     restart: bool = False
     small_class: str = "all"
     batch_norm: str = "client"
+    matching: str = "mean"
+    blur: float = 0.25
+    knowledge_from: str = "previous-round"
+    server_matching: str = "minibatch"
     logit_clip: float = 5.0
     knowledge_noise: float = 5.0
 
@@ -123,6 +141,10 @@ class FedAF(TrainsOnUnion):
         check_choice("distance", self.distance, DISTANCES)
         check_choice("small_class", self.small_class, SMALL_CLASS)
         check_choice("batch_norm", self.batch_norm, ("client", "class"))
+        check_choice("matching", self.matching, MATCHINGS)
+        check_choice("knowledge_from", self.knowledge_from, ("previous-round", "first-phase"))
+        check_choice("server_matching", self.server_matching, ("minibatch", "union"))
+        check_ranges(self, blur=(1e-6, inf))
 
     def client_bytes(self, context: RoundContext) -> int:
         return client_bytes(context, self.ipc, self.iterations, self.batch)
@@ -130,6 +152,24 @@ class FedAF(TrainsOnUnion):
     def check_model(self, model: nn.Module) -> None:
         if not (hasattr(model, "embed") and isinstance(getattr(model, "classifier", None), nn.Linear)):
             raise SettingError("fedaf matches embeddings and logits: the network needs `embed` and a linear `classifier`")
+
+    def question(self, state: ServerState, context: RoundContext) -> Message | None:
+        return ModelParameters(state.parameters, 1.0) if self.knowledge_from == "first-phase" else None
+
+    def answer(
+        self, message: Message, clients: ClientGroup, memories: Sequence[Memory], context: RoundContext
+    ) -> list[tuple[Message, Memory]]:
+        model = context.load(parameters_of(message)).requires_grad_(False).eval()
+        logits, present = self._local_knowledge(model, clients, context)
+        return [
+            (LocalKnowledge(v, p), {**memory, "logits": v, "present": p})
+            for v, p, memory in zip(logits, present, memories, strict=True)
+        ]
+
+    def hear(self, state: ServerState, answers: Sequence[Message], context: RoundContext) -> ServerState:
+        mine = [a for a in answers if isinstance(a, LocalKnowledge)]
+        logits, known = average_over_holders([a.logits for a in mine], [a.present for a in mine])
+        return ServerState(state.parameters, {"logits": logits, "known": known})
 
     def broadcast(self, state: ServerState, context: RoundContext) -> Message:
         classes, device = context.spec.classes, context.device
@@ -145,7 +185,10 @@ class FedAF(TrainsOnUnion):
         model = context.load(message.parameters).requires_grad_(False).eval()
         segments = clients.segments() if isinstance(clients, PrivateClients) else clients.segments(self.min_examples)
         matcher = self._matcher(clients, segments, context)
-        logits, present = self._local_knowledge(model, clients, context)
+        if all("logits" in memory for memory in memories):  # made, and charged, in the first phase
+            logits, present = (torch.stack([memory[name] for memory in memories]) for name in ("logits", "present"))
+        else:
+            logits, present = self._local_knowledge(model, clients, context)
         batch_norm = has_batch_norm(model)
         networks = ResampledNetworks(
             with_grouped_statistics(model) if batch_norm else model,
@@ -183,18 +226,26 @@ class FedAF(TrainsOnUnion):
         soft, _ = average_over_holders([u.soft for u in sets], present)
         classes = context.spec.classes
 
-        def loss(logits_NC: Tensor, labels_N: Tensor) -> Tensor:
+        def matching(logits_NC: Tensor, labels_N: Tensor) -> Tensor:
             means, there = class_means(logits_NC, labels_N, classes)
-            matching = knowledge_matching(means, soft, there & known, self.temperature)
-            return nn.functional.cross_entropy(logits_NC, labels_N) + self.global_weight * matching
+            return self.global_weight * knowledge_matching(means, soft, there & known, self.temperature)
+
+        def loss(logits_NC: Tensor, labels_N: Tensor) -> Tensor:
+            return nn.functional.cross_entropy(logits_NC, labels_N) + matching(logits_NC, labels_N)
 
         model = context.load(state.parameters)
-        train_on_union(model, uploads, self.union_sgd(), context, loss if self.global_weight > 0 else nn.functional.cross_entropy)
+        if self.global_weight == 0:
+            train_on_union(model, uploads, self.union_sgd(), context)
+        elif self.server_matching == "minibatch":
+            train_on_union(model, uploads, self.union_sgd(), context, loss)
+        else:
+            train_on_union(model, uploads, self.union_sgd(), context, on_all=matching)
         return ServerState(model.state_dict(), {"logits": logits, "known": known})
 
     def private_plans(self, privacy: PrivacySettings, context: RoundContext) -> tuple[PrivatePlan, ...]:
         """The images' T releases, the sums of logits, and the counts."""
         refuse_batch_norm(context.architecture)
+        refuse_private(self.matching)
         classifier: Any = context.architecture.classifier
         width, classes = classifier.in_features, context.spec.classes
         images = PrivatePlan(
@@ -226,7 +277,8 @@ class FedAF(TrainsOnUnion):
                 seed=context.seed,
                 round=context.round,
             )
-            return ExactMatcher(clients, batches, columns)
+            exact = ExactMatcher(clients, batches, columns)
+            return exact if self.matching == "mean" else DistributionMatcher(exact, self.matching, self.blur, columns)
         plan = self.private_plans(_settings(context), context)[0]
         series = clients.charge(plan.release(context.round, _settings(context).noise_multiplier or 0.0), context.spec.classes)
         return ResidualMatcher(clients, series, plan.sample_rate * context.nominal_size / context.spec.classes, columns)

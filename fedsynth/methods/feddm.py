@@ -32,11 +32,12 @@ from fedsynth.synthesizer.augmentation import SiameseAugmentation
 from fedsynth.synthesizer.batch_norm import has_batch_norm, with_grouped_statistics
 from fedsynth.synthesizer.batches import SMALL_CLASS, BatchIndices
 from fedsynth.synthesizer.condensation import client_bytes, condense
+from fedsynth.synthesizer.distributions import MATCHINGS, DistributionMatcher, refuse_private
 from fedsynth.synthesizer.feature_sums import FeatureSumMatcher
-from fedsynth.synthesizer.matching import ExactMatcher, GradientMatcher, Matcher, PaperMatcher, ResidualMatcher
+from fedsynth.synthesizer.matching import ClippedMatcher, ExactMatcher, GradientMatcher, Matcher, PaperMatcher, ResidualMatcher
 from fedsynth.synthesizer.perturbation import READINGS, Perturbations
 from fedsynth.synthesizer.server import TrainsInBall
-from fedsynth.synthesizer.sets import SyntheticSet, noise_start, real_start, split_uploads
+from fedsynth.synthesizer.sets import SyntheticSet, averaged_start, noise_start, real_start, split_uploads
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,11 @@ class FedDM(TrainsInBall):
             symmetric.
         small_class: classes smaller than the batch: "all" examples (the exact mean) or "resample".
         logit_weight: weight b of the logits beside the embedding; 1 is Eq. 9.
+        start_average: random real images that a start image is the mean of; 1: real images as they are.
+        image_clip: clip the norm of each client's image gradient, for stability (FedAF's paper runs FedDM with 2, momentum 0.9 and averaged
+            start images); 0: no clipping. Not a privacy mechanism.
+        matching, blur: "mean" is Eq. 9; "gaussian", "energy" or "sinkhorn" match the classes' distributions of features by that loss
+            (`fedsynth.synthesizer.distributions`, also for blur's units); not with differential privacy.
         batch_norm: of networks with batch norm, whose statistics in condensation are those of the batch at hand, real and synthetic apart:
             "client" takes all classes of a client together, as distribution matching's code does, "class" each class for itself.
         networks, count_noise: of mechanism `features`: M; and the counts' noise multiplier over that of the M networks' sums together,
@@ -84,6 +90,10 @@ class FedDM(TrainsInBall):
     flip: bool = False
     small_class: str = "all"
     logit_weight: float = 1.0
+    start_average: int = 1
+    image_clip: float = 0.0
+    matching: str = "mean"
+    blur: float = 0.25
     batch_norm: str = "client"
     networks: int = 16
     count_noise: float = 3.0
@@ -91,12 +101,14 @@ class FedDM(TrainsInBall):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_ranges(self, ipc=(1, inf), batch=(1, inf), iterations=(1, inf), min_examples=(0, inf))
-        check_ranges(self, networks=(1, inf), count_noise=(0.01, inf))
+        check_ranges(self, start_average=(1, inf), image_clip=(0, inf), networks=(1, inf), count_noise=(0.01, inf))
         check_ranges(self, image_lr=(0, inf), image_momentum=(0, 1), logit_weight=(0, inf))
         check_choice("augment", self.augment, ("none", "siamese"))
         check_choice("perturbation", self.perturbation, READINGS)
         check_choice("small_class", self.small_class, SMALL_CLASS)
         check_choice("batch_norm", self.batch_norm, ("client", "class"))
+        check_choice("matching", self.matching, MATCHINGS)
+        check_ranges(self, blur=(1e-6, inf))
 
     def client_bytes(self, context: RoundContext) -> int:
         return client_bytes(context, self.ipc, self.iterations, self.batch)
@@ -114,6 +126,7 @@ class FedDM(TrainsInBall):
         segments = clients.segments() if isinstance(clients, PrivateClients) else clients.segments(self.min_examples)
         start = self._start(clients, segments, memories, context)
         matcher = self._matcher(clients, segments, context)
+        pull = ClippedMatcher(matcher, segments.position.to(context.device), self.image_clip) if self.image_clip else matcher
         period = self._networks if isinstance(matcher, FeatureSumMatcher) else None
         networks = Perturbations(
             model,
@@ -127,7 +140,7 @@ class FedDM(TrainsInBall):
         images = condense(
             start,
             networks.draw,
-            matcher,
+            pull,
             steps=self.iterations,
             learning_rate=self.image_lr,
             momentum=self.image_momentum,
@@ -153,6 +166,7 @@ class FedDM(TrainsInBall):
         """T releases a round, or M and one of the counts. Default clips are public: in feature space about the norm of a matched residual
         of instance-normalised features, which grows with the root of their number; for `paper` the paper's."""
         refuse_batch_norm(context.architecture)
+        refuse_private(self.matching)
         classes, image_shape, width = context.spec.classes, context.spec.image_shape, sum(self._columns(context))
         pixels = self.ipc * image_shape[0] * image_shape[1] * image_shape[2]
         mechanism = privacy.mechanism or self.protects[0]
@@ -202,6 +216,8 @@ class FedDM(TrainsInBall):
             return kept.view(len(segments), self.ipc, *clients.spec.image_shape)
         if isinstance(clients, PrivateClients):
             return noise_start(clients.ids, segments, self.ipc, clients.spec.image_shape, context.seed).to(context.device)
+        if self.start_average > 1:
+            return averaged_start(clients, segments, self.ipc, self.start_average, context.seed)
         return real_start(clients, segments, self.ipc, context.seed)
 
     def _augmentation(
@@ -236,7 +252,7 @@ class FedDM(TrainsInBall):
             )
             exact = ExactMatcher(clients, batches)
             if privacy is None:
-                return exact
+                return exact if self.matching == "mean" else DistributionMatcher(exact, self.matching, self.blur)
             clip, noise_multiplier = self.private_plans(privacy, context)[0].clip, privacy.noise_multiplier or 0.0
             return PaperMatcher(exact, segments, batches, [SecretGenerator() for _ in clients.ids], noise_multiplier, clip)
         if privacy is None or privacy.noise_multiplier is None:

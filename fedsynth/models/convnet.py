@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from fedsynth.errors import SettingError, unknown_name
 from fedsynth.models.frozen import VectorJacobian, block_chain_vjp
+from fedsynth.models.resnet import group_norm
 
 NORMS = ("instance", "group", "batch", "none")
 
@@ -46,7 +47,7 @@ def _norm(kind: str, channels: int) -> nn.Module:
     if kind == "instance":
         return InstanceNorm(channels)
     if kind == "group":
-        return nn.GroupNorm(next(g for g in (32, 16, 8, 4, 2, 1) if channels % g == 0), channels)
+        return group_norm(channels)
     if kind == "batch":
         return nn.BatchNorm2d(channels)
     return nn.Identity()

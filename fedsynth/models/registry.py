@@ -1,4 +1,8 @@
-"""Architectures by name, and their reproducible initialisation."""
+"""Architectures by name, and their reproducible initialisation.
+
+An architecture is an `nn.Module` from normalised images [N, C, H, W] to logits; methods that look inside it want `embed` (everything before
+the last linear layer) and `classifier` (that layer).
+"""
 
 from __future__ import annotations
 
@@ -9,30 +13,60 @@ from torch import nn
 
 from fedsynth.core.random import forked_rng
 from fedsynth.errors import unknown_name
-from fedsynth.models.convnet import ConvNet
+from fedsynth.models.convnet import NORMS, ConvNet
+from fedsynth.models.resnet import ResNet18
+
+Shape = tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class _Architecture:
+    """How to build it, and the norms that it can have, its own first."""
+
+    build: Callable[[Shape, int, ModelSettings], nn.Module]
+    norms: tuple[str, ...]
+
+
+_MODELS: dict[str, _Architecture] = {
+    "convnet": _Architecture(lambda shape, classes, s: ConvNet(shape, classes, width=s.width, depth=s.depth, norm=s.norm), NORMS),
+    "resnet18": _Architecture(lambda shape, classes, s: ResNet18(shape, classes, norm=s.norm), ("batch", "group")),
+}
 
 
 @dataclass(frozen=True)
 class ModelSettings:
-    """Which architecture; every client and the server use the same one. All of it is public."""
+    """Which architecture; every client and the server use the same one. All of it is public.
+
+    Args:
+        name: see `model_names`.
+        width, depth: of "convnet"; the others have their published sizes.
+        norm: empty takes the architecture's own: instance norm for the ConvNet, batch norm for ResNet-18.
+    """
 
     name: str = "convnet"
     width: int = 128
     depth: int = 3
-    norm: str = "instance"
+    norm: str = ""
+
+    def __post_init__(self) -> None:
+        if self.name not in _MODELS:
+            raise unknown_name("model", self.name, _MODELS)
+        norms = _MODELS[self.name].norms
+        if not self.norm:
+            object.__setattr__(self, "norm", norms[0])
+        if self.norm not in norms:
+            raise unknown_name(f"norm of {self.name}", self.norm, norms)
 
 
-_MODELS: dict[str, Callable[[tuple[int, int, int], int, ModelSettings], nn.Module]] = {
-    "convnet": lambda shape, classes, s: ConvNet(shape, classes, width=s.width, depth=s.depth, norm=s.norm),
-}
+def model_names() -> tuple[str, ...]:
+    """The architectures that `ModelSettings.name` can be."""
+    return tuple(_MODELS)
 
 
-def build_model(settings: ModelSettings, image_shape: tuple[int, int, int], classes: int, seed: int) -> nn.Module:
+def build_model(settings: ModelSettings, image_shape: Shape, classes: int, seed: int) -> nn.Module:
     """A freshly initialised network whose weights depend on `seed` alone; the global RNG is left as it was."""
-    if settings.name not in _MODELS:
-        raise unknown_name("model", settings.name, _MODELS)
     with forked_rng(seed, "model initialisation"):
-        return _MODELS[settings.name](image_shape, classes, settings)
+        return _MODELS[settings.name].build(image_shape, classes, settings)
 
 
 def parameter_count(model: nn.Module) -> int:

@@ -90,7 +90,7 @@ def pull_back(features: FeatureMap, synthetic_SICHW: Tensor, cotangents: Callabl
         cotangents: (means [G, D] of some segments, their numbers [G]) -> v [G, D].
     """
     out = torch.empty_like(synthetic_SICHW)
-    for numbers in _passes(features, synthetic_SICHW):
+    for numbers in passes(features, synthetic_SICHW):
         one = SyntheticPass(features, synthetic_SICHW, numbers)
         out[numbers] = one.pull(cotangents(one.means, numbers)[None])[0]
     return out
@@ -104,12 +104,12 @@ def frozen_means(features: FeatureMap, synthetic_SICHW: Tensor) -> Tensor:
             features(synthetic_SICHW[numbers].flatten(0, 1), numbers.repeat_interleave(ipc))
             .view(len(numbers), ipc, -1)
             .mean(dim=1)
-            for numbers in _passes(features, synthetic_SICHW)
+            for numbers in passes(features, synthetic_SICHW)
         ]
     return torch.cat(rows)
 
 
-def _passes(features: FeatureMap, synthetic_SICHW: Tensor) -> tuple[Tensor, ...]:
+def passes(features: FeatureMap, synthetic_SICHW: Tensor) -> tuple[Tensor, ...]:
     """The segments' numbers, cut into what goes through the network together."""
     segments, ipc = synthetic_SICHW.shape[:2]
     at_once = segments if features.mixes else max(1, features.images_at_once(synthetic_SICHW[0]) // ipc)
@@ -155,6 +155,15 @@ class ExactMatcher:
         if sums is None:
             raise ValueError("a step without any real image")
         return sums / self._batches.divisors.to(sums.dtype)
+
+    def real_rows(self, step: int, features: FeatureMap) -> tuple[Tensor, Tensor]:
+        """u_w of every image of this step's batch [N, D], without graph, and its segment [N], ascending."""
+        indices = self._batches.at(step)
+        rows = [
+            features.real(self._clients.images(indices[piece.rows]), self._batches.segment[piece.rows])
+            for piece in self._batches.pieces(len(indices) if features.mixes else chunk(indices.device))
+        ]
+        return torch.cat(rows), self._batches.segment
 
     def gradient(self, step: int, features: FeatureMap, synthetic: Tensor) -> Tensor:
         real = self.real_means(step, features, len(synthetic))
@@ -247,6 +256,24 @@ def _rank_within_segment(segment_N: Tensor) -> Tensor:
     one_hot = torch.nn.functional.one_hot(segment_N)
     rank: Tensor = one_hot.cumsum(dim=0).gather(1, segment_N[:, None]) - 1
     return rank.flatten()
+
+
+class ClippedMatcher:
+    """Another matcher's gradient with the norm of each client's part, all its images together, clipped; for stability, not for privacy.
+
+    Args:
+        client_S: whose segment it is, on the images' device. bound: the largest norm.
+    """
+
+    def __init__(self, inner: Matcher, client_S: Tensor, bound: float) -> None:
+        self._inner, self._client, self._bound = inner, client_S, bound
+
+    def gradient(self, step: int, features: FeatureMap, synthetic: Tensor) -> Tensor:
+        gradient = self._inner.gradient(step, features, synthetic)
+        squares = gradient.flatten(1).square().sum(dim=1)
+        same = (self._client[:, None] == self._client).to(squares.dtype)
+        scale = (self._bound / (same @ squares).sqrt().clamp_min(1e-12)).clamp_max(1.0)
+        return gradient * scale.view(-1, 1, 1, 1, 1)
 
 
 class PaperMatcher:

@@ -88,8 +88,10 @@ def train_on_union(
     settings: SgdSettings,
     context: RoundContext,
     loss: Loss = nn.functional.cross_entropy,
+    on_all: Loss | None = None,
 ) -> None:
-    """Trains `model` in place on all uploaded images together (FedDM's server, Eq. 10)."""
+    """Trains `model` in place on all uploaded images together (FedDM's server, Eq. 10); `on_all` is added to each step's loss, from the
+    logits and labels of the whole union."""
     sets = [u for u in uploads if isinstance(u, SyntheticSet)]
     if not any(len(u.labels) for u in sets):
         if (
@@ -107,4 +109,5 @@ def train_on_union(
         generator,
         lambda done, total: context.report("server", done, total),
         loss,
+        penalty=None if on_all is None else lambda network: on_all(network(images), labels),
     )

@@ -13,6 +13,7 @@ from fedsynth.synthesizer.graphs import recorded
 
 WORTH_RECORDING = 20  # steps
 Loss = Callable[[Tensor, Tensor], Tensor]
+Penalty = Callable[[nn.Module], Tensor]
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,7 @@ def train_on(
     generator: torch.Generator,
     report: Callable[[int, int], None] = lambda done, total: None,
     loss: Loss = nn.functional.cross_entropy,
+    penalty: Penalty | None = None,
 ) -> None:
     """Trains `model` in place; on a GPU full batches are steps of a CUDA graph.
 
@@ -47,6 +49,7 @@ def train_on(
         labels_N: labels of all examples.
         generator: a CPU generator; shuffles every epoch.
         loss: (logits [M, C], labels [M]) of a minibatch -> scalar; waits for nothing.
+        penalty: (the network in training) -> a scalar that is added to each step's loss; waits for nothing.
     """
     if not len(labels_N):
         return
@@ -58,7 +61,8 @@ def train_on(
 
     def step(where: Tensor) -> None:
         grad.zero_()
-        loss(network.module(images(where)), labels_N[where]).backward()
+        value = loss(network.module(images(where)), labels_N[where])
+        (value if penalty is None else value + penalty(network.module)).backward()
         with torch.no_grad():
             velocity.mul_(settings.momentum).add_(grad).add_(flat, alpha=settings.weight_decay)
             flat.add_(velocity, alpha=-settings.learning_rate)

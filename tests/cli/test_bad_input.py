@@ -18,7 +18,7 @@ CASES: list[tuple[str, tuple[str, ...], str]] = [
     ("feddm", ("--partition", "iidd"), "unknown partition 'iidd'; did you mean iid"),
     ("feddm", ("--device", "cpuu"), "unknown device 'cpuu'; did you mean cpu"),
     ("feddm", ("--model", "convent"), "unknown model 'convent'; did you mean convnet"),
-    ("feddm", ("--norm", "instanse"), "unknown norm 'instanse'; did you mean instance"),
+    ("feddm", ("--norm", "instanse"), "unknown norm of convnet 'instanse'; did you mean instance"),
     ("feddm", (*DP, "--dp-mechanism", "residue"), "'residue'; did you mean residual?"),
     ("feddm", (*DP, "--dp-mechanism", "dp-sgd"), "known: features, gradient, paper, residual"),
     ("fedavg", (*DP, "--dp-mechanism", "residual"), "known: dp-sgd"),
@@ -28,6 +28,9 @@ CASES: list[tuple[str, tuple[str, ...], str]] = [
     ("feddm", ("--set", "batch=ten"), "feddm.batch must be of type int, got 'ten'"),
     ("feddm", ("--set", "batch=1.5"), "feddm.batch must be of type int, got '1.5'"),
     ("feddm", ("--set", "ipc=3"), "ipc is given twice"),
+    ("feddm", ("--matching", "gausian"), "unknown matching 'gausian'; did you mean gaussian"),
+    ("fedaf", ("--matching", "energy", "--dp-epsilon", "8"), "needs each example's features"),
+    ("feddm", ("--partition", "domain", "--clients", "4"), "does not say which domain"),
     ("feddm", ("--set", "augment=flip"), "unknown augment"),
     ("fedavg", ("--ipc", "3"), "unknown setting of fedavg 'ipc'"),
     # the parser's own complaints

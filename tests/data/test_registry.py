@@ -22,6 +22,8 @@ def test_the_names_and_the_published_sizes() -> None:
         "cifar10": ((3, 32, 32), 10, 50_000, 10_000),
         "cifar100": ((3, 32, 32), 100, 50_000, 10_000),
         "svhn": ((3, 32, 32), 10, 73_257, 26_032),
+        "office-caltech-10": ((3, 64, 64), 10, 2_042, 491),
+        "domainnet-10": ((3, 64, 64), 10, 20_000, 9_000),  # round figures
     }
 
 

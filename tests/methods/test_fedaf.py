@@ -38,22 +38,41 @@ FAST = FedAF(
 )  # fmt: skip
 
 
-def data() -> ImageData:
-    return from_arrays(np.random.default_rng(0).integers(0, 256, (12, 1, 8, 8)).astype(np.uint8), LABELS, SPEC)
+CPU = torch.device("cpu")
 
 
-def context(number: int = 1, norm: str = "instance", privacy: PrivacySettings | None = None) -> RoundContext:
+def data(device: torch.device = CPU) -> ImageData:
+    images = np.random.default_rng(0).integers(0, 256, (12, 1, 8, 8)).astype(np.uint8)
+    return from_arrays(images, LABELS, SPEC).to(device)
+
+
+def context(
+    number: int = 1, norm: str = "instance", privacy: PrivacySettings | None = None, device: torch.device = CPU
+) -> RoundContext:
     architecture = build_model(ModelSettings(width=4, depth=2, norm=norm), SPEC.image_shape, 10, 0)
-    return RoundContext(number, 0, torch.device("cpu"), SPEC, architecture, 6.0, privacy)
+    return RoundContext(number, 0, device, SPEC, architecture, 6.0, privacy)
 
 
-def rounds(method: FedAF, count: int, groups: tuple[tuple[int, ...], ...] = ((0, 1),)) -> tuple[ServerState, list[CondensedSet]]:
-    state, memories, uploads = ServerState(context().architecture.state_dict()), {0: {}, 1: {}}, {}
+def rounds(
+    method: FedAF, count: int, groups: tuple[tuple[int, ...], ...] = ((0, 1),), device: torch.device = CPU
+) -> tuple[ServerState, list[CondensedSet]]:
+    start = context().architecture.to(device).state_dict()
+    state, memories, uploads = ServerState(start), {0: {}, 1: {}}, {}
     for number in range(1, count + 1):
-        ctx = context(number)
+        ctx = context(number, device=device)
+        question = method.question(state, ctx)
+        if question is not None:
+            answers = {}
+            for ids in groups:
+                clients = OpenClients(ids, data(device), [PARTS[k] for k in ids])
+                for k, (answer, memory) in zip(
+                    ids, method.answer(question, clients, [memories[k] for k in ids], ctx), strict=True
+                ):
+                    answers[k], memories[k] = answer, memory  # type: ignore[assignment]
+            state = method.hear(state, [answers[0], answers[1]], ctx)
         message = method.broadcast(state, ctx)
         for ids in groups:
-            clients = OpenClients(ids, data(), [PARTS[k] for k in ids])
+            clients = OpenClients(ids, data(device), [PARTS[k] for k in ids])
             for k, (upload, memory) in zip(
                 ids, method.client_step(message, clients, [memories[k] for k in ids], ctx), strict=True
             ):
@@ -72,6 +91,9 @@ def plain_rounds(method: FedAF, count: int) -> tuple[Tensor, list[Tensor]]:
         with torch.no_grad():
             z = net(x)
         v = [{c: z[part][y[part] == c].mean(0) for c in held[k]} for k, part in enumerate(PARTS)]  # Eq. 5
+        average = {c: torch.stack([v[k][c] for k in (0, 1) if c in v[k]]).mean(0) for c in (0, 1, 2)}  # Eq. 8
+        if method.knowledge_from == "first-phase":
+            V = average
         pixels = []
         for k, part in enumerate(PARTS):
             if k not in images:
@@ -97,7 +119,7 @@ def plain_rounds(method: FedAF, count: int) -> tuple[Tensor, list[Tensor]]:
                 S = S - method.image_lr * velocity
             images[k] = S
             pixels.append(denormalise(S.flatten(0, 1), SPEC))
-        V = {c: torch.stack([v[k][c] for k in (0, 1) if c in v[k]]).mean(0) for c in (0, 1, 2)}  # Eq. 8
+        V = average
         soft = [{c: torch.softmax(v[k][c] / method.temperature, 0) for c in held[k]} for k in (0, 1)]
         R = {c: torch.stack([soft[k][c] for k in (0, 1) if c in soft[k]]).mean(0) for c in (0, 1, 2)}  # Eq. 12
         union = normalise(torch.cat(pixels), SPEC)
@@ -108,10 +130,12 @@ def plain_rounds(method: FedAF, count: int) -> tuple[Tensor, list[Tensor]]:
         shuffle = torch_generator(0, "server training", number)
         for _ in range(method.server_epochs):
             for part in torch.randperm(len(labels), generator=shuffle).split(method.server_batch):
-                logits = model(union[part])
-                loss = nn.functional.cross_entropy(logits, labels[part])
-                for c in labels[part].unique().tolist():
-                    t = torch.softmax(logits[labels[part] == c].mean(0) / method.temperature, 0)  # Eq. 13
+                logits, these = model(union[part]), labels[part]
+                loss = nn.functional.cross_entropy(logits, these)
+                if method.server_matching == "union":
+                    logits, these = model(union), labels
+                for c in these.unique().tolist():
+                    t = torch.softmax(logits[these == c].mean(0) / method.temperature, 0)  # Eq. 13
                     kl = (R[c] * (R[c] / t).log()).sum() + (t * (t / R[c]).log()).sum()
                     loss = loss + method.global_weight * kl / 2  # Eqs. 14, 15
                 optimiser.zero_grad()
@@ -121,14 +145,25 @@ def plain_rounds(method: FedAF, count: int) -> tuple[Tensor, list[Tensor]]:
     return flatten(model), pixels
 
 
-@pytest.mark.parametrize("change", [{}, {"local_weight": 0.0}, {"global_weight": 0.0}, {"gamma": 1.0}, {"gamma": 0.0}])
-def test_two_rounds_equal_plain_torch(change: dict[str, float]) -> None:
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"local_weight": 0.0},
+        {"global_weight": 0.0},
+        {"gamma": 1.0},
+        {"gamma": 0.0},
+        {"knowledge_from": "first-phase"},
+        {"server_matching": "union"},
+    ],
+)
+def test_two_rounds_equal_plain_torch(change: dict[str, float], device: torch.device) -> None:
     method = replace(FAST, **change)  # type: ignore[arg-type]
-    state, uploads = rounds(method, 2)
+    state, uploads = rounds(method, 2, device=device)
     expected, pixels = plain_rounds(method, 2)
     for upload, theirs in zip(uploads, pixels, strict=True):
         assert upload.images.dtype == torch.uint8
-        assert (upload.images.int() - theirs.int()).abs().max() <= 1  # rounding to a pixel may fall either way
+        assert (upload.images.cpu().int() - theirs.int()).abs().max() <= 1  # rounding to a pixel may fall either way
     model = context().architecture
     model.load_state_dict(dict(state.parameters))
     torch.testing.assert_close(flatten(model), expected, atol=2e-3, rtol=1e-3)
@@ -189,6 +224,36 @@ def test_resampling_interpolates_and_recurs() -> None:
     assert torch.equal(draws(1.0)[3], center)
     assert torch.equal(draws(0.5, period=2)[3], draws(0.5)[1])
     assert torch.equal(before, torch.get_rng_state())
+
+
+def test_a_first_phase_through_the_engine_is_an_exchange_more_and_no_charge_more() -> None:
+    fast = {"ipc": 2, "iterations": 2, "server_epochs": 2}
+    runs = {}
+    for knowledge in ("previous-round", "first-phase"):
+        method = {**fast, "knowledge_from": knowledge}
+        sections = {
+            "run": {"method": "fedaf", "rounds": 2},
+            "model": {"width": 4},
+            "method": method,
+            "privacy": {"epsilon": 10.0},
+        }
+        runs[knowledge] = simulate(resolve(sections))
+    one, two = runs["previous-round"], runs["first-phase"]
+    assert two.metrics[0]["upload_bytes"] - one.metrics[0]["upload_bytes"] == 5 * (10 * 10 * 4 + 10)
+    guarantees: list[Any] = [run.privacy["guarantee"] for run in (one, two) if run.privacy is not None]
+    assert len(guarantees) == 2
+    assert guarantees[0]["epsilon_by_round_worst_client"] == guarantees[1]["epsilon_by_round_worst_client"]
+
+
+def test_a_first_phase_charges_each_client_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    released: list[int] = []
+    original = GaussianSums.release
+    monkeypatch.setattr(GaussianSums, "release", lambda self: released.append(1) or original(self))
+    fast = {"ipc": 2, "iterations": 2, "server_epochs": 2, "knowledge_from": "first-phase"}
+    simulate(
+        resolve({"run": {"method": "fedaf", "rounds": 1}, "model": {"width": 4}, "method": fast, "privacy": {"epsilon": 10.0}})
+    )
+    assert len(released) == 5 * (2 + 1 + 1)  # each client: two steps of images, logits, counts
 
 
 def private(sigma: float, privacy: PrivacySettings) -> tuple[CondensedSet, list[Any]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import numpy as np
+import ot
 import pytest
 import torch
 
@@ -56,6 +57,30 @@ def test_rows_distance_equals_numpy_sorting_client_by_client() -> None:
     assert float(actual) == pytest.approx(expected)
 
 
+def test_rows_distance_and_its_gradient_equal_pots(device: torch.device) -> None:
+    """POT's sliced distance of order 1 between two clouds, times the number of rows; the gradient away from equality."""
+    u = torch.randn(6, 4, generator=GENERATOR).double().to(device).requires_grad_()
+    v, directions = (
+        torch.randn(6, 4, generator=GENERATOR).double().to(device),
+        unit_directions(11, 4, GENERATOR).double().to(device),
+    )
+    mine = sliced_wasserstein(u, v, torch.zeros(6, device=device), distance="rows", directions_PC=directions)
+    theirs = 6 * ot.sliced_wasserstein_distance(u, v, projections=directions.T, p=1)
+    assert float(mine.detach()) == pytest.approx(float(theirs.detach()))
+    torch.testing.assert_close(torch.autograd.grad(mine, u)[0], torch.autograd.grad(theirs, u)[0])
+
+
+def test_point_distance_and_its_gradient_equal_pots_over_many_directions(device: torch.device) -> None:
+    u = torch.randn(1, 10, generator=GENERATOR).double().to(device).requires_grad_()
+    v, directions = torch.randn(1, 10, generator=GENERATOR).double().to(device), unit_directions(100_000, 10, GENERATOR).double()
+    directions = directions.to(device)
+    mine = sliced_wasserstein(u, v, torch.zeros(1, device=device), distance="point", directions_PC=directions)
+    theirs = ot.sliced_wasserstein_distance(u, v, projections=directions.T, p=1)
+    assert float(mine.detach()) == pytest.approx(float(theirs.detach()), rel=0.01)
+    a, b = torch.autograd.grad(mine, u)[0], torch.autograd.grad(theirs, u)[0]
+    assert (a - b).norm() < 0.02 * a.norm()
+
+
 def test_sorted_distance_is_blind_to_which_class_is_which() -> None:
     u, v = torch.tensor([[1.0, 2, 3]]), torch.tensor([[3.0, 1, 2]])
     args = {"client_S": torch.zeros(1), "directions_PC": unit_directions(3, 3, GENERATOR)}
@@ -64,15 +89,18 @@ def test_sorted_distance_is_blind_to_which_class_is_which() -> None:
 
 
 @pytest.mark.parametrize("distance", DISTANCES)
-def test_gradients_flow_and_are_finite_where_both_sides_are_equal(distance: str) -> None:
+def test_gradients_flow_and_are_finite_where_both_sides_are_equal(distance: str, device: torch.device) -> None:
     """A detached term would have no gradient; a plain norm, or POT's, has NaN at zero."""
-    v, directions = torch.randn(4, 5, generator=GENERATOR).double(), unit_directions(20, 5, GENERATOR).double()
-    client = torch.tensor([0, 0, 1, 1])
+    v, directions = (
+        torch.randn(4, 5, generator=GENERATOR).double().to(device),
+        unit_directions(20, 5, GENERATOR).double().to(device),
+    )
+    client = torch.tensor([0, 0, 1, 1], device=device)
 
     def loss(u: torch.Tensor) -> torch.Tensor:
         return sliced_wasserstein(u, v, client, distance=distance, directions_PC=directions)
 
-    u = (v + torch.randn(4, 5, generator=GENERATOR)).requires_grad_()
+    u = (v + torch.randn(4, 5, generator=GENERATOR).to(device)).requires_grad_()
     assert torch.autograd.gradcheck(loss, (u,))
     (gradient,) = torch.autograd.grad(loss(u), u)
     assert gradient.norm() > 0
@@ -82,9 +110,10 @@ def test_gradients_flow_and_are_finite_where_both_sides_are_equal(distance: str)
     assert float(loss(same).detach()) == 0
 
 
-def test_eqs_12_to_15_by_hand() -> None:
+def test_eqs_12_to_15_by_hand(device: torch.device) -> None:
     """Two classes, τ = 2: R = softmax(v/τ), T = softmax(t/τ), ½(KL(R‖T) + KL(T‖R)) over the class that both have."""
-    v, logits, labels = torch.tensor([[2.0, 0.0], [0.0, 4.0]]), torch.tensor([[1.0, 0.0], [3.0, 2.0]]), torch.tensor([0, 0])
+    v, logits = torch.tensor([[2.0, 0.0], [0.0, 4.0]], device=device), torch.tensor([[1.0, 0.0], [3.0, 2.0]], device=device)
+    labels = torch.tensor([0, 0], device=device)
     means, there = class_means(logits, labels, 2)
     assert means.tolist() == [[2.0, 1.0], [0.0, 0.0]]
     assert there.tolist() == [True, False]

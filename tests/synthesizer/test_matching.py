@@ -20,6 +20,7 @@ from fedsynth.synthesizer.augmentation import SiameseAugmentation
 from fedsynth.synthesizer.batches import BatchIndices
 from fedsynth.synthesizer.condensation import NetworkFeatures, condense
 from fedsynth.synthesizer.matching import (
+    ClippedMatcher,
     ExactMatcher,
     GradientMatcher,
     Matcher,
@@ -198,6 +199,22 @@ def test_condensation_lowers_the_loss_and_keeps_the_start() -> None:
     after = condense(start, network, matcher, steps=30, learning_rate=1.0)
     assert torch.equal(start, before)
     assert loss(after) < 0.7 * loss(start)
+
+
+def test_clipping_is_by_client_over_all_its_images() -> None:
+    class Given:
+        def gradient(self, step: int, features: object, synthetic: Tensor) -> Tensor:
+            return synthetic
+
+    images = torch.randn(3, IPC, 1, 8, 8, generator=torch.Generator().manual_seed(0))
+    images[2] *= 0.01
+    client = torch.tensor([0, 0, 1])
+    clipped = ClippedMatcher(Given(), client, 2.0).gradient(0, None, images)  # type: ignore[arg-type]
+    assert float(clipped[:2].norm()) == pytest.approx(2.0, rel=1e-5)
+    torch.testing.assert_close(clipped[:2], images[:2] * (2.0 / images[:2].norm()))
+    torch.testing.assert_close(clipped[2], images[2])  # below the bound
+    nothing = ClippedMatcher(Given(), client, 2.0).gradient(0, None, torch.zeros_like(images))  # type: ignore[arg-type]
+    assert torch.equal(nothing, torch.zeros_like(images))
 
 
 def test_momentum_is_heavy_ball() -> None:

@@ -1,0 +1,80 @@
+"""Matching whole distributions of features in place of their means: geomloss' Gaussian-kernel, energy and Sinkhorn losses.
+
+FedDM and FedAF match class means of u_w (Eqs. 9 and 4). Here the loss of a class is a divergence between the clouds {u_w(x): x ∈ B_c} and
+{u_w(s): s ∈ S_c}, in units of √D (D coordinates), so that `blur` means the same for every network. It is scaled such that for wide blur the
+Gaussian and the Sinkhorn loss become the squared distance of the means: the learning rate keeps its meaning.
+
+It needs every example's features and not only their sum, so no mechanism here protects it: refused with differential privacy.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fedsynth.errors import SettingError
+from fedsynth.synthesizer.matching import ExactMatcher, FeatureMap, passes
+
+MATCHINGS = ("mean", "gaussian", "energy", "sinkhorn")
+
+
+def refuse_private(matching: str) -> None:
+    """Raises SettingError for a matching that no mechanism protects."""
+    if matching != "mean":
+        raise SettingError(
+            f"matching={matching!r} needs each example's features, which no mechanism here protects: use matching=mean with differential privacy"
+        )
+
+
+class DistributionMatcher:
+    """∇_S Σ_c divergence(u(B_c), u(S_c)); DP off.
+
+    Args:
+        exact: draws the real batches. columns: match only so many of the first coordinates of u.
+        matching: "gaussian", "energy" or "sinkhorn" (debiased, with squared distances). blur: the kernel's deviation, or the root of
+            the entropic regularisation, in units of √D; "energy" has none.
+    """
+
+    def __init__(self, exact: ExactMatcher, matching: str, blur: float, columns: int | None = None) -> None:
+        from geomloss import SamplesLoss
+
+        self._exact, self._columns = exact, columns
+        self._loss = SamplesLoss(matching, p=2, blur=blur, backend="tensorized")
+        self._factor = 2 * (blur**2 if matching == "gaussian" else 1.0)
+
+    def gradient(self, step: int, features: FeatureMap, synthetic: Tensor) -> Tensor:
+        rows, weights = _padded(*self._exact.real_rows(step, features), len(synthetic))
+        rows, ipc, out = rows[..., : self._columns], synthetic.shape[1], torch.empty_like(synthetic)
+        for numbers in passes(features, synthetic):
+            u, pull = features.vjp(synthetic[numbers].flatten(0, 1), numbers.repeat_interleave(ipc))
+            pulled = pull(self._cotangents(u.view(len(numbers), ipc, -1), rows[numbers], weights[numbers]).flatten(0, 1)[None])[0]
+            out[numbers] = pulled.view_as(synthetic[numbers])
+        return out
+
+    def _cotangents(self, u_GID: Tensor, real_GBD: Tensor, weights_GB: Tensor) -> Tensor:
+        """The loss's gradient with respect to the synthetic images' features, [G, ipc, D]."""
+        width = real_GBD.shape[2]
+        leaf = u_GID.detach().requires_grad_()
+        even = leaf.new_full(leaf.shape[:2], 1 / leaf.shape[1])
+        with torch.enable_grad():
+            apart = self._loss(even, leaf[..., :width] / width**0.5, weights_GB, real_GBD / width**0.5).sum()
+            (gradient,) = torch.autograd.grad(self._factor * width * apart, leaf)
+        return gradient
+
+
+def _padded(rows_ND: Tensor, segment_N: Tensor, segments: int) -> tuple[Tensor, Tensor]:
+    """Each segment's rows [S, B, D], the shorter ones filled up, and weights [S, B] that sum to 1 and leave the filling out.
+
+    Args:
+        segment_N: ascending, as `BatchIndices` has them.
+    """
+    sizes = torch.bincount(segment_N, minlength=segments)
+    place = torch.arange(len(segment_N), device=segment_N.device) - (sizes.cumsum(0) - sizes)[segment_N]
+    most = int(sizes.max())
+    # Filled with the segment's first row, and not with zeros: a far point without weight would still widen Sinkhorn's first blur.
+    first = (sizes.cumsum(0) - sizes).clamp_max(len(segment_N) - 1)
+    rows = rows_ND[first][:, None].repeat(1, most, 1)
+    rows[segment_N, place] = rows_ND
+    weights = rows_ND.new_zeros(segments, most)
+    weights[segment_N, place] = 1 / sizes[segment_N].to(rows_ND.dtype)
+    return rows, weights
