@@ -48,7 +48,7 @@ def load_dataset(name: str, root: Path | None = None, *, download: bool = False)
         return _load_digits(spec)
     folder = _data_folder(name, root)
     if name in DOMAIN_READERS:
-        if download and not (folder / DOMAIN_READERS[name].folder).is_dir():
+        if download and missing_files(name, folder):
             raise DataFilesMissingError(f"{name}: {DOMAIN_READERS[name].where}; torchvision cannot fetch it")
         train, test = DOMAIN_READERS[name].read(spec, folder)
         return from_arrays(*train[:2], spec, train[2]), from_arrays(*test[:2], spec, test[2])
@@ -79,7 +79,9 @@ def _first_file(name: str) -> str:
 
 
 def missing_files(name: str, folder: Path) -> list[str]:
-    """The files of the data set `name` (not `digits`) that `folder` lacks, as paths relative to it."""
+    """The files (of data sets in folders of images: the folder) of the data set `name` (not `digits`) that `folder` lacks, as paths relative to it."""
+    if name in DOMAIN_READERS:
+        return [] if (folder / DOMAIN_READERS[name].folder).is_dir() else [DOMAIN_READERS[name].folder]
     wanted = [relative for split in _FILES[name] for group in split for relative in group]
     return [relative for relative in wanted if _locate(folder, relative) is None]
 

@@ -14,6 +14,7 @@ from fedsynth.cli.app import app
 
 SMALL = {
     "feddm": ("--set", "iterations=1", "--set", "server_epochs=1", "--ipc", "2"),
+    "fedaf": ("--set", "iterations=1", "--set", "server_epochs=1", "--ipc", "2"),
     "real": ("--set", "server_epochs=1", "--ipc", "2"),
     "fedavg": ("--set", "local_epochs=1", "--set", "batch=128"),
 }

@@ -163,12 +163,3 @@ def test_a_federation_of_domains_reports_each() -> None:
 def test_presets_put_one_domain_at_a_client() -> None:
     settings = resolve({"data": {"dataset": "domainnet-10"}})
     assert (settings.partition.kind, settings.partition.clients) == ("domain", 6)
-
-
-@pytest.mark.data
-def test_the_real_office_caltech() -> None:
-    train, test = load_dataset("office-caltech-10")
-    assert (len(train), len(test)) == (OFFICE.train_size, OFFICE.test_size)
-    assert train.domains is not None
-    assert test.domains is not None
-    assert (torch.bincount(train.domains) + torch.bincount(test.domains)).tolist() == [958, 1123, 157, 295]

@@ -76,3 +76,12 @@ def test_cifar10_begins_as_everybody_knows() -> None:
     excess = (blue[:, 2] - blue[:, 0]).double()
     by_class = torch.stack([excess[train.labels == c].mean() for c in range(10)])
     assert sorted(by_class.argsort()[-2:].tolist()) == [0, 8]
+
+
+@needs("office-caltech-10")
+def test_office_caltech_has_its_published_domains() -> None:
+    train, test = load_dataset("office-caltech-10")
+    assert (len(train), len(test)) == (train.spec.train_size, train.spec.test_size)
+    assert train.domains is not None
+    assert test.domains is not None
+    assert (torch.bincount(train.domains) + torch.bincount(test.domains)).tolist() == [958, 1123, 157, 295]
