@@ -79,7 +79,7 @@ def _first_file(name: str) -> str:
 
 
 def missing_files(name: str, folder: Path) -> list[str]:
-    """The files (of data sets in folders of images: the folder) of the data set `name` (not `digits`) that `folder` lacks, as paths relative to it."""
+    """The files, or the folder of images, of the data set `name` (not `digits`) that `folder` lacks, as paths relative to it."""
     if name in DOMAIN_READERS:
         return [] if (folder / DOMAIN_READERS[name].folder).is_dir() else [DOMAIN_READERS[name].folder]
     wanted = [relative for split in _FILES[name] for group in split for relative in group]
