@@ -93,13 +93,24 @@ def one_run(settings: RunSettings, data: tuple[ImageData, ImageData]) -> dict[st
     result = simulate(settings, data=data)
     curve = [row["test_accuracy"] for row in result.metrics]
     domains = {key: result.metrics[-1][key] for key in ("domain_average", "domain_accuracy") if key in result.metrics[-1]}
+    rows = {"rows": [_kept(row) for row in result.metrics]} if "models" in result.metrics[-1] else {}
     return {
         "accuracy": result.accuracy,
         **domains,
+        **rows,
         "curve": curve,
         "floats": result.summary["upload_floats_per_round"],
         "seconds": result.summary["seconds"],
     }
+
+
+def _kept(row: dict[str, Any]) -> dict[str, Any]:
+    """A round's figures of each variant, without the clients' own."""
+    models = {
+        name: {**one, "local": {k: v for k, v in one.get("local", {}).items() if k != "client_accuracy"}}
+        for name, one in row["models"].items()
+    }
+    return {"round": row["round"], "seconds": row["seconds"], "models": models}
 
 
 def main() -> None:

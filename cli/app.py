@@ -96,7 +96,7 @@ def _root(
 
 @app.command()
 def train(
-    method: Annotated[str | None, typer.Option(help="feddm, fedavg or real (see `fedsynth methods`).")] = None,
+    method: Annotated[str | None, typer.Option(help="feddm, fedaf, fedkf, … (see `fedsynth methods`).")] = None,
     config: Annotated[
         Path | None, typer.Option(help="A config.toml of an earlier run, or your own; options given here win.")
     ] = None,
@@ -151,7 +151,17 @@ def train(
     alpha: Annotated[float | None, typer.Option(help="Dirichlet concentration; small is skewed.", rich_help_panel=DATA)] = None,
     classes_per_client: Annotated[int | None, typer.Option(help="For --partition classes.", rich_help_panel=DATA)] = None,
     min_size: Annotated[int | None, typer.Option(help="Fewest examples of a client (dirichlet).", rich_help_panel=DATA)] = None,
-    model: Annotated[str | None, typer.Option(help="convnet or resnet18.", rich_help_panel=MODEL)] = None,
+    subset: Annotated[
+        float | None, typer.Option(help="Share of each class's examples that is used at all.", rich_help_panel=DATA)
+    ] = None,
+    local_test: Annotated[
+        float | None,
+        typer.Option(help="Share of each client's examples that tests: AMP, FM and WLP.", rich_help_panel=DATA),
+    ] = None,
+    participation: Annotated[
+        float | None, typer.Option(help="Share of the clients that takes part in a round.", rich_help_panel=DATA)
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="convnet, lenet5, resnet8 or resnet18.", rich_help_panel=MODEL)] = None,
     width: Annotated[int | None, typer.Option(help="Channels of a block.", rich_help_panel=MODEL)] = None,
     depth: Annotated[int | None, typer.Option(help="Number of blocks.", rich_help_panel=MODEL)] = None,
     norm: Annotated[
@@ -179,7 +189,8 @@ def train(
     dp_mechanism: Annotated[
         str | None,
         typer.Option(
-            help="residual (default), gradient, features, or paper (no guarantee); dp-sgd for fedavg.", rich_help_panel=PRIVACY
+            help="residual (default), gradient, features, or paper (no guarantee); dp-sgd for methods that send models.",
+            rich_help_panel=PRIVACY,
         ),
     ] = None,
     dp_sample_rate: Annotated[
@@ -220,6 +231,7 @@ def train(
                 "precision": precision,
                 "compile": compile_passes,
                 "memory_gb": memory_gb,
+                "participation": participation,
             },
             "data": {"dataset": dataset, "data_root": str(data_root) if data_root else None},
             "partition": {
@@ -228,6 +240,8 @@ def train(
                 "alpha": alpha,
                 "classes_per_client": classes_per_client,
                 "min_size": min_size,
+                "subset": subset,
+                "local_test": local_test,
             },
             "model": {"name": model, "width": width, "depth": depth, "norm": norm},
             "method": method_settings({"ipc": ipc, "matching": matching}, settings or []),

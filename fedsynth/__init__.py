@@ -21,15 +21,19 @@ if TYPE_CHECKING:
     from fedsynth.methods.fedaf import FedAF
     from fedsynth.methods.fedavg import FedAvg
     from fedsynth.methods.feddm import FedDM
+    from fedsynth.methods.fedkf import FedKF
     from fedsynth.methods.real import Real
     from fedsynth.models.registry import ModelSettings
     from fedsynth.privacy.settings import PrivacySettings
+    from fedsynth.synthesizer.distiller import DataFreeDistiller
 
 _HOMES = {
+    "DataFreeDistiller": "fedsynth.synthesizer.distiller",
     "DatasetSpec": "fedsynth.data.registry",
     "FedAF": "fedsynth.methods.fedaf",
     "FedAvg": "fedsynth.methods.fedavg",
     "FedDM": "fedsynth.methods.feddm",
+    "FedKF": "fedsynth.methods.fedkf",
     "ImageData": "fedsynth.data.images",
     "ModelSettings": "fedsynth.models.registry",
     "Observer": "fedsynth.federation.observer",
@@ -45,10 +49,12 @@ _HOMES = {
 }
 
 __all__ = [
+    "DataFreeDistiller",
     "DatasetSpec",
     "FedAF",
     "FedAvg",
     "FedDM",
+    "FedKF",
     "ImageData",
     "ModelSettings",
     "Observer",

@@ -12,14 +12,19 @@ all steps of the round.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fedsynth.privacy.errors import ForbiddenLayerError
 from fedsynth.privacy.mechanisms import GaussianSums
+
+Penalty = Callable[[nn.Module], Tensor]
+"""(the network in training) -> a scalar whose gradient is added to a step's; it must not see private data."""
 
 PHYSICAL_BATCH = 128
 """Per-example gradients held at a time; a memory setting, without influence on what is computed."""
@@ -87,6 +92,7 @@ def dp_sgd(
     series: GaussianSums,
     steps: int,
     settings: DpSgdSettings,
+    penalty: Penalty | None = None,
 ) -> None:
     """Trains `model` in place for `steps` private steps.
 
@@ -94,6 +100,8 @@ def dp_sgd(
         images: normalised images [M, C, H, W] of the records with the given indices [M].
         labels_N: labels of all the client's records.
         series: charged for `steps` releases of one group with as many coordinates as the model has parameters.
+        penalty: its gradient at the iterate is added to the noisy mean gradient. The iterate is computed from earlier releases, so this is
+            post-processing and costs nothing, as long as the penalty depends on released and public values alone.
     """
     from opacus.grad_sample import GradSampleModule
 
@@ -115,18 +123,40 @@ def dp_sgd(
             for p in parameters:
                 p.grad = mean[offset : offset + p.numel()].view_as(p).to(p.device, p.dtype)
                 offset += p.numel()
+            if penalty is not None:
+                _add_public_gradient(wrapped, model, parameters, penalty)
             optimiser.step()
             optimiser.zero_grad()
     finally:
         wrapped.to_standard_module()
 
 
+def _add_public_gradient(wrapped: Any, model: nn.Module, parameters: list[nn.Parameter], penalty: Penalty) -> None:
+    """Adds the penalty's gradient to `grad`; Opacus' hooks, which would record it as an example's, are off meanwhile."""
+    wrapped.disable_hooks()
+    try:
+        with _quiet_hooks():
+            gradients = torch.autograd.grad(penalty(model), parameters, allow_unused=True)
+    finally:
+        wrapped.enable_hooks()
+    for p, gradient in zip(parameters, gradients, strict=True):
+        if gradient is not None and p.grad is not None:
+            p.grad += gradient
+
+
+@contextmanager
+def _quiet_hooks() -> Iterator[None]:
+    """Opacus' hooks warn that images need no gradient, which is so."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Full backward hook is firing")
+        yield
+
+
 def _per_example_gradients(wrapped: nn.Module, parameters: list[nn.Parameter], x_NCHW: Tensor, labels_N: Tensor) -> Tensor:
     """[N, P]: the gradient of each example's cross-entropy; Opacus fills `grad_sample`, which is emptied again."""
     for p in parameters:
         p.grad_sample = None  # type: ignore[attr-defined]
-    with warnings.catch_warnings():  # Opacus' hooks warn that images need no gradient, which is so
-        warnings.filterwarnings("ignore", message="Full backward hook is firing")
+    with _quiet_hooks():
         nn.functional.cross_entropy(wrapped(x_NCHW), labels_N, reduction="sum").backward()
     rows = torch.cat([p.grad_sample.flatten(1) for p in parameters], dim=1)  # type: ignore[attr-defined]
     for p in parameters:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from fedsynth.data.images import ImageData, normalise
 from fedsynth.privacy.accounting import Release
-from fedsynth.privacy.dpsgd import DpSgdSettings, dp_sgd
+from fedsynth.privacy.dpsgd import DpSgdSettings, Penalty, dp_sgd
 from fedsynth.privacy.ledger import Guard
 from fedsynth.privacy.mechanisms import GaussianSums, Released
 from fedsynth.privacy.randomness import SecretGenerator
@@ -140,15 +140,18 @@ class PrivateClients:
         models: Sequence[nn.Module],
         steps: int,
         settings: DpSgdSettings,
+        penalties: Sequence[Penalty | None] | None = None,
         report: Callable[[int], None] = lambda done: None,
     ) -> None:
-        """Trains one model for each client, in place, by DP-SGD with series charged for `steps` releases of one group."""
-        for done, (part, s, model) in enumerate(zip(self._parts, series, models, strict=True), start=1):
+        """Trains one model for each client, in place, by DP-SGD with series charged for `steps` releases of one group; `penalties` see no
+        data (`dp_sgd`)."""
+        extra = penalties or [None] * len(models)
+        for done, (part, s, model, penalty) in enumerate(zip(self._parts, series, models, extra, strict=True), start=1):
 
             def images(indices: Tensor, part: Tensor = part) -> Tensor:
                 return normalise(self._data.images[part[indices]], self.spec)
 
-            dp_sgd(model, images, self._data.labels[part], s, steps, settings)
+            dp_sgd(model, images, self._data.labels[part], s, steps, settings, penalty)
             report(done)
 
 

@@ -42,6 +42,8 @@ class RoundContext:
         round: 1, 2, …
         architecture: an untrained network; `load` puts received parameters into a copy of it.
         nominal_size: the public number of records that a client is supposed to have.
+        clients: K. participants: numbers of this round's clients, ascending, as the uploads come; None: all.
+        sizes: n_k of all clients, as they announce when they join; None with DP on: private.
         privacy: with the noise multiplier that the run uses; None with DP off.
         precision: of passes over real images that need no gradient.
         memory_bytes: what the steps of a round should stay within.
@@ -58,6 +60,9 @@ class RoundContext:
     precision: torch.dtype = torch.float32
     memory_bytes: int = 4 * 2**30
     compiled: bool = False
+    clients: int = 1
+    participants: tuple[int, ...] | None = None
+    sizes: tuple[int, ...] | None = None
     report: StepReporter = lambda phase, done, total: None
 
     def load(self, parameters: Mapping[str, torch.Tensor]) -> nn.Module:
@@ -158,6 +163,14 @@ class Method:
     def server_step(self, state: ServerState, uploads: Sequence[Message], context: RoundContext) -> ServerState:
         """The next state from all uploads of the round, in the order of client numbers."""
         raise NotImplementedError  # abstract
+
+    def final_parameters(self, state: ServerState) -> Mapping[str, torch.Tensor]:
+        """The model that a run ends with, where it is not the one that clients start from."""
+        return state.parameters
+
+    def variants(self, state: ServerState) -> Mapping[str, Mapping[str, torch.Tensor]]:
+        """Other models of the same training, by name, to be evaluated beside it."""
+        return {}
 
     def client_bytes(self, context: RoundContext) -> int | None:
         """Memory that one more client in a `client_step` takes, about; None: clients go one at a time, as nothing is gained by a group.

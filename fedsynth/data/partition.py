@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -37,6 +38,9 @@ class PartitionSettings:
         alpha: concentration of the two Dirichlet kinds, > 0; small is skewed.
         classes_per_client: c of `classes`, ≥ 1.
         min_size: `dirichlet` only: the fewest examples a client may have, ≥ 0.
+        subset: share of each class's examples that are divided at all, drawn at random (FedKF takes 10 % of EMNIST).
+        local_test: share of each client's examples that are its own test split; FedKF: 0.2. The data set's test set stays as it is (the
+            paper does not say whether it pools the two).
         seed: None takes the run's seed (0 outside a run).
 
     Raises:
@@ -48,6 +52,8 @@ class PartitionSettings:
     alpha: float = 0.5
     classes_per_client: int = 2
     min_size: int = 10
+    subset: float = 1.0
+    local_test: float = 0.0
     seed: int | None = None
 
     def __post_init__(self) -> None:
@@ -61,6 +67,8 @@ class PartitionSettings:
             raise SettingError(f"classes_per_client must be at least 1, got {self.classes_per_client}")
         if self.min_size < 0:
             raise SettingError(f"min_size must not be negative, got {self.min_size}")
+        if not (0 < self.subset <= 1 and 0 <= self.local_test < 1):
+            raise SettingError(f"subset must be in (0, 1] and local_test in [0, 1), got {self.subset} and {self.local_test}")
 
 
 def partition(
@@ -84,6 +92,10 @@ def partition(
         PartitionError: more clients than examples, or a rule that cannot be kept; the message says what to change.
     """
     y = _checked_labels(labels, classes)
+    if settings.subset < 1:
+        kept = _subset(y, settings)
+        inner = partition(y[kept], dataclasses.replace(settings, subset=1.0), classes, None if domains is None else domains[kept])
+        return [kept[part] for part in inner]
     if settings.clients > len(y):
         raise PartitionError(f"{settings.clients} clients are more than the {len(y)} examples: lower clients")
     if settings.kind == GIVEN:
@@ -93,6 +105,25 @@ def partition(
         return [np.sort(part) for part in _domain(domains, settings, rng)]
     parts = _RULES[settings.kind](y, settings, classes, rng)
     return [np.sort(part) for part in parts]
+
+
+def _subset(y: IntArray, settings: PartitionSettings) -> IntArray:
+    """The positions, ascending, of round(subset · n_c) random examples of each class."""
+    rng = numpy_generator(settings.seed or 0, "subset")
+    chosen = [rng.permutation(np.flatnonzero(y == c)) for c in np.unique(y)]
+    return np.sort(np.concatenate([c[: max(1, round(settings.subset * len(c)))] for c in chosen]))
+
+
+def hold_out(parts: Sequence[IntArray], share: float, seed: int) -> tuple[list[IntArray], list[IntArray]]:
+    """(training split, test split) of each client, sorted: round(share · n_k) random examples test, and one stays to train on."""
+    training: list[IntArray] = []
+    testing: list[IntArray] = []
+    for client, part in enumerate(parts):
+        order = numpy_generator(seed, "local test split", client).permutation(np.asarray(part, np.int64))
+        tests = min(round(share * len(order)), max(len(order) - 1, 0))
+        testing.append(np.sort(order[:tests]))
+        training.append(np.sort(order[tests:]))
+    return training, testing
 
 
 def check_parts(parts: Sequence[npt.ArrayLike], examples: int) -> None:

@@ -39,6 +39,8 @@ def public_context(settings: RunSettings, spec: DatasetSpec, device: torch.devic
     """What all rounds share; from public settings and the specification alone."""
     privacy = settings.privacy
     declared = privacy.nominal_size if privacy is not None else None
+    partition = settings.partition
+    nominal = spec.train_size * partition.subset * (1 - partition.local_test) / partition.clients
     return RoundContext(
         round=1,
         seed=settings.seed,
@@ -46,7 +48,8 @@ def public_context(settings: RunSettings, spec: DatasetSpec, device: torch.devic
         spec=spec,
         architecture=build_model(settings.model, spec.image_shape, spec.classes, settings.seed),
         precision={"fp32": torch.float32, "bf16": torch.bfloat16}[settings.precision],
-        nominal_size=declared or spec.train_size / settings.partition.clients,
+        nominal_size=declared or nominal,
+        clients=settings.partition.clients,
         compiled=settings.compile,
         memory_bytes=memory_bytes(settings.memory_gb, device),
     )

@@ -19,6 +19,7 @@ from fedsynth import __version__
 from fedsynth.core.messages import privacy_of_fields
 from fedsynth.core.method import Method, RoundContext
 from fedsynth.errors import SettingError, unknown_name
+from fedsynth.federation.participation import Participation
 from fedsynth.federation.settings import RunSettings
 from fedsynth.privacy import accounting
 from fedsynth.privacy.accounting import Release
@@ -78,6 +79,7 @@ class PrivateRun:
         self.plans = self.method.private_plans(privacy, context)
         self.plan = self.plans[0]
         self.context = context
+        self._participation = Participation(settings.seed, settings.partition.clients, settings.participation)
         self.ledgers = self._open_ledgers(privacy, None)
         if self.guaranteed and any(
             math.isinf(accounting.epsilon(rows, privacy.delta, privacy.adjacency)) for rows in self._histories()
@@ -105,14 +107,18 @@ class PrivateRun:
             self._make_guards()
 
     def planned(self, rounds: Sequence[int] | None = None, noise_multiplier: float | None = None) -> list[Release]:
-        """The rows that a client's ledger gets in the given rounds (all by default)."""
+        """The rows that a client's ledger gets in the given rounds (all by default) if it takes part in them."""
         sigma = self.privacy.noise_multiplier if noise_multiplier is None else noise_multiplier
         reason = None if self.guaranteed else "FedDM's Algorithm 1 as printed"
-        return [plan.release(r, sigma or 0.0, reason) for r in rounds or range(1, self.run.rounds + 1) for plan in self.plans]
+        return [
+            plan.release(r, sigma or 0.0, reason)
+            for r in (range(1, self.run.rounds + 1) if rounds is None else rounds)
+            for plan in self.plans
+        ]
 
     def planned_epsilon(self) -> float:
         """ε of the worst client after the whole planned run, on top of what its ledger holds."""
-        return max(self._spent([*rows, *self.planned()]) for rows in self._histories())
+        return max(self._spent([*rows, *self.planned(mine)]) for rows, mine in self._plans(self.run.rounds))
 
     def epsilon(self) -> float:
         """ε of the worst client so far."""
@@ -120,8 +126,19 @@ class PrivateRun:
 
     def planned_epsilon_by_round(self) -> dict[int, float]:
         """ε of the worst client after each planned round, on top of what its ledger holds."""
-        rounds = range(1, self.run.rounds + 1)
-        return {n: max(self._spent([*rows, *self.planned(range(1, n + 1))]) for rows in self._histories()) for n in rounds}
+        return {
+            n: max(self._spent([*rows, *self.planned(mine)]) for rows, mine in self._plans(n))
+            for n in range(1, self.run.rounds + 1)
+        }
+
+    def _plans(self, rounds: int) -> list[tuple[tuple[Release, ...], tuple[int, ...]]]:
+        """(what a ledger holds, the rounds that its client takes part in among the first `rounds`), without clients that others exceed."""
+        most: dict[tuple[Release, ...], tuple[int, ...]] = {}
+        for client, ledger in enumerate(self.ledgers):
+            mine = self._participation.rounds_of(client, rounds)
+            if len(mine) >= len(most.get(ledger.releases, ())):
+                most[ledger.releases] = mine
+        return list(most.items())
 
     def _spent(self, rows: Sequence[Release]) -> float:
         return accounting.epsilon(rows, self.privacy.delta, self.privacy.adjacency)
@@ -133,14 +150,14 @@ class PrivateRun:
             BudgetExceededError: some client's cap would be exceeded in this round.
         """
         if self.guaranteed:
-            for guard in self.guards:
-                guard.check(self.planned([number]))
+            for client in self._participation.in_round(number):
+                self.guards[client].check(self.planned([number]))
 
     def charge_unprotected(self, number: int) -> None:
         """Records a round of the `paper` mechanism, whose ε is infinite, before it runs."""
         if not self.guaranteed:
-            for ledger in self.ledgers:
-                ledger.charge(self.planned([number])[0])
+            for client in self._participation.in_round(number):
+                self.ledgers[client].charge(self.planned([number])[0])
 
     def headline(self) -> list[str]:
         """What the run is about to do, ε first."""
@@ -152,6 +169,9 @@ class PrivateRun:
             f"Poisson sampling at q = {self.plan.sample_rate:.3g}" if self.plan.sample_rate < 1 else "all records at each step"
         )
         rounds, releases = _many(self.run.rounds, "round"), _many(self._releases, "release")
+        if self.run.participation < 1:
+            most = max(len(mine) for _, mine in self._plans(self.run.rounds))
+            rounds += f" (it takes part in {most} at most)"
         lines = [
             f"privacy: ε = {up(planned, 3)} at δ = {delta:g} for each client over {rounds}, {NEIGHBOURS[self.privacy.adjacency]}",
             f"  mechanism {self.plan.mechanism} (σ = {σ:.4g}, clip {self.plan.clip:.4g}), {sampling}, {releases} a round",
@@ -208,18 +228,21 @@ class PrivateRun:
         return {ledger.releases for ledger in self.ledgers}
 
     def _calibrate(self, privacy: PrivacySettings) -> float:
-        """σ for which the planned run, on top of the fullest ledger, reaches ε."""
-        target = privacy.epsilon or math.inf
-        spent = max(self._histories(), key=self._spent)
-        if self._spent(spent) >= target:
-            raise BudgetExceededError(
-                f"the budget ε = {target:g} is already spent: a client's ledger stands at {self._spent(spent):.4g}"
-            )
+        """σ for which the planned run, on top of what each ledger holds, reaches ε at the client that needs most noise."""
+        target, found = privacy.epsilon or math.inf, 0.0
+        for spent, rounds in self._plans(self.run.rounds):
+            if not rounds:
+                continue
+            if self._spent(spent) >= target:
+                raise BudgetExceededError(
+                    f"the budget ε = {target:g} is already spent: a client's ledger stands at {self._spent(spent):.4g}"
+                )
 
-        def plan(sigma: float) -> list[Release]:
-            return [*spent, *self.planned(noise_multiplier=sigma)]
+            def plan(sigma: float, spent: tuple[Release, ...] = spent, rounds: tuple[int, ...] = rounds) -> list[Release]:
+                return [*spent, *self.planned(rounds, sigma)]
 
-        return accounting.calibrate_noise_multiplier(target, privacy.delta, plan, privacy.adjacency)
+            found = max(found, accounting.calibrate_noise_multiplier(target, privacy.delta, plan, privacy.adjacency))
+        return found
 
     def _public_items(self) -> dict[str, str]:
         spec, context = self.spec, self.context
@@ -233,6 +256,11 @@ class PrivateRun:
             "bound on all records": f"{self.max_records} (δ is checked against it)",
             "schedule": f"{_many(self.run.rounds, 'round')} of {_many(self._releases, 'release')}, fixed before data are read",
         }
+        if self.run.participation < 1:
+            count = len(self._participation.in_round(1))
+            items["participation"] = (
+                f"{count} of {self.run.partition.clients} clients a round, drawn from the run's seed: no amplification is claimed"
+            )
         if not self.guaranteed:
             return items
         fields = privacy_of_fields(self.method.upload)

@@ -36,6 +36,7 @@ SIMULATION_ONLY_NOTE = (
     "Everything in this folder is an exact function of the clients' data. A simulation may show it; it is outside every privacy\n"
     "guarantee, and on a real network it would not exist.\n"
 )
+LOCAL = "local"  # what a row says of the clients' own test splits
 GRID_LIMIT = 400  # images in the picture; all of them are in synthetic.safetensors
 
 
@@ -43,7 +44,7 @@ class RunFolder:
     """A folder being written; `finish` gives it its name.
 
     Args:
-        private: seconds, which depend on the data, stand in `simulation_only` alone.
+        private: seconds, and clients' own accuracies, which depend on the data, stand in `simulation_only` alone.
 
     Raises:
         OutputError: the folder cannot be made or written.
@@ -62,10 +63,15 @@ class RunFolder:
     def append_metrics(self, row: Mapping[str, Any]) -> None:
         self._append("metrics.jsonl", self._public(row))
         if self._private:
-            self._append("simulation_only/timings.jsonl", {"round": row["round"], "seconds": row["seconds"]})
+            hidden = {k: v for k, v in row.items() if k in ("seconds", LOCAL, "models")}
+            self._append("simulation_only/rounds.jsonl", {"round": row["round"], **hidden})
 
     def _public(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        return {k: v for k, v in row.items() if not (self._private and k == "seconds")}
+        """What may stand outside `simulation_only`."""
+        if not self._private:
+            return dict(row)
+        kept = {k: v for k, v in row.items() if k not in ("seconds", LOCAL)}
+        return {k: {name: self._public(one) for name, one in v.items()} if k == "models" else v for k, v in kept.items()}
 
     def _append(self, name: str, row: Mapping[str, Any]) -> None:
         with _writing(self.path), (self.path / name).open("a", encoding="utf-8") as file:

@@ -34,6 +34,7 @@ DIGITS_PRESET: Mapping[str, Mapping[str, Any]] = {
     "fedaf": {"ipc": 10, "iterations": 10, "image_lr": 5.0, "image_momentum": 0.0, "server_epochs": 60, "server_lr": 0.01},
     "real": {"server_epochs": 60},
     "fedavg": {"batch": 32},
+    "fedkf": {"batch": 32, "lr": 0.2, "generator_width": 8, "generator_batch": 32},
 }
 PRESETS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     "digits": DIGITS_PRESET,
@@ -63,6 +64,7 @@ class RunSettings:
             compiling. Needs a C++ compiler (on a GPU, Triton). Not used for private clients, nor with batch norm.
         memory_gb: what a round's steps should stay within, beside the data set itself: 2^30 bytes each. Fewer clients then share a step.
             None: 4 on a CPU, half of the card's memory on a GPU.
+        participation: share C of the clients that take part in a round, drawn from the seed (`fedsynth.federation.participation`).
         evaluate_every: rounds between evaluations on the test set; the last round is always evaluated.
     """
 
@@ -76,6 +78,7 @@ class RunSettings:
     compile: bool = False
     memory_gb: float | None = None
     evaluate_every: int = 1
+    participation: float = 1.0
     partition: PartitionSettings = field(default_factory=PartitionSettings)
     model: ModelSettings = field(default_factory=ModelSettings)
     privacy: PrivacySettings | None = None
@@ -89,6 +92,8 @@ class RunSettings:
             raise SettingError(f"rounds and evaluate_every must be at least 1, got {self.rounds} and {self.evaluate_every}")
         if self.memory_gb is not None and not 0 < self.memory_gb < math.inf:
             raise SettingError(f"memory_gb must be above 0, got {self.memory_gb}")
+        if not 0 < self.participation <= 1:
+            raise SettingError(f"participation must be in (0, 1], got {self.participation}")
         check_choice("precision", self.precision, ("fp32", "bf16"))
 
     @property
@@ -109,7 +114,7 @@ class RunSettings:
             "memory_gb": self.memory_gb,
         }
         sections: dict[str, dict[str, Any]] = {
-            "run": {**run, "evaluate_every": self.evaluate_every},
+            "run": {**run, "evaluate_every": self.evaluate_every, "participation": self.participation},
             "data": {"dataset": self.dataset, "data_root": self.data_root},
             "partition": dataclasses.asdict(self.partition),
             "model": dataclasses.asdict(self.model),
@@ -148,6 +153,7 @@ def resolve(given: Mapping[str, Mapping[str, Any]]) -> RunSettings:
         "compile": bool,
         "memory_gb": float,
         "evaluate_every": int,
+        "participation": float,
     }
     values = {}
     for key, value in run.items():

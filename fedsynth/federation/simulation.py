@@ -25,14 +25,16 @@ from fedsynth.core.messages import Message
 from fedsynth.core.method import Memory, RoundContext, ServerState
 from fedsynth.data.images import ImageData, require_all_classes
 from fedsynth.data.load import load_dataset
-from fedsynth.data.partition import GIVEN, IntArray, check_parts, count_matrix, partition
+from fedsynth.data.partition import GIVEN, IntArray, check_parts, count_matrix, hold_out, partition
 from fedsynth.errors import DataError, DivergedError
 from fedsynth.evaluation.accuracy import accuracy_by_domain, correct
+from fedsynth.evaluation.fairness import local_metrics
 from fedsynth.federation.devices import check_compiler, resolve_device
 from fedsynth.federation.observer import Observer
+from fedsynth.federation.participation import Participation
 from fedsynth.federation.planning import public_context
 from fedsynth.federation.private_run import PrivateRun, check_method
-from fedsynth.federation.run_folder import RunFolder
+from fedsynth.federation.run_folder import LOCAL, RunFolder
 from fedsynth.federation.settings import RunSettings, to_toml
 from fedsynth.privacy.errors import BudgetExceededError
 from fedsynth.privacy.report import build_report, write_report
@@ -139,7 +141,15 @@ class _Simulation:
             self.folder.write_partition(count_matrix(labels, [part.numpy() for part in parts], train.spec.classes))
             if self.private is not None:
                 self.private.keep_ledgers_in(self.folder.path / "ledger")
-        self.groups = self._groups(train, parts)
+        self.train, self.parts, self.tests = train, parts, []
+        if settings.partition.local_test > 0:
+            split = hold_out(
+                [part.numpy() for part in parts], settings.partition.local_test, settings.resolved_partition.seed or 0
+            )
+            self.parts, self.tests = ([torch.as_tensor(part) for part in side] for side in split)
+        if self.private is None:
+            self.context = replace(self.context, sizes=tuple(len(part) for part in self.parts))
+        self.participation = Participation(settings.seed, settings.partition.clients, settings.participation)
         for line in headline:
             observer.note(line)
         self.state = ServerState({name: t.to(self.context.device) for name, t in self.context.architecture.state_dict().items()})
@@ -156,7 +166,7 @@ class _Simulation:
                 if self.private is not None:
                     self.private.check_round(number)
                     self.private.charge_unprotected(number)
-                self._round(replace(self.context, round=number))
+                self._round(replace(self.context, round=number, participants=self.participation.in_round(number)))
             except BudgetExceededError as error:  # in the round itself only if another process charged the same ledger meanwhile
                 self.deviations.append(f"ended after {number - 1} of {self.settings.rounds} rounds: {error}")
                 self.observer.note(self.deviations[-1])
@@ -164,23 +174,24 @@ class _Simulation:
             self._record(number, started)
         return self._finish()
 
-    def _groups(self, train: ImageData, parts: list[Tensor]) -> list[ClientGroup]:
+    def _groups(self, participants: Sequence[int]) -> list[ClientGroup]:
         each = self.method.client_bytes(self.context)
         at_once = 1 if each is None else max(1, self.context.memory_bytes // 2 // max(1, each))
         groups: list[ClientGroup] = []
-        for first in range(0, len(parts), at_once):
-            ids = range(first, min(first + at_once, len(parts)))
-            mine = [parts[k] for k in ids]
+        for first in range(0, len(participants), at_once):
+            ids = participants[first : first + at_once]
+            mine = [self.parts[k] for k in ids]
             if self.private is None or not self.private.guaranteed:
-                groups.append(OpenClients(ids, train, mine))
+                groups.append(OpenClients(ids, self.train, mine))
             else:
-                guards, secrets = self.private.guards[first : ids.stop], self.private.secrets[first : ids.stop]
-                groups.append(PrivateClients(ids, train, mine, guards, secrets))
+                guards, secrets = [self.private.guards[k] for k in ids], [self.private.secrets[k] for k in ids]
+                groups.append(PrivateClients(ids, self.train, mine, guards, secrets))
         return groups
 
     def _round(self, context: RoundContext) -> None:
         quiet = replace(context, report=lambda phase, done, total: self.observer.step(context.round, phase, done, total))
         state, kept = self.state, self.memories
+        self.groups = self._groups(context.participants or ())
         self.answers = {}
         question = self.method.question(state, context)
         if question is not None:
@@ -190,7 +201,7 @@ class _Simulation:
         uploads, memories = self._ask(self.method.client_step, self.method.upload, message, kept, context)
         state = self.method.server_step(state, list(uploads.values()), quiet)
         _check_finite(state.parameters, "server's model", context.round)
-        if context.round == 1:
+        if context.round == 1 and len(uploads) == context.clients:
             self._note_missing_classes(uploads)
         self.state, self.uploads = state, uploads
         self.memories.update(memories)
@@ -202,7 +213,7 @@ class _Simulation:
         sent: dict[int, Message] = {}
         memories: dict[int, Memory] = {}
         for group in self.groups:
-            report = _GroupReport(self.observer, context.round, len(sent), len(group.ids), self.settings.partition.clients)
+            report = _GroupReport(self.observer, context.round, len(sent), len(group.ids), len(context.participants or ()))
             results = step(message, group, [kept.get(k, {}) for k in group.ids], replace(context, report=report))
             for k, (upload, memory) in zip(group.ids, results, strict=True):
                 if type(upload) is not declared:  # what was declared, and checked, is what is sent
@@ -241,9 +252,21 @@ class _Simulation:
         self.observer.round_ended(row)
 
     def _evaluate(self) -> dict[str, Any]:
-        """Accuracy on the test set; where it has domains also each one's, and their plain average, as papers on feature skew report."""
-        right = correct(self.context.load(self.state.parameters), self.test)
+        """What a round's row says of the model, and under `models` of each of the method's variants."""
+        final, variants = self.method.final_parameters(self.state), self.method.variants(self.state)
+        models = {name: self._evaluate_one(parameters) for name, parameters in variants.items()}
+        same = [name for name, one in variants.items() if all(one[key] is value for key, value in final.items())]
+        row = models[same[0]] if same else self._evaluate_one(final)
+        return {**row, "models": models} if models else row
+
+    def _evaluate_one(self, parameters: Mapping[str, Tensor]) -> dict[str, Any]:
+        """Accuracy on the test set; where it has domains also each one's, and their plain average, as papers on feature skew report; and on
+        the clients' own test splits, if they have any."""
+        model = self.context.load(parameters)
+        right = correct(model, self.test)
         row: dict[str, Any] = {"test_accuracy": int(right.sum()) / len(right)}
+        if sum(map(len, self.tests)):
+            row[LOCAL] = local_metrics(model, self.train, self.tests, [len(part) for part in self.parts])
         domains = accuracy_by_domain(right, self.test)
         if domains:
             row["domain_accuracy"] = domains
@@ -258,14 +281,14 @@ class _Simulation:
             ledgers = {ledger.client: ledger for ledger in self.private.ledgers}
             report = build_report(self.private.report_context(len(self.metrics), self.deviations), ledgers)
         if self.folder is not None:
-            self.folder.write_model(self.state.parameters)
+            self.folder.write_model(self.method.final_parameters(self.state))
             sets = [(k, u.images, u.labels) for k, u in self.uploads.items() if isinstance(u, SyntheticSet)]
             if sets:
                 self.folder.write_synthetic(sets, self.context.spec)
             if report is not None:
                 write_report(report, self.folder.path)
             summary["folder"] = str(self.folder.finish(summary))
-        model, folder = self.context.load(self.state.parameters), self.folder.path if self.folder else None
+        model, folder = self.context.load(self.method.final_parameters(self.state)), self.folder.path if self.folder else None
         return RunResult(self.settings, final, self.metrics, model, self.uploads, report, folder, summary)
 
     def _summary(self, final: float) -> dict[str, Any]:

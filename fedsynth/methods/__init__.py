@@ -14,6 +14,7 @@ METHODS = {
     "feddm": "fedsynth.methods.feddm:FedDM",
     "fedaf": "fedsynth.methods.fedaf:FedAF",
     "fedavg": "fedsynth.methods.fedavg:FedAvg",
+    "fedkf": "fedsynth.methods.fedkf:FedKF",
     "real": "fedsynth.methods.real:Real",
 }
 

@@ -46,7 +46,7 @@ from fedsynth.synthesizer.knowledge import (
 from fedsynth.synthesizer.matching import ExactMatcher, Matcher, ResidualMatcher
 from fedsynth.synthesizer.resampling import ResampledNetworks
 from fedsynth.synthesizer.server import TrainsOnUnion
-from fedsynth.synthesizer.sets import SyntheticSet, averaged_start, noise_start, split_uploads, train_on_union
+from fedsynth.synthesizer.sets import SyntheticSet, averaged_start, noise_start, split_uploads, train_on_union, with_kept_images
 
 
 @dataclass(frozen=True)
@@ -326,9 +326,10 @@ class FedAF(TrainsOnUnion):
         return torch.stack(rows), torch.stack(there)
 
     def _start(self, clients: ClientGroup, segments: Segments, memories: Sequence[Memory], context: RoundContext) -> Tensor:
-        if not self.restart and all("images" in memory for memory in memories):
-            kept = torch.cat([memory["images"] for memory in memories])
-            return kept.view(len(segments), self.ipc, *clients.spec.image_shape)
+        kept = [{} if self.restart else memory for memory in memories]
+        return with_kept_images(lambda: self._fresh_start(clients, segments, context), segments, kept)
+
+    def _fresh_start(self, clients: ClientGroup, segments: Segments, context: RoundContext) -> Tensor:
         if isinstance(clients, PrivateClients):
             return noise_start(clients.ids, segments, self.ipc, clients.spec.image_shape, context.seed).to(context.device)
         return averaged_start(clients, segments, self.ipc, self.start_average, context.seed)

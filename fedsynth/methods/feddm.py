@@ -37,7 +37,7 @@ from fedsynth.synthesizer.feature_sums import FeatureSumMatcher
 from fedsynth.synthesizer.matching import ClippedMatcher, ExactMatcher, GradientMatcher, Matcher, PaperMatcher, ResidualMatcher
 from fedsynth.synthesizer.perturbation import READINGS, Perturbations
 from fedsynth.synthesizer.server import TrainsInBall
-from fedsynth.synthesizer.sets import SyntheticSet, averaged_start, noise_start, real_start, split_uploads
+from fedsynth.synthesizer.sets import SyntheticSet, averaged_start, noise_start, real_start, split_uploads, with_kept_images
 
 
 @dataclass(frozen=True)
@@ -211,9 +211,10 @@ class FedDM(TrainsInBall):
         return numbers.to(context.device)
 
     def _start(self, clients: ClientGroup, segments: Segments, memories: Sequence[Memory], context: RoundContext) -> Tensor:
-        if not self.restart and all("images" in memory for memory in memories):
-            kept = torch.cat([memory["images"] for memory in memories])
-            return kept.view(len(segments), self.ipc, *clients.spec.image_shape)
+        kept = [{} if self.restart else memory for memory in memories]
+        return with_kept_images(lambda: self._fresh_start(clients, segments, context), segments, kept)
+
+    def _fresh_start(self, clients: ClientGroup, segments: Segments, context: RoundContext) -> Tensor:
         if isinstance(clients, PrivateClients):
             return noise_start(clients.ids, segments, self.ipc, clients.spec.image_shape, context.seed).to(context.device)
         if self.start_average > 1:

@@ -43,7 +43,8 @@ class InstanceNorm(nn.GroupNorm):
         return torch.addcmul(shift.to(x.dtype), x, scale.to(x.dtype)).view(n, h, w, c).permute(0, 3, 1, 2)
 
 
-def _norm(kind: str, channels: int) -> nn.Module:
+def make_norm(kind: str, channels: int) -> nn.Module:
+    """A layer of one of `NORMS`."""
     if kind == "instance":
         return InstanceNorm(channels)
     if kind == "group":
@@ -78,7 +79,7 @@ class ConvNet(nn.Module):
         for block in range(depth):
             blocks += [
                 nn.Conv2d(channels if block == 0 else width, width, 3, padding=first_padding if block == 0 else 1),
-                _norm(norm, width),
+                make_norm(norm, width),
                 nn.ReLU(),
                 nn.AvgPool2d(2),
             ]

@@ -15,6 +15,7 @@ from fedsynth.core.random import forked_rng
 from fedsynth.errors import unknown_name
 from fedsynth.models.convnet import NORMS, ConvNet
 from fedsynth.models.resnet import ResNet18
+from fedsynth.models.small import LeNet5, ResNet8
 
 Shape = tuple[int, int, int]
 
@@ -29,6 +30,8 @@ class _Architecture:
 
 _MODELS: dict[str, _Architecture] = {
     "convnet": _Architecture(lambda shape, classes, s: ConvNet(shape, classes, width=s.width, depth=s.depth, norm=s.norm), NORMS),
+    "lenet5": _Architecture(lambda shape, classes, s: LeNet5(shape, classes), ("none",)),
+    "resnet8": _Architecture(lambda shape, classes, s: ResNet8(shape, classes, norm=s.norm), ("instance", "group", "batch")),
     "resnet18": _Architecture(lambda shape, classes, s: ResNet18(shape, classes, norm=s.norm), ("batch", "group")),
 }
 
@@ -40,7 +43,7 @@ class ModelSettings:
     Args:
         name: see `model_names`.
         width, depth: of "convnet"; the others have their published sizes.
-        norm: empty takes the architecture's own: instance norm for the ConvNet, batch norm for ResNet-18.
+        norm: empty takes the architecture's own: instance norm for the ConvNet and ResNet-8, batch norm for ResNet-18; LeNet-5 has none.
     """
 
     name: str = "convnet"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fedsynth.core.client import OpenClients, Segments
 from fedsynth.core.messages import Message, public, released
-from fedsynth.core.method import RoundContext
+from fedsynth.core.method import Memory, RoundContext
 from fedsynth.core.random import torch_generator
 from fedsynth.data.images import normalise
 from fedsynth.data.registry import DatasetSpec
@@ -67,6 +67,20 @@ def noise_start(ids: Sequence[int], segments: Segments, ipc: int, image_shape: t
         for position, client in enumerate(ids)
     ]
     return torch.cat(rows)
+
+
+def with_kept_images(fresh: Callable[[], Tensor], segments: Segments, memories: Sequence[Memory]) -> Tensor:
+    """Where a round's condensation starts, [S, ipc, C, H, W]: at a client's images of its last round, if it remembers any, else afresh."""
+    new = [position for position, memory in enumerate(memories) if "images" not in memory]
+    if not new and len(memories):
+        kept = torch.cat([memory["images"] for memory in memories])
+        return kept.view(len(segments), -1, *kept.shape[1:]) if len(segments) else fresh()
+    start = fresh()
+    for position, memory in enumerate(memories):
+        if "images" in memory:
+            mine = segments.of(position).to(start.device)
+            start[mine] = memory["images"].view(len(mine), *start.shape[1:])
+    return start
 
 
 def split_uploads(images_SICHW: Tensor, segments: Segments, clients: int, kept_S: Tensor | None = None) -> list[SyntheticSet]:

@@ -21,6 +21,7 @@ class SgdSettings:
     """Plain SGD with cross-entropy.
 
     Args:
+        steps: stop after so many, however many passes over the data they are; None: after `epochs` passes.
         radius: project onto the ball ‖w − w_start‖₂ ≤ radius after every step (FedDM, Eqs. 3 and 23); None: no projection.
     """
 
@@ -30,6 +31,7 @@ class SgdSettings:
     momentum: float = 0.0
     weight_decay: float = 0.0
     radius: float | None = None
+    steps: int | None = None
 
 
 def train_on(
@@ -49,7 +51,8 @@ def train_on(
         labels_N: labels of all examples.
         generator: a CPU generator; shuffles every epoch.
         loss: (logits [M, C], labels [M]) of a minibatch -> scalar; waits for nothing.
-        penalty: (the network in training) -> a scalar that is added to each step's loss; waits for nothing.
+        penalty: (the network in training) -> a scalar that is added to each step's loss. It may draw or keep state, so that its steps are
+            not recorded.
     """
     if not len(labels_N):
         return
@@ -70,13 +73,15 @@ def train_on(
                 project_to_ball(flat, start, settings.radius)
 
     full: Callable[[Tensor], None] = step
-    if labels_N.is_cuda and settings.epochs * (len(labels_N) // settings.batch) >= WORTH_RECORDING:
+    if penalty is None and labels_N.is_cuda and settings.epochs * (len(labels_N) // settings.batch) >= WORTH_RECORDING:
         full = _recorded(step, settings.batch, [flat, velocity, grad, *network.module.buffers()], labels_N.device)
-    for epoch in range(settings.epochs):
+    each = -(-len(labels_N) // settings.batch)
+    wanted = settings.epochs * each if settings.steps is None else settings.steps
+    for epoch in range(-(-wanted // each)):
         order = torch.randperm(len(labels_N), generator=generator).to(labels_N.device)
-        for part in order.split(settings.batch):
+        for part in order.split(settings.batch)[: wanted - epoch * each]:
             (full if len(part) == settings.batch else step)(part)
-        report(epoch + 1, settings.epochs)
+        report(min(wanted, (epoch + 1) * each), wanted)
     load_flat(model, flat)
     for name, buffer in model.named_buffers():
         buffer.copy_(network.module.get_buffer(name))

@@ -62,7 +62,7 @@ def test_a_run_leaves_exactly_the_files_of_the_run_folder(outcomes: Callable[[st
     files = {p.relative_to(run.folder).as_posix() for p in run.folder.rglob("*") if p.is_file()}
     expected = FILES | SIMULATION_ONLY
     expected |= IMAGES if CASES[case][0] != "fedavg" else set()
-    expected |= PRIVACY | {"simulation_only/timings.jsonl"} if len(CASES[case]) > 1 else set()
+    expected |= PRIVACY | {"simulation_only/rounds.jsonl"} if len(CASES[case]) > 1 else set()
     assert files == expected
     assert re.fullmatch(rf"\d{{8}}-\d{{6}}-{CASES[case][0]}-digits", run.folder.name)
 

@@ -183,4 +183,4 @@ def test_private_folders_keep_seconds_apart(tmp_path: Path) -> None:
     finished = folder.finish({"rounds": 1, "seconds": 1.25})
     assert json.loads((finished / "metrics.jsonl").read_text()) == {"round": 1, "epsilon": 0.5}
     assert "seconds" not in json.loads((finished / "summary.json").read_text())
-    assert json.loads((finished / "simulation_only" / "timings.jsonl").read_text()) == {"round": 1, "seconds": 1.25}
+    assert json.loads((finished / "simulation_only" / "rounds.jsonl").read_text()) == {"round": 1, "seconds": 1.25}

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fedsynth.models.convnet import ConvNet
+from fedsynth.models.flat import flatten
 from fedsynth.privacy.accounting import Release
 from fedsynth.privacy.dpsgd import DpSgdSettings, check_model, dp_sgd, group_norm_twin
 from fedsynth.privacy.errors import ForbiddenLayerError
@@ -95,3 +96,19 @@ def test_the_group_norm_twin_can_be_trained_and_keeps_the_other_weights() -> Non
     assert twin(torch.zeros(2, 1, 8, 8)).shape == (2, 10)
     assert torch.equal(twin.classifier.weight, model.classifier.weight)  # type: ignore[arg-type,union-attr]
     assert isinstance(model.features[1], nn.BatchNorm2d)  # the model itself is as it was
+
+
+def test_a_penalty_adds_its_gradient_and_is_no_examples() -> None:
+    """Without noise a penalised step differs from a plain one by lr times the penalty's gradient; clipping and noise do not touch it."""
+    x, y = torch.randn(8, 1, 8, 8, generator=torch.Generator().manual_seed(0)), torch.arange(8) % 10
+    results = []
+    for penalty in (None, lambda net: 100 * sum(p.square().sum() for p in net.parameters()) + 0 * net(x).sum()):
+        with torch.random.fork_rng():
+            torch.manual_seed(0)  # noqa: TID251
+            model = ConvNet((1, 8, 8), 10, width=4, depth=1)
+        start = flatten(model)
+        release = Release(1, "m", "dp-sgd", "g", 1e-9, 1.0, 1.0, "full", 1, len(start))
+        series = GaussianSums(release, 1, Guard(Ledger("0"), 1e-5, None), SecretGenerator())
+        dp_sgd(model, lambda i: x[i], y, series, 1, DpSgdSettings(0.01, 8.0), penalty)
+        results.append(flatten(model))
+    torch.testing.assert_close(results[1] - results[0], -0.01 * 200 * start, atol=1e-5, rtol=1e-4)

@@ -1,0 +1,67 @@
+"""How a model does at each client, and how evenly (FedKF, Definitions 1 to 3); how soon a run reaches a level.
+
+a_k is the model's accuracy on client k's own test split, n_k the number of its examples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fedsynth.data.images import ImageData
+from fedsynth.evaluation.accuracy import correct
+
+
+def average_model_performance(accuracies: Sequence[float], sizes: Sequence[float]) -> float:
+    """AMP = Σ_k n_k/n · a_k."""
+    return sum(a * n for a, n in zip(accuracies, sizes, strict=True)) / sum(sizes)
+
+
+def fairness_metric(accuracies: Sequence[float]) -> float:
+    """FM: the population variance of the a_k about their plain mean."""
+    mean = sum(accuracies) / len(accuracies)
+    return sum((a - mean) ** 2 for a in accuracies) / len(accuracies)
+
+
+def worst_local_performance(accuracies: Sequence[float]) -> float:
+    """WLP = min_k a_k."""
+    return min(accuracies)
+
+
+def local_metrics(model: nn.Module, data: ImageData, tests: Sequence[Tensor], sizes: Sequence[float]) -> dict[str, Any]:
+    """AMP, FM, WLP and the a_k of a model on the clients' own test splits.
+
+    Exact functions of private data: for simulations only.
+
+    Args:
+        tests: positions in `data` of each client's test split; a client without one counts nowhere (its a_k is None).
+        sizes: n_k.
+    """
+    where = torch.cat([torch.as_tensor(t) for t in tests]).to(data.labels.device)
+    right = correct(model, data.subset(where)).cpu().split([len(t) for t in tests])
+    accuracies = [float(mine.double().mean()) if len(mine) else None for mine in right]
+    there = [(a, n) for a, n in zip(accuracies, sizes, strict=True) if a is not None]
+    known = [a for a, _ in there]
+    return {
+        "amp": average_model_performance(known, [n for _, n in there]),
+        "fm": fairness_metric(known),
+        "wlp": worst_local_performance(known),
+        "client_accuracy": accuracies,
+    }
+
+
+def first_to_reach(level: float, rows: Sequence[Mapping[str, Any]], value: str = "test_accuracy") -> dict[str, float] | None:
+    """The first of a run's rows whose `value` (a dotted path such as "local.amp") is at least `level`: its round, and the seconds of all
+    rounds up to it; None if none is. FedKF's Table VIII, with the level FedAvg's last AMP."""
+    seconds = 0.0
+    for row in rows:
+        seconds += row["seconds"]
+        found: Any = row
+        for key in value.split("."):
+            found = found.get(key) if isinstance(found, Mapping) else None
+        if found is not None and found >= level:
+            return {"round": row["round"], "seconds": seconds}
+    return None

@@ -1,0 +1,92 @@
+"""LeNet-5 (LeCun et al. 1998) and ResNet-8 (He et al. 2016, for small images): FedKF's networks, with `embed` and `classifier`.
+
+LeNet-5 in its common form: ReLU and max pooling, 5×5 convolutions of 6 and 16 channels, 120 and 84 units; 61,706 parameters for MNIST (28×28
+images are padded to 32×32), 63,066 for EMNIST letters. ResNet-8: a convolution and three stages of one basic block with 16, 32 and 64
+channels, 1×1 convolutions where the shape changes, average pooling.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fedsynth.errors import SettingError
+from fedsynth.models.convnet import make_norm
+
+
+class LeNet5(nn.Module):
+    """`forward`: normalised images [N, C, H, W] to logits [N, classes].
+
+    Raises:
+        SettingError: images below 16×16, of which nothing would be left.
+    """
+
+    def __init__(self, image_shape: tuple[int, int, int], classes: int) -> None:
+        super().__init__()
+        channels, height, width = image_shape
+        padding = 2 if (height, width) == (28, 28) else 0
+        rows, columns = (((side + 2 * padding - 4) // 2 - 4) // 2 for side in (height, width))
+        if min(rows, columns) < 1:
+            raise SettingError(f"lenet5 needs images of at least 16×16, got {height}×{width}")
+        self.conv1, self.conv2 = nn.Conv2d(channels, 6, 5, padding=padding), nn.Conv2d(6, 16, 5)
+        self.fc1, self.fc2 = nn.Linear(16 * rows * columns, 120), nn.Linear(120, 84)
+        self.classifier = nn.Linear(84, classes)
+        self.embedding_size = 84
+        self.largest_activation = 6 * (height + 2 * padding - 4) * (width + 2 * padding - 4)
+
+    def embed(self, x_NCHW: Tensor) -> Tensor:
+        """Embeddings, [N, 84]."""
+        x = F.max_pool2d(torch.relu(self.conv1(x_NCHW)), 2)
+        x = F.max_pool2d(torch.relu(self.conv2(x)), 2)
+        return torch.relu(self.fc2(torch.relu(self.fc1(x.flatten(1)))))
+
+    def forward(self, x_NCHW: Tensor) -> Tensor:
+        z: Tensor = self.classifier(self.embed(x_NCHW))
+        return z
+
+
+class _Block(nn.Module):
+    def __init__(self, inside: int, outside: int, stride: int, norm: str) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(inside, outside, 3, stride, 1, bias=False)
+        self.conv2 = nn.Conv2d(outside, outside, 3, 1, 1, bias=False)
+        self.norm1, self.norm2 = make_norm(norm, outside), make_norm(norm, outside)
+        self.shortcut: nn.Module = nn.Identity()
+        if stride != 1 or inside != outside:
+            self.shortcut = nn.Sequential(nn.Conv2d(inside, outside, 1, stride, bias=False), make_norm(norm, outside))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm2(self.conv2(torch.relu(self.norm1(self.conv1(x)))))
+        return torch.relu(y + self.shortcut(x))
+
+
+class ResNet8(nn.Module):
+    """`forward`: normalised images [N, C, H, W] to logits [N, classes].
+
+    Args:
+        norm: "instance" is group norm with one channel a group, as FedKF has it; "group", "batch".
+
+    Raises:
+        SettingError: images below 8×8.
+    """
+
+    def __init__(self, image_shape: tuple[int, int, int], classes: int, *, norm: str = "instance") -> None:
+        super().__init__()
+        channels, height, width = image_shape
+        if min(height, width) < 8:
+            raise SettingError(f"resnet8 needs images of at least 8×8, got {height}×{width}")
+        self.conv, self.norm = nn.Conv2d(channels, 16, 3, 1, 1, bias=False), make_norm(norm, 16)
+        self.stages = nn.Sequential(_Block(16, 16, 1, norm), _Block(16, 32, 2, norm), _Block(32, 64, 2, norm))
+        self.classifier = nn.Linear(64, classes)
+        self.embedding_size = 64
+        self.largest_activation = 16 * height * width
+
+    def embed(self, x_NCHW: Tensor) -> Tensor:
+        """Embeddings, [N, 64]."""
+        h: Tensor = self.stages(torch.relu(self.norm(self.conv(x_NCHW)))).mean(dim=(2, 3))
+        return h
+
+    def forward(self, x_NCHW: Tensor) -> Tensor:
+        z: Tensor = self.classifier(self.embed(x_NCHW))
+        return z

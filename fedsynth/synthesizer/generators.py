@@ -1,0 +1,98 @@
+"""Image generators for distillation without data, and the losses that they are trained by.
+
+The generator is DCGAN-like (Radford et al. 2016, in the form that DAFL, Chen et al. 2019, trains without data): a linear layer to a small
+feature map, two doublings by upsampling with convolution, batch norm and leaky ReLU, one more convolution, a sigmoid. It gives pixels in
+[0, 1]; `normalised` gives what a network takes. With `classes` it is conditional: a one-hot label is part of its input.
+
+It never sees data: everything that it learns from is a released model.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fedsynth.core.random import forked_rng
+from fedsynth.data.registry import DatasetSpec
+
+
+class Generator(nn.Module):
+    """`forward`: noise [N, latent] (and labels [N]) to pixels [N, C, H, W] in [0, 1].
+
+    Args:
+        latent: length of z. width: channels of the last hidden layer (DAFL: 64); those before have twice as many.
+        classes: of a conditional generator; 0: none.
+    """
+
+    def __init__(self, spec: DatasetSpec, latent: int = 100, width: int = 64, classes: int = 0) -> None:
+        super().__init__()
+        self.latent, self.classes, self._spec = latent, classes, spec
+        self._rows, self._columns = -(-spec.height // 4), -(-spec.width // 4)
+        self._wide = 2 * width
+        self.start = nn.Linear(latent + classes, self._wide * self._rows * self._columns)
+        self.body = nn.Sequential(
+            nn.BatchNorm2d(self._wide),
+            nn.Upsample(scale_factor=2),
+            nn.Conv2d(self._wide, self._wide, 3, padding=1),
+            nn.BatchNorm2d(self._wide, 0.8),
+            nn.LeakyReLU(0.2),
+            nn.Upsample(scale_factor=2),
+            nn.Conv2d(self._wide, width, 3, padding=1),
+            nn.BatchNorm2d(width, 0.8),
+            nn.LeakyReLU(0.2),
+            nn.Conv2d(width, spec.channels, 3, padding=1),
+        )
+
+    def forward(self, z_NL: Tensor, labels_N: Tensor | None = None) -> Tensor:
+        if self.classes:
+            if labels_N is None:
+                raise ValueError("a conditional generator needs labels")
+            z_NL = torch.cat([z_NL, F.one_hot(labels_N, self.classes).to(z_NL.dtype)], dim=1)
+        h = self.start(z_NL).view(len(z_NL), self._wide, self._rows, self._columns)
+        return torch.sigmoid(self.body(h)[..., : self._spec.height, : self._spec.width])
+
+    def normalised(self, z_NL: Tensor, labels_N: Tensor | None = None) -> Tensor:
+        """Images as networks take them: (pixels − mean)/std."""
+        pixels = self(z_NL, labels_N)
+        mean, std = (pixels.new_tensor(v).view(1, -1, 1, 1) for v in (self._spec.mean, self._spec.std))
+        images: Tensor = (pixels - mean) / std
+        return images
+
+
+def make_generator(
+    spec: DatasetSpec, seed: int, *numbers: int, latent: int = 100, width: int = 64, classes: int = 0
+) -> Generator:
+    """A generator whose weights depend on (seed, numbers) alone; the global RNG is left as it was."""
+    with forked_rng(seed, "generator initialisation", *numbers):
+        return Generator(spec, latent, width, classes)
+
+
+def information_entropy_loss(logits_NC: Tensor) -> Tensor:
+    """−IE of the batch-mean prediction (FedKF, Eq. 3): least where all classes are predicted equally often."""
+    mean = torch.softmax(logits_NC, dim=1).mean(dim=0)
+    return (mean * mean.clamp_min(torch.finfo(mean.dtype).tiny).log()).sum()
+
+
+def one_hot_loss(logits_NC: Tensor) -> Tensor:
+    """CE(p̂, argmax p̂), averaged (FedKF, Eq. 2): least where each prediction is certain."""
+    return F.cross_entropy(logits_NC, logits_NC.argmax(dim=1))
+
+
+def activation_loss(features_ND: Tensor) -> Tensor:
+    """−‖f‖₁, averaged over the batch (FedKF, Eq. 4)."""
+    return -features_ND.abs().sum(dim=1).mean()
+
+
+def generator_loss(features_ND: Tensor, logits_NC: Tensor, one_hot_weight: float, activation_weight: float) -> Tensor:
+    """L_G = L_IE + λ1·L_OH + λ2·L_A of a teacher's features and logits on generated images (FedKF, Eq. 5)."""
+    return (
+        information_entropy_loss(logits_NC)
+        + one_hot_weight * one_hot_loss(logits_NC)
+        + activation_weight * activation_loss(features_ND)
+    )
+
+
+def distillation_loss(teacher_NC: Tensor, student_NC: Tensor) -> Tensor:
+    """KL(teacher ‖ student) of the softmax of logits, averaged over the batch (FedKF, Eq. 6)."""
+    return F.kl_div(student_NC.log_softmax(dim=1), teacher_NC.log_softmax(dim=1), log_target=True, reduction="batchmean")

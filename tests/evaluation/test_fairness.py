@@ -1,0 +1,57 @@
+"""AMP, FM and WLP: FedKF's worked example (Table II), and a model on clients' own splits."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fedsynth.data.images import from_arrays
+from fedsynth.data.registry import dataset_spec
+from fedsynth.evaluation.fairness import (
+    average_model_performance,
+    fairness_metric,
+    first_to_reach,
+    local_metrics,
+    worst_local_performance,
+)
+
+
+@pytest.mark.parametrize(
+    ("accuracies", "amp", "fm", "wlp"),
+    [([0.6, 0.7, 0.8], 0.7, 0.00667, 0.6), ([0.65, 0.65, 0.8], 0.7, 0.005, 0.65), ([0.7, 0.8, 0.9], 0.8, 0.00667, 0.7)],
+)
+def test_table_2_of_fedkf(accuracies: list[float], amp: float, fm: float, wlp: float) -> None:
+    assert average_model_performance(accuracies, [1, 1, 1]) == pytest.approx(amp)
+    assert fairness_metric(accuracies) == pytest.approx(fm, abs=5e-6)
+    assert worst_local_performance(accuracies) == wlp
+
+
+def test_amp_weighs_by_size_and_fm_does_not() -> None:
+    assert average_model_performance([1.0, 0.0], [3, 1]) == 0.75
+    assert fairness_metric([1.0, 0.0]) == 0.25
+
+
+class SaysZero(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.eye(10, device=x.device)[torch.zeros(len(x), dtype=torch.int64)]
+
+
+def test_local_metrics_by_hand(device: torch.device) -> None:
+    labels = np.array([0, 0, 1, 0, 1, 1, 2, 2])
+    data = from_arrays(np.zeros((8, 1, 8, 8), np.uint8), labels, dataset_spec("digits")).to(device)
+    tests = [torch.tensor([0, 1, 2]), torch.tensor([], dtype=torch.int64), torch.tensor([3, 4])]
+    found = local_metrics(SaysZero(), data, tests, [10, 5, 30])
+    assert found["client_accuracy"] == [pytest.approx(2 / 3), None, 0.5]
+    assert found["amp"] == pytest.approx((2 / 3 * 10 + 0.5 * 30) / 40)
+    assert found["fm"] == pytest.approx(np.var([2 / 3, 0.5]))
+    assert found["wlp"] == 0.5
+
+
+def test_first_to_reach() -> None:
+    rows = [{"round": r, "seconds": 2.0, "test_accuracy": a, "local": {"amp": a / 2}} for r, a in ((1, 0.2), (2, 0.6), (3, 0.5))]
+    assert first_to_reach(0.5, rows) == {"round": 2, "seconds": 4.0}
+    assert first_to_reach(0.3, rows, "local.amp") == {"round": 2, "seconds": 4.0}
+    assert first_to_reach(0.7, rows) is None
+    assert first_to_reach(0.1, rows, "models.oca.local.amp") is None

@@ -1,0 +1,129 @@
+"""Partial participation: who, reproducibly; what it means for ledgers, σ and the clients' memories."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fedsynth.data.partition import PartitionSettings, hold_out, partition
+from fedsynth.errors import SettingError
+from fedsynth.federation.participation import Participation
+from fedsynth.federation.settings import RunSettings, resolve
+from fedsynth.federation.simulation import simulate
+from fedsynth.privacy.verify import verify_report
+
+
+def test_four_of_twenty_drawn_anew_and_by_the_seed() -> None:
+    some = Participation(0, 20, 0.2)
+    rounds = [some.in_round(n) for n in range(1, 201)]
+    assert all(len(set(mine)) == 4 and list(mine) == sorted(mine) for mine in rounds)
+    assert rounds[:5] == [Participation(0, 20, 0.2).in_round(n) for n in range(1, 6)]
+    assert rounds[:5] != [Participation(1, 20, 0.2).in_round(n) for n in range(1, 6)]
+    counts = np.bincount(np.concatenate(rounds), minlength=20)
+    assert counts.min() > 20  # 40 expected, deviation 5.7
+    assert some.rounds_of(3, 200) == tuple(n for n, mine in enumerate(rounds, 1) if 3 in mine)
+    assert Participation(0, 3, 0.01).in_round(1) != ()
+    assert Participation(0, 3, 1.0).in_round(7) == (0, 1, 2)
+
+
+def tiny(method: str = "fedavg", rounds: int = 3, **sections: Any) -> RunSettings:
+    fast = {
+        "fedavg": {"local_epochs": 1},
+        "feddm": {"iterations": 2, "ipc": 1, "server_epochs": 2},
+        "fedaf": {"iterations": 2, "ipc": 1, "server_epochs": 2},
+    }
+    base = {
+        "run": {"method": method, "rounds": rounds, "participation": 0.5},
+        "partition": {"clients": 4},
+        "model": {"width": 4, "depth": 2},
+        "method": fast[method],
+    }
+    return resolve({**base, **sections})
+
+
+def test_only_participants_send() -> None:
+    result = simulate(tiny())
+    who = Participation(0, 4, 0.5)
+    assert [len(row["client_upload_bytes"]) for row in result.metrics] == [2, 2, 2]
+    assert tuple(result.uploads) == who.in_round(3)
+
+
+@pytest.mark.parametrize("method", ["feddm", "fedaf"])
+def test_a_client_that_comes_back_goes_on_from_its_images(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Newcomers beside it start afresh, and do not make it start anew."""
+    seen: list[tuple[int, ...]] = []
+    module = __import__(f"fedsynth.methods.{method}", fromlist=["x"])
+    original = module.with_kept_images
+
+    def spy(fresh: Any, segments: Any, memories: Any) -> Any:
+        seen.append(tuple("images" in m for m in memories))
+        return original(fresh, segments, memories)
+
+    monkeypatch.setattr(module, "with_kept_images", spy)
+    simulate(tiny(method, rounds=4))
+    who, known = Participation(0, 4, 0.5), set[int]()
+    for number, flags in enumerate(seen, 1):
+        assert flags == tuple(k in known for k in who.in_round(number))
+        known |= set(who.in_round(number))
+    assert any(len(set(flags)) == 2 for flags in seen)  # the mixed case happened
+
+
+def test_privacy_counts_the_rounds_that_a_client_takes_part_in(tmp_path: Path) -> None:
+    """σ is found for the client with most rounds; the others spend less; the report verifies."""
+    settings = tiny(rounds=4, privacy={"epsilon": 5.0})
+    result = simulate(settings, output=tmp_path)
+    rounds = [len(Participation(0, 4, 0.5).rounds_of(k, 4)) for k in range(4)]
+    assert len(set(rounds)) > 1
+    assert result.privacy is not None
+    promise: Any = result.privacy["guarantee"]
+    spent = [promise["epsilon_by_client"][f"client-{k:03d}"] for k in range(4)]
+    assert 4.95 < max(spent) <= 5.0
+    assert [a > b for a, b in itertools.pairwise(spent)] == [a > b for a, b in itertools.pairwise(rounds)]
+    everybody = simulate(resolve({**settings.to_mapping(), "run": {**settings.to_mapping()["run"], "participation": 1.0}}))
+    assert (
+        result.summary["differential_privacy"]["noise_multiplier"] < everybody.summary["differential_privacy"]["noise_multiplier"]
+    )
+    assert result.folder is not None
+    assert verify_report(result.folder).problems == []
+    assert "no amplification" in (result.folder / "privacy_report.md").read_text()
+
+
+@pytest.mark.parametrize("share", [0.0, 1.1, -0.5])
+def test_a_share_that_is_none(share: float) -> None:
+    with pytest.raises(SettingError, match="participation"):
+        tiny(run={"method": "fedavg", "participation": share})
+
+
+def test_a_subset_keeps_its_share_of_every_class() -> None:
+    labels = np.repeat(np.arange(3), [100, 50, 5])
+    parts = partition(labels, PartitionSettings(kind="iid", clients=2, subset=0.1), 3)
+    chosen = np.concatenate(parts)
+    assert np.bincount(labels[chosen]).tolist() == [10, 5, 1]
+    assert len(set(chosen.tolist())) == 16
+    again = partition(labels, PartitionSettings(kind="iid", clients=2, subset=0.1), 3)
+    assert all(np.array_equal(a, b) for a, b in zip(parts, again, strict=True))
+
+
+def test_local_splits_are_disjoint_and_leave_something_to_train_on() -> None:
+    parts = [np.arange(10), np.array([20]), np.array([], np.int64), np.arange(30, 33)]
+    training, testing = hold_out(parts, 0.2, 0)
+    assert [len(t) for t in testing] == [2, 0, 0, 1]
+    for part, a, b in zip(parts, training, testing, strict=True):
+        assert sorted([*a, *b]) == part.tolist()
+    assert [len(t) for t in hold_out(parts, 0.99, 0)[0]] == [1, 1, 0, 1]
+
+
+def test_local_metrics_stand_in_the_rows_and_with_privacy_only_in_simulation_only(tmp_path: Path) -> None:
+    partitioned = {"partition": {"clients": 4, "local_test": 0.2}}
+    row = simulate(tiny(**partitioned)).metrics[-1]
+    assert 0 <= row["local"]["wlp"] <= row["local"]["amp"] <= 1
+    assert len(row["local"]["client_accuracy"]) == 4
+    private = simulate(tiny(**partitioned, privacy={"epsilon": 5.0}), output=tmp_path).folder
+    assert private is not None
+    outside = [p for p in private.rglob("*") if p.is_file() and "simulation_only" not in p.parts]
+    assert not any(b"wlp" in p.read_bytes() or b"client_accuracy" in p.read_bytes() for p in outside)
+    assert '"wlp"' in (private / "simulation_only" / "rounds.jsonl").read_text()

@@ -1,0 +1,48 @@
+"""LeNet-5 and ResNet-8: sizes, embeddings, and what they refuse."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from fedsynth.errors import SettingError
+from fedsynth.models.registry import ModelSettings, build_model, parameter_count
+from fedsynth.models.small import LeNet5, ResNet8
+from fedsynth.privacy.dpsgd import check_model
+
+
+def test_lenet5_has_its_known_size() -> None:
+    """156 + 2,416 + 48,120 + 10,164 + 850, LeCun's with full connections."""
+    assert parameter_count(build_model(ModelSettings("lenet5"), (1, 28, 28), 10, 0)) == 61_706
+    assert parameter_count(build_model(ModelSettings("lenet5"), (1, 28, 28), 26, 0)) == 63_066
+
+
+def test_resnet8_counted_layer_by_layer() -> None:
+    conv = [9 * a * b for a, b in ((3, 16), (16, 16), (16, 16), (16, 32), (32, 32), (32, 64), (64, 64))]
+    shortcuts, norms = 16 * 32 + 32 * 64, 2 * (16 * 3 + 32 * 3 + 64 * 3)
+    assert parameter_count(build_model(ModelSettings("resnet8"), (3, 32, 32), 10, 0)) == sum(conv) + shortcuts + norms + 650
+
+
+@pytest.mark.parametrize(
+    ("model", "shape"), [(LeNet5, (1, 28, 28)), (LeNet5, (3, 32, 32)), (ResNet8, (3, 32, 32)), (ResNet8, (1, 8, 8))]
+)
+def test_logits_are_the_classifier_of_the_embedding(model: type[nn.Module], shape: tuple[int, int, int]) -> None:
+    net = model(shape, 7)
+    x = torch.randn(3, *shape)
+    torch.testing.assert_close(net.classifier(net.embed(x)), net(x))  # type: ignore[operator]
+    assert net.embed(x).shape == (3, net.embedding_size)  # type: ignore[operator]
+
+
+def test_both_train_with_differential_privacy() -> None:
+    check_model(LeNet5((1, 28, 28), 10))
+    check_model(ResNet8((3, 32, 32), 10))
+    groups = {m.num_groups == m.num_channels for m in ResNet8((3, 32, 32), 10).modules() if isinstance(m, nn.GroupNorm)}
+    assert groups == {True}  # one channel a group
+
+
+def test_images_that_are_too_small() -> None:
+    with pytest.raises(SettingError, match="at least 16×16"):
+        LeNet5((1, 8, 8), 10)
+    with pytest.raises(SettingError, match="at least 8×8"):
+        ResNet8((1, 4, 4), 10)

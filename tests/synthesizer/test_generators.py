@@ -1,0 +1,139 @@
+"""Generators and their losses against hand-computed numbers; a distillation without data that works."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from fedsynth.data.images import normalise
+from fedsynth.data.load import load_dataset
+from fedsynth.data.registry import dataset_spec
+from fedsynth.errors import SettingError
+from fedsynth.evaluation.accuracy import accuracy
+from fedsynth.models.convnet import ConvNet
+from fedsynth.models.registry import ModelSettings, build_model
+from fedsynth.synthesizer.distiller import DataFreeDistiller, Distillation
+from fedsynth.synthesizer.generators import (
+    Generator,
+    activation_loss,
+    distillation_loss,
+    generator_loss,
+    information_entropy_loss,
+    make_generator,
+    one_hot_loss,
+)
+from fedsynth.synthesizer.training import SgdSettings, train_on
+
+DIGITS = dataset_spec("digits")
+
+
+def logits(*rows: tuple[float, ...], device: torch.device) -> torch.Tensor:
+    """Logits whose softmax are these probabilities."""
+    return torch.tensor(rows, device=device).log()
+
+
+def test_eqs_2_to_6_by_hand(device: torch.device) -> None:
+    p = logits((0.5, 0.5), (0.9, 0.1), device=device)  # mean (0.7, 0.3)
+    entropy = -(0.7 * math.log(0.7) + 0.3 * math.log(0.3))
+    certain = -(math.log(0.5) + math.log(0.9)) / 2
+    f = torch.tensor([[1.0, -2.0, 0.0], [3.0, 0.0, 0.5]], device=device)
+    assert float(information_entropy_loss(p)) == pytest.approx(-entropy)  # Eq. 3
+    assert float(one_hot_loss(p)) == pytest.approx(certain)  # Eq. 2
+    assert float(activation_loss(f)) == pytest.approx(-(3.0 + 3.5) / 2)  # Eq. 4
+    assert float(generator_loss(f, p, 0.2, 0.1)) == pytest.approx(-entropy + 0.2 * certain - 0.1 * 3.25)  # Eq. 5
+    q = logits((0.25, 0.75), (0.9, 0.1), device=device)
+    kl = (0.5 * math.log(0.5 / 0.25) + 0.5 * math.log(0.5 / 0.75)) / 2
+    assert float(distillation_loss(p, q)) == pytest.approx(kl)  # Eq. 6: KL(teacher ‖ student)
+
+
+def test_information_entropy_has_no_nan_where_a_class_is_never_predicted(device: torch.device) -> None:
+    sure = torch.tensor([[1000.0, 0.0, 0.0]], device=device, requires_grad=True)
+    loss = information_entropy_loss(sure)
+    (gradient,) = torch.autograd.grad(loss, sure)
+    assert float(loss.detach()) == 0
+    assert torch.isfinite(gradient).all()
+
+
+@pytest.mark.parametrize("name", ["digits", "mnist", "cifar10", "office-caltech-10"])
+@pytest.mark.parametrize("classes", [0, 10])
+def test_images_have_the_data_sets_shape_and_pixels_between_0_and_1(name: str, classes: int) -> None:
+    spec = dataset_spec(name)
+    generator = make_generator(spec, 0, width=4, classes=classes)
+    z = torch.randn(3, 100, generator=torch.Generator().manual_seed(0))
+    labels = torch.tensor([0, 1, 2]) if classes else None
+    pixels = generator(z, labels)
+    assert pixels.shape == (3, *spec.image_shape)
+    assert float(pixels.detach().min()) >= 0
+    assert float(pixels.detach().max()) <= 1
+    with torch.no_grad():
+        back = generator.normalised(z, labels) * torch.tensor(spec.std).view(-1, 1, 1) + torch.tensor(spec.mean).view(-1, 1, 1)
+    torch.testing.assert_close(back, pixels.detach(), atol=1e-5, rtol=1e-5)
+
+
+def test_a_generator_is_reproduced_by_its_seed_and_labels_matter() -> None:
+    state = torch.get_rng_state()
+    a, b, c = (make_generator(DIGITS, 0, k, width=4, classes=10).eval() for k in (1, 1, 2))
+    assert torch.equal(state, torch.get_rng_state())
+    z, zero, one = torch.randn(2, 100), torch.tensor([0, 0]), torch.tensor([1, 1])
+    assert torch.equal(a(z, zero), b(z, zero))
+    assert not torch.equal(a(z, zero), c(z, zero))
+    assert not torch.equal(a(z, zero), a(z, one))
+    with pytest.raises(ValueError, match="needs labels"):
+        a(z)
+
+
+def pair(device: torch.device, seed: int = 0) -> Distillation:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)  # noqa: TID251
+        teacher = ConvNet((1, 8, 8), 10, width=4, depth=2).to(device)
+    generator = make_generator(DIGITS, seed, latent=5, width=4).to(device)
+    draws = torch.Generator(device).manual_seed(seed)
+    return Distillation(teacher, generator, draws, batch=6, learning_rate=1e-2, one_hot_weight=0.2, activation_weight=0.1)
+
+
+def test_a_step_descends_the_generators_loss_and_leaves_the_teacher(device: torch.device) -> None:
+    one = pair(device)
+    before = [p.clone() for p in one.generator.parameters()]
+    images, answer = one.step()
+    assert not images.requires_grad
+    assert not answer.requires_grad
+    moved = sum(float((a - b).detach().abs().sum()) for a, b in zip(before, one.generator.parameters(), strict=True))
+    assert moved > 0
+    teacher: nn.Module = one._teacher
+    assert not any(p.requires_grad for p in teacher.parameters())
+    torch.testing.assert_close(teacher(images), answer)
+
+
+def test_memory_goes_on_as_if_it_had_never_stopped(device: torch.device) -> None:
+    straight, first = pair(device), pair(device)
+    for _ in range(2):
+        straight.step()
+        first.step()
+    memory = {"other": torch.zeros(1), **first.memory()}
+    for value in first.generator.state_dict().values():  # a copy, not a view
+        value.zero_()
+    second = pair(device, seed=3)
+    second.remember(memory)
+    second._draws.set_state(straight._draws.get_state())
+    torch.testing.assert_close(straight.step()[0], second.step()[0])
+    torch.testing.assert_close(straight.step()[0], second.step()[0])
+
+
+def test_a_student_learns_the_digits_without_any() -> None:
+    train, test = load_dataset("digits")
+    teacher, student = (build_model(ModelSettings(width=16, depth=2), (1, 8, 8), 10, seed) for seed in (0, 1))
+    draws = torch.Generator().manual_seed(0)
+    train_on(teacher, lambda i: normalise(train.images[i], train.spec), train.labels, SgdSettings(15, 32, 0.05, 0.9), draws)
+    before = accuracy(student, test)
+    generator = DataFreeDistiller(teacher, train.spec, steps=500, batch=64, learning_rate=0.1, width=8).fit(student)
+    assert isinstance(generator, Generator)
+    assert accuracy(teacher, test) > 0.93
+    assert accuracy(student, test) > max(0.6, before + 0.3)  # about 0.9
+
+
+def test_settings_are_checked() -> None:
+    with pytest.raises(SettingError, match="batch"):
+        DataFreeDistiller(nn.Identity(), DIGITS, batch=1)
