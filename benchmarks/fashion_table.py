@@ -79,7 +79,10 @@ class Results:
 
 
 def _distinctive(settings: RunSettings) -> dict[str, dict[str, Any]]:
-    """What differs from defaults and decides the result: a setting that a later version adds does not make old rows strangers."""
+    """What differs from defaults and decides the result: a setting that a later version adds does not make old rows strangers.
+
+    So who changes a default deletes the rows that were made with the old one.
+    """
     method = type(settings.method)()
     defaults = RunSettings(method, privacy=None if settings.privacy is None else PrivacySettings(epsilon=1.0)).to_mapping()
     speed = ("compile", "memory_gb", "device")
@@ -91,7 +94,7 @@ def _distinctive(settings: RunSettings) -> dict[str, dict[str, Any]]:
 
 def one_run(settings: RunSettings, data: tuple[ImageData, ImageData]) -> dict[str, Any]:
     result = simulate(settings, data=data)
-    curve = [row["test_accuracy"] for row in result.metrics]
+    curve = [row["test_accuracy"] for row in result.metrics if "test_accuracy" in row]
     domains = {key: result.metrics[-1][key] for key in ("domain_average", "domain_accuracy") if key in result.metrics[-1]}
     rows = {"rows": [_kept(row) for row in result.metrics]} if "models" in result.metrics[-1] else {}
     return {
@@ -108,7 +111,7 @@ def _kept(row: dict[str, Any]) -> dict[str, Any]:
     """A round's figures of each variant, without the clients' own."""
     models = {
         name: {**one, "local": {k: v for k, v in one.get("local", {}).items() if k != "client_accuracy"}}
-        for name, one in row["models"].items()
+        for name, one in row.get("models", {}).items()
     }
     return {"round": row["round"], "seconds": row["seconds"], "models": models}
 

@@ -161,7 +161,21 @@ def train(
     participation: Annotated[
         float | None, typer.Option(help="Share of the clients that takes part in a round.", rich_help_panel=DATA)
     ] = None,
-    model: Annotated[str | None, typer.Option(help="convnet, lenet5, resnet8 or resnet18.", rich_help_panel=MODEL)] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model",
+            "--server-model",
+            help="convnet, lenet5, cnn1, cnn2, resnet8, resnet18 or googlenet.",
+            rich_help_panel=MODEL,
+        ),
+    ] = None,
+    client_models: Annotated[
+        str | None,
+        typer.Option(
+            help="The clients' own architectures, comma-separated, dealt out in turn (one-shot methods).", rich_help_panel=MODEL
+        ),
+    ] = None,
     width: Annotated[int | None, typer.Option(help="Channels of a block.", rich_help_panel=MODEL)] = None,
     depth: Annotated[int | None, typer.Option(help="Number of blocks.", rich_help_panel=MODEL)] = None,
     norm: Annotated[
@@ -243,7 +257,7 @@ def train(
                 "subset": subset,
                 "local_test": local_test,
             },
-            "model": {"name": model, "width": width, "depth": depth, "norm": norm},
+            "model": {"name": model, "clients": client_models, "width": width, "depth": depth, "norm": norm},
             "method": method_settings({"ipc": ipc, "matching": matching}, settings or []),
             "privacy": {
                 "noise_multiplier": dp_sigma,
@@ -295,6 +309,51 @@ def partition(
             "method": {"ipc": ipc},
         }
         _show_partition(_merged({}, given), picture)
+
+
+@app.command()
+def distill(
+    models: Annotated[str, typer.Option(help="Model files (.safetensors), comma-separated.")],
+    arch: Annotated[str, typer.Option(help="Their architectures: one for all, or one each, comma-separated.")] = "convnet",
+    student: Annotated[str | None, typer.Option(help="Architecture of the model to make; default: the first's.")] = None,
+    dataset: Annotated[str, typer.Option(help="Whose image size, classes and normalisation.")] = "mnist",
+    method: Annotated[str, typer.Option(help="fedhydra or dense: neither needs data.")] = "fedhydra",
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", help="A setting of the method's server, as KEY=VALUE; may be repeated.")
+    ] = None,
+    width: Annotated[int, typer.Option(help="Channels of a ConvNet's block.")] = 128,
+    depth: Annotated[int, typer.Option(help="Blocks of a ConvNet.")] = 3,
+    norm: Annotated[str, typer.Option(help="Norm of all of them; each one's own if not given.")] = "",
+    seed: Annotated[int, typer.Option(help="Seed of noise and initial weights.")] = 0,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    evaluate: Annotated[bool, typer.Option("--evaluate", help="Also test models and student on the data set.")] = False,
+    data_root: Annotated[Path | None, typer.Option(help="Folder of the data sets, for --evaluate.")] = None,
+    output: Annotated[Path, typer.Option(help="Where the student goes.")] = Path("student.safetensors"),
+) -> None:
+    """Distil trained models into one, in one shot and without data.
+
+    Example: `fedsynth distill --models a.safetensors,b.safetensors --arch lenet5,cnn1 --student resnet18 --dataset mnist`.
+    """
+    with one_line_errors():
+        from fedsynth.federation.distill import distil_files
+
+        files = [Path(name.strip()).expanduser() for name in models.split(",") if name.strip()]
+        kinds = [name.strip() for name in arch.split(",") if name.strip()]
+        lines = distil_files(
+            files,
+            kinds,
+            student=student or kinds[0],
+            dataset=dataset,
+            method=method,
+            settings=method_settings({}, settings or []),
+            size=(width, depth, norm),
+            seed=seed,
+            device=device,
+            test_root=(data_root, evaluate),
+            output=output,
+        )
+        for line in lines:
+            print(line)
 
 
 @app.command()

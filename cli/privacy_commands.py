@@ -29,8 +29,13 @@ def plan(
     ] = None,
     max_records: Annotated[int | None, typer.Option(help="Public bound on all clients' records.")] = None,
     rounds: Annotated[int | None, typer.Option(help="Number of rounds.")] = None,
-    steps: Annotated[int | None, typer.Option(help="Condensation steps of a round (local epochs for fedavg).")] = None,
+    steps: Annotated[
+        int | None, typer.Option(help="Condensation steps of a round (local epochs, for methods that train models).")
+    ] = None,
     clients: Annotated[int | None, typer.Option(help="Number of clients.")] = None,
+    participation: Annotated[float | None, typer.Option(help="Share of the clients that takes part in a round.")] = None,
+    subset: Annotated[float | None, typer.Option(help="Share of each class's examples that is used at all.")] = None,
+    local_test: Annotated[float | None, typer.Option(help="Share of each client's examples that tests.")] = None,
     mechanism: Annotated[str | None, typer.Option(help="Only this one (default: all of the method).")] = None,
     sample_rate: Annotated[float | None, typer.Option(help="Public rate q of Poisson sampling.")] = None,
     adjacency: Annotated[str | None, typer.Option(help="add-remove (default), zero-out or replace-one.")] = None,
@@ -46,13 +51,17 @@ def plan(
     from fedsynth.cli.app import method_settings, one_line_errors
 
     with one_line_errors():
+        from dataclasses import fields
+
         from fedsynth.federation.planning import make_plans, plan_plot
+        from fedsynth.methods import method_class
 
         if epsilon is None and sigma is None:
             raise SettingError("a plan needs --epsilon (a budget, gives σ) or --sigma (gives ε)")
         chosen = method_settings({}, settings or [])
         if steps is not None and method != "real":  # which is refused further on
-            chosen["local_epochs" if method == "fedavg" else "iterations"] = steps
+            known = {f.name for f in fields(method_class(method))}
+            chosen["iterations" if "iterations" in known else "local_epochs"] = steps
         privacy = {
             "epsilon": epsilon,
             "noise_multiplier": sigma,
@@ -64,9 +73,9 @@ def plan(
             "adjacency": adjacency,
         }
         given: dict[str, dict[str, Any]] = {
-            "run": {"method": method, "rounds": rounds},
+            "run": {"method": method, "rounds": rounds, "participation": participation},
             "data": {"dataset": dataset},
-            "partition": {"clients": clients},
+            "partition": {"clients": clients, "subset": subset, "local_test": local_test},
             "method": chosen,
             "privacy": privacy,
         }

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, Protocol, Self
 
@@ -34,6 +34,15 @@ class StepReporter(Protocol):
     def __call__(self, phase: str, done: int, total: int) -> None: ...
 
 
+class PublicImages(Protocol):
+    """Unlabelled images that are declared public."""
+
+    def __len__(self) -> int: ...
+
+    def __call__(self, indices: torch.Tensor) -> torch.Tensor:
+        """Normalised images [N, C, H, W] at these positions."""
+
+
 @dataclass(frozen=True)
 class RoundContext:
     """What every step of a round knows beside its inputs; all of it is public.
@@ -43,6 +52,9 @@ class RoundContext:
         architecture: an untrained network; `load` puts received parameters into a copy of it.
         nominal_size: the public number of records that a client is supposed to have.
         clients: K. participants: numbers of this round's clients, ascending, as the uploads come; None: all.
+        client_architectures: an untrained network for each client, where they differ; None: all have `architecture`.
+        proxy: public images, for methods that name a data set of them (`proxy`).
+        note: hears of what people should know.
         sizes: n_k of all clients, as they announce when they join; None with DP on: private.
         privacy: with the noise multiplier that the run uses; None with DP off.
         precision: of passes over real images that need no gradient.
@@ -63,11 +75,18 @@ class RoundContext:
     clients: int = 1
     participants: tuple[int, ...] | None = None
     sizes: tuple[int, ...] | None = None
+    client_architectures: tuple[nn.Module, ...] | None = None
+    proxy: PublicImages | None = None
     report: StepReporter = lambda phase, done, total: None
+    note: Callable[[str], None] = lambda text: None
 
-    def load(self, parameters: Mapping[str, torch.Tensor]) -> nn.Module:
-        """A network of the run's architecture with these parameters and buffers, on the run's device."""
-        model = copy.deepcopy(self.architecture).to(self.device)
+    def architecture_of(self, client: int) -> nn.Module:
+        """The untrained network of this client."""
+        return self.architecture if self.client_architectures is None else self.client_architectures[client]
+
+    def load(self, parameters: Mapping[str, torch.Tensor], client: int | None = None) -> nn.Module:
+        """A network of the run's (or this client's) architecture with these parameters and buffers, on the run's device."""
+        model = copy.deepcopy(self.architecture if client is None else self.architecture_of(client)).to(self.device)
         model.load_state_dict(dict(parameters))
         return model
 
@@ -124,13 +143,14 @@ class Method:
     """Base of all methods; a subclass is a frozen dataclass of validated settings.
 
     Class attributes: `name`; `summary`, a line for people; `reference`; `upload`, the type of a client's message; `answers`, that of its
-    message in a first phase, for methods that have one; `protects`,
-    the mechanisms that can protect it (empty: it cannot run with differential privacy, and `refusal` says why).
+    message in a first phase, for methods that have one; `heterogeneous`, whether clients may have other architectures than the server;
+    `protects`, the mechanisms that can protect it (empty: it cannot run with differential privacy, and `refusal` says why).
     """
 
     name: ClassVar[str]
     summary: ClassVar[str]
     reference: ClassVar[str]
+    heterogeneous: ClassVar[bool] = False
     upload: ClassVar[type[Message]]
     answers: ClassVar[type[Message] | None] = None
     protects: ClassVar[tuple[str, ...]] = ()
@@ -170,6 +190,10 @@ class Method:
 
     def variants(self, state: ServerState) -> Mapping[str, Mapping[str, torch.Tensor]]:
         """Other models of the same training, by name, to be evaluated beside it."""
+        return {}
+
+    def artefacts(self, state: ServerState) -> Mapping[str, torch.Tensor]:
+        """Matrices of the server, [classes, clients], that belong into the run folder."""
         return {}
 
     def client_bytes(self, context: RoundContext) -> int | None:

@@ -39,8 +39,8 @@ class PartitionSettings:
         classes_per_client: c of `classes`, ≥ 1.
         min_size: `dirichlet` only: the fewest examples a client may have, ≥ 0.
         subset: share of each class's examples that are divided at all, drawn at random (FedKF takes 10 % of EMNIST).
-        local_test: share of each client's examples that are its own test split; FedKF: 0.2. The data set's test set stays as it is (the
-            paper does not say whether it pools the two).
+        local_test: share of each client's examples, drawn one by one, that are its own test split; FedKF: 0.2. The data set's test set stays as
+            it is (the paper does not say whether it pools the two).
         seed: None takes the run's seed (0 outside a run).
 
     Raises:
@@ -115,15 +115,15 @@ def _subset(y: IntArray, settings: PartitionSettings) -> IntArray:
 
 
 def hold_out(parts: Sequence[IntArray], share: float, seed: int) -> tuple[list[IntArray], list[IntArray]]:
-    """(training split, test split) of each client, sorted: round(share · n_k) random examples test, and one stays to train on."""
-    training: list[IntArray] = []
-    testing: list[IntArray] = []
-    for client, part in enumerate(parts):
-        order = numpy_generator(seed, "local test split", client).permutation(np.asarray(part, np.int64))
-        tests = min(round(share * len(order)), max(len(order) - 1, 0))
-        testing.append(np.sort(order[:tests]))
-        training.append(np.sort(order[tests:]))
-    return training, testing
+    """(training split, test split) of each client, sorted: each example tests with probability `share`.
+
+    What becomes of an example depends on the seed and on its own position in the data alone: with differential privacy, one example more
+    must not move others from one split to the other.
+    """
+    positions = [np.asarray(part, np.int64) for part in parts]
+    size = max((int(part.max()) + 1 for part in positions if len(part)), default=0)
+    tests = numpy_generator(seed, "local test split").random(size) < share  # the first numbers of a longer draw are the same
+    return [np.sort(part[~tests[part]]) for part in positions], [np.sort(part[tests[part]]) for part in positions]
 
 
 def check_parts(parts: Sequence[npt.ArrayLike], examples: int) -> None:

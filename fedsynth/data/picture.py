@@ -78,6 +78,24 @@ def partition_png(counts: Counts, path: Path) -> None:
     _save(picture, path)
 
 
+def shares_png(matrix_CM: npt.NDArray[Any], path: Path, title: str) -> None:
+    """A heat map of non-negative numbers, [classes, clients]: classes are rows; the darker, the larger; with two digits."""
+    C, M = matrix_CM.shape
+    font, most = ImageFont.load_default(), float(matrix_CM.max(initial=0.0)) or 1.0
+    w, h, left, top = 40, 18, 40, 34
+    picture = Image.new("RGB", (max(left + M * w + 10, 330), top + C * h + 10), "white")
+    draw = ImageDraw.Draw(picture)
+    draw.text((6, 4), f"{title}: {C} classes (rows), {M} clients (columns)", "black", font)
+    for c, k in np.ndindex(C, M):
+        share = float(matrix_CM[c, k]) / most
+        x, y = left + k * w, top + c * h
+        draw.rectangle((x, y, x + w - 2, y + h - 2), fill=_blue(share))
+        draw.text((x + 4, y + 2), f"{matrix_CM[c, k]:.2g}", "white" if share > 0.5 else "black", font)
+    for c in range(C):
+        draw.text((6, top + c * h + 2), str(c), "black", font)
+    _save(picture, path)
+
+
 def image_grid_png(images_uint8_NCHW: Tensor | npt.NDArray[np.uint8], path: Path, columns: int) -> None:
     """All images in one picture, row by row with `columns` a row, thin lines between them; small images are scaled up.
 

@@ -14,7 +14,7 @@ from fedsynth.errors import SettingError
 from fedsynth.federation.devices import memory_bytes
 from fedsynth.federation.private_run import PrivateRun
 from fedsynth.federation.settings import RunSettings, resolve
-from fedsynth.models.registry import build_model
+from fedsynth.models.registry import build_client_models, build_model
 from fedsynth.privacy.errors import PrivacySettingError
 from fedsynth.privacy.plots import line_plot
 
@@ -50,6 +50,9 @@ def public_context(settings: RunSettings, spec: DatasetSpec, device: torch.devic
         precision={"fp32": torch.float32, "bf16": torch.bfloat16}[settings.precision],
         nominal_size=declared or nominal,
         clients=settings.partition.clients,
+        client_architectures=build_client_models(
+            settings.model, spec.image_shape, spec.classes, settings.seed, settings.partition.clients, private=privacy is not None
+        ),
         compiled=settings.compile,
         memory_bytes=memory_bytes(settings.memory_gb, device),
     )

@@ -246,7 +246,10 @@ class PrivateRun:
 
     def _public_items(self) -> dict[str, str]:
         spec, context = self.spec, self.context
+        split = self.run.partition
         declared = "the size that the data set's specification declares, over the number of clients"
+        declared += f", times the share {split.subset:g} that is used" if split.subset < 1 else ""
+        declared += f", times the share {1 - split.local_test:g} that trains" if split.local_test else ""
         chosen = "declared" if self.privacy.nominal_size else declared
         items = {
             "classes and image shape": f"{spec.classes} classes, {spec.channels}×{spec.height}×{spec.width}",
@@ -284,8 +287,14 @@ class PrivateRun:
                 ("which classes a client has", "unaccounted", "only those are sent"),
             )
         simulation = "folder simulation_only, and the message of a partition that cannot be made; outside the guarantee"
+        splits = (
+            (("clients' own test splits, and accuracies on them", "simulation-only", simulation),)
+            if self.run.partition.local_test
+            else ()
+        )
         return (
             *private,
+            *splits,
             ("partition into clients, true counts, seconds", "simulation-only", simulation),
             ("test set", "public", "declared public; test accuracy is computed from released models"),
         )
@@ -321,8 +330,15 @@ def check_method(method: Method) -> None:
 
 
 def data_set_id(run: RunSettings) -> str:
-    """Names the clients' data sets: data set and partition, so that a ledger is not charged for other data."""
-    partition = json.dumps(asdict(run.resolved_partition), sort_keys=True)
+    """Names the clients' data sets: data set and partition, so that a ledger is not charged for other data.
+
+    Not the local test split: the records are the same.
+    """
+    parts = asdict(run.resolved_partition)
+    del parts["local_test"]
+    if parts["subset"] == 1:
+        del parts["subset"]
+    partition = json.dumps(parts, sort_keys=True)
     return f"{run.dataset}-{hashlib.blake2b(partition.encode(), digest_size=6).hexdigest()}"
 
 

@@ -7,6 +7,7 @@ While the run lasts, the folder's name ends in `.incomplete`; the last step rena
     summary.json         what `--json` prints
     model.safetensors    the global model
     synthetic.safetensors, synthetic.png    the last round's uploads, where the method has images
+    artefacts.json, NAME.png    what the server measured, for methods that do (FedHydra's stratification)
     privacy_report.json, .md, .html, ledger/    with differential privacy
     simulation_only/     what only a simulation may show: exact functions of private data, outside the guarantee
 """
@@ -28,7 +29,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from fedsynth.data.images import denormalise
-from fedsynth.data.picture import image_grid_png, partition_png, partition_table
+from fedsynth.data.picture import image_grid_png, partition_png, partition_table, shares_png
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.errors import OutputError
 
@@ -103,6 +104,16 @@ class RunFolder:
                 columns = max(1, int(torch.bincount(labels[client == client[0]]).max()))
                 shown = images[:GRID_LIMIT]
                 image_grid_png(denormalise(shown, spec), self.path / "synthetic.png", columns * max(1, 20 // columns))
+
+    def write_artefacts(self, matrices: Mapping[str, Tensor]) -> None:
+        """What a server made of [classes, clients], as artefacts.json and one picture each."""
+        if not matrices:
+            return
+        with _writing(self.path):
+            values = {name: matrix.cpu().tolist() for name, matrix in matrices.items()}
+            (self.path / "artefacts.json").write_text(json.dumps(values, indent=1, allow_nan=False), encoding="utf-8")
+            for name, matrix in matrices.items():
+                shares_png(matrix.cpu().double().numpy(), self.path / f"{name}.png", name.replace("_", " "))
 
     def finish(self, summary: Mapping[str, Any]) -> Path:
         """Writes the summary, gives the folder its final name and returns it."""

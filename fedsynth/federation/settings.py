@@ -94,6 +94,12 @@ class RunSettings:
             raise SettingError(f"memory_gb must be above 0, got {self.memory_gb}")
         if not 0 < self.participation <= 1:
             raise SettingError(f"participation must be in (0, 1], got {self.participation}")
+        if self.model.client_names and not self.method.heterogeneous:
+            raise SettingError(f"{self.method.name} needs one architecture for all: leave --client-models out")
+        if self.model.client_names and self.rounds > 1:
+            raise SettingError(
+                "clients of their own architectures cannot start from the server's model: use one round, --rounds 1"
+            )
         check_choice("precision", self.precision, ("fp32", "bf16"))
 
     @property

@@ -26,6 +26,7 @@ from fedsynth.core.method import Memory, RoundContext, ServerState
 from fedsynth.data.images import ImageData, require_all_classes
 from fedsynth.data.load import load_dataset
 from fedsynth.data.partition import GIVEN, IntArray, check_parts, count_matrix, hold_out, partition
+from fedsynth.data.proxy import ProxyImages
 from fedsynth.errors import DataError, DivergedError
 from fedsynth.evaluation.accuracy import accuracy_by_domain, correct
 from fedsynth.evaluation.fairness import local_metrics
@@ -77,7 +78,8 @@ def simulate(
     Args:
         data: (train, test) of your own; None loads `settings.dataset`. With differential privacy all of `train.spec` is public: declare a
             round `train_size`, not the true one, or set `nominal_size` and `max_records`.
-        parts: your own clients: for each the positions of its examples in the training data; `settings.partition` is then not used.
+        parts: your own clients: for each the positions of its examples in the training data; of `settings.partition` only `local_test` is
+            then used.
         output: the folder that run folders go into; None writes nothing.
         observer: hears of progress.
         download: let torchvision fetch the data set if it is not there.
@@ -100,7 +102,7 @@ def simulate(
     settings = replace(settings, dataset=train.spec.name)
     if parts is not None:
         check_parts(parts, len(train))
-        settings = replace(settings, partition=replace(settings.partition, kind=GIVEN, clients=len(parts)))
+        settings = replace(settings, partition=replace(settings.partition, kind=GIVEN, clients=len(parts), subset=1.0))
     else:
         domains = None if train.domains is None else train.domains.cpu().numpy()
         parts = partition(train.labels.cpu().numpy(), settings.resolved_partition, train.spec.classes, domains)
@@ -126,6 +128,11 @@ class _Simulation:
         self.settings, self.method, self.test, self.observer = settings, settings.method, test, observer
         self.context = public_context(settings, train.spec, train.labels.device)
         self.method.check_model(self.context.architecture)
+        name = getattr(self.method, "proxy", "")
+        if name:
+            proxy, _ = load_dataset(name, settings.data_root)
+            self.context = replace(self.context, proxy=ProxyImages(proxy.to(train.labels.device), train.spec))
+        self.context = replace(self.context, note=observer.note)
         self.private = PrivateRun(settings, self.context) if settings.privacy is not None else None
         headline = ["no differential privacy: what clients send is not protected (--dp-epsilon protects it)"]
         if self.private is not None:
@@ -245,6 +252,8 @@ class _Simulation:
         row["upload_floats"] = sum(m.floats for sent in messages for m in sent)
         row["client_upload_bytes"] = [sum(m.nbytes for m in sent) for sent in messages]
         row["upload_bytes"] = sum(row["client_upload_bytes"])
+        if len(self.uploads) < self.context.clients:
+            row["participants"] = list(self.uploads)
         row["seconds"] = round(time.perf_counter() - started, 3)
         self.metrics.append(row)
         if self.folder is not None:
@@ -285,6 +294,7 @@ class _Simulation:
             sets = [(k, u.images, u.labels) for k, u in self.uploads.items() if isinstance(u, SyntheticSet)]
             if sets:
                 self.folder.write_synthetic(sets, self.context.spec)
+            self.folder.write_artefacts(self.method.artefacts(self.state))
             if report is not None:
                 write_report(report, self.folder.path)
             summary["folder"] = str(self.folder.finish(summary))

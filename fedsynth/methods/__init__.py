@@ -14,6 +14,9 @@ METHODS = {
     "feddm": "fedsynth.methods.feddm:FedDM",
     "fedaf": "fedsynth.methods.fedaf:FedAF",
     "fedavg": "fedsynth.methods.fedavg:FedAvg",
+    "dense": "fedsynth.methods.dense:Dense",
+    "feddf": "fedsynth.methods.feddf:FedDF",
+    "fedhydra": "fedsynth.methods.fedhydra:FedHydra",
     "fedkf": "fedsynth.methods.fedkf:FedKF",
     "real": "fedsynth.methods.real:Real",
 }

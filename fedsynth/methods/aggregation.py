@@ -17,6 +17,8 @@ def average(uploads: Sequence[ModelParameters]) -> dict[str, Tensor]:
     """Σ_k weight_k · parameters_k / Σ_k weight_k, in float64; counters (integer buffers) are taken from the first upload."""
     total = sum(u.weight for u in uploads)
     first = uploads[0].parameters
+    if total == 0:  # none of them has an example: all sent what they got
+        return dict(first)
     return {
         name: torch.stack([u.parameters[name].double() * (u.weight / total) for u in uploads]).sum(dim=0).to(value.dtype)
         if value.is_floating_point()
@@ -41,7 +43,7 @@ def cached(state: ServerState, uploads: Sequence[ModelParameters], context: Roun
 def overall_average(kept: Mapping[str, Tensor], context: RoundContext) -> dict[str, Tensor]:
     """OCA: the average of all slots, weighted by n_k; with differential privacy, where n_k is private, every client counts alike."""
     sizes = torch.tensor(context.sizes or [1] * context.clients, dtype=torch.float64)
-    weights = sizes / sizes.sum()
+    weights = sizes / sizes.sum().clamp_min(1)
     return {
         name.removeprefix(SLOT): torch.tensordot(weights.to(slots.device), slots.double(), dims=1).to(slots.dtype)
         if slots.is_floating_point()

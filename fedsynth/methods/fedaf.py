@@ -59,7 +59,8 @@ class GlobalKnowledge(ModelParameters):
 
 @dataclass(frozen=True)
 class CondensedSet(SyntheticSet):
-    """Up: uint8 pixels and labels, V_k and R_k [C, C] (float32), and which of their rows exist [C] (bool)."""
+    """Up: uint8 pixels and labels, V_k and R_k [C, C] (float32), and which of their rows exist [C] (bool); those are empty where V went up in
+    a first phase, as R follows from it."""
 
     logits: Tensor = released()
     soft: Tensor = released()
@@ -168,8 +169,10 @@ class FedAF(TrainsOnUnion):
 
     def hear(self, state: ServerState, answers: Sequence[Message], context: RoundContext) -> ServerState:
         mine = [a for a in answers if isinstance(a, LocalKnowledge)]
-        logits, known = average_over_holders([a.logits for a in mine], [a.present for a in mine])
-        return ServerState(state.parameters, {"logits": logits, "known": known})
+        present = [a.present for a in mine]
+        logits, known = average_over_holders([a.logits for a in mine], present)
+        soft, _ = average_over_holders([soft_labels(a.logits, self.temperature) for a in mine], present)
+        return ServerState(state.parameters, {**_remembered(state, logits, known), "soft": soft, "present": known})
 
     def broadcast(self, state: ServerState, context: RoundContext) -> Message:
         classes, device = context.spec.classes, context.device
@@ -214,16 +217,28 @@ class FedAF(TrainsOnUnion):
         )
         results: list[tuple[Message, Memory]] = []
         for position, upload in enumerate(split_uploads(images, segments, len(clients.ids))):
-            pixels, v = denormalise(upload.images, context.spec), logits[position]
-            sent = CondensedSet(pixels, upload.labels, v, soft_labels(v, self.temperature), present[position])
+            v, there = logits[position], present[position]
+            if self.knowledge_from == "first-phase":  # the server has V, and makes R of it
+                v, there = v[:0], there[:0]
+            sent = CondensedSet(
+                denormalise(upload.images, context.spec), upload.labels, v, soft_labels(v, self.temperature), there
+            )
             results.append((sent, {"images": upload.images}))
         return results
 
     def server_step(self, state: ServerState, uploads: Sequence[Message], context: RoundContext) -> ServerState:
         sets = [u for u in uploads if isinstance(u, CondensedSet)]
-        present = [u.present for u in sets]
-        logits, known = average_over_holders([u.logits for u in sets], present)
-        soft, _ = average_over_holders([u.soft for u in sets], present)
+        if self.knowledge_from == "first-phase":
+            kept, soft, known = (
+                {name: state.kept[name] for name in ("logits", "known")},
+                state.kept["soft"],
+                state.kept["present"],
+            )
+        else:
+            present = [u.present for u in sets]
+            logits, known = average_over_holders([u.logits for u in sets], present)
+            soft, _ = average_over_holders([u.soft for u in sets], present)
+            kept = _remembered(state, logits, known)
         classes = context.spec.classes
 
         def matching(logits_NC: Tensor, labels_N: Tensor) -> Tensor:
@@ -240,7 +255,7 @@ class FedAF(TrainsOnUnion):
             train_on_union(model, uploads, self.union_sgd(), context, loss)
         else:
             train_on_union(model, uploads, self.union_sgd(), context, on_all=matching)
-        return ServerState(model.state_dict(), {"logits": logits, "known": known})
+        return ServerState(model.state_dict(), kept)
 
     def private_plans(self, privacy: PrivacySettings, context: RoundContext) -> tuple[PrivatePlan, ...]:
         """The images' T releases, the sums of logits, and the counts."""
@@ -333,6 +348,13 @@ class FedAF(TrainsOnUnion):
         if isinstance(clients, PrivateClients):
             return noise_start(clients.ids, segments, self.ipc, clients.spec.image_shape, context.seed).to(context.device)
         return averaged_start(clients, segments, self.ipc, self.start_average, context.seed)
+
+
+def _remembered(state: ServerState, logits: Tensor, known: Tensor) -> dict[str, Tensor]:
+    """V with the rows of an earlier round for classes that none of this round's clients has (partial participation)."""
+    if "known" not in state.kept:
+        return {"logits": logits, "known": known}
+    return {"logits": torch.where(known[:, None], logits, state.kept["logits"]), "known": known | state.kept["known"]}
 
 
 def _settings(context: RoundContext) -> PrivacySettings:

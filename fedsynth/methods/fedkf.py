@@ -88,7 +88,8 @@ class FedKF(TrainsLocally):
         if context.round <= self.plain_rounds or self.distillation == 0:
             return Task(memory=lambda: memory)
         device = context.device
-        generator = make_generator(context.spec, context.seed, client, latent=self.latent, width=self.generator_width).to(device)
+        # the same θ for all clients at first, as in Algorithm 1
+        generator = make_generator(context.spec, context.seed, latent=self.latent, width=self.generator_width).to(device)
         pair = Distillation(
             context.load(message.teacher or message.parameters),
             generator,

@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from typing import ClassVar
 
@@ -80,8 +80,11 @@ class TrainsLocally(Method):
     def client_step(
         self, message: Message, clients: ClientGroup, memories: Sequence[Memory], context: RoundContext
     ) -> list[tuple[Message, Memory]]:
-        start = context.load(parameters_of(message))
-        models = [copy.deepcopy(start) for _ in clients.ids]
+        if context.client_architectures is None:
+            start = context.load(parameters_of(message))
+            models = [copy.deepcopy(start) for _ in clients.ids]
+        else:
+            models = [copy.deepcopy(context.architecture_of(k)).to(context.device) for k in clients.ids]
         tasks = [self.task(k, message, memory, context) for k, memory in zip(clients.ids, memories, strict=True)]
         if isinstance(clients, PrivateClients):
             self._train_privately(models, clients, tasks, context)
@@ -113,7 +116,8 @@ class TrainsLocally(Method):
         return {"aca": state.parameters, "oca": overall} if overall else {}
 
     def private_plans(self, privacy: PrivacySettings, context: RoundContext) -> tuple[PrivatePlan, ...]:
-        check_model(context.architecture)
+        for architecture in (context.architecture, *(context.client_architectures or ())):
+            check_model(architecture)
         rate = privacy.sample_rate or min(1.0, self.batch / context.nominal_size)
         plan = PrivatePlan(
             quantity="model update",
@@ -151,7 +155,10 @@ class TrainsLocally(Method):
         (plan,) = self.private_plans(privacy, context)
         settings = DpSgdSettings(self.lr, plan.sample_rate * context.nominal_size, self.momentum, self.weight_decay)
 
-        series = clients.charge(plan.release(context.round, privacy.noise_multiplier), 1)
+        release = plan.release(context.round, privacy.noise_multiplier)
+        if context.client_architectures is not None:  # clients come one at a time, each with a network of its own size
+            release = replace(release, dimension=parameter_count(models[0]))
+        series = clients.charge(release, 1)
         clients.fit(
             series,
             models,

@@ -14,8 +14,9 @@ from torch import nn
 from fedsynth.core.random import forked_rng
 from fedsynth.errors import unknown_name
 from fedsynth.models.convnet import NORMS, ConvNet
+from fedsynth.models.googlenet import googlenet
 from fedsynth.models.resnet import ResNet18
-from fedsynth.models.small import LeNet5, ResNet8
+from fedsynth.models.small import Cnn, LeNet5, ResNet8
 
 Shape = tuple[int, int, int]
 
@@ -31,6 +32,13 @@ class _Architecture:
 _MODELS: dict[str, _Architecture] = {
     "convnet": _Architecture(lambda shape, classes, s: ConvNet(shape, classes, width=s.width, depth=s.depth, norm=s.norm), NORMS),
     "lenet5": _Architecture(lambda shape, classes, s: LeNet5(shape, classes), ("none",)),
+    "cnn1": _Architecture(
+        lambda shape, classes, s: Cnn(shape, classes, (32, 64), 128, norm=s.norm), ("batch", "group", "instance")
+    ),
+    "cnn2": _Architecture(
+        lambda shape, classes, s: Cnn(shape, classes, (16, 32, 64), 64, norm=s.norm), ("batch", "group", "instance")
+    ),
+    "googlenet": _Architecture(lambda shape, classes, s: googlenet(shape, classes, s.norm), ("batch", "group")),
     "resnet8": _Architecture(lambda shape, classes, s: ResNet8(shape, classes, norm=s.norm), ("instance", "group", "batch")),
     "resnet18": _Architecture(lambda shape, classes, s: ResNet18(shape, classes, norm=s.norm), ("batch", "group")),
 }
@@ -43,13 +51,16 @@ class ModelSettings:
     Args:
         name: see `model_names`.
         width, depth: of "convnet"; the others have their published sizes.
-        norm: empty takes the architecture's own: instance norm for the ConvNet and ResNet-8, batch norm for ResNet-18; LeNet-5 has none.
+        clients: for methods that allow it, the clients' own architectures by name, comma-separated, dealt out in turn ("lenet5,resnet8"), with
+            their own norms; empty: the server's.
+        norm: empty takes the architecture's own: instance norm for the ConvNet and ResNet-8, batch norm for the others; LeNet-5 has none.
     """
 
     name: str = "convnet"
     width: int = 128
     depth: int = 3
     norm: str = ""
+    clients: str = ""
 
     def __post_init__(self) -> None:
         if self.name not in _MODELS:
@@ -59,6 +70,14 @@ class ModelSettings:
             object.__setattr__(self, "norm", norms[0])
         if self.norm not in norms:
             raise unknown_name(f"norm of {self.name}", self.norm, norms)
+        for name in self.client_names:
+            if name not in _MODELS:
+                raise unknown_name("client model", name, _MODELS)
+
+    @property
+    def client_names(self) -> tuple[str, ...]:
+        """`clients` as a tuple."""
+        return tuple(name.strip() for name in self.clients.split(",") if name.strip())
 
 
 def model_names() -> tuple[str, ...]:
@@ -70,6 +89,27 @@ def build_model(settings: ModelSettings, image_shape: Shape, classes: int, seed:
     """A freshly initialised network whose weights depend on `seed` alone; the global RNG is left as it was."""
     with forked_rng(seed, "model initialisation"):
         return _MODELS[settings.name].build(image_shape, classes, settings)
+
+
+def build_client_models(
+    settings: ModelSettings, image_shape: Shape, classes: int, seed: int, clients: int, *, private: bool = False
+) -> tuple[nn.Module, ...] | None:
+    """An untrained network for each client, where `settings.clients` names some; None: all have the server's.
+
+    Args:
+        private: group norm in place of batch norm, which cannot be protected.
+    """
+    names = settings.client_names
+    if not names:
+        return None
+    made: list[nn.Module] = []
+    for client in range(clients):
+        name = names[client % len(names)]
+        norm = next(n for n in _MODELS[name].norms if not (private and n == "batch"))
+        one = ModelSettings(name, settings.width, settings.depth, norm)
+        with forked_rng(seed, "client model initialisation", client):
+            made.append(_MODELS[name].build(image_shape, classes, one))
+    return tuple(made)
 
 
 def parameter_count(model: nn.Module) -> int:

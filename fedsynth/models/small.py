@@ -46,6 +46,41 @@ class LeNet5(nn.Module):
         return z
 
 
+class Cnn(nn.Module):
+    """A plain convolutional network: blocks of conv 3×3, norm, ReLU, max-pool 2, then one hidden layer.
+
+    FedHydra's CNN1 and CNN2, whose shape its paper does not give, are here (32, 64) channels with 128 hidden units, and (16, 32, 64) with 64.
+
+    Raises:
+        SettingError: images that the blocks halve to nothing.
+    """
+
+    def __init__(
+        self, image_shape: tuple[int, int, int], classes: int, channels: tuple[int, ...], hidden: int, *, norm: str = "batch"
+    ) -> None:
+        super().__init__()
+        inside, height, width = image_shape
+        if min(height, width) >> len(channels) < 1:
+            raise SettingError(f"{len(channels)} blocks halve a {height}×{width} image to nothing")
+        layers: list[nn.Module] = []
+        for outside in channels:
+            layers += [nn.Conv2d(inside, outside, 3, padding=1), make_norm(norm, outside), nn.ReLU(), nn.MaxPool2d(2)]
+            inside = outside
+        self.features = nn.Sequential(*layers)
+        self.hidden = nn.Linear(inside * (height >> len(channels)) * (width >> len(channels)), hidden)
+        self.classifier = nn.Linear(hidden, classes)
+        self.embedding_size = hidden
+        self.largest_activation = channels[0] * height * width
+
+    def embed(self, x_NCHW: Tensor) -> Tensor:
+        """Embeddings, [N, hidden]."""
+        return torch.relu(self.hidden(self.features(x_NCHW).flatten(1)))
+
+    def forward(self, x_NCHW: Tensor) -> Tensor:
+        z: Tensor = self.classifier(self.embed(x_NCHW))
+        return z
+
+
 class _Block(nn.Module):
     def __init__(self, inside: int, outside: int, stride: int, norm: str) -> None:
         super().__init__()

@@ -15,6 +15,7 @@ from torch import Tensor
 from fedsynth.errors import SettingError
 from fedsynth.synthesizer.matching import ExactMatcher, FeatureMap, passes
 
+SCALE = 4.0  # in units of √D: several times the spread of instance-normalised features
 MATCHINGS = ("mean", "gaussian", "energy", "sinkhorn")
 
 
@@ -39,7 +40,8 @@ class DistributionMatcher:
         from geomloss import SamplesLoss
 
         self._exact, self._columns = exact, columns
-        self._loss = SamplesLoss(matching, p=2, blur=blur, backend="tensorized")
+        # A fixed scale to begin with: geomloss would else take one of all segments, so that a client's images depended on its neighbours.
+        self._loss = SamplesLoss(matching, p=2, blur=blur, diameter=SCALE, backend="tensorized")
         self._factor = 2 * (blur**2 if matching == "gaussian" else 1.0)
 
     def gradient(self, step: int, features: FeatureMap, synthetic: Tensor) -> Tensor:

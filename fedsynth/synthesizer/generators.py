@@ -22,24 +22,24 @@ class Generator(nn.Module):
 
     Args:
         latent: length of z. width: channels of the last hidden layer (DAFL: 64); those before have twice as many.
-        classes: of a conditional generator; 0: none.
+        classes: of a conditional generator; 0: none. running: keep running statistics, for evaluation mode.
     """
 
-    def __init__(self, spec: DatasetSpec, latent: int = 100, width: int = 64, classes: int = 0) -> None:
+    def __init__(self, spec: DatasetSpec, latent: int = 100, width: int = 64, classes: int = 0, running: bool = True) -> None:
         super().__init__()
         self.latent, self.classes, self._spec = latent, classes, spec
         self._rows, self._columns = -(-spec.height // 4), -(-spec.width // 4)
         self._wide = 2 * width
         self.start = nn.Linear(latent + classes, self._wide * self._rows * self._columns)
         self.body = nn.Sequential(
-            nn.BatchNorm2d(self._wide),
+            nn.BatchNorm2d(self._wide, track_running_stats=running),
             nn.Upsample(scale_factor=2),
             nn.Conv2d(self._wide, self._wide, 3, padding=1),
-            nn.BatchNorm2d(self._wide, 0.8),
+            nn.BatchNorm2d(self._wide, 0.8, track_running_stats=running),
             nn.LeakyReLU(0.2),
             nn.Upsample(scale_factor=2),
             nn.Conv2d(self._wide, width, 3, padding=1),
-            nn.BatchNorm2d(width, 0.8),
+            nn.BatchNorm2d(width, 0.8, track_running_stats=running),
             nn.LeakyReLU(0.2),
             nn.Conv2d(width, spec.channels, 3, padding=1),
         )
@@ -61,11 +61,11 @@ class Generator(nn.Module):
 
 
 def make_generator(
-    spec: DatasetSpec, seed: int, *numbers: int, latent: int = 100, width: int = 64, classes: int = 0
+    spec: DatasetSpec, seed: int, *numbers: int, latent: int = 100, width: int = 64, classes: int = 0, running: bool = True
 ) -> Generator:
     """A generator whose weights depend on (seed, numbers) alone; the global RNG is left as it was."""
     with forked_rng(seed, "generator initialisation", *numbers):
-        return Generator(spec, latent, width, classes)
+        return Generator(spec, latent, width, classes, running)
 
 
 def information_entropy_loss(logits_NC: Tensor) -> Tensor:

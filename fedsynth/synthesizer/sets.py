@@ -108,9 +108,8 @@ def train_on_union(
     logits and labels of the whole union."""
     sets = [u for u in uploads if isinstance(u, SyntheticSet)]
     if not any(len(u.labels) for u in sets):
-        if (
-            context.privacy is not None
-        ):  # no released count was large enough, which is no mistake, and is paid for: go on with w_r
+        # No released count was large enough, or a round's few clients have little: no mistake, go on with w_r.
+        if context.privacy is not None or len(uploads) < context.clients:
             return
         raise SettingError("no client sent any image: none has min_examples examples of a class; lower it, or use fewer clients")
     images, labels = torch.cat([u.normalised(context.spec) for u in sets]), torch.cat([u.labels for u in sets])

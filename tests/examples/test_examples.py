@@ -47,3 +47,18 @@ def test_fedaf_with_and_without_privacy(capsys: pytest.CaptureFixture[str]) -> N
     assert accuracies[0] > 90  # about 97; chance is 10
     assert accuracies[1] > 70  # about 89
     assert out.count("if it were the only release") == 3
+
+
+def test_fedkf_with_and_without_privacy(capsys: pytest.CaptureFixture[str]) -> None:
+    runpy.run_path(str(EXAMPLES / "fedkf.py"), run_name="__main__")
+    amp = [float(a) for a in re.findall(r"AMP ([\d.]+) %", capsys.readouterr().out)]
+    assert len(amp) == 4
+    assert min(amp[:2]) > 75  # about 90; chance is 10
+    assert min(amp[2:]) > 25
+
+
+def test_a_student_without_data() -> None:
+    """On the digits, shortened; Fashion-MNIST takes ten minutes."""
+    teacher, student = runpy.run_path(str(EXAMPLES / "data_free_distillation.py"))["main"]("digits", "convnet", 40, 600)
+    assert teacher > 0.93
+    assert student > 0.5  # about 0.8

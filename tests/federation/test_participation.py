@@ -8,10 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from fedsynth.data.load import load_dataset
 from fedsynth.data.partition import PartitionSettings, hold_out, partition
 from fedsynth.errors import SettingError
 from fedsynth.federation.participation import Participation
+from fedsynth.federation.private_run import data_set_id
 from fedsynth.federation.settings import RunSettings, resolve
 from fedsynth.federation.simulation import simulate
 from fedsynth.privacy.verify import verify_report
@@ -33,6 +36,7 @@ def test_four_of_twenty_drawn_anew_and_by_the_seed() -> None:
 def tiny(method: str = "fedavg", rounds: int = 3, **sections: Any) -> RunSettings:
     fast = {
         "fedavg": {"local_epochs": 1},
+        "fedkf": {"local_epochs": 1, "generator_width": 4, "generator_batch": 4},
         "feddm": {"iterations": 2, "ipc": 1, "server_epochs": 2},
         "fedaf": {"iterations": 2, "ipc": 1, "server_epochs": 2},
     }
@@ -54,14 +58,19 @@ def test_only_participants_send() -> None:
 
 @pytest.mark.parametrize("method", ["feddm", "fedaf"])
 def test_a_client_that_comes_back_goes_on_from_its_images(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Newcomers beside it start afresh, and do not make it start anew."""
+    """Newcomers beside it start afresh, and do not make it start anew: what it starts from is what it remembers."""
     seen: list[tuple[int, ...]] = []
     module = __import__(f"fedsynth.methods.{method}", fromlist=["x"])
     original = module.with_kept_images
 
     def spy(fresh: Any, segments: Any, memories: Any) -> Any:
         seen.append(tuple("images" in m for m in memories))
-        return original(fresh, segments, memories)
+        start, new = original(fresh, segments, memories), fresh()
+        for position, memory in enumerate(memories):
+            mine = segments.of(position)
+            expected = memory["images"].view_as(start[mine]) if "images" in memory else new[mine]
+            assert torch.equal(start[mine], expected)
+        return start
 
     monkeypatch.setattr(module, "with_kept_images", spy)
     simulate(tiny(method, rounds=4))
@@ -108,22 +117,48 @@ def test_a_subset_keeps_its_share_of_every_class() -> None:
     assert all(np.array_equal(a, b) for a, b in zip(parts, again, strict=True))
 
 
-def test_local_splits_are_disjoint_and_leave_something_to_train_on() -> None:
-    parts = [np.arange(10), np.array([20]), np.array([], np.int64), np.arange(30, 33)]
+def test_local_splits_are_disjoint_and_an_example_decides_for_itself() -> None:
+    """One example more changes nothing for the others: with a shuffled split it would, and ε would be false."""
+    parts = [np.arange(1000), np.array([1001]), np.array([], np.int64), np.arange(1100, 1300)]
     training, testing = hold_out(parts, 0.2, 0)
-    assert [len(t) for t in testing] == [2, 0, 0, 1]
     for part, a, b in zip(parts, training, testing, strict=True):
         assert sorted([*a, *b]) == part.tolist()
-    assert [len(t) for t in hold_out(parts, 0.99, 0)[0]] == [1, 1, 0, 1]
+    assert 150 < len(testing[0]) < 250
+    for neighbour in ([np.arange(1001), *parts[1:]], [np.arange(1, 1000), *parts[1:]], [*parts[:3], np.arange(1100, 1301)]):
+        for before, after in zip(
+            (*training, *testing), (*hold_out(neighbour, 0.2, 0)[0], *hold_out(neighbour, 0.2, 0)[1]), strict=True
+        ):
+            assert len(set(before.tolist()) ^ set(after.tolist())) <= 1
+    assert hold_out([np.arange(50)], 0.5, 0)[1][0].tolist() != hold_out([np.arange(50)], 0.5, 1)[1][0].tolist()
 
 
-def test_local_metrics_stand_in_the_rows_and_with_privacy_only_in_simulation_only(tmp_path: Path) -> None:
+def test_a_ledger_is_the_records_and_not_how_they_are_split() -> None:
+    plain, split, some = tiny(), tiny(partition={"clients": 4, "local_test": 0.2}), tiny(partition={"clients": 4, "subset": 0.5})
+    assert data_set_id(plain) == data_set_id(split) != data_set_id(some)
+    assert data_set_id(resolve({})) == "digits-3840bad0acf7"  # of the first version: ledgers are kept for long
+
+
+def test_a_round_whose_clients_have_nothing_goes_on_with_the_model() -> None:
+    train, test = load_dataset("digits")
+    parts = [np.arange(0), np.arange(0), np.arange(700), np.arange(700, 1400)]
+    for method in ("fedavg", "feddm"):
+        result = simulate(tiny(method, rounds=4), data=(train, test), parts=parts)
+        drawn = [row["participants"] for row in result.metrics]
+        assert [0, 1] in drawn
+        assert len(result.metrics) == 4
+
+
+@pytest.mark.parametrize("method", ["fedavg", "fedkf"])
+def test_local_metrics_stand_in_the_rows_and_with_privacy_only_in_simulation_only(method: str, tmp_path: Path) -> None:
     partitioned = {"partition": {"clients": 4, "local_test": 0.2}}
-    row = simulate(tiny(**partitioned)).metrics[-1]
+    row = simulate(tiny(method, **partitioned)).metrics[-1]
     assert 0 <= row["local"]["wlp"] <= row["local"]["amp"] <= 1
     assert len(row["local"]["client_accuracy"]) == 4
-    private = simulate(tiny(**partitioned, privacy={"epsilon": 5.0}), output=tmp_path).folder
+    private = simulate(tiny(method, **partitioned, privacy={"epsilon": 5.0}), output=tmp_path).folder
     assert private is not None
     outside = [p for p in private.rglob("*") if p.is_file() and "simulation_only" not in p.parts]
     assert not any(b"wlp" in p.read_bytes() or b"client_accuracy" in p.read_bytes() for p in outside)
     assert '"wlp"' in (private / "simulation_only" / "rounds.jsonl").read_text()
+    report = (private / "privacy_report.md").read_text()
+    assert "own test splits" in report
+    assert "times the share 0.8 that trains" in report

@@ -239,10 +239,30 @@ def test_a_first_phase_through_the_engine_is_an_exchange_more_and_no_charge_more
         }
         runs[knowledge] = simulate(resolve(sections))
     one, two = runs["previous-round"], runs["first-phase"]
-    assert two.metrics[0]["upload_bytes"] - one.metrics[0]["upload_bytes"] == 5 * (10 * 10 * 4 + 10)
+    assert one.metrics[0]["upload_bytes"] - two.metrics[0]["upload_bytes"] == 5 * 10 * 10 * 4  # R follows from V, and stays
     guarantees: list[Any] = [run.privacy["guarantee"] for run in (one, two) if run.privacy is not None]
     assert len(guarantees) == 2
     assert guarantees[0]["epsilon_by_round_worst_client"] == guarantees[1]["epsilon_by_round_worst_client"]
+
+
+def test_classes_of_absent_clients_are_remembered() -> None:
+    """Client 0 alone, then client 1 alone, who lacks class 2."""
+    for method in (FAST, replace(FAST, knowledge_from="first-phase")):
+        state = ServerState(context().architecture.state_dict())
+        known = []
+        for number, k in ((1, 0), (2, 1)):
+            ctx = replace(context(number), clients=2, participants=(k,))
+            clients = OpenClients([k], data(), [PARTS[k]])
+            memory: Any = {}
+            question = method.question(state, ctx)
+            if question is not None:
+                ((answer, memory),) = method.answer(question, clients, [{}], ctx)
+                state = method.hear(state, [answer], ctx)
+            ((upload, _),) = method.client_step(method.broadcast(state, ctx), clients, [memory], ctx)
+            state = method.server_step(state, [upload], ctx)
+            known.append((state.kept["known"].nonzero().flatten().tolist(), state.kept["logits"][2].clone()))
+        assert known[0][0] == known[1][0] == [0, 1, 2]
+        assert torch.equal(known[0][1], known[1][1])
 
 
 def test_a_first_phase_charges_each_client_once(monkeypatch: pytest.MonkeyPatch) -> None:

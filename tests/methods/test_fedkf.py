@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fedsynth.core.client import OpenClients
+from fedsynth.core.client import OpenClients, PrivateClients
 from fedsynth.core.messages import ModelParameters
 from fedsynth.core.method import RoundContext, ServerState
 from fedsynth.core.random import torch_generator
@@ -24,6 +24,9 @@ from fedsynth.methods.fedkf import FedKF, TwoModels
 from fedsynth.methods.local import TrainsLocally, unprefixed
 from fedsynth.models.flat import flatten
 from fedsynth.models.registry import ModelSettings, build_model
+from fedsynth.privacy.ledger import Guard, Ledger
+from fedsynth.privacy.randomness import SecretGenerator
+from fedsynth.privacy.settings import PrivacySettings
 from fedsynth.synthesizer.generators import make_generator
 
 SPEC, CPU = dataset_spec("digits"), torch.device("cpu")
@@ -84,10 +87,10 @@ def clients(device: torch.device = CPU) -> OpenClients:
     return OpenClients([1], from_arrays(images, np.arange(10) % 3, SPEC).to(device), [torch.arange(10)])
 
 
-def plain_step(method: FedKF, start: nn.Module, teacher: nn.Module, rounds: int) -> Tensor:
+def plain_step(method: FedKF, start: nn.Module, teacher: nn.Module, rounds: int, device: torch.device) -> Tensor:
     """Algorithm 1's ClientUpdate in plain torch, the generator kept over the rounds."""
     x, y = normalise(clients().data.images, SPEC), clients().data.labels
-    generator = make_generator(SPEC, 0, 1, latent=method.latent, width=method.generator_width)
+    generator = make_generator(SPEC, 0, latent=method.latent, width=method.generator_width)
     adam = torch.optim.Adam(generator.parameters(), method.generator_lr)
     mean, std = SPEC.mean[0], SPEC.std[0]
     for number in range(1, rounds + 1):
@@ -95,10 +98,10 @@ def plain_step(method: FedKF, start: nn.Module, teacher: nn.Module, rounds: int)
         model.load_state_dict(start.state_dict())
         sgd = torch.optim.SGD(model.parameters(), method.lr)
         shuffle = torch_generator(0, "local training", number, 1)
-        noise = torch_generator(0, "distillation noise", number, 1)
+        noise = torch_generator(0, "distillation noise", number, 1, device=device)
         for _ in range(method.local_epochs):
             for part in torch.randperm(10, generator=shuffle).split(method.batch):
-                z = torch.randn(method.generator_batch, method.latent, generator=noise)
+                z = torch.randn(method.generator_batch, method.latent, generator=noise, device=device).cpu()
                 f = teacher.embed((generator(z) - mean) / std)  # type: ignore[operator]
                 p = torch.softmax(teacher.classifier(f), 1)  # type: ignore[operator]
                 ie = -(p.mean(0) * p.mean(0).log()).sum()
@@ -132,7 +135,7 @@ def test_two_rounds_of_a_client_equal_plain_torch(kind: str, device: torch.devic
         ((upload, memory),) = method.client_step(message, clients(device), [memory], ctx)
     model = build_model(ModelSettings(width=4, depth=2), SPEC.image_shape, 10, 0)
     model.load_state_dict({name: v.cpu() for name, v in upload.parameters.items()})  # type: ignore[attr-defined]
-    expected = plain_step(method, start, other if kind == "oca" else start, 2)
+    expected = plain_step(method, start, other if kind == "oca" else start, 2, device)
     torch.testing.assert_close(flatten(model), expected, atol=2e-4, rtol=1e-3)
 
 
@@ -190,3 +193,19 @@ def test_settings_are_the_papers_and_validated() -> None:
     with pytest.raises(TypeError, match="TwoModels"):
         FAST.task(0, ModelParameters({}, 1.0), {}, context())
     assert isinstance(FAST.broadcast(ServerState({}), context()), TwoModels)
+
+
+def test_with_privacy_the_distillation_term_is_there() -> None:
+    """Catches: a penalty that private training drops. At σ → 0 without clipping, γ moves the private upload as it moves nothing else."""
+    uploads = []
+    for gamma in (0.0, 5.0):
+        privacy = PrivacySettings(noise_multiplier=1e-9, clip=1e6, sample_rate=1.0)
+        ctx = context(2, privacy=privacy, sizes=None)
+        private = PrivateClients([1], clients().data, [torch.arange(10)], [Guard(Ledger("0"), 1e-5, None)], [SecretGenerator()])
+        method = replace(FAST, distillation=gamma)
+        other = build_model(ModelSettings(width=4, depth=2), SPEC.image_shape, 10, 5)
+        state = ServerState(ctx.architecture.state_dict(), {f"oca.{n}": v for n, v in other.state_dict().items()})
+        ((upload, memory),) = method.client_step(method.broadcast(state, ctx), private, [{}], ctx)
+        uploads.append(torch.cat([v.flatten() for v in upload.parameters.values()]))  # type: ignore[attr-defined]
+        assert ("generator.start.weight" in memory) == (gamma > 0)
+    assert float((uploads[0] - uploads[1]).norm()) > 0.1

@@ -148,3 +148,18 @@ def test_with_batch_norm_all_segments_go_together() -> None:
     fast = {"ipc": 2, "iterations": 2, "server_epochs": 2, "matching": "gaussian"}
     sections = {"run": {"method": "fedaf", "rounds": 1}, "model": {"width": 8, "norm": "batch"}, "method": fast}
     assert simulate(resolve(sections)).accuracy > 0
+
+
+@pytest.mark.parametrize("matching", ["gaussian", "energy", "sinkhorn"])
+def test_a_clients_gradient_does_not_depend_on_its_neighbours(matching: str) -> None:
+    """Catches: a Sinkhorn schedule that starts from the spread of all segments together."""
+    gradients = []
+    for ids, where in (([0, 1], slice(0, 3)), ([0], slice(0, 3))):
+        images = np.random.default_rng(0).integers(0, 256, (10, 1, 8, 8)).astype(np.uint8)
+        images[8:] = 255  # far from the others
+        group = OpenClients(ids, from_arrays(images, LABELS, SPEC), [PARTS[k] for k in ids])
+        batches = BatchIndices(group, group.segments(1), 100, 1, small_class="all", seed=0, round=1)
+        matcher = DistributionMatcher(ExactMatcher(group, batches), matching, 0.25)
+        S = start(torch.device("cpu"))[: len(group.segments(1))]
+        gradients.append(matcher.gradient(0, NetworkFeatures(network(), 1.0, None), S)[where])
+    torch.testing.assert_close(*gradients, atol=1e-5, rtol=1e-4)

@@ -1,0 +1,32 @@
+"""Public images of another data set, brought to a run's shape: what FedDF distils on."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fedsynth.data.images import ImageData, normalise
+from fedsynth.data.registry import DatasetSpec
+
+
+class ProxyImages:
+    """Images of `data` as a network for `spec` takes them: grey repeated or colour averaged (ITU-R 601), resized, normalised by `spec`."""
+
+    def __init__(self, data: ImageData, spec: DatasetSpec) -> None:
+        self._pixels, self._spec = data.images, spec
+
+    def __len__(self) -> int:
+        return len(self._pixels)
+
+    def __call__(self, indices: Tensor) -> Tensor:
+        """Normalised images [N, C, H, W] at these positions."""
+        x = self._pixels[indices].float()
+        if x.shape[1] == 3 and self._spec.channels == 1:
+            x = (x * x.new_tensor([0.299, 0.587, 0.114]).view(1, 3, 1, 1)).sum(dim=1, keepdim=True)
+        if x.shape[1] != self._spec.channels:
+            x = x.mean(dim=1, keepdim=True).expand(-1, self._spec.channels, -1, -1)
+        size = (self._spec.height, self._spec.width)
+        if tuple(x.shape[2:]) != size:
+            x = F.interpolate(x, size=size, mode="bilinear", antialias=True)
+        return normalise(x.round().clamp(0, 255).to(torch.uint8), self._spec)

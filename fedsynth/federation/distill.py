@@ -1,0 +1,126 @@
+"""One-shot distillation of models from files: what a server does with models that somebody trained elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from fedsynth.core.messages import ModelParameters
+from fedsynth.core.method import RoundContext, ServerState
+from fedsynth.data.load import load_dataset
+from fedsynth.data.registry import DatasetSpec, dataset_spec
+from fedsynth.errors import DataFilesCorruptError, DataFilesMissingError, OutputError, SettingError
+from fedsynth.evaluation.accuracy import accuracy
+from fedsynth.federation.devices import resolve_device
+from fedsynth.methods import method_class
+from fedsynth.methods.dense import DistilsWithoutData
+from fedsynth.models.registry import ModelSettings, build_model
+
+
+def distil_models(
+    models: Sequence[nn.Module],
+    student: nn.Module,
+    method: DistilsWithoutData,
+    spec: DatasetSpec,
+    seed: int = 0,
+    **context: Any,
+) -> ServerState:
+    """The student's state after one shot, and what the method measured (FedHydra: U).
+
+    Args:
+        models: trained classifiers, on the student's device. student: an untrained network; not changed.
+        context: further fields of `RoundContext`, such as `report` or `note`.
+    """
+    round_context = RoundContext(
+        round=1,
+        seed=seed,
+        device=next(student.parameters()).device,
+        spec=spec,
+        architecture=student,
+        nominal_size=1.0,
+        clients=len(models),
+        client_architectures=tuple(models),
+        **context,
+    )
+    uploads = [ModelParameters(model.state_dict(), 1.0) for model in models]
+    return method.server_step(ServerState(student.state_dict()), uploads, round_context)
+
+
+def distil_files(
+    files: Sequence[Path],
+    architectures: Sequence[str],
+    *,
+    student: str,
+    dataset: str,
+    method: str,
+    settings: Mapping[str, Any],
+    size: tuple[int, int, str],
+    seed: int,
+    device: str,
+    test_root: tuple[Path | None, bool],
+    output: Path,
+) -> Iterator[str]:
+    """Reads the models, distils, writes the student; yields lines for people.
+
+    Raises:
+        SettingError: a method that needs data, or numbers of files and architectures that do not fit. DataFilesMissingError,
+        DataFilesCorruptError: a file that is not there, or is not a model of its architecture. OutputError: the student cannot be written.
+    """
+    spec, where, kind = dataset_spec(dataset), resolve_device(device), method_class(method)
+    if not issubclass(kind, DistilsWithoutData):
+        raise SettingError(f"{method} does not distil without data: use fedhydra or dense")
+    chosen = kind.from_mapping(settings)
+    if not files:
+        raise SettingError("there must be at least one model file")
+    names = list(architectures) * len(files) if len(architectures) == 1 else list(architectures)
+    if len(names) != len(files):
+        raise SettingError(f"{len(files)} model files need one architecture, or one each; got {len(architectures)}")
+    models = [_read(file, _network(name, size, spec, seed)).to(where).eval() for file, name in zip(files, names, strict=True)]
+    made = _network(student, size, spec, seed).to(where)
+    notes: list[str] = []
+    state = distil_models(models, made, chosen, spec, seed, note=notes.append)
+    yield from notes
+    made.load_state_dict(dict(state.parameters))
+    if test_root[1]:
+        _, test = load_dataset(dataset, test_root[0])
+        test = test.to(where)
+        for file, model in zip(files, models, strict=True):
+            yield f"{file}: test accuracy {100 * accuracy(model, test):.2f} %"
+        yield f"student: test accuracy {100 * accuracy(made, test):.2f} %"
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        save_file({name: value.cpu().contiguous() for name, value in made.state_dict().items()}, output)
+    except (OSError, SafetensorError) as error:
+        raise OutputError(f"cannot write {output}: {error}") from None
+    yield f"student: {output}"
+
+
+def _network(name: str, size: tuple[int, int, str], spec: DatasetSpec, seed: int) -> nn.Module:
+    width, depth, norm = size
+    own = ModelSettings(name).norm
+    settings = ModelSettings(name, width, depth, own)
+    try:
+        settings = replace(settings, norm=norm or own)
+    except Exception:  # this architecture has no such norm: its own
+        settings = ModelSettings(name, width, depth, own)
+    return build_model(settings, spec.image_shape, spec.classes, seed)
+
+
+def _read(file: Path, network: nn.Module) -> nn.Module:
+    if not file.is_file():
+        raise DataFilesMissingError(f"no model file {file}")
+    try:
+        network.load_state_dict(load_file(file))
+    except (OSError, SafetensorError, RuntimeError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise DataFilesCorruptError(f"{file} is not a model of this architecture: {reason}") from None
+    if not all(bool(torch.isfinite(value).all()) for value in network.state_dict().values()):
+        raise DataFilesCorruptError(f"{file} has values that are not finite")
+    return network

@@ -1,0 +1,68 @@
+"""FedDF: the server distils the average of the clients' logits on unlabelled public images (Lin et al. 2020, arXiv 2006.07242).
+
+The student starts from the parameters' average (heterogeneous clients: from a fresh network) and learns KL(ensemble ‖ student) by Adam with a
+cosine schedule. The proxy images are a named data set's training images, brought to the run's shape; their labels are not looked at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import inf
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from fedsynth.core.method import RoundContext, ServerState, check_ranges
+from fedsynth.core.random import torch_generator
+from fedsynth.errors import SettingError
+from fedsynth.methods.one_shot import DistilsEnsemble
+from fedsynth.synthesizer.generators import distillation_loss
+
+
+@dataclass(frozen=True)
+class FedDF(DistilsEnsemble):
+    """Settings, with the paper's values.
+
+    Args:
+        proxy: the data set whose training images distil; declared public. It must be named: there is no right default.
+        server_steps, server_batch, server_lr: Adam, cosine schedule; the paper has at most 10,000 steps and stops early on validation data,
+            which this does not.
+    """
+
+    name: ClassVar[str] = "feddf"
+    summary: ClassVar[str] = "the server distils the average of the clients' logits on public unlabelled images"
+    reference: ClassVar[str] = "Lin et al. 2020, FedDF, arXiv 2006.07242"
+
+    proxy: str = ""
+    server_steps: int = 2000
+    server_batch: int = 128
+    server_lr: float = 1e-3
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_ranges(self, server_steps=(0, inf), server_batch=(1, inf), server_lr=(0, inf))
+
+    def distil(self, models: Sequence[nn.Module], student: nn.Module, state: ServerState, context: RoundContext) -> ServerState:
+        images = context.proxy
+        if images is None:
+            raise SettingError("feddf needs public images: name their data set with --set proxy=NAME")
+        for model in models:
+            model.requires_grad_(False).eval()
+        adam = torch.optim.Adam(student.parameters(), self.server_lr)
+        schedule: Any = torch.optim.lr_scheduler.CosineAnnealingLR(adam, max(1, self.server_steps))
+        draws = torch_generator(context.seed, "proxy batches", context.round)
+        student.train()
+        for done in range(self.server_steps):
+            batch = images(torch.randint(len(images), (self.server_batch,), generator=draws).to(context.device))
+            with torch.no_grad():
+                answer = torch.stack([model(batch) for model in models]).mean(dim=0)
+            with torch.enable_grad():
+                adam.zero_grad()
+                distillation_loss(answer, student(batch)).backward()
+            adam.step()
+            schedule.step()
+            context.report("distillation", done + 1, self.server_steps)
+        student.eval()
+        return ServerState({})

@@ -1,0 +1,45 @@
+"""torchvision's GoogLeNet (Szegedy et al. 2015) without auxiliary heads, with `embed` and `classifier`, and with torchvision's names."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torchvision.models.googlenet import GoogLeNet as TorchvisionGoogLeNet
+
+from fedsynth.privacy.dpsgd import group_norm_twin
+
+
+def googlenet(image_shape: tuple[int, int, int], classes: int, norm: str) -> nn.Module:
+    """A fresh network; "group" replaces its batch norms by group norms."""
+    model = GoogLeNet(image_shape, classes)
+    return model if norm == "batch" else group_norm_twin(model)
+
+
+class GoogLeNet(TorchvisionGoogLeNet):  # type: ignore[misc]  # torchvision has no types
+    """`forward`: normalised images [N, C, H, W] to logits [N, classes]."""
+
+    def __init__(self, image_shape: tuple[int, int, int], classes: int) -> None:
+        super().__init__(num_classes=classes, aux_logits=False, init_weights=False)
+        channels, height, width = image_shape
+        if channels != 3:
+            self.conv1.conv = nn.Conv2d(channels, 64, kernel_size=7, stride=2, padding=3, bias=False)
+        self.embedding_size = 1024
+        self.largest_activation = 64 * -(-height // 2) * -(-width // 2)  # scalars of an image after the first convolution
+
+    @property
+    def classifier(self) -> nn.Linear:
+        """The last layer, `fc`."""
+        layer: nn.Linear = self.fc
+        return layer
+
+    def embed(self, x_NCHW: Tensor) -> Tensor:
+        """Embeddings, [N, 1024]."""
+        x = self.conv3(self.conv2(self.maxpool1(self.conv1(x_NCHW))))
+        x = self.inception3b(self.inception3a(self.maxpool2(x)))
+        x = self.inception4e(self.inception4d(self.inception4c(self.inception4b(self.inception4a(self.maxpool3(x))))))
+        x = self.inception5b(self.inception5a(self.maxpool4(x)))
+        return torch.flatten(self.avgpool(x), 1)
+
+    def forward(self, x_NCHW: Tensor) -> Tensor:
+        z: Tensor = self.fc(self.dropout(self.embed(x_NCHW)))
+        return z

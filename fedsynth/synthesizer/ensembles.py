@@ -1,0 +1,184 @@
+"""Ensembles of client models as a teacher: FedHydra's stratification and aggregation (arXiv, Eqs. 2 to 11), averages, batch-norm statistics.
+
+u_{k,j} says how well client k's model can teach class j: how far the loss of a fresh generator that is to please it falls. U is [C, m] (classes
+by clients); Ū_r weighs clients for each class (rows sum to 1), Ū_c classes for each client (columns sum to 1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, vmap
+from torch.nn import functional as F
+
+from fedsynth.core.random import torch_generator
+from fedsynth.data.registry import DatasetSpec
+from fedsynth.synthesizer.generators import make_generator
+
+Aggregate = Callable[[Tensor, Tensor], Tensor]
+"""(logits of all models [m, N, C], labels that were asked for [N]) -> logits of the ensemble [N, C]."""
+
+
+def guidance(losses_TCM: Tensor, floor: float) -> Tensor:
+    """U [C, m] = (max_t − min_t)/min_t of each pair's loss series (Eqs. 2 and 3).
+
+    Args:
+        losses_TCM: loss of every step, class and client. floor: least denominator, as a minimum near zero would outweigh all others.
+    """
+    least, most = losses_TCM.amin(dim=0), losses_TCM.amax(dim=0)
+    return (most - least) / least.clamp_min(floor)
+
+
+def share_of_clients(u_CM: Tensor) -> Tensor:
+    """Ū_r: each row over its sum (Eqs. 4 and 5); a row of zeros becomes uniform."""
+    total = u_CM.sum(dim=1, keepdim=True)
+    return torch.where(total > 0, u_CM / total.clamp_min(torch.finfo(u_CM.dtype).tiny), 1 / u_CM.shape[1])
+
+
+def share_of_classes(u_CM: Tensor) -> Tensor:
+    """Ū_c: each column over its sum (Eqs. 6 and 7); a column of zeros becomes uniform."""
+    return share_of_clients(u_CM.T).T
+
+
+def stratified_aggregation(logits_MNC: Tensor, labels_N: Tensor, by_class_CM: Tensor, by_client_CM: Tensor) -> Tensor:
+    """P = Σ_k Ū_r[y, k]·(F_k(x) ⊙ Ū_c[:, k]) (Eqs. 8 to 11), [N, C].
+
+    Args:
+        by_class_CM: Ū_r. by_client_CM: Ū_c.
+    """
+    return torch.einsum("mnc,cm,nm->nc", logits_MNC, by_client_CM, by_class_CM[labels_N])
+
+
+def average_of_logits(logits_MNC: Tensor, labels_N: Tensor) -> Tensor:
+    """The averaging ensemble of DENSE and FedDF, [N, C]."""
+    return logits_MNC.mean(dim=0)
+
+
+@dataclass(frozen=True)
+class Stratification:
+    """How model stratification measures U.
+
+    Args:
+        steps: T_G of Algorithm 2. batch, latent, width: of the generators; the paper names none. learning_rate: Adam's.
+        floor: see `guidance`; the paper has no guard.
+    """
+
+    steps: int = 30
+    batch: int = 32
+    learning_rate: float = 1e-3
+    latent: int = 100
+    width: int = 64
+    floor: float = 1e-3
+
+    def measure(
+        self, models: Sequence[nn.Module], spec: DatasetSpec, seed: int, device: torch.device, *, batched: bool | None = None
+    ) -> Tensor:
+        """U [C, m] (Algorithm 2).
+
+        All m·C generators step together, from the same weights and the same noise, so that their series can be compared; each model sees the
+        images of its own C generators in one pass.
+
+        Args:
+            models: in evaluation mode; their weights are not touched.
+            batched: the generators' passes as one; None: on a GPU. (A CPU's grouped convolutions take several times as long as a loop.)
+        """
+        batched = device.type == "cuda" if batched is None else batched
+        classes, m = spec.classes, len(models)
+        generator = make_generator(spec, seed, latent=self.latent, width=self.width, running=False).to(device)
+        stacked = {
+            name: p.detach()[None].repeat(m * classes, *[1] * p.dim()).requires_grad_()
+            for name, p in generator.named_parameters()
+        }
+        z = torch.randn(
+            self.batch, self.latent, generator=torch_generator(seed, "stratification noise", device=device), device=device
+        )
+        labels = torch.arange(classes, device=device).repeat_interleave(self.batch)
+        adam = torch.optim.Adam(list(stacked.values()), self.learning_rate)
+        normalised = _Normalised(generator)
+        series = []
+        for _ in range(self.steps):
+            with torch.enable_grad():
+                images = _all_images(normalised, stacked, z, batched)
+                per_model = images.reshape(m, classes * self.batch, *spec.image_shape)
+                losses = torch.stack(
+                    [
+                        F.cross_entropy(model(x), labels, reduction="none").view(classes, self.batch).mean(dim=1)
+                        for model, x in zip(models, per_model, strict=True)
+                    ],
+                    dim=1,
+                )
+                adam.zero_grad()
+                losses.sum().backward()
+            adam.step()
+            series.append(losses.detach())
+        return guidance(torch.stack(series), self.floor)
+
+
+def _all_images(normalised: nn.Module, stacked: dict[str, Tensor], z: Tensor, batched: bool) -> Tensor:
+    """Images of all generators whose parameters are stacked, [P, N, C, H, W]."""
+
+    def one(parameters: dict[str, Tensor]) -> Tensor:
+        images: Tensor = functional_call(normalised, {f"inner.{name}": value for name, value in parameters.items()}, (z,))
+        return images
+
+    if batched:
+        together: Tensor = vmap(one)(stacked)
+        return together
+    apart = zip(*[value.unbind() for value in stacked.values()], strict=True)
+    return torch.stack([one(dict(zip(stacked, values, strict=True))) for values in apart])
+
+
+class _Normalised(nn.Module):
+    """A generator whose `forward` is `normalised`, for functional calls."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, z: Tensor) -> Tensor:
+        images: Tensor = self.inner.normalised(z)  # type: ignore[operator]
+        return images
+
+
+def has_statistics(model: nn.Module) -> bool:
+    """Whether a model has batch-norm layers with running statistics."""
+    return any(_with_statistics(layer) for layer in model.modules())
+
+
+def _with_statistics(layer: nn.Module) -> bool:
+    return isinstance(layer, nn.modules.batchnorm._BatchNorm) and layer.running_mean is not None
+
+
+@contextmanager
+def batch_norm_matching(models: Sequence[nn.Module]) -> Iterator[Callable[[], Tensor]]:
+    """Hooks on all batch-norm layers, registered once and removed at the end; the value, called after the models' passes, is
+
+    L_BN = 1/m Σ_k Σ_l ‖μ_l(x) − μ_{k,l}‖ + ‖σ²_l(x) − σ²_{k,l}‖ (DENSE, Eq. 3; FedHydra, Eq. 14)
+
+    with μ_l(x), σ²_l(x) the batch's statistics at the layer's input and μ_{k,l}, σ²_{k,l} its running ones. Zero without such layers.
+    (FedHydra's text puts the layers into the generator; they are the client models', as in DENSE.)
+    """
+    terms: list[Tensor] = []
+
+    def look(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        x = inputs[0]
+        axes = [0, *range(2, x.dim())]
+        variance, mean = torch.var_mean(x, dim=axes, unbiased=False)
+        apart = (mean - layer.running_mean, variance - layer.running_var)  # type: ignore[operator]
+        terms.append(sum((torch.linalg.vector_norm(a) for a in apart), x.new_zeros(())))
+
+    def loss() -> Tensor:
+        total = torch.stack(terms).sum() / len(models) if terms else torch.zeros(())
+        terms.clear()
+        return total
+
+    handles = [layer.register_forward_pre_hook(look) for model in models for layer in model.modules() if _with_statistics(layer)]
+    try:
+        yield loss
+    finally:
+        for handle in handles:
+            handle.remove()
