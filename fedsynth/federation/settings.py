@@ -26,6 +26,10 @@ SECTIONS = ("run", "data", "partition", "model", "method", "privacy")
 
 # For the embedded 8×8 digits: a model that such images can feed, and few enough releases that σ = 3 means ε < 10. Found on the digits,
 # which are public.
+_SHORT_DISTILLATION: Mapping[str, Any] = {
+    "batch": 32, "local_epochs": 20, "server_epochs": 40, "generator_steps": 10, "generator_width": 8, "generator_batch": 64,
+    "generator_lr": 0.01, "replay": True,
+}  # fmt: skip
 DIGITS_PRESET: Mapping[str, Mapping[str, Any]] = {
     "run": {"rounds": 3},
     "partition": {"clients": 5},
@@ -33,6 +37,9 @@ DIGITS_PRESET: Mapping[str, Mapping[str, Any]] = {
     "feddm": {"iterations": 10, "image_lr": 5.0, "server_epochs": 60},
     "fedaf": {"ipc": 10, "iterations": 10, "image_lr": 5.0, "image_momentum": 0.0, "server_epochs": 60, "server_lr": 0.01},
     "real": {"server_epochs": 60},
+    "feddf": {"batch": 32, "local_epochs": 20, "server_steps": 300},
+    "dense": _SHORT_DISTILLATION,
+    "fedhydra": {**_SHORT_DISTILLATION, "stratification_steps": 15, "stratification_batch": 16},
     "fedavg": {"batch": 32},
     "fedkf": {"batch": 32, "lr": 0.2, "generator_width": 8, "generator_batch": 32},
 }

@@ -46,3 +46,26 @@ def test_images_that_are_too_small() -> None:
         LeNet5((1, 8, 8), 10)
     with pytest.raises(SettingError, match="at least 8×8"):
         ResNet8((1, 4, 4), 10)
+
+
+@pytest.mark.parametrize("name", ["cnn1", "cnn2", "googlenet"])
+def test_fedhydras_other_networks(name: str) -> None:
+    for shape in ((1, 28, 28), (3, 32, 32)):
+        net = build_model(ModelSettings(name), shape, 7, 0).eval()
+        x = torch.randn(2, *shape, generator=torch.Generator().manual_seed(0))
+        with torch.no_grad():
+            torch.testing.assert_close(net.classifier(net.embed(x)), net(x))  # type: ignore[operator]
+    private = build_model(ModelSettings(name, norm="group"), (1, 28, 28), 7, 0)
+    check_model(private)
+    assert private(torch.zeros(2, 1, 28, 28)).shape == (2, 7)
+
+
+def test_googlenet_is_torchvisions() -> None:
+    import torchvision
+
+    net = build_model(ModelSettings("googlenet"), (3, 64, 64), 5, 0).eval()
+    theirs = torchvision.models.googlenet(num_classes=5, aux_logits=False, init_weights=False).eval()
+    theirs.load_state_dict(net.state_dict())
+    x = torch.randn(2, 3, 64, 64, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        torch.testing.assert_close(net(x), theirs(x))

@@ -1,0 +1,178 @@
+"""DENSE, FedHydra and FedDF as methods: one round, several, heterogeneous clients, privacy, and what they leave behind."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from fedsynth.core.messages import ModelParameters
+from fedsynth.core.method import RoundContext, ServerState
+from fedsynth.data.images import from_arrays
+from fedsynth.data.proxy import ProxyImages
+from fedsynth.data.registry import dataset_spec
+from fedsynth.errors import SettingError, UnknownNameError
+from fedsynth.federation.settings import resolve
+from fedsynth.federation.simulation import simulate
+from fedsynth.methods.aggregation import average
+from fedsynth.methods.dense import Dense
+from fedsynth.methods.feddf import FedDF
+from fedsynth.methods.fedhydra import FedHydra
+from fedsynth.methods.one_shot import DistilsEnsemble
+from fedsynth.models.registry import ModelSettings, build_model
+from fedsynth.privacy.errors import ForbiddenLayerError
+
+SPEC = dataset_spec("digits")
+METHODS = ["dense", "fedhydra", "feddf"]
+TINY: dict[str, Any] = {"server_epochs": 2, "generator_steps": 2, "generator_width": 4, "generator_batch": 8, "latent": 5}
+FAST: dict[str, dict[str, Any]] = {
+    "dense": {"local_epochs": 3, **TINY},
+    "fedhydra": {"local_epochs": 3, **TINY, "stratification_steps": 3, "stratification_batch": 4},
+    "feddf": {"local_epochs": 3, "server_steps": 5, "server_batch": 16, "proxy": "digits"},
+}
+
+
+def run(method: str, rounds: int = 1, privacy: dict[str, Any] | None = None, **model: Any) -> Any:
+    sections = {"run": {"method": method, "rounds": rounds}, "model": {"width": 8, "depth": 2, **model}, "method": FAST[method]}
+    return resolve({**sections, "privacy": privacy or {}})
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_one_shot_and_several_rounds(method: str) -> None:
+    for rounds in (1, 2):
+        result = simulate(run(method, rounds, norm="batch"))
+        assert len(result.metrics) == rounds
+        assert 0 < result.accuracy <= 1
+    again = simulate(run(method, 2, norm="batch"))
+    assert again.accuracy == result.accuracy
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_heterogeneous_clients(method: str) -> None:
+    result = simulate(run(method, clients="resnet8, cnn1,convnet"))
+    sizes = [sum(v.numel() for v in u.parameters.values()) for u in result.uploads.values()]  # type: ignore[attr-defined]
+    assert len(set(sizes)) == 3
+    assert sizes[0] == sizes[3]  # dealt out in turn to five clients
+    with pytest.raises(SettingError, match="one round"):
+        run(method, 2, clients="resnet8,convnet")
+    with pytest.raises(SettingError, match="one architecture for all"):
+        resolve({"run": {"method": "fedavg", "rounds": 1}, "model": {"clients": "resnet8"}})
+    with pytest.raises(UnknownNameError, match="did you mean resnet8"):
+        run(method, clients="resnet")
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("clients", ["", "resnet8,cnn1"])
+def test_with_privacy_the_clients_are_charged_and_the_server_is_not(method: str, clients: str) -> None:
+    result = simulate(run(method, privacy={"epsilon": 10.0}, clients=clients))
+    assert result.privacy is not None
+    promise: Any = result.privacy["guarantee"]
+    assert 9.9 < promise["epsilon"] <= 10
+    rows: Any = result.privacy["ledger"]
+    assert {row["mechanism"] for row in rows} == {"dp-sgd"}
+    if clients:
+        assert len({row["dimension"] for row in rows}) == 2  # each client's own number of parameters
+    assert not any("running" in name for u in result.uploads.values() for name in u.parameters)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_batch_norm_statistics_are_refused_with_privacy(method: str) -> None:
+    with pytest.raises(ForbiddenLayerError, match="batch norm"):
+        simulate(run(method, privacy={"epsilon": 10.0}, norm="batch"))
+
+
+def context(**changes: Any) -> RoundContext:
+    architecture = build_model(ModelSettings(width=4, depth=2), SPEC.image_shape, 10, 0)
+    return RoundContext(1, 0, torch.device("cpu"), SPEC, architecture, 6.0, **{"clients": 2, "participants": (0, 1), **changes})
+
+
+def uploads() -> list[ModelParameters]:
+    return [
+        ModelParameters(build_model(ModelSettings(width=4, depth=2), SPEC.image_shape, 10, seed).state_dict(), weight)
+        for seed, weight in ((1, 1.0), (2, 3.0))
+    ]
+
+
+@pytest.mark.parametrize("method", [Dense(server_epochs=0), FedDF(server_steps=0)])
+def test_without_a_step_the_student_is_where_it_starts(method: DistilsEnsemble) -> None:
+    """The n_k-weighted average (FedAvg, one shot), or the server's model."""
+    pixels = np.zeros((4, 8, 8), np.uint8)
+    proxy = ProxyImages(from_arrays(pixels, np.zeros(4, np.int64), SPEC), SPEC)
+    state = ServerState(context().architecture.state_dict())
+    start = type(method)(**{**vars(method), "start": "server"})
+    for one, expected in ((method, average(uploads())), (start, state.parameters)):
+        made = one.server_step(state, uploads(), context(proxy=proxy))
+        assert all(torch.equal(made.parameters[name], expected[name]) for name in expected)
+
+
+def test_fedhydra_keeps_u_and_the_run_folder_shows_it(tmp_path: Path) -> None:
+    result = simulate(run("fedhydra"), output=tmp_path)
+    assert result.folder is not None
+    kept = json.loads((result.folder / "artefacts.json").read_text())
+    assert np.array(kept["stratification"]).shape == (10, 5)
+    np.testing.assert_allclose(np.array(kept["clients_for_class"]).sum(1), 1, rtol=1e-5)
+    np.testing.assert_allclose(np.array(kept["classes_of_client"]).sum(0), 1, rtol=1e-5)
+    assert (result.folder / "stratification.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_stratified_and_averaged_aggregation_differ() -> None:
+    models = [
+        FedHydra(**{**TINY, "stratification_steps": 3, "stratification_batch": 4, "aggregation": kind})  # type: ignore[arg-type]
+        .server_step(ServerState(context().architecture.state_dict()), uploads(), context())
+        .parameters["classifier.weight"]
+        for kind in ("stratified", "average")
+    ]
+    assert not torch.allclose(*models)
+
+
+def test_feddf_moves_the_student_to_the_ensemble_on_its_proxy() -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (64, 8, 8)).astype(np.uint8)
+    proxy = ProxyImages(from_arrays(pixels, np.zeros(64, np.int64), SPEC), SPEC)
+    ctx = context(proxy=proxy)
+    clients = [ctx.load(u.parameters).eval() for u in uploads()]
+    x = proxy(torch.arange(64))
+
+    def apart(parameters: Any) -> float:
+        student = ctx.load(parameters).eval()
+        with torch.no_grad():
+            answer = torch.stack([c(x) for c in clients]).mean(0).softmax(1)
+            return float((answer * (answer.log() - student(x).log_softmax(1))).sum(1).mean())
+
+    state = ServerState(ctx.architecture.state_dict())
+    before = apart(average(uploads()))
+    made = FedDF(server_steps=30, server_batch=32, server_lr=1e-2).server_step(state, uploads(), ctx)
+    assert apart(made.parameters) < before / 2
+    with pytest.raises(SettingError, match="--set proxy=NAME"):
+        FedDF().server_step(state, uploads(), context())
+
+
+def test_proxy_images_are_brought_to_the_shape() -> None:
+    rgb, grey = dataset_spec("cifar10"), SPEC
+    pixels = np.zeros((2, 3, 32, 32), np.uint8)
+    pixels[0, 0], pixels[1] = 255, 100
+    to_grey = ProxyImages(from_arrays(pixels, np.zeros(2, np.int64), rgb), grey)
+    x = to_grey(torch.tensor([0, 1])) * grey.std[0] + grey.mean[0]
+    assert x.shape == (2, 1, 8, 8)
+    assert float(x[0].mean()) == pytest.approx(0.299, abs=2e-3)
+    assert float(x[1].mean()) == pytest.approx(100 / 255, abs=2e-3)
+    to_rgb = ProxyImages(from_arrays(np.full((1, 8, 8), 50, np.uint8), np.zeros(1, np.int64), grey), rgb)
+    y = to_rgb(torch.tensor([0]))
+    assert y.shape == (1, 3, 32, 32)
+    assert float((y * torch.tensor(rgb.std).view(3, 1, 1) + torch.tensor(rgb.mean).view(3, 1, 1)).std()) < 1e-5
+    assert len(to_grey) == 2
+
+
+def test_settings_are_the_papers_and_validated() -> None:
+    m = FedHydra()
+    assert (m.local_epochs, m.batch, m.lr, m.bn_weight, m.ad_weight, m.generator_lr) == (200, 128, 0.01, 1.0, 0.5, 1e-3)
+    assert (m.generator_steps, m.server_epochs, m.server_lr, m.stratification_steps) == (30, 200, 0.01, 30)
+    assert Dense().only_disagreement
+    assert Dense().hard_weight == 0
+    with pytest.raises(UnknownNameError, match="did you mean stratified"):
+        FedHydra(aggregation="stratifed")
+    with pytest.raises(SettingError, match="generator_steps"):
+        Dense(generator_steps=0)
