@@ -18,9 +18,12 @@ if TYPE_CHECKING:
     from fedsynth.federation.observer import Observer
     from fedsynth.federation.settings import RunSettings, resolve
     from fedsynth.federation.simulation import RunResult, simulate
+    from fedsynth.methods.dense import Dense
     from fedsynth.methods.fedaf import FedAF
     from fedsynth.methods.fedavg import FedAvg
+    from fedsynth.methods.feddf import FedDF
     from fedsynth.methods.feddm import FedDM
+    from fedsynth.methods.fedhydra import FedHydra
     from fedsynth.methods.fedkf import FedKF
     from fedsynth.methods.real import Real
     from fedsynth.models.registry import ModelSettings
@@ -30,9 +33,12 @@ if TYPE_CHECKING:
 _HOMES = {
     "DataFreeDistiller": "fedsynth.synthesizer.distiller",
     "DatasetSpec": "fedsynth.data.registry",
+    "Dense": "fedsynth.methods.dense",
     "FedAF": "fedsynth.methods.fedaf",
     "FedAvg": "fedsynth.methods.fedavg",
+    "FedDF": "fedsynth.methods.feddf",
     "FedDM": "fedsynth.methods.feddm",
+    "FedHydra": "fedsynth.methods.fedhydra",
     "FedKF": "fedsynth.methods.fedkf",
     "ImageData": "fedsynth.data.images",
     "ModelSettings": "fedsynth.models.registry",
@@ -51,9 +57,12 @@ _HOMES = {
 __all__ = [
     "DataFreeDistiller",
     "DatasetSpec",
+    "Dense",
     "FedAF",
     "FedAvg",
+    "FedDF",
     "FedDM",
+    "FedHydra",
     "FedKF",
     "ImageData",
     "ModelSettings",

@@ -264,6 +264,11 @@ class PrivateRun:
             items["participation"] = (
                 f"{count} of {self.run.partition.clients} clients a round, drawn from the run's seed: no amplification is claimed"
             )
+        items["what the server does"] = (
+            "training, averaging, distillation and measurements from the uploads and public values alone: post-processing, at no cost"
+        )
+        if proxy := getattr(self.method, "proxy", ""):
+            items["proxy images"] = f"the training images of {proxy}, declared public"
         if not self.guaranteed:
             return items
         fields = privacy_of_fields(self.method.upload)

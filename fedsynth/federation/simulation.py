@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,7 @@ class RunResult:
         accuracy: of the global model on the test set, in [0, 1].
         metrics: a row for each round. uploads: the last round's, by client.
         privacy: the privacy report, None without differential privacy. folder: None if nothing was written.
+        artefacts: matrices [classes, clients] that the server measured, such as FedHydra's stratification.
     """
 
     settings: RunSettings
@@ -62,6 +63,7 @@ class RunResult:
     privacy: dict[str, object] | None
     folder: Path | None
     summary: dict[str, Any]
+    artefacts: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 def simulate(
@@ -285,7 +287,7 @@ class _Simulation:
     def _finish(self) -> RunResult:
         last = self.metrics[-1] if self.metrics else {}
         final = last["test_accuracy"] if "test_accuracy" in last else self._evaluate()["test_accuracy"]
-        report, summary = None, self._summary(final)
+        report, summary, artefacts = None, self._summary(final), self.method.artefacts(self.state)
         if self.private is not None:
             ledgers = {ledger.client: ledger for ledger in self.private.ledgers}
             report = build_report(self.private.report_context(len(self.metrics), self.deviations), ledgers)
@@ -294,12 +296,12 @@ class _Simulation:
             sets = [(k, u.images, u.labels) for k, u in self.uploads.items() if isinstance(u, SyntheticSet)]
             if sets:
                 self.folder.write_synthetic(sets, self.context.spec)
-            self.folder.write_artefacts(self.method.artefacts(self.state))
+            self.folder.write_artefacts(artefacts)
             if report is not None:
                 write_report(report, self.folder.path)
             summary["folder"] = str(self.folder.finish(summary))
         model, folder = self.context.load(self.method.final_parameters(self.state)), self.folder.path if self.folder else None
-        return RunResult(self.settings, final, self.metrics, model, self.uploads, report, folder, summary)
+        return RunResult(self.settings, final, self.metrics, model, self.uploads, report, folder, summary, artefacts)
 
     def _summary(self, final: float) -> dict[str, Any]:
         summary: dict[str, Any] = {

@@ -6,7 +6,11 @@ import re
 import runpy
 from pathlib import Path
 
+import numpy as np
 import pytest
+
+from fedsynth.data.load import load_dataset
+from fedsynth.data.partition import PartitionSettings, partition
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -62,3 +66,16 @@ def test_a_student_without_data() -> None:
     teacher, student = runpy.run_path(str(EXAMPLES / "data_free_distillation.py"))["main"]("digits", "convnet", 40, 600)
     assert teacher > 0.93
     assert student > 0.5  # about 0.8
+
+
+def test_one_shot_with_and_without_privacy(capsys: pytest.CaptureFixture[str]) -> None:
+    runpy.run_path(str(EXAMPLES / "one_shot.py"), run_name="__main__")
+    out = capsys.readouterr().out
+    assert len(re.findall(r"test accuracy [\d.]+ %", out)) == 6
+    shares = [[float(v) for v in line.split(":")[1].split()] for line in out.splitlines() if re.match(r"    \d: ", line)]
+    assert len(shares) == 10
+    assert all(sum(row) == pytest.approx(1, abs=0.03) for row in shares)
+    labels = load_dataset("digits")[0].labels.numpy()
+    parts = partition(labels, PartitionSettings(kind="classes", clients=5, classes_per_client=2, seed=0), 10)
+    holder = {int(digit): client for client, part in enumerate(parts) for digit in np.unique(labels[part])}
+    assert sum(row.index(max(row)) == holder[digit] for digit, row in enumerate(shares)) >= 9  # all ten when it was written
