@@ -26,6 +26,9 @@ from fedsynth.privacy.mechanisms import GaussianSums
 Penalty = Callable[[nn.Module], Tensor]
 """(the network in training) -> a scalar whose gradient is added to a step's; it must not see private data."""
 
+ExampleLoss = Callable[[nn.Module, Tensor, Tensor], Tensor]
+"""(network, images [N, C, H, W], labels [N]) -> the loss of each example [N], which depends on that example alone."""
+
 PHYSICAL_BATCH = 128
 """Per-example gradients held at a time; a memory setting, without influence on what is computed."""
 
@@ -93,6 +96,7 @@ def dp_sgd(
     steps: int,
     settings: DpSgdSettings,
     penalty: Penalty | None = None,
+    loss: ExampleLoss | None = None,
 ) -> None:
     """Trains `model` in place for `steps` private steps.
 
@@ -102,6 +106,7 @@ def dp_sgd(
         series: charged for `steps` releases of one group with as many coordinates as the model has parameters.
         penalty: its gradient at the iterate is added to the noisy mean gradient. The iterate is computed from earlier releases, so this is
             post-processing and costs nothing, as long as the penalty depends on released and public values alone.
+        loss: of each example, in place of its cross-entropy; clipped as that is. It may look at released models, and at no other example.
     """
     from opacus.grad_sample import GradSampleModule
 
@@ -116,7 +121,7 @@ def dp_sgd(
             sampled = series.sample(len(labels_N)).to(labels_N.device)
             for part in sampled.split(PHYSICAL_BATCH):
                 if len(part):
-                    rows = _per_example_gradients(wrapped, parameters, images(part), labels_N[part])
+                    rows = _per_example_gradients(wrapped, parameters, images(part), labels_N[part], loss or cross_entropies)
                     series.add(rows, torch.zeros(len(part), dtype=torch.int64, device=rows.device))
             mean = series.release()[0] / settings.expected_batch_size
             offset = 0
@@ -152,12 +157,19 @@ def _quiet_hooks() -> Iterator[None]:
         yield
 
 
-def _per_example_gradients(wrapped: nn.Module, parameters: list[nn.Parameter], x_NCHW: Tensor, labels_N: Tensor) -> Tensor:
-    """[N, P]: the gradient of each example's cross-entropy; Opacus fills `grad_sample`, which is emptied again."""
+def cross_entropies(network: nn.Module, x_NCHW: Tensor, labels_N: Tensor) -> Tensor:
+    """The cross-entropy of each example [N]."""
+    return nn.functional.cross_entropy(network(x_NCHW), labels_N, reduction="none")
+
+
+def _per_example_gradients(
+    wrapped: nn.Module, parameters: list[nn.Parameter], x_NCHW: Tensor, labels_N: Tensor, loss: ExampleLoss
+) -> Tensor:
+    """[N, P]: the gradient of each example's loss; Opacus fills `grad_sample`, which is emptied again."""
     for p in parameters:
         p.grad_sample = None  # type: ignore[attr-defined]
     with _quiet_hooks():
-        nn.functional.cross_entropy(wrapped(x_NCHW), labels_N, reduction="sum").backward()
+        loss(wrapped, x_NCHW, labels_N).sum().backward()
     rows = torch.cat([p.grad_sample.flatten(1) for p in parameters], dim=1)  # type: ignore[attr-defined]
     for p in parameters:
         p.grad_sample = p.grad = None  # type: ignore[attr-defined]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from fedsynth.data.images import ImageData, normalise
 from fedsynth.privacy.accounting import Release
-from fedsynth.privacy.dpsgd import DpSgdSettings, Penalty, dp_sgd
+from fedsynth.privacy.dpsgd import DpSgdSettings, ExampleLoss, Penalty, dp_sgd
 from fedsynth.privacy.ledger import Guard
 from fedsynth.privacy.mechanisms import GaussianSums, Released
 from fedsynth.privacy.randomness import SecretGenerator
@@ -103,6 +103,11 @@ class PrivateClients:
         count, classes = len(self.ids), self.spec.classes
         return Segments(torch.arange(count).repeat_interleave(classes), torch.arange(classes).repeat(count))
 
+    def alone(self, position: int) -> PrivateClients:
+        """A group of this client only, with the same ledger and secret."""
+        guards, secrets = [self._guards[position]], [self._secrets[position]]
+        return PrivateClients([self.ids[position]], self._data, [self._parts[position]], guards, secrets)
+
     def charge(self, release: Release, groups: int) -> list[GaussianSums]:
         """Charges every client of the group for a series of releases; only then can noise be drawn.
 
@@ -141,17 +146,19 @@ class PrivateClients:
         steps: int,
         settings: DpSgdSettings,
         penalties: Sequence[Penalty | None] | None = None,
+        losses: Sequence[ExampleLoss | None] | None = None,
         report: Callable[[int], None] = lambda done: None,
     ) -> None:
         """Trains one model for each client, in place, by DP-SGD with series charged for `steps` releases of one group; `penalties` see no
-        data (`dp_sgd`)."""
-        extra = penalties or [None] * len(models)
-        for done, (part, s, model, penalty) in enumerate(zip(self._parts, series, models, extra, strict=True), start=1):
+        data, `losses` are of each example (`dp_sgd`)."""
+        extra, own = penalties or [None] * len(models), losses or [None] * len(models)
+        each = zip(self._parts, series, models, extra, own, strict=True)
+        for done, (part, s, model, penalty, loss) in enumerate(each, start=1):
 
             def images(indices: Tensor, part: Tensor = part) -> Tensor:
                 return normalise(self._data.images[part[indices]], self.spec)
 
-            dp_sgd(model, images, self._data.labels[part], s, steps, settings, penalty)
+            dp_sgd(model, images, self._data.labels[part], s, steps, settings, penalty, loss)
             report(done)
 
 

@@ -13,12 +13,15 @@ from fedsynth.core.method import RoundContext, ServerState
 SLOT = "cache."
 
 
-def average(uploads: Sequence[ModelParameters]) -> dict[str, Tensor]:
-    """Σ_k weight_k · parameters_k / Σ_k weight_k, in float64; counters (integer buffers) are taken from the first upload."""
+def average(uploads: Sequence[ModelParameters], otherwise: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+    """Σ_k weight_k · parameters_k / Σ_k weight_k, in float64; counters (integer buffers) are taken from the first upload.
+
+    `otherwise` (the first upload): where no weight is above zero.
+    """
     total = sum(u.weight for u in uploads)
     first = uploads[0].parameters
-    if total == 0:  # none of them has an example: all sent what they got
-        return dict(first)
+    if total == 0:
+        return dict(first if otherwise is None else otherwise)
     return {
         name: torch.stack([u.parameters[name].double() * (u.weight / total) for u in uploads]).sum(dim=0).to(value.dtype)
         if value.is_floating_point()

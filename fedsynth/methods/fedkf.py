@@ -22,7 +22,7 @@ from fedsynth.core.messages import Message, ModelParameters, public
 from fedsynth.core.method import Memory, RoundContext, ServerState, check_choice, check_ranges
 from fedsynth.core.random import torch_generator
 from fedsynth.errors import SettingError
-from fedsynth.methods.local import Task, TrainsLocally, unprefixed
+from fedsynth.methods.local import Task, TrainsLocally, plain_upload, unprefixed
 from fedsynth.synthesizer.distiller import Distillation
 from fedsynth.synthesizer.generators import make_generator
 
@@ -86,7 +86,7 @@ class FedKF(TrainsLocally):
         if not isinstance(message, TwoModels):
             raise TypeError(f"expected TwoModels, got {type(message).__name__}")
         if context.round <= self.plain_rounds or self.distillation == 0:
-            return Task(memory=lambda: memory)
+            return Task(finish=lambda model, trained: (plain_upload(model, trained)[0], memory))
         device = context.device
         # the same θ for all clients at first, as in Algorithm 1
         generator = make_generator(context.spec, context.seed, latent=self.latent, width=self.generator_width).to(device)
@@ -101,4 +101,7 @@ class FedKF(TrainsLocally):
         )
         if memory:
             pair.remember(memory)
-        return Task(lambda network: self.distillation * pair.loss(network), pair.memory)
+        return Task(
+            penalty=lambda network: self.distillation * pair.loss(network),
+            finish=lambda model, trained: (plain_upload(model, trained)[0], pair.memory()),
+        )

@@ -21,26 +21,41 @@ from torch import Tensor, nn
 from fedsynth.core.client import ClientGroup, OpenClients, PrivateClients
 from fedsynth.core.messages import Message, ModelParameters, parameters_of
 from fedsynth.core.method import Memory, Method, PrivatePlan, RoundContext, ServerState, check_choice, check_ranges
-from fedsynth.core.random import torch_generator
+from fedsynth.core.random import numpy_generator, torch_generator
 from fedsynth.errors import SettingError
 from fedsynth.methods.aggregation import average, cached, overall_average
 from fedsynth.models.registry import parameter_count
-from fedsynth.privacy.dpsgd import DpSgdSettings, Penalty, check_model
+from fedsynth.privacy.dpsgd import DpSgdSettings, ExampleLoss, Penalty, check_model
 from fedsynth.privacy.settings import PrivacySettings
 from fedsynth.synthesizer.training import SgdSettings, train_on
 
 
 @dataclass(frozen=True)
+class Trained:
+    """What a client's training was: the upload's weight, and the steps that it took."""
+
+    weight: float
+    steps: int
+
+
+def plain_upload(model: nn.Module, trained: Trained) -> tuple[Message, Memory]:
+    """The model, and nothing to remember."""
+    return ModelParameters(model.state_dict(), trained.weight), {}
+
+
+@dataclass(frozen=True)
 class Task:
-    """What one client's training of a round adds to plain SGD on its cross-entropy.
+    """What one client's training of a round adds to plain SGD on its cross-entropy, and what becomes of the result.
 
     Args:
         penalty: (the network in training) -> a scalar added to each step's loss; sees no data of the client.
-        memory: what the client keeps, asked after the training.
+        loss: of each example, in place of its cross-entropy; looks at no other example.
+        finish: (the trained model, how) -> upload and memory.
     """
 
     penalty: Penalty | None = None
-    memory: Callable[[], Memory] = dict
+    loss: ExampleLoss | None = None
+    finish: Callable[[nn.Module, Trained], tuple[Message, Memory]] = plain_upload
 
 
 @dataclass(frozen=True)
@@ -50,6 +65,8 @@ class TrainsLocally(Method):
     Args:
         local_epochs, batch, lr, momentum, weight_decay: local SGD.
         local_steps: 0: `local_epochs` passes over the client's own data; else so many steps, the same for every client.
+        stragglers: share of a round's clients that only manage a random 1 … local_epochs passes (FedProx, Sec. 5.2), drawn publicly.
+        drop_stragglers: their uploads do not count, as FedAvg has it there; else the partial work is kept.
         final: the model that the run ends with: "aca", the average of the round's active clients, or "oca", that of every client's last
             model (FedKF's T1; the server then keeps a model of each client). Clients start from ACA in any case.
     """
@@ -63,11 +80,13 @@ class TrainsLocally(Method):
     momentum: float = 0.9
     weight_decay: float = 0.0
     local_steps: int = 0
+    stragglers: float = 0.0
+    drop_stragglers: bool = False
     final: str = "aca"
 
     def __post_init__(self) -> None:
         check_ranges(self, local_epochs=(1, inf), batch=(1, inf), lr=(0, inf), momentum=(0, 1), weight_decay=(0, inf))
-        check_ranges(self, local_steps=(0, inf))
+        check_ranges(self, local_steps=(0, inf), stragglers=(0, 1))
         check_choice("final", self.final, ("aca", "oca"))
 
     def broadcast(self, state: ServerState, context: RoundContext) -> Message:
@@ -77,36 +96,50 @@ class TrainsLocally(Method):
         """What this client's training of this round adds."""
         return Task()
 
+    def start_model(self, client: int, message: Message, memory: Memory, context: RoundContext) -> nn.Module:
+        """The network that a client trains: the message's, or a fresh one of its own architecture."""
+        if context.client_architectures is None:
+            return context.load(parameters_of(message))
+        return copy.deepcopy(context.architecture_of(client)).to(context.device)
+
     def client_step(
         self, message: Message, clients: ClientGroup, memories: Sequence[Memory], context: RoundContext
     ) -> list[tuple[Message, Memory]]:
-        if context.client_architectures is None:
-            start = context.load(parameters_of(message))
-            models = [copy.deepcopy(start) for _ in clients.ids]
-        else:
-            models = [copy.deepcopy(context.architecture_of(k)).to(context.device) for k in clients.ids]
-        tasks = [self.task(k, message, memory, context) for k, memory in zip(clients.ids, memories, strict=True)]
-        if isinstance(clients, PrivateClients):
-            self._train_privately(models, clients, tasks, context)
-            weights = [1.0] * len(models)
-        else:
-            self._train(models, clients, tasks, context)
-            weights = [float(n) for n in clients.sizes()]
-        return [
-            (ModelParameters(model.state_dict(), weight), task.memory())
-            for model, weight, task in zip(models, weights, tasks, strict=True)
-        ]
+        results = []
+        for position, (client, memory) in enumerate(zip(clients.ids, memories, strict=True)):
+            model, task = self.start_model(client, message, memory, context), self.task(client, message, memory, context)
+            if isinstance(clients, PrivateClients):
+                trained = self._train_privately(client, model, clients.alone(position), task, context)
+            else:
+                trained = self._train(position, model, clients, task, context)
+            if self.drop_stragglers and client in self.late(context):
+                trained = replace(trained, weight=0.0)
+            results.append(task.finish(model, trained))
+            context.report("local training", position + 1, len(clients.ids))
+        return results
+
+    def late(self, context: RoundContext) -> dict[int, int]:
+        """Clients of the round that do not finish, and the passes that they manage."""
+        active = context.participants or tuple(range(context.clients))
+        rng = numpy_generator(context.seed, "stragglers", context.round)
+        some = rng.choice(len(active), round(self.stragglers * len(active)), replace=False)
+        return {active[i]: int(rng.integers(1, self.local_epochs + 1)) for i in sorted(some.tolist())}
 
     def keeps_cache(self) -> bool:
         """Whether the server needs every client's last model."""
         return self.final == "oca"
 
+    def combine(self, state: ServerState, uploads: Sequence[ModelParameters], context: RoundContext) -> ServerState:
+        """The next global model, and what the server keeps."""
+        return ServerState(average(uploads, state.parameters))
+
     def server_step(self, state: ServerState, uploads: Sequence[Message], context: RoundContext) -> ServerState:
         models = [u for u in uploads if isinstance(u, ModelParameters)]
+        made = self.combine(state, models, context)
         if not self.keeps_cache():
-            return ServerState(average(models))
+            return made
         cache = cached(state, models, context)
-        return ServerState(average(models), {**cache, **prefixed("oca.", overall_average(cache, context))})
+        return ServerState(made.parameters, {**made.kept, **cache, **prefixed("oca.", overall_average(cache, context))})
 
     def final_parameters(self, state: ServerState) -> Mapping[str, Tensor]:
         return unprefixed("oca.", state.kept) or state.parameters if self.final == "oca" else state.parameters
@@ -130,43 +163,37 @@ class TrainsLocally(Method):
         )
         return (plan,)
 
-    def _train(self, models: Sequence[nn.Module], clients: OpenClients, tasks: Sequence[Task], context: RoundContext) -> None:
-        sgd = SgdSettings(
-            self.local_epochs, self.batch, self.lr, self.momentum, self.weight_decay, steps=self.local_steps or None
+    def _train(self, position: int, model: nn.Module, clients: OpenClients, task: Task, context: RoundContext) -> Trained:
+        client, mine = clients.ids[position], clients.examples(position)
+        epochs = self.late(context).get(client, self.local_epochs)
+        steps = self.local_steps or epochs * -(-len(mine) // self.batch)
+        loss = task.loss
+        train_on(
+            model,
+            lambda where: clients.images(mine[where]),
+            clients.labels(mine),
+            SgdSettings(epochs, self.batch, self.lr, self.momentum, self.weight_decay, steps=self.local_steps or None),
+            torch_generator(context.seed, "local training", context.round, client),
+            penalty=task.penalty,
+            objective=None if loss is None else lambda network, x, y: loss(network, x, y).mean(),
         )
-        for position, (client, model, task) in enumerate(zip(clients.ids, models, tasks, strict=True)):
-            mine = clients.examples(position)
-            train_on(
-                model,
-                lambda where, mine=mine: clients.images(mine[where]),  # type: ignore[misc]
-                clients.labels(mine),
-                sgd,
-                torch_generator(context.seed, "local training", context.round, client),
-                penalty=task.penalty,
-            )
-            context.report("local training", position + 1, len(models))
+        return Trained(float(len(mine)), steps if len(mine) else 0)
 
     def _train_privately(
-        self, models: Sequence[nn.Module], clients: PrivateClients, tasks: Sequence[Task], context: RoundContext
-    ) -> None:
+        self, client: int, model: nn.Module, clients: PrivateClients, task: Task, context: RoundContext
+    ) -> Trained:
+        """By DP-SGD; charged for the steps that this client takes and the parameters that its network has."""
         privacy = context.privacy
         if privacy is None or privacy.noise_multiplier is None:
             raise SettingError("private clients need privacy settings with a noise multiplier")
         (plan,) = self.private_plans(privacy, context)
         settings = DpSgdSettings(self.lr, plan.sample_rate * context.nominal_size, self.momentum, self.weight_decay)
-
+        late = self.late(context).get(client)
+        steps = plan.steps if late is None or self.local_steps else math.ceil(late / plan.sample_rate)
         release = plan.release(context.round, privacy.noise_multiplier)
-        if context.client_architectures is not None:  # clients come one at a time, each with a network of its own size
-            release = replace(release, dimension=parameter_count(models[0]))
-        series = clients.charge(release, 1)
-        clients.fit(
-            series,
-            models,
-            plan.steps,
-            settings,
-            [task.penalty for task in tasks],
-            lambda done: context.report("local training", done, len(models)),
-        )
+        series = clients.charge(replace(release, steps=steps, dimension=parameter_count(model)), 1)
+        clients.fit(series, [model], steps, settings, [task.penalty], [task.loss])
+        return Trained(1.0, steps)
 
 
 def prefixed(prefix: str, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -14,6 +14,7 @@ from fedsynth.synthesizer.graphs import recorded
 WORTH_RECORDING = 20  # steps
 Loss = Callable[[Tensor, Tensor], Tensor]
 Penalty = Callable[[nn.Module], Tensor]
+Objective = Callable[[nn.Module, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,7 @@ def train_on(
     report: Callable[[int, int], None] = lambda done, total: None,
     loss: Loss = nn.functional.cross_entropy,
     penalty: Penalty | None = None,
+    objective: Objective | None = None,
 ) -> None:
     """Trains `model` in place; on a GPU full batches are steps of a CUDA graph.
 
@@ -53,6 +55,7 @@ def train_on(
         loss: (logits [M, C], labels [M]) of a minibatch -> scalar; waits for nothing.
         penalty: (the network in training) -> a scalar that is added to each step's loss. It may draw or keep state, so that its steps are
             not recorded.
+        objective: in place of `loss`: (the network in training, images [M, C, H, W], labels [M]) -> scalar.
     """
     if not len(labels_N):
         return
@@ -64,7 +67,10 @@ def train_on(
 
     def step(where: Tensor) -> None:
         grad.zero_()
-        value = loss(network.module(images(where)), labels_N[where])
+        if objective is None:
+            value = loss(network.module(images(where)), labels_N[where])
+        else:
+            value = objective(network.module, images(where), labels_N[where])
         (value if penalty is None else value + penalty(network.module)).backward()
         with torch.no_grad():
             velocity.mul_(settings.momentum).add_(grad).add_(flat, alpha=settings.weight_decay)
