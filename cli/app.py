@@ -356,18 +356,39 @@ def distill(
             print(line)
 
 
-@app.command()
-def methods() -> None:
-    """List the methods, with their settings and what protects them."""
-    from dataclasses import fields
+methods_app = typer.Typer(help="The methods: a line each, or one in full.", no_args_is_help=False)
+app.add_typer(methods_app, name="methods")
 
+
+@methods_app.callback(invoke_without_command=True)
+def methods(context: typer.Context) -> None:
+    """List the methods with a line each; `fedsynth methods show NAME` says all about one."""
     from fedsynth.methods import METHODS, method_class
 
-    for name in METHODS:
+    if context.invoked_subcommand is None:
+        for name in sorted(METHODS):
+            cls = method_class(name)
+            print(f"{name:9} {cls.summary} ({cls.reference})")
+
+
+@methods_app.command("show")
+def show_method(name: Annotated[str, typer.Argument(help="A method's name.")]) -> None:
+    """Settings with defaults, what is uploaded, what of that is private, and the reference."""
+    with one_line_errors():
+        from dataclasses import fields
+        from inspect import getdoc
+
+        from fedsynth.core.messages import privacy_of_fields
+        from fedsynth.methods import method_class
+
         cls = method_class(name)
-        print(f"{name:8} {cls.summary} ({cls.reference})")
-        print(f"{'':8} settings: " + ", ".join(f"{f.name}={f.default}" for f in fields(cls)))
-        print(f"{'':8} privacy: " + (", ".join(cls.protects) if cls.protects else f"none: {cls.refusal}"))
+        print(f"{name}: {cls.summary}\nreference: {cls.reference}\n\nsettings (--set KEY=VALUE), with defaults:")
+        for field in fields(cls):
+            print(f"  {field.name} = {field.default}")
+        print(f"\n{getdoc(cls)}\n\nuploads ({cls.upload.__name__}):")
+        for key, (kind, reason) in privacy_of_fields(cls.upload).items():
+            print(f"  {key}: {kind}" + (f" ({reason})" if reason else ""))
+        print("\nwith differential privacy: " + (", ".join(cls.protects) if cls.protects else f"refused: {cls.refusal}"))
 
 
 def method_settings(options: dict[str, Any], texts: list[str]) -> dict[str, Any]:

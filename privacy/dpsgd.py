@@ -121,7 +121,7 @@ def dp_sgd(
             sampled = series.sample(len(labels_N)).to(labels_N.device)
             for part in sampled.split(PHYSICAL_BATCH):
                 if len(part):
-                    rows = _per_example_gradients(wrapped, parameters, images(part), labels_N[part], loss or cross_entropies)
+                    rows = _per_example_gradients(model, parameters, images(part), labels_N[part], loss or cross_entropies)
                     series.add(rows, torch.zeros(len(part), dtype=torch.int64, device=rows.device))
             mean = series.release()[0] / settings.expected_batch_size
             offset = 0
@@ -163,13 +163,13 @@ def cross_entropies(network: nn.Module, x_NCHW: Tensor, labels_N: Tensor) -> Ten
 
 
 def _per_example_gradients(
-    wrapped: nn.Module, parameters: list[nn.Parameter], x_NCHW: Tensor, labels_N: Tensor, loss: ExampleLoss
+    model: nn.Module, parameters: list[nn.Parameter], x_NCHW: Tensor, labels_N: Tensor, loss: ExampleLoss
 ) -> Tensor:
-    """[N, P]: the gradient of each example's loss; Opacus fills `grad_sample`, which is emptied again."""
+    """[N, P]: the gradient of each example's loss; Opacus' hooks, which sit on the model's own layers, fill `grad_sample`, which is emptied."""
     for p in parameters:
         p.grad_sample = None  # type: ignore[attr-defined]
     with _quiet_hooks():
-        loss(wrapped, x_NCHW, labels_N).sum().backward()
+        loss(model, x_NCHW, labels_N).sum().backward()
     rows = torch.cat([p.grad_sample.flatten(1) for p in parameters], dim=1)  # type: ignore[attr-defined]
     for p in parameters:
         p.grad_sample = p.grad = None  # type: ignore[attr-defined]

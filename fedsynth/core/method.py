@@ -188,6 +188,10 @@ class Method:
         """The model that a run ends with, where it is not the one that clients start from."""
         return state.parameters
 
+    def personal_parameters(self, state: ServerState, memory: Memory) -> Mapping[str, torch.Tensor] | None:
+        """The model that a client with this memory uses itself, for methods in which that is not the global one."""
+        return None
+
     def variants(self, state: ServerState) -> Mapping[str, Mapping[str, torch.Tensor]]:
         """Other models of the same training, by name, to be evaluated beside it."""
         return {}

@@ -31,8 +31,10 @@ def worst_local_performance(accuracies: Sequence[float]) -> float:
     return min(accuracies)
 
 
-def local_metrics(model: nn.Module, data: ImageData, tests: Sequence[Tensor], sizes: Sequence[float]) -> dict[str, Any]:
-    """AMP, FM, WLP and the a_k of a model on the clients' own test splits.
+def local_metrics(
+    models: Sequence[nn.Module], data: ImageData, tests: Sequence[Tensor], sizes: Sequence[float]
+) -> dict[str, Any]:
+    """AMP, FM, WLP and the a_k of the clients' models, usually one and the same, on the clients' own test splits.
 
     Exact functions of private data: for simulations only.
 
@@ -40,8 +42,14 @@ def local_metrics(model: nn.Module, data: ImageData, tests: Sequence[Tensor], si
         tests: positions in `data` of each client's test split; a client without one counts nowhere (its a_k is None).
         sizes: n_k.
     """
-    where = torch.cat([torch.as_tensor(t) for t in tests]).to(data.labels.device)
-    right = correct(model, data.subset(where)).cpu().split([len(t) for t in tests])
+    if all(model is models[0] for model in models):  # in one pass
+        where = torch.cat([torch.as_tensor(t) for t in tests]).to(data.labels.device)
+        right = correct(models[0], data.subset(where)).cpu().split([len(t) for t in tests])
+    else:
+        right = [
+            correct(model, data.subset(test)).cpu() if len(test) else torch.zeros(0)
+            for model, test in zip(models, tests, strict=True)
+        ]
     accuracies = [float(mine.double().mean()) if len(mine) else None for mine in right]
     there = [(a, n) for a, n in zip(accuracies, sizes, strict=True) if a is not None]
     known = [a for a, _ in there]

@@ -92,7 +92,7 @@ class RunFolder:
             save_file({name: t.detach().cpu().contiguous() for name, t in parameters.items()}, self.path / "model.safetensors")
 
     def write_synthetic(self, sets: Sequence[tuple[int, Tensor, Tensor]], spec: DatasetSpec) -> None:
-        """(client, images [N, C, H, W] normalised, labels [N]) of the last round: exactly what was sent, and a picture of it."""
+        """(client, images [N, C, H, W], normalised or uint8 pixels, labels [N]) of the last round: exactly what was sent, and a picture."""
         sets = [(client, images.cpu(), labels.cpu()) for client, images, labels in sets]
         images, labels = torch.cat([s[1] for s in sets]), torch.cat([s[2] for s in sets])
         client = torch.cat([torch.full((len(s[2]),), s[0]) for s in sets])
@@ -103,7 +103,8 @@ class RunFolder:
             if len(images) and spec.channels in (1, 3):
                 columns = max(1, int(torch.bincount(labels[client == client[0]]).max()))
                 shown = images[:GRID_LIMIT]
-                image_grid_png(denormalise(shown, spec), self.path / "synthetic.png", columns * max(1, 20 // columns))
+                shown = shown if shown.dtype == torch.uint8 else denormalise(shown, spec)
+                image_grid_png(shown, self.path / "synthetic.png", columns * max(1, 20 // columns))
 
     def write_artefacts(self, matrices: Mapping[str, Tensor]) -> None:
         """What a server made of [classes, clients], as artefacts.json and one picture each."""

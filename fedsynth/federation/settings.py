@@ -72,6 +72,7 @@ class RunSettings:
         memory_gb: what a round's steps should stay within, beside the data set itself: 2^30 bytes each. Fewer clients then share a step.
             None: 4 on a CPU, half of the card's memory on a GPU.
         participation: share C of the clients that take part in a round, drawn from the seed (`fedsynth.federation.participation`).
+        sampling: of those clients: "uniform", or in proportion to their "size" n_k (FedProx; not with differential privacy).
         evaluate_every: rounds between evaluations on the test set; the last round is always evaluated.
     """
 
@@ -86,6 +87,7 @@ class RunSettings:
     memory_gb: float | None = None
     evaluate_every: int = 1
     participation: float = 1.0
+    sampling: str = "uniform"
     partition: PartitionSettings = field(default_factory=PartitionSettings)
     model: ModelSettings = field(default_factory=ModelSettings)
     privacy: PrivacySettings | None = None
@@ -101,6 +103,11 @@ class RunSettings:
             raise SettingError(f"memory_gb must be above 0, got {self.memory_gb}")
         if not 0 < self.participation <= 1:
             raise SettingError(f"participation must be in (0, 1], got {self.participation}")
+        check_choice("sampling", self.sampling, ("uniform", "size"))
+        if self.sampling == "size" and self.privacy is not None:
+            raise SettingError(
+                "sampling by size shows how many examples a client has: use sampling=uniform with differential privacy"
+            )
         if self.model.client_names and not self.method.heterogeneous:
             raise SettingError(f"{self.method.name} needs one architecture for all: leave --client-models out")
         if self.model.client_names and self.rounds > 1:
@@ -127,7 +134,7 @@ class RunSettings:
             "memory_gb": self.memory_gb,
         }
         sections: dict[str, dict[str, Any]] = {
-            "run": {**run, "evaluate_every": self.evaluate_every, "participation": self.participation},
+            "run": {**run, "evaluate_every": self.evaluate_every, "participation": self.participation, "sampling": self.sampling},
             "data": {"dataset": self.dataset, "data_root": self.data_root},
             "partition": dataclasses.asdict(self.partition),
             "model": dataclasses.asdict(self.model),
@@ -167,6 +174,7 @@ def resolve(given: Mapping[str, Mapping[str, Any]]) -> RunSettings:
         "memory_gb": float,
         "evaluate_every": int,
         "participation": float,
+        "sampling": str,
     }
     values = {}
     for key, value in run.items():

@@ -158,7 +158,8 @@ class _Simulation:
             self.parts, self.tests = ([torch.as_tensor(part) for part in side] for side in split)
         if self.private is None:
             self.context = replace(self.context, sizes=tuple(len(part) for part in self.parts))
-        self.participation = Participation(settings.seed, settings.partition.clients, settings.participation)
+        sizes = self.context.sizes if settings.sampling == "size" else None
+        self.participation = Participation(settings.seed, settings.partition.clients, settings.participation, sizes)
         for line in headline:
             observer.note(line)
         self.state = ServerState({name: t.to(self.context.device) for name, t in self.context.architecture.state_dict().items()})
@@ -277,7 +278,9 @@ class _Simulation:
         right = correct(model, self.test)
         row: dict[str, Any] = {"test_accuracy": int(right.sum()) / len(right)}
         if sum(map(len, self.tests)):
-            row[LOCAL] = local_metrics(model, self.train, self.tests, [len(part) for part in self.parts])
+            own = [self.method.personal_parameters(self.state, self.memories.get(k, {})) for k in range(len(self.parts))]
+            models = [model if one is None else self.context.load(one) for one in own]
+            row[LOCAL] = local_metrics(models, self.train, self.tests, [len(part) for part in self.parts])
         domains = accuracy_by_domain(right, self.test)
         if domains:
             row["domain_accuracy"] = domains

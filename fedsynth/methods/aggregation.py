@@ -30,6 +30,11 @@ def average(uploads: Sequence[ModelParameters], otherwise: Mapping[str, Tensor] 
     }
 
 
+def trainable(context: RoundContext) -> list[str]:
+    """Names of the parameters, without buffers."""
+    return [name for name, _ in context.architecture.named_parameters()]
+
+
 def cached(state: ServerState, uploads: Sequence[ModelParameters], context: RoundContext) -> dict[str, Tensor]:
     """The server's cache after a round, to be kept: one slot a client, [K, …] for each parameter; a client never active yet holds w⁰."""
     cache = {name: value for name, value in state.kept.items() if name.startswith(SLOT)}

@@ -12,11 +12,19 @@ from typer.testing import CliRunner
 
 from fedsynth.cli.app import app
 
-SMALL = {
+_LOCAL = ("--set", "local_epochs=1", "--set", "batch=128")
+_DISTIL = (*_LOCAL, "--set", "server_epochs=1", "--set", "generator_steps=1", "--set", "generator_width=4")
+SMALL: dict[str, tuple[str, ...]] = {
+    **{name: _LOCAL for name in ("fedavgm", "feddyn", "fedgkd", "fednova", "fedprox", "moon", "qffl", "scaffold", "solo")},
+    "fedbn": (*_LOCAL, "--norm", "batch"),
+    "fedkf": (*_LOCAL, "--set", "generator_width=4", "--set", "generator_batch=16"),
+    "feddf": (*_LOCAL, "--set", "server_steps=2", "--set", "proxy=digits"),
+    "dense": _DISTIL,
+    "fedhydra": (*_DISTIL, "--set", "stratification_steps=2", "--set", "stratification_batch=4"),
     "feddm": ("--set", "iterations=1", "--set", "server_epochs=1", "--ipc", "2"),
     "fedaf": ("--set", "iterations=1", "--set", "server_epochs=1", "--ipc", "2"),
     "real": ("--set", "server_epochs=1", "--ipc", "2"),
-    "fedavg": ("--set", "local_epochs=1", "--set", "batch=128"),
+    "fedavg": _LOCAL,
 }
 
 

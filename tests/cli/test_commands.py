@@ -36,13 +36,18 @@ def test_partition_shows_the_partition_of_a_run(fedsynth: Callable[..., Any], tr
     assert fedsynth("partition", "--clients", "2").stdout.startswith(table.rstrip())
 
 
-def test_methods_lists_settings_and_protection(fedsynth: Callable[..., Any]) -> None:
-    shown = fedsynth("methods")
-    assert shown.code == 0
-    assert all(f"\n{name} " in f"\n{shown.stdout}" for name in METHODS)
-    assert "ipc=10" in shown.stdout
-    assert "privacy: residual, gradient, features, paper" in shown.stdout
-    assert "privacy: none: it sends clients' own images" in shown.stdout
+def test_methods_lists_each_with_a_line_and_show_says_all(fedsynth: Callable[..., Any]) -> None:
+    listed = fedsynth("methods")
+    assert listed.code == 0
+    assert [line.split()[0] for line in listed.stdout.splitlines()] == sorted(METHODS)
+    feddm = fedsynth("methods", "show", "feddm").stdout
+    assert "ipc = 10" in feddm
+    assert "with differential privacy: residual, gradient, features, paper" in feddm
+    assert "images: released" in feddm
+    assert "arXiv 2207.09653" in feddm
+    assert "refused: it sends clients' own images" in fedsynth("methods", "show", "real").stdout
+    wrong = fedsynth("methods", "show", "fedpro")
+    assert (wrong.code, "did you mean fedprox" in wrong.stderr) == (2, True)
 
 
 def test_version_and_help(fedsynth: Callable[..., Any]) -> None:
@@ -55,7 +60,7 @@ def test_version_and_help(fedsynth: Callable[..., Any]) -> None:
 @pytest.mark.parametrize(
     ("args", "code", "text"),
     [
-        (["train", "--method", "fedm"], 2, b"fedsynth: error: unknown method 'fedm'; did you mean feddm or fedaf or fedavg?\n"),
+        (["train", "--method", "fedm"], 2, b"fedsynth: error: unknown method 'fedm'; did you mean feddm or fedavgm or fedkf?\n"),
         (["train", "--bogus"], 2, b"fedsynth: error: No such option: --bogus"),
     ],
 )

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from fedsynth.core.client import OpenClients, PrivateClients
@@ -328,6 +330,16 @@ def test_it_runs_as_a_whole(privacy: dict[str, float]) -> None:
         promise: Any = result.privacy["guarantee"]
         assert 9.9 < promise["epsilon"] <= 10
         assert len(promise["epsilon_of_each_release_alone"]) == 3
+
+
+def test_the_run_folder_has_the_pixels_that_were_sent(tmp_path: Path) -> None:
+    fast = {"ipc": 2, "iterations": 1, "server_epochs": 1}
+    result = simulate(resolve({"run": {"method": "fedaf", "rounds": 1}, "method": fast}), output=tmp_path)
+    assert result.folder is not None
+    kept = load_file(result.folder / "synthetic.safetensors")["images"]
+    assert torch.equal(kept, torch.cat([u.images for u in result.uploads.values()]))  # type: ignore[attr-defined]
+    assert kept.dtype == torch.uint8
+    assert (result.folder / "synthetic.png").is_file()
 
 
 def test_settings_are_the_papers_and_validated() -> None:

@@ -1,0 +1,65 @@
+"""FedBN: batch-norm layers stay with their clients (Li et al. 2021, arXiv 2102.07623).
+
+Client: trains the global model with its own batch norms, and sends all else. Server: averages what is sent. On clients' own test splits
+each is tested with its own batch norms; the global model, for the common test set, has those that it started with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor, nn
+
+from fedsynth.core.messages import Message, ModelParameters, parameters_of
+from fedsynth.core.method import Memory, RoundContext, ServerState
+from fedsynth.errors import SettingError
+from fedsynth.methods.local import Task, Trained, TrainsLocally
+
+
+def local_names(model: nn.Module) -> set[str]:
+    """Names of all parameters and buffers of batch-norm layers."""
+    return {
+        f"{layer}.{name}" if layer else name
+        for layer, module in model.named_modules()
+        if isinstance(module, nn.modules.batchnorm._BatchNorm)
+        for name in module.state_dict()
+    }
+
+
+@dataclass(frozen=True)
+class FedBN(TrainsLocally):
+    """Settings: see `TrainsLocally`. It is for networks with batch norm (`--norm batch`), and equals FedAvg, weighted by n_k, without any."""
+
+    name: ClassVar[str] = "fedbn"
+    summary: ClassVar[str] = "FedAvg in which batch-norm layers stay with their clients"
+    reference: ClassVar[str] = "Li et al. 2021, FedBN, arXiv 2102.07623"
+    protects: ClassVar[tuple[str, ...]] = ()
+    refusal: ClassVar[str] = (
+        "it is about batch norm, which mixes a batch's examples: no example's influence on a step can be bounded"
+    )
+
+    def check_model(self, model: nn.Module) -> None:
+        if not local_names(model):
+            raise SettingError("fedbn keeps batch norms local, and this network has none: use --norm batch")
+
+    def start_model(self, client: int, message: Message, memory: Memory, context: RoundContext) -> nn.Module:
+        return context.load({**parameters_of(message), **memory})
+
+    def task(self, client: int, message: Message, memory: Memory, context: RoundContext) -> Task:
+        mine = local_names(context.architecture)
+
+        def finish(model: nn.Module, trained: Trained) -> tuple[Message, Memory]:
+            state = {name: value.clone() for name, value in model.state_dict().items()}
+            sent = {name: value for name, value in state.items() if name not in mine}
+            return ModelParameters(sent, trained.weight), {name: state[name] for name in mine}
+
+        return Task(finish=finish)
+
+    def server_step(self, state: ServerState, uploads: list[Message], context: RoundContext) -> ServerState:  # type: ignore[override]
+        made = super().server_step(state, uploads, context)
+        return ServerState({**state.parameters, **made.parameters}, made.kept)
+
+    def personal_parameters(self, state: ServerState, memory: Memory) -> Mapping[str, Tensor]:
+        return {**state.parameters, **memory}

@@ -1,0 +1,68 @@
+"""FedDyn: a dynamic regulariser aligns the local optima with the global one (Acar et al. 2021, arXiv 2111.04263, Algorithm 1).
+
+Client: min F_k(w) − ⟨g_k, w⟩ + α/2·‖w − w_t‖²; g_k ← g_k − α(w_k − w_t). Server: h ← h − α/K·Σ_{k active}(w_k − w_t); w_{t+1} = mean_{k
+active} w_k − h/α.
+
+With differential privacy g_k is computed from released iterates and stays at the client.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import inf
+from typing import ClassVar
+
+from torch import Tensor, nn
+
+from fedsynth.core.messages import Message, ModelParameters, parameters_of
+from fedsynth.core.method import Memory, RoundContext, ServerState, check_ranges
+from fedsynth.methods.aggregation import average, trainable
+from fedsynth.methods.local import Task, Trained, TrainsLocally, prefixed, unprefixed
+
+
+@dataclass(frozen=True)
+class FedDyn(TrainsLocally):
+    """Settings: see `TrainsLocally`, and
+
+    Args:
+        alpha: α, 0.01 in FedAF's comparison. 0 is FedAvg, averaged uniformly.
+    """
+
+    name: ClassVar[str] = "feddyn"
+    summary: ClassVar[str] = "a regulariser that moves with each client aligns local optima with the global one"
+    reference: ClassVar[str] = "Acar et al. 2021, FedDyn, arXiv 2111.04263"
+
+    alpha: float = 0.01
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_ranges(self, alpha=(0, inf))
+
+    def task(self, client: int, message: Message, memory: Memory, context: RoundContext) -> Task:
+        start = {name: parameters_of(message)[name] for name in trainable(context)}
+        g = {name: memory.get(name, value * 0) for name, value in start.items()}
+
+        def penalty(network: nn.Module) -> Tensor:
+            terms = [
+                self.alpha / 2 * (p - start[name]).square().sum() - (g[name] * p).sum() for name, p in network.named_parameters()
+            ]
+            return sum(terms, start=terms[0] * 0)
+
+        def finish(model: nn.Module, trained: Trained) -> tuple[Message, Memory]:
+            after = {name: g[name] - self.alpha * (p.detach() - start[name]) for name, p in model.named_parameters()}
+            return ModelParameters(model.state_dict(), trained.weight), after
+
+        return Task(penalty=penalty if self.alpha else None, finish=finish)
+
+    def combine(self, state: ServerState, uploads: Sequence[ModelParameters], context: RoundContext) -> ServerState:
+        active = [u for u in uploads if u.weight > 0]
+        made = average([replace(u, weight=1.0) for u in active], state.parameters) if active else dict(state.parameters)
+        if self.alpha == 0:
+            return ServerState(made)
+        old, h = unprefixed("h.", state.kept), {}
+        for name in trainable(context):
+            moved = sum((u.parameters[name] - state.parameters[name] for u in active), start=state.parameters[name] * 0)
+            h[name] = (old[name] if old else 0) - self.alpha / context.clients * moved
+            made[name] = made[name] - h[name] / self.alpha
+        return ServerState(made, prefixed("h.", h))

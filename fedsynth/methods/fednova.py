@@ -1,0 +1,67 @@
+"""FedNova: updates are normalised by how far each client's steps can take it (Wang et al. 2020, arXiv 2007.07481).
+
+Client: τ_k steps of SGD with momentum ρ make w_k; ‖a_k‖₁ = (τ_k − ρ(1 − ρ^τ_k)/(1 − ρ))/(1 − ρ). Server: w_{t+1} = w_t − τ_eff Σ_k p_k (w_t
+− w_k)/‖a_k‖₁ with τ_eff = Σ_k p_k ‖a_k‖₁ and p_k = n_k/n (their Eq. 6 and Sec. 4).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import nn
+
+from fedsynth.core.messages import Message, ModelParameters, public
+from fedsynth.core.method import Memory, RoundContext, ServerState
+from fedsynth.errors import SettingError
+from fedsynth.methods.aggregation import average, trainable
+from fedsynth.methods.local import Task, Trained, TrainsLocally
+
+
+@dataclass(frozen=True)
+class NormalisedModel(ModelParameters):
+    """Up: the model, and ‖a_k‖₁."""
+
+    norm: float = public("with DP on the number of steps comes from public sizes")
+
+
+@dataclass(frozen=True)
+class FedNova(TrainsLocally):
+    """Settings: see `TrainsLocally`. With equally many steps at each client it is FedAvg, weighted by n_k."""
+
+    name: ClassVar[str] = "fednova"
+    summary: ClassVar[str] = "FedAvg with updates normalised by each client's number of steps"
+    reference: ClassVar[str] = "Wang et al. 2020, FedNova, arXiv 2007.07481"
+    upload: ClassVar[type[Message]] = NormalisedModel
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.momentum >= 1:
+            raise SettingError(f"fednova needs momentum below 1, got {self.momentum}")
+
+    def task(self, client: int, message: Message, memory: Memory, context: RoundContext) -> Task:
+        def finish(model: nn.Module, trained: Trained) -> tuple[Message, Memory]:
+            return NormalisedModel(model.state_dict(), trained.weight, reach(trained.steps, self.momentum)), {}
+
+        return Task(finish=finish)
+
+    def combine(self, state: ServerState, uploads: Sequence[ModelParameters], context: RoundContext) -> ServerState:
+        sent = [u for u in uploads if isinstance(u, NormalisedModel) and u.norm > 0]
+        total = sum(u.weight for u in sent)
+        made = average(uploads, state.parameters)
+        if total == 0:
+            return ServerState(dict(state.parameters))
+        effective = sum(u.weight / total * u.norm for u in sent)
+        for name in trainable(context):
+            old = state.parameters[name]
+            step = sum((u.weight / total / u.norm * (old - u.parameters[name]).double() for u in sent), start=old.double() * 0)
+            made[name] = (old.double() - effective * step).to(old.dtype)
+        return ServerState(made)
+
+
+def reach(steps: int, momentum: float) -> float:
+    """‖a_k‖₁ of so many steps of SGD with momentum."""
+    if momentum == 0:
+        return float(steps)
+    return (steps - momentum * (1 - momentum**steps) / (1 - momentum)) / (1 - momentum)

@@ -1,0 +1,71 @@
+"""MOON: each client's representation is pulled to the global model's and away from its own last one (Li, He and Song 2021, arXiv 2103.16257).
+
+Client: CE + μ·ℓ_con, ℓ_con = −log(exp(sim(z, z_glob)/τ)/(exp(sim(z, z_glob)/τ) + exp(sim(z, z_prev)/τ))) with cosine similarity (Eq. 3), z the
+representation of the network in training, z_glob of the global model, z_prev of the client's model of its last round (its first: the
+global model, where ℓ_con is constant in expectation).
+
+The loss of an example depends on that example and on released models alone, so DP-SGD clips and charges it as any other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import inf
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fedsynth.core.messages import Message, ModelParameters, parameters_of
+from fedsynth.core.method import Memory, RoundContext, check_ranges
+from fedsynth.errors import SettingError
+from fedsynth.methods.local import Task, Trained, TrainsLocally
+
+
+def contrastive(z: Tensor, z_global: Tensor, z_previous: Tensor, temperature: float) -> Tensor:
+    """ℓ_con of each example [N] (Eq. 3), from representations [N, D]."""
+    near, far = (F.cosine_similarity(z, other, dim=1) / temperature for other in (z_global, z_previous))
+    return torch.logaddexp(near, far) - near
+
+
+@dataclass(frozen=True)
+class Moon(TrainsLocally):
+    """Settings: see `TrainsLocally`, and
+
+    Args:
+        mu: weight of ℓ_con: 1 in FedAF's comparison (the paper tunes it over {0.1, 1, 5, 10}). 0 is FedAvg, weighted by n_k.
+        temperature: τ, 0.5 as in the paper. The representation is the embedding; the paper's networks have a projection head there.
+    """
+
+    name: ClassVar[str] = "moon"
+    summary: ClassVar[str] = "representations pulled to the global model's and away from the client's last"
+    reference: ClassVar[str] = "Li, He and Song 2021, MOON, arXiv 2103.16257"
+
+    mu: float = 1.0
+    temperature: float = 0.5
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_ranges(self, mu=(0, inf), temperature=(1e-6, inf))
+
+    def check_model(self, model: nn.Module) -> None:
+        if not (hasattr(model, "embed") and isinstance(getattr(model, "classifier", None), nn.Linear)):
+            raise SettingError("moon compares embeddings: the network needs `embed` and a linear `classifier`")
+
+    def task(self, client: int, message: Message, memory: Memory, context: RoundContext) -> Task:
+        whole = context.load(parameters_of(message)).requires_grad_(False).eval()
+        last = context.load(memory or parameters_of(message)).requires_grad_(False).eval()
+
+        def loss(network: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+            z = network.embed(x)  # type: ignore[operator]
+            with torch.no_grad():
+                z_global, z_previous = whole.embed(x), last.embed(x)  # type: ignore[operator]
+            plain = F.cross_entropy(network.classifier(z), y, reduction="none")  # type: ignore[operator]
+            return plain + self.mu * contrastive(z, z_global, z_previous, self.temperature)
+
+        def finish(model: nn.Module, trained: Trained) -> tuple[Message, Memory]:
+            parameters = {name: value.clone() for name, value in model.state_dict().items()}
+            return ModelParameters(model.state_dict(), trained.weight), parameters
+
+        return Task(loss=loss if self.mu else None, finish=finish)

@@ -1,0 +1,92 @@
+"""q-FFL by q-FedAvg: clients with larger losses count more (Li et al. 2020, arXiv 1905.10497, Algorithm 2).
+
+Client: F_k = its loss at w_t; w_k by local training; Δw_k = L(w_t − w_k) with L = 1/η. Server: w_{t+1} = w_t − Σ_k F_k^q·Δw_k / Σ_k h_k,
+h_k = q·F_k^{q−1}·‖Δw_k‖² + L·F_k^q.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import inf
+from typing import ClassVar
+
+import torch
+from torch import nn
+
+from fedsynth.core.client import ClientGroup, OpenClients
+from fedsynth.core.messages import Message, ModelParameters, parameters_of, unprotected
+from fedsynth.core.method import Memory, RoundContext, ServerState, check_ranges
+from fedsynth.methods.aggregation import average, trainable
+from fedsynth.methods.local import Task, Trained, TrainsLocally
+
+TINY = 1e-10  # the public code's guard of F_k
+
+
+@dataclass(frozen=True)
+class FairModel(ModelParameters):
+    """Up: w_k and F_k(w_t)."""
+
+    loss: float = unprotected()
+
+
+@dataclass(frozen=True)
+class QFFL(TrainsLocally):
+    """Settings: see `TrainsLocally`, and
+
+    Args:
+        q: 1e-4 in FedKF's comparison. 0 is FedAvg, averaged uniformly. momentum: 0: the update is read as a gradient.
+    """
+
+    name: ClassVar[str] = "qffl"
+    summary: ClassVar[str] = "clients with larger losses count more, for even accuracy"
+    reference: ClassVar[str] = "Li et al. 2020, q-FFL, arXiv 1905.10497"
+    upload: ClassVar[type[Message]] = FairModel
+    protects: ClassVar[tuple[str, ...]] = ()
+    refusal: ClassVar[str] = "each client's exact loss is uploaded and decides its weight, and no mechanism here protects it"
+
+    momentum: float = 0.0
+    q: float = 1e-4
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_ranges(self, q=(0, inf), lr=(1e-12, inf))
+
+    def client_step(
+        self, message: Message, clients: ClientGroup, memories: Sequence[Memory], context: RoundContext
+    ) -> list[tuple[Message, Memory]]:
+        if not isinstance(clients, OpenClients):
+            raise TypeError(self.refusal)
+        model, out = context.load(parameters_of(message)).eval(), []
+        for position, (upload, memory) in enumerate(super().client_step(message, clients, memories, context)):
+            mine = clients.examples(position)
+            with torch.no_grad():
+                loss = nn.functional.cross_entropy(model(clients.images(mine)), clients.labels(mine), reduction="sum")
+            if isinstance(upload, FairModel):
+                upload = replace(upload, loss=float(loss) / max(1, len(mine)))
+            out.append((upload, memory))
+        return out
+
+    def task(self, client: int, message: Message, memory: Memory, context: RoundContext) -> Task:
+        def finish(model: nn.Module, trained: Trained) -> tuple[Message, Memory]:
+            return FairModel(model.state_dict(), trained.weight, 0.0), {}
+
+        return Task(finish=finish)
+
+    def combine(self, state: ServerState, uploads: Sequence[ModelParameters], context: RoundContext) -> ServerState:
+        sent = [u for u in uploads if isinstance(u, FairModel) and u.weight > 0]
+        if not sent:
+            return ServerState(dict(state.parameters))
+        names, lipschitz = trainable(context), 1 / self.lr
+        made = average([replace(u, weight=1.0) for u in sent])
+        steps = [{n: lipschitz * (state.parameters[n] - u.parameters[n]).double() for n in names} for u in sent]
+        powers = [(u.loss + TINY) ** self.q for u in sent]
+        norms = [float(sum(value.square().sum() for value in step.values())) for step in steps]
+        total = sum(
+            self.q * (u.loss + TINY) ** (self.q - 1) * norm + lipschitz * power
+            for u, norm, power in zip(sent, norms, powers, strict=True)
+        )
+        for name in names:
+            step = sum((power * one[name] for power, one in zip(powers, steps, strict=True)), start=steps[0][name] * 0)
+            made[name] = (state.parameters[name].double() - step / total).to(state.parameters[name].dtype)
+        return ServerState(made)

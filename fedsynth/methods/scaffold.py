@@ -1,0 +1,93 @@
+"""SCAFFOLD: control variates correct the clients' drift (Karimireddy et al. 2020, arXiv 1910.06378, Algorithm 1 with option II).
+
+Client: y ← y − η(g_k(y) − c_k + c) for K steps; c_k⁺ = c_k − c + (x − y)/(K·η). It sends y and Δc = c_k⁺ − c_k. Server:
+x ← x + η_g·mean(y − x), c ← c + |S|/N·mean(Δc).
+
+With differential privacy y's iterates are releases, and c_k is computed from them alone: sending it costs nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import inf
+from typing import ClassVar
+
+from torch import Tensor, nn
+
+from fedsynth.core.messages import Message, ModelParameters, public, released
+from fedsynth.core.method import Memory, RoundContext, ServerState, check_ranges
+from fedsynth.methods.aggregation import average, trainable
+from fedsynth.methods.local import Task, Trained, TrainsLocally, prefixed, unprefixed
+
+
+@dataclass(frozen=True)
+class ControlDown(ModelParameters):
+    """Down: x and c (empty at first: zero)."""
+
+    control: Mapping[str, Tensor] = public("goes down, not up")
+
+
+@dataclass(frozen=True)
+class ControlUp(ModelParameters):
+    """Up: y and Δc."""
+
+    control: Mapping[str, Tensor] = released()
+
+
+@dataclass(frozen=True)
+class Scaffold(TrainsLocally):
+    """Settings: see `TrainsLocally`, and
+
+    Args:
+        server_lr: η_g, 1 in the paper's experiments. In the first round, with all controls zero, it is FedAvg, averaged uniformly.
+        momentum: 0, as option II's control takes plain steps.
+    """
+
+    name: ClassVar[str] = "scaffold"
+    summary: ClassVar[str] = "control variates correct the drift of local training"
+    reference: ClassVar[str] = "Karimireddy et al. 2020, SCAFFOLD, arXiv 1910.06378"
+    upload: ClassVar[type[Message]] = ControlUp
+
+    momentum: float = 0.0
+    server_lr: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_ranges(self, server_lr=(0, inf), momentum=(0, 0), lr=(1e-12, inf))
+
+    def broadcast(self, state: ServerState, context: RoundContext) -> Message:
+        return ControlDown(state.parameters, 1.0, unprefixed("control.", state.kept))
+
+    def task(self, client: int, message: Message, memory: Memory, context: RoundContext) -> Task:
+        if not isinstance(message, ControlDown):
+            raise TypeError(f"expected ControlDown, got {type(message).__name__}")
+        x = {name: message.parameters[name] for name in trainable(context)}
+        c = {name: message.control.get(name, value * 0) for name, value in x.items()}
+        mine = {name: memory.get(name, value * 0) for name, value in x.items()}
+        correction = {name: c[name] - mine[name] for name in x}
+
+        def penalty(network: nn.Module) -> Tensor:  # its gradient is c − c_k
+            return sum(
+                ((correction[name] * p).sum() for name, p in network.named_parameters()),
+                start=next(iter(x.values())).new_zeros(()),
+            )
+
+        def finish(model: nn.Module, trained: Trained) -> tuple[Message, Memory]:
+            y, far = dict(model.named_parameters()), max(1, trained.steps) * self.lr
+            after = {name: mine[name] - c[name] + (x[name] - y[name].detach()) / far for name in x} if trained.steps else mine
+            delta = {name: after[name] - mine[name] for name in x}
+            return ControlUp(model.state_dict(), trained.weight, delta), after
+
+        return Task(penalty=penalty, finish=finish)
+
+    def combine(self, state: ServerState, uploads: Sequence[ModelParameters], context: RoundContext) -> ServerState:
+        mean = average([replace(u, weight=float(u.weight > 0)) for u in uploads], state.parameters)
+        sent = [u for u in uploads if isinstance(u, ControlUp)]
+        old, control = unprefixed("control.", state.kept), {}
+        made = dict(mean)
+        for name in trainable(context):
+            made[name] = state.parameters[name] + self.server_lr * (mean[name] - state.parameters[name])
+            change = sum((u.control[name] for u in sent), start=state.parameters[name] * 0) / context.clients
+            control[name] = old[name] + change if old else change
+        return ServerState(made, prefixed("control.", control))

@@ -1,0 +1,43 @@
+"""SOLO: no federation; every client trains a model of its own, and nothing is sent.
+
+A client goes on with its own model in each round. The run's model is the one that all started from; what counts are the clients' own test
+splits (`--local-test`), on which each is tested with its own model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor, nn
+
+from fedsynth.core.messages import Message, ModelParameters, parameters_of
+from fedsynth.core.method import Memory, RoundContext, ServerState
+from fedsynth.methods.local import Task, Trained, TrainsLocally
+
+
+@dataclass(frozen=True)
+class Solo(TrainsLocally):
+    """Settings: see `TrainsLocally`."""
+
+    name: ClassVar[str] = "solo"
+    summary: ClassVar[str] = "no federation: each client trains alone"
+    reference: ClassVar[str] = "the comparison papers' SOLO"
+    protects: ClassVar[tuple[str, ...]] = ()
+    refusal: ClassVar[str] = "nothing is sent, so there is nothing to protect; its accuracies are exact functions of private data"
+
+    def start_model(self, client: int, message: Message, memory: Memory, context: RoundContext) -> nn.Module:
+        return context.load(memory or parameters_of(message))
+
+    def task(self, client: int, message: Message, memory: Memory, context: RoundContext) -> Task:
+        def finish(model: nn.Module, trained: Trained) -> tuple[Message, Memory]:
+            return ModelParameters({}, trained.weight), {name: value.clone() for name, value in model.state_dict().items()}
+
+        return Task(finish=finish)
+
+    def server_step(self, state: ServerState, uploads: Sequence[Message], context: RoundContext) -> ServerState:
+        return state
+
+    def personal_parameters(self, state: ServerState, memory: Memory) -> Mapping[str, Tensor]:
+        return memory or state.parameters

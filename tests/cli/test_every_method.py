@@ -1,0 +1,36 @@
+"""Every method through the command line, in process: open, and with a budget either charged or refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from fedsynth.methods import METHODS, method_class
+
+
+@pytest.mark.parametrize("method", sorted(METHODS))
+def test_it_runs(method: str, train: Callable[..., Any]) -> None:
+    run = train(method, "--json", "--local-test", "0.2")
+    assert run.code == 0, run.stderr
+    summary = json.loads(run.stdout)
+    assert summary["method"] == method
+    assert 0 <= summary["test_accuracy"] <= 1
+    assert (run.folder / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize("method", sorted(METHODS))
+def test_with_a_budget_it_is_charged_or_refused(method: str, train: Callable[..., Any]) -> None:
+    run = train(method, "--json", "--dp-epsilon", "8", *(() if method != "fedbn" else ("--norm", "batch")))
+    if not method_class(method).protects:
+        assert run.code == 2
+        assert f"{method} cannot run with differential privacy" in run.stderr
+        return
+    assert run.code == 0, run.stderr
+    private = json.loads(run.stdout)["differential_privacy"]
+    assert 7.9 < private["epsilon"] <= 8
+    report = json.loads((run.folder / "privacy_report.json").read_text())
+    assert report["verdict"]["formal"]
+    assert report["ledger"]
