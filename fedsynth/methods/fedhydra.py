@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from fedsynth.core.method import RoundContext, ServerState, check_choice, check_ranges
@@ -30,7 +31,8 @@ class FedHydra(DistilsWithoutData):
     """Settings: `DistilsWithoutData` with the paper's values, and
 
     Args:
-        aggregation: "stratified" (SA), or "average" (AE), which is DENSE's ensemble in FedHydra's training.
+        aggregation: "stratified" (SA), or "average" (AE), which is DENSE's ensemble in FedHydra's training; "clients" weighs clients for the asked
+            class (Ū_r) and leaves a client's logits as they are: not in the paper, to see what weighing classes within a client (Ū_c) does.
         stratification_steps, stratification_batch, stratification_lr, stratification_floor: see `Stratification`.
     """
 
@@ -46,7 +48,7 @@ class FedHydra(DistilsWithoutData):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_choice("aggregation", self.aggregation, ("stratified", "average"))
+        check_choice("aggregation", self.aggregation, ("stratified", "clients", "average"))
         check_ranges(self, stratification_steps=(2, inf), stratification_batch=(2, inf), stratification_lr=(0, inf))
         check_ranges(self, stratification_floor=(1e-12, inf))
 
@@ -63,11 +65,12 @@ class FedHydra(DistilsWithoutData):
         )
         u = stratification.measure(models, context.spec, context.seed, context.device)
         by_class, by_client = share_of_clients(u), share_of_classes(u)
+        inside = by_client if self.aggregation == "stratified" else torch.ones_like(by_client)
         if self.aggregation == "average":
             self.fit_student(models, student, average_of_logits, context)
         else:
             self.fit_student(
-                models, student, lambda logits, labels: stratified_aggregation(logits, labels, by_class, by_client), context
+                models, student, lambda logits, labels: stratified_aggregation(logits, labels, by_class, inside), context
             )
         return ServerState({}, {"stratification": u, "clients_for_class": by_class, "classes_of_client": by_client})
 
