@@ -101,6 +101,8 @@ def one_run(settings: RunSettings, data: tuple[ImageData, ImageData]) -> dict[st
         "accuracy": result.accuracy,
         **domains,
         **rows,
+        **({"local": _without_clients(result.metrics[-1]["local"])} if "local" in result.metrics[-1] else {}),
+        "bytes": result.summary["upload_bytes"],
         "curve": curve,
         "floats": result.summary["upload_floats_per_round"],
         "seconds": result.summary["seconds"],
@@ -109,11 +111,12 @@ def one_run(settings: RunSettings, data: tuple[ImageData, ImageData]) -> dict[st
 
 def _kept(row: dict[str, Any]) -> dict[str, Any]:
     """A round's figures of each variant, without the clients' own."""
-    models = {
-        name: {**one, "local": {k: v for k, v in one.get("local", {}).items() if k != "client_accuracy"}}
-        for name, one in row.get("models", {}).items()
-    }
+    models = {name: {**one, "local": _without_clients(one.get("local", {}))} for name, one in row.get("models", {}).items()}
     return {"round": row["round"], "seconds": row["seconds"], "models": models}
+
+
+def _without_clients(local: dict[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in local.items() if k != "client_accuracy"}
 
 
 def main() -> None:

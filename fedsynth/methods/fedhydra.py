@@ -31,8 +31,9 @@ class FedHydra(DistilsWithoutData):
     """Settings: `DistilsWithoutData` with the paper's values, and
 
     Args:
-        aggregation: "stratified" (SA), or "average" (AE), which is DENSE's ensemble in FedHydra's training; "clients" weighs clients for the asked
-            class (Ū_r) and leaves a client's logits as they are: not in the paper, to see what weighing classes within a client (Ū_c) does.
+        aggregation: "stratified" (SA), or "average" (AE), which is DENSE's ensemble in FedHydra's training. "clients" weighs clients for the
+            asked class (Ū_r) and leaves a client's logits as they are: not in the paper, to see what weighing classes within a client (Ū_c)
+            does.
         stratification_steps, stratification_batch, stratification_lr, stratification_floor: see `Stratification`.
     """
 
