@@ -5,10 +5,10 @@
 The paper's setting (5 clients; Dir(0.5), Dir(0.1), and 2c/c: two disjoint classes a client; SGD 0.01) but for the size: a twentieth of each
 class, ConvNets of width 8 with batch norm, 10 local epochs of batch 32, 15 epochs of 10 generator steps with batch 32 and a generator of
 width 8, whose learning rate is 0.01 as it has a fortieth of the paper's steps; the student passes over all images so far in each epoch
-(`replay`, DENSE's public code) for DENSE and FedHydra alike. FedDF distils 200 steps on the other of the two data sets. The clients are
-trained once for each row and seed, and every method distils the same models. Heterogeneous: lenet5, cnn1, cnn2, resnet8 and the ConvNet at
-Dir(0.5), a ConvNet student; FedAvg cannot average those. Accuracy of the last epoch; nothing is chosen by the test set. Resumes: finished
-rows are lines of results/one_shot_table.jsonl.
+(`replay`, DENSE's public code) for DENSE and FedHydra alike, and starts from the clients' average as FedDF's does. FedDF distils 200 steps
+on the other of the two data sets. The clients are trained once for each row and seed, and every method distils the same models.
+Heterogeneous: lenet5, cnn1, cnn2, resnet8 and the ConvNet at Dir(0.5), a ConvNet student; FedAvg cannot average those. Accuracy of the last
+epoch; nothing is chosen by the test set. Resumes: finished rows are lines of results/one_shot_table.jsonl.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ from fedsynth.methods.one_shot import DistilsEnsemble
 
 LOCAL: dict[str, Any] = {"local_epochs": 10, "batch": 32, "lr": 0.01, "momentum": 0.9}
 SERVER: dict[str, Any] = {
-    "server_epochs": 15, "generator_steps": 10, "generator_batch": 32, "generator_width": 8, "generator_lr": 0.01, "replay": True,
+    "server_epochs": 15, "generator_steps": 10, "generator_batch": 32, "generator_width": 8, "generator_lr": 0.01,
+    "replay": True, "start": "average",
 }  # fmt: skip
 HYDRA: dict[str, Any] = {**SERVER, "stratification_steps": 15, "stratification_batch": 8}
 METHODS: dict[str, tuple[str, dict[str, Any]]] = {

@@ -75,12 +75,18 @@ def group_norm_twin(model: nn.Module) -> nn.Module:
 
 
 def check_model(model: nn.Module) -> None:
-    """Refuses what DP-SGD cannot train: batch norm, and buffers, which would be sent without noise.
+    """Refuses what DP-SGD cannot train: batch norm, dropout, and buffers, which would be sent without noise.
 
     Raises:
         ForbiddenLayerError: names the layer or buffer.
     """
     refuse_batch_norm(model)
+    for name, layer in model.named_modules():
+        if isinstance(layer, nn.modules.dropout._DropoutNd) and layer.p > 0:
+            raise ForbiddenLayerError(
+                f"layer {name!r} is {type(layer).__name__}: its masks go by an example's place in the batch, so that one example more "
+                "would change others' gradients; leave it out"
+            )
     buffers = [name for name, _ in model.named_buffers()]
     if buffers:
         raise ForbiddenLayerError(

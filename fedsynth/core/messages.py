@@ -64,7 +64,9 @@ class ModelParameters(Message):
     """A model on the wire: parameters and buffers by name."""
 
     parameters: Mapping[str, Tensor] = released()
-    weight: float = public("1 with DP on, the number of examples with DP off")
+    weight: float = public(
+        "1 with DP on (0 for a straggler that is dropped, by a public draw), the number of examples with DP off"
+    )
 
 
 def parameters_of(message: Message) -> Mapping[str, Tensor]:

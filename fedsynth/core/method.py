@@ -144,13 +144,15 @@ class Method:
 
     Class attributes: `name`; `summary`, a line for people; `reference`; `upload`, the type of a client's message; `answers`, that of its
     message in a first phase, for methods that have one; `heterogeneous`, whether clients may have other architectures than the server;
-    `protects`, the mechanisms that can protect it (empty: it cannot run with differential privacy, and `refusal` says why).
+    `personal`, whether clients end with models of their own; `protects`, the mechanisms that can protect it (empty: it cannot run with
+    differential privacy, and `refusal` says why).
     """
 
     name: ClassVar[str]
     summary: ClassVar[str]
     reference: ClassVar[str]
     heterogeneous: ClassVar[bool] = False
+    personal: ClassVar[bool] = False
     upload: ClassVar[type[Message]]
     answers: ClassVar[type[Message] | None] = None
     protects: ClassVar[tuple[str, ...]] = ()
@@ -188,9 +190,9 @@ class Method:
         """The model that a run ends with, where it is not the one that clients start from."""
         return state.parameters
 
-    def personal_parameters(self, state: ServerState, memory: Memory) -> Mapping[str, torch.Tensor] | None:
-        """The model that a client with this memory uses itself, for methods in which that is not the global one."""
-        return None
+    def personal_parameters(self, parameters: Mapping[str, torch.Tensor], memory: Memory) -> Mapping[str, torch.Tensor]:
+        """The model that a client with this memory uses itself in place of the global one; asked where `personal` is set."""
+        return parameters
 
     def variants(self, state: ServerState) -> Mapping[str, Mapping[str, torch.Tensor]]:
         """Other models of the same training, by name, to be evaluated beside it."""

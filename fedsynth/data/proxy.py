@@ -6,8 +6,18 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fedsynth.core.random import torch_generator
 from fedsynth.data.images import ImageData, normalise
 from fedsynth.data.registry import DatasetSpec
+
+NOISE, NOISE_IMAGES = "noise", 10_000
+
+
+def noise_images(spec: DatasetSpec, seed: int) -> ImageData:
+    """Uniformly random pixels, from the run's seed: public by construction."""
+    generator = torch_generator(seed, "noise proxy")
+    pixels = torch.randint(256, (NOISE_IMAGES, *spec.image_shape), generator=generator, dtype=torch.uint8)
+    return ImageData(pixels, torch.zeros(NOISE_IMAGES, dtype=torch.int64), spec)
 
 
 class ProxyImages:

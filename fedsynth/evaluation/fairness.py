@@ -5,7 +5,7 @@ a_k is the model's accuracy on client k's own test split, n_k the number of its 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -32,9 +32,9 @@ def worst_local_performance(accuracies: Sequence[float]) -> float:
 
 
 def local_metrics(
-    models: Sequence[nn.Module], data: ImageData, tests: Sequence[Tensor], sizes: Sequence[float]
+    models: nn.Module | Iterable[nn.Module], data: ImageData, tests: Sequence[Tensor], sizes: Sequence[float]
 ) -> dict[str, Any]:
-    """AMP, FM, WLP and the a_k of the clients' models, usually one and the same, on the clients' own test splits.
+    """AMP, FM, WLP and the a_k of one model, or of each client's own, on the clients' own test splits.
 
     Exact functions of private data: for simulations only.
 
@@ -42,9 +42,9 @@ def local_metrics(
         tests: positions in `data` of each client's test split; a client without one counts nowhere (its a_k is None).
         sizes: n_k.
     """
-    if all(model is models[0] for model in models):  # in one pass
+    if isinstance(models, nn.Module):  # in one pass
         where = torch.cat([torch.as_tensor(t) for t in tests]).to(data.labels.device)
-        right = correct(models[0], data.subset(where)).cpu().split([len(t) for t in tests])
+        right = correct(models, data.subset(where)).cpu().split([len(t) for t in tests])
     else:
         right = [
             correct(model, data.subset(test)).cpu() if len(test) else torch.zeros(0)

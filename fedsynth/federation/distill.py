@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +15,19 @@ from fedsynth.core.messages import ModelParameters
 from fedsynth.core.method import RoundContext, ServerState
 from fedsynth.data.load import load_dataset
 from fedsynth.data.registry import DatasetSpec, dataset_spec
-from fedsynth.errors import DataFilesCorruptError, DataFilesMissingError, OutputError, SettingError
+from fedsynth.errors import (
+    DataFilesCorruptError,
+    DataFilesMissingError,
+    OutputError,
+    SettingError,
+    UnknownNameError,
+    unknown_name,
+)
 from fedsynth.evaluation.accuracy import accuracy
 from fedsynth.federation.devices import resolve_device
 from fedsynth.methods import method_class
 from fedsynth.methods.dense import DistilsWithoutData
+from fedsynth.models.convnet import NORMS
 from fedsynth.models.registry import ModelSettings, build_model
 
 
@@ -105,10 +112,11 @@ def distil_files(
 def _network(name: str, size: tuple[int, int, str], spec: DatasetSpec, seed: int) -> nn.Module:
     width, depth, norm = size
     own = ModelSettings(name).norm
-    settings = ModelSettings(name, width, depth, own)
+    if norm and norm not in NORMS:
+        raise unknown_name("norm", norm, NORMS)
     try:
-        settings = replace(settings, norm=norm or own)
-    except Exception:  # this architecture has no such norm: its own
+        settings = ModelSettings(name, width, depth, norm or own)
+    except UnknownNameError:  # this architecture has no such norm: its own
         settings = ModelSettings(name, width, depth, own)
     return build_model(settings, spec.image_shape, spec.classes, seed)
 

@@ -64,6 +64,11 @@ class PrivateRun:
             raise SettingError("a private run needs privacy settings")
         self.run, self.method, self.spec = settings, settings.method, context.spec
         check_method(self.method)
+        if getattr(self.method, "proxy", "") == context.spec.name:
+            raise UnaccountedReleaseError(
+                f"{self.method.name} cannot distil on {context.spec.name} with differential privacy: those are the clients' own images; name "
+                "public ones (--set proxy=noise, or another data set)"
+            )
         mechanism = settings.privacy.mechanism or self.method.protects[0]
         if mechanism not in self.method.protects:
             raise unknown_name(f"--dp-mechanism for {self.method.name}", mechanism, self.method.protects)

@@ -28,7 +28,7 @@ SECTIONS = ("run", "data", "partition", "model", "method", "privacy")
 # which are public.
 _SHORT_DISTILLATION: Mapping[str, Any] = {
     "batch": 32, "local_epochs": 20, "server_epochs": 40, "generator_steps": 10, "generator_width": 8, "generator_batch": 64,
-    "generator_lr": 0.01, "replay": True,
+    "generator_lr": 0.01, "replay": True, "start": "average",
 }  # fmt: skip
 DIGITS_PRESET: Mapping[str, Mapping[str, Any]] = {
     "run": {"rounds": 3},
@@ -37,7 +37,7 @@ DIGITS_PRESET: Mapping[str, Mapping[str, Any]] = {
     "feddm": {"iterations": 10, "image_lr": 5.0, "server_epochs": 60},
     "fedaf": {"ipc": 10, "iterations": 10, "image_lr": 5.0, "image_momentum": 0.0, "server_epochs": 60, "server_lr": 0.01},
     "real": {"server_epochs": 60},
-    "feddf": {"batch": 32, "local_epochs": 20, "server_steps": 300},
+    "feddf": {"batch": 32, "local_epochs": 20, "server_steps": 300, "proxy": "noise"},
     "dense": _SHORT_DISTILLATION,
     "fedhydra": {**_SHORT_DISTILLATION, "stratification_steps": 15, "stratification_batch": 16},
     "fedavg": {"batch": 32},
@@ -108,6 +108,8 @@ class RunSettings:
             raise SettingError(
                 "sampling by size shows how many examples a client has: use sampling=uniform with differential privacy"
             )
+        if self.sampling == "size" and self.participation == 1:
+            raise SettingError("sampling by size draws some of the clients: it needs a participation below 1")
         if self.model.client_names and not self.method.heterogeneous:
             raise SettingError(f"{self.method.name} needs one architecture for all: leave --client-models out")
         if self.model.client_names and self.rounds > 1:

@@ -26,7 +26,7 @@ from fedsynth.core.method import Memory, RoundContext, ServerState
 from fedsynth.data.images import ImageData, require_all_classes
 from fedsynth.data.load import load_dataset
 from fedsynth.data.partition import GIVEN, IntArray, check_parts, count_matrix, hold_out, partition
-from fedsynth.data.proxy import ProxyImages
+from fedsynth.data.proxy import NOISE, ProxyImages, noise_images
 from fedsynth.errors import DataError, DivergedError
 from fedsynth.evaluation.accuracy import accuracy_by_domain, correct
 from fedsynth.evaluation.fairness import local_metrics
@@ -112,7 +112,7 @@ def simulate(
         require_all_classes(train)
     folder = None if output is None else Path(output)
     divided = [torch.as_tensor(np.asarray(part), dtype=torch.int64) for part in parts]
-    return _Simulation(settings, train.to(device), test.to(device), divided, observer or Observer(), folder).run()
+    return _Simulation(settings, train.to(device), test.to(device), divided, observer or Observer(), folder, download).run()
 
 
 class _Simulation:
@@ -126,13 +126,17 @@ class _Simulation:
         parts: list[Tensor],
         observer: Observer,
         output: Path | None,
+        download: bool = False,
     ) -> None:
         self.settings, self.method, self.test, self.observer = settings, settings.method, test, observer
         self.context = public_context(settings, train.spec, train.labels.device)
         self.method.check_model(self.context.architecture)
         name = getattr(self.method, "proxy", "")
         if name:
-            proxy, _ = load_dataset(name, settings.data_root)
+            if name == NOISE:
+                proxy = noise_images(train.spec, settings.seed)
+            else:
+                proxy, _ = load_dataset(name, settings.data_root, download=download)
             self.context = replace(self.context, proxy=ProxyImages(proxy.to(train.labels.device), train.spec))
         self.context = replace(self.context, note=observer.note)
         self.private = PrivateRun(settings, self.context) if settings.privacy is not None else None
@@ -278,9 +282,11 @@ class _Simulation:
         right = correct(model, self.test)
         row: dict[str, Any] = {"test_accuracy": int(right.sum()) / len(right)}
         if sum(map(len, self.tests)):
-            own = [self.method.personal_parameters(self.state, self.memories.get(k, {})) for k in range(len(self.parts))]
-            models = [model if one is None else self.context.load(one) for one in own]
-            row[LOCAL] = local_metrics(models, self.train, self.tests, [len(part) for part in self.parts])
+            own = (self.method.personal_parameters(parameters, self.memories.get(k, {})) for k in range(len(self.parts)))
+            personal = (model if one is None else self.context.load(one) for one in own)
+            row[LOCAL] = local_metrics(
+                personal if self.method.personal else model, self.train, self.tests, [len(part) for part in self.parts]
+            )
         domains = accuracy_by_domain(right, self.test)
         if domains:
             row["domain_accuracy"] = domains

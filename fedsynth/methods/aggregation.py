@@ -43,6 +43,8 @@ def cached(state: ServerState, uploads: Sequence[ModelParameters], context: Roun
     active = context.participants or range(context.clients)
     fresh = {name: slots.clone() for name, slots in cache.items()}
     for client, upload in zip(active, uploads, strict=True):
+        if upload.weight == 0:  # dropped, or without an example: it has trained nothing that counts
+            continue
         for name, value in upload.parameters.items():
             fresh[SLOT + name][client] = value
     return fresh

@@ -35,6 +35,7 @@ class FedBN(TrainsLocally):
     name: ClassVar[str] = "fedbn"
     summary: ClassVar[str] = "FedAvg in which batch-norm layers stay with their clients"
     reference: ClassVar[str] = "Li et al. 2021, FedBN, arXiv 2102.07623"
+    personal: ClassVar[bool] = True
     protects: ClassVar[tuple[str, ...]] = ()
     refusal: ClassVar[str] = (
         "it is about batch norm, which mixes a batch's examples: no example's influence on a step can be bounded"
@@ -61,5 +62,5 @@ class FedBN(TrainsLocally):
         made = super().server_step(state, uploads, context)
         return ServerState({**state.parameters, **made.parameters}, made.kept)
 
-    def personal_parameters(self, state: ServerState, memory: Memory) -> Mapping[str, Tensor]:
-        return {**state.parameters, **memory}
+    def personal_parameters(self, parameters: Mapping[str, Tensor], memory: Memory) -> Mapping[str, Tensor]:
+        return {**parameters, **memory}

@@ -26,7 +26,8 @@ class FedDF(DistilsEnsemble):
     """Settings, with the paper's values.
 
     Args:
-        proxy: the data set whose training images distil; declared public. It must be named: there is no right default.
+        proxy: the data set whose training images distil, declared public, or "noise": random pixels. It must be named: there is no right
+            default. With differential privacy it cannot be the clients' own data set.
         server_steps, server_batch, server_lr: Adam, cosine schedule; the paper has at most 10,000 steps and stops early on validation data,
             which this does not.
     """
@@ -35,6 +36,7 @@ class FedDF(DistilsEnsemble):
     summary: ClassVar[str] = "the server distils the average of the clients' logits on public unlabelled images"
     reference: ClassVar[str] = "Lin et al. 2020, FedDF, arXiv 2006.07242"
 
+    start: str = "average"
     proxy: str = ""
     server_steps: int = 2000
     server_batch: int = 128
@@ -44,10 +46,14 @@ class FedDF(DistilsEnsemble):
         super().__post_init__()
         check_ranges(self, server_steps=(0, inf), server_batch=(1, inf), server_lr=(0, inf))
 
+    def check_model(self, model: nn.Module) -> None:
+        if not self.proxy:
+            raise SettingError("feddf needs public images: name their data set with --set proxy=NAME (noise: random pixels)")
+
     def distil(self, models: Sequence[nn.Module], student: nn.Module, state: ServerState, context: RoundContext) -> ServerState:
         images = context.proxy
         if images is None:
-            raise SettingError("feddf needs public images: name their data set with --set proxy=NAME")
+            raise SettingError("feddf needs public images (RoundContext.proxy)")
         for model in models:
             model.requires_grad_(False).eval()
         adam = torch.optim.Adam(student.parameters(), self.server_lr)

@@ -1,8 +1,8 @@
 """FedProx: local training is held near the global model, and partial work is kept (Li et al. 2020, arXiv 1812.06127).
 
-Client: min F_k(w) + μ/2·‖w − w_t‖² (Eq. 2). Server: the plain average of the clients, which the paper draws by their sizes
-(`sampling="size"` of the run). Stragglers' partial work counts (`stragglers`, `drop_stragglers`). Adaptive μ (Sec. 5.3.2): raised by 0.1
-when the loss rises, lowered by 0.1 after five falls in a row.
+Client: min F_k(w) + μ/2·‖w − w_t‖² (Eq. 2). Server: the average, weighted by n_k where clients are drawn uniformly, plain where they are
+drawn by their sizes. Stragglers' partial work counts (`stragglers`, `drop_stragglers`). Adaptive μ (Sec. 5.3.2): raised by 0.1 when the loss
+rises, lowered by 0.1 after five falls in a row.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fedsynth.core.messages import Message, ModelParameters, public
 from fedsynth.core.method import Memory, PrivatePlan, RoundContext, ServerState, check_ranges
 from fedsynth.errors import SettingError
 from fedsynth.methods.aggregation import average
-from fedsynth.methods.local import Task, Trained, TrainsLocally
+from fedsynth.methods.local import Task, Trained, TrainsLocally, mean_loss
 from fedsynth.models.flat import flatten
 from fedsynth.privacy.settings import PrivacySettings
 
@@ -47,9 +47,10 @@ class FedProx(TrainsLocally):
 
     Args:
         mu: μ; the comparison papers take 0.001 (FedAF, FedKF on EMNIST and CIFAR-10) or the best of {0.01, 0.1, 1} (FedDM). μ = 0 is FedAvg,
-            averaged uniformly.
+            weighted by n_k (by_size=False: averaged uniformly).
         adaptive: change μ by the loss over rounds, starting from `mu`; not with differential privacy.
-        by_size: weigh the average by n_k (the paper's second scheme), for clients that are drawn uniformly.
+        by_size: weigh the average by n_k, for clients that are drawn uniformly; False averages them alike, for clients that are drawn by size
+            (the run's sampling="size"), as the paper's Algorithm 2 does. Both estimate the same objective.
     """
 
     name: ClassVar[str] = "fedprox"
@@ -59,7 +60,7 @@ class FedProx(TrainsLocally):
 
     mu: float = 0.01
     adaptive: bool = False
-    by_size: bool = False
+    by_size: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -83,11 +84,8 @@ class FedProx(TrainsLocally):
             return results
         model, out = context.load(message.parameters).eval(), []
         for position, (upload, memory) in enumerate(results):
-            mine = clients.examples(position)
-            with torch.no_grad():
-                losses = nn.functional.cross_entropy(model(clients.images(mine)), clients.labels(mine), reduction="sum")
             if isinstance(upload, LossModel):
-                upload = replace(upload, loss=float(losses) / max(1, len(mine)))
+                upload = replace(upload, loss=mean_loss(model, clients, position))
             out.append((upload, memory))
         return out
 

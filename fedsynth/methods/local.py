@@ -16,9 +16,10 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import ClassVar
 
+import torch
 from torch import Tensor, nn
 
-from fedsynth.core.client import ClientGroup, OpenClients, PrivateClients
+from fedsynth.core.client import ClientGroup, OpenClients, PrivateClients, chunk
 from fedsynth.core.messages import Message, ModelParameters, parameters_of
 from fedsynth.core.method import Memory, Method, PrivatePlan, RoundContext, ServerState, check_choice, check_ranges
 from fedsynth.core.random import numpy_generator, torch_generator
@@ -88,6 +89,8 @@ class TrainsLocally(Method):
         check_ranges(self, local_epochs=(1, inf), batch=(1, inf), lr=(0, inf), momentum=(0, 1), weight_decay=(0, inf))
         check_ranges(self, local_steps=(0, inf), stragglers=(0, 1))
         check_choice("final", self.final, ("aca", "oca"))
+        if self.stragglers and self.local_steps:
+            raise SettingError("stragglers manage fewer passes: they need local_epochs, and local_steps=0")
 
     def broadcast(self, state: ServerState, context: RoundContext) -> Message:
         return ModelParameters(state.parameters, 1.0)
@@ -112,9 +115,10 @@ class TrainsLocally(Method):
                 trained = self._train_privately(client, model, clients.alone(position), task, context)
             else:
                 trained = self._train(position, model, clients, task, context)
-            if self.drop_stragglers and client in self.late(context):
-                trained = replace(trained, weight=0.0)
-            results.append(task.finish(model, trained))
+            if self.drop_stragglers and client in self.late(context):  # as if it had not taken part
+                results.append((task.finish(model, replace(trained, weight=0.0))[0], memory))
+            else:
+                results.append(task.finish(model, trained))
             context.report("local training", position + 1, len(clients.ids))
         return results
 
@@ -194,6 +198,15 @@ class TrainsLocally(Method):
         series = clients.charge(replace(release, steps=steps, dimension=parameter_count(model)), 1)
         clients.fit(series, [model], steps, settings, [task.penalty], [task.loss])
         return Trained(1.0, steps)
+
+
+def mean_loss(model: nn.Module, clients: OpenClients, position: int) -> float:
+    """The mean cross-entropy of a model on all examples of one client of the group; 0 for none."""
+    mine, total = clients.examples(position), 0.0
+    with torch.no_grad():
+        for part in mine.split(chunk(mine.device)):
+            total += float(nn.functional.cross_entropy(model(clients.images(part)), clients.labels(part), reduction="sum"))
+    return total / max(1, len(mine))
 
 
 def prefixed(prefix: str, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -17,6 +17,7 @@ from torch import nn
 
 from fedsynth.core.messages import Message, ModelParameters
 from fedsynth.core.method import RoundContext, ServerState, check_choice
+from fedsynth.errors import SettingError
 from fedsynth.methods.aggregation import average
 from fedsynth.methods.local import TrainsLocally
 
@@ -26,8 +27,8 @@ class DistilsEnsemble(TrainsLocally):
     """Settings of FedHydra's comparison: SGD 0.01, batch 128, 200 local epochs; momentum is not named.
 
     Args:
-        start: of the student: "average" of the clients' models (FedDF's; heterogeneous clients: a fresh network), or "server", the model that
-            clients started from (fresh in a one-shot run).
+        start: of the student: "server", the model that clients started from, which is fresh in a one-shot run (FedHydra's Algorithm 1), or
+            "average" of the clients' models (FedDF's; with clients of other architectures it is a fresh network too).
     """
 
     heterogeneous: ClassVar[bool] = True
@@ -35,11 +36,13 @@ class DistilsEnsemble(TrainsLocally):
     local_epochs: int = 200
     batch: int = 128
     momentum: float = 0.9
-    start: str = "average"
+    start: str = "server"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_choice("start", self.start, ("average", "server"))
+        if self.final == "oca":
+            raise SettingError(f"{self.name}'s final model is the distilled one: final=oca has no meaning here")
 
     def distil(self, models: Sequence[nn.Module], student: nn.Module, state: ServerState, context: RoundContext) -> ServerState:
         """Trains `student` in place, and returns what the server keeps beside it (its parameters are filled in)."""
@@ -48,7 +51,9 @@ class DistilsEnsemble(TrainsLocally):
     def server_step(self, state: ServerState, uploads: Sequence[Message], context: RoundContext) -> ServerState:
         sent = [u for u in uploads if isinstance(u, ModelParameters)]
         active = context.participants or range(len(sent))
-        models = [context.load(u.parameters, client) for client, u in zip(active, sent, strict=True)]
+        models = [context.load(u.parameters, client) for client, u in zip(active, sent, strict=True) if u.weight > 0]
+        if not models:
+            return state
         alike = context.client_architectures is None
         student = context.load(average(sent) if alike and self.start == "average" else state.parameters)
         kept = self.distil(models, student, state, context)

@@ -11,14 +11,13 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import ClassVar
 
-import torch
 from torch import nn
 
 from fedsynth.core.client import ClientGroup, OpenClients
 from fedsynth.core.messages import Message, ModelParameters, parameters_of, unprotected
 from fedsynth.core.method import Memory, RoundContext, ServerState, check_ranges
 from fedsynth.methods.aggregation import average, trainable
-from fedsynth.methods.local import Task, Trained, TrainsLocally
+from fedsynth.methods.local import Task, Trained, TrainsLocally, mean_loss
 
 TINY = 1e-10  # the public code's guard of F_k
 
@@ -59,11 +58,8 @@ class QFFL(TrainsLocally):
             raise TypeError(self.refusal)
         model, out = context.load(parameters_of(message)).eval(), []
         for position, (upload, memory) in enumerate(super().client_step(message, clients, memories, context)):
-            mine = clients.examples(position)
-            with torch.no_grad():
-                loss = nn.functional.cross_entropy(model(clients.images(mine)), clients.labels(mine), reduction="sum")
             if isinstance(upload, FairModel):
-                upload = replace(upload, loss=float(loss) / max(1, len(mine)))
+                upload = replace(upload, loss=mean_loss(model, clients, position))
             out.append((upload, memory))
         return out
 

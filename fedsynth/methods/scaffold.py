@@ -83,7 +83,7 @@ class Scaffold(TrainsLocally):
 
     def combine(self, state: ServerState, uploads: Sequence[ModelParameters], context: RoundContext) -> ServerState:
         mean = average([replace(u, weight=float(u.weight > 0)) for u in uploads], state.parameters)
-        sent = [u for u in uploads if isinstance(u, ControlUp)]
+        sent = [u for u in uploads if isinstance(u, ControlUp) and u.weight > 0]
         old, control = unprefixed("control.", state.kept), {}
         made = dict(mean)
         for name in trainable(context):

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from fedsynth.core.messages import Message, ModelParameters, parameters_of
 from fedsynth.core.method import Memory, RoundContext, ServerState
+from fedsynth.errors import SettingError
 from fedsynth.methods.local import Task, Trained, TrainsLocally
 
 
@@ -24,8 +25,14 @@ class Solo(TrainsLocally):
     name: ClassVar[str] = "solo"
     summary: ClassVar[str] = "no federation: each client trains alone"
     reference: ClassVar[str] = "the comparison papers' SOLO"
+    personal: ClassVar[bool] = True
     protects: ClassVar[tuple[str, ...]] = ()
     refusal: ClassVar[str] = "nothing is sent, so there is nothing to protect; its accuracies are exact functions of private data"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.final == "oca":
+            raise SettingError("solo has no common model: final=oca has no meaning here")
 
     def start_model(self, client: int, message: Message, memory: Memory, context: RoundContext) -> nn.Module:
         return context.load(memory or parameters_of(message))
@@ -39,5 +46,5 @@ class Solo(TrainsLocally):
     def server_step(self, state: ServerState, uploads: Sequence[Message], context: RoundContext) -> ServerState:
         return state
 
-    def personal_parameters(self, state: ServerState, memory: Memory) -> Mapping[str, Tensor]:
-        return memory or state.parameters
+    def personal_parameters(self, parameters: Mapping[str, Tensor], memory: Memory) -> Mapping[str, Tensor]:
+        return memory or parameters

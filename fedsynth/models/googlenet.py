@@ -1,9 +1,16 @@
-"""torchvision's GoogLeNet (Szegedy et al. 2015) without auxiliary heads, with `embed` and `classifier`, and with torchvision's names."""
+"""torchvision's GoogLeNet (Szegedy et al. 2015) without auxiliary heads, with `embed` and `classifier`, and with torchvision's names.
+
+Two differences, for differential privacy: no dropout, whose masks would depend on the rest of the batch, and ReLUs that leave their input, which
+DP-SGD's hooks hold.
+"""
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
+from torchvision.models.googlenet import BasicConv2d, Inception, InceptionAux
 from torchvision.models.googlenet import GoogLeNet as TorchvisionGoogLeNet
 
 from fedsynth.privacy.dpsgd import group_norm_twin
@@ -15,14 +22,21 @@ def googlenet(image_shape: tuple[int, int, int], classes: int, norm: str) -> nn.
     return model if norm == "batch" else group_norm_twin(model)
 
 
+class _Conv(BasicConv2d):  # type: ignore[misc]  # torchvision has no types
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(self.bn(self.conv(x)))
+
+
 class GoogLeNet(TorchvisionGoogLeNet):  # type: ignore[misc]  # torchvision has no types
     """`forward`: normalised images [N, C, H, W] to logits [N, classes]."""
 
     def __init__(self, image_shape: tuple[int, int, int], classes: int) -> None:
-        super().__init__(num_classes=classes, aux_logits=False, init_weights=False)
+        blocks = [_Conv, partial(Inception, conv_block=_Conv), InceptionAux]
+        super().__init__(num_classes=classes, aux_logits=False, init_weights=False, blocks=blocks)
         channels, height, width = image_shape
         if channels != 3:
             self.conv1.conv = nn.Conv2d(channels, 64, kernel_size=7, stride=2, padding=3, bias=False)
+        self.dropout = nn.Identity()
         self.embedding_size = 1024
         self.largest_activation = 64 * -(-height // 2) * -(-width // 2)  # scalars of an image after the first convolution
 
@@ -41,5 +55,5 @@ class GoogLeNet(TorchvisionGoogLeNet):  # type: ignore[misc]  # torchvision has 
         return torch.flatten(self.avgpool(x), 1)
 
     def forward(self, x_NCHW: Tensor) -> Tensor:
-        z: Tensor = self.fc(self.dropout(self.embed(x_NCHW)))
+        z: Tensor = self.fc(self.embed(x_NCHW))
         return z

@@ -16,6 +16,15 @@ def group_norm(channels: int) -> nn.GroupNorm:
     return nn.GroupNorm(next(g for g in (32, 16, 8, 4, 2, 1) if channels % g == 0), channels)
 
 
+class _Block(BasicBlock):  # type: ignore[misc]  # torchvision has no types
+    """torchvision's, without adding in place."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.bn2(self.conv2(self.relu(self.bn1(self.conv1(x)))))
+        out: Tensor = self.relu(y + (x if self.downsample is None else self.downsample(x)))
+        return out
+
+
 class ResNet18(ResNet):  # type: ignore[misc]  # torchvision has no types
     """`forward`: normalised images [N, C, H, W] to logits [N, classes].
 
@@ -25,11 +34,14 @@ class ResNet18(ResNet):  # type: ignore[misc]  # torchvision has no types
 
     def __init__(self, image_shape: tuple[int, int, int], classes: int, *, norm: str = "batch") -> None:
         layer = {"batch": nn.BatchNorm2d, "group": group_norm}[norm]
-        super().__init__(BasicBlock, [2, 2, 2, 2], num_classes=classes, norm_layer=layer)
+        super().__init__(_Block, [2, 2, 2, 2], num_classes=classes, norm_layer=layer)
         channels, height, width = image_shape
         if channels != 3:  # drawn as torchvision draws it
             self.conv1 = nn.Conv2d(channels, 64, kernel_size=7, stride=2, padding=3, bias=False)
             nn.init.kaiming_normal_(self.conv1.weight, mode="fan_out", nonlinearity="relu")
+        for layer in self.modules():
+            if isinstance(layer, nn.ReLU):
+                layer.inplace = False  # DP-SGD's hooks hold what it would overwrite
         self.embedding_size = 512
         self.largest_activation = 64 * -(-height // 2) * -(-width // 2)  # scalars of an image after the first convolution
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,9 @@ from torch import Tensor, nn
 from fedsynth.core.method import check_ranges
 from fedsynth.core.random import torch_generator
 from fedsynth.data.registry import DatasetSpec
+from fedsynth.synthesizer.ensembles import batch_norm_matching
 from fedsynth.synthesizer.generators import Generator, distillation_loss, generator_loss, make_generator
+from fedsynth.synthesizer.one_shot import adversarial_loss
 
 
 class Distillation:
@@ -40,24 +43,40 @@ class Distillation:
         learning_rate: float,
         one_hot_weight: float,
         activation_weight: float,
+        bn_weight: float = 0.0,
+        ad_weight: float = 0.0,
     ) -> None:
         self._teacher = copy.deepcopy(teacher).requires_grad_(False).eval()
         self.generator, self._draws, self._batch = generator.train(), draws, batch
         self._weights = one_hot_weight, activation_weight
+        self._bn_weight, self._ad_weight = bn_weight, ad_weight
+        # hooks on this object's own copy of the teacher: they go with it
+        self._statistics = ExitStack().enter_context(batch_norm_matching([self._teacher] if bn_weight else []))
         self._adam = torch.optim.Adam(generator.parameters(), learning_rate)
 
-    def step(self) -> tuple[Tensor, Tensor]:
-        """One step of the generator; then images of the same z from the new generator, and the teacher's logits on them, without graph."""
+    def step(self, student: nn.Module | None = None) -> tuple[Tensor, Tensor]:
+        """One step of the generator; then images of the same z from the new generator, and the teacher's logits on them, without graph.
+
+        Args:
+            student: whom the generator should disagree with the teacher, with an `ad_weight`.
+        """
         z = torch.randn(self._batch, self.generator.latent, generator=self._draws, device=self._draws.device)
         with torch.enable_grad():
-            features = self._teacher.embed(self.generator.normalised(z))  # type: ignore[operator]
-            loss = generator_loss(features, self._teacher.classifier(features), *self._weights)  # type: ignore[operator]
-            self._adam.zero_grad()
-            loss.backward()
+            images = self.generator.normalised(z)
+            features = self._teacher.embed(images)  # type: ignore[operator]
+            logits = self._teacher.classifier(features)  # type: ignore[operator]
+            loss = generator_loss(features, logits, *self._weights) + self._bn_weight * self._statistics().to(z.device)
+            if student is not None and self._ad_weight:
+                loss = loss + self._ad_weight * adversarial_loss(logits, student(images), only_disagreement=True)
+            weights = list(self.generator.parameters())
+            for p, gradient in zip(weights, torch.autograd.grad(loss, weights), strict=True):
+                p.grad = gradient
             self._adam.step()
         with torch.no_grad():
             images = self.generator.normalised(z)
-            return images, self._teacher(images)
+            answer = self._teacher(images)
+            self._statistics()
+            return images, answer
 
     def loss(self, student: nn.Module) -> Tensor:
         """`step`, and KL(teacher ‖ student) on its images (Eq. 6), with the graph to the student."""
@@ -93,6 +112,8 @@ class DataFreeDistiller:
         generator_lr: Adam's, 0.2 on EMNIST and 0.02 on CIFAR: so large that the generator keeps wandering, which is what makes its images
             diverse. On the embedded digits, 2000 steps: 0.2 gives 94 %, 0.01 gives 77 % (teacher 99 %).
         one_hot_weight, activation_weight: λ1, λ2: (0.2, 0.02) on EMNIST, (0.01, 0.002) on CIFAR.
+        bn_weight, ad_weight: DENSE's two terms of the generator's loss beside FedKF's: the teacher's batch-norm statistics, if it has any, and
+            disagreement with the student. 0 leaves them out, as FedKF does.
         latent, width: of the generator.
         replay, kept: student steps, in each step, on random earlier batches of the last `kept`; 0 is the paper's. A student's step costs little
             beside a generator's, and old images are still a teacher's answers.
@@ -107,6 +128,8 @@ class DataFreeDistiller:
     generator_lr: float = 0.2
     one_hot_weight: float = 0.2
     activation_weight: float = 0.02
+    bn_weight: float = 0.0
+    ad_weight: float = 0.0
     latent: int = 100
     width: int = 64
     replay: int = 0
@@ -117,7 +140,7 @@ class DataFreeDistiller:
         big = float("inf")
         check_ranges(self, steps=(1, big), batch=(2, big), learning_rate=(0, big), momentum=(0, 1), generator_lr=(0, big))
         check_ranges(self, one_hot_weight=(0, big), activation_weight=(0, big), latent=(1, big), width=(1, big))
-        check_ranges(self, replay=(0, big), kept=(1, big))
+        check_ranges(self, replay=(0, big), kept=(1, big), bn_weight=(0, big), ad_weight=(0, big))
 
     def fit(self, student: nn.Module, report: Callable[[int, int], None] = lambda done, total: None) -> Generator:
         """Trains `student`, in place, on the teacher's device; returns the generator.
@@ -135,6 +158,8 @@ class DataFreeDistiller:
             learning_rate=self.generator_lr,
             one_hot_weight=self.one_hot_weight,
             activation_weight=self.activation_weight,
+            bn_weight=self.bn_weight,
+            ad_weight=self.ad_weight,
         )
         sgd = torch.optim.SGD(student.to(device).parameters(), self.learning_rate, self.momentum)
         schedule: Any = torch.optim.lr_scheduler.CosineAnnealingLR(sgd, self.steps)
@@ -143,7 +168,7 @@ class DataFreeDistiller:
         past: deque[tuple[Tensor, Tensor]] = deque(maxlen=self.kept)
         shuffle = torch_generator(self.seed, "distillation replay")
         for done in range(self.steps):
-            past.append(pair.step())
+            past.append(pair.step(student))
             again = torch.randint(len(past), (self.replay,), generator=shuffle).tolist()
             for images, logits in (past[i] for i in (-1, *again)):
                 sgd.zero_grad()

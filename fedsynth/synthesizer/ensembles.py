@@ -19,6 +19,7 @@ from fedsynth.core.random import torch_generator
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.synthesizer.generators import make_generator
 
+PAIRS = 64  # generators whose weights, gradients and images are held at a time
 Aggregate = Callable[[Tensor, Tensor], Tensor]
 """(logits of all models [m, N, C], labels that were asked for [N]) -> logits of the ensemble [N, C]."""
 
@@ -79,14 +80,22 @@ class Stratification:
     ) -> Tensor:
         """U [C, m] (Algorithm 2).
 
-        All m·C generators step together, from the same weights and the same noise, so that their series can be compared; each model sees the
-        images of its own C generators in one pass.
+        The generators of up to PAIRS pairs step together, from the same weights and the same noise, so that their series can be compared; each
+        model sees the images of its own C generators in one pass.
 
         Args:
             models: in evaluation mode; their weights are not touched.
             batched: the generators' passes as one; None: on a GPU. (A CPU's grouped convolutions take several times as long as a loop.)
         """
         batched = device.type == "cuda" if batched is None else batched
+        at_once = max(1, PAIRS // spec.classes)
+        series = [
+            self._losses(models[first : first + at_once], spec, seed, device, batched) for first in range(0, len(models), at_once)
+        ]
+        return guidance(torch.cat(series, dim=2), self.floor)
+
+    def _losses(self, models: Sequence[nn.Module], spec: DatasetSpec, seed: int, device: torch.device, batched: bool) -> Tensor:
+        """Losses of every step, [T_G, C, m], of some clients."""
         classes, m = spec.classes, len(models)
         generator = make_generator(spec, seed, latent=self.latent, width=self.width, running=False).to(device)
         stacked = {
@@ -115,7 +124,7 @@ class Stratification:
                 losses.sum().backward()
             adam.step()
             series.append(losses.detach())
-        return guidance(torch.stack(series), self.floor)
+        return torch.stack(series)
 
 
 def _all_images(normalised: nn.Module, stacked: dict[str, Tensor], z: Tensor, batched: bool) -> Tensor:

@@ -18,7 +18,7 @@ SMALL: dict[str, tuple[str, ...]] = {
     **{name: _LOCAL for name in ("fedavgm", "feddyn", "fedgkd", "fednova", "fedprox", "moon", "qffl", "scaffold", "solo")},
     "fedbn": (*_LOCAL, "--norm", "batch"),
     "fedkf": (*_LOCAL, "--set", "generator_width=4", "--set", "generator_batch=16"),
-    "feddf": (*_LOCAL, "--set", "server_steps=2", "--set", "proxy=digits"),
+    "feddf": (*_LOCAL, "--set", "server_steps=2", "--set", "proxy=noise"),
     "dense": _DISTIL,
     "fedhydra": (*_DISTIL, "--set", "stratification_steps=2", "--set", "stratification_batch=4"),
     "feddm": ("--set", "iterations=1", "--set", "server_epochs=1", "--ipc", "2"),

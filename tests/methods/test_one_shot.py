@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from fedsynth.methods.feddf import FedDF
 from fedsynth.methods.fedhydra import FedHydra
 from fedsynth.methods.one_shot import DistilsEnsemble
 from fedsynth.models.registry import ModelSettings, build_model
-from fedsynth.privacy.errors import ForbiddenLayerError
+from fedsynth.privacy.errors import ForbiddenLayerError, UnaccountedReleaseError
 
 SPEC = dataset_spec("digits")
 METHODS = ["dense", "fedhydra", "feddf"]
@@ -32,12 +33,16 @@ TINY: dict[str, Any] = {"server_epochs": 2, "generator_steps": 2, "generator_wid
 FAST: dict[str, dict[str, Any]] = {
     "dense": {"local_epochs": 3, **TINY},
     "fedhydra": {"local_epochs": 3, **TINY, "stratification_steps": 3, "stratification_batch": 4},
-    "feddf": {"local_epochs": 3, "server_steps": 5, "server_batch": 16, "proxy": "digits"},
+    "feddf": {"local_epochs": 3, "server_steps": 5, "server_batch": 16, "proxy": "noise"},
 }
 
 
 def run(method: str, rounds: int = 1, privacy: dict[str, Any] | None = None, **model: Any) -> Any:
-    sections = {"run": {"method": method, "rounds": rounds}, "model": {"width": 8, "depth": 2, **model}, "method": FAST[method]}
+    sections = {
+        "run": {"method": method, "rounds": rounds, "device": "cpu"},
+        "model": {"width": 8, "depth": 2, **model},
+        "method": FAST[method],
+    }
     return resolve({**sections, "privacy": privacy or {}})
 
 
@@ -97,14 +102,15 @@ def uploads() -> list[ModelParameters]:
     ]
 
 
-@pytest.mark.parametrize("method", [Dense(server_epochs=0), FedDF(server_steps=0)])
+@pytest.mark.parametrize("method", [Dense(server_epochs=0), FedDF(server_steps=0, proxy="noise")])
 def test_without_a_step_the_student_is_where_it_starts(method: DistilsEnsemble) -> None:
     """The n_k-weighted average (FedAvg, one shot), or the server's model."""
     pixels = np.zeros((4, 8, 8), np.uint8)
     proxy = ProxyImages(from_arrays(pixels, np.zeros(4, np.int64), SPEC), SPEC)
     state = ServerState(context().architecture.state_dict())
-    start = type(method)(**{**vars(method), "start": "server"})
-    for one, expected in ((method, average(uploads())), (start, state.parameters)):
+    starts = {kind: type(method)(**{**vars(method), "start": kind}) for kind in ("average", "server")}
+    assert method.start == ("server" if method.name == "dense" else "average")
+    for one, expected in ((starts["average"], average(uploads())), (starts["server"], state.parameters)):
         made = one.server_step(state, uploads(), context(proxy=proxy))
         assert all(torch.equal(made.parameters[name], expected[name]) for name in expected)
 
@@ -146,8 +152,26 @@ def test_feddf_moves_the_student_to_the_ensemble_on_its_proxy() -> None:
     before = apart(average(uploads()))
     made = FedDF(server_steps=30, server_batch=32, server_lr=1e-2).server_step(state, uploads(), ctx)
     assert apart(made.parameters) < before / 2
-    with pytest.raises(SettingError, match="--set proxy=NAME"):
-        FedDF().server_step(state, uploads(), context())
+    with pytest.raises(SettingError, match="--set proxy=NAME"):  # before anything is trained or charged
+        simulate(resolve({"run": {"method": "feddf", "rounds": 1}, "method": {"proxy": ""}}))
+
+
+def test_the_clients_own_images_are_no_public_proxy() -> None:
+    settings = resolve({"run": {"method": "feddf", "rounds": 1}, "method": {"proxy": "digits"}, "privacy": {"epsilon": 8.0}})
+    with pytest.raises(UnaccountedReleaseError, match="the clients' own images"):
+        simulate(settings)
+
+
+def test_models_that_do_not_count_are_not_in_the_ensemble(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    monkeypatch.setattr(Dense, "distil", lambda self, models, student, state, ctx: seen.append(len(models)) or ServerState({}))
+    one, two = uploads()
+    state = ServerState(context().architecture.state_dict())
+    Dense().server_step(state, [one, replace(two, weight=0.0)], context())
+    assert seen == [1]
+    assert Dense().server_step(state, [replace(one, weight=0.0), replace(two, weight=0.0)], context()) is state
+    with pytest.raises(SettingError, match="no meaning"):
+        Dense(final="oca")
 
 
 def test_proxy_images_are_brought_to_the_shape() -> None:

@@ -7,9 +7,15 @@ import torch
 from torch import nn
 
 from fedsynth.errors import SettingError
-from fedsynth.models.registry import ModelSettings, build_model, parameter_count
+from fedsynth.models.flat import flatten
+from fedsynth.models.registry import ModelSettings, build_model, model_names, parameter_count
 from fedsynth.models.small import LeNet5, ResNet8
-from fedsynth.privacy.dpsgd import check_model
+from fedsynth.privacy.accounting import Release
+from fedsynth.privacy.dpsgd import DpSgdSettings, check_model, dp_sgd
+from fedsynth.privacy.errors import ForbiddenLayerError
+from fedsynth.privacy.ledger import Guard, Ledger
+from fedsynth.privacy.mechanisms import GaussianSums
+from fedsynth.privacy.randomness import SecretGenerator
 
 
 def test_lenet5_has_its_known_size() -> None:
@@ -69,3 +75,22 @@ def test_googlenet_is_torchvisions() -> None:
     x = torch.randn(2, 3, 64, 64, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         torch.testing.assert_close(net(x), theirs(x))
+
+
+@pytest.mark.parametrize("name", model_names())
+def test_every_architecture_takes_a_private_step(name: str) -> None:
+    """Catches: in-place activations, which DP-SGD's hooks do not survive, and dropout, whose masks go by the place in the batch."""
+    norm = {"resnet18": "group", "googlenet": "group", "cnn1": "group", "cnn2": "group"}.get(name, "")
+    model = build_model(ModelSettings(name, width=4, norm=norm), (1, 28, 28), 10, 0)
+    before = flatten(model)
+    release = Release(1, "m", "dp-sgd", "g", 1e-9, 1.0, 1.0, "full", 1, len(before))
+    series = GaussianSums(release, 1, Guard(Ledger("0"), 1e-5, None), SecretGenerator())
+    x = torch.randn(3, 1, 28, 28, generator=torch.Generator().manual_seed(0))
+    dp_sgd(model, lambda i: x[i], torch.arange(3), series, 1, DpSgdSettings(0.1, 3.0))
+    assert 0 < float((flatten(model) - before).norm()) <= 0.1 * 1.01  # three clipped gradients of norm 1, over 3, times the rate
+
+
+def test_dropout_is_refused_with_differential_privacy() -> None:
+    with pytest.raises(ForbiddenLayerError, match="masks go by"):
+        check_model(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5)))
+    check_model(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.0)))

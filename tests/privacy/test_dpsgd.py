@@ -112,3 +112,27 @@ def test_a_penalty_adds_its_gradient_and_is_no_examples() -> None:
         dp_sgd(model, lambda i: x[i], y, series, 1, DpSgdSettings(0.01, 8.0), penalty)
         results.append(flatten(model))
     torch.testing.assert_close(results[1] - results[0], -0.01 * 200 * start, atol=1e-5, rtol=1e-4)
+
+
+def test_a_loss_of_ones_own_is_clipped_example_by_example() -> None:
+    """Against a loop over examples; catches a loss that is not used, or whose examples share a gradient."""
+    x, y = torch.randn(5, 1, 8, 8, generator=torch.Generator().manual_seed(0)), torch.arange(5)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)  # noqa: TID251
+        model = ConvNet((1, 8, 8), 10, width=4, depth=1)
+    before = flatten(model)
+
+    def loss(network: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
+        z = network.embed(images)  # type: ignore[operator]
+        plain = nn.functional.cross_entropy(network.classifier(z), labels, reduction="none")  # type: ignore[operator]
+        return plain + 3 * z.square().mean(dim=1)
+
+    total = torch.zeros_like(before)
+    for i in range(5):
+        gradients = torch.autograd.grad(loss(model, x[i : i + 1], y[i : i + 1]).sum(), list(model.parameters()))
+        row = torch.cat([g.flatten() for g in gradients])
+        total += row * min(1.0, 0.5 / float(row.norm()))
+    release = Release(1, "m", "dp-sgd", "g", 1e-9, 0.5, 1.0, "full", 1, len(before))
+    series = GaussianSums(release, 1, Guard(Ledger("0"), 1e-5, None), SecretGenerator())
+    dp_sgd(model, lambda i: x[i], y, series, 1, DpSgdSettings(0.1, 5.0), None, loss)
+    torch.testing.assert_close(flatten(model) - before, -0.1 * total / 5, atol=1e-6, rtol=1e-3)

@@ -142,7 +142,7 @@ def test_stratification_equals_separate_loops(batched: bool, device: torch.devic
                 loss.backward()  # type: ignore[no-untyped-call]
                 adam.step()
                 series.append(float(loss.detach()))
-            assert float(u[j, k]) == pytest.approx((max(series) - min(series)) / min(series), rel=2e-3, abs=1e-4)
+            assert float(u[j, k]) == pytest.approx((max(series) - min(series)) / min(series), rel=2e-2, abs=1e-3)
 
 
 class Knows(nn.Module):
