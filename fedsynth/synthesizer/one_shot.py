@@ -18,7 +18,7 @@ from fedsynth.core.method import check_ranges
 from fedsynth.core.random import torch_generator
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.synthesizer.ensembles import Aggregate, batch_norm_matching, has_statistics
-from fedsynth.synthesizer.generators import distillation_loss, make_generator
+from fedsynth.synthesizer.generators import Generator, distillation_loss, make_generator
 
 
 def adversarial_loss(ensemble_NC: Tensor, student_NC: Tensor, *, only_disagreement: bool) -> Tensor:
@@ -105,17 +105,7 @@ class OneShotDistillation:
                 asked = labels if self.conditional else None
                 student.eval()
                 for _ in range(self.generator_steps):
-                    with torch.enable_grad():
-                        images = generator.normalised(z, asked)
-                        answer = aggregate(torch.stack([model(images) for model in models]), labels)
-                        loss = F.cross_entropy(answer, labels) + self.bn_weight * statistics().to(device)
-                        if self.ad_weight:
-                            against = adversarial_loss(answer, student(images), only_disagreement=self.only_disagreement)
-                            loss = loss + self.ad_weight * against
-                        gradients = torch.autograd.grad(loss, list(generator.parameters()))
-                    for p, gradient in zip(generator.parameters(), gradients, strict=True):
-                        p.grad = gradient
-                    adam.step()
+                    self._generator_step(generator, adam, (z, asked, labels), models, student, aggregate, statistics)
                 with torch.no_grad():
                     images = generator.normalised(z, asked)
                     answer = aggregate(torch.stack([model(images) for model in models]), labels)
@@ -134,3 +124,28 @@ class OneShotDistillation:
         if self.bn_weight and without:
             return [f"no batch-norm term for models {', '.join(without)}: they have no batch norm with running statistics"]
         return []
+
+    def _generator_step(
+        self,
+        generator: Generator,
+        adam: torch.optim.Optimizer,
+        draw: tuple[Tensor, Tensor | None, Tensor],
+        models: Sequence[nn.Module],
+        student: nn.Module,
+        aggregate: Aggregate,
+        statistics: Callable[[], Tensor],
+    ) -> None:
+        """One step down CE(P, y) + λ1·L_BN + λ2·L_AD (FedHydra, Eq. 16) on a draw of (noise, the generator's labels, the asked labels)."""
+        z, given, labels = draw
+        weights = list(generator.parameters())
+        with torch.enable_grad():
+            images = generator.normalised(z, given)
+            answer = aggregate(torch.stack([model(images) for model in models]), labels)
+            loss = F.cross_entropy(answer, labels) + self.bn_weight * statistics().to(z.device)
+            if self.ad_weight:
+                against = adversarial_loss(answer, student(images), only_disagreement=self.only_disagreement)
+                loss = loss + self.ad_weight * against
+            gradients = torch.autograd.grad(loss, weights)
+        for p, gradient in zip(weights, gradients, strict=True):
+            p.grad = gradient
+        adam.step()

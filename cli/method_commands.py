@@ -1,0 +1,89 @@
+"""`fedsynth methods`, `fedsynth methods show`, and `fedsynth distill`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+methods_app = typer.Typer(help="The methods: a line each, or one in full.", no_args_is_help=False)
+
+
+@methods_app.callback(invoke_without_command=True)
+def methods(context: typer.Context) -> None:
+    """List the methods with a line each; `fedsynth methods show NAME` says all about one."""
+    from fedsynth.methods import METHODS, method_class
+
+    if context.invoked_subcommand is None:
+        for name in sorted(METHODS):
+            cls = method_class(name)
+            print(f"{name:9} {cls.summary} ({cls.reference})")
+
+
+@methods_app.command("show")
+def show_method(name: Annotated[str, typer.Argument(help="A method's name.")]) -> None:
+    """Settings with defaults, what is uploaded, what of that is private, and the reference."""
+    from fedsynth.cli.app import one_line_errors
+
+    with one_line_errors():
+        from dataclasses import fields
+        from inspect import getdoc
+
+        from fedsynth.core.messages import privacy_of_fields
+        from fedsynth.methods import method_class
+
+        cls = method_class(name)
+        print(f"{name}: {cls.summary}\nreference: {cls.reference}\n\nsettings (--set KEY=VALUE), with defaults:")
+        for field in fields(cls):
+            print(f"  {field.name} = {field.default}")
+        print(f"\n{getdoc(cls)}\n\nuploads ({cls.upload.__name__}):")
+        for key, (kind, reason) in privacy_of_fields(cls.upload).items():
+            print(f"  {key}: {kind}" + (f" ({reason})" if reason else ""))
+        print("\nwith differential privacy: " + (", ".join(cls.protects) if cls.protects else f"refused: {cls.refusal}"))
+
+
+def distill(
+    models: Annotated[str, typer.Option(help="Model files (.safetensors), comma-separated.")],
+    arch: Annotated[str, typer.Option(help="Their architectures: one for all, or one each, comma-separated.")] = "convnet",
+    student: Annotated[str | None, typer.Option(help="Architecture of the model to make; default: the first's.")] = None,
+    dataset: Annotated[str, typer.Option(help="Whose image size, classes and normalisation.")] = "mnist",
+    method: Annotated[str, typer.Option(help="fedhydra or dense: neither needs data.")] = "fedhydra",
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", help="A setting of the method's server, as KEY=VALUE; may be repeated.")
+    ] = None,
+    width: Annotated[int, typer.Option(help="Channels of a ConvNet's block.")] = 128,
+    depth: Annotated[int, typer.Option(help="Blocks of a ConvNet.")] = 3,
+    norm: Annotated[str, typer.Option(help="Norm of all of them; each one's own if not given.")] = "",
+    seed: Annotated[int, typer.Option(help="Seed of noise and initial weights.")] = 0,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    evaluate: Annotated[bool, typer.Option("--evaluate", help="Also test models and student on the data set.")] = False,
+    data_root: Annotated[Path | None, typer.Option(help="Folder of the data sets, for --evaluate.")] = None,
+    output: Annotated[Path, typer.Option(help="Where the student goes.")] = Path("student.safetensors"),
+) -> None:
+    """Distil trained models into one, in one shot and without data.
+
+    Example: `fedsynth distill --models a.safetensors,b.safetensors --arch lenet5,cnn1 --student resnet18 --dataset mnist`.
+    """
+    from fedsynth.cli.app import method_settings, one_line_errors
+
+    with one_line_errors():
+        from fedsynth.federation.distill import distil_files
+
+        files = [Path(name.strip()).expanduser() for name in models.split(",") if name.strip()]
+        kinds = [name.strip() for name in arch.split(",") if name.strip()]
+        lines = distil_files(
+            files,
+            kinds,
+            student=student or kinds[0],
+            dataset=dataset,
+            method=method,
+            settings=method_settings({}, settings or []),
+            size=(width, depth, norm),
+            seed=seed,
+            device=device,
+            test_root=(data_root, evaluate),
+            output=output,
+        )
+        for line in lines:
+            print(line)
