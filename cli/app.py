@@ -19,7 +19,8 @@ from typer.core import TyperGroup
 from fedsynth import __version__
 from fedsynth.cli.method_commands import distill, methods_app
 from fedsynth.cli.privacy_commands import privacy_app
-from fedsynth.errors import FedsynthError, SettingError
+from fedsynth.cli.settings_options import merged, read_config, with_set_options
+from fedsynth.errors import FedsynthError
 from fedsynth.privacy.errors import PrivacyError
 
 # The parser's own errors (an unknown option, text in place of a number). Where they live depends on typer's version.
@@ -59,6 +60,7 @@ app.add_typer(privacy_app, name="privacy")
 app.add_typer(methods_app, name="methods")
 app.command()(distill)
 
+PARTITIONS = "iid, dirichlet, dirichlet-plain, classes, missing, dominant, quantity, domain or natural (as the data come)."
 DATA, PRIVACY, MODEL = "Data and partition", "Differential privacy", "Model"
 
 
@@ -104,7 +106,10 @@ def train(
         Path | None, typer.Option(help="A config.toml of an earlier run, or your own; options given here win.")
     ] = None,
     settings: Annotated[
-        list[str] | None, typer.Option("--set", help="A setting of the method, as KEY=VALUE; may be repeated.")
+        list[str] | None,
+        typer.Option(
+            "--set", help="A setting of the method, KEY=VALUE, or of another section, model.projection=256; may be repeated."
+        ),
     ] = None,
     ipc: Annotated[int | None, typer.Option(help="Synthetic images per class (same as --set ipc=N).")] = None,
     matching: Annotated[
@@ -137,7 +142,8 @@ def train(
     dataset: Annotated[
         str | None,
         typer.Option(
-            help="digits (embedded), mnist, fashion-mnist, emnist-letters, cifar10, cifar100, svhn, office-caltech-10, domainnet-10.",
+            help="digits (embedded), mnist, fashion-mnist, emnist-letters, cifar10, cifar100, svhn, cinic10, tiny-imagenet, femnist, "
+            "office-caltech-10, domainnet-10, 'synthetic(1,1)'.",
             rich_help_panel=DATA,
         ),
     ] = None,
@@ -147,9 +153,7 @@ def train(
     download: Annotated[
         bool, typer.Option("--download", help="Let torchvision fetch the data set.", rich_help_panel=DATA)
     ] = False,
-    partition: Annotated[
-        str | None, typer.Option(help="iid, dirichlet, dirichlet-plain, classes or domain.", rich_help_panel=DATA)
-    ] = None,
+    partition: Annotated[str | None, typer.Option(help=PARTITIONS, rich_help_panel=DATA)] = None,
     clients: Annotated[int | None, typer.Option(help="Number of clients.", rich_help_panel=DATA)] = None,
     alpha: Annotated[float | None, typer.Option(help="Dirichlet concentration; small is skewed.", rich_help_panel=DATA)] = None,
     classes_per_client: Annotated[int | None, typer.Option(help="For --partition classes.", rich_help_panel=DATA)] = None,
@@ -169,7 +173,7 @@ def train(
         typer.Option(
             "--model",
             "--server-model",
-            help="convnet, lenet5, cnn1, cnn2, resnet8, resnet18 or googlenet.",
+            help="convnet, linear, lenet5, cnn1, cnn2, resnet8, resnet18, resnet50, alexnet or googlenet.",
             rich_help_panel=MODEL,
         ),
     ] = None,
@@ -261,7 +265,7 @@ def train(
                 "local_test": local_test,
             },
             "model": {"name": model, "clients": client_models, "width": width, "depth": depth, "norm": norm},
-            "method": method_settings({"ipc": ipc, "matching": matching}, settings or []),
+            "method": {"ipc": ipc, "matching": matching},
             "privacy": {
                 "noise_multiplier": dp_sigma,
                 "epsilon": dp_epsilon,
@@ -276,7 +280,8 @@ def train(
                 "ledger": str(dp_ledger) if dp_ledger else None,
             },
         }
-        sections = _merged(_read_config(config), given)
+        flags = {"kind": "partition", "name": "model", "noise_multiplier": "dp-sigma", "epsilon": "dp-epsilon"}
+        sections = merged(read_config(config), with_set_options(given, settings or [], flags))
         if dry_run:
             _dry_run(sections, as_json)
         else:
@@ -287,12 +292,15 @@ def train(
 def partition(
     dataset: Annotated[str, typer.Option(help="Which data set.")] = "digits",
     data_root: Annotated[Path | None, typer.Option(help="Folder of the data sets; else $FEDSYNTH_DATA.")] = None,
-    kind: Annotated[str | None, typer.Option("--partition", help="iid, dirichlet, dirichlet-plain, classes or domain.")] = None,
+    kind: Annotated[str | None, typer.Option("--partition", help=PARTITIONS)] = None,
     clients: Annotated[int | None, typer.Option(help="Number of clients.")] = None,
     alpha: Annotated[float | None, typer.Option(help="Dirichlet concentration; small is skewed.")] = None,
     classes_per_client: Annotated[int | None, typer.Option(help="For --partition classes.")] = None,
     min_size: Annotated[int | None, typer.Option(help="Fewest examples of a client (dirichlet).")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the partition.")] = 0,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", help="Another setting, as partition.dominant_share=0.7; may be repeated.")
+    ] = None,
     ipc: Annotated[int | None, typer.Option(help="Images per class, for FedDM's upload volume below the table.")] = None,
     picture: Annotated[Path | None, typer.Option(help="Also write the picture to this PNG file.")] = None,
 ) -> None:
@@ -311,50 +319,7 @@ def partition(
             "partition": chosen,
             "method": {"ipc": ipc},
         }
-        _show_partition(_merged({}, given), picture)
-
-
-def method_settings(options: dict[str, Any], texts: list[str]) -> dict[str, Any]:
-    """What --set says, and the method's settings that have an option of their own (None: not given)."""
-    pairs: dict[str, Any] = {}
-    for text in texts:
-        key, equals, value = text.partition("=")
-        if not equals or not key.strip():
-            raise SettingError(f"--set takes KEY=VALUE, got {text!r}")
-        pairs[key.strip()] = value.strip()
-    for name, value in options.items():
-        if value is not None and name in pairs:
-            raise SettingError(f"{name} is given twice, by --{name} and by --set")
-        if value is not None:
-            pairs[name] = value
-    return pairs
-
-
-def _read_config(path: Path | None) -> dict[str, dict[str, Any]]:
-    import tomllib
-
-    if path is None:
-        return {}
-    try:
-        read = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise SettingError(f"cannot read the config {path}: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise SettingError(f"{path} is not valid TOML: {error}") from None
-    loose = [name for name, values in read.items() if not isinstance(values, dict)]
-    if loose:
-        raise SettingError(f"{path}: {loose[0]!r} stands outside every section")
-    return read
-
-
-def _merged(config: dict[str, dict[str, Any]], given: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Options over the config file; another method than the config's drops the settings of the old one."""
-    options = {name: {k: v for k, v in values.items() if v is not None} for name, values in given.items()}
-    old = config.get("run", {}).get("method", "feddm")
-    if options["run"].get("method", old) != old:
-        config = {name: values for name, values in config.items() if name != "method"}
-    names = [*config, *(name for name in options if name not in config)]
-    return {name: {**config.get(name, {}), **options.get(name, {})} for name in names}
+        _show_partition(merged({}, with_set_options(given, settings or [])), picture)
 
 
 def _show_partition(sections: dict[str, dict[str, Any]], picture: Path | None) -> None:

@@ -65,7 +65,8 @@ def distill(
 
     Example: `fedsynth distill --models a.safetensors,b.safetensors --arch lenet5,cnn1 --student resnet18 --dataset mnist`.
     """
-    from fedsynth.cli.app import method_settings, one_line_errors
+    from fedsynth.cli.app import one_line_errors
+    from fedsynth.cli.settings_options import method_settings
 
     with one_line_errors():
         from fedsynth.federation.distill import distil_files
@@ -78,7 +79,7 @@ def distill(
             student=student or kinds[0],
             dataset=dataset,
             method=method,
-            settings=method_settings({}, settings or []),
+            settings=method_settings(settings or []),
             size=(width, depth, norm),
             seed=seed,
             device=device,

@@ -40,7 +40,10 @@ def plan(
     sample_rate: Annotated[float | None, typer.Option(help="Public rate q of Poisson sampling.")] = None,
     adjacency: Annotated[str | None, typer.Option(help="add-remove (default), zero-out or replace-one.")] = None,
     dataset: Annotated[str, typer.Option(help="Whose classes, image size and published number of records.")] = "mnist",
-    settings: Annotated[list[str] | None, typer.Option("--set", help="Any setting of the method, as KEY=VALUE.")] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="Any setting of the method, as KEY=VALUE, or of another section (partition.subset=0.1)."),
+    ] = None,
     plot: Annotated[Path | None, typer.Option(help="Also draw ε over rounds into this SVG file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
 ) -> None:
@@ -48,7 +51,8 @@ def plan(
 
     Examples: `fedsynth privacy plan --epsilon 8 --rounds 5`, `fedsynth privacy plan --sigma 3 --method fedavg --n 6000`.
     """
-    from fedsynth.cli.app import method_settings, one_line_errors
+    from fedsynth.cli.app import one_line_errors
+    from fedsynth.cli.settings_options import with_set_options
 
     with one_line_errors():
         from dataclasses import fields
@@ -58,7 +62,7 @@ def plan(
 
         if epsilon is None and sigma is None:
             raise SettingError("a plan needs --epsilon (a budget, gives σ) or --sigma (gives ε)")
-        chosen = method_settings({}, settings or [])
+        chosen: dict[str, Any] = {}
         if steps is not None and method != "real":  # which is refused further on
             known = {f.name for f in fields(method_class(method))}
             chosen["iterations" if "iterations" in known else "local_epochs"] = steps
@@ -80,7 +84,7 @@ def plan(
             "privacy": privacy,
         }
         try:
-            plans = make_plans({name: {k: v for k, v in values.items() if v is not None} for name, values in given.items()})
+            plans = make_plans(with_set_options(given, settings or [], {"iterations": "steps", "local_epochs": "steps"}))
         except PrivacyError as error:  # whose text has the options of `train`
             raise type(error)(_plan_options(str(error))) from None
         if plot is not None:

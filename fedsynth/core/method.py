@@ -84,6 +84,16 @@ class RoundContext:
         """The untrained network of this client."""
         return self.architecture if self.client_architectures is None else self.client_architectures[client]
 
+    def protection(self) -> tuple[PrivacySettings, float]:
+        """The settings of private clients, and the run's σ.
+
+        Raises:
+            SettingError: there are none.
+        """
+        if self.privacy is None or self.privacy.noise_multiplier is None:
+            raise SettingError("private clients need privacy settings with a noise multiplier")
+        return self.privacy, self.privacy.noise_multiplier
+
     def load(self, parameters: Mapping[str, torch.Tensor], client: int | None = None) -> nn.Module:
         """A network of the run's (or this client's) architecture with these parameters and buffers, on the run's device."""
         model = copy.deepcopy(self.architecture if client is None else self.architecture_of(client)).to(self.device)
@@ -261,6 +271,12 @@ def check_choice(name: str, value: str, known: Sequence[str]) -> None:
     """Refuses an option value that does not exist, with the near matches."""
     if value not in known:
         raise unknown_name(name, value, known)
+
+
+def check_embedding(method: str, model: nn.Module) -> None:
+    """Refuses a network without `embed` and a linear `classifier`, which together make its logits."""
+    if not (hasattr(model, "embed") and isinstance(getattr(model, "classifier", None), nn.Linear)):
+        raise SettingError(f"{method} looks at embeddings and logits: the network needs `embed` and a linear `classifier`")
 
 
 def convert(name: str, value: Any, kind: type) -> Any:

@@ -22,12 +22,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from fedsynth.core.client import ClientGroup, OpenClients, PrivateClients, Segments, chunk
+from fedsynth.core.client import ClientGroup, OpenClients, PrivateClients, Segments
 from fedsynth.core.messages import Message, ModelParameters, parameters_of, released
-from fedsynth.core.method import Memory, PrivatePlan, RoundContext, ServerState, check_choice, check_ranges
+from fedsynth.core.method import Memory, PrivatePlan, RoundContext, ServerState, check_choice, check_embedding, check_ranges
 from fedsynth.core.random import torch_generator
 from fedsynth.data.images import denormalise
-from fedsynth.errors import SettingError
+from fedsynth.methods.class_sums import class_sums, sums_plans
 from fedsynth.privacy.dpsgd import refuse_batch_norm
 from fedsynth.privacy.settings import PrivacySettings
 from fedsynth.synthesizer.batch_norm import has_batch_norm, with_grouped_statistics
@@ -151,8 +151,7 @@ class FedAF(TrainsOnUnion):
         return client_bytes(context, self.ipc, self.iterations, self.batch)
 
     def check_model(self, model: nn.Module) -> None:
-        if not (hasattr(model, "embed") and isinstance(getattr(model, "classifier", None), nn.Linear)):
-            raise SettingError("fedaf matches embeddings and logits: the network needs `embed` and a linear `classifier`")
+        check_embedding(self.name, model)
 
     def question(self, state: ServerState, context: RoundContext) -> Message | None:
         return ModelParameters(state.parameters, 1.0) if self.knowledge_from == "first-phase" else None
@@ -272,12 +271,8 @@ class FedAF(TrainsOnUnion):
             steps=self.iterations,
             dimension=classes * width,
         )
-        logits = PrivatePlan(
-            "class sums of logits (V and R)", "sums", "logits z(x) of each example", self.logit_clip, 1.0, 1, classes * classes,
-            self.knowledge_noise,
-        )  # fmt: skip
-        counts = PrivatePlan("class counts", "sums", "each example counts 1", 1.0, 1.0, 1, classes, self.knowledge_noise)
-        return images, logits, counts
+        each, noise = "logits z(x) of each example", self.knowledge_noise
+        return images, *sums_plans("logits (V and R)", each, self.logit_clip, classes, classes, noise)
 
     def _matcher(self, clients: ClientGroup, segments: Segments, context: RoundContext) -> Matcher:
         """Distribution matching of embeddings alone (Eq. 4)."""
@@ -294,8 +289,9 @@ class FedAF(TrainsOnUnion):
             )
             exact = ExactMatcher(clients, batches, columns)
             return exact if self.matching == "mean" else DistributionMatcher(exact, self.matching, self.blur, columns)
-        plan = self.private_plans(_settings(context), context)[0]
-        series = clients.charge(plan.release(context.round, _settings(context).noise_multiplier or 0.0), context.spec.classes)
+        privacy, sigma = context.protection()
+        plan = self.private_plans(privacy, context)[0]
+        series = clients.charge(plan.release(context.round, sigma), context.spec.classes)
         return ResidualMatcher(clients, series, plan.sample_rate * context.nominal_size / context.spec.classes, columns)
 
     def _collaborative(self, matcher: Matcher, message: GlobalKnowledge, segments: Segments, context: RoundContext) -> Matcher:
@@ -318,27 +314,18 @@ class FedAF(TrainsOnUnion):
     def _local_knowledge(self, model: nn.Module, clients: ClientGroup, context: RoundContext) -> tuple[Tensor, Tensor]:
         """(V_k [K, C, C], which rows exist [K, C]) of every client of the group (Eq. 5)."""
         classes = context.spec.classes
+        plans = None
         if isinstance(clients, PrivateClients):
-            _, sums_plan, counts_plan = self.private_plans(_settings(context), context)
-            sigma = _settings(context).noise_multiplier or 0.0
-            row = counts_plan.release(context.round, sigma)
-            ones = clients.class_sums(clients.charge(row, classes), lambda x_NCHW, segment_N: x_NCHW.new_ones(len(x_NCHW), 1))
-            series = clients.charge(sums_plan.release(context.round, sigma), classes)
-            sums = clients.class_sums(series, lambda x_NCHW, segment_N: model(x_NCHW))
-            floor = max(1.0, self.min_examples, 2 * row.noise_multiplier)
-            means = sums / ones.clamp_min(floor)
-            return means.view(len(clients.ids), classes, classes), (ones >= floor).view(len(clients.ids), classes)
-        rows: list[Tensor] = []
-        there: list[Tensor] = []
+            _, sums_plan, counts_plan = self.private_plans(context.protection()[0], context)
+            plans = sums_plan, counts_plan
+        means, there = [], []
         for position in range(len(clients.ids)):
-            mine = clients.examples(position)
-            with torch.no_grad():
-                parts = [model(clients.images(part)) for part in mine.split(chunk(mine.device)) if len(part)]
-            logits = torch.cat(parts) if parts else torch.zeros(0, classes, device=context.device)
-            mean, held = class_means(logits, clients.labels(mine), classes)
-            rows.append(mean)
-            there.append(held)
-        return torch.stack(rows), torch.stack(there)
+            made = class_sums(clients, position, model, classes, plans, context)
+            # a noisy count may be anything: below two deviations a class counts as absent
+            floor = max(1.0, self.min_examples, 2 * made.deviation) if made.deviation else 1.0
+            means.append(made.sums / made.counts.clamp_min(floor)[:, None])
+            there.append(made.counts >= floor)
+        return torch.stack(means), torch.stack(there)
 
     def _start(self, clients: ClientGroup, segments: Segments, memories: Sequence[Memory], context: RoundContext) -> Tensor:
         kept = [{} if self.restart else memory for memory in memories]
@@ -355,9 +342,3 @@ def _remembered(state: ServerState, logits: Tensor, known: Tensor) -> dict[str, 
     if "known" not in state.kept:
         return {"logits": logits, "known": known}
     return {"logits": torch.where(known[:, None], logits, state.kept["logits"]), "known": known | state.kept["known"]}
-
-
-def _settings(context: RoundContext) -> PrivacySettings:
-    if context.privacy is None or context.privacy.noise_multiplier is None:
-        raise SettingError("private clients need privacy settings with a noise multiplier")
-    return context.privacy

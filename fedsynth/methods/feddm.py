@@ -22,9 +22,8 @@ from torch import Tensor, nn
 
 from fedsynth.core.client import ClientGroup, OpenClients, PrivateClients, Segments
 from fedsynth.core.messages import Message, parameters_of
-from fedsynth.core.method import Memory, PrivatePlan, RoundContext, check_choice, check_ranges
+from fedsynth.core.method import Memory, PrivatePlan, RoundContext, check_choice, check_embedding, check_ranges
 from fedsynth.core.random import torch_generator
-from fedsynth.errors import SettingError
 from fedsynth.privacy.dpsgd import refuse_batch_norm
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.settings import PrivacySettings
@@ -114,8 +113,7 @@ class FedDM(TrainsInBall):
         return client_bytes(context, self.ipc, self.iterations, self.batch)
 
     def check_model(self, model: nn.Module) -> None:
-        if not (hasattr(model, "embed") and isinstance(getattr(model, "classifier", None), nn.Linear)):
-            raise SettingError("feddm matches embeddings: the network needs `embed` and a linear `classifier` on top of it")
+        check_embedding(self.name, model)
 
     def client_step(
         self, message: Message, clients: ClientGroup, memories: Sequence[Memory], context: RoundContext
@@ -256,12 +254,11 @@ class FedDM(TrainsInBall):
                 return exact if self.matching == "mean" else DistributionMatcher(exact, self.matching, self.blur)
             clip, noise_multiplier = self.private_plans(privacy, context)[0].clip, privacy.noise_multiplier or 0.0
             return PaperMatcher(exact, segments, batches, [SecretGenerator() for _ in clients.ids], noise_multiplier, clip)
-        if privacy is None or privacy.noise_multiplier is None:
-            raise SettingError("private clients need privacy settings with a noise multiplier")
+        privacy, sigma = context.protection()
         plan, *counts = self.private_plans(privacy, context)
-        series = clients.charge(plan.release(context.round, privacy.noise_multiplier), context.spec.classes)
+        series = clients.charge(plan.release(context.round, sigma), context.spec.classes)
         if counts:
-            row = counts[0].release(context.round, privacy.noise_multiplier)
+            row = counts[0].release(context.round, sigma)
             floor = max(1.0, self.min_examples * plan.sample_rate, 2 * row.noise_multiplier)
             return FeatureSumMatcher(clients, series, clients.charge(row, context.spec.classes), plan.steps, floor)
         divisor = plan.sample_rate * context.nominal_size / context.spec.classes

@@ -19,9 +19,8 @@ from typing import ClassVar
 from torch import Tensor, nn
 
 from fedsynth.core.messages import Message, ModelParameters, public
-from fedsynth.core.method import Memory, RoundContext, ServerState, check_choice, check_ranges
+from fedsynth.core.method import Memory, RoundContext, ServerState, check_choice, check_embedding, check_ranges
 from fedsynth.core.random import torch_generator
-from fedsynth.errors import SettingError
 from fedsynth.methods.local import Task, TrainsLocally, plain_upload, unprefixed
 from fedsynth.synthesizer.distiller import Distillation
 from fedsynth.synthesizer.generators import make_generator
@@ -73,8 +72,7 @@ class FedKF(TrainsLocally):
         check_ranges(self, generator_batch=(2, inf), latent=(1, inf), generator_width=(1, inf), plain_rounds=(0, inf))
 
     def check_model(self, model: nn.Module) -> None:
-        if not (hasattr(model, "embed") and isinstance(getattr(model, "classifier", None), nn.Linear)):
-            raise SettingError("fedkf's activation loss needs a network with `embed` and a linear `classifier`")
+        check_embedding(self.name, model)
 
     def keeps_cache(self) -> bool:
         return True

@@ -50,12 +50,14 @@ class Task:
 
     Args:
         penalty: (the network in training) -> a scalar added to each step's loss; sees no data of the client.
-        loss: of each example, in place of its cross-entropy; looks at no other example.
+        loss: of each example, in place of its cross-entropy; with differential privacy it looks at no other example.
+        stateful: the loss draws or keeps state, so that its steps cannot be recorded.
         finish: (the trained model, how) -> upload and memory.
     """
 
     penalty: Penalty | None = None
     loss: ExampleLoss | None = None
+    stateful: bool = False
     finish: Callable[[nn.Module, Trained], tuple[Message, Memory]] = plain_upload
 
 
@@ -180,6 +182,7 @@ class TrainsLocally(Method):
             torch_generator(context.seed, "local training", context.round, client),
             penalty=task.penalty,
             objective=None if loss is None else lambda network, x, y: loss(network, x, y).mean(),
+            stateful=task.stateful,
         )
         return Trained(float(len(mine)), steps if len(mine) else 0)
 
@@ -187,14 +190,12 @@ class TrainsLocally(Method):
         self, client: int, model: nn.Module, clients: PrivateClients, task: Task, context: RoundContext
     ) -> Trained:
         """By DP-SGD; charged for the steps that this client takes and the parameters that its network has."""
-        privacy = context.privacy
-        if privacy is None or privacy.noise_multiplier is None:
-            raise SettingError("private clients need privacy settings with a noise multiplier")
-        (plan,) = self.private_plans(privacy, context)
+        privacy, sigma = context.protection()
+        plan = self.private_plans(privacy, context)[0]
         settings = DpSgdSettings(self.lr, plan.sample_rate * context.nominal_size, self.momentum, self.weight_decay)
         late = self.late(context).get(client)
         steps = plan.steps if late is None or self.local_steps else math.ceil(late / plan.sample_rate)
-        release = plan.release(context.round, privacy.noise_multiplier)
+        release = plan.release(context.round, sigma)
         series = clients.charge(replace(release, steps=steps, dimension=parameter_count(model)), 1)
         clients.fit(series, [model], steps, settings, [task.penalty], [task.loss])
         return Trained(1.0, steps)

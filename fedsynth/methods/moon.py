@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedsynth.core.messages import Message, ModelParameters, parameters_of
-from fedsynth.core.method import Memory, RoundContext, check_ranges
-from fedsynth.errors import SettingError
+from fedsynth.core.method import Memory, RoundContext, check_embedding, check_ranges
 from fedsynth.methods.local import Task, Trained, TrainsLocally
 
 
@@ -35,7 +34,8 @@ class Moon(TrainsLocally):
 
     Args:
         mu: weight of ℓ_con: 1 in FedAF's comparison (the paper tunes it over {0.1, 1, 5, 10}). 0 is FedAvg, weighted by n_k.
-        temperature: τ, 0.5 as in the paper. The representation is the embedding; the paper's networks have a projection head there.
+        temperature: τ, 0.5 as in the paper. The representation is the embedding; the paper's networks have a projection head there:
+            `--set model.projection=256`.
     """
 
     name: ClassVar[str] = "moon"
@@ -50,8 +50,7 @@ class Moon(TrainsLocally):
         check_ranges(self, mu=(0, inf), temperature=(1e-6, inf))
 
     def check_model(self, model: nn.Module) -> None:
-        if not (hasattr(model, "embed") and isinstance(getattr(model, "classifier", None), nn.Linear)):
-            raise SettingError("moon compares embeddings: the network needs `embed` and a linear `classifier`")
+        check_embedding(self.name, model)
 
     def task(self, client: int, message: Message, memory: Memory, context: RoundContext) -> Task:
         whole = context.load(parameters_of(message)).requires_grad_(False).eval()

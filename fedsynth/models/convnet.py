@@ -84,6 +84,7 @@ class ConvNet(nn.Module):
                 nn.AvgPool2d(2),
             ]
         self.features = nn.Sequential(*blocks)
+        self.stage_names = tuple(f"features.{4 * block + 3}" for block in range(depth))
         self.largest_activation = width * height * side  # scalars of an image after the first convolution
         self.halves_evenly = height % (1 << depth) == 0 and side % (1 << depth) == 0
         self.embedding_size = width * (height >> depth) * (side >> depth)

@@ -30,6 +30,8 @@ class _Conv(BasicConv2d):  # type: ignore[misc]  # torchvision has no types
 class GoogLeNet(TorchvisionGoogLeNet):  # type: ignore[misc]  # torchvision has no types
     """`forward`: normalised images [N, C, H, W] to logits [N, classes]."""
 
+    stage_names = ("maxpool1", "maxpool2", "maxpool3", "maxpool4", "inception5b")
+
     def __init__(self, image_shape: tuple[int, int, int], classes: int) -> None:
         blocks = [_Conv, partial(Inception, conv_block=_Conv), InceptionAux]
         super().__init__(num_classes=classes, aux_logits=False, init_weights=False, blocks=blocks)

@@ -12,11 +12,13 @@ from dataclasses import dataclass
 from torch import nn
 
 from fedsynth.core.random import forked_rng
-from fedsynth.errors import unknown_name
+from fedsynth.errors import SettingError, unknown_name
+from fedsynth.models.alexnet import AlexNet
 from fedsynth.models.convnet import NORMS, ConvNet
 from fedsynth.models.googlenet import googlenet
-from fedsynth.models.resnet import ResNet18
-from fedsynth.models.small import Cnn, LeNet5, ResNet8
+from fedsynth.models.projection import Projected
+from fedsynth.models.resnet import ResNet18, ResNet50
+from fedsynth.models.small import Cnn, LeNet5, Linear, ResNet8
 
 Shape = tuple[int, int, int]
 
@@ -31,6 +33,7 @@ class _Architecture:
 
 _MODELS: dict[str, _Architecture] = {
     "convnet": _Architecture(lambda shape, classes, s: ConvNet(shape, classes, width=s.width, depth=s.depth, norm=s.norm), NORMS),
+    "linear": _Architecture(lambda shape, classes, s: Linear(shape, classes), ("none",)),
     "lenet5": _Architecture(lambda shape, classes, s: LeNet5(shape, classes), ("none",)),
     "cnn1": _Architecture(
         lambda shape, classes, s: Cnn(shape, classes, (32, 64), 128, norm=s.norm), ("batch", "group", "instance")
@@ -41,6 +44,8 @@ _MODELS: dict[str, _Architecture] = {
     "googlenet": _Architecture(lambda shape, classes, s: googlenet(shape, classes, s.norm), ("batch", "group")),
     "resnet8": _Architecture(lambda shape, classes, s: ResNet8(shape, classes, norm=s.norm), ("instance", "group", "batch")),
     "resnet18": _Architecture(lambda shape, classes, s: ResNet18(shape, classes, norm=s.norm), ("batch", "group")),
+    "resnet50": _Architecture(lambda shape, classes, s: ResNet50(shape, classes, norm=s.norm), ("batch", "group")),
+    "alexnet": _Architecture(lambda shape, classes, s: AlexNet(shape, classes, norm=s.norm), ("batch", "group")),
 }
 
 
@@ -53,7 +58,9 @@ class ModelSettings:
         width, depth: of "convnet"; the others have their published sizes.
         clients: for methods that allow it, the clients' own architectures by name, comma-separated, dealt out in turn ("lenet5,resnet8"), with
             their own norms; empty: the server's.
-        norm: empty takes the architecture's own: instance norm for the ConvNet and ResNet-8, batch norm for the others; LeNet-5 has none.
+        norm: empty takes the architecture's own: instance norm for the ConvNet and ResNet-8, batch norm for the others; LeNet-5 and "linear"
+            have none.
+        projection: size of a projection head before the last layer (MOON: 256), whose outcome is then the embedding; 0: none.
     """
 
     name: str = "convnet"
@@ -61,6 +68,7 @@ class ModelSettings:
     depth: int = 3
     norm: str = ""
     clients: str = ""
+    projection: int = 0
 
     def __post_init__(self) -> None:
         if self.name not in _MODELS:
@@ -70,6 +78,8 @@ class ModelSettings:
             object.__setattr__(self, "norm", norms[0])
         if self.norm not in norms:
             raise unknown_name(f"norm of {self.name}", self.norm, norms)
+        if self.projection < 0:
+            raise SettingError(f"projection must not be negative, got {self.projection}")
         for name in self.client_names:
             if name not in _MODELS:
                 raise unknown_name("client model", name, _MODELS)
@@ -88,7 +98,12 @@ def model_names() -> tuple[str, ...]:
 def build_model(settings: ModelSettings, image_shape: Shape, classes: int, seed: int) -> nn.Module:
     """A freshly initialised network whose weights depend on `seed` alone; the global RNG is left as it was."""
     with forked_rng(seed, "model initialisation"):
-        return _MODELS[settings.name].build(image_shape, classes, settings)
+        return _build(settings, image_shape, classes)
+
+
+def _build(settings: ModelSettings, image_shape: Shape, classes: int) -> nn.Module:
+    made = _MODELS[settings.name].build(image_shape, classes, settings)
+    return Projected(made, settings.projection, classes) if settings.projection else made
 
 
 def build_client_models(
@@ -106,9 +121,9 @@ def build_client_models(
     for client in range(clients):
         name = names[client % len(names)]
         norm = next(n for n in _MODELS[name].norms if not (private and n == "batch"))
-        one = ModelSettings(name, settings.width, settings.depth, norm)
+        one = ModelSettings(name, settings.width, settings.depth, norm, projection=settings.projection)
         with forked_rng(seed, "client model initialisation", client):
-            made.append(_MODELS[name].build(image_shape, classes, one))
+            made.append(_build(one, image_shape, classes))
     return tuple(made)
 
 

@@ -1,14 +1,14 @@
-"""torchvision's ResNet-18 (He et al. 2016) with `embed` and `classifier`; its parameter names are torchvision's.
+"""torchvision's ResNet-18 and ResNet-50 (He et al. 2016) with `embed` and `classifier`; their parameter names are torchvision's.
 
-11,181,642 parameters for three channels and ten classes, as FedAF's Table 7 counts them. It halves the image five times, so small images
-end as one pixel: instance norm would make that zero, and is not offered.
+11,181,642 parameters for three channels and ten classes, as FedAF's Table 7 counts them, and 23,528,522. They halve the image five times, so
+small images end as one pixel: instance norm would make that zero, and is not offered.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torchvision.models.resnet import BasicBlock, ResNet
+from torchvision.models.resnet import BasicBlock, Bottleneck, ResNet
 
 
 def group_norm(channels: int) -> nn.GroupNorm:
@@ -25,16 +25,26 @@ class _Block(BasicBlock):  # type: ignore[misc]  # torchvision has no types
         return out
 
 
-class ResNet18(ResNet):  # type: ignore[misc]  # torchvision has no types
-    """`forward`: normalised images [N, C, H, W] to logits [N, classes].
+class _Bottleneck(Bottleneck):  # type: ignore[misc]  # torchvision has no types
+    """torchvision's, without adding in place."""
 
-    Args:
-        norm: "batch" (torchvision's) or "group" (for DP-SGD).
-    """
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.relu(self.bn2(self.conv2(self.relu(self.bn1(self.conv1(x))))))
+        y = self.bn3(self.conv3(y))
+        out: Tensor = self.relu(y + (x if self.downsample is None else self.downsample(x)))
+        return out
 
-    def __init__(self, image_shape: tuple[int, int, int], classes: int, *, norm: str = "batch") -> None:
+
+class _ResNet(ResNet):  # type: ignore[misc]  # torchvision has no types
+    """`forward`: normalised images [N, C, H, W] to logits [N, classes]."""
+
+    stage_names = ("layer1", "layer2", "layer3", "layer4")
+
+    def __init__(
+        self, block: type[nn.Module], numbers: list[int], image_shape: tuple[int, int, int], classes: int, norm: str
+    ) -> None:
         layer = {"batch": nn.BatchNorm2d, "group": group_norm}[norm]
-        super().__init__(_Block, [2, 2, 2, 2], num_classes=classes, norm_layer=layer)
+        super().__init__(block, numbers, num_classes=classes, norm_layer=layer)
         channels, height, width = image_shape
         if channels != 3:  # drawn as torchvision draws it
             self.conv1 = nn.Conv2d(channels, 64, kernel_size=7, stride=2, padding=3, bias=False)
@@ -42,7 +52,7 @@ class ResNet18(ResNet):  # type: ignore[misc]  # torchvision has no types
         for layer in self.modules():
             if isinstance(layer, nn.ReLU):
                 layer.inplace = False  # DP-SGD's hooks hold what it would overwrite
-        self.embedding_size = 512
+        self.embedding_size: int = self.fc.in_features
         self.largest_activation = 64 * -(-height // 2) * -(-width // 2)  # scalars of an image after the first convolution
 
     @property
@@ -52,8 +62,22 @@ class ResNet18(ResNet):  # type: ignore[misc]  # torchvision has no types
         return layer
 
     def embed(self, x_NCHW: Tensor) -> Tensor:
-        """Embeddings h_w(x), [N, 512]."""
+        """Embeddings h_w(x), [N, 512] (ResNet-50: 2048)."""
         x = self.maxpool(self.relu(self.bn1(self.conv1(x_NCHW))))
         for stage in (self.layer1, self.layer2, self.layer3, self.layer4):
             x = stage(x)
         return torch.flatten(self.avgpool(x), 1)
+
+
+class ResNet18(_ResNet):
+    """Args: norm: "batch" (torchvision's) or "group" (for DP-SGD)."""
+
+    def __init__(self, image_shape: tuple[int, int, int], classes: int, *, norm: str = "batch") -> None:
+        super().__init__(_Block, [2, 2, 2, 2], image_shape, classes, norm)
+
+
+class ResNet50(_ResNet):
+    """Args: as `ResNet18`. Its first stage is four times as wide as the stem, so that an image's largest activation is there."""
+
+    def __init__(self, image_shape: tuple[int, int, int], classes: int, *, norm: str = "batch") -> None:
+        super().__init__(_Bottleneck, [3, 4, 6, 3], image_shape, classes, norm)

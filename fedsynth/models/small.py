@@ -1,4 +1,4 @@
-"""LeNet-5 (LeCun et al. 1998) and ResNet-8 (He et al. 2016, for small images): FedKF's networks, with `embed` and `classifier`.
+"""Small networks with `embed` and `classifier`: softmax regression, LeNet-5 (LeCun et al. 1998), FedHydra's CNNs, ResNet-8 (He et al. 2016).
 
 LeNet-5 in its common form: ReLU and max pooling, 5×5 convolutions of 6 and 16 channels, 120 and 84 units; 61,706 parameters for MNIST (28×28
 images are padded to 32×32), 63,066 for EMNIST letters. ResNet-8: a convolution and three stages of one basic block with 16, 32 and 64
@@ -9,10 +9,27 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from fedsynth.errors import SettingError
 from fedsynth.models.convnet import make_norm
+
+
+class Linear(nn.Module):
+    """Softmax regression: normalised images [N, C, H, W] to logits [N, classes]; the embedding is the image itself."""
+
+    def __init__(self, image_shape: tuple[int, int, int], classes: int) -> None:
+        super().__init__()
+        channels, height, width = image_shape
+        self.embedding_size = self.largest_activation = channels * height * width
+        self.classifier = nn.Linear(self.embedding_size, classes)
+
+    def embed(self, x_NCHW: Tensor) -> Tensor:
+        """The pixels, [N, C·H·W]."""
+        return x_NCHW.flatten(1)
+
+    def forward(self, x_NCHW: Tensor) -> Tensor:
+        z: Tensor = self.classifier(self.embed(x_NCHW))
+        return z
 
 
 class LeNet5(nn.Module):
@@ -22,6 +39,8 @@ class LeNet5(nn.Module):
         SettingError: images below 16×16, of which nothing would be left.
     """
 
+    stage_names = ("pool1", "pool2")
+
     def __init__(self, image_shape: tuple[int, int, int], classes: int) -> None:
         super().__init__()
         channels, height, width = image_shape
@@ -30,6 +49,7 @@ class LeNet5(nn.Module):
         if min(rows, columns) < 1:
             raise SettingError(f"lenet5 needs images of at least 16×16, got {height}×{width}")
         self.conv1, self.conv2 = nn.Conv2d(channels, 6, 5, padding=padding), nn.Conv2d(6, 16, 5)
+        self.pool1, self.pool2 = nn.MaxPool2d(2), nn.MaxPool2d(2)
         self.fc1, self.fc2 = nn.Linear(16 * rows * columns, 120), nn.Linear(120, 84)
         self.classifier = nn.Linear(84, classes)
         self.embedding_size = 84
@@ -37,8 +57,8 @@ class LeNet5(nn.Module):
 
     def embed(self, x_NCHW: Tensor) -> Tensor:
         """Embeddings, [N, 84]."""
-        x = F.max_pool2d(torch.relu(self.conv1(x_NCHW)), 2)
-        x = F.max_pool2d(torch.relu(self.conv2(x)), 2)
+        x = self.pool1(torch.relu(self.conv1(x_NCHW)))
+        x = self.pool2(torch.relu(self.conv2(x)))
         return torch.relu(self.fc2(torch.relu(self.fc1(x.flatten(1)))))
 
     def forward(self, x_NCHW: Tensor) -> Tensor:
@@ -67,6 +87,7 @@ class Cnn(nn.Module):
             layers += [nn.Conv2d(inside, outside, 3, padding=1), make_norm(norm, outside), nn.ReLU(), nn.MaxPool2d(2)]
             inside = outside
         self.features = nn.Sequential(*layers)
+        self.stage_names = tuple(f"features.{4 * block + 3}" for block in range(len(channels)))
         self.hidden = nn.Linear(inside * (height >> len(channels)) * (width >> len(channels)), hidden)
         self.classifier = nn.Linear(hidden, classes)
         self.embedding_size = hidden
@@ -105,6 +126,8 @@ class ResNet8(nn.Module):
     Raises:
         SettingError: images below 8×8.
     """
+
+    stage_names = ("stages.0", "stages.1", "stages.2")
 
     def __init__(self, image_shape: tuple[int, int, int], classes: int, *, norm: str = "instance") -> None:
         super().__init__()

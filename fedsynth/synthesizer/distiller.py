@@ -23,6 +23,7 @@ from fedsynth.data.registry import DatasetSpec
 from fedsynth.synthesizer.ensembles import batch_norm_matching
 from fedsynth.synthesizer.generators import Generator, distillation_loss, generator_loss, make_generator
 from fedsynth.synthesizer.one_shot import adversarial_loss
+from fedsynth.synthesizer.remembered import remembered, restore
 
 
 class Distillation:
@@ -85,20 +86,11 @@ class Distillation:
 
     def memory(self) -> dict[str, Tensor]:
         """Generator and optimiser state as named tensors, to go on from."""
-        weights = {f"generator.{name}": value.clone() for name, value in self.generator.state_dict().items()}
-        states: Mapping[int, Mapping[str, Tensor]] = self._adam.state_dict()["state"]
-        return {**weights, **{f"adam.{i}.{name}": value.clone() for i, state in states.items() for name, value in state.items()}}
+        return remembered(self.generator, self._adam)
 
     def remember(self, memory: Mapping[str, Tensor]) -> None:
         """Goes on from what `memory` gave; entries of other names are left alone."""
-        prefix = "generator."
-        self.generator.load_state_dict({name.removeprefix(prefix): v for name, v in memory.items() if name.startswith(prefix)})
-        states: dict[int, dict[str, Tensor]] = {}
-        for name, value in memory.items():
-            if name.startswith("adam."):
-                _, number, key = name.split(".")
-                states.setdefault(int(number), {})[key] = value.clone()
-        self._adam.load_state_dict({**self._adam.state_dict(), "state": states})
+        restore(self.generator, self._adam, memory)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Image generators for distillation without data, and the losses that they are trained by.
+"""Generators of images for distillation without data (and FedGen's, of embeddings), and the losses that they are trained by.
 
 The generator is DCGAN-like (Radford et al. 2016, in the form that DAFL, Chen et al. 2019, trains without data): a linear layer to a small
 feature map, two doublings by upsampling with convolution, batch norm and leaky ReLU, one more convolution, a sigmoid. It gives pixels in
@@ -58,6 +58,33 @@ class Generator(nn.Module):
         mean, std = (pixels.new_tensor(v).view(1, -1, 1, 1) for v in (self._spec.mean, self._spec.std))
         images: Tensor = (pixels - mean) / std
         return images
+
+
+class LatentGenerator(nn.Module):
+    """FedGen's G(y, ε): labels [N] and noise [N, noise] to embeddings [N, size], by one hidden layer (arXiv 2105.10056, and its public code)."""
+
+    def __init__(self, classes: int, size: int, noise: int = 32, hidden: int = 256) -> None:
+        super().__init__()
+        self.classes, self.noise = classes, noise
+        self.hidden = nn.Sequential(nn.Linear(noise + classes, hidden), nn.BatchNorm1d(hidden), nn.ReLU())
+        self.out = nn.Linear(hidden, size)
+
+    def forward(self, labels_N: Tensor, noise_NE: Tensor) -> Tensor:
+        inputs = torch.cat([noise_NE, F.one_hot(labels_N, self.classes).to(noise_NE.dtype)], dim=1)
+        made: Tensor = self.out(self.hidden(inputs))
+        return made
+
+
+def make_latent_generator(classes: int, size: int, seed: int, *, noise: int = 32, hidden: int = 256) -> LatentGenerator:
+    """A generator of embeddings whose weights depend on the seed alone; the global RNG is left as it was."""
+    with forked_rng(seed, "latent generator initialisation"):
+        return LatentGenerator(classes, size, noise, hidden)
+
+
+def diversity_loss(noise_NE: Tensor, made_ND: Tensor) -> Tensor:
+    """exp(−mean over all pairs of ‖ε_i − ε_j‖²/E · ‖G_i − G_j‖₁/D) (FedGen's public code): small where other noise makes other embeddings."""
+    apart = (noise_NE[:, None] - noise_NE[None]).square().mean(dim=2) * (made_ND[:, None] - made_ND[None]).abs().mean(dim=2)
+    return (-apart.mean()).exp()
 
 
 def make_generator(

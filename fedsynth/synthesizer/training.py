@@ -45,6 +45,7 @@ def train_on(
     loss: Loss = nn.functional.cross_entropy,
     penalty: Penalty | None = None,
     objective: Objective | None = None,
+    stateful: bool = False,
 ) -> None:
     """Trains `model` in place; on a GPU full batches are steps of a CUDA graph.
 
@@ -56,6 +57,7 @@ def train_on(
         penalty: (the network in training) -> a scalar that is added to each step's loss. It may draw or keep state, so that its steps are
             not recorded.
         objective: in place of `loss`: (the network in training, images [M, C, H, W], labels [M]) -> scalar.
+        stateful: the objective draws or keeps state: its steps are not recorded either.
     """
     if not len(labels_N):
         return
@@ -79,7 +81,8 @@ def train_on(
                 project_to_ball(flat, start, settings.radius)
 
     full: Callable[[Tensor], None] = step
-    if penalty is None and labels_N.is_cuda and settings.epochs * (len(labels_N) // settings.batch) >= WORTH_RECORDING:
+    plain = penalty is None and not stateful
+    if plain and labels_N.is_cuda and settings.epochs * (len(labels_N) // settings.batch) >= WORTH_RECORDING:
         full = _recorded(step, settings.batch, [flat, velocity, grad, *network.module.buffers()], labels_N.device)
     each = -(-len(labels_N) // settings.batch)
     wanted = settings.epochs * each if settings.steps is None else settings.steps

@@ -15,7 +15,24 @@ from fedsynth.cli.app import app
 _LOCAL = ("--set", "local_epochs=1", "--set", "batch=128")
 _DISTIL = (*_LOCAL, "--set", "server_epochs=1", "--set", "generator_steps=1", "--set", "generator_width=4")
 SMALL: dict[str, tuple[str, ...]] = {
-    **{name: _LOCAL for name in ("fedavgm", "feddyn", "fedgkd", "fednova", "fedprox", "moon", "qffl", "scaffold", "solo")},
+    **{
+        name: _LOCAL
+        for name in (
+            "fedavgm",
+            "feddyn",
+            "fedfm",
+            "fedfm-lite",
+            "fedgkd",
+            "fednova",
+            "fedprox",
+            "moon",
+            "qffl",
+            "scaffold",
+            "solo",
+        )
+    },
+    "fedfa-plus": _LOCAL,
+    "fedgen": (*_LOCAL, "--set", "generator_steps=2"),
     "fedbn": (*_LOCAL, "--norm", "batch"),
     "fedkf": (*_LOCAL, "--set", "generator_width=4", "--set", "generator_batch=16"),
     "feddf": (*_LOCAL, "--set", "server_steps=2", "--set", "proxy=noise"),

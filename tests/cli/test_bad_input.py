@@ -13,7 +13,7 @@ DP = ("--dp-sigma", "1")
 
 # method, options, what the line must say
 CASES: list[tuple[str, tuple[str, ...], str]] = [
-    ("feddm", ("--method", "fedm"), "unknown method 'fedm'; did you mean feddm"),
+    ("feddm", ("--method", "feddmm"), "unknown method 'feddmm'; did you mean feddm"),
     ("feddm", ("--dataset", "mnits"), "unknown data set 'mnits'; did you mean mnist"),
     ("feddm", ("--partition", "iidd"), "unknown partition 'iidd'; did you mean iid"),
     ("feddm", ("--device", "cpuu"), "unknown device 'cpuu'; did you mean cpu"),
@@ -23,8 +23,12 @@ CASES: list[tuple[str, tuple[str, ...], str]] = [
     ("feddm", (*DP, "--dp-mechanism", "dp-sgd"), "known: features, gradient, paper, residual"),
     ("fedavg", (*DP, "--dp-mechanism", "residual"), "known: dp-sgd"),
     ("feddm", ("--set", "icp=3"), "unknown setting of feddm 'icp'; did you mean ipc"),
-    ("feddm", ("--set", "ipc"), "--set takes KEY=VALUE, got 'ipc'"),
-    ("feddm", ("--set", "=3"), "--set takes KEY=VALUE, got '=3'"),
+    (
+        "feddm",
+        ("--set", "ipc"),
+        "KEY=VALUE of the method, or SECTION.KEY=VALUE of run, data, partition, model, privacy; got 'ipc'",
+    ),
+    ("feddm", ("--set", "=3"), "got '=3'"),
     ("feddm", ("--set", "batch=ten"), "feddm.batch must be of type int, got 'ten'"),
     ("feddm", ("--set", "batch=1.5"), "feddm.batch must be of type int, got '1.5'"),
     ("feddm", ("--set", "ipc=3"), "ipc is given twice"),

@@ -1,0 +1,77 @@
+"""From options to sections of settings: --set KEY=VALUE, the config file, and options over it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from fedsynth.errors import SettingError
+
+Sections = dict[str, dict[str, Any]]
+OTHER_SECTIONS = ("run", "data", "partition", "model", "privacy")
+
+
+def set_options(texts: list[str]) -> Sections:
+    """What --set says: KEY=VALUE of the method, SECTION.KEY=VALUE of another section of a config file."""
+    found: Sections = {"method": {}}
+    for text in texts:
+        key, equals, value = text.partition("=")
+        section, dot, name = key.strip().partition(".")
+        if not dot:
+            section, name = "method", section
+        if not equals or not name or (dot and section not in OTHER_SECTIONS):
+            sections = ", ".join(OTHER_SECTIONS)
+            raise SettingError(f"--set takes KEY=VALUE of the method, or SECTION.KEY=VALUE of {sections}; got {text!r}")
+        found.setdefault(section, {})[name] = value.strip()
+    return found
+
+
+def method_settings(texts: list[str]) -> dict[str, Any]:
+    """What --set says where nothing but a method has settings."""
+    found = set_options(texts)
+    if len(found) > 1:
+        raise SettingError(f"--set takes a setting of the method here, got one of {list(found)[1]}")
+    return found["method"]
+
+
+def with_set_options(given: Sections, texts: list[str], flags: dict[str, str] | None = None) -> Sections:
+    """`given` (None: not given) and what --set says; SettingError for what both say.
+
+    Args:
+        flags: settings whose option has another name.
+    """
+    together = {section: {k: v for k, v in values.items() if v is not None} for section, values in given.items()}
+    for section, values in set_options(texts).items():
+        for name, value in values.items():
+            if name in together.setdefault(section, {}):
+                raise SettingError(f"{name} is given twice, by --{(flags or {}).get(name, name).replace('_', '-')} and by --set")
+            together[section][name] = value
+    return together
+
+
+def read_config(path: Path | None) -> Sections:
+    """The sections of a TOML file; none for None."""
+    import tomllib
+
+    if path is None:
+        return {}
+    try:
+        read = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise SettingError(f"cannot read the config {path}: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise SettingError(f"{path} is not valid TOML: {error}") from None
+    loose = [name for name, values in read.items() if not isinstance(values, dict)]
+    if loose:
+        raise SettingError(f"{path}: {loose[0]!r} stands outside every section")
+    return read
+
+
+def merged(config: Sections, given: Sections) -> Sections:
+    """Options over the config file; another method than the config's drops the settings of the old one."""
+    options = {name: {k: v for k, v in values.items() if v is not None} for name, values in given.items()}
+    old = config.get("run", {}).get("method", "feddm")
+    if options["run"].get("method", old) != old:
+        config = {name: values for name, values in config.items() if name != "method"}
+    names = [*config, *(name for name in options if name not in config)]
+    return {name: {**config.get(name, {}), **options.get(name, {})} for name in names}

@@ -1,0 +1,173 @@
+"""FedFA+: federated feature augmentation and alignment (Zhou, Yuan, Wang and Konukoglu, TPAMI 2024). Not "FedFA" of feature anchors (TMC 2023).
+
+FedFA-l: an augmentation layer after each stage resamples channel statistics, as wide as the batch and the disagreement of the clients say
+(`synthesizer/feature_statistics.py`). FedFA-h: the histogram of each feature in a batch is pulled to the clients' average by λ times a symmetric
+KL. FedFA+ is both. Clients send their accumulated channel statistics and their histograms with the model; the server sends back γ and π, so
+the first round has γ = 1 and no alignment. Models are averaged uniformly.
+
+Read from the overview slides, whose formulas are garbled in part, and the public code of FedFA-l: momentum 0.99, an augmentation in every
+second batch. Ours where neither says: what features are transformed by before binning, the bins, λ.
+
+No differential privacy: Σ² and the batch's histogram mix the examples of a batch, and the statistics are sent as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import inf
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fedsynth.core.client import ClientGroup, OpenClients, chunk
+from fedsynth.core.messages import Message, ModelParameters, public, unprotected
+from fedsynth.core.method import Memory, RoundContext, ServerState, check_choice, check_embedding, check_ranges
+from fedsynth.core.random import torch_generator
+from fedsynth.errors import SettingError
+from fedsynth.methods.aggregation import average
+from fedsynth.methods.local import Task, Trained, TrainsLocally
+from fedsynth.synthesizer.feature_statistics import (
+    Augmentation,
+    augmented,
+    modulation,
+    soft_histogram,
+    symmetric_divergence,
+)
+
+HISTOGRAM = "histogram"
+
+
+@dataclass(frozen=True)
+class StatisticsDown(ModelParameters):
+    """Down: w_t; γ of each stage's means and deviations, and π (all empty in round 1)."""
+
+    statistics: Mapping[str, Tensor] = public("goes down, not up")
+
+
+@dataclass(frozen=True)
+class StatisticsUp(ModelParameters):
+    """Up: the model; accumulated channel means and deviations of each stage [C], and the histogram π_k [D, bins]."""
+
+    statistics: Mapping[str, Tensor] = unprotected()
+
+
+@dataclass(frozen=True)
+class FedFAPlus(TrainsLocally):
+    """Settings: see `TrainsLocally`, and
+
+    Args:
+        parts: "both" (FedFA+), "augmentation" (FedFA-l) or "alignment" (FedFA-h).
+        probability: that a stage augments a batch, 0.5. 0, without alignment, is FedAvg, averaged uniformly.
+        align_weight: λ. bins, bin_temperature: of the histograms. Ours: the slides give none.
+    """
+
+    name: ClassVar[str] = "fedfa-plus"
+    summary: ClassVar[str] = "feature augmentation and alignment (TPAMI 2024; not feature anchors)"
+    reference: ClassVar[str] = "Zhou, Yuan, Wang and Konukoglu 2024, Federated Feature Augmentation and Alignment, TPAMI"
+    upload: ClassVar[type[Message]] = StatisticsUp
+    refusal: ClassVar[str] = (
+        "its losses mix the examples of a batch, so one example's influence on a step cannot be bounded, and it uploads channel statistics "
+        "and histograms of features that no mechanism protects"
+    )
+    protects: ClassVar[tuple[str, ...]] = ()
+
+    parts: str = "both"
+    probability: float = 0.5
+    align_weight: float = 0.1
+    bins: int = 8
+    bin_temperature: float = 0.01
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice("parts", self.parts, ("both", "augmentation", "alignment"))
+        check_ranges(self, probability=(0, 1), align_weight=(0, inf), bins=(2, inf), bin_temperature=(1e-6, inf))
+
+    def check_model(self, model: nn.Module) -> None:
+        check_embedding(self.name, model)
+        if self.parts != "alignment" and not getattr(model, "stage_names", ()):
+            raise SettingError(
+                f"{self.name} augments feature maps after each stage: the network must name its stages (`stage_names`), or parts=alignment"
+            )
+
+    def broadcast(self, state: ServerState, context: RoundContext) -> Message:
+        return StatisticsDown(state.parameters, 1.0, state.kept)
+
+    def task(self, client: int, message: Message, memory: Memory, context: RoundContext) -> Task:
+        if not isinstance(message, StatisticsDown):
+            raise TypeError(f"expected StatisticsDown, got {type(message).__name__}")
+        layers = {} if self.parts == "alignment" else self._layers(client, message.statistics, memory, context)
+        shared = None if self.parts == "augmentation" else message.statistics.get(HISTOGRAM)
+
+        def loss(network: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+            with augmented(network, layers):
+                f = network.embed(x)  # type: ignore[operator]
+            each = F.cross_entropy(network.classifier(f), y, reduction="none")  # type: ignore[operator]
+            if shared is None:
+                return each
+            mine = soft_histogram(f, self.bins, self.bin_temperature)
+            return each + self.align_weight * symmetric_divergence(mine, shared)
+
+        def finish(model: nn.Module, trained: Trained) -> tuple[Message, Memory]:
+            found = {f"mean.{name}": layer.mean for name, layer in layers.items()}
+            found.update({f"std.{name}": layer.std for name, layer in layers.items()})
+            kept = {name: value for name, value in found.items() if value is not None}
+            return StatisticsUp(model.state_dict(), trained.weight, kept), kept
+
+        return Task(loss=loss, stateful=True, finish=finish)
+
+    def client_step(
+        self, message: Message, clients: ClientGroup, memories: Sequence[Memory], context: RoundContext
+    ) -> list[tuple[Message, Memory]]:
+        results = super().client_step(message, clients, memories, context)
+        if self.parts == "augmentation" or not isinstance(clients, OpenClients):
+            return results
+        out: list[tuple[Message, Memory]] = []
+        for position, (upload, memory) in enumerate(results):
+            up: Any = upload
+            if len(clients.examples(position)):
+                model = context.load(up.parameters).eval()
+                up = replace(up, statistics={**up.statistics, HISTOGRAM: self._histogram(model, clients, position)})
+            out.append((up, memory))
+        return out
+
+    def combine(self, state: ServerState, uploads: Sequence[ModelParameters], context: RoundContext) -> ServerState:
+        sent = [u for u in uploads if isinstance(u, StatisticsUp) and u.weight > 0]
+        made = average([replace(u, weight=1.0) for u in sent] or uploads, state.parameters)
+        if not sent:
+            return ServerState(made, state.kept)
+        kept: dict[str, Tensor] = {}
+        for name in sent[0].statistics:
+            of_all = torch.stack([u.statistics[name] for u in sent])
+            kept[name] = of_all.mean(dim=0) if name == HISTOGRAM else modulation(of_all)
+        return ServerState(made, kept)
+
+    def _layers(
+        self, client: int, statistics: Mapping[str, Tensor], memory: Memory, context: RoundContext
+    ) -> dict[str, Augmentation]:
+        stages: Sequence[str] = context.architecture.stage_names  # type: ignore[assignment]
+        coin = torch_generator(context.seed, "augmentation coin", context.round, client)
+        noise = torch_generator(context.seed, "augmentation", context.round, client, device=context.device)
+        return {
+            name: Augmentation(
+                self.probability,
+                coin,
+                noise,
+                *(source.get(f"{kind}.{name}") for source in (statistics, memory) for kind in ("mean", "std")),
+            )
+            for name in stages
+        }
+
+    def _histogram(self, model: nn.Module, clients: OpenClients, position: int) -> Tensor:
+        """π_k of all examples of a client, by its own trained model, without augmentation."""
+        mine, total = clients.examples(position), torch.zeros(())
+        embed: Callable[[Tensor], Tensor] = model.embed  # type: ignore[assignment]
+        with torch.no_grad():
+            for part in mine.split(chunk(mine.device)):
+                share = len(part) / len(mine)
+                total = total.to(mine.device) + share * soft_histogram(
+                    embed(clients.images(part)), self.bins, self.bin_temperature
+                )
+        return total

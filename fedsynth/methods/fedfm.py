@@ -1,0 +1,224 @@
+"""FedFM: features pulled to anchors that all clients share, the class means of their features (Ye et al. 2023, arXiv 2210.07615).
+
+First phase: each client sends the sums of its features by class under w_t, and the numbers of its examples; the server makes the anchors
+a_c = Σ_k n_{k,c} a_{k,c} / Σ_k n_{k,c}. Then local training on CE + λ·q(f(x), a), and averaging weighted by n_k. q is contrastive guiding,
+CE(softmax(⟨a_n, f⟩/α), c), or ‖f − a_c‖². FedFM-Lite makes its anchors after local training, by each client's own model, and sends them with it.
+
+With differential privacy the sums are of clipped features, and charged with the counts beside DP-SGD; the loss of an example depends on that
+example and on released anchors alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import inf, sqrt
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fedsynth.core.client import ClientGroup, PrivateClients
+from fedsynth.core.messages import Message, ModelParameters, parameters_of, public, released
+from fedsynth.core.method import (
+    Memory,
+    PrivatePlan,
+    RoundContext,
+    ServerState,
+    check_choice,
+    check_embedding,
+    check_ranges,
+)
+from fedsynth.errors import SettingError
+from fedsynth.methods.class_sums import ClassSums, class_sums, sums_plans
+from fedsynth.methods.local import Task, TrainsLocally
+from fedsynth.privacy.settings import PrivacySettings
+
+
+@dataclass(frozen=True)
+class AnchorsDown(ModelParameters):
+    """Down: w_t, the anchors [C, D], and which of them exist [C] (bool)."""
+
+    anchors: Tensor = public("goes down, not up")
+    known: Tensor = public("goes down, not up")
+
+
+@dataclass(frozen=True)
+class FeatureSums(Message):
+    """Up: the sums of features by class [C, D], and the numbers of examples [C]."""
+
+    sums: Tensor = released()
+    counts: Tensor = released()
+
+
+@dataclass(frozen=True)
+class ModelAndSums(ModelParameters):
+    """Up, in FedFM-Lite: the model, and the sums under it."""
+
+    sums: Tensor = released()
+    counts: Tensor = released()
+
+
+def anchor_losses(
+    features_ND: Tensor, labels_N: Tensor, anchors_CD: Tensor, known_C: Tensor, *, temperature: float | None, normalise: bool
+) -> Tensor:
+    """q of each example [N]; 0 for a class without anchor.
+
+    Args:
+        temperature: α of contrastive guiding, over the classes with anchors; None: the squared distance.
+        normalise: features and anchors to length 1 first.
+    """
+    if normalise:
+        features_ND, anchors_CD = F.normalize(features_ND, dim=1), F.normalize(anchors_CD, dim=1)
+    if temperature is None:
+        apart = (features_ND - anchors_CD[labels_N]).square().sum(dim=1)
+    else:
+        similar = (features_ND @ anchors_CD.T / temperature).masked_fill(~known_C, -torch.inf)
+        # a class without anchor would give infinity, whose gradient is not a number
+        target = torch.where(known_C[labels_N], labels_N, known_C.to(torch.uint8).argmax())
+        apart = F.cross_entropy(similar, target, reduction="none")
+    return torch.where(known_C[labels_N], apart, 0.0)
+
+
+@dataclass(frozen=True)
+class FedFM(TrainsLocally):
+    """Settings: see `TrainsLocally`, and
+
+    Args:
+        weight: λ, 50 as in the public code. 0 is FedAvg, weighted by n_k.
+        matching: q: "contrastive" guiding, or "l2" (the public code averages that over D, so that its λ is D times as large).
+        temperature: α, 0.1, the paper's best.
+        normalise: features and anchors have length 1 in q, as in the public code, and as α and λ want it; the paper's formulas do not say so.
+        start_round: first round with q. The public code starts in round 21 of 100; 1 here, as runs may be shorter. With differential
+            privacy: 1, as anchors that are not used would be charged too.
+        anchor_clip, anchor_noise: with differential privacy: L2 bound of an example's features, and the noise multiplier of their sums and of
+            the counts over σ. A public choice, not tuned.
+    """
+
+    name: ClassVar[str] = "fedfm"
+    summary: ClassVar[str] = "features pulled to shared anchors, the class means of all clients' features"
+    reference: ClassVar[str] = "Ye et al. 2023, FedFM, arXiv 2210.07615"
+    answers: ClassVar[type[Message] | None] = FeatureSums
+
+    weight: float = 50.0
+    matching: str = "contrastive"
+    temperature: float = 0.1
+    normalise: bool = True
+    start_round: int = 1
+    anchor_clip: float = 5.0
+    anchor_noise: float = 5.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_ranges(self, weight=(0, inf), temperature=(1e-6, inf), start_round=(1, inf))
+        check_ranges(self, anchor_clip=(1e-9, inf), anchor_noise=(1e-3, inf))
+        check_choice("matching", self.matching, ("contrastive", "l2"))
+
+    def check_model(self, model: nn.Module) -> None:
+        check_embedding(self.name, model)
+
+    def question(self, state: ServerState, context: RoundContext) -> Message | None:
+        return ModelParameters(state.parameters, 1.0) if context.round >= self.start_round else None
+
+    def answer(
+        self, message: Message, clients: ClientGroup, memories: Sequence[Memory], context: RoundContext
+    ) -> list[tuple[Message, Memory]]:
+        model = context.load(parameters_of(message)).requires_grad_(False).eval()
+        made = [self.feature_sums(model, clients, position, context) for position in range(len(clients.ids))]
+        return [(FeatureSums(m.sums, m.counts), memory) for m, memory in zip(made, memories, strict=True)]
+
+    def hear(self, state: ServerState, answers: Sequence[Message], context: RoundContext) -> ServerState:
+        sent = [a for a in answers if isinstance(a, FeatureSums)]
+        return ServerState(state.parameters, {**state.kept, **self._anchors(state, sent, context)})
+
+    def broadcast(self, state: ServerState, context: RoundContext) -> Message:
+        classes, width = context.spec.classes, _width(context)
+        anchors = state.kept.get("anchors", torch.zeros(classes, width, device=context.device))
+        known = state.kept.get("known", torch.zeros(classes, dtype=torch.bool, device=context.device))
+        return AnchorsDown(state.parameters, 1.0, anchors, known)
+
+    def task(self, client: int, message: Message, memory: Memory, context: RoundContext) -> Task:
+        if not isinstance(message, AnchorsDown):
+            raise TypeError(f"expected AnchorsDown, got {type(message).__name__}")
+        if not self.weight or context.round < self.start_round or not bool(message.known.any()):
+            return Task()
+        temperature = self.temperature if self.matching == "contrastive" else None
+
+        def loss(network: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+            f = network.embed(x)  # type: ignore[operator]
+            plain = F.cross_entropy(network.classifier(f), y, reduction="none")  # type: ignore[operator]
+            apart = anchor_losses(f, y, message.anchors, message.known, temperature=temperature, normalise=self.normalise)
+            return plain + self.weight * apart
+
+        return Task(loss=loss)
+
+    def combine(self, state: ServerState, uploads: Sequence[ModelParameters], context: RoundContext) -> ServerState:
+        kept = {name: state.kept[name] for name in ("anchors", "known") if name in state.kept}
+        return ServerState(super().combine(state, uploads, context).parameters, kept)
+
+    def private_plans(self, privacy: PrivacySettings, context: RoundContext) -> tuple[PrivatePlan, ...]:
+        """DP-SGD, the sums of features, and the counts."""
+        if self.start_round > 1:
+            raise SettingError(f"{self.name} with differential privacy needs start_round=1: anchors are charged in every round")
+        return *super().private_plans(privacy, context), *self._sums_plans(context)
+
+    def _sums_plans(self, context: RoundContext) -> tuple[PrivatePlan, PrivatePlan]:
+        each = "features f(x) of each example"
+        return sums_plans("features (anchors)", each, self.anchor_clip, _width(context), context.spec.classes, self.anchor_noise)
+
+    def feature_sums(self, model: nn.Module, clients: ClientGroup, position: int, context: RoundContext) -> ClassSums:
+        """Of one client of the group under `model`."""
+        plans = self._sums_plans(context) if isinstance(clients, PrivateClients) else None
+        embed: Callable[[Tensor], Tensor] = model.embed  # type: ignore[assignment]
+        return class_sums(clients, position, embed, _width(context), plans, context)
+
+    def _anchors(
+        self, state: ServerState, sent: Sequence[FeatureSums | ModelAndSums], context: RoundContext
+    ) -> dict[str, Tensor]:
+        """Anchors of this round; a class that none of its clients has keeps the last one."""
+        counts, sums = torch.stack([a.counts for a in sent]).sum(dim=0), torch.stack([a.sums for a in sent]).sum(dim=0)
+        floor = 1.0
+        if context.privacy is not None:  # two deviations of the sum of the clients' noise: below that a class counts as absent
+            floor = max(1.0, 2 * self.anchor_noise * context.protection()[1] * sqrt(len(sent)))
+        known, anchors = counts >= floor, sums / counts.clamp_min(floor)[:, None]
+        if "known" in state.kept:
+            anchors = torch.where(known[:, None], anchors, state.kept["anchors"])
+            known = known | state.kept["known"]
+        return {"anchors": anchors, "known": known}
+
+
+@dataclass(frozen=True)
+class FedFMLite(FedFM):
+    """Settings: see `FedFM`. One exchange a round; the first has no anchors yet, and `start_round` starts where there are some."""
+
+    name: ClassVar[str] = "fedfm-lite"
+    summary: ClassVar[str] = "FedFM with anchors made after local training and sent with the model"
+    upload: ClassVar[type[Message]] = ModelAndSums
+    answers: ClassVar[type[Message] | None] = None
+
+    def question(self, state: ServerState, context: RoundContext) -> Message | None:
+        return None
+
+    def client_step(
+        self, message: Message, clients: ClientGroup, memories: Sequence[Memory], context: RoundContext
+    ) -> list[tuple[Message, Memory]]:
+        results: list[tuple[Message, Memory]] = []
+        for position, (upload, memory) in enumerate(super().client_step(message, clients, memories, context)):
+            model: Any = upload
+            trained = context.load(model.parameters).requires_grad_(False).eval()
+            sums = self.feature_sums(trained, clients, position, context)
+            results.append((ModelAndSums(model.parameters, model.weight, sums.sums, sums.counts), memory))
+        return results
+
+    def combine(self, state: ServerState, uploads: Sequence[ModelParameters], context: RoundContext) -> ServerState:
+        made = super().combine(state, uploads, context)
+        sent = [u for u in uploads if isinstance(u, ModelAndSums) and u.weight > 0]
+        return ServerState(made.parameters, self._anchors(state, sent, context) if sent else made.kept)
+
+
+def _width(context: RoundContext) -> int:
+    """D of the embedding."""
+    classifier: Any = context.architecture.classifier
+    width: int = classifier.in_features
+    return width

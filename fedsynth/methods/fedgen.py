@@ -1,0 +1,178 @@
+"""FedGen: a generator of embeddings, learned by the server from clients' classifiers, regularises local training (Zhu et al. 2021, 2105.10056).
+
+Server: with the uploaded models it trains G(y, ε) -> embedding on Σ_k w_{k,y}·CE(classifier_k(G(y, ε)), y) + η·diversity, w_{k,y} client k's
+share of the round's examples of class y (Eq. 4 there, in the form of its public code), and sends G with the averaged model. Client:
+
+    CE on its batch  +  α·CE(classifier(G(y', ε)), y'), y' drawn evenly from the classes that any client has had
+                     +  β·KL(softmax classifier(G(y, ε)) ‖ p(x)) for its own examples (x, y), the target held fixed,
+
+α and β times 0.98 each round; from round 2 on, when there is a G.
+
+For the last term the noise is a fixed pool for each class and round, and the target is averaged over it: the gradient of the expectation over
+ε, and a function of y alone. With differential privacy that matters: noise that went by an example's place in the batch would let one example
+more change others' gradients. The middle term sees no data. Label counts are private: with DP on all clients weigh the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import inf
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fedsynth.core.client import ClientGroup, OpenClients
+from fedsynth.core.messages import Message, ModelParameters, public
+from fedsynth.core.method import Memory, RoundContext, ServerState, check_embedding, check_ranges
+from fedsynth.core.random import torch_generator
+from fedsynth.methods.aggregation import average
+from fedsynth.methods.local import Task, TrainsLocally
+from fedsynth.synthesizer.generators import LatentGenerator, diversity_loss, make_latent_generator
+from fedsynth.synthesizer.remembered import PREFIX, remembered, restore
+
+DECAY = 0.98
+POOL = 16  # noise vectors of a class
+
+
+@dataclass(frozen=True)
+class GeneratorDown(ModelParameters):
+    """Down: w_t, the generator (empty in round 1), and which classes any client has had [C] (bool)."""
+
+    generator: Mapping[str, Tensor] = public("goes down, not up")
+    known: Tensor = public("goes down, not up")
+
+
+@dataclass(frozen=True)
+class ModelAndCounts(ModelParameters):
+    """Up: the model, and the numbers of the client's examples of each class [C]."""
+
+    counts: Tensor = public("ones with DP on, the numbers of examples of each class with DP off")
+
+
+def ensemble_loss(made_ND: Tensor, labels_N: Tensor, weights_KCD: Tensor, biases_KC: Tensor, shares_CK: Tensor) -> Tensor:
+    """Σ_k mean_n share[y_n, k]·CE(W_k G_n + b_k, y_n): how well the clients' classifiers, each where it knows a class, name the embeddings."""
+    logits = torch.einsum("nd,kcd->nkc", made_ND, weights_KCD) + biases_KC
+    n, k, c = logits.shape
+    each = F.cross_entropy(logits.reshape(n * k, c), labels_N.repeat_interleave(k), reduction="none").view(n, k)
+    return (shares_CK[labels_N] * each).sum(dim=1).mean()
+
+
+@dataclass(frozen=True)
+class FedGen(TrainsLocally):
+    """Settings: see `TrainsLocally`, and
+
+    Args:
+        alpha, beta: α and β, 10 and 10 on MNIST, 10 and 1 on EMNIST in the public code. Both 0 is FedAvg, weighted by n_k.
+        diversity: η. generator_steps, generator_batch, generator_lr, generator_decay: Adam on the server, each round; weight decay 1e-2.
+        noise, hidden: sizes of the generator.
+    """
+
+    name: ClassVar[str] = "fedgen"
+    summary: ClassVar[str] = "a generator of embeddings, learned from the clients' classifiers, regularises local training"
+    reference: ClassVar[str] = "Zhu, Hong and Zhou 2021, FedGen, arXiv 2105.10056"
+    upload: ClassVar[type[Message]] = ModelAndCounts
+
+    alpha: float = 10.0
+    beta: float = 10.0
+    diversity: float = 1.0
+    generator_steps: int = 50
+    generator_batch: int = 32
+    generator_lr: float = 3e-4
+    generator_decay: float = 1e-2
+    noise: int = 32
+    hidden: int = 256
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_ranges(self, alpha=(0, inf), beta=(0, inf), diversity=(0, inf), generator_steps=(1, inf), generator_batch=(2, inf))
+        check_ranges(self, generator_lr=(0, inf), generator_decay=(0, inf), noise=(1, inf), hidden=(1, inf))
+
+    def check_model(self, model: nn.Module) -> None:
+        check_embedding(self.name, model)
+
+    def broadcast(self, state: ServerState, context: RoundContext) -> Message:
+        generator = {name: value for name, value in state.kept.items() if name.startswith(PREFIX)}
+        none = torch.zeros(context.spec.classes, dtype=torch.bool, device=context.device)
+        return GeneratorDown(state.parameters, 1.0, generator, state.kept.get("known", none))
+
+    def task(self, client: int, message: Message, memory: Memory, context: RoundContext) -> Task:
+        if not isinstance(message, GeneratorDown):
+            raise TypeError(f"expected GeneratorDown, got {type(message).__name__}")
+        if not message.generator or not bool(message.known.any()):
+            return Task()
+        generator, device = self._generator(context).requires_grad_(False), context.device
+        restore(generator, None, message.generator)
+        generator.eval()
+        faded, classes = DECAY ** (context.round - 1), context.spec.classes
+        labels = torch.arange(classes, device=device).repeat_interleave(POOL)
+        fixed = torch_generator(context.seed, "fedgen pool", context.round, client, device=device)
+        pool = generator(labels, torch.randn(len(labels), self.noise, generator=fixed, device=device))
+        draws = torch_generator(context.seed, "fedgen embeddings", context.round, client, device=device)
+        there = message.known.to(torch.float32)
+
+        def penalty(network: nn.Module) -> Tensor:
+            y = torch.multinomial(there, self.generator_batch, replacement=True, generator=draws)
+            made = generator(y, torch.randn(len(y), self.noise, generator=draws, device=device))
+            return self.alpha * faded * F.cross_entropy(network.classifier(made), y)  # type: ignore[operator]
+
+        def loss(network: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+            logits, last = network(x), network.classifier
+            target = F.linear(pool, last.weight.detach(), last.bias.detach()).softmax(dim=1)  # type: ignore[union-attr,operator]
+            target = target.view(classes, POOL, classes).mean(dim=1)[y]
+            apart = F.kl_div(logits.log_softmax(dim=1), target, reduction="none").sum(dim=1)
+            known = message.known[y]  # of a class that nobody had, the generator knows nothing
+            return F.cross_entropy(logits, y, reduction="none") + self.beta * faded * torch.where(known, apart, 0.0)
+
+        return Task(penalty=penalty if self.alpha else None, loss=loss if self.beta else None)
+
+    def client_step(
+        self, message: Message, clients: ClientGroup, memories: Sequence[Memory], context: RoundContext
+    ) -> list[tuple[Message, Memory]]:
+        results: list[tuple[Message, Memory]] = []
+        for position, (upload, memory) in enumerate(super().client_step(message, clients, memories, context)):
+            model: Any = upload
+            counts = torch.ones(context.spec.classes, device=context.device)
+            if isinstance(clients, OpenClients):
+                labels = clients.labels(clients.examples(position))
+                counts = torch.bincount(labels, minlength=context.spec.classes).to(counts.dtype)
+            results.append((ModelAndCounts(model.parameters, model.weight, counts), memory))
+        return results
+
+    def combine(self, state: ServerState, uploads: Sequence[ModelParameters], context: RoundContext) -> ServerState:
+        made = average(uploads, state.parameters)
+        sent = [u for u in uploads if isinstance(u, ModelAndCounts) and u.weight > 0]
+        if not sent:
+            return ServerState(made, state.kept)
+        return ServerState(made, self._train_generator(state, sent, context))
+
+    def _generator(self, context: RoundContext) -> LatentGenerator:
+        size: int = context.architecture.classifier.in_features  # type: ignore[assignment,union-attr]
+        made = make_latent_generator(context.spec.classes, size, context.seed, noise=self.noise, hidden=self.hidden)
+        return made.to(context.device)
+
+    def _train_generator(self, state: ServerState, sent: Sequence[ModelAndCounts], context: RoundContext) -> dict[str, Tensor]:
+        """The generator and its Adam after this round, and which classes any client has had so far."""
+        generator, device = self._generator(context).train(), context.device
+        rate = self.generator_lr * DECAY ** (context.round - 1)
+        adam = torch.optim.Adam(generator.parameters(), rate, weight_decay=self.generator_decay)
+        if state.kept:
+            restore(generator, adam, state.kept)
+        models = [context.load(u.parameters).classifier for u in sent]
+        weights, biases = (torch.stack([getattr(m, name).detach() for m in models]) for name in ("weight", "bias"))
+        counts = torch.stack([u.counts for u in sent], dim=1)
+        shares = counts / counts.sum(dim=1, keepdim=True).clamp_min(1)
+        here = counts.sum(dim=1) > 0
+        draws = torch_generator(context.seed, "fedgen training", context.round, device=device)
+        for done in range(self.generator_steps):
+            y = torch.multinomial(here.to(torch.float32), self.generator_batch, replacement=True, generator=draws)
+            noise = torch.randn(len(y), self.noise, generator=draws, device=device)
+            adam.zero_grad()
+            made = generator(y, noise)
+            total = ensemble_loss(made, y, weights, biases, shares) + self.diversity * diversity_loss(noise, made)
+            total.backward()
+            adam.step()
+            context.report("generator", done + 1, self.generator_steps)
+        return {**remembered(generator, adam), "known": here | state.kept.get("known", here)}

@@ -1,0 +1,63 @@
+"""AlexNet with batch norm, as FedBN (Li et al. 2021, arXiv 2102.07623) and FedFA+ train it on Office-Caltech-10 and DomainNet.
+
+Krizhevsky's five convolutions in torchvision's widths, each with batch norm, then two hidden layers of 1024 units with batch norm; no dropout.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from fedsynth.errors import SettingError
+from fedsynth.models.resnet import group_norm
+
+LEAST = 63  # below that, a pool is left with nothing
+
+
+class AlexNet(nn.Module):
+    """`forward`: normalised images [N, C, H, W] to logits [N, classes].
+
+    Args:
+        norm: "batch", or "group" (for DP-SGD).
+
+    Raises:
+        SettingError: images below 63×63.
+    """
+
+    stage_names = ("pool1", "pool2", "layer3", "layer4", "pool5")
+
+    def __init__(self, image_shape: tuple[int, int, int], classes: int, *, norm: str = "batch") -> None:
+        super().__init__()
+        channels, height, width = image_shape
+        if min(height, width) < LEAST:
+            raise SettingError(f"alexnet needs images of at least {LEAST}×{LEAST}, got {height}×{width}")
+        grouped = norm == "group"
+
+        def convolution(inside: int, outside: int, kernel: int, stride: int, padding: int) -> nn.Module:
+            layer = group_norm(outside) if grouped else nn.BatchNorm2d(outside)
+            return nn.Sequential(nn.Conv2d(inside, outside, kernel, stride, padding), layer, nn.ReLU())
+
+        def hidden(inside: int) -> nn.Module:
+            layer = group_norm(1024) if grouped else nn.BatchNorm1d(1024)
+            return nn.Sequential(nn.Linear(inside, 1024), layer, nn.ReLU())
+
+        self.layer1, self.pool1 = convolution(channels, 64, 11, 4, 2), nn.MaxPool2d(3, 2)
+        self.layer2, self.pool2 = convolution(64, 192, 5, 1, 2), nn.MaxPool2d(3, 2)
+        self.layer3, self.layer4 = convolution(192, 384, 3, 1, 1), convolution(384, 256, 3, 1, 1)
+        self.layer5, self.pool5 = convolution(256, 256, 3, 1, 1), nn.MaxPool2d(3, 2)
+        self.spread = nn.AdaptiveAvgPool2d((6, 6))
+        self.hidden1, self.hidden2 = hidden(256 * 6 * 6), hidden(1024)
+        self.classifier = nn.Linear(1024, classes)
+        self.embedding_size = 1024
+        self.largest_activation = 64 * (1 + (height - 7) // 4) * (1 + (width - 7) // 4)
+
+    def embed(self, x_NCHW: Tensor) -> Tensor:
+        """Embeddings, [N, 1024]."""
+        x = self.pool2(self.layer2(self.pool1(self.layer1(x_NCHW))))
+        x = self.spread(self.pool5(self.layer5(self.layer4(self.layer3(x)))))
+        h: Tensor = self.hidden2(self.hidden1(torch.flatten(x, 1)))
+        return h
+
+    def forward(self, x_NCHW: Tensor) -> Tensor:
+        z: Tensor = self.classifier(self.embed(x_NCHW))
+        return z

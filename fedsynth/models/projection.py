@@ -1,0 +1,38 @@
+"""A projection head between any network and its last layer: MOON's (Li, He and Song 2021, arXiv 2103.16257, Sec. 3.3 and its public code).
+
+h ↦ W₂·relu(W₁h), W₁ square; the embedding is what comes out, and a new linear layer makes the logits of it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+
+class Projected(nn.Module):
+    """`forward`: normalised images [N, C, H, W] to logits [N, classes].
+
+    Args:
+        body: a network with `embed` and `classifier`; it loses the latter. size: of the new embedding, 256 in the paper.
+    """
+
+    def __init__(self, body: nn.Module, size: int, classes: int) -> None:
+        super().__init__()
+        last: nn.Linear = body.classifier  # type: ignore[assignment]
+        name = next(name for name, child in body.named_children() if child is last)
+        setattr(body, name, nn.Identity())
+        self.body = body
+        self.hidden, self.projection = nn.Linear(last.in_features, last.in_features), nn.Linear(last.in_features, size)
+        self.classifier = nn.Linear(size, classes)
+        self.embedding_size = size
+        self.largest_activation = body.largest_activation
+        self.stage_names = tuple(f"body.{stage}" for stage in getattr(body, "stage_names", ()))
+
+    def embed(self, x_NCHW: Tensor) -> Tensor:
+        """Embeddings, [N, size]."""
+        projected: Tensor = self.projection(torch.relu(self.hidden(self.body.embed(x_NCHW))))  # type: ignore[operator]
+        return projected
+
+    def forward(self, x_NCHW: Tensor) -> Tensor:
+        z: Tensor = self.classifier(self.embed(x_NCHW))
+        return z

@@ -1,0 +1,102 @@
+"""Channel statistics of feature maps, resampled while a network trains, and soft-binned histograms of embeddings (FedFA+, TPAMI 2024).
+
+An augmentation layer takes each image's channel means μ and deviations σ over its pixels and replaces them by draws from N(μ, Σ̂²_μ) and
+N(σ, Σ̂²_σ), where Σ̂² = (γ + 1) ⊙ Σ² widens the batch's own variance of these statistics by how much they vary across clients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+EPS = 1e-6
+MOMENTUM = 0.99
+
+
+def modulation(means_MC: Tensor) -> Tensor:
+    """γ [C]: C·(1 + 1/Σ²)⁻¹ over its sum, Σ² the variance across clients of their accumulated statistics [M, C]; all 1 where those agree."""
+    variance = means_MC.var(dim=0, correction=0) + EPS
+    weight = 1 / (1 + 1 / variance)
+    return weight * len(weight) / weight.sum()
+
+
+class Augmentation:
+    """The augmentation layer of one stage, and the statistics that it accumulates.
+
+    Args:
+        gamma_mean, gamma_std: γ of both statistics [C]; None: 1, as for clients that agree.
+        probability: that a batch is augmented. coin: CPU generator for that. noise: on the features' device.
+        mean, std: accumulated so far [C]; None: starts from the first batch's.
+    """
+
+    def __init__(
+        self,
+        probability: float,
+        coin: torch.Generator,
+        noise: torch.Generator,
+        gamma_mean: Tensor | None = None,
+        gamma_std: Tensor | None = None,
+        mean: Tensor | None = None,
+        std: Tensor | None = None,
+    ) -> None:
+        self._probability, self._coin, self._noise = probability, coin, noise
+        self._gammas = gamma_mean, gamma_std
+        self.mean, self.std = mean, std
+
+    def __call__(self, x_NCHW: Tensor) -> Tensor:
+        mean = x_NCHW.mean(dim=(2, 3))
+        std = (x_NCHW.var(dim=(2, 3), correction=0) + EPS).sqrt()
+        self.mean, self.std = _moved(self.mean, mean), _moved(self.std, std)
+        if float(torch.rand((), generator=self._coin)) >= self._probability:
+            return x_NCHW
+        new_mean, new_std = (self._drawn(value, gamma) for value, gamma in zip((mean, std), self._gammas, strict=True))
+        plain = (x_NCHW - mean[..., None, None]) / std[..., None, None]
+        return plain * new_std[..., None, None] + new_mean[..., None, None]
+
+    def _drawn(self, value_NC: Tensor, gamma_C: Tensor | None) -> Tensor:
+        widened = (1 if gamma_C is None else gamma_C) + 1
+        deviation = (widened * (value_NC.var(dim=0, correction=0) + EPS)).sqrt()
+        drawn = torch.randn(value_NC.shape, generator=self._noise, device=value_NC.device)
+        return value_NC + drawn * deviation
+
+
+def _moved(before: Tensor | None, value_NC: Tensor) -> Tensor:
+    now = value_NC.detach().mean(dim=0)
+    return now if before is None else MOMENTUM * before + (1 - MOMENTUM) * now
+
+
+@contextmanager
+def augmented(network: nn.Module, layers: Mapping[str, Augmentation]) -> Iterator[None]:
+    """Inside, the outputs of the named submodules go through their layers."""
+    handles = [
+        network.get_submodule(name).register_forward_hook(lambda module, inputs, out, layer=layer: layer(out))
+        for name, layer in layers.items()
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def soft_histogram(features_ND: Tensor, bins: int, temperature: float) -> Tensor:
+    """π [D, bins]: the shares of the examples in each feature's bins, soft so that they have a gradient; rows sum to 1.
+
+    A feature z goes to (0, 1) by the sigmoid, which needs no range that clients would have to agree on; bins are equal pieces of that. Its
+    membership is softmax((w·s + b)/temperature), w = 1 … L, b = −(sums of the cut points) (Yang et al. 2018, soft binning): hard as the
+    temperature falls.
+    """
+    squashed = features_ND.sigmoid()
+    w = torch.arange(1, bins + 1, device=squashed.device, dtype=squashed.dtype)
+    cuts = torch.arange(bins, device=squashed.device, dtype=squashed.dtype) / bins
+    member = torch.softmax((squashed[..., None] * w - cuts.cumsum(0)) / temperature, dim=2)
+    return member.mean(dim=0)
+
+
+def symmetric_divergence(p_DL: Tensor, q_DL: Tensor) -> Tensor:
+    """½(KL(p‖q) + KL(q‖p)), averaged over the features, so that its weight does not depend on their number."""
+    p, q = (value.clamp_min(EPS) for value in (p_DL, q_DL))
+    return ((p - q) * (p.log() - q.log())).sum(dim=1).mean() / 2
