@@ -80,12 +80,13 @@ def test_googlenet_is_torchvisions() -> None:
 @pytest.mark.parametrize("name", model_names())
 def test_every_architecture_takes_a_private_step(name: str) -> None:
     """Catches: in-place activations, which DP-SGD's hooks do not survive, and dropout, whose masks go by the place in the batch."""
-    norm = {"resnet18": "group", "googlenet": "group", "cnn1": "group", "cnn2": "group"}.get(name, "")
-    model = build_model(ModelSettings(name, width=4, norm=norm), (1, 28, 28), 10, 0)
+    batch_norm = ModelSettings(name).norm == "batch"
+    side = 64 if name == "alexnet" else 28
+    model = build_model(ModelSettings(name, width=4, norm="group" if batch_norm else ""), (1, side, side), 10, 0)
     before = flatten(model)
     release = Release(1, "m", "dp-sgd", "g", 1e-9, 1.0, 1.0, "full", 1, len(before))
     series = GaussianSums(release, 1, Guard(Ledger("0"), 1e-5, None), SecretGenerator())
-    x = torch.randn(3, 1, 28, 28, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(3, 1, side, side, generator=torch.Generator().manual_seed(0))
     dp_sgd(model, lambda i: x[i], torch.arange(3), series, 1, DpSgdSettings(0.1, 3.0))
     assert 0 < float((flatten(model) - before).norm()) <= 0.1 * 1.01  # three clipped gradients of norm 1, over 3, times the rate
 

@@ -1,0 +1,43 @@
+"""How far local training got: FedProx's γ-inexactness (Li et al. 2020, arXiv 1812.06127, Definition 2)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+CHUNK = 1024
+
+
+def inexactness(model: nn.Module, start: Mapping[str, Tensor], images_NCHW: Tensor, labels_N: Tensor, mu: float = 0.0) -> float:
+    """γ = ‖∇F(w) + μ(w − w_t)‖ / ‖∇F(w_t)‖, F a client's mean cross-entropy: 0 for an exact solution of its subproblem, 1 for no work at all.
+
+    Args:
+        model: w, a client's network after its training; left as it was.
+        start: w_t, the parameters and buffers that it started from.
+        images_NCHW, labels_N: all of the client's examples, normalised. It needs the data: for simulations.
+        mu: μ of the proximal term.
+    """
+    before = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    training = model.training
+    model.eval()
+    try:
+        after = _gradient(model, images_NCHW, labels_N)
+        moved = torch.cat([(p - start[name]).detach().flatten() for name, p in model.named_parameters()])
+        model.load_state_dict(dict(start))
+        at_start = _gradient(model, images_NCHW, labels_N)
+    finally:
+        model.load_state_dict(before)
+        model.train(training)
+    return float((after + mu * moved).norm() / at_start.norm())
+
+
+def _gradient(model: nn.Module, images_NCHW: Tensor, labels_N: Tensor) -> Tensor:
+    """∇F as one vector."""
+    weights = list(model.parameters())
+    total = torch.zeros(sum(p.numel() for p in weights), device=images_NCHW.device)
+    for x, y in zip(images_NCHW.split(CHUNK), labels_N.split(CHUNK), strict=True):
+        loss = nn.functional.cross_entropy(model(x), y, reduction="sum")
+        total += torch.cat([g.flatten() for g in torch.autograd.grad(loss, weights)])
+    return total / len(labels_N)

@@ -1,0 +1,493 @@
+"""FedFM, FedGen and FedFA+: rounds on a network of two linear layers against NumPy, their losses by hand, degenerate cases, privacy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fedsynth.core.client import OpenClients
+from fedsynth.core.messages import Message
+from fedsynth.core.method import RoundContext, ServerState
+from fedsynth.core.random import torch_generator
+from fedsynth.data.images import ImageData, from_arrays
+from fedsynth.data.registry import DatasetSpec, dataset_spec
+from fedsynth.errors import SettingError
+from fedsynth.federation.settings import resolve
+from fedsynth.federation.simulation import simulate
+from fedsynth.methods.fedfa_plus import FedFAPlus, StatisticsUp
+from fedsynth.methods.fedfm import FedFM, FedFMLite, anchor_losses
+from fedsynth.methods.fedgen import DECAY, POOL, FedGen, GeneratorDown, ensemble_loss
+from fedsynth.methods.local import TrainsLocally
+from fedsynth.models.flat import flatten
+from fedsynth.models.registry import ModelSettings, build_model
+from fedsynth.models.small import LeNet5, Linear
+from fedsynth.privacy.dpsgd import cross_entropies
+from fedsynth.privacy.errors import UnaccountedReleaseError
+from fedsynth.synthesizer.feature_statistics import Augmentation, augmented, modulation, soft_histogram, symmetric_divergence
+from fedsynth.synthesizer.generators import diversity_loss, make_latent_generator
+from fedsynth.synthesizer.remembered import PREFIX, restore
+
+Array = npt.NDArray[np.float64]
+Weights = tuple[Array, Array]  # V [3, 4] and W [3, 4]: f = V x, z = W [f; 1]
+SPEC = DatasetSpec("tiny", 1, 2, 2, 3, 9, 3, (0.0,), (1.0,), ("a", "b", "c"), "made up")
+PIXELS = np.random.default_rng(0).integers(0, 256, (9, 1, 2, 2)).astype(np.uint8)
+LABELS = np.array([0, 1, 2, 0, 1, 1, 2, 2, 0])
+PARTS = [torch.arange(2), torch.arange(2, 5), torch.arange(5, 9)]
+SIZES = (2, 3, 4)
+X = PIXELS.reshape(9, 4) / 255
+FULL: dict[str, Any] = {"batch": 10, "lr": 0.3, "momentum": 0.0, "local_epochs": 3}  # an epoch is one step on all examples
+
+
+class TwoLayers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.classifier = nn.Linear(4, 3, bias=False), nn.Linear(3, 3)
+        self.first.weight.data = torch.linspace(-1, 1.5, 12).view(3, 4)
+        self.classifier.weight.data = torch.linspace(1, -0.7, 9).view(3, 3)
+        self.classifier.bias.data = torch.tensor([0.1, 0.0, -0.2])
+
+    def embed(self, x: Tensor) -> Tensor:
+        h: Tensor = self.first(x.flatten(1))
+        return h
+
+    def forward(self, x: Tensor) -> Tensor:
+        z: Tensor = self.classifier(self.embed(x))
+        return z
+
+
+def as_arrays(parameters: Any) -> Weights:
+    last = torch.cat([parameters["classifier.weight"], parameters["classifier.bias"][:, None]], dim=1)
+    V, W = (t.detach().cpu().double().numpy() for t in (parameters["first.weight"], last))
+    return V, W
+
+
+START = as_arrays(TwoLayers().state_dict())
+
+
+def data(device: torch.device) -> ImageData:
+    return from_arrays(PIXELS, LABELS, SPEC).to(device)
+
+
+def context(number: int, device: torch.device, active: tuple[int, ...] = (0, 1, 2), net: nn.Module | None = None) -> RoundContext:
+    return RoundContext(number, 0, device, SPEC, net or TwoLayers(), 3.0, clients=3, participants=active, sizes=SIZES)
+
+
+def rounds(
+    method: TrainsLocally, device: torch.device, active: Sequence[tuple[int, ...]] = ((0, 1, 2), (0, 1, 2))
+) -> tuple[list[Weights], ServerState]:
+    """The global model after each round, and the last state."""
+    state = ServerState({name: value.to(device) for name, value in TwoLayers().state_dict().items()})
+    memories: dict[int, Any] = {0: {}, 1: {}, 2: {}}
+    found = []
+    for number, ids in enumerate(active, 1):
+        ctx, uploads = context(number, device, ids), list[Message]()
+        clients = OpenClients(ids, data(device), [PARTS[k] for k in ids])
+        question = method.question(state, ctx)
+        if question is not None:
+            answers = method.answer(question, clients, [memories[k] for k in ids], ctx)
+            assert method.answers is not None
+            assert all(type(a) is method.answers for a, _ in answers)
+            state = method.hear(state, [a for a, _ in answers], ctx)
+        message = method.broadcast(state, ctx)
+        for k, (upload, memory) in zip(ids, method.client_step(message, clients, [memories[k] for k in ids], ctx), strict=True):
+            uploads.append(upload)
+            memories[k] = memory
+        state = method.server_step(state, uploads, ctx)
+        found.append(as_arrays(state.parameters))
+    return found, state
+
+
+def features(V: Array, rows: npt.NDArray[np.int64]) -> Array:
+    return np.asarray(X[rows] @ V.T)
+
+
+def with_one(f: Array) -> Array:
+    return np.concatenate([f, np.ones((len(f), 1))], axis=1)
+
+
+def softmax(z: Array) -> Array:
+    e = np.exp(z - z.max(1, keepdims=True))
+    return np.asarray(e / e.sum(1, keepdims=True))
+
+
+Pull = Callable[[Array, npt.NDArray[np.int64]], Array]
+Extra = Callable[[Array, Array], Array]
+
+
+def local(
+    start: Weights,
+    k: int,
+    pull: Pull = lambda f, y: f * 0,
+    extra: Extra = lambda W, p: p * 0,
+    own: Callable[[Array], Array] | None = None,
+) -> Weights:
+    """Three full-batch steps. pull: gradient of the extra loss in each example's features; extra: in its logits; own: in W."""
+    V, W = start
+    mine = PARTS[k].numpy()
+    y = LABELS[mine]
+    for _ in range(3):
+        f = features(V, mine)
+        p = softmax(with_one(f) @ W.T)
+        dz = (p - np.eye(3)[y] + extra(W, p)) / len(mine)
+        dW = dz.T @ with_one(f) + (0 if own is None else own(W))
+        dV = (dz @ W[:, :3] + pull(f, y) / len(mine)).T @ X[mine]
+        V, W = V - 0.3 * dV, W - 0.3 * dW
+    return V, W
+
+
+def mean(models: Sequence[Weights], weights: Sequence[float]) -> Weights:
+    total = sum(weights)
+    V, W = (sum(w * m[i] for w, m in zip(weights, models, strict=True)) / total for i in (0, 1))
+    return V, W  # type: ignore[return-value]
+
+
+def close(actual: Sequence[Weights], expected: Sequence[Weights]) -> None:
+    for a, e in zip(actual, expected, strict=True):
+        for mine, theirs in zip(a, e, strict=True):
+            np.testing.assert_allclose(mine, theirs, atol=3e-5)
+    assert np.abs(expected[-1][0] - START[0]).max() > 0.01  # something happened
+
+
+def fedavg(weights: Sequence[float]) -> list[Weights]:
+    W, out = START, []
+    for _ in range(2):
+        W = mean([local(W, k) for k in range(3)], weights)
+        out.append(W)
+    return out
+
+
+def guided(anchors: Array, kind: str, weight: float, alpha: float, normalise: bool) -> Pull:
+    """weight·∂q/∂f of each example, by hand."""
+
+    def pull(f: Array, y: npt.NDArray[np.int64]) -> Array:
+        length = np.linalg.norm(f, axis=1, keepdims=True) if normalise else np.ones((len(f), 1))
+        unit = f / length
+        a = anchors / np.linalg.norm(anchors, axis=1, keepdims=True) if normalise else anchors
+        d = 2 * (unit - a[y]) if kind == "l2" else (softmax(unit @ a.T / alpha) - np.eye(3)[y]) @ a / alpha
+        if normalise:
+            d = (d - (d * unit).sum(1, keepdims=True) * unit) / length
+        return np.asarray(weight * d)
+
+    return pull
+
+
+def class_means(models: Sequence[tuple[int, Array]], before: Array | None = None) -> Array:
+    """Anchors of clients (number, V), weighted by their examples; a class that is not there keeps the anchor before."""
+    rows = [(f, y) for k, V in models for f, y in zip(features(V, PARTS[k].numpy()), LABELS[PARTS[k].numpy()], strict=True)]
+    out = np.zeros((3, 3)) if before is None else before.copy()
+    for c in range(3):
+        mine = [f for f, y in rows if y == c]
+        if mine:
+            out[c] = np.mean(mine, axis=0)
+    return out
+
+
+@pytest.mark.parametrize("kind", ["contrastive", "l2"])
+@pytest.mark.parametrize("normalise", [True, False])
+def test_two_rounds_of_fedfm(kind: str, normalise: bool, device: torch.device) -> None:
+    """Client 0 alone in round 2 has no example of class 2, whose anchor stays."""
+    method = FedFM(**FULL, weight=0.7, matching=kind, temperature=0.4, normalise=normalise)
+    W, expected, anchors = START, [], None
+    for ids in ((0, 1, 2), (0,)):
+        anchors = class_means([(k, W[0]) for k in ids], anchors)
+        pull = guided(anchors, kind, 0.7, 0.4, normalise)
+        W = mean([local(W, k, pull) for k in ids], [SIZES[k] for k in ids])
+        expected.append(W)
+    found, state = rounds(method, device, ((0, 1, 2), (0,)))
+    close(found, expected)
+    np.testing.assert_allclose(state.kept["anchors"].cpu().numpy(), anchors, atol=1e-5)
+
+
+def test_fedfm_lite_makes_its_anchors_after_training(device: torch.device) -> None:
+    """One exchange; round 1 is plain, and each client's features are of its own trained model."""
+    made = [local(START, k) for k in range(3)]
+    first = mean(made, SIZES)
+    anchors = class_means([(k, made[k][0]) for k in range(3)])
+    pull = guided(anchors, "contrastive", 0.7, 0.4, True)
+    second = mean([local(first, k, pull) for k in range(3)], SIZES)
+    method = FedFMLite(**FULL, weight=0.7, temperature=0.4)
+    assert method.question(ServerState({}), context(1, device)) is None
+    close(rounds(method, device)[0], [first, second])
+
+
+def test_degenerate_cases(device: torch.device) -> None:
+    """FedFM and FedGen are weighted by n_k, FedFA+ uniformly."""
+    by_size, even = fedavg(SIZES), fedavg((1, 1, 1))
+    for kind in (FedFM, FedFMLite):
+        close(rounds(kind(**FULL, weight=0.0), device)[0], by_size)
+        close(rounds(kind(**FULL, start_round=3), device)[0], by_size)
+    close(rounds(FedGen(**FULL, alpha=0.0, beta=0.0, generator_steps=1), device)[0], by_size)
+    close(rounds(FedFAPlus(**FULL, parts="alignment", align_weight=0.0), device)[0], even)
+
+
+def test_anchor_losses_leave_out_classes_without_anchor(device: torch.device) -> None:
+    f = torch.randn(4, 3, generator=torch.Generator().manual_seed(0)).to(device).requires_grad_()
+    anchors, known = torch.eye(3, device=device), torch.tensor([True, False, True], device=device)
+    y = torch.tensor([0, 1, 2, 1], device=device)
+    for temperature in (None, 0.1):
+        each = anchor_losses(f, y, anchors, known, temperature=temperature, normalise=True)
+        assert each[1] == each[3] == 0
+        (gradient,) = torch.autograd.grad(each.sum(), f)
+        assert gradient.isfinite().all()
+        assert gradient[[1, 3]].abs().sum() == 0
+    unit = (f / f.norm(dim=1, keepdim=True)).detach().cpu().numpy()
+    z = unit[0, [0, 2]] / 0.1  # only the classes with anchors compete
+    np.testing.assert_allclose(float(each[0]), -np.log(np.exp(z[0]) / np.exp(z).sum()), rtol=1e-4)
+
+
+def test_fedgens_losses_equal_loops(device: torch.device) -> None:
+    rng = np.random.default_rng(0)
+    made, weights, biases, shares = (
+        rng.normal(size=(5, 4)),
+        rng.normal(size=(2, 3, 4)),
+        rng.normal(size=(2, 3)),
+        rng.random((3, 2)),
+    )
+    noise, y = rng.normal(size=(5, 6)), np.array([0, 1, 2, 2, 0])
+    total = 0.0
+    for n in range(5):
+        for k in range(2):
+            z = weights[k] @ made[n] + biases[k]
+            total += shares[y[n], k] * (np.log(np.exp(z).sum()) - z[y[n]]) / 5
+    t = [torch.tensor(a, device=device) for a in (made, y, weights, biases, shares)]
+    np.testing.assert_allclose(float(ensemble_loss(*t)), total)
+    pairs = [-((noise[i] - noise[j]) ** 2).mean() * np.abs(made[i] - made[j]).mean() for i in range(5) for j in range(5)]
+    np.testing.assert_allclose(float(diversity_loss(torch.tensor(noise), torch.tensor(made))), np.exp(np.mean(pairs)))
+
+
+def test_fedgens_second_round_equals_numpy(device: torch.device) -> None:
+    """Given the generator of the server: α·CE on its embeddings (a gradient in W alone) and β·KL to its averaged answers, times 0.98."""
+    method = FedGen(**FULL, alpha=0.5, beta=0.8, generator_steps=3, generator_batch=4)
+    _, state = rounds(method, device, ((0, 1, 2),))
+    start, ctx = as_arrays(state.parameters), context(2, device)
+    message = method.broadcast(state, ctx)
+    assert isinstance(message, GeneratorDown)
+    assert message.known.all()
+    generator = make_latent_generator(3, 3, 0).to(device)
+    restore(generator, None, message.generator)
+    generator.eval()
+    results = method.client_step(message, OpenClients((0, 1, 2), data(device), PARTS), [{}, {}, {}], ctx)
+    for k, (upload, _) in enumerate(results):
+        fixed = torch_generator(0, "fedgen pool", 2, k, device=device)
+        labels = torch.arange(3, device=device).repeat_interleave(POOL)
+        with torch.no_grad():
+            pool = generator(labels, torch.randn(3 * POOL, 32, generator=fixed, device=device)).cpu().double().numpy()
+        draws = torch_generator(0, "fedgen embeddings", 2, k, device=device)
+        asked = LABELS[PARTS[k].numpy()]
+
+        def extra(W: Array, p: Array, pool: Array = pool, asked: Any = asked) -> Array:
+            target = softmax(with_one(pool) @ W.T).reshape(3, POOL, 3).mean(1)[asked]
+            return 0.8 * DECAY * (p - target)
+
+        def own(W: Array, draws: torch.Generator = draws) -> Array:
+            y = torch.multinomial(torch.ones(3, device=device), 4, replacement=True, generator=draws)
+            with torch.no_grad():
+                made = generator(y, torch.randn(4, 32, generator=draws, device=device)).cpu().double().numpy()
+            wrong = softmax(with_one(made) @ W.T) - np.eye(3)[y.cpu().numpy()]
+            return np.asarray(0.5 * DECAY * wrong.T @ with_one(made) / 4)
+
+        expected = local(start, k, extra=extra, own=own)
+        for mine, theirs in zip(as_arrays(upload.parameters), expected, strict=True):  # type: ignore[attr-defined]
+            np.testing.assert_allclose(mine, theirs, atol=3e-5)
+        np.testing.assert_array_equal(upload.counts.cpu().numpy(), np.bincount(asked, minlength=3))  # type: ignore[attr-defined]
+
+
+def test_fedgens_generator_is_trained_as_in_plain_torch(device: torch.device) -> None:
+    method = FedGen(**FULL, generator_steps=4, generator_batch=8)
+    _, state = rounds(method, device, ((0, 1, 2),))
+    generator = make_latent_generator(3, 3, 0).to(device)
+    adam = torch.optim.Adam(generator.parameters(), 3e-4, weight_decay=1e-2)
+    models = [local(START, k) for k in range(3)]
+    counts = torch.tensor(np.stack([np.bincount(LABELS[part.numpy()], minlength=3) for part in PARTS]), dtype=torch.float32)
+    draws = torch_generator(0, "fedgen training", 1, device=device)
+    for _ in range(4):
+        y = torch.multinomial(torch.ones(3, device=device), 8, replacement=True, generator=draws)
+        noise = torch.randn(8, 32, generator=draws, device=device)
+        made = generator(y, noise)
+        total = diversity_loss(noise, made)
+        for k, (_, W) in enumerate(models):
+            last = torch.tensor(W, dtype=torch.float32, device=device)
+            each = F.cross_entropy(made @ last[:, :3].T + last[:, 3], y, reduction="none")
+            share = counts[k] / counts.sum(0)
+            total = total + (share.to(device)[y] * each).mean()
+        adam.zero_grad()
+        total.backward()
+        adam.step()
+    for name, value in generator.state_dict().items():
+        torch.testing.assert_close(state.kept[PREFIX + name], value, atol=2e-4, rtol=1e-2)
+
+
+def test_a_fedgen_example_s_loss_depends_on_itself_alone() -> None:
+    """What DP-SGD needs: the same example has the same loss in any batch, also after other calls."""
+    method, cpu = FedGen(**FULL, generator_steps=1), torch.device("cpu")
+    _, state = rounds(method, cpu, ((0, 1, 2),))
+    ctx = context(2, cpu)
+    task = method.task(0, method.broadcast(state, ctx), {}, ctx)
+    assert task.loss is not None
+    net, x, y = TwoLayers(), torch.tensor(X, dtype=torch.float32).view(9, 1, 2, 2), torch.tensor(LABELS)
+    together = task.loss(net, x, y)
+    alone = torch.stack([task.loss(net, x[i : i + 1], y[i : i + 1])[0] for i in (4, 0)])
+    torch.testing.assert_close(alone, together[[4, 0]])
+    assert not torch.allclose(together, cross_entropies(net, x, y))
+
+
+def test_an_augmentation_layer_equals_numpy(device: torch.device) -> None:
+    x = np.random.default_rng(0).normal(size=(5, 3, 4, 4)).astype(np.float32)
+    gammas = [np.array(g, np.float32) for g in ([0.5, 1.0, 1.5], [2.0, 0.0, 1.0])]
+    draws = [torch.Generator(device).manual_seed(7) for _ in range(2)]
+    layer = Augmentation(1.0, torch.Generator(), draws[0], *(torch.tensor(g, device=device) for g in gammas))
+    out = layer(torch.tensor(x, device=device)).cpu().numpy()
+    mu, sigma = x.mean((2, 3)), np.sqrt(x.var((2, 3)) + 1e-6)
+    new = [
+        s + torch.randn(5, 3, generator=draws[1], device=device).cpu().numpy() * np.sqrt((g + 1) * (s.var(0) + 1e-6))
+        for s, g in zip((mu, sigma), gammas, strict=True)
+    ]
+    expected = (x - mu[..., None, None]) / sigma[..., None, None] * new[1][..., None, None] + new[0][..., None, None]
+    np.testing.assert_allclose(out, expected, atol=1e-4)
+    layer(torch.tensor(x + 1, device=device))
+    assert layer.mean is not None
+    np.testing.assert_allclose(layer.mean.cpu().numpy(), 0.99 * mu.mean(0) + 0.01 * (mu.mean(0) + 1), atol=1e-5)
+    never = Augmentation(0.0, torch.Generator(), draws[0])
+    np.testing.assert_array_equal(never(torch.tensor(x)).numpy(), x)
+    assert never.std is not None  # it accumulates all the same
+
+
+def test_modulation_and_histograms_equal_numpy(device: torch.device) -> None:
+    stats = np.random.default_rng(1).normal(size=(4, 6)) * np.linspace(0.1, 3, 6)
+    v = stats.var(0) + 1e-6
+    weight = 1 / (1 + 1 / v)
+    np.testing.assert_allclose(modulation(torch.tensor(stats, device=device)).cpu().numpy(), 6 * weight / weight.sum())
+    np.testing.assert_allclose(modulation(torch.zeros(3, 5)).numpy(), 1)
+    z = np.random.default_rng(2).normal(size=(50, 3))
+    soft = soft_histogram(torch.tensor(z, device=device), 5, 0.1).cpu().numpy()
+    s, cuts = 1 / (1 + np.exp(-z)), np.arange(5) / 5
+    logits = (s[..., None] * np.arange(1, 6) - cuts.cumsum()) / 0.1
+    e = np.exp(logits - logits.max(2, keepdims=True))
+    np.testing.assert_allclose(soft, (e / e.sum(2, keepdims=True)).mean(0))
+    hard = soft_histogram(torch.tensor(z), 5, 1e-6).numpy()
+    expected = np.stack([np.histogram(s[:, d], bins=5, range=(0, 1))[0] / 50 for d in range(3)])
+    np.testing.assert_allclose(hard, expected, atol=1e-6)
+    p, q = expected + 0.1, soft + 0.1
+    by_hand = ((p * np.log(p / q)).sum(1) + (q * np.log(q / p)).sum(1)).mean() / 2
+    np.testing.assert_allclose(float(symmetric_divergence(torch.tensor(p), torch.tensor(q))), by_hand)
+
+
+def test_two_rounds_of_fedfa_plus_equal_plain_torch() -> None:
+    """Both parts on a ConvNet of two stages; the statistics and histograms of two clients come back as γ and π. On the CPU (TF32)."""
+    cpu, spec = torch.device("cpu"), dataset_spec("digits")
+    images = np.random.default_rng(0).integers(0, 256, (8, 1, 8, 8)).astype(np.uint8)
+    parts, sizes = [torch.arange(3), torch.arange(3, 8)], (3, 5)
+    clients = OpenClients([0, 1], from_arrays(images, np.arange(8), spec), parts)
+    start = build_model(ModelSettings(width=4, depth=2), spec.image_shape, 10, 0)
+    method = FedFAPlus(**{**FULL, "lr": 0.05}, probability=1.0, align_weight=0.5, bins=4, bin_temperature=0.1)
+    state, memories = ServerState(dict(start.state_dict())), [{}, {}]
+    for number in (1, 2):
+        ctx = RoundContext(number, 0, cpu, spec, start, 4.0, clients=2)
+        results = method.client_step(method.broadcast(state, ctx), clients, memories, ctx)
+        uploads, memories = [u for u, _ in results], [dict(m) for _, m in results]
+        assert all(type(u) is StatisticsUp for u in uploads)
+        state = method.server_step(state, uploads, ctx)
+
+    net, gammas, pi, kept = start, [[None, None], [None, None]], None, [[[None, None], [None, None]] for _ in parts]
+    for number in (1, 2):
+        models: list[Any] = []
+        for k, part in enumerate(parts):
+            mine: Any = build_model(ModelSettings(width=4, depth=2), spec.image_shape, 10, 0)
+            mine.load_state_dict(net.state_dict())
+            coin, noise = torch_generator(0, "augmentation coin", number, k), torch_generator(0, "augmentation", number, k)
+            del coin
+            sgd = torch.optim.SGD(mine.parameters(), 0.05)
+            order = torch_generator(0, "local training", number, k)
+            for _ in range(3):
+                batch = part[torch.randperm(sizes[k], generator=order)]
+                h, y = clients.images(batch), clients.labels(batch)
+                for stage in range(2):
+                    h = mine.features[4 * stage : 4 * stage + 4](h)
+                    statistics = [h.mean((2, 3)), (h.var((2, 3), correction=0) + 1e-6).sqrt()]
+                    new = []
+                    for i, s in enumerate(statistics):
+                        before, now = kept[k][stage][i], s.detach().mean(0)
+                        kept[k][stage][i] = now if before is None else 0.99 * before + 0.01 * now  # type: ignore[call-overload]
+                        gamma = gammas[stage][i]
+                        wide = (2 if gamma is None else gamma + 1) * (s.var(0, correction=0) + 1e-6)
+                        new.append(s + torch.randn(s.shape, generator=noise) * wide.sqrt())
+                    h = (h - statistics[0][..., None, None]) / statistics[1][..., None, None]
+                    h = h * new[1][..., None, None] + new[0][..., None, None]
+                total = F.cross_entropy(mine.classifier(h.flatten(1)), y)
+                if pi is not None:
+                    total = total + 0.5 * symmetric_divergence(soft_histogram(h.flatten(1), 4, 0.1), pi)
+                sgd.zero_grad()
+                total.backward()  # type: ignore[no-untyped-call]
+                sgd.step()
+            models.append(mine)
+        with torch.no_grad():
+            pi = torch.stack(
+                [soft_histogram(m.embed(clients.images(p)), 4, 0.1) for m, p in zip(models, parts, strict=True)]
+            ).mean(0)
+        gammas = [[modulation(torch.stack([kept[k][stage][i] for k in (0, 1)])) for i in (0, 1)] for stage in (0, 1)]  # type: ignore[misc]
+        net = build_model(ModelSettings(width=4, depth=2), spec.image_shape, 10, 0)
+        net.load_state_dict({n: (models[0].state_dict()[n] + models[1].state_dict()[n]) / 2 for n in net.state_dict()})
+    made = torch.cat([state.parameters[name].flatten() for name, _ in start.named_parameters()])
+    torch.testing.assert_close(made, flatten(net), atol=1e-4, rtol=1e-3)
+    assert set(state.kept) == {"histogram", *(f"{s}.features.{m}" for s in ("mean", "std") for m in (3, 7))}
+
+
+def test_stages_of_every_network_are_feature_maps_that_an_augmentation_changes() -> None:
+    """`stage_names` name submodules whose outputs are [N, C, H, W]; the hooks go, also after an error."""
+    for name in ("convnet", "lenet5", "cnn1", "resnet8", "resnet18", "resnet50", "alexnet", "googlenet"):
+        net: Any = build_model(ModelSettings(name, width=4, norm="", projection=5 if name == "lenet5" else 0), (3, 64, 64), 10, 0)
+        seen: dict[str, Tensor] = {}
+        layers: Any = {s: (lambda out, s=s, seen=seen: seen.setdefault(s, out) * 2) for s in net.stage_names}
+        net.eval()
+        x = torch.randn(2, 3, 64, 64, generator=torch.Generator().manual_seed(0))
+        with torch.no_grad():
+            plain = net.embed(x)
+            with augmented(net, layers):
+                doubled = net.embed(x)
+            assert not torch.allclose(plain, doubled)
+            with pytest.raises(RuntimeError), augmented(net, layers):
+                raise RuntimeError
+            torch.testing.assert_close(net.embed(x), plain)
+        assert set(seen) == set(net.stage_names)
+        assert all(out.dim() == 4 for out in seen.values())
+
+
+def test_what_cannot_be_run_is_refused() -> None:
+    with pytest.raises(SettingError, match="stage_names"):
+        FedFAPlus().check_model(Linear((1, 2, 2), 3))
+    FedFAPlus(parts="alignment").check_model(Linear((1, 2, 2), 3))
+    FedFAPlus().check_model(LeNet5((1, 28, 28), 10))
+    for method in (FedFM(), FedFMLite(), FedGen(), FedFAPlus()):
+        with pytest.raises(SettingError, match="`embed`"):
+            method.check_model(nn.Linear(2, 2))
+    with pytest.raises(UnaccountedReleaseError, match="mix the examples of a batch"):
+        simulate(resolve({"run": {"method": "fedfa-plus", "rounds": 1}, "privacy": {"epsilon": 8.0}}))
+    private = {"privacy": {"epsilon": 8.0}, "method": {"start_round": 2}}
+    with pytest.raises(SettingError, match="start_round=1"):
+        simulate(resolve({"run": {"method": "fedfm", "rounds": 1}, **private}))
+
+
+@pytest.mark.parametrize("name", ["fedfm", "fedfm-lite"])
+def test_private_anchors_are_charged_beside_dp_sgd(name: str) -> None:
+    sections = {
+        "run": {"method": name, "rounds": 1},
+        "partition": {"clients": 2},
+        "model": {"width": 4, "depth": 2},
+        "method": {"local_epochs": 1, "batch": 64, "weight": 1.0},
+        "privacy": {"epsilon": 8.0},
+    }
+    result = simulate(resolve(sections))
+    rows = (
+        {row["quantity"] for row in result.privacy_report["clients"][0]["ledger"]} if hasattr(result, "privacy_report") else None
+    )
+    plans = result.settings.method.private_plans(result.settings.privacy, context(1, torch.device("cpu")))  # type: ignore[arg-type]
+    assert [plan.mechanism for plan in plans] == ["dp-sgd", "sums", "sums"]
+    assert plans[1].dimension == 3 * 3
+    assert rows is None or {"class counts", "class sums of features (anchors)"} <= rows
