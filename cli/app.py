@@ -333,8 +333,8 @@ def _show_partition(sections: dict[str, dict[str, Any]], picture: Path | None) -
     settings = resolve(sections)
     data, _ = load_dataset(settings.dataset, settings.data_root)
     labels = data.labels.numpy()
-    domains = None if data.domains is None else data.domains.numpy()
-    counts = count_matrix(labels, divide(labels, settings.resolved_partition, data.spec.classes, domains), data.spec.classes)
+    parts = divide(labels, settings.resolved_partition, data.spec.classes, *data.origins())
+    counts = count_matrix(labels, parts, data.spec.classes)
     feddm: Any = settings.method
     floats = condensation_floats(counts, feddm.ipc, data.spec.image_shape, feddm.min_examples)
     print(partition_table(counts))

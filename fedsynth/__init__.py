@@ -21,11 +21,24 @@ if TYPE_CHECKING:
     from fedsynth.methods.dense import Dense
     from fedsynth.methods.fedaf import FedAF
     from fedsynth.methods.fedavg import FedAvg
+    from fedsynth.methods.fedavgm import FedAvgM
+    from fedsynth.methods.fedbn import FedBN
     from fedsynth.methods.feddf import FedDF
     from fedsynth.methods.feddm import FedDM
+    from fedsynth.methods.feddyn import FedDyn
+    from fedsynth.methods.fedfa_plus import FedFAPlus
+    from fedsynth.methods.fedfm import FedFM, FedFMLite
+    from fedsynth.methods.fedgen import FedGen
+    from fedsynth.methods.fedgkd import FedGKD
     from fedsynth.methods.fedhydra import FedHydra
     from fedsynth.methods.fedkf import FedKF
+    from fedsynth.methods.fednova import FedNova
+    from fedsynth.methods.fedprox import FedProx
+    from fedsynth.methods.moon import Moon
+    from fedsynth.methods.qffl import QFFL
     from fedsynth.methods.real import Real
+    from fedsynth.methods.scaffold import Scaffold
+    from fedsynth.methods.solo import Solo
     from fedsynth.models.registry import ModelSettings
     from fedsynth.privacy.settings import PrivacySettings
     from fedsynth.synthesizer.distiller import DataFreeDistiller
@@ -36,18 +49,32 @@ _HOMES = {
     "Dense": "fedsynth.methods.dense",
     "FedAF": "fedsynth.methods.fedaf",
     "FedAvg": "fedsynth.methods.fedavg",
+    "FedAvgM": "fedsynth.methods.fedavgm",
+    "FedBN": "fedsynth.methods.fedbn",
     "FedDF": "fedsynth.methods.feddf",
     "FedDM": "fedsynth.methods.feddm",
+    "FedDyn": "fedsynth.methods.feddyn",
+    "FedFAPlus": "fedsynth.methods.fedfa_plus",
+    "FedFM": "fedsynth.methods.fedfm",
+    "FedFMLite": "fedsynth.methods.fedfm",
+    "FedGKD": "fedsynth.methods.fedgkd",
+    "FedGen": "fedsynth.methods.fedgen",
     "FedHydra": "fedsynth.methods.fedhydra",
     "FedKF": "fedsynth.methods.fedkf",
+    "FedNova": "fedsynth.methods.fednova",
+    "FedProx": "fedsynth.methods.fedprox",
     "ImageData": "fedsynth.data.images",
     "ModelSettings": "fedsynth.models.registry",
+    "Moon": "fedsynth.methods.moon",
     "Observer": "fedsynth.federation.observer",
     "PartitionSettings": "fedsynth.data.partition",
     "PrivacySettings": "fedsynth.privacy.settings",
+    "QFFL": "fedsynth.methods.qffl",
     "Real": "fedsynth.methods.real",
     "RunResult": "fedsynth.federation.simulation",
     "RunSettings": "fedsynth.federation.settings",
+    "Scaffold": "fedsynth.methods.scaffold",
+    "Solo": "fedsynth.methods.solo",
     "from_arrays": "fedsynth.data.images",
     "load_dataset": "fedsynth.data.load",
     "resolve": "fedsynth.federation.settings",
@@ -55,23 +82,37 @@ _HOMES = {
 }
 
 __all__ = [
+    "QFFL",
     "DataFreeDistiller",
     "DatasetSpec",
     "Dense",
     "FedAF",
     "FedAvg",
+    "FedAvgM",
+    "FedBN",
     "FedDF",
     "FedDM",
+    "FedDyn",
+    "FedFAPlus",
+    "FedFM",
+    "FedFMLite",
+    "FedGKD",
+    "FedGen",
     "FedHydra",
     "FedKF",
+    "FedNova",
+    "FedProx",
     "ImageData",
     "ModelSettings",
+    "Moon",
     "Observer",
     "PartitionSettings",
     "PrivacySettings",
     "Real",
     "RunResult",
     "RunSettings",
+    "Scaffold",
+    "Solo",
     "__version__",
     "from_arrays",
     "load_dataset",
