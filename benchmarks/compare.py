@@ -127,9 +127,10 @@ def main() -> None:
     if options.json:
         print(json.dumps(table, indent=2))
         return
-    for name, row in table.items():
+    for name, row in table.items():  # bytes: all clients' uploads of a round
         print(
-            f"{name:17} {row['mean']:6.2f} ± {row['sd']:.2f}   {row['bytes'] / 1e6:8.2f} MB  {row['seconds']:7.1f} s  rate {row['rate']}  {row['values']}"
+            f"{name:17} {row['mean']:6.2f} ± {row['sd']:.2f}   {row['bytes'] / 1e6:8.2f} MB  {row['seconds']:7.1f} s  "
+            f"rate {row['rate']}  {row['values']}"
         )
 
 

@@ -155,9 +155,13 @@ def train(
     ] = False,
     partition: Annotated[str | None, typer.Option(help=PARTITIONS, rich_help_panel=DATA)] = None,
     clients: Annotated[int | None, typer.Option(help="Number of clients.", rich_help_panel=DATA)] = None,
-    alpha: Annotated[float | None, typer.Option(help="Dirichlet concentration; small is skewed.", rich_help_panel=DATA)] = None,
+    alpha: Annotated[
+        float | None, typer.Option(help="Concentration of dirichlet and quantity; small is skewed.", rich_help_panel=DATA)
+    ] = None,
     classes_per_client: Annotated[int | None, typer.Option(help="For --partition classes.", rich_help_panel=DATA)] = None,
-    min_size: Annotated[int | None, typer.Option(help="Fewest examples of a client (dirichlet).", rich_help_panel=DATA)] = None,
+    min_size: Annotated[
+        int | None, typer.Option(help="Fewest examples of a client (dirichlet, quantity).", rich_help_panel=DATA)
+    ] = None,
     subset: Annotated[
         float | None, typer.Option(help="Share of each class's examples that is used at all.", rich_help_panel=DATA)
     ] = None,
@@ -294,9 +298,9 @@ def partition(
     data_root: Annotated[Path | None, typer.Option(help="Folder of the data sets; else $FEDSYNTH_DATA.")] = None,
     kind: Annotated[str | None, typer.Option("--partition", help=PARTITIONS)] = None,
     clients: Annotated[int | None, typer.Option(help="Number of clients.")] = None,
-    alpha: Annotated[float | None, typer.Option(help="Dirichlet concentration; small is skewed.")] = None,
+    alpha: Annotated[float | None, typer.Option(help="Concentration of dirichlet and quantity; small is skewed.")] = None,
     classes_per_client: Annotated[int | None, typer.Option(help="For --partition classes.")] = None,
-    min_size: Annotated[int | None, typer.Option(help="Fewest examples of a client (dirichlet).")] = None,
+    min_size: Annotated[int | None, typer.Option(help="Fewest examples of a client (dirichlet, quantity).")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the partition.")] = 0,
     settings: Annotated[
         list[str] | None, typer.Option("--set", help="Another setting, as partition.dominant_share=0.7; may be repeated.")

@@ -1,39 +1,24 @@
 """Data sets of several domains as folders of image files: Office-Caltech-10 and DomainNet-10, resized to 64×64.
 
-Each reader gives (images uint8 [N, 3, H, W], labels [N], domains [N]) of the training and of the test split, in the order of file names.
+Each reader gives the training and the test split, in the order of file names.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
-from PIL import Image
 
+from fedsynth.data.folders import Reader, Split, images_in, read_images, read_lines
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.errors import DataFilesCorruptError, DataFilesMissingError
 
-Arrays = tuple[npt.NDArray[Any], npt.NDArray[Any], npt.NDArray[Any]]
-ENDINGS = (".jpg", ".jpeg", ".png", ".bmp", ".webp")
 OTHER_NAMES = {"backpack": "back_pack"}
 """A class folder that some releases of Office-Caltech-10 spell otherwise."""
 
 
-@dataclass(frozen=True)
-class DomainReader:
-    """`folder`: below the data folder. `where`: how a user gets it. `read`: both splits."""
-
-    folder: str
-    where: str
-    read: Callable[[DatasetSpec, Path], tuple[Arrays, Arrays]]
-
-
-def read_office_caltech(spec: DatasetSpec, root: Path) -> tuple[Arrays, Arrays]:
+def read_office_caltech(spec: DatasetSpec, root: Path) -> tuple[Split, Split]:
     """office_caltech_10/DOMAIN/CLASS/*. There is no official split: every fifth image of a domain and class, by file name, tests."""
     rows: list[tuple[Path, int, int]] = []
     is_test: list[bool] = []
@@ -47,20 +32,14 @@ def read_office_caltech(spec: DatasetSpec, root: Path) -> tuple[Arrays, Arrays]:
     return _load(train, spec), _load(test, spec)
 
 
-def read_domainnet(spec: DatasetSpec, root: Path) -> tuple[Arrays, Arrays]:
+def read_domainnet(spec: DatasetSpec, root: Path) -> tuple[Split, Split]:
     """domainnet/DOMAIN_train.txt and DOMAIN_test.txt, the official lists of "DOMAIN/CLASS/FILE number", beside the unpacked folders."""
     splits = []
     for split in ("train", "test"):
         rows: list[tuple[Path, int, int]] = []
         for number, domain in enumerate(spec.domains):
             path = root / "domainnet" / f"{domain}_{split}.txt"
-            try:
-                lines = path.read_text(encoding="utf-8").splitlines()
-            except OSError:
-                raise DataFilesMissingError(f"{spec.name}: no {path.name} in {path.parent}; {_DOMAINNET}") from None
-            except UnicodeDecodeError:
-                raise DataFilesCorruptError(f"{path} is not a text file") from None
-            rows += _listed(path, lines, spec, number)
+            rows += _listed(path, read_lines(path, spec.name, _DOMAINNET), spec, number)
         splits.append(_load(rows, spec))
     return splits[0], splits[1]
 
@@ -83,8 +62,8 @@ def _listed(path: Path, lines: Sequence[str], spec: DatasetSpec, domain: int) ->
 
 
 def _images_in(domain: Path, name: str, spec: DatasetSpec) -> list[Path]:
-    folder = next((f for f in (domain / name, domain / OTHER_NAMES.get(name, name)) if f.is_dir()), None)
-    files = [] if folder is None else sorted(f for f in folder.iterdir() if f.suffix.lower() in ENDINGS)
+    folder = next((f for f in (domain / name, domain / OTHER_NAMES.get(name, name)) if f.is_dir()), domain / name)
+    files = images_in(folder)
     if not files:
         raise DataFilesMissingError(
             f"{spec.name}: no image in {domain / name}; {_OFFICE}; say where with --data-root or FEDSYNTH_DATA"
@@ -92,30 +71,15 @@ def _images_in(domain: Path, name: str, spec: DatasetSpec) -> list[Path]:
     return files
 
 
-def _load(rows: Sequence[tuple[Path, int, int]], spec: DatasetSpec) -> Arrays:
-    with ThreadPoolExecutor() as pool:  # decoding releases the interpreter's lock
-        images = list(pool.map(lambda row: _pixels(row[0], spec), rows))
+def _load(rows: Sequence[tuple[Path, int, int]], spec: DatasetSpec) -> Split:
     table = np.array([row[1:] for row in rows], np.int64).reshape(-1, 2)
-    return np.stack(images) if images else np.empty((0, *spec.image_shape), np.uint8), table[:, 0], table[:, 1]
-
-
-def _pixels(path: Path, spec: DatasetSpec) -> npt.NDArray[np.uint8]:
-    size = (spec.width, spec.height)
-    try:
-        with Image.open(path) as image:
-            colour = image.convert("RGB")
-    except FileNotFoundError:
-        raise DataFilesMissingError(f"{spec.name}: {path} is listed but not there") from None
-    except Exception as error:  # a damaged image may raise anything
-        raise DataFilesCorruptError(f"{path} cannot be read as an image: {' '.join(str(error).split())}") from None
-    resized = colour if colour.size == size else colour.resize(size, Image.Resampling.LANCZOS)
-    return np.asarray(resized, np.uint8).transpose(2, 0, 1)
+    return Split(read_images([row[0] for row in rows], spec, resize=True), table[:, 0], domains=table[:, 1])
 
 
 _OFFICE = "expected office_caltech_10/DOMAIN/CLASS/* with the domains amazon, caltech, dslr and webcam"
 _DOMAINNET = "unpack the domains and lists of http://ai.bu.edu/M3SDA/ into domainnet/ below the data folder"
 
-DOMAIN_READERS: dict[str, DomainReader] = {
-    "office-caltech-10": DomainReader("office_caltech_10", _OFFICE, read_office_caltech),
-    "domainnet-10": DomainReader("domainnet", _DOMAINNET, read_domainnet),
+DOMAIN_READERS: dict[str, Reader] = {
+    "office-caltech-10": Reader(("office_caltech_10",), _OFFICE, read_office_caltech),
+    "domainnet-10": Reader(("domainnet",), _DOMAINNET, read_domainnet),
 }

@@ -14,23 +14,28 @@ from fedsynth.data.registry import DatasetSpec
 from fedsynth.errors import DataError
 
 Array = Tensor | np.ndarray[Any, np.dtype[Any]]
+IntArray = np.ndarray[Any, np.dtype[np.int64]]
 
 
 @dataclass(frozen=True, eq=False)
 class ImageData:
-    """uint8 images [N, C, H, W] and int64 labels [N] on one device, checked when made; `domains` [N] numbers where each comes from.
+    """uint8 images [N, C, H, W] and int64 labels [N] on one device, checked when made.
+
+    Where examples come from, as far as a data set says: `domains` [N] are positions in `spec.domains` (a few, with names); `groups` [N] are
+    numbers ≥ 0 of writers, devices or patients (many, without names), which need not all occur. Both become int64.
 
     Two objects are equal only when they are the same object (comparing tensors has no single answer).
 
     Raises:
-        DataError: shapes that do not fit each other or `spec`, wrong types, two devices, labels outside [0, classes),
-            or no example at all.
+        DataError: shapes that do not fit each other or `spec`, wrong types, two devices, labels outside [0, classes), domains or groups
+            outside their range, or no example at all.
     """
 
     images: Tensor
     labels: Tensor
     spec: DatasetSpec
     domains: Tensor | None = None
+    groups: Tensor | None = None
 
     def __post_init__(self) -> None:
         if self.images.dtype != torch.uint8:
@@ -49,6 +54,9 @@ class ImageData:
         if self.domains is not None:
             _check_domains(self.domains, self.labels, self.spec)
             object.__setattr__(self, "domains", self.domains.to(self.labels.device, torch.int64))
+        if self.groups is not None:
+            _check_groups(self.groups, self.labels, self.spec)
+            object.__setattr__(self, "groups", self.groups.to(self.labels.device, torch.int64))
 
     def __repr__(self) -> str:
         return f"ImageData({len(self)} images of {self.spec.name!r} on {self.labels.device})"  # never the images themselves
@@ -58,8 +66,8 @@ class ImageData:
 
     def to(self, device: torch.device | str) -> ImageData:
         """The same examples on `device` (no copy where they are there already)."""
-        domains = None if self.domains is None else self.domains.to(device)
-        return ImageData(self.images.to(device), self.labels.to(device), self.spec, domains)
+        domains, groups = (None if array is None else array.to(device) for array in (self.domains, self.groups))
+        return ImageData(self.images.to(device), self.labels.to(device), self.spec, domains, groups)
 
     def subset(self, indices: Array) -> ImageData:
         """The examples at `indices` (integers [M], in this order, repeats allowed).
@@ -73,14 +81,22 @@ class ImageData:
         if len(index) and (int(index.min()) < 0 or int(index.max()) >= len(self)):
             raise DataError(f"indices must lie in [0, {len(self)}), got [{int(index.min())}, {int(index.max())}]")
         index = index.to(self.labels.device, torch.int64)
-        return ImageData(self.images[index], self.labels[index], self.spec, None if self.domains is None else self.domains[index])
+        domains, groups = (None if array is None else array[index] for array in (self.domains, self.groups))
+        return ImageData(self.images[index], self.labels[index], self.spec, domains, groups)
+
+    def origins(self) -> tuple[IntArray | None, IntArray | None]:
+        """`domains` and `groups` as `partition` takes them, int64 [N] on the CPU."""
+        domains, groups = (None if array is None else array.cpu().numpy() for array in (self.domains, self.groups))
+        return domains, groups
 
     def class_counts(self) -> Tensor:
         """How many examples each class has: int64 [classes], on the data's device."""
         return torch.bincount(self.labels, minlength=self.spec.classes)
 
 
-def from_arrays(images: Array, labels: Array, spec: DatasetSpec, domains: Array | None = None) -> ImageData:
+def from_arrays(
+    images: Array, labels: Array, spec: DatasetSpec, domains: Array | None = None, groups: Array | None = None
+) -> ImageData:
     """Your own images as `ImageData`.
 
     Args:
@@ -89,6 +105,7 @@ def from_arrays(images: Array, labels: Array, spec: DatasetSpec, domains: Array 
         labels: integers [N] in [0, classes).
         spec: what the images are; they must fit it.
         domains: integers [N], positions in `spec.domains`: the hospital, scanner or style that each image comes from.
+        groups: integers [N] ≥ 0: the writer, device or patient that each image comes from; partition `natural` makes each a client.
 
     Raises:
         DataError: anything else, also NaN or infinite pixels (with their number); it says what was got and expected.
@@ -102,7 +119,8 @@ def from_arrays(images: Array, labels: Array, spec: DatasetSpec, domains: Array 
     # Before the conversion: a uint64 label beyond int64 must not come back as a small one.
     _check_label_range(y, spec)
     where = None if domains is None else _as_tensor(domains, f"{spec.name}: domains")
-    return ImageData(_to_uint8(x, spec), y.long(), spec, where)
+    whose = None if groups is None else _as_tensor(groups, f"{spec.name}: groups")
+    return ImageData(_to_uint8(x, spec), y.long(), spec, where, whose)
 
 
 def require_all_classes(data: ImageData) -> None:
@@ -204,6 +222,14 @@ def _check_domains(domains: Tensor, labels: Tensor, spec: DatasetSpec) -> None:
         raise DataError(f"{spec.name}: domains must be integers [{len(labels)}], got {_dtype(domains)} {list(domains.shape)}")
     if int(domains.min()) < 0 or int(domains.max()) >= len(spec.domains):
         raise DataError(f"{spec.name}: domains must lie in [0, {len(spec.domains)}): the specification names {len(spec.domains)}")
+
+
+def _check_groups(groups: Tensor, labels: Tensor, spec: DatasetSpec) -> None:
+    if groups.shape != labels.shape or groups.is_floating_point() or groups.is_complex() or groups.dtype == torch.bool:
+        raise DataError(f"{spec.name}: groups must be integers [{len(labels)}], got {_dtype(groups)} {list(groups.shape)}")
+    least = int(groups.long().min())  # a uint64 beyond int64 becomes negative here, and is refused as it should be
+    if least < 0:
+        raise DataError(f"{spec.name}: groups must be numbers from 0 on, the least is {least}")
 
 
 def _check_finite(x: Tensor, spec: DatasetSpec) -> None:

@@ -1,4 +1,4 @@
-"""The named data sets, read from the files as torchvision lays them out, with checks of their structure.
+"""The named data sets, with checks of their structure: torchvision's files here, those in folders of their own by their readers.
 
 Structure, not checksums: a mirror may have compressed or re-encoded the files, and that is fine as long as they are
 what they claim to be.
@@ -16,14 +16,19 @@ import numpy.typing as npt
 import torch
 
 from fedsynth.data.cifar import read_cifar_batch
+from fedsynth.data.class_folders import CLASS_FOLDER_READERS
 from fedsynth.data.domains import DOMAIN_READERS
 from fedsynth.data.download import download_dataset
+from fedsynth.data.folders import Reader, Split
 from fedsynth.data.idx import read_idx
 from fedsynth.data.images import ImageData, from_arrays
-from fedsynth.data.registry import DatasetSpec, dataset_spec
+from fedsynth.data.leaf import LEAF_READERS
+from fedsynth.data.registry import DatasetSpec, dataset_spec, synthetic_parameters
+from fedsynth.data.synthetic import make_synthetic
 from fedsynth.errors import DataError, DataFilesCorruptError, DataFilesMissingError
 
 ROOT_VARIABLE = "FEDSYNTH_DATA"
+READERS: dict[str, Reader] = {**DOMAIN_READERS, **CLASS_FOLDER_READERS, **LEAF_READERS}
 
 _Arrays = tuple[npt.NDArray[Any], npt.NDArray[Any]]
 # What is read at once: the paths of one batch file, or of an idx file of images and its file of labels.
@@ -34,7 +39,8 @@ def load_dataset(name: str, root: Path | None = None, *, download: bool = False)
     """The training and the test split of a named data set, on the CPU.
 
     Args:
-        name: one of `fedsynth.data.registry.DATASETS`. `digits` comes with scikit-learn and needs no files.
+        name: one that `fedsynth.data.registry.dataset_spec` knows. `digits` comes with scikit-learn and the synthetic ones are computed:
+            they need no files.
         root: the data folder; None takes the environment variable FEDSYNTH_DATA.
         download: fetch missing files through torchvision. Files that are there are never replaced.
 
@@ -46,12 +52,15 @@ def load_dataset(name: str, root: Path | None = None, *, download: bool = False)
     spec = dataset_spec(name)
     if name == "digits":
         return _load_digits(spec)
+    if synthetic_parameters(name) is not None:
+        return _of_both(make_synthetic(spec), spec)
     folder = _data_folder(name, root)
-    if name in DOMAIN_READERS:
-        if download and missing_files(name, folder):
-            raise DataFilesMissingError(f"{name}: {DOMAIN_READERS[name].where}; torchvision cannot fetch it")
-        train, test = DOMAIN_READERS[name].read(spec, folder)
-        return from_arrays(*train[:2], spec, train[2]), from_arrays(*test[:2], spec, test[2])
+    if name in READERS:
+        missing = missing_files(name, folder)
+        if missing:
+            hint = "; torchvision cannot fetch it" if download else f" (--data-root or {ROOT_VARIABLE} says where to look)"
+            raise DataFilesMissingError(f"{name}: no {missing[0]} in {folder}; {READERS[name].where}{hint}")
+        return _of_both(READERS[name].read(spec, folder), spec)
     if download and missing_files(name, folder):
         download_dataset(name, folder)
     missing = missing_files(name, folder)
@@ -69,21 +78,33 @@ def _data_folder(name: str, root: Path | None) -> Path:
     if not given:
         raise DataFilesMissingError(
             f"{name}: no data folder was given to look for {_first_file(name)} in; say where with --data-root or "
-            f"{ROOT_VARIABLE} (and --download to fetch it there)"
+            f"{ROOT_VARIABLE} ({READERS[name].where if name in READERS else 'and --download to fetch it there'})"
         )
     return Path(given).expanduser()
 
 
 def _first_file(name: str) -> str:
-    return DOMAIN_READERS[name].folder if name in DOMAIN_READERS else _FILES[name][0][0][0]
+    return READERS[name].needs[0] if name in READERS else _FILES[name][0][0][0]
 
 
 def missing_files(name: str, folder: Path) -> list[str]:
-    """The files, or the folder of images, of the data set `name` (not `digits`) that `folder` lacks, as paths relative to it."""
-    if name in DOMAIN_READERS:
-        return [] if (folder / DOMAIN_READERS[name].folder).is_dir() else [DOMAIN_READERS[name].folder]
+    """The files and folders of the data set `name` that `folder` lacks, as paths relative to it; none where it needs no files."""
+    if name in READERS:
+        return [path for path in READERS[name].needs if not (folder / path).exists()]
+    if name not in _FILES:
+        return []
     wanted = [relative for split in _FILES[name] for group in split for relative in group]
     return [relative for relative in wanted if _locate(folder, relative) is None]
+
+
+def _of_both(splits: tuple[Split, Split], spec: DatasetSpec) -> tuple[ImageData, ImageData]:
+    """Without `from_arrays`, which would copy: some of these fill a good part of the memory."""
+
+    def data(split: Split) -> ImageData:
+        domains, groups = (None if array is None else torch.from_numpy(array) for array in (split.domains, split.groups))
+        return ImageData(torch.from_numpy(split.images), torch.from_numpy(split.labels), spec, domains, groups)
+
+    return data(splits[0]), data(splits[1])
 
 
 def _locate(folder: Path, relative: str) -> Path | None:

@@ -1,6 +1,8 @@
 """Who has which examples: partitions of a label array over clients, as the field makes them. Every rule is seeded.
 
-`dirichlet` is the rule of NIID-Bench (Li et al., ICDE 2022, arXiv 2102.02079), behind FedDM's tables and many others.
+`dirichlet` and `quantity` are rules of NIID-Bench (Li et al., ICDE 2022, arXiv 2102.02079), the former behind FedDM's tables and many
+others; `dominant` and `missing` are FedFM's (Ye et al., 2023, arXiv 2210.07615). Matrices of who has how many of which class are made in
+`label_skew.py`.
 """
 
 from __future__ import annotations
@@ -14,13 +16,14 @@ import numpy as np
 import numpy.typing as npt
 
 from fedsynth.core.random import numpy_generator
+from fedsynth.data.label_skew import dominant_classes, held_classes
 from fedsynth.errors import DataError, PartitionError, SettingError, unknown_name
 
 IntArray = npt.NDArray[np.int64]
 Rng = np.random.Generator
 
 GIVEN = "given"  # the kind of a partition that the caller of `simulate` brings along
-DOMAIN = "domain"
+DOMAIN, NATURAL = "domain", "natural"
 # How often the whole partition is drawn anew before giving up: 1.5 s for 10 classes, some 15 s for 100.
 MAX_TRIES = 5_000
 # Beyond this the draws are 1/K to six digits, and NumPy's gamma sampler would overflow.
@@ -32,12 +35,24 @@ class PartitionSettings:
     """How to divide the examples.
 
     Attributes:
-        kind: `iid`, `dirichlet` (balance mask and redraw), `dirichlet-plain` (neither), `classes` (c per client) or `domain` (feature
-            skew: each client has examples of one domain; several clients of a domain share its examples evenly).
+        kind: the rule.
+            `iid`: at random, sizes equal (±1).
+            `dirichlet`: Dirichlet shares of each class, with balance mask and redraws; `dirichlet-plain`: with neither.
+            `classes`: c classes per client, each class split evenly among those that have it.
+            `missing`: the complement: m classes are missing at each client, every class at about equally many clients.
+            `dominant`: clients of one size, a share of it of the client's few dominant classes and the rest of all others.
+            `quantity`: quantity skew: Dirichlet sizes, classes mixed alike.
+            `domain`: feature skew: each client has examples of one domain; several clients of a domain share its examples evenly.
+            `natural`: clients come with the data (writers, devices; domains where the data set has no such groups): each is one group. With
+            fewer clients than groups, groups are drawn by the seed and the others are left out, as LEAF subsamples writers.
         clients: number of clients K ≥ 1.
-        alpha: concentration of the two Dirichlet kinds, > 0; small is skewed.
+        alpha: concentration of the two Dirichlet kinds and of `quantity`, > 0; small is skewed.
         classes_per_client: c of `classes`, ≥ 1.
-        min_size: `dirichlet` only: the fewest examples a client may have, ≥ 0.
+        missing_classes: m of `missing`, ≥ 1.
+        dominant_classes: number of a client's dominant classes in `dominant`, ≥ 1.
+        dominant_share: share in (0, 1) of a client's examples that is of its dominant classes. FedFM's public code, for 10 clients: 0.46 of
+            1, 10 and 20 classes on CIFAR-10, CIFAR-100 and Tiny-ImageNet, 0.5 of 1 class on CINIC-10.
+        min_size: `dirichlet` and `quantity` only: the fewest examples a client may have, ≥ 0.
         subset: share of each class's examples that are divided at all, drawn at random (FedKF takes 10 % of EMNIST).
         local_test: share of each client's examples, drawn one by one, that are its own test split; FedKF: 0.2. The data set's test set stays as
             it is (the paper does not say whether it pools the two).
@@ -51,20 +66,24 @@ class PartitionSettings:
     clients: int = 10
     alpha: float = 0.5
     classes_per_client: int = 2
+    missing_classes: int = 1
+    dominant_classes: int = 1
+    dominant_share: float = 0.46
     min_size: int = 10
     subset: float = 1.0
     local_test: float = 0.0
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        if self.kind not in (*_RULES, DOMAIN, GIVEN):
-            raise unknown_name("partition", self.kind, (*_RULES, DOMAIN))
-        if self.clients < 1:
-            raise SettingError(f"clients must be at least 1, got {self.clients}")
+        if self.kind not in (*_RULES, DOMAIN, NATURAL, GIVEN):
+            raise unknown_name("partition", self.kind, (*_RULES, DOMAIN, NATURAL))
         if not (math.isfinite(self.alpha) and self.alpha > 0):
             raise SettingError(f"alpha must be a positive number, got {self.alpha}")
-        if self.classes_per_client < 1:
-            raise SettingError(f"classes_per_client must be at least 1, got {self.classes_per_client}")
+        for name in ("clients", "classes_per_client", "missing_classes", "dominant_classes"):
+            if getattr(self, name) < 1:
+                raise SettingError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if not 0 < self.dominant_share < 1:
+            raise SettingError(f"dominant_share must be in (0, 1), got {self.dominant_share}")
         if self.min_size < 0:
             raise SettingError(f"min_size must not be negative, got {self.min_size}")
         if not (0 < self.subset <= 1 and 0 <= self.local_test < 1):
@@ -76,26 +95,31 @@ def partition(
     settings: PartitionSettings,
     classes: int,
     domains: npt.NDArray[np.integer] | None = None,
+    groups: npt.NDArray[np.integer] | None = None,
 ) -> list[IntArray]:
-    """Sorted index arrays, one per client; every example is assigned exactly once.
+    """Sorted index arrays, one per client; every example is assigned exactly once, but by `natural` with fewer clients than groups.
 
-    With `dirichlet-plain`, and with `dirichlet` at `min_size` 0, a client's array may be empty.
+    With `dirichlet-plain`, and with `dirichlet` and `quantity` at `min_size` 0, a client's array may be empty.
 
     Args:
         labels: integers [N] in [0, classes).
         settings: the rule and its numbers.
         classes: number of classes C, also of those without an example here.
         domains: integers [N], for `domain`; client k has domain k mod D of the D that occur.
+        groups: integers [N], for `natural`, which takes `domains` where this is None; clients are in the order of their groups' numbers.
 
     Raises:
-        DataError: labels that are not integers [N] in [0, classes).
+        DataError: labels that are not integers [N] in [0, classes), domains or groups that are not integers [N].
         PartitionError: more clients than examples, or a rule that cannot be kept; the message says what to change.
     """
     y = _checked_labels(labels, classes)
+    _check_origins("domains", domains, len(y))
+    _check_origins("groups", groups, len(y))
     if settings.subset < 1:
         kept = _subset(y, settings)
-        inner = partition(y[kept], dataclasses.replace(settings, subset=1.0), classes, None if domains is None else domains[kept])
-        return [kept[part] for part in inner]
+        whole = dataclasses.replace(settings, subset=1.0)
+        origins = (None if array is None else array[kept] for array in (domains, groups))
+        return [kept[part] for part in partition(y[kept], whole, classes, *origins)]
     if settings.clients > len(y):
         raise PartitionError(f"{settings.clients} clients are more than the {len(y)} examples: lower clients")
     if settings.kind == GIVEN:
@@ -103,6 +127,8 @@ def partition(
     rng = numpy_generator(settings.seed or 0, "partition")
     if settings.kind == DOMAIN:
         return [np.sort(part) for part in _domain(domains, settings, rng)]
+    if settings.kind == NATURAL:
+        return _natural(domains if groups is None else groups, settings, rng)
     parts = _RULES[settings.kind](y, settings, classes, rng)
     return [np.sort(part) for part in parts]
 
@@ -163,20 +189,33 @@ def _iid(y: IntArray, settings: PartitionSettings, classes: int, rng: Rng) -> li
 
 def _dirichlet(y: IntArray, settings: PartitionSettings, classes: int, rng: Rng) -> list[IntArray]:
     """NIID-Bench: Dirichlet shares of each class, none for clients with ≥ N/K examples; redrawn if one has few."""
-    K, least = settings.clients, settings.min_size
-    if K * least > len(y):
-        raise PartitionError(
-            f"{K} clients of at least {least} examples need {K * least}, there are {len(y)}: lower min_size or clients"
-        )
     sizes = np.bincount(y, minlength=classes)
+    # Only numbers are drawn until they pass; the examples are shuffled once, at the end.
+    counts = _redrawn(lambda: _dirichlet_counts(sizes, settings, rng, masked=True), len(y), settings, " (or use dirichlet-plain)")
+    return _deal(y, counts, rng)
+
+
+def _quantity(y: IntArray, settings: PartitionSettings, classes: int, rng: Rng) -> list[IntArray]:
+    """NIID-Bench's quantity skew: sizes cut at ⌊cumsum(p)·N⌋ with p ~ Dir(α·1_K), redrawn if one is small; examples at random."""
+    everything = np.array([len(y)])
+    sizes = _redrawn(lambda: _dirichlet_counts(everything, settings, rng, masked=False), len(y), settings)[:, 0]
+    return np.split(rng.permutation(len(y)), np.cumsum(sizes[:-1]))
+
+
+def _redrawn(draw: Callable[[], IntArray], total: int, settings: PartitionSettings, instead: str = "") -> IntArray:
+    """The first counts [K, ...] of `draw` that give every client at least `min_size` examples."""
+    K, least = settings.clients, settings.min_size
+    if K * least > total:
+        raise PartitionError(
+            f"{K} clients of at least {least} examples need {K * least}, there are {total}: lower min_size or clients"
+        )
     for _ in range(MAX_TRIES):
-        # Only numbers are drawn until they pass; the examples are shuffled once, at the end.
-        counts = _dirichlet_counts(sizes, settings, rng, masked=True)
+        counts = draw()
         if counts.sum(axis=1).min() >= least:
-            return _deal(y, counts, rng)
+            return counts
     raise PartitionError(
         f"no Dirichlet partition with at least {least} examples for each of {K} clients in {MAX_TRIES} tries at "
-        f"alpha={settings.alpha:g}: raise alpha, or lower min_size or clients (or use dirichlet-plain)"
+        f"alpha={settings.alpha:g}: raise alpha, or lower min_size or clients{instead}"
     )
 
 
@@ -212,15 +251,9 @@ def _dirichlet_counts(sizes: npt.NDArray[np.integer], settings: PartitionSetting
 
 
 def _classes(y: IntArray, settings: PartitionSettings, classes: int, rng: Rng) -> list[IntArray]:
-    """Exactly c classes per client; a class's examples are split evenly (±1) among its holders.
-
-    Every class has ⌊Kc/C⌋ or ⌈Kc/C⌉ holders (which get one more is drawn). Clients, in random order, take the c classes
-    with the most places left, ties drawn: that keeps the places left within one of each other, so nobody lacks
-    c different classes. With K·c = C the clients' classes are disjoint. Only classes with examples count.
-    """
+    """Exactly c classes per client (`held_classes`)."""
     sizes = np.bincount(y, minlength=classes)
-    present = np.flatnonzero(sizes)
-    K, c, C = settings.clients, settings.classes_per_client, len(present)
+    K, c, C = settings.clients, settings.classes_per_client, int(np.count_nonzero(sizes))
     if c > C:
         raise PartitionError(f"classes_per_client is {c} but there are examples of {C} classes only: lower it")
     if K * c < C:
@@ -228,26 +261,27 @@ def _classes(y: IntArray, settings: PartitionSettings, classes: int, rng: Rng) -
             f"{K} clients × {c} classes cannot cover {C} classes: raise clients or classes_per_client to at least "
             f"{math.ceil(C / K)}"
         )
-    places = np.full(C, K * c // C)
-    places[rng.permutation(C)[: K * c % C]] += 1
-    short = np.flatnonzero(sizes[present] < places)
-    if len(short):
-        label, holders = int(present[short[0]]), int(places[short[0]])
+    return _deal(y, held_classes(sizes, K, c, rng, "lower clients or classes_per_client"), rng)
+
+
+def _missing(y: IntArray, settings: PartitionSettings, classes: int, rng: Rng) -> list[IntArray]:
+    """No example of m classes: a client has C − m, so that a class is missing at ⌊Km/C⌋ or ⌈Km/C⌉ clients and never at all of them."""
+    sizes = np.bincount(y, minlength=classes)
+    K, m, C = settings.clients, settings.missing_classes, int(np.count_nonzero(sizes))
+    if m >= C:
+        raise PartitionError(f"missing_classes is {m} but there are examples of {C} classes only: lower it")
+    if K * (C - m) < C:
         raise PartitionError(
-            f"class {label} has {int(sizes[label])} examples for the {holders} clients that must hold it: "
-            "lower clients or classes_per_client"
+            f"{K} clients that lack {m} of {C} classes cannot cover them all: raise clients to at least {math.ceil(C / (C - m))}"
+            " or lower missing_classes"
         )
-    holds = np.zeros((K, C), dtype=bool)
-    for k in rng.permutation(K):
-        taken = np.lexsort((rng.random(C), -places))[:c]
-        holds[k, taken] = True
-        places[taken] -= 1
-    counts = np.zeros((K, classes), dtype=np.int64)
-    for j, label in enumerate(present.tolist()):
-        having = rng.permutation(np.flatnonzero(holds[:, j]))
-        each, over = divmod(int(sizes[label]), len(having))
-        counts[having, label] = each
-        counts[having[:over], label] += 1
+    return _deal(y, held_classes(sizes, K, C - m, rng, "lower clients or raise missing_classes"), rng)
+
+
+def _dominant(y: IntArray, settings: PartitionSettings, classes: int, rng: Rng) -> list[IntArray]:
+    """Clients of one size with a few classes in the foreground (`dominant_classes`)."""
+    sizes = np.bincount(y, minlength=classes)
+    counts = dominant_classes(sizes, settings.clients, settings.dominant_classes, settings.dominant_share, rng)
     return _deal(y, counts, rng)
 
 
@@ -271,6 +305,24 @@ def _domain(domains: npt.NDArray[np.integer] | None, settings: PartitionSettings
     return parts
 
 
+def _natural(groups: npt.NDArray[np.integer] | None, settings: PartitionSettings, rng: Rng) -> list[IntArray]:
+    """Client k is the k-th of the groups that occur, or of K that are drawn, by their numbers."""
+    if groups is None:
+        raise PartitionError(
+            "this data set does not say whose an example is: partition natural needs one that does, such as femnist or synthetic(1,1)"
+        )
+    present = np.unique(groups)
+    if settings.clients > len(present):
+        raise PartitionError(
+            f"{settings.clients} clients are more than the {len(present)} groups of this data set: lower clients to at most "
+            f"{len(present)}"
+        )
+    chosen = np.sort(rng.permutation(present)[: settings.clients])
+    order = np.argsort(groups, kind="stable")  # within a group, positions stay ascending
+    first, last = (np.searchsorted(groups[order], chosen, side=side) for side in ("left", "right"))
+    return [order[a:b].astype(np.int64) for a, b in zip(first, last, strict=True)]
+
+
 def _deal(y: IntArray, counts: IntArray, rng: Rng) -> list[IntArray]:
     """Deals each class's examples, shuffled, to the clients: `counts` [K, C] says how many each gets."""
     pieces: list[list[IntArray]] = [[] for _ in counts]
@@ -290,10 +342,18 @@ def _checked_labels(labels: npt.NDArray[np.integer], classes: int) -> IntArray:
     return y.astype(np.int64)
 
 
+def _check_origins(what: str, array: npt.NDArray[np.integer] | None, examples: int) -> None:
+    if array is not None and (array.shape != (examples,) or not np.issubdtype(array.dtype, np.integer)):
+        raise DataError(f"{what} must be integers [{examples}], got {array.dtype} of shape {list(array.shape)}")
+
+
 _Rule = Callable[[IntArray, PartitionSettings, int, Rng], list[IntArray]]
 _RULES: dict[str, _Rule] = {
     "iid": _iid,
     "dirichlet": _dirichlet,
     "dirichlet-plain": _dirichlet_plain,
     "classes": _classes,
+    "missing": _missing,
+    "dominant": _dominant,
+    "quantity": _quantity,
 }

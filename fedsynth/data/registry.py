@@ -6,7 +6,10 @@ be used under differential privacy (the size of the training split as a public d
 
 from __future__ import annotations
 
+import functools
 import math
+import re
+import string
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -60,6 +63,7 @@ class DatasetSpec:
 
 _IMAGENET_MEAN, _IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 _TEN_DIGITS = tuple("0123456789")
+_TEN_OBJECTS = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 
 _CIFAR100_CLASSES = (
     "apple aquarium_fish baby bear beaver bed bee beetle bicycle bottle bowl boy bridge bus butterfly camel can "
@@ -148,7 +152,7 @@ _SPECS = (
         # 0.243, 0.262), because its numbers were made with them.
         mean=(0.4914, 0.4822, 0.4465),
         std=(0.2023, 0.1994, 0.2010),
-        class_names=("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"),
+        class_names=_TEN_OBJECTS,
         source="CIFAR-10, Krizhevsky, 2009",
     ),
     DatasetSpec(
@@ -176,6 +180,49 @@ _SPECS = (
         std=(0.1980, 0.2010, 0.1970),
         class_names=_TEN_DIGITS,
         source="SVHN, cropped digits, Netzer et al., 2011 (without the extra split)",
+    ),
+    DatasetSpec(
+        name="cinic10",
+        channels=3,
+        height=32,
+        width=32,
+        classes=10,
+        train_size=90_000,
+        test_size=90_000,
+        mean=(0.47889522, 0.47227842, 0.43047404),
+        std=(0.24205776, 0.23828046, 0.25874835),
+        class_names=_TEN_OBJECTS,
+        source="CINIC-10, Darlow, Crowley, Antoniou and Storkey, 2018 (arXiv 1810.03505), its training and test thirds",
+    ),
+    DatasetSpec(
+        name="tiny-imagenet",
+        channels=3,
+        height=64,
+        width=64,
+        classes=200,
+        train_size=100_000,
+        test_size=10_000,
+        mean=_IMAGENET_MEAN,
+        std=_IMAGENET_STD,
+        # Its classes are WordNet numbers, which the data set's own list names: class c is the c-th of them, sorted.
+        class_names=tuple(f"class {c}" for c in range(200)),
+        source="Tiny-ImageNet, Stanford's CS231n, 2015 (200 classes of ImageNet at 64×64); its validation images test",
+    ),
+    DatasetSpec(
+        name="femnist",
+        channels=1,
+        height=28,
+        width=28,
+        classes=62,
+        # Nine tenths and one tenth of the published 805,263 examples of 3,550 writers. What LEAF's scripts make depends on how they are
+        # called, and on their version (a public copy has 817,851 of 3,597): with differential privacy declare max_records if there are more.
+        train_size=724_737,
+        test_size=80_526,
+        # What public code on LEAF's files uses, where white is 1; EMNIST's are white on black (0.17).
+        mean=(0.9637,),
+        std=(0.1591,),
+        class_names=tuple(string.digits + string.ascii_uppercase + string.ascii_lowercase),
+        source="FEMNIST, Caldas et al., LEAF, 2018 (arXiv 1812.01097): NIST's characters by writer",
     ),
     DatasetSpec(
         name="office-caltech-10",
@@ -230,15 +277,54 @@ _SPECS = (
     ),
 )
 
-DATASETS: Mapping[str, DatasetSpec] = MappingProxyType({spec.name: spec for spec in _SPECS})
+# α and β of synthetic(α,β): plain numbers that `{:g}` writes as they are, so that a run's config names its data set exactly.
+_NUMBER = r"(\d{1,2}(?:\.\d{1,4})?)"
+_SYNTHETIC = re.compile(rf"synthetic\( *(?:iid|{_NUMBER} *, *{_NUMBER}) *\)")
+
+
+def synthetic_parameters(name: str) -> tuple[float, float] | tuple[None, None] | None:
+    """(α, β) of `synthetic(α,β)`, two times None for `synthetic(iid)`, and None for any other name."""
+    match = _SYNTHETIC.fullmatch(name)
+    if match is None:
+        return None
+    alpha, beta = match.groups()
+    return (None, None) if alpha is None else (float(alpha), float(beta))
+
+
+@functools.lru_cache(maxsize=64)
+def _synthetic_spec(alpha: float | None, beta: float | None) -> DatasetSpec:
+    """FedProx's synthetic data sets (`fedsynth.data.synthetic` makes them); all have the same devices' sizes."""
+    iid = alpha is None or beta is None
+    reach = 4 * math.sqrt(1 if beta is None else beta**2 + 2)  # four standard deviations of the first feature over all devices
+    return DatasetSpec(
+        name="synthetic(iid)" if iid else f"synthetic({alpha:g},{beta:g})",
+        channels=1,
+        height=1,
+        width=60,
+        classes=10,
+        train_size=6_743,
+        test_size=764,
+        mean=(0.5,),
+        std=(1 / (2 * reach),),
+        class_names=_TEN_DIGITS,
+        source="Synthetic data of 30 devices, Li et al., FedProx, 2020 (arXiv 1812.06127), made from seed 0",
+    )
+
+
+_SYNTHETIC_SPECS = (_synthetic_spec(None, None), *(_synthetic_spec(a, a) for a in (0.0, 0.5, 1.0)))
+DATASETS: Mapping[str, DatasetSpec] = MappingProxyType({spec.name: spec for spec in (*_SPECS, *_SYNTHETIC_SPECS)})
+"""By name. Of the synthetic(α,β), which `dataset_spec` knows for all numbers from 0 to 99.9999, these are the paper's."""
 
 
 def dataset_spec(name: str) -> DatasetSpec:
-    """The spec called `name`.
+    """The spec called `name`: one of `DATASETS`, or `synthetic(α,β)` with other numbers, up to four decimals.
 
     Raises:
         UnknownNameError: no such data set; the message has the near matches.
     """
+    parameters = synthetic_parameters(name)
+    if parameters is not None:
+        return _synthetic_spec(*parameters)
     try:
         return DATASETS[name]
     except KeyError:

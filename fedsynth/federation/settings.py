@@ -46,6 +46,8 @@ DIGITS_PRESET: Mapping[str, Mapping[str, Any]] = {
 PRESETS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     "digits": DIGITS_PRESET,
     "cifar100": {"feddm": {"ipc": 5}, "real": {"ipc": 5}},
+    "synthetic": {"partition": {"kind": "natural", "clients": 30}, "model": {"name": "linear"}},
+    "femnist": {"partition": {"kind": "natural"}},
     "office-caltech-10": {"partition": {"kind": "domain", "clients": 4}},
     "domainnet-10": {"partition": {"kind": "domain", "clients": 6}},
 }
@@ -160,7 +162,7 @@ def resolve(given: Mapping[str, Mapping[str, Any]]) -> RunSettings:
     run, data = dict(given.get("run", {})), dict(given.get("data", {}))
     name, dataset = str(run.pop("method", "feddm")), str(data.pop("dataset", "digits"))
     method, spec = method_class(name), dataset_spec(dataset)
-    preset = PRESETS.get(dataset, {})
+    preset = PRESETS.get(dataset.partition("(")[0], {})  # synthetic(1,1) and all its kind have one
     run = {**preset.get("run", {}), **run}
     partition = {**preset.get("partition", {}), **given.get("partition", {})}
     privacy = given.get("privacy", {})

@@ -106,8 +106,7 @@ def simulate(
         check_parts(parts, len(train))
         settings = replace(settings, partition=replace(settings.partition, kind=GIVEN, clients=len(parts), subset=1.0))
     else:
-        domains = None if train.domains is None else train.domains.cpu().numpy()
-        parts = partition(train.labels.cpu().numpy(), settings.resolved_partition, train.spec.classes, domains)
+        parts = partition(train.labels.cpu().numpy(), settings.resolved_partition, train.spec.classes, *train.origins())
     if settings.privacy is None:
         require_all_classes(train)
     folder = None if output is None else Path(output)

@@ -121,6 +121,38 @@ def test_subset_and_counts() -> None:
     assert torch.equal(data.to("cpu").images, data.images)
 
 
+def test_groups_travel_with_the_examples() -> None:
+    images = RNG.integers(0, 256, (6, 8, 8), dtype=np.uint8)
+    data = from_arrays(images, np.arange(6), DIGITS, groups=np.array([7, 7, 0, 3000, 0, 7], np.int32))
+    for kept in (data.to("cpu"), data.subset(np.arange(6))):
+        assert kept.groups is not None
+        assert kept.groups.dtype == torch.int64
+        assert kept.groups.tolist() == [7, 7, 0, 3000, 0, 7]
+    assert data.subset(np.array([3, 0, 3])).groups.tolist() == [3000, 7, 3000]  # type: ignore[union-attr]
+    assert data.domains is None
+    domains, groups = data.origins()
+    assert domains is None
+    assert groups is not None
+    assert groups.tolist() == [7, 7, 0, 3000, 0, 7]
+
+
+@pytest.mark.parametrize(
+    ("groups", "message"),
+    [
+        (np.zeros(5, int), r"groups must be integers \[6\], got int64 \[5\]"),
+        (np.zeros((6, 1), int), r"groups must be integers \[6\]"),
+        (np.zeros(6), "groups must be integers .* got float64"),
+        (np.zeros(6, bool), "groups must be integers .* got bool"),
+        (np.array([0, 1, 2, -3, 4, 5]), "groups must be numbers from 0 on, the least is -3"),
+        (np.full(6, 2**64 - 1, np.uint64), "groups must be numbers from 0 on"),
+        (np.array(["a"] * 6), "groups must be a NumPy array or a tensor of numbers"),
+    ],
+)
+def test_groups_that_are_none(groups: npt.NDArray[Any], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        from_arrays(np.zeros((6, 8, 8), np.uint8), np.arange(6), DIGITS, groups=groups)
+
+
 @pytest.mark.parametrize(
     ("indices", "message"),
     [

@@ -14,7 +14,7 @@ from fedsynth.errors import DataError, PartitionError, SettingError, UnknownName
 
 IntArray = npt.NDArray[np.int64]
 CLASSES = 6
-KINDS = ("iid", "dirichlet", "dirichlet-plain", "classes")
+KINDS = ("iid", "dirichlet", "dirichlet-plain", "classes", "missing", "dominant", "quantity")
 
 label_arrays = st.lists(st.integers(0, CLASSES - 1), min_size=1, max_size=200).map(lambda y: np.array(y, dtype=np.int64))
 wishes = st.builds(
@@ -23,6 +23,9 @@ wishes = st.builds(
     clients=st.integers(1, 12),
     alpha=st.floats(1e-6, 1e6),
     classes_per_client=st.integers(1, CLASSES),
+    missing_classes=st.integers(1, CLASSES),
+    dominant_classes=st.integers(1, CLASSES),
+    dominant_share=st.floats(0.01, 0.99),
     min_size=st.integers(0, 5),
     seed=st.integers(0, 2**40),
 )
@@ -48,8 +51,10 @@ def test_every_example_is_assigned_exactly_once(y: IntArray, wish: PartitionSett
     assert len(parts) == wish.clients
     assert all(part.dtype == np.int64 and np.array_equal(part, np.unique(part)) for part in parts)
     assert np.array_equal(np.sort(np.concatenate(parts)), np.arange(len(y)))
-    if wish.kind == "dirichlet":
+    if wish.kind in ("dirichlet", "quantity"):
         assert min(map(len, parts)) >= wish.min_size
+    if wish.kind in ("iid", "dominant"):
+        assert max(map(len, parts)) - min(map(len, parts)) <= 1
 
 
 @settings(max_examples=100, deadline=None)
@@ -221,6 +226,11 @@ def test_unreachable_minimum_sizes_are_refused_with_advice() -> None:
         ({"alpha": float("nan")}, "alpha must be a positive number"),
         ({"alpha": float("inf")}, "alpha must be a positive number"),
         ({"classes_per_client": 0}, "classes_per_client must be at least 1"),
+        ({"missing_classes": 0}, "missing_classes must be at least 1"),
+        ({"dominant_classes": 0}, "dominant_classes must be at least 1"),
+        ({"dominant_share": 0.0}, r"dominant_share must be in \(0, 1\), got 0.0"),
+        ({"dominant_share": 1.0}, r"dominant_share must be in \(0, 1\), got 1.0"),
+        ({"dominant_share": float("nan")}, "dominant_share must be in"),
         ({"min_size": -1}, "min_size must not be negative"),
     ],
 )

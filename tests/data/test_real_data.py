@@ -10,6 +10,7 @@ import torch
 
 from fedsynth.data.images import denormalise, normalise, require_all_classes
 from fedsynth.data.load import load_dataset, missing_files
+from fedsynth.data.registry import dataset_spec
 
 FOLDER = os.environ.get("FEDSYNTH_DATA")
 
@@ -76,6 +77,22 @@ def test_cifar10_begins_as_everybody_knows() -> None:
     excess = (blue[:, 2] - blue[:, 0]).double()
     by_class = torch.stack([excess[train.labels == c].mean() for c in range(10)])
     assert sorted(by_class.argsort()[-2:].tolist()) == [0, 8]
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=needs(name)) for name in ("cinic10", "tiny-imagenet")])
+def test_sizes_of_the_class_folders(name: str) -> None:
+    for data, size in zip(load_dataset(name), (dataset_spec(name).train_size, dataset_spec(name).test_size), strict=True):
+        assert data.class_counts().tolist() == [size // data.spec.classes] * data.spec.classes
+
+
+@needs("femnist")
+def test_femnist_is_dark_on_white_and_by_writer() -> None:
+    train, _ = load_dataset("femnist")
+    assert train.groups is not None
+    assert int(train.groups.max()) + 1 == len(train.groups.unique())  # every number is a writer's
+    pixels = train.images[:: max(1, len(train) // 10_000)].double() / 255
+    assert float(pixels.mean()) == pytest.approx(train.spec.mean[0], abs=5e-3)
+    assert float(pixels.std()) == pytest.approx(train.spec.std[0], abs=1e-2)
 
 
 @needs("office-caltech-10")

@@ -10,6 +10,7 @@ import pytest
 
 from fedsynth.data.registry import DATASETS, DatasetSpec, dataset_spec
 from fedsynth.errors import SettingError, UnknownNameError
+from fedsynth.federation.settings import resolve
 
 
 def test_the_names_and_the_published_sizes() -> None:
@@ -22,14 +23,19 @@ def test_the_names_and_the_published_sizes() -> None:
         "cifar10": ((3, 32, 32), 10, 50_000, 10_000),
         "cifar100": ((3, 32, 32), 100, 50_000, 10_000),
         "svhn": ((3, 32, 32), 10, 73_257, 26_032),
+        "cinic10": ((3, 32, 32), 10, 90_000, 90_000),
+        "tiny-imagenet": ((3, 64, 64), 200, 100_000, 10_000),
+        "femnist": ((1, 28, 28), 62, 724_737, 80_526),  # nine and one tenths of the published total
         "office-caltech-10": ((3, 64, 64), 10, 2_042, 491),
         "domainnet-10": ((3, 64, 64), 10, 20_000, 9_000),  # round figures
+        **{f"synthetic({which})": ((1, 1, 60), 10, 6_743, 764) for which in ("iid", "0,0", "0.5,0.5", "1,1")},
     }
 
 
 @pytest.mark.parametrize("spec", DATASETS.values(), ids=list(DATASETS))
 def test_every_spec_fits_itself(spec: DatasetSpec) -> None:
     assert dataset_spec(spec.name) is spec
+    assert resolve({"data": {"dataset": spec.name}}).dataset == spec.name
     assert len(set(spec.class_names)) == spec.classes
     assert all(0 < m < 1 for m in (*spec.mean, *spec.std))
     assert "\n" not in spec.source
@@ -38,6 +44,40 @@ def test_every_spec_fits_itself(spec: DatasetSpec) -> None:
 def test_an_unknown_name_gets_the_near_ones() -> None:
     with pytest.raises(UnknownNameError, match="unknown data set 'fashon-mnist'; did you mean fashion-mnist"):
         dataset_spec("fashon-mnist")
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        ("synthetic(0.5, 0.5)", "synthetic(0.5,0.5)"),
+        ("synthetic( 1.0 ,1)", "synthetic(1,1)"),
+        ("synthetic(0,99.9999)", "synthetic(0,99.9999)"),
+        ("synthetic(0.0001,12)", "synthetic(0.0001,12)"),
+        ("synthetic( iid )", "synthetic(iid)"),
+    ],
+)
+def test_synthetic_data_sets_of_any_numbers(given: str, name: str) -> None:
+    spec = dataset_spec(given)
+    assert spec.name == name
+    assert dataset_spec(name) is spec
+    assert resolve({"data": {"dataset": given}}).dataset == name
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "synthetic",
+        "synthetic(1)",
+        "synthetic(-1,1)",
+        "synthetic(1;1)",
+        "synthetic(nan,1)",
+        "synthetic(1e9,1)",
+        "synthetic(100,1)",
+    ],
+)
+def test_what_is_no_synthetic_data_set(name: str) -> None:
+    with pytest.raises(UnknownNameError, match=r"unknown data set .*did you mean .*synthetic\("):
+        dataset_spec(name)
 
 
 def test_the_registry_cannot_be_changed() -> None:

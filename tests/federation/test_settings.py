@@ -86,7 +86,7 @@ def test_no_privacy_settings_mean_no_privacy() -> None:
     [
         ({"runs": {}}, UnknownNameError, "unknown section 'runs'; did you mean run?"),
         ({"run": {"sed": 1}}, UnknownNameError, "unknown setting of run 'sed'; did you mean seed"),
-        ({"run": {"method": "fedm"}}, UnknownNameError, "unknown method 'fedm'; did you mean feddm or fedavgm or fedkf?"),
+        ({"run": {"method": "feddmm"}}, UnknownNameError, "unknown method 'feddmm'; did you mean feddm or fedfm or feddf?"),
         ({"data": {"dataset": "cifar"}}, UnknownNameError, "unknown data set 'cifar'; did you mean cifar10"),
         ({"data": {"rot": 1}}, UnknownNameError, "unknown setting of data 'rot'"),
         ({"model": {"widht": 1}}, UnknownNameError, "unknown setting of model 'widht'; did you mean width"),

@@ -1,0 +1,154 @@
+"""Who has which classes, and how many examples of each: the count matrices of the partitions `classes`, `missing` and `dominant`."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from fedsynth.errors import PartitionError
+
+IntArray = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+Rng = np.random.Generator
+
+_FITTING_STEPS = 3_000
+_FITTED = 1e-6  # examples by which fitted sums may miss; below 1, the rounding has a solution
+_WHOLE = 1e-6  # a number as near as this to a whole one is one
+
+
+def held_classes(sizes: IntArray, clients: int, each: int, rng: Rng, advice: str) -> IntArray:
+    """Counts [K, C] in which every client has `each` classes, and a class's examples are split evenly (±1) among its holders.
+
+    Every class with examples has ⌊Kc/C⌋ or ⌈Kc/C⌉ holders.
+
+    Args:
+        sizes: examples of each class [C]; only classes with examples count.
+        clients: K, with K·each at least the number of those classes.
+        each: c, at most the number of those classes.
+        advice: what a user may change, for the error.
+
+    Raises:
+        PartitionError: a class has fewer examples than holders.
+    """
+    present = np.flatnonzero(sizes)
+    places = _places(clients, each, len(present), rng)
+    short = np.flatnonzero(sizes[present] < places)
+    if len(short):
+        label, holders = int(present[short[0]]), int(places[short[0]])
+        raise PartitionError(
+            f"class {label} has {int(sizes[label])} examples for the {holders} clients that must hold it: {advice}"
+        )
+    holds = _take(places, clients, each, rng)
+    counts = np.zeros((clients, len(sizes)), dtype=np.int64)
+    for j, label in enumerate(present.tolist()):
+        having = rng.permutation(np.flatnonzero(holds[:, j]))
+        counts[having, label] = _even(int(sizes[label]), len(having))
+    return counts
+
+
+def dominant_classes(sizes: IntArray, clients: int, each: int, share: float, rng: Rng) -> IntArray:
+    """Counts [K, C] of clients of one size, of which `share` is of a client's `each` dominant classes: FedFM's NIID-2.
+
+    A client has N/K examples, share·N/(K·m) of them of each of its m dominant classes. The rest is spread over the other classes as evenly
+    as the classes' totals allow: equal numbers, fitted to the sums by iterative proportional fitting (Deming and Stephan, 1940). Then
+    everything is rounded down or up, also the clients' sizes, such that every example is somewhere. Where classes are of one size and each
+    dominates equally often, the fit changes nothing.
+
+    Raises:
+        PartitionError: a share that is not above the even one, or class totals with which it cannot be had.
+    """
+    present = np.flatnonzero(sizes)
+    C, totals, size = len(present), sizes[present], sizes.sum() / clients
+    if each >= C:
+        raise PartitionError(f"dominant_classes is {each} but there are examples of {C} classes only: lower it")
+    if share <= each / C:
+        raise PartitionError(
+            f"dominant_share {share:g} is no more than the even share of {each} of {C} classes, {each / C:g}: raise it"
+        )
+    holds = _take(_places(clients, each, C, rng), clients, each, rng)
+    wanted = holds * (share * size / each)
+    left = totals - wanted.sum(axis=0)
+    if left.min() < -_FITTED:
+        j = int(left.argmin())
+        raise PartitionError(
+            f"class {int(present[j])} has {int(totals[j])} examples, but to dominate {int(holds[:, j].sum())} of {clients} clients it "
+            f"needs {totals[j] - left[j]:.0f}: lower dominant_share, or raise dominant_classes or clients"
+        )
+    rest = _spread(np.full(clients, (1 - share) * size), left.clip(0), ~holds)
+    counts = np.zeros((clients, len(sizes)), dtype=np.int64)
+    counts[:, present] = _rounded(wanted + rest, totals)
+    return counts
+
+
+def _even(total: int, pieces: int) -> IntArray:
+    """`total` as whole numbers that differ by at most one, the larger ones first."""
+    each, over = divmod(total, pieces)
+    return np.where(np.arange(pieces) < over, each + 1, each)
+
+
+def _places(clients: int, each: int, classes: int, rng: Rng) -> IntArray:
+    """How many clients take each class: as equal as whole numbers allow; which classes get one more is drawn."""
+    places = np.full(classes, clients * each // classes)
+    places[rng.permutation(classes)[: clients * each % classes]] += 1
+    return places
+
+
+def _take(places: IntArray, clients: int, each: int, rng: Rng) -> npt.NDArray[np.bool_]:
+    """Who takes which class, [K, C].
+
+    Clients, in random order, take the classes with the most places left, ties drawn: that keeps the places left within one of each
+    other, so nobody lacks `each` different classes. With K·c = C the clients' classes are disjoint.
+    """
+    left, classes = places.copy(), len(places)
+    holds = np.zeros((clients, classes), dtype=bool)
+    for k in rng.permutation(clients):
+        taken = np.lexsort((rng.random(classes), -left))[:each]
+        holds[k, taken] = True
+        left[taken] -= 1
+    return holds
+
+
+def _spread(rows: Floats, columns: Floats, allowed: npt.NDArray[np.bool_]) -> Floats:
+    """Numbers ≥ 0 [K, C] with these sums, as even as they allow, and zero where not `allowed`."""
+    x = allowed.astype(np.float64)
+    for _ in range(_FITTING_STEPS):
+        x *= _ratio(columns, x.sum(axis=0))
+        x *= _ratio(rows, x.sum(axis=1))[:, None]
+        if np.abs(x.sum(axis=0) - columns).sum() < _FITTED and np.abs(x.sum(axis=1) - rows).sum() < _FITTED:
+            return x
+    raise PartitionError(
+        "the classes' totals leave clients of one size no such share of their dominant classes: lower dominant_share, or raise "
+        "dominant_classes or clients"
+    )
+
+
+def _ratio(wanted: Floats, got: Floats) -> Floats:
+    """`wanted` / `got`, and 0 where there is nothing to scale."""
+    return np.divide(wanted, got, out=np.zeros_like(got), where=got > 0)
+
+
+def _rounded(x: Floats, columns: IntArray) -> IntArray:
+    """`x` [K, C], whose rows have one sum, rounded down or up such that `columns` are its sums and rows differ by at most one.
+
+    What numbers rounded down lack is a flow through clients to classes, of at most one unit a cell; every client passes ⌊N/K⌋ in all and
+    N mod K of them one more. The fractions of `x` are such a flow, of full size; a largest flow is whole numbers of that size.
+    """
+    from scipy.sparse import csr_array
+    from scipy.sparse.csgraph import maximum_flow
+
+    (K, C), total = x.shape, int(columns.sum())
+    down = np.floor(x + _WHOLE).astype(np.int64)
+    source, extra, sink = 0, 1, K + C + 2
+    clients, classes = slice(2, K + 2), slice(K + 2, sink)
+    capacity = np.zeros((sink + 1, sink + 1), dtype=np.int32)
+    capacity[source, clients] = total // K - down.sum(axis=1)
+    capacity[source, extra] = total % K
+    capacity[extra, clients] = 1
+    capacity[classes, sink] = columns - down.sum(axis=0)
+    for cells in (x - down > _WHOLE, x > 0):  # what is whole stays so; many such cells could hide a unit, then it may move
+        capacity[clients, classes] = cells
+        result = maximum_flow(csr_array(capacity), source, sink)
+        if result.flow_value == total - down.sum():
+            break
+    added: IntArray = result.flow[clients, classes].toarray().astype(np.int64)
+    return down + added

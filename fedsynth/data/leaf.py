@@ -1,0 +1,117 @@
+"""FEMNIST as LEAF's scripts write it: handwritten characters in JSON files, by writer (Caldas et al., 2018, arXiv 1812.01097).
+
+`femnist/train/*.json` and `femnist/test/*.json` are copies of LEAF's data/femnist/data/train and test. Each file is {"users": [writer],
+"num_samples": [n], "user_data": {writer: {"x": [[784 numbers in [0, 1]]], "y": [0 … 61]}}}.
+
+Ink is dark on a white background, white = 1, as LEAF has it (NIST's scans, reduced to 28×28 and divided by 255), and so it stays here:
+unlike MNIST and EMNIST, which are white on black. Labels are 0–9 digits, 10–35 capital and 36–61 small letters.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from fedsynth.data.folders import Bytes, IntArray, Reader, Split
+from fedsynth.data.registry import DatasetSpec
+from fedsynth.errors import DataFilesCorruptError, DataFilesMissingError
+
+_LEAF = (
+    "make it with LEAF (https://github.com/TalwalkarLab/leaf, data/femnist: ./preprocess.sh -s niid --sf 1.0 -k 0 -t sample) and copy "
+    "data/train and data/test to femnist/ there"
+)
+
+Writers = dict[str, tuple[Bytes, IntArray]]
+
+
+def read_femnist(spec: DatasetSpec, root: Path) -> tuple[Split, Split]:
+    """Both splits, writer by writer; `groups` numbers the training split's writers by name, sorted.
+
+    Writers with test examples only (LEAF's `-t user`) have the numbers after those.
+
+    Raises:
+        DataFilesMissingError: no such file. DataFilesCorruptError: a file that is not as described above.
+    """
+    train, test = (_writers(root / "femnist" / split, spec) for split in ("train", "test"))
+    number = {name: n for n, name in enumerate([*sorted(train), *sorted(test.keys() - train.keys())])}
+    return _split(train, number), _split(test, number)
+
+
+def _split(writers: Writers, number: Mapping[str, int]) -> Split:
+    order = sorted(writers, key=number.__getitem__)
+    images, labels = (np.concatenate([writers[name][part] for name in order]) for part in (0, 1))
+    groups = np.repeat(np.array([number[name] for name in order], np.int64), [len(writers[name][1]) for name in order])
+    return Split(images, labels, groups=groups)
+
+
+def _writers(folder: Path, spec: DatasetSpec) -> Writers:
+    paths = sorted(folder.glob("*.json"))
+    if not paths:
+        raise DataFilesMissingError(f"{spec.name}: no *.json in {folder}; {_LEAF}")
+    found: Writers = {}
+    for path in paths:
+        for name, arrays in _file(path, spec).items():
+            if name in found:
+                raise DataFilesCorruptError(f"{path}: writer {name!r} is in another file of {folder} too: make the files anew")
+            found[name] = arrays
+    return found
+
+
+def _file(path: Path, spec: DatasetSpec) -> Writers:
+    try:
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise DataFilesCorruptError(f"{path} cannot be read as JSON: {' '.join(str(error).split())}") from None
+    users, sizes, data = (
+        content.get(key) if isinstance(content, dict) else None for key in ("users", "num_samples", "user_data")
+    )
+    if not (isinstance(users, list) and isinstance(sizes, list) and isinstance(data, dict)):
+        raise DataFilesCorruptError(
+            f"{path} is no file of LEAF: it must hold the lists users and num_samples and the object user_data"
+        )
+    if len(users) != len(sizes) or not all(isinstance(user, str) for user in users) or sorted(users) != sorted(data):
+        raise DataFilesCorruptError(
+            f"{path}: users, num_samples and user_data must speak of the same writers, got {len(users)}, {len(sizes)} and {len(data)}"
+        )
+    return {
+        user: _one_writer(data[user], size, f"{path}, writer {user!r}", spec) for user, size in zip(users, sizes, strict=True)
+    }
+
+
+def _one_writer(data: object, size: object, where: str, spec: DatasetSpec) -> tuple[Bytes, IntArray]:
+    """Pixels uint8 [n, 1, 28, 28], rint(255x), and labels [n]."""
+    if not (isinstance(data, dict) and "x" in data and "y" in data):
+        raise DataFilesCorruptError(f"{where}: must have x and y")
+    x, y = _numbers(data["x"], "x", where), _numbers(data["y"], "y", where)
+    pixels = spec.height * spec.width
+    if x.ndim != 2 or x.shape[1] != pixels or y.shape != (len(x),) or size != len(x):
+        raise DataFilesCorruptError(
+            f"{where}: x must be n images of {pixels} numbers and y n labels, n = num_samples; "
+            f"got {list(x.shape)}, {list(y.shape)} and {size}"
+        )
+    if not np.issubdtype(y.dtype, np.integer) or y.min() < 0 or y.max() >= spec.classes:
+        raise DataFilesCorruptError(f"{where}: labels must be whole numbers in [0, {spec.classes})")
+    bad = int(np.count_nonzero(~((x >= 0) & (x <= 1))))  # NaN fails both
+    if bad:
+        raise DataFilesCorruptError(f"{where}: {bad} of {x.size} pixels are not numbers in [0, 1]")
+    return np.rint(255 * x).astype(np.uint8).reshape(-1, *spec.image_shape), y.astype(np.int64)
+
+
+def _numbers(given: object, what: str, where: str) -> npt.NDArray[Any]:
+    try:
+        array = np.asarray(given)
+    except ValueError:  # rows of several lengths
+        raise DataFilesCorruptError(f"{where}: the rows of {what} have several lengths") from None
+    if not isinstance(given, list) or array.size == 0:
+        raise DataFilesCorruptError(f"{where}: {what} is empty or no list; a writer without examples does not belong in the file")
+    if array.dtype.kind not in "iuf":
+        raise DataFilesCorruptError(f"{where}: {what} must hold numbers only")
+    return array
+
+
+LEAF_READERS: dict[str, Reader] = {"femnist": Reader(("femnist/train", "femnist/test"), _LEAF, read_femnist)}

@@ -1,0 +1,89 @@
+"""Synthetic(α, β): devices whose models and inputs differ by known amounts (Li et al., FedProx, arXiv 1812.06127, Sec. 5.1).
+
+For each of 30 devices k: u_k ~ N(0, α²), W_k ∈ R^{60×10} and b_k ∈ R^{10} with entries ~ N(u_k, 1); B_k ~ N(0, β²), v_k ∈ R^{60} with
+entries ~ N(B_k, 1); inputs x ~ N(v_k, Σ) with Σ diagonal, Σ_jj = j^−1.2; labels argmax(xW_k + b_k). The paper writes N(0, α) and N(0, β);
+its public generator (litian96/FedProx, data/synthetic_1_1) passes α and β to NumPy as standard deviations, and so does this one. A device
+has ⌊lognormal(4, 2)⌋ + 50 examples, of which nine in ten train: so the generator and the files beside it, where the paper says 80 %.
+`synthetic(iid)` has one W and b for all, from N(0, 1), and inputs ~ N(0, Σ). The idea is from Shamir, Srebro and Zhang, 2014.
+
+u_k is in all ten logits alike, so α changes no label; the devices' models differ through the unit variance of W_k and b_k.
+
+The data sets are public and fixed: their seed is 0, whatever a run's seed is. Numbers are the same for all α and β, only scaled, and sizes
+do not depend on them. They are not the numbers of the public files, which come from NumPy's old generator.
+
+Examples are images of one row of 60 pixels. Inputs are rounded to 256 levels in [−R, R], R = four standard deviations of x_1 over all
+devices, and clipped there; labels are computed from the rounded inputs, so that they are exact for what models see. The specification's
+mean 1/2 and deviation 1/(2R) give models x itself: (pixel/255 − 1/2)·2R. A level is 2R/255, for β = 1 0.054; the least deviation within a
+device is 60^−0.6 = 0.086.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from fedsynth.core.random import numpy_generator
+from fedsynth.data.folders import IntArray, Split
+from fedsynth.data.registry import DatasetSpec, synthetic_parameters
+
+Floats = npt.NDArray[np.float64]
+
+DEVICES, FEATURES, CLASSES, SEED = 30, 60, 10, 0
+DEVIATIONS: Floats = np.arange(1, FEATURES + 1, dtype=np.float64) ** np.float64(-0.6)
+"""√Σ_jj."""
+
+
+def make_synthetic(spec: DatasetSpec) -> tuple[Split, Split]:
+    """The training and the test split of the data set that `spec` names, device by device; `groups` are the devices.
+
+    Raises:
+        ValueError: not the specification of such a data set.
+    """
+    parameters = synthetic_parameters(spec.name)
+    if parameters is None:
+        raise ValueError(f"{spec.name} is no synthetic(α,β)")
+    alpha, beta = parameters
+    rows: tuple[list[Split], list[Split]] = ([], [])
+    for device, n in enumerate(device_sizes()):
+        x, W, b = draw_device(alpha, beta, device, int(n))
+        images = to_levels(x, spec)
+        labels = (from_levels(images, spec) @ W + b).argmax(axis=1)
+        trains = np.arange(n) < n * 9 // 10  # examples of a device are independent: the first are as good as any
+        for split, mine in zip(rows, (trains, ~trains), strict=True):
+            groups = np.full(int(mine.sum()), device)
+            split.append(Split(images[mine].reshape(-1, *spec.image_shape), labels[mine], groups=groups))
+    train, test = (_joined(split) for split in rows)
+    return train, test
+
+
+def device_sizes() -> IntArray:
+    """Examples of each device, [30]: a few have most of them."""
+    return numpy_generator(SEED, "synthetic sizes").lognormal(4, 2, DEVICES).astype(np.int64) + 50
+
+
+def draw_device(alpha: float | None, beta: float | None, device: int, n: int) -> tuple[Floats, Floats, Floats]:
+    """Inputs [n, 60], W [60, 10] and b [10] of a device; α and β None is the i.i.d. variant."""
+    rng = numpy_generator(SEED, "synthetic device", device)
+    if alpha is None or beta is None:
+        shared = numpy_generator(SEED, "synthetic iid model")
+        W, b = shared.standard_normal((FEATURES, CLASSES)), shared.standard_normal(CLASSES)
+        return DEVIATIONS * rng.standard_normal((n, FEATURES)), W, b
+    u, B = alpha * rng.standard_normal(), beta * rng.standard_normal()
+    v = B + rng.standard_normal(FEATURES)
+    W, b = u + rng.standard_normal((FEATURES, CLASSES)), u + rng.standard_normal(CLASSES)
+    return v + DEVIATIONS * rng.standard_normal((n, FEATURES)), W, b
+
+
+def to_levels(x: Floats, spec: DatasetSpec) -> npt.NDArray[np.uint8]:
+    """Numbers as the nearest of the 256 levels: uint8."""
+    return np.rint(255 * (x * spec.std[0] + spec.mean[0])).clip(0, 255).astype(np.uint8)
+
+
+def from_levels(levels: npt.NDArray[np.uint8], spec: DatasetSpec) -> Floats:
+    """What `normalise` makes of levels, in double precision."""
+    return (levels / 255 - spec.mean[0]) / spec.std[0]
+
+
+def _joined(splits: list[Split]) -> Split:
+    images, labels = np.concatenate([s.images for s in splits]), np.concatenate([s.labels for s in splits])
+    return Split(images, labels.astype(np.int64), groups=np.concatenate([s.groups for s in splits if s.groups is not None]))

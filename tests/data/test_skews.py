@@ -1,0 +1,238 @@
+"""The partitions `dominant`, `missing`, `quantity` and `natural`: against FedFM's and NIID-Bench's public code, in numbers."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fedsynth.core.random import numpy_generator
+from fedsynth.data.partition import PartitionSettings, count_matrix, partition
+from fedsynth.errors import DataError, PartitionError
+
+IntArray = npt.NDArray[np.int64]
+MNIST = np.array([5923, 6742, 5958, 6131, 5842, 5421, 5918, 6265, 5851, 5949])
+
+
+def counts_of(sizes: npt.ArrayLike, wish: PartitionSettings) -> IntArray:
+    y = np.repeat(np.arange(len(np.asarray(sizes))), sizes)
+    return count_matrix(y, partition(y, wish, len(np.asarray(sizes))), len(np.asarray(sizes)))
+
+
+# Classes, examples of each, dominant classes, share; then what FedFM's code (pytorch/utils.py, noniid-2) gives each of 10 clients.
+@pytest.mark.parametrize(
+    ("classes", "each", "dominant", "share", "many", "few"),
+    [(10, 5000, 1, 0.46, 2300, 300), (10, 9000, 1, 0.5, 4500, 500), (100, 500, 10, 0.46, 230, 30), (200, 500, 20, 0.46, 230, 30)],
+    ids=["cifar10", "cinic10", "cifar100", "tiny-imagenet"],
+)
+def test_dominant_gives_the_counts_of_fedfms_code(
+    classes: int, each: int, dominant: int, share: float, many: int, few: int
+) -> None:
+    wish = PartitionSettings(kind="dominant", clients=10, dominant_classes=dominant, dominant_share=share, seed=3)
+    counts = counts_of(np.full(classes, each), wish)
+    assert set(counts.flatten().tolist()) == {many, few}
+    assert ((counts == many).sum(axis=1) == dominant).all()
+    assert ((counts == many).sum(axis=0) == 1).all()  # each class dominates one client, as there
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(2, 8), st.integers(1, 4), st.integers(1, 7), st.integers(20, 200), st.floats(0, 1), st.integers(0, 2**40))
+def test_dominant_of_even_classes(classes: int, times: int, dominant: int, each: int, where: float, seed: int) -> None:
+    dominant = min(dominant, classes - 1)
+    share = dominant / classes + (0.05 + 0.85 * where) * (1 - dominant / classes)
+    wish = PartitionSettings(kind="dominant", clients=classes * times, dominant_classes=dominant, dominant_share=share, seed=seed)
+    counts = counts_of(np.full(classes, each), wish)
+    assert set(counts.sum(axis=1).tolist()) <= {each // times, -(-each // times)}
+    ordered, each_client = -np.sort(-counts, axis=1), each / times
+    of_each_kind = (
+        (ordered[:, :dominant], share * each_client / dominant),
+        (ordered[:, dominant:], (1 - share) * each_client / (classes - dominant)),
+    )
+    for got, exact in of_each_kind:  # rounded down or up
+        assert got.min() >= np.floor(exact + 1e-6)
+        assert got.max() <= np.ceil(exact - 1e-6)
+
+
+def test_dominant_of_uneven_classes_has_its_shares_and_sizes() -> None:
+    wish = PartitionSettings(kind="dominant", clients=10, dominant_share=0.5, seed=1)
+    counts = counts_of(MNIST, wish)
+    assert (counts.sum(axis=1) == 6000).all()
+    assert np.array_equal(counts.sum(axis=0), MNIST)
+    assert (counts.max(axis=1) == 3000).all()
+    owner = counts.argmax(axis=1)
+    assert sorted(owner) == list(range(10))
+    # What is left of a class spreads over the nine others: rows of 3,000, columns of n_c − 3,000, and as even as these allow, which is to
+    # say x_kc = a_k·b_c outside the dominant cells: cross ratios are 1, but for the rounding of numbers around 330.
+    x = counts[np.argsort(owner)].astype(float)
+    for i, j, k, m in ((0, 1, 2, 3), (4, 7, 5, 9), (8, 2, 6, 1), (3, 9, 0, 5)):
+        assert x[i, k] * x[j, m] / (x[i, m] * x[j, k]) == pytest.approx(1, abs=4 / 300)
+    assert x[0, 1] > x[0, 5] + 50  # of the larger class there is more
+
+
+def test_dominant_with_few_clients_keeps_its_share() -> None:
+    # Five classes dominate nobody: their 1,000 examples go to the five clients' 540 others; 40 are left of each dominant class.
+    counts = counts_of(np.full(10, 1000), PartitionSettings(kind="dominant", clients=5, dominant_share=0.48, seed=2))
+    assert (counts.max(axis=1) == 960).all()
+    dominating = counts.argmax(axis=1)
+    assert len(set(dominating)) == 5
+    others = np.delete(counts, dominating, axis=1)
+    assert (others == 200).all()
+    left = counts[:, dominating][~np.eye(5, dtype=bool)]
+    assert (left == 10).all()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "wish", "message"),
+    [
+        (
+            [100] * 10,
+            {"clients": 4},
+            r"class \d has 100 examples, but to dominate 1 of 4 clients it needs 115: lower dominant_share",
+        ),
+        ([100] * 4, {"dominant_classes": 4}, "dominant_classes is 4 but there are examples of 4 classes only"),
+        ([100, 0, 100], {"dominant_classes": 2}, "dominant_classes is 2 but there are examples of 2 classes only"),
+        (
+            [100] * 4,
+            {"dominant_share": 0.25},
+            "dominant_share 0.25 is no more than the even share of 1 of 4 classes, 0.25: raise it",
+        ),
+        # Three clients of 100 with 60 of their own class leave 40 each; class 0 has 180 left, more than clients 1 and 2 may take.
+        (
+            [240, 30, 30],
+            {"clients": 3, "dominant_share": 0.4},
+            r"class [12] has 30 examples, but to dominate 1 of 3 clients it needs 40",
+        ),
+        ([220, 40, 40], {"clients": 3, "dominant_share": 0.4}, "the classes' totals leave clients of one size no such share"),
+    ],
+)
+def test_dominant_that_cannot_be(sizes: list[int], wish: dict[str, float], message: str) -> None:
+    with pytest.raises(PartitionError, match=message):
+        counts_of(sizes, PartitionSettings(kind="dominant", **wish))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("missing", [1, 2, 5])
+def test_missing_gives_the_counts_of_fedfms_code(missing: int) -> None:
+    """pytorch/utils.py, noniid-3: each of 10 clients has 10 − m classes of CIFAR-10, each class at 10 − m clients, ⌊5000/(10 − m)⌋ of it."""
+    counts = counts_of(np.full(10, 5000), PartitionSettings(kind="missing", missing_classes=missing, seed=4))
+    assert ((counts == 0).sum(axis=1) == missing).all()
+    assert ((counts == 0).sum(axis=0) == missing).all()
+    assert set(counts[counts > 0].tolist()) <= {5000 // (10 - missing), 5000 // (10 - missing) + 1}
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 30), st.integers(1, 9), st.integers(0, 1000))
+def test_missing_is_balanced(clients: int, missing: int, seed: int) -> None:
+    wish = PartitionSettings(kind="missing", clients=clients, missing_classes=missing, seed=seed)
+    if clients * (10 - missing) < 10:
+        with pytest.raises(PartitionError, match="cannot cover them all: raise clients to at least"):
+            counts_of(np.full(10, 61), wish)
+        return
+    lacks = counts_of(np.full(10, 61), wish) == 0
+    assert (lacks.sum(axis=1) == missing).all()
+    assert np.ptp(lacks.sum(axis=0)) <= 1
+    assert lacks.sum(axis=0).max() < clients
+
+
+def test_missing_that_cannot_be() -> None:
+    with pytest.raises(PartitionError, match="missing_classes is 3 but there are examples of 3 classes only"):
+        counts_of([9, 0, 9, 9], PartitionSettings(kind="missing", clients=3, missing_classes=3))
+    with pytest.raises(
+        PartitionError, match=r"class 1 has 3 examples for the 9 clients .* lower clients or raise missing_classes"
+    ):
+        counts_of([90, 3], PartitionSettings(kind="missing", clients=18, missing_classes=1))
+
+
+def test_quantity_is_niid_benchs_rule() -> None:
+    """utils.py, iid-diff-quantity: shares from Dir(β) until the smallest is large enough, cut at ⌊cumsum(p)·N⌋."""
+    y, redraws = np.arange(2000) % 7, 0
+    for seed in range(20):
+        wish = PartitionSettings(kind="quantity", clients=6, alpha=0.5, min_size=15, seed=seed)
+        rng, sizes = numpy_generator(seed, "partition"), np.zeros(6)
+        while sizes.min() < 15:
+            cuts = (np.cumsum(rng.dirichlet(np.full(6, 0.5))) * 2000).astype(int)
+            sizes, redraws = np.diff(cuts[:-1], prepend=0, append=2000), redraws + 1
+        assert [len(part) for part in partition(y, wish, 7)] == sizes.tolist()
+    assert redraws > 40  # the least size is what decides here
+
+
+def test_quantity_mixes_classes_alike() -> None:
+    for seed in range(10):
+        counts = counts_of(np.full(10, 2000), PartitionSettings(kind="quantity", clients=5, seed=seed))
+        sizes = counts.sum(axis=1, keepdims=True)
+        assert sizes.max() > 1.5 * sizes.min()
+        assert (np.abs(counts - sizes / 10) < 5 * np.sqrt(sizes * 0.1 * 0.9) + 1).all()  # five standard deviations
+
+
+def test_quantity_that_cannot_be() -> None:
+    with pytest.raises(PartitionError, match="need 100, there are 90: lower min_size or clients"):
+        counts_of([90], PartitionSettings(kind="quantity", min_size=10))
+    with pytest.raises(PartitionError, match=r"at alpha=0\.001: raise alpha, or lower min_size or clients$"):
+        counts_of([900], PartitionSettings(kind="quantity", alpha=0.001))
+
+
+GROUPS = np.array([5, 2, 9, 2, 5, 5, 9, 0])
+ZEROS = np.zeros(8, np.int64)
+
+
+def natural(clients: int, seed: int = 0, **origins: IntArray) -> list[list[int]]:
+    wish = PartitionSettings(kind="natural", clients=clients, seed=seed)
+    return [part.tolist() for part in partition(ZEROS, wish, 1, **origins)]
+
+
+def test_natural_with_all_groups() -> None:
+    everyone = [[7], [1, 3], [0, 4, 5], [2, 6]]  # of groups 0, 2, 5 and 9
+    assert natural(4, groups=GROUPS) == everyone
+    assert natural(4, domains=GROUPS) == everyone
+    assert natural(4, groups=GROUPS, domains=ZEROS) == everyone
+
+
+def test_natural_with_some_groups_leaves_the_others_out() -> None:
+    everyone = natural(4, groups=GROUPS)
+    drawn = set()
+    for seed in range(200):
+        chosen = natural(2, seed, groups=GROUPS)
+        assert chosen == natural(2, seed, groups=GROUPS)
+        first, second = (everyone.index(part) for part in chosen)
+        assert first < second
+        drawn.add((first, second))
+    assert len(drawn) == 6
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=60), st.integers(1, 12), st.integers(0, 2**40))
+def test_natural_clients_are_groups(groups: list[int], clients: int, seed: int) -> None:
+    y, g = np.zeros(len(groups), np.int64), np.array(groups)
+    wish = PartitionSettings(kind="natural", clients=clients, seed=seed)
+    if clients > len(set(groups)):
+        with pytest.raises(PartitionError, match="more than the"):
+            partition(y, wish, 1, groups=g)
+        return
+    parts = partition(y, wish, 1, groups=g)
+    whose = [set(g[part].tolist()) for part in parts]
+    assert len(whose) == clients == len(set.union(*whose))
+    for part, (group,) in zip(parts, whose, strict=True):
+        assert part.dtype == np.int64
+        assert np.array_equal(part, np.flatnonzero(g == group))
+
+
+def test_natural_of_a_subset_has_the_groups_that_are_left() -> None:
+    wish = PartitionSettings(kind="natural", clients=2, subset=0.5)
+    groups = np.repeat([3, 8], 50)
+    parts = partition(np.zeros(100, np.int64), wish, 1, groups=groups)
+    assert [set(groups[part].tolist()) for part in parts] == [{3}, {8}]
+    assert sum(map(len, parts)) == 50
+    both = partition(np.zeros(100, np.int64), wish, 1, domains=np.arange(100) % 2, groups=groups)
+    assert [part.tolist() for part in both] == [part.tolist() for part in parts]
+
+
+def test_natural_that_cannot_be() -> None:
+    with pytest.raises(PartitionError, match="5 clients are more than the 4 groups of this data set: lower clients to at most 4"):
+        natural(5, groups=GROUPS)
+    with pytest.raises(PartitionError, match="does not say whose an example is"):
+        natural(2)
+    with pytest.raises(DataError, match=r"groups must be integers \[8\], got int64 of shape \[7\]"):
+        natural(2, groups=GROUPS[1:])
+    with pytest.raises(DataError, match=r"domains must be integers \[8\], got float64"):
+        natural(2, domains=GROUPS.astype(float))  # type: ignore[arg-type]

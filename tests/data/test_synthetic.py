@@ -1,0 +1,173 @@
+"""Synthetic(α, β): the distribution of its parts, and that its labels are exact for what models see."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+
+from fedsynth.data.images import normalise, require_all_classes
+from fedsynth.data.load import load_dataset, missing_files
+from fedsynth.data.partition import PartitionSettings, partition
+from fedsynth.data.registry import dataset_spec
+from fedsynth.data.synthetic import device_sizes, draw_device, from_levels, make_synthetic, to_levels
+from fedsynth.federation.settings import resolve
+from fedsynth.federation.simulation import simulate
+
+NAMES = ["synthetic(iid)", "synthetic(0,0)", "synthetic(0.5,0.5)", "synthetic(1,1)", "synthetic(2.5,7)"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_sizes_are_as_declared_and_devices_are_groups(name: str) -> None:
+    train, test = load_dataset(name)
+    n = np.floor(np.random.default_rng(0).lognormal(4, 2, 100_000)) + 50
+    assert device_sizes().min() >= 50
+    assert np.median(device_sizes()) == pytest.approx(np.median(n), rel=0.5)
+    assert (len(train), len(test)) == (train.spec.train_size, train.spec.test_size)
+    assert train.groups is not None
+    assert test.groups is not None
+    assert torch.bincount(train.groups).tolist() == [int(0.9 * n) for n in device_sizes()]
+    assert torch.bincount(test.groups).tolist() == [n - int(0.9 * n) for n in device_sizes()]
+    require_all_classes(train)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_labels_are_exact_for_what_models_see(name: str) -> None:
+    alpha, beta = None if "iid" in name else 0, None
+    if "iid" not in name:
+        alpha, beta = (float(number) for number in name[10:-1].split(","))  # type: ignore[assignment]
+    for data in load_dataset(name):
+        assert data.groups is not None
+        x = normalise(data.images, data.spec).flatten(1).double().numpy()
+        for device in (0, 4, 29):
+            mine = (data.groups == device).numpy()
+            _, W, b = draw_device(alpha, beta, device, 1)
+            logits = x[mine] @ W + b
+            assert np.array_equal(logits.argmax(axis=1), data.labels.numpy()[mine])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_models_see_the_inputs_to_half_a_level(name: str) -> None:
+    spec = dataset_spec(name)
+    beta = None if "iid" in name else float(name[10:-1].split(",")[1])
+    reach = 4 * np.sqrt(1 if beta is None else beta**2 + 2)
+    x = np.linspace(-reach, reach, 1001)
+    levels = to_levels(x, spec)
+    assert np.abs(from_levels(levels, spec) - x).max() <= reach / 255 * (1 + 1e-9)
+    seen = normalise(torch.from_numpy(levels).view(-1, 1, 1, 1), spec).flatten().numpy()
+    np.testing.assert_allclose(seen, from_levels(levels, spec), atol=1e-5 * reach)
+    assert to_levels(np.array([-9.9, 9.9]) * reach, spec).tolist() == [0, 255]
+    train, _ = load_dataset(name)
+    assert int(((train.images == 0) | (train.images == 255)).sum()) < 1e-3 * train.images.numel()
+
+
+def test_the_devices_are_drawn_as_the_paper_says() -> None:
+    """Over 400 devices, α = 3 and β = 2 as standard deviations: moments within five of their own standard errors."""
+    alpha, beta, K, n = 3.0, 2.0, 400, 200
+    drawn = [draw_device(alpha, beta, k, n) for k in range(K)]
+    W, b = np.stack([d[1] for d in drawn]), np.stack([d[2] for d in drawn])
+    x = np.stack([d[0] for d in drawn])
+    u = np.concatenate([W.reshape(K, -1), b], axis=1).mean(axis=1)  # of 610 entries: u_k to 0.04
+    assert u.std() == pytest.approx(alpha, rel=5 / np.sqrt(2 * K))
+    assert u.mean() == pytest.approx(0, abs=5 * alpha / np.sqrt(K))
+    assert W.shape == (K, 60, 10)
+    assert b.shape == (K, 10)
+    assert (W - u[:, None, None]).std() == pytest.approx(1, rel=0.01)
+    assert (b - u[:, None]).std() == pytest.approx(1, rel=0.06)
+    v = x.mean(axis=1)  # to at most 0.07
+    B = v.mean(axis=1)
+    assert B.std() == pytest.approx(np.sqrt(beta**2 + 1 / 60), rel=5 / np.sqrt(2 * K))
+    assert (v - B[:, None]).std() == pytest.approx(1, rel=0.03)
+    assert abs(np.corrcoef(u, B)[0, 1]) < 5 / np.sqrt(K)
+    within = (x - v[:, None]).std(axis=(0, 1)) * np.sqrt(n / (n - 1))
+    np.testing.assert_allclose(within, np.arange(1, 61) ** -0.6, rtol=5 / np.sqrt(2 * K * n))
+    centred = (x - v[:, None]).reshape(-1, 60)
+    correlation = np.corrcoef(centred.T) - np.eye(60)
+    assert np.abs(correlation).max() < 6 / np.sqrt(K * n)
+
+
+def test_the_iid_variant_has_one_model_and_one_distribution() -> None:
+    drawn = [draw_device(None, None, k, 500) for k in range(40)]
+    assert all(np.array_equal(W, drawn[0][1]) and np.array_equal(b, drawn[0][2]) for _, W, b in drawn)
+    x = np.stack([d[0] for d in drawn])
+    assert np.abs(x.mean(axis=1) / np.arange(1, 61) ** -0.6).max() < 5 / np.sqrt(500)
+    np.testing.assert_allclose(x.std(axis=(0, 1)), np.arange(1, 61) ** -0.6, rtol=5 / np.sqrt(2 * 20_000))
+
+
+def test_alpha_changes_no_label_and_beta_spreads_the_devices() -> None:
+    one, other, spread = (load_dataset(f"synthetic({which})")[0] for which in ("0,1", "5,1", "0,3"))
+    assert torch.equal(one.images, other.images)
+    assert torch.equal(one.labels, other.labels)
+
+    def between(data: object) -> float:
+        x = normalise(data.images, data.spec).flatten(1)  # type: ignore[attr-defined]
+        means = [float(x[data.groups == k].mean()) for k in range(30)]  # type: ignore[attr-defined]
+        return float(np.std(means))
+
+    assert between(spread) > 2 * between(one)
+
+
+def test_the_data_are_fixed_and_nothing_global_decides() -> None:
+    first, _ = load_dataset("synthetic(1, 1)")
+    state = torch.get_rng_state()
+    torch.rand(3)
+    again, _ = load_dataset("synthetic(1,1)")
+    torch.set_rng_state(state)
+    assert torch.equal(first.images, again.images)
+    assert torch.equal(first.labels, again.labels)
+    assert first.spec is again.spec
+    assert missing_files("synthetic(1,1)", Path()) == []
+
+
+def test_only_synthetic_specifications_can_be_made() -> None:
+    with pytest.raises(ValueError, match=r"digits is no synthetic"):
+        make_synthetic(dataset_spec("digits"))
+
+
+def softmax_regression(name: str, device: int | None = None) -> float:
+    """Test accuracy of a linear model, after 100 steps of full-batch Adam."""
+    train, test = load_dataset(name)
+    if device is not None:
+        train, test = (d.subset((d.groups == device).nonzero().flatten()) for d in (train, test))  # type: ignore[union-attr]
+    x, x_test = (normalise(d.images, d.spec).flatten(1) for d in (train, test))
+    W, b = torch.zeros(60, 10, requires_grad=True), torch.zeros(10, requires_grad=True)
+    optimiser = torch.optim.Adam([W, b], lr=0.1)
+    for _ in range(100):
+        optimiser.zero_grad()
+        F.cross_entropy(x @ W + b, train.labels).backward()
+        optimiser.step()
+    return float(((x_test @ W + b).argmax(dim=1) == test.labels).float().mean())
+
+
+def test_a_linear_model_learns_what_is_linear() -> None:
+    assert softmax_regression("synthetic(iid)") > 0.93
+    biggest = int(device_sizes().argmax())
+    assert softmax_regression("synthetic(1,1)", biggest) > 0.93
+    # Thirty linear models at once are no linear model.
+    assert softmax_regression("synthetic(0,0)") < softmax_regression("synthetic(iid)") - 0.1
+
+
+def test_a_federation_of_devices() -> None:
+    settings = resolve(
+        {
+            "run": {"method": "fedavg", "rounds": 2},
+            "data": {"dataset": "synthetic(0, 0)"},
+            "partition": {"kind": "natural", "clients": 30},
+            "model": {"name": "linear"},
+            "method": {"local_epochs": 3, "batch": 50, "lr": 0.05},
+        }
+    )
+    result = simulate(settings)
+    assert len(result.metrics[0]["client_upload_bytes"]) == 30
+    assert result.metrics[-1]["test_accuracy"] > 0.4  # ten classes
+    # Another seed draws the same devices where all take part.
+    labels, groups = (
+        array.numpy() for array in (load_dataset("synthetic(0,0)")[0].labels, load_dataset("synthetic(0,0)")[0].groups)
+    )  # type: ignore[union-attr]
+    everyone = PartitionSettings(kind="natural", clients=30)
+    one, other = (partition(labels, replace(everyone, seed=seed), 10, groups=groups) for seed in (0, 1))
+    assert all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))
