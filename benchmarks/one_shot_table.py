@@ -77,7 +77,9 @@ def one_row(dataset: str, where: str, seed: int, device: str, quick: bool) -> di
     train, test = load_dataset(dataset)
     few = {"local_epochs": 1} if quick else {}
     start = time.perf_counter()
-    clients = simulate(settings_for(dataset, where, seed, device, "dense", {"server_epochs": 0, **few}), data=(train, test))
+    clients = simulate(
+        settings_for(dataset, where, seed, device, "dense", {"server_epochs": 0, "start": "average", **few}), data=(train, test)
+    )
     found: dict[str, Any] = {"clients": time.perf_counter() - start}
     context = public_context(clients.settings, train.spec, next(clients.model.parameters()).device)
     context = replace(context, participants=tuple(range(5)))

@@ -22,7 +22,8 @@ class DatasetSpec:
     """The shape, sizes and constants of one data set; make one to use `from_arrays` with your own images.
 
     `train_size` and `test_size` are the published sizes of the splits, never read from the data. `mean` and `std` are
-    per channel, for pixels in [0, 1]. `domains` names where examples come from, in data sets that say so.
+    per channel, for pixels in [0, 1]. `domains` names where examples come from, in data sets that say so; `groups` is the published number
+    of writers or devices (0: none is known), from which the nominal size of one of them follows.
 
     Raises:
         SettingError: a size that is not positive, or constants and names that do not fit `channels` and `classes`.
@@ -40,6 +41,7 @@ class DatasetSpec:
     class_names: tuple[str, ...]
     source: str
     domains: tuple[str, ...] = ()
+    groups: int = 0
 
     def __post_init__(self) -> None:
         for field in ("channels", "height", "width", "classes", "train_size", "test_size"):
@@ -223,6 +225,7 @@ _SPECS = (
         std=(0.1591,),
         class_names=tuple(string.digits + string.ascii_uppercase + string.ascii_lowercase),
         source="FEMNIST, Caldas et al., LEAF, 2018 (arXiv 1812.01097): NIST's characters by writer",
+        groups=3_550,
     ),
     DatasetSpec(
         name="office-caltech-10",
@@ -308,6 +311,7 @@ def _synthetic_spec(alpha: float | None, beta: float | None) -> DatasetSpec:
         std=(1 / (2 * reach),),
         class_names=_TEN_DIGITS,
         source="Synthetic data of 30 devices, Li et al., FedProx, 2020 (arXiv 1812.06127), made from seed 0",
+        groups=30,
     )
 
 

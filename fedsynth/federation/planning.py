@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from fedsynth.core.method import RoundContext
+from fedsynth.data.partition import NATURAL
 from fedsynth.data.registry import DatasetSpec, dataset_spec
 from fedsynth.errors import SettingError
 from fedsynth.federation.devices import memory_bytes
@@ -40,7 +41,9 @@ def public_context(settings: RunSettings, spec: DatasetSpec, device: torch.devic
     privacy = settings.privacy
     declared = privacy.nominal_size if privacy is not None else None
     partition = settings.partition
-    nominal = spec.train_size * partition.subset * (1 - partition.local_test) / partition.clients
+    # a natural client is one of the data's groups, also where fewer clients than groups take part
+    pieces = max(partition.clients, (spec.groups or len(spec.domains)) if partition.kind == NATURAL else 0)
+    nominal = spec.train_size * partition.subset * (1 - partition.local_test) / pieces
     return RoundContext(
         round=1,
         seed=settings.seed,

@@ -79,3 +79,11 @@ def test_one_shot_with_and_without_privacy(capsys: pytest.CaptureFixture[str]) -
     parts = partition(labels, PartitionSettings(kind="classes", clients=5, classes_per_client=2, seed=0), 10)
     holder = {int(digit): client for client, part in enumerate(parts) for digit in np.unique(labels[part])}
     assert sum(row.index(max(row)) == holder[digit] for digit, row in enumerate(shares)) >= 9  # all ten when it was written
+
+
+def test_fedprox_keeps_partial_work(capsys: pytest.CaptureFixture[str]) -> None:
+    dropping, keeping, _ = runpy.run_path(str(EXAMPLES / "fedprox_synthetic.py"))["main"](rounds=4, passes=5).values()
+    assert keeping > dropping + 0.1
+    gammas = [float(g) for g in re.findall(r"largest ([\d.]+)", capsys.readouterr().out)]
+    assert len(gammas) == 3
+    assert max(gammas[1:]) > gammas[0]  # stragglers solve their subproblems less exactly

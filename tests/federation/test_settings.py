@@ -7,10 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fedsynth.data.partition import PartitionSettings
+from fedsynth.data.registry import dataset_spec
 from fedsynth.errors import FedsynthError, SettingError, UnknownNameError
+from fedsynth.federation.planning import public_context
 from fedsynth.federation.settings import RunSettings, resolve, to_toml
 from fedsynth.methods import METHODS, method_class
 from fedsynth.privacy.errors import PrivacySettingError
@@ -113,3 +117,14 @@ def test_refusals_are_named_and_one_line(sections: Sections, error: type[Excepti
 def test_run_settings_check_themselves() -> None:
     with pytest.raises(FedsynthError, match="at least 1"):
         RunSettings(method_class("real")(), rounds=0)
+
+
+def test_a_natural_clients_nominal_size_is_a_groups() -> None:
+    """Also where fewer clients than writers take part; other partitions divide all examples."""
+    spec, cpu = dataset_spec("femnist"), torch.device("cpu")
+    small = {"model": {"width": 4}, "partition": {"clients": 100}}
+    for kind, pieces in (("natural", 3_550), ("iid", 100)):
+        run = resolve({"data": {"dataset": "femnist"}, **small, "partition": {"clients": 100, "kind": kind}})
+        assert public_context(run, spec, cpu).nominal_size == spec.train_size / pieces
+    assert resolve({"data": {"dataset": "synthetic(0.5,1)"}}).partition == PartitionSettings("natural", 30)
+    assert resolve({"data": {"dataset": "synthetic(0.5,1)"}}).model.name == "linear"
