@@ -294,14 +294,14 @@ def train(
 
 @app.command()
 def partition(
-    dataset: Annotated[str, typer.Option(help="Which data set.")] = "digits",
+    dataset: Annotated[str | None, typer.Option(help="Which data set; default: the embedded digits.")] = None,
     data_root: Annotated[Path | None, typer.Option(help="Folder of the data sets; else $FEDSYNTH_DATA.")] = None,
     kind: Annotated[str | None, typer.Option("--partition", help=PARTITIONS)] = None,
     clients: Annotated[int | None, typer.Option(help="Number of clients.")] = None,
     alpha: Annotated[float | None, typer.Option(help="Concentration of dirichlet and quantity; small is skewed.")] = None,
     classes_per_client: Annotated[int | None, typer.Option(help="For --partition classes.")] = None,
     min_size: Annotated[int | None, typer.Option(help="Fewest examples of a client (dirichlet, quantity).")] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the partition.")] = 0,
+    seed: Annotated[int | None, typer.Option(help="Seed of the partition; default 0.")] = None,
     settings: Annotated[
         list[str] | None, typer.Option("--set", help="Another setting, as partition.dominant_share=0.7; may be repeated.")
     ] = None,
@@ -333,16 +333,18 @@ def _show_partition(sections: dict[str, dict[str, Any]], picture: Path | None) -
     from fedsynth.data.picture import partition_png, partition_table
     from fedsynth.evaluation.volume import condensation_floats
     from fedsynth.federation.settings import resolve
+    from fedsynth.methods.feddm import FedDM
 
     settings = resolve(sections)
     data, _ = load_dataset(settings.dataset, settings.data_root)
     labels = data.labels.numpy()
     parts = divide(labels, settings.resolved_partition, data.spec.classes, *data.origins())
     counts = count_matrix(labels, parts, data.spec.classes)
-    feddm: Any = settings.method
-    floats = condensation_floats(counts, feddm.ipc, data.spec.image_shape, feddm.min_examples)
+    feddm = settings.method
     print(partition_table(counts))
-    print(f"\nFedDM with ipc {feddm.ipc} and min_examples {feddm.min_examples} uploads {floats:,} floats a round")
+    if isinstance(feddm, FedDM):
+        floats = condensation_floats(counts, feddm.ipc, data.spec.image_shape, feddm.min_examples)
+        print(f"\nFedDM with ipc {feddm.ipc} and min_examples {feddm.min_examples} uploads {floats:,} floats a round")
     if picture is not None:
         partition_png(counts, picture)
 
@@ -375,7 +377,9 @@ def _dry_run(sections: dict[str, dict[str, Any]], as_json: bool) -> None:
     if run.guaranteed:
         releases = sum(plan.steps for plan in run.plans)
         spent, sigma = run.planned_epsilon_by_round(), run.privacy.noise_multiplier or 0.0
-        print_plans([Plan(run.plan.mechanism, sigma, run.plan.clip, run.plan.sample_rate, releases, spent)], run.privacy.delta)
+        chief, privacy = run.plan, run.privacy
+        rows = [Plan(chief.mechanism, sigma, chief.clip, chief.sample_rate, releases, spent, privacy.delta, privacy.epsilon)]
+        print_plans(rows)
 
 
 def _run(sections: dict[str, dict[str, Any]], output: Path, download: bool, as_json: bool) -> None:

@@ -37,9 +37,12 @@ def show_method(name: Annotated[str, typer.Argument(help="A method's name.")]) -
         print(f"{name}: {cls.summary}\nreference: {cls.reference}\n\nsettings (--set KEY=VALUE), with defaults:")
         for field in fields(cls):
             print(f"  {field.name} = {field.default}")
-        print(f"\n{getdoc(cls)}\n\nuploads ({cls.upload.__name__}):")
-        for key, (kind, reason) in privacy_of_fields(cls.upload).items():
-            print(f"  {key}: {kind}" + (f" ({reason})" if reason else ""))
+        print(f"\n{getdoc(cls)}")
+        for title, message in (("answers, in a first phase", cls.answers), ("uploads", cls.upload)):
+            if message is not None:
+                print(f"\n{title} ({message.__name__}):")
+                for key, (kind, reason) in privacy_of_fields(message).items():
+                    print(f"  {key}: {kind}" + (f" ({reason})" if reason else ""))
         print("\nwith differential privacy: " + (", ".join(cls.protects) if cls.protects else f"refused: {cls.refusal}"))
 
 

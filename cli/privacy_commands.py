@@ -60,8 +60,6 @@ def plan(
         from fedsynth.federation.planning import make_plans, plan_plot
         from fedsynth.methods import method_class
 
-        if epsilon is None and sigma is None:
-            raise SettingError("a plan needs --epsilon (a budget, gives σ) or --sigma (gives ε)")
         chosen: dict[str, Any] = {}
         if steps is not None and method != "real":  # which is refused further on
             known = {f.name for f in fields(method_class(method))}
@@ -83,8 +81,11 @@ def plan(
             "method": chosen,
             "privacy": privacy,
         }
+        sections = with_set_options(given, settings or [], {"iterations": "steps", "local_epochs": "steps"})
+        if not sections["privacy"].keys() & {"epsilon", "noise_multiplier"}:
+            raise SettingError("a plan needs --epsilon (a budget, gives σ) or --sigma (gives ε)")
         try:
-            plans = make_plans(with_set_options(given, settings or [], {"iterations": "steps", "local_epochs": "steps"}))
+            plans = make_plans(sections)
         except PrivacyError as error:  # whose text has the options of `train`
             raise type(error)(_plan_options(str(error))) from None
         if plot is not None:
@@ -92,11 +93,11 @@ def plan(
         if as_json:
             print(json.dumps([vars(p) | {"epsilon": dict(p.epsilon)} for p in plans], indent=2))
         else:
-            print_plans(plans, 1e-5 if delta is None else delta)
+            print_plans(plans)
             for p in plans:
-                over = [n for n, spent in p.epsilon.items() if epsilon is not None and spent > epsilon * (1 + 1e-9)]
+                over = [n for n, spent in p.epsilon.items() if p.target is not None and spent > p.target * (1 + 1e-9)]
                 if over:
-                    print(f"note: {p.mechanism} exceeds ε = {epsilon:g} in round {over[0]} with this σ", file=sys.stderr)
+                    print(f"note: {p.mechanism} exceeds ε = {p.target:g} in round {over[0]} with this σ", file=sys.stderr)
             if any(p.epsilon[max(p.epsilon)] > 10 for p in plans):
                 print("warning: ε above 10 is a weak guarantee; --epsilon 8 finds the noise for a stronger one", file=sys.stderr)
 
@@ -108,7 +109,7 @@ def _plan_options(text: str) -> str:
     return text
 
 
-def print_plans(plans: list[Plan], delta: float) -> None:
+def print_plans(plans: list[Plan]) -> None:
     """Two tables: what each mechanism needs, and ε by round."""
     from rich.console import Console
     from rich.table import Table
@@ -116,7 +117,7 @@ def print_plans(plans: list[Plan], delta: float) -> None:
     from fedsynth.privacy.report_text import up
 
     console = Console()
-    table = Table(title=f"plan, for one example of one client, δ = {delta:g}")
+    table = Table(title=f"plan, for one example of one client, δ = {plans[0].delta:g}")
     for name in ("mechanism", "ε", "σ", "clip", "sampling rate q", "releases a round"):
         table.add_column(name)
     for p in plans:

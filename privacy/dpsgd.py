@@ -29,7 +29,7 @@ Penalty = Callable[[nn.Module], Tensor]
 ExampleLoss = Callable[[nn.Module, Tensor, Tensor], Tensor]
 """(network, images [N, C, H, W], labels [N]) -> the loss of each example [N], which depends on that example alone."""
 
-PHYSICAL_BATCH = 128
+PHYSICAL_BATCH, PHYSICAL_BYTES = 128, 2**30
 """Per-example gradients held at a time; a memory setting, without influence on what is computed."""
 
 
@@ -122,10 +122,12 @@ def dp_sgd(
     optimiser = torch.optim.SGD(
         parameters, lr=settings.learning_rate, momentum=settings.momentum, weight_decay=settings.weight_decay
     )
+    size = sum(p.numel() for p in parameters)
+    physical = max(1, min(PHYSICAL_BATCH, PHYSICAL_BYTES // (2 * 4 * size)))  # gradients by layer, and joined
     try:
         for _ in range(steps):
             sampled = series.sample(len(labels_N)).to(labels_N.device)
-            for part in sampled.split(PHYSICAL_BATCH):
+            for part in sampled.split(physical):
                 if len(part):
                     rows = _per_example_gradients(model, parameters, images(part), labels_N[part], loss or cross_entropies)
                     series.add(rows, torch.zeros(len(part), dtype=torch.int64, device=rows.device))

@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from fedsynth.core.random import numpy_generator
 from fedsynth.data.label_skew import dominant_classes, held_classes
+from fedsynth.data.registry import DatasetSpec
 from fedsynth.errors import DataError, PartitionError, SettingError, unknown_name
 
 IntArray = npt.NDArray[np.int64]
@@ -88,6 +89,11 @@ class PartitionSettings:
             raise SettingError(f"min_size must not be negative, got {self.min_size}")
         if not (0 < self.subset <= 1 and 0 <= self.local_test < 1):
             raise SettingError(f"subset must be in (0, 1] and local_test in [0, 1), got {self.subset} and {self.local_test}")
+
+
+def clients_or_groups(settings: PartitionSettings, spec: DatasetSpec) -> int:
+    """How many pieces the data set falls into: K, or the published number of groups where clients are some of them (`natural`)."""
+    return max(settings.clients, (spec.groups or len(spec.domains)) if settings.kind == NATURAL else 0)
 
 
 def partition(

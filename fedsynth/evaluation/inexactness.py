@@ -7,6 +7,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from fedsynth.errors import DataError
+
 CHUNK = 1024
 
 
@@ -18,7 +20,12 @@ def inexactness(model: nn.Module, start: Mapping[str, Tensor], images_NCHW: Tens
         start: w_t, the parameters and buffers that it started from.
         images_NCHW, labels_N: all of the client's examples, normalised. It needs the data: for simulations.
         mu: μ of the proximal term.
+
+    Raises:
+        DataError: no example, whose F has no gradient.
     """
+    if not len(labels_N):
+        raise DataError("γ-inexactness is of a client with examples, got none")
     before = {name: value.detach().clone() for name, value in model.state_dict().items()}
     training = model.training
     model.eval()

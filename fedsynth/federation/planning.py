@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from fedsynth.core.method import RoundContext
-from fedsynth.data.partition import NATURAL
+from fedsynth.data.partition import clients_or_groups
 from fedsynth.data.registry import DatasetSpec, dataset_spec
 from fedsynth.errors import SettingError
 from fedsynth.federation.devices import memory_bytes
@@ -25,7 +25,8 @@ class Plan:
     """One mechanism's plan.
 
     Attributes:
-        noise_multiplier: σ of the chief release. releases: of a client in a round. epsilon: after each round.
+        noise_multiplier: σ of the chief release. releases: of a client in a round. epsilon: after each round, at `delta`.
+        target: the budget that was asked for, if one was.
     """
 
     mechanism: str
@@ -34,6 +35,8 @@ class Plan:
     sample_rate: float
     releases: int
     epsilon: Mapping[int, float]
+    delta: float
+    target: float | None
 
 
 def public_context(settings: RunSettings, spec: DatasetSpec, device: torch.device) -> RoundContext:
@@ -41,9 +44,7 @@ def public_context(settings: RunSettings, spec: DatasetSpec, device: torch.devic
     privacy = settings.privacy
     declared = privacy.nominal_size if privacy is not None else None
     partition = settings.partition
-    # a natural client is one of the data's groups, also where fewer clients than groups take part
-    pieces = max(partition.clients, (spec.groups or len(spec.domains)) if partition.kind == NATURAL else 0)
-    nominal = spec.train_size * partition.subset * (1 - partition.local_test) / pieces
+    nominal = spec.train_size * partition.subset * (1 - partition.local_test) / clients_or_groups(partition, spec)
     return RoundContext(
         round=1,
         seed=settings.seed,
@@ -93,7 +94,8 @@ def make_plans(given: Mapping[str, Mapping[str, Any]]) -> list[Plan]:
         run = private_run(replace(settings, privacy=free))
         spent = run.planned_epsilon_by_round()
         releases = sum(plan.steps for plan in run.plans)
-        plans.append(Plan(name, run.privacy.noise_multiplier or 0.0, run.plan.clip, run.plan.sample_rate, releases, spent))
+        sigma, target = run.privacy.noise_multiplier or 0.0, settings.privacy.epsilon
+        plans.append(Plan(name, sigma, run.plan.clip, run.plan.sample_rate, releases, spent, run.privacy.delta, target))
     return plans
 
 

@@ -18,6 +18,7 @@ from typing import Any
 from fedsynth import __version__
 from fedsynth.core.messages import privacy_of_fields
 from fedsynth.core.method import Method, RoundContext
+from fedsynth.data.partition import clients_or_groups
 from fedsynth.errors import SettingError, unknown_name
 from fedsynth.federation.participation import Participation
 from fedsynth.federation.settings import RunSettings
@@ -252,7 +253,8 @@ class PrivateRun:
     def _public_items(self) -> dict[str, str]:
         spec, context = self.spec, self.context
         split = self.run.partition
-        declared = "the size that the data set's specification declares, over the number of clients"
+        over = "clients" if clients_or_groups(split, spec) == split.clients else "writers or devices that are published"
+        declared = f"the size that the data set's specification declares, over the number of {over}"
         declared += f", times the share {split.subset:g} that is used" if split.subset < 1 else ""
         declared += f", times the share {1 - split.local_test:g} that trains" if split.local_test else ""
         chosen = "declared" if self.privacy.nominal_size else declared
@@ -348,6 +350,9 @@ def data_set_id(run: RunSettings) -> str:
     del parts["local_test"]
     if parts["subset"] == 1:
         del parts["subset"]
+    for kind in ("missing", "dominant"):  # settings of one rule name nothing under another
+        for name in [name for name in parts if name.startswith(kind) and run.partition.kind != kind]:
+            del parts[name]
     partition = json.dumps(parts, sort_keys=True)
     return f"{run.dataset}-{hashlib.blake2b(partition.encode(), digest_size=6).hexdigest()}"
 

@@ -93,7 +93,7 @@ class FedFAPlus(TrainsLocally):
             )
 
     def broadcast(self, state: ServerState, context: RoundContext) -> Message:
-        return StatisticsDown(state.parameters, 1.0, state.kept)
+        return StatisticsDown(state.parameters, 1.0, _statistics(state.kept))
 
     def task(self, client: int, message: Message, memory: Memory, context: RoundContext) -> Task:
         if not isinstance(message, StatisticsDown):
@@ -137,7 +137,7 @@ class FedFAPlus(TrainsLocally):
         sent = [u for u in uploads if isinstance(u, StatisticsUp) and u.weight > 0]
         made = average([replace(u, weight=1.0) for u in sent] or uploads, state.parameters)
         if not sent:
-            return ServerState(made, state.kept)
+            return ServerState(made, _statistics(state.kept))
         kept: dict[str, Tensor] = {}
         for name in sent[0].statistics:
             of_all = torch.stack([u.statistics[name] for u in sent])
@@ -171,3 +171,8 @@ class FedFAPlus(TrainsLocally):
                     embed(clients.images(part)), self.bins, self.bin_temperature
                 )
         return total
+
+
+def _statistics(kept: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What of a server's memory is γ or π, and not the cache of clients' models."""
+    return {name: value for name, value in kept.items() if name == HISTOGRAM or name.startswith(("mean.", "std."))}

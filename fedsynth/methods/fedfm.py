@@ -60,6 +60,10 @@ class ModelAndSums(ModelParameters):
     counts: Tensor = released()
 
 
+CLEAR = 4
+"""Deviations of noise above which a noisy count is one. An anchor stays, so that a class that nobody has gets one in 3 of 100,000 rounds."""
+
+
 def anchor_losses(
     features_ND: Tensor, labels_N: Tensor, anchors_CD: Tensor, known_C: Tensor, *, temperature: float | None, normalise: bool
 ) -> Tensor:
@@ -159,8 +163,10 @@ class FedFM(TrainsLocally):
 
     def private_plans(self, privacy: PrivacySettings, context: RoundContext) -> tuple[PrivatePlan, ...]:
         """DP-SGD, the sums of features, and the counts."""
-        if self.start_round > 1:
-            raise SettingError(f"{self.name} with differential privacy needs start_round=1: anchors are charged in every round")
+        if self.start_round > 1 or self.weight == 0:
+            raise SettingError(
+                f"{self.name} with differential privacy needs start_round=1 and a weight above 0: anchors are charged in every round"
+            )
         return *super().private_plans(privacy, context), *self._sums_plans(context)
 
     def _sums_plans(self, context: RoundContext) -> tuple[PrivatePlan, PrivatePlan]:
@@ -179,8 +185,8 @@ class FedFM(TrainsLocally):
         """Anchors of this round; a class that none of its clients has keeps the last one."""
         counts, sums = torch.stack([a.counts for a in sent]).sum(dim=0), torch.stack([a.sums for a in sent]).sum(dim=0)
         floor = 1.0
-        if context.privacy is not None:  # two deviations of the sum of the clients' noise: below that a class counts as absent
-            floor = max(1.0, 2 * self.anchor_noise * context.protection()[1] * sqrt(len(sent)))
+        if context.privacy is not None:  # deviations of the sum of the clients' noise: below that a class counts as absent
+            floor = max(1.0, CLEAR * self.anchor_noise * context.protection()[1] * sqrt(len(sent)))
         known, anchors = counts >= floor, sums / counts.clamp_min(floor)[:, None]
         if "known" in state.kept:
             anchors = torch.where(known[:, None], anchors, state.kept["anchors"])

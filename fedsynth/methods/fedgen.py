@@ -158,7 +158,7 @@ class FedGen(TrainsLocally):
         generator, device = self._generator(context).train(), context.device
         rate = self.generator_lr * DECAY ** (context.round - 1)
         adam = torch.optim.Adam(generator.parameters(), rate, weight_decay=self.generator_decay)
-        if state.kept:
+        if any(name.startswith(PREFIX) for name in state.kept):
             restore(generator, adam, state.kept)
         models = [context.load(u.parameters).classifier for u in sent]
         weights, biases = (torch.stack([getattr(m, name).detach() for m in models]) for name in ("weight", "bias"))

@@ -41,18 +41,19 @@ class SharedStatistics(nn.Module):
 
 
 class GroupedBatchNorm(nn.Module):
-    """BatchNorm2d in training mode within each group of images, with the layer's affine parameters."""
+    """Batch norm of [N, C, H, W] or [N, C] in training mode within each group of images, with the layer's affine parameters."""
 
-    def __init__(self, layer: nn.BatchNorm2d, shared: SharedStatistics) -> None:
+    def __init__(self, layer: nn.BatchNorm1d | nn.BatchNorm2d, shared: SharedStatistics) -> None:
         super().__init__()
         self.weight, self.bias, self.eps, self.shared = layer.weight, layer.bias, layer.eps, shared
 
-    def forward(self, x_NCHW: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
+        x_NCHW = x if x.dim() == 4 else x[:, :, None, None]
         mean = self._by_group(x_NCHW.mean(dim=(2, 3), dtype=torch.float32))
         centred = x_NCHW - mean[:, :, None, None].to(x_NCHW.dtype)
         scale = torch.rsqrt(self._by_group(centred.square().mean(dim=(2, 3), dtype=torch.float32)) + self.eps)
         scale = (scale * self.weight).to(x_NCHW.dtype)
-        return centred * scale[:, :, None, None] + self.bias[:, None, None]
+        return (centred * scale[:, :, None, None] + self.bias[:, None, None]).view(x.shape)
 
     def _by_group(self, values_NC: Tensor) -> Tensor:
         """The group's mean for each image, [N, C]."""
@@ -65,10 +66,10 @@ def has_batch_norm(network: nn.Module) -> bool:
 
 
 def with_grouped_statistics(network: nn.Module) -> nn.Module:
-    """A copy whose every BatchNorm2d is a `GroupedBatchNorm`; its parameters are in the same order."""
+    """A copy whose every batch norm is a `GroupedBatchNorm`; its parameters are in the same order."""
     network, shared = copy.deepcopy(network), SharedStatistics()
     for parent in list(network.modules()):
         for name, layer in list(parent.named_children()):
-            if isinstance(layer, nn.BatchNorm2d):
+            if isinstance(layer, nn.BatchNorm1d | nn.BatchNorm2d):
                 setattr(parent, name, GroupedBatchNorm(layer, shared))
     return network

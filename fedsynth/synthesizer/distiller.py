@@ -51,8 +51,9 @@ class Distillation:
         self.generator, self._draws, self._batch = generator.train(), draws, batch
         self._weights = one_hot_weight, activation_weight
         self._bn_weight, self._ad_weight = bn_weight, ad_weight
-        # hooks on this object's own copy of the teacher: they go with it
-        self._statistics = ExitStack().enter_context(batch_norm_matching([self._teacher] if bn_weight else []))
+        # hooks on this object's own copy of the teacher: they go with it, and the stack, which would take them off when collected, stays
+        self._hooks = ExitStack()
+        self._statistics = self._hooks.enter_context(batch_norm_matching([self._teacher] if bn_weight else []))
         self._adam = torch.optim.Adam(generator.parameters(), learning_rate)
 
     def step(self, student: nn.Module | None = None) -> tuple[Tensor, Tensor]:

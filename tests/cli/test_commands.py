@@ -34,6 +34,8 @@ def test_partition_prints_who_has_what(fedsynth: Callable[..., Any], tmp_path: P
 def test_partition_shows_the_partition_of_a_run(fedsynth: Callable[..., Any], train: Callable[..., Any]) -> None:
     table = (train("real").folder / "simulation_only" / "partition.txt").read_text(encoding="utf-8")
     assert fedsynth("partition", "--clients", "2").stdout.startswith(table.rstrip())
+    other = fedsynth("partition", "--clients", "2", "--set", "run.method=fedavg", "--set", "data.dataset=digits")
+    assert (other.code, "FedDM" in other.stdout) == (0, False)
 
 
 def test_methods_lists_each_with_a_line_and_show_says_all(fedsynth: Callable[..., Any]) -> None:
@@ -45,6 +47,8 @@ def test_methods_lists_each_with_a_line_and_show_says_all(fedsynth: Callable[...
     assert "with differential privacy: residual, gradient, features, paper" in feddm
     assert "images: released" in feddm
     assert "arXiv 2207.09653" in feddm
+    fedfm = fedsynth("methods", "show", "fedfm").stdout
+    assert "answers, in a first phase (FeatureSums):\n  sums: released\n  counts: released" in fedfm
     assert "refused: it sends clients' own images" in fedsynth("methods", "show", "real").stdout
     wrong = fedsynth("methods", "show", "fedpro")
     assert (wrong.code, "did you mean fedprox" in wrong.stderr) == (2, True)
@@ -60,7 +64,7 @@ def test_version_and_help(fedsynth: Callable[..., Any]) -> None:
 @pytest.mark.parametrize(
     ("args", "code", "text"),
     [
-        (["train", "--method", "fedm"], 2, b"fedsynth: error: unknown method 'fedm'; did you mean feddm or fedavgm or fedkf?\n"),
+        (["train", "--method", "feddmm"], 2, b"fedsynth: error: unknown method 'feddmm'; did you mean feddm or fedfm or feddf?\n"),
         (["train", "--bogus"], 2, b"fedsynth: error: No such option: --bogus"),
     ],
 )

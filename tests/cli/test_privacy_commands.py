@@ -41,6 +41,19 @@ def test_a_budget_gives_sigma_for_each_mechanism() -> None:
     assert all(2.97 < p["epsilon"]["2"] <= 3 for p in plans)
 
 
+def test_a_plan_speaks_of_the_settings_that_it_used() -> None:
+    """Catches: δ, or the budget, of the options alone, where --set says another."""
+    options = ("privacy", "plan", "--method", "fedavg", "--rounds", "2", "--dataset", "digits")
+    shown = call(*options, "--sigma", "2", "--set", "privacy.delta=6e-4")
+    assert "δ = 0.0006" in shown.stdout
+    (plan,) = json.loads(call(*options, "--set", "privacy.noise_multiplier=2", "--set", "privacy.delta=6e-4", "--json").stdout)
+    assert plan["delta"] == 6e-4
+    (plain,) = json.loads(call(*options, "--sigma", "2", "--json").stdout)
+    assert (plain["delta"], plain["epsilon"]["2"] > plan["epsilon"]["2"]) == (1e-5, True)
+    both = call(*options, "--sigma", "2", "--set", "privacy.epsilon=1")
+    assert "exceeds ε = 1 in round" in both.output
+
+
 def test_sigma_gives_epsilon_by_round_as_a_table_and_a_plot(tmp_path: Path) -> None:
     plot = tmp_path / "plan.svg"
     run = call("privacy", "plan", "--sigma", "3", "--method", "fedavg", "--rounds", "3", "--n", "6000", "--plot", str(plot))

@@ -239,7 +239,7 @@ def test_anchor_losses_leave_out_classes_without_anchor(device: torch.device) ->
         assert gradient[[1, 3]].abs().sum() == 0
     unit = (f / f.norm(dim=1, keepdim=True)).detach().cpu().numpy()
     z = unit[0, [0, 2]] / 0.1  # only the classes with anchors compete
-    np.testing.assert_allclose(float(each[0]), -np.log(np.exp(z[0]) / np.exp(z).sum()), rtol=1e-4)
+    np.testing.assert_allclose(float(each[0].detach()), -np.log(np.exp(z[0]) / np.exp(z).sum()), rtol=1e-4)
 
 
 def test_fedgens_losses_equal_loops(device: torch.device) -> None:

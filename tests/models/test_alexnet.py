@@ -24,8 +24,22 @@ def test_alexnet_has_torchvisions_convolutions_and_small_hidden_layers() -> None
     norms = 2 * (64 + 192 + 384 + 256 + 256 + 1024 + 1024)
     assert parameter_count(net) == convolutions + norms + (9216 + 1) * 1024 + 1025 * 1024 + 1025 * 10
     x = torch.randn(2, 3, 64, 64)
+    relu, flat = torch.nn.ReLU(), torch.nn.Flatten()
+    parts = [
+        net.layer1[0],
+        net.layer1[1],
+        relu,
+        torch.nn.MaxPool2d(3, 2),
+        net.layer2[0],
+        net.layer2[1],
+        relu,
+        torch.nn.MaxPool2d(3, 2),
+    ]
+    parts += [part for layer in (net.layer3, net.layer4, net.layer5) for part in (layer[0], layer[1], relu)]
+    parts += [torch.nn.MaxPool2d(3, 2), torch.nn.AdaptiveAvgPool2d(6), flat, net.hidden1[0], net.hidden1[1], relu]
+    parts += [net.hidden2[0], net.hidden2[1], relu, net.classifier]
     with torch.no_grad():
-        torch.testing.assert_close(net.eval()(x), net.classifier(net.embed(x)))
+        torch.testing.assert_close(net.eval()(x), torch.nn.Sequential(*parts)(x))
     assert net.layer1(x)[0].numel() == net.largest_activation
     grouped = AlexNet((1, 63, 65), 5, norm="group")
     check_model(grouped)

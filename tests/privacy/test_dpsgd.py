@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from fedsynth.models.convnet import ConvNet
 from fedsynth.models.flat import flatten
+from fedsynth.privacy import dpsgd
 from fedsynth.privacy.accounting import Release
 from fedsynth.privacy.dpsgd import DpSgdSettings, check_model, dp_sgd, group_norm_twin
 from fedsynth.privacy.errors import ForbiddenLayerError
@@ -51,6 +52,19 @@ def test_one_step_equals_numpy() -> None:
     run(model, torch.tensor(x, dtype=torch.float32).view(5, 1, 2, 2), torch.tensor(y), sigma=1e-9, clip=clip)
     np.testing.assert_allclose(model[1].weight.detach().numpy(), w - 0.5 * total_w / 8, atol=1e-5)
     np.testing.assert_allclose(model[1].bias.detach().numpy(), b - 0.5 * total_b / 8, atol=1e-5)
+
+
+def test_large_networks_take_few_examples_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bound on the per-example gradients that are held, by the public number of parameters; what is computed stays the same."""
+    x, y = torch.randn(7, 1, 2, 2, generator=torch.Generator().manual_seed(0)), torch.arange(7) % 3
+    seen, whole, pieces = [], linear(), linear()
+    run(whole, x, y, sigma=1e-9, clip=0.8)
+    monkeypatch.setattr(dpsgd, "PHYSICAL_BYTES", 2 * 4 * 15 * 3)  # 15 parameters, three examples
+    original = dpsgd._per_example_gradients
+    monkeypatch.setattr(dpsgd, "_per_example_gradients", lambda *args: seen.append(len(args[3])) or original(*args))
+    run(pieces, x, y, sigma=1e-9, clip=0.8)
+    assert seen == [3, 3, 1]
+    torch.testing.assert_close(whole[1].weight, pieces[1].weight)
 
 
 def test_an_empty_sample_still_gets_noise_and_the_public_divisor() -> None:

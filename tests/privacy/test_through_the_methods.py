@@ -119,12 +119,13 @@ def test_adding_an_example_moves_the_released_sums_by_at_most_the_clip(
 
 
 def private_run(method: str = "feddm", n: int = 200, **privacy: Any) -> Any:
-    fast = {"feddm": {"iterations": 2, "ipc": 1, "server_epochs": 1, "batch": 3}, "fedavg": {"local_epochs": 1, "batch": 100}}
+    trains = {"local_epochs": 1, "batch": 100}
+    fast = {"feddm": {"iterations": 2, "ipc": 1, "server_epochs": 1, "batch": 3}}
     sections = {
         "run": {"method": method, "rounds": 2, "device": "cpu"},
         "partition": {"kind": "dirichlet-plain", "clients": 4, "alpha": 0.01, "seed": 9},
         "model": {"width": 4},
-        "method": fast[method],
+        "method": fast.get(method, trains),
         "privacy": {"noise_multiplier": 3.0, **privacy},
     }
     return resolve(sections), from_arrays(images(n), np.arange(n) % 10, SPEC)
@@ -154,6 +155,9 @@ def test_executed_releases_are_those_that_were_charged(monkeypatch: pytest.Monke
         ("feddm", 2, {}),
         ("feddm", 2 + 1, {"mechanism": "features"}),  # two networks (as many as steps), and the counts
         ("fedavg", 4, {}),
+        ("fedgen", 4, {}),
+        ("fedfm", 4 + 2, {}),  # and the anchors' sums and counts
+        ("fedfm-lite", 4 + 2, {}),
     ):
         released.clear()
         settings_, data = private_run(method, **privacy)

@@ -115,3 +115,15 @@ def test_batched_clients_make_the_images_that_they_make_alone(precision: torch.d
     tolerance = 1e-4 if precision == torch.float32 else 0.05
     torch.testing.assert_close(images([0, 1, 2]), torch.cat([images([k]) for k in range(3)]), atol=tolerance, rtol=tolerance)
     assert all(torch.equal(a, b) for a, b in zip(running, net.buffers(), strict=True))
+
+
+def test_batch_norm_of_vectors_is_grouped_too() -> None:
+    """AlexNet's hidden layers: [N, C], each group as if it were alone in BatchNorm1d."""
+    layer = nn.BatchNorm1d(3)
+    layer.weight.data, layer.bias.data = torch.tensor([1.0, 2.0, 0.5]), torch.tensor([0.0, 1.0, -1.0])
+    net, x = with_grouped_statistics(nn.Sequential(layer)), torch.randn(7, 3, generator=torch.Generator().manual_seed(0))
+    group = torch.tensor([0, 0, 0, 1, 1, 1, 1])
+    SharedStatistics.of(net).assign(group, 2)
+    found = net(x)
+    for g in (0, 1):
+        torch.testing.assert_close(found[group == g], layer.train()(x[group == g]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -105,6 +106,28 @@ def test_a_step_descends_the_generators_loss_and_leaves_the_teacher(device: torc
     teacher: nn.Module = one._teacher
     assert not any(p.requires_grad for p in teacher.parameters())
     torch.testing.assert_close(teacher(images), answer)
+
+
+def test_the_teachers_batch_norm_statistics_count_where_they_are_asked_for(device: torch.device) -> None:
+    """Catches: hooks that go when they are registered. Weights of the generator move otherwise with the term than without."""
+    teacher = build_model(ModelSettings(width=4, depth=2, norm="batch"), (1, 8, 8), 10, 0).to(device)
+    made = []
+    for weight in (0.0, 1.0):
+        generator = make_generator(DIGITS, 0, latent=5, width=4).to(device)
+        draws = torch.Generator(device).manual_seed(0)
+        kinds: Any = {"batch": 6, "learning_rate": 1e-2, "one_hot_weight": 0.2, "activation_weight": 0.0, "bn_weight": weight}
+        one = Distillation(teacher, generator, draws, **kinds)
+        x = generator.normalised(torch.randn(6, 5, generator=torch.Generator(device).manual_seed(1), device=device)).detach()
+        one._teacher(x)
+        found = float(one._statistics())
+        first = teacher.features[0](x)  # type: ignore[index]
+        mean, variance = first.mean((0, 2, 3)), first.var((0, 2, 3), correction=0)
+        least = float(mean.detach().norm() + (variance.detach() - 1).norm())  # of the first layer alone; running ones are 0 and 1
+        assert (found > least) == (weight > 0)
+        assert found == 0 or weight > 0
+        one.step()
+        made.append(torch.cat([p.detach().flatten() for p in generator.parameters()]))
+    assert float((made[0] - made[1]).abs().max()) > 1e-3
 
 
 def test_memory_goes_on_as_if_it_had_never_stopped(device: torch.device) -> None:

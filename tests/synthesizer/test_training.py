@@ -91,3 +91,20 @@ def test_what_cannot_be_recorded_runs_as_it_is_and_nothing_was_changed(monkeypat
         replay = recorded(step, [state])
     assert replay is step
     assert torch.equal(state, torch.zeros(3))
+
+
+@pytest.mark.parametrize("examples", [5, 1])
+def test_a_last_piece_of_one_example_goes_through_batch_norm_twice(examples: int) -> None:
+    """Batches of two: 5 examples leave one over, whose variance over the batch would not exist; so does a client of one example."""
+    net = nn.Sequential(nn.Flatten(), nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 3))
+    x, y = torch.randn(examples, 1, 2, 2, generator=torch.Generator().manual_seed(0)), torch.arange(examples) % 3
+    theirs = copy.deepcopy(net)
+    train_on(net, lambda i: x[i], y, SgdSettings(1, 2, 0.1), torch.Generator().manual_seed(1))
+    sgd = torch.optim.SGD(theirs.parameters(), 0.1)
+    for part in torch.randperm(examples, generator=torch.Generator().manual_seed(1)).split(2):
+        part = part if len(part) == 2 else torch.cat([part, part])
+        sgd.zero_grad()
+        nn.functional.cross_entropy(theirs(x[part]), y[part]).backward()
+        sgd.step()
+    for name, value in theirs.state_dict().items():
+        torch.testing.assert_close(net.state_dict()[name], value)
