@@ -40,6 +40,7 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "fedfm, l2": ("fedfm", {**LOCAL, "matching": "l2"}),
     "fedfm-lite": ("fedfm-lite", LOCAL),
     "fedgen": ("fedgen", LOCAL),
+    "fedgen, α = β = 1": ("fedgen", {**LOCAL, "alpha": 1.0, "beta": 1.0}),
     "fedfa-l": ("fedfa-plus", {**LOCAL, "parts": "augmentation"}),
     "fedfa-h": ("fedfa-plus", {**LOCAL, "parts": "alignment"}),
     "fedfa+": ("fedfa-plus", LOCAL),
@@ -51,11 +52,15 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "feddf": ("feddf", {**LOCAL, "local_epochs": 25, "server_steps": 200, "server_batch": 64, "proxy": "mnist"}),
     "dense": ("dense", ONE_SHOT),
     "fedhydra": ("fedhydra", {**ONE_SHOT, "stratification_steps": 15, "stratification_batch": 8}),
+    "fedhydra, probabilities": (
+        "fedhydra",
+        {**ONE_SHOT, "stratification_steps": 15, "stratification_batch": 8, "outputs": "probabilities"},
+    ),
     "solo": ("solo", LOCAL),
     "fedbn": ("fedbn", LOCAL),
 }
 PERSONAL = ("solo", "fedbn")
-SINGLE_ROUND = ("fedavg, one shot", "feddf", "dense", "fedhydra")
+SINGLE_ROUND = ("fedavg, one shot", "feddf", "dense", "fedhydra", "fedhydra, probabilities")
 TAKE_FEDAVGS_RATE = (*PERSONAL, *SINGLE_ROUND)
 
 
@@ -129,7 +134,7 @@ def main() -> None:
         return
     for name, row in table.items():  # bytes: all clients' uploads of a round
         print(
-            f"{name:17} {row['mean']:6.2f} ± {row['sd']:.2f}   {row['bytes'] / 1e6:8.2f} MB  {row['seconds']:7.1f} s  "
+            f"{name:23} {row['mean']:6.2f} ± {row['sd']:.2f}   {row['bytes'] / 1e6:8.2f} MB  {row['seconds']:7.1f} s  "
             f"rate {row['rate']}  {row['values']}"
         )
 

@@ -44,6 +44,7 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "FedDF": ("feddf", {"server_steps": 200, "server_batch": 64}),
     "DENSE": ("dense", SERVER),
     "FedHydra": ("fedhydra", HYDRA),
+    "FedHydra (probabilities)": ("fedhydra", {**HYDRA, "outputs": "probabilities"}),
     "FedHydra (Ū_r alone)": ("fedhydra", {**HYDRA, "aggregation": "clients"}),
     "FedHydra (AE)": ("fedhydra", {**HYDRA, "aggregation": "average"}),
 }
@@ -72,8 +73,8 @@ def settings_for(dataset: str, where: str, seed: int, device: str, method: str, 
     )
 
 
-def one_row(dataset: str, where: str, seed: int, device: str, quick: bool) -> dict[str, Any]:
-    """Accuracies of all methods on the same client models."""
+def one_row(dataset: str, where: str, seed: int, device: str, quick: bool, names: list[str]) -> dict[str, Any]:
+    """Accuracies of FedAvg and the named methods on the same client models."""
     train, test = load_dataset(dataset)
     few = {"local_epochs": 1} if quick else {}
     start = time.perf_counter()
@@ -90,7 +91,8 @@ def one_row(dataset: str, where: str, seed: int, device: str, quick: bool) -> di
         found["FedAvg"] = clients.accuracy  # a student that was not trained is the average
     uploads = [u for u in clients.uploads.values() if isinstance(u, ModelParameters)]
     initial = {name: value.to(context.device) for name, value in context.architecture.state_dict().items()}
-    for name, (method, values) in METHODS.items():
+    for name in names:
+        method, values = METHODS[name]
         few = {"server_steps": 2} if method == "feddf" else {"server_epochs": 1}
         distils = settings_for(dataset, where, seed, device, method, {**values, **(few if quick else {})}).method
         if not isinstance(distils, DistilsEnsemble):
@@ -111,17 +113,22 @@ def main() -> None:
     options = parser.parse_args()
     keep_large_allocations()
     path = RESULTS / f"one_shot_table{'_quick' if options.quick else ''}.jsonl"
-    made = {row["key"]: row for row in map(json.loads, path.read_text().splitlines())} if path.exists() else {}
+    made: dict[str, dict[str, Any]] = {}
+    for row in map(json.loads, path.read_text().splitlines() if path.exists() else []):
+        made[row["key"]] = {**made.get(row["key"], {}), **row}  # a later line of a row has methods that came later
     table: dict[str, Any] = {}
     for dataset in options.datasets:
         for where in PARTITIONS:
             for seed in options.seeds:
                 key = f"{dataset} {where} seed={seed}"
-                if key not in made and options.only in key:
-                    made[key] = {"key": key, **one_row(dataset, where, seed, options.device, options.quick), **machine()}
+                names = [name for name in METHODS if name not in made.get(key, {})]
+                if names and options.only in key:
+                    found = one_row(dataset, where, seed, options.device, options.quick, names)
+                    row = {"key": key, **found, **machine()}
+                    made[key] = {**made.get(key, {}), **row}
                     with path.open("a") as file:
-                        file.write(json.dumps(made[key]) + "\n")
-                    print(json.dumps(made[key]), file=sys.stderr, flush=True)
+                        file.write(json.dumps(row) + "\n")
+                    print(json.dumps(row), file=sys.stderr, flush=True)
             rows = [made.get(f"{dataset} {where} seed={seed}") for seed in options.seeds]
             for name in ("FedAvg", *METHODS):
                 values = [100 * row[name] for row in rows if row is not None and name in row]

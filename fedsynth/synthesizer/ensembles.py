@@ -54,6 +54,16 @@ def stratified_aggregation(logits_MNC: Tensor, labels_N: Tensor, by_class_CM: Te
     return torch.einsum("mnc,cm,nm->nc", logits_MNC, by_client_CM, by_class_CM[labels_N])
 
 
+def stratified_probabilities(logits_MNC: Tensor, labels_N: Tensor, by_class_CM: Tensor, by_client_CM: Tensor) -> Tensor:
+    """SA of what the models say, softmax F_k(x), in place of their logits: log of that P, whose softmax is P over its sum, [N, C].
+
+    A weight then scales how much a client's vote for a class counts; on logits it scales the logit, so that a class of small weight cannot
+    win however sure the client is.
+    """
+    mixed = stratified_aggregation(logits_MNC.softmax(dim=2), labels_N, by_class_CM, by_client_CM)
+    return mixed.clamp_min(torch.finfo(mixed.dtype).tiny).log()
+
+
 def average_of_logits(logits_MNC: Tensor, labels_N: Tensor) -> Tensor:
     """The averaging ensemble of DENSE and FedDF, [N, C]."""
     return logits_MNC.mean(dim=0)

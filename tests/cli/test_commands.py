@@ -64,7 +64,11 @@ def test_version_and_help(fedsynth: Callable[..., Any]) -> None:
 @pytest.mark.parametrize(
     ("args", "code", "text"),
     [
-        (["train", "--method", "feddmm"], 2, b"fedsynth: error: unknown method 'feddmm'; did you mean feddm or fedfm or feddf?\n"),
+        (
+            ["train", "--method", "feddmm"],
+            2,
+            b"fedsynth: error: unknown method 'feddmm'; did you mean feddm or fedfm or feddf?\n",
+        ),
         (["train", "--bogus"], 2, b"fedsynth: error: No such option: --bogus"),
     ],
 )

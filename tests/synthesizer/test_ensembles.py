@@ -22,6 +22,7 @@ from fedsynth.synthesizer.ensembles import (
     share_of_classes,
     share_of_clients,
     stratified_aggregation,
+    stratified_probabilities,
 )
 from fedsynth.synthesizer.generators import make_generator
 from fedsynth.synthesizer.one_shot import OneShotDistillation, adversarial_loss, student_loss
@@ -62,6 +63,21 @@ def test_eqs_8_to_11_equal_a_triple_loop(device: torch.device) -> None:
     tensors = [torch.tensor(a, device=device) for a in (logits, y, by_class, by_client)]
     np.testing.assert_allclose(stratified_aggregation(*tensors).cpu().numpy(), expected)  # type: ignore[arg-type]
     np.testing.assert_allclose(average_of_logits(tensors[0], tensors[1]).cpu().numpy(), logits.mean(0))
+    said = np.exp(logits) / np.exp(logits).sum(2, keepdims=True)
+    votes = np.zeros((n, c))
+    for i in range(n):
+        for k in range(m):
+            votes[i] += by_class[y[i], k] * said[k, i] * by_client[:, k]
+    found = stratified_probabilities(*tensors).softmax(dim=1).cpu().numpy()  # type: ignore[arg-type]
+    np.testing.assert_allclose(found, votes / votes.sum(1, keepdims=True))
+
+
+def test_a_class_of_small_weight_wins_by_probabilities_where_its_clients_are_sure() -> None:
+    """And not by logits: 10 · 0.01 is less than 1 · 0.5."""
+    logits, y = torch.tensor([[[10.0, -1.0, 1.0]]]), torch.tensor([0])
+    by_class, by_client = torch.ones(3, 1), torch.tensor([[0.01], [0.49], [0.5]])
+    assert int(stratified_aggregation(logits, y, by_class, by_client).argmax()) == 2
+    assert int(stratified_probabilities(logits, y, by_class, by_client).argmax()) == 0
 
 
 def models(norm: str = "batch", count: int = 2) -> list[nn.Module]:
