@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -118,20 +118,13 @@ class FedFAPlus(TrainsLocally):
 
         return Task(loss=loss, stateful=True, finish=finish)
 
-    def client_step(
-        self, message: Message, clients: ClientGroup, memories: Sequence[Memory], context: RoundContext
-    ) -> list[tuple[Message, Memory]]:
-        results = super().client_step(message, clients, memories, context)
-        if self.parts == "augmentation" or not isinstance(clients, OpenClients):
-            return results
-        out: list[tuple[Message, Memory]] = []
-        for position, (upload, memory) in enumerate(results):
-            up: Any = upload
-            if len(clients.examples(position)):
-                model = context.load(up.parameters).eval()
-                up = replace(up, statistics={**up.statistics, HISTOGRAM: self._histogram(model, clients, position)})
-            out.append((up, memory))
-        return out
+    def complete(self, upload: Message, clients: ClientGroup, position: int, message: Message, context: RoundContext) -> Message:
+        if not isinstance(upload, StatisticsUp) or not isinstance(clients, OpenClients):
+            raise TypeError(f"expected StatisticsUp of open clients, got {type(upload).__name__}")
+        if self.parts == "augmentation" or not len(clients.examples(position)):
+            return upload
+        model = context.load(upload.parameters).eval()
+        return replace(upload, statistics={**upload.statistics, HISTOGRAM: self._histogram(model, clients, position)})
 
     def combine(self, state: ServerState, uploads: Sequence[ModelParameters], context: RoundContext) -> ServerState:
         sent = [u for u in uploads if isinstance(u, StatisticsUp) and u.weight > 0]

@@ -206,16 +206,12 @@ class FedFMLite(FedFM):
     def question(self, state: ServerState, context: RoundContext) -> Message | None:
         return None
 
-    def client_step(
-        self, message: Message, clients: ClientGroup, memories: Sequence[Memory], context: RoundContext
-    ) -> list[tuple[Message, Memory]]:
-        results: list[tuple[Message, Memory]] = []
-        for position, (upload, memory) in enumerate(super().client_step(message, clients, memories, context)):
-            model: Any = upload
-            trained = context.load(model.parameters).requires_grad_(False).eval()
-            sums = self.feature_sums(trained, clients, position, context)
-            results.append((ModelAndSums(model.parameters, model.weight, sums.sums, sums.counts), memory))
-        return results
+    def complete(self, upload: Message, clients: ClientGroup, position: int, message: Message, context: RoundContext) -> Message:
+        if not isinstance(upload, ModelParameters):
+            raise TypeError(f"expected ModelParameters, got {type(upload).__name__}")
+        trained = context.load(upload.parameters).requires_grad_(False).eval()
+        made = self.feature_sums(trained, clients, position, context)
+        return ModelAndSums(upload.parameters, upload.weight, made.sums, made.counts)
 
     def combine(self, state: ServerState, uploads: Sequence[ModelParameters], context: RoundContext) -> ServerState:
         made = super().combine(state, uploads, context)

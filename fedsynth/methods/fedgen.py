@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -128,18 +128,14 @@ class FedGen(TrainsLocally):
 
         return Task(penalty=penalty if self.alpha else None, loss=loss if self.beta else None)
 
-    def client_step(
-        self, message: Message, clients: ClientGroup, memories: Sequence[Memory], context: RoundContext
-    ) -> list[tuple[Message, Memory]]:
-        results: list[tuple[Message, Memory]] = []
-        for position, (upload, memory) in enumerate(super().client_step(message, clients, memories, context)):
-            model: Any = upload
-            counts = torch.ones(context.spec.classes, device=context.device)
-            if isinstance(clients, OpenClients):
-                labels = clients.labels(clients.examples(position))
-                counts = torch.bincount(labels, minlength=context.spec.classes).to(counts.dtype)
-            results.append((ModelAndCounts(model.parameters, model.weight, counts), memory))
-        return results
+    def complete(self, upload: Message, clients: ClientGroup, position: int, message: Message, context: RoundContext) -> Message:
+        if not isinstance(upload, ModelParameters):
+            raise TypeError(f"expected ModelParameters, got {type(upload).__name__}")
+        counts = torch.ones(context.spec.classes, device=context.device)
+        if isinstance(clients, OpenClients):
+            labels = clients.labels(clients.examples(position))
+            counts = torch.bincount(labels, minlength=context.spec.classes).to(counts.dtype)
+        return ModelAndCounts(upload.parameters, upload.weight, counts)
 
     def combine(self, state: ServerState, uploads: Sequence[ModelParameters], context: RoundContext) -> ServerState:
         made = average(uploads, state.parameters)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from fedsynth.core.client import ClientGroup, OpenClients
-from fedsynth.core.messages import Message, ModelParameters, public
+from fedsynth.core.messages import Message, ModelParameters, parameters_of, public
 from fedsynth.core.method import Memory, PrivatePlan, RoundContext, ServerState, check_ranges
 from fedsynth.errors import SettingError
 from fedsynth.methods.aggregation import average
@@ -76,18 +76,11 @@ class FedProx(TrainsLocally):
     def broadcast(self, state: ServerState, context: RoundContext) -> Message:
         return ProxMessage(state.parameters, 1.0, float(state.kept["mu"]) if "mu" in state.kept else self.mu)
 
-    def client_step(
-        self, message: Message, clients: ClientGroup, memories: Sequence[Memory], context: RoundContext
-    ) -> list[tuple[Message, Memory]]:
-        results = super().client_step(message, clients, memories, context)
-        if not (self.adaptive and isinstance(clients, OpenClients) and isinstance(message, ModelParameters)):
-            return results
-        model, out = context.load(message.parameters).eval(), []
-        for position, (upload, memory) in enumerate(results):
-            if isinstance(upload, LossModel):
-                upload = replace(upload, loss=mean_loss(model, clients, position))
-            out.append((upload, memory))
-        return out
+    def complete(self, upload: Message, clients: ClientGroup, position: int, message: Message, context: RoundContext) -> Message:
+        if not (self.adaptive and isinstance(upload, LossModel) and isinstance(clients, OpenClients)):
+            return upload
+        model = context.load(parameters_of(message)).eval()
+        return replace(upload, loss=mean_loss(model, clients, position))
 
     def task(self, client: int, message: Message, memory: Memory, context: RoundContext) -> Task:
         if not isinstance(message, ProxMessage):

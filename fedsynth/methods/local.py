@@ -118,11 +118,16 @@ class TrainsLocally(Method):
             else:
                 trained = self._train(position, model, clients, task, context)
             if self.drop_stragglers and client in self.late(context):  # as if it had not taken part
-                results.append((task.finish(model, replace(trained, weight=0.0))[0], memory))
+                upload = task.finish(model, replace(trained, weight=0.0))[0]
             else:
-                results.append(task.finish(model, trained))
+                upload, memory = task.finish(model, trained)
+            results.append((self.complete(upload, clients, position, message, context), memory))
             context.report("local training", position + 1, len(clients.ids))
         return results
+
+    def complete(self, upload: Message, clients: ClientGroup, position: int, message: Message, context: RoundContext) -> Message:
+        """The upload of one client of the group with what else is made of its data, after its training."""
+        return upload
 
     def late(self, context: RoundContext) -> dict[int, int]:
         """Clients of the round that do not finish, and the passes that they manage."""

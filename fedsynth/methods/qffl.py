@@ -11,13 +11,11 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import ClassVar
 
-from torch import nn
-
 from fedsynth.core.client import ClientGroup, OpenClients
 from fedsynth.core.messages import Message, ModelParameters, parameters_of, unprotected
-from fedsynth.core.method import Memory, RoundContext, ServerState, check_ranges
+from fedsynth.core.method import RoundContext, ServerState, check_ranges
 from fedsynth.methods.aggregation import average, trainable
-from fedsynth.methods.local import Task, Trained, TrainsLocally, mean_loss
+from fedsynth.methods.local import TrainsLocally, mean_loss
 
 TINY = 1e-10  # the public code's guard of F_k
 
@@ -51,23 +49,11 @@ class QFFL(TrainsLocally):
         super().__post_init__()
         check_ranges(self, q=(0, inf), lr=(1e-12, inf))
 
-    def client_step(
-        self, message: Message, clients: ClientGroup, memories: Sequence[Memory], context: RoundContext
-    ) -> list[tuple[Message, Memory]]:
-        if not isinstance(clients, OpenClients):
+    def complete(self, upload: Message, clients: ClientGroup, position: int, message: Message, context: RoundContext) -> Message:
+        if not isinstance(clients, OpenClients) or not isinstance(upload, ModelParameters):
             raise TypeError(self.refusal)
-        model, out = context.load(parameters_of(message)).eval(), []
-        for position, (upload, memory) in enumerate(super().client_step(message, clients, memories, context)):
-            if isinstance(upload, FairModel):
-                upload = replace(upload, loss=mean_loss(model, clients, position))
-            out.append((upload, memory))
-        return out
-
-    def task(self, client: int, message: Message, memory: Memory, context: RoundContext) -> Task:
-        def finish(model: nn.Module, trained: Trained) -> tuple[Message, Memory]:
-            return FairModel(model.state_dict(), trained.weight, 0.0), {}
-
-        return Task(finish=finish)
+        model = context.load(parameters_of(message)).eval()
+        return FairModel(upload.parameters, upload.weight, mean_loss(model, clients, position))
 
     def combine(self, state: ServerState, uploads: Sequence[ModelParameters], context: RoundContext) -> ServerState:
         sent = [u for u in uploads if isinstance(u, FairModel) and u.weight > 0]
