@@ -3,11 +3,12 @@
     FEDSYNTH_DATA=... python benchmarks/compare.py [--quick] [--json] [--device cuda] [--methods fedprox moon] [--only 'seed=1']
 
 A tenth of each class, a ConvNet of width 16. The budget is passes over a client's own data: 5 rounds of 5 for methods that send models,
-batches of 32, one round of 25 for one-shot methods. Each method's learning rate is the better of 0.01 and 0.1 on 5,000 held-out training images
-with seed 0 (rows "rate …"); FedBN, SOLO and the one-shot methods take FedAvg's. Nothing else is tuned: everything not named here is each
-paper's, but for generators, which are small. Methods that condense take 5 rounds of 50 steps, ipc 10. FedBN and SOLO have no common model:
-their column is the average over the clients' own models on the clients' own test splits, a fifth of their data, which is another, easier
-question at Dir(0.1). Resumes: finished runs are lines of results/compare.jsonl, and `--only` shares the work among processes.
+batches of 32, one round of 25 for one-shot methods. Each method's learning rate is the better of 0.01 and 0.1 on 5,000 held-out training
+images with seed 0 (rows "rate …"); FedNova, FedGKD, q-FFL, FedBN, SOLO and the one-shot methods take FedAvg's. Nothing else is tuned:
+everything not named here is each paper's, but for generators, which are small. Methods that condense take 5 rounds of 50 steps, ipc 10.
+FedBN and SOLO have no common model: their column is the average over the clients' own models on the clients' own test splits, a fifth of
+their data, which is another, easier question at Dir(0.1). Resumes: finished runs are lines of results/compare.jsonl, and `--only` shares
+the work among processes.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 PERSONAL = ("solo", "fedbn")
 SINGLE_ROUND = ("fedavg, one shot", "feddf", "dense", "fedhydra", "fedhydra, probabilities")
-TAKE_FEDAVGS_RATE = (*PERSONAL, *SINGLE_ROUND)
+TAKE_FEDAVGS_RATE = (*PERSONAL, *SINGLE_ROUND, "fednova", "fedgkd", "qffl")
 
 
 def settings_for(name: str, seed: int, device: str, quick: bool, rate: float | None) -> RunSettings:

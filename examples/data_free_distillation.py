@@ -3,8 +3,8 @@
     FEDSYNTH_DATA=DIR python examples/data_free_distillation.py [--steps 3000]
 
 The teacher, a LeNet-5, is trained as usual. The student learns from a generator's images alone, which the generator makes by asking the
-teacher: as certain as possible, all classes alike, with strong features. On a CPU core some twenty minutes. With these settings a student got
-78.9 % of held-out training images right, its teacher 89.0 %.
+teacher: all classes alike, and a little certain. On a CPU core some half an hour. The weights and the replay of earlier images were chosen
+on 5,000 training images that were held out: there a student got 84.3 % right, its teacher 89.0 % (docs/results.md).
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ def main(dataset: str = "fashion-mnist", model: str = "lenet5", epochs: int = 8,
         if done % (total // 5) == 0:
             print(f"  step {done}/{total}", file=sys.stderr)
 
-    DataFreeDistiller(teacher, spec, steps=steps, learning_rate=0.1, replay=8, width=16).fit(student, report)
+    settings = {"batch": 256, "one_hot_weight": 0.05, "activation_weight": 0.0, "learning_rate": 0.1, "replay": 8, "width": 16}
+    DataFreeDistiller(teacher, spec, steps=steps, **settings).fit(student, report)  # type: ignore[arg-type]
     print(f"student {100 * accuracy(student, test):.2f} %, without any image")
     return accuracy(teacher, test), accuracy(student, test)
 
