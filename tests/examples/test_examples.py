@@ -63,7 +63,7 @@ def test_fedkf_with_and_without_privacy(capsys: pytest.CaptureFixture[str]) -> N
 
 def test_a_student_without_data() -> None:
     """On the digits, shortened; Fashion-MNIST takes ten minutes."""
-    teacher, student = runpy.run_path(str(EXAMPLES / "data_free_distillation.py"))["main"]("digits", "convnet", 40, 300)
+    teacher, student = runpy.run_path(str(EXAMPLES / "data_free_distillation.py"))["main"]("digits", "convnet", 40, 120)
     assert teacher > 0.93
     assert student > 0.5  # about 0.8
 
