@@ -170,7 +170,7 @@ def guided(anchors: Array, kind: str, weight: float, alpha: float, normalise: bo
         length = np.linalg.norm(f, axis=1, keepdims=True) if normalise else np.ones((len(f), 1))
         unit = f / length
         a = anchors / np.linalg.norm(anchors, axis=1, keepdims=True) if normalise else anchors
-        d = 2 * (unit - a[y]) if kind == "l2" else (softmax(unit @ a.T / alpha) - np.eye(3)[y]) @ a / alpha
+        d = 2 / 3 * (unit - a[y]) if kind == "l2" else (softmax(unit @ a.T / alpha) - np.eye(3)[y]) @ a / alpha
         if normalise:
             d = (d - (d * unit).sum(1, keepdims=True) * unit) / length
         return np.asarray(weight * d)
