@@ -39,6 +39,7 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "moon": ("moon", LOCAL),
     "fedfm": ("fedfm", LOCAL),
     "fedfm, l2": ("fedfm", {**LOCAL, "matching": "l2"}),
+    "fedfm, from round 3": ("fedfm", {**LOCAL, "start_round": 3}),
     "fedfm-lite": ("fedfm-lite", LOCAL),
     "fedgen": ("fedgen", LOCAL),
     "fedgen, α = β = 1": ("fedgen", {**LOCAL, "alpha": 1.0, "beta": 1.0}),
