@@ -4,7 +4,8 @@
 
 The teacher, a LeNet-5, is trained as usual. The student learns from a generator's images alone, which the generator makes by asking the
 teacher: all classes alike, and a little certain. On a CPU core some half an hour. The weights and the replay of earlier images were chosen
-on 5,000 training images that were held out: there a student got 84.3 % right, its teacher 89.0 % (docs/results.md).
+on 5,000 training images that were held out: there a
+student got 84.3 % right, its teacher 89.0 %; of the test images 85.1 and 89.8 %.
 """
 
 from __future__ import annotations
