@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fedsynth.models.flat import FlatNetwork, load_flat
+from fedsynth.synthesizer.batch_norm import has_batch_norm
 from fedsynth.synthesizer.graphs import recorded
 
 WORTH_RECORDING = 20  # steps
@@ -86,13 +87,12 @@ def train_on(
         full = _recorded(step, settings.batch, [flat, velocity, grad, *network.module.buffers()], labels_N.device)
     each = -(-len(labels_N) // settings.batch)
     # a last piece of one example goes in twice: the same mean loss, and batch norm has the two values that it needs
-    normalises = any(isinstance(layer, nn.modules.batchnorm._BatchNorm) for layer in network.module.modules())
+    normalises = has_batch_norm(network.module)
     wanted = settings.epochs * each if settings.steps is None else settings.steps
     for epoch in range(-(-wanted // each)):
         order = torch.randperm(len(labels_N), generator=generator).to(labels_N.device)
         for part in order.split(settings.batch)[: wanted - epoch * each]:
-            if len(part) == 1 and normalises:
-                part = part.repeat(2)
+            part = part.repeat(2) if len(part) == 1 and normalises else part
             (full if len(part) == settings.batch else step)(part)
         report(min(wanted, (epoch + 1) * each), wanted)
     load_flat(model, flat)
