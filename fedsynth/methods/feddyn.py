@@ -13,12 +13,14 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import ClassVar
 
-from torch import Tensor, nn
+from torch import nn
 
 from fedsynth.core.messages import Message, ModelParameters, parameters_of
 from fedsynth.core.method import Memory, RoundContext, ServerState, check_ranges
 from fedsynth.methods.aggregation import average, trainable
 from fedsynth.methods.local import Task, Trained, TrainsLocally, prefixed, unprefixed
+from fedsynth.models.flat import flatten_named
+from fedsynth.synthesizer.training import Pull
 
 
 @dataclass(frozen=True)
@@ -43,17 +45,14 @@ class FedDyn(TrainsLocally):
         start = {name: parameters_of(message)[name] for name in trainable(context)}
         g = {name: memory.get(name, value * 0) for name, value in start.items()}
 
-        def penalty(network: nn.Module) -> Tensor:
-            terms = [
-                self.alpha / 2 * (p - start[name]).square().sum() - (g[name] * p).sum() for name, p in network.named_parameters()
-            ]
-            return sum(terms, start=terms[0] * 0)
+        center, linear = (flatten_named(values, context.architecture) for values in (start, g))
+        pull = Pull(self.alpha, center, -linear)
 
         def finish(model: nn.Module, trained: Trained) -> tuple[Message, Memory]:
             after = {name: g[name] - self.alpha * (p.detach() - start[name]) for name, p in model.named_parameters()}
             return ModelParameters(model.state_dict(), trained.weight), after
 
-        return Task(penalty=penalty if self.alpha else None, finish=finish)
+        return Task(penalty=pull if self.alpha else None, finish=finish)
 
     def combine(self, state: ServerState, uploads: Sequence[ModelParameters], context: RoundContext) -> ServerState:
         active = [u for u in uploads if u.weight > 0]

@@ -13,7 +13,7 @@ from math import inf
 from typing import ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fedsynth.core.client import ClientGroup, OpenClients
 from fedsynth.core.messages import Message, ModelParameters, parameters_of, public
@@ -21,8 +21,9 @@ from fedsynth.core.method import Memory, PrivatePlan, RoundContext, ServerState,
 from fedsynth.errors import SettingError
 from fedsynth.methods.aggregation import average
 from fedsynth.methods.local import Task, Trained, TrainsLocally, mean_loss
-from fedsynth.models.flat import flatten
+from fedsynth.models.flat import flatten_named
 from fedsynth.privacy.settings import PrivacySettings
+from fedsynth.synthesizer.training import Pull
 
 CHANGE, PATIENCE = 0.1, 5
 
@@ -85,15 +86,13 @@ class FedProx(TrainsLocally):
     def task(self, client: int, message: Message, memory: Memory, context: RoundContext) -> Task:
         if not isinstance(message, ProxMessage):
             raise TypeError(f"expected ProxMessage, got {type(message).__name__}")
-        center, mu = flatten(context.load(message.parameters)), message.mu
-
-        def penalty(network: nn.Module) -> Tensor:
-            return mu / 2 * (torch.cat([p.reshape(-1) for p in network.parameters()]) - center).square().sum()
+        center = flatten_named(message.parameters, context.architecture)
+        pull = Pull(message.mu, center, torch.zeros_like(center))
 
         def finish(model: nn.Module, trained: Trained) -> tuple[Message, Memory]:
             return LossModel(model.state_dict(), trained.weight, 0.0), {}
 
-        return Task(penalty=penalty if mu else None, finish=finish)
+        return Task(penalty=pull if message.mu else None, finish=finish)
 
     def combine(self, state: ServerState, uploads: Sequence[ModelParameters], context: RoundContext) -> ServerState:
         even = uploads if self.by_size else [replace(u, weight=float(u.weight > 0)) for u in uploads]

@@ -13,6 +13,7 @@ import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import inf
 from typing import ClassVar
 
@@ -28,7 +29,8 @@ from fedsynth.methods.aggregation import average, cached, overall_average
 from fedsynth.models.registry import parameter_count
 from fedsynth.privacy.dpsgd import DpSgdSettings, ExampleLoss, Penalty, check_model
 from fedsynth.privacy.settings import PrivacySettings
-from fedsynth.synthesizer.training import SgdSettings, train_on
+from fedsynth.synthesizer.together import Learner, learner_bytes, train_together, trains_together
+from fedsynth.synthesizer.training import Pull, SgdSettings, steps_of, train_on
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,11 @@ class Task:
     loss: ExampleLoss | None = None
     stateful: bool = False
     finish: Callable[[nn.Module, Trained], tuple[Message, Memory]] = plain_upload
+
+    @property
+    def plain(self) -> bool:
+        """Whether training is SGD on the cross-entropy and at most a `Pull`, so that many clients can be trained in one pass."""
+        return self.loss is None and (self.penalty is None or isinstance(self.penalty, Pull))
 
 
 @dataclass(frozen=True)
@@ -110,20 +117,27 @@ class TrainsLocally(Method):
     def client_step(
         self, message: Message, clients: ClientGroup, memories: Sequence[Memory], context: RoundContext
     ) -> list[tuple[Message, Memory]]:
-        results = []
-        for position, (client, memory) in enumerate(zip(clients.ids, memories, strict=True)):
-            model, task = self.start_model(client, message, memory, context), self.task(client, message, memory, context)
-            if isinstance(clients, PrivateClients):
-                trained = self._train_privately(client, model, clients.alone(position), task, context)
+        each = list(zip(clients.ids, memories, strict=True))
+        models = [self.start_model(client, message, memory, context) for client, memory in each]
+        tasks = [self.task(client, message, memory, context) for client, memory in each]
+        if isinstance(clients, PrivateClients):
+            trained = self._train_privately(models, clients, tasks, context)
+        else:
+            trained = self._train(models, clients, tasks, context)
+        results, late = [], self.late(context) if self.drop_stragglers else {}
+        for position, (client, memory) in enumerate(each):
+            model, task, how = models[position], tasks[position], trained[position]
+            if client in late:  # as if it had not taken part
+                upload = task.finish(model, replace(how, weight=0.0))[0]
             else:
-                trained = self._train(position, model, clients, task, context)
-            if self.drop_stragglers and client in self.late(context):  # as if it had not taken part
-                upload = task.finish(model, replace(trained, weight=0.0))[0]
-            else:
-                upload, memory = task.finish(model, trained)
+                upload, memory = task.finish(model, how)
             results.append((self.complete(upload, clients, position, message, context), memory))
-            context.report("local training", position + 1, len(clients.ids))
         return results
+
+    def client_bytes(self, context: RoundContext) -> int | None:
+        if context.client_architectures is not None or not trains_together(context.architecture):
+            return None
+        return learner_bytes(context.architecture, self.batch, math.prod(context.spec.image_shape))
 
     def complete(self, upload: Message, clients: ClientGroup, position: int, message: Message, context: RoundContext) -> Message:
         """The upload of one client of the group with what else is made of its data, after its training."""
@@ -174,36 +188,64 @@ class TrainsLocally(Method):
         )
         return (plan,)
 
-    def _train(self, position: int, model: nn.Module, clients: OpenClients, task: Task, context: RoundContext) -> Trained:
-        client, mine = clients.ids[position], clients.examples(position)
-        epochs = self.late(context).get(client, self.local_epochs)
-        steps = self.local_steps or epochs * -(-len(mine) // self.batch)
-        loss = task.loss
-        train_on(
-            model,
-            lambda where: clients.images(mine[where]),
-            clients.labels(mine),
-            SgdSettings(epochs, self.batch, self.lr, self.momentum, self.weight_decay, steps=self.local_steps or None),
-            torch_generator(context.seed, "local training", context.round, client),
-            penalty=task.penalty,
-            objective=None if loss is None else lambda network, x, y: loss(network, x, y).mean(),
-            stateful=task.stateful,
-        )
-        return Trained(float(len(mine)), steps if len(mine) else 0)
+    def _train(
+        self, models: Sequence[nn.Module], clients: OpenClients, tasks: Sequence[Task], context: RoundContext
+    ) -> list[Trained]:
+        """Trains the models in place: all in one pass where their network and tasks allow it, else one after another."""
+        late, learners = self.late(context), []
+        for position, (client, model, task) in enumerate(zip(clients.ids, models, tasks, strict=True)):
+            settings = SgdSettings(
+                epochs=late.get(client, self.local_epochs),
+                batch=self.batch,
+                learning_rate=self.lr,
+                momentum=self.momentum,
+                weight_decay=self.weight_decay,
+                steps=self.local_steps or None,
+            )
+            draws = torch_generator(context.seed, "local training", context.round, client)
+            learners.append(Learner(model, clients.examples(position), settings, draws, task.penalty))
+        dense = context.client_architectures is None and trains_together(models[0])
+        if dense and len(models) > 1 and all(task.plain for task in tasks):
+            train_together(learners, clients.images, clients.labels, partial(context.report, "local training"))
+        else:
+            for done, (learner, task) in enumerate(zip(learners, tasks, strict=True), start=1):
+                _train_alone(learner, clients, task)
+                context.report("local training", done, len(models))
+        sizes = [len(learner.where) for learner in learners]
+        return [
+            Trained(float(n), steps_of(learner.settings, -(-n // self.batch))) for n, learner in zip(sizes, learners, strict=True)
+        ]
 
     def _train_privately(
-        self, client: int, model: nn.Module, clients: PrivateClients, task: Task, context: RoundContext
-    ) -> Trained:
-        """By DP-SGD; charged for the steps that this client takes and the parameters that its network has."""
+        self, models: Sequence[nn.Module], clients: PrivateClients, tasks: Sequence[Task], context: RoundContext
+    ) -> list[Trained]:
+        """By DP-SGD; each client is charged for the steps that it takes and the parameters that its network has."""
         privacy, sigma = context.protection()
-        plan = self.private_plans(privacy, context)[0]
+        plan, late, trained = self.private_plans(privacy, context)[0], self.late(context), []
         settings = DpSgdSettings(self.lr, plan.sample_rate * context.nominal_size, self.momentum, self.weight_decay)
-        late = self.late(context).get(client)
-        steps = plan.steps if late is None or self.local_steps else math.ceil(late / plan.sample_rate)
         release = plan.release(context.round, sigma)
-        series = clients.charge(replace(release, steps=steps, dimension=parameter_count(model)), 1)
-        clients.fit(series, [model], steps, settings, [task.penalty], [task.loss])
-        return Trained(1.0, steps)
+        for position, (client, model, task) in enumerate(zip(clients.ids, models, tasks, strict=True)):
+            steps = plan.steps if client not in late or self.local_steps else math.ceil(late[client] / plan.sample_rate)
+            alone = clients.alone(position)
+            series = alone.charge(replace(release, steps=steps, dimension=parameter_count(model)), 1)
+            alone.fit(series, [model], steps, settings, [task.penalty], [task.loss])
+            trained.append(Trained(1.0, steps))
+            context.report("local training", position + 1, len(models))
+        return trained
+
+
+def _train_alone(learner: Learner, clients: OpenClients, task: Task) -> None:
+    mine, loss = learner.where, task.loss
+    train_on(
+        learner.model,
+        lambda where: clients.images(mine[where]),
+        clients.labels(mine),
+        learner.settings,
+        learner.generator,
+        penalty=task.penalty,
+        objective=None if loss is None else lambda network, x, y: loss(network, x, y).mean(),
+        stateful=task.stateful,
+    )
 
 
 def mean_loss(model: nn.Module, clients: OpenClients, position: int) -> float:

@@ -19,6 +19,8 @@ from fedsynth.core.messages import Message, ModelParameters, public, released
 from fedsynth.core.method import Memory, RoundContext, ServerState, check_ranges
 from fedsynth.methods.aggregation import average, trainable
 from fedsynth.methods.local import Task, Trained, TrainsLocally, prefixed, unprefixed
+from fedsynth.models.flat import flatten_named
+from fedsynth.synthesizer.training import Pull
 
 
 @dataclass(frozen=True)
@@ -65,13 +67,8 @@ class Scaffold(TrainsLocally):
         x = {name: message.parameters[name] for name in trainable(context)}
         c = {name: message.control.get(name, value * 0) for name, value in x.items()}
         mine = {name: memory.get(name, value * 0) for name, value in x.items()}
-        correction = {name: c[name] - mine[name] for name in x}
-
-        def penalty(network: nn.Module) -> Tensor:  # its gradient is c − c_k
-            return sum(
-                ((correction[name] * p).sum() for name, p in network.named_parameters()),
-                start=next(iter(x.values())).new_zeros(()),
-            )
+        center = flatten_named(x, context.architecture)
+        correction = Pull(0.0, center, flatten_named({name: c[name] - mine[name] for name in x}, context.architecture))
 
         def finish(model: nn.Module, trained: Trained) -> tuple[Message, Memory]:
             y, far = dict(model.named_parameters()), max(1, trained.steps) * self.lr
@@ -79,7 +76,7 @@ class Scaffold(TrainsLocally):
             delta = {name: after[name] - mine[name] for name in x}
             return ControlUp(model.state_dict(), trained.weight, delta), after
 
-        return Task(penalty=penalty, finish=finish)
+        return Task(penalty=correction, finish=finish)
 
     def combine(self, state: ServerState, uploads: Sequence[ModelParameters], context: RoundContext) -> ServerState:
         mean = average([replace(u, weight=float(u.weight > 0)) for u in uploads], state.parameters)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +12,11 @@ from torch import Tensor, nn
 def flatten(model: nn.Module) -> Tensor:
     """All parameters as one vector [P], a copy."""
     return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+
+
+def flatten_named(values: Mapping[str, Tensor], model: nn.Module) -> Tensor:
+    """Values with the names of a model's parameters as one vector [P], in the order of `flatten`; other names are left out."""
+    return torch.cat([values[name].detach().reshape(-1) for name, _ in model.named_parameters()])
 
 
 class FlatNetwork:

@@ -1,4 +1,5 @@
-"""SGD on images that are resident on the device: the server's training on synthetic sets, and clients' local training."""
+"""SGD on images that are resident on the device: the server's training on synthetic sets, and clients' local training (`together.py`: of
+many clients in one pass)."""
 
 from __future__ import annotations
 
@@ -36,6 +37,26 @@ class SgdSettings:
     steps: int | None = None
 
 
+@dataclass(frozen=True)
+class Pull:
+    """⟨linear, w⟩ + weight/2·‖w − center‖², a penalty that needs no graph: FedProx's, FedDyn's and SCAFFOLD's. All [P], as `flatten` gives them.
+
+    `train_on` adds the gradient in closed form; as a `Penalty` it is called like any other (DP-SGD).
+    """
+
+    weight: float
+    center: Tensor
+    linear: Tensor
+
+    def __call__(self, network: nn.Module) -> Tensor:
+        flat = torch.cat([p.reshape(-1) for p in network.parameters()])
+        return torch.dot(self.linear, flat) + self.weight / 2 * (flat - self.center).square().sum()
+
+    def add_gradient(self, grad: Tensor, flat: Tensor) -> None:
+        """Adds linear + weight·(w − center) to `grad`, in place."""
+        grad.add_(self.linear).add_(flat - self.center, alpha=self.weight)
+
+
 def train_on(
     model: nn.Module,
     images: Callable[[Tensor], Tensor],
@@ -56,7 +77,7 @@ def train_on(
         generator: a CPU generator; shuffles every epoch.
         loss: (logits [M, C], labels [M]) of a minibatch -> scalar; waits for nothing.
         penalty: (the network in training) -> a scalar that is added to each step's loss. It may draw or keep state, so that its steps are
-            not recorded.
+            not recorded, but for a `Pull`'s.
         objective: in place of `loss`: (the network in training, images [M, C, H, W], labels [M]) -> scalar.
         stateful: the objective draws or keeps state: its steps are not recorded either.
     """
@@ -67,6 +88,7 @@ def train_on(
     flat, grad = network.flat, network.grad
     start = flat.clone()
     velocity = torch.zeros_like(flat)
+    pull = penalty if isinstance(penalty, Pull) else None
 
     def step(where: Tensor) -> None:
         grad.zero_()
@@ -74,21 +96,23 @@ def train_on(
             value = loss(network.module(images(where)), labels_N[where])
         else:
             value = objective(network.module, images(where), labels_N[where])
-        (value if penalty is None else value + penalty(network.module)).backward()
+        (value if penalty is None or pull is not None else value + penalty(network.module)).backward()
         with torch.no_grad():
+            if pull is not None:
+                pull.add_gradient(grad, flat)
             velocity.mul_(settings.momentum).add_(grad).add_(flat, alpha=settings.weight_decay)
             flat.add_(velocity, alpha=-settings.learning_rate)
             if settings.radius is not None:
                 project_to_ball(flat, start, settings.radius)
 
     full: Callable[[Tensor], None] = step
-    plain = penalty is None and not stateful
+    plain = (penalty is None or pull is not None) and not stateful
     if plain and labels_N.is_cuda and settings.epochs * (len(labels_N) // settings.batch) >= WORTH_RECORDING:
         full = _recorded(step, settings.batch, [flat, velocity, grad, *network.module.buffers()], labels_N.device)
     each = -(-len(labels_N) // settings.batch)
     # a last piece of one example goes in twice: the same mean loss, and batch norm has the two values that it needs
     normalises = has_batch_norm(network.module)
-    wanted = settings.epochs * each if settings.steps is None else settings.steps
+    wanted = steps_of(settings, each)
     for epoch in range(-(-wanted // each)):
         order = torch.randperm(len(labels_N), generator=generator).to(labels_N.device)
         for part in order.split(settings.batch)[: wanted - epoch * each]:
@@ -98,6 +122,11 @@ def train_on(
     load_flat(model, flat)
     for name, buffer in model.named_buffers():
         buffer.copy_(network.module.get_buffer(name))
+
+
+def steps_of(settings: SgdSettings, batches: int) -> int:
+    """Steps in all, where a pass over the data has so many batches; none without data."""
+    return settings.epochs * batches if settings.steps is None else settings.steps * min(batches, 1)
 
 
 def _recorded(
@@ -114,8 +143,8 @@ def _recorded(
     return full
 
 
-def project_to_ball(flat_P: Tensor, center_P: Tensor, radius: float) -> None:
+def project_to_ball(flat_P: Tensor, center: Tensor, radius: float) -> None:
     """Moves `flat_P`, in place, to the nearest point with ‖flat − center‖₂ ≤ radius; does not wait for the device."""
-    offset = flat_P - center_P
+    offset = flat_P - center
     scale = (radius / torch.linalg.vector_norm(offset).clamp_min(1e-12)).clamp_max(1.0)
-    torch.addcmul(center_P, offset, scale, out=flat_P)
+    torch.addcmul(center, offset, scale, out=flat_P)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -33,9 +33,12 @@ from fedsynth.methods.local import TrainsLocally
 from fedsynth.methods.moon import Moon, contrastive
 from fedsynth.methods.qffl import QFFL
 from fedsynth.methods.scaffold import Scaffold
+from fedsynth.methods.solo import Solo
+from fedsynth.models.convnet import ConvNet
 from fedsynth.models.flat import flatten
 from fedsynth.models.registry import ModelSettings, build_model
 from fedsynth.privacy.errors import UnaccountedReleaseError
+from fedsynth.synthesizer.together import Learner, train_together
 
 Array = npt.NDArray[np.float64]
 SPEC = DatasetSpec("tiny", 1, 2, 2, 3, 9, 3, (0.0,), (1.0,), ("a", "b", "c"), "made up")
@@ -79,18 +82,27 @@ def context(number: int, device: torch.device, active: tuple[int, ...] = (0, 1, 
 def rounds(
     method: TrainsLocally, device: torch.device, active: tuple[tuple[int, ...], ...] = ((0, 1, 2), (0, 1, 2))
 ) -> list[Array]:
-    """The global model after each round."""
+    """The global model after each round; the same whether clients are trained one after another or in one pass."""
+    found, alone = (_rounds(method, device, active, grouped) for grouped in (True, False))
+    for one, other in zip(found, alone, strict=True):
+        np.testing.assert_allclose(one, other, atol=2e-6)
+    return found
+
+
+def _rounds(method: TrainsLocally, device: torch.device, active: tuple[tuple[int, ...], ...], grouped: bool) -> list[Array]:
     state = ServerState({name: value.to(device) for name, value in Linear().state_dict().items()})
     memories: dict[int, Any] = {0: {}, 1: {}, 2: {}}
     found = []
     for number, ids in enumerate(active, 1):
         ctx, uploads = context(number, device, ids), list[Message]()
         message = method.broadcast(state, ctx)
-        clients = OpenClients(ids, data(device), [PARTS[k] for k in ids])
-        for k, (upload, memory) in zip(ids, method.client_step(message, clients, [memories[k] for k in ids], ctx), strict=True):
-            assert type(upload) is method.upload
-            uploads.append(upload)
-            memories[k] = memory
+        for some in [ids] if grouped else [(k,) for k in ids]:
+            clients = OpenClients(some, data(device), [PARTS[k] for k in some])
+            results = method.client_step(message, clients, [memories[k] for k in some], ctx)
+            for k, (upload, memory) in zip(some, results, strict=True):
+                assert type(upload) is method.upload
+                uploads.append(upload)
+                memories[k] = memory
         state = method.server_step(state, uploads, ctx)
         found.append(as_array(state.parameters))
     return found
@@ -429,3 +441,25 @@ def test_stragglers_are_charged_for_the_steps_that_they_take() -> None:
     assert len(set(steps.values())) > 1
     late = replace(FedProx(), **method).late(context(1, torch.device("cpu"), (0, 1, 2, 3, 4)))
     assert {int(c.split("-")[1]) for c, n in steps.items() if n < max(steps.values())} <= set(late)
+
+
+def test_dense_networks_are_trained_in_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches: a penalty that is no `Pull` any more, so that a method falls back, unseen, to one client after another."""
+    passes: list[int] = []
+
+    def spy(learners: Sequence[Learner], *rest: Any) -> None:
+        passes.append(len(learners))
+        train_together(learners, *rest)
+
+    monkeypatch.setattr("fedsynth.methods.local.train_together", spy)
+    settings = {**FULL, "batch": 2, "stragglers": 0.4}
+    device = torch.device("cpu")
+    for method in (FedAvg, FedAvgM, FedProx, FedNova, FedDyn, Scaffold, QFFL, Solo):
+        passes.clear()
+        _rounds(method(**settings), device, ((0, 1, 2), (0, 1)), True)
+        assert passes == [3, 2], method.name
+        assert method(**settings).client_bytes(context(1, device)), method.name
+    passes.clear()
+    _rounds(FedGKD(**settings), device, ((0, 1, 2),), True)  # its loss has a teacher
+    assert passes == []
+    assert FedAvg().client_bytes(replace(context(1, device), architecture=ConvNet((1, 8, 8), 3, width=4, depth=1))) is None

@@ -1,0 +1,133 @@
+"""Many clients' training in one pass equals each client's own, and what cannot be trained so is found out."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fedsynth.models.convnet import ConvNet
+from fedsynth.models.flat import flatten
+from fedsynth.models.small import Linear
+from fedsynth.synthesizer.together import Learner, learner_bytes, train_together, trains_together
+from fedsynth.synthesizer.training import Pull, SgdSettings, train_on
+
+SIZES = (7, 1, 0, 23, 10, 5)
+DRAWS = torch.Generator().manual_seed(0)
+IMAGES, LABELS = torch.randn(60, 1, 4, 4, generator=DRAWS), torch.randint(3, (60,), generator=DRAWS)
+
+
+def two_layers() -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)  # noqa: TID251
+        return nn.Sequential(nn.Flatten(), nn.Linear(16, 5), nn.ReLU(), nn.Linear(5, 3))
+
+
+def pull(seed: int, size: int) -> Pull:
+    draws = torch.Generator().manual_seed(seed)
+    return Pull(0.3 * seed, torch.randn(size, generator=draws), 0.1 * torch.randn(size, generator=draws))
+
+
+def learners(
+    device: torch.device, settings: Callable[[int], SgdSettings], penalties: bool, sizes: tuple[int, ...] = SIZES
+) -> list[Learner]:
+    """Clients with models of their own, as SOLO's are, and data of their own out of one resident tensor."""
+    found, order = [], torch.randperm(60, generator=torch.Generator().manual_seed(1))
+    for k, size in enumerate(sizes):
+        model = two_layers().to(device)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.add_(0.01 * k)
+        where, order = order[:size], order[size:]
+        extra = pull(k, flatten(model).numel()) if penalties and k % 2 else None
+        extra = extra and Pull(extra.weight, extra.center.to(device), extra.linear.to(device))
+        found.append(Learner(model, where.to(device), settings(k), torch.Generator().manual_seed(10 + k), extra))
+    return found
+
+
+def apart(each: list[Learner], images: Tensor, labels: Tensor) -> list[Tensor]:
+    """The oracle: one after another."""
+    for one in each:
+        x, y = images[one.where], labels[one.where]
+        train_on(one.model, lambda i, x=x: x[i], y, one.settings, one.generator, penalty=one.penalty)  # type: ignore[misc]
+    return [flatten(one.model) for one in each]
+
+
+@pytest.mark.parametrize("penalties", [False, True])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        lambda k: SgdSettings(3, 5, 0.1, 0.9, 1e-2),
+        lambda k: SgdSettings(1 + 2 * k % 5, 5, 0.1, 0.9),  # stragglers
+        lambda k: SgdSettings(1, 5, 0.1, 0.9, 1e-2, steps=7),
+        lambda k: SgdSettings(2, 64, 0.1),
+    ],
+)
+def test_equals_each_clients_own_training(settings: Callable[[int], SgdSettings], penalties: bool, device: torch.device) -> None:
+    """Ragged sizes, an empty client, a client of one example, batches that are not full, and more steps than a pass has."""
+    images, labels = IMAGES.to(device), LABELS.to(device)
+    together = learners(device, settings, penalties)
+    starts = [flatten(one.model) for one in together]
+    train_together(together, lambda i: images[i], lambda i: labels[i])
+    oracle = apart(learners(device, settings, penalties), images, labels)
+    for size, one, start, expected in zip(SIZES, together, starts, oracle, strict=True):
+        torch.testing.assert_close(flatten(one.model), expected, atol=2e-6, rtol=1e-5)
+        assert torch.equal(start, flatten(one.model)) == (size == 0)
+
+
+def test_clients_do_not_touch_each_other() -> None:
+    """Catches: a filler, or a step that a client no longer takes, which counts for it."""
+    alone = learners(torch.device("cpu"), lambda k: SgdSettings(2, 5, 0.1, 0.9, 1e-2), True)
+    many = copy.deepcopy(alone)  # generators are copied with their state
+    train_together(alone[1:2], IMAGES.__getitem__, LABELS.__getitem__)
+    train_together(many, IMAGES.__getitem__, LABELS.__getitem__)
+    torch.testing.assert_close(flatten(many[1].model), flatten(alone[1].model), atol=1e-6, rtol=1e-6)
+
+
+def test_nobody_with_data_and_progress() -> None:
+    each = learners(torch.device("cpu"), lambda k: SgdSettings(2, 5, 0.1), False, (0, 0))
+    before = [flatten(one.model) for one in each]
+    train_together(each, IMAGES.__getitem__, LABELS.__getitem__)
+    assert all(torch.equal(flatten(one.model), start) for one, start in zip(each, before, strict=True))
+    seen: list[tuple[int, int]] = []
+    each = learners(torch.device("cpu"), lambda k: SgdSettings(1 + k, 5, 0.1), False, (3, 8))
+    train_together(each, IMAGES.__getitem__, LABELS.__getitem__, lambda done, total: seen.append((done, total)))
+    assert seen == [(1, 2), (2, 2)]
+
+
+def test_a_pulls_gradient_is_that_of_its_value() -> None:
+    model = two_layers()
+    one = pull(3, flatten(model).numel())
+    one(model).backward()
+    expected = torch.cat([p.grad.reshape(-1) for p in model.parameters() if p.grad is not None])
+    grad = torch.ones_like(expected)
+    one.add_gradient(grad, flatten(model))
+    torch.testing.assert_close(grad - 1, expected, atol=1e-5, rtol=1e-4)
+
+
+def test_what_is_not_common_is_refused() -> None:
+    for settings in (
+        lambda k: SgdSettings(1, 5, 0.1 + k),
+        lambda k: SgdSettings(1, 5 + k, 0.1),
+        lambda k: SgdSettings(1, 5, 0.1, radius=1.0),
+    ):
+        with pytest.raises(ValueError, match="learners in one pass share"):
+            train_together(learners(torch.device("cpu"), settings, False), IMAGES.__getitem__, LABELS.__getitem__)
+    odd = learners(torch.device("cpu"), lambda k: SgdSettings(1, 5, 0.1), False)[:1]
+    odd[0] = Learner(odd[0].model, odd[0].where, odd[0].settings, odd[0].generator, lambda net: torch.zeros(()))
+    with pytest.raises(ValueError, match="no penalty but a Pull"):
+        train_together(odd, IMAGES.__getitem__, LABELS.__getitem__)
+
+
+def test_which_networks() -> None:
+    dense = nn.Linear(4, 3)
+    assert trains_together(Linear((1, 4, 4), 3))
+    assert trains_together(two_layers())
+    assert not trains_together(ConvNet((1, 8, 8), 4, width=4, depth=1))
+    assert not trains_together(nn.Sequential(dense, nn.BatchNorm1d(3)))
+    assert not trains_together(nn.Sequential(dense, nn.BatchNorm1d(3, affine=False)))  # its running statistics are buffers
+    assert not trains_together(nn.Sequential(dense, nn.Dropout(0.5)))
+    assert learner_bytes(dense, 10, 4) > 4 * 5 * 15
