@@ -2,7 +2,7 @@
 
     python benchmarks/local_training.py [--quick] [--json] [--device cuda]
 
-Clients of unequal sizes (log-normal, mean 60, the same ones in every row), batches of 10 and 32, two passes, momentum 0.9, random images: only time
+Clients of unequal sizes (log-normal, mean 60, the same in every row), batches of 10 and 32, two passes, momentum 0.9, random images: only time
 is measured. Rows with convolutions say why `trains_together` says no to them on a CPU; on a GPU they are what to look at first.
 """
 
