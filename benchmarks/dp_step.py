@@ -26,11 +26,11 @@ from fedsynth.core.client import OpenClients
 from fedsynth.data.registry import dataset_spec
 from fedsynth.methods.fedavg import FedAvg
 from fedsynth.models.registry import parameter_count
-from fedsynth.privacy.accounting import Release
 from fedsynth.privacy.dpsgd import DpSgdSettings, dp_sgd
 from fedsynth.privacy.ledger import Guard, Ledger
 from fedsynth.privacy.mechanisms import GaussianSums
 from fedsynth.privacy.randomness import SecretGenerator
+from fedsynth.privacy.releases import Release
 
 EXAMPLES = 64  # of a class, in the comparison with loops
 

@@ -8,48 +8,21 @@ from __future__ import annotations
 import io
 import json
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
 
 from fedsynth import __version__
+from fedsynth.cli import options as given
+from fedsynth.cli.errors import OneLineGroup, one_line_errors
 from fedsynth.cli.method_commands import distill, methods_app
 from fedsynth.cli.privacy_commands import privacy_app
 from fedsynth.cli.settings_options import merged, read_config, with_set_options
-from fedsynth.errors import FedsynthError
-from fedsynth.privacy.errors import PrivacyError
-
-# The parser's own errors (an unknown option, text in place of a number). Where they live depends on typer's version.
-_UsageError: type[Exception] = typer.BadParameter.__mro__[1]
-
-
-class _OneLineGroup(TyperGroup):
-    """Like every other mistake of a user, a mistyped option is one line and exit code 2, not a box of several."""
-
-    def main(self, *args: Any, **options: Any) -> Any:
-        standalone = options.pop("standalone_mode", True)
-        try:
-            code = super().main(*args, **options, standalone_mode=False)  # type: ignore[misc]  # nobody gives it by position
-        except _UsageError as error:
-            where = getattr(getattr(error, "ctx", None), "command_path", self.name)
-            _fail(f"{error.format_message().rstrip('.')} (see {where} --help)")  # type: ignore[attr-defined]
-        if standalone:
-            sys.exit(code)
-        return code
-
-
-def _fail(text: str) -> NoReturn:
-    print(f"fedsynth: error: {' '.join(text.split())}", file=sys.stderr)
-    sys.exit(2)
-
 
 app = typer.Typer(
     name="fedsynth",
-    cls=_OneLineGroup,
+    cls=OneLineGroup,
     help="Federated learning by synthetic data, with differential privacy that is accounted for.",
     invoke_without_command=True,
     add_completion=False,
@@ -60,9 +33,6 @@ app.add_typer(privacy_app, name="privacy")
 app.add_typer(methods_app, name="methods")
 app.command()(distill)
 
-PARTITIONS = "iid, dirichlet, dirichlet-plain, classes, missing, dominant, quantity, domain or natural (as the data come)."
-DATA, PRIVACY, MODEL = "Data and partition", "Differential privacy", "Model"
-
 
 def main() -> None:
     """Entry point of the `fedsynth` command."""
@@ -70,18 +40,6 @@ def main() -> None:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
     app()
-
-
-@contextmanager
-def one_line_errors() -> Iterator[None]:
-    """A user's mistake is one line on stderr and exit code 2; a mistake of ours keeps its traceback."""
-    try:
-        yield
-    except (FedsynthError, PrivacyError) as error:
-        _fail(str(error))
-    except KeyboardInterrupt:
-        print("fedsynth: interrupted; the run folder keeps its .incomplete ending", file=sys.stderr)
-        raise typer.Exit(130) from None
 
 
 def _version(asked: bool) -> None:
@@ -101,145 +59,48 @@ def _root(
 
 @app.command()
 def train(
-    method: Annotated[str | None, typer.Option(help="feddm, fedaf, fedkf, … (see `fedsynth methods`).")] = None,
-    config: Annotated[
-        Path | None, typer.Option(help="A config.toml of an earlier run, or your own; options given here win.")
-    ] = None,
-    settings: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set", help="A setting of the method, KEY=VALUE, or of another section, model.projection=256; may be repeated."
-        ),
-    ] = None,
-    ipc: Annotated[int | None, typer.Option(help="Synthetic images per class (same as --set ipc=N).")] = None,
-    matching: Annotated[
-        str | None,
-        typer.Option(
-            help="mean (the papers'), gaussian, energy or sinkhorn: what condensation matches (same as --set matching=…)."
-        ),
-    ] = None,
-    rounds: Annotated[int | None, typer.Option(help="Communication rounds.")] = None,
-    seed: Annotated[
-        int | None, typer.Option(help="Seed of everything but privacy's noise and masks (a config's own partition seed stays).")
-    ] = None,
-    device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,
-    precision: Annotated[str | None, typer.Option(help="fp32 or bf16, of condensation's passes over real images.")] = None,
-    compile_passes: Annotated[
-        bool | None,
-        typer.Option(
-            "--compile/--no-compile", help="Let torch.compile make the passes over real images (long runs gain; not with DP)."
-        ),
-    ] = None,
-    memory_gb: Annotated[
-        float | None,
-        typer.Option(help="Memory that steps stay within, by letting fewer clients share one; default 4, on a GPU half of it."),
-    ] = None,
-    output: Annotated[Path, typer.Option(help="Where run folders go.")] = Path("runs"),
-    as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON on stdout.")] = False,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Say what the run would cost in privacy, touch no data, and stop.")
-    ] = False,
-    dataset: Annotated[
-        str | None,
-        typer.Option(
-            help="digits (embedded), mnist, fashion-mnist, emnist-letters, cifar10, cifar100, svhn, cinic10, tiny-imagenet, femnist, "
-            "office-caltech-10, domainnet-10, 'synthetic(1,1)'.",
-            rich_help_panel=DATA,
-        ),
-    ] = None,
-    data_root: Annotated[
-        Path | None, typer.Option(help="Folder of the data sets; else $FEDSYNTH_DATA.", rich_help_panel=DATA)
-    ] = None,
-    download: Annotated[
-        bool, typer.Option("--download", help="Let torchvision fetch the data set.", rich_help_panel=DATA)
-    ] = False,
-    partition: Annotated[str | None, typer.Option(help=PARTITIONS, rich_help_panel=DATA)] = None,
-    clients: Annotated[int | None, typer.Option(help="Number of clients.", rich_help_panel=DATA)] = None,
-    alpha: Annotated[
-        float | None, typer.Option(help="Concentration of dirichlet and quantity; small is skewed.", rich_help_panel=DATA)
-    ] = None,
-    classes_per_client: Annotated[int | None, typer.Option(help="For --partition classes.", rich_help_panel=DATA)] = None,
-    min_size: Annotated[
-        int | None, typer.Option(help="Fewest examples of a client (dirichlet, quantity).", rich_help_panel=DATA)
-    ] = None,
-    subset: Annotated[
-        float | None, typer.Option(help="Share of each class's examples that is used at all.", rich_help_panel=DATA)
-    ] = None,
-    local_test: Annotated[
-        float | None,
-        typer.Option(help="Share of each client's examples that tests: AMP, FM and WLP.", rich_help_panel=DATA),
-    ] = None,
-    participation: Annotated[
-        float | None, typer.Option(help="Share of the clients that takes part in a round.", rich_help_panel=DATA)
-    ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(
-            "--model",
-            "--server-model",
-            help="convnet, linear, lenet5, cnn1, cnn2, resnet8, resnet18, resnet50, alexnet or googlenet.",
-            rich_help_panel=MODEL,
-        ),
-    ] = None,
-    client_models: Annotated[
-        str | None,
-        typer.Option(
-            help="The clients' own architectures, comma-separated, dealt out in turn (one-shot methods).", rich_help_panel=MODEL
-        ),
-    ] = None,
-    width: Annotated[int | None, typer.Option(help="Channels of a block.", rich_help_panel=MODEL)] = None,
-    depth: Annotated[int | None, typer.Option(help="Number of blocks.", rich_help_panel=MODEL)] = None,
-    norm: Annotated[
-        str | None, typer.Option(help="instance, group, batch or none; the model's own if not given.", rich_help_panel=MODEL)
-    ] = None,
-    dp_epsilon: Annotated[
-        float | None,
-        typer.Option(
-            help="Budget ε of each client. Alone: σ is found for the run. With --dp-sigma: a hard cap.", rich_help_panel=PRIVACY
-        ),
-    ] = None,
-    dp_sigma: Annotated[float | None, typer.Option(help="Noise multiplier σ of each release.", rich_help_panel=PRIVACY)] = None,
-    dp_clip: Annotated[
-        float | None, typer.Option(help="L2 bound of one example's contribution.", rich_help_panel=PRIVACY)
-    ] = None,
-    dp_delta: Annotated[
-        float | None, typer.Option(help="δ, a constant (default 1e-5), at most 1 / max-records.", rich_help_panel=PRIVACY)
-    ] = None,
-    dp_max_records: Annotated[
-        int | None,
-        typer.Option(
-            help="Public bound on all clients' records; default: the data set's published size.", rich_help_panel=PRIVACY
-        ),
-    ] = None,
-    dp_mechanism: Annotated[
-        str | None,
-        typer.Option(
-            help="residual (default), gradient, features, or paper (no guarantee); dp-sgd for methods that send models.",
-            rich_help_panel=PRIVACY,
-        ),
-    ] = None,
-    dp_sample_rate: Annotated[
-        float | None, typer.Option(help="Public rate q of Poisson sampling.", rich_help_panel=PRIVACY)
-    ] = None,
-    dp_nominal_size: Annotated[
-        float | None, typer.Option(help="Public nominal records of a client, for divisors.", rich_help_panel=PRIVACY)
-    ] = None,
-    dp_adjacency: Annotated[
-        str | None, typer.Option(help="add-remove (default), zero-out or replace-one.", rich_help_panel=PRIVACY)
-    ] = None,
-    dp_four_sums: Annotated[
-        bool | None,
-        typer.Option(
-            "--dp-four-sums/--no-dp-four-sums", help="Each noise value from four Gaussians: hardens it.", rich_help_panel=PRIVACY
-        ),
-    ] = None,
-    dp_ledger: Annotated[
-        Path | None,
-        typer.Option(
-            help="Folder of the clients' ledgers, kept over runs; else the simulated data count as public.",
-            rich_help_panel=PRIVACY,
-        ),
-    ] = None,
+    context: typer.Context,
+    method: given.Method = None,
+    config: given.Config = None,
+    settings: given.Set = None,
+    ipc: given.Ipc = None,
+    matching: given.Matching = None,
+    rounds: given.Rounds = None,
+    seed: given.Seed = None,
+    device: given.Device = None,
+    precision: given.Precision = None,
+    compile: given.Compile = None,
+    memory_gb: given.MemoryGb = None,
+    output: given.Output = Path("runs"),
+    as_json: given.AsJson = False,
+    dry_run: given.DryRun = False,
+    dataset: given.Dataset = None,
+    data_root: given.DataRoot = None,
+    download: given.Download = False,
+    partition: given.Partition = None,
+    clients: given.Clients = None,
+    alpha: given.Alpha = None,
+    classes_per_client: given.ClassesPerClient = None,
+    min_size: given.MinSize = None,
+    subset: given.Subset = None,
+    local_test: given.LocalTest = None,
+    participation: given.Participation = None,
+    model: given.Model = None,
+    client_models: given.ClientModels = None,
+    width: given.Width = None,
+    depth: given.Depth = None,
+    norm: given.Norm = None,
+    dp_epsilon: given.DpEpsilon = None,
+    dp_sigma: given.DpSigma = None,
+    dp_clip: given.DpClip = None,
+    dp_delta: given.DpDelta = None,
+    dp_max_records: given.DpMaxRecords = None,
+    dp_mechanism: given.DpMechanism = None,
+    dp_sample_rate: given.DpSampleRate = None,
+    dp_nominal_size: given.DpNominalSize = None,
+    dp_adjacency: given.DpAdjacency = None,
+    dp_four_sums: given.DpFourSums = None,
+    dp_ledger: given.DpLedger = None,
 ) -> None:
     """Simulate a federation on this machine and leave a run folder.
 
@@ -247,45 +108,8 @@ def train(
     shows what was used.
     """
     with one_line_errors():
-        given: dict[str, dict[str, Any]] = {
-            "run": {
-                "method": method,
-                "rounds": rounds,
-                "seed": seed,
-                "device": device,
-                "precision": precision,
-                "compile": compile_passes,
-                "memory_gb": memory_gb,
-                "participation": participation,
-            },
-            "data": {"dataset": dataset, "data_root": str(data_root) if data_root else None},
-            "partition": {
-                "kind": partition,
-                "clients": clients,
-                "alpha": alpha,
-                "classes_per_client": classes_per_client,
-                "min_size": min_size,
-                "subset": subset,
-                "local_test": local_test,
-            },
-            "model": {"name": model, "clients": client_models, "width": width, "depth": depth, "norm": norm},
-            "method": {"ipc": ipc, "matching": matching},
-            "privacy": {
-                "noise_multiplier": dp_sigma,
-                "epsilon": dp_epsilon,
-                "clip": dp_clip,
-                "delta": dp_delta,
-                "max_records": dp_max_records,
-                "mechanism": dp_mechanism,
-                "sample_rate": dp_sample_rate,
-                "nominal_size": dp_nominal_size,
-                "adjacency": dp_adjacency,
-                "four_sums": dp_four_sums,
-                "ledger": str(dp_ledger) if dp_ledger else None,
-            },
-        }
-        flags = {"kind": "partition", "name": "model", "noise_multiplier": "dp-sigma", "epsilon": "dp-epsilon"}
-        sections = merged(read_config(config), with_set_options(given, settings or [], flags))
+        chosen = with_set_options(given.sections_of(context.params), settings or [], given.FLAGS)
+        sections = merged(read_config(config), chosen)
         if dry_run:
             _dry_run(sections, as_json)
         else:
@@ -294,13 +118,15 @@ def train(
 
 @app.command()
 def partition(
-    dataset: Annotated[str | None, typer.Option(help="Which data set; default: the embedded digits.")] = None,
-    data_root: Annotated[Path | None, typer.Option(help="Folder of the data sets; else $FEDSYNTH_DATA.")] = None,
-    kind: Annotated[str | None, typer.Option("--partition", help=PARTITIONS)] = None,
-    clients: Annotated[int | None, typer.Option(help="Number of clients.")] = None,
-    alpha: Annotated[float | None, typer.Option(help="Concentration of dirichlet and quantity; small is skewed.")] = None,
-    classes_per_client: Annotated[int | None, typer.Option(help="For --partition classes.")] = None,
-    min_size: Annotated[int | None, typer.Option(help="Fewest examples of a client (dirichlet, quantity).")] = None,
+    context: typer.Context,
+    dataset: given.Dataset = None,
+    data_root: given.DataRoot = None,
+    download: given.Download = False,
+    partition: given.Partition = None,
+    clients: given.Clients = None,
+    alpha: given.Alpha = None,
+    classes_per_client: given.ClassesPerClient = None,
+    min_size: given.MinSize = None,
     seed: Annotated[int | None, typer.Option(help="Seed of the partition; default 0.")] = None,
     settings: Annotated[
         list[str] | None, typer.Option("--set", help="Another setting, as partition.dominant_share=0.7; may be repeated.")
@@ -310,23 +136,11 @@ def partition(
 ) -> None:
     """Show who has what: examples of each class at each client, as `train` with the same options divides them."""
     with one_line_errors():
-        chosen = {
-            "kind": kind,
-            "clients": clients,
-            "alpha": alpha,
-            "classes_per_client": classes_per_client,
-            "min_size": min_size,
-        }
-        given: dict[str, dict[str, Any]] = {
-            "run": {"seed": seed},
-            "data": {"dataset": dataset, "data_root": str(data_root) if data_root else None},
-            "partition": chosen,
-            "method": {"ipc": ipc},
-        }
-        _show_partition(merged({}, with_set_options(given, settings or [])), picture)
+        chosen = with_set_options(given.sections_of(context.params), settings or [], given.FLAGS)
+        _show_partition(merged({}, chosen), download, picture)
 
 
-def _show_partition(sections: dict[str, dict[str, Any]], picture: Path | None) -> None:
+def _show_partition(sections: dict[str, dict[str, Any]], download: bool, picture: Path | None) -> None:
     from fedsynth.data.load import load_dataset
     from fedsynth.data.partition import count_matrix
     from fedsynth.data.partition import partition as divide
@@ -336,7 +150,7 @@ def _show_partition(sections: dict[str, dict[str, Any]], picture: Path | None) -
     from fedsynth.methods.feddm import FedDM
 
     settings = resolve(sections)
-    data, _ = load_dataset(settings.dataset, settings.data_root)
+    data, _ = load_dataset(settings.dataset, settings.data_root, download=download)
     labels = data.labels.numpy()
     parts = divide(labels, settings.resolved_partition, data.spec.classes, *data.origins())
     counts = count_matrix(labels, parts, data.spec.classes)

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from fedsynth.cli.errors import one_line_errors
+
 methods_app = typer.Typer(help="The methods: a line each, or one in full.", no_args_is_help=False)
 
 
@@ -24,8 +26,6 @@ def methods(context: typer.Context) -> None:
 @methods_app.command("show")
 def show_method(name: Annotated[str, typer.Argument(help="A method's name.")]) -> None:
     """Settings with defaults, what is uploaded, what of that is private, and the reference."""
-    from fedsynth.cli.app import one_line_errors
-
     with one_line_errors():
         from dataclasses import fields
         from inspect import getdoc
@@ -68,7 +68,6 @@ def distill(
 
     Example: `fedsynth distill --models a.safetensors,b.safetensors --arch lenet5,cnn1 --student resnet18 --dataset mnist`.
     """
-    from fedsynth.cli.app import one_line_errors
     from fedsynth.cli.settings_options import method_settings
 
     with one_line_errors():

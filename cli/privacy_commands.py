@@ -9,11 +9,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from fedsynth.cli.errors import one_line_errors
 from fedsynth.errors import SettingError
 from fedsynth.privacy.errors import PrivacyError
 
 if TYPE_CHECKING:
     from fedsynth.federation.planning import Plan
+
+PLAN_FLAGS = {
+    ("method", "iterations"): "steps",
+    ("method", "local_epochs"): "steps",
+    ("privacy", "noise_multiplier"): "sigma",
+    ("privacy", "nominal_size"): "n",
+}
 
 privacy_app = typer.Typer(help="Plan a privacy budget, read and verify privacy reports.", no_args_is_help=True)
 
@@ -51,7 +59,6 @@ def plan(
 
     Examples: `fedsynth privacy plan --epsilon 8 --rounds 5`, `fedsynth privacy plan --sigma 3 --method fedavg --n 6000`.
     """
-    from fedsynth.cli.app import one_line_errors
     from fedsynth.cli.settings_options import with_set_options
 
     with one_line_errors():
@@ -81,7 +88,7 @@ def plan(
             "method": chosen,
             "privacy": privacy,
         }
-        sections = with_set_options(given, settings or [], {"iterations": "steps", "local_epochs": "steps"})
+        sections = with_set_options(given, settings or [], PLAN_FLAGS)
         if not sections["privacy"].keys() & {"epsilon", "noise_multiplier"}:
             raise SettingError("a plan needs --epsilon (a budget, gives σ) or --sigma (gives ε)")
         try:
@@ -147,8 +154,6 @@ def report(
     output: Annotated[Path | None, typer.Option(help="Write there, and not to the screen.")] = None,
 ) -> None:
     """Show a run's privacy budget report."""
-    from fedsynth.cli.app import one_line_errors
-
     with one_line_errors():
         from fedsynth.core.method import check_choice
         from fedsynth.privacy.report import render_html, render_markdown
@@ -173,8 +178,6 @@ def verify(
 
     This checks arithmetic and bookkeeping. It does not attest that noise was added.
     """
-    from fedsynth.cli.app import one_line_errors
-
     with one_line_errors():
         from fedsynth.privacy.verify import verify_report
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,17 +35,19 @@ def method_settings(texts: list[str]) -> dict[str, Any]:
     return found["method"]
 
 
-def with_set_options(given: Sections, texts: list[str], flags: dict[str, str] | None = None) -> Sections:
+def with_set_options(given: Sections, texts: list[str], flags: Mapping[tuple[str, str], str] | None = None) -> Sections:
     """`given` (None: not given) and what --set says; SettingError for what both say.
 
     Args:
-        flags: settings whose option has another name.
+        flags: section and key of a setting: its option, where that has another name.
     """
     together = {section: {k: v for k, v in values.items() if v is not None} for section, values in given.items()}
     for section, values in set_options(texts).items():
         for name, value in values.items():
             if name in together.setdefault(section, {}):
-                raise SettingError(f"{name} is given twice, by --{(flags or {}).get(name, name).replace('_', '-')} and by --set")
+                raise SettingError(
+                    f"{name} is given twice, by --{(flags or {}).get((section, name), name).replace('_', '-')} and by --set"
+                )
             together[section][name] = value
     return together
 

@@ -14,9 +14,11 @@ from fedsynth.core.client import PrivateClients
 from fedsynth.core.random import torch_generator
 from fedsynth.evaluation.accuracy import accuracy
 from fedsynth.models.registry import build_model
-from fedsynth.privacy.accounting import Release, calibrate_noise_multiplier, epsilon
+from fedsynth.privacy.accounting import epsilon
+from fedsynth.privacy.calibration import calibrate_noise_multiplier
 from fedsynth.privacy.ledger import Guard, Ledger
 from fedsynth.privacy.randomness import SecretGenerator
+from fedsynth.privacy.releases import Release
 from fedsynth.synthesizer.condensation import condense
 from fedsynth.synthesizer.matching import ResidualMatcher
 from fedsynth.synthesizer.sets import noise_start, split_uploads

@@ -23,8 +23,9 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from fedsynth.privacy.accounting import ADD_REMOVE, Release, check_adjacency, check_delta, epsilon
+from fedsynth.privacy.accounting import epsilon
 from fedsynth.privacy.errors import BudgetExceededError, LedgerError, PrivacySettingError
+from fedsynth.privacy.releases import ADD_REMOVE, Release, check_adjacency, check_delta
 
 LEDGER_SCHEMA = 1
 

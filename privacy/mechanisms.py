@@ -18,10 +18,10 @@ from typing import NewType
 import torch
 from torch import Tensor
 
-from fedsynth.privacy.accounting import Release
 from fedsynth.privacy.errors import PrivacyError
 from fedsynth.privacy.ledger import Guard
 from fedsynth.privacy.randomness import SecretGenerator
+from fedsynth.privacy.releases import Release
 
 Released = NewType("Released", Tensor)
 """A tensor that went through a charged mechanism: safe to optimise on, cache or upload."""

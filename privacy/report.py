@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from fedsynth.privacy import report_sections as sections
-from fedsynth.privacy.accounting import ADD_REMOVE, ADJACENCIES, check_adjacency, check_delta
 from fedsynth.privacy.errors import PrivacyError, PrivacySettingError
 from fedsynth.privacy.ledger import Ledger
+from fedsynth.privacy.releases import ADD_REMOVE, ADJACENCIES, check_adjacency, check_delta
 from fedsynth.privacy.report_html import render_html
 from fedsynth.privacy.report_text import render_markdown, summary_rows
 
@@ -43,7 +43,7 @@ class ReportContext:
         fresh_ledger: the simulation declared its data public and began with an empty ledger.
         published: rows that set a paper's printed figure beside ours, all with the same keys.
         accesses: (what touched private data, "accounted" | "public" | "simulation-only" | "unaccounted", note).
-        adjacency: one of `accounting.ADJACENCIES`.
+        adjacency: one of `releases.ADJACENCIES`.
         test_only_randomness: noise or masks were injected; the verdict is then "not private".
         provenance: config hash, versions.
 

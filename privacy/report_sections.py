@@ -9,16 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from fedsynth.privacy.accounting import (
-    FFT_SLACK,
-    Release,
-    attack_success,
-    deltas_at,
-    describe_accountant,
-    epsilon,
-    epsilon_by_round,
-    epsilon_rdp,
-)
+from fedsynth.privacy.accounting import FFT_SLACK, deltas_at, describe_accountant, epsilon, epsilon_by_round, epsilon_rdp
+from fedsynth.privacy.attacks import attack_success
+from fedsynth.privacy.releases import Release
 
 Rows = Sequence[Release]
 CURVE_DELTAS = (1e-3, 1e-4, 1e-5, 1e-6, 1e-7, 1e-8, 1e-9)

@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from fedsynth.privacy.accounting import ADD_REMOVE, check_adjacency
 from fedsynth.privacy.errors import PrivacySettingError
+from fedsynth.privacy.releases import ADD_REMOVE, check_adjacency
 
 
 @dataclass(frozen=True)

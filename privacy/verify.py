@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from fedsynth.privacy import report_sections as sections
-from fedsynth.privacy.accounting import ADJACENCIES, Release, check_delta
 from fedsynth.privacy.errors import PrivacyError, PrivacySettingError
 from fedsynth.privacy.ledger import read_ledger
+from fedsynth.privacy.releases import ADJACENCIES, Release, check_delta
 from fedsynth.privacy.report import (
     FORMAL,
     NO_GUARANTEE,

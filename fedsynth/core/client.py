@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from fedsynth.data.images import ImageData, normalise
-from fedsynth.privacy.accounting import Release
 from fedsynth.privacy.dpsgd import DpSgdSettings, ExampleLoss, Penalty, dp_sgd
 from fedsynth.privacy.ledger import Guard
 from fedsynth.privacy.mechanisms import GaussianSums, Released
 from fedsynth.privacy.randomness import SecretGenerator
+from fedsynth.privacy.releases import Release
 
 CPU_CHUNK, GPU_CHUNK = 512, 4096
 

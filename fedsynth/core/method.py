@@ -21,7 +21,7 @@ from fedsynth.core.client import ClientGroup
 from fedsynth.core.messages import Message
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.errors import SettingError, unknown_name
-from fedsynth.privacy.accounting import Release
+from fedsynth.privacy.releases import Release
 from fedsynth.privacy.settings import PrivacySettings
 
 Memory = Mapping[str, torch.Tensor]

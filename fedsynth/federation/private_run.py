@@ -23,10 +23,11 @@ from fedsynth.errors import SettingError, unknown_name
 from fedsynth.federation.participation import Participation
 from fedsynth.federation.settings import RunSettings
 from fedsynth.privacy import accounting
-from fedsynth.privacy.accounting import Release
+from fedsynth.privacy.calibration import calibrate_noise_multiplier
 from fedsynth.privacy.errors import BudgetExceededError, PrivacySettingError, UnaccountedReleaseError
 from fedsynth.privacy.ledger import Guard, Ledger
 from fedsynth.privacy.randomness import DESCRIPTION, SecretGenerator
+from fedsynth.privacy.releases import Release, check_delta
 from fedsynth.privacy.report import ReportContext
 from fedsynth.privacy.report_text import up
 from fedsynth.privacy.settings import PrivacySettings
@@ -79,7 +80,7 @@ class PrivateRun:
             raise PrivacySettingError(
                 f"--dp-max-records {self.max_records} is below the {context.spec.train_size} records that the data set declares"
             )
-        accounting.check_delta(settings.privacy.delta, self.max_records)
+        check_delta(settings.privacy.delta, self.max_records)
         self.guaranteed = mechanism != "paper"
         privacy = replace(settings.privacy, mechanism=mechanism)
         self.plans = self.method.private_plans(privacy, context)
@@ -247,7 +248,7 @@ class PrivateRun:
             def plan(sigma: float, spent: tuple[Release, ...] = spent, rounds: tuple[int, ...] = rounds) -> list[Release]:
                 return [*spent, *self.planned(rounds, sigma)]
 
-            found = max(found, accounting.calibrate_noise_multiplier(target, privacy.delta, plan, privacy.adjacency))
+            found = max(found, calibrate_noise_multiplier(target, privacy.delta, plan, privacy.adjacency))
         return found
 
     def _public_items(self) -> dict[str, str]:

@@ -11,7 +11,8 @@ import pytest
 from typer.testing import CliRunner
 
 from fedsynth.cli.app import app
-from fedsynth.privacy.accounting import Release, epsilon
+from fedsynth.privacy.accounting import epsilon
+from fedsynth.privacy.releases import Release
 from fedsynth.privacy.report_text import up
 
 FAST = ("--rounds", "2", "--set", "iterations=2", "--set", "server_epochs=1", "--set", "ipc=1", "--width", "4")

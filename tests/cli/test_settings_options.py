@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+from inspect import signature
+from pathlib import Path
+
 import pytest
 
+from fedsynth import FedDM, ModelSettings, PartitionSettings, PrivacySettings, RunSettings
+from fedsynth.cli.app import partition, train
+from fedsynth.cli.options import FLAGS, SETTINGS, sections_of
 from fedsynth.cli.settings_options import method_settings, set_options, with_set_options
 from fedsynth.errors import SettingError
 
@@ -24,6 +31,36 @@ def test_given_twice() -> None:
     given = {"partition": {"kind": "iid", "alpha": None}, "method": {}}
     assert with_set_options(given, ["partition.alpha=2"]) == {"partition": {"kind": "iid", "alpha": "2"}, "method": {}}
     with pytest.raises(SettingError, match="kind is given twice, by --partition and by --set"):
-        with_set_options(given, ["partition.kind=classes"], {"kind": "partition"})
+        with_set_options(given, ["partition.kind=classes"], FLAGS)
+    given = {"partition": {}, "model": {"clients": "lenet5"}, "privacy": {"delta": 0.1}, "method": {}}
+    with pytest.raises(SettingError, match="clients is given twice, by --client-models and by --set"):
+        with_set_options(given, ["model.clients=cnn1"], FLAGS)
+    with pytest.raises(SettingError, match="delta is given twice, by --dp-delta and by --set"):
+        with_set_options(given, ["privacy.delta=1"], FLAGS)
+    assert with_set_options(given, ["partition.clients=3"], FLAGS)["partition"] == {"clients": "3"}
     with pytest.raises(SettingError, match="one of model"):
         method_settings(["model.width=3"])
+
+
+def test_every_option_is_a_setting_or_known_to_be_none() -> None:
+    """Catches: a misspelt name in `SETTINGS`, or a new option that reaches no setting."""
+    types = {
+        "run": RunSettings,
+        "partition": PartitionSettings,
+        "model": ModelSettings,
+        "method": FedDM,
+        "privacy": PrivacySettings,
+    }
+    for section, key in SETTINGS.values():
+        assert section == "data" or key in {f.name for f in fields(types[section])}, (section, key)
+    others = {"context", "config", "settings", "output", "as_json", "dry_run", "download"}
+    assert set(signature(train).parameters) == others | set(SETTINGS)
+    assert set(signature(partition).parameters) - set(SETTINGS) == {"context", "settings", "download", "picture"}
+
+
+def test_options_reach_their_sections() -> None:
+    found = sections_of({"partition": "iid", "dp_sigma": 3.0, "data_root": Path("x"), "picture": Path("y"), "rounds": None})
+    assert found["partition"]["kind"] == "iid"
+    assert found["privacy"]["noise_multiplier"] == 3.0
+    assert found["data"] == {"dataset": None, "data_root": "x"}
+    assert "picture" not in {key for section in found.values() for key in section}

@@ -20,9 +20,10 @@ from fedsynth.federation.settings import RunSettings, resolve
 from fedsynth.federation.simulation import simulate
 from fedsynth.methods.feddm import FedDM
 from fedsynth.methods.real import Real
-from fedsynth.privacy.accounting import Release, epsilon
+from fedsynth.privacy.accounting import epsilon
 from fedsynth.privacy.errors import BudgetExceededError, LedgerError, PrivacySettingError, UnaccountedReleaseError
 from fedsynth.privacy.ledger import Ledger
+from fedsynth.privacy.releases import Release
 
 
 def tiny(method: str = "feddm", **privacy: Any) -> RunSettings:

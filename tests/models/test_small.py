@@ -10,12 +10,12 @@ from fedsynth.errors import SettingError
 from fedsynth.models.flat import flatten
 from fedsynth.models.registry import ModelSettings, build_model, model_names, parameter_count
 from fedsynth.models.small import LeNet5, ResNet8
-from fedsynth.privacy.accounting import Release
 from fedsynth.privacy.dpsgd import DpSgdSettings, check_model, dp_sgd
 from fedsynth.privacy.errors import ForbiddenLayerError
 from fedsynth.privacy.ledger import Guard, Ledger
 from fedsynth.privacy.mechanisms import GaussianSums
 from fedsynth.privacy.randomness import SecretGenerator
+from fedsynth.privacy.releases import Release
 
 
 def test_lenet5_has_its_known_size() -> None:

@@ -12,19 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedsynth.privacy import accounting
-from fedsynth.privacy.accounting import (
-    Release,
-    attack_success,
-    calibrate_noise_multiplier,
-    check_delta,
-    deltas_at,
-    describe_accountant,
-    epsilon,
-    epsilon_by_round,
-    epsilon_rdp,
-    gaussian_delta,
-)
+from fedsynth.privacy.accounting import deltas_at, describe_accountant, epsilon, epsilon_by_round, epsilon_rdp, gaussian_delta
+from fedsynth.privacy.attacks import attack_success
+from fedsynth.privacy.calibration import calibrate_noise_multiplier
 from fedsynth.privacy.errors import PrivacySettingError
+from fedsynth.privacy.releases import Release, check_delta
 
 DELTA = 1e-5
 few = settings(max_examples=8, deadline=None, derandomize=True)

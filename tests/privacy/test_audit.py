@@ -12,11 +12,12 @@ from torch import Tensor
 from fedsynth.core.client import PrivateClients
 from fedsynth.data.images import denormalise, from_arrays
 from fedsynth.data.registry import dataset_spec
-from fedsynth.privacy.accounting import Release, calibrate_noise_multiplier
 from fedsynth.privacy.audit import audit, epsilon_lower_bound, p_value
+from fedsynth.privacy.calibration import calibrate_noise_multiplier
 from fedsynth.privacy.errors import PrivacySettingError
 from fedsynth.privacy.ledger import Guard, Ledger
 from fedsynth.privacy.randomness import SecretGenerator
+from fedsynth.privacy.releases import Release
 
 CANARIES, DELTA, CLIP = 1000, 1e-5, 3.0
 SPEC = dataset_spec("digits")

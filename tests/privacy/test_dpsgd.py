@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from fedsynth.models.convnet import ConvNet
 from fedsynth.models.flat import flatten
 from fedsynth.privacy import dpsgd
-from fedsynth.privacy.accounting import Release
 from fedsynth.privacy.dpsgd import DpSgdSettings, check_model, dp_sgd, group_norm_twin
 from fedsynth.privacy.errors import ForbiddenLayerError
 from fedsynth.privacy.ledger import Guard, Ledger
 from fedsynth.privacy.mechanisms import GaussianSums
 from fedsynth.privacy.randomness import SecretGenerator
+from fedsynth.privacy.releases import Release
 
 
 def linear() -> nn.Module:

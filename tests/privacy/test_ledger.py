@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from fedsynth.privacy.accounting import Release, epsilon
+from fedsynth.privacy.accounting import epsilon
 from fedsynth.privacy.errors import BudgetExceededError, LedgerError, PrivacySettingError
 from fedsynth.privacy.ledger import Guard, Ledger
+from fedsynth.privacy.releases import Release
 
 DELTA = 1e-5
 

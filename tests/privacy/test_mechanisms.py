@@ -17,11 +17,11 @@ from torch import Tensor
 from fedsynth.core.client import PrivateClients
 from fedsynth.data.images import from_arrays, normalise
 from fedsynth.data.registry import dataset_spec
-from fedsynth.privacy.accounting import Release
 from fedsynth.privacy.errors import BudgetExceededError, PrivacyError
 from fedsynth.privacy.ledger import Guard, Ledger
 from fedsynth.privacy.mechanisms import GaussianSums, clip_rows, clipped_sums
 from fedsynth.privacy.randomness import SecretGenerator
+from fedsynth.privacy.releases import Release
 
 HOSTILE = [0.0, 1e-30, 1.0, -3.0, 1e20, 3e38, float("nan"), float("inf"), -float("inf")]
 

@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 
-from fedsynth.privacy.accounting import Release, attack_success, epsilon
+from fedsynth.privacy.accounting import epsilon
+from fedsynth.privacy.attacks import attack_success
 from fedsynth.privacy.errors import PrivacyError, PrivacySettingError
 from fedsynth.privacy.ledger import Ledger
+from fedsynth.privacy.releases import Release
 from fedsynth.privacy.report import ReportContext, build_report, render_markdown, summary_rows, write_report
 from fedsynth.privacy.report_sections import group
 from fedsynth.privacy.report_text import rounds_text, up

@@ -6,9 +6,9 @@ import re
 import xml.etree.ElementTree as ElementTree
 from html.parser import HTMLParser
 
-from fedsynth.privacy.accounting import Release
 from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.plots import bar_plot, line_plot
+from fedsynth.privacy.releases import Release
 from fedsynth.privacy.report import ReportContext, build_report, render_html
 from fedsynth.privacy.report_text import up
 

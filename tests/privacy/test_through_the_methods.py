@@ -25,11 +25,11 @@ from fedsynth.federation.simulation import simulate
 from fedsynth.methods.fedavg import FedAvg
 from fedsynth.methods.feddm import FedDM
 from fedsynth.models.registry import ModelSettings, build_model
-from fedsynth.privacy.accounting import Release
 from fedsynth.privacy.errors import UnaccountedReleaseError
 from fedsynth.privacy.ledger import Guard, Ledger
 from fedsynth.privacy.mechanisms import GaussianSums
 from fedsynth.privacy.randomness import SecretGenerator
+from fedsynth.privacy.releases import Release
 from fedsynth.privacy.settings import PrivacySettings
 from fedsynth.synthesizer.condensation import NetworkFeatures
 from fedsynth.synthesizer.matching import GradientMatcher, ResidualMatcher, synthetic_means

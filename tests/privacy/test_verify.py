@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from fedsynth.privacy.accounting import Release
 from fedsynth.privacy.errors import PrivacyError
 from fedsynth.privacy.ledger import Ledger
+from fedsynth.privacy.releases import Release
 from fedsynth.privacy.report import ReportContext, build_report, write_report
 from fedsynth.privacy.verify import read_report, unfolded, verify_report
 

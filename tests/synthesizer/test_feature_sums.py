@@ -22,10 +22,11 @@ from fedsynth.federation.simulation import simulate
 from fedsynth.methods.feddm import FedDM
 from fedsynth.models.flat import flatten
 from fedsynth.models.registry import ModelSettings, build_model
-from fedsynth.privacy.accounting import Release, epsilon
+from fedsynth.privacy.accounting import epsilon
 from fedsynth.privacy.ledger import Guard, Ledger
 from fedsynth.privacy.mechanisms import GaussianSums
 from fedsynth.privacy.randomness import SecretGenerator
+from fedsynth.privacy.releases import Release
 from fedsynth.privacy.settings import PrivacySettings
 from fedsynth.synthesizer.batches import BatchIndices
 from fedsynth.synthesizer.condensation import NetworkFeatures

@@ -13,9 +13,9 @@ from fedsynth.core.client import OpenClients, PrivateClients, Segments
 from fedsynth.data.images import ImageData, from_arrays
 from fedsynth.data.registry import dataset_spec
 from fedsynth.models.convnet import ConvNet
-from fedsynth.privacy.accounting import Release
 from fedsynth.privacy.ledger import Guard, Ledger
 from fedsynth.privacy.randomness import SecretGenerator
+from fedsynth.privacy.releases import Release
 from fedsynth.synthesizer.augmentation import SiameseAugmentation
 from fedsynth.synthesizer.batches import BatchIndices
 from fedsynth.synthesizer.condensation import NetworkFeatures, condense

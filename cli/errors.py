@@ -1,0 +1,50 @@
+"""A user's mistake is one line on stderr and exit code 2; a mistake of ours keeps its traceback."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import typer
+from typer.core import TyperGroup
+
+from fedsynth.errors import FedsynthError
+from fedsynth.privacy.errors import PrivacyError
+
+# The parser's own errors (an unknown option, text in place of a number). Where they live depends on typer's version.
+_UsageError: type[Exception] = typer.BadParameter.__mro__[1]
+
+
+class OneLineGroup(TyperGroup):
+    """Like every other mistake of a user, a mistyped option is one line and exit code 2, not a box of several."""
+
+    def main(self, *args: Any, **options: Any) -> Any:
+        standalone = options.pop("standalone_mode", True)
+        try:
+            code = super().main(*args, **options, standalone_mode=False)  # type: ignore[misc]  # nobody gives it by position
+        except _UsageError as error:
+            where = getattr(getattr(error, "ctx", None), "command_path", self.name)
+            fail(f"{error.format_message().rstrip('.')} (see {where} --help)")  # type: ignore[attr-defined]
+        if standalone:
+            sys.exit(code)
+        return code
+
+
+def fail(text: str) -> NoReturn:
+    """Ends the program with one line."""
+    print(f"fedsynth: error: {' '.join(text.split())}", file=sys.stderr)
+    sys.exit(2)
+
+
+@contextmanager
+def one_line_errors() -> Iterator[None]:
+    """Around a command's work."""
+    try:
+        yield
+    except (FedsynthError, PrivacyError) as error:
+        fail(str(error))
+    except KeyboardInterrupt:
+        print("fedsynth: interrupted; the run folder keeps its .incomplete ending", file=sys.stderr)
+        raise typer.Exit(130) from None

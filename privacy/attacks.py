@@ -1,0 +1,59 @@
+"""What an attacker can gain: a bound on the power of any membership test."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+
+from fedsynth.privacy.accounting import delta_of, epsilon_of, merge
+from fedsynth.privacy.releases import ADD_REMOVE, Release, is_real, require
+
+
+def attack_success(
+    releases: Sequence[Release], false_positive_rates: Sequence[float] = (0.001, 0.01), adjacency: str = ADD_REMOVE
+) -> dict[float, float]:
+    """Upper bound on the true-positive rate of *any* membership test at each false-positive rate α.
+
+    If (ε, δ(ε)) holds for the pair (without, with) and for its reverse, a test's rates obey, for every ε ≥ 0,
+    TPR ≤ e^ε·α + δ(ε), and, with the complements' rates, 1 − α ≤ e^ε·(1 − TPR) + δ(ε), that is
+    TPR ≤ 1 − e^{−ε}·(1 − α − δ(ε)). The smallest of these over ε is 1 − f(α), f the trade-off function (f-DP: Dong,
+    Roth & Su 2022, Prop. 2.12). Each bound is convex, the first in e^ε and the second in e^{−ε}, hence the golden-
+    section search; wherever it stops the bound is valid. For Gaussians it is Φ(Φ⁻¹(α) + μ), used directly.
+    """
+    from scipy.special import ndtr, ndtri
+
+    possible = all(is_real(a) and 0 < a < 1 for a in false_positive_rates)
+    require(possible, "false-positive rates must be in (0, 1)", false_positive_rates)
+    merged = merge(releases, adjacency)
+    if merged is None:
+        return dict.fromkeys(false_positive_rates, 1.0)
+    if merged.interval is None:
+        return {a: float(ndtr(ndtri(a) + merged.without_sampling)) for a in false_positive_rates}
+    curve, furthest = lru_cache(maxsize=None)(lambda e: delta_of(merged, e)), epsilon_of(merged, 1e-8)
+    return {a: _largest_power(curve, a, furthest) for a in false_positive_rates}
+
+
+def _largest_power(curve: Callable[[float], float], alpha: float, furthest: float) -> float:
+    first = _golden(lambda e: math.exp(min(e, 700.0)) * alpha + curve(e), furthest)
+    second = _golden(lambda e: 1 - math.exp(-e) * (1 - alpha - curve(e)), furthest)
+    return min(1.0, first, second)
+
+
+def _golden(bound: Callable[[float], float], high: float, iterations: int = 16) -> float:
+    """Smallest value met in a golden-section search of a unimodal function on [0, high]."""
+    ratio, low = (math.sqrt(5) - 1) / 2, 0.0
+    left, right = high - ratio * high, ratio * high
+    at_left, at_right = bound(left), bound(right)
+    best = min(bound(0.0), at_left, at_right)
+    for _ in range(iterations):
+        if at_left <= at_right:
+            high, right, at_right = right, left, at_left
+            left = high - ratio * (high - low)
+            at_left = bound(left)
+        else:
+            low, left, at_left = left, right, at_right
+            right = low + ratio * (high - low)
+            at_right = bound(right)
+        best = min(best, at_left, at_right)
+    return best

@@ -1,0 +1,105 @@
+"""What a client gave out, as rows of a ledger, and the terms of a guarantee: adjacency and δ."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from fedsynth.privacy.errors import PrivacySettingError
+
+ADJACENCIES = {
+    "add-remove": "add or remove one example (dp-accounting ADD_OR_REMOVE_ONE)",
+    "zero-out": "replace one example by a null record that contributes nothing (dp-accounting REPLACE_SPECIAL): how many examples a "
+    "client has is then public, how many of each class is not",
+    "replace-one": "replace one example, its label too, by any other (dp-accounting REPLACE_ONE): it leaves one class's sum and enters "
+    "another's or the same, so all classes together move by at most twice the clip",
+}
+"""Adjacency: its words for the report. Zero-out costs what add-remove costs; replace-one doubles every sensitivity."""
+ADD_REMOVE = "add-remove"
+SAMPLERS = ("poisson", "full")
+
+
+@dataclass(frozen=True)
+class Release:
+    """One ledger row: `steps` adaptively composed uses of one (subsampled) Gaussian mechanism on a client's data.
+
+    Attributes:
+        round: the round, from 0. quantity: what leaves the client. mechanism: its name. clipped: what is clipped.
+        noise_multiplier: σ, the noise's standard deviation divided by `sensitivity`; 0 means no noise (ε infinite).
+        sensitivity: L2 bound on one example's influence (the clip), in the units of what is released.
+        sample_rate: q, the public inclusion probability of each example in each step; 1 with the sampler "full".
+        sampler: "poisson" | "full"; fixed-size batches have no valid accounting under add/remove and are refused.
+        steps: number of uses. dimension: coordinates released at each step.
+        unaccounted: the reason, where no guarantee holds for this row; it makes ε infinite.
+
+    Raises:
+        PrivacySettingError: a value outside its range.
+    """
+
+    round: int
+    quantity: str
+    mechanism: str
+    clipped: str
+    noise_multiplier: float
+    sensitivity: float
+    sample_rate: float
+    sampler: str
+    steps: int
+    dimension: int
+    unaccounted: str | None = None
+
+    def __post_init__(self) -> None:
+        for name, least in (("round", 0), ("steps", 1), ("dimension", 1)):
+            value = getattr(self, name)
+            require(type(value) is int and value >= least, f"{name} must be a whole number of at least {least}", value)
+        for name in ("quantity", "mechanism", "clipped"):
+            require(isinstance(getattr(self, name), str), f"{name} must be text", getattr(self, name))
+        require(self.unaccounted is None or bool(self.unaccounted), "unaccounted must give a reason or be None", "")
+        σ, clip, q = self.noise_multiplier, self.sensitivity, self.sample_rate
+        require(is_real(σ) and σ >= 0, "the noise multiplier must be a finite number of at least 0", σ)
+        require(is_real(clip) and clip > 0, "the sensitivity (clip) must be a finite number above 0", clip)
+        require(is_real(q) and 0 < q <= 1, "the sample rate must be in (0, 1]", q)
+        require(self.sampler in SAMPLERS, "the sampler must be 'poisson' or 'full' (fixed-size batches have no "
+                 "valid accounting under add/remove)", self.sampler)  # fmt: skip
+        require(self.sampler != "full" or q == 1, "the sampler 'full' uses all data, so the sample rate must be 1", q)
+
+    def to_json(self) -> dict[str, Any]:
+        """The row as a flat, JSON-able dict; `from_json` is its inverse."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, row: Mapping[str, Any]) -> Release:
+        """Rebuild a row. Raises PrivacySettingError on missing or unknown fields and on values out of range."""
+        names = {f.name for f in fields(cls)}
+        if not names - {"unaccounted"} <= set(row) <= names:
+            raise PrivacySettingError(f"a ledger row must have exactly the fields {sorted(names)}, got {sorted(row)}")
+        return cls(**row)
+
+
+def is_real(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def require(ok: bool, rule: str, value: object) -> None:
+    if not ok:
+        raise PrivacySettingError(f"{rule}, got {value!r}")
+
+
+def check_adjacency(adjacency: str) -> None:
+    """Refuse what is not one of `ADJACENCIES`."""
+    require(adjacency in ADJACENCIES, f"the adjacency must be one of {', '.join(ADJACENCIES)}", adjacency)
+
+
+def check_delta(delta: float, max_records: int | None) -> None:
+    """Refuse a δ outside (0, 1), or above 1/max_records (it would allow publishing one record outright).
+
+    `max_records` is a declared public bound on the federation's records, never the true number; None skips that check.
+    """
+    require(is_real(delta) and 0 < delta < 1, "delta must be in (0, 1)", delta)
+    if max_records is None:
+        return
+    known = type(max_records) is int and max_records >= 1
+    require(known, "max-records must be a whole number of at least 1", max_records)
+    require(delta * max_records <= 1, f"delta must be at most 1/max-records = {1 / max_records:.3g}", delta)
