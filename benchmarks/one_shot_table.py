@@ -1,6 +1,6 @@
 """One-shot FedAvg, FedDF, DENSE and FedHydra (stratified, and with averages) on MNIST and Fashion-MNIST, for two CPU cores.
 
-    FEDSYNTH_DATA=... python benchmarks/one_shot_table.py [--quick] [--json] [--device cuda] [--datasets mnist] [--only 'seed=1']
+    FEDSYNTH_DATA=... python benchmarks/one_shot_table.py [--quick] [--json] [--device cuda] [--datasets mnist] [--only 'seed=1'] [--paper-steps]
 
 The paper's setting (5 clients; Dir(0.5), Dir(0.1), and 2c/c: two disjoint classes a client; SGD 0.01) but for the size: a twentieth of each
 class, ConvNets of width 8 with batch norm, 10 local epochs of batch 32, 15 epochs of 10 generator steps with batch 32 and a generator of
@@ -8,7 +8,8 @@ width 8, whose learning rate is 0.01 as it has a fortieth of the paper's steps; 
 (`replay`, DENSE's public code) for DENSE and FedHydra alike, and starts from the clients' average as FedDF's does. FedDF distils 200 steps
 on the other of the two data sets. The clients are trained once for each row and seed, and every method distils the same models.
 Heterogeneous: lenet5, cnn1, cnn2, resnet8 and the ConvNet at Dir(0.5), a ConvNet student; FedAvg cannot average those. Accuracy of the last
-epoch; nothing is chosen by the test set. Resumes: finished rows are lines of results/one_shot_table.jsonl.
+epoch; nothing is chosen by the test set. `--paper-steps`: the paper's 200 epochs of 30 generator steps at its rate of 0.001 instead (all else as
+above), rows of their own. Resumes: finished rows are lines of results/one_shot_table.jsonl.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "FedHydra (Ū_r alone)": ("fedhydra", {**HYDRA, "aggregation": "clients"}),
     "FedHydra (AE)": ("fedhydra", {**HYDRA, "aggregation": "average"}),
 }
+PAPER_STEPS: dict[str, Any] = {"server_epochs": 200, "generator_steps": 30, "generator_lr": 0.001}
 PARTITIONS: dict[str, dict[str, Any]] = {
     "Dir(0.5)": {"kind": "dirichlet", "alpha": 0.5},
     "Dir(0.1)": {"kind": "dirichlet", "alpha": 0.1},
@@ -73,7 +75,9 @@ def settings_for(dataset: str, where: str, seed: int, device: str, method: str, 
     )
 
 
-def one_row(dataset: str, where: str, seed: int, device: str, quick: bool, names: list[str]) -> dict[str, Any]:
+def one_row(
+    dataset: str, where: str, seed: int, device: str, quick: bool, names: list[str], steps: dict[str, Any]
+) -> dict[str, Any]:
     """Accuracies of FedAvg and the named methods on the same client models."""
     train, test = load_dataset(dataset)
     few = {"local_epochs": 1} if quick else {}
@@ -93,12 +97,17 @@ def one_row(dataset: str, where: str, seed: int, device: str, quick: bool, names
     initial = {name: value.to(context.device) for name, value in context.architecture.state_dict().items()}
     for name in names:
         method, values = METHODS[name]
-        few = {"server_steps": 2} if method == "feddf" else {"server_epochs": 1}
+        if method == "feddf":
+            few = {"server_steps": 2}
+        else:
+            few, values = {"server_epochs": 1}, {**values, **steps}
+        begun = time.perf_counter()
         distils = settings_for(dataset, where, seed, device, method, {**values, **(few if quick else {})}).method
         if not isinstance(distils, DistilsEnsemble):
             raise TypeError(f"{method} does not distil")
         state = distils.server_step(ServerState(initial), uploads, context)
         found[name] = accuracy(context.load(state.parameters), test)
+        found.setdefault("seconds", {})[name] = round(time.perf_counter() - begun, 1)
     return found
 
 
@@ -110,27 +119,31 @@ def main() -> None:
     parser.add_argument("--datasets", nargs="+", default=["fashion-mnist", "mnist"])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--only", default="", help="make only the rows whose name contains this")
+    parser.add_argument("--paper-steps", action="store_true", help="200 epochs of 30 generator steps")
+    parser.add_argument("--partitions", nargs="+", choices=PARTITIONS, default=list(PARTITIONS))
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     options = parser.parse_args()
     keep_large_allocations()
     path = RESULTS / f"one_shot_table{'_quick' if options.quick else ''}.jsonl"
     made: dict[str, dict[str, Any]] = {}
     for row in map(json.loads, path.read_text().splitlines() if path.exists() else []):
         made[row["key"]] = {**made.get(row["key"], {}), **row}  # a later line of a row has methods that came later
+    steps, suffix = (PAPER_STEPS, " 200×30") if options.paper_steps else ({}, "")
     table: dict[str, Any] = {}
     for dataset in options.datasets:
-        for where in PARTITIONS:
+        for where in options.partitions:
             for seed in options.seeds:
-                key = f"{dataset} {where} seed={seed}"
-                names = [name for name in METHODS if name not in made.get(key, {})]
+                key = f"{dataset} {where} seed={seed}{suffix}"
+                names = [name for name in options.methods if name not in made.get(key, {})]
                 if names and options.only in key:
-                    found = one_row(dataset, where, seed, options.device, options.quick, names)
+                    found = one_row(dataset, where, seed, options.device, options.quick, names, steps)
                     row = {"key": key, **found, **machine()}
                     made[key] = {**made.get(key, {}), **row}
                     with path.open("a") as file:
                         file.write(json.dumps(row) + "\n")
                     print(json.dumps(row), file=sys.stderr, flush=True)
-            rows = [made.get(f"{dataset} {where} seed={seed}") for seed in options.seeds]
-            for name in ("FedAvg", *METHODS):
+            rows = [made.get(f"{dataset} {where} seed={seed}{suffix}") for seed in options.seeds]
+            for name in ("FedAvg", *options.methods):
                 values = [100 * row[name] for row in rows if row is not None and name in row]
                 if len(values) == len(rows):
                     table[f"{dataset}, {where}, {name}"] = summarise(values)

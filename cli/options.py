@@ -143,10 +143,10 @@ SETTINGS: dict[str, tuple[str, str]] = {
 """A command's parameter: section and key of the setting. Parameters that are none of these are not settings of a run."""
 
 
-def sections_of(parameters: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+def sections_of(parameters: Mapping[str, Any], settings: Mapping[str, tuple[str, str]] = SETTINGS) -> dict[str, dict[str, Any]]:
     """A command's parameters (None: not given) as sections of settings."""
-    found: dict[str, dict[str, Any]] = {section: {} for section, _ in SETTINGS.values()}
-    for name, (section, key) in SETTINGS.items():
+    found: dict[str, dict[str, Any]] = {section: {} for section, _ in settings.values()}
+    for name, (section, key) in settings.items():
         value = parameters.get(name)
         found[section][key] = str(value) if isinstance(value, Path) else value
     return found

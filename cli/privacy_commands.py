@@ -10,17 +10,27 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fedsynth.cli.errors import one_line_errors
+from fedsynth.cli.options import sections_of
+from fedsynth.cli.settings_options import with_set_options
 from fedsynth.errors import SettingError
 from fedsynth.privacy.errors import PrivacyError
 
 if TYPE_CHECKING:
     from fedsynth.federation.planning import Plan
 
+PLAN_SETTINGS = {
+    **{name: ("run", name) for name in ("method", "rounds", "participation")},
+    **{name: ("partition", name) for name in ("clients", "subset", "local_test")},
+    **{name: ("privacy", name) for name in ("epsilon", "delta", "max_records", "mechanism", "sample_rate", "adjacency")},
+    "dataset": ("data", "dataset"),
+    "sigma": ("privacy", "noise_multiplier"),
+    "records": ("privacy", "nominal_size"),
+}
 PLAN_FLAGS = {
+    **{setting: name.replace("_", "-") for name, setting in PLAN_SETTINGS.items()},
+    ("privacy", "nominal_size"): "n",
     ("method", "iterations"): "steps",
     ("method", "local_epochs"): "steps",
-    ("privacy", "noise_multiplier"): "sigma",
-    ("privacy", "nominal_size"): "n",
 }
 
 privacy_app = typer.Typer(help="Plan a privacy budget, read and verify privacy reports.", no_args_is_help=True)
@@ -28,6 +38,7 @@ privacy_app = typer.Typer(help="Plan a privacy budget, read and verify privacy r
 
 @privacy_app.command()
 def plan(
+    context: typer.Context,
     method: Annotated[str, typer.Option(help="Name of the method (`fedsynth methods`).")] = "feddm",
     epsilon: Annotated[float | None, typer.Option(help="Budget ε of the whole run: gives σ for each mechanism.")] = None,
     sigma: Annotated[float | None, typer.Option(help="Noise multiplier σ: gives ε by round.")] = None,
@@ -59,35 +70,10 @@ def plan(
 
     Examples: `fedsynth privacy plan --epsilon 8 --rounds 5`, `fedsynth privacy plan --sigma 3 --method fedavg --n 6000`.
     """
-    from fedsynth.cli.settings_options import with_set_options
-
     with one_line_errors():
-        from dataclasses import fields
-
         from fedsynth.federation.planning import make_plans, plan_plot
-        from fedsynth.methods import method_class
 
-        chosen: dict[str, Any] = {}
-        if steps is not None and method != "real":  # which is refused further on
-            known = {f.name for f in fields(method_class(method))}
-            chosen["iterations" if "iterations" in known else "local_epochs"] = steps
-        privacy = {
-            "epsilon": epsilon,
-            "noise_multiplier": sigma,
-            "delta": delta,
-            "nominal_size": records,
-            "max_records": max_records,
-            "mechanism": mechanism,
-            "sample_rate": sample_rate,
-            "adjacency": adjacency,
-        }
-        given: dict[str, dict[str, Any]] = {
-            "run": {"method": method, "rounds": rounds, "participation": participation},
-            "data": {"dataset": dataset},
-            "partition": {"clients": clients, "subset": subset, "local_test": local_test},
-            "method": chosen,
-            "privacy": privacy,
-        }
+        given = {**sections_of(context.params, PLAN_SETTINGS), "method": _steps_setting(method, steps)}
         sections = with_set_options(given, settings or [], PLAN_FLAGS)
         if not sections["privacy"].keys() & {"epsilon", "noise_multiplier"}:
             raise SettingError("a plan needs --epsilon (a budget, gives σ) or --sigma (gives ε)")
@@ -101,12 +87,28 @@ def plan(
             print(json.dumps([vars(p) | {"epsilon": dict(p.epsilon)} for p in plans], indent=2))
         else:
             print_plans(plans)
-            for p in plans:
-                over = [n for n, spent in p.epsilon.items() if p.target is not None and spent > p.target * (1 + 1e-9)]
-                if over:
-                    print(f"note: {p.mechanism} exceeds ε = {p.target:g} in round {over[0]} with this σ", file=sys.stderr)
-            if any(p.epsilon[max(p.epsilon)] > 10 for p in plans):
-                print("warning: ε above 10 is a weak guarantee; --epsilon 8 finds the noise for a stronger one", file=sys.stderr)
+            _warn(plans)
+
+
+def _steps_setting(method: str, steps: int | None) -> dict[str, Any]:
+    """--steps as the setting that it is of this method."""
+    from dataclasses import fields
+
+    from fedsynth.methods import method_class
+
+    if steps is None or method == "real":  # which is refused further on
+        return {}
+    known = {f.name for f in fields(method_class(method))}
+    return {"iterations" if "iterations" in known else "local_epochs": steps}
+
+
+def _warn(plans: list[Plan]) -> None:
+    for p in plans:
+        over = [n for n, spent in p.epsilon.items() if p.target is not None and spent > p.target * (1 + 1e-9)]
+        if over:
+            print(f"note: {p.mechanism} exceeds ε = {p.target:g} in round {over[0]} with this σ", file=sys.stderr)
+    if any(p.epsilon[max(p.epsilon)] > 10 for p in plans):
+        print("warning: ε above 10 is a weak guarantee; --epsilon 8 finds the noise for a stronger one", file=sys.stderr)
 
 
 def _plan_options(text: str) -> str:
