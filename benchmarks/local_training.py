@@ -2,14 +2,15 @@
 
     python benchmarks/local_training.py [--quick] [--json] [--device cuda]
 
-Clients of unequal sizes (log-normal, mean 60, the same in every row), batches of 10 and 32, two passes, momentum 0.9, random images: only time
-is measured. Rows with convolutions say why `trains_together` says no to them on a CPU; on a GPU they are what to look at first.
+Clients of log-normal sizes with mean 60 ("uneven"), of one size, or one that has a hundred times what the others have; two passes, momentum
+0.9, random images: only time is measured. Rows that are not "used together" say why: `pays` and `FEW` decide.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import math
 import statistics
 from collections.abc import Callable
 from typing import Any
@@ -21,21 +22,31 @@ from torch import Tensor, nn
 
 from fedsynth.cli.memory import keep_large_allocations
 from fedsynth.models.registry import ModelSettings, build_model
-from fedsynth.synthesizer.together import Learner, train_together, trains_together
+from fedsynth.synthesizer.together import FEW, Learner, pays, train_together
 from fedsynth.synthesizer.training import SgdSettings, train_on
 
+
+def uneven(clients: int) -> list[int]:
+    return [max(1, round(n)) for n in np.random.default_rng(0).lognormal(np.log(60) - 0.5, 1.0, clients)]
+
+
 SYNTHETIC, MNIST = (1, 1, 60), (1, 28, 28)  # FedProx's synthetic data have 60 features
-# case, network, an image's shape, clients, batch
-CASES: tuple[tuple[str, ModelSettings, tuple[int, int, int], int, int], ...] = (
-    ("softmax regression, 60 features", ModelSettings("linear"), SYNTHETIC, 30, 10),
-    ("softmax regression, 60 features", ModelSettings("linear"), SYNTHETIC, 300, 10),
-    ("softmax regression, 784 features", ModelSettings("linear"), MNIST, 30, 10),
-    ("softmax regression, 784 features", ModelSettings("linear"), MNIST, 300, 10),
-    ("LeNet-5", ModelSettings("lenet5"), MNIST, 30, 10),
-    ("LeNet-5", ModelSettings("lenet5"), MNIST, 30, 32),
-    ("ConvNet of width 16", ModelSettings(width=16), MNIST, 30, 10),
-    ("ConvNet of width 16", ModelSettings(width=16), MNIST, 30, 32),
-    ("ConvNet of width 32", ModelSettings(width=32), MNIST, 30, 10),
+# case, network, an image's shape, sizes, batch
+CASES: tuple[tuple[str, ModelSettings, tuple[int, int, int], list[int], int], ...] = (
+    ("30 uneven, softmax regression, 60 features", ModelSettings("linear"), SYNTHETIC, uneven(30), 10),
+    ("300 uneven, softmax regression, 60 features", ModelSettings("linear"), SYNTHETIC, uneven(300), 10),
+    ("30 uneven, softmax regression, 784 features", ModelSettings("linear"), MNIST, uneven(30), 10),
+    ("300 uneven, softmax regression, 784 features", ModelSettings("linear"), MNIST, uneven(300), 10),
+    ("100 even, softmax regression, 784 features", ModelSettings("linear"), MNIST, [60] * 100, 32),
+    ("10 even, softmax regression, 784 features", ModelSettings("linear"), MNIST, [600] * 10, 64),
+    ("10 even, softmax regression, 784 features", ModelSettings("linear"), MNIST, [600] * 10, 256),
+    ("one large of 100, softmax regression, 784 features", ModelSettings("linear"), MNIST, [6000] + [60] * 99, 32),
+    ("2 even, softmax regression, 60 features", ModelSettings("linear"), SYNTHETIC, [200] * 2, 10),
+    ("30 uneven, LeNet-5", ModelSettings("lenet5"), MNIST, uneven(30), 10),
+    ("30 uneven, LeNet-5", ModelSettings("lenet5"), MNIST, uneven(30), 32),
+    ("30 uneven, ConvNet of width 16", ModelSettings(width=16), MNIST, uneven(30), 10),
+    ("30 uneven, ConvNet of width 16", ModelSettings(width=16), MNIST, uneven(30), 32),
+    ("30 uneven, ConvNet of width 32", ModelSettings(width=32), MNIST, uneven(30), 10),
 )
 
 
@@ -53,10 +64,9 @@ def one_after_another(each: list[Learner], x: Tensor, y: Tensor) -> None:
 
 
 def measure(
-    name: str, settings: ModelSettings, shape: tuple[int, int, int], clients: int, batch: int, options: argparse.Namespace
+    name: str, settings: ModelSettings, shape: tuple[int, int, int], sizes: list[int], batch: int, options: argparse.Namespace
 ) -> dict[str, Any]:
-    device, clients = torch.device(options.device), 3 if options.quick else clients
-    sizes = [max(1, round(n)) for n in np.random.default_rng(0).lognormal(np.log(60) - 0.5, 1.0, clients)]
+    device, sizes = torch.device(options.device), sizes[:3] if options.quick else sizes
     model = build_model(settings, shape, 10, 0).to(device)
     x, y = torch.randn(sum(sizes), *shape, device=device), torch.arange(sum(sizes), device=device) % 10
     runs: dict[str, Callable[[], object]] = {
@@ -65,14 +75,8 @@ def measure(
     }
     times = alternating(runs, 1 if options.quick else options.repeats, device)
     medians = {key: statistics.median(values) for key, values in times.items()}
-    row = {
-        "case": name,
-        "clients": clients,
-        "batch": batch,
-        "examples": sum(sizes),
-        "seconds": medians,
-        "used together": trains_together(model),
-    }
+    used = len(sizes) >= FEW and pays(model, batch, math.prod(shape))
+    row = {"case": name, "clients": len(sizes), "batch": batch, "examples": sum(sizes), "seconds": medians, "used together": used}
     return {**row, "ratio": medians["one after another"] / medians["together"], **machine()}
 
 

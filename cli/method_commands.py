@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -38,12 +40,27 @@ def show_method(name: Annotated[str, typer.Argument(help="A method's name.")]) -
         for field in fields(cls):
             print(f"  {field.name} = {field.default}")
         print(f"\n{getdoc(cls)}")
+        for other in _named_in(cls, []):
+            print(f"\n`{other.__name__}`: {getdoc(other)}")
         for title, message in (("answers, in a first phase", cls.answers), ("uploads", cls.upload)):
             if message is not None:
                 print(f"\n{title} ({message.__name__}):")
                 for key, (kind, reason) in privacy_of_fields(message).items():
                     print(f"  {key}: {kind}" + (f" ({reason})" if reason else ""))
         print("\nwith differential privacy: " + (", ".join(cls.protects) if cls.protects else f"refused: {cls.refusal}"))
+
+
+def _named_in(cls: type, found: list[type]) -> list[type]:
+    """The classes with settings that a class's text refers to by `Name`, and those that theirs refer to."""
+    from dataclasses import is_dataclass
+    from inspect import getdoc
+
+    for name in re.findall(r"`([A-Z]\w+)`", getdoc(cls) or ""):
+        other = getattr(sys.modules[cls.__module__], name, None)
+        if isinstance(other, type) and is_dataclass(other) and other not in found:
+            found.append(other)
+            _named_in(other, found)
+    return found
 
 
 def distill(

@@ -233,6 +233,8 @@ class _Simulation:
                     expected = "nothing" if declared is None else declared.__name__
                     raise TypeError(f"{self.method.name} declares messages of type {expected}, got {type(upload).__name__}")
                 _check_finite(dict(upload.arrays()), f"client {k}", context.round)
+                if self.method.personal:  # what is tested stays with the client
+                    _check_finite(memory, f"client {k}", context.round)
                 sent[k], memories[k] = upload, memory
         return sent, memories
 

@@ -13,20 +13,21 @@ from fedsynth.core.method import RoundContext, ServerState
 SLOT = "cache."
 
 
-def average(uploads: Sequence[ModelParameters], otherwise: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+def average(uploads: Sequence[ModelParameters], *, even: bool = False) -> dict[str, Tensor]:
     """Σ_k weight_k · parameters_k / Σ_k weight_k, in float64; counters (integer buffers) are taken from the first upload.
 
-    `otherwise` (the first upload): where no weight is above zero.
+    Args:
+        uploads: with a weight above zero, all in all. even: all with the same weight instead.
     """
-    total = sum(u.weight for u in uploads)
-    first = uploads[0].parameters
-    if total == 0:
-        return dict(first if otherwise is None else otherwise)
+    weights = [1.0 if even else u.weight for u in uploads]
+    total = sum(weights)
     return {
-        name: torch.stack([u.parameters[name].double() * (u.weight / total) for u in uploads]).sum(dim=0).to(value.dtype)
+        name: torch.stack([u.parameters[name].double() * (w / total) for u, w in zip(uploads, weights, strict=True)])
+        .sum(dim=0)
+        .to(value.dtype)
         if value.is_floating_point()
         else value
-        for name, value in first.items()
+        for name, value in uploads[0].parameters.items()
     }
 
 

@@ -27,6 +27,7 @@ class FedAvgM(TrainsLocally):
     name: ClassVar[str] = "fedavgm"
     summary: ClassVar[str] = "FedAvg with momentum on the server"
     reference: ClassVar[str] = "Hsu, Qi and Brown 2019, arXiv 1909.06335"
+    one_pass: ClassVar[bool] = True
 
     server_momentum: float = 0.9
     server_lr: float = 1.0
@@ -36,7 +37,7 @@ class FedAvgM(TrainsLocally):
         check_ranges(self, server_momentum=(0, 1), server_lr=(0, inf))
 
     def combine(self, state: ServerState, uploads: Sequence[ModelParameters], context: RoundContext) -> ServerState:
-        mean, velocity = average(uploads, state.parameters), unprefixed("velocity.", state.kept)
+        mean, velocity = average(uploads), unprefixed("velocity.", state.kept)
         made, kept = dict(mean), {}
         for name in trainable(context):
             step = state.parameters[name] - mean[name]

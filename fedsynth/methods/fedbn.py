@@ -30,7 +30,8 @@ def local_names(model: nn.Module) -> set[str]:
 
 @dataclass(frozen=True)
 class FedBN(TrainsLocally):
-    """Settings: see `TrainsLocally`. It is for networks with batch norm (`--norm batch`), and equals FedAvg, weighted by n_k, without any."""
+    """Settings: see `TrainsLocally`. It is for networks with batch norm (`--norm batch`), and refuses others, for which it would be
+    FedAvg, weighted by n_k."""
 
     name: ClassVar[str] = "fedbn"
     summary: ClassVar[str] = "FedAvg in which batch-norm layers stay with their clients"

@@ -9,7 +9,7 @@ With differential privacy g_k is computed from released iterates and stays at th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import inf
 from typing import ClassVar
 
@@ -34,6 +34,7 @@ class FedDyn(TrainsLocally):
     name: ClassVar[str] = "feddyn"
     summary: ClassVar[str] = "a regulariser that moves with each client aligns local optima with the global one"
     reference: ClassVar[str] = "Acar et al. 2021, FedDyn, arXiv 2111.04263"
+    one_pass: ClassVar[bool] = True
 
     alpha: float = 0.01
 
@@ -55,13 +56,12 @@ class FedDyn(TrainsLocally):
         return Task(penalty=pull if self.alpha else None, finish=finish)
 
     def combine(self, state: ServerState, uploads: Sequence[ModelParameters], context: RoundContext) -> ServerState:
-        active = [u for u in uploads if u.weight > 0]
-        made = average([replace(u, weight=1.0) for u in active], state.parameters) if active else dict(state.parameters)
+        made = average(uploads, even=True)
         if self.alpha == 0:
             return ServerState(made)
         old, h = unprefixed("h.", state.kept), {}
         for name in trainable(context):
-            moved = sum((u.parameters[name] - state.parameters[name] for u in active), start=state.parameters[name] * 0)
+            moved = sum((u.parameters[name] - state.parameters[name] for u in uploads), start=state.parameters[name] * 0)
             h[name] = (old[name] if old else 0) - self.alpha / context.clients * moved
             made[name] = made[name] - h[name] / self.alpha
         return ServerState(made, prefixed("h.", h))

@@ -127,15 +127,12 @@ class FedFAPlus(TrainsLocally):
         return replace(upload, statistics={**upload.statistics, HISTOGRAM: self._histogram(model, clients, position)})
 
     def combine(self, state: ServerState, uploads: Sequence[ModelParameters], context: RoundContext) -> ServerState:
-        sent = [u for u in uploads if isinstance(u, StatisticsUp) and u.weight > 0]
-        made = average([replace(u, weight=1.0) for u in sent] or uploads, state.parameters)
-        if not sent:
-            return ServerState(made, _statistics(state.kept))
+        sent = [u for u in uploads if isinstance(u, StatisticsUp)]
         kept: dict[str, Tensor] = {}
         for name in sent[0].statistics:
             of_all = torch.stack([u.statistics[name] for u in sent])
             kept[name] = of_all.mean(dim=0) if name == HISTOGRAM else modulation(of_all)
-        return ServerState(made, kept)
+        return ServerState(average(sent, even=True), kept)
 
     def _layers(
         self, client: int, statistics: Mapping[str, Tensor], memory: Memory, context: RoundContext

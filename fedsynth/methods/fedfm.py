@@ -217,8 +217,8 @@ class FedFMLite(FedFM):
 
     def combine(self, state: ServerState, uploads: Sequence[ModelParameters], context: RoundContext) -> ServerState:
         made = super().combine(state, uploads, context)
-        sent = [u for u in uploads if isinstance(u, ModelAndSums) and u.weight > 0]
-        return ServerState(made.parameters, self._anchors(state, sent, context) if sent else made.kept)
+        sent = [u for u in uploads if isinstance(u, ModelAndSums)]
+        return ServerState(made.parameters, self._anchors(state, sent, context))
 
 
 def _width(context: RoundContext) -> int:

@@ -138,11 +138,8 @@ class FedGen(TrainsLocally):
         return ModelAndCounts(upload.parameters, upload.weight, counts)
 
     def combine(self, state: ServerState, uploads: Sequence[ModelParameters], context: RoundContext) -> ServerState:
-        made = average(uploads, state.parameters)
-        sent = [u for u in uploads if isinstance(u, ModelAndCounts) and u.weight > 0]
-        if not sent:
-            return ServerState(made, state.kept)
-        return ServerState(made, self._train_generator(state, sent, context))
+        sent = [u for u in uploads if isinstance(u, ModelAndCounts)]
+        return ServerState(average(sent), self._train_generator(state, sent, context))
 
     def _generator(self, context: RoundContext) -> LatentGenerator:
         size: int = context.architecture.classifier.in_features  # type: ignore[assignment,union-attr]

@@ -69,7 +69,7 @@ class FedGKD(TrainsLocally):
         return Task(loss=loss if self.gamma else cross_entropies)
 
     def combine(self, state: ServerState, uploads: Sequence[ModelParameters], context: RoundContext) -> ServerState:
-        made, past = average(uploads, state.parameters), unprefixed("past.", state.kept)
+        made, past = average(uploads), unprefixed("past.", state.kept)
         first = {name: value[None] for name, value in state.parameters.items()}
         kept = {name: torch.cat([past.get(name, first[name]), value[None]])[-self.buffer :] for name, value in made.items()}
         return ServerState(made, prefixed("past.", kept))

@@ -33,6 +33,7 @@ class FedNova(TrainsLocally):
     name: ClassVar[str] = "fednova"
     summary: ClassVar[str] = "FedAvg with updates normalised by each client's number of steps"
     reference: ClassVar[str] = "Wang et al. 2020, FedNova, arXiv 2007.07481"
+    one_pass: ClassVar[bool] = True
     upload: ClassVar[type[Message]] = NormalisedModel
 
     def __post_init__(self) -> None:
@@ -47,11 +48,8 @@ class FedNova(TrainsLocally):
         return Task(finish=finish)
 
     def combine(self, state: ServerState, uploads: Sequence[ModelParameters], context: RoundContext) -> ServerState:
-        sent = [u for u in uploads if isinstance(u, NormalisedModel) and u.norm > 0]
-        total = sum(u.weight for u in sent)
-        made = average(uploads, state.parameters)
-        if total == 0:
-            return ServerState(dict(state.parameters))
+        sent = [u for u in uploads if isinstance(u, NormalisedModel)]
+        made, total = average(sent), sum(u.weight for u in sent)
         effective = sum(u.weight / total * u.norm for u in sent)
         for name in trainable(context):
             old = state.parameters[name]

@@ -57,6 +57,7 @@ class FedProx(TrainsLocally):
     name: ClassVar[str] = "fedprox"
     summary: ClassVar[str] = "FedAvg with a proximal term, and stragglers' partial work kept"
     reference: ClassVar[str] = "Li et al. 2020, FedProx, arXiv 1812.06127"
+    one_pass: ClassVar[bool] = True
     upload: ClassVar[type[Message]] = LossModel
 
     mu: float = 0.01
@@ -95,11 +96,10 @@ class FedProx(TrainsLocally):
         return Task(penalty=pull if message.mu else None, finish=finish)
 
     def combine(self, state: ServerState, uploads: Sequence[ModelParameters], context: RoundContext) -> ServerState:
-        even = uploads if self.by_size else [replace(u, weight=float(u.weight > 0)) for u in uploads]
-        made = average(even, state.parameters)
+        made = average(uploads, even=not self.by_size)
         if not self.adaptive:
             return ServerState(made)
-        sizes = sum(u.weight for u in uploads) or 1.0
+        sizes = sum(u.weight for u in uploads)
         loss = sum(u.loss * u.weight for u in uploads if isinstance(u, LossModel)) / sizes
         before = {name: float(value) for name, value in state.kept.items() if name in ("mu", "loss", "falls")}
         mu, falls = before.get("mu", self.mu), before.get("falls", 0.0)

@@ -29,7 +29,7 @@ from fedsynth.methods.aggregation import average, cached, overall_average
 from fedsynth.models.registry import parameter_count
 from fedsynth.privacy.dpsgd import DpSgdSettings, ExampleLoss, Penalty, check_model
 from fedsynth.privacy.settings import PrivacySettings
-from fedsynth.synthesizer.together import Learner, learner_bytes, train_together, trains_together
+from fedsynth.synthesizer.together import Learner, learner_bytes, pays, train_together
 from fedsynth.synthesizer.training import Pull, SgdSettings, steps_of, train_on
 
 
@@ -83,6 +83,8 @@ class TrainsLocally(Method):
 
     upload: ClassVar[type[Message]] = ModelParameters
     protects: ClassVar[tuple[str, ...]] = ("dp-sgd",)
+    one_pass: ClassVar[bool] = False
+    """Whether tasks are `plain`, so that clients with a dense network can share a step."""
 
     local_epochs: int = 10
     batch: int = 256
@@ -135,9 +137,13 @@ class TrainsLocally(Method):
         return results
 
     def client_bytes(self, context: RoundContext) -> int | None:
-        if context.client_architectures is not None or not trains_together(context.architecture):
-            return None
-        return learner_bytes(context.architecture, self.batch, math.prod(context.spec.image_shape))
+        scalars = math.prod(context.spec.image_shape)
+        alone = not self.one_pass or context.privacy is not None or context.client_architectures is not None
+        return (
+            None
+            if alone or not pays(context.architecture, self.batch, scalars)
+            else learner_bytes(context.architecture, self.batch, scalars)
+        )
 
     def complete(self, upload: Message, clients: ClientGroup, position: int, message: Message, context: RoundContext) -> Message:
         """The upload of one client of the group with what else is made of its data, after its training."""
@@ -155,12 +161,15 @@ class TrainsLocally(Method):
         return self.final == "oca"
 
     def combine(self, state: ServerState, uploads: Sequence[ModelParameters], context: RoundContext) -> ServerState:
-        """The next global model, and what the server keeps."""
-        return ServerState(average(uploads, state.parameters))
+        """The next global model, and what the server keeps, from the uploads that count: at least one, with weights above zero."""
+        return ServerState(average(uploads))
 
     def server_step(self, state: ServerState, uploads: Sequence[Message], context: RoundContext) -> ServerState:
         models = [u for u in uploads if isinstance(u, ModelParameters)]
-        made = self.combine(state, models, context)
+        counting = [u for u in models if u.weight > 0]
+        if not counting:  # everybody was dropped, or is without an example: as if the round had not been
+            return state
+        made = self.combine(state, counting, context)
         if not self.keeps_cache():
             return made
         cache = cached(state, models, context)
@@ -204,8 +213,7 @@ class TrainsLocally(Method):
             )
             draws = torch_generator(context.seed, "local training", context.round, client)
             learners.append(Learner(model, clients.examples(position), settings, draws, task.penalty))
-        dense = context.client_architectures is None and trains_together(models[0])
-        if dense and len(models) > 1 and all(task.plain for task in tasks):
+        if len(models) > 1 and self.client_bytes(context) is not None and all(task.plain for task in tasks):
             train_together(learners, clients.images, clients.labels, partial(context.report, "local training"))
         else:
             for done, (learner, task) in enumerate(zip(learners, tasks, strict=True), start=1):

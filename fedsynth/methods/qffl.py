@@ -7,7 +7,7 @@ h_k = q·F_k^{q−1}·‖Δw_k‖² + L·F_k^q.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import inf
 from typing import ClassVar
 
@@ -38,6 +38,7 @@ class QFFL(TrainsLocally):
     name: ClassVar[str] = "qffl"
     summary: ClassVar[str] = "clients with larger losses count more, for even accuracy"
     reference: ClassVar[str] = "Li et al. 2020, q-FFL, arXiv 1905.10497"
+    one_pass: ClassVar[bool] = True
     upload: ClassVar[type[Message]] = FairModel
     protects: ClassVar[tuple[str, ...]] = ()
     refusal: ClassVar[str] = "each client's exact loss is uploaded and decides its weight, and no mechanism here protects it"
@@ -56,18 +57,14 @@ class QFFL(TrainsLocally):
         return FairModel(upload.parameters, upload.weight, mean_loss(model, clients, position))
 
     def combine(self, state: ServerState, uploads: Sequence[ModelParameters], context: RoundContext) -> ServerState:
-        sent = [u for u in uploads if isinstance(u, FairModel) and u.weight > 0]
-        if not sent:
-            return ServerState(dict(state.parameters))
+        sent = [u for u in uploads if isinstance(u, FairModel)]
         names, lipschitz = trainable(context), 1 / self.lr
-        made = average([replace(u, weight=1.0) for u in sent])
+        made = average(sent, even=True)
         steps = [{n: lipschitz * (state.parameters[n] - u.parameters[n]).double() for n in names} for u in sent]
-        powers = [(u.loss + TINY) ** self.q for u in sent]
+        losses = [u.loss + TINY for u in sent]
+        powers = [(loss / max(losses)) ** self.q for loss in losses]  # the largest's own cancels, and could overflow
         norms = [float(sum(value.square().sum() for value in step.values())) for step in steps]
-        total = sum(
-            self.q * (u.loss + TINY) ** (self.q - 1) * norm + lipschitz * power
-            for u, norm, power in zip(sent, norms, powers, strict=True)
-        )
+        total = sum(power * (self.q / loss * norm + lipschitz) for loss, norm, power in zip(losses, norms, powers, strict=True))
         for name in names:
             step = sum((power * one[name] for power, one in zip(powers, steps, strict=True)), start=steps[0][name] * 0)
             made[name] = (state.parameters[name].double() - step / total).to(state.parameters[name].dtype)

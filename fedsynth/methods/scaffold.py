@@ -9,7 +9,7 @@ With differential privacy y's iterates are releases, and c_k is computed from th
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import inf
 from typing import ClassVar
 
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from fedsynth.core.messages import Message, ModelParameters, public, released
 from fedsynth.core.method import Memory, RoundContext, ServerState, check_ranges
+from fedsynth.errors import SettingError
 from fedsynth.methods.aggregation import average, trainable
 from fedsynth.methods.local import Task, Trained, TrainsLocally, prefixed, unprefixed
 from fedsynth.models.flat import flatten_named
@@ -49,6 +50,7 @@ class Scaffold(TrainsLocally):
     name: ClassVar[str] = "scaffold"
     summary: ClassVar[str] = "control variates correct the drift of local training"
     reference: ClassVar[str] = "Karimireddy et al. 2020, SCAFFOLD, arXiv 1910.06378"
+    one_pass: ClassVar[bool] = True
     upload: ClassVar[type[Message]] = ControlUp
 
     momentum: float = 0.0
@@ -56,7 +58,11 @@ class Scaffold(TrainsLocally):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_ranges(self, server_lr=(0, inf), momentum=(0, 0), lr=(1e-12, inf))
+        check_ranges(self, server_lr=(0, inf), lr=(1e-12, inf))
+        if self.momentum:
+            raise SettingError(
+                f"scaffold takes plain steps, as option II reads its control from them: momentum must be 0, got {self.momentum}"
+            )
 
     def broadcast(self, state: ServerState, context: RoundContext) -> Message:
         return ControlDown(state.parameters, 1.0, unprefixed("control.", state.kept))
@@ -79,8 +85,8 @@ class Scaffold(TrainsLocally):
         return Task(penalty=correction, finish=finish)
 
     def combine(self, state: ServerState, uploads: Sequence[ModelParameters], context: RoundContext) -> ServerState:
-        mean = average([replace(u, weight=float(u.weight > 0)) for u in uploads], state.parameters)
-        sent = [u for u in uploads if isinstance(u, ControlUp) and u.weight > 0]
+        sent = [u for u in uploads if isinstance(u, ControlUp)]
+        mean = average(sent, even=True)
         old, control = unprefixed("control.", state.kept), {}
         made = dict(mean)
         for name in trainable(context):

@@ -12,10 +12,15 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
-from fedsynth.core.messages import Message, ModelParameters, parameters_of
+from fedsynth.core.messages import Message, parameters_of
 from fedsynth.core.method import Memory, RoundContext, ServerState
 from fedsynth.errors import SettingError
 from fedsynth.methods.local import Task, Trained, TrainsLocally
+
+
+@dataclass(frozen=True)
+class Nothing(Message):
+    """Up: nothing."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +30,8 @@ class Solo(TrainsLocally):
     name: ClassVar[str] = "solo"
     summary: ClassVar[str] = "no federation: each client trains alone"
     reference: ClassVar[str] = "the comparison papers' SOLO"
+    one_pass: ClassVar[bool] = True
+    upload: ClassVar[type[Message]] = Nothing
     personal: ClassVar[bool] = True
     protects: ClassVar[tuple[str, ...]] = ()
     refusal: ClassVar[str] = "nothing is sent, so there is nothing to protect; its accuracies are exact functions of private data"
@@ -39,7 +46,7 @@ class Solo(TrainsLocally):
 
     def task(self, client: int, message: Message, memory: Memory, context: RoundContext) -> Task:
         def finish(model: nn.Module, trained: Trained) -> tuple[Message, Memory]:
-            return ModelParameters({}, trained.weight), {name: value.clone() for name, value in model.state_dict().items()}
+            return Nothing(), {name: value.clone() for name, value in model.state_dict().items()}
 
         return Task(finish=finish)
 

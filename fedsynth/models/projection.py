@@ -16,6 +16,8 @@ class Projected(nn.Module):
         body: a network with `embed` and `classifier`; it loses the latter. size: of the new embedding, 256 in the paper.
     """
 
+    dense = True
+
     def __init__(self, body: nn.Module, size: int, classes: int) -> None:
         super().__init__()
         last: nn.Linear = body.classifier  # type: ignore[assignment]

@@ -17,6 +17,8 @@ from fedsynth.models.convnet import make_norm
 class Linear(nn.Module):
     """Softmax regression: normalised images [N, C, H, W] to logits [N, classes]; the embedding is the image itself."""
 
+    dense = True
+
     def __init__(self, image_shape: tuple[int, int, int], classes: int) -> None:
         super().__init__()
         channels, height, width = image_shape

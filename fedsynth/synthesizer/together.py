@@ -1,11 +1,12 @@
 """Local training of many clients in one stream of steps: their weights are rows of one matrix, and each step trains all of them.
 
 A step's cost for a small dense network is that of its Python and its kernel launches, so that a hundred clients at once take little longer
-than one. The result is each client's own `train_on`, but for rounding: the same orders of examples, the same steps. Clients with fewer
-batches leave the pass earlier; a batch that is not full is filled up with examples of weight zero.
+than a few. The result is each client's own `train_on`, but for rounding: the same orders of examples, the same steps. Clients are sorted by
+their steps, so that those who still train are the first rows; the last few go on one after another. A batch that is not full is filled up with
+examples of weight zero.
 
-Networks with convolutions are trained one after another: with weights of their own for every client these become grouped convolutions, which
-gain little on a CPU or lose (`benchmarks/local_training.py`). Batch norm, dropout and other buffers would mix clients, or draw or keep state.
+What does not pay (`benchmarks/local_training.py`) is left to `train_on`: convolutions, which become grouped ones with weights of their own
+for every client; batches of so many numbers that arithmetic outweighs Python; a few clients.
 """
 
 from __future__ import annotations
@@ -18,10 +19,16 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
-from fedsynth.models.flat import flatten, load_flat
-from fedsynth.synthesizer.training import Penalty, Pull, SgdSettings, steps_of
+from fedsynth.models.flat import FlatNetwork, flatten, load_flat
+from fedsynth.synthesizer.training import Penalty, Pull, SgdSettings, make_step, steps_of
 
-COPIES = 8  # of a network's parameters while a client trains: weights, gradient, velocity, their updates, the upload
+FEW = 4  # clients below which a pass costs more than it saves
+LARGE_BATCH = 2**15  # numbers in a batch, above which arithmetic outweighs Python
+BLOCK = 32  # steps whose batches are laid out at a time
+COPIES = (
+    15  # of a network's parameters while a client trains: weights, gradient, velocity, a pull, intermediate values, the upload
+)
+DENSE = (nn.Linear, nn.Flatten, nn.Identity, nn.ReLU, nn.Tanh, nn.Sigmoid, nn.GELU, nn.Sequential)
 
 
 @dataclass(frozen=True)
@@ -37,15 +44,22 @@ class Learner:
 
 
 def trains_together(model: nn.Module) -> bool:
-    """Whether many networks of this kind are trained faster in one pass, and to the same result: dense layers only."""
-    layers = [layer for layer in model.modules() if next(layer.parameters(recurse=False), None) is not None]
-    dropout = any(isinstance(layer, nn.modules.dropout._DropoutNd) for layer in model.modules())
-    return all(isinstance(layer, nn.Linear) for layer in layers) and not dropout and next(model.buffers(), None) is None
+    """Whether networks of this kind can be trained in one pass to the same result: dense layers and nothing that mixes examples or draws.
+
+    A class outside torch has to say so, by `dense = True`, as its `forward` could do anything.
+    """
+    known = all(type(layer) in DENSE or getattr(layer, "dense", False) for layer in model.modules())
+    return known and all(p.dtype == torch.float32 for p in model.parameters()) and next(model.buffers(), None) is None
+
+
+def pays(model: nn.Module, batch: int, scalars: int) -> bool:
+    """Whether one pass is faster: with images of so many `scalars`."""
+    return trains_together(model) and batch * scalars <= LARGE_BATCH
 
 
 def learner_bytes(model: nn.Module, batch: int, scalars: int) -> int:
     """Memory that one more learner takes in a pass, with batches of so many images of `scalars` numbers."""
-    return 4 * (COPIES * sum(p.numel() for p in model.parameters()) + 2 * batch * scalars)
+    return 4 * (COPIES * sum(p.numel() for p in model.parameters()) + 3 * batch * scalars + 8 * BLOCK * batch)
 
 
 def train_together(
@@ -59,72 +73,102 @@ def train_together(
     Args:
         learners: at least one, with models of one architecture, for which `trains_together`, on one device.
         images, labels: normalised images [M, C, H, W] and labels [M] of the given indices [M].
-        report: (passes done, all passes) of the learner with the most.
+        report: (steps done, all steps) of all learners together.
 
     Raises:
         ValueError: settings differ in more than epochs and steps, or have a radius; a penalty is no `Pull`.
     """
-    common, pulls = learners[0].settings, [_pull(learner.penalty) for learner in learners]
+    common = learners[0].settings
     if common.radius is not None or any(
         replace(one.settings, epochs=common.epochs, steps=common.steps) != common for one in learners
     ):
         raise ValueError("learners in one pass share batch, learning rate, momentum and weight decay, and have no radius")
-    flat_KP = torch.stack([flatten(learner.model) for learner in learners])
+    queues = sorted((_Queue(learner) for learner in learners), key=lambda queue: -queue.steps)
+    flat_KP, pulls = torch.stack([flatten(queue.learner.model) for queue in queues]), _joined([queue.learner for queue in queues])
     velocity_KP = torch.zeros_like(flat_KP)
-    each = [-(-len(learner.where) // common.batch) for learner in learners]  # batches of a pass over all examples
-    wanted = [steps_of(learner.settings, n) for learner, n in zip(learners, each, strict=True)]
-    passes = max((-(-steps // n) for steps, n in zip(wanted, each, strict=True) if n), default=0)
-    for epoch in range(passes):
-        left = [max(0, min(n, steps - epoch * n)) for n, steps in zip(each, wanted, strict=True)]
-        active = sorted((k for k in range(len(learners)) if left[k]), key=lambda k: -left[k])
-        rows = torch.tensor(active, device=flat_KP.device)
-        which_ATB, share_ATB = _schedule([learners[k] for k in active], [left[k] for k in active], common.batch)
-        flat, velocity, pull = flat_KP[rows], velocity_KP[rows], _joined([pulls[k] for k in active])
-        for step in range(which_ATB.shape[1]):
-            now = bisect_left(active, -step, key=lambda k: -left[k])  # so many, the first, have a batch yet
-            which, w = which_ATB[:now, step], flat[:now]
+    done, total, step = 0, sum(queue.steps for queue in queues), 0
+    while (active := bisect_left(queues, -step, key=lambda queue: -queue.steps)) >= FEW:  # the first so many have steps left
+        which_ASB, share_ASB = _lay_out(queues[:active], BLOCK)
+        for position in range(which_ASB.shape[1]):
+            now = bisect_left(queues, -step, hi=active, key=lambda queue: -queue.steps)
+            which, w, velocity = which_ASB[:now, position], flat_KP[:now], velocity_KP[:now]
             x = images(which.flatten())
             grad = _gradients(
-                learners[0].model, w, x.view(*which.shape, *x.shape[1:]), labels(which.flatten()), share_ATB[:now, step]
+                learners[0].model, w, x.view(*which.shape, *x.shape[1:]), labels(which.flatten()), share_ASB[:now, position]
             )
-            if pull is not None:
-                weight, center, linear = (part[:now] for part in pull)
+            if pulls is not None:
+                weight, center, linear = (part[:now] for part in pulls)
                 grad += linear + weight * (w - center)
-            w.sub_(velocity[:now].mul_(common.momentum).add_(grad).add_(w, alpha=common.weight_decay), alpha=common.learning_rate)
-        flat_KP[rows], velocity_KP[rows] = flat, velocity
-        report(epoch + 1, passes)
-    for learner, row in zip(learners, flat_KP, strict=True):
-        load_flat(learner.model, row)
+            w.sub_(velocity.mul_(common.momentum).add_(grad).add_(w, alpha=common.weight_decay), alpha=common.learning_rate)
+            done, step = done + now, step + 1
+        report(done, total)
+    for queue, flat, velocity in zip(queues, flat_KP, velocity_KP, strict=True):
+        _finish(queue, flat, velocity, images, labels)
+    report(total, total)
+
+
+class _Queue:
+    """The batches that a learner has yet to take."""
+
+    def __init__(self, learner: Learner) -> None:
+        self.learner = learner
+        batch = learner.settings.batch
+        self.steps = self._undrawn = steps_of(learner.settings, -(-len(learner.where) // batch))
+        self._drawn = learner.where.new_empty(0, batch)
+
+    def take(self, most: int) -> Tensor:
+        """The next batches, at most so many: [S, B], with −1 where a batch is not full."""
+        where, size = self.learner.where, self.learner.settings.batch
+        while len(self._drawn) < most and self._undrawn:
+            order = torch.randperm(len(where), generator=self.learner.generator).to(where.device)
+            batches = nn.functional.pad(where[order], (0, -len(where) % size), value=-1).view(-1, size)[: self._undrawn]
+            self._undrawn -= len(batches)
+            self._drawn = torch.cat([self._drawn, batches])
+        taken, self._drawn = self._drawn[:most], self._drawn[most:]
+        return taken
+
+
+def _lay_out(queues: Sequence[_Queue], steps: int) -> tuple[Tensor, Tensor]:
+    """The next batches of each queue, [A, S, B], and each example's share in its batch's mean (0: a filler, or no batch)."""
+    padded = nn.utils.rnn.pad_sequence([queue.take(steps) for queue in queues], batch_first=True, padding_value=-1)
+    there = padded >= 0
+    share = there / there.sum(dim=2, keepdim=True).clamp_min(1)
+    return torch.where(there, padded, padded[:, :1, :1]), share  # fillers are the learner's own
+
+
+def _finish(
+    queue: _Queue, flat: Tensor, velocity: Tensor, images: Callable[[Tensor], Tensor], labels: Callable[[Tensor], Tensor]
+) -> None:
+    """Takes the steps that are left, of this learner alone, and puts the weights into its model."""
+    learner = queue.learner
+    load_flat(learner.model, flat)
+    left = queue.take(queue.steps)
+    if not len(left):
+        return
+    network = FlatNetwork(learner.model, requires_grad=True)
+    network.module.train()
+    step = make_step(network, velocity, images, labels, learner.settings, penalty=learner.penalty)
+    for batch in left:
+        step(batch[batch >= 0])
+    load_flat(learner.model, network.flat)
+
+
+def _joined(learners: Sequence[Learner]) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Weights [K, 1], centers and linear parts [K, P] of all learners' pulls; None if nobody has one."""
+    pulls = [_pull(learner.penalty) for learner in learners]
+    some = next((pull for pull in pulls if pull is not None), None)
+    if some is None:
+        return None
+    none = Pull(0.0, torch.zeros_like(some.center), torch.zeros_like(some.linear))
+    each = [pull or none for pull in pulls]
+    weights = torch.tensor([[pull.weight] for pull in each], device=some.center.device, dtype=some.center.dtype)
+    return weights, torch.stack([pull.center for pull in each]), torch.stack([pull.linear for pull in each])
 
 
 def _pull(penalty: Penalty | None) -> Pull | None:
     if penalty is None or isinstance(penalty, Pull):
         return penalty
     raise ValueError("learners in one pass take no penalty but a Pull")
-
-
-def _schedule(learners: Sequence[Learner], batches: Sequence[int], size: int) -> tuple[Tensor, Tensor]:
-    """Of a pass: the examples of each learner's batches, [A, T, B], and each example's share in its batch's mean (0: a filler, or no batch)."""
-    orders = [torch.randperm(len(one.where), generator=one.generator).to(one.where.device) for one in learners]
-    chosen = [one.where[order[: n * size]] for one, order, n in zip(learners, orders, batches, strict=True)]
-    padded = nn.utils.rnn.pad_sequence(chosen, batch_first=True, padding_value=-1)
-    padded = nn.functional.pad(padded, (0, -padded.shape[1] % size), value=-1)
-    there = padded >= 0
-    which = torch.where(there, padded, padded[:, :1])  # fillers are the learner's own
-    there_ATB = there.view(len(learners), -1, size)
-    share = there_ATB / there_ATB.sum(dim=2, keepdim=True).clamp_min(1)
-    return which.view(there_ATB.shape), share
-
-
-def _joined(pulls: Sequence[Pull | None]) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Weights [A, 1], centers and linear parts [A, P] of all learners' pulls; None if nobody has one."""
-    some = next((pull for pull in pulls if pull is not None), None)
-    if some is None:
-        return None
-    none = Pull(0.0, torch.zeros_like(some.center), torch.zeros_like(some.linear))
-    all_pulls = [pull or none for pull in pulls]
-    weights = torch.tensor([[pull.weight] for pull in all_pulls], device=some.center.device, dtype=some.center.dtype)
-    return weights, torch.stack([pull.center for pull in all_pulls]), torch.stack([pull.linear for pull in all_pulls])
 
 
 def _gradients(network: nn.Module, flat_AP: Tensor, x_ABCHW: Tensor, labels_M: Tensor, share_AB: Tensor) -> Tensor:

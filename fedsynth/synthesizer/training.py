@@ -85,30 +85,13 @@ def train_on(
         return
     network = FlatNetwork(model, requires_grad=True)
     network.module.train()
-    flat, grad = network.flat, network.grad
-    start = flat.clone()
-    velocity = torch.zeros_like(flat)
-    pull = penalty if isinstance(penalty, Pull) else None
-
-    def step(where: Tensor) -> None:
-        grad.zero_()
-        if objective is None:
-            value = loss(network.module(images(where)), labels_N[where])
-        else:
-            value = objective(network.module, images(where), labels_N[where])
-        (value if penalty is None or pull is not None else value + penalty(network.module)).backward()
-        with torch.no_grad():
-            if pull is not None:
-                pull.add_gradient(grad, flat)
-            velocity.mul_(settings.momentum).add_(grad).add_(flat, alpha=settings.weight_decay)
-            flat.add_(velocity, alpha=-settings.learning_rate)
-            if settings.radius is not None:
-                project_to_ball(flat, start, settings.radius)
-
+    velocity = torch.zeros_like(network.flat)
+    step = make_step(network, velocity, images, labels_N.__getitem__, settings, loss, penalty, objective)
     full: Callable[[Tensor], None] = step
-    plain = (penalty is None or pull is not None) and not stateful
+    plain = (penalty is None or isinstance(penalty, Pull)) and not stateful
     if plain and labels_N.is_cuda and settings.epochs * (len(labels_N) // settings.batch) >= WORTH_RECORDING:
-        full = _recorded(step, settings.batch, [flat, velocity, grad, *network.module.buffers()], labels_N.device)
+        state = [network.flat, velocity, network.grad, *network.module.buffers()]
+        full = _recorded(step, settings.batch, state, labels_N.device)
     each = -(-len(labels_N) // settings.batch)
     # a last piece of one example goes in twice: the same mean loss, and batch norm has the two values that it needs
     normalises = has_batch_norm(network.module)
@@ -119,9 +102,43 @@ def train_on(
             part = part.repeat(2) if len(part) == 1 and normalises else part
             (full if len(part) == settings.batch else step)(part)
         report(min(wanted, (epoch + 1) * each), wanted)
-    load_flat(model, flat)
+    load_flat(model, network.flat)
     for name, buffer in model.named_buffers():
         buffer.copy_(network.module.get_buffer(name))
+
+
+def make_step(
+    network: FlatNetwork,
+    velocity: Tensor,
+    images: Callable[[Tensor], Tensor],
+    labels: Callable[[Tensor], Tensor],
+    settings: SgdSettings,
+    loss: Loss = nn.functional.cross_entropy,
+    penalty: Penalty | None = None,
+    objective: Objective | None = None,
+) -> Callable[[Tensor], None]:
+    """A step on the given examples, which changes `network` and `velocity` [P] in place; arguments as of `train_on`, but for `labels`, which
+    are asked for as images are."""
+    flat, grad = network.flat, network.grad
+    start = flat.clone()
+    pull = penalty if isinstance(penalty, Pull) else None
+
+    def step(where: Tensor) -> None:
+        grad.zero_()
+        if objective is None:
+            value = loss(network.module(images(where)), labels(where))
+        else:
+            value = objective(network.module, images(where), labels(where))
+        (value if penalty is None or pull is not None else value + penalty(network.module)).backward()
+        with torch.no_grad():
+            if pull is not None:
+                pull.add_gradient(grad, flat)
+            velocity.mul_(settings.momentum).add_(grad).add_(flat, alpha=settings.weight_decay)
+            flat.add_(velocity, alpha=-settings.learning_rate)
+            if settings.radius is not None:
+                project_to_ball(flat, start, settings.radius)
+
+    return step
 
 
 def steps_of(settings: SgdSettings, batches: int) -> int:

@@ -206,7 +206,7 @@ def test_what_a_private_run_writes_is_public(tmp_path: Path) -> None:
     ]
     assert len(outside) == 9
     count = re.compile(r"(?<![\w.])200(?![\w.])")  # the true number of records, as a number and not inside a hash or a fraction
-    assert not any(count.search(p.read_text()) for p in outside)
+    assert not any(count.search(p.read_text().replace(str(tmp_path), "")) for p in outside)
 
 
 def test_a_ledger_with_an_unaccounted_release_is_refused(tmp_path: Path) -> None:

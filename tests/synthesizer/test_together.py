@@ -8,11 +8,13 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
 
 from fedsynth.models.convnet import ConvNet
 from fedsynth.models.flat import flatten
+from fedsynth.models.registry import ModelSettings, build_model
 from fedsynth.models.small import Linear
-from fedsynth.synthesizer.together import Learner, learner_bytes, train_together, trains_together
+from fedsynth.synthesizer.together import Learner, learner_bytes, pays, train_together, trains_together
 from fedsynth.synthesizer.training import Pull, SgdSettings, train_on
 
 SIZES = (7, 1, 0, 23, 10, 5)
@@ -66,9 +68,16 @@ def apart(each: list[Learner], images: Tensor, labels: Tensor) -> list[Tensor]:
         lambda k: SgdSettings(2, 64, 0.1),
     ],
 )
-def test_equals_each_clients_own_training(settings: Callable[[int], SgdSettings], penalties: bool, device: torch.device) -> None:
-    """Ragged sizes, an empty client, a client of one example, batches that are not full, and more steps than a pass has."""
+@pytest.mark.parametrize("few", [1, 4])
+def test_equals_each_clients_own_training(
+    settings: Callable[[int], SgdSettings], penalties: bool, few: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With all steps shared, or the last clients alone.
+
+    Ragged sizes, an empty client, a client of one example, batches that are not full, and more steps than a pass has."""
     images, labels = IMAGES.to(device), LABELS.to(device)
+    monkeypatch.setattr("fedsynth.synthesizer.together.FEW", few)
+    monkeypatch.setattr("fedsynth.synthesizer.together.BLOCK", 2)  # many layings-out, across passes
     together = learners(device, settings, penalties)
     starts = [flatten(one.model) for one in together]
     train_together(together, lambda i: images[i], lambda i: labels[i])
@@ -78,8 +87,9 @@ def test_equals_each_clients_own_training(settings: Callable[[int], SgdSettings]
         assert torch.equal(start, flatten(one.model)) == (size == 0)
 
 
-def test_clients_do_not_touch_each_other() -> None:
+def test_clients_do_not_touch_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches: a filler, or a step that a client no longer takes, which counts for it."""
+    monkeypatch.setattr("fedsynth.synthesizer.together.FEW", 1)
     alone = learners(torch.device("cpu"), lambda k: SgdSettings(2, 5, 0.1, 0.9, 1e-2), True)
     many = copy.deepcopy(alone)  # generators are copied with their state
     train_together(alone[1:2], IMAGES.__getitem__, LABELS.__getitem__)
@@ -87,7 +97,10 @@ def test_clients_do_not_touch_each_other() -> None:
     torch.testing.assert_close(flatten(many[1].model), flatten(alone[1].model), atol=1e-6, rtol=1e-6)
 
 
-def test_nobody_with_data_and_progress() -> None:
+@pytest.mark.parametrize("few", [1, 4])
+def test_nobody_with_data_and_progress(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fedsynth.synthesizer.together.FEW", few)
+    monkeypatch.setattr("fedsynth.synthesizer.together.BLOCK", 1)
     each = learners(torch.device("cpu"), lambda k: SgdSettings(2, 5, 0.1), False, (0, 0))
     before = [flatten(one.model) for one in each]
     train_together(each, IMAGES.__getitem__, LABELS.__getitem__)
@@ -95,7 +108,7 @@ def test_nobody_with_data_and_progress() -> None:
     seen: list[tuple[int, int]] = []
     each = learners(torch.device("cpu"), lambda k: SgdSettings(1 + k, 5, 0.1), False, (3, 8))
     train_together(each, IMAGES.__getitem__, LABELS.__getitem__, lambda done, total: seen.append((done, total)))
-    assert seen == [(1, 2), (2, 2)]
+    assert seen == ([(2, 5), (3, 5), (4, 5), (5, 5), (5, 5)] if few == 1 else [(5, 5)])
 
 
 def test_a_pulls_gradient_is_that_of_its_value() -> None:
@@ -123,11 +136,32 @@ def test_what_is_not_common_is_refused() -> None:
 
 
 def test_which_networks() -> None:
-    dense = nn.Linear(4, 3)
+    dense, relu = nn.Linear(4, 3), nn.ReLU()
     assert trains_together(Linear((1, 4, 4), 3))
     assert trains_together(two_layers())
+    assert trains_together(build_model(ModelSettings("linear", projection=8), (1, 4, 4), 3, 0))
+    assert not trains_together(build_model(ModelSettings(width=4, depth=1, projection=8), (1, 8, 8), 3, 0))
     assert not trains_together(ConvNet((1, 8, 8), 4, width=4, depth=1))
     assert not trains_together(nn.Sequential(dense, nn.BatchNorm1d(3)))
-    assert not trains_together(nn.Sequential(dense, nn.BatchNorm1d(3, affine=False)))  # its running statistics are buffers
+    assert not trains_together(nn.Sequential(dense, nn.BatchNorm1d(3, affine=False, track_running_stats=False)))
     assert not trains_together(nn.Sequential(dense, nn.Dropout(0.5)))
-    assert learner_bytes(dense, 10, 4) > 4 * 5 * 15
+    assert not trains_together(nn.Sequential(dense, nn.RReLU()))
+    assert not trains_together(copy.deepcopy(dense).double())
+    assert not trains_together(type("Own", (nn.Sequential,), {})(dense, relu))  # its forward could do anything
+    assert pays(dense, 2**15 // 4, 4)
+    assert not pays(dense, 2**15 // 4 + 1, 4)
+
+
+def test_memory_that_is_said() -> None:
+    """What a pass takes at most, counted by torch's profiler, stays within what is said of it."""
+    for penalties in (False, True):
+        each = learners(torch.device("cpu"), lambda k: SgdSettings(2, 5, 0.1, 0.9), penalties, (10,) * 6)
+        said = sum(learner_bytes(one.model, 5, 16) for one in each)
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+            train_together(each, IMAGES.__getitem__, LABELS.__getitem__)
+        held = most = 0
+        for event in profiled.profiler.kineto_results.events():  # type: ignore[union-attr]
+            if event.name() == "[memory]":
+                held += event.nbytes()
+                most = max(most, held)
+        assert 0 < most <= said
