@@ -148,8 +148,10 @@ def _finish(
     network = FlatNetwork(learner.model, requires_grad=True)
     network.module.train()
     step = make_step(network, velocity, images, labels, learner.settings, penalty=learner.penalty)
-    for batch in left:
-        step(batch[batch >= 0])
+    each = -(-len(learner.where) // learner.settings.batch)  # batches of a pass, of which the last may not be full
+    for number, batch in enumerate(left, start=queue.steps - len(left)):
+        last = number % each == each - 1
+        step(batch[: len(learner.where) - (each - 1) * len(batch)] if last else batch)
     load_flat(learner.model, network.flat)
 
 
