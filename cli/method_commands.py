@@ -40,7 +40,7 @@ def show_method(name: Annotated[str, typer.Argument(help="A method's name.")]) -
         for field in fields(cls):
             print(f"  {field.name} = {field.default}")
         print(f"\n{getdoc(cls)}")
-        for other in _named_in(cls, []):
+        for other in explaining(cls):
             print(f"\n`{other.__name__}`: {getdoc(other)}")
         for title, message in (("answers, in a first phase", cls.answers), ("uploads", cls.upload)):
             if message is not None:
@@ -50,16 +50,18 @@ def show_method(name: Annotated[str, typer.Argument(help="A method's name.")]) -
         print("\nwith differential privacy: " + (", ".join(cls.protects) if cls.protects else f"refused: {cls.refusal}"))
 
 
-def _named_in(cls: type, found: list[type]) -> list[type]:
-    """The classes with settings that a class's text refers to by `Name`, and those that theirs refer to."""
-    from dataclasses import is_dataclass
+def explaining(cls: type) -> list[type]:
+    """The classes whose texts explain a method's settings beside its own: its bases, and what texts refer to by `Name`."""
+    from dataclasses import fields, is_dataclass
     from inspect import getdoc
 
-    for name in re.findall(r"`([A-Z]\w+)`", getdoc(cls) or ""):
-        other = getattr(sys.modules[cls.__module__], name, None)
-        if isinstance(other, type) and is_dataclass(other) and other not in found:
-            found.append(other)
-            _named_in(other, found)
+    found, open_ = [], [cls]
+    for one in open_:  # which grows
+        named = [getattr(sys.modules[one.__module__], name, None) for name in re.findall(r"`([A-Z]\w+)`", getdoc(one) or "")]
+        for other in (*named, *one.__mro__[1:]):
+            if isinstance(other, type) and is_dataclass(other) and fields(other) and other not in open_:
+                open_.append(other)
+                found.append(other)
     return found
 
 

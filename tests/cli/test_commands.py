@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sysconfig
 from collections.abc import Callable
@@ -50,6 +51,10 @@ def test_methods_lists_each_with_a_line_and_show_says_all(fedsynth: Callable[...
     fedfm = fedsynth("methods", "show", "fedfm").stdout
     assert "answers, in a first phase (FeatureSums):\n  sums: released\n  counts: released" in fedfm
     assert "refused: it sends clients' own images" in fedsynth("methods", "show", "real").stdout
+    for name in METHODS:  # what a setting is, and not only that it is there
+        settings, explained = fedsynth("methods", "show", name).stdout.split("\n\n", 2)[1:]
+        for line in settings.splitlines()[1:]:
+            assert re.search(rf"\b{line.split()[0]}\b", explained), (name, line)
     wrong = fedsynth("methods", "show", "fedpro")
     assert (wrong.code, "did you mean fedprox" in wrong.stderr) == (2, True)
 
