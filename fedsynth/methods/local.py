@@ -138,11 +138,10 @@ class TrainsLocally(Method):
 
     def client_bytes(self, context: RoundContext) -> int | None:
         scalars = math.prod(context.spec.image_shape)
-        alone = not self.one_pass or context.privacy is not None or context.client_architectures is not None
+        if not self.one_pass or context.privacy is not None or context.client_architectures is not None:
+            return None
         return (
-            None
-            if alone or not pays(context.architecture, self.batch, scalars)
-            else learner_bytes(context.architecture, self.batch, scalars)
+            learner_bytes(context.architecture, self.batch, scalars) if pays(context.architecture, self.batch, scalars) else None
         )
 
     def complete(self, upload: Message, clients: ClientGroup, position: int, message: Message, context: RoundContext) -> Message:

@@ -156,9 +156,9 @@ def test_local_steps_are_the_same_for_every_client() -> None:
 
 
 def test_a_large_q_does_not_overflow() -> None:
-    """Against the update's own formula, in numbers of 80 bits: F^q is 2^1000 and more."""
+    """Against the update's own formula, in numbers of 80 bits: F^q is 10^602 and more."""
     state, q = start(), 1000.0
-    sent = [FairModel({n: v + 0.01 * (k + 1) for n, v in state.parameters.items()}, 1.0, 2.0 + k / 100) for k in range(3)]
+    sent = [FairModel({n: v + 0.01 * (k + 1) for n, v in state.parameters.items()}, 1.0, 4.0 + k / 100) for k in range(3)]
     made = QFFL(lr=0.5, q=q).server_step(state, sent, context(clients=3))
     F = np.array([u.loss for u in sent], dtype=np.longdouble) + TINY
     delta = [2.0 * -0.01 * (k + 1) * np.ones(51) for k in range(3)]
