@@ -48,7 +48,7 @@ def trains_together(model: nn.Module) -> bool:
 
     A class outside torch has to say so, by `dense = True`, as its `forward` could do anything.
     """
-    known = all(type(layer) in DENSE or getattr(layer, "dense", False) for layer in model.modules())
+    known = all(type(layer) in DENSE or getattr(type(layer), "dense", False) for layer in model.modules())
     return known and all(p.dtype == torch.float32 for p in model.parameters()) and next(model.buffers(), None) is None
 
 

@@ -148,6 +148,9 @@ def test_which_networks() -> None:
     assert not trains_together(nn.Sequential(dense, nn.RReLU()))
     assert not trains_together(copy.deepcopy(dense).double())
     assert not trains_together(type("Own", (nn.Sequential,), {})(dense, relu))  # its forward could do anything
+    named = type("Named", (nn.Sequential,), {})(dense)
+    named.dense = nn.Linear(3, 3)  # a layer of that name says nothing
+    assert not trains_together(named)
     assert pays(dense, 2**15 // 4, 4)
     assert not pays(dense, 2**15 // 4 + 1, 4)
 
