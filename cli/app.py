@@ -18,7 +18,7 @@ from fedsynth.cli import options as given
 from fedsynth.cli.errors import OneLineGroup, one_line_errors
 from fedsynth.cli.method_commands import distill, methods_app
 from fedsynth.cli.privacy_commands import privacy_app
-from fedsynth.cli.settings_options import merged, read_config, with_set_options
+from fedsynth.cli.settings_options import from_preset, merged, read_config, with_set_options
 
 app = typer.Typer(
     name="fedsynth",
@@ -109,7 +109,7 @@ def train(
     """
     with one_line_errors():
         chosen = with_set_options(given.sections_of(context.params), settings or [], given.FLAGS)
-        sections = merged(read_config(config), chosen)
+        sections = merged(read_config(config), chosen, lambda text: print(text, file=sys.stderr))
         if dry_run:
             _dry_run(sections, as_json)
         else:
@@ -205,6 +205,9 @@ def _run(sections: dict[str, dict[str, Any]], output: Path, download: bool, as_j
     settings = resolve(sections)
     keep_large_allocations()
     with make_observer(settings) as observer:
+        changed = from_preset(sections)
+        if changed:
+            observer.note(f"preset of {settings.dataset}, where nothing else is given: {changed}")
         result = simulate(settings, output=output, observer=observer, download=download)
     if as_json:
         print(json.dumps(result.summary, indent=2, allow_nan=False))

@@ -22,7 +22,7 @@ def methods(context: typer.Context) -> None:
     if context.invoked_subcommand is None:
         for name in sorted(METHODS):
             cls = method_class(name)
-            print(f"{name:9} {cls.summary} ({cls.reference})")
+            print(f"{name:10} {cls.summary} ({cls.reference})")
 
 
 @methods_app.command("show")

@@ -20,11 +20,28 @@ from fedsynth.privacy.report import summary_rows
 from fedsynth.privacy.report_text import up
 
 
-def round_line(row: Mapping[str, Any], rounds: int) -> str:
+def accuracies(row: Mapping[str, Any], personal: bool) -> list[tuple[str, str]]:
+    """What a round's row, or a run's summary, says of accuracy, as names and values.
+
+    Args:
+        personal: clients have models of their own, which their own test splits test; the common model is then not what counts, and comes last.
+    """
+    found = []
+    if row.get("test_accuracy") is not None:
+        found.append(("common model's test accuracy" if personal else "test accuracy", f"{100 * row['test_accuracy']:.2f} %"))
+    for name, one in row.get("models", {}).items():
+        found.append((name.upper(), f"{100 * one['test_accuracy']:.2f} %"))
+    if "local" in row:  # not with differential privacy: exact functions of private data
+        local = row["local"]
+        splits = [("AMP", f"{100 * local['amp']:.2f} %"), ("FM", f"{local['fm']:.4f}"), ("WLP", f"{100 * local['wlp']:.2f} %")]
+        found = splits + found if personal else found + splits
+    return found
+
+
+def round_line(row: Mapping[str, Any], rounds: int, personal: bool = False) -> str:
     """One round in words."""
-    parts = [f"round {row['round']}/{rounds}"]
-    if "test_accuracy" in row:
-        parts.append(f"test accuracy {100 * row['test_accuracy']:.2f} %")
+    shown = {key: value for key, value in row.items() if key != "local"} if "epsilon" in row else row
+    parts = [f"round {row['round']}/{rounds}", *(f"{name} {value}" for name, value in accuracies(shown, personal))]
     if "epsilon" in row:
         parts.append(f"ε {up(row['epsilon'], 3)}")
     parts += [f"uploads {row['upload_bytes'] / 1e6:.2f} MB", f"{row['seconds']:.1f} s"]
@@ -34,8 +51,8 @@ def round_line(row: Mapping[str, Any], rounds: int) -> str:
 class PlainObserver(Observer):
     """Lines on stderr: each round, and in long rounds a sign of life every 30 seconds."""
 
-    def __init__(self, rounds: int) -> None:
-        self._rounds, self._last = rounds, time.monotonic()
+    def __init__(self, rounds: int, personal: bool = False) -> None:
+        self._rounds, self._personal, self._last = rounds, personal, time.monotonic()
 
     def step(self, round: int, phase: str, done: int, total: int) -> None:
         if time.monotonic() - self._last > 30:
@@ -46,14 +63,14 @@ class PlainObserver(Observer):
         print(text, file=sys.stderr, flush=True)
 
     def round_ended(self, row: Mapping[str, Any]) -> None:
-        self.note(round_line(row, self._rounds))
+        self.note(round_line(row, self._rounds, self._personal))
 
 
 class LiveObserver(Observer):
     """A progress bar on stderr; finished rounds stay above it as lines."""
 
-    def __init__(self, rounds: int, progress: Progress) -> None:
-        self._rounds, self._progress = rounds, progress
+    def __init__(self, rounds: int, progress: Progress, personal: bool = False) -> None:
+        self._rounds, self._progress, self._personal = rounds, progress, personal
         self._task = progress.add_task("starting", total=None)
 
     def note(self, text: str) -> None:
@@ -63,7 +80,7 @@ class LiveObserver(Observer):
         self._progress.update(self._task, description=f"round {round}/{self._rounds} {phase}", completed=done, total=total)
 
     def round_ended(self, row: Mapping[str, Any]) -> None:
-        self.note(round_line(row, self._rounds))
+        self.note(round_line(row, self._rounds, self._personal))
 
 
 @contextmanager
@@ -71,11 +88,11 @@ def make_observer(settings: RunSettings) -> Iterator[Observer]:
     """The observer that fits stderr."""
     console = Console(stderr=True)
     if not console.is_terminal:
-        yield PlainObserver(settings.rounds)
+        yield PlainObserver(settings.rounds, settings.method.personal)
         return
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:
-        yield LiveObserver(settings.rounds, progress)
+        yield LiveObserver(settings.rounds, progress, settings.method.personal)
 
 
 def print_summary(result: RunResult) -> None:
@@ -83,8 +100,8 @@ def print_summary(result: RunResult) -> None:
     console = Console()
     summary = result.summary
     table = Table(title=f"{summary['method']} on {summary['dataset']}", show_header=False)
-    accuracy = summary["test_accuracy"]
-    table.add_row("test accuracy", "-" if accuracy is None else f"{100 * accuracy:.2f} %")
+    for name, value in accuracies(summary, result.settings.method.personal):
+        table.add_row(name, value)
     table.add_row("rounds", str(summary["rounds"]))
     table.add_row("uploaded", f"{summary['upload_bytes'] / 1e6:.2f} MB, {summary['upload_floats_per_round']:,} floats a round")
     table.add_row("time", f"{summary['seconds']:.1f} s on {summary['device']}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -70,11 +70,28 @@ def read_config(path: Path | None) -> Sections:
     return read
 
 
-def merged(config: Sections, given: Sections) -> Sections:
-    """Options over the config file; another method than the config's drops the settings of the old one."""
+def merged(config: Sections, given: Sections, note: Callable[[str], None] = lambda text: None) -> Sections:
+    """Options over the config file; another method than the config's drops the settings of the old one, which `note` says."""
     options = {name: {k: v for k, v in values.items() if v is not None} for name, values in given.items()}
     old = config.get("run", {}).get("method", "feddm")
     if options["run"].get("method", old) != old:
+        if config.get("method"):
+            new = options["run"]["method"]
+            note(f"note: the config's method settings are {old}'s and are left out; {new} has its defaults, or what options say")
         config = {name: values for name, values in config.items() if name != "method"}
     names = [*config, *(name for name in options if name not in config)]
     return {name: {**config.get(name, {}), **options.get(name, {})} for name in names}
+
+
+def from_preset(sections: Sections) -> str:
+    """What a data set's preset decides in a run with these sections, in words; empty for nothing."""
+    from fedsynth.federation.settings import preset_of
+
+    preset = preset_of(str(sections["data"].get("dataset", "digits")), str(sections["run"].get("method", "feddm")).lower())
+    free = [
+        (f"{'' if section in ('method', 'run') else section + '.'}{key}", value)
+        for section, values in preset.items()
+        for key, value in values.items()
+        if key not in sections.get(section, {})
+    ]
+    return ", ".join(f"{key}={value}" for key, value in free)

@@ -30,6 +30,10 @@ _SHORT_DISTILLATION: Mapping[str, Any] = {
     "batch": 32, "local_epochs": 20, "server_epochs": 40, "generator_steps": 10, "generator_width": 8, "generator_batch": 64,
     "generator_lr": 0.01, "replay": True, "start": "average",
 }  # fmt: skip
+_SMALL_BATCHES = (
+    "fedavg", "fedavgm", "fedbn", "feddyn", "fedfa-plus", "fedfm", "fedfm-lite", "fedgen", "fedgkd", "fednova", "fedprox", "moon",
+    "qffl", "scaffold", "solo",
+)  # fmt: skip
 DIGITS_PRESET: Mapping[str, Mapping[str, Any]] = {
     "run": {"rounds": 3},
     "partition": {"clients": 5},
@@ -40,7 +44,7 @@ DIGITS_PRESET: Mapping[str, Mapping[str, Any]] = {
     "feddf": {"batch": 32, "local_epochs": 20, "server_steps": 300, "proxy": "noise"},
     "dense": _SHORT_DISTILLATION,
     "fedhydra": {**_SHORT_DISTILLATION, "stratification_steps": 15, "stratification_batch": 16},
-    "fedavg": {"batch": 32},
+    **{name: {"batch": 32} for name in _SMALL_BATCHES},
     "fedkf": {"batch": 32, "lr": 0.2, "generator_width": 8, "generator_batch": 32},
 }
 PRESETS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
@@ -149,6 +153,39 @@ class RunSettings:
         return {name: values for name, values in plain.items() if values}
 
 
+RUN_KINDS: Mapping[str, type] = {
+    "rounds": int,
+    "seed": int,
+    "device": str,
+    "precision": str,
+    "compile": bool,
+    "memory_gb": float,
+    "evaluate_every": int,
+    "participation": float,
+    "sampling": str,
+}
+
+
+def _of_the_method(method: type[Method], values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The values, unless one is no setting of the method but of another section: then that is said."""
+    types = {"partition": PartitionSettings, "model": ModelSettings, "privacy": PrivacySettings}
+    homes = {**{key: "run" for key in RUN_KINDS}, "dataset": "data", "data_root": "data"}
+    for section, kind in types.items():
+        homes.update({field.name: section for field in dataclasses.fields(kind) if field.name not in homes})
+    known = {field.name for field in dataclasses.fields(method)}
+    for key in values:
+        if key not in known and key in homes:
+            raise SettingError(f"{key} is no setting of {method.name} but of [{homes[key]}]: --set {homes[key]}.{key}=…")
+    return values
+
+
+def preset_of(dataset: str, method: str) -> dict[str, dict[str, Any]]:
+    """The defaults that a data set changes, as sections of settings."""
+    preset = PRESETS.get(dataset.partition("(")[0], {})  # synthetic(1,1) and all its kind have one
+    sections = {name: dict(preset[name]) for name in ("run", "partition", "model") if name in preset}
+    return {**sections, **({"method": dict(preset[method])} if method in preset else {})}
+
+
 def resolve(given: Mapping[str, Mapping[str, Any]]) -> RunSettings:
     """Settings from sections such as `{"run": {"method": "feddm"}, "method": {"ipc": 5}}`.
 
@@ -162,31 +199,20 @@ def resolve(given: Mapping[str, Mapping[str, Any]]) -> RunSettings:
     run, data = dict(given.get("run", {})), dict(given.get("data", {}))
     name, dataset = str(run.pop("method", "feddm")), str(data.pop("dataset", "digits"))
     method, spec = method_class(name), dataset_spec(dataset)
-    preset = PRESETS.get(dataset.partition("(")[0], {})  # synthetic(1,1) and all its kind have one
+    preset = preset_of(dataset, name)
     run = {**preset.get("run", {}), **run}
     partition = {**preset.get("partition", {}), **given.get("partition", {})}
     privacy = given.get("privacy", {})
     root = data.pop("data_root", None)
     if data:
         raise unknown_name("setting of data", next(iter(data)), ("dataset", "data_root"))
-    kinds = {
-        "rounds": int,
-        "seed": int,
-        "device": str,
-        "precision": str,
-        "compile": bool,
-        "memory_gb": float,
-        "evaluate_every": int,
-        "participation": float,
-        "sampling": str,
-    }
     values = {}
     for key, value in run.items():
-        if key not in kinds:
-            raise unknown_name("setting of run", key, ("method", *kinds))
-        values[key] = convert(f"run.{key}", value, kinds[key])
+        if key not in RUN_KINDS:
+            raise unknown_name("setting of run", key, ("method", *RUN_KINDS))
+        values[key] = convert(f"run.{key}", value, RUN_KINDS[key])
     return RunSettings(
-        method=method.from_mapping({**preset.get(name, {}), **given.get("method", {})}),
+        method=method.from_mapping({**preset.get("method", {}), **_of_the_method(method, given.get("method", {}))}),
         dataset=spec.name,
         data_root=Path(str(root)).expanduser().absolute() if root else None,
         partition=_build(PartitionSettings, "partition", partition),

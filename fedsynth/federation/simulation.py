@@ -163,6 +163,10 @@ class _Simulation:
             self.context = replace(self.context, sizes=tuple(len(part) for part in self.parts))
         sizes = self.context.sizes if settings.sampling == "size" else None
         self.participation = Participation(settings.seed, settings.partition.clients, settings.participation, sizes)
+        if self.method.personal and not settings.partition.local_test:
+            headline.append(
+                f"warning: {self.method.name}'s clients keep models of their own, which nothing tests here (--local-test 0.2)"
+            )
         for line in headline:
             observer.note(line)
         self.state = ServerState({name: t.to(self.context.device) for name, t in self.context.architecture.state_dict().items()})
@@ -325,8 +329,13 @@ class _Simulation:
             "device": str(self.context.device),
             "seed": self.settings.seed,
         }
-        if self.metrics and "domain_average" in self.metrics[-1]:
-            summary["domain_average"] = self.metrics[-1]["domain_average"]
+        last = self.metrics[-1] if self.metrics else {}
+        if "domain_average" in last:
+            summary["domain_average"] = last["domain_average"]
+        if "models" in last:
+            summary["models"] = {name: {"test_accuracy": one["test_accuracy"]} for name, one in last["models"].items()}
+        if LOCAL in last and self.private is None:
+            summary[LOCAL] = {name: last[LOCAL][name] for name in ("amp", "fm", "wlp")}
         if self.private is not None:
             guarantee = (
                 {"epsilon": self.private.epsilon(), "delta": self.private.privacy.delta} if self.private.guaranteed else {}

@@ -37,11 +37,12 @@ METHODS = {
 
 
 def method_class(name: str) -> type[Method]:
-    """The class of a registered method.
+    """The class of a registered method, whose name may be in any case.
 
     Raises:
         UnknownNameError: no such method; names the near matches.
     """
+    name = name.lower()
     if name not in METHODS:
         raise unknown_name("method", name, METHODS)
     module, _, attribute = METHODS[name].partition(":")
