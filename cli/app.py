@@ -166,7 +166,7 @@ def _show_partition(sections: dict[str, dict[str, Any]], download: bool, picture
 def _dry_run(sections: dict[str, dict[str, Any]], as_json: bool) -> None:
     from fedsynth.cli.privacy_commands import print_plans
     from fedsynth.federation.devices import check_compiler, resolve_device
-    from fedsynth.federation.planning import Plan, private_run
+    from fedsynth.federation.planning import plan_of, private_run
     from fedsynth.federation.settings import resolve
 
     settings = resolve(sections)
@@ -189,11 +189,7 @@ def _dry_run(sections: dict[str, dict[str, Any]], as_json: bool) -> None:
     for line in run.headline():
         print(line)
     if run.guaranteed:
-        releases = sum(plan.steps for plan in run.plans)
-        spent, sigma = run.planned_epsilon_by_round(), run.privacy.noise_multiplier or 0.0
-        chief, privacy = run.plan, run.privacy
-        rows = [Plan(chief.mechanism, sigma, chief.clip, chief.sample_rate, releases, spent, privacy.delta, privacy.epsilon)]
-        print_plans(rows)
+        print_plans([plan_of(run, run.privacy.epsilon)])
 
 
 def _run(sections: dict[str, dict[str, Any]], output: Path, download: bool, as_json: bool) -> None:

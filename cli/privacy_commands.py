@@ -127,12 +127,20 @@ def print_plans(plans: list[Plan]) -> None:
 
     console = Console()
     table = Table(title=f"plan, for one example of one client, δ = {plans[0].delta:g}")
-    for name in ("mechanism", "ε", "σ", "clip", "sampling rate q", "releases a round"):
+    for name in ("mechanism", "ε", "releases", "σ", "clip", "q", "a round"):
         table.add_column(name)
     for p in plans:
-        last = p.epsilon[max(p.epsilon)]
-        rate = f"{p.sample_rate:.4g}" if p.sample_rate < 1 else "1 (all records)"
-        table.add_row(p.mechanism, up(last), f"{p.noise_multiplier:.4g}", f"{p.clip:.4g}", rate, str(p.releases))
+        for number, row in enumerate(p.rows):
+            rate = f"{row['sample_rate']:.4g}" if row["sample_rate"] < 1 else "1"
+            table.add_row(
+                p.mechanism if number == 0 else "",
+                up(p.epsilon[max(p.epsilon)]) if number == 0 else "",
+                row["quantity"],
+                f"{row['noise_multiplier']:.4g}",
+                f"{row['clip']:.4g}",
+                rate,
+                str(row["releases"]),
+            )
     console.print(table)
     numbers = sorted(plans[0].epsilon)
     shown = (

@@ -38,10 +38,11 @@ def accuracies(row: Mapping[str, Any], personal: bool) -> list[tuple[str, str]]:
     return found
 
 
-def round_line(row: Mapping[str, Any], rounds: int, personal: bool = False) -> str:
+def round_line(row: Mapping[str, Any], settings: RunSettings) -> str:
     """One round in words."""
-    shown = {key: value for key, value in row.items() if key != "local"} if "epsilon" in row else row
-    parts = [f"round {row['round']}/{rounds}", *(f"{name} {value}" for name, value in accuracies(shown, personal))]
+    shown = row if settings.privacy is None else {key: value for key, value in row.items() if key != "local"}
+    each = accuracies(shown, settings.method.personal)
+    parts = [f"round {row['round']}/{settings.rounds}", *(f"{name} {value}" for name, value in each)]
     if "epsilon" in row:
         parts.append(f"ε {up(row['epsilon'], 3)}")
     parts += [f"uploads {row['upload_bytes'] / 1e6:.2f} MB", f"{row['seconds']:.1f} s"]
@@ -51,36 +52,38 @@ def round_line(row: Mapping[str, Any], rounds: int, personal: bool = False) -> s
 class PlainObserver(Observer):
     """Lines on stderr: each round, and in long rounds a sign of life every 30 seconds."""
 
-    def __init__(self, rounds: int, personal: bool = False) -> None:
-        self._rounds, self._personal, self._last = rounds, personal, time.monotonic()
+    def __init__(self, settings: RunSettings) -> None:
+        self._settings, self._last = settings, time.monotonic()
 
     def step(self, round: int, phase: str, done: int, total: int) -> None:
         if time.monotonic() - self._last > 30:
-            self.note(f"round {round}/{self._rounds} {phase} {done}/{total}")
+            self.note(f"round {round}/{self._settings.rounds} {phase} {done}/{total}")
 
     def note(self, text: str) -> None:
         self._last = time.monotonic()
         print(text, file=sys.stderr, flush=True)
 
     def round_ended(self, row: Mapping[str, Any]) -> None:
-        self.note(round_line(row, self._rounds, self._personal))
+        self.note(round_line(row, self._settings))
 
 
 class LiveObserver(Observer):
     """A progress bar on stderr; finished rounds stay above it as lines."""
 
-    def __init__(self, rounds: int, progress: Progress, personal: bool = False) -> None:
-        self._rounds, self._progress, self._personal = rounds, progress, personal
+    def __init__(self, settings: RunSettings, progress: Progress) -> None:
+        self._settings, self._progress = settings, progress
         self._task = progress.add_task("starting", total=None)
 
     def note(self, text: str) -> None:
         self._progress.console.print(text, markup=False, highlight=False)
 
     def step(self, round: int, phase: str, done: int, total: int) -> None:
-        self._progress.update(self._task, description=f"round {round}/{self._rounds} {phase}", completed=done, total=total)
+        self._progress.update(
+            self._task, description=f"round {round}/{self._settings.rounds} {phase}", completed=done, total=total
+        )
 
     def round_ended(self, row: Mapping[str, Any]) -> None:
-        self.note(round_line(row, self._rounds, self._personal))
+        self.note(round_line(row, self._settings))
 
 
 @contextmanager
@@ -88,11 +91,11 @@ def make_observer(settings: RunSettings) -> Iterator[Observer]:
     """The observer that fits stderr."""
     console = Console(stderr=True)
     if not console.is_terminal:
-        yield PlainObserver(settings.rounds, settings.method.personal)
+        yield PlainObserver(settings)
         return
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:
-        yield LiveObserver(settings.rounds, progress, settings.method.personal)
+        yield LiveObserver(settings, progress)
 
 
 def print_summary(result: RunResult) -> None:

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from fedsynth.core.messages import Message, ModelParameters
+    from fedsynth.core.method import Method, RoundContext, ServerState
     from fedsynth.data.images import ImageData, from_arrays
     from fedsynth.data.load import load_dataset
     from fedsynth.data.partition import PartitionSettings
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
     from fedsynth.methods.fedkf import FedKF
     from fedsynth.methods.fednova import FedNova
     from fedsynth.methods.fedprox import FedProx
+    from fedsynth.methods.local import Task, TrainsLocally
     from fedsynth.methods.moon import Moon
     from fedsynth.methods.qffl import QFFL
     from fedsynth.methods.real import Real
@@ -64,6 +67,9 @@ _HOMES = {
     "FedNova": "fedsynth.methods.fednova",
     "FedProx": "fedsynth.methods.fedprox",
     "ImageData": "fedsynth.data.images",
+    "Message": "fedsynth.core.messages",
+    "Method": "fedsynth.core.method",
+    "ModelParameters": "fedsynth.core.messages",
     "ModelSettings": "fedsynth.models.registry",
     "Moon": "fedsynth.methods.moon",
     "Observer": "fedsynth.federation.observer",
@@ -71,10 +77,14 @@ _HOMES = {
     "PrivacySettings": "fedsynth.privacy.settings",
     "QFFL": "fedsynth.methods.qffl",
     "Real": "fedsynth.methods.real",
+    "RoundContext": "fedsynth.core.method",
     "RunResult": "fedsynth.federation.simulation",
     "RunSettings": "fedsynth.federation.settings",
     "Scaffold": "fedsynth.methods.scaffold",
+    "ServerState": "fedsynth.core.method",
     "Solo": "fedsynth.methods.solo",
+    "Task": "fedsynth.methods.local",
+    "TrainsLocally": "fedsynth.methods.local",
     "from_arrays": "fedsynth.data.images",
     "load_dataset": "fedsynth.data.load",
     "resolve": "fedsynth.federation.settings",
@@ -103,16 +113,23 @@ __all__ = [
     "FedNova",
     "FedProx",
     "ImageData",
+    "Message",
+    "Method",
+    "ModelParameters",
     "ModelSettings",
     "Moon",
     "Observer",
     "PartitionSettings",
     "PrivacySettings",
     "Real",
+    "RoundContext",
     "RunResult",
     "RunSettings",
     "Scaffold",
+    "ServerState",
     "Solo",
+    "Task",
+    "TrainsLocally",
     "__version__",
     "from_arrays",
     "load_dataset",
@@ -125,3 +142,7 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'fedsynth' has no attribute {name!r}")
     return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -204,6 +204,10 @@ class Method:
         """The model that a client with this memory uses itself in place of the global one; asked where `personal` is set."""
         return parameters
 
+    def facts(self, state: ServerState, context: RoundContext) -> Mapping[str, Any]:
+        """What else a round's row of metrics says, by name: public values, or with differential privacy off any."""
+        return {}
+
     def variants(self, state: ServerState) -> Mapping[str, Mapping[str, torch.Tensor]]:
         """Other models of the same training, by name, to be evaluated beside it."""
         return {}

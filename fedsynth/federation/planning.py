@@ -25,8 +25,9 @@ class Plan:
     """One mechanism's plan.
 
     Attributes:
-        noise_multiplier: σ of the chief release. releases: of a client in a round. epsilon: after each round, at `delta`.
-        target: the budget that was asked for, if one was.
+        noise_multiplier, clip, sample_rate: of the chief release. releases: of a client in a round, all in all. epsilon: after each round, at
+            `delta`. target: the budget that was asked for, if one was.
+        rows: each thing that a client releases in a round, by `quantity`, with its own σ, clip, q and number.
     """
 
     mechanism: str
@@ -37,6 +38,24 @@ class Plan:
     epsilon: Mapping[int, float]
     delta: float
     target: float | None
+    rows: tuple[Mapping[str, Any], ...]
+
+
+def plan_of(run: PrivateRun, target: float | None) -> Plan:
+    """What a planned run costs."""
+    sigma, chief = run.privacy.noise_multiplier or 0.0, run.plan
+    rows = tuple(
+        {
+            "quantity": plan.quantity,
+            "noise_multiplier": sigma * plan.noise_ratio,
+            "clip": plan.clip,
+            "sample_rate": plan.sample_rate,
+            "releases": plan.steps,
+        }
+        for plan in run.plans
+    )
+    releases, spent = sum(plan.steps for plan in run.plans), run.planned_epsilon_by_round()
+    return Plan(chief.mechanism, sigma, chief.clip, chief.sample_rate, releases, spent, run.privacy.delta, target, rows)
 
 
 def public_context(settings: RunSettings, spec: DatasetSpec, device: torch.device) -> RoundContext:
@@ -91,11 +110,7 @@ def make_plans(given: Mapping[str, Mapping[str, Any]]) -> list[Plan]:
             raise PrivacySettingError("a plan needs a budget (--epsilon) or a noise multiplier (--sigma)")
         # a cap beside σ would only cut the table: the plan shows where the budget goes
         free = replace(settings.privacy, epsilon=None) if settings.privacy.noise_multiplier is not None else settings.privacy
-        run = private_run(replace(settings, privacy=free))
-        spent = run.planned_epsilon_by_round()
-        releases = sum(plan.steps for plan in run.plans)
-        sigma, target = run.privacy.noise_multiplier or 0.0, settings.privacy.epsilon
-        plans.append(Plan(name, sigma, run.plan.clip, run.plan.sample_rate, releases, spent, run.privacy.delta, target))
+        plans.append(plan_of(private_run(replace(settings, privacy=free)), settings.privacy.epsilon))
     return plans
 
 

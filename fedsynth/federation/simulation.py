@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -183,12 +183,13 @@ class _Simulation:
                 if self.private is not None:
                     self.private.check_round(number)
                     self.private.charge_unprotected(number)
-                self._round(replace(self.context, round=number, participants=self.participation.in_round(number)))
+                context = replace(self.context, round=number, participants=self.participation.in_round(number))
+                self._round(context)
             except BudgetExceededError as error:  # in the round itself only if another process charged the same ledger meanwhile
                 self.deviations.append(f"ended after {number - 1} of {self.settings.rounds} rounds: {error}")
                 self.observer.note(self.deviations[-1])
                 break
-            self._record(number, started)
+            self._record(context, started)
         return self._finish()
 
     def _groups(self, participants: Sequence[int]) -> list[ClientGroup]:
@@ -254,8 +255,9 @@ class _Simulation:
                 why = "no client's released count of it is clearly above the counts' noise (a larger budget helps)"
             self.observer.note(f"warning: nobody sends images of {names}: {why}")
 
-    def _record(self, number: int, started: float) -> None:
-        row: dict[str, Any] = {"round": number}
+    def _record(self, context: RoundContext, started: float) -> None:
+        number = context.round
+        row: dict[str, Any] = {"round": number, **self.method.facts(self.state, context)}
         if number % self.settings.evaluate_every == 0 or number == self.settings.rounds:
             row.update(self._evaluate())
         if self.private is not None and self.private.guaranteed:
@@ -320,6 +322,7 @@ class _Simulation:
     def _summary(self, final: float) -> dict[str, Any]:
         summary: dict[str, Any] = {
             "method": self.method.name,
+            "settings": {f.name: getattr(self.method, f.name) for f in fields(self.method)},
             "dataset": self.context.spec.name,
             "rounds": len(self.metrics),
             "test_accuracy": final,

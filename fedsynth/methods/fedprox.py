@@ -7,10 +7,10 @@ rises, lowered by 0.1 after five falls in a row.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -94,6 +94,10 @@ class FedProx(TrainsLocally):
             return LossModel(model.state_dict(), trained.weight, 0.0), {}
 
         return Task(penalty=pull if message.mu else None, finish=finish)
+
+    def facts(self, state: ServerState, context: RoundContext) -> Mapping[str, Any]:
+        """Also the μ that the next round has, where it adapts."""
+        return {**super().facts(state, context), **({"mu": float(state.kept["mu"])} if "mu" in state.kept else {})}
 
     def combine(self, state: ServerState, uploads: Sequence[ModelParameters], context: RoundContext) -> ServerState:
         made = average(uploads, even=not self.by_size)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -176,6 +176,11 @@ class TrainsLocally(Method):
 
     def final_parameters(self, state: ServerState) -> Mapping[str, Tensor]:
         return unprefixed("oca.", state.kept) or state.parameters if self.final == "oca" else state.parameters
+
+    def facts(self, state: ServerState, context: RoundContext) -> Mapping[str, Any]:
+        """The passes of clients that do not finish, which are drawn publicly, and whether they are dropped."""
+        late = {str(client): passes for client, passes in self.late(context).items()}
+        return {"stragglers": late, "stragglers_dropped": self.drop_stragglers} if late else {}
 
     def variants(self, state: ServerState) -> Mapping[str, Mapping[str, Tensor]]:
         overall = unprefixed("oca.", state.kept)

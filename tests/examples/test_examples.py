@@ -53,6 +53,13 @@ def test_fedaf_with_and_without_privacy(capsys: pytest.CaptureFixture[str]) -> N
     assert out.count("if it were the only release") == 3
 
 
+def test_a_method_of_ones_own() -> None:
+    accuracy = runpy.run_path(str(EXAMPLES / "own_method.py"))["main"]()
+    assert list(accuracy) == ["FedAvg", "FedAdam", "FedAdam, ε = 8"]
+    assert min(list(accuracy.values())[:2]) > 0.85  # about 0.9 and 0.92
+    assert accuracy["FedAdam, ε = 8"] > 0.7  # about 0.85
+
+
 def test_fedkf_with_and_without_privacy(capsys: pytest.CaptureFixture[str]) -> None:
     runpy.run_path(str(EXAMPLES / "fedkf.py"), run_name="__main__")
     amp = [float(a) for a in re.findall(r"AMP ([\d.]+) %", capsys.readouterr().out)]

@@ -197,7 +197,7 @@ def test_what_a_private_run_writes_is_public(tmp_path: Path) -> None:
     summary = json.loads((result.folder / "summary.json").read_text())
     assert set(summary) == {
         "method", "dataset", "rounds", "test_accuracy", "upload_bytes", "upload_floats_per_round", "device", "seed",
-        "differential_privacy", "folder",
+        "differential_privacy", "folder", "settings",
     }  # fmt: skip
     outside = [
         p
