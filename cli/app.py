@@ -200,10 +200,9 @@ def _run(sections: dict[str, dict[str, Any]], output: Path, download: bool, as_j
 
     settings = resolve(sections)
     keep_large_allocations()
-    with make_observer(settings) as observer:
-        changed = from_preset(sections)
-        if changed:
-            observer.note(f"preset of {settings.dataset}, where nothing else is given: {changed}")
+    changed = from_preset(sections)
+    first = f"preset of {settings.dataset}, where nothing else is given: {changed}" if changed else ""
+    with make_observer(settings, first) as observer:
         result = simulate(settings, output=output, observer=observer, download=download)
     if as_json:
         print(json.dumps(result.summary, indent=2, allow_nan=False))

@@ -52,8 +52,8 @@ def round_line(row: Mapping[str, Any], settings: RunSettings) -> str:
 class PlainObserver(Observer):
     """Lines on stderr: each round, and in long rounds a sign of life every 30 seconds."""
 
-    def __init__(self, settings: RunSettings) -> None:
-        self._settings, self._last = settings, time.monotonic()
+    def __init__(self, settings: RunSettings, first: str) -> None:
+        self._settings, self._first, self._last = settings, first, time.monotonic()
 
     def step(self, round: int, phase: str, done: int, total: int) -> None:
         if time.monotonic() - self._last > 30:
@@ -61,7 +61,8 @@ class PlainObserver(Observer):
 
     def note(self, text: str) -> None:
         self._last = time.monotonic()
-        print(text, file=sys.stderr, flush=True)
+        first, self._first = self._first, ""
+        print(*([first] if first else []), text, sep="\n", file=sys.stderr, flush=True)
 
     def round_ended(self, row: Mapping[str, Any]) -> None:
         self.note(round_line(row, self._settings))
@@ -70,12 +71,13 @@ class PlainObserver(Observer):
 class LiveObserver(Observer):
     """A progress bar on stderr; finished rounds stay above it as lines."""
 
-    def __init__(self, settings: RunSettings, progress: Progress) -> None:
-        self._settings, self._progress = settings, progress
+    def __init__(self, settings: RunSettings, first: str, progress: Progress) -> None:
+        self._settings, self._first, self._progress = settings, first, progress
         self._task = progress.add_task("starting", total=None)
 
     def note(self, text: str) -> None:
-        self._progress.console.print(text, markup=False, highlight=False)
+        first, self._first = self._first, ""
+        self._progress.console.print(*([first] if first else []), text, sep="\n", markup=False, highlight=False)
 
     def step(self, round: int, phase: str, done: int, total: int) -> None:
         self._progress.update(
@@ -87,15 +89,15 @@ class LiveObserver(Observer):
 
 
 @contextmanager
-def make_observer(settings: RunSettings) -> Iterator[Observer]:
-    """The observer that fits stderr."""
+def make_observer(settings: RunSettings, first: str = "") -> Iterator[Observer]:
+    """The observer that fits stderr; it says `first` when it has something to say, so that an error before that stays one line."""
     console = Console(stderr=True)
     if not console.is_terminal:
-        yield PlainObserver(settings)
+        yield PlainObserver(settings, first)
         return
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:
-        yield LiveObserver(settings, progress)
+        yield LiveObserver(settings, first, progress)
 
 
 def print_summary(result: RunResult) -> None:
