@@ -18,6 +18,7 @@ from fedsynth.cli import options as given
 from fedsynth.cli.errors import OneLineGroup, one_line_errors
 from fedsynth.cli.method_commands import distill, methods_app
 from fedsynth.cli.privacy_commands import privacy_app
+from fedsynth.cli.run_commands import runs
 from fedsynth.cli.settings_options import from_preset, merged, read_config, with_set_options
 
 app = typer.Typer(
@@ -32,6 +33,7 @@ app = typer.Typer(
 app.add_typer(privacy_app, name="privacy")
 app.add_typer(methods_app, name="methods")
 app.command()(distill)
+app.command()(runs)
 
 
 def main() -> None:

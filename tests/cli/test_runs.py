@@ -1,0 +1,50 @@
+"""`fedsynth runs`: what differs between run folders, and what came out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+def test_runs_beside_each_other(train: Callable[..., Any], fedsynth: Callable[..., Any]) -> None:
+    output = train("fedprox", "--set", "mu=0.1").output
+    train("fedprox", "--set", "mu=0.5", "--local-test", "0.2")
+    train("fedavg", "--dp-epsilon", "8", "--set", "weight_decay=0.1")
+    (output / "20990101-000000-fedavg-digits.incomplete").mkdir()
+    found = fedsynth("runs", str(output), "--json")
+    assert found.code == 0, found.stderr
+    rows = json.loads(found.stdout)
+    assert [row["method"] for row in rows] == ["fedprox", "fedprox", "fedavg"]
+    assert [row["settings"].get("mu") for row in rows] == [0.1, 0.5, None]
+    assert "weight_decay" not in rows[2]["settings"]  # another method's weight decay is another setting
+    assert [row["settings"]["partition.local_test"] for row in rows] == [0.0, 0.2, 0.0]
+    assert all("clients" not in key for row in rows for key in row["settings"])  # the same everywhere
+    summaries = [json.loads((output / row["run"] / "summary.json").read_text()) for row in rows]
+    for row, summary in zip(rows, summaries, strict=True):
+        assert row["test_accuracy"] == summary["test_accuracy"]
+        assert row["upload_bytes"] == summary["upload_bytes"]
+    assert rows[1]["amp"] == summaries[1]["local"]["amp"]
+    assert rows[2]["epsilon"] == summaries[2]["differential_privacy"]["epsilon"]
+    assert "epsilon" not in rows[0]
+    lines = fedsynth("runs", str(output)).stdout.splitlines()
+    assert lines[0].split()[:5] == ["method", "accuracy", "AMP", "WLP", "ε"]
+    assert [line.split()[0] for line in lines[1:]] == ["fedprox", "fedprox", "fedavg"]
+    assert f"{100 * rows[1]['amp']:.2f} %" in lines[2]
+    assert lines[2].endswith("mu=0.5")
+    one = json.loads(fedsynth("runs", str(output / rows[0]["run"]), "--json").stdout)
+    assert [(row["run"], row["settings"]) for row in one] == [(rows[0]["run"], {})]
+
+
+def test_nothing_there_and_nothing_readable(fedsynth: Callable[..., Any], tmp_path: Path) -> None:
+    empty = fedsynth("runs", str(tmp_path))
+    assert (empty.code, empty.stderr) == (2, f"fedsynth: error: no finished run in {tmp_path}\n")
+    (tmp_path / "broken").mkdir()
+    for text in ("{", "[]"):
+        (tmp_path / "broken" / "summary.json").write_text(text)
+        wrong = fedsynth("runs", str(tmp_path))
+        assert wrong.code == 2
+        assert len(wrong.stderr.splitlines()) == 1
+    (tmp_path / "broken" / "summary.json").write_text("{}")  # of another version, say
+    assert fedsynth("runs", str(tmp_path)).code == 0
