@@ -85,7 +85,8 @@ class FedAF(TrainsOnUnion):
         gamma: γ of model re-sampling (Eq. 17).
         local_weight, global_weight: λ_loc and λ_glob; 0 leaves the collaborative term or knowledge matching out (the ablations).
             (1e-4, 1e-2) on CIFAR, (1e-3, 2.0) on Fashion-MNIST, (0.01, 0.1) on DomainNet.
-        temperature: τ of the soft labels; the paper gives none: 1 is plain softmax.
+        temperature: τ of the soft labels; the paper gives none: 1 is plain softmax. In short runs with λ_glob = 2 larger ones do less harm
+            (docs/results.md).
         distance: of Eq. 10, see `sliced_wasserstein`; "point" because u and v are one vector per class. directions: of "rows".
         knowledge_from: when V is made: averaged from the "previous-round"'s uploads (App. C counts one upload of S, V and R a round; then
             round 1 has no collaborative term), or in a "first-phase" of the same round, under w_r: one more exchange.
