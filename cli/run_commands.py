@@ -42,11 +42,11 @@ def runs(
 
 
 def run_folders(folder: Path) -> list[Path]:
-    """A finished run's folder itself, or those right below it, by name, which is by time."""
+    """A finished run's folder itself, or those right below it, by time: the stamp in the name, and within a second the summary's file."""
     if (folder / "summary.json").is_file():
         return [folder]
-    found = (path.parent for path in folder.glob("*/summary.json") if path.parent.suffix != ".incomplete")
-    return sorted(found)
+    found = [path for path in folder.glob("*/summary.json") if path.parent.suffix != ".incomplete"]
+    return [path.parent for path in sorted(found, key=lambda path: (path.parent.name[:15], path.stat().st_mtime_ns))]
 
 
 def compared(folders: list[Path]) -> list[dict[str, Any]]:

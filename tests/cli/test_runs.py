@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from fedsynth.cli.run_commands import run_folders
 
 
 def test_runs_beside_each_other(train: Callable[..., Any], fedsynth: Callable[..., Any]) -> None:
@@ -48,3 +51,13 @@ def test_nothing_there_and_nothing_readable(fedsynth: Callable[..., Any], tmp_pa
         assert len(wrong.stderr.splitlines()) == 1
     (tmp_path / "broken" / "summary.json").write_text("{}")  # of another version, say
     assert fedsynth("runs", str(tmp_path)).code == 0
+
+
+def test_runs_of_the_same_second_stand_in_the_order_in_which_they_ended(tmp_path: Path) -> None:
+    for number, name in enumerate(
+        ("20261120-120000-solo-digits", "20261120-120000-fedavg-digits", "20251120-120000-real-digits")
+    ):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "summary.json").write_text("{}")
+        os.utime(tmp_path / name / "summary.json", (1000 + number, 1000 + number))
+    assert [folder.name.split("-")[2] for folder in run_folders(tmp_path)] == ["real", "solo", "fedavg"]
