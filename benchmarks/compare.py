@@ -34,7 +34,10 @@ ONE_SHOT: dict[str, Any] = {
 }  # fmt: skip
 # name in the table: method, settings
 METHODS: dict[str, tuple[str, dict[str, Any]]] = {
-    **{name: (name, LOCAL) for name in ("fedavg", "fedavgm", "fedprox", "fednova", "feddyn", "fedgkd", "qffl")},
+    **{
+        name: (name, LOCAL)
+        for name in ("fedavg", "fedavgm", "fedprox", "fednova", "feddyn", "fedgkd", "qffl")
+    },
     "scaffold": ("scaffold", LOCAL),
     "moon": ("moon", LOCAL),
     "fedfm": ("fedfm", LOCAL),
@@ -51,12 +54,20 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "fedaf": ("fedaf", {**CONDENSE, "image_lr": 0.2, "server_lr": 0.01}),
     "real": ("real", {"ipc": 10, "server_epochs": 100}),
     "fedavg, one shot": ("fedavg", {**LOCAL, "local_epochs": 25}),
-    "feddf": ("feddf", {**LOCAL, "local_epochs": 25, "server_steps": 200, "server_batch": 64, "proxy": "mnist"}),
+    "feddf": (
+        "feddf",
+        {**LOCAL, "local_epochs": 25, "server_steps": 200, "server_batch": 64, "proxy": "mnist"},
+    ),
     "dense": ("dense", ONE_SHOT),
     "fedhydra": ("fedhydra", {**ONE_SHOT, "stratification_steps": 15, "stratification_batch": 8}),
     "fedhydra, probabilities": (
         "fedhydra",
-        {**ONE_SHOT, "stratification_steps": 15, "stratification_batch": 8, "outputs": "probabilities"},
+        {
+            **ONE_SHOT,
+            "stratification_steps": 15,
+            "stratification_batch": 8,
+            "outputs": "probabilities",
+        },
     ),
     "solo": ("solo", LOCAL),
     "fedbn": ("fedbn", LOCAL),
@@ -89,14 +100,18 @@ def settings_for(name: str, seed: int, device: str, quick: bool, rate: float | N
     )
 
 
-def best_rate(name: str, results: Results, held_out: tuple[ImageData, ImageData], device: str, quick: bool) -> float | None:
+def best_rate(
+    name: str, results: Results, held_out: tuple[ImageData, ImageData], device: str, quick: bool
+) -> float | None:
     """The better rate on held-out training images; None: not known yet, as another process makes it, or the method has no local training."""
     if "local_epochs" not in METHODS[name][1]:
         return None
     found = {}
     for rate in RATES:
         chosen = "fedavg" if name in TAKE_FEDAVGS_RATE else name
-        row = results.get(f"rate {chosen} {rate}", settings_for(chosen, 0, device, quick, rate), held_out)
+        row = results.get(
+            f"rate {chosen} {rate}", settings_for(chosen, 0, device, quick, rate), held_out
+        )
         if row is None:
             return None
         found[rate] = row["accuracy"]
@@ -104,8 +119,12 @@ def best_rate(name: str, results: Results, held_out: tuple[ImageData, ImageData]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="one round and few steps, to see that it runs")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="one round and few steps, to see that it runs"
+    )
     parser.add_argument("--json", action="store_true", help="print the table as JSON")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
@@ -123,14 +142,27 @@ def main() -> None:
         if rate is None and "local_epochs" in METHODS[name][1]:
             continue
         made = [
-            results.get(f"{name} seed={seed}", settings_for(name, seed, options.device, options.quick, rate), data)
+            results.get(
+                f"{name} seed={seed}",
+                settings_for(name, seed, options.device, options.quick, rate),
+                data,
+            )
             for seed in options.seeds
         ]
         rows = [row for row in made if row is not None]
         if len(rows) == len(made):
-            measured = [100 * (row["local"]["amp"] if name in PERSONAL else row["accuracy"]) for row in rows]
-            size, seconds = (sum(row[key] for row in rows) / len(rows) for key in ("bytes", "seconds"))
-            table[name] = {**summarise(measured), "bytes": round(size), "seconds": round(seconds, 1), "rate": rate}
+            measured = [
+                100 * (row["local"]["amp"] if name in PERSONAL else row["accuracy"]) for row in rows
+            ]
+            size, seconds = (
+                sum(row[key] for row in rows) / len(rows) for key in ("bytes", "seconds")
+            )
+            table[name] = {
+                **summarise(measured),
+                "bytes": round(size),
+                "seconds": round(seconds, 1),
+                "rate": rate,
+            }
     if options.json:
         print(json.dumps(table, indent=2))
         return

@@ -42,14 +42,23 @@ from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.settings import PrivacySettings
 
 IPC, BATCH = 10, 256
-GROWTH = [(1, 10, None), (10, 10, None), (100, 10, None), (1, 100, None), (10, 100, None), (100, 10, 0.5)]
+GROWTH = [
+    (1, 10, None),
+    (10, 10, None),
+    (100, 10, None),
+    (1, 100, None),
+    (10, 100, None),
+    (100, 10, 0.5),
+]
 """(clients, classes, --memory-gb)"""
 
 
 def peak_flops(dtype: torch.dtype, device: torch.device) -> float:
     """Floating-point operations a second of a large square matrix product: the best of ten."""
     n = 8192 if device.type == "cuda" else 2048
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32  # as the convolutions do
+    torch.backends.cuda.matmul.allow_tf32 = (
+        torch.backends.cudnn.allow_tf32
+    )  # as the convolutions do
     a = torch.randn(n, n, device=device).to(dtype)
     return 2 * n**3 / min(seconds(lambda: a @ a, device) for _ in range(10))
 
@@ -74,20 +83,30 @@ def forward_flops(network: ConvNet, shape: tuple[int, int, int]) -> float:
 class Case:
     """One shape: data, model and the steps to time; every step is a whole client step of `steps` iterations."""
 
-    def __init__(self, spec: DatasetSpec, width: int, clients: int, steps: int, device: torch.device) -> None:
-        rng, per_client = np.random.default_rng(0), spec.classes * (BATCH + 44)  # more than a batch, as in real runs
+    def __init__(
+        self, spec: DatasetSpec, width: int, clients: int, steps: int, device: torch.device
+    ) -> None:
+        rng, per_client = (
+            np.random.default_rng(0),
+            spec.classes * (BATCH + 44),
+        )  # more than a batch, as in real runs
         n = clients * per_client
         images = rng.integers(0, 256, (n, *spec.image_shape), dtype=np.uint8)
         self.data: ImageData = from_arrays(images, np.arange(n) % spec.classes, spec).to(device)
         self.parts = list(torch.arange(n).split(per_client))
         self.spec, self.steps, self.device = spec, steps, device
-        model = build_model(ModelSettings(width=width), spec.image_shape, spec.classes, 0).to(device)
+        model = build_model(ModelSettings(width=width), spec.image_shape, spec.classes, 0).to(
+            device
+        )
         self.context = RoundContext(1, 0, device, spec, model, nominal_size=per_client)
         self.method = FedDM(ipc=IPC, iterations=steps, batch=BATCH)
 
     def engine(self, precision: torch.dtype, compiled: bool = False) -> None:
         """All clients, as many at once as the memory bound allows."""
-        context, ids = replace(self.context, precision=precision, compiled=compiled), range(len(self.parts))
+        context, ids = (
+            replace(self.context, precision=precision, compiled=compiled),
+            range(len(self.parts)),
+        )
         at_once = max(1, context.memory_bytes // 2 // (self.method.client_bytes(context) or 1))
         for first in ids[::at_once]:
             mine = ids[first : first + at_once]
@@ -111,7 +130,10 @@ class Case:
         everything = OpenClients(range(len(self.parts)), self.data, self.parts)
         generator = torch.Generator(self.device).manual_seed(0)
         for position in range(len(self.parts)):
-            classes = [everything.images(everything.examples(position, c)) for c in range(self.spec.classes)]
+            classes = [
+                everything.images(everything.examples(position, c))
+                for c in range(self.spec.classes)
+            ]
             client_step(
                 self.context.architecture, classes, [x[:IPC] for x in classes], steps=self.steps, batch=BATCH, learning_rate=1.0, radius=5.0,
                 generator=generator,
@@ -139,7 +161,10 @@ def measure(name: str, clients: int, options: argparse.Namespace) -> dict[str, A
     real, synthetic = clients * case.spec.classes * BATCH, clients * case.spec.classes * IPC
     flops = forward_flops(network, case.spec.image_shape)
     peaks = {"fp32": peak_flops(torch.float32, device), "bf16": peak_flops(torch.bfloat16, device)}
-    floors = {key: real * flops / peak + 2 * synthetic * flops / peaks["fp32"] for key, peak in peaks.items()}
+    floors = {
+        key: real * flops / peak + 2 * synthetic * flops / peaks["fp32"]
+        for key, peak in peaks.items()
+    }
     return {
         "case": name,
         "clients": clients,
@@ -149,7 +174,11 @@ def measure(name: str, clients: int, options: argparse.Namespace) -> dict[str, A
         if options.reference
         else None,
         "floor": floors,
-        "share of the floor": {key: floors[key.split()[1]] / value for key, value in medians.items() if key != "reference"},
+        "share of the floor": {
+            key: floors[key.split()[1]] / value
+            for key, value in medians.items()
+            if key != "reference"
+        },
         "matrix peak GFLOP/s": {key: peak / 1e9 for key, peak in peaks.items()},
         "peak memory GB": peak_memory(device),
         **machine(),
@@ -161,13 +190,20 @@ def measure_growth(options: argparse.Namespace) -> dict[str, Any]:
     from fedsynth.federation.devices import memory_bytes
 
     device, (clients, classes) = torch.device(options.device), options.point
-    spec = replace(dataset_spec("mnist"), classes=classes, class_names=tuple(str(c) for c in range(classes)))
+    spec = replace(
+        dataset_spec("mnist"), classes=classes, class_names=tuple(str(c) for c in range(classes))
+    )
     case = Case(spec, 8 if options.quick else 32, clients, 1, device)
     case.context = replace(case.context, memory_bytes=memory_bytes(options.memory_gb, device))
     before = peak_memory(device)
-    times = [seconds(lambda: case.engine(torch.float32), device) for _ in range(1 if options.quick else 3)]
+    times = [
+        seconds(lambda: case.engine(torch.float32), device)
+        for _ in range(1 if options.quick else 3)
+    ]
     return {
-        "case": "growth, mnist shape, width 8" if options.quick else "growth, mnist shape, width 32",
+        "case": "growth, mnist shape, width 8"
+        if options.quick
+        else "growth, mnist shape, width 32",
         "clients": clients,
         "classes": classes,
         "memory bound GB": options.memory_gb,
@@ -184,9 +220,22 @@ def grow(options: argparse.Namespace) -> list[dict[str, Any]]:
     points = [(1, 10, None), (2, 10, None)] if options.quick else GROWTH
     rows = []
     for clients, classes, bound in points:
-        words = [sys.executable, __file__, "--device", options.device, "--point", str(clients), str(classes)]
-        words += [*(["--memory-gb", str(bound)] if bound else []), *(["--quick"] if options.quick else [])]
-        rows.append(json.loads(subprocess.run(words, check=True, capture_output=True, text=True).stdout))
+        words = [
+            sys.executable,
+            __file__,
+            "--device",
+            options.device,
+            "--point",
+            str(clients),
+            str(classes),
+        ]
+        words += [
+            *(["--memory-gb", str(bound)] if bound else []),
+            *(["--quick"] if options.quick else []),
+        ]
+        rows.append(
+            json.loads(subprocess.run(words, check=True, capture_output=True, text=True).stdout)
+        )
     return rows
 
 
@@ -195,7 +244,11 @@ def peak_memory(device: torch.device) -> float:
         return torch.cuda.max_memory_allocated() / 1e9
     status = Path("/proc/self/status")
     if status.exists():  # getrusage's peak begins with the parent's
-        return next(float(line.split()[1]) / 1e6 for line in status.read_text().splitlines() if line.startswith("VmHWM"))
+        return next(
+            float(line.split()[1]) / 1e6
+            for line in status.read_text().splitlines()
+            if line.startswith("VmHWM")
+        )
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
 
 
@@ -204,12 +257,26 @@ def main() -> None:
     parser.add_argument("--cases", nargs="*", default=["mnist", "cifar10"])
     parser.add_argument("--clients", type=int, nargs="+", default=[1])
     parser.add_argument("--steps", type=int, default=2)
-    parser.add_argument("--no-compile", dest="compile", action="store_false", help="without the compiled engine")
-    parser.add_argument("--keep-allocations", action="store_true", help="with the allocator setting of the command line, for all")
-    parser.add_argument("--no-reference", dest="reference", action="store_false", help="the engine alone")
-    parser.add_argument("--no-growth", dest="growth", action="store_false", help="without the growth table")
     parser.add_argument(
-        "--point", type=int, nargs=2, metavar=("CLIENTS", "CLASSES"), help="one point of the growth table, printed"
+        "--no-compile", dest="compile", action="store_false", help="without the compiled engine"
+    )
+    parser.add_argument(
+        "--keep-allocations",
+        action="store_true",
+        help="with the allocator setting of the command line, for all",
+    )
+    parser.add_argument(
+        "--no-reference", dest="reference", action="store_false", help="the engine alone"
+    )
+    parser.add_argument(
+        "--no-growth", dest="growth", action="store_false", help="without the growth table"
+    )
+    parser.add_argument(
+        "--point",
+        type=int,
+        nargs=2,
+        metavar=("CLIENTS", "CLASSES"),
+        help="one point of the growth table, printed",
     )
     parser.add_argument("--memory-gb", type=float, help="with --point: the run's memory bound")
     options = parser.parse_args()

@@ -36,7 +36,9 @@ EXAMPLES = 64  # of a class, in the comparison with loops
 
 
 def feddm(options: argparse.Namespace, batch: int) -> Case:
-    case = Case(dataset_spec("mnist"), 8 if options.quick else 128, 1, 1, torch.device(options.device))
+    case = Case(
+        dataset_spec("mnist"), 8 if options.quick else 128, 1, 1, torch.device(options.device)
+    )
     case.method = replace(case.method, batch=batch)
     return case
 
@@ -50,8 +52,14 @@ def residual(options: argparse.Namespace) -> dict[str, Any]:
         "residual bf16": lambda: case.private("residual", torch.bfloat16),
     }
     medians = measure(runs, case, options)
-    ratios = {key: medians[f"residual{key}"] / medians[f"non-private{key}"] for key in ("", " bf16")}
-    return {"case": "residual", "seconds": medians, "residual over non-private": {"fp32": ratios[""], "bf16": ratios[" bf16"]}}
+    ratios = {
+        key: medians[f"residual{key}"] / medians[f"non-private{key}"] for key in ("", " bf16")
+    }
+    return {
+        "case": "residual",
+        "seconds": medians,
+        "residual over non-private": {"fp32": ratios[""], "bf16": ratios[" bf16"]},
+    }
 
 
 def gradient(options: argparse.Namespace) -> dict[str, Any]:
@@ -67,26 +75,47 @@ def gradient(options: argparse.Namespace) -> dict[str, Any]:
     }
     medians = measure(runs, case, options)
     ratios = {key: medians["loop"] / medians[key] for key in runs}
-    return {"case": "gradient", "examples": batch * case.spec.classes, "seconds": medians, "ratio to the loop": ratios}
+    return {
+        "case": "gradient",
+        "examples": batch * case.spec.classes,
+        "seconds": medians,
+        "ratio to the loop": ratios,
+    }
 
 
 def local_training(options: argparse.Namespace) -> dict[str, Any]:
     case, batch = feddm(options, 256), 16 if options.quick else 256
     model, size = case.context.architecture, len(case.data.labels)
     data = OpenClients([0], case.data, case.parts)
-    release = Release(1, "model", "dp-sgd", "x", 1.0, 1.0, batch / size, "poisson", 1, parameter_count(model))
+    release = Release(
+        1, "model", "dp-sgd", "x", 1.0, 1.0, batch / size, "poisson", 1, parameter_count(model)
+    )
 
     def ours() -> None:
         series = GaussianSums(release, 1, Guard(Ledger("0"), 1e-5, None), SecretGenerator())
-        dp_sgd(copy.deepcopy(model), data.images, case.data.labels, series, 1, DpSgdSettings(FedAvg().lr, batch))
+        dp_sgd(
+            copy.deepcopy(model),
+            data.images,
+            case.data.labels,
+            series,
+            1,
+            DpSgdSettings(FedAvg().lr, batch),
+        )
 
     x, y = data.images(torch.arange(batch)), case.data.labels[:batch]
     loop = lambda: dp_sgd_step(copy.deepcopy(model), x, y, 1.0, 1.0, 0.01)  # noqa: E731
     medians = measure({"loop": loop, "dp-sgd": ours}, case, options)
-    return {"case": "dp-sgd", "examples": batch, "seconds": medians, "ratio to the loop": medians["loop"] / medians["dp-sgd"]}
+    return {
+        "case": "dp-sgd",
+        "examples": batch,
+        "seconds": medians,
+        "ratio to the loop": medians["loop"] / medians["dp-sgd"],
+    }
 
 
-def measure(runs: dict[str, Callable[[], object]], case: Case, options: argparse.Namespace) -> dict[str, float]:
+def measure(
+    runs: dict[str, Callable[[], object]], case: Case, options: argparse.Namespace
+) -> dict[str, float]:
     times = alternating(runs, 1 if options.quick else options.repeats, case.device)
     return {key: statistics.median(values) for key, values in times.items()}
 

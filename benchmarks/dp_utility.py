@@ -37,14 +37,23 @@ CLIP: dict[str, float] = {"features": 6.0, "residual": 6.0, "gradient": 1.0, "dp
 
 
 def settings_for(
-    dataset: str, mechanism: str, seed: int, device: str, budget: dict[str, float], clip: float, rate: float, quick: bool
+    dataset: str,
+    mechanism: str,
+    seed: int,
+    device: str,
+    budget: dict[str, float],
+    clip: float,
+    rate: float,
+    quick: bool,
 ) -> RunSettings:
     """One run; `clip` and `rate` multiply the mechanism's own."""
     method = dict(METHODS[mechanism])
     key = "lr" if mechanism == "dp-sgd" else "image_lr"
     method[key] *= rate
     if quick:
-        method |= {"local_epochs": 1} if mechanism == "dp-sgd" else {"iterations": 2, "server_epochs": 1}
+        method |= (
+            {"local_epochs": 1} if mechanism == "dp-sgd" else {"iterations": 2, "server_epochs": 1}
+        )
     return resolve(
         {
             "run": {
@@ -70,10 +79,16 @@ class Table:
         self.train, self.test = load_dataset(dataset)
         self.results = Results(RESULTS / f"dp_utility{'_quick' if options.quick else ''}.jsonl", "")
 
-    def run(self, name: str, data: tuple[ImageData, ImageData], mechanism: str, **kind: Any) -> float:
+    def run(
+        self, name: str, data: tuple[ImageData, ImageData], mechanism: str, **kind: Any
+    ) -> float:
         """Accuracy in percent."""
-        settings = settings_for(self.dataset, mechanism, device=self.options.device, quick=self.options.quick, **kind)
-        row: Any = self.results.get(f"{self.dataset} {name}", replace(settings, compile=self.options.compile), data)
+        settings = settings_for(
+            self.dataset, mechanism, device=self.options.device, quick=self.options.quick, **kind
+        )
+        row: Any = self.results.get(
+            f"{self.dataset} {name}", replace(settings, compile=self.options.compile), data
+        )
         return 100 * float(row["accuracy"])
 
     def tuned(self, mechanism: str) -> tuple[float, float]:
@@ -81,7 +96,13 @@ class Table:
         data, budget = held_out(self.train, 5000), {"epsilon": 3.0}
         tried = {
             (c, r): self.run(
-                f"tune {mechanism} clip={c} rate={r}", data, mechanism, seed=TUNING_SEED, budget=budget, clip=c, rate=r
+                f"tune {mechanism} clip={c} rate={r}",
+                data,
+                mechanism,
+                seed=TUNING_SEED,
+                budget=budget,
+                clip=c,
+                rate=r,
             )
             for c in CLIPS
             for r in RATES
@@ -89,22 +110,29 @@ class Table:
         return max(tried, key=lambda key: tried[key])
 
     def rows(self, mechanism: str, best: tuple[float, float]) -> dict[str, Any]:
-        budgets: dict[str, dict[str, float]] = {f"{mechanism}, ε = {e:g}": {"epsilon": e} for e in EPSILONS}
+        budgets: dict[str, dict[str, float]] = {
+            f"{mechanism}, ε = {e:g}": {"epsilon": e} for e in EPSILONS
+        }
         if mechanism == "features":
             budgets["features, noiseless"] = {"noise_multiplier": 1e-3}
         table = {}
         for name, budget in budgets.items():
             kind = {"budget": budget, "clip": best[0], "rate": best[1]}
             values = [
-                self.run(f"{name} seed={s}", (self.train, self.test), mechanism, seed=s, **kind) for s in self.options.seeds
+                self.run(f"{name} seed={s}", (self.train, self.test), mechanism, seed=s, **kind)
+                for s in self.options.seeds
             ]
             table[name] = {**summarise(values), "clip": CLIP[mechanism] * best[0], "rate": best[1]}
         return table
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="one round and few steps, to see that it runs")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="one round and few steps, to see that it runs"
+    )
     parser.add_argument("--json", action="store_true", help="print the table as JSON")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
@@ -117,7 +145,9 @@ def main() -> None:
     table: dict[str, dict[str, Any]] = {}
     for dataset in options.datasets:
         runs = Table(dataset, options)
-        table[dataset] = {name: row for m, best in chosen.items() for name, row in runs.rows(m, best).items()}
+        table[dataset] = {
+            name: row for m, best in chosen.items() for name, row in runs.rows(m, best).items()
+        }
     if options.json:
         print(json.dumps(table, indent=2))
         return

@@ -63,7 +63,9 @@ class Results:
     def __init__(self, path: Path, only: str) -> None:
         self.path, self._only, self._machine = path, only, machine()
 
-    def get(self, name: str, settings: RunSettings, data: tuple[ImageData, ImageData]) -> dict[str, Any] | None:
+    def get(
+        self, name: str, settings: RunSettings, data: tuple[ImageData, ImageData]
+    ) -> dict[str, Any] | None:
         """The run's row, made if need be; None if `--only` leaves it to another process."""
         config = json.dumps(_distinctive(settings), sort_keys=True)
         key = f"{name} {hashlib.blake2b(config.encode(), digest_size=4).hexdigest()}"
@@ -84,10 +86,16 @@ def _distinctive(settings: RunSettings) -> dict[str, dict[str, Any]]:
     So who changes a default deletes the rows that were made with the old one.
     """
     method = type(settings.method)()
-    defaults = RunSettings(method, privacy=None if settings.privacy is None else PrivacySettings(epsilon=1.0)).to_mapping()
+    defaults = RunSettings(
+        method, privacy=None if settings.privacy is None else PrivacySettings(epsilon=1.0)
+    ).to_mapping()
     speed = ("compile", "memory_gb", "device")
     return {
-        section: {k: v for k, v in values.items() if k not in speed and (k == "method" or v != defaults.get(section, {}).get(k))}
+        section: {
+            k: v
+            for k, v in values.items()
+            if k not in speed and (k == "method" or v != defaults.get(section, {}).get(k))
+        }
         for section, values in settings.to_mapping().items()
     }
 
@@ -95,13 +103,23 @@ def _distinctive(settings: RunSettings) -> dict[str, dict[str, Any]]:
 def one_run(settings: RunSettings, data: tuple[ImageData, ImageData]) -> dict[str, Any]:
     result = simulate(settings, data=data)
     curve = [row["test_accuracy"] for row in result.metrics if "test_accuracy" in row]
-    domains = {key: result.metrics[-1][key] for key in ("domain_average", "domain_accuracy") if key in result.metrics[-1]}
-    rows = {"rows": [_kept(row) for row in result.metrics]} if "models" in result.metrics[-1] else {}
+    domains = {
+        key: result.metrics[-1][key]
+        for key in ("domain_average", "domain_accuracy")
+        if key in result.metrics[-1]
+    }
+    rows = (
+        {"rows": [_kept(row) for row in result.metrics]} if "models" in result.metrics[-1] else {}
+    )
     return {
         "accuracy": result.accuracy,
         **domains,
         **rows,
-        **({"local": _without_clients(result.metrics[-1]["local"])} if "local" in result.metrics[-1] else {}),
+        **(
+            {"local": _without_clients(result.metrics[-1]["local"])}
+            if "local" in result.metrics[-1]
+            else {}
+        ),
         "bytes": result.summary["upload_bytes"],
         "curve": curve,
         "floats": result.summary["upload_floats_per_round"],
@@ -111,7 +129,10 @@ def one_run(settings: RunSettings, data: tuple[ImageData, ImageData]) -> dict[st
 
 def _kept(row: dict[str, Any]) -> dict[str, Any]:
     """A round's figures of each variant, without the clients' own."""
-    models = {name: {**one, "local": _without_clients(one.get("local", {}))} for name, one in row.get("models", {}).items()}
+    models = {
+        name: {**one, "local": _without_clients(one.get("local", {}))}
+        for name, one in row.get("models", {}).items()
+    }
     return {"round": row["round"], "seconds": row["seconds"], "models": models}
 
 
@@ -120,37 +141,66 @@ def _without_clients(local: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="one round and few steps, to see that it runs")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="one round and few steps, to see that it runs"
+    )
     parser.add_argument("--json", action="store_true", help="print the table as JSON")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--only", default="", help="make only the runs whose name contains this, such as 'seed=1' or 'tune'")
+    parser.add_argument(
+        "--only",
+        default="",
+        help="make only the runs whose name contains this, such as 'seed=1' or 'tune'",
+    )
     options = parser.parse_args()
     keep_large_allocations()
     train, test = load_dataset("fashion-mnist")
-    results = Results(RESULTS / f"fashion_table{'_quick' if options.quick else ''}.jsonl", options.only)
-    quick = {"feddm": {"iterations": 2, "server_epochs": 2}, "real": {"server_epochs": 2}, "fedavg": {"local_epochs": 1}}
+    results = Results(
+        RESULTS / f"fashion_table{'_quick' if options.quick else ''}.jsonl", options.only
+    )
+    quick = {
+        "feddm": {"iterations": 2, "server_epochs": 2},
+        "real": {"server_epochs": 2},
+        "fedavg": {"local_epochs": 1},
+    }
 
-    def run(name: str, method: str, seed: int, data: tuple[ImageData, ImageData], **changes: Any) -> dict[str, Any] | None:
-        settings = settings_for(method, seed, options.device, **changes, **(quick[method] if options.quick else {}))
+    def run(
+        name: str, method: str, seed: int, data: tuple[ImageData, ImageData], **changes: Any
+    ) -> dict[str, Any] | None:
+        settings = settings_for(
+            method, seed, options.device, **changes, **(quick[method] if options.quick else {})
+        )
         return results.get(name, replace(settings, rounds=1) if options.quick else settings, data)
 
     rows: dict[str, list[dict[str, Any] | None]] = {}
     for method in ("feddm", "real"):
         rows[method] = [run(f"{method} seed={s}", method, s, (train, test)) for s in options.seeds]
     tuning = held_out(train, 5000)
-    tried = {lr: run(f"tune fedavg lr={lr}", "fedavg", TUNING_SEED, tuning, lr=lr) for lr in FEDAVG_GRID}
+    tried = {
+        lr: run(f"tune fedavg lr={lr}", "fedavg", TUNING_SEED, tuning, lr=lr) for lr in FEDAVG_GRID
+    }
     held = {lr: row["accuracy"] for lr, row in tried.items() if row is not None}
     if len(held) < len(FEDAVG_GRID):
         return
     best = max(held, key=lambda rate: held[rate])
-    rows["fedavg"] = [run(f"fedavg seed={s}", "fedavg", s, (train, test), lr=best) for s in options.seeds]
-    finished = {name: [100 * row["accuracy"] for row in made if row is not None] for name, made in rows.items()}
+    rows["fedavg"] = [
+        run(f"fedavg seed={s}", "fedavg", s, (train, test), lr=best) for s in options.seeds
+    ]
+    finished = {
+        name: [100 * row["accuracy"] for row in made if row is not None]
+        for name, made in rows.items()
+    }
     if any(len(values) < len(options.seeds) for values in finished.values()):
         return
-    finished["feddm - real, same start images"] = [a - b for a, b in zip(finished["feddm"], finished["real"], strict=True)]
-    finished["feddm - fedavg"] = [a - b for a, b in zip(finished["feddm"], finished["fedavg"], strict=True)]
+    finished["feddm - real, same start images"] = [
+        a - b for a, b in zip(finished["feddm"], finished["real"], strict=True)
+    ]
+    finished["feddm - fedavg"] = [
+        a - b for a, b in zip(finished["feddm"], finished["fedavg"], strict=True)
+    ]
     table = {name: summarise(values) for name, values in finished.items()}
     if options.json:
         print(json.dumps({"held-out accuracy by FedAvg learning rate": held, **table}, indent=2))

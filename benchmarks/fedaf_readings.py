@@ -28,8 +28,12 @@ READINGS: dict[str, dict[str, float]] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="one round and few steps, to see that it runs")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="one round and few steps, to see that it runs"
+    )
     parser.add_argument("--json", action="store_true", help="print the table as JSON")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--alphas", type=float, nargs="+", default=[0.02])
@@ -38,13 +42,17 @@ def main() -> None:
     options = parser.parse_args()
     keep_large_allocations()
     data = held_out(load_dataset("fashion-mnist")[0], 5000)
-    results = Results(RESULTS / f"fedaf_readings{'_quick' if options.quick else ''}.jsonl", options.only)
+    results = Results(
+        RESULTS / f"fedaf_readings{'_quick' if options.quick else ''}.jsonl", options.only
+    )
     table = {}
     for alpha in options.alphas:
         for name, changes in READINGS.items():
             values = []
             for seed in options.seeds:
-                settings = settings_for("fashion", "FedAF", alpha, seed, options.device, options.quick)
+                settings = settings_for(
+                    "fashion", "FedAF", alpha, seed, options.device, options.quick
+                )
                 settings = replace(settings, method=replace(settings.method, **changes))  # type: ignore[arg-type]
                 row = results.get(f"{name}, Dir({alpha}) seed={seed}", settings, data)
                 if row is not None:

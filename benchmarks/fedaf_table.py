@@ -43,18 +43,28 @@ ROWS: dict[str, dict[str, Any] | None] = {  # what differs from FedAF's settings
     "γ = 1": {"gamma": 1.0},
 }
 # Four times as many pixels: a narrower network, fewer steps.
-SMALLER: dict[str, dict[str, int]] = {"fashion": {}, "office": {"iterations": 20, "batch": 24, "server_epochs": 40}}
+SMALLER: dict[str, dict[str, int]] = {
+    "fashion": {},
+    "office": {"iterations": 20, "batch": 24, "server_epochs": 40},
+}
 DATASETS = {"fashion": "fashion-mnist", "office": "office-caltech-10"}
 
 
-def settings_for(data: str, name: str, alpha: float, seed: int, device: str, quick: bool) -> RunSettings:
+def settings_for(
+    data: str, name: str, alpha: float, seed: int, device: str, quick: bool
+) -> RunSettings:
     changes = ROWS[name]
     method, values = ("feddm", FEDDM) if changes is None else ("fedaf", {**FEDAF[data], **changes})
     dirichlet = {"kind": "dirichlet", "alpha": alpha, "clients": 10}
     small = {"iterations": 2, "server_epochs": 1} if quick else SMALLER[data]
     return resolve(
         {
-            "run": {"method": method, "rounds": 1 if quick else 5 if data == "fashion" else 3, "seed": seed, "device": device},
+            "run": {
+                "method": method,
+                "rounds": 1 if quick else 5 if data == "fashion" else 3,
+                "seed": seed,
+                "device": device,
+            },
             "data": {"dataset": DATASETS[data]},
             "partition": dirichlet if data == "fashion" else {"kind": "domain", "clients": 4},
             "model": {"width": 16 if data == "fashion" else 8, "norm": "batch"},
@@ -64,8 +74,12 @@ def settings_for(data: str, name: str, alpha: float, seed: int, device: str, qui
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="one round and few steps, to see that it runs")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="one round and few steps, to see that it runs"
+    )
     parser.add_argument("--data", choices=DATASETS, default="fashion")
     parser.add_argument("--json", action="store_true", help="print the table as JSON")
     parser.add_argument("--device", default="auto")
@@ -75,28 +89,49 @@ def main() -> None:
     options = parser.parse_args()
     keep_large_allocations()
     data = load_dataset(DATASETS[options.data])
-    results = Results(RESULTS / f"fedaf_table{'_quick' if options.quick else ''}.jsonl", options.only)
+    results = Results(
+        RESULTS / f"fedaf_table{'_quick' if options.quick else ''}.jsonl", options.only
+    )
     table: dict[str, Any] = {}
     for alpha in options.alphas if options.data == "fashion" else [0.0]:
         where = f"alpha={alpha:g}" if options.data == "fashion" else "domains"
         for name in ROWS:
             made = []
             for seed in options.seeds:
-                settings = settings_for(options.data, name, alpha, seed, options.device, options.quick)
-                made.append(results.get(f"{name} {where} seed={seed}", replace(settings, evaluate_every=1), data))
+                settings = settings_for(
+                    options.data, name, alpha, seed, options.device, options.quick
+                )
+                made.append(
+                    results.get(
+                        f"{name} {where} seed={seed}", replace(settings, evaluate_every=1), data
+                    )
+                )
             rows = [row for row in made if row is not None]
             if len(rows) == len(made):
                 columns = ("last", "best", *(("domains",) if options.data == "office" else ()))
-                table[f"{name}, {where}"] = {column: summarise([100 * _value(row, column) for row in rows]) for column in columns}
+                table[f"{name}, {where}"] = {
+                    column: summarise([100 * _value(row, column) for row in rows])
+                    for column in columns
+                }
     if options.json:
         print(json.dumps(table, indent=2))
         return
     for name, row in table.items():
-        print(f"{name:28}", *(f"{c} {v['mean']:6.2f} ± {v['sd']:.2f}  " for c, v in row.items()), row["best"]["values"])
+        print(
+            f"{name:28}",
+            *(f"{c} {v['mean']:6.2f} ± {v['sd']:.2f}  " for c, v in row.items()),
+            row["best"]["values"],
+        )
 
 
 def _value(row: dict[str, Any], column: str) -> float:
-    return float({"last": row["accuracy"], "best": max(row["curve"]), "domains": row.get("domain_average", 0.0)}[column])
+    return float(
+        {
+            "last": row["accuracy"],
+            "best": max(row["curve"]),
+            "domains": row.get("domain_average", 0.0),
+        }[column]
+    )
 
 
 if __name__ == "__main__":

@@ -28,8 +28,12 @@ READINGS: dict[str, dict[str, object]] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="one round and few steps, to see that it runs")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="one round and few steps, to see that it runs"
+    )
     parser.add_argument("--json", action="store_true", help="print the table as JSON")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
@@ -43,7 +47,11 @@ def main() -> None:
         for seed in options.seeds:
             settings = settings_for("feddm", seed, options.device, **changes)
             if options.quick:
-                settings = replace(settings, rounds=1, method=replace(settings.method, iterations=2, server_epochs=2))  # type: ignore[call-arg]
+                settings = replace(
+                    settings,
+                    rounds=1,
+                    method=replace(settings.method, iterations=2, server_epochs=2),
+                )  # type: ignore[call-arg]
             row = results.get(f"{name} seed={seed}", settings, data)
             if row is not None:
                 values.append(100 * row["accuracy"])

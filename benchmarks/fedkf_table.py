@@ -38,9 +38,21 @@ def settings_for(name: str, alpha: float, seed: int, device: str, quick: bool) -
     method, values = TRAININGS[name]
     return resolve(
         {
-            "run": {"method": method, "rounds": 2 if quick else 20, "seed": seed, "device": device, "participation": 0.2},
+            "run": {
+                "method": method,
+                "rounds": 2 if quick else 20,
+                "seed": seed,
+                "device": device,
+                "participation": 0.2,
+            },
             "data": {"dataset": "emnist-letters"},
-            "partition": {"kind": "dirichlet", "alpha": alpha, "clients": 20, "subset": 0.1, "local_test": 0.2},
+            "partition": {
+                "kind": "dirichlet",
+                "alpha": alpha,
+                "clients": 20,
+                "subset": 0.1,
+                "local_test": 0.2,
+            },
             "model": {"name": "lenet5"},
             "method": {**values, **({"local_epochs": 1} if quick else {})},
         }
@@ -48,8 +60,12 @@ def settings_for(name: str, alpha: float, seed: int, device: str, quick: bool) -
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="two rounds and few steps, to see that it runs")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="two rounds and few steps, to see that it runs"
+    )
     parser.add_argument("--json", action="store_true", help="print the table as JSON")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--alphas", type=float, nargs="+", default=[0.1, 0.01])
@@ -58,18 +74,24 @@ def main() -> None:
     options = parser.parse_args()
     keep_large_allocations()
     data = load_dataset("emnist-letters")
-    results = Results(RESULTS / f"fedkf_table{'_quick' if options.quick else ''}.jsonl", options.only)
+    results = Results(
+        RESULTS / f"fedkf_table{'_quick' if options.quick else ''}.jsonl", options.only
+    )
     made: dict[tuple[str, float, int], dict[str, Any]] = {}
     for alpha in options.alphas:
         for name in TRAININGS:
             for seed in options.seeds:
                 settings = settings_for(name, alpha, seed, options.device, options.quick)
-                row = results.get(f"{name} alpha={alpha:g} seed={seed}", replace(settings, evaluate_every=2), data)
+                row = results.get(
+                    f"{name} alpha={alpha:g} seed={seed}", replace(settings, evaluate_every=2), data
+                )
                 if row is not None:
                     made[name, alpha, seed] = row
     table = {
         f"{name} ({kind.upper()}), Dir({alpha:g})": summary(
-            [made[name, alpha, seed] for seed in options.seeds], [made["FedAvg", alpha, seed] for seed in options.seeds], kind
+            [made[name, alpha, seed] for seed in options.seeds],
+            [made["FedAvg", alpha, seed] for seed in options.seeds],
+            kind,
         )
         for alpha in options.alphas
         for name in TRAININGS
@@ -86,11 +108,18 @@ def main() -> None:
 def summary(rows: list[dict[str, Any]], fedavg: list[dict[str, Any]], kind: str) -> dict[str, str]:
     last = [row["rows"][-1]["models"][kind]["local"] for row in rows]
     target = [row["rows"][-1]["models"]["aca"]["local"]["amp"] for row in fedavg]
-    reached = [first_to_reach(t, row["rows"], f"models.{kind}.local.amp") for t, row in zip(target, rows, strict=True)]
+    reached = [
+        first_to_reach(t, row["rows"], f"models.{kind}.local.amp")
+        for t, row in zip(target, rows, strict=True)
+    ]
     shown = {
-        name: [scale * one[name.lower()] for one in last] for name, scale in (("AMP", 100.0), ("FM", 1000.0), ("WLP", 100.0))
+        name: [scale * one[name.lower()] for one in last]
+        for name, scale in (("AMP", 100.0), ("FM", 1000.0), ("WLP", 100.0))
     }
-    spread = {name: f"{statistics.mean(v):.2f} ± {statistics.stdev(v) if len(v) > 1 else 0:.2f}" for name, v in shown.items()}
+    spread = {
+        name: f"{statistics.mean(v):.2f} ± {statistics.stdev(v) if len(v) > 1 else 0:.2f}"
+        for name, v in shown.items()
+    }
     rounds = ", ".join("never" if r is None else str(r["round"]) for r in reached)
     seconds = ", ".join("–" if r is None else f"{r['seconds']:.0f}" for r in reached)
     return {**spread, "rounds to FedAvg's AMP": rounds, "seconds to it": seconds}

@@ -27,20 +27,46 @@ from fedsynth.synthesizer.training import SgdSettings, train_on
 
 
 def uneven(clients: int) -> list[int]:
-    return [max(1, round(n)) for n in np.random.default_rng(0).lognormal(np.log(60) - 0.5, 1.0, clients)]
+    return [
+        max(1, round(n)) for n in np.random.default_rng(0).lognormal(np.log(60) - 0.5, 1.0, clients)
+    ]
 
 
 SYNTHETIC, MNIST = (1, 1, 60), (1, 28, 28)  # FedProx's synthetic data have 60 features
 # case, network, an image's shape, sizes, batch
 CASES: tuple[tuple[str, ModelSettings, tuple[int, int, int], list[int], int], ...] = (
-    ("30 uneven, softmax regression, 60 features", ModelSettings("linear"), SYNTHETIC, uneven(30), 10),
-    ("300 uneven, softmax regression, 60 features", ModelSettings("linear"), SYNTHETIC, uneven(300), 10),
+    (
+        "30 uneven, softmax regression, 60 features",
+        ModelSettings("linear"),
+        SYNTHETIC,
+        uneven(30),
+        10,
+    ),
+    (
+        "300 uneven, softmax regression, 60 features",
+        ModelSettings("linear"),
+        SYNTHETIC,
+        uneven(300),
+        10,
+    ),
     ("30 uneven, softmax regression, 784 features", ModelSettings("linear"), MNIST, uneven(30), 10),
-    ("300 uneven, softmax regression, 784 features", ModelSettings("linear"), MNIST, uneven(300), 10),
+    (
+        "300 uneven, softmax regression, 784 features",
+        ModelSettings("linear"),
+        MNIST,
+        uneven(300),
+        10,
+    ),
     ("100 even, softmax regression, 784 features", ModelSettings("linear"), MNIST, [60] * 100, 32),
     ("10 even, softmax regression, 784 features", ModelSettings("linear"), MNIST, [600] * 10, 64),
     ("10 even, softmax regression, 784 features", ModelSettings("linear"), MNIST, [600] * 10, 256),
-    ("one large of 100, softmax regression, 784 features", ModelSettings("linear"), MNIST, [6000] + [60] * 99, 32),
+    (
+        "one large of 100, softmax regression, 784 features",
+        ModelSettings("linear"),
+        MNIST,
+        [6000] + [60] * 99,
+        32,
+    ),
     ("2 even, softmax regression, 60 features", ModelSettings("linear"), SYNTHETIC, [200] * 2, 10),
     ("30 uneven, LeNet-5", ModelSettings("lenet5"), MNIST, uneven(30), 10),
     ("30 uneven, LeNet-5", ModelSettings("lenet5"), MNIST, uneven(30), 32),
@@ -54,7 +80,10 @@ def learners(model: nn.Module, sizes: list[int], batch: int) -> list[Learner]:
     """Clients whose examples are consecutive ones."""
     parts = torch.arange(sum(sizes), device=next(model.parameters()).device).split(sizes)
     sgd = SgdSettings(epochs=2, batch=batch, learning_rate=0.01, momentum=0.9)
-    return [Learner(copy.deepcopy(model), part, sgd, torch.Generator().manual_seed(k)) for k, part in enumerate(parts)]
+    return [
+        Learner(copy.deepcopy(model), part, sgd, torch.Generator().manual_seed(k))
+        for k, part in enumerate(parts)
+    ]
 
 
 def one_after_another(each: list[Learner], x: Tensor, y: Tensor) -> None:
@@ -64,19 +93,36 @@ def one_after_another(each: list[Learner], x: Tensor, y: Tensor) -> None:
 
 
 def measure(
-    name: str, settings: ModelSettings, shape: tuple[int, int, int], sizes: list[int], batch: int, options: argparse.Namespace
+    name: str,
+    settings: ModelSettings,
+    shape: tuple[int, int, int],
+    sizes: list[int],
+    batch: int,
+    options: argparse.Namespace,
 ) -> dict[str, Any]:
     device, sizes = torch.device(options.device), sizes[:3] if options.quick else sizes
     model = build_model(settings, shape, 10, 0).to(device)
-    x, y = torch.randn(sum(sizes), *shape, device=device), torch.arange(sum(sizes), device=device) % 10
+    x, y = (
+        torch.randn(sum(sizes), *shape, device=device),
+        torch.arange(sum(sizes), device=device) % 10,
+    )
     runs: dict[str, Callable[[], object]] = {
         "one after another": lambda: one_after_another(learners(model, sizes, batch), x, y),
-        "together": lambda: train_together(learners(model, sizes, batch), x.__getitem__, y.__getitem__),
+        "together": lambda: train_together(
+            learners(model, sizes, batch), x.__getitem__, y.__getitem__
+        ),
     }
     times = alternating(runs, 1 if options.quick else options.repeats, device)
     medians = {key: statistics.median(values) for key, values in times.items()}
     used = len(sizes) >= FEW and pays(model, batch, math.prod(shape))
-    row = {"case": name, "clients": len(sizes), "batch": batch, "examples": sum(sizes), "seconds": medians, "used together": used}
+    row = {
+        "case": name,
+        "clients": len(sizes),
+        "batch": batch,
+        "examples": sum(sizes),
+        "seconds": medians,
+        "used together": used,
+    }
     return {**row, "ratio": medians["one after another"] / medians["together"], **machine()}
 
 

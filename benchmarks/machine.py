@@ -19,8 +19,14 @@ RESULTS = Path(__file__).parent / "results"
 
 def machine() -> dict[str, Any]:
     """The fields that every row of `benchmarks/results/` ends with."""
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {torch.get_num_threads()} threads"
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+    ).stdout.strip()
+    device = (
+        torch.cuda.get_device_name()
+        if torch.cuda.is_available()
+        else f"CPU, {torch.get_num_threads()} threads"
+    )
     return {
         "date": str(date.today()),
         "machine": device,
@@ -41,7 +47,9 @@ def seconds(run: Callable[[], object], device: torch.device) -> float:
     return time.perf_counter() - started
 
 
-def alternating(runs: dict[str, Callable[[], object]], repeats: int, device: torch.device) -> dict[str, list[float]]:
+def alternating(
+    runs: dict[str, Callable[[], object]], repeats: int, device: torch.device
+) -> dict[str, list[float]]:
     """Seconds of each run, one after the other in turns, after a first turn that is thrown away."""
     times: dict[str, list[float]] = {key: [] for key in runs}
     for repeat in range(repeats + 1):
@@ -66,8 +74,12 @@ def saver(name: str, options: argparse.Namespace) -> Callable[[dict[str, Any]], 
 
 def arguments(description: str | None) -> argparse.ArgumentParser:
     """The options that every timing benchmark has."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a narrow network and one repeat, to see that it runs")
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="a narrow network and one repeat, to see that it runs"
+    )
     parser.add_argument("--json", action="store_true", help="print results as JSON lines")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--repeats", type=int, default=5)

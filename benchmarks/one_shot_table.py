@@ -59,7 +59,9 @@ PARTITIONS: dict[str, dict[str, Any]] = {
 PROXY = {"mnist": "fashion-mnist", "fashion-mnist": "mnist"}
 
 
-def settings_for(dataset: str, where: str, seed: int, device: str, method: str, values: dict[str, Any]) -> RunSettings:
+def settings_for(
+    dataset: str, where: str, seed: int, device: str, method: str, values: dict[str, Any]
+) -> RunSettings:
     return resolve(
         {
             "run": {"method": method, "rounds": 1, "seed": seed, "device": device},
@@ -76,14 +78,23 @@ def settings_for(dataset: str, where: str, seed: int, device: str, method: str, 
 
 
 def one_row(
-    dataset: str, where: str, seed: int, device: str, quick: bool, names: list[str], steps: dict[str, Any]
+    dataset: str,
+    where: str,
+    seed: int,
+    device: str,
+    quick: bool,
+    names: list[str],
+    steps: dict[str, Any],
 ) -> dict[str, Any]:
     """Accuracies of FedAvg and the named methods on the same client models."""
     train, test = load_dataset(dataset)
     few = {"local_epochs": 1} if quick else {}
     start = time.perf_counter()
     clients = simulate(
-        settings_for(dataset, where, seed, device, "dense", {"server_epochs": 0, "start": "average", **few}), data=(train, test)
+        settings_for(
+            dataset, where, seed, device, "dense", {"server_epochs": 0, "start": "average", **few}
+        ),
+        data=(train, test),
     )
     found: dict[str, Any] = {"clients": time.perf_counter() - start}
     context = public_context(clients.settings, train.spec, next(clients.model.parameters()).device)
@@ -94,7 +105,9 @@ def one_row(
     if where != "heterogeneous":
         found["FedAvg"] = clients.accuracy  # a student that was not trained is the average
     uploads = [u for u in clients.uploads.values() if isinstance(u, ModelParameters)]
-    initial = {name: value.to(context.device) for name, value in context.architecture.state_dict().items()}
+    initial = {
+        name: value.to(context.device) for name, value in context.architecture.state_dict().items()
+    }
     for name in names:
         method, values = METHODS[name]
         if method == "feddf":
@@ -102,7 +115,9 @@ def one_row(
         else:
             few, values = {"server_epochs": 1}, {**values, **steps}
         begun = time.perf_counter()
-        distils = settings_for(dataset, where, seed, device, method, {**values, **(few if quick else {})}).method
+        distils = settings_for(
+            dataset, where, seed, device, method, {**values, **(few if quick else {})}
+        ).method
         if not isinstance(distils, DistilsEnsemble):
             raise TypeError(f"{method} does not distil")
         state = distils.server_step(ServerState(initial), uploads, context)
@@ -112,14 +127,18 @@ def one_row(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--quick", action="store_true", help="few steps, to see that it runs")
     parser.add_argument("--json", action="store_true", help="print the table as JSON")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--datasets", nargs="+", default=["fashion-mnist", "mnist"])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--only", default="", help="make only the rows whose name contains this")
-    parser.add_argument("--paper-steps", action="store_true", help="200 epochs of 30 generator steps")
+    parser.add_argument(
+        "--paper-steps", action="store_true", help="200 epochs of 30 generator steps"
+    )
     parser.add_argument("--partitions", nargs="+", choices=PARTITIONS, default=list(PARTITIONS))
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     options = parser.parse_args()
@@ -127,7 +146,10 @@ def main() -> None:
     path = RESULTS / f"one_shot_table{'_quick' if options.quick else ''}.jsonl"
     made: dict[str, dict[str, Any]] = {}
     for row in map(json.loads, path.read_text().splitlines() if path.exists() else []):
-        made[row["key"]] = {**made.get(row["key"], {}), **row}  # a later line of a row has methods that came later
+        made[row["key"]] = {
+            **made.get(row["key"], {}),
+            **row,
+        }  # a later line of a row has methods that came later
     steps, suffix = (PAPER_STEPS, " 200×30") if options.paper_steps else ({}, "")
     table: dict[str, Any] = {}
     for dataset in options.datasets:
@@ -136,7 +158,9 @@ def main() -> None:
                 key = f"{dataset} {where} seed={seed}{suffix}"
                 names = [name for name in options.methods if name not in made.get(key, {})]
                 if names and options.only in key:
-                    found = one_row(dataset, where, seed, options.device, options.quick, names, steps)
+                    found = one_row(
+                        dataset, where, seed, options.device, options.quick, names, steps
+                    )
                     row = {"key": key, **found, **machine()}
                     made[key] = {**made.get(key, {}), **row}
                     with path.open("a") as file:

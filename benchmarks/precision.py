@@ -18,8 +18,12 @@ from fedsynth.data.load import load_dataset
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="one round and few steps, to see that it runs")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="one round and few steps, to see that it runs"
+    )
     parser.add_argument("--json", action="store_true", help="print the table as JSON")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
@@ -32,11 +36,17 @@ def main() -> None:
         for precision, values in accuracy.items():
             settings = replace(settings_for("feddm", seed, options.device), precision=precision)
             if options.quick:
-                settings = replace(settings, rounds=1, method=replace(settings.method, iterations=2, server_epochs=2))  # type: ignore[call-arg]
+                settings = replace(
+                    settings,
+                    rounds=1,
+                    method=replace(settings.method, iterations=2, server_epochs=2),
+                )  # type: ignore[call-arg]
             row = results.get(f"{precision} seed={seed}", settings, data)
             if row is not None:
                 values.append(100 * row["accuracy"])
-    accuracy["bf16 - fp32"] = [a - b for a, b in zip(accuracy["bf16"], accuracy["fp32"], strict=True)]
+    accuracy["bf16 - fp32"] = [
+        a - b for a, b in zip(accuracy["bf16"], accuracy["fp32"], strict=True)
+    ]
     table = {name: summarise(values) for name, values in accuracy.items()}
     if options.json:
         print(json.dumps(table, indent=2))

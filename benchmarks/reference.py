@@ -16,8 +16,12 @@ from torch import Tensor, nn
 def perturbed(model: nn.Module, radius: float, generator: torch.Generator) -> nn.Module:
     """A copy of the model with Gaussian noise rescaled to the ball."""
     network = copy.deepcopy(model)
-    noises = [torch.randn(p.shape, generator=generator, device=p.device) for p in network.parameters()]
-    norm = torch.sqrt(sum((n.square().sum() for n in noises), torch.zeros((), device=noises[0].device)))
+    noises = [
+        torch.randn(p.shape, generator=generator, device=p.device) for p in network.parameters()
+    ]
+    norm = torch.sqrt(
+        sum((n.square().sum() for n in noises), torch.zeros((), device=noises[0].device))
+    )
     for p, noise in zip(network.parameters(), noises, strict=True):
         p.data += noise * torch.clamp(radius / norm, max=1.0)
         p.requires_grad_(False)
@@ -66,7 +70,11 @@ def client_step(
 
 
 def gradient_step(
-    network: nn.Module, images_by_class: list[Tensor], synthetic: list[Tensor], clip: float, noise: float
+    network: nn.Module,
+    images_by_class: list[Tensor],
+    synthetic: list[Tensor],
+    clip: float,
+    noise: float,
 ) -> list[Tensor]:
     """Per-example clipping of FedDM's image gradients (Eq. 15) as a loop: noisy sums, one for each class."""
     sums = []
@@ -80,13 +88,24 @@ def gradient_step(
     return sums
 
 
-def dp_sgd_step(model: nn.Module, x_NCHW: Tensor, labels_N: Tensor, clip: float, noise: float, learning_rate: float) -> None:
+def dp_sgd_step(
+    model: nn.Module,
+    x_NCHW: Tensor,
+    labels_N: Tensor,
+    clip: float,
+    noise: float,
+    learning_rate: float,
+) -> None:
     """One step of DP-SGD as a loop over examples."""
     parameters = list(model.parameters())
     total = [torch.zeros_like(p) for p in parameters]
     for x, y in zip(x_NCHW, labels_N, strict=True):
-        gradients = torch.autograd.grad(nn.functional.cross_entropy(model(x[None]), y[None]), parameters)
-        norm = torch.sqrt(sum((g.square().sum() for g in gradients), torch.zeros((), device=x.device)))
+        gradients = torch.autograd.grad(
+            nn.functional.cross_entropy(model(x[None]), y[None]), parameters
+        )
+        norm = torch.sqrt(
+            sum((g.square().sum() for g in gradients), torch.zeros((), device=x.device))
+        )
         for t, g in zip(total, gradients, strict=True):
             t += g / (norm / clip).clamp_min(1)
     with torch.no_grad():
@@ -95,12 +114,23 @@ def dp_sgd_step(model: nn.Module, x_NCHW: Tensor, labels_N: Tensor, clip: float,
 
 
 def server_step(
-    model: nn.Module, x_NCHW: Tensor, labels_N: Tensor, *, epochs: int, batch: int, learning_rate: float, radius: float
+    model: nn.Module,
+    x_NCHW: Tensor,
+    labels_N: Tensor,
+    *,
+    epochs: int,
+    batch: int,
+    learning_rate: float,
+    radius: float,
 ) -> None:
     """FedDM's server with a DataLoader, torch's SGD and a projection after every step."""
     start = [p.detach().clone() for p in model.parameters()]
-    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x_NCHW, labels_N), batch, shuffle=True)
-    optimiser = torch.optim.SGD(model.parameters(), lr=learning_rate, momentum=0.9, weight_decay=5e-4)
+    loader = torch.utils.data.DataLoader(
+        torch.utils.data.TensorDataset(x_NCHW, labels_N), batch, shuffle=True
+    )
+    optimiser = torch.optim.SGD(
+        model.parameters(), lr=learning_rate, momentum=0.9, weight_decay=5e-4
+    )
     for _ in range(epochs):
         for x, y in loader:
             optimiser.zero_grad()
@@ -108,7 +138,11 @@ def server_step(
             optimiser.step()
             with torch.no_grad():
                 pairs = list(zip(model.parameters(), start, strict=True))
-                norm = torch.sqrt(sum(((p - s).square().sum() for p, s in pairs), torch.zeros((), device=x.device)))
+                norm = torch.sqrt(
+                    sum(
+                        ((p - s).square().sum() for p, s in pairs), torch.zeros((), device=x.device)
+                    )
+                )
                 if float(norm) > radius:
                     for p, s in pairs:
                         p.copy_(s + (p - s) * radius / norm)

@@ -31,19 +31,29 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
     device, width = torch.device(options.device), 8 if options.quick else 128
     spec = dataset_spec(name)
     model = build_model(ModelSettings(width=width), spec.image_shape, spec.classes, 0).to(device)
-    x, y = torch.randn(IMAGES, *spec.image_shape, device=device), torch.arange(IMAGES, device=device) % spec.classes
+    x, y = (
+        torch.randn(IMAGES, *spec.image_shape, device=device),
+        torch.arange(IMAGES, device=device) % spec.classes,
+    )
     epochs = 1 if options.quick else options.epochs
     sgd = SgdSettings(epochs, BATCH, 0.01, 0.9, 5e-4, 5.0)
     plain = {"epochs": epochs, "batch": BATCH, "learning_rate": 0.01, "radius": 5.0}
     runs: dict[str, Callable[[], object]] = {
         "reference": lambda: server_step(copy.deepcopy(model), x, y, **plain),  # type: ignore[arg-type]
-        "engine": lambda: train_on(copy.deepcopy(model), lambda where: x[where], y, sgd, torch.Generator()),
+        "engine": lambda: train_on(
+            copy.deepcopy(model), lambda where: x[where], y, sgd, torch.Generator()
+        ),
     }
     times = alternating(runs, 1 if options.quick else options.repeats, device)
     medians = {key: statistics.median(values) / epochs for key, values in times.items()}
     flops = 3 * IMAGES * forward_flops(model, spec.image_shape)  # type: ignore[arg-type]
     floor = flops / peak_flops(torch.float32, device)
-    row = {"case": name, "images": IMAGES, "seconds per epoch": medians, "ratio": medians["reference"] / medians["engine"]}
+    row = {
+        "case": name,
+        "images": IMAGES,
+        "seconds per epoch": medians,
+        "ratio": medians["reference"] / medians["engine"],
+    }
     return {**row, "floor": floor, "share of the floor": floor / medians["engine"], **machine()}
 
 

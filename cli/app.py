@@ -53,7 +53,9 @@ def _version(asked: bool) -> None:
 @app.callback()
 def _root(
     context: typer.Context,
-    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
 ) -> None:
     if context.invoked_subcommand is None:
         print(context.get_help())
@@ -131,10 +133,18 @@ def partition(
     min_size: given.MinSize = None,
     seed: Annotated[int | None, typer.Option(help="Seed of the partition; default 0.")] = None,
     settings: Annotated[
-        list[str] | None, typer.Option("--set", help="Another setting, as partition.dominant_share=0.7; may be repeated.")
+        list[str] | None,
+        typer.Option(
+            "--set", help="Another setting, as partition.dominant_share=0.7; may be repeated."
+        ),
     ] = None,
-    ipc: Annotated[int | None, typer.Option(help="Images per class, for FedDM's upload volume below the table.")] = None,
-    picture: Annotated[Path | None, typer.Option(help="Also write the picture to this PNG file.")] = None,
+    ipc: Annotated[
+        int | None,
+        typer.Option(help="Images per class, for FedDM's upload volume below the table."),
+    ] = None,
+    picture: Annotated[
+        Path | None, typer.Option(help="Also write the picture to this PNG file.")
+    ] = None,
 ) -> None:
     """Show who has what: examples of each class at each client, as `train` with the same options divides them."""
     with one_line_errors():
@@ -142,7 +152,9 @@ def partition(
         _show_partition(merged({}, chosen), download, picture)
 
 
-def _show_partition(sections: dict[str, dict[str, Any]], download: bool, picture: Path | None) -> None:
+def _show_partition(
+    sections: dict[str, dict[str, Any]], download: bool, picture: Path | None
+) -> None:
     from fedsynth.data.load import load_dataset
     from fedsynth.data.partition import count_matrix
     from fedsynth.data.partition import partition as divide
@@ -160,7 +172,9 @@ def _show_partition(sections: dict[str, dict[str, Any]], download: bool, picture
     print(partition_table(counts))
     if isinstance(feddm, FedDM):
         floats = condensation_floats(counts, feddm.ipc, data.spec.image_shape, feddm.min_examples)
-        print(f"\nFedDM with ipc {feddm.ipc} and min_examples {feddm.min_examples} uploads {floats:,} floats a round")
+        print(
+            f"\nFedDM with ipc {feddm.ipc} and min_examples {feddm.min_examples} uploads {floats:,} floats a round"
+        )
     if picture is not None:
         partition_png(counts, picture)
 
@@ -179,14 +193,29 @@ def _dry_run(sections: dict[str, dict[str, Any]], as_json: bool) -> None:
         if as_json:
             print(json.dumps({"guarantee": False}))
             return
-        print("no differential privacy: what clients send is not protected (--dp-epsilon protects it)")
+        print(
+            "no differential privacy: what clients send is not protected (--dp-epsilon protects it)"
+        )
         return
     run = private_run(settings)
     if run.guaranteed:
         run.check_round(1)  # as the run itself would
     if as_json:
-        plan = {"epsilon": run.planned_epsilon_by_round(), "delta": run.privacy.delta} if run.guaranteed else {}
-        print(json.dumps({"guarantee": run.guaranteed, "noise_multiplier": run.privacy.noise_multiplier, **plan}, indent=2))
+        plan = (
+            {"epsilon": run.planned_epsilon_by_round(), "delta": run.privacy.delta}
+            if run.guaranteed
+            else {}
+        )
+        print(
+            json.dumps(
+                {
+                    "guarantee": run.guaranteed,
+                    "noise_multiplier": run.privacy.noise_multiplier,
+                    **plan,
+                },
+                indent=2,
+            )
+        )
         return
     for line in run.headline():
         print(line)
@@ -203,7 +232,9 @@ def _run(sections: dict[str, dict[str, Any]], output: Path, download: bool, as_j
     settings = resolve(sections)
     keep_large_allocations()
     changed = from_preset(sections)
-    first = f"preset of {settings.dataset}, where nothing else is given: {changed}" if changed else ""
+    first = (
+        f"preset of {settings.dataset}, where nothing else is given: {changed}" if changed else ""
+    )
     with make_observer(settings, first) as observer:
         result = simulate(settings, output=output, observer=observer, download=download)
     if as_json:

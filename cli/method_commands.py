@@ -36,7 +36,9 @@ def show_method(name: Annotated[str, typer.Argument(help="A method's name.")]) -
         from fedsynth.methods import method_class
 
         cls = method_class(name)
-        print(f"{name}: {cls.summary}\nreference: {cls.reference}\n\nsettings (--set KEY=VALUE), with defaults:")
+        print(
+            f"{name}: {cls.summary}\nreference: {cls.reference}\n\nsettings (--set KEY=VALUE), with defaults:"
+        )
         for field in fields(cls):
             print(f"  {field.name} = {field.default}")
         print(f"\n{getdoc(cls)}")
@@ -47,7 +49,10 @@ def show_method(name: Annotated[str, typer.Argument(help="A method's name.")]) -
                 print(f"\n{title} ({message.__name__}):")
                 for key, (kind, reason) in privacy_of_fields(message).items():
                     print(f"  {key}: {kind}" + (f" ({reason})" if reason else ""))
-        print("\nwith differential privacy: " + (", ".join(cls.protects) if cls.protects else f"refused: {cls.refusal}"))
+        print(
+            "\nwith differential privacy: "
+            + (", ".join(cls.protects) if cls.protects else f"refused: {cls.refusal}")
+        )
 
 
 def explaining(cls: type) -> list[type]:
@@ -57,9 +62,17 @@ def explaining(cls: type) -> list[type]:
 
     found, open_ = [], [cls]
     for one in open_:  # which grows
-        named = [getattr(sys.modules[one.__module__], name, None) for name in re.findall(r"`([A-Z]\w+)`", getdoc(one) or "")]
+        named = [
+            getattr(sys.modules[one.__module__], name, None)
+            for name in re.findall(r"`([A-Z]\w+)`", getdoc(one) or "")
+        ]
         for other in (*named, *one.__mro__[1:]):
-            if isinstance(other, type) and is_dataclass(other) and fields(other) and other not in open_:
+            if (
+                isinstance(other, type)
+                and is_dataclass(other)
+                and fields(other)
+                and other not in open_
+            ):
                 open_.append(other)
                 found.append(other)
     return found
@@ -67,21 +80,40 @@ def explaining(cls: type) -> list[type]:
 
 def distill(
     models: Annotated[str, typer.Option(help="Model files (.safetensors), comma-separated.")],
-    arch: Annotated[str, typer.Option(help="Their architectures: one for all, or one each, comma-separated.")] = "convnet",
-    student: Annotated[str | None, typer.Option(help="Architecture of the model to make; default: the first's.")] = None,
-    dataset: Annotated[str, typer.Option(help="Whose image size, classes and normalisation.")] = "mnist",
-    method: Annotated[str, typer.Option(help="fedhydra or dense: neither needs data.")] = "fedhydra",
+    arch: Annotated[
+        str, typer.Option(help="Their architectures: one for all, or one each, comma-separated.")
+    ] = "convnet",
+    student: Annotated[
+        str | None, typer.Option(help="Architecture of the model to make; default: the first's.")
+    ] = None,
+    dataset: Annotated[
+        str, typer.Option(help="Whose image size, classes and normalisation.")
+    ] = "mnist",
+    method: Annotated[
+        str, typer.Option(help="fedhydra or dense: neither needs data.")
+    ] = "fedhydra",
     settings: Annotated[
-        list[str] | None, typer.Option("--set", help="A setting of the method's server, as KEY=VALUE; may be repeated.")
+        list[str] | None,
+        typer.Option(
+            "--set", help="A setting of the method's server, as KEY=VALUE; may be repeated."
+        ),
     ] = None,
     width: Annotated[int, typer.Option(help="Channels of a ConvNet's block.")] = 128,
     depth: Annotated[int, typer.Option(help="Blocks of a ConvNet.")] = 3,
-    norm: Annotated[str, typer.Option(help="Norm of all of them; each one's own if not given.")] = "",
+    norm: Annotated[
+        str, typer.Option(help="Norm of all of them; each one's own if not given.")
+    ] = "",
     seed: Annotated[int, typer.Option(help="Seed of noise and initial weights.")] = 0,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    evaluate: Annotated[bool, typer.Option("--evaluate", help="Also test models and student on the data set.")] = False,
-    data_root: Annotated[Path | None, typer.Option(help="Folder of the data sets, for --evaluate.")] = None,
-    output: Annotated[Path, typer.Option(help="Where the student goes.")] = Path("student.safetensors"),
+    evaluate: Annotated[
+        bool, typer.Option("--evaluate", help="Also test models and student on the data set.")
+    ] = False,
+    data_root: Annotated[
+        Path | None, typer.Option(help="Folder of the data sets, for --evaluate.")
+    ] = None,
+    output: Annotated[Path, typer.Option(help="Where the student goes.")] = Path(
+        "student.safetensors"
+    ),
 ) -> None:
     """Distil trained models into one, in one shot and without data.
 

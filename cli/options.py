@@ -23,38 +23,59 @@ def _privacy(*names: str, help: str) -> Any:
     return typer.Option(*names, help=help, rich_help_panel=PRIVACY)
 
 
-Method = Annotated[str | None, typer.Option(help="feddm, fedaf, fedkf, … (see `fedsynth methods`).")]
-Config = Annotated[Path | None, typer.Option(help="A config.toml of an earlier run, or your own; options given here win.")]
+Method = Annotated[
+    str | None, typer.Option(help="feddm, fedaf, fedkf, … (see `fedsynth methods`).")
+]
+Config = Annotated[
+    Path | None,
+    typer.Option(help="A config.toml of an earlier run, or your own; options given here win."),
+]
 Set = Annotated[
     list[str] | None,
     typer.Option(
-        "--set", help="A setting of the method, KEY=VALUE, or of another section, model.projection=256; may be repeated."
+        "--set",
+        help="A setting of the method, KEY=VALUE, or of another section, model.projection=256; may be repeated.",
     ),
 ]
 Ipc = Annotated[int | None, typer.Option(help="Synthetic images per class (same as --set ipc=N).")]
 Matching = Annotated[
     str | None,
-    typer.Option(help="mean (the papers'), gaussian, energy or sinkhorn: what condensation matches (same as --set matching=…)."),
+    typer.Option(
+        help="mean (the papers'), gaussian, energy or sinkhorn: what condensation matches (same as --set matching=…)."
+    ),
 ]
 Rounds = Annotated[int | None, typer.Option(help="Communication rounds.")]
 Seed = Annotated[
-    int | None, typer.Option(help="Seed of everything but privacy's noise and masks (a config's own partition seed stays).")
+    int | None,
+    typer.Option(
+        help="Seed of everything but privacy's noise and masks (a config's own partition seed stays)."
+    ),
 ]
 Device = Annotated[str | None, typer.Option(help="auto, cpu or cuda.")]
-Precision = Annotated[str | None, typer.Option(help="fp32 or bf16, of condensation's passes over real images.")]
+Precision = Annotated[
+    str | None, typer.Option(help="fp32 or bf16, of condensation's passes over real images.")
+]
 Compile = Annotated[
     bool | None,
     typer.Option(
-        "--compile/--no-compile", help="Let torch.compile make the passes over real images (long runs gain; not with DP)."
+        "--compile/--no-compile",
+        help="Let torch.compile make the passes over real images (long runs gain; not with DP).",
     ),
 ]
 MemoryGb = Annotated[
     float | None,
-    typer.Option(help="Memory that steps stay within, by letting fewer clients share one; default 4, on a GPU half of it."),
+    typer.Option(
+        help="Memory that steps stay within, by letting fewer clients share one; default 4, on a GPU half of it."
+    ),
 ]
 Output = Annotated[Path, typer.Option(help="Where run folders go.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the summary as JSON on stdout.")]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what the run would cost in privacy, touch no data, and stop.")]
+DryRun = Annotated[
+    bool,
+    typer.Option(
+        "--dry-run", help="Say what the run would cost in privacy, touch no data, and stop."
+    ),
+]
 
 Dataset = Annotated[
     str | None,
@@ -74,12 +95,18 @@ Partition = Annotated[
     ),
 ]
 Clients = Annotated[int | None, _data(help="Number of clients.")]
-Alpha = Annotated[float | None, _data(help="Concentration of dirichlet and quantity; small is skewed.")]
+Alpha = Annotated[
+    float | None, _data(help="Concentration of dirichlet and quantity; small is skewed.")
+]
 ClassesPerClient = Annotated[int | None, _data(help="For --partition classes.")]
 MinSize = Annotated[int | None, _data(help="Fewest examples of a client (dirichlet, quantity).")]
 Subset = Annotated[float | None, _data(help="Share of each class's examples that is used at all.")]
-LocalTest = Annotated[float | None, _data(help="Share of each client's examples that tests: AMP, FM and WLP.")]
-Participation = Annotated[float | None, _data(help="Share of the clients that takes part in a round.")]
+LocalTest = Annotated[
+    float | None, _data(help="Share of each client's examples that tests: AMP, FM and WLP.")
+]
+Participation = Annotated[
+    float | None, _data(help="Share of the clients that takes part in a round.")
+]
 
 Model = Annotated[
     str | None,
@@ -90,34 +117,54 @@ Model = Annotated[
     ),
 ]
 ClientModels = Annotated[
-    str | None, _model(help="The clients' own architectures, comma-separated, dealt out in turn (one-shot methods).")
+    str | None,
+    _model(
+        help="The clients' own architectures, comma-separated, dealt out in turn (one-shot methods)."
+    ),
 ]
 Width = Annotated[int | None, _model(help="Channels of a block.")]
 Depth = Annotated[int | None, _model(help="Number of blocks.")]
-Norm = Annotated[str | None, _model(help="instance, group, batch or none; the model's own if not given.")]
+Norm = Annotated[
+    str | None, _model(help="instance, group, batch or none; the model's own if not given.")
+]
 
 DpEpsilon = Annotated[
-    float | None, _privacy(help="Budget ε of each client. Alone: σ is found for the run. With --dp-sigma: a hard cap.")
+    float | None,
+    _privacy(
+        help="Budget ε of each client. Alone: σ is found for the run. With --dp-sigma: a hard cap."
+    ),
 ]
 DpSigma = Annotated[float | None, _privacy(help="Noise multiplier σ of each release.")]
 DpClip = Annotated[float | None, _privacy(help="L2 bound of one example's contribution.")]
-DpDelta = Annotated[float | None, _privacy(help="δ, a constant (default 1e-5), at most 1 / max-records.")]
+DpDelta = Annotated[
+    float | None, _privacy(help="δ, a constant (default 1e-5), at most 1 / max-records.")
+]
 DpMaxRecords = Annotated[
-    int | None, _privacy(help="Public bound on all clients' records; default: the data set's published size.")
+    int | None,
+    _privacy(help="Public bound on all clients' records; default: the data set's published size."),
 ]
 DpMechanism = Annotated[
     str | None,
-    _privacy(help="residual (default), gradient, features, or paper (no guarantee); dp-sgd for methods that send models."),
+    _privacy(
+        help="residual (default), gradient, features, or paper (no guarantee); dp-sgd for methods that send models."
+    ),
 ]
 DpSampleRate = Annotated[float | None, _privacy(help="Public rate q of Poisson sampling.")]
-DpNominalSize = Annotated[float | None, _privacy(help="Public nominal records of a client, for divisors.")]
+DpNominalSize = Annotated[
+    float | None, _privacy(help="Public nominal records of a client, for divisors.")
+]
 DpAdjacency = Annotated[str | None, _privacy(help="add-remove (default), zero-out or replace-one.")]
 DpFourSums = Annotated[
     bool | None,
-    _privacy("--dp-four-sums/--no-dp-four-sums", help="Each noise value from four Gaussians: hardens it."),
+    _privacy(
+        "--dp-four-sums/--no-dp-four-sums", help="Each noise value from four Gaussians: hardens it."
+    ),
 ]
 DpLedger = Annotated[
-    Path | None, _privacy(help="Folder of the clients' ledgers, kept over runs; else the simulated data count as public.")
+    Path | None,
+    _privacy(
+        help="Folder of the clients' ledgers, kept over runs; else the simulated data count as public."
+    ),
 ]
 
 SETTINGS: dict[str, tuple[str, str]] = {
@@ -144,7 +191,9 @@ SETTINGS: dict[str, tuple[str, str]] = {
 """A command's parameter: section and key of the setting. Parameters that are none of these are not settings of a run."""
 
 
-def sections_of(parameters: Mapping[str, Any], settings: Mapping[str, tuple[str, str]] = SETTINGS) -> dict[str, dict[str, Any]]:
+def sections_of(
+    parameters: Mapping[str, Any], settings: Mapping[str, tuple[str, str]] = SETTINGS
+) -> dict[str, dict[str, Any]]:
     """A command's parameters (None: not given) as sections of settings."""
     found: dict[str, dict[str, Any]] = {section: {} for section, _ in settings.values()}
     for name, (section, key) in settings.items():

@@ -21,7 +21,10 @@ if TYPE_CHECKING:
 PLAN_SETTINGS = {
     **{name: ("run", name) for name in ("method", "rounds", "participation")},
     **{name: ("partition", name) for name in ("clients", "subset", "local_test")},
-    **{name: ("privacy", name) for name in ("epsilon", "delta", "max_records", "mechanism", "sample_rate", "adjacency")},
+    **{
+        name: ("privacy", name)
+        for name in ("epsilon", "delta", "max_records", "mechanism", "sample_rate", "adjacency")
+    },
     "dataset": ("data", "dataset"),
     "sigma": ("privacy", "noise_multiplier"),
     "records": ("privacy", "nominal_size"),
@@ -33,37 +36,68 @@ PLAN_FLAGS = {
     ("method", "local_epochs"): "steps",
 }
 
-privacy_app = typer.Typer(help="Plan a privacy budget, read and verify privacy reports.", no_args_is_help=True)
+privacy_app = typer.Typer(
+    help="Plan a privacy budget, read and verify privacy reports.", no_args_is_help=True
+)
 
 
 @privacy_app.command()
 def plan(
     context: typer.Context,
     method: Annotated[str, typer.Option(help="Name of the method (`fedsynth methods`).")] = "feddm",
-    epsilon: Annotated[float | None, typer.Option(help="Budget ε of the whole run: gives σ for each mechanism.")] = None,
-    sigma: Annotated[float | None, typer.Option(help="Noise multiplier σ: gives ε by round.")] = None,
+    epsilon: Annotated[
+        float | None, typer.Option(help="Budget ε of the whole run: gives σ for each mechanism.")
+    ] = None,
+    sigma: Annotated[
+        float | None, typer.Option(help="Noise multiplier σ: gives ε by round.")
+    ] = None,
     delta: Annotated[float | None, typer.Option(help="δ (default 1e-5).")] = None,
     records: Annotated[
-        float | None, typer.Option("--n", help="Nominal records of a client, public (default: the data set's).")
+        float | None,
+        typer.Option("--n", help="Nominal records of a client, public (default: the data set's)."),
     ] = None,
-    max_records: Annotated[int | None, typer.Option(help="Public bound on all clients' records.")] = None,
+    max_records: Annotated[
+        int | None, typer.Option(help="Public bound on all clients' records.")
+    ] = None,
     rounds: Annotated[int | None, typer.Option(help="Number of rounds.")] = None,
     steps: Annotated[
-        int | None, typer.Option(help="Condensation steps of a round (local epochs, for methods that train models).")
+        int | None,
+        typer.Option(
+            help="Condensation steps of a round (local epochs, for methods that train models)."
+        ),
     ] = None,
     clients: Annotated[int | None, typer.Option(help="Number of clients.")] = None,
-    participation: Annotated[float | None, typer.Option(help="Share of the clients that takes part in a round.")] = None,
-    subset: Annotated[float | None, typer.Option(help="Share of each class's examples that is used at all.")] = None,
-    local_test: Annotated[float | None, typer.Option(help="Share of each client's examples that tests.")] = None,
-    mechanism: Annotated[str | None, typer.Option(help="Only this one (default: all of the method).")] = None,
-    sample_rate: Annotated[float | None, typer.Option(help="Public rate q of Poisson sampling.")] = None,
-    adjacency: Annotated[str | None, typer.Option(help="add-remove (default), zero-out or replace-one.")] = None,
-    dataset: Annotated[str, typer.Option(help="Whose classes, image size and published number of records.")] = "mnist",
+    participation: Annotated[
+        float | None, typer.Option(help="Share of the clients that takes part in a round.")
+    ] = None,
+    subset: Annotated[
+        float | None, typer.Option(help="Share of each class's examples that is used at all.")
+    ] = None,
+    local_test: Annotated[
+        float | None, typer.Option(help="Share of each client's examples that tests.")
+    ] = None,
+    mechanism: Annotated[
+        str | None, typer.Option(help="Only this one (default: all of the method).")
+    ] = None,
+    sample_rate: Annotated[
+        float | None, typer.Option(help="Public rate q of Poisson sampling.")
+    ] = None,
+    adjacency: Annotated[
+        str | None, typer.Option(help="add-remove (default), zero-out or replace-one.")
+    ] = None,
+    dataset: Annotated[
+        str, typer.Option(help="Whose classes, image size and published number of records.")
+    ] = "mnist",
     settings: Annotated[
         list[str] | None,
-        typer.Option("--set", help="Any setting of the method, as KEY=VALUE, or of another section (partition.subset=0.1)."),
+        typer.Option(
+            "--set",
+            help="Any setting of the method, as KEY=VALUE, or of another section (partition.subset=0.1).",
+        ),
     ] = None,
-    plot: Annotated[Path | None, typer.Option(help="Also draw ε over rounds into this SVG file.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Also draw ε over rounds into this SVG file.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
 ) -> None:
     """What a budget buys, or a σ costs: before any data are touched, from public numbers alone.
@@ -73,7 +107,10 @@ def plan(
     with one_line_errors():
         from fedsynth.federation.planning import make_plans, plan_plot
 
-        given = {**sections_of(context.params, PLAN_SETTINGS), "method": _steps_setting(method, steps)}
+        given = {
+            **sections_of(context.params, PLAN_SETTINGS),
+            "method": _steps_setting(method, steps),
+        }
         sections = with_set_options(given, settings or [], PLAN_FLAGS)
         if not sections["privacy"].keys() & {"epsilon", "noise_multiplier"}:
             raise SettingError("a plan needs --epsilon (a budget, gives σ) or --sigma (gives ε)")
@@ -104,15 +141,30 @@ def _steps_setting(method: str, steps: int | None) -> dict[str, Any]:
 
 def _warn(plans: list[Plan]) -> None:
     for p in plans:
-        over = [n for n, spent in p.epsilon.items() if p.target is not None and spent > p.target * (1 + 1e-9)]
+        over = [
+            n
+            for n, spent in p.epsilon.items()
+            if p.target is not None and spent > p.target * (1 + 1e-9)
+        ]
         if over:
-            print(f"note: {p.mechanism} exceeds ε = {p.target:g} in round {over[0]} with this σ", file=sys.stderr)
+            print(
+                f"note: {p.mechanism} exceeds ε = {p.target:g} in round {over[0]} with this σ",
+                file=sys.stderr,
+            )
     if any(p.epsilon[max(p.epsilon)] > 10 for p in plans):
-        print("warning: ε above 10 is a weak guarantee; --epsilon 8 finds the noise for a stronger one", file=sys.stderr)
+        print(
+            "warning: ε above 10 is a weak guarantee; --epsilon 8 finds the noise for a stronger one",
+            file=sys.stderr,
+        )
 
 
 def _plan_options(text: str) -> str:
-    names = {"--dp-sigma": "--sigma", "--dp-epsilon": "--epsilon", "--dp-nominal-size": "--n", "--dp-mechanism": "--mechanism"}
+    names = {
+        "--dp-sigma": "--sigma",
+        "--dp-epsilon": "--epsilon",
+        "--dp-nominal-size": "--n",
+        "--dp-mechanism": "--mechanism",
+    }
     for there, here in {**names, "--dp-": "--"}.items():
         text = text.replace(there, here)
     return text
@@ -146,7 +198,11 @@ def print_plans(plans: list[Plan]) -> None:
     shown = (
         numbers
         if len(numbers) <= 10
-        else [n for n in numbers if n in (1, 2, 3, 5) or n % max(1, len(numbers) // 5) == 0 or n == numbers[-1]]
+        else [
+            n
+            for n in numbers
+            if n in (1, 2, 3, 5) or n % max(1, len(numbers) // 5) == 0 or n == numbers[-1]
+        ]
     )
     by_round = Table(title="ε after round")
     by_round.add_column("mechanism")
@@ -172,7 +228,11 @@ def report(
         check_choice("format", form, ("markdown", "json", "html"))
         found = read_report(run)
         render = {"markdown": render_markdown, "html": render_html}
-        text = json.dumps(found, indent=2, ensure_ascii=False) + "\n" if form == "json" else render[form](found)
+        text = (
+            json.dumps(found, indent=2, ensure_ascii=False) + "\n"
+            if form == "json"
+            else render[form](found)
+        )
         if output is None:
             print(text, end="")
         else:
@@ -181,8 +241,13 @@ def report(
 
 @privacy_app.command()
 def verify(
-    run: Annotated[Path, typer.Argument(metavar="REPORT", help="A run folder, or its privacy_report.json.")],
-    ledger: Annotated[Path | None, typer.Option(help="Folder of the ledger files (default: ledger/ in the run folder).")] = None,
+    run: Annotated[
+        Path, typer.Argument(metavar="REPORT", help="A run folder, or its privacy_report.json.")
+    ],
+    ledger: Annotated[
+        Path | None,
+        typer.Option(help="Folder of the ledger files (default: ledger/ in the run folder)."),
+    ] = None,
 ) -> None:
     """Compute ε again from the ledger; exit code 1 and the differences if the report says anything else.
 
@@ -196,7 +261,9 @@ def verify(
             print(f"mismatch: {problem}")
         if found.problems:
             raise typer.Exit(1)
-        print("the report's figures follow from its ledger rows (arithmetic only: this does not attest that noise was added)")
+        print(
+            "the report's figures follow from its ledger rows (arithmetic only: this does not attest that noise was added)"
+        )
         print(found.files)
 
 

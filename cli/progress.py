@@ -28,21 +28,37 @@ def accuracies(row: Mapping[str, Any], personal: bool) -> list[tuple[str, str]]:
     """
     found = []
     if row.get("test_accuracy") is not None:
-        found.append(("common model's test accuracy" if personal else "test accuracy", f"{100 * row['test_accuracy']:.2f} %"))
+        found.append(
+            (
+                "common model's test accuracy" if personal else "test accuracy",
+                f"{100 * row['test_accuracy']:.2f} %",
+            )
+        )
     for name, one in row.get("models", {}).items():
         found.append((name.upper(), f"{100 * one['test_accuracy']:.2f} %"))
     if "local" in row:  # not with differential privacy: exact functions of private data
         local = row["local"]
-        splits = [("AMP", f"{100 * local['amp']:.2f} %"), ("FM", f"{local['fm']:.4f}"), ("WLP", f"{100 * local['wlp']:.2f} %")]
+        splits = [
+            ("AMP", f"{100 * local['amp']:.2f} %"),
+            ("FM", f"{local['fm']:.4f}"),
+            ("WLP", f"{100 * local['wlp']:.2f} %"),
+        ]
         found = splits + found if personal else found + splits
     return found
 
 
 def round_line(row: Mapping[str, Any], settings: RunSettings) -> str:
     """One round in words."""
-    shown = row if settings.privacy is None else {key: value for key, value in row.items() if key != "local"}
+    shown = (
+        row
+        if settings.privacy is None
+        else {key: value for key, value in row.items() if key != "local"}
+    )
     each = accuracies(shown, settings.method.personal)
-    parts = [f"round {row['round']}/{settings.rounds}", *(f"{name} {value}" for name, value in each)]
+    parts = [
+        f"round {row['round']}/{settings.rounds}",
+        *(f"{name} {value}" for name, value in each),
+    ]
     if "epsilon" in row:
         parts.append(f"ε {up(row['epsilon'], 3)}")
     parts += [f"uploads {row['upload_bytes'] / 1e6:.2f} MB", f"{row['seconds']:.1f} s"]
@@ -77,11 +93,16 @@ class LiveObserver(Observer):
 
     def note(self, text: str) -> None:
         first, self._first = self._first, ""
-        self._progress.console.print(*([first] if first else []), text, sep="\n", markup=False, highlight=False)
+        self._progress.console.print(
+            *([first] if first else []), text, sep="\n", markup=False, highlight=False
+        )
 
     def step(self, round: int, phase: str, done: int, total: int) -> None:
         self._progress.update(
-            self._task, description=f"round {round}/{self._settings.rounds} {phase}", completed=done, total=total
+            self._task,
+            description=f"round {round}/{self._settings.rounds} {phase}",
+            completed=done,
+            total=total,
         )
 
     def round_ended(self, row: Mapping[str, Any]) -> None:
@@ -95,7 +116,12 @@ def make_observer(settings: RunSettings, first: str = "") -> Iterator[Observer]:
     if not console.is_terminal:
         yield PlainObserver(settings, first)
         return
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
     with Progress(*columns, console=console, transient=True) as progress:
         yield LiveObserver(settings, first, progress)
 
@@ -108,7 +134,10 @@ def print_summary(result: RunResult) -> None:
     for name, value in accuracies(summary, result.settings.method.personal):
         table.add_row(name, value)
     table.add_row("rounds", str(summary["rounds"]))
-    table.add_row("uploaded", f"{summary['upload_bytes'] / 1e6:.2f} MB, {summary['upload_floats_per_round']:,} floats a round")
+    table.add_row(
+        "uploaded",
+        f"{summary['upload_bytes'] / 1e6:.2f} MB, {summary['upload_floats_per_round']:,} floats a round",
+    )
     table.add_row("time", f"{summary['seconds']:.1f} s on {summary['device']}")
     console.print(table)
     if result.privacy is not None:

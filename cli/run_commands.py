@@ -22,7 +22,9 @@ QUIET = (
 
 
 def runs(
-    folders: Annotated[list[Path] | None, typer.Argument(help="Run folders, or folders of such; default: runs.")] = None,
+    folders: Annotated[
+        list[Path] | None, typer.Argument(help="Run folders, or folders of such; default: runs.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the rows as JSON.")] = False,
 ) -> None:
     """Finished runs beside each other: in what their settings differ, and what came out.
@@ -46,7 +48,10 @@ def run_folders(folder: Path) -> list[Path]:
     if (folder / "summary.json").is_file():
         return [folder]
     found = [path for path in folder.glob("*/summary.json") if path.parent.suffix != ".incomplete"]
-    return [path.parent for path in sorted(found, key=lambda path: (path.parent.name[:15], path.stat().st_mtime_ns))]
+    return [
+        path.parent
+        for path in sorted(found, key=lambda path: (path.parent.name[:15], path.stat().st_mtime_ns))
+    ]
 
 
 def compared(folders: list[Path]) -> list[dict[str, Any]]:
@@ -57,7 +62,11 @@ def compared(folders: list[Path]) -> list[dict[str, Any]]:
         method = summary.get("method")
         differ = {}
         for key, value in settings.items():
-            alike = [s for _, other, s in read if not key.startswith("method.") or other.get("method") == method]
+            alike = [
+                s
+                for _, other, s in read
+                if not key.startswith("method.") or other.get("method") == method
+            ]
             if key not in QUIET and any(s.get(key, value) != value for s in alike):
                 differ[key.removeprefix("method.").removeprefix("run.")] = value
         local, private = summary.get("local", {}), summary.get("differential_privacy", {})
@@ -91,7 +100,11 @@ def _summary(folder: Path) -> dict[str, Any]:
 def _settings(folder: Path) -> dict[str, Any]:
     path = folder / "config.toml"
     sections = read_config(path) if path.is_file() else {}
-    return {f"{section}.{key}": value for section, values in sections.items() for key, value in values.items()}
+    return {
+        f"{section}.{key}": value
+        for section, values in sections.items()
+        for key, value in values.items()
+    }
 
 
 def _print(rows: list[dict[str, Any]]) -> None:
@@ -102,7 +115,15 @@ def _print(rows: list[dict[str, Any]]) -> None:
     shown = [key for key in percent if any(row.get(key) is not None for row in rows)]
     private = any("epsilon" in row for row in rows)
     table = [
-        ["method", *(percent[key] for key in shown), *(["ε"] if private else []), "MB up", "s", "run", "settings that differ"]
+        [
+            "method",
+            *(percent[key] for key in shown),
+            *(["ε"] if private else []),
+            "MB up",
+            "s",
+            "run",
+            "settings that differ",
+        ]
     ]
     for row in rows:
         values = ["–" if row.get(key) is None else f"{100 * row[key]:.2f} %" for key in shown]
@@ -110,8 +131,18 @@ def _print(rows: list[dict[str, Any]]) -> None:
         seconds = "–" if row["seconds"] is None else f"{row['seconds']:.1f}"
         differ = ", ".join(f"{key}={value}" for key, value in row["settings"].items())
         table.append(
-            [str(row["method"]), *values, *spent, f"{(row['upload_bytes'] or 0) / 1e6:.2f}", seconds, row["run"], differ]
+            [
+                str(row["method"]),
+                *values,
+                *spent,
+                f"{(row['upload_bytes'] or 0) / 1e6:.2f}",
+                seconds,
+                row["run"],
+                differ,
+            ]
         )
     widths = [max(len(line[column]) for line in table) for column in range(len(table[0]))]
     for line in table:
-        print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+        print(
+            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        )

@@ -22,7 +22,9 @@ def set_options(texts: list[str]) -> Sections:
             section, name = "method", section
         if not equals or not name or (dot and section not in OTHER_SECTIONS):
             sections = ", ".join(OTHER_SECTIONS)
-            raise SettingError(f"--set takes KEY=VALUE of the method, or SECTION.KEY=VALUE of {sections}; got {text!r}")
+            raise SettingError(
+                f"--set takes KEY=VALUE of the method, or SECTION.KEY=VALUE of {sections}; got {text!r}"
+            )
         found.setdefault(section, {})[name] = value.strip()
     return found
 
@@ -35,13 +37,18 @@ def method_settings(texts: list[str]) -> dict[str, Any]:
     return found["method"]
 
 
-def with_set_options(given: Sections, texts: list[str], flags: Mapping[tuple[str, str], str] | None = None) -> Sections:
+def with_set_options(
+    given: Sections, texts: list[str], flags: Mapping[tuple[str, str], str] | None = None
+) -> Sections:
     """`given` (None: not given) and what --set says; SettingError for what both say.
 
     Args:
         flags: section and key of a setting: its option, where that has another name.
     """
-    together = {section: {k: v for k, v in values.items() if v is not None} for section, values in given.items()}
+    together = {
+        section: {k: v for k, v in values.items() if v is not None}
+        for section, values in given.items()
+    }
     for section, values in set_options(texts).items():
         for name, value in values.items():
             if name in together.setdefault(section, {}):
@@ -70,14 +77,20 @@ def read_config(path: Path | None) -> Sections:
     return read
 
 
-def merged(config: Sections, given: Sections, note: Callable[[str], None] = lambda text: None) -> Sections:
+def merged(
+    config: Sections, given: Sections, note: Callable[[str], None] = lambda text: None
+) -> Sections:
     """Options over the config file; another method than the config's drops the settings of the old one, which `note` says."""
-    options = {name: {k: v for k, v in values.items() if v is not None} for name, values in given.items()}
+    options = {
+        name: {k: v for k, v in values.items() if v is not None} for name, values in given.items()
+    }
     old = config.get("run", {}).get("method", "feddm")
     if options["run"].get("method", old) != old:
         if config.get("method"):
             new = options["run"]["method"]
-            note(f"note: the config's method settings are {old}'s and are left out; {new} has its defaults, or what options say")
+            note(
+                f"note: the config's method settings are {old}'s and are left out; {new} has its defaults, or what options say"
+            )
         config = {name: values for name, values in config.items() if name != "method"}
     names = [*config, *(name for name in options if name not in config)]
     return {name: {**config.get(name, {}), **options.get(name, {})} for name in names}
@@ -87,7 +100,10 @@ def from_preset(sections: Sections) -> str:
     """What a data set's preset decides in a run with these sections, in words; empty for nothing."""
     from fedsynth.federation.settings import preset_of
 
-    preset = preset_of(str(sections["data"].get("dataset", "digits")), str(sections["run"].get("method", "feddm")).lower())
+    preset = preset_of(
+        str(sections["data"].get("dataset", "digits")),
+        str(sections["run"].get("method", "feddm")).lower(),
+    )
     free = [
         (f"{'' if section in ('method', 'run') else section + '.'}{key}", value)
         for section, values in preset.items()

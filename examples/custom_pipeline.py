@@ -45,7 +45,9 @@ def main() -> float:
     seeds = count(1)
     images = condense(
         noise_start([0], owner.segments(), IPC, spec.image_shape, seed=0),
-        lambda: build_model(model, spec.image_shape, spec.classes, next(seeds)).requires_grad_(False),
+        lambda: build_model(model, spec.image_shape, spec.classes, next(seeds)).requires_grad_(
+            False
+        ),
         ResidualMatcher(owner, series, divisor=spec.train_size / spec.classes),
         steps=STEPS,
         learning_rate=5.0,
@@ -54,8 +56,13 @@ def main() -> float:
 
     student = build_model(model, spec.image_shape, spec.classes, 0)
     sgd = SgdSettings(epochs=200, batch=50, learning_rate=0.01, momentum=0.9)
-    train_on(student, lambda i: synthetic.images[i], synthetic.labels, sgd, torch_generator(0, "student"))
-    print(f"ε = {epsilon([release], DELTA):.2f} at δ = {DELTA:g}, σ = {release.noise_multiplier:.2f}: ", end="")
+    train_on(
+        student, lambda i: synthetic.images[i], synthetic.labels, sgd, torch_generator(0, "student")
+    )
+    print(
+        f"ε = {epsilon([release], DELTA):.2f} at δ = {DELTA:g}, σ = {release.noise_multiplier:.2f}: ",
+        end="",
+    )
     result = accuracy(student, test)
     print(f"{100 * result:.1f} % with {len(synthetic.labels)} synthetic images")
     return result

@@ -21,26 +21,45 @@ from fedsynth.models.registry import build_model
 from fedsynth.synthesizer.training import SgdSettings, train_on
 
 
-def main(dataset: str = "fashion-mnist", model: str = "lenet5", epochs: int = 8, steps: int = 3000) -> tuple[float, float]:
+def main(
+    dataset: str = "fashion-mnist", model: str = "lenet5", epochs: int = 8, steps: int = 3000
+) -> tuple[float, float]:
     """(teacher's, student's) test accuracy."""
     train, test = load_dataset(dataset)
     spec, settings = train.spec, ModelSettings(model, width=16, depth=2)
-    teacher, student = (build_model(settings, spec.image_shape, spec.classes, seed) for seed in (0, 1))
+    teacher, student = (
+        build_model(settings, spec.image_shape, spec.classes, seed) for seed in (0, 1)
+    )
     sgd = SgdSettings(epochs, batch=128, learning_rate=0.05, momentum=0.9, weight_decay=5e-4)
-    train_on(teacher, lambda i: normalise(train.images[i], spec), train.labels, sgd, torch_generator(0, "teacher"))
+    train_on(
+        teacher,
+        lambda i: normalise(train.images[i], spec),
+        train.labels,
+        sgd,
+        torch_generator(0, "teacher"),
+    )
     print(f"teacher {100 * accuracy(teacher, test):.2f} %")
 
     def report(done: int, total: int) -> None:
         if done % (total // 5) == 0:
             print(f"  step {done}/{total}", file=sys.stderr)
 
-    settings = {"batch": 256, "one_hot_weight": 0.05, "activation_weight": 0.0, "learning_rate": 0.1, "replay": 8, "width": 16}
+    settings = {
+        "batch": 256,
+        "one_hot_weight": 0.05,
+        "activation_weight": 0.0,
+        "learning_rate": 0.1,
+        "replay": 8,
+        "width": 16,
+    }
     DataFreeDistiller(teacher, spec, steps=steps, **settings).fit(student, report)  # type: ignore[arg-type]
     print(f"student {100 * accuracy(student, test):.2f} %, without any image")
     return accuracy(teacher, test), accuracy(student, test)
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=3000)
     main(steps=parser.parse_args().steps)

@@ -8,7 +8,14 @@ from fedsynth import FedAF, ModelSettings, PartitionSettings, PrivacySettings, R
 def settings(privacy: PrivacySettings | None) -> RunSettings:
     """A short run. λ_loc and λ_glob are the paper's for CIFAR-10: Fashion-MNIST's λ_glob = 2 holds a young model to near uniform labels."""
     return RunSettings(
-        method=FedAF(ipc=10, iterations=10, image_lr=5.0, image_momentum=0.0, server_epochs=60, server_lr=0.01),
+        method=FedAF(
+            ipc=10,
+            iterations=10,
+            image_lr=5.0,
+            image_momentum=0.0,
+            server_epochs=60,
+            server_lr=0.01,
+        ),
         rounds=3,
         partition=PartitionSettings(kind="dirichlet", clients=5, alpha=0.5),
         model=ModelSettings(width=32, depth=2),
@@ -22,4 +29,6 @@ if __name__ == "__main__":
         print(f"{'private' if privacy else 'open   '}: test accuracy {100 * result.accuracy:.1f} %")
         if result.privacy is not None:
             for release in result.privacy["guarantee"]["epsilon_of_each_release_alone"]:  # type: ignore[index]
-                print(f"  {release['quantity']}: ε = {release['epsilon']:.2f} if it were the only release")
+                print(
+                    f"  {release['quantity']}: ε = {release['epsilon']:.2f} if it were the only release"
+                )

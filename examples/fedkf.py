@@ -22,5 +22,9 @@ if __name__ == "__main__":
         result = simulate(settings(privacy))
         print("with ε = 10" if privacy else "without privacy")
         for name, row in result.metrics[-1]["models"].items():
-            local = row["local"]  # a simulation may show it: with privacy it is outside the guarantee
-            print(f"  {name}: AMP {100 * local['amp']:.1f} %, FM {local['fm']:.4f}, WLP {100 * local['wlp']:.1f} %")
+            local = row[
+                "local"
+            ]  # a simulation may show it: with privacy it is outside the guarantee
+            print(
+                f"  {name}: AMP {100 * local['amp']:.1f} %, FM {local['fm']:.4f}, WLP {100 * local['wlp']:.1f} %"
+            )

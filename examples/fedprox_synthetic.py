@@ -9,7 +9,15 @@ from __future__ import annotations
 
 from statistics import median
 
-from fedsynth import FedAvg, FedProx, ModelSettings, PartitionSettings, RunSettings, load_dataset, simulate
+from fedsynth import (
+    FedAvg,
+    FedProx,
+    ModelSettings,
+    PartitionSettings,
+    RunSettings,
+    load_dataset,
+    simulate,
+)
 from fedsynth.core.messages import ModelParameters
 from fedsynth.core.method import Method
 from fedsynth.data.images import normalise
@@ -36,7 +44,9 @@ def gammas(run: RunSettings, mu: float) -> list[float]:
     """γ of each device that took part in a single round from the initial model."""
     train, _ = load_dataset(DATASET)
     start = build_model(run.model, train.spec.image_shape, train.spec.classes, run.seed)
-    parts = partition(train.labels.numpy(), run.resolved_partition, train.spec.classes, *train.origins())
+    parts = partition(
+        train.labels.numpy(), run.resolved_partition, train.spec.classes, *train.origins()
+    )
     found = []
     for client, upload in simulate(run).uploads.items():
         if not isinstance(upload, ModelParameters) or upload.weight == 0:
@@ -44,7 +54,9 @@ def gammas(run: RunSettings, mu: float) -> list[float]:
         model = build_model(run.model, train.spec.image_shape, train.spec.classes, run.seed)
         model.load_state_dict(dict(upload.parameters))
         images = normalise(train.images[parts[client]], train.spec)
-        found.append(inexactness(model, start.state_dict(), images, train.labels[parts[client]], mu))
+        found.append(
+            inexactness(model, start.state_dict(), images, train.labels[parts[client]], mu)
+        )
     return found
 
 
@@ -61,7 +73,9 @@ def main(rounds: int = 20, passes: int = 20) -> dict[str, float]:
         accuracy[name] = simulate(settings(method, rounds)).accuracy
         mu = method.mu if isinstance(method, FedProx) else 0.0
         near = gammas(settings(method, 1), mu)
-        print(f"{name:32} {100 * accuracy[name]:.1f} %, γ of round 1: median {median(near):.2f}, largest {max(near):.2f}")
+        print(
+            f"{name:32} {100 * accuracy[name]:.1f} %, γ of round 1: median {median(near):.2f}, largest {max(near):.2f}"
+        )
     return accuracy
 
 

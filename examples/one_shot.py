@@ -6,7 +6,16 @@ clients' (`proxy="emnist-letters"`). FedHydra's U, who can teach what, is printe
 
 from __future__ import annotations
 
-from fedsynth import Dense, FedDF, FedHydra, ModelSettings, PartitionSettings, PrivacySettings, RunSettings, simulate
+from fedsynth import (
+    Dense,
+    FedDF,
+    FedHydra,
+    ModelSettings,
+    PartitionSettings,
+    PrivacySettings,
+    RunSettings,
+    simulate,
+)
 from fedsynth.core.method import Method
 from fedsynth.synthesizer.ensembles import share_of_clients
 
@@ -46,7 +55,9 @@ if __name__ == "__main__":
     for privacy in (None, PrivacySettings(epsilon=10.0, delta=1e-5)):
         for method in methods():
             result = simulate(settings(method, privacy))
-            print(f"{method.name:9} {'ε = 10' if privacy else 'open  '}  test accuracy {100 * result.accuracy:.1f} %")
+            print(
+                f"{method.name:9} {'ε = 10' if privacy else 'open  '}  test accuracy {100 * result.accuracy:.1f} %"
+            )
             if result.artefacts and not privacy:
                 print("  share of each client in teaching each digit:")
                 for digit, row in enumerate(share_of_clients(result.artefacts["stratification"])):

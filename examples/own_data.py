@@ -8,7 +8,15 @@ from pathlib import Path
 
 import numpy as np
 
-from fedsynth import DatasetSpec, FedDM, ModelSettings, PrivacySettings, RunSettings, from_arrays, simulate
+from fedsynth import (
+    DatasetSpec,
+    FedDM,
+    ModelSettings,
+    PrivacySettings,
+    RunSettings,
+    from_arrays,
+    simulate,
+)
 
 SPEC = DatasetSpec(
     name="scans", channels=1, height=16, width=16, classes=3, train_size=600, test_size=90,
@@ -36,7 +44,9 @@ def main(output: Path | None = None) -> float:
         privacy=PrivacySettings(epsilon=8.0, max_records=1000),
     )
     result = simulate(settings, data=(train, test), parts=hospitals, output=output)
-    print(f"{100 * result.accuracy:.1f} % at ε = {result.summary['differential_privacy']['epsilon']:.2f}")
+    print(
+        f"{100 * result.accuracy:.1f} % at ε = {result.summary['differential_privacy']['epsilon']:.2f}"
+    )
     return result.accuracy
 
 

@@ -52,13 +52,21 @@ class FedAdam(TrainsLocally):
         super().__post_init__()
         check_ranges(self, server_lr=(0, inf), beta1=(0, 1), beta2=(0, 1), adaptivity=(1e-12, inf))
 
-    def combine(self, state: ServerState, uploads: Sequence[ModelParameters], context: RoundContext) -> ServerState:
+    def combine(
+        self, state: ServerState, uploads: Sequence[ModelParameters], context: RoundContext
+    ) -> ServerState:
         made, kept = average(uploads), {}
         for name, _ in context.architecture.named_parameters():
             old = state.parameters[name]
             change = made[name] - old
-            m = self.beta1 * state.kept.get(f"m.{name}", torch.zeros_like(old)) + (1 - self.beta1) * change
-            v = self.beta2 * state.kept.get(f"v.{name}", torch.zeros_like(old)) + (1 - self.beta2) * change.square()
+            m = (
+                self.beta1 * state.kept.get(f"m.{name}", torch.zeros_like(old))
+                + (1 - self.beta1) * change
+            )
+            v = (
+                self.beta2 * state.kept.get(f"v.{name}", torch.zeros_like(old))
+                + (1 - self.beta2) * change.square()
+            )
             made[name] = old + self.server_lr * m / (v.sqrt() + self.adaptivity)
             kept.update({f"m.{name}": m, f"v.{name}": v})
         return ServerState(made, kept)
@@ -75,7 +83,13 @@ def main(rounds: int = 10) -> dict[str, float]:
     accuracy = {}
     for name, (method, privacy) in methods.items():
         result = simulate(
-            RunSettings(method, rounds=rounds, model=ModelSettings("linear"), privacy=privacy, evaluate_every=rounds)
+            RunSettings(
+                method,
+                rounds=rounds,
+                model=ModelSettings("linear"),
+                privacy=privacy,
+                evaluate_every=rounds,
+            )
         )
         accuracy[name] = result.accuracy
         print(f"{name:16} {100 * result.accuracy:.1f} %")

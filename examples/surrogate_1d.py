@@ -58,7 +58,9 @@ def logit_and_embedding(w: Tensor, x: Tensor, y: int) -> Tensor:
     return torch.stack([x.mean().expand(len(w)), (w[:, None] * x).mean(1)], dim=1)
 
 
-def match(x: Tensor, y: Tensor, means: Callable[[Tensor, Tensor, int], Tensor], *, seed: int = 0) -> Tensor:
+def match(
+    x: Tensor, y: Tensor, means: Callable[[Tensor, Tensor, int], Tensor], *, seed: int = 0
+) -> Tensor:
     """Synthetic examples [2 classes, 10] whose `means` match the real ones' around w = 0."""
     rng = torch_generator(seed, "surrogate-matching")
     synthetic = torch.randn(2, 10, generator=rng, dtype=torch.float64).requires_grad_()
@@ -75,7 +77,9 @@ def match(x: Tensor, y: Tensor, means: Callable[[Tensor, Tensor, int], Tensor], 
 def curves(seed: int = 0, *, printed: bool = False) -> dict[str, Tensor]:
     """f, the two surrogates and the tangent at w = 0, each at the points `W`."""
     x, y = make_data(seed=seed, printed=printed)
-    share = y.mean()  # of class 1; the classes' losses are weighed by their real shares, as in Eq. 10
+    share = (
+        y.mean()
+    )  # of class 1; the classes' losses are weighed by their real shares, as in Eq. 10
 
     def objective(zeros: Tensor, ones: Tensor) -> Tensor:
         return (1 - share) * class_loss(W, zeros, 0) + share * class_loss(W, ones, 1)
@@ -93,7 +97,9 @@ def new_figure() -> Any:
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        sys.exit("this example draws with matplotlib, which is not installed: pip install 'fedsynth[plots]'")
+        sys.exit(
+            "this example draws with matplotlib, which is not installed: pip install 'fedsynth[plots]'"
+        )
     return Figure(figsize=(7, 4.5), layout="constrained")
 
 
@@ -105,8 +111,15 @@ def main(out: Path) -> dict[str, Tensor]:
         axes.plot(W, values, style, label=name)
         gap = (values - lines["objective f"]).abs()
         near, least = gap[W.abs() <= 2].max(), W[values.argmin()]
-        print(f"{name:26} largest gap to f {gap.max():.3f} ({near:.3f} for |w| ≤ 2), smallest at w = {least:.2f}")
-    axes.set(xlabel="w", ylabel="loss", title="A client's objective and what the server can know of it", ylim=(0, None))
+        print(
+            f"{name:26} largest gap to f {gap.max():.3f} ({near:.3f} for |w| ≤ 2), smallest at w = {least:.2f}"
+        )
+    axes.set(
+        xlabel="w",
+        ylabel="loss",
+        title="A client's objective and what the server can know of it",
+        ylim=(0, None),
+    )
     axes.legend()
     figure.savefig(out, dpi=120)
     print(f"picture: {out}")

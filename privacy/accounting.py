@@ -16,9 +16,19 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from fedsynth.privacy.releases import ADD_REMOVE, ADJACENCIES, Release, check_adjacency, check_delta, is_real, require
+from fedsynth.privacy.releases import (
+    ADD_REMOVE,
+    ADJACENCIES,
+    Release,
+    check_adjacency,
+    check_delta,
+    is_real,
+    require,
+)
 
-ACCOUNTANT = "privacy loss distributions (PLD), pessimistic rounding; exact where nothing is subsampled"
+ACCOUNTANT = (
+    "privacy loss distributions (PLD), pessimistic rounding; exact where nothing is subsampled"
+)
 SMALLEST_DELTA = 1e-10  # the FFT's rounding error (about 1e-13, either sign) must stay far below δ
 FFT_SLACK = 1e-11  # added to every δ that an FFT gave; measured against the exact Gaussian curve
 _LADDER = tuple(m * 10.0**k for k in range(-6, 0) for m in (1, 2, 5) if m * 10.0**k <= 0.1)
@@ -56,14 +66,21 @@ class Merged:
             single = max(single, up + min(spread, -math.log1p(-q)))
             variance += steps * min(growth, 1 / σ) ** 2
             resolve = min(resolve, 0.02 * growth)
-        least = max(resolve, single / 6e4, 20 * self.mu / 5e5, (variance / 2 + 20 * math.sqrt(variance)) / 1.5e6)
+        least = max(
+            resolve,
+            single / 6e4,
+            20 * self.mu / 5e5,
+            (variance / 2 + 20 * math.sqrt(variance)) / 1.5e6,
+        )
         return next((step for step in _LADDER if step >= least), None)
 
     @property
     def without_sampling(self) -> float:
         """μ if every subsampled row used all data: an upper bound, as subsampling never increases δ(ε)."""
         influence = 2 if self.replace else 1
-        return math.hypot(self.mu, *(influence * math.sqrt(steps) / σ for σ, _, steps in self.sampled))
+        return math.hypot(
+            self.mu, *(influence * math.sqrt(steps) / σ for σ, _, steps in self.sampled)
+        )
 
 
 def merge(releases: Sequence[Release], adjacency: str) -> Merged | None:
@@ -88,13 +105,18 @@ def _one_step(σ: float, q: float, interval: float, replace: bool = False) -> An
     from dp_accounting.pld import privacy_loss_distribution as pld
 
     relation = NeighboringRelation.REPLACE_ONE if replace else NeighboringRelation.ADD_OR_REMOVE_ONE
-    return pld.from_gaussian_mechanism(σ, sampling_prob=q, value_discretization_interval=interval, neighboring_relation=relation)
+    return pld.from_gaussian_mechanism(
+        σ, sampling_prob=q, value_discretization_interval=interval, neighboring_relation=relation
+    )
 
 
 @lru_cache(maxsize=4)  # up to about 60 MB each
 def _composed(merged: Merged) -> Any:
     interval = merged.interval
-    parts = [_one_step(σ, q, interval, merged.replace).self_compose(steps) for σ, q, steps in merged.sampled]
+    parts = [
+        _one_step(σ, q, interval, merged.replace).self_compose(steps)
+        for σ, q, steps in merged.sampled
+    ]
     if merged.mu > 0:
         parts.append(_one_step(1 / merged.mu, 1.0, interval))
     total = parts[0]
@@ -153,7 +175,9 @@ def epsilon(releases: Sequence[Release], delta: float, adjacency: str = ADD_REMO
     return math.inf if merged is None else epsilon_of(merged, delta)
 
 
-def epsilon_rdp(releases: Sequence[Release], delta: float, adjacency: str = ADD_REMOVE) -> float | None:
+def epsilon_rdp(
+    releases: Sequence[Release], delta: float, adjacency: str = ADD_REMOVE
+) -> float | None:
     """The looser ε by Rényi DP: an independent cross-check of `epsilon`, same conventions.
 
     None where the library has none: replace-one with subsampling.
@@ -170,7 +194,9 @@ def epsilon_rdp(releases: Sequence[Release], delta: float, adjacency: str = ADD_
     if merged.replace and merged.sampled:
         return None
     best = 1 + math.sqrt(2 * math.log(1 / delta)) / merged.without_sampling
-    accountant = rdp.RdpAccountant(sorted({*rdp.DEFAULT_RDP_ORDERS, *(1 + (best - 1) * f for f in (0.7, 1.0, 1.4))}))
+    accountant = rdp.RdpAccountant(
+        sorted({*rdp.DEFAULT_RDP_ORDERS, *(1 + (best - 1) * f for f in (0.7, 1.0, 1.4))})
+    )
     with _quiet_absl():
         if merged.mu > 0:
             accountant.compose(GaussianDpEvent(1 / merged.mu))
@@ -191,16 +217,29 @@ def _quiet_absl() -> Iterator[None]:
         logger.setLevel(level)
 
 
-def deltas_at(releases: Sequence[Release], epsilons: Sequence[float], adjacency: str = ADD_REMOVE) -> list[float]:
+def deltas_at(
+    releases: Sequence[Release], epsilons: Sequence[float], adjacency: str = ADD_REMOVE
+) -> list[float]:
     """δ(ε) at each of `epsilons` (≥ 0), from one composition; all 1 where no guarantee holds."""
-    require(all(is_real(e) and e >= 0 for e in epsilons), "epsilons must be finite and at least 0", list(epsilons))
+    require(
+        all(is_real(e) and e >= 0 for e in epsilons),
+        "epsilons must be finite and at least 0",
+        list(epsilons),
+    )
     merged = merge(releases, adjacency)
-    return [1.0 if merged is None else 0.0 if merged.nothing else delta_of(merged, e) for e in epsilons]
+    return [
+        1.0 if merged is None else 0.0 if merged.nothing else delta_of(merged, e) for e in epsilons
+    ]
 
 
-def epsilon_by_round(releases: Sequence[Release], delta: float, adjacency: str = ADD_REMOVE) -> dict[int, float]:
+def epsilon_by_round(
+    releases: Sequence[Release], delta: float, adjacency: str = ADD_REMOVE
+) -> dict[int, float]:
     """Cumulative ε after each round that has a release, in order of the round's number."""
-    return {n: epsilon([r for r in releases if r.round <= n], delta, adjacency) for n in sorted({r.round for r in releases})}
+    return {
+        n: epsilon([r for r in releases if r.round <= n], delta, adjacency)
+        for n in sorted({r.round for r in releases})
+    }
 
 
 def describe_accountant(releases: Sequence[Release], adjacency: str = ADD_REMOVE) -> dict[str, Any]:

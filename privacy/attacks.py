@@ -11,7 +11,9 @@ from fedsynth.privacy.releases import ADD_REMOVE, Release, is_real, require
 
 
 def attack_success(
-    releases: Sequence[Release], false_positive_rates: Sequence[float] = (0.001, 0.01), adjacency: str = ADD_REMOVE
+    releases: Sequence[Release],
+    false_positive_rates: Sequence[float] = (0.001, 0.01),
+    adjacency: str = ADD_REMOVE,
 ) -> dict[float, float]:
     """Upper bound on the true-positive rate of *any* membership test at each false-positive rate α.
 
@@ -30,7 +32,10 @@ def attack_success(
         return dict.fromkeys(false_positive_rates, 1.0)
     if merged.interval is None:
         return {a: float(ndtr(ndtri(a) + merged.without_sampling)) for a in false_positive_rates}
-    curve, furthest = lru_cache(maxsize=None)(lambda e: delta_of(merged, e)), epsilon_of(merged, 1e-8)
+    curve, furthest = (
+        lru_cache(maxsize=None)(lambda e: delta_of(merged, e)),
+        epsilon_of(merged, 1e-8),
+    )
     return {a: _largest_power(curve, a, furthest) for a in false_positive_rates}
 
 

@@ -18,7 +18,9 @@ import numpy.typing as npt
 
 from fedsynth.privacy.errors import PrivacySettingError
 
-GUESSES = 400  # of 1000 canaries about the number with which the bound is highest, between ε of 1 and 3
+GUESSES = (
+    400  # of 1000 canaries about the number with which the bound is highest, between ε of 1 and 3
+)
 
 
 def p_value(correct: int, guesses: int, canaries: int, epsilon: float, delta: float) -> float:
@@ -26,16 +28,22 @@ def p_value(correct: int, guesses: int, canaries: int, epsilon: float, delta: fl
     from scipy.stats import binom
 
     if not 0 <= correct <= guesses <= canaries:
-        raise PrivacySettingError(f"need 0 <= correct <= guesses <= canaries, got {correct}, {guesses}, {canaries}")
+        raise PrivacySettingError(
+            f"need 0 <= correct <= guesses <= canaries, got {correct}, {guesses}, {canaries}"
+        )
     probability = 1 / (1 + exp(-epsilon))
     tail = float(binom.sf(correct - 1, guesses, probability))
     if delta == 0 or correct == 0:
         return min(1.0, tail)
-    below = np.cumsum(binom.pmf(np.arange(correct - 1, -1, -1), guesses, probability))  # P[v − i ≤ W < v] for i = 1 … v
+    below = np.cumsum(
+        binom.pmf(np.arange(correct - 1, -1, -1), guesses, probability)
+    )  # P[v − i ≤ W < v] for i = 1 … v
     return min(1.0, tail + 2 * canaries * delta * float((below / np.arange(1, correct + 1)).max()))
 
 
-def epsilon_lower_bound(correct: int, guesses: int, canaries: int, delta: float, confidence: float) -> float:
+def epsilon_lower_bound(
+    correct: int, guesses: int, canaries: int, delta: float, confidence: float
+) -> float:
     """The largest ε (to 1e-4) that `correct` right guesses refute at this confidence; 0 if none."""
     low, high = 0.0, 1.0
     if p_value(correct, guesses, canaries, 0.0, delta) > 1 - confidence:

@@ -12,7 +12,10 @@ from fedsynth.privacy.releases import ADD_REMOVE, Release, check_delta, is_real,
 
 
 def calibrate_noise_multiplier(
-    target_epsilon: float, delta: float, plan: Callable[[float], Sequence[Release]], adjacency: str = ADD_REMOVE
+    target_epsilon: float,
+    delta: float,
+    plan: Callable[[float], Sequence[Release]],
+    adjacency: str = ADD_REMOVE,
 ) -> float:
     """Smallest σ (to 0.1 %, on the safe side) with epsilon(plan(σ), delta) ≤ `target_epsilon`.
 
@@ -53,5 +56,7 @@ def calibrate_noise_multiplier(
         aim = math.exp(math.log(low) + share * math.log(high / low)) * 1.0004
         σ = min(max(aim, low * 1.0009), high / 1.0009)
         value = excess(σ)
-        (low, at_low, high, at_high) = (low, at_low, σ, value) if value <= 0 else (σ, value, high, at_high)
+        (low, at_low, high, at_high) = (
+            (low, at_low, σ, value) if value <= 0 else (σ, value, high, at_high)
+        )
     return high

@@ -120,16 +120,23 @@ def dp_sgd(
     wrapped = GradSampleModule(model, loss_reduction="sum")
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimiser = torch.optim.SGD(
-        parameters, lr=settings.learning_rate, momentum=settings.momentum, weight_decay=settings.weight_decay
+        parameters,
+        lr=settings.learning_rate,
+        momentum=settings.momentum,
+        weight_decay=settings.weight_decay,
     )
     size = sum(p.numel() for p in parameters)
-    physical = max(1, min(PHYSICAL_BATCH, PHYSICAL_BYTES // (2 * 4 * size)))  # gradients by layer, and joined
+    physical = max(
+        1, min(PHYSICAL_BATCH, PHYSICAL_BYTES // (2 * 4 * size))
+    )  # gradients by layer, and joined
     try:
         for _ in range(steps):
             sampled = series.sample(len(labels_N)).to(labels_N.device)
             for part in sampled.split(physical):
                 if len(part):
-                    rows = _per_example_gradients(model, parameters, images(part), labels_N[part], loss or cross_entropies)
+                    rows = _per_example_gradients(
+                        model, parameters, images(part), labels_N[part], loss or cross_entropies
+                    )
                     series.add(rows, torch.zeros(len(part), dtype=torch.int64, device=rows.device))
             mean = series.release()[0] / settings.expected_batch_size
             offset = 0
@@ -144,7 +151,9 @@ def dp_sgd(
         wrapped.to_standard_module()
 
 
-def _add_public_gradient(wrapped: Any, model: nn.Module, parameters: list[nn.Parameter], penalty: Penalty) -> None:
+def _add_public_gradient(
+    wrapped: Any, model: nn.Module, parameters: list[nn.Parameter], penalty: Penalty
+) -> None:
     """Adds the penalty's gradient to `grad`; Opacus' hooks, which would record it as an example's, are off meanwhile."""
     wrapped.disable_hooks()
     try:
@@ -171,7 +180,11 @@ def cross_entropies(network: nn.Module, x_NCHW: Tensor, labels_N: Tensor) -> Ten
 
 
 def _per_example_gradients(
-    model: nn.Module, parameters: list[nn.Parameter], x_NCHW: Tensor, labels_N: Tensor, loss: ExampleLoss
+    model: nn.Module,
+    parameters: list[nn.Parameter],
+    x_NCHW: Tensor,
+    labels_N: Tensor,
+    loss: ExampleLoss,
 ) -> Tensor:
     """[N, P]: the gradient of each example's loss; Opacus' hooks, which sit on the model's own layers, fill `grad_sample`, which is emptied."""
     for p in parameters:

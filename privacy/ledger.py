@@ -96,7 +96,12 @@ class Ledger:
     def _start(self, path: Path) -> None:
         """Make the file with its header in one step: nobody ever sees it empty, so an empty file means damage."""
         created = datetime.now(UTC).isoformat(timespec="seconds")
-        header = {"fedsynth_ledger": LEDGER_SCHEMA, "client": self.client, "dataset": self.dataset, "created": created}
+        header = {
+            "fedsynth_ledger": LEDGER_SCHEMA,
+            "client": self.client,
+            "dataset": self.dataset,
+            "created": created,
+        }
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.") as file:
@@ -105,7 +110,9 @@ class Ledger:
                 os.fsync(file.fileno())
                 with suppress(FileExistsError):  # another process was faster: continue its file
                     os.link(file.name, path)
-            folder = os.open(path.parent, os.O_RDONLY)  # fsync of a file alone need not keep its name
+            folder = os.open(
+                path.parent, os.O_RDONLY
+            )  # fsync of a file alone need not keep its name
             os.fsync(folder)
             os.close(folder)
         except OSError as error:
@@ -128,7 +135,9 @@ class Ledger:
     def _catch_up(self, file: FileIO) -> None:
         """Read and check the lines that were appended since the last look."""
         if file.seek(0, os.SEEK_END) < max(1, self._size):
-            raise LedgerError(f"ledger {self.path} has lost lines, or is empty: an append-only file was edited")
+            raise LedgerError(
+                f"ledger {self.path} has lost lines, or is empty: an append-only file was edited"
+            )
         file.seek(self._size)
         data = file.readall()
         if data and not data.endswith(b"\n"):
@@ -150,14 +159,22 @@ class Ledger:
             raise LedgerError(f"{self.path} is no fedsynth ledger of schema {LEDGER_SCHEMA}")
         for key, own in (("client", self.client), ("dataset", self.dataset)):
             if header.get(key) != own:
-                why = " (another data set, or another partition of it: seed, clients, alpha)" if key == "dataset" else ""
-                raise LedgerError(f"ledger {self.path} belongs to {key} {header.get(key)!r}, not {own!r}{why}")
+                why = (
+                    " (another data set, or another partition of it: seed, clients, alpha)"
+                    if key == "dataset"
+                    else ""
+                )
+                raise LedgerError(
+                    f"ledger {self.path} belongs to {key} {header.get(key)!r}, not {own!r}{why}"
+                )
 
     def _row(self, entry: dict[str, Any], number: int) -> Release:
         try:
             return Release.from_json(entry)
         except PrivacySettingError as error:
-            raise LedgerError(f"line {number} of ledger {self.path} is not a valid release: {error}") from error
+            raise LedgerError(
+                f"line {number} of ledger {self.path} is not a valid release: {error}"
+            ) from error
 
     def _decode(self, line: bytes, chain: str) -> tuple[dict[str, Any], str]:
         try:
@@ -169,7 +186,9 @@ class Ledger:
         stated = entry.pop("chain", None)
         expected = _encode(entry, chain)[1]
         if stated != expected:
-            raise LedgerError(f"ledger {self.path} was edited, or is no fedsynth ledger: a line's hash does not match")
+            raise LedgerError(
+                f"ledger {self.path} was edited, or is no fedsynth ledger: a line's hash does not match"
+            )
         return entry, expected
 
 
@@ -195,11 +214,15 @@ def _encode(entry: dict[str, Any], chain: str) -> tuple[bytes, str]:
 class Guard:
     """Refuses, before it happens, a release with which ε at `delta` would exceed `cap` (None: no cap)."""
 
-    def __init__(self, ledger: Ledger, delta: float, cap: float | None, adjacency: str = ADD_REMOVE) -> None:
+    def __init__(
+        self, ledger: Ledger, delta: float, cap: float | None, adjacency: str = ADD_REMOVE
+    ) -> None:
         check_delta(delta, None)
         check_adjacency(adjacency)
         if cap is not None and not (cap > 0 and math.isfinite(cap)):
-            raise PrivacySettingError(f"the epsilon cap must be a finite number above 0, got {cap!r}")
+            raise PrivacySettingError(
+                f"the epsilon cap must be a finite number above 0, got {cap!r}"
+            )
         self.ledger = ledger
         self.delta = delta
         self.cap = cap

@@ -37,7 +37,9 @@ def clip_rows(rows_ND: Tensor, clip: float) -> Tensor:
     float64 because the bound must hold for what is summed, not only for what was meant: bf16 sums were seen to break it by 7 %.
     """
     rows = rows_ND.to(torch.float64)
-    norms = torch.linalg.vector_norm(rows, dim=1, keepdim=True)  # not finite if any coordinate is not
+    norms = torch.linalg.vector_norm(
+        rows, dim=1, keepdim=True
+    )  # not finite if any coordinate is not
     rows = torch.where(torch.isfinite(norms), rows, 0.0)
     clipped: Tensor = rows * (clip / norms.clamp_min(clip).nan_to_num(clip))
     return clipped
@@ -51,7 +53,9 @@ def clipped_sums(rows_ND: Tensor, groups_N: Tensor, groups: int, clip: float) ->
     sums = rows_ND.new_zeros(groups, rows_ND.shape[1], dtype=torch.float64)
     at_once = max(1, (GPU_BLOCK if rows_ND.is_cuda else CPU_BLOCK) // max(1, rows_ND.shape[1]))
     for rows, where in zip(rows_ND.split(at_once), groups_N.split(at_once), strict=True):
-        sums.addmm_(torch.nn.functional.one_hot(where, groups).to(torch.float64).T, clip_rows(rows, clip))
+        sums.addmm_(
+            torch.nn.functional.one_hot(where, groups).to(torch.float64).T, clip_rows(rows, clip)
+        )
     return sums
 
 
@@ -70,9 +74,13 @@ class GaussianSums:
         PrivacyError: dimensions that do not fit, more steps than charged, or steps out of order.
     """
 
-    def __init__(self, release: Release, groups: int, guard: Guard, secret: SecretGenerator) -> None:
+    def __init__(
+        self, release: Release, groups: int, guard: Guard, secret: SecretGenerator
+    ) -> None:
         if release.dimension % groups:
-            raise PrivacyError(f"a release of {release.dimension} coordinates cannot be {groups} groups of equal width")
+            raise PrivacyError(
+                f"a release of {release.dimension} coordinates cannot be {groups} groups of equal width"
+            )
         guard.charge(release)
         self._release, self._groups, self._secret = release, groups, secret
         self._width = release.dimension // groups
@@ -82,7 +90,9 @@ class GaussianSums:
     def sample(self, records: int) -> Tensor:
         """Starts a step; indices (int64) of the records in its Poisson sample, possibly none."""
         if self._sums is not None:
-            raise PrivacyError("a step of this series is still open: release it before the next sample is drawn")
+            raise PrivacyError(
+                "a step of this series is still open: release it before the next sample is drawn"
+            )
         if self.steps_left == 0:
             raise PrivacyError(f"all {self._release.steps} charged steps of this series are used")
         self._sums = torch.zeros(self._groups, self._width, dtype=torch.float64)
@@ -92,8 +102,12 @@ class GaussianSums:
         """Adds sampled records' vectors [N, D], clipped, to the sums of their groups [N] (int64)."""
         if self._sums is None:
             raise PrivacyError("no step is open: records must be sampled before they are summed")
-        if rows_ND.dim() != 2 or rows_ND.shape[1] != self._width:  # fewer noise coordinates would be shared by broadcasting
-            raise PrivacyError(f"charged for rows of {self._width} coordinates, got a tensor of shape {tuple(rows_ND.shape)}")
+        if (
+            rows_ND.dim() != 2 or rows_ND.shape[1] != self._width
+        ):  # fewer noise coordinates would be shared by broadcasting
+            raise PrivacyError(
+                f"charged for rows of {self._width} coordinates, got a tensor of shape {tuple(rows_ND.shape)}"
+            )
         sums = clipped_sums(rows_ND.detach(), groups_N, self._groups, self._release.sensitivity)
         self._sums = self._sums.to(sums.device) + sums
 

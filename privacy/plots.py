@@ -12,7 +12,14 @@ WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 640, 320, 64, 16, 16, 48
 FAINT = "#b8c4d0"
 
 
-def line_plot(series: Sequence[tuple[str, Points]], *, x: str, y: str, log_x: bool = False, faint: Sequence[Points] = ()) -> str:
+def line_plot(
+    series: Sequence[tuple[str, Points]],
+    *,
+    x: str,
+    y: str,
+    log_x: bool = False,
+    faint: Sequence[Points] = (),
+) -> str:
     """Lines through the points of each (name, points), with a legend; `faint` lines have no name. y starts at 0."""
     everything = [point for points in [*(p for _, p in series), *faint] for point in points]
     if not everything:
@@ -26,18 +33,30 @@ def line_plot(series: Sequence[tuple[str, Points]], *, x: str, y: str, log_x: bo
 
     def at(point: tuple[float, float]) -> tuple[float, float]:
         across = (scale(point[0]) - low) / (high - low)
-        return LEFT + across * (WIDTH - LEFT - RIGHT), HEIGHT - BOTTOM - point[1] / top * (HEIGHT - TOP - BOTTOM)
+        return LEFT + across * (WIDTH - LEFT - RIGHT), HEIGHT - BOTTOM - point[1] / top * (
+            HEIGHT - TOP - BOTTOM
+        )
 
     parts = [f'<g transform="translate(0 {above})">', _axes(x, y, top)]
-    for value in sorted({a for a, _ in everything}) if len({a for a, _ in everything}) <= 12 else _few(everything):
+    for value in (
+        sorted({a for a, _ in everything})
+        if len({a for a, _ in everything}) <= 12
+        else _few(everything)
+    ):
         across, _ = at((value, 0.0))
-        parts.append(f'<text x="{across:.1f}" y="{HEIGHT - BOTTOM + 16}" text-anchor="middle">{value:g}</text>')
+        parts.append(
+            f'<text x="{across:.1f}" y="{HEIGHT - BOTTOM + 16}" text-anchor="middle">{value:g}</text>'
+        )
     parts += [_line([at(p) for p in points], FAINT, 1) for points in faint]
     for number, (name, points) in enumerate(series):
         colour = COLOURS[number % len(COLOURS)]
         parts.append(_line([at(p) for p in points], colour, 2))
-        parts += [f'<circle cx="{a:.1f}" cy="{b:.1f}" r="3" fill="{colour}"/>' for a, b in map(at, points)]
-        parts.append(f'<text x="{LEFT}" y="{16 * number + 10 - above}" fill="{colour}">{escape(name)}</text>')
+        parts += [
+            f'<circle cx="{a:.1f}" cy="{b:.1f}" r="3" fill="{colour}"/>' for a, b in map(at, points)
+        ]
+        parts.append(
+            f'<text x="{LEFT}" y="{16 * number + 10 - above}" fill="{colour}">{escape(name)}</text>'
+        )
     return _svg([*parts, "</g>"], HEIGHT + above, f"{y} over {x}")
 
 
@@ -48,7 +67,9 @@ def bar_plot(bars: Sequence[tuple[str, float]], *, y: str) -> str:
     for number, (name, value) in enumerate(bars):
         top, length = 8 + 44 * number, value / most * (WIDTH - 120)
         parts.append(f'<text x="4" y="{top + 12}">{escape(name)}</text>')
-        parts.append(f'<rect x="4" y="{top + 18}" width="{length:.1f}" height="14" fill="{COLOURS[number % len(COLOURS)]}"/>')
+        parts.append(
+            f'<rect x="4" y="{top + 18}" width="{length:.1f}" height="14" fill="{COLOURS[number % len(COLOURS)]}"/>'
+        )
         parts.append(f'<text x="{length + 10:.1f}" y="{top + 30}">{value:.4g}</text>')
     return _svg(parts, 16 + 44 * len(bars), y)
 
@@ -64,10 +85,16 @@ def _axes(x: str, y: str, top: float) -> str:
     for share in (0.0, 0.25, 0.5, 0.75, 1.0):
         down = base - share * (HEIGHT - TOP - BOTTOM)
         parts.append(f'<path d="M{LEFT} {down:.1f}H{right}" stroke="#e4e8ec"/>')
-        parts.append(f'<text x="{LEFT - 6}" y="{down + 4:.1f}" text-anchor="end">{share * top:.3g}</text>')
-    parts.append(f'<text x="{(LEFT + right) / 2}" y="{HEIGHT - 8}" text-anchor="middle">{escape(x)}</text>')
+        parts.append(
+            f'<text x="{LEFT - 6}" y="{down + 4:.1f}" text-anchor="end">{share * top:.3g}</text>'
+        )
+    parts.append(
+        f'<text x="{(LEFT + right) / 2}" y="{HEIGHT - 8}" text-anchor="middle">{escape(x)}</text>'
+    )
     middle = (TOP + base) / 2
-    parts.append(f'<text transform="translate(14 {middle}) rotate(-90)" text-anchor="middle">{escape(y)}</text>')
+    parts.append(
+        f'<text transform="translate(14 {middle}) rotate(-90)" text-anchor="middle">{escape(y)}</text>'
+    )
     return "".join(parts)
 
 

@@ -32,7 +32,9 @@ class SecretGenerator:
         test_only: a seeded NumPy generator, for tests. Never use it on real data: the report then says "not private".
     """
 
-    def __init__(self, *, four_sums: bool = False, test_only: np.random.Generator | None = None) -> None:
+    def __init__(
+        self, *, four_sums: bool = False, test_only: np.random.Generator | None = None
+    ) -> None:
         self.is_secret, self.four_sums = test_only is None, four_sums
         if test_only is not None:
             self._generator = test_only
@@ -42,7 +44,9 @@ class SecretGenerator:
         key = np.frombuffer(secrets.token_bytes(32), dtype=np.uint64)
         self._generator = np.random.Generator(ChaCha(key=key, rounds=20))
 
-    def normal(self, shape: tuple[int, ...], standard_deviation: float, device: torch.device | str = "cpu") -> Tensor:
+    def normal(
+        self, shape: tuple[int, ...], standard_deviation: float, device: torch.device | str = "cpu"
+    ) -> Tensor:
         """Independent N(0, standard_deviation²), float64, drawn on the CPU and then moved."""
         noise = self._generator.standard_normal(shape)
         if self.four_sums:
@@ -60,7 +64,9 @@ class SecretGenerator:
         return torch.from_numpy(np.flatnonzero(self._generator.random(records) < sample_rate))
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError("a secret generator must not be copied, pickled or saved: its noise could be drawn twice")
+        raise TypeError(
+            "a secret generator must not be copied, pickled or saved: its noise could be drawn twice"
+        )
 
     def __deepcopy__(self, memo: object) -> NoReturn:
         self.__reduce__()

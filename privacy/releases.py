@@ -53,17 +53,37 @@ class Release:
     def __post_init__(self) -> None:
         for name, least in (("round", 0), ("steps", 1), ("dimension", 1)):
             value = getattr(self, name)
-            require(type(value) is int and value >= least, f"{name} must be a whole number of at least {least}", value)
+            require(
+                type(value) is int and value >= least,
+                f"{name} must be a whole number of at least {least}",
+                value,
+            )
         for name in ("quantity", "mechanism", "clipped"):
-            require(isinstance(getattr(self, name), str), f"{name} must be text", getattr(self, name))
-        require(self.unaccounted is None or bool(self.unaccounted), "unaccounted must give a reason or be None", "")
+            require(
+                isinstance(getattr(self, name), str), f"{name} must be text", getattr(self, name)
+            )
+        require(
+            self.unaccounted is None or bool(self.unaccounted),
+            "unaccounted must give a reason or be None",
+            "",
+        )
         σ, clip, q = self.noise_multiplier, self.sensitivity, self.sample_rate
-        require(is_real(σ) and σ >= 0, "the noise multiplier must be a finite number of at least 0", σ)
-        require(is_real(clip) and clip > 0, "the sensitivity (clip) must be a finite number above 0", clip)
+        require(
+            is_real(σ) and σ >= 0, "the noise multiplier must be a finite number of at least 0", σ
+        )
+        require(
+            is_real(clip) and clip > 0,
+            "the sensitivity (clip) must be a finite number above 0",
+            clip,
+        )
         require(is_real(q) and 0 < q <= 1, "the sample rate must be in (0, 1]", q)
         require(self.sampler in SAMPLERS, "the sampler must be 'poisson' or 'full' (fixed-size batches have no "
                  "valid accounting under add/remove)", self.sampler)  # fmt: skip
-        require(self.sampler != "full" or q == 1, "the sampler 'full' uses all data, so the sample rate must be 1", q)
+        require(
+            self.sampler != "full" or q == 1,
+            "the sampler 'full' uses all data, so the sample rate must be 1",
+            q,
+        )
 
     def to_json(self) -> dict[str, Any]:
         """The row as a flat, JSON-able dict; `from_json` is its inverse."""
@@ -74,7 +94,9 @@ class Release:
         """Rebuild a row. Raises PrivacySettingError on missing or unknown fields and on values out of range."""
         names = {f.name for f in fields(cls)}
         if not names - {"unaccounted"} <= set(row) <= names:
-            raise PrivacySettingError(f"a ledger row must have exactly the fields {sorted(names)}, got {sorted(row)}")
+            raise PrivacySettingError(
+                f"a ledger row must have exactly the fields {sorted(names)}, got {sorted(row)}"
+            )
         return cls(**row)
 
 
@@ -89,7 +111,11 @@ def require(ok: bool, rule: str, value: object) -> None:
 
 def check_adjacency(adjacency: str) -> None:
     """Refuse what is not one of `ADJACENCIES`."""
-    require(adjacency in ADJACENCIES, f"the adjacency must be one of {', '.join(ADJACENCIES)}", adjacency)
+    require(
+        adjacency in ADJACENCIES,
+        f"the adjacency must be one of {', '.join(ADJACENCIES)}",
+        adjacency,
+    )
 
 
 def check_delta(delta: float, max_records: int | None) -> None:
@@ -102,4 +128,8 @@ def check_delta(delta: float, max_records: int | None) -> None:
         return
     known = type(max_records) is int and max_records >= 1
     require(known, "max-records must be a whole number of at least 1", max_records)
-    require(delta * max_records <= 1, f"delta must be at most 1/max-records = {1 / max_records:.3g}", delta)
+    require(
+        delta * max_records <= 1,
+        f"delta must be at most 1/max-records = {1 / max_records:.3g}",
+        delta,
+    )

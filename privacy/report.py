@@ -21,7 +21,15 @@ from fedsynth.privacy.releases import ADD_REMOVE, ADJACENCIES, check_adjacency, 
 from fedsynth.privacy.report_html import render_html
 from fedsynth.privacy.report_text import render_markdown, summary_rows
 
-__all__ = ["SCHEMA_VERSION", "ReportContext", "build_report", "render_html", "render_markdown", "summary_rows", "write_report"]
+__all__ = [
+    "SCHEMA_VERSION",
+    "ReportContext",
+    "build_report",
+    "render_html",
+    "render_markdown",
+    "summary_rows",
+    "write_report",
+]
 
 SCHEMA_VERSION = 2
 ACCESS_STATUSES = ("accounted", "public", "simulation-only", "unaccounted")
@@ -74,7 +82,9 @@ class ReportContext:
         check_adjacency(self.adjacency)
         for what, status, _ in self.accesses:
             if status not in ACCESS_STATUSES:
-                raise PrivacySettingError(f"access {what!r} has status {status!r}, not one of {ACCESS_STATUSES}")
+                raise PrivacySettingError(
+                    f"access {what!r} has status {status!r}, not one of {ACCESS_STATUSES}"
+                )
 
 
 def build_report(context: ReportContext, ledgers: Mapping[str, Ledger]) -> dict[str, object]:
@@ -87,7 +97,9 @@ def build_report(context: ReportContext, ledgers: Mapping[str, Ledger]) -> dict[
     """
     rows = {name: ledger.releases for name, ledger in ledgers.items()}
     reasons = [*context.no_guarantee, *sections.reasons_in_ledgers(rows)]
-    reasons += [f"{what}: {note}" for what, status, note in context.accesses if status == "unaccounted"]
+    reasons += [
+        f"{what}: {note}" for what, status, note in context.accesses if status == "unaccounted"
+    ]
     private = not reasons and not context.test_only_randomness
     if private and not rows:
         raise PrivacySettingError("a privacy report needs at least one client's ledger")
@@ -105,13 +117,18 @@ def build_report(context: ReportContext, ledgers: Mapping[str, Ledger]) -> dict[
         "max_records": context.max_records,
         "trust_model": _trust_model(private),
         "public_items": dict(context.public_items),
-        "scope": [{"access": what, "status": status, "note": note} for what, status, note in context.accesses],
+        "scope": [
+            {"access": what, "status": status, "note": note}
+            for what, status, note in context.accesses
+        ],
         "ledger": sections.folded_ledger(rows),
         "ledger_kept": not context.fresh_ledger,
         "accountant": sections.accountant(rows, worst, context.delta, context.adjacency),
         "budget": None
         if spent is None
-        else sections.budget(spent, context.epsilon_cap, context.planned_rounds, context.rounds_done),
+        else sections.budget(
+            spent, context.epsilon_cap, context.planned_rounds, context.rounds_done
+        ),
         "published": [dict(row) for row in context.published] if private else [],
         "randomness": context.randomness,
         "deviations": list(context.deviations),
@@ -125,11 +142,22 @@ def _verdict(context: ReportContext, reasons: list[str], spent: float | None) ->
     if spent is None:
         text = NO_GUARANTEE if reasons else NOT_PRIVATE
         if context.test_only_randomness:
-            reasons = [*reasons, "noise or sampling masks were injected by a test, so they are known"]
-        return {"text": text, "formal": False, "reasons": reasons, "assumptions": [], "warnings": []}
+            reasons = [
+                *reasons,
+                "noise or sampling masks were injected by a test, so they are known",
+            ]
+        return {
+            "text": text,
+            "formal": False,
+            "reasons": reasons,
+            "assumptions": [],
+            "warnings": [],
+        }
     warnings = sections.weakness(spent)
     if context.max_records is None:
-        warnings.append("No public bound on the number of records was declared, so delta was not checked against it.")
+        warnings.append(
+            "No public bound on the number of records was declared, so delta was not checked against it."
+        )
     assumptions = [
         "the code that ran is this code, and it drew the noise and the sampling masks that the ledger lists",
         "every item under 'public' was fixed before the private data were read",
@@ -138,7 +166,9 @@ def _verdict(context: ReportContext, reasons: list[str], spent: float | None) ->
         "Gaussian noise in floating point stands for the exact one; attacks on its low-order bits are not ruled out",
     ]
     if context.max_records is not None:
-        assumptions.append(f"all clients together hold at most {context.max_records} records, the declared bound")
+        assumptions.append(
+            f"all clients together hold at most {context.max_records} records, the declared bound"
+        )
     if context.fresh_ledger:
         assumptions.append(
             "no ledger was kept over runs (--dp-ledger), which declares the simulated data public: this run began with an empty "
@@ -149,13 +179,22 @@ def _verdict(context: ReportContext, reasons: list[str], spent: float | None) ->
             "the ledger files hold every earlier release from the same data: what stands in them is counted, and a file that was "
             "empty when this run began counts from then on"
         )
-    return {"text": FORMAL, "formal": True, "reasons": [], "assumptions": assumptions, "warnings": warnings}
+    return {
+        "text": FORMAL,
+        "formal": True,
+        "reasons": [],
+        "assumptions": assumptions,
+        "warnings": warnings,
+    }
 
 
 def protected_unit(private: bool) -> dict[str, str]:
     """Who is protected, and who is not."""
     if not private:
-        return {"protects": "nothing that could be proved", "does_not_protect": "examples, persons or clients"}
+        return {
+            "protects": "nothing that could be proved",
+            "does_not_protect": "examples, persons or clients",
+        }
     return {
         "protects": "ONE EXAMPLE OF ONE CLIENT (example level only)",
         "does_not_protect": "a person with several examples, or with examples at several clients; a client as a whole",
@@ -200,7 +239,9 @@ def write_report(report: Mapping[str, object], folder: Path) -> tuple[Path, Path
     text = json.dumps(report, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
     stem = Path(folder) / "privacy_report"
     paths = (stem.with_suffix(".json"), stem.with_suffix(".md"), stem.with_suffix(".html"))
-    for path, content in zip(paths, (text, render_markdown(report), render_html(report)), strict=True):
+    for path, content in zip(
+        paths, (text, render_markdown(report), render_html(report)), strict=True
+    ):
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             _replace(path, content)

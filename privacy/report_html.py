@@ -37,17 +37,35 @@ def _plots(report: Mapping[str, Any]) -> dict[str, str]:
     promise = report["guarantee"]
     rounds, faint = promise["epsilon_by_round"], []
     if len(promise["epsilon_by_client"]) <= CLIENT_LINES:
-        faint = [[(row["round"], row["clients"][name]) for row in rounds] for name in promise["epsilon_by_client"]]
+        faint = [
+            [(row["round"], row["clients"][name]) for row in rounds]
+            for name in promise["epsilon_by_client"]
+        ]
     spent = [(name, [(row["round"], row[name]) for row in rounds]) for name in ("worst", "median")]
     curve = [(point["delta"], point["epsilon"]) for point in promise["epsilon_of_delta"]]
-    bars = [(f"{r['quantity']} ({r['mechanism']})", r["epsilon"]) for r in promise["epsilon_of_each_release_alone"]]
+    bars = [
+        (f"{r['quantity']} ({r['mechanism']})", r["epsilon"])
+        for r in promise["epsilon_of_each_release_alone"]
+    ]
     delta = f"δ = {promise['delta']:g}"
-    over_rounds = line_plot([(f"{name} client", points) for name, points in spent], x="round", y=f"ε at {delta}", faint=faint)
+    over_rounds = line_plot(
+        [(f"{name} client", points) for name, points in spent],
+        x="round",
+        y=f"ε at {delta}",
+        faint=faint,
+    )
     shares = bar_plot(bars, y="ε of each release alone")
     return {
-        "ε after each round (worst client)": _figure(over_rounds, f"ε spent after each round at {delta}; grey: every client"),
-        "The guarantee": _figure(shares, f"ε of each kind of release if it were the only one, at {delta}; they do not add up"),
-        "ε for other δ (worst client)": _figure(line_plot([("worst client", curve)], x="δ", y="ε", log_x=True), "ε(δ)"),
+        "ε after each round (worst client)": _figure(
+            over_rounds, f"ε spent after each round at {delta}; grey: every client"
+        ),
+        "The guarantee": _figure(
+            shares,
+            f"ε of each kind of release if it were the only one, at {delta}; they do not add up",
+        ),
+        "ε for other δ (worst client)": _figure(
+            line_plot([("worst client", curve)], x="δ", y="ε", log_x=True), "ε(δ)"
+        ),
     }
 
 
@@ -76,7 +94,9 @@ def _form(line: str) -> str:
 def _block(lines: list[str]) -> str:
     form = _form(lines[0])
     if form == "|":
-        head, _, *body = ([_inline(c) for c in re.split(r"(?<!\\)\|", line.strip()[1:-1])] for line in lines)
+        head, _, *body = (
+            [_inline(c) for c in re.split(r"(?<!\\)\|", line.strip()[1:-1])] for line in lines
+        )
         rows = "".join("<tr>" + "".join(f"<td>{c}</td>" for c in row) + "</tr>" for row in body)
         return "<table><tr>" + "".join(f"<th>{c}</th>" for c in head) + f"</tr>{rows}</table>"
     if form == "-":
@@ -86,4 +106,6 @@ def _block(lines: list[str]) -> str:
 
 
 def _inline(text: str) -> str:
-    return re.sub(r"\*\*(.+?)\*\*", r"<strong>\1</strong>", escape(text.strip().replace("\\|", "|")))
+    return re.sub(
+        r"\*\*(.+?)\*\*", r"<strong>\1</strong>", escape(text.strip().replace("\\|", "|"))
+    )

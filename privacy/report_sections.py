@@ -9,7 +9,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from fedsynth.privacy.accounting import FFT_SLACK, deltas_at, describe_accountant, epsilon, epsilon_by_round, epsilon_rdp
+from fedsynth.privacy.accounting import (
+    FFT_SLACK,
+    deltas_at,
+    describe_accountant,
+    epsilon,
+    epsilon_by_round,
+    epsilon_rdp,
+)
 from fedsynth.privacy.attacks import attack_success
 from fedsynth.privacy.releases import Release
 
@@ -38,7 +45,9 @@ def guarantee(ledgers: Mapping[str, Rows], delta: float, adjacency: str) -> dict
     rows = ledgers[worst]
     histories = {name: epsilon_by_round(each, delta, adjacency) for name, each in ledgers.items()}
     deltas = sorted({*CURVE_DELTAS, delta}, reverse=True)
-    different = list({tuple(each) for each in ledgers.values()})  # who is worst may depend on δ and on the attack
+    different = list(
+        {tuple(each) for each in ledgers.values()}
+    )  # who is worst may depend on δ and on the attack
     attacks = [attack_success(each, adjacency=adjacency) for each in different]
     return {
         "epsilon": by_client[worst],
@@ -51,12 +60,20 @@ def guarantee(ledgers: Mapping[str, Rows], delta: float, adjacency: str) -> dict
             "epsilon_max": by_client[worst],
         },
         "epsilon_by_client": by_client,
-        "epsilon_by_round_worst_client": [{"round": number, "epsilon": spent} for number, spent in histories[worst].items()],
+        "epsilon_by_round_worst_client": [
+            {"round": number, "epsilon": spent} for number, spent in histories[worst].items()
+        ],
         "epsilon_by_round": over_clients(histories),
         "epsilon_of_each_release_alone": alone(rows, delta, adjacency),
-        "epsilon_of_delta": [{"delta": d, "epsilon": max(epsilon(each, d, adjacency) for each in different)} for d in deltas],
+        "epsilon_of_delta": [
+            {"delta": d, "epsilon": max(epsilon(each, d, adjacency) for each in different)}
+            for d in deltas
+        ],
         "attack_success": [
-            {"false_positive_rate": rate, "true_positive_rate_at_most": max(attack[rate] for attack in attacks)}
+            {
+                "false_positive_rate": rate,
+                "true_positive_rate_at_most": max(attack[rate] for attack in attacks),
+            }
             for rate in attacks[0]
         ],
         "groups": [group(rows, delta, size, adjacency) for size in GROUPS],
@@ -94,7 +111,11 @@ def group(rows: Rows, delta: float, size: int, adjacency: str) -> dict[str, Any]
     """
     if all(row.sample_rate == 1 for row in rows):
         scaled = [replace(row, noise_multiplier=row.noise_multiplier / size) for row in rows]
-        return {"examples": size, "epsilon": epsilon(scaled, delta, adjacency), "note": "exact for this mechanism"}
+        return {
+            "examples": size,
+            "epsilon": epsilon(scaled, delta, adjacency),
+            "note": "exact for this mechanism",
+        }
     least = epsilon(rows, delta, adjacency)
     for factor in range(40):
         each = least * (1 + factor / 10)
@@ -102,8 +123,16 @@ def group(rows: Rows, delta: float, size: int, adjacency: str) -> dict[str, Any]
         if spread * FFT_SLACK > delta:  # below the accountant's accuracy from here on
             break
         if deltas_at(rows, [each], adjacency)[0] * spread <= delta:
-            return {"examples": size, "epsilon": size * each, "note": "upper bound by chaining neighbours"}
-    return {"examples": size, "epsilon": None, "note": "not computed: out of the accountant's numerical reach"}
+            return {
+                "examples": size,
+                "epsilon": size * each,
+                "note": "upper bound by chaining neighbours",
+            }
+    return {
+        "examples": size,
+        "epsilon": None,
+        "note": "not computed: out of the accountant's numerical reach",
+    }
 
 
 def folded_ledger(ledgers: Mapping[str, Rows]) -> list[dict[str, Any]]:
@@ -124,11 +153,20 @@ def folded_ledger(ledgers: Mapping[str, Rows]) -> list[dict[str, Any]]:
         fields = row.to_json()
         del fields["round"]
         absolute = row.noise_multiplier * row.sensitivity
-        folded.append({"rounds": list(numbers), "clients": clients, **fields, "noise_standard_deviation": absolute})
+        folded.append(
+            {
+                "rounds": list(numbers),
+                "clients": clients,
+                **fields,
+                "noise_standard_deviation": absolute,
+            }
+        )
     return folded
 
 
-def accountant(ledgers: Mapping[str, Rows], worst: str | None, delta: float, adjacency: str) -> dict[str, Any]:
+def accountant(
+    ledgers: Mapping[str, Rows], worst: str | None, delta: float, adjacency: str
+) -> dict[str, Any]:
     """Which accountant, version and discretisation; with RDP's figure for the worst client beside it, if there is one."""
     rows = ledgers[worst] if worst is not None else ()
     described = describe_accountant(rows, adjacency)
@@ -149,7 +187,9 @@ def accountant(ledgers: Mapping[str, Rows], worst: str | None, delta: float, adj
     }
 
 
-def budget(spent: float, cap: float | None, planned_rounds: int, rounds_done: int) -> dict[str, Any]:
+def budget(
+    spent: float, cap: float | None, planned_rounds: int, rounds_done: int
+) -> dict[str, Any]:
     """What is left, and what happens at the end of it."""
     end = "there is no cap: nothing stops the budget from growing with every further round or run"
     if cap is not None:

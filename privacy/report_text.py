@@ -28,7 +28,9 @@ def rounds_text(rounds: Sequence[int]) -> str:
         parts.append(f"{numbers[start]}" if start == i else f"{numbers[start]}–{number}")
         start = i + 1
     again = sorted({n for n in numbers if rounds.count(n) > 1})
-    return ", ".join(parts) + (f"; charged more than once: {', '.join(map(str, again))}" if again else "")
+    return ", ".join(parts) + (
+        f"; charged more than once: {', '.join(map(str, again))}" if again else ""
+    )
 
 
 def _distinct(values: Iterable[str]) -> str:
@@ -38,7 +40,11 @@ def _distinct(values: Iterable[str]) -> str:
 def _sampling(row: Mapping[str, Any]) -> str:
     if row.get("unaccounted"):
         return "not as the mechanism needs it: unaccounted"
-    return "all data at every step" if row["sampler"] == "full" else f"Poisson, q = {row['sample_rate']:g}"
+    return (
+        "all data at every step"
+        if row["sampler"] == "full"
+        else f"Poisson, q = {row['sample_rate']:g}"
+    )
 
 
 def summary_rows(report: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -64,8 +70,16 @@ def summary_rows(report: Mapping[str, Any]) -> list[tuple[str, str]]:
     if promise is not None:
         clients, cap = promise["clients"], report["budget"]["epsilon_cap"]
         table += [
-            ("ε over clients", f"min {up(clients['epsilon_min'])}, median {up(clients['epsilon_median'])}"),
-            ("budget", "no cap" if cap is None else f"cap {cap:g}, left {report['budget']['epsilon_left']:.4g}"),
+            (
+                "ε over clients",
+                f"min {up(clients['epsilon_min'])}, median {up(clients['epsilon_median'])}",
+            ),
+            (
+                "budget",
+                "no cap"
+                if cap is None
+                else f"cap {cap:g}, left {report['budget']['epsilon_left']:.4g}",
+            ),
         ]
     return [*table, *(("warning", text) for text in verdict["warnings"])]
 
@@ -78,7 +92,9 @@ def render_markdown(report: Mapping[str, Any]) -> str:
     unit, trust = report["unit"], report["trust_model"]
     lines += _section("Who is protected", [*_bullets(unit), f"- adjacency: {report['adjacency']}"])
     lines += _section("Trust model", _bullets(trust))
-    lines += _section("Public items (fixed before the data are read)", _bullets(report["public_items"]))
+    lines += _section(
+        "Public items (fixed before the data are read)", _bullets(report["public_items"])
+    )
     scope = [[s["access"], s["status"], s["note"]] for s in report["scope"]]
     lines += _section("Every access to private data", _table(["access", "status", "note"], scope))
     lines += _section("Ledger", _ledger(report["ledger"]))
@@ -93,7 +109,10 @@ def render_markdown(report: Mapping[str, Any]) -> str:
     lines += _section("Deviations", [f"- {text}" for text in report["deviations"]])
     lines += _section("Not covered", _bullets(report["not_covered"]))
     lines += _section("Audit", [report["audit"]])
-    lines += _section("Provenance", [*_bullets(report["provenance"]), f"- report schema: {report['schema_version']}"])
+    lines += _section(
+        "Provenance",
+        [*_bullets(report["provenance"]), f"- report schema: {report['schema_version']}"],
+    )
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -140,7 +159,11 @@ def _promise(report: Mapping[str, Any]) -> list[str]:
         *_section("ε for other δ (worst client)", _table(["δ", "ε"], curve)),
         *_section(
             "ε after each round (worst client)",
-            [*_table(["round", "ε"], rounds), "", "If the ledger holds several runs, equal round numbers count as one."],
+            [
+                *_table(["round", "ε"], rounds),
+                "",
+                "If the ledger holds several runs, equal round numbers count as one.",
+            ],
         ),
     ]
 
@@ -150,7 +173,11 @@ def _ledger(rows: Sequence[Mapping[str, Any]]) -> list[str]:
             "sampling", "steps a round", "dimension", "unaccounted"]  # fmt: skip
     body = []
     for row in rows:
-        who = ", ".join(row["clients"]) if len(row["clients"]) <= 3 else f"{len(row['clients'])} clients"
+        who = (
+            ", ".join(row["clients"])
+            if len(row["clients"]) <= 3
+            else f"{len(row['clients'])} clients"
+        )
         body.append([rounds_text(row["rounds"]), who, row["quantity"], row["mechanism"], row["clipped"],
                      f"{row['sensitivity']:g}", f"{row['noise_multiplier']:.4g}",
                      f"{row['noise_standard_deviation']:.4g}", _sampling(row), str(row["steps"]),
@@ -186,4 +213,7 @@ def _table(head: Sequence[str], body: Sequence[Sequence[str]]) -> list[str]:
     if not body:
         return []
     rows = [list(head), ["---"] * len(head), *body]
-    return ["| " + " | ".join(str(cell).replace("|", "\\|").replace("\n", " ") for cell in row) + " |" for row in rows]
+    return [
+        "| " + " | ".join(str(cell).replace("|", "\\|").replace("\n", " ") for cell in row) + " |"
+        for row in rows
+    ]

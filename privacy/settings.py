@@ -49,15 +49,25 @@ class PrivacySettings:
             object.__setattr__(self, "ledger", Path(self.ledger).expanduser().absolute())
         check_adjacency(self.adjacency)
         if self.noise_multiplier is None and self.epsilon is None:
-            raise PrivacySettingError("differential privacy needs a noise multiplier (--dp-sigma) or a budget (--dp-epsilon)")
-        for name, value in (("--dp-sigma", self.noise_multiplier), ("--dp-epsilon", self.epsilon), ("--dp-clip", self.clip)):
+            raise PrivacySettingError(
+                "differential privacy needs a noise multiplier (--dp-sigma) or a budget (--dp-epsilon)"
+            )
+        for name, value in (
+            ("--dp-sigma", self.noise_multiplier),
+            ("--dp-epsilon", self.epsilon),
+            ("--dp-clip", self.clip),
+        ):
             if value is not None and not (math.isfinite(value) and value > 0):
                 raise PrivacySettingError(f"{name} must be a positive number, got {value}")
         if self.sample_rate is not None and not 0 < self.sample_rate <= 1:
             raise PrivacySettingError(f"--dp-sample-rate must be in (0, 1], got {self.sample_rate}")
         if self.nominal_size is not None and not self.nominal_size > 0:
-            raise PrivacySettingError(f"--dp-nominal-size must be positive, got {self.nominal_size}")
-        if self.mechanism == "paper" and (self.epsilon is not None or self.noise_multiplier is None):
+            raise PrivacySettingError(
+                f"--dp-nominal-size must be positive, got {self.nominal_size}"
+            )
+        if self.mechanism == "paper" and (
+            self.epsilon is not None or self.noise_multiplier is None
+        ):
             raise PrivacySettingError(
                 "--dp-mechanism paper gives no differential privacy guarantee, so it has no ε: give --dp-sigma alone"
             )

@@ -56,30 +56,43 @@ def verify_report(path: Path, ledger: Path | None = None) -> Verification:
     report, folder = read_report(path), path if path.is_dir() else path.parent
     try:
         rows = unfolded(report)
-        problems = [*_consistency(report, rows), *_figures(report, rows), *_renderings(report, folder)]
+        problems = [
+            *_consistency(report, rows),
+            *_figures(report, rows),
+            *_renderings(report, folder),
+        ]
         kept = bool(report["ledger_kept"])
     except (KeyError, TypeError, AttributeError, ValueError, IndexError) as error:
         raise PrivacyError(f"the report at {path} is damaged: {error!r}") from None
     files = ledger if ledger is not None else folder / "ledger"
     if files.is_dir():
-        return Verification([*problems, *_files(rows, files, kept)], f"its rows were compared with the ledger files in {files}")
+        return Verification(
+            [*problems, *_files(rows, files, kept)],
+            f"its rows were compared with the ledger files in {files}",
+        )
     if ledger is not None or not kept:
         problems.append(f"there is no ledger folder {files}")
-    return Verification(problems, "no ledger file was compared: the ledger is kept elsewhere (--ledger DIR)")
+    return Verification(
+        problems, "no ledger file was compared: the ledger is kept elsewhere (--ledger DIR)"
+    )
 
 
 def read_report(path: Path) -> dict[str, Any]:
     """The JSON report of a run folder, or from its own path."""
     file = path / "privacy_report.json" if path.is_dir() else path
     try:
-        report: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"), parse_constant=_refuse)
+        report: dict[str, Any] = json.loads(
+            file.read_text(encoding="utf-8"), parse_constant=_refuse
+        )
         version = report["schema_version"]
     except OSError as error:
         raise PrivacyError(f"cannot read a privacy report at {file}: {error.strerror}") from None
     except (ValueError, TypeError, KeyError):
         raise PrivacyError(f"{file} is not a privacy report") from None
     if version != SCHEMA_VERSION:
-        raise PrivacyError(f"{file} has report schema {version}, and this fedsynth reads {SCHEMA_VERSION}")
+        raise PrivacyError(
+            f"{file} has report schema {version}, and this fedsynth reads {SCHEMA_VERSION}"
+        )
     return report
 
 
@@ -94,9 +107,15 @@ def unfolded(report: Mapping[str, Any]) -> dict[str, list[Release]]:
         for entry in report["ledger"]:
             if not entry["rounds"] or not entry["clients"]:
                 raise KeyError("a ledger entry without rounds or clients")
-            fields = {k: v for k, v in entry.items() if k not in ("rounds", "clients", "noise_standard_deviation")}
+            fields = {
+                k: v
+                for k, v in entry.items()
+                if k not in ("rounds", "clients", "noise_standard_deviation")
+            }
             for client in entry["clients"]:
-                rows.setdefault(client, []).extend(Release.from_json({**fields, "round": n}) for n in entry["rounds"])
+                rows.setdefault(client, []).extend(
+                    Release.from_json({**fields, "round": n}) for n in entry["rounds"]
+                )
     except (KeyError, TypeError, AttributeError) as error:
         raise PrivacyError(f"the report's ledger section is damaged: {error!r}") from None
     return {client: sorted(some, key=lambda row: row.round) for client, some in rows.items()}
@@ -106,15 +125,25 @@ def _consistency(report: Mapping[str, Any], rows: Mapping[str, list[Release]]) -
     """Verdict, reasons, scope, mechanism and the presence of a guarantee must say the same."""
     verdict, promise = report["verdict"], report["guarantee"]
     against = [*verdict["reasons"], *sections.reasons_in_ledgers(rows)]
-    against += [f"{s['access']} is unaccounted" for s in report["scope"] if s["status"] == "unaccounted"]
+    against += [
+        f"{s['access']} is unaccounted" for s in report["scope"] if s["status"] == "unaccounted"
+    ]
     against += ["mechanism paper"] if report["mechanism"] == "paper" else []
     if promise is None:
         problems = (
-            [] if verdict["text"] in (NO_GUARANTEE, NOT_PRIVATE) else [f"without a guarantee the verdict is {verdict['text']!r}"]
+            []
+            if verdict["text"] in (NO_GUARANTEE, NOT_PRIVATE)
+            else [f"without a guarantee the verdict is {verdict['text']!r}"]
         )
-        problems += ["without a guarantee the verdict calls itself formal"] if verdict["formal"] else []
-        return problems + (["without a guarantee there is a budget"] if report["budget"] is not None else [])
-    problems = [f"the report claims a guarantee, but this rules it out: {reason}" for reason in against]
+        problems += (
+            ["without a guarantee the verdict calls itself formal"] if verdict["formal"] else []
+        )
+        return problems + (
+            ["without a guarantee there is a budget"] if report["budget"] is not None else []
+        )
+    problems = [
+        f"the report claims a guarantee, but this rules it out: {reason}" for reason in against
+    ]
     if verdict["text"] != FORMAL or verdict["formal"] is not True:
         problems.append(f"the report has a guarantee, but its verdict is {verdict['text']!r}")
     if report["unit"] != protected_unit(True):
@@ -130,10 +159,14 @@ def _figures(report: Mapping[str, Any], rows: Mapping[str, list[Release]]) -> li
     promise, budget = report["guarantee"], report["budget"]
     if promise is None or sections.reasons_in_ledgers(rows):
         return []
-    adjacency = next((name for name, words in ADJACENCIES.items() if words == report["adjacency"]), None)
+    adjacency = next(
+        (name for name, words in ADJACENCIES.items() if words == report["adjacency"]), None
+    )
     if adjacency is None:
         return [f"the adjacency {report['adjacency']!r} is not one that this accountant knows"]
-    quiet = [name for name in promise["epsilon_by_client"] if name not in rows]  # a client that released nothing yet
+    quiet = [
+        name for name in promise["epsilon_by_client"] if name not in rows
+    ]  # a client that released nothing yet
     everybody: dict[str, list[Release]] = {**rows, **{name: [] for name in quiet}}
     expected = sections.guarantee(everybody, promise["delta"], adjacency)
     problems = _differences("guarantee", expected, promise)
@@ -145,8 +178,12 @@ def _figures(report: Mapping[str, Any], rows: Mapping[str, list[Release]]) -> li
     problems += _differences("budget", sections.budget(expected["epsilon"], cap, *rounds), budget)
     if cap is not None and expected["epsilon"] > cap * (1 + TOLERANCE):
         problems.append(f"epsilon {expected['epsilon']:.6g} exceeds the cap {cap:g}")
-    described = sections.accountant(everybody, expected["worst_client"], promise["delta"], adjacency)
-    problems += _differences("accountant.cross_check", described["cross_check"], report["accountant"].get("cross_check"))
+    described = sections.accountant(
+        everybody, expected["worst_client"], promise["delta"], adjacency
+    )
+    problems += _differences(
+        "accountant.cross_check", described["cross_check"], report["accountant"].get("cross_check")
+    )
     for entry in report["ledger"]:
         absolute = entry["noise_multiplier"] * entry["sensitivity"]
         if not _same(entry["noise_standard_deviation"], absolute):
@@ -174,22 +211,43 @@ def _differences(where: str, expected: Any, stated: Any) -> list[str]:
         return [
             text
             for key in keys
-            for text in _differences(f"{where}.{key}", expected.get(key, missing), stated.get(key, missing))
-            if key != "worst_client"  # of clients that have spent the same, any may be named: checked apart
+            for text in _differences(
+                f"{where}.{key}", expected.get(key, missing), stated.get(key, missing)
+            )
+            if key
+            != "worst_client"  # of clients that have spent the same, any may be named: checked apart
         ]
     if isinstance(expected, list) and isinstance(stated, list) and len(expected) == len(stated):
         pairs = enumerate(zip(expected, stated, strict=True))
-        return [text for number, (a, b) in pairs for text in _differences(f"{where}[{number}]", a, b)]
-    return [] if _same(expected, stated) else [f"{where} says {_short(stated)}, the ledger gives {_short(expected)}"]
+        return [
+            text for number, (a, b) in pairs for text in _differences(f"{where}[{number}]", a, b)
+        ]
+    return (
+        []
+        if _same(expected, stated)
+        else [f"{where} says {_short(stated)}, the ledger gives {_short(expected)}"]
+    )
 
 
 def _same(expected: Any, stated: Any) -> bool:
-    numbers = all(isinstance(v, int | float) and not isinstance(v, bool) for v in (expected, stated))
-    return math.isclose(expected, stated, rel_tol=TOLERANCE, abs_tol=1e-12) if numbers else bool(expected == stated)
+    numbers = all(
+        isinstance(v, int | float) and not isinstance(v, bool) for v in (expected, stated)
+    )
+    return (
+        math.isclose(expected, stated, rel_tol=TOLERANCE, abs_tol=1e-12)
+        if numbers
+        else bool(expected == stated)
+    )
 
 
 def _short(value: Any) -> str:
-    return f"{value:.6g}" if isinstance(value, float) else "nothing" if type(value) is object else repr(value)
+    return (
+        f"{value:.6g}"
+        if isinstance(value, float)
+        else "nothing"
+        if type(value) is object
+        else repr(value)
+    )
 
 
 def _files(rows: Mapping[str, list[Release]], folder: Path, kept: bool) -> list[str]:
@@ -207,8 +265,12 @@ def _files(rows: Mapping[str, list[Release]], folder: Path, kept: bool) -> list[
             continue
         file = held[client][: len(stated)] if kept else held[client]
         missing, more = Counter(stated) - Counter(file), Counter(file) - Counter(stated)
-        problems += [f"{client}: the ledger file lacks {row.quantity} of round {row.round}" for row in missing]
         problems += [
-            f"{client}: the report lacks {row.quantity} of round {row.round}, which the ledger file holds" for row in more
+            f"{client}: the ledger file lacks {row.quantity} of round {row.round}"
+            for row in missing
+        ]
+        problems += [
+            f"{client}: the report lacks {row.quantity} of round {row.round}, which the ledger file holds"
+            for row in more
         ]
     return problems

@@ -30,7 +30,11 @@ def package_folders() -> Iterator[Path]:
 
 
 def modules_on_disk() -> set[str]:
-    return {path.relative_to(ROOT).as_posix() for folder in package_folders() for path in (ROOT / folder).glob("*.py")}
+    return {
+        path.relative_to(ROOT).as_posix()
+        for folder in package_folders()
+        for path in (ROOT / folder).glob("*.py")
+    }
 
 
 def test_the_package_list_is_complete() -> None:
@@ -66,7 +70,16 @@ def wheel_names(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
         shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=ignore)
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source / name)
-    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(built), str(source)]
+    command = [
+        sys.executable,
+        "-m",
+        "build",
+        "--wheel",
+        "--no-isolation",
+        "--outdir",
+        str(built),
+        str(source),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     (wheel,) = built.glob("*.whl")
@@ -82,7 +95,9 @@ def test_the_wheel_has_one_top_level_package(wheel_names: list[str]) -> None:
 def test_the_wheel_has_every_module(wheel_names: list[str]) -> None:
     packed = {name for name in wheel_names if name.endswith(".py")}
     assert packed == modules_on_disk()
-    assert {"fedsynth/privacy/ledger.py", "fedsynth/cli/app.py", "fedsynth/py.typed"} <= set(wheel_names)
+    assert {"fedsynth/privacy/ledger.py", "fedsynth/cli/app.py", "fedsynth/py.typed"} <= set(
+        wheel_names
+    )
 
 
 def test_help_imports_nothing_heavy() -> None:
@@ -91,7 +106,9 @@ def test_help_imports_nothing_heavy() -> None:
         "try: main()\n"
         f"finally: print('loaded:', [m for m in {HEAVY} if m in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=False, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", probe], capture_output=True, text=True, check=False, timeout=120
+    )
     assert done.stdout.splitlines()[-1] == "loaded: []", done.stdout + done.stderr
     assert "--dp-sigma" in done.stdout
 
@@ -116,13 +133,27 @@ def _imported(path: Path) -> Iterator[str]:
 
 
 def test_nobody_imports_a_second_copy_of_the_linked_packages() -> None:
-    paths = [p for top in ("fedsynth", *LINKS, "tests", "examples", "benchmarks") for p in (ROOT / top).rglob("*.py")]
+    paths = [
+        p
+        for top in ("fedsynth", *LINKS, "tests", "examples", "benchmarks")
+        for p in (ROOT / top).rglob("*.py")
+    ]
     assert len(paths) > 50
-    bad = {(p.relative_to(ROOT).as_posix(), name) for p in paths for name in _imported(p) if name.split(".")[0] in LINKS}
+    bad = {
+        (p.relative_to(ROOT).as_posix(), name)
+        for p in paths
+        for name in _imported(p)
+        if name.split(".")[0] in LINKS
+    }
     assert not bad
     assert set(LINKS) <= set(PYPROJECT["tool"]["ruff"]["lint"]["flake8-tidy-imports"]["banned-api"])
 
 
 def test_privacy_imports_nothing_else_of_fedsynth() -> None:
-    found = {name for path in (ROOT / "privacy").glob("*.py") for name in _imported(path) if name.split(".")[0] == "fedsynth"}
+    found = {
+        name
+        for path in (ROOT / "privacy").glob("*.py")
+        for name in _imported(path)
+        if name.split(".")[0] == "fedsynth"
+    }
     assert {name for name in found if not name.startswith("fedsynth.privacy")} == set()

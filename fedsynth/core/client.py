@@ -59,7 +59,9 @@ class OpenClients:
         pairs = [
             (position, label)
             for position, labels in enumerate(self._labels)
-            for label, count in enumerate(torch.bincount(labels, minlength=self.spec.classes).tolist())
+            for label, count in enumerate(
+                torch.bincount(labels, minlength=self.spec.classes).tolist()
+            )
             if count >= max(min_examples, 1)
         ]
         table = torch.tensor(pairs, dtype=torch.int64).reshape(-1, 2)
@@ -101,12 +103,16 @@ class PrivateClients:
     def segments(self) -> Segments:
         """All classes of all clients: which classes a client has is private."""
         count, classes = len(self.ids), self.spec.classes
-        return Segments(torch.arange(count).repeat_interleave(classes), torch.arange(classes).repeat(count))
+        return Segments(
+            torch.arange(count).repeat_interleave(classes), torch.arange(classes).repeat(count)
+        )
 
     def alone(self, position: int) -> PrivateClients:
         """A group of this client only, with the same ledger and secret."""
         guards, secrets = [self._guards[position]], [self._secrets[position]]
-        return PrivateClients([self.ids[position]], self._data, [self._parts[position]], guards, secrets)
+        return PrivateClients(
+            [self.ids[position]], self._data, [self._parts[position]], guards, secrets
+        )
 
     def charge(self, release: Release, groups: int) -> list[GaussianSums]:
         """Charges every client of the group for a series of releases; only then can noise be drawn.
@@ -117,7 +123,9 @@ class PrivateClients:
         pairs = zip(self._guards, self._secrets, strict=True)
         return [GaussianSums(release, groups, guard, secret) for guard, secret in pairs]
 
-    def class_sums(self, series: Sequence[GaussianSums], rows: Callable[[Tensor, Tensor], Tensor]) -> Released:
+    def class_sums(
+        self, series: Sequence[GaussianSums], rows: Callable[[Tensor, Tensor], Tensor]
+    ) -> Released:
         """One step of every client: the noisy sums by class of `rows(images [N, C, H, W], segment [N] on the CPU)` -> [N, D].
 
         `rows` must be a function of each example alone (and of released values): clients' examples share its calls, and meet again only
@@ -125,15 +133,21 @@ class PrivateClients:
         """
         samples = [mine[s.sample(len(mine))] for mine, s in zip(self._records, series, strict=True)]
         records = torch.cat(samples)
-        owner = torch.arange(len(samples)).repeat_interleave(torch.tensor([len(sample) for sample in samples]))
+        owner = torch.arange(len(samples)).repeat_interleave(
+            torch.tensor([len(sample) for sample in samples])
+        )
         device, size = self._data.labels.device, chunk(self._data.labels.device)
         for some, whose in zip(records.split(size), owner.split(size), strict=True):
             if not len(some):  # an empty sample splits into one empty piece
                 continue
             indices = some.to(device)
             labels = self._labels[some]
-            contributions = rows(normalise(self._data.images[indices], self.spec), self.spec.classes * whose + labels)
-            for position, count in zip(*[t.tolist() for t in whose.unique_consecutive(return_counts=True)], strict=True):
+            contributions = rows(
+                normalise(self._data.images[indices], self.spec), self.spec.classes * whose + labels
+            )
+            for position, count in zip(
+                *[t.tolist() for t in whose.unique_consecutive(return_counts=True)], strict=True
+            ):
                 first = int(torch.searchsorted(whose, position))
                 mine = slice(first, first + count)
                 series[position].add(contributions[mine], labels[mine].to(device))

@@ -46,7 +46,9 @@ class Message:
     def nbytes(self) -> int:
         """Bytes of the tensors as sent; 8 for each plain number."""
         tensors = sum(t.numel() * t.element_size() for _, t in self.arrays())
-        return tensors + 8 * sum(isinstance(getattr(self, f.name), int | float) for f in fields(self))
+        return tensors + 8 * sum(
+            isinstance(getattr(self, f.name), int | float) for f in fields(self)
+        )
 
     @property
     def floats(self) -> int:
@@ -56,7 +58,10 @@ class Message:
 
 def privacy_of_fields(message: type[Message]) -> dict[str, tuple[str, str]]:
     """What each field of a message type declares: name -> ("released" | "public" | "unprotected" | "undeclared", reason)."""
-    return {f.name: (f.metadata.get("dp", "undeclared"), f.metadata.get("reason", "")) for f in fields(message)}
+    return {
+        f.name: (f.metadata.get("dp", "undeclared"), f.metadata.get("reason", ""))
+        for f in fields(message)
+    }
 
 
 @dataclass(frozen=True)

@@ -82,7 +82,11 @@ class RoundContext:
 
     def architecture_of(self, client: int) -> nn.Module:
         """The untrained network of this client."""
-        return self.architecture if self.client_architectures is None else self.client_architectures[client]
+        return (
+            self.architecture
+            if self.client_architectures is None
+            else self.client_architectures[client]
+        )
 
     def protection(self) -> tuple[PrivacySettings, float]:
         """The settings of private clients, and the run's σ.
@@ -96,7 +100,9 @@ class RoundContext:
 
     def load(self, parameters: Mapping[str, torch.Tensor], client: int | None = None) -> nn.Module:
         """A network of the run's (or this client's) architecture with these parameters and buffers, on the run's device."""
-        model = copy.deepcopy(self.architecture if client is None else self.architecture_of(client)).to(self.device)
+        model = copy.deepcopy(
+            self.architecture if client is None else self.architecture_of(client)
+        ).to(self.device)
         model.load_state_dict(dict(parameters))
         return model
 
@@ -131,7 +137,9 @@ class PrivatePlan:
     dimension: int
     noise_ratio: float = 1.0
 
-    def release(self, round: int, noise_multiplier: float, unaccounted: str | None = None) -> Release:
+    def release(
+        self, round: int, noise_multiplier: float, unaccounted: str | None = None
+    ) -> Release:
         """The ledger's row for one round at the run's noise multiplier σ."""
         return Release(
             round=round,
@@ -173,12 +181,18 @@ class Method:
         return None
 
     def answer(
-        self, message: Message, clients: ClientGroup, memories: Sequence[Memory], context: RoundContext
+        self,
+        message: Message,
+        clients: ClientGroup,
+        memories: Sequence[Memory],
+        context: RoundContext,
     ) -> list[tuple[Message, Memory]]:
         """Answer and memory, for this round's `client_step`, of each client of the group."""
         raise NotImplementedError  # abstract
 
-    def hear(self, state: ServerState, answers: Sequence[Message], context: RoundContext) -> ServerState:
+    def hear(
+        self, state: ServerState, answers: Sequence[Message], context: RoundContext
+    ) -> ServerState:
         """The state after the first phase, from all answers in the order of client numbers."""
         raise NotImplementedError  # abstract
 
@@ -187,12 +201,18 @@ class Method:
         raise NotImplementedError  # abstract
 
     def client_step(
-        self, message: Message, clients: ClientGroup, memories: Sequence[Memory], context: RoundContext
+        self,
+        message: Message,
+        clients: ClientGroup,
+        memories: Sequence[Memory],
+        context: RoundContext,
     ) -> list[tuple[Message, Memory]]:
         """Upload and new memory of each client of the group, in the group's order."""
         raise NotImplementedError  # abstract
 
-    def server_step(self, state: ServerState, uploads: Sequence[Message], context: RoundContext) -> ServerState:
+    def server_step(
+        self, state: ServerState, uploads: Sequence[Message], context: RoundContext
+    ) -> ServerState:
         """The next state from all uploads of the round, in the order of client numbers."""
         raise NotImplementedError  # abstract
 
@@ -200,7 +220,9 @@ class Method:
         """The model that a run ends with, where it is not the one that clients start from."""
         return state.parameters
 
-    def personal_parameters(self, parameters: Mapping[str, torch.Tensor], memory: Memory) -> Mapping[str, torch.Tensor]:
+    def personal_parameters(
+        self, parameters: Mapping[str, torch.Tensor], memory: Memory
+    ) -> Mapping[str, torch.Tensor]:
         """The model that a client with this memory uses itself in place of the global one; asked where `personal` is set."""
         return parameters
 
@@ -226,7 +248,9 @@ class Method:
     def check_model(self, model: nn.Module) -> None:
         """Raises SettingError if the method cannot work with this architecture."""
 
-    def private_plans(self, privacy: PrivacySettings, context: RoundContext) -> tuple[PrivatePlan, ...]:
+    def private_plans(
+        self, privacy: PrivacySettings, context: RoundContext
+    ) -> tuple[PrivatePlan, ...]:
         """What a round releases of each client under `privacy`, the chief release first; asked before any data are read."""
         raise NotImplementedError  # abstract
 
@@ -267,7 +291,9 @@ def check_ranges(settings: Any, **ranges: tuple[float, float]) -> None:
         if name in whole and type(value) is not int:
             raise SettingError(f"{name} must be a whole number, got {value!r}")
         if not least <= value <= most:
-            allowed = f"at least {least:g}" if most == math.inf else f"between {least:g} and {most:g}"
+            allowed = (
+                f"at least {least:g}" if most == math.inf else f"between {least:g} and {most:g}"
+            )
             raise SettingError(f"{name} must be {allowed}, got {value}")
 
 
@@ -280,14 +306,18 @@ def check_choice(name: str, value: str, known: Sequence[str]) -> None:
 def check_embedding(method: str, model: nn.Module) -> None:
     """Refuses a network without `embed` and a linear `classifier`, which together make its logits."""
     if not (hasattr(model, "embed") and isinstance(getattr(model, "classifier", None), nn.Linear)):
-        raise SettingError(f"{method} looks at embeddings and logits: the network needs `embed` and a linear `classifier`")
+        raise SettingError(
+            f"{method} looks at embeddings and logits: the network needs `embed` and a linear `classifier`"
+        )
 
 
 def convert(name: str, value: Any, kind: type) -> Any:
     """`value` as `kind` (bool, int, float or str), or a SettingError that names the setting."""
     try:
         if kind is bool:
-            return {"true": True, "false": False, "1": True, "0": False, "yes": True, "no": False}[str(value).lower()]
+            return {"true": True, "false": False, "1": True, "0": False, "yes": True, "no": False}[
+                str(value).lower()
+            ]
         converted = _whole(value) if kind is int else kind(value)
         if kind is float and not math.isfinite(converted):
             raise SettingError(f"{name} must be a finite number, got {value!r}")

@@ -21,7 +21,9 @@ def derive_seed(seed: int, purpose: str, *numbers: int) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 
-def torch_generator(seed: int, purpose: str, *numbers: int, device: torch.device | str = "cpu") -> torch.Generator:
+def torch_generator(
+    seed: int, purpose: str, *numbers: int, device: torch.device | str = "cpu"
+) -> torch.Generator:
     """A `torch.Generator` on `device` for one purpose; equality of draws holds per device type."""
     return torch.Generator(device=device).manual_seed(derive_seed(seed, purpose, *numbers))
 

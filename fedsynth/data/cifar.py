@@ -26,7 +26,9 @@ class _FromBuffer:
 
     __slots__ = ()
 
-    def __call__(self, buffer: bytes, dtype: np.dtype[Any], shape: tuple[int, ...], order: Any) -> npt.NDArray[Any]:
+    def __call__(
+        self, buffer: bytes, dtype: np.dtype[Any], shape: tuple[int, ...], order: Any
+    ) -> npt.NDArray[Any]:
         return np.frombuffer(buffer, dtype=dtype).reshape(shape, order=order)
 
 
@@ -36,7 +38,10 @@ _ALLOWED: dict[tuple[str, str], Any] = {
     ("numpy", "ndarray"): np.ndarray,
     ("numpy", "dtype"): np.dtype,
     ("_codecs", "encode"): codecs.encode,
-    **{(f"numpy.{core}.multiarray", "_reconstruct"): np.empty(0).__reduce__()[0] for core in ("core", "_core")},
+    **{
+        (f"numpy.{core}.multiarray", "_reconstruct"): np.empty(0).__reduce__()[0]
+        for core in ("core", "_core")
+    },
     **{(f"numpy.{core}.numeric", "_frombuffer"): _FromBuffer() for core in ("core", "_core")},
     **{
         (module, kind.__name__): kind
@@ -51,10 +56,14 @@ class _ArrayUnpickler(pickle.Unpickler):
         try:
             return _ALLOWED[module, name]
         except KeyError:
-            raise pickle.UnpicklingError(f"it asks for {module}.{name}, which image files have no use for") from None
+            raise pickle.UnpicklingError(
+                f"it asks for {module}.{name}, which image files have no use for"
+            ) from None
 
 
-def read_cifar_batch(path: Path, label_key: str) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]:
+def read_cifar_batch(
+    path: Path, label_key: str
+) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]:
     """Images uint8 [N, 3, 32, 32] and labels int64 [N] of one batch file.
 
     Args:
@@ -66,10 +75,21 @@ def read_cifar_batch(path: Path, label_key: str) -> tuple[npt.NDArray[np.uint8],
     """
     batch = _unpickle(path)
     if not isinstance(batch, dict):
-        raise DataFilesCorruptError(f"{path} is no CIFAR batch: it holds a {type(batch).__name__}, not a dict")
+        raise DataFilesCorruptError(
+            f"{path} is no CIFAR batch: it holds a {type(batch).__name__}, not a dict"
+        )
     data, labels = _entry(batch, "data", path), _entry(batch, label_key, path)
-    if not (isinstance(data, np.ndarray) and data.dtype == np.uint8 and data.ndim == 2 and data.shape[1] == 3072):
-        got = f"{data.dtype} {list(data.shape)}" if isinstance(data, np.ndarray) else type(data).__name__
+    if not (
+        isinstance(data, np.ndarray)
+        and data.dtype == np.uint8
+        and data.ndim == 2
+        and data.shape[1] == 3072
+    ):
+        got = (
+            f"{data.dtype} {list(data.shape)}"
+            if isinstance(data, np.ndarray)
+            else type(data).__name__
+        )
         raise DataFilesCorruptError(f"{path}: 'data' must be uint8 [N, 3072], got {got}")
     if not (isinstance(labels, list) and all(type(label) is int for label in labels)):
         raise DataFilesCorruptError(f"{path}: {label_key!r} must be a list of integers")

@@ -12,7 +12,9 @@ from fedsynth.data.registry import DatasetSpec
 from fedsynth.errors import DataFilesCorruptError, DataFilesMissingError
 
 _TINY = "unpack http://cs231n.stanford.edu/tiny-imagenet-200.zip there"
-_CINIC = "unpack CINIC-10.tar.gz of https://datashare.ed.ac.uk/handle/10283/3192 into CINIC-10/ there"
+_CINIC = (
+    "unpack CINIC-10.tar.gz of https://datashare.ed.ac.uk/handle/10283/3192 into CINIC-10/ there"
+)
 
 
 def read_tiny_imagenet(spec: DatasetSpec, root: Path) -> tuple[Split, Split]:
@@ -25,11 +27,19 @@ def read_tiny_imagenet(spec: DatasetSpec, root: Path) -> tuple[Split, Split]:
         DataFilesMissingError, DataFilesCorruptError: a list or an image is missing, or not what it should be.
     """
     folder = root / "tiny-imagenet-200"
-    names = sorted(line.strip() for line in read_lines(folder / "wnids.txt", spec.name, _TINY) if line.strip())
+    names = sorted(
+        line.strip() for line in read_lines(folder / "wnids.txt", spec.name, _TINY) if line.strip()
+    )
     wrong = [name for name in names if not re.fullmatch(r"n\d{8}", name)]
     if wrong or len(set(names)) != spec.classes or len(names) != spec.classes:
-        fault = f"{wrong[0][:80]!r} is none" if wrong else f"it has {len(names)} lines, {len(set(names))} different ones"
-        raise DataFilesCorruptError(f"{folder / 'wnids.txt'} must list {spec.classes} WordNet numbers such as n01443537: {fault}")
+        fault = (
+            f"{wrong[0][:80]!r} is none"
+            if wrong
+            else f"it has {len(names)} lines, {len(set(names))} different ones"
+        )
+        raise DataFilesCorruptError(
+            f"{folder / 'wnids.txt'} must list {spec.classes} WordNet numbers such as n01443537: {fault}"
+        )
     train = _by_class([folder / "train" / name / "images" for name in names], spec, _TINY)
     return train, _annotated(folder / "val", names, spec)
 
@@ -43,7 +53,10 @@ def read_cinic10(spec: DatasetSpec, root: Path) -> tuple[Split, Split]:
         DataFilesMissingError, DataFilesCorruptError: a class is missing, or a file is not an image of 32×32.
     """
     folder = root / "CINIC-10"
-    train, test = (_by_class([folder / split / name for name in spec.class_names], spec, _CINIC) for split in ("train", "test"))
+    train, test = (
+        _by_class([folder / split / name for name in spec.class_names], spec, _CINIC)
+        for split in ("train", "test")
+    )
     return train, test
 
 
@@ -57,7 +70,9 @@ def _by_class(folders: list[Path], spec: DatasetSpec, where: str) -> Split:
             raise DataFilesMissingError(f"{spec.name}: no image in {folder}; {where}")
         paths += files
         counts.append(len(files))
-    return Split(read_images(paths, spec), np.repeat(np.arange(len(folders), dtype=np.int64), counts))
+    return Split(
+        read_images(paths, spec), np.repeat(np.arange(len(folders), dtype=np.int64), counts)
+    )
 
 
 def _annotated(folder: Path, names: list[str], spec: DatasetSpec) -> Split:
@@ -82,7 +97,10 @@ def _annotated(folder: Path, names: list[str], spec: DatasetSpec) -> Split:
 
 CLASS_FOLDER_READERS: dict[str, Reader] = {
     "tiny-imagenet": Reader(
-        tuple(f"tiny-imagenet-200/{file}" for file in ("wnids.txt", "train", "val/val_annotations.txt", "val/images")),
+        tuple(
+            f"tiny-imagenet-200/{file}"
+            for file in ("wnids.txt", "train", "val/val_annotations.txt", "val/images")
+        ),
         _TINY,
         read_tiny_imagenet,
     ),

@@ -44,7 +44,9 @@ def read_domainnet(spec: DatasetSpec, root: Path) -> tuple[Split, Split]:
     return splits[0], splits[1]
 
 
-def _listed(path: Path, lines: Sequence[str], spec: DatasetSpec, domain: int) -> list[tuple[Path, int, int]]:
+def _listed(
+    path: Path, lines: Sequence[str], spec: DatasetSpec, domain: int
+) -> list[tuple[Path, int, int]]:
     """The rows of the ten classes; the class is the folder's name, as the lists number all 345."""
     rows = []
     for number, line in enumerate(lines, 1):
@@ -52,7 +54,12 @@ def _listed(path: Path, lines: Sequence[str], spec: DatasetSpec, domain: int) ->
         parts = name.split("/")
         if not line.strip():
             continue
-        if len(parts) != 3 or parts[0] != spec.domains[domain] or ".." in parts or not label.isdigit():
+        if (
+            len(parts) != 3
+            or parts[0] != spec.domains[domain]
+            or ".." in parts
+            or not label.isdigit()
+        ):
             raise DataFilesCorruptError(
                 f"{path}, line {number}: expected '{spec.domains[domain]}/CLASS/FILE NUMBER', got {line[:80]!r}"
             )
@@ -62,7 +69,10 @@ def _listed(path: Path, lines: Sequence[str], spec: DatasetSpec, domain: int) ->
 
 
 def _images_in(domain: Path, name: str, spec: DatasetSpec) -> list[Path]:
-    folder = next((f for f in (domain / name, domain / OTHER_NAMES.get(name, name)) if f.is_dir()), domain / name)
+    folder = next(
+        (f for f in (domain / name, domain / OTHER_NAMES.get(name, name)) if f.is_dir()),
+        domain / name,
+    )
     files = images_in(folder)
     if not files:
         raise DataFilesMissingError(
@@ -73,11 +83,17 @@ def _images_in(domain: Path, name: str, spec: DatasetSpec) -> list[Path]:
 
 def _load(rows: Sequence[tuple[Path, int, int]], spec: DatasetSpec) -> Split:
     table = np.array([row[1:] for row in rows], np.int64).reshape(-1, 2)
-    return Split(read_images([row[0] for row in rows], spec, resize=True), table[:, 0], domains=table[:, 1])
+    return Split(
+        read_images([row[0] for row in rows], spec, resize=True), table[:, 0], domains=table[:, 1]
+    )
 
 
-_OFFICE = "expected office_caltech_10/DOMAIN/CLASS/* with the domains amazon, caltech, dslr and webcam"
-_DOMAINNET = "unpack the domains and lists of http://ai.bu.edu/M3SDA/ into domainnet/ below the data folder"
+_OFFICE = (
+    "expected office_caltech_10/DOMAIN/CLASS/* with the domains amazon, caltech, dslr and webcam"
+)
+_DOMAINNET = (
+    "unpack the domains and lists of http://ai.bu.edu/M3SDA/ into domainnet/ below the data folder"
+)
 
 DOMAIN_READERS: dict[str, Reader] = {
     "office-caltech-10": Reader(("office_caltech_10",), _OFFICE, read_office_caltech),

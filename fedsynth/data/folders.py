@@ -60,7 +60,11 @@ def read_lines(path: Path, name: str, where: str) -> list[str]:
 
 def images_in(folder: Path) -> list[Path]:
     """The image files of a folder, by name; none if there is no such folder."""
-    return sorted(f for f in folder.iterdir() if f.suffix.lower() in ENDINGS) if folder.is_dir() else []
+    return (
+        sorted(f for f in folder.iterdir() if f.suffix.lower() in ENDINGS)
+        if folder.is_dir()
+        else []
+    )
 
 
 def read_images(paths: Sequence[Path], spec: DatasetSpec, *, resize: bool = False) -> Bytes:
@@ -75,7 +79,9 @@ def read_images(paths: Sequence[Path], spec: DatasetSpec, *, resize: bool = Fals
         images[position] = _pixels(paths[position], spec, resize)
 
     with ThreadPoolExecutor() as pool:  # decoding releases the interpreter's lock
-        for _ in pool.map(read, range(len(paths))):  # asked for one by one, so that the first error ends the reading
+        for _ in pool.map(
+            read, range(len(paths))
+        ):  # asked for one by one, so that the first error ends the reading
             pass
     return images
 
@@ -88,7 +94,9 @@ def _pixels(path: Path, spec: DatasetSpec, resize: bool) -> Bytes:
     except FileNotFoundError:
         raise DataFilesMissingError(f"{spec.name}: {path} is listed but not there") from None
     except Exception as error:  # a damaged image may raise anything
-        raise DataFilesCorruptError(f"{path} cannot be read as an image: {' '.join(str(error).split())}") from None
+        raise DataFilesCorruptError(
+            f"{path} cannot be read as an image: {' '.join(str(error).split())}"
+        ) from None
     if colour.size != size:
         if not resize:
             raise DataFilesCorruptError(

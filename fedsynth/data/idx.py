@@ -25,14 +25,20 @@ def read_idx(path: Path, ndim: int) -> npt.NDArray[np.uint8]:
     header = 4 + 4 * ndim
     magic = bytes([0, 0, _UNSIGNED_BYTE, ndim])
     if len(content) < header:
-        raise DataFilesCorruptError(f"{path} is truncated: {len(content)} bytes, the header alone has {header}")
+        raise DataFilesCorruptError(
+            f"{path} is truncated: {len(content)} bytes, the header alone has {header}"
+        )
     if content[:4] != magic:
-        raise DataFilesCorruptError(f"{path} is no idx file of bytes: it starts with {content[:4].hex()}, not {magic.hex()}")
+        raise DataFilesCorruptError(
+            f"{path} is no idx file of bytes: it starts with {content[:4].hex()}, not {magic.hex()}"
+        )
     shape = tuple(int.from_bytes(content[4 + 4 * i : 8 + 4 * i], "big") for i in range(ndim))
     announced, got = math.prod(shape), len(content) - header
     if got != announced:
         fault = "is truncated" if got < announced else "has bytes left over"
-        raise DataFilesCorruptError(f"{path} {fault}: its header announces {list(shape)}, {announced} bytes, it has {got}")
+        raise DataFilesCorruptError(
+            f"{path} {fault}: its header announces {list(shape)}, {announced} bytes, it has {got}"
+        )
     return np.frombuffer(content, np.uint8, offset=header).reshape(shape)
 
 

@@ -39,15 +39,21 @@ class ImageData:
 
     def __post_init__(self) -> None:
         if self.images.dtype != torch.uint8:
-            raise DataError(f"{self.spec.name}: images must be uint8, got {_dtype(self.images)} (from_arrays converts)")
+            raise DataError(
+                f"{self.spec.name}: images must be uint8, got {_dtype(self.images)} (from_arrays converts)"
+            )
         _check_image_shape(tuple(self.images.shape), self.spec)
         _check_label_type(self.labels, self.spec)
         if len(self.images) != len(self.labels):
-            raise DataError(f"{self.spec.name}: {len(self.images)} images but {len(self.labels)} labels")
+            raise DataError(
+                f"{self.spec.name}: {len(self.images)} images but {len(self.labels)} labels"
+            )
         if len(self.images) == 0:
             raise DataError(f"{self.spec.name}: there must be at least one example")
         if self.images.device != self.labels.device:
-            raise DataError(f"{self.spec.name}: images are on {self.images.device} but labels on {self.labels.device}")
+            raise DataError(
+                f"{self.spec.name}: images are on {self.images.device} but labels on {self.labels.device}"
+            )
         _check_label_range(self.labels, self.spec)
         if self.labels.dtype != torch.int64:
             object.__setattr__(self, "labels", self.labels.long())
@@ -66,7 +72,9 @@ class ImageData:
 
     def to(self, device: torch.device | str) -> ImageData:
         """The same examples on `device` (no copy where they are there already)."""
-        domains, groups = (None if array is None else array.to(device) for array in (self.domains, self.groups))
+        domains, groups = (
+            None if array is None else array.to(device) for array in (self.domains, self.groups)
+        )
         return ImageData(self.images.to(device), self.labels.to(device), self.spec, domains, groups)
 
     def subset(self, indices: Array) -> ImageData:
@@ -77,16 +85,24 @@ class ImageData:
         """
         index = torch.as_tensor(indices)
         if index.dim() != 1 or index.is_floating_point() or index.dtype == torch.bool:
-            raise DataError(f"indices must be a vector of integers, got {_dtype(index)} of shape {list(index.shape)}")
+            raise DataError(
+                f"indices must be a vector of integers, got {_dtype(index)} of shape {list(index.shape)}"
+            )
         if len(index) and (int(index.min()) < 0 or int(index.max()) >= len(self)):
-            raise DataError(f"indices must lie in [0, {len(self)}), got [{int(index.min())}, {int(index.max())}]")
+            raise DataError(
+                f"indices must lie in [0, {len(self)}), got [{int(index.min())}, {int(index.max())}]"
+            )
         index = index.to(self.labels.device, torch.int64)
-        domains, groups = (None if array is None else array[index] for array in (self.domains, self.groups))
+        domains, groups = (
+            None if array is None else array[index] for array in (self.domains, self.groups)
+        )
         return ImageData(self.images[index], self.labels[index], self.spec, domains, groups)
 
     def origins(self) -> tuple[IntArray | None, IntArray | None]:
         """`domains` and `groups` as `partition` takes them, int64 [N] on the CPU."""
-        domains, groups = (None if array is None else array.cpu().numpy() for array in (self.domains, self.groups))
+        domains, groups = (
+            None if array is None else array.cpu().numpy() for array in (self.domains, self.groups)
+        )
         return domains, groups
 
     def class_counts(self) -> Tensor:
@@ -95,7 +111,11 @@ class ImageData:
 
 
 def from_arrays(
-    images: Array, labels: Array, spec: DatasetSpec, domains: Array | None = None, groups: Array | None = None
+    images: Array,
+    labels: Array,
+    spec: DatasetSpec,
+    domains: Array | None = None,
+    groups: Array | None = None,
 ) -> ImageData:
     """Your own images as `ImageData`.
 
@@ -138,7 +158,9 @@ def require_all_classes(data: ImageData) -> None:
         raise DataError(f"{data.spec.name}: the training set has no example of class {shown}{more}")
 
 
-def normalise(images_uint8: Tensor, spec: DatasetSpec, dtype: torch.dtype = torch.float32) -> Tensor:
+def normalise(
+    images_uint8: Tensor, spec: DatasetSpec, dtype: torch.dtype = torch.float32
+) -> Tensor:
     """(x/255 − mean)/std per channel: uint8 [N, C, H, W] → `dtype` [N, C, H, W] on the same device.
 
     Computed in float32 whatever `dtype` is.
@@ -146,7 +168,11 @@ def normalise(images_uint8: Tensor, spec: DatasetSpec, dtype: torch.dtype = torc
     Raises:
         DataError: not uint8, or another number of channels than the spec's.
     """
-    if images_uint8.dtype != torch.uint8 or images_uint8.dim() != 4 or images_uint8.shape[1] != spec.channels:
+    if (
+        images_uint8.dtype != torch.uint8
+        or images_uint8.dim() != 4
+        or images_uint8.shape[1] != spec.channels
+    ):
         raise DataError(
             f"{spec.name}: normalise needs uint8 [N, {spec.channels}, H, W], "
             f"got {_dtype(images_uint8)} {list(images_uint8.shape)}"
@@ -171,11 +197,18 @@ def denormalise(x: Tensor, spec: DatasetSpec) -> Tensor:
 
 
 @functools.lru_cache(maxsize=64)
-def _constants(mean: tuple[float, ...], std: tuple[float, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+def _constants(
+    mean: tuple[float, ...], std: tuple[float, ...], device: torch.device
+) -> tuple[Tensor, Tensor]:
     """[1, C, 1, 1] each. Kept, because copying them to a GPU anew would synchronise inside the training loop."""
-    with torch.inference_mode(False):  # a tensor made in inference mode could not be used by autograd later
+    with torch.inference_mode(
+        False
+    ):  # a tensor made in inference mode could not be used by autograd later
         shape = (1, len(mean), 1, 1)
-        return (torch.tensor(mean, device=device).view(shape), torch.tensor(std, device=device).view(shape))
+        return (
+            torch.tensor(mean, device=device).view(shape),
+            torch.tensor(std, device=device).view(shape),
+        )
 
 
 def _dtype(x: Tensor) -> str:
@@ -188,7 +221,9 @@ def _as_tensor(array: Array, what: str) -> Tensor:
         if isinstance(array, Tensor):
             return array.detach().clone()
         # C order and native bytes, which torch insists on.
-        return torch.from_numpy(np.array(array, dtype=np.asarray(array).dtype.newbyteorder("="), order="C"))
+        return torch.from_numpy(
+            np.array(array, dtype=np.asarray(array).dtype.newbyteorder("="), order="C")
+        )
     except (TypeError, ValueError, RuntimeError) as error:
         reason = " ".join(str(error).split())
         raise DataError(f"{what} must be a NumPy array or a tensor of numbers: {reason}") from None
@@ -200,7 +235,9 @@ def _check_image_shape(shape: tuple[int, ...], spec: DatasetSpec) -> None:
     c, h, w = spec.image_shape
     hint = "; channels come first: permute(0, 3, 1, 2)" if shape[1:] == (h, w, c) else ""
     grey = f" or [N, {h}, {w}]" if c == 1 else ""
-    raise DataError(f"{spec.name}: images must have shape [N, {c}, {h}, {w}]{grey}, got {list(shape)}{hint}")
+    raise DataError(
+        f"{spec.name}: images must have shape [N, {c}, {h}, {w}]{grey}, got {list(shape)}{hint}"
+    )
 
 
 def _check_label_type(labels: Tensor, spec: DatasetSpec) -> None:
@@ -211,23 +248,40 @@ def _check_label_type(labels: Tensor, spec: DatasetSpec) -> None:
 
 
 def _check_label_range(labels: Tensor, spec: DatasetSpec) -> None:
-    wide = labels.long()  # a uint64 beyond int64 becomes negative here, and is refused as it should be
+    wide = (
+        labels.long()
+    )  # a uint64 beyond int64 becomes negative here, and is refused as it should be
     wrong = wide[(wide < 0) | (wide >= spec.classes)]
     if len(wrong):
-        raise DataError(f"{spec.name}: labels must lie in [0, {spec.classes}), {len(wrong)} do not, the first is {int(wrong[0])}")
+        raise DataError(
+            f"{spec.name}: labels must lie in [0, {spec.classes}), {len(wrong)} do not, the first is {int(wrong[0])}"
+        )
 
 
 def _check_domains(domains: Tensor, labels: Tensor, spec: DatasetSpec) -> None:
     if domains.shape != labels.shape or domains.is_floating_point() or domains.dtype == torch.bool:
-        raise DataError(f"{spec.name}: domains must be integers [{len(labels)}], got {_dtype(domains)} {list(domains.shape)}")
+        raise DataError(
+            f"{spec.name}: domains must be integers [{len(labels)}], got {_dtype(domains)} {list(domains.shape)}"
+        )
     if int(domains.min()) < 0 or int(domains.max()) >= len(spec.domains):
-        raise DataError(f"{spec.name}: domains must lie in [0, {len(spec.domains)}): the specification names {len(spec.domains)}")
+        raise DataError(
+            f"{spec.name}: domains must lie in [0, {len(spec.domains)}): the specification names {len(spec.domains)}"
+        )
 
 
 def _check_groups(groups: Tensor, labels: Tensor, spec: DatasetSpec) -> None:
-    if groups.shape != labels.shape or groups.is_floating_point() or groups.is_complex() or groups.dtype == torch.bool:
-        raise DataError(f"{spec.name}: groups must be integers [{len(labels)}], got {_dtype(groups)} {list(groups.shape)}")
-    least = int(groups.long().min())  # a uint64 beyond int64 becomes negative here, and is refused as it should be
+    if (
+        groups.shape != labels.shape
+        or groups.is_floating_point()
+        or groups.is_complex()
+        or groups.dtype == torch.bool
+    ):
+        raise DataError(
+            f"{spec.name}: groups must be integers [{len(labels)}], got {_dtype(groups)} {list(groups.shape)}"
+        )
+    least = int(
+        groups.long().min()
+    )  # a uint64 beyond int64 becomes negative here, and is refused as it should be
     if least < 0:
         raise DataError(f"{spec.name}: groups must be numbers from 0 on, the least is {least}")
 
@@ -242,9 +296,13 @@ def _to_uint8(x: Tensor, spec: DatasetSpec) -> Tensor:
     if x.dtype == torch.uint8:
         return x
     if not x.is_floating_point():
-        raise DataError(f"{spec.name}: images must be uint8 or floating point in [0, 1], got {_dtype(x)}")
+        raise DataError(
+            f"{spec.name}: images must be uint8 or floating point in [0, 1], got {_dtype(x)}"
+        )
     _check_finite(x, spec)
     outside = int(((x < 0) | (x > 1)).sum())
     if outside:
-        raise DataError(f"{spec.name}: images in floating point must lie in [0, 1], {outside} of {x.numel()} do not")
+        raise DataError(
+            f"{spec.name}: images in floating point must lie in [0, 1], {outside} of {x.numel()} do not"
+        )
     return (x.float() * 255).round().to(torch.uint8)

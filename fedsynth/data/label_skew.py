@@ -60,7 +60,9 @@ def dominant_classes(sizes: IntArray, clients: int, each: int, share: float, rng
     present = np.flatnonzero(sizes)
     C, totals, size = len(present), sizes[present], sizes.sum() / clients
     if each >= C:
-        raise PartitionError(f"dominant_classes is {each} but there are examples of {C} classes only: lower it")
+        raise PartitionError(
+            f"dominant_classes is {each} but there are examples of {C} classes only: lower it"
+        )
     if share <= each / C:
         raise PartitionError(
             f"dominant_share {share:g} is no more than the even share of {each} of {C} classes, {each / C:g}: raise it"
@@ -114,7 +116,10 @@ def _spread(rows: Floats, columns: Floats, allowed: npt.NDArray[np.bool_]) -> Fl
     for _ in range(_FITTING_STEPS):
         x *= _ratio(columns, x.sum(axis=0))
         x *= _ratio(rows, x.sum(axis=1))[:, None]
-        if np.abs(x.sum(axis=0) - columns).sum() < _FITTED and np.abs(x.sum(axis=1) - rows).sum() < _FITTED:
+        if (
+            np.abs(x.sum(axis=0) - columns).sum() < _FITTED
+            and np.abs(x.sum(axis=1) - rows).sum() < _FITTED
+        ):
             return x
     raise PartitionError(
         "the classes' totals leave clients of one size no such share of their dominant classes: lower dominant_share, or raise "
@@ -145,7 +150,10 @@ def _rounded(x: Floats, columns: IntArray) -> IntArray:
     capacity[source, extra] = total % K
     capacity[extra, clients] = 1
     capacity[classes, sink] = columns - down.sum(axis=0)
-    for cells in (x - down > _WHOLE, x > 0):  # what is whole stays so; many such cells could hide a unit, then it may move
+    for cells in (
+        x - down > _WHOLE,
+        x > 0,
+    ):  # what is whole stays so; many such cells could hide a unit, then it may move
         capacity[clients, classes] = cells
         result = maximum_flow(csr_array(capacity), source, sink)
         if result.flow_value == total - down.sum():

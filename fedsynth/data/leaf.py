@@ -38,14 +38,19 @@ def read_femnist(spec: DatasetSpec, root: Path) -> tuple[Split, Split]:
         DataFilesMissingError: no such file. DataFilesCorruptError: a file that is not as described above.
     """
     train, test = (_writers(root / "femnist" / split, spec) for split in ("train", "test"))
-    number = {name: n for n, name in enumerate([*sorted(train), *sorted(test.keys() - train.keys())])}
+    number = {
+        name: n for n, name in enumerate([*sorted(train), *sorted(test.keys() - train.keys())])
+    }
     return _split(train, number), _split(test, number)
 
 
 def _split(writers: Writers, number: Mapping[str, int]) -> Split:
     order = sorted(writers, key=number.__getitem__)
     images, labels = (np.concatenate([writers[name][part] for name in order]) for part in (0, 1))
-    groups = np.repeat(np.array([number[name] for name in order], np.int64), [len(writers[name][1]) for name in order])
+    groups = np.repeat(
+        np.array([number[name] for name in order], np.int64),
+        [len(writers[name][1]) for name in order],
+    )
     return Split(images, labels, groups=groups)
 
 
@@ -57,7 +62,9 @@ def _writers(folder: Path, spec: DatasetSpec) -> Writers:
     for path in paths:
         for name, arrays in _file(path, spec).items():
             if name in found:
-                raise DataFilesCorruptError(f"{path}: writer {name!r} is in another file of {folder} too: make the files anew")
+                raise DataFilesCorruptError(
+                    f"{path}: writer {name!r} is in another file of {folder} too: make the files anew"
+                )
             found[name] = arrays
     return found
 
@@ -66,24 +73,34 @@ def _file(path: Path, spec: DatasetSpec) -> Writers:
     try:
         content = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
-        raise DataFilesCorruptError(f"{path} cannot be read as JSON: {' '.join(str(error).split())}") from None
+        raise DataFilesCorruptError(
+            f"{path} cannot be read as JSON: {' '.join(str(error).split())}"
+        ) from None
     users, sizes, data = (
-        content.get(key) if isinstance(content, dict) else None for key in ("users", "num_samples", "user_data")
+        content.get(key) if isinstance(content, dict) else None
+        for key in ("users", "num_samples", "user_data")
     )
     if not (isinstance(users, list) and isinstance(sizes, list) and isinstance(data, dict)):
         raise DataFilesCorruptError(
             f"{path} is no file of LEAF: it must hold the lists users and num_samples and the object user_data"
         )
-    if len(users) != len(sizes) or not all(isinstance(user, str) for user in users) or sorted(users) != sorted(data):
+    if (
+        len(users) != len(sizes)
+        or not all(isinstance(user, str) for user in users)
+        or sorted(users) != sorted(data)
+    ):
         raise DataFilesCorruptError(
             f"{path}: users, num_samples and user_data must speak of the same writers, got {len(users)}, {len(sizes)} and {len(data)}"
         )
     return {
-        user: _one_writer(data[user], size, f"{path}, writer {user!r}", spec) for user, size in zip(users, sizes, strict=True)
+        user: _one_writer(data[user], size, f"{path}, writer {user!r}", spec)
+        for user, size in zip(users, sizes, strict=True)
     }
 
 
-def _one_writer(data: object, size: object, where: str, spec: DatasetSpec) -> tuple[Bytes, IntArray]:
+def _one_writer(
+    data: object, size: object, where: str, spec: DatasetSpec
+) -> tuple[Bytes, IntArray]:
     """Pixels uint8 [n, 1, 28, 28], rint(255x), and labels [n]."""
     if not (isinstance(data, dict) and "x" in data and "y" in data):
         raise DataFilesCorruptError(f"{where}: must have x and y")
@@ -108,10 +125,14 @@ def _numbers(given: object, what: str, where: str) -> npt.NDArray[Any]:
     except ValueError:  # rows of several lengths
         raise DataFilesCorruptError(f"{where}: the rows of {what} have several lengths") from None
     if not isinstance(given, list) or array.size == 0:
-        raise DataFilesCorruptError(f"{where}: {what} is empty or no list; a writer without examples does not belong in the file")
+        raise DataFilesCorruptError(
+            f"{where}: {what} is empty or no list; a writer without examples does not belong in the file"
+        )
     if array.dtype.kind not in "iuf":
         raise DataFilesCorruptError(f"{where}: {what} must hold numbers only")
     return array
 
 
-LEAF_READERS: dict[str, Reader] = {"femnist": Reader(("femnist/train", "femnist/test"), _LEAF, read_femnist)}
+LEAF_READERS: dict[str, Reader] = {
+    "femnist": Reader(("femnist/train", "femnist/test"), _LEAF, read_femnist)
+}

@@ -35,7 +35,9 @@ _Arrays = tuple[npt.NDArray[Any], npt.NDArray[Any]]
 _Group = tuple[str, ...]
 
 
-def load_dataset(name: str, root: Path | None = None, *, download: bool = False) -> tuple[ImageData, ImageData]:
+def load_dataset(
+    name: str, root: Path | None = None, *, download: bool = False
+) -> tuple[ImageData, ImageData]:
     """The training and the test split of a named data set, on the CPU.
 
     Args:
@@ -58,8 +60,14 @@ def load_dataset(name: str, root: Path | None = None, *, download: bool = False)
     if name in READERS:
         missing = missing_files(name, folder)
         if missing:
-            hint = "; torchvision cannot fetch it" if download else f" (--data-root or {ROOT_VARIABLE} says where to look)"
-            raise DataFilesMissingError(f"{name}: no {missing[0]} in {folder}; {READERS[name].where}{hint}")
+            hint = (
+                "; torchvision cannot fetch it"
+                if download
+                else f" (--data-root or {ROOT_VARIABLE} says where to look)"
+            )
+            raise DataFilesMissingError(
+                f"{name}: no {missing[0]} in {folder}; {READERS[name].where}{hint}"
+            )
         return _of_both(READERS[name].read(spec, folder), spec)
     if download and missing_files(name, folder):
         download_dataset(name, folder)
@@ -101,8 +109,13 @@ def _of_both(splits: tuple[Split, Split], spec: DatasetSpec) -> tuple[ImageData,
     """Without `from_arrays`, which would copy: some of these fill a good part of the memory."""
 
     def data(split: Split) -> ImageData:
-        domains, groups = (None if array is None else torch.from_numpy(array) for array in (split.domains, split.groups))
-        return ImageData(torch.from_numpy(split.images), torch.from_numpy(split.labels), spec, domains, groups)
+        domains, groups = (
+            None if array is None else torch.from_numpy(array)
+            for array in (split.domains, split.groups)
+        )
+        return ImageData(
+            torch.from_numpy(split.images), torch.from_numpy(split.labels), spec, domains, groups
+        )
 
     return data(splits[0]), data(splits[1])
 
@@ -127,16 +140,22 @@ def _load_split(spec: DatasetSpec, folder: Path, groups: tuple[_Group, ...]) -> 
         except DataFilesCorruptError:
             raise
         except DataError as error:
-            raise DataFilesCorruptError(f"{' and '.join(map(str, paths))} cannot be used: {error}") from None
+            raise DataFilesCorruptError(
+                f"{' and '.join(map(str, paths))} cannot be used: {error}"
+            ) from None
     if len(parts) == 1:
         return parts[0]
-    return ImageData(torch.cat([part.images for part in parts]), torch.cat([part.labels for part in parts]), spec)
+    return ImageData(
+        torch.cat([part.images for part in parts]), torch.cat([part.labels for part in parts]), spec
+    )
 
 
 def _read_idx_pair(paths: list[Path]) -> _Arrays:
     images, labels = read_idx(paths[0], 3), read_idx(paths[1], 1)
     if len(images) != len(labels):
-        raise DataFilesCorruptError(f"{paths[0]} has {len(images)} images but {paths[1]} has {len(labels)} labels")
+        raise DataFilesCorruptError(
+            f"{paths[0]} has {len(images)} images but {paths[1]} has {len(labels)} labels"
+        )
     return images, labels
 
 
@@ -162,8 +181,15 @@ def _read_svhn(paths: list[Path]) -> _Arrays:
         content = loadmat(str(paths[0]), variable_names=["X", "y"])
         x, y = content["X"], content["y"]
     except Exception as error:  # a damaged file may raise anything
-        raise DataFilesCorruptError(f"{paths[0]} cannot be read as an SVHN file: {' '.join(str(error).split())}") from None
-    if x.dtype != np.uint8 or x.ndim != 4 or y.size != x.shape[3] or not np.issubdtype(y.dtype, np.number):
+        raise DataFilesCorruptError(
+            f"{paths[0]} cannot be read as an SVHN file: {' '.join(str(error).split())}"
+        ) from None
+    if (
+        x.dtype != np.uint8
+        or x.ndim != 4
+        or y.size != x.shape[3]
+        or not np.issubdtype(y.dtype, np.number)
+    ):
         raise DataFilesCorruptError(
             f"{paths[0]} must hold X uint8 [32, 32, 3, N] and y [N, 1], got {x.dtype} {list(x.shape)} and "
             f"{y.dtype} {list(y.shape)}"
@@ -171,7 +197,9 @@ def _read_svhn(paths: list[Path]) -> _Arrays:
     digits = y.reshape(-1)
     wrong = digits[~np.isin(digits, np.arange(1, 11))]
     if len(wrong):
-        raise DataFilesCorruptError(f"{paths[0]}: labels must be 1 to 10, {len(wrong)} are not, first {wrong[0]}")
+        raise DataFilesCorruptError(
+            f"{paths[0]}: labels must be 1 to 10, {len(wrong)} are not, first {wrong[0]}"
+        )
     return x.transpose(3, 2, 0, 1), digits.astype(np.int64) % 10
 
 
@@ -182,7 +210,9 @@ def _load_digits(spec: DatasetSpec) -> tuple[ImageData, ImageData]:
     bundled = load_digits()
     images = np.rint(bundled.images * (255 / 16)).astype(np.uint8)
     is_test = np.arange(len(images)) % 5 == 4
-    train, test = (from_arrays(images[rows], bundled.target[rows], spec) for rows in (~is_test, is_test))
+    train, test = (
+        from_arrays(images[rows], bundled.target[rows], spec) for rows in (~is_test, is_test)
+    )
     return train, test
 
 
@@ -194,7 +224,10 @@ def _idx_files(folder: str, split: str) -> tuple[_Group, ...]:
 _FILES: dict[str, tuple[tuple[_Group, ...], tuple[_Group, ...]]] = {
     "mnist": (_idx_files("MNIST", "train"), _idx_files("MNIST", "t10k")),
     "fashion-mnist": (_idx_files("FashionMNIST", "train"), _idx_files("FashionMNIST", "t10k")),
-    "emnist-letters": (_idx_files("EMNIST", "emnist-letters-train"), _idx_files("EMNIST", "emnist-letters-test")),
+    "emnist-letters": (
+        _idx_files("EMNIST", "emnist-letters-train"),
+        _idx_files("EMNIST", "emnist-letters-test"),
+    ),
     "cifar10": (
         tuple((f"cifar-10-batches-py/data_batch_{i}",) for i in range(1, 6)),
         (("cifar-10-batches-py/test_batch",),),

@@ -88,12 +88,16 @@ class PartitionSettings:
         if self.min_size < 0:
             raise SettingError(f"min_size must not be negative, got {self.min_size}")
         if not (0 < self.subset <= 1 and 0 <= self.local_test < 1):
-            raise SettingError(f"subset must be in (0, 1] and local_test in [0, 1), got {self.subset} and {self.local_test}")
+            raise SettingError(
+                f"subset must be in (0, 1] and local_test in [0, 1), got {self.subset} and {self.local_test}"
+            )
 
 
 def clients_or_groups(settings: PartitionSettings, spec: DatasetSpec) -> int:
     """How many pieces the data set falls into: K, or the published number of groups where clients are some of them (`natural`)."""
-    return max(settings.clients, (spec.groups or len(spec.domains)) if settings.kind == NATURAL else 0)
+    return max(
+        settings.clients, (spec.groups or len(spec.domains)) if settings.kind == NATURAL else 0
+    )
 
 
 def partition(
@@ -127,9 +131,13 @@ def partition(
         origins = (None if array is None else array[kept] for array in (domains, groups))
         return [kept[part] for part in partition(y[kept], whole, classes, *origins)]
     if settings.clients > len(y):
-        raise PartitionError(f"{settings.clients} clients are more than the {len(y)} examples: lower clients")
+        raise PartitionError(
+            f"{settings.clients} clients are more than the {len(y)} examples: lower clients"
+        )
     if settings.kind == GIVEN:
-        raise PartitionError("the partition 'given' has no rule: pass the clients' positions to simulate(parts=...)")
+        raise PartitionError(
+            "the partition 'given' has no rule: pass the clients' positions to simulate(parts=...)"
+        )
     rng = numpy_generator(settings.seed or 0, "partition")
     if settings.kind == DOMAIN:
         return [np.sort(part) for part in _domain(domains, settings, rng)]
@@ -146,7 +154,9 @@ def _subset(y: IntArray, settings: PartitionSettings) -> IntArray:
     return np.sort(np.concatenate([c[: max(1, round(settings.subset * len(c)))] for c in chosen]))
 
 
-def hold_out(parts: Sequence[IntArray], share: float, seed: int) -> tuple[list[IntArray], list[IntArray]]:
+def hold_out(
+    parts: Sequence[IntArray], share: float, seed: int
+) -> tuple[list[IntArray], list[IntArray]]:
     """(training split, test split) of each client, sorted: each example tests with probability `share`.
 
     What becomes of an example depends on the seed and on its own position in the data alone: with differential privacy, one example more
@@ -154,8 +164,12 @@ def hold_out(parts: Sequence[IntArray], share: float, seed: int) -> tuple[list[I
     """
     positions = [np.asarray(part, np.int64) for part in parts]
     size = max((int(part.max()) + 1 for part in positions if len(part)), default=0)
-    tests = numpy_generator(seed, "local test split").random(size) < share  # the first numbers of a longer draw are the same
-    return [np.sort(part[~tests[part]]) for part in positions], [np.sort(part[tests[part]]) for part in positions]
+    tests = (
+        numpy_generator(seed, "local test split").random(size) < share
+    )  # the first numbers of a longer draw are the same
+    return [np.sort(part[~tests[part]]) for part in positions], [
+        np.sort(part[tests[part]]) for part in positions
+    ]
 
 
 def check_parts(parts: Sequence[npt.ArrayLike], examples: int) -> None:
@@ -177,11 +191,15 @@ def check_parts(parts: Sequence[npt.ArrayLike], examples: int) -> None:
             raise PartitionError(f"client {client}: positions must lie in [0, {examples})")
         indices = indices.astype(np.int64)
         if len(np.unique(indices)) < len(indices) or taken[indices].any():
-            raise PartitionError(f"client {client}: an example is given twice; each belongs to one client at most")
+            raise PartitionError(
+                f"client {client}: an example is given twice; each belongs to one client at most"
+            )
         taken[indices] = True
 
 
-def count_matrix(labels: npt.NDArray[np.integer], parts: Sequence[npt.NDArray[np.integer]], classes: int) -> IntArray:
+def count_matrix(
+    labels: npt.NDArray[np.integer], parts: Sequence[npt.NDArray[np.integer]], classes: int
+) -> IntArray:
     """How many examples of each class each client has: int64 [K, C]."""
     y = _checked_labels(labels, classes)
     rows = [np.bincount(y[part], minlength=classes) for part in parts]
@@ -197,18 +215,27 @@ def _dirichlet(y: IntArray, settings: PartitionSettings, classes: int, rng: Rng)
     """NIID-Bench: Dirichlet shares of each class, none for clients with ≥ N/K examples; redrawn if one has few."""
     sizes = np.bincount(y, minlength=classes)
     # Only numbers are drawn until they pass; the examples are shuffled once, at the end.
-    counts = _redrawn(lambda: _dirichlet_counts(sizes, settings, rng, masked=True), len(y), settings, " (or use dirichlet-plain)")
+    counts = _redrawn(
+        lambda: _dirichlet_counts(sizes, settings, rng, masked=True),
+        len(y),
+        settings,
+        " (or use dirichlet-plain)",
+    )
     return _deal(y, counts, rng)
 
 
 def _quantity(y: IntArray, settings: PartitionSettings, classes: int, rng: Rng) -> list[IntArray]:
     """NIID-Bench's quantity skew: sizes cut at ⌊cumsum(p)·N⌋ with p ~ Dir(α·1_K), redrawn if one is small; examples at random."""
     everything = np.array([len(y)])
-    sizes = _redrawn(lambda: _dirichlet_counts(everything, settings, rng, masked=False), len(y), settings)[:, 0]
+    sizes = _redrawn(
+        lambda: _dirichlet_counts(everything, settings, rng, masked=False), len(y), settings
+    )[:, 0]
     return np.split(rng.permutation(len(y)), np.cumsum(sizes[:-1]))
 
 
-def _redrawn(draw: Callable[[], IntArray], total: int, settings: PartitionSettings, instead: str = "") -> IntArray:
+def _redrawn(
+    draw: Callable[[], IntArray], total: int, settings: PartitionSettings, instead: str = ""
+) -> IntArray:
     """The first counts [K, ...] of `draw` that give every client at least `min_size` examples."""
     K, least = settings.clients, settings.min_size
     if K * least > total:
@@ -225,13 +252,17 @@ def _redrawn(draw: Callable[[], IntArray], total: int, settings: PartitionSettin
     )
 
 
-def _dirichlet_plain(y: IntArray, settings: PartitionSettings, classes: int, rng: Rng) -> list[IntArray]:
+def _dirichlet_plain(
+    y: IntArray, settings: PartitionSettings, classes: int, rng: Rng
+) -> list[IntArray]:
     """Dirichlet shares of each class, as they fall: clients may have many examples or none."""
     sizes = np.bincount(y, minlength=classes)
     return _deal(y, _dirichlet_counts(sizes, settings, rng, masked=False), rng)
 
 
-def _dirichlet_counts(sizes: npt.NDArray[np.integer], settings: PartitionSettings, rng: Rng, *, masked: bool) -> IntArray:
+def _dirichlet_counts(
+    sizes: npt.NDArray[np.integer], settings: PartitionSettings, rng: Rng, *, masked: bool
+) -> IntArray:
     """[K, C]: for each class p ~ Dir(α·1_K), cut at ⌊cumsum(p)·n_c⌋. `masked`: p = 0 for those with ≥ N/K examples."""
     K, total = settings.clients, int(sizes.sum())
     counts = np.zeros((K, len(sizes)), dtype=np.int64)
@@ -261,7 +292,9 @@ def _classes(y: IntArray, settings: PartitionSettings, classes: int, rng: Rng) -
     sizes = np.bincount(y, minlength=classes)
     K, c, C = settings.clients, settings.classes_per_client, int(np.count_nonzero(sizes))
     if c > C:
-        raise PartitionError(f"classes_per_client is {c} but there are examples of {C} classes only: lower it")
+        raise PartitionError(
+            f"classes_per_client is {c} but there are examples of {C} classes only: lower it"
+        )
     if K * c < C:
         raise PartitionError(
             f"{K} clients × {c} classes cannot cover {C} classes: raise clients or classes_per_client to at least "
@@ -275,23 +308,31 @@ def _missing(y: IntArray, settings: PartitionSettings, classes: int, rng: Rng) -
     sizes = np.bincount(y, minlength=classes)
     K, m, C = settings.clients, settings.missing_classes, int(np.count_nonzero(sizes))
     if m >= C:
-        raise PartitionError(f"missing_classes is {m} but there are examples of {C} classes only: lower it")
+        raise PartitionError(
+            f"missing_classes is {m} but there are examples of {C} classes only: lower it"
+        )
     if K * (C - m) < C:
         raise PartitionError(
             f"{K} clients that lack {m} of {C} classes cannot cover them all: raise clients to at least {math.ceil(C / (C - m))}"
             " or lower missing_classes"
         )
-    return _deal(y, held_classes(sizes, K, C - m, rng, "lower clients or raise missing_classes"), rng)
+    return _deal(
+        y, held_classes(sizes, K, C - m, rng, "lower clients or raise missing_classes"), rng
+    )
 
 
 def _dominant(y: IntArray, settings: PartitionSettings, classes: int, rng: Rng) -> list[IntArray]:
     """Clients of one size with a few classes in the foreground (`dominant_classes`)."""
     sizes = np.bincount(y, minlength=classes)
-    counts = dominant_classes(sizes, settings.clients, settings.dominant_classes, settings.dominant_share, rng)
+    counts = dominant_classes(
+        sizes, settings.clients, settings.dominant_classes, settings.dominant_share, rng
+    )
     return _deal(y, counts, rng)
 
 
-def _domain(domains: npt.NDArray[np.integer] | None, settings: PartitionSettings, rng: Rng) -> list[IntArray]:
+def _domain(
+    domains: npt.NDArray[np.integer] | None, settings: PartitionSettings, rng: Rng
+) -> list[IntArray]:
     """Client k has domain k mod D; the examples of a domain are split evenly (±1) among its clients."""
     if domains is None:
         raise PartitionError(
@@ -311,7 +352,9 @@ def _domain(domains: npt.NDArray[np.integer] | None, settings: PartitionSettings
     return parts
 
 
-def _natural(groups: npt.NDArray[np.integer] | None, settings: PartitionSettings, rng: Rng) -> list[IntArray]:
+def _natural(
+    groups: npt.NDArray[np.integer] | None, settings: PartitionSettings, rng: Rng
+) -> list[IntArray]:
     """Client k is the k-th of the groups that occur, or of K that are drawn, by their numbers."""
     if groups is None:
         raise PartitionError(
@@ -349,8 +392,12 @@ def _checked_labels(labels: npt.NDArray[np.integer], classes: int) -> IntArray:
 
 
 def _check_origins(what: str, array: npt.NDArray[np.integer] | None, examples: int) -> None:
-    if array is not None and (array.shape != (examples,) or not np.issubdtype(array.dtype, np.integer)):
-        raise DataError(f"{what} must be integers [{examples}], got {array.dtype} of shape {list(array.shape)}")
+    if array is not None and (
+        array.shape != (examples,) or not np.issubdtype(array.dtype, np.integer)
+    ):
+        raise DataError(
+            f"{what} must be integers [{examples}], got {array.dtype} of shape {list(array.shape)}"
+        )
 
 
 _Rule = Callable[[IntArray, PartitionSettings, int, Rng], list[IntArray]]

@@ -62,15 +62,28 @@ def partition_png(counts: Counts, path: Path) -> None:
     left, top = 40, 34
     picture = Image.new("RGB", (max(left + C * w + 10, 330), top + K * h + 10), "white")
     draw = ImageDraw.Draw(picture)
-    draw.text((6, 4), f"{K} clients (rows), {C} classes (columns); darkest: {most} examples", "black", font)
+    draw.text(
+        (6, 4),
+        f"{K} clients (rows), {C} classes (columns); darkest: {most} examples",
+        "black",
+        font,
+    )
     for k, c in np.ndindex(K, C):
         n = int(matrix[k, c])
         x, y = left + c * w, top + k * h
         # The square root keeps small counts visible beside large ones.
         share = math.sqrt(n / most) if most else 0.0
-        draw.rectangle((x, y, x + w - 1, y + h - 1), _blue(share), _GREY if min(w, h) >= 12 else None)
+        draw.rectangle(
+            (x, y, x + w - 1, y + h - 1), _blue(share), _GREY if min(w, h) >= 12 else None
+        )
         if with_numbers and n:
-            draw.text((x + w / 2, y + h / 2), str(n), "white" if share > 0.6 else "black", font, anchor="mm")
+            draw.text(
+                (x + w / 2, y + h / 2),
+                str(n),
+                "white" if share > 0.6 else "black",
+                font,
+                anchor="mm",
+            )
     for k in range(0, K, _tick(h, 12)):
         draw.text((left - 4, top + (k + 0.5) * h), str(k), "black", font, anchor="rm")
     for c in range(0, C, _tick(w, 20)):
@@ -90,13 +103,17 @@ def shares_png(matrix_CM: npt.NDArray[Any], path: Path, title: str) -> None:
         share = float(matrix_CM[c, k]) / most
         x, y = left + k * w, top + c * h
         draw.rectangle((x, y, x + w - 2, y + h - 2), fill=_blue(share))
-        draw.text((x + 4, y + 2), f"{matrix_CM[c, k]:.2g}", "white" if share > 0.5 else "black", font)
+        draw.text(
+            (x + 4, y + 2), f"{matrix_CM[c, k]:.2g}", "white" if share > 0.5 else "black", font
+        )
     for c in range(C):
         draw.text((6, top + c * h + 2), str(c), "black", font)
     _save(picture, path)
 
 
-def image_grid_png(images_uint8_NCHW: Tensor | npt.NDArray[np.uint8], path: Path, columns: int) -> None:
+def image_grid_png(
+    images_uint8_NCHW: Tensor | npt.NDArray[np.uint8], path: Path, columns: int
+) -> None:
     """All images in one picture, row by row with `columns` a row, thin lines between them; small images are scaled up.
 
     Raises:
@@ -108,13 +125,17 @@ def image_grid_png(images_uint8_NCHW: Tensor | npt.NDArray[np.uint8], path: Path
     given = images_uint8_NCHW
     x = given.detach().cpu().numpy() if isinstance(given, Tensor) else np.asarray(given)
     if x.dtype != np.uint8 or x.ndim != 4 or x.shape[1] not in (1, 3) or x.size == 0:
-        raise DataError(f"a picture grid needs uint8 [N, 1 or 3, H, W], got {x.dtype} {list(x.shape)}")
+        raise DataError(
+            f"a picture grid needs uint8 [N, 1 or 3, H, W], got {x.dtype} {list(x.shape)}"
+        )
     n, _, h, w = x.shape
     scale = max(1, math.ceil(48 / max(h, w)))
     tiles = x.transpose(0, 2, 3, 1).repeat(scale, axis=1).repeat(scale, axis=2)
     columns = min(columns, n)
     step_y, step_x = h * scale + 1, w * scale + 1
-    canvas = np.full((math.ceil(n / columns) * step_y + 1, columns * step_x + 1, 3), _GREY, np.uint8)
+    canvas = np.full(
+        (math.ceil(n / columns) * step_y + 1, columns * step_x + 1, 3), _GREY, np.uint8
+    )
     for i, tile in enumerate(tiles):
         y, left = (i // columns) * step_y + 1, (i % columns) * step_x + 1
         canvas[y : y + h * scale, left : left + w * scale] = tile
@@ -123,21 +144,41 @@ def image_grid_png(images_uint8_NCHW: Tensor | npt.NDArray[np.uint8], path: Path
 
 def _checked_counts(counts: Counts) -> npt.NDArray[Any]:
     matrix = np.asarray(counts)
-    if matrix.ndim != 2 or 0 in matrix.shape or not np.issubdtype(matrix.dtype, np.integer) or matrix.min() < 0:
-        raise DataError(f"counts must be integers ≥ 0 [clients, classes], got {matrix.dtype} {list(matrix.shape)}")
+    if (
+        matrix.ndim != 2
+        or 0 in matrix.shape
+        or not np.issubdtype(matrix.dtype, np.integer)
+        or matrix.min() < 0
+    ):
+        raise DataError(
+            f"counts must be integers ≥ 0 [clients, classes], got {matrix.dtype} {list(matrix.shape)}"
+        )
     return matrix
 
 
 def _wide_rows(matrix: npt.NDArray[Any]) -> list[list[str]]:
     head = ["client", "examples", *map(str, range(matrix.shape[1]))]
-    return [head, *([str(k), str(row.sum()), *(str(n) if n else "·" for n in row)] for k, row in enumerate(matrix))]
+    return [
+        head,
+        *(
+            [str(k), str(row.sum()), *(str(n) if n else "·" for n in row)]
+            for k, row in enumerate(matrix)
+        ),
+    ]
 
 
 def _largest_rows(matrix: npt.NDArray[Any], show: int = 6) -> list[list[str]]:
     rows = [["client", "examples", "classes", f"largest {show} (class: examples)"]]
     for k, row in enumerate(matrix):
         order = [c for c in np.argsort(-row, kind="stable")[:show] if row[c]]
-        rows.append([str(k), str(row.sum()), str((row > 0).sum()), "  ".join(f"{c}: {row[c]}" for c in order)])
+        rows.append(
+            [
+                str(k),
+                str(row.sum()),
+                str((row > 0).sum()),
+                "  ".join(f"{c}: {row[c]}" for c in order),
+            ]
+        )
     return rows
 
 

@@ -16,7 +16,9 @@ NOISE, NOISE_IMAGES = "noise", 10_000
 def noise_images(spec: DatasetSpec, seed: int) -> ImageData:
     """Uniformly random pixels, from the run's seed: public by construction."""
     generator = torch_generator(seed, "noise proxy")
-    pixels = torch.randint(256, (NOISE_IMAGES, *spec.image_shape), generator=generator, dtype=torch.uint8)
+    pixels = torch.randint(
+        256, (NOISE_IMAGES, *spec.image_shape), generator=generator, dtype=torch.uint8
+    )
     return ImageData(pixels, torch.zeros(NOISE_IMAGES, dtype=torch.int64), spec)
 
 

@@ -46,16 +46,22 @@ class DatasetSpec:
     def __post_init__(self) -> None:
         for field in ("channels", "height", "width", "classes", "train_size", "test_size"):
             if getattr(self, field) < 1:
-                raise SettingError(f"data set {self.name!r}: {field} must be at least 1, got {getattr(self, field)}")
+                raise SettingError(
+                    f"data set {self.name!r}: {field} must be at least 1, got {getattr(self, field)}"
+                )
         if len(self.mean) != self.channels or len(self.std) != self.channels:
             raise SettingError(
                 f"data set {self.name!r}: mean and std need one number for each of the {self.channels} channels, "
                 f"got {len(self.mean)} and {len(self.std)}"
             )
         if not all(map(math.isfinite, (*self.mean, *self.std))) or min(self.std) <= 0:
-            raise SettingError(f"data set {self.name!r}: mean and std must be finite and std positive, got {self.std}")
+            raise SettingError(
+                f"data set {self.name!r}: mean and std must be finite and std positive, got {self.std}"
+            )
         if len(self.class_names) != self.classes:
-            raise SettingError(f"data set {self.name!r}: needs {self.classes} class names, got {len(self.class_names)}")
+            raise SettingError(
+                f"data set {self.name!r}: needs {self.classes} class names, got {len(self.class_names)}"
+            )
 
     @property
     def image_shape(self) -> tuple[int, int, int]:
@@ -65,7 +71,18 @@ class DatasetSpec:
 
 _IMAGENET_MEAN, _IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 _TEN_DIGITS = tuple("0123456789")
-_TEN_OBJECTS = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
+_TEN_OBJECTS = (
+    "airplane",
+    "automobile",
+    "bird",
+    "cat",
+    "deer",
+    "dog",
+    "frog",
+    "horse",
+    "ship",
+    "truck",
+)
 
 _CIFAR100_CLASSES = (
     "apple aquarium_fish baby bear beaver bed bee beetle bicycle bottle bowl boy bridge bus butterfly camel can "
@@ -298,7 +315,9 @@ def synthetic_parameters(name: str) -> tuple[float, float] | tuple[None, None] |
 def _synthetic_spec(alpha: float | None, beta: float | None) -> DatasetSpec:
     """FedProx's synthetic data sets (`fedsynth.data.synthetic` makes them); all have the same devices' sizes."""
     iid = alpha is None or beta is None
-    reach = 4 * math.sqrt(1 if beta is None else beta**2 + 2)  # four standard deviations of the first feature over all devices
+    reach = 4 * math.sqrt(
+        1 if beta is None else beta**2 + 2
+    )  # four standard deviations of the first feature over all devices
     return DatasetSpec(
         name="synthetic(iid)" if iid else f"synthetic({alpha:g},{beta:g})",
         channels=1,
@@ -316,7 +335,9 @@ def _synthetic_spec(alpha: float | None, beta: float | None) -> DatasetSpec:
 
 
 _SYNTHETIC_SPECS = (_synthetic_spec(None, None), *(_synthetic_spec(a, a) for a in (0.0, 0.5, 1.0)))
-DATASETS: Mapping[str, DatasetSpec] = MappingProxyType({spec.name: spec for spec in (*_SPECS, *_SYNTHETIC_SPECS)})
+DATASETS: Mapping[str, DatasetSpec] = MappingProxyType(
+    {spec.name: spec for spec in (*_SPECS, *_SYNTHETIC_SPECS)}
+)
 """By name. Of the synthetic(α,β), which `dataset_spec` knows for all numbers from 0 to 99.9999, these are the paper's."""
 
 

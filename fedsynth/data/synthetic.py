@@ -48,10 +48,14 @@ def make_synthetic(spec: DatasetSpec) -> tuple[Split, Split]:
         x, W, b = draw_device(alpha, beta, device, int(n))
         images = to_levels(x, spec)
         labels = (from_levels(images, spec) @ W + b).argmax(axis=1)
-        trains = np.arange(n) < n * 9 // 10  # examples of a device are independent: the first are as good as any
+        trains = (
+            np.arange(n) < n * 9 // 10
+        )  # examples of a device are independent: the first are as good as any
         for split, mine in zip(rows, (trains, ~trains), strict=True):
             groups = np.full(int(mine.sum()), device)
-            split.append(Split(images[mine].reshape(-1, *spec.image_shape), labels[mine], groups=groups))
+            split.append(
+                Split(images[mine].reshape(-1, *spec.image_shape), labels[mine], groups=groups)
+            )
     train, test = (_joined(split) for split in rows)
     return train, test
 
@@ -61,7 +65,9 @@ def device_sizes() -> IntArray:
     return numpy_generator(SEED, "synthetic sizes").lognormal(4, 2, DEVICES).astype(np.int64) + 50
 
 
-def draw_device(alpha: float | None, beta: float | None, device: int, n: int) -> tuple[Floats, Floats, Floats]:
+def draw_device(
+    alpha: float | None, beta: float | None, device: int, n: int
+) -> tuple[Floats, Floats, Floats]:
     """Inputs [n, 60], W [60, 10] and b [10] of a device; α and β None is the i.i.d. variant."""
     rng = numpy_generator(SEED, "synthetic device", device)
     if alpha is None or beta is None:
@@ -85,5 +91,12 @@ def from_levels(levels: npt.NDArray[np.uint8], spec: DatasetSpec) -> Floats:
 
 
 def _joined(splits: list[Split]) -> Split:
-    images, labels = np.concatenate([s.images for s in splits]), np.concatenate([s.labels for s in splits])
-    return Split(images, labels.astype(np.int64), groups=np.concatenate([s.groups for s in splits if s.groups is not None]))
+    images, labels = (
+        np.concatenate([s.images for s in splits]),
+        np.concatenate([s.labels for s in splits]),
+    )
+    return Split(
+        images,
+        labels.astype(np.int64),
+        groups=np.concatenate([s.groups for s in splits if s.groups is not None]),
+    )

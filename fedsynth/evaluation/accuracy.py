@@ -18,7 +18,11 @@ def accuracy_by_domain(right_N: Tensor, data: ImageData) -> dict[str, float]:
     if data.domains is None:
         return {}
     here = {name: data.domains == number for number, name in enumerate(data.spec.domains)}
-    return {name: float(right_N[mine].double().mean()) for name, mine in here.items() if bool(mine.any())}
+    return {
+        name: float(right_N[mine].double().mean())
+        for name, mine in here.items()
+        if bool(mine.any())
+    }
 
 
 def correct(model: nn.Module, data: ImageData, batch: int = 1000) -> Tensor:
@@ -28,7 +32,9 @@ def correct(model: nn.Module, data: ImageData, batch: int = 1000) -> Tensor:
     with torch.no_grad():
         right = [
             model(normalise(images, data.spec)).argmax(dim=1) == labels
-            for images, labels in zip(data.images.split(batch), data.labels.split(batch), strict=True)
+            for images, labels in zip(
+                data.images.split(batch), data.labels.split(batch), strict=True
+            )
         ]
     model.train(mode)
     return torch.cat(right)

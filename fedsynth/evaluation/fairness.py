@@ -32,7 +32,10 @@ def worst_local_performance(accuracies: Sequence[float]) -> float:
 
 
 def local_metrics(
-    models: nn.Module | Iterable[nn.Module], data: ImageData, tests: Sequence[Tensor], sizes: Sequence[float]
+    models: nn.Module | Iterable[nn.Module],
+    data: ImageData,
+    tests: Sequence[Tensor],
+    sizes: Sequence[float],
 ) -> dict[str, Any]:
     """AMP, FM, WLP and the a_k of one model, or of each client's own, on the clients' own test splits.
 
@@ -61,7 +64,9 @@ def local_metrics(
     }
 
 
-def first_to_reach(level: float, rows: Sequence[Mapping[str, Any]], value: str = "test_accuracy") -> dict[str, float] | None:
+def first_to_reach(
+    level: float, rows: Sequence[Mapping[str, Any]], value: str = "test_accuracy"
+) -> dict[str, float] | None:
     """The first of a run's rows whose `value` (a dotted path such as "local.amp") is at least `level`: its round, and the seconds of all
     rounds up to it; None if none is. FedKF's Table VIII, with the level FedAvg's last AMP."""
     seconds = 0.0

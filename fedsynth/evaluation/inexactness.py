@@ -12,7 +12,13 @@ from fedsynth.errors import DataError
 CHUNK = 1024
 
 
-def inexactness(model: nn.Module, start: Mapping[str, Tensor], images_NCHW: Tensor, labels_N: Tensor, mu: float = 0.0) -> float:
+def inexactness(
+    model: nn.Module,
+    start: Mapping[str, Tensor],
+    images_NCHW: Tensor,
+    labels_N: Tensor,
+    mu: float = 0.0,
+) -> float:
     """γ = ‖∇F(w) + μ(w − w_t)‖ / ‖∇F(w_t)‖, F a client's mean cross-entropy: 0 for an exact solution of its subproblem, 1 for no work at all.
 
     Args:
@@ -31,7 +37,9 @@ def inexactness(model: nn.Module, start: Mapping[str, Tensor], images_NCHW: Tens
     model.eval()
     try:
         after = _gradient(model, images_NCHW, labels_N)
-        moved = torch.cat([(p - start[name]).detach().flatten() for name, p in model.named_parameters()])
+        moved = torch.cat(
+            [(p - start[name]).detach().flatten() for name, p in model.named_parameters()]
+        )
         model.load_state_dict(dict(start))
         at_start = _gradient(model, images_NCHW, labels_N)
     finally:

@@ -7,7 +7,10 @@ import numpy.typing as npt
 
 
 def condensation_floats(
-    counts_KC: npt.NDArray[np.int64], ipc: int, image_shape: tuple[int, int, int], min_examples: int = 10
+    counts_KC: npt.NDArray[np.int64],
+    ipc: int,
+    image_shape: tuple[int, int, int],
+    min_examples: int = 10,
 ) -> int:
     """Floats that all clients upload in a round of FedDM: (classes with at least `min_examples` local examples) × ipc × image size.
 

@@ -37,13 +37,23 @@ def check_compiler(device: torch.device) -> None:
     """
     if device.type == "cuda":
         if importlib.util.find_spec("triton") is None:
-            raise SettingError("--compile on a GPU needs the triton package, which is not installed; leave it out")
-    elif not any(shutil.which(name) for name in (os.environ.get("CXX", ""), "g++", "clang++", "c++") if name):
-        raise SettingError("--compile needs a C++ compiler (g++ or clang++, or $CXX), and none is on the path; leave it out")
+            raise SettingError(
+                "--compile on a GPU needs the triton package, which is not installed; leave it out"
+            )
+    elif not any(
+        shutil.which(name) for name in (os.environ.get("CXX", ""), "g++", "clang++", "c++") if name
+    ):
+        raise SettingError(
+            "--compile needs a C++ compiler (g++ or clang++, or $CXX), and none is on the path; leave it out"
+        )
 
 
 def memory_bytes(gigabytes: float | None, device: torch.device) -> int:
     """The memory bound in bytes; None is 4 GiB on a CPU and half of the card's memory on a GPU (not of what is free: runs must repeat)."""
     if gigabytes is not None:
         return int(gigabytes * 2**30)
-    return torch.cuda.get_device_properties(device).total_memory // 2 if device.type == "cuda" else 4 * 2**30
+    return (
+        torch.cuda.get_device_properties(device).total_memory // 2
+        if device.type == "cuda"
+        else 4 * 2**30
+    )

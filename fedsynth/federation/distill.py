@@ -88,8 +88,13 @@ def distil_files(
         raise SettingError("there must be at least one model file")
     names = list(architectures) * len(files) if len(architectures) == 1 else list(architectures)
     if len(names) != len(files):
-        raise SettingError(f"{len(files)} model files need one architecture, or one each; got {len(architectures)}")
-    models = [_read(file, _network(name, size, spec, seed)).to(where).eval() for file, name in zip(files, names, strict=True)]
+        raise SettingError(
+            f"{len(files)} model files need one architecture, or one each; got {len(architectures)}"
+        )
+    models = [
+        _read(file, _network(name, size, spec, seed)).to(where).eval()
+        for file, name in zip(files, names, strict=True)
+    ]
     made = _network(student, size, spec, seed).to(where)
     notes: list[str] = []
     state = distil_models(models, made, chosen, spec, seed, note=notes.append)
@@ -103,7 +108,9 @@ def distil_files(
         yield f"student: test accuracy {100 * accuracy(made, test):.2f} %"
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
-        save_file({name: value.cpu().contiguous() for name, value in made.state_dict().items()}, output)
+        save_file(
+            {name: value.cpu().contiguous() for name, value in made.state_dict().items()}, output
+        )
     except (OSError, SafetensorError) as error:
         raise OutputError(f"cannot write {output}: {error}") from None
     yield f"student: {output}"
@@ -128,7 +135,9 @@ def _read(file: Path, network: nn.Module) -> nn.Module:
         network.load_state_dict(load_file(file))
     except (OSError, SafetensorError, RuntimeError) as error:
         reason = " ".join(str(error).split())[:300]
-        raise DataFilesCorruptError(f"{file} is not a model of this architecture: {reason}") from None
+        raise DataFilesCorruptError(
+            f"{file} is not a model of this architecture: {reason}"
+        ) from None
     if not all(bool(torch.isfinite(value).all()) for value in network.state_dict().values()):
         raise DataFilesCorruptError(f"{file} has values that are not finite")
     return network

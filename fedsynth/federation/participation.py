@@ -28,10 +28,16 @@ class Participation:
         weights = None
         if self.sizes is not None and sum(n > 0 for n in self.sizes) >= count:
             weights = [n / sum(self.sizes) for n in self.sizes]
-        drawn = numpy_generator(self.seed, "participants", number).choice(self.clients, count, replace=False, p=weights)
+        drawn = numpy_generator(self.seed, "participants", number).choice(
+            self.clients, count, replace=False, p=weights
+        )
         return tuple(sorted(drawn.tolist()))
 
     def rounds_of(self, client: int, rounds: int) -> tuple[int, ...]:
         """The rounds among the first `rounds` that a client takes part in."""
         everything = range(1, rounds + 1)
-        return tuple(everything) if self.share >= 1 else tuple(n for n in everything if client in self.in_round(n))
+        return (
+            tuple(everything)
+            if self.share >= 1
+            else tuple(n for n in everything if client in self.in_round(n))
+        )

@@ -55,7 +55,17 @@ def plan_of(run: PrivateRun, target: float | None) -> Plan:
         for plan in run.plans
     )
     releases, spent = sum(plan.steps for plan in run.plans), run.planned_epsilon_by_round()
-    return Plan(chief.mechanism, sigma, chief.clip, chief.sample_rate, releases, spent, run.privacy.delta, target, rows)
+    return Plan(
+        chief.mechanism,
+        sigma,
+        chief.clip,
+        chief.sample_rate,
+        releases,
+        spent,
+        run.privacy.delta,
+        target,
+        rows,
+    )
 
 
 def public_context(settings: RunSettings, spec: DatasetSpec, device: torch.device) -> RoundContext:
@@ -63,7 +73,12 @@ def public_context(settings: RunSettings, spec: DatasetSpec, device: torch.devic
     privacy = settings.privacy
     declared = privacy.nominal_size if privacy is not None else None
     partition = settings.partition
-    nominal = spec.train_size * partition.subset * (1 - partition.local_test) / clients_or_groups(partition, spec)
+    nominal = (
+        spec.train_size
+        * partition.subset
+        * (1 - partition.local_test)
+        / clients_or_groups(partition, spec)
+    )
     return RoundContext(
         round=1,
         seed=settings.seed,
@@ -74,7 +89,12 @@ def public_context(settings: RunSettings, spec: DatasetSpec, device: torch.devic
         nominal_size=declared or nominal,
         clients=settings.partition.clients,
         client_architectures=build_client_models(
-            settings.model, spec.image_shape, spec.classes, settings.seed, settings.partition.clients, private=privacy is not None
+            settings.model,
+            spec.image_shape,
+            spec.classes,
+            settings.seed,
+            settings.partition.clients,
+            private=privacy is not None,
         ),
         compiled=settings.compile,
         memory_bytes=memory_bytes(settings.memory_gb, device),
@@ -107,13 +127,23 @@ def make_plans(given: Mapping[str, Mapping[str, Any]]) -> list[Plan]:
     for name in names:
         settings = resolve({**given, "privacy": {**privacy, "mechanism": name}})
         if settings.privacy is None:
-            raise PrivacySettingError("a plan needs a budget (--epsilon) or a noise multiplier (--sigma)")
+            raise PrivacySettingError(
+                "a plan needs a budget (--epsilon) or a noise multiplier (--sigma)"
+            )
         # a cap beside σ would only cut the table: the plan shows where the budget goes
-        free = replace(settings.privacy, epsilon=None) if settings.privacy.noise_multiplier is not None else settings.privacy
-        plans.append(plan_of(private_run(replace(settings, privacy=free)), settings.privacy.epsilon))
+        free = (
+            replace(settings.privacy, epsilon=None)
+            if settings.privacy.noise_multiplier is not None
+            else settings.privacy
+        )
+        plans.append(
+            plan_of(private_run(replace(settings, privacy=free)), settings.privacy.epsilon)
+        )
     return plans
 
 
 def plan_plot(plans: list[Plan]) -> str:
     """ε over rounds for each plan, as SVG text."""
-    return line_plot([(plan.mechanism, list(plan.epsilon.items())) for plan in plans], x="round", y="ε")
+    return line_plot(
+        [(plan.mechanism, list(plan.epsilon.items())) for plan in plans], x="round", y="ε"
+    )

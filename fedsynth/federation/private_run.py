@@ -24,7 +24,11 @@ from fedsynth.federation.participation import Participation
 from fedsynth.federation.settings import RunSettings
 from fedsynth.privacy import accounting
 from fedsynth.privacy.calibration import calibrate_noise_multiplier
-from fedsynth.privacy.errors import BudgetExceededError, PrivacySettingError, UnaccountedReleaseError
+from fedsynth.privacy.errors import (
+    BudgetExceededError,
+    PrivacySettingError,
+    UnaccountedReleaseError,
+)
 from fedsynth.privacy.ledger import Guard, Ledger
 from fedsynth.privacy.randomness import DESCRIPTION, SecretGenerator
 from fedsynth.privacy.releases import Release, check_delta
@@ -60,7 +64,9 @@ class PrivateRun:
         PrivacySettingError: δ too large for the declared number of records, no σ reaches ε, ….
     """
 
-    def __init__(self, settings: RunSettings, context: RoundContext, *, planning: bool = False) -> None:
+    def __init__(
+        self, settings: RunSettings, context: RoundContext, *, planning: bool = False
+    ) -> None:
         self._planning = planning
         if settings.privacy is None:
             raise SettingError("a private run needs privacy settings")
@@ -73,7 +79,9 @@ class PrivateRun:
             )
         mechanism = settings.privacy.mechanism or self.method.protects[0]
         if mechanism not in self.method.protects:
-            raise unknown_name(f"--dp-mechanism for {self.method.name}", mechanism, self.method.protects)
+            raise unknown_name(
+                f"--dp-mechanism for {self.method.name}", mechanism, self.method.protects
+            )
         given = settings.privacy.max_records
         self.max_records = context.spec.train_size if given is None else given
         if self.max_records < context.spec.train_size:
@@ -86,10 +94,13 @@ class PrivateRun:
         self.plans = self.method.private_plans(privacy, context)
         self.plan = self.plans[0]
         self.context = context
-        self._participation = Participation(settings.seed, settings.partition.clients, settings.participation)
+        self._participation = Participation(
+            settings.seed, settings.partition.clients, settings.participation
+        )
         self.ledgers = self._open_ledgers(privacy, None)
         if self.guaranteed and any(
-            math.isinf(accounting.epsilon(rows, privacy.delta, privacy.adjacency)) for rows in self._histories()
+            math.isinf(accounting.epsilon(rows, privacy.delta, privacy.adjacency))
+            for rows in self._histories()
         ):
             raise UnaccountedReleaseError(
                 f"a ledger in {privacy.ledger} holds a release without any guarantee (such as --dp-mechanism paper): no later run on the "
@@ -113,7 +124,9 @@ class PrivateRun:
             self.ledgers = self._open_ledgers(self.privacy, folder)
             self._make_guards()
 
-    def planned(self, rounds: Sequence[int] | None = None, noise_multiplier: float | None = None) -> list[Release]:
+    def planned(
+        self, rounds: Sequence[int] | None = None, noise_multiplier: float | None = None
+    ) -> list[Release]:
         """The rows that a client's ledger gets in the given rounds (all by default) if it takes part in them."""
         sigma = self.privacy.noise_multiplier if noise_multiplier is None else noise_multiplier
         reason = None if self.guaranteed else "FedDM's Algorithm 1 as printed"
@@ -125,7 +138,9 @@ class PrivateRun:
 
     def planned_epsilon(self) -> float:
         """ε of the worst client after the whole planned run, on top of what its ledger holds."""
-        return max(self._spent([*rows, *self.planned(mine)]) for rows, mine in self._plans(self.run.rounds))
+        return max(
+            self._spent([*rows, *self.planned(mine)]) for rows, mine in self._plans(self.run.rounds)
+        )
 
     def epsilon(self) -> float:
         """ε of the worst client so far."""
@@ -173,7 +188,9 @@ class PrivateRun:
             return [f"no differential privacy guarantee: {NOT_PRIVATE[0]}"]
         planned = self.planned_epsilon()
         sampling = (
-            f"Poisson sampling at q = {self.plan.sample_rate:.3g}" if self.plan.sample_rate < 1 else "all records at each step"
+            f"Poisson sampling at q = {self.plan.sample_rate:.3g}"
+            if self.plan.sample_rate < 1
+            else "all records at each step"
         )
         rounds, releases = _many(self.run.rounds, "round"), _many(self._releases, "release")
         if self.run.participation < 1:
@@ -188,7 +205,9 @@ class PrivateRun:
             lines.append(f"  of this, ε = {up(spent, 3)} stands in the ledgers from earlier runs")
         cap = self.privacy.epsilon
         if cap is not None and planned > cap * (1 + 1e-9):
-            lines.append(f"  the cap ε = {cap:g} is below that: the run ends, in order, before the round that would exceed it")
+            lines.append(
+                f"  the cap ε = {cap:g} is below that: the run ends, in order, before the round that would exceed it"
+            )
         if planned > 10 and cap is None:
             lines.append(
                 f"  warning: ε = {up(planned, 3)} is a weak guarantee: one example may change the odds of any outcome by a factor of "
@@ -225,11 +244,17 @@ class PrivateRun:
         names = [f"client-{k:03d}" for k in range(self.run.partition.clients)]
         files = {name: folder / f"{name}.jsonl" if folder else None for name in names}
         if self._planning:
-            files = {name: file if file is not None and file.exists() else None for name, file in files.items()}
+            files = {
+                name: file if file is not None and file.exists() else None
+                for name, file in files.items()
+            }
         return [Ledger(name, file, dataset=dataset) for name, file in files.items()]
 
     def _make_guards(self) -> None:
-        self.guards = [Guard(ledger, self.privacy.delta, self.privacy.epsilon, self.privacy.adjacency) for ledger in self.ledgers]
+        self.guards = [
+            Guard(ledger, self.privacy.delta, self.privacy.epsilon, self.privacy.adjacency)
+            for ledger in self.ledgers
+        ]
 
     def _histories(self) -> set[tuple[Release, ...]]:
         return {ledger.releases for ledger in self.ledgers}
@@ -245,19 +270,29 @@ class PrivateRun:
                     f"the budget ε = {target:g} is already spent: a client's ledger stands at {self._spent(spent):.4g}"
                 )
 
-            def plan(sigma: float, spent: tuple[Release, ...] = spent, rounds: tuple[int, ...] = rounds) -> list[Release]:
+            def plan(
+                sigma: float, spent: tuple[Release, ...] = spent, rounds: tuple[int, ...] = rounds
+            ) -> list[Release]:
                 return [*spent, *self.planned(rounds, sigma)]
 
-            found = max(found, calibrate_noise_multiplier(target, privacy.delta, plan, privacy.adjacency))
+            found = max(
+                found, calibrate_noise_multiplier(target, privacy.delta, plan, privacy.adjacency)
+            )
         return found
 
     def _public_items(self) -> dict[str, str]:
         spec, context = self.spec, self.context
         split = self.run.partition
-        over = "clients" if clients_or_groups(split, spec) == split.clients else "writers or devices that are published"
+        over = (
+            "clients"
+            if clients_or_groups(split, spec) == split.clients
+            else "writers or devices that are published"
+        )
         declared = f"the size that the data set's specification declares, over the number of {over}"
         declared += f", times the share {split.subset:g} that is used" if split.subset < 1 else ""
-        declared += f", times the share {1 - split.local_test:g} that trains" if split.local_test else ""
+        declared += (
+            f", times the share {1 - split.local_test:g} that trains" if split.local_test else ""
+        )
         chosen = "declared" if self.privacy.nominal_size else declared
         items = {
             "classes and image shape": f"{spec.classes} classes, {spec.channels}×{spec.height}×{spec.width}",
@@ -284,19 +319,30 @@ class PrivateRun:
             **items,
             "sample rate q": f"{self.plan.sample_rate:.6g}, from public sizes",
             "nominal records of a client": f"{context.nominal_size:g} ({chosen}); divisors use it or released counts, never the true number",
-            **{f"upload field {name!r}": reason for name, (kind, reason) in fields.items() if kind == "public"},
+            **{
+                f"upload field {name!r}": reason
+                for name, (kind, reason) in fields.items()
+                if kind == "public"
+            },
         }
 
     def _accesses(self) -> tuple[tuple[str, str, str], ...]:
         released = [
-            (f"{plan.quantity}: {plan.clipped}", f"mechanism {plan.mechanism}, {_many(plan.steps, 'release')} a round")
+            (
+                f"{plan.quantity}: {plan.clipped}",
+                f"mechanism {plan.mechanism}, {_many(plan.steps, 'release')} a round",
+            )
             for plan in self.plans
         ]
         private = tuple((what, "accounted", note) for what, note in released)
         if not self.guaranteed:
             private = (
                 *((what, "unaccounted", note) for what, note in released),
-                ("real images as the start of the synthetic ones", "unaccounted", "released as they are, before any step"),
+                (
+                    "real images as the start of the synthetic ones",
+                    "unaccounted",
+                    "released as they are, before any step",
+                ),
                 ("which classes a client has", "unaccounted", "only those are sent"),
             )
         simulation = "folder simulation_only, and the message of a partition that cannot be made; outside the guarantee"
@@ -309,11 +355,19 @@ class PrivateRun:
             *private,
             *splits,
             ("partition into clients, true counts, seconds", "simulation-only", simulation),
-            ("test set", "public", "declared public; test accuracy is computed from released models"),
+            (
+                "test set",
+                "public",
+                "declared public; test accuracy is computed from released models",
+            ),
         )
 
     def _published(self) -> tuple[Mapping[str, str], ...]:
-        if not self.guaranteed or self.method.name != "feddm" or self.privacy.noise_multiplier is None:
+        if (
+            not self.guaranteed
+            or self.method.name != "feddm"
+            or self.privacy.noise_multiplier is None
+        ):
             return ()
         claim = 2 * math.log(1 / self.privacy.delta) / self.privacy.noise_multiplier**2
         return (
@@ -335,10 +389,19 @@ def check_method(method: Method) -> None:
     Raises:
         UnaccountedReleaseError: names the method, the field and the reason.
     """
-    fields = {**privacy_of_fields(method.upload), **(privacy_of_fields(method.answers) if method.answers else {})}
-    bad = [f"{name} ({kind})" for name, (kind, _) in fields.items() if kind not in ("released", "public")]
+    fields = {
+        **privacy_of_fields(method.upload),
+        **(privacy_of_fields(method.answers) if method.answers else {}),
+    }
+    bad = [
+        f"{name} ({kind})"
+        for name, (kind, _) in fields.items()
+        if kind not in ("released", "public")
+    ]
     if bad or not method.protects:
-        why = method.refusal or f"its upload has fields that no mechanism protects: {', '.join(bad)}"
+        why = (
+            method.refusal or f"its upload has fields that no mechanism protects: {', '.join(bad)}"
+        )
         raise UnaccountedReleaseError(f"{method.name} cannot run with differential privacy: {why}")
 
 
@@ -352,7 +415,9 @@ def data_set_id(run: RunSettings) -> str:
     if parts["subset"] == 1:
         del parts["subset"]
     for kind in ("missing", "dominant"):  # settings of one rule name nothing under another
-        for name in [name for name in parts if name.startswith(kind) and run.partition.kind != kind]:
+        for name in [
+            name for name in parts if name.startswith(kind) and run.partition.kind != kind
+        ]:
             del parts[name]
     partition = json.dumps(parts, sort_keys=True)
     return f"{run.dataset}-{hashlib.blake2b(partition.encode(), digest_size=6).hexdigest()}"

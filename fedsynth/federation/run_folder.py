@@ -72,7 +72,10 @@ class RunFolder:
         if not self._private:
             return dict(row)
         kept = {k: v for k, v in row.items() if k not in ("seconds", LOCAL)}
-        return {k: {name: self._public(one) for name, one in v.items()} if k == "models" else v for k, v in kept.items()}
+        return {
+            k: {name: self._public(one) for name, one in v.items()} if k == "models" else v
+            for k, v in kept.items()
+        }
 
     def _append(self, name: str, row: Mapping[str, Any]) -> None:
         with _writing(self.path), (self.path / name).open("a", encoding="utf-8") as file:
@@ -89,14 +92,23 @@ class RunFolder:
 
     def write_model(self, parameters: Mapping[str, Tensor]) -> None:
         with _writing(self.path):
-            save_file({name: t.detach().cpu().contiguous() for name, t in parameters.items()}, self.path / "model.safetensors")
+            save_file(
+                {name: t.detach().cpu().contiguous() for name, t in parameters.items()},
+                self.path / "model.safetensors",
+            )
 
-    def write_synthetic(self, sets: Sequence[tuple[int, Tensor, Tensor]], spec: DatasetSpec) -> None:
+    def write_synthetic(
+        self, sets: Sequence[tuple[int, Tensor, Tensor]], spec: DatasetSpec
+    ) -> None:
         """(client, images [N, C, H, W], normalised or uint8 pixels, labels [N]) of the last round: exactly what was sent, and a picture."""
         sets = [(client, images.cpu(), labels.cpu()) for client, images, labels in sets]
         images, labels = torch.cat([s[1] for s in sets]), torch.cat([s[2] for s in sets])
         client = torch.cat([torch.full((len(s[2]),), s[0]) for s in sets])
-        metadata = {"dataset": spec.name, "mean": json.dumps(spec.mean), "std": json.dumps(spec.std)}
+        metadata = {
+            "dataset": spec.name,
+            "mean": json.dumps(spec.mean),
+            "std": json.dumps(spec.std),
+        }
         tensors = {"images": images.contiguous(), "labels": labels, "client": client}
         with _writing(self.path):
             save_file(tensors, self.path / "synthetic.safetensors", metadata=metadata)
@@ -112,13 +124,22 @@ class RunFolder:
             return
         with _writing(self.path):
             values = {name: matrix.cpu().tolist() for name, matrix in matrices.items()}
-            (self.path / "artefacts.json").write_text(json.dumps(values, indent=1, allow_nan=False), encoding="utf-8")
+            (self.path / "artefacts.json").write_text(
+                json.dumps(values, indent=1, allow_nan=False), encoding="utf-8"
+            )
             for name, matrix in matrices.items():
-                shares_png(matrix.cpu().double().numpy(), self.path / f"{name}.png", name.replace("_", " "))
+                shares_png(
+                    matrix.cpu().double().numpy(), self.path / f"{name}.png", name.replace("_", " ")
+                )
 
     def finish(self, summary: Mapping[str, Any]) -> Path:
         """Writes the summary, gives the folder its final name and returns it."""
-        text = json.dumps({**self._public(summary), "folder": str(self._final)}, indent=2, allow_nan=False) + "\n"
+        text = (
+            json.dumps(
+                {**self._public(summary), "folder": str(self._final)}, indent=2, allow_nan=False
+            )
+            + "\n"
+        )
         with _writing(self.path):
             (self.path / "summary.json").write_text(text, encoding="utf-8")
             self.path.rename(self._final)
@@ -134,7 +155,9 @@ def _fresh(base: Path, name: str) -> tuple[Path, Path]:
         path = final.with_name(f"{final.name}.incomplete")
         with suppress(FileExistsError):
             path.mkdir()
-            if not final.exists():  # asked afterwards, as a run of the same second may have ended just before
+            if (
+                not final.exists()
+            ):  # asked afterwards, as a run of the same second may have ended just before
                 return final, path
             path.rmdir()
         number += 1
@@ -146,4 +169,6 @@ def _writing(path: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError) as error:
-        raise OutputError(f"cannot write the run folder {path}: {getattr(error, 'strerror', None) or error}") from None
+        raise OutputError(
+            f"cannot write the run folder {path}: {getattr(error, 'strerror', None) or error}"
+        ) from None

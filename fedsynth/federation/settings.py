@@ -39,7 +39,14 @@ DIGITS_PRESET: Mapping[str, Mapping[str, Any]] = {
     "partition": {"clients": 5},
     "model": {"width": 32, "depth": 2},
     "feddm": {"iterations": 10, "image_lr": 5.0, "server_epochs": 60},
-    "fedaf": {"ipc": 10, "iterations": 10, "image_lr": 5.0, "image_momentum": 0.0, "server_epochs": 60, "server_lr": 0.01},
+    "fedaf": {
+        "ipc": 10,
+        "iterations": 10,
+        "image_lr": 5.0,
+        "image_momentum": 0.0,
+        "server_epochs": 60,
+        "server_lr": 0.01,
+    },
     "real": {"server_epochs": 60},
     "feddf": {"batch": 32, "local_epochs": 20, "server_steps": 300, "proxy": "noise"},
     "dense": _SHORT_DISTILLATION,
@@ -104,7 +111,9 @@ class RunSettings:
             if not (isinstance(value, kind) or (name == "privacy" and value is None)):
                 raise SettingError(f"{name} must be an object such as {example}, got {value!r}")
         if self.rounds < 1 or self.evaluate_every < 1:
-            raise SettingError(f"rounds and evaluate_every must be at least 1, got {self.rounds} and {self.evaluate_every}")
+            raise SettingError(
+                f"rounds and evaluate_every must be at least 1, got {self.rounds} and {self.evaluate_every}"
+            )
         if self.memory_gb is not None and not 0 < self.memory_gb < math.inf:
             raise SettingError(f"memory_gb must be above 0, got {self.memory_gb}")
         if not 0 < self.participation <= 1:
@@ -115,9 +124,13 @@ class RunSettings:
                 "sampling by size shows how many examples a client has: use sampling=uniform with differential privacy"
             )
         if self.sampling == "size" and self.participation == 1:
-            raise SettingError("sampling by size draws some of the clients: it needs a participation below 1")
+            raise SettingError(
+                "sampling by size draws some of the clients: it needs a participation below 1"
+            )
         if self.model.client_names and not self.method.heterogeneous:
-            raise SettingError(f"{self.method.name} needs one architecture for all: leave --client-models out")
+            raise SettingError(
+                f"{self.method.name} needs one architecture for all: leave --client-models out"
+            )
         if self.model.client_names and self.rounds > 1:
             raise SettingError(
                 "clients of their own architectures cannot start from the server's model: use one round, --rounds 1"
@@ -142,14 +155,22 @@ class RunSettings:
             "memory_gb": self.memory_gb,
         }
         sections: dict[str, dict[str, Any]] = {
-            "run": {**run, "evaluate_every": self.evaluate_every, "participation": self.participation, "sampling": self.sampling},
+            "run": {
+                **run,
+                "evaluate_every": self.evaluate_every,
+                "participation": self.participation,
+                "sampling": self.sampling,
+            },
             "data": {"dataset": self.dataset, "data_root": self.data_root},
             "partition": dataclasses.asdict(self.partition),
             "model": dataclasses.asdict(self.model),
             "method": dataclasses.asdict(self.method),
             "privacy": dataclasses.asdict(self.privacy) if self.privacy is not None else {},
         }
-        plain = {name: {k: _plain(v) for k, v in values.items() if v is not None} for name, values in sections.items()}
+        plain = {
+            name: {k: _plain(v) for k, v in values.items() if v is not None}
+            for name, values in sections.items()
+        }
         return {name: values for name, values in plain.items() if values}
 
 
@@ -171,18 +192,24 @@ def _of_the_method(method: type[Method], values: Mapping[str, Any]) -> Mapping[s
     types = {"partition": PartitionSettings, "model": ModelSettings, "privacy": PrivacySettings}
     homes = {**{key: "run" for key in RUN_KINDS}, "dataset": "data", "data_root": "data"}
     for section, kind in types.items():
-        homes.update({field.name: section for field in dataclasses.fields(kind) if field.name not in homes})
+        homes.update(
+            {field.name: section for field in dataclasses.fields(kind) if field.name not in homes}
+        )
     known = {field.name for field in dataclasses.fields(method)}
     for key in values:
         if key not in known and key in homes:
-            raise SettingError(f"{key} is no setting of {method.name} but of [{homes[key]}]: --set {homes[key]}.{key}=…")
+            raise SettingError(
+                f"{key} is no setting of {method.name} but of [{homes[key]}]: --set {homes[key]}.{key}=…"
+            )
     return values
 
 
 def preset_of(dataset: str, method: str) -> dict[str, dict[str, Any]]:
     """The defaults that a data set changes, as sections of settings."""
     preset = PRESETS.get(dataset.partition("(")[0], {})  # synthetic(1,1) and all its kind have one
-    sections = {name: dict(preset[name]) for name in ("run", "partition", "model") if name in preset}
+    sections = {
+        name: dict(preset[name]) for name in ("run", "partition", "model") if name in preset
+    }
     return {**sections, **({"method": dict(preset[method])} if method in preset else {})}
 
 
@@ -212,7 +239,9 @@ def resolve(given: Mapping[str, Mapping[str, Any]]) -> RunSettings:
             raise unknown_name("setting of run", key, ("method", *RUN_KINDS))
         values[key] = convert(f"run.{key}", value, RUN_KINDS[key])
     return RunSettings(
-        method=method.from_mapping({**preset.get("method", {}), **_of_the_method(method, given.get("method", {}))}),
+        method=method.from_mapping(
+            {**preset.get("method", {}), **_of_the_method(method, given.get("method", {}))}
+        ),
         dataset=spec.name,
         data_root=Path(str(root)).expanduser().absolute() if root else None,
         partition=_build(PartitionSettings, "partition", partition),

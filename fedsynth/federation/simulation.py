@@ -41,7 +41,9 @@ from fedsynth.privacy.errors import BudgetExceededError
 from fedsynth.privacy.report import build_report, write_report
 from fedsynth.synthesizer.sets import SyntheticSet
 
-Step = Callable[[Message, ClientGroup, Sequence[Memory], RoundContext], list[tuple[Message, Memory]]]
+Step = Callable[
+    [Message, ClientGroup, Sequence[Memory], RoundContext], list[tuple[Message, Memory]]
+]
 
 
 @dataclass(frozen=True)
@@ -104,14 +106,30 @@ def simulate(
     settings = replace(settings, dataset=train.spec.name)
     if parts is not None:
         check_parts(parts, len(train))
-        settings = replace(settings, partition=replace(settings.partition, kind=GIVEN, clients=len(parts), subset=1.0))
+        settings = replace(
+            settings,
+            partition=replace(settings.partition, kind=GIVEN, clients=len(parts), subset=1.0),
+        )
     else:
-        parts = partition(train.labels.cpu().numpy(), settings.resolved_partition, train.spec.classes, *train.origins())
+        parts = partition(
+            train.labels.cpu().numpy(),
+            settings.resolved_partition,
+            train.spec.classes,
+            *train.origins(),
+        )
     if settings.privacy is None:
         require_all_classes(train)
     folder = None if output is None else Path(output)
     divided = [torch.as_tensor(np.asarray(part), dtype=torch.int64) for part in parts]
-    return _Simulation(settings, train.to(device), test.to(device), divided, observer or Observer(), folder, download).run()
+    return _Simulation(
+        settings,
+        train.to(device),
+        test.to(device),
+        divided,
+        observer or Observer(),
+        folder,
+        download,
+    ).run()
 
 
 class _Simulation:
@@ -127,7 +145,12 @@ class _Simulation:
         output: Path | None,
         download: bool = False,
     ) -> None:
-        self.settings, self.method, self.test, self.observer = settings, settings.method, test, observer
+        self.settings, self.method, self.test, self.observer = (
+            settings,
+            settings.method,
+            test,
+            observer,
+        )
         self.context = public_context(settings, train.spec, train.labels.device)
         self.method.check_model(self.context.architecture)
         name = getattr(self.method, "proxy", "")
@@ -136,40 +159,59 @@ class _Simulation:
                 proxy = noise_images(train.spec, settings.seed)
             else:
                 proxy, _ = load_dataset(name, settings.data_root, download=download)
-            self.context = replace(self.context, proxy=ProxyImages(proxy.to(train.labels.device), train.spec))
+            self.context = replace(
+                self.context, proxy=ProxyImages(proxy.to(train.labels.device), train.spec)
+            )
         self.context = replace(self.context, note=observer.note)
         self.private = PrivateRun(settings, self.context) if settings.privacy is not None else None
-        headline = ["no differential privacy: what clients send is not protected (--dp-epsilon protects it)"]
+        headline = [
+            "no differential privacy: what clients send is not protected (--dp-epsilon protects it)"
+        ]
         if self.private is not None:
-            self.private.check_round(1)  # a cap that allows no round at all is the user's mistake, not a run that ended early
+            self.private.check_round(
+                1
+            )  # a cap that allows no round at all is the user's mistake, not a run that ended early
             headline = self.private.headline()
             self.context = replace(self.context, privacy=self.private.privacy)
         self.folder = None
         if output is not None:
-            self.folder = RunFolder(output, f"{self.method.name}-{train.spec.name}", private=self.private is not None)
+            self.folder = RunFolder(
+                output, f"{self.method.name}-{train.spec.name}", private=self.private is not None
+            )
         if self.folder is not None:
             self.folder.write_config(to_toml(settings.to_mapping()))
             labels = train.labels.cpu().numpy()
-            self.folder.write_partition(count_matrix(labels, [part.numpy() for part in parts], train.spec.classes))
+            self.folder.write_partition(
+                count_matrix(labels, [part.numpy() for part in parts], train.spec.classes)
+            )
             if self.private is not None:
                 self.private.keep_ledgers_in(self.folder.path / "ledger")
         self.train, self.parts, self.tests = train, parts, []
         if settings.partition.local_test > 0:
             split = hold_out(
-                [part.numpy() for part in parts], settings.partition.local_test, settings.resolved_partition.seed or 0
+                [part.numpy() for part in parts],
+                settings.partition.local_test,
+                settings.resolved_partition.seed or 0,
             )
             self.parts, self.tests = ([torch.as_tensor(part) for part in side] for side in split)
         if self.private is None:
             self.context = replace(self.context, sizes=tuple(len(part) for part in self.parts))
         sizes = self.context.sizes if settings.sampling == "size" else None
-        self.participation = Participation(settings.seed, settings.partition.clients, settings.participation, sizes)
+        self.participation = Participation(
+            settings.seed, settings.partition.clients, settings.participation, sizes
+        )
         if self.method.personal and not settings.partition.local_test:
             headline.append(
                 f"warning: {self.method.name}'s clients keep models of their own, which nothing tests here (--local-test 0.2)"
             )
         for line in headline:
             observer.note(line)
-        self.state = ServerState({name: t.to(self.context.device) for name, t in self.context.architecture.state_dict().items()})
+        self.state = ServerState(
+            {
+                name: t.to(self.context.device)
+                for name, t in self.context.architecture.state_dict().items()
+            }
+        )
         self.memories: dict[int, Memory] = {}
         self.uploads: dict[int, Message] = {}
         self.answers: dict[int, Message] = {}
@@ -183,10 +225,14 @@ class _Simulation:
                 if self.private is not None:
                     self.private.check_round(number)
                     self.private.charge_unprotected(number)
-                context = replace(self.context, round=number, participants=self.participation.in_round(number))
+                context = replace(
+                    self.context, round=number, participants=self.participation.in_round(number)
+                )
                 self._round(context)
             except BudgetExceededError as error:  # in the round itself only if another process charged the same ledger meanwhile
-                self.deviations.append(f"ended after {number - 1} of {self.settings.rounds} rounds: {error}")
+                self.deviations.append(
+                    f"ended after {number - 1} of {self.settings.rounds} rounds: {error}"
+                )
                 self.observer.note(self.deviations[-1])
                 break
             self._record(context, started)
@@ -202,21 +248,31 @@ class _Simulation:
             if self.private is None or not self.private.guaranteed:
                 groups.append(OpenClients(ids, self.train, mine))
             else:
-                guards, secrets = [self.private.guards[k] for k in ids], [self.private.secrets[k] for k in ids]
+                guards, secrets = (
+                    [self.private.guards[k] for k in ids],
+                    [self.private.secrets[k] for k in ids],
+                )
                 groups.append(PrivateClients(ids, self.train, mine, guards, secrets))
         return groups
 
     def _round(self, context: RoundContext) -> None:
-        quiet = replace(context, report=lambda phase, done, total: self.observer.step(context.round, phase, done, total))
+        quiet = replace(
+            context,
+            report=lambda phase, done, total: self.observer.step(context.round, phase, done, total),
+        )
         state, kept = self.state, self.memories
         self.groups = self._groups(context.participants or ())
         self.answers = {}
         question = self.method.question(state, context)
         if question is not None:
-            self.answers, kept = self._ask(self.method.answer, self.method.answers, question, kept, context)
+            self.answers, kept = self._ask(
+                self.method.answer, self.method.answers, question, kept, context
+            )
             state = self.method.hear(state, list(self.answers.values()), quiet)
         message = self.method.broadcast(state, context)
-        uploads, memories = self._ask(self.method.client_step, self.method.upload, message, kept, context)
+        uploads, memories = self._ask(
+            self.method.client_step, self.method.upload, message, kept, context
+        )
         state = self.method.server_step(state, list(uploads.values()), quiet)
         _check_finite(state.parameters, "server's model", context.round)
         if context.round == 1 and len(uploads) == context.clients:
@@ -225,18 +281,36 @@ class _Simulation:
         self.memories.update(memories)
 
     def _ask(
-        self, step: Step, declared: type[Message] | None, message: Message, kept: Mapping[int, Memory], context: RoundContext
+        self,
+        step: Step,
+        declared: type[Message] | None,
+        message: Message,
+        kept: Mapping[int, Memory],
+        context: RoundContext,
     ) -> tuple[dict[int, Message], dict[int, Memory]]:
         """One exchange with all clients, group by group: their messages and memories."""
         sent: dict[int, Message] = {}
         memories: dict[int, Memory] = {}
         for group in self.groups:
-            report = _GroupReport(self.observer, context.round, len(sent), len(group.ids), len(context.participants or ()))
-            results = step(message, group, [kept.get(k, {}) for k in group.ids], replace(context, report=report))
+            report = _GroupReport(
+                self.observer,
+                context.round,
+                len(sent),
+                len(group.ids),
+                len(context.participants or ()),
+            )
+            results = step(
+                message,
+                group,
+                [kept.get(k, {}) for k in group.ids],
+                replace(context, report=report),
+            )
             for k, (upload, memory) in zip(group.ids, results, strict=True):
                 if type(upload) is not declared:  # what was declared, and checked, is what is sent
                     expected = "nothing" if declared is None else declared.__name__
-                    raise TypeError(f"{self.method.name} declares messages of type {expected}, got {type(upload).__name__}")
+                    raise TypeError(
+                        f"{self.method.name} declares messages of type {expected}, got {type(upload).__name__}"
+                    )
                 _check_finite(dict(upload.arrays()), f"client {k}", context.round)
                 if self.method.personal:  # what is tested stays with the client
                     _check_finite(memory, f"client {k}", context.round)
@@ -262,7 +336,9 @@ class _Simulation:
             row.update(self._evaluate())
         if self.private is not None and self.private.guaranteed:
             row["epsilon"] = self.private.epsilon()
-        messages = [[u, *([self.answers[k]] if k in self.answers else [])] for k, u in self.uploads.items()]
+        messages = [
+            [u, *([self.answers[k]] if k in self.answers else [])] for k, u in self.uploads.items()
+        ]
         row["upload_floats"] = sum(m.floats for sent in messages for m in sent)
         row["client_upload_bytes"] = [sum(m.nbytes for m in sent) for sent in messages]
         row["upload_bytes"] = sum(row["client_upload_bytes"])
@@ -278,7 +354,11 @@ class _Simulation:
         """What a round's row says of the model, and under `models` of each of the method's variants."""
         final, variants = self.method.final_parameters(self.state), self.method.variants(self.state)
         models = {name: self._evaluate_one(parameters) for name, parameters in variants.items()}
-        same = [name for name, one in variants.items() if all(one[key] is value for key, value in final.items())]
+        same = [
+            name
+            for name, one in variants.items()
+            if all(one[key] is value for key, value in final.items())
+        ]
         row = models[same[0]] if same else self._evaluate_one(final)
         return {**row, "models": models} if models else row
 
@@ -289,10 +369,16 @@ class _Simulation:
         right = correct(model, self.test)
         row: dict[str, Any] = {"test_accuracy": int(right.sum()) / len(right)}
         if sum(map(len, self.tests)):
-            own = (self.method.personal_parameters(parameters, self.memories.get(k, {})) for k in range(len(self.parts)))
+            own = (
+                self.method.personal_parameters(parameters, self.memories.get(k, {}))
+                for k in range(len(self.parts))
+            )
             personal = (model if one is None else self.context.load(one) for one in own)
             row[LOCAL] = local_metrics(
-                personal if self.method.personal else model, self.train, self.tests, [len(part) for part in self.parts]
+                personal if self.method.personal else model,
+                self.train,
+                self.tests,
+                [len(part) for part in self.parts],
             )
         domains = accuracy_by_domain(right, self.test)
         if domains:
@@ -302,22 +388,43 @@ class _Simulation:
 
     def _finish(self) -> RunResult:
         last = self.metrics[-1] if self.metrics else {}
-        final = last["test_accuracy"] if "test_accuracy" in last else self._evaluate()["test_accuracy"]
+        final = (
+            last["test_accuracy"] if "test_accuracy" in last else self._evaluate()["test_accuracy"]
+        )
         report, summary, artefacts = None, self._summary(final), self.method.artefacts(self.state)
         if self.private is not None:
             ledgers = {ledger.client: ledger for ledger in self.private.ledgers}
-            report = build_report(self.private.report_context(len(self.metrics), self.deviations), ledgers)
+            report = build_report(
+                self.private.report_context(len(self.metrics), self.deviations), ledgers
+            )
         if self.folder is not None:
             self.folder.write_model(self.method.final_parameters(self.state))
-            sets = [(k, u.images, u.labels) for k, u in self.uploads.items() if isinstance(u, SyntheticSet)]
+            sets = [
+                (k, u.images, u.labels)
+                for k, u in self.uploads.items()
+                if isinstance(u, SyntheticSet)
+            ]
             if sets:
                 self.folder.write_synthetic(sets, self.context.spec)
             self.folder.write_artefacts(artefacts)
             if report is not None:
                 write_report(report, self.folder.path)
             summary["folder"] = str(self.folder.finish(summary))
-        model, folder = self.context.load(self.method.final_parameters(self.state)), self.folder.path if self.folder else None
-        return RunResult(self.settings, final, self.metrics, model, self.uploads, report, folder, summary, artefacts)
+        model, folder = (
+            self.context.load(self.method.final_parameters(self.state)),
+            self.folder.path if self.folder else None,
+        )
+        return RunResult(
+            self.settings,
+            final,
+            self.metrics,
+            model,
+            self.uploads,
+            report,
+            folder,
+            summary,
+            artefacts,
+        )
 
     def _summary(self, final: float) -> dict[str, Any]:
         summary: dict[str, Any] = {
@@ -336,15 +443,27 @@ class _Simulation:
         if "domain_average" in last:
             summary["domain_average"] = last["domain_average"]
         if "models" in last:
-            summary["models"] = {name: {"test_accuracy": one["test_accuracy"]} for name, one in last["models"].items()}
+            summary["models"] = {
+                name: {"test_accuracy": one["test_accuracy"]}
+                for name, one in last["models"].items()
+            }
         if LOCAL in last and self.private is None:
             summary[LOCAL] = {name: last[LOCAL][name] for name in ("amp", "fm", "wlp")}
         if self.private is not None:
             guarantee = (
-                {"epsilon": self.private.epsilon(), "delta": self.private.privacy.delta} if self.private.guaranteed else {}
+                {"epsilon": self.private.epsilon(), "delta": self.private.privacy.delta}
+                if self.private.guaranteed
+                else {}
             )
-            mechanism = {"noise_multiplier": self.private.privacy.noise_multiplier, "mechanism": self.private.plan.mechanism}
-            summary["differential_privacy"] = {"guarantee": self.private.guaranteed, **guarantee, **mechanism}
+            mechanism = {
+                "noise_multiplier": self.private.privacy.noise_multiplier,
+                "mechanism": self.private.plan.mechanism,
+            }
+            summary["differential_privacy"] = {
+                "guarantee": self.private.guaranteed,
+                **guarantee,
+                **mechanism,
+            }
         return summary
 
 
@@ -369,4 +488,6 @@ class _GroupReport:
     clients: int
 
     def __call__(self, phase: str, done: int, total: int) -> None:
-        self.observer.step(self.number, phase, self.before * total + done * self.share, self.clients * total)
+        self.observer.step(
+            self.number, phase, self.before * total + done * self.share, self.clients * total
+        )

@@ -22,7 +22,12 @@ def average(uploads: Sequence[ModelParameters], *, even: bool = False) -> dict[s
     weights = [1.0 if even else u.weight for u in uploads]
     total = sum(weights)
     return {
-        name: torch.stack([u.parameters[name].double() * (w / total) for u, w in zip(uploads, weights, strict=True)])
+        name: torch.stack(
+            [
+                u.parameters[name].double() * (w / total)
+                for u, w in zip(uploads, weights, strict=True)
+            ]
+        )
         .sum(dim=0)
         .to(value.dtype)
         if value.is_floating_point()
@@ -36,11 +41,16 @@ def trainable(context: RoundContext) -> list[str]:
     return [name for name, _ in context.architecture.named_parameters()]
 
 
-def cached(state: ServerState, uploads: Sequence[ModelParameters], context: RoundContext) -> dict[str, Tensor]:
+def cached(
+    state: ServerState, uploads: Sequence[ModelParameters], context: RoundContext
+) -> dict[str, Tensor]:
     """The server's cache after a round, to be kept: one slot a client, [K, …] for each parameter; a client never active yet holds w⁰."""
     cache = {name: value for name, value in state.kept.items() if name.startswith(SLOT)}
     if not cache:
-        cache = {SLOT + name: value[None].repeat(context.clients, *[1] * value.dim()) for name, value in state.parameters.items()}
+        cache = {
+            SLOT + name: value[None].repeat(context.clients, *[1] * value.dim())
+            for name, value in state.parameters.items()
+        }
     active = context.participants or range(context.clients)
     fresh = {name: slots.clone() for name, slots in cache.items()}
     for client, upload in zip(active, uploads, strict=True):
@@ -56,7 +66,9 @@ def overall_average(kept: Mapping[str, Tensor], context: RoundContext) -> dict[s
     sizes = torch.tensor(context.sizes or [1] * context.clients, dtype=torch.float64)
     weights = sizes / sizes.sum().clamp_min(1)
     return {
-        name.removeprefix(SLOT): torch.tensordot(weights.to(slots.device), slots.double(), dims=1).to(slots.dtype)
+        name.removeprefix(SLOT): torch.tensordot(
+            weights.to(slots.device), slots.double(), dims=1
+        ).to(slots.dtype)
         if slots.is_floating_point()
         else slots[0]
         for name, slots in kept.items()

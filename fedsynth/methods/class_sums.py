@@ -28,10 +28,14 @@ class ClassSums:
     deviation: float
 
 
-def sums_plans(what: str, each: str, clip: float, width: int, classes: int, noise: float) -> tuple[PrivatePlan, PrivatePlan]:
+def sums_plans(
+    what: str, each: str, clip: float, width: int, classes: int, noise: float
+) -> tuple[PrivatePlan, PrivatePlan]:
     """Of the sums and of the counts, without sampling; `noise`: their noise multiplier over the run's σ."""
     sums = PrivatePlan(f"class sums of {what}", "sums", each, clip, 1.0, 1, classes * width, noise)
-    return sums, PrivatePlan("class counts", "sums", "each example counts 1", 1.0, 1.0, 1, classes, noise)
+    return sums, PrivatePlan(
+        "class counts", "sums", "each example counts 1", 1.0, 1.0, 1, classes, noise
+    )
 
 
 def class_sums(
@@ -53,15 +57,23 @@ def class_sums(
             raise TypeError("private clients need plans")
         (sums_plan, counts_plan), (_, sigma) = plans, context.protection()
         alone, row = clients.alone(position), counts_plan.release(context.round, sigma)
-        held = alone.class_sums(alone.charge(row, classes), lambda x_NCHW, segment_N: x_NCHW.new_ones(len(x_NCHW), 1))
+        held = alone.class_sums(
+            alone.charge(row, classes), lambda x_NCHW, segment_N: x_NCHW.new_ones(len(x_NCHW), 1)
+        )
         series = alone.charge(sums_plan.release(context.round, sigma), classes)
         noisy = alone.class_sums(series, lambda x_NCHW, segment_N: rows(x_NCHW))
         return ClassSums(noisy, held[:, 0], row.noise_multiplier)
     mine = clients.examples(position)
-    sums, counts = torch.zeros(classes, width, device=context.device), torch.zeros(classes, device=context.device)
+    sums, counts = (
+        torch.zeros(classes, width, device=context.device),
+        torch.zeros(classes, device=context.device),
+    )
     with torch.no_grad():
         for part in mine.split(chunk(mine.device)):
             if len(part):
                 members = F.one_hot(clients.labels(part), classes).to(sums.dtype)
-                sums, counts = sums + members.T @ rows(clients.images(part)), counts + members.sum(dim=0)
+                sums, counts = (
+                    sums + members.T @ rows(clients.images(part)),
+                    counts + members.sum(dim=0),
+                )
     return ClassSums(sums, counts, 0.0)

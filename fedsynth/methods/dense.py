@@ -66,7 +66,13 @@ class DistilsWithoutData(DistilsEnsemble):
             replay=self.replay,
         )
 
-    def fit_student(self, models: Sequence[nn.Module], student: nn.Module, aggregate: Aggregate, context: RoundContext) -> None:
+    def fit_student(
+        self,
+        models: Sequence[nn.Module],
+        student: nn.Module,
+        aggregate: Aggregate,
+        context: RoundContext,
+    ) -> None:
         notes = self.distillation().fit(
             models,
             student,
@@ -86,13 +92,21 @@ class Dense(DistilsWithoutData):
     the student passes over all images so far in each epoch (its public code; the paper does not say)."""
 
     name: ClassVar[str] = "dense"
-    summary: ClassVar[str] = "one-shot: the server distils the average of the clients' logits, on generated images"
+    summary: ClassVar[str] = (
+        "one-shot: the server distils the average of the clients' logits, on generated images"
+    )
     reference: ClassVar[str] = "Zhang et al. 2022, DENSE, arXiv 2112.12371"
 
     only_disagreement: bool = True
     hard_weight: float = 0.0
     replay: bool = True
 
-    def distil(self, models: Sequence[nn.Module], student: nn.Module, state: ServerState, context: RoundContext) -> ServerState:
+    def distil(
+        self,
+        models: Sequence[nn.Module],
+        student: nn.Module,
+        state: ServerState,
+        context: RoundContext,
+    ) -> ServerState:
         self.fit_student(models, student, average_of_logits, context)
         return ServerState({})

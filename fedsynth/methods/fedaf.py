@@ -24,7 +24,15 @@ from torch import Tensor, nn
 
 from fedsynth.core.client import ClientGroup, OpenClients, PrivateClients, Segments
 from fedsynth.core.messages import Message, ModelParameters, parameters_of, released
-from fedsynth.core.method import Memory, PrivatePlan, RoundContext, ServerState, check_choice, check_embedding, check_ranges
+from fedsynth.core.method import (
+    Memory,
+    PrivatePlan,
+    RoundContext,
+    ServerState,
+    check_choice,
+    check_embedding,
+    check_ranges,
+)
 from fedsynth.core.random import torch_generator
 from fedsynth.data.images import denormalise
 from fedsynth.methods.class_sums import class_sums, sums_plans
@@ -46,7 +54,14 @@ from fedsynth.synthesizer.knowledge import (
 from fedsynth.synthesizer.matching import ExactMatcher, Matcher, ResidualMatcher
 from fedsynth.synthesizer.resampling import ResampledNetworks
 from fedsynth.synthesizer.server import TrainsOnUnion
-from fedsynth.synthesizer.sets import SyntheticSet, averaged_start, noise_start, split_uploads, train_on_union, with_kept_images
+from fedsynth.synthesizer.sets import (
+    SyntheticSet,
+    averaged_start,
+    noise_start,
+    split_uploads,
+    train_on_union,
+    with_kept_images,
+)
 
 
 @dataclass(frozen=True)
@@ -102,7 +117,9 @@ class FedAF(TrainsOnUnion):
     """
 
     name: ClassVar[str] = "fedaf"
-    summary: ClassVar[str] = "clients condense towards shared class-mean logits, the server matches their soft labels"
+    summary: ClassVar[str] = (
+        "clients condense towards shared class-mean logits, the server matches their soft labels"
+    )
     reference: ClassVar[str] = "Wang et al. 2024, FedAF, arXiv 2404.18962"
     upload: ClassVar[type[Message]] = CondensedSet
     answers: ClassVar[type[Message] | None] = LocalKnowledge
@@ -135,11 +152,29 @@ class FedAF(TrainsOnUnion):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_ranges(self, ipc=(1, inf), iterations=(1, inf), batch=(1, inf), image_lr=(0, inf), image_momentum=(0, 1))
         check_ranges(
-            self, gamma=(0, 1), local_weight=(0, inf), global_weight=(0, inf), temperature=(1e-6, inf), directions=(1, inf)
+            self,
+            ipc=(1, inf),
+            iterations=(1, inf),
+            batch=(1, inf),
+            image_lr=(0, inf),
+            image_momentum=(0, 1),
         )
-        check_ranges(self, min_examples=(0, inf), start_average=(1, inf), logit_clip=(1e-9, inf), knowledge_noise=(1e-3, inf))
+        check_ranges(
+            self,
+            gamma=(0, 1),
+            local_weight=(0, inf),
+            global_weight=(0, inf),
+            temperature=(1e-6, inf),
+            directions=(1, inf),
+        )
+        check_ranges(
+            self,
+            min_examples=(0, inf),
+            start_average=(1, inf),
+            logit_clip=(1e-9, inf),
+            knowledge_noise=(1e-3, inf),
+        )
         check_choice("distance", self.distance, DISTANCES)
         check_choice("small_class", self.small_class, SMALL_CLASS)
         check_choice("batch_norm", self.batch_norm, ("client", "class"))
@@ -155,10 +190,16 @@ class FedAF(TrainsOnUnion):
         check_embedding(self.name, model)
 
     def question(self, state: ServerState, context: RoundContext) -> Message | None:
-        return ModelParameters(state.parameters, 1.0) if self.knowledge_from == "first-phase" else None
+        return (
+            ModelParameters(state.parameters, 1.0) if self.knowledge_from == "first-phase" else None
+        )
 
     def answer(
-        self, message: Message, clients: ClientGroup, memories: Sequence[Memory], context: RoundContext
+        self,
+        message: Message,
+        clients: ClientGroup,
+        memories: Sequence[Memory],
+        context: RoundContext,
     ) -> list[tuple[Message, Memory]]:
         model = context.load(parameters_of(message)).requires_grad_(False).eval()
         logits, present = self._local_knowledge(model, clients, context)
@@ -167,12 +208,18 @@ class FedAF(TrainsOnUnion):
             for v, p, memory in zip(logits, present, memories, strict=True)
         ]
 
-    def hear(self, state: ServerState, answers: Sequence[Message], context: RoundContext) -> ServerState:
+    def hear(
+        self, state: ServerState, answers: Sequence[Message], context: RoundContext
+    ) -> ServerState:
         mine = [a for a in answers if isinstance(a, LocalKnowledge)]
         present = [a.present for a in mine]
         logits, known = average_over_holders([a.logits for a in mine], present)
-        soft, _ = average_over_holders([soft_labels(a.logits, self.temperature) for a in mine], present)
-        return ServerState(state.parameters, {**_remembered(state, logits, known), "soft": soft, "present": known})
+        soft, _ = average_over_holders(
+            [soft_labels(a.logits, self.temperature) for a in mine], present
+        )
+        return ServerState(
+            state.parameters, {**_remembered(state, logits, known), "soft": soft, "present": known}
+        )
 
     def broadcast(self, state: ServerState, context: RoundContext) -> Message:
         classes, device = context.spec.classes, context.device
@@ -181,15 +228,25 @@ class FedAF(TrainsOnUnion):
         return GlobalKnowledge(state.parameters, 1.0, logits, known)
 
     def client_step(
-        self, message: Message, clients: ClientGroup, memories: Sequence[Memory], context: RoundContext
+        self,
+        message: Message,
+        clients: ClientGroup,
+        memories: Sequence[Memory],
+        context: RoundContext,
     ) -> list[tuple[Message, Memory]]:
         if not isinstance(message, GlobalKnowledge):
             raise TypeError(f"expected GlobalKnowledge, got {type(message).__name__}")
         model = context.load(message.parameters).requires_grad_(False).eval()
-        segments = clients.segments() if isinstance(clients, PrivateClients) else clients.segments(self.min_examples)
+        segments = (
+            clients.segments()
+            if isinstance(clients, PrivateClients)
+            else clients.segments(self.min_examples)
+        )
         matcher = self._matcher(clients, segments, context)
         if all("logits" in memory for memory in memories):  # made, and charged, in the first phase
-            logits, present = (torch.stack([memory[name] for memory in memories]) for name in ("logits", "present"))
+            logits, present = (
+                torch.stack([memory[name] for memory in memories]) for name in ("logits", "present")
+            )
         else:
             logits, present = self._local_knowledge(model, clients, context)
         batch_norm = has_batch_norm(model)
@@ -221,12 +278,18 @@ class FedAF(TrainsOnUnion):
             if self.knowledge_from == "first-phase":  # the server has V, and makes R of it
                 v, there = v[:0], there[:0]
             sent = CondensedSet(
-                denormalise(upload.images, context.spec), upload.labels, v, soft_labels(v, self.temperature), there
+                denormalise(upload.images, context.spec),
+                upload.labels,
+                v,
+                soft_labels(v, self.temperature),
+                there,
             )
             results.append((sent, {"images": upload.images}))
         return results
 
-    def server_step(self, state: ServerState, uploads: Sequence[Message], context: RoundContext) -> ServerState:
+    def server_step(
+        self, state: ServerState, uploads: Sequence[Message], context: RoundContext
+    ) -> ServerState:
         sets = [u for u in uploads if isinstance(u, CondensedSet)]
         if self.knowledge_from == "first-phase":
             kept, soft, known = (
@@ -243,7 +306,9 @@ class FedAF(TrainsOnUnion):
 
         def matching(logits_NC: Tensor, labels_N: Tensor) -> Tensor:
             means, there = class_means(logits_NC, labels_N, classes)
-            return self.global_weight * knowledge_matching(means, soft, there & known, self.temperature)
+            return self.global_weight * knowledge_matching(
+                means, soft, there & known, self.temperature
+            )
 
         def loss(logits_NC: Tensor, labels_N: Tensor) -> Tensor:
             return nn.functional.cross_entropy(logits_NC, labels_N) + matching(logits_NC, labels_N)
@@ -257,7 +322,9 @@ class FedAF(TrainsOnUnion):
             train_on_union(model, uploads, self.union_sgd(), context, on_all=matching)
         return ServerState(model.state_dict(), kept)
 
-    def private_plans(self, privacy: PrivacySettings, context: RoundContext) -> tuple[PrivatePlan, ...]:
+    def private_plans(
+        self, privacy: PrivacySettings, context: RoundContext
+    ) -> tuple[PrivatePlan, ...]:
         """The images' T releases, the sums of logits, and the counts."""
         refuse_batch_norm(context.architecture)
         refuse_private(self.matching)
@@ -268,12 +335,15 @@ class FedAF(TrainsOnUnion):
             mechanism="residual",
             clipped="residual h(S) − h(x) of each example's embedding",
             clip=privacy.clip or 0.25 * sqrt(width),
-            sample_rate=privacy.sample_rate or min(1.0, self.batch * classes / context.nominal_size),
+            sample_rate=privacy.sample_rate
+            or min(1.0, self.batch * classes / context.nominal_size),
             steps=self.iterations,
             dimension=classes * width,
         )
         each, noise = "logits z(x) of each example", self.knowledge_noise
-        return images, *sums_plans("logits (V and R)", each, self.logit_clip, classes, classes, noise)
+        return images, *sums_plans(
+            "logits (V and R)", each, self.logit_clip, classes, classes, noise
+        )
 
     def _matcher(self, clients: ClientGroup, segments: Segments, context: RoundContext) -> Matcher:
         """Distribution matching of embeddings alone (Eq. 4)."""
@@ -289,13 +359,21 @@ class FedAF(TrainsOnUnion):
                 round=context.round,
             )
             exact = ExactMatcher(clients, batches, columns)
-            return exact if self.matching == "mean" else DistributionMatcher(exact, self.matching, self.blur, columns)
+            return (
+                exact
+                if self.matching == "mean"
+                else DistributionMatcher(exact, self.matching, self.blur, columns)
+            )
         privacy, sigma = context.protection()
         plan = self.private_plans(privacy, context)[0]
         series = clients.charge(plan.release(context.round, sigma), context.spec.classes)
-        return ResidualMatcher(clients, series, plan.sample_rate * context.nominal_size / context.spec.classes, columns)
+        return ResidualMatcher(
+            clients, series, plan.sample_rate * context.nominal_size / context.spec.classes, columns
+        )
 
-    def _collaborative(self, matcher: Matcher, message: GlobalKnowledge, segments: Segments, context: RoundContext) -> Matcher:
+    def _collaborative(
+        self, matcher: Matcher, message: GlobalKnowledge, segments: Segments, context: RoundContext
+    ) -> Matcher:
         if self.local_weight == 0 or not bool(message.known.any()):
             return matcher
         label, generator = segments.label.to(context.device), torch_generator(
@@ -312,7 +390,9 @@ class FedAF(TrainsOnUnion):
             directions=lambda: unit_directions(self.directions, context.spec.classes, generator),
         )
 
-    def _local_knowledge(self, model: nn.Module, clients: ClientGroup, context: RoundContext) -> tuple[Tensor, Tensor]:
+    def _local_knowledge(
+        self, model: nn.Module, clients: ClientGroup, context: RoundContext
+    ) -> tuple[Tensor, Tensor]:
         """(V_k [K, C, C], which rows exist [K, C]) of every client of the group (Eq. 5)."""
         classes = context.spec.classes
         plans = None
@@ -328,13 +408,25 @@ class FedAF(TrainsOnUnion):
             there.append(made.counts >= floor)
         return torch.stack(means), torch.stack(there)
 
-    def _start(self, clients: ClientGroup, segments: Segments, memories: Sequence[Memory], context: RoundContext) -> Tensor:
+    def _start(
+        self,
+        clients: ClientGroup,
+        segments: Segments,
+        memories: Sequence[Memory],
+        context: RoundContext,
+    ) -> Tensor:
         kept = [{} if self.restart else memory for memory in memories]
-        return with_kept_images(lambda: self._fresh_start(clients, segments, context), segments, kept)
+        return with_kept_images(
+            lambda: self._fresh_start(clients, segments, context), segments, kept
+        )
 
-    def _fresh_start(self, clients: ClientGroup, segments: Segments, context: RoundContext) -> Tensor:
+    def _fresh_start(
+        self, clients: ClientGroup, segments: Segments, context: RoundContext
+    ) -> Tensor:
         if isinstance(clients, PrivateClients):
-            return noise_start(clients.ids, segments, self.ipc, clients.spec.image_shape, context.seed).to(context.device)
+            return noise_start(
+                clients.ids, segments, self.ipc, clients.spec.image_shape, context.seed
+            ).to(context.device)
         return averaged_start(clients, segments, self.ipc, self.start_average, context.seed)
 
 
@@ -342,4 +434,7 @@ def _remembered(state: ServerState, logits: Tensor, known: Tensor) -> dict[str, 
     """V with the rows of an earlier round for classes that none of this round's clients has (partial participation)."""
     if "known" not in state.kept:
         return {"logits": logits, "known": known}
-    return {"logits": torch.where(known[:, None], logits, state.kept["logits"]), "known": known | state.kept["known"]}
+    return {
+        "logits": torch.where(known[:, None], logits, state.kept["logits"]),
+        "known": known | state.kept["known"],
+    }

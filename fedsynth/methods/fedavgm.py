@@ -36,7 +36,9 @@ class FedAvgM(TrainsLocally):
         super().__post_init__()
         check_ranges(self, server_momentum=(0, 1), server_lr=(0, inf))
 
-    def combine(self, state: ServerState, uploads: Sequence[ModelParameters], context: RoundContext) -> ServerState:
+    def combine(
+        self, state: ServerState, uploads: Sequence[ModelParameters], context: RoundContext
+    ) -> ServerState:
         mean, velocity = average(uploads), unprefixed("velocity.", state.kept)
         made, kept = dict(mean), {}
         for name in trainable(context):

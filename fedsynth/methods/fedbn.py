@@ -44,9 +44,13 @@ class FedBN(TrainsLocally):
 
     def check_model(self, model: nn.Module) -> None:
         if not local_names(model):
-            raise SettingError("fedbn keeps batch norms local, and this network has none: use --norm batch")
+            raise SettingError(
+                "fedbn keeps batch norms local, and this network has none: use --norm batch"
+            )
 
-    def start_model(self, client: int, message: Message, memory: Memory, context: RoundContext) -> nn.Module:
+    def start_model(
+        self, client: int, message: Message, memory: Memory, context: RoundContext
+    ) -> nn.Module:
         return context.load({**parameters_of(message), **memory})
 
     def task(self, client: int, message: Message, memory: Memory, context: RoundContext) -> Task:
@@ -59,9 +63,13 @@ class FedBN(TrainsLocally):
 
         return Task(finish=finish)
 
-    def server_step(self, state: ServerState, uploads: list[Message], context: RoundContext) -> ServerState:  # type: ignore[override]
+    def server_step(
+        self, state: ServerState, uploads: list[Message], context: RoundContext
+    ) -> ServerState:  # type: ignore[override]
         made = super().server_step(state, uploads, context)
         return ServerState({**state.parameters, **made.parameters}, made.kept)
 
-    def personal_parameters(self, parameters: Mapping[str, Tensor], memory: Memory) -> Mapping[str, Tensor]:
+    def personal_parameters(
+        self, parameters: Mapping[str, Tensor], memory: Memory
+    ) -> Mapping[str, Tensor]:
         return {**parameters, **memory}

@@ -33,7 +33,9 @@ class FedDF(DistilsEnsemble):
     """
 
     name: ClassVar[str] = "feddf"
-    summary: ClassVar[str] = "the server distils the average of the clients' logits on public unlabelled images"
+    summary: ClassVar[str] = (
+        "the server distils the average of the clients' logits on public unlabelled images"
+    )
     reference: ClassVar[str] = "Lin et al. 2020, FedDF, arXiv 2006.07242"
 
     start: str = "average"
@@ -48,9 +50,17 @@ class FedDF(DistilsEnsemble):
 
     def check_model(self, model: nn.Module) -> None:
         if not self.proxy:
-            raise SettingError("feddf needs public images: name their data set with --set proxy=NAME (noise: random pixels)")
+            raise SettingError(
+                "feddf needs public images: name their data set with --set proxy=NAME (noise: random pixels)"
+            )
 
-    def distil(self, models: Sequence[nn.Module], student: nn.Module, state: ServerState, context: RoundContext) -> ServerState:
+    def distil(
+        self,
+        models: Sequence[nn.Module],
+        student: nn.Module,
+        state: ServerState,
+        context: RoundContext,
+    ) -> ServerState:
         images = context.proxy
         if images is None:
             raise SettingError("feddf needs public images (RoundContext.proxy)")
@@ -61,7 +71,9 @@ class FedDF(DistilsEnsemble):
         draws = torch_generator(context.seed, "proxy batches", context.round)
         student.train()
         for done in range(self.server_steps):
-            batch = images(torch.randint(len(images), (self.server_batch,), generator=draws).to(context.device))
+            batch = images(
+                torch.randint(len(images), (self.server_batch,), generator=draws).to(context.device)
+            )
             with torch.no_grad():
                 answer = torch.stack([model(batch) for model in models]).mean(dim=0)
             with torch.enable_grad():

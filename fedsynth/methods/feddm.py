@@ -22,7 +22,14 @@ from torch import Tensor, nn
 
 from fedsynth.core.client import ClientGroup, OpenClients, PrivateClients, Segments
 from fedsynth.core.messages import Message, parameters_of
-from fedsynth.core.method import Memory, PrivatePlan, RoundContext, check_choice, check_embedding, check_ranges
+from fedsynth.core.method import (
+    Memory,
+    PrivatePlan,
+    RoundContext,
+    check_choice,
+    check_embedding,
+    check_ranges,
+)
 from fedsynth.core.random import torch_generator
 from fedsynth.privacy.dpsgd import refuse_batch_norm
 from fedsynth.privacy.randomness import SecretGenerator
@@ -33,10 +40,24 @@ from fedsynth.synthesizer.batches import SMALL_CLASS, BatchIndices
 from fedsynth.synthesizer.condensation import client_bytes, condense
 from fedsynth.synthesizer.distributions import MATCHINGS, DistributionMatcher, refuse_private
 from fedsynth.synthesizer.feature_sums import FeatureSumMatcher
-from fedsynth.synthesizer.matching import ClippedMatcher, ExactMatcher, GradientMatcher, Matcher, PaperMatcher, ResidualMatcher
+from fedsynth.synthesizer.matching import (
+    ClippedMatcher,
+    ExactMatcher,
+    GradientMatcher,
+    Matcher,
+    PaperMatcher,
+    ResidualMatcher,
+)
 from fedsynth.synthesizer.perturbation import READINGS, Perturbations
 from fedsynth.synthesizer.server import TrainsInBall
-from fedsynth.synthesizer.sets import SyntheticSet, averaged_start, noise_start, real_start, split_uploads, with_kept_images
+from fedsynth.synthesizer.sets import (
+    SyntheticSet,
+    averaged_start,
+    noise_start,
+    real_start,
+    split_uploads,
+    with_kept_images,
+)
 
 
 @dataclass(frozen=True)
@@ -72,7 +93,9 @@ class FedDM(TrainsInBall):
     """
 
     name: ClassVar[str] = "feddm"
-    summary: ClassVar[str] = "clients send synthetic sets matched to their data around the global model"
+    summary: ClassVar[str] = (
+        "clients send synthetic sets matched to their data around the global model"
+    )
     reference: ClassVar[str] = "Xiong et al. 2023, FedDM, arXiv 2207.09653"
     upload: ClassVar[type[Message]] = SyntheticSet
     protects: ClassVar[tuple[str, ...]] = ("residual", "gradient", "features", "paper")
@@ -100,7 +123,13 @@ class FedDM(TrainsInBall):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_ranges(self, ipc=(1, inf), batch=(1, inf), iterations=(1, inf), min_examples=(0, inf))
-        check_ranges(self, start_average=(1, inf), image_clip=(0, inf), networks=(1, inf), count_noise=(0.01, inf))
+        check_ranges(
+            self,
+            start_average=(1, inf),
+            image_clip=(0, inf),
+            networks=(1, inf),
+            count_noise=(0.01, inf),
+        )
         check_ranges(self, image_lr=(0, inf), image_momentum=(0, 1), logit_weight=(0, inf))
         check_choice("augment", self.augment, ("none", "siamese"))
         check_choice("perturbation", self.perturbation, READINGS)
@@ -116,15 +145,27 @@ class FedDM(TrainsInBall):
         check_embedding(self.name, model)
 
     def client_step(
-        self, message: Message, clients: ClientGroup, memories: Sequence[Memory], context: RoundContext
+        self,
+        message: Message,
+        clients: ClientGroup,
+        memories: Sequence[Memory],
+        context: RoundContext,
     ) -> list[tuple[Message, Memory]]:
         model = context.load(parameters_of(message))
         batch_norm = has_batch_norm(model)
         model = with_grouped_statistics(model) if batch_norm else model
-        segments = clients.segments() if isinstance(clients, PrivateClients) else clients.segments(self.min_examples)
+        segments = (
+            clients.segments()
+            if isinstance(clients, PrivateClients)
+            else clients.segments(self.min_examples)
+        )
         start = self._start(clients, segments, memories, context)
         matcher = self._matcher(clients, segments, context)
-        pull = ClippedMatcher(matcher, segments.position.to(context.device), self.image_clip) if self.image_clip else matcher
+        pull = (
+            ClippedMatcher(matcher, segments.position.to(context.device), self.image_clip)
+            if self.image_clip
+            else matcher
+        )
         period = self._networks if isinstance(matcher, FeatureSumMatcher) else None
         networks = Perturbations(
             model,
@@ -147,7 +188,8 @@ class FedDM(TrainsInBall):
             draw_augmentation=self._augmentation(segments, context, period),
             statistics_S=self._statistics(segments, context) if batch_norm else None,
             memory_bytes=context.memory_bytes // 2,
-            compiled=context.compiled and isinstance(clients, OpenClients),  # else a record more would change others' kernel
+            compiled=context.compiled
+            and isinstance(clients, OpenClients),  # else a record more would change others' kernel
             report=lambda done: context.report("condense", done, self.iterations),
         )
         kept = matcher.kept if isinstance(matcher, FeatureSumMatcher) else None
@@ -160,12 +202,18 @@ class FedDM(TrainsInBall):
         """M, or fewer where there are fewer steps to use them."""
         return min(self.networks, self.iterations)
 
-    def private_plans(self, privacy: PrivacySettings, context: RoundContext) -> tuple[PrivatePlan, ...]:
+    def private_plans(
+        self, privacy: PrivacySettings, context: RoundContext
+    ) -> tuple[PrivatePlan, ...]:
         """T releases a round, or M and one of the counts. Default clips are public: in feature space about the norm of a matched residual
         of instance-normalised features, which grows with the root of their number; for `paper` the paper's."""
         refuse_batch_norm(context.architecture)
         refuse_private(self.matching)
-        classes, image_shape, width = context.spec.classes, context.spec.image_shape, sum(self._columns(context))
+        classes, image_shape, width = (
+            context.spec.classes,
+            context.spec.image_shape,
+            sum(self._columns(context)),
+        )
         pixels = self.ipc * image_shape[0] * image_shape[1] * image_shape[2]
         mechanism = privacy.mechanism or self.protects[0]
         clipped, clip, columns = {
@@ -183,7 +231,9 @@ class FedDM(TrainsInBall):
             "paper": ("gradient of each class's batch, not of an example", 5.0, pixels),
         }[mechanism]
         once = mechanism == "features"
-        rate = privacy.sample_rate or (1.0 if once else min(1.0, self.batch * classes / context.nominal_size))
+        rate = privacy.sample_rate or (
+            1.0 if once else min(1.0, self.batch * classes / context.nominal_size)
+        )
         plan = PrivatePlan(
             quantity="class sums of features" if once else "synthetic images",
             mechanism=mechanism,
@@ -196,7 +246,9 @@ class FedDM(TrainsInBall):
         if not once:
             return (plan,)
         ratio = self.count_noise / sqrt(self._networks)
-        return plan, PrivatePlan("class counts", mechanism, "each example counts 1", 1.0, rate, 1, classes, ratio)
+        return plan, PrivatePlan(
+            "class counts", mechanism, "each example counts 1", 1.0, rate, 1, classes, ratio
+        )
 
     def _columns(self, context: RoundContext) -> tuple[int, int]:
         """Coordinates of an embedding and of its logits."""
@@ -208,13 +260,25 @@ class FedDM(TrainsInBall):
         numbers = segments.position if self.batch_norm == "client" else torch.arange(len(segments))
         return numbers.to(context.device)
 
-    def _start(self, clients: ClientGroup, segments: Segments, memories: Sequence[Memory], context: RoundContext) -> Tensor:
+    def _start(
+        self,
+        clients: ClientGroup,
+        segments: Segments,
+        memories: Sequence[Memory],
+        context: RoundContext,
+    ) -> Tensor:
         kept = [{} if self.restart else memory for memory in memories]
-        return with_kept_images(lambda: self._fresh_start(clients, segments, context), segments, kept)
+        return with_kept_images(
+            lambda: self._fresh_start(clients, segments, context), segments, kept
+        )
 
-    def _fresh_start(self, clients: ClientGroup, segments: Segments, context: RoundContext) -> Tensor:
+    def _fresh_start(
+        self, clients: ClientGroup, segments: Segments, context: RoundContext
+    ) -> Tensor:
         if isinstance(clients, PrivateClients):
-            return noise_start(clients.ids, segments, self.ipc, clients.spec.image_shape, context.seed).to(context.device)
+            return noise_start(
+                clients.ids, segments, self.ipc, clients.spec.image_shape, context.seed
+            ).to(context.device)
         if self.start_average > 1:
             return averaged_start(clients, segments, self.ipc, self.start_average, context.seed)
         return real_start(clients, segments, self.ipc, context.seed)
@@ -226,12 +290,16 @@ class FedDM(TrainsInBall):
         if self.augment == "none":
             return None
         labels, steps = segments.label.to(context.device), count()
-        generator = torch_generator(context.seed, "siamese augmentation", context.round, device=context.device)
+        generator = torch_generator(
+            context.seed, "siamese augmentation", context.round, device=context.device
+        )
 
         def draw() -> Callable[[Tensor, Tensor], Tensor]:
             nonlocal generator
             if next(steps) % (period or inf) == 0:
-                generator = torch_generator(context.seed, "siamese augmentation", context.round, device=context.device)
+                generator = torch_generator(
+                    context.seed, "siamese augmentation", context.round, device=context.device
+                )
             transform = SiameseAugmentation(context.spec.classes, generator, flip=self.flip)
             return lambda x_NCHW, segment_N: transform(x_NCHW, labels[segment_N])
 
@@ -251,16 +319,32 @@ class FedDM(TrainsInBall):
             )
             exact = ExactMatcher(clients, batches)
             if privacy is None:
-                return exact if self.matching == "mean" else DistributionMatcher(exact, self.matching, self.blur)
-            clip, noise_multiplier = self.private_plans(privacy, context)[0].clip, privacy.noise_multiplier or 0.0
-            return PaperMatcher(exact, segments, batches, [SecretGenerator() for _ in clients.ids], noise_multiplier, clip)
+                return (
+                    exact
+                    if self.matching == "mean"
+                    else DistributionMatcher(exact, self.matching, self.blur)
+                )
+            clip, noise_multiplier = (
+                self.private_plans(privacy, context)[0].clip,
+                privacy.noise_multiplier or 0.0,
+            )
+            return PaperMatcher(
+                exact,
+                segments,
+                batches,
+                [SecretGenerator() for _ in clients.ids],
+                noise_multiplier,
+                clip,
+            )
         privacy, sigma = context.protection()
         plan, *counts = self.private_plans(privacy, context)
         series = clients.charge(plan.release(context.round, sigma), context.spec.classes)
         if counts:
             row = counts[0].release(context.round, sigma)
             floor = max(1.0, self.min_examples * plan.sample_rate, 2 * row.noise_multiplier)
-            return FeatureSumMatcher(clients, series, clients.charge(row, context.spec.classes), plan.steps, floor)
+            return FeatureSumMatcher(
+                clients, series, clients.charge(row, context.spec.classes), plan.steps, floor
+            )
         divisor = plan.sample_rate * context.nominal_size / context.spec.classes
         kind = ResidualMatcher if plan.mechanism == "residual" else GradientMatcher
         return kind(clients, series, divisor)

@@ -32,7 +32,9 @@ class FedDyn(TrainsLocally):
     """
 
     name: ClassVar[str] = "feddyn"
-    summary: ClassVar[str] = "a regulariser that moves with each client aligns local optima with the global one"
+    summary: ClassVar[str] = (
+        "a regulariser that moves with each client aligns local optima with the global one"
+    )
     reference: ClassVar[str] = "Acar et al. 2021, FedDyn, arXiv 2111.04263"
     one_pass: ClassVar[bool] = True
 
@@ -50,18 +52,26 @@ class FedDyn(TrainsLocally):
         pull = Pull(self.alpha, center, -linear)
 
         def finish(model: nn.Module, trained: Trained) -> tuple[Message, Memory]:
-            after = {name: g[name] - self.alpha * (p.detach() - start[name]) for name, p in model.named_parameters()}
+            after = {
+                name: g[name] - self.alpha * (p.detach() - start[name])
+                for name, p in model.named_parameters()
+            }
             return ModelParameters(model.state_dict(), trained.weight), after
 
         return Task(penalty=pull if self.alpha else None, finish=finish)
 
-    def combine(self, state: ServerState, uploads: Sequence[ModelParameters], context: RoundContext) -> ServerState:
+    def combine(
+        self, state: ServerState, uploads: Sequence[ModelParameters], context: RoundContext
+    ) -> ServerState:
         made = average(uploads, even=True)
         if self.alpha == 0:
             return ServerState(made)
         old, h = unprefixed("h.", state.kept), {}
         for name in trainable(context):
-            moved = sum((u.parameters[name] - state.parameters[name] for u in uploads), start=state.parameters[name] * 0)
+            moved = sum(
+                (u.parameters[name] - state.parameters[name] for u in uploads),
+                start=state.parameters[name] * 0,
+            )
             h[name] = (old[name] if old else 0) - self.alpha / context.clients * moved
             made[name] = made[name] - h[name] / self.alpha
         return ServerState(made, prefixed("h.", h))

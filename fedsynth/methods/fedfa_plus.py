@@ -24,7 +24,14 @@ from torch.nn import functional as F
 
 from fedsynth.core.client import ClientGroup, OpenClients, chunk
 from fedsynth.core.messages import Message, ModelParameters, public, unprotected
-from fedsynth.core.method import Memory, RoundContext, ServerState, check_choice, check_embedding, check_ranges
+from fedsynth.core.method import (
+    Memory,
+    RoundContext,
+    ServerState,
+    check_choice,
+    check_embedding,
+    check_ranges,
+)
 from fedsynth.core.random import torch_generator
 from fedsynth.errors import SettingError
 from fedsynth.methods.aggregation import average
@@ -66,7 +73,9 @@ class FedFAPlus(TrainsLocally):
 
     name: ClassVar[str] = "fedfa-plus"
     summary: ClassVar[str] = "feature augmentation and alignment (TPAMI 2024; not feature anchors)"
-    reference: ClassVar[str] = "Zhou, Yuan, Wang and Konukoglu 2024, Federated Feature Augmentation and Alignment, TPAMI"
+    reference: ClassVar[str] = (
+        "Zhou, Yuan, Wang and Konukoglu 2024, Federated Feature Augmentation and Alignment, TPAMI"
+    )
     upload: ClassVar[type[Message]] = StatisticsUp
     refusal: ClassVar[str] = (
         "its losses mix the examples of a batch, so one example's influence on a step cannot be bounded, and it uploads channel statistics "
@@ -83,7 +92,13 @@ class FedFAPlus(TrainsLocally):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_choice("parts", self.parts, ("both", "augmentation", "alignment"))
-        check_ranges(self, probability=(0, 1), align_weight=(0, inf), bins=(2, inf), bin_temperature=(1e-6, inf))
+        check_ranges(
+            self,
+            probability=(0, 1),
+            align_weight=(0, inf),
+            bins=(2, inf),
+            bin_temperature=(1e-6, inf),
+        )
 
     def check_model(self, model: nn.Module) -> None:
         check_embedding(self.name, model)
@@ -98,7 +113,11 @@ class FedFAPlus(TrainsLocally):
     def task(self, client: int, message: Message, memory: Memory, context: RoundContext) -> Task:
         if not isinstance(message, StatisticsDown):
             raise TypeError(f"expected StatisticsDown, got {type(message).__name__}")
-        layers = {} if self.parts == "alignment" else self._layers(client, message.statistics, memory, context)
+        layers = (
+            {}
+            if self.parts == "alignment"
+            else self._layers(client, message.statistics, memory, context)
+        )
         shared = None if self.parts == "augmentation" else message.statistics.get(HISTOGRAM)
 
         def loss(network: nn.Module, x: Tensor, y: Tensor) -> Tensor:
@@ -118,15 +137,27 @@ class FedFAPlus(TrainsLocally):
 
         return Task(loss=loss, stateful=True, finish=finish)
 
-    def complete(self, upload: Message, clients: ClientGroup, position: int, message: Message, context: RoundContext) -> Message:
+    def complete(
+        self,
+        upload: Message,
+        clients: ClientGroup,
+        position: int,
+        message: Message,
+        context: RoundContext,
+    ) -> Message:
         if not isinstance(upload, StatisticsUp) or not isinstance(clients, OpenClients):
             raise TypeError(f"expected StatisticsUp of open clients, got {type(upload).__name__}")
         if self.parts == "augmentation" or not len(clients.examples(position)):
             return upload
         model = context.load(upload.parameters).eval()
-        return replace(upload, statistics={**upload.statistics, HISTOGRAM: self._histogram(model, clients, position)})
+        return replace(
+            upload,
+            statistics={**upload.statistics, HISTOGRAM: self._histogram(model, clients, position)},
+        )
 
-    def combine(self, state: ServerState, uploads: Sequence[ModelParameters], context: RoundContext) -> ServerState:
+    def combine(
+        self, state: ServerState, uploads: Sequence[ModelParameters], context: RoundContext
+    ) -> ServerState:
         sent = [u for u in uploads if isinstance(u, StatisticsUp)]
         kept: dict[str, Tensor] = {}
         for name in sent[0].statistics:
@@ -139,13 +170,19 @@ class FedFAPlus(TrainsLocally):
     ) -> dict[str, Augmentation]:
         stages: Sequence[str] = context.architecture.stage_names  # type: ignore[assignment]
         coin = torch_generator(context.seed, "augmentation coin", context.round, client)
-        noise = torch_generator(context.seed, "augmentation", context.round, client, device=context.device)
+        noise = torch_generator(
+            context.seed, "augmentation", context.round, client, device=context.device
+        )
         return {
             name: Augmentation(
                 self.probability,
                 coin,
                 noise,
-                *(source.get(f"{kind}.{name}") for source in (statistics, memory) for kind in ("mean", "std")),
+                *(
+                    source.get(f"{kind}.{name}")
+                    for source in (statistics, memory)
+                    for kind in ("mean", "std")
+                ),
             )
             for name in stages
         }
@@ -165,4 +202,8 @@ class FedFAPlus(TrainsLocally):
 
 def _statistics(kept: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """What of a server's memory is γ or π, and not the cache of clients' models."""
-    return {name: value for name, value in kept.items() if name == HISTOGRAM or name.startswith(("mean.", "std."))}
+    return {
+        name: value
+        for name, value in kept.items()
+        if name == HISTOGRAM or name.startswith(("mean.", "std."))
+    }

@@ -69,7 +69,13 @@ CLEAR = 4
 
 
 def anchor_losses(
-    features_ND: Tensor, labels_N: Tensor, anchors_CD: Tensor, known_C: Tensor, *, temperature: float | None, normalise: bool
+    features_ND: Tensor,
+    labels_N: Tensor,
+    anchors_CD: Tensor,
+    known_C: Tensor,
+    *,
+    temperature: float | None,
+    normalise: bool,
 ) -> Tensor:
     """q of each example [N]; 0 for a class without anchor.
 
@@ -107,7 +113,9 @@ class FedFM(TrainsLocally):
     """
 
     name: ClassVar[str] = "fedfm"
-    summary: ClassVar[str] = "features pulled to shared anchors, the class means of all clients' features"
+    summary: ClassVar[str] = (
+        "features pulled to shared anchors, the class means of all clients' features"
+    )
     reference: ClassVar[str] = "Ye et al. 2023, FedFM, arXiv 2210.07615"
     answers: ClassVar[type[Message] | None] = FeatureSums
 
@@ -132,13 +140,25 @@ class FedFM(TrainsLocally):
         return ModelParameters(state.parameters, 1.0) if context.round >= self.start_round else None
 
     def answer(
-        self, message: Message, clients: ClientGroup, memories: Sequence[Memory], context: RoundContext
+        self,
+        message: Message,
+        clients: ClientGroup,
+        memories: Sequence[Memory],
+        context: RoundContext,
     ) -> list[tuple[Message, Memory]]:
         model = context.load(parameters_of(message)).requires_grad_(False).eval()
-        made = [self.feature_sums(model, clients, position, context) for position in range(len(clients.ids))]
-        return [(FeatureSums(m.sums, m.counts), memory) for m, memory in zip(made, memories, strict=True)]
+        made = [
+            self.feature_sums(model, clients, position, context)
+            for position in range(len(clients.ids))
+        ]
+        return [
+            (FeatureSums(m.sums, m.counts), memory)
+            for m, memory in zip(made, memories, strict=True)
+        ]
 
-    def hear(self, state: ServerState, answers: Sequence[Message], context: RoundContext) -> ServerState:
+    def hear(
+        self, state: ServerState, answers: Sequence[Message], context: RoundContext
+    ) -> ServerState:
         sent = [a for a in answers if isinstance(a, FeatureSums)]
         return ServerState(state.parameters, {**state.kept, **self._anchors(state, sent, context)})
 
@@ -150,7 +170,9 @@ class FedFM(TrainsLocally):
             )
         classes, width = context.spec.classes, _width(context)
         anchors = state.kept.get("anchors", torch.zeros(classes, width, device=context.device))
-        known = state.kept.get("known", torch.zeros(classes, dtype=torch.bool, device=context.device))
+        known = state.kept.get(
+            "known", torch.zeros(classes, dtype=torch.bool, device=context.device)
+        )
         return AnchorsDown(state.parameters, 1.0, anchors, known)
 
     def task(self, client: int, message: Message, memory: Memory, context: RoundContext) -> Task:
@@ -163,16 +185,27 @@ class FedFM(TrainsLocally):
         def loss(network: nn.Module, x: Tensor, y: Tensor) -> Tensor:
             f = network.embed(x)  # type: ignore[operator]
             plain = F.cross_entropy(network.classifier(f), y, reduction="none")  # type: ignore[operator]
-            apart = anchor_losses(f, y, message.anchors, message.known, temperature=temperature, normalise=self.normalise)
+            apart = anchor_losses(
+                f,
+                y,
+                message.anchors,
+                message.known,
+                temperature=temperature,
+                normalise=self.normalise,
+            )
             return plain + self.weight * apart
 
         return Task(loss=loss)
 
-    def combine(self, state: ServerState, uploads: Sequence[ModelParameters], context: RoundContext) -> ServerState:
+    def combine(
+        self, state: ServerState, uploads: Sequence[ModelParameters], context: RoundContext
+    ) -> ServerState:
         kept = {name: state.kept[name] for name in ("anchors", "known") if name in state.kept}
         return ServerState(super().combine(state, uploads, context).parameters, kept)
 
-    def private_plans(self, privacy: PrivacySettings, context: RoundContext) -> tuple[PrivatePlan, ...]:
+    def private_plans(
+        self, privacy: PrivacySettings, context: RoundContext
+    ) -> tuple[PrivatePlan, ...]:
         """DP-SGD, the sums of features, and the counts."""
         if self.start_round > 1 or self.weight == 0:
             raise SettingError(
@@ -182,9 +215,18 @@ class FedFM(TrainsLocally):
 
     def _sums_plans(self, context: RoundContext) -> tuple[PrivatePlan, PrivatePlan]:
         each = "features f(x) of each example"
-        return sums_plans("features (anchors)", each, self.anchor_clip, _width(context), context.spec.classes, self.anchor_noise)
+        return sums_plans(
+            "features (anchors)",
+            each,
+            self.anchor_clip,
+            _width(context),
+            context.spec.classes,
+            self.anchor_noise,
+        )
 
-    def feature_sums(self, model: nn.Module, clients: ClientGroup, position: int, context: RoundContext) -> ClassSums:
+    def feature_sums(
+        self, model: nn.Module, clients: ClientGroup, position: int, context: RoundContext
+    ) -> ClassSums:
         """Of one client of the group under `model`."""
         plans = self._sums_plans(context) if isinstance(clients, PrivateClients) else None
         embed: Callable[[Tensor], Tensor] = model.embed  # type: ignore[assignment]
@@ -194,9 +236,14 @@ class FedFM(TrainsLocally):
         self, state: ServerState, sent: Sequence[FeatureSums | ModelAndSums], context: RoundContext
     ) -> dict[str, Tensor]:
         """Anchors of this round; a class that none of its clients has keeps the last one."""
-        counts, sums = torch.stack([a.counts for a in sent]).sum(dim=0), torch.stack([a.sums for a in sent]).sum(dim=0)
+        counts, sums = (
+            torch.stack([a.counts for a in sent]).sum(dim=0),
+            torch.stack([a.sums for a in sent]).sum(dim=0),
+        )
         floor = 1.0
-        if context.privacy is not None:  # deviations of the sum of the clients' noise: below that a class counts as absent
+        if (
+            context.privacy is not None
+        ):  # deviations of the sum of the clients' noise: below that a class counts as absent
             floor = max(1.0, CLEAR * self.anchor_noise * context.protection()[1] * sqrt(len(sent)))
         known, anchors = counts >= floor, sums / counts.clamp_min(floor)[:, None]
         if "known" in state.kept:
@@ -217,14 +264,23 @@ class FedFMLite(FedFM):
     def question(self, state: ServerState, context: RoundContext) -> Message | None:
         return None
 
-    def complete(self, upload: Message, clients: ClientGroup, position: int, message: Message, context: RoundContext) -> Message:
+    def complete(
+        self,
+        upload: Message,
+        clients: ClientGroup,
+        position: int,
+        message: Message,
+        context: RoundContext,
+    ) -> Message:
         if not isinstance(upload, ModelParameters):
             raise TypeError(f"expected ModelParameters, got {type(upload).__name__}")
         trained = context.load(upload.parameters).requires_grad_(False).eval()
         made = self.feature_sums(trained, clients, position, context)
         return ModelAndSums(upload.parameters, upload.weight, made.sums, made.counts)
 
-    def combine(self, state: ServerState, uploads: Sequence[ModelParameters], context: RoundContext) -> ServerState:
+    def combine(
+        self, state: ServerState, uploads: Sequence[ModelParameters], context: RoundContext
+    ) -> ServerState:
         made = super().combine(state, uploads, context)
         sent = [u for u in uploads if isinstance(u, ModelAndSums)]
         return ServerState(made.parameters, self._anchors(state, sent, context))

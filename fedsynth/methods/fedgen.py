@@ -52,11 +52,15 @@ class ModelAndCounts(ModelParameters):
     counts: Tensor = public("ones with DP on, the numbers of examples of each class with DP off")
 
 
-def ensemble_loss(made_ND: Tensor, labels_N: Tensor, weights_KCD: Tensor, biases_KC: Tensor, shares_CK: Tensor) -> Tensor:
+def ensemble_loss(
+    made_ND: Tensor, labels_N: Tensor, weights_KCD: Tensor, biases_KC: Tensor, shares_CK: Tensor
+) -> Tensor:
     """Σ_k mean_n share[y_n, k]·CE(W_k G_n + b_k, y_n): how well the clients' classifiers, each where it knows a class, name the embeddings."""
     logits = torch.einsum("nd,kcd->nkc", made_ND, weights_KCD) + biases_KC
     n, k, c = logits.shape
-    each = F.cross_entropy(logits.reshape(n * k, c), labels_N.repeat_interleave(k), reduction="none").view(n, k)
+    each = F.cross_entropy(
+        logits.reshape(n * k, c), labels_N.repeat_interleave(k), reduction="none"
+    ).view(n, k)
     return (shares_CK[labels_N] * each).sum(dim=1).mean()
 
 
@@ -71,7 +75,9 @@ class FedGen(TrainsLocally):
     """
 
     name: ClassVar[str] = "fedgen"
-    summary: ClassVar[str] = "a generator of embeddings, learned from the clients' classifiers, regularises local training"
+    summary: ClassVar[str] = (
+        "a generator of embeddings, learned from the clients' classifiers, regularises local training"
+    )
     reference: ClassVar[str] = "Zhu, Hong and Zhou 2021, FedGen, arXiv 2105.10056"
     upload: ClassVar[type[Message]] = ModelAndCounts
 
@@ -87,8 +93,17 @@ class FedGen(TrainsLocally):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_ranges(self, alpha=(0, inf), beta=(0, inf), diversity=(0, inf), generator_steps=(1, inf), generator_batch=(2, inf))
-        check_ranges(self, generator_lr=(0, inf), generator_decay=(0, inf), noise=(1, inf), hidden=(1, inf))
+        check_ranges(
+            self,
+            alpha=(0, inf),
+            beta=(0, inf),
+            diversity=(0, inf),
+            generator_steps=(1, inf),
+            generator_batch=(2, inf),
+        )
+        check_ranges(
+            self, generator_lr=(0, inf), generator_decay=(0, inf), noise=(1, inf), hidden=(1, inf)
+        )
 
     def check_model(self, model: nn.Module) -> None:
         check_embedding(self.name, model)
@@ -109,8 +124,12 @@ class FedGen(TrainsLocally):
         faded, classes = DECAY ** (context.round - 1), context.spec.classes
         labels = torch.arange(classes, device=device).repeat_interleave(POOL)
         fixed = torch_generator(context.seed, "fedgen pool", context.round, client, device=device)
-        pool = generator(labels, torch.randn(len(labels), self.noise, generator=fixed, device=device))
-        draws = torch_generator(context.seed, "fedgen embeddings", context.round, client, device=device)
+        pool = generator(
+            labels, torch.randn(len(labels), self.noise, generator=fixed, device=device)
+        )
+        draws = torch_generator(
+            context.seed, "fedgen embeddings", context.round, client, device=device
+        )
         there = message.known.to(torch.float32)
 
         def penalty(network: nn.Module) -> Tensor:
@@ -124,11 +143,20 @@ class FedGen(TrainsLocally):
             target = target.view(classes, POOL, classes).mean(dim=1)[y]
             apart = F.kl_div(logits.log_softmax(dim=1), target, reduction="none").sum(dim=1)
             known = message.known[y]  # of a class that nobody had, the generator knows nothing
-            return F.cross_entropy(logits, y, reduction="none") + self.beta * faded * torch.where(known, apart, 0.0)
+            return F.cross_entropy(logits, y, reduction="none") + self.beta * faded * torch.where(
+                known, apart, 0.0
+            )
 
         return Task(penalty=penalty if self.alpha else None, loss=loss if self.beta else None)
 
-    def complete(self, upload: Message, clients: ClientGroup, position: int, message: Message, context: RoundContext) -> Message:
+    def complete(
+        self,
+        upload: Message,
+        clients: ClientGroup,
+        position: int,
+        message: Message,
+        context: RoundContext,
+    ) -> Message:
         if not isinstance(upload, ModelParameters):
             raise TypeError(f"expected ModelParameters, got {type(upload).__name__}")
         counts = torch.ones(context.spec.classes, device=context.device)
@@ -137,16 +165,22 @@ class FedGen(TrainsLocally):
             counts = torch.bincount(labels, minlength=context.spec.classes).to(counts.dtype)
         return ModelAndCounts(upload.parameters, upload.weight, counts)
 
-    def combine(self, state: ServerState, uploads: Sequence[ModelParameters], context: RoundContext) -> ServerState:
+    def combine(
+        self, state: ServerState, uploads: Sequence[ModelParameters], context: RoundContext
+    ) -> ServerState:
         sent = [u for u in uploads if isinstance(u, ModelAndCounts)]
         return ServerState(average(sent), self._train_generator(state, sent, context))
 
     def _generator(self, context: RoundContext) -> LatentGenerator:
         size: int = context.architecture.classifier.in_features  # type: ignore[assignment,union-attr]
-        made = make_latent_generator(context.spec.classes, size, context.seed, noise=self.noise, hidden=self.hidden)
+        made = make_latent_generator(
+            context.spec.classes, size, context.seed, noise=self.noise, hidden=self.hidden
+        )
         return made.to(context.device)
 
-    def _train_generator(self, state: ServerState, sent: Sequence[ModelAndCounts], context: RoundContext) -> dict[str, Tensor]:
+    def _train_generator(
+        self, state: ServerState, sent: Sequence[ModelAndCounts], context: RoundContext
+    ) -> dict[str, Tensor]:
         """The generator and its Adam after this round, and which classes any client has had so far."""
         generator, device = self._generator(context).train(), context.device
         rate = self.generator_lr * DECAY ** (context.round - 1)
@@ -154,17 +188,23 @@ class FedGen(TrainsLocally):
         if any(name.startswith(PREFIX) for name in state.kept):
             restore(generator, adam, state.kept)
         models = [context.load(u.parameters).classifier for u in sent]
-        weights, biases = (torch.stack([getattr(m, name).detach() for m in models]) for name in ("weight", "bias"))
+        weights, biases = (
+            torch.stack([getattr(m, name).detach() for m in models]) for name in ("weight", "bias")
+        )
         counts = torch.stack([u.counts for u in sent], dim=1)
         shares = counts / counts.sum(dim=1, keepdim=True).clamp_min(1)
         here = counts.sum(dim=1) > 0
         draws = torch_generator(context.seed, "fedgen training", context.round, device=device)
         for done in range(self.generator_steps):
-            y = torch.multinomial(here.to(torch.float32), self.generator_batch, replacement=True, generator=draws)
+            y = torch.multinomial(
+                here.to(torch.float32), self.generator_batch, replacement=True, generator=draws
+            )
             noise = torch.randn(len(y), self.noise, generator=draws, device=device)
             adam.zero_grad()
             made = generator(y, noise)
-            total = ensemble_loss(made, y, weights, biases, shares) + self.diversity * diversity_loss(noise, made)
+            total = ensemble_loss(
+                made, y, weights, biases, shares
+            ) + self.diversity * diversity_loss(noise, made)
             total.backward()
             adam.step()
             context.report("generator", done + 1, self.generator_steps)

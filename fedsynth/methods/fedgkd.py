@@ -51,7 +51,11 @@ class FedGKD(TrainsLocally):
 
     def broadcast(self, state: ServerState, context: RoundContext) -> Message:
         past = unprefixed("past.", state.kept)
-        floats = {name: value.double().mean(dim=0).to(value.dtype) for name, value in past.items() if value.is_floating_point()}
+        floats = {
+            name: value.double().mean(dim=0).to(value.dtype)
+            for name, value in past.items()
+            if value.is_floating_point()
+        }
         return TeacherDown(state.parameters, 1.0, {**state.parameters, **floats})
 
     def task(self, client: int, message: Message, memory: Memory, context: RoundContext) -> Task:
@@ -63,13 +67,20 @@ class FedGKD(TrainsLocally):
             logits = network(x)
             with torch.no_grad():
                 target = teacher(x).log_softmax(dim=1)
-            apart = F.kl_div(logits.log_softmax(dim=1), target, log_target=True, reduction="none").sum(dim=1)
+            apart = F.kl_div(
+                logits.log_softmax(dim=1), target, log_target=True, reduction="none"
+            ).sum(dim=1)
             return F.cross_entropy(logits, y, reduction="none") + self.gamma / 2 * apart
 
         return Task(loss=loss if self.gamma else cross_entropies)
 
-    def combine(self, state: ServerState, uploads: Sequence[ModelParameters], context: RoundContext) -> ServerState:
+    def combine(
+        self, state: ServerState, uploads: Sequence[ModelParameters], context: RoundContext
+    ) -> ServerState:
         made, past = average(uploads), unprefixed("past.", state.kept)
         first = {name: value[None] for name, value in state.parameters.items()}
-        kept = {name: torch.cat([past.get(name, first[name]), value[None]])[-self.buffer :] for name, value in made.items()}
+        kept = {
+            name: torch.cat([past.get(name, first[name]), value[None]])[-self.buffer :]
+            for name, value in made.items()
+        }
         return ServerState(made, prefixed("past.", kept))

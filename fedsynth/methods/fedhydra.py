@@ -41,8 +41,12 @@ class FedHydra(DistilsWithoutData):
     """
 
     name: ClassVar[str] = "fedhydra"
-    summary: ClassVar[str] = "one-shot: clients' logits weighted by what each can teach, distilled on generated images"
-    reference: ClassVar[str] = "FedHydra (one-shot, stratified aggregation), Eqs. 2 to 19 of its paper"
+    summary: ClassVar[str] = (
+        "one-shot: clients' logits weighted by what each can teach, distilled on generated images"
+    )
+    reference: ClassVar[str] = (
+        "FedHydra (one-shot, stratified aggregation), Eqs. 2 to 19 of its paper"
+    )
 
     aggregation: str = "stratified"
     outputs: str = "logits"
@@ -55,10 +59,21 @@ class FedHydra(DistilsWithoutData):
         super().__post_init__()
         check_choice("aggregation", self.aggregation, ("stratified", "clients", "average"))
         check_choice("outputs", self.outputs, ("logits", "probabilities"))
-        check_ranges(self, stratification_steps=(2, inf), stratification_batch=(2, inf), stratification_lr=(0, inf))
+        check_ranges(
+            self,
+            stratification_steps=(2, inf),
+            stratification_batch=(2, inf),
+            stratification_lr=(0, inf),
+        )
         check_ranges(self, stratification_floor=(1e-12, inf))
 
-    def distil(self, models: Sequence[nn.Module], student: nn.Module, state: ServerState, context: RoundContext) -> ServerState:
+    def distil(
+        self,
+        models: Sequence[nn.Module],
+        student: nn.Module,
+        state: ServerState,
+        context: RoundContext,
+    ) -> ServerState:
         for model in models:
             model.requires_grad_(False).eval()
         stratification = Stratification(
@@ -76,8 +91,15 @@ class FedHydra(DistilsWithoutData):
             self.fit_student(models, student, average_of_logits, context)
         else:
             weigh = stratified_aggregation if self.outputs == "logits" else stratified_probabilities
-            self.fit_student(models, student, lambda logits, labels: weigh(logits, labels, by_class, inside), context)
-        return ServerState({}, {"stratification": u, "clients_for_class": by_class, "classes_of_client": by_client})
+            self.fit_student(
+                models,
+                student,
+                lambda logits, labels: weigh(logits, labels, by_class, inside),
+                context,
+            )
+        return ServerState(
+            {}, {"stratification": u, "clients_for_class": by_class, "classes_of_client": by_client}
+        )
 
     def artefacts(self, state: ServerState) -> Mapping[str, Tensor]:
         return state.kept

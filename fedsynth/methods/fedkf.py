@@ -19,7 +19,14 @@ from typing import ClassVar
 from torch import Tensor, nn
 
 from fedsynth.core.messages import Message, ModelParameters, public
-from fedsynth.core.method import Memory, RoundContext, ServerState, check_choice, check_embedding, check_ranges
+from fedsynth.core.method import (
+    Memory,
+    RoundContext,
+    ServerState,
+    check_choice,
+    check_embedding,
+    check_ranges,
+)
 from fedsynth.core.random import torch_generator
 from fedsynth.methods.local import Task, TrainsLocally, plain_upload, unprefixed
 from fedsynth.synthesizer.distiller import Distillation
@@ -49,7 +56,9 @@ class FedKF(TrainsLocally):
     """
 
     name: ClassVar[str] = "fedkf"
-    summary: ClassVar[str] = "clients distil the average of all cached models into theirs, on images of a generator of their own"
+    summary: ClassVar[str] = (
+        "clients distil the average of all cached models into theirs, on images of a generator of their own"
+    )
     reference: ClassVar[str] = "Zhou et al. 2023, FedKF, arXiv 2207.10447"
 
     batch: int = 64
@@ -68,8 +77,20 @@ class FedKF(TrainsLocally):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_choice("teacher", self.teacher, ("oca", "aca"))
-        check_ranges(self, distillation=(0, inf), one_hot_weight=(0, inf), activation_weight=(0, inf), generator_lr=(0, inf))
-        check_ranges(self, generator_batch=(2, inf), latent=(1, inf), generator_width=(1, inf), plain_rounds=(0, inf))
+        check_ranges(
+            self,
+            distillation=(0, inf),
+            one_hot_weight=(0, inf),
+            activation_weight=(0, inf),
+            generator_lr=(0, inf),
+        )
+        check_ranges(
+            self,
+            generator_batch=(2, inf),
+            latent=(1, inf),
+            generator_width=(1, inf),
+            plain_rounds=(0, inf),
+        )
 
     def check_model(self, model: nn.Module) -> None:
         check_embedding(self.name, model)
@@ -78,7 +99,9 @@ class FedKF(TrainsLocally):
         return True
 
     def broadcast(self, state: ServerState, context: RoundContext) -> Message:
-        return TwoModels(state.parameters, 1.0, unprefixed("oca.", state.kept) if self.teacher == "oca" else {})
+        return TwoModels(
+            state.parameters, 1.0, unprefixed("oca.", state.kept) if self.teacher == "oca" else {}
+        )
 
     def task(self, client: int, message: Message, memory: Memory, context: RoundContext) -> Task:
         if not isinstance(message, TwoModels):
@@ -87,11 +110,15 @@ class FedKF(TrainsLocally):
             return Task(finish=lambda model, trained: (plain_upload(model, trained)[0], memory))
         device = context.device
         # the same θ for all clients at first, as in Algorithm 1
-        generator = make_generator(context.spec, context.seed, latent=self.latent, width=self.generator_width).to(device)
+        generator = make_generator(
+            context.spec, context.seed, latent=self.latent, width=self.generator_width
+        ).to(device)
         pair = Distillation(
             context.load(message.teacher or message.parameters),
             generator,
-            torch_generator(context.seed, "distillation noise", context.round, client, device=device),
+            torch_generator(
+                context.seed, "distillation noise", context.round, client, device=device
+            ),
             batch=self.generator_batch,
             learning_rate=self.generator_lr,
             one_hot_weight=self.one_hot_weight,

@@ -43,17 +43,24 @@ class FedNova(TrainsLocally):
 
     def task(self, client: int, message: Message, memory: Memory, context: RoundContext) -> Task:
         def finish(model: nn.Module, trained: Trained) -> tuple[Message, Memory]:
-            return NormalisedModel(model.state_dict(), trained.weight, reach(trained.steps, self.momentum)), {}
+            return NormalisedModel(
+                model.state_dict(), trained.weight, reach(trained.steps, self.momentum)
+            ), {}
 
         return Task(finish=finish)
 
-    def combine(self, state: ServerState, uploads: Sequence[ModelParameters], context: RoundContext) -> ServerState:
+    def combine(
+        self, state: ServerState, uploads: Sequence[ModelParameters], context: RoundContext
+    ) -> ServerState:
         sent = [u for u in uploads if isinstance(u, NormalisedModel)]
         made, total = average(sent), sum(u.weight for u in sent)
         effective = sum(u.weight / total * u.norm for u in sent)
         for name in trainable(context):
             old = state.parameters[name]
-            step = sum((u.weight / total / u.norm * (old - u.parameters[name]).double() for u in sent), start=old.double() * 0)
+            step = sum(
+                (u.weight / total / u.norm * (old - u.parameters[name]).double() for u in sent),
+                start=old.double() * 0,
+            )
             made[name] = (old.double() - effective * step).to(old.dtype)
         return ServerState(made)
 

@@ -68,7 +68,9 @@ class FedProx(TrainsLocally):
         super().__post_init__()
         check_ranges(self, mu=(0, inf))
 
-    def private_plans(self, privacy: PrivacySettings, context: RoundContext) -> tuple[PrivatePlan, ...]:
+    def private_plans(
+        self, privacy: PrivacySettings, context: RoundContext
+    ) -> tuple[PrivatePlan, ...]:
         if self.adaptive:
             raise SettingError(
                 "adaptive μ needs the clients' losses, which no mechanism here protects: adaptive=false with differential privacy"
@@ -76,10 +78,21 @@ class FedProx(TrainsLocally):
         return super().private_plans(privacy, context)
 
     def broadcast(self, state: ServerState, context: RoundContext) -> Message:
-        return ProxMessage(state.parameters, 1.0, float(state.kept["mu"]) if "mu" in state.kept else self.mu)
+        return ProxMessage(
+            state.parameters, 1.0, float(state.kept["mu"]) if "mu" in state.kept else self.mu
+        )
 
-    def complete(self, upload: Message, clients: ClientGroup, position: int, message: Message, context: RoundContext) -> Message:
-        if not (self.adaptive and isinstance(upload, LossModel) and isinstance(clients, OpenClients)):
+    def complete(
+        self,
+        upload: Message,
+        clients: ClientGroup,
+        position: int,
+        message: Message,
+        context: RoundContext,
+    ) -> Message:
+        if not (
+            self.adaptive and isinstance(upload, LossModel) and isinstance(clients, OpenClients)
+        ):
             return upload
         model = context.load(parameters_of(message)).eval()
         return replace(upload, loss=mean_loss(model, clients, position))
@@ -97,15 +110,24 @@ class FedProx(TrainsLocally):
 
     def facts(self, state: ServerState, context: RoundContext) -> Mapping[str, Any]:
         """Also the μ that the next round has, where it adapts."""
-        return {**super().facts(state, context), **({"mu": float(state.kept["mu"])} if "mu" in state.kept else {})}
+        return {
+            **super().facts(state, context),
+            **({"mu": float(state.kept["mu"])} if "mu" in state.kept else {}),
+        }
 
-    def combine(self, state: ServerState, uploads: Sequence[ModelParameters], context: RoundContext) -> ServerState:
+    def combine(
+        self, state: ServerState, uploads: Sequence[ModelParameters], context: RoundContext
+    ) -> ServerState:
         made = average(uploads, even=not self.by_size)
         if not self.adaptive:
             return ServerState(made)
         sizes = sum(u.weight for u in uploads)
         loss = sum(u.loss * u.weight for u in uploads if isinstance(u, LossModel)) / sizes
-        before = {name: float(value) for name, value in state.kept.items() if name in ("mu", "loss", "falls")}
+        before = {
+            name: float(value)
+            for name, value in state.kept.items()
+            if name in ("mu", "loss", "falls")
+        }
         mu, falls = before.get("mu", self.mu), before.get("falls", 0.0)
         if "loss" in before:
             falls = 0.0 if loss > before["loss"] else falls + 1
@@ -113,4 +135,6 @@ class FedProx(TrainsLocally):
             if falls == PATIENCE:
                 mu, falls = max(0.0, mu - CHANGE), 0.0
         kept = {"mu": mu, "loss": loss, "falls": falls}
-        return ServerState(made, {name: torch.tensor(value, dtype=torch.float64) for name, value in kept.items()})
+        return ServerState(
+            made, {name: torch.tensor(value, dtype=torch.float64) for name, value in kept.items()}
+        )

@@ -22,7 +22,15 @@ from torch import Tensor, nn
 
 from fedsynth.core.client import ClientGroup, OpenClients, PrivateClients, chunk
 from fedsynth.core.messages import Message, ModelParameters, parameters_of
-from fedsynth.core.method import Memory, Method, PrivatePlan, RoundContext, ServerState, check_choice, check_ranges
+from fedsynth.core.method import (
+    Memory,
+    Method,
+    PrivatePlan,
+    RoundContext,
+    ServerState,
+    check_choice,
+    check_ranges,
+)
 from fedsynth.core.random import numpy_generator, torch_generator
 from fedsynth.errors import SettingError
 from fedsynth.methods.aggregation import average, cached, overall_average
@@ -97,11 +105,20 @@ class TrainsLocally(Method):
     final: str = "aca"
 
     def __post_init__(self) -> None:
-        check_ranges(self, local_epochs=(1, inf), batch=(1, inf), lr=(0, inf), momentum=(0, 1), weight_decay=(0, inf))
+        check_ranges(
+            self,
+            local_epochs=(1, inf),
+            batch=(1, inf),
+            lr=(0, inf),
+            momentum=(0, 1),
+            weight_decay=(0, inf),
+        )
         check_ranges(self, local_steps=(0, inf), stragglers=(0, 1))
         check_choice("final", self.final, ("aca", "oca"))
         if self.stragglers and self.local_steps:
-            raise SettingError("stragglers manage fewer passes: they need local_epochs, and local_steps=0")
+            raise SettingError(
+                "stragglers manage fewer passes: they need local_epochs, and local_steps=0"
+            )
 
     def broadcast(self, state: ServerState, context: RoundContext) -> Message:
         return ModelParameters(state.parameters, 1.0)
@@ -110,14 +127,20 @@ class TrainsLocally(Method):
         """What this client's training of this round adds."""
         return Task()
 
-    def start_model(self, client: int, message: Message, memory: Memory, context: RoundContext) -> nn.Module:
+    def start_model(
+        self, client: int, message: Message, memory: Memory, context: RoundContext
+    ) -> nn.Module:
         """The network that a client trains: the message's, or a fresh one of its own architecture."""
         if context.client_architectures is None:
             return context.load(parameters_of(message))
         return copy.deepcopy(context.architecture_of(client)).to(context.device)
 
     def client_step(
-        self, message: Message, clients: ClientGroup, memories: Sequence[Memory], context: RoundContext
+        self,
+        message: Message,
+        clients: ClientGroup,
+        memories: Sequence[Memory],
+        context: RoundContext,
     ) -> list[tuple[Message, Memory]]:
         each = list(zip(clients.ids, memories, strict=True))
         models = [self.start_model(client, message, memory, context) for client, memory in each]
@@ -138,13 +161,26 @@ class TrainsLocally(Method):
 
     def client_bytes(self, context: RoundContext) -> int | None:
         scalars = math.prod(context.spec.image_shape)
-        if not self.one_pass or context.privacy is not None or context.client_architectures is not None:
+        if (
+            not self.one_pass
+            or context.privacy is not None
+            or context.client_architectures is not None
+        ):
             return None
         return (
-            learner_bytes(context.architecture, self.batch, scalars) if pays(context.architecture, self.batch, scalars) else None
+            learner_bytes(context.architecture, self.batch, scalars)
+            if pays(context.architecture, self.batch, scalars)
+            else None
         )
 
-    def complete(self, upload: Message, clients: ClientGroup, position: int, message: Message, context: RoundContext) -> Message:
+    def complete(
+        self,
+        upload: Message,
+        clients: ClientGroup,
+        position: int,
+        message: Message,
+        context: RoundContext,
+    ) -> Message:
         """The upload of one client of the group with what else is made of its data, after its training."""
         return upload
 
@@ -153,29 +189,44 @@ class TrainsLocally(Method):
         active = context.participants or tuple(range(context.clients))
         rng = numpy_generator(context.seed, "stragglers", context.round)
         some = rng.choice(len(active), round(self.stragglers * len(active)), replace=False)
-        return {active[i]: int(rng.integers(1, self.local_epochs + 1)) for i in sorted(some.tolist())}
+        return {
+            active[i]: int(rng.integers(1, self.local_epochs + 1)) for i in sorted(some.tolist())
+        }
 
     def keeps_cache(self) -> bool:
         """Whether the server needs every client's last model."""
         return self.final == "oca"
 
-    def combine(self, state: ServerState, uploads: Sequence[ModelParameters], context: RoundContext) -> ServerState:
+    def combine(
+        self, state: ServerState, uploads: Sequence[ModelParameters], context: RoundContext
+    ) -> ServerState:
         """The next global model, and what the server keeps, from the uploads that count: at least one, with weights above zero."""
         return ServerState(average(uploads))
 
-    def server_step(self, state: ServerState, uploads: Sequence[Message], context: RoundContext) -> ServerState:
+    def server_step(
+        self, state: ServerState, uploads: Sequence[Message], context: RoundContext
+    ) -> ServerState:
         models = [u for u in uploads if isinstance(u, ModelParameters)]
         counting = [u for u in models if u.weight > 0]
-        if not counting:  # everybody was dropped, or is without an example: as if the round had not been
+        if (
+            not counting
+        ):  # everybody was dropped, or is without an example: as if the round had not been
             return state
         made = self.combine(state, counting, context)
         if not self.keeps_cache():
             return made
         cache = cached(state, models, context)
-        return ServerState(made.parameters, {**made.kept, **cache, **prefixed("oca.", overall_average(cache, context))})
+        return ServerState(
+            made.parameters,
+            {**made.kept, **cache, **prefixed("oca.", overall_average(cache, context))},
+        )
 
     def final_parameters(self, state: ServerState) -> Mapping[str, Tensor]:
-        return unprefixed("oca.", state.kept) or state.parameters if self.final == "oca" else state.parameters
+        return (
+            unprefixed("oca.", state.kept) or state.parameters
+            if self.final == "oca"
+            else state.parameters
+        )
 
     def facts(self, state: ServerState, context: RoundContext) -> Mapping[str, Any]:
         """The passes of clients that do not finish, which are drawn publicly, and whether they are dropped."""
@@ -186,7 +237,9 @@ class TrainsLocally(Method):
         overall = unprefixed("oca.", state.kept)
         return {"aca": state.parameters, "oca": overall} if overall else {}
 
-    def private_plans(self, privacy: PrivacySettings, context: RoundContext) -> tuple[PrivatePlan, ...]:
+    def private_plans(
+        self, privacy: PrivacySettings, context: RoundContext
+    ) -> tuple[PrivatePlan, ...]:
         for architecture in (context.architecture, *(context.client_architectures or ())):
             check_model(architecture)
         rate = privacy.sample_rate or min(1.0, self.batch / context.nominal_size)
@@ -202,11 +255,17 @@ class TrainsLocally(Method):
         return (plan,)
 
     def _train(
-        self, models: Sequence[nn.Module], clients: OpenClients, tasks: Sequence[Task], context: RoundContext
+        self,
+        models: Sequence[nn.Module],
+        clients: OpenClients,
+        tasks: Sequence[Task],
+        context: RoundContext,
     ) -> list[Trained]:
         """Trains the models in place: all in one pass where their network and tasks allow it, else one after another."""
         late, learners = self.late(context), []
-        for position, (client, model, task) in enumerate(zip(clients.ids, models, tasks, strict=True)):
+        for position, (client, model, task) in enumerate(
+            zip(clients.ids, models, tasks, strict=True)
+        ):
             settings = SgdSettings(
                 epochs=late.get(client, self.local_epochs),
                 batch=self.batch,
@@ -216,30 +275,53 @@ class TrainsLocally(Method):
                 steps=self.local_steps or None,
             )
             draws = torch_generator(context.seed, "local training", context.round, client)
-            learners.append(Learner(model, clients.examples(position), settings, draws, task.penalty))
-        if len(models) > 1 and self.client_bytes(context) is not None and all(task.plain for task in tasks):
-            train_together(learners, clients.images, clients.labels, partial(context.report, "local training"))
+            learners.append(
+                Learner(model, clients.examples(position), settings, draws, task.penalty)
+            )
+        if (
+            len(models) > 1
+            and self.client_bytes(context) is not None
+            and all(task.plain for task in tasks)
+        ):
+            train_together(
+                learners, clients.images, clients.labels, partial(context.report, "local training")
+            )
         else:
             for done, (learner, task) in enumerate(zip(learners, tasks, strict=True), start=1):
                 _train_alone(learner, clients, task)
                 context.report("local training", done, len(models))
         sizes = [len(learner.where) for learner in learners]
         return [
-            Trained(float(n), steps_of(learner.settings, -(-n // self.batch))) for n, learner in zip(sizes, learners, strict=True)
+            Trained(float(n), steps_of(learner.settings, -(-n // self.batch)))
+            for n, learner in zip(sizes, learners, strict=True)
         ]
 
     def _train_privately(
-        self, models: Sequence[nn.Module], clients: PrivateClients, tasks: Sequence[Task], context: RoundContext
+        self,
+        models: Sequence[nn.Module],
+        clients: PrivateClients,
+        tasks: Sequence[Task],
+        context: RoundContext,
     ) -> list[Trained]:
         """By DP-SGD; each client is charged for the steps that it takes and the parameters that its network has."""
         privacy, sigma = context.protection()
         plan, late, trained = self.private_plans(privacy, context)[0], self.late(context), []
-        settings = DpSgdSettings(self.lr, plan.sample_rate * context.nominal_size, self.momentum, self.weight_decay)
+        settings = DpSgdSettings(
+            self.lr, plan.sample_rate * context.nominal_size, self.momentum, self.weight_decay
+        )
         release = plan.release(context.round, sigma)
-        for position, (client, model, task) in enumerate(zip(clients.ids, models, tasks, strict=True)):
-            steps = plan.steps if client not in late or self.local_steps else math.ceil(late[client] / plan.sample_rate)
+        for position, (client, model, task) in enumerate(
+            zip(clients.ids, models, tasks, strict=True)
+        ):
+            steps = (
+                plan.steps
+                if client not in late or self.local_steps
+                else math.ceil(late[client] / plan.sample_rate)
+            )
             alone = clients.alone(position)
-            series = alone.charge(replace(release, steps=steps, dimension=parameter_count(model)), 1)
+            series = alone.charge(
+                replace(release, steps=steps, dimension=parameter_count(model)), 1
+            )
             alone.fit(series, [model], steps, settings, [task.penalty], [task.loss])
             trained.append(Trained(1.0, steps))
             context.report("local training", position + 1, len(models))
@@ -265,7 +347,11 @@ def mean_loss(model: nn.Module, clients: OpenClients, position: int) -> float:
     mine, total = clients.examples(position), 0.0
     with torch.no_grad():
         for part in mine.split(chunk(mine.device)):
-            total += float(nn.functional.cross_entropy(model(clients.images(part)), clients.labels(part), reduction="sum"))
+            total += float(
+                nn.functional.cross_entropy(
+                    model(clients.images(part)), clients.labels(part), reduction="sum"
+                )
+            )
     return total / max(1, len(mine))
 
 
@@ -276,4 +362,6 @@ def prefixed(prefix: str, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]
 
 def unprefixed(prefix: str, kept: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The tensors whose names start with `prefix`, without it."""
-    return {name.removeprefix(prefix): value for name, value in kept.items() if name.startswith(prefix)}
+    return {
+        name.removeprefix(prefix): value for name, value in kept.items() if name.startswith(prefix)
+    }

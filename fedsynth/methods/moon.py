@@ -24,7 +24,9 @@ from fedsynth.methods.local import Task, Trained, TrainsLocally
 
 def contrastive(z: Tensor, z_global: Tensor, z_previous: Tensor, temperature: float) -> Tensor:
     """ℓ_con of each example [N] (Eq. 3), from representations [N, D]."""
-    near, far = (F.cosine_similarity(z, other, dim=1) / temperature for other in (z_global, z_previous))
+    near, far = (
+        F.cosine_similarity(z, other, dim=1) / temperature for other in (z_global, z_previous)
+    )
     return torch.logaddexp(near, far) - near
 
 
@@ -39,7 +41,9 @@ class Moon(TrainsLocally):
     """
 
     name: ClassVar[str] = "moon"
-    summary: ClassVar[str] = "representations pulled to the global model's and away from the client's last"
+    summary: ClassVar[str] = (
+        "representations pulled to the global model's and away from the client's last"
+    )
     reference: ClassVar[str] = "Li, He and Song 2021, MOON, arXiv 2103.16257"
 
     mu: float = 1.0

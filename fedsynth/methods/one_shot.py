@@ -42,19 +42,35 @@ class DistilsEnsemble(TrainsLocally):
         super().__post_init__()
         check_choice("start", self.start, ("average", "server"))
         if self.final == "oca":
-            raise SettingError(f"{self.name}'s final model is the distilled one: final=oca has no meaning here")
+            raise SettingError(
+                f"{self.name}'s final model is the distilled one: final=oca has no meaning here"
+            )
 
-    def distil(self, models: Sequence[nn.Module], student: nn.Module, state: ServerState, context: RoundContext) -> ServerState:
+    def distil(
+        self,
+        models: Sequence[nn.Module],
+        student: nn.Module,
+        state: ServerState,
+        context: RoundContext,
+    ) -> ServerState:
         """Trains `student` in place, and returns what the server keeps beside it (its parameters are filled in)."""
         raise NotImplementedError  # abstract
 
-    def server_step(self, state: ServerState, uploads: Sequence[Message], context: RoundContext) -> ServerState:
+    def server_step(
+        self, state: ServerState, uploads: Sequence[Message], context: RoundContext
+    ) -> ServerState:
         sent = [u for u in uploads if isinstance(u, ModelParameters)]
         active = context.participants or range(len(sent))
-        models = [context.load(u.parameters, client) for client, u in zip(active, sent, strict=True) if u.weight > 0]
+        models = [
+            context.load(u.parameters, client)
+            for client, u in zip(active, sent, strict=True)
+            if u.weight > 0
+        ]
         if not models:
             return state
         alike = context.client_architectures is None
-        student = context.load(average(sent) if alike and self.start == "average" else state.parameters)
+        student = context.load(
+            average(sent) if alike and self.start == "average" else state.parameters
+        )
         kept = self.distil(models, student, state, context)
         return ServerState(student.state_dict(), kept.kept)

@@ -41,7 +41,9 @@ class QFFL(TrainsLocally):
     one_pass: ClassVar[bool] = True
     upload: ClassVar[type[Message]] = FairModel
     protects: ClassVar[tuple[str, ...]] = ()
-    refusal: ClassVar[str] = "each client's exact loss is uploaded and decides its weight, and no mechanism here protects it"
+    refusal: ClassVar[str] = (
+        "each client's exact loss is uploaded and decides its weight, and no mechanism here protects it"
+    )
 
     momentum: float = 0.0
     q: float = 1e-4
@@ -50,22 +52,44 @@ class QFFL(TrainsLocally):
         super().__post_init__()
         check_ranges(self, q=(0, inf), lr=(1e-12, inf))
 
-    def complete(self, upload: Message, clients: ClientGroup, position: int, message: Message, context: RoundContext) -> Message:
+    def complete(
+        self,
+        upload: Message,
+        clients: ClientGroup,
+        position: int,
+        message: Message,
+        context: RoundContext,
+    ) -> Message:
         if not isinstance(clients, OpenClients) or not isinstance(upload, ModelParameters):
             raise TypeError(self.refusal)
         model = context.load(parameters_of(message)).eval()
         return FairModel(upload.parameters, upload.weight, mean_loss(model, clients, position))
 
-    def combine(self, state: ServerState, uploads: Sequence[ModelParameters], context: RoundContext) -> ServerState:
+    def combine(
+        self, state: ServerState, uploads: Sequence[ModelParameters], context: RoundContext
+    ) -> ServerState:
         sent = [u for u in uploads if isinstance(u, FairModel)]
         names, lipschitz = trainable(context), 1 / self.lr
         made = average(sent, even=True)
-        steps = [{n: lipschitz * (state.parameters[n] - u.parameters[n]).double() for n in names} for u in sent]
+        steps = [
+            {n: lipschitz * (state.parameters[n] - u.parameters[n]).double() for n in names}
+            for u in sent
+        ]
         losses = [u.loss + TINY for u in sent]
-        powers = [(loss / max(losses)) ** self.q for loss in losses]  # the largest's own cancels, and could overflow
+        powers = [
+            (loss / max(losses)) ** self.q for loss in losses
+        ]  # the largest's own cancels, and could overflow
         norms = [float(sum(value.square().sum() for value in step.values())) for step in steps]
-        total = sum(power * (self.q / loss * norm + lipschitz) for loss, norm, power in zip(losses, norms, powers, strict=True))
+        total = sum(
+            power * (self.q / loss * norm + lipschitz)
+            for loss, norm, power in zip(losses, norms, powers, strict=True)
+        )
         for name in names:
-            step = sum((power * one[name] for power, one in zip(powers, steps, strict=True)), start=steps[0][name] * 0)
-            made[name] = (state.parameters[name].double() - step / total).to(state.parameters[name].dtype)
+            step = sum(
+                (power * one[name] for power, one in zip(powers, steps, strict=True)),
+                start=steps[0][name] * 0,
+            )
+            made[name] = (state.parameters[name].double() - step / total).to(
+                state.parameters[name].dtype
+            )
         return ServerState(made)

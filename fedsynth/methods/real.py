@@ -35,7 +35,9 @@ class Real(TrainsInBall):
     """
 
     name: ClassVar[str] = "real"
-    summary: ClassVar[str] = "clients send random real images: FedDM's control, without privacy of any kind"
+    summary: ClassVar[str] = (
+        "clients send random real images: FedDM's control, without privacy of any kind"
+    )
     reference: ClassVar[str] = "Xiong et al. 2023, FedDM, Sec. 4.5, arXiv 2207.09653"
     upload: ClassVar[type[Message]] = RealImages
     refusal: ClassVar[str] = "it sends clients' own images, which no mechanism protects"
@@ -49,11 +51,17 @@ class Real(TrainsInBall):
         check_ranges(self, ipc=(1, inf), min_examples=(0, inf))
 
     def client_step(
-        self, message: Message, clients: ClientGroup, memories: Sequence[Memory], context: RoundContext
+        self,
+        message: Message,
+        clients: ClientGroup,
+        memories: Sequence[Memory],
+        context: RoundContext,
     ) -> list[tuple[Message, Memory]]:
         if not isinstance(clients, OpenClients):
             raise SettingError(f"real cannot run with differential privacy: {self.refusal}")
         segments = clients.segments(self.min_examples)
         draw = context.round if self.resample else 0
-        sets = split_uploads(real_start(clients, segments, self.ipc, context.seed, draw), segments, len(clients.ids))
+        sets = split_uploads(
+            real_start(clients, segments, self.ipc, context.seed, draw), segments, len(clients.ids)
+        )
         return [(RealImages(s.images, s.labels), {}) for s in sets]

@@ -74,23 +74,38 @@ class Scaffold(TrainsLocally):
         c = {name: message.control.get(name, value * 0) for name, value in x.items()}
         mine = {name: memory.get(name, value * 0) for name, value in x.items()}
         center = flatten_named(x, context.architecture)
-        correction = Pull(0.0, center, flatten_named({name: c[name] - mine[name] for name in x}, context.architecture))
+        correction = Pull(
+            0.0,
+            center,
+            flatten_named({name: c[name] - mine[name] for name in x}, context.architecture),
+        )
 
         def finish(model: nn.Module, trained: Trained) -> tuple[Message, Memory]:
             y, far = dict(model.named_parameters()), max(1, trained.steps) * self.lr
-            after = {name: mine[name] - c[name] + (x[name] - y[name].detach()) / far for name in x} if trained.steps else mine
+            after = (
+                {name: mine[name] - c[name] + (x[name] - y[name].detach()) / far for name in x}
+                if trained.steps
+                else mine
+            )
             delta = {name: after[name] - mine[name] for name in x}
             return ControlUp(model.state_dict(), trained.weight, delta), after
 
         return Task(penalty=correction, finish=finish)
 
-    def combine(self, state: ServerState, uploads: Sequence[ModelParameters], context: RoundContext) -> ServerState:
+    def combine(
+        self, state: ServerState, uploads: Sequence[ModelParameters], context: RoundContext
+    ) -> ServerState:
         sent = [u for u in uploads if isinstance(u, ControlUp)]
         mean = average(sent, even=True)
         old, control = unprefixed("control.", state.kept), {}
         made = dict(mean)
         for name in trainable(context):
-            made[name] = state.parameters[name] + self.server_lr * (mean[name] - state.parameters[name])
-            change = sum((u.control[name] for u in sent), start=state.parameters[name] * 0) / context.clients
+            made[name] = state.parameters[name] + self.server_lr * (
+                mean[name] - state.parameters[name]
+            )
+            change = (
+                sum((u.control[name] for u in sent), start=state.parameters[name] * 0)
+                / context.clients
+            )
             control[name] = old[name] + change if old else change
         return ServerState(made, prefixed("control.", control))

@@ -34,14 +34,18 @@ class Solo(TrainsLocally):
     upload: ClassVar[type[Message]] = Nothing
     personal: ClassVar[bool] = True
     protects: ClassVar[tuple[str, ...]] = ()
-    refusal: ClassVar[str] = "nothing is sent, so there is nothing to protect; its accuracies are exact functions of private data"
+    refusal: ClassVar[str] = (
+        "nothing is sent, so there is nothing to protect; its accuracies are exact functions of private data"
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.final == "oca":
             raise SettingError("solo has no common model: final=oca has no meaning here")
 
-    def start_model(self, client: int, message: Message, memory: Memory, context: RoundContext) -> nn.Module:
+    def start_model(
+        self, client: int, message: Message, memory: Memory, context: RoundContext
+    ) -> nn.Module:
         return context.load(memory or parameters_of(message))
 
     def task(self, client: int, message: Message, memory: Memory, context: RoundContext) -> Task:
@@ -50,8 +54,12 @@ class Solo(TrainsLocally):
 
         return Task(finish=finish)
 
-    def server_step(self, state: ServerState, uploads: Sequence[Message], context: RoundContext) -> ServerState:
+    def server_step(
+        self, state: ServerState, uploads: Sequence[Message], context: RoundContext
+    ) -> ServerState:
         return state
 
-    def personal_parameters(self, parameters: Mapping[str, Tensor], memory: Memory) -> Mapping[str, Tensor]:
+    def personal_parameters(
+        self, parameters: Mapping[str, Tensor], memory: Memory
+    ) -> Mapping[str, Tensor]:
         return memory or parameters

@@ -26,16 +26,24 @@ class AlexNet(nn.Module):
 
     stage_names = ("pool1", "pool2", "layer3", "layer4", "pool5")
 
-    def __init__(self, image_shape: tuple[int, int, int], classes: int, *, norm: str = "batch") -> None:
+    def __init__(
+        self, image_shape: tuple[int, int, int], classes: int, *, norm: str = "batch"
+    ) -> None:
         super().__init__()
         channels, height, width = image_shape
         if min(height, width) < LEAST:
-            raise SettingError(f"alexnet needs images of at least {LEAST}×{LEAST}, got {height}×{width}")
+            raise SettingError(
+                f"alexnet needs images of at least {LEAST}×{LEAST}, got {height}×{width}"
+            )
         grouped = norm == "group"
 
-        def convolution(inside: int, outside: int, kernel: int, stride: int, padding: int) -> nn.Module:
+        def convolution(
+            inside: int, outside: int, kernel: int, stride: int, padding: int
+        ) -> nn.Module:
             layer = group_norm(outside) if grouped else nn.BatchNorm2d(outside)
-            return nn.Sequential(nn.Conv2d(inside, outside, kernel, stride, padding), layer, nn.ReLU())
+            return nn.Sequential(
+                nn.Conv2d(inside, outside, kernel, stride, padding), layer, nn.ReLU()
+            )
 
         def hidden(inside: int) -> nn.Module:
             layer = group_norm(1024) if grouped else nn.BatchNorm1d(1024)

@@ -36,11 +36,17 @@ class InstanceNorm(nn.GroupNorm):
         x = x_NCHW.permute(0, 2, 3, 1).reshape(n, h * w, c)
         average = x.new_full((1, 1, h * w), 1 / (h * w)).expand(n, -1, -1)
         x = x - torch.bmm(average, x)
-        left = torch.bmm(average, x).float()  # what rounding the first mean to x's precision left over
+        left = torch.bmm(
+            average, x
+        ).float()  # what rounding the first mean to x's precision left over
         variance = (torch.bmm(average, x * x).float() - left.square()).clamp_min(0)
         scale = self.weight * torch.rsqrt(variance + self.eps)
         shift = self.bias - left * scale
-        return torch.addcmul(shift.to(x.dtype), x, scale.to(x.dtype)).view(n, h, w, c).permute(0, 3, 1, 2)
+        return (
+            torch.addcmul(shift.to(x.dtype), x, scale.to(x.dtype))
+            .view(n, h, w, c)
+            .permute(0, 3, 1, 2)
+        )
 
 
 def make_norm(kind: str, channels: int) -> nn.Module:
@@ -63,29 +69,46 @@ class ConvNet(nn.Module):
     """
 
     def __init__(
-        self, image_shape: tuple[int, int, int], classes: int, *, width: int = 128, depth: int = 3, norm: str = "instance"
+        self,
+        image_shape: tuple[int, int, int],
+        classes: int,
+        *,
+        width: int = 128,
+        depth: int = 3,
+        norm: str = "instance",
     ) -> None:
         super().__init__()
         if width < 1 or depth < 1:
-            raise SettingError(f"a ConvNet needs width and depth of at least 1, got width {width} and depth {depth}")
+            raise SettingError(
+                f"a ConvNet needs width and depth of at least 1, got width {width} and depth {depth}"
+            )
         if norm not in NORMS:
             raise unknown_name("norm", norm, NORMS)
         channels, height, side = image_shape
         first_padding = 3 if (height, side) == (28, 28) else 1
         height, side = height + 2 * (first_padding - 1), side + 2 * (first_padding - 1)
         if min(height, side) >> depth < 1:
-            raise SettingError(f"depth {depth} halves a {height}×{side} image to nothing; use a smaller depth")
+            raise SettingError(
+                f"depth {depth} halves a {height}×{side} image to nothing; use a smaller depth"
+            )
         blocks: list[nn.Module] = []
         for block in range(depth):
             blocks += [
-                nn.Conv2d(channels if block == 0 else width, width, 3, padding=first_padding if block == 0 else 1),
+                nn.Conv2d(
+                    channels if block == 0 else width,
+                    width,
+                    3,
+                    padding=first_padding if block == 0 else 1,
+                ),
                 make_norm(norm, width),
                 nn.ReLU(),
                 nn.AvgPool2d(2),
             ]
         self.features = nn.Sequential(*blocks)
         self.stage_names = tuple(f"features.{4 * block + 3}" for block in range(depth))
-        self.largest_activation = width * height * side  # scalars of an image after the first convolution
+        self.largest_activation = (
+            width * height * side
+        )  # scalars of an image after the first convolution
         self.halves_evenly = height % (1 << depth) == 0 and side % (1 << depth) == 0
         self.embedding_size = width * (height >> depth) * (side >> depth)
         self.classifier = nn.Linear(self.embedding_size, classes)
@@ -95,7 +118,9 @@ class ConvNet(nn.Module):
         h: Tensor = self.features(x_NCHW).flatten(1)
         return h
 
-    def embed_vjp(self, x_NCHW: Tensor, precision: torch.dtype = torch.float32) -> tuple[Tensor, VectorJacobian] | None:
+    def embed_vjp(
+        self, x_NCHW: Tensor, precision: torch.dtype = torch.float32
+    ) -> tuple[Tensor, VectorJacobian] | None:
         """(h_w(x), its vector-Jacobian product) without autograd, several times faster; None where there is no such path.
 
         Only with instance norm, float32 weights and sides that halve evenly. Weights get no gradients.

@@ -27,7 +27,13 @@ class FlatNetwork:
             views of `self.grad` [P] (frozen: `grad` is empty).
     """
 
-    def __init__(self, model: nn.Module, device: torch.device | str | None = None, *, requires_grad: bool = False) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        device: torch.device | str | None = None,
+        *,
+        requires_grad: bool = False,
+    ) -> None:
         self.module = copy.deepcopy(model)
         if device is not None:
             self.module.to(device)

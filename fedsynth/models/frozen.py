@@ -50,7 +50,9 @@ class _Block:
 
 def _pixel_sums(x_NPC: Tensor, factor: float) -> Tensor:
     """factor · Σ over pixels, [N, 1, C]: a matrix product, which on a CPU is several times faster than `sum` over a middle dimension."""
-    return torch.bmm(x_NPC.new_full((1, 1, x_NPC.shape[1]), factor).expand(len(x_NPC), -1, -1), x_NPC)
+    return torch.bmm(
+        x_NPC.new_full((1, 1, x_NPC.shape[1]), factor).expand(len(x_NPC), -1, -1), x_NPC
+    )
 
 
 def _sums_2x2(x_NPC: Tensor, h: int, w: int, factor: float) -> Tensor:
@@ -66,7 +68,15 @@ def _conv_transpose(dx_NHWC: Tensor, weight: Tensor, padding: int) -> Tensor:
     incoming = weight.shape[1]
     if incoming > FEW_CHANNELS:
         out: Tensor = torch.ops.aten.convolution(
-            dx_NHWC.permute(0, 3, 1, 2), weight, None, [1, 1], [padding] * 2, [1, 1], True, [0, 0], 1
+            dx_NHWC.permute(0, 3, 1, 2),
+            weight,
+            None,
+            [1, 1],
+            [padding] * 2,
+            [1, 1],
+            True,
+            [0, 0],
+            1,
         )
         return out.permute(0, 2, 3, 1).contiguous()
     columns = (dx_NHWC.view(n, h * w, c) @ weight.reshape(c, -1)).float().transpose(1, 2)
@@ -75,8 +85,12 @@ def _conv_transpose(dx_NHWC: Tensor, weight: Tensor, padding: int) -> Tensor:
     return folded.permute(0, 2, 3, 1).to(dx_NHWC.dtype)
 
 
-def _forward(x_NCHW: Tensor, conv: nn.Conv2d, norm: nn.GroupNorm, precision: torch.dtype) -> tuple[Tensor, _Block]:
-    y = F.conv2d(x_NCHW, conv.weight, conv.bias, padding=conv.padding).contiguous(memory_format=torch.channels_last)
+def _forward(
+    x_NCHW: Tensor, conv: nn.Conv2d, norm: nn.GroupNorm, precision: torch.dtype
+) -> tuple[Tensor, _Block]:
+    y = F.conv2d(x_NCHW, conv.weight, conv.bias, padding=conv.padding).contiguous(
+        memory_format=torch.channels_last
+    )
     n, c, height, width = y.shape
     h, w, pixels = height // 2, width // 2, height * width
     y_NPC = y.permute(0, 2, 3, 1).reshape(n, pixels, c)
@@ -98,7 +112,9 @@ def _forward(x_NCHW: Tensor, conv: nn.Conv2d, norm: nn.GroupNorm, precision: tor
 
 
 def block_chain_vjp(
-    x_NCHW: Tensor, layers: list[tuple[nn.Conv2d, nn.GroupNorm]], precision: torch.dtype = torch.float32
+    x_NCHW: Tensor,
+    layers: list[tuple[nn.Conv2d, nn.GroupNorm]],
+    precision: torch.dtype = torch.float32,
 ) -> tuple[Tensor, VectorJacobian]:
     """(embeddings [N, D], their VJP) of a chain of blocks whose sides are all even; no graph, no weight gradients.
 

@@ -37,10 +37,14 @@ class GoogLeNet(TorchvisionGoogLeNet):  # type: ignore[misc]  # torchvision has 
         super().__init__(num_classes=classes, aux_logits=False, init_weights=False, blocks=blocks)
         channels, height, width = image_shape
         if channels != 3:
-            self.conv1.conv = nn.Conv2d(channels, 64, kernel_size=7, stride=2, padding=3, bias=False)
+            self.conv1.conv = nn.Conv2d(
+                channels, 64, kernel_size=7, stride=2, padding=3, bias=False
+            )
         self.dropout = nn.Identity()
         self.embedding_size = 1024
-        self.largest_activation = 64 * -(-height // 2) * -(-width // 2)  # scalars of an image after the first convolution
+        self.largest_activation = (
+            64 * -(-height // 2) * -(-width // 2)
+        )  # scalars of an image after the first convolution
 
     @property
     def classifier(self) -> nn.Linear:
@@ -52,7 +56,9 @@ class GoogLeNet(TorchvisionGoogLeNet):  # type: ignore[misc]  # torchvision has 
         """Embeddings, [N, 1024]."""
         x = self.conv3(self.conv2(self.maxpool1(self.conv1(x_NCHW))))
         x = self.inception3b(self.inception3a(self.maxpool2(x)))
-        x = self.inception4e(self.inception4d(self.inception4c(self.inception4b(self.inception4a(self.maxpool3(x))))))
+        x = self.inception4e(
+            self.inception4d(self.inception4c(self.inception4b(self.inception4a(self.maxpool3(x)))))
+        )
         x = self.inception5b(self.inception5a(self.maxpool4(x)))
         return torch.flatten(self.avgpool(x), 1)
 

@@ -32,20 +32,38 @@ class _Architecture:
 
 
 _MODELS: dict[str, _Architecture] = {
-    "convnet": _Architecture(lambda shape, classes, s: ConvNet(shape, classes, width=s.width, depth=s.depth, norm=s.norm), NORMS),
+    "convnet": _Architecture(
+        lambda shape, classes, s: ConvNet(
+            shape, classes, width=s.width, depth=s.depth, norm=s.norm
+        ),
+        NORMS,
+    ),
     "linear": _Architecture(lambda shape, classes, s: Linear(shape, classes), ("none",)),
     "lenet5": _Architecture(lambda shape, classes, s: LeNet5(shape, classes), ("none",)),
     "cnn1": _Architecture(
-        lambda shape, classes, s: Cnn(shape, classes, (32, 64), 128, norm=s.norm), ("batch", "group", "instance")
+        lambda shape, classes, s: Cnn(shape, classes, (32, 64), 128, norm=s.norm),
+        ("batch", "group", "instance"),
     ),
     "cnn2": _Architecture(
-        lambda shape, classes, s: Cnn(shape, classes, (16, 32, 64), 64, norm=s.norm), ("batch", "group", "instance")
+        lambda shape, classes, s: Cnn(shape, classes, (16, 32, 64), 64, norm=s.norm),
+        ("batch", "group", "instance"),
     ),
-    "googlenet": _Architecture(lambda shape, classes, s: googlenet(shape, classes, s.norm), ("batch", "group")),
-    "resnet8": _Architecture(lambda shape, classes, s: ResNet8(shape, classes, norm=s.norm), ("instance", "group", "batch")),
-    "resnet18": _Architecture(lambda shape, classes, s: ResNet18(shape, classes, norm=s.norm), ("batch", "group")),
-    "resnet50": _Architecture(lambda shape, classes, s: ResNet50(shape, classes, norm=s.norm), ("batch", "group")),
-    "alexnet": _Architecture(lambda shape, classes, s: AlexNet(shape, classes, norm=s.norm), ("batch", "group")),
+    "googlenet": _Architecture(
+        lambda shape, classes, s: googlenet(shape, classes, s.norm), ("batch", "group")
+    ),
+    "resnet8": _Architecture(
+        lambda shape, classes, s: ResNet8(shape, classes, norm=s.norm),
+        ("instance", "group", "batch"),
+    ),
+    "resnet18": _Architecture(
+        lambda shape, classes, s: ResNet18(shape, classes, norm=s.norm), ("batch", "group")
+    ),
+    "resnet50": _Architecture(
+        lambda shape, classes, s: ResNet50(shape, classes, norm=s.norm), ("batch", "group")
+    ),
+    "alexnet": _Architecture(
+        lambda shape, classes, s: AlexNet(shape, classes, norm=s.norm), ("batch", "group")
+    ),
 }
 
 
@@ -107,7 +125,13 @@ def _build(settings: ModelSettings, image_shape: Shape, classes: int) -> nn.Modu
 
 
 def build_client_models(
-    settings: ModelSettings, image_shape: Shape, classes: int, seed: int, clients: int, *, private: bool = False
+    settings: ModelSettings,
+    image_shape: Shape,
+    classes: int,
+    seed: int,
+    clients: int,
+    *,
+    private: bool = False,
 ) -> tuple[nn.Module, ...] | None:
     """An untrained network for each client, where `settings.clients` names some; None: all have the server's.
 
@@ -121,7 +145,9 @@ def build_client_models(
     for client in range(clients):
         name = names[client % len(names)]
         norm = next(n for n in _MODELS[name].norms if not (private and n == "batch"))
-        one = ModelSettings(name, settings.width, settings.depth, norm, projection=settings.projection)
+        one = ModelSettings(
+            name, settings.width, settings.depth, norm, projection=settings.projection
+        )
         with forked_rng(seed, "client model initialisation", client):
             made.append(_build(one, image_shape, classes))
     return tuple(made)

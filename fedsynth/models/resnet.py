@@ -41,7 +41,12 @@ class _ResNet(ResNet):  # type: ignore[misc]  # torchvision has no types
     stage_names = ("layer1", "layer2", "layer3", "layer4")
 
     def __init__(
-        self, block: type[nn.Module], numbers: list[int], image_shape: tuple[int, int, int], classes: int, norm: str
+        self,
+        block: type[nn.Module],
+        numbers: list[int],
+        image_shape: tuple[int, int, int],
+        classes: int,
+        norm: str,
     ) -> None:
         layer = {"batch": nn.BatchNorm2d, "group": group_norm}[norm]
         super().__init__(block, numbers, num_classes=classes, norm_layer=layer)
@@ -53,7 +58,9 @@ class _ResNet(ResNet):  # type: ignore[misc]  # torchvision has no types
             if isinstance(layer, nn.ReLU):
                 layer.inplace = False  # DP-SGD's hooks hold what it would overwrite
         self.embedding_size: int = self.fc.in_features
-        self.largest_activation = 64 * -(-height // 2) * -(-width // 2)  # scalars of an image after the first convolution
+        self.largest_activation = (
+            64 * -(-height // 2) * -(-width // 2)
+        )  # scalars of an image after the first convolution
 
     @property
     def classifier(self) -> nn.Linear:
@@ -72,12 +79,16 @@ class _ResNet(ResNet):  # type: ignore[misc]  # torchvision has no types
 class ResNet18(_ResNet):
     """Args: norm: "batch" (torchvision's) or "group" (for DP-SGD)."""
 
-    def __init__(self, image_shape: tuple[int, int, int], classes: int, *, norm: str = "batch") -> None:
+    def __init__(
+        self, image_shape: tuple[int, int, int], classes: int, *, norm: str = "batch"
+    ) -> None:
         super().__init__(_Block, [2, 2, 2, 2], image_shape, classes, norm)
 
 
 class ResNet50(_ResNet):
     """Args: as `ResNet18`. Its first stage is four times as wide as the stem, so that an image's largest activation is there."""
 
-    def __init__(self, image_shape: tuple[int, int, int], classes: int, *, norm: str = "batch") -> None:
+    def __init__(
+        self, image_shape: tuple[int, int, int], classes: int, *, norm: str = "batch"
+    ) -> None:
         super().__init__(_Bottleneck, [3, 4, 6, 3], image_shape, classes, norm)

@@ -78,7 +78,13 @@ class Cnn(nn.Module):
     """
 
     def __init__(
-        self, image_shape: tuple[int, int, int], classes: int, channels: tuple[int, ...], hidden: int, *, norm: str = "batch"
+        self,
+        image_shape: tuple[int, int, int],
+        classes: int,
+        channels: tuple[int, ...],
+        hidden: int,
+        *,
+        norm: str = "batch",
     ) -> None:
         super().__init__()
         inside, height, width = image_shape
@@ -86,11 +92,18 @@ class Cnn(nn.Module):
             raise SettingError(f"{len(channels)} blocks halve a {height}×{width} image to nothing")
         layers: list[nn.Module] = []
         for outside in channels:
-            layers += [nn.Conv2d(inside, outside, 3, padding=1), make_norm(norm, outside), nn.ReLU(), nn.MaxPool2d(2)]
+            layers += [
+                nn.Conv2d(inside, outside, 3, padding=1),
+                make_norm(norm, outside),
+                nn.ReLU(),
+                nn.MaxPool2d(2),
+            ]
             inside = outside
         self.features = nn.Sequential(*layers)
         self.stage_names = tuple(f"features.{4 * block + 3}" for block in range(len(channels)))
-        self.hidden = nn.Linear(inside * (height >> len(channels)) * (width >> len(channels)), hidden)
+        self.hidden = nn.Linear(
+            inside * (height >> len(channels)) * (width >> len(channels)), hidden
+        )
         self.classifier = nn.Linear(hidden, classes)
         self.embedding_size = hidden
         self.largest_activation = channels[0] * height * width
@@ -112,7 +125,9 @@ class _Block(nn.Module):
         self.norm1, self.norm2 = make_norm(norm, outside), make_norm(norm, outside)
         self.shortcut: nn.Module = nn.Identity()
         if stride != 1 or inside != outside:
-            self.shortcut = nn.Sequential(nn.Conv2d(inside, outside, 1, stride, bias=False), make_norm(norm, outside))
+            self.shortcut = nn.Sequential(
+                nn.Conv2d(inside, outside, 1, stride, bias=False), make_norm(norm, outside)
+            )
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.norm2(self.conv2(torch.relu(self.norm1(self.conv1(x)))))
@@ -131,13 +146,17 @@ class ResNet8(nn.Module):
 
     stage_names = ("stages.0", "stages.1", "stages.2")
 
-    def __init__(self, image_shape: tuple[int, int, int], classes: int, *, norm: str = "instance") -> None:
+    def __init__(
+        self, image_shape: tuple[int, int, int], classes: int, *, norm: str = "instance"
+    ) -> None:
         super().__init__()
         channels, height, width = image_shape
         if min(height, width) < 8:
             raise SettingError(f"resnet8 needs images of at least 8×8, got {height}×{width}")
         self.conv, self.norm = nn.Conv2d(channels, 16, 3, 1, 1, bias=False), make_norm(norm, 16)
-        self.stages = nn.Sequential(_Block(16, 16, 1, norm), _Block(16, 32, 2, norm), _Block(32, 64, 2, norm))
+        self.stages = nn.Sequential(
+            _Block(16, 16, 1, norm), _Block(16, 32, 2, norm), _Block(32, 64, 2, norm)
+        )
         self.classifier = nn.Linear(64, classes)
         self.embedding_size = 64
         self.largest_activation = 16 * height * width

@@ -51,7 +51,9 @@ class GroupedBatchNorm(nn.Module):
         x_NCHW = x if x.dim() == 4 else x[:, :, None, None]
         mean = self._by_group(x_NCHW.mean(dim=(2, 3), dtype=torch.float32))
         centred = x_NCHW - mean[:, :, None, None].to(x_NCHW.dtype)
-        scale = torch.rsqrt(self._by_group(centred.square().mean(dim=(2, 3), dtype=torch.float32)) + self.eps)
+        scale = torch.rsqrt(
+            self._by_group(centred.square().mean(dim=(2, 3), dtype=torch.float32)) + self.eps
+        )
         scale = (scale * self.weight).to(x_NCHW.dtype)
         return (centred * scale[:, :, None, None] + self.bias[:, None, None]).view(x.shape)
 

@@ -30,10 +30,20 @@ class BatchIndices:
     """
 
     def __init__(
-        self, clients: OpenClients, segments: Segments, batch: int, steps: int, *, small_class: str, seed: int, round: int
+        self,
+        clients: OpenClients,
+        segments: Segments,
+        batch: int,
+        steps: int,
+        *,
+        small_class: str,
+        seed: int,
+        round: int,
     ) -> None:
         if small_class not in SMALL_CLASS:
-            raise SettingError(f"small_class must be one of {', '.join(SMALL_CLASS)}, got {small_class!r}")
+            raise SettingError(
+                f"small_class must be one of {', '.join(SMALL_CLASS)}, got {small_class!r}"
+            )
         blocks: list[Tensor] = []
         for position, client in enumerate(clients.ids):
             generator = torch_generator(seed, "condensation batches", round, client)
@@ -43,7 +53,9 @@ class BatchIndices:
                 blocks.append(pool[chosen.to(pool.device)])
         self.sizes = torch.tensor([block.shape[1] for block in blocks], dtype=torch.int64)
         empty = torch.empty(steps, 0, dtype=torch.int32)
-        self._block = torch.cat([block.to(torch.int32) for block in blocks], dim=1) if blocks else empty
+        self._block = (
+            torch.cat([block.to(torch.int32) for block in blocks], dim=1) if blocks else empty
+        )
         self._where = torch.arange(len(blocks)).repeat_interleave(self.sizes)
         self.segment = self._where.to(self._block.device)
         self.divisors = self.sizes.to(self._block.device, torch.float32)[:, None]
@@ -57,7 +69,9 @@ class BatchIndices:
         starts = range(0, len(self._where), size)
         stops = [min(start + size, len(self._where)) for start in starts]
         return [
-            Piece(slice(start, stop), slice(int(self._where[start]), int(self._where[stop - 1]) + 1))
+            Piece(
+                slice(start, stop), slice(int(self._where[start]), int(self._where[stop - 1]) + 1)
+            )
             for start, stop in zip(starts, stops, strict=True)
         ]
 
@@ -70,13 +84,16 @@ class Piece:
     segments: slice
 
 
-def _draw(pool: int, batch: int, steps: int, small_class: str, generator: torch.Generator) -> Tensor:
+def _draw(
+    pool: int, batch: int, steps: int, small_class: str, generator: torch.Generator
+) -> Tensor:
     """Positions in a class's pool, [steps, min(batch, pool)] ("resample": [steps, batch] where the pool is small)."""
     if pool <= batch:
         if small_class == "resample" and pool < batch:
             return torch.randint(pool, (steps, batch), generator=generator)
         return torch.arange(pool).expand(steps, pool)
     rows: Sequence[Tensor] = [
-        torch.rand(min(64, steps - first), pool, generator=generator).topk(batch, dim=1).indices for first in range(0, steps, 64)
+        torch.rand(min(64, steps - first), pool, generator=generator).topk(batch, dim=1).indices
+        for first in range(0, steps, 64)
     ]
     return torch.cat(list(rows))

@@ -66,11 +66,17 @@ class NetworkFeatures:
         self._network, self._augment = network, augment
 
     def _reduced(self, network: nn.Module) -> nn.Module:
-        return network if self._precision == torch.float32 else copy.deepcopy(network).to(self._precision)
+        return (
+            network
+            if self._precision == torch.float32
+            else copy.deepcopy(network).to(self._precision)
+        )
 
     def __call__(self, x_NCHW: Tensor, segment_N: Tensor) -> Tensor:
         """[N, D] with the graph to the images."""
-        return self._with_logits(self._embed(self._network, self._augmented(x_NCHW, segment_N), segment_N))
+        return self._with_logits(
+            self._embed(self._network, self._augmented(x_NCHW, segment_N), segment_N)
+        )
 
     def real(self, x_NCHW: Tensor, segment_N: Tensor) -> Tensor:
         """[N, D] without graph: channels-last, in small batches that stay in the cache on a CPU, and in the reduced precision."""
@@ -78,18 +84,30 @@ class NetworkFeatures:
         with torch.no_grad():
             at_once = len(x_NCHW) if self.mixes else self.images_at_once(x_NCHW, self._precision)
             for x, segment in zip(x_NCHW.split(at_once), segment_N.split(at_once), strict=True):
-                x = self._augmented(x, segment).to(self._precision, memory_format=torch.channels_last)
-                embed = self._compiled if self._compiled is not None and len(x) == at_once else self._embed
+                x = self._augmented(x, segment).to(
+                    self._precision, memory_format=torch.channels_last
+                )
+                embed = (
+                    self._compiled
+                    if self._compiled is not None and len(x) == at_once
+                    else self._embed
+                )
                 rows.append(embed(self._real, x, segment).float())
             return self._with_logits(torch.cat(rows))
 
-    def vjp(self, x_NCHW: Tensor, segment_N: Tensor, *, exact: bool = True) -> tuple[Tensor, VectorJacobian]:
+    def vjp(
+        self, x_NCHW: Tensor, segment_N: Tensor, *, exact: bool = True
+    ) -> tuple[Tensor, VectorJacobian]:
         """u [N, D], and what pulls vectors [V, N, D] back to the images: the network's own `embed_vjp` if it has one, else autograd."""
         leaf = x_NCHW.detach().requires_grad_()
         with torch.enable_grad():
             x = self._augmented(leaf, segment_N)
         own = getattr(self._network, "embed_vjp", None)
-        made = None if own is None or self.mixes else own(x.detach(), torch.float32 if exact else self._precision)
+        made = (
+            None
+            if own is None or self.mixes
+            else own(x.detach(), torch.float32 if exact else self._precision)
+        )
         if made is None:
             with torch.enable_grad():
                 u = self._with_logits(self._embed(self._network, x, segment_N))
@@ -108,8 +126,15 @@ class NetworkFeatures:
     def images_at_once(self, x_NCHW: Tensor, precision: torch.dtype = torch.float32) -> int:
         """Images in one pass: on a CPU as many as keep the largest activation within 8 MB, where caches and the allocator reuse it."""
         scalars = getattr(self._network, "largest_activation", x_NCHW[0].numel())
-        most = min(chunk(x_NCHW.device), self._memory_bytes // (ACTIVATIONS * scalars * precision.itemsize))
-        return max(1, min(most, GPU_IMAGES if x_NCHW.is_cuda else CPU_BYTES // (scalars * precision.itemsize)))
+        most = min(
+            chunk(x_NCHW.device), self._memory_bytes // (ACTIVATIONS * scalars * precision.itemsize)
+        )
+        return max(
+            1,
+            min(
+                most, GPU_IMAGES if x_NCHW.is_cuda else CPU_BYTES // (scalars * precision.itemsize)
+            ),
+        )
 
     def _augmented(self, x_NCHW: Tensor, segment_N: Tensor) -> Tensor:
         return x_NCHW if self._augment is None else self._augment(x_NCHW, segment_N)
@@ -129,7 +154,12 @@ class NetworkFeatures:
 def client_bytes(context: RoundContext, ipc: int, iterations: int, batch: int) -> int:
     """Memory that one more client in a condensation takes, about: the round's block of batch indices, the set with its gradient and velocity,
     and class sums of features; with batch norm a whole batch's activations."""
-    pixels = ipc * context.spec.image_shape[0] * context.spec.image_shape[1] * context.spec.image_shape[2]
+    pixels = (
+        ipc
+        * context.spec.image_shape[0]
+        * context.spec.image_shape[1]
+        * context.spec.image_shape[2]
+    )
     if has_batch_norm(context.architecture):
         activation = getattr(context.architecture, "largest_activation", pixels // ipc)
         return int(4 * ACTIVATIONS * activation * batch * context.spec.classes)
@@ -177,7 +207,10 @@ def condense(
         return synthetic
     velocity, features = torch.zeros_like(synthetic), None
     for step in range(steps):
-        network, augment = draw_network(), draw_augmentation() if draw_augmentation is not None else None
+        network, augment = (
+            draw_network(),
+            draw_augmentation() if draw_augmentation is not None else None,
+        )
         if features is None:
             features = NetworkFeatures(
                 network,

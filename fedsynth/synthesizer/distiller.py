@@ -21,7 +21,12 @@ from fedsynth.core.method import check_ranges
 from fedsynth.core.random import torch_generator
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.synthesizer.ensembles import batch_norm_matching
-from fedsynth.synthesizer.generators import Generator, distillation_loss, generator_loss, make_generator
+from fedsynth.synthesizer.generators import (
+    Generator,
+    distillation_loss,
+    generator_loss,
+    make_generator,
+)
 from fedsynth.synthesizer.one_shot import adversarial_loss
 from fedsynth.synthesizer.remembered import remembered, restore
 
@@ -53,7 +58,9 @@ class Distillation:
         self._bn_weight, self._ad_weight = bn_weight, ad_weight
         # hooks on this object's own copy of the teacher: they go with it, and the stack, which would take them off when collected, stays
         self._hooks = ExitStack()
-        self._statistics = self._hooks.enter_context(batch_norm_matching([self._teacher] if bn_weight else []))
+        self._statistics = self._hooks.enter_context(
+            batch_norm_matching([self._teacher] if bn_weight else [])
+        )
         self._adam = torch.optim.Adam(generator.parameters(), learning_rate)
 
     def step(self, student: nn.Module | None = None) -> tuple[Tensor, Tensor]:
@@ -62,14 +69,20 @@ class Distillation:
         Args:
             student: whom the generator should disagree with the teacher, with an `ad_weight`.
         """
-        z = torch.randn(self._batch, self.generator.latent, generator=self._draws, device=self._draws.device)
+        z = torch.randn(
+            self._batch, self.generator.latent, generator=self._draws, device=self._draws.device
+        )
         with torch.enable_grad():
             images = self.generator.normalised(z)
             features = self._teacher.embed(images)  # type: ignore[operator]
             logits = self._teacher.classifier(features)  # type: ignore[operator]
-            loss = generator_loss(features, logits, *self._weights) + self._bn_weight * self._statistics().to(z.device)
+            loss = generator_loss(
+                features, logits, *self._weights
+            ) + self._bn_weight * self._statistics().to(z.device)
             if student is not None and self._ad_weight:
-                loss = loss + self._ad_weight * adversarial_loss(logits, student(images), only_disagreement=True)
+                loss = loss + self._ad_weight * adversarial_loss(
+                    logits, student(images), only_disagreement=True
+                )
             weights = list(self.generator.parameters())
             for p, gradient in zip(weights, torch.autograd.grad(loss, weights), strict=True):
                 p.grad = gradient
@@ -131,18 +144,35 @@ class DataFreeDistiller:
 
     def __post_init__(self) -> None:
         big = float("inf")
-        check_ranges(self, steps=(1, big), batch=(2, big), learning_rate=(0, big), momentum=(0, 1), generator_lr=(0, big))
-        check_ranges(self, one_hot_weight=(0, big), activation_weight=(0, big), latent=(1, big), width=(1, big))
+        check_ranges(
+            self,
+            steps=(1, big),
+            batch=(2, big),
+            learning_rate=(0, big),
+            momentum=(0, 1),
+            generator_lr=(0, big),
+        )
+        check_ranges(
+            self,
+            one_hot_weight=(0, big),
+            activation_weight=(0, big),
+            latent=(1, big),
+            width=(1, big),
+        )
         check_ranges(self, replay=(0, big), kept=(1, big), bn_weight=(0, big), ad_weight=(0, big))
 
-    def fit(self, student: nn.Module, report: Callable[[int, int], None] = lambda done, total: None) -> Generator:
+    def fit(
+        self, student: nn.Module, report: Callable[[int, int], None] = lambda done, total: None
+    ) -> Generator:
         """Trains `student`, in place, on the teacher's device; returns the generator.
 
         Args:
             student: any classifier of the same classes. report: hears of (steps done, steps).
         """
         device = next(self.teacher.parameters()).device
-        generator = make_generator(self.spec, self.seed, latent=self.latent, width=self.width).to(device)
+        generator = make_generator(self.spec, self.seed, latent=self.latent, width=self.width).to(
+            device
+        )
         pair = Distillation(
             self.teacher,
             generator,

@@ -36,7 +36,9 @@ class DistributionMatcher:
             the entropic regularisation, in units of √D; "energy" has none.
     """
 
-    def __init__(self, exact: ExactMatcher, matching: str, blur: float, columns: int | None = None) -> None:
+    def __init__(
+        self, exact: ExactMatcher, matching: str, blur: float, columns: int | None = None
+    ) -> None:
         from geomloss import SamplesLoss
 
         self._exact, self._columns = exact, columns
@@ -49,7 +51,11 @@ class DistributionMatcher:
         rows, ipc, out = rows[..., : self._columns], synthetic.shape[1], torch.empty_like(synthetic)
         for numbers in passes(features, synthetic):
             u, pull = features.vjp(synthetic[numbers].flatten(0, 1), numbers.repeat_interleave(ipc))
-            pulled = pull(self._cotangents(u.view(len(numbers), ipc, -1), rows[numbers], weights[numbers]).flatten(0, 1)[None])[0]
+            pulled = pull(
+                self._cotangents(
+                    u.view(len(numbers), ipc, -1), rows[numbers], weights[numbers]
+                ).flatten(0, 1)[None]
+            )[0]
             out[numbers] = pulled.view_as(synthetic[numbers])
         return out
 
@@ -59,7 +65,9 @@ class DistributionMatcher:
         leaf = u_GID.detach().requires_grad_()
         even = leaf.new_full(leaf.shape[:2], 1 / leaf.shape[1])
         with torch.enable_grad():
-            apart = self._loss(even, leaf[..., :width] / width**0.5, weights_GB, real_GBD / width**0.5).sum()
+            apart = self._loss(
+                even, leaf[..., :width] / width**0.5, weights_GB, real_GBD / width**0.5
+            ).sum()
             (gradient,) = torch.autograd.grad(self._factor * width * apart, leaf)
         return gradient
 
@@ -71,7 +79,9 @@ def _padded(rows_ND: Tensor, segment_N: Tensor, segments: int) -> tuple[Tensor, 
         segment_N: ascending, as `BatchIndices` has them.
     """
     sizes = torch.bincount(segment_N, minlength=segments)
-    place = torch.arange(len(segment_N), device=segment_N.device) - (sizes.cumsum(0) - sizes)[segment_N]
+    place = (
+        torch.arange(len(segment_N), device=segment_N.device) - (sizes.cumsum(0) - sizes)[segment_N]
+    )
     most = int(sizes.max())
     # Filled with the segment's first row, and not with zeros: a far point without weight would still widen Sinkhorn's first blur.
     first = (sizes.cumsum(0) - sizes).clamp_max(len(segment_N) - 1)

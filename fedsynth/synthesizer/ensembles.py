@@ -37,7 +37,9 @@ def guidance(losses_TCM: Tensor, floor: float) -> Tensor:
 def share_of_clients(u_CM: Tensor) -> Tensor:
     """Ū_r: each row over its sum (Eqs. 4 and 5); a row of zeros becomes uniform."""
     total = u_CM.sum(dim=1, keepdim=True)
-    return torch.where(total > 0, u_CM / total.clamp_min(torch.finfo(u_CM.dtype).tiny), 1 / u_CM.shape[1])
+    return torch.where(
+        total > 0, u_CM / total.clamp_min(torch.finfo(u_CM.dtype).tiny), 1 / u_CM.shape[1]
+    )
 
 
 def share_of_classes(u_CM: Tensor) -> Tensor:
@@ -45,7 +47,9 @@ def share_of_classes(u_CM: Tensor) -> Tensor:
     return share_of_clients(u_CM.T).T
 
 
-def stratified_aggregation(logits_MNC: Tensor, labels_N: Tensor, by_class_CM: Tensor, by_client_CM: Tensor) -> Tensor:
+def stratified_aggregation(
+    logits_MNC: Tensor, labels_N: Tensor, by_class_CM: Tensor, by_client_CM: Tensor
+) -> Tensor:
     """P = Σ_k Ū_r[y, k]·(F_k(x) ⊙ Ū_c[:, k]) (Eqs. 8 to 11), [N, C].
 
     Args:
@@ -54,7 +58,9 @@ def stratified_aggregation(logits_MNC: Tensor, labels_N: Tensor, by_class_CM: Te
     return torch.einsum("mnc,cm,nm->nc", logits_MNC, by_client_CM, by_class_CM[labels_N])
 
 
-def stratified_probabilities(logits_MNC: Tensor, labels_N: Tensor, by_class_CM: Tensor, by_client_CM: Tensor) -> Tensor:
+def stratified_probabilities(
+    logits_MNC: Tensor, labels_N: Tensor, by_class_CM: Tensor, by_client_CM: Tensor
+) -> Tensor:
     """SA of what the models say, softmax F_k(x), in place of their logits: log of that P, whose softmax is P over its sum, [N, C].
 
     A weight then scales how much a client's vote for a class counts; on logits it scales the logit, so that a class of small weight cannot
@@ -86,7 +92,13 @@ class Stratification:
     floor: float = 1e-3
 
     def measure(
-        self, models: Sequence[nn.Module], spec: DatasetSpec, seed: int, device: torch.device, *, batched: bool | None = None
+        self,
+        models: Sequence[nn.Module],
+        spec: DatasetSpec,
+        seed: int,
+        device: torch.device,
+        *,
+        batched: bool | None = None,
     ) -> Tensor:
         """U [C, m] (Algorithm 2).
 
@@ -100,20 +112,33 @@ class Stratification:
         batched = device.type == "cuda" if batched is None else batched
         at_once = max(1, PAIRS // spec.classes)
         series = [
-            self._losses(models[first : first + at_once], spec, seed, device, batched) for first in range(0, len(models), at_once)
+            self._losses(models[first : first + at_once], spec, seed, device, batched)
+            for first in range(0, len(models), at_once)
         ]
         return guidance(torch.cat(series, dim=2), self.floor)
 
-    def _losses(self, models: Sequence[nn.Module], spec: DatasetSpec, seed: int, device: torch.device, batched: bool) -> Tensor:
+    def _losses(
+        self,
+        models: Sequence[nn.Module],
+        spec: DatasetSpec,
+        seed: int,
+        device: torch.device,
+        batched: bool,
+    ) -> Tensor:
         """Losses of every step, [T_G, C, m], of some clients."""
         classes, m = spec.classes, len(models)
-        generator = make_generator(spec, seed, latent=self.latent, width=self.width, running=False).to(device)
+        generator = make_generator(
+            spec, seed, latent=self.latent, width=self.width, running=False
+        ).to(device)
         stacked = {
             name: p.detach()[None].repeat(m * classes, *[1] * p.dim()).requires_grad_()
             for name, p in generator.named_parameters()
         }
         z = torch.randn(
-            self.batch, self.latent, generator=torch_generator(seed, "stratification noise", device=device), device=device
+            self.batch,
+            self.latent,
+            generator=torch_generator(seed, "stratification noise", device=device),
+            device=device,
         )
         labels = torch.arange(classes, device=device).repeat_interleave(self.batch)
         adam = torch.optim.Adam(list(stacked.values()), self.learning_rate)
@@ -125,7 +150,9 @@ class Stratification:
                 per_model = images.reshape(m, classes * self.batch, *spec.image_shape)
                 losses = torch.stack(
                     [
-                        F.cross_entropy(model(x), labels, reduction="none").view(classes, self.batch).mean(dim=1)
+                        F.cross_entropy(model(x), labels, reduction="none")
+                        .view(classes, self.batch)
+                        .mean(dim=1)
                         for model, x in zip(models, per_model, strict=True)
                     ],
                     dim=1,
@@ -137,11 +164,15 @@ class Stratification:
         return torch.stack(series)
 
 
-def _all_images(normalised: nn.Module, stacked: dict[str, Tensor], z: Tensor, batched: bool) -> Tensor:
+def _all_images(
+    normalised: nn.Module, stacked: dict[str, Tensor], z: Tensor, batched: bool
+) -> Tensor:
     """Images of all generators whose parameters are stacked, [P, N, C, H, W]."""
 
     def one(parameters: dict[str, Tensor]) -> Tensor:
-        images: Tensor = functional_call(normalised, {f"inner.{name}": value for name, value in parameters.items()}, (z,))
+        images: Tensor = functional_call(
+            normalised, {f"inner.{name}": value for name, value in parameters.items()}, (z,)
+        )
         return images
 
     if batched:
@@ -195,7 +226,12 @@ def batch_norm_matching(models: Sequence[nn.Module]) -> Iterator[Callable[[], Te
         terms.clear()
         return total
 
-    handles = [layer.register_forward_pre_hook(look) for model in models for layer in model.modules() if _with_statistics(layer)]
+    handles = [
+        layer.register_forward_pre_hook(look)
+        for model in models
+        for layer in model.modules()
+        if _with_statistics(layer)
+    ]
     try:
         yield loss
     finally:

@@ -52,7 +52,10 @@ class Augmentation:
         self.mean, self.std = _moved(self.mean, mean), _moved(self.std, std)
         if float(torch.rand((), generator=self._coin)) >= self._probability:
             return x_NCHW
-        new_mean, new_std = (self._drawn(value, gamma) for value, gamma in zip((mean, std), self._gammas, strict=True))
+        new_mean, new_std = (
+            self._drawn(value, gamma)
+            for value, gamma in zip((mean, std), self._gammas, strict=True)
+        )
         plain = (x_NCHW - mean[..., None, None]) / std[..., None, None]
         return plain * new_std[..., None, None] + new_mean[..., None, None]
 
@@ -72,7 +75,9 @@ def _moved(before: Tensor | None, value_NC: Tensor) -> Tensor:
 def augmented(network: nn.Module, layers: Mapping[str, Augmentation]) -> Iterator[None]:
     """Inside, the outputs of the named submodules go through their layers."""
     handles = [
-        network.get_submodule(name).register_forward_hook(lambda module, inputs, out, layer=layer: layer(out))
+        network.get_submodule(name).register_forward_hook(
+            lambda module, inputs, out, layer=layer: layer(out)
+        )
         for name, layer in layers.items()
     ]
     try:

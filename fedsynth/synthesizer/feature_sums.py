@@ -43,7 +43,9 @@ class FeatureSumMatcher:
         floor: float,
     ) -> None:
         self._clients, self._series, self._networks = clients, series, networks
-        ones = clients.class_sums(count_series, lambda x_NCHW, segment_N: x_NCHW.new_ones(len(x_NCHW), 1))
+        ones = clients.class_sums(
+            count_series, lambda x_NCHW, segment_N: x_NCHW.new_ones(len(x_NCHW), 1)
+        )
         self.counts: Tensor = ones[:, 0]
         self.kept: Tensor = self.counts >= floor
         self._divisors = self.counts.clamp_min(floor)[:, None]

@@ -25,7 +25,14 @@ class Generator(nn.Module):
         classes: of a conditional generator; 0: none. running: keep running statistics, for evaluation mode.
     """
 
-    def __init__(self, spec: DatasetSpec, latent: int = 100, width: int = 64, classes: int = 0, running: bool = True) -> None:
+    def __init__(
+        self,
+        spec: DatasetSpec,
+        latent: int = 100,
+        width: int = 64,
+        classes: int = 0,
+        running: bool = True,
+    ) -> None:
         super().__init__()
         self.latent, self.classes, self._spec = latent, classes, spec
         self._rows, self._columns = -(-spec.height // 4), -(-spec.width // 4)
@@ -55,7 +62,9 @@ class Generator(nn.Module):
     def normalised(self, z_NL: Tensor, labels_N: Tensor | None = None) -> Tensor:
         """Images as networks take them: (pixels − mean)/std."""
         pixels = self(z_NL, labels_N)
-        mean, std = (pixels.new_tensor(v).view(1, -1, 1, 1) for v in (self._spec.mean, self._spec.std))
+        mean, std = (
+            pixels.new_tensor(v).view(1, -1, 1, 1) for v in (self._spec.mean, self._spec.std)
+        )
         images: Tensor = (pixels - mean) / std
         return images
 
@@ -66,7 +75,9 @@ class LatentGenerator(nn.Module):
     def __init__(self, classes: int, size: int, noise: int = 32, hidden: int = 256) -> None:
         super().__init__()
         self.classes, self.noise = classes, noise
-        self.hidden = nn.Sequential(nn.Linear(noise + classes, hidden), nn.BatchNorm1d(hidden), nn.ReLU())
+        self.hidden = nn.Sequential(
+            nn.Linear(noise + classes, hidden), nn.BatchNorm1d(hidden), nn.ReLU()
+        )
         self.out = nn.Linear(hidden, size)
 
     def forward(self, labels_N: Tensor, noise_NE: Tensor) -> Tensor:
@@ -75,7 +86,9 @@ class LatentGenerator(nn.Module):
         return made
 
 
-def make_latent_generator(classes: int, size: int, seed: int, *, noise: int = 32, hidden: int = 256) -> LatentGenerator:
+def make_latent_generator(
+    classes: int, size: int, seed: int, *, noise: int = 32, hidden: int = 256
+) -> LatentGenerator:
     """A generator of embeddings whose weights depend on the seed alone; the global RNG is left as it was."""
     with forked_rng(seed, "latent generator initialisation"):
         return LatentGenerator(classes, size, noise, hidden)
@@ -83,12 +96,20 @@ def make_latent_generator(classes: int, size: int, seed: int, *, noise: int = 32
 
 def diversity_loss(noise_NE: Tensor, made_ND: Tensor) -> Tensor:
     """exp(−mean over all pairs of ‖ε_i − ε_j‖²/E · ‖G_i − G_j‖₁/D) (FedGen's public code): small where other noise makes other embeddings."""
-    apart = (noise_NE[:, None] - noise_NE[None]).square().mean(dim=2) * (made_ND[:, None] - made_ND[None]).abs().mean(dim=2)
+    apart = (noise_NE[:, None] - noise_NE[None]).square().mean(dim=2) * (
+        made_ND[:, None] - made_ND[None]
+    ).abs().mean(dim=2)
     return (-apart.mean()).exp()
 
 
 def make_generator(
-    spec: DatasetSpec, seed: int, *numbers: int, latent: int = 100, width: int = 64, classes: int = 0, running: bool = True
+    spec: DatasetSpec,
+    seed: int,
+    *numbers: int,
+    latent: int = 100,
+    width: int = 64,
+    classes: int = 0,
+    running: bool = True,
 ) -> Generator:
     """A generator whose weights depend on (seed, numbers) alone; the global RNG is left as it was."""
     with forked_rng(seed, "generator initialisation", *numbers):
@@ -111,7 +132,9 @@ def activation_loss(features_ND: Tensor) -> Tensor:
     return -features_ND.abs().sum(dim=1).mean()
 
 
-def generator_loss(features_ND: Tensor, logits_NC: Tensor, one_hot_weight: float, activation_weight: float) -> Tensor:
+def generator_loss(
+    features_ND: Tensor, logits_NC: Tensor, one_hot_weight: float, activation_weight: float
+) -> Tensor:
     """L_G = L_IE + λ1·L_OH + λ2·L_A of a teacher's features and logits on generated images (FedKF, Eq. 5)."""
     return (
         information_entropy_loss(logits_NC)
@@ -122,4 +145,9 @@ def generator_loss(features_ND: Tensor, logits_NC: Tensor, one_hot_weight: float
 
 def distillation_loss(teacher_NC: Tensor, student_NC: Tensor) -> Tensor:
     """KL(teacher ‖ student) of the softmax of logits, averaged over the batch (FedKF, Eq. 6)."""
-    return F.kl_div(student_NC.log_softmax(dim=1), teacher_NC.log_softmax(dim=1), log_target=True, reduction="batchmean")
+    return F.kl_div(
+        student_NC.log_softmax(dim=1),
+        teacher_NC.log_softmax(dim=1),
+        log_target=True,
+        reduction="batchmean",
+    )

@@ -22,7 +22,11 @@ def recorded(step: Callable[[], None], state: Sequence[Tensor]) -> Callable[[], 
     try:
         replay = _record(step, state[0].device)
     except RuntimeError as error:
-        warnings.warn(f"the training step runs without a CUDA graph: {str(error).splitlines()[0]}", RuntimeWarning, stacklevel=2)
+        warnings.warn(
+            f"the training step runs without a CUDA graph: {str(error).splitlines()[0]}",
+            RuntimeWarning,
+            stacklevel=2,
+        )
         replay = step
     for tensor, old in zip(state, before, strict=True):
         tensor.copy_(old)

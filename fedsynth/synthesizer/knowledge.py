@@ -21,7 +21,9 @@ from fedsynth.synthesizer.matching import FeatureMap, Matcher, frozen_means, pul
 DISTANCES = ("point", "rows", "sorted")
 
 
-def average_over_holders(values_KCC: Sequence[Tensor], present_KC: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+def average_over_holders(
+    values_KCC: Sequence[Tensor], present_KC: Sequence[Tensor]
+) -> tuple[Tensor, Tensor]:
     """Eqs. 8 and 12: (the mean of each class's row over the clients that have the class [C, C], which classes anybody has [C]).
 
     The paper divides by K even where a client has no example of a class, whose v_{k,c} is then undefined; here only holders count. The row
@@ -30,11 +32,16 @@ def average_over_holders(values_KCC: Sequence[Tensor], present_KC: Sequence[Tens
     values, present = torch.stack(list(values_KCC)), torch.stack(list(present_KC)).to(torch.bool)
     weights = present.to(values.dtype)
     count = weights.sum(dim=0)
-    mean = torch.einsum("kc,kcd->cd", weights, torch.where(present[..., None], values, 0.0)) / count.clamp_min(1)[:, None]
+    mean = (
+        torch.einsum("kc,kcd->cd", weights, torch.where(present[..., None], values, 0.0))
+        / count.clamp_min(1)[:, None]
+    )
     return mean, count > 0
 
 
-def sliced_wasserstein(u_SC: Tensor, v_SC: Tensor, client_S: Tensor, *, distance: str, directions_PC: Tensor) -> Tensor:
+def sliced_wasserstein(
+    u_SC: Tensor, v_SC: Tensor, client_S: Tensor, *, distance: str, directions_PC: Tensor
+) -> Tensor:
     """The collaborative loss Σ_c SWD(u_{k,c}, v_c) of each client of a group (Eq. 10), summed over clients: a scalar.
 
     Args:
@@ -55,13 +62,21 @@ def sliced_wasserstein(u_SC: Tensor, v_SC: Tensor, client_S: Tensor, *, distance
     total = u_SC.new_zeros(())
     for client in client_S.unique():
         mine = client_S == client
-        total = total + (along_u[mine].sort(dim=0).values - along_v[mine].sort(dim=0).values).abs().mean(dim=1).sum()
+        total = (
+            total
+            + (along_u[mine].sort(dim=0).values - along_v[mine].sort(dim=0).values)
+            .abs()
+            .mean(dim=1)
+            .sum()
+        )
     return total
 
 
 def point_factor(dimension: int) -> float:
     """E|θ₁| for a uniform unit vector θ in this dimension."""
-    return math.exp(math.lgamma(dimension / 2) - math.lgamma((dimension + 1) / 2)) / math.sqrt(math.pi)
+    return math.exp(math.lgamma(dimension / 2) - math.lgamma((dimension + 1) / 2)) / math.sqrt(
+        math.pi
+    )
 
 
 class KnowledgeMatcher:
@@ -86,8 +101,18 @@ class KnowledgeMatcher:
         distance: str,
         directions: Callable[[], Tensor],
     ) -> None:
-        self._inner, self._weight, self._logit_weight, self._distance = inner, weight, logit_weight, distance
-        self._global, self._client, self._known, self._directions = global_SC, client_S, known_S, directions
+        self._inner, self._weight, self._logit_weight, self._distance = (
+            inner,
+            weight,
+            logit_weight,
+            distance,
+        )
+        self._global, self._client, self._known, self._directions = (
+            global_SC,
+            client_S,
+            known_S,
+            directions,
+        )
 
     def gradient(self, step: int, features: FeatureMap, synthetic: Tensor) -> Tensor:
         matched = self._inner.gradient(step, features, synthetic)
@@ -103,7 +128,9 @@ class KnowledgeMatcher:
             )
             (gradient,) = torch.autograd.grad(pull, logits)
         width = means.shape[1]
-        cotangents = torch.nn.functional.pad(gradient * (self._weight / self._logit_weight), (width - gradient.shape[1], 0))
+        cotangents = torch.nn.functional.pad(
+            gradient * (self._weight / self._logit_weight), (width - gradient.shape[1], 0)
+        )
         return matched + pull_back(features, synthetic, lambda means, numbers: cotangents[numbers])
 
 
@@ -126,7 +153,9 @@ def soft_labels(mean_logits_CC: Tensor, temperature: float) -> Tensor:
     return torch.softmax(mean_logits_CC / temperature, dim=1)
 
 
-def knowledge_matching(mean_logits_CC: Tensor, soft_CC: Tensor, usable_C: Tensor, temperature: float) -> Tensor:
+def knowledge_matching(
+    mean_logits_CC: Tensor, soft_CC: Tensor, usable_C: Tensor, temperature: float
+) -> Tensor:
     """L_LGKM = ½(KL(R‖T) + KL(T‖R)), Eq. 15, over the usable classes' rows; T = softmax(mean_logits/τ) (Eq. 13), R = `soft_CC`."""
     log_t = torch.log_softmax(mean_logits_CC / temperature, dim=1)
     log_r = soft_CC.clamp_min(torch.finfo(soft_CC.dtype).tiny).log()

@@ -44,7 +44,9 @@ class FeatureMap(Protocol):
     def real(self, x_NCHW: Tensor, segment_N: Tensor) -> Tensor:
         """Without graph, and possibly in a reduced precision: for real images."""
 
-    def vjp(self, x_NCHW: Tensor, segment_N: Tensor, *, exact: bool = True) -> tuple[Tensor, VectorJacobian]:
+    def vjp(
+        self, x_NCHW: Tensor, segment_N: Tensor, *, exact: bool = True
+    ) -> tuple[Tensor, VectorJacobian]:
         """u [N, D], and what pulls vectors [V, N, D] back to images [V, N, C, H, W]; `exact` False allows a reduced precision in that."""
 
     def images_at_once(self, x_NCHW: Tensor, precision: torch.dtype = torch.float32) -> int:
@@ -68,10 +70,21 @@ def synthetic_means(features: FeatureMap, synthetic_SICHW: Tensor) -> Tensor:
 class SyntheticPass:
     """One pass of some segments' synthetic images: their means, and J_cᵀ v for many v, with J_c the Jacobian of mean_{S_c} u."""
 
-    def __init__(self, features: FeatureMap, synthetic_SICHW: Tensor, numbers_G: Tensor, *, exact: bool = True) -> None:
+    def __init__(
+        self,
+        features: FeatureMap,
+        synthetic_SICHW: Tensor,
+        numbers_G: Tensor,
+        *,
+        exact: bool = True,
+    ) -> None:
         self._shape = synthetic_SICHW[numbers_G].shape
         groups, self._ipc = self._shape[:2]
-        u, self._vjp = features.vjp(synthetic_SICHW[numbers_G].flatten(0, 1), numbers_G.repeat_interleave(self._ipc), exact=exact)
+        u, self._vjp = features.vjp(
+            synthetic_SICHW[numbers_G].flatten(0, 1),
+            numbers_G.repeat_interleave(self._ipc),
+            exact=exact,
+        )
         self.means = u.view(groups, self._ipc, -1).mean(dim=1)
 
     def pull(self, v_VGD: Tensor) -> Tensor:
@@ -80,7 +93,9 @@ class SyntheticPass:
         return pulled.view(len(v_VGD), *self._shape)
 
 
-def pull_back(features: FeatureMap, synthetic_SICHW: Tensor, cotangents: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+def pull_back(
+    features: FeatureMap, synthetic_SICHW: Tensor, cotangents: Callable[[Tensor, Tensor], Tensor]
+) -> Tensor:
     """J_cᵀ v_c for every segment, [S, ipc, C, H, W].
 
     A segment's images meet only their own mean, so segments can go few at a time, which keeps a pass in the cache on a CPU; with batch
@@ -112,8 +127,12 @@ def frozen_means(features: FeatureMap, synthetic_SICHW: Tensor) -> Tensor:
 def passes(features: FeatureMap, synthetic_SICHW: Tensor) -> tuple[Tensor, ...]:
     """The segments' numbers, cut into what goes through the network together."""
     segments, ipc = synthetic_SICHW.shape[:2]
-    at_once = segments if features.mixes else max(1, features.images_at_once(synthetic_SICHW[0]) // ipc)
-    pieces: tuple[Tensor, ...] = torch.arange(segments, device=synthetic_SICHW.device).split(at_once)
+    at_once = (
+        segments if features.mixes else max(1, features.images_at_once(synthetic_SICHW[0]) // ipc)
+    )
+    pieces: tuple[Tensor, ...] = torch.arange(segments, device=synthetic_SICHW.device).split(
+        at_once
+    )
     return pieces
 
 
@@ -124,13 +143,19 @@ def segment_sums(values_ND: Tensor, segment_N: Tensor, segments: int) -> Tensor:
 
 def segment_means(values_ND: Tensor, segment_N: Tensor, segments: int) -> Tensor:
     """Mean of the rows of each segment, [segments, D]; empty segments give zero."""
-    counts = torch.nn.functional.one_hot(segment_N, segments).sum(dim=0).clamp_min(1).to(values_ND.dtype)
+    counts = (
+        torch.nn.functional.one_hot(segment_N, segments).sum(dim=0).clamp_min(1).to(values_ND.dtype)
+    )
     return segment_sums(values_ND, segment_N, segments) / counts[:, None]
 
 
 def first_columns(rows_ND: Tensor, columns: int | None) -> Tensor:
     """The rows with everything beyond the first `columns` set to zero (None: as they are): matching those alone."""
-    return rows_ND if columns is None else torch.nn.functional.pad(rows_ND[:, :columns], (0, rows_ND.shape[1] - columns))
+    return (
+        rows_ND
+        if columns is None
+        else torch.nn.functional.pad(rows_ND[:, :columns], (0, rows_ND.shape[1] - columns))
+    )
 
 
 class ExactMatcher:
@@ -140,18 +165,24 @@ class ExactMatcher:
         columns: match only so many of the first coordinates of u: embeddings without logits (FedAF, Eq. 4). None: all.
     """
 
-    def __init__(self, clients: OpenClients, batches: BatchIndices, columns: int | None = None) -> None:
+    def __init__(
+        self, clients: OpenClients, batches: BatchIndices, columns: int | None = None
+    ) -> None:
         self._clients, self._batches, self._columns = clients, batches, columns
 
     def real_means(self, step: int, features: FeatureMap, segments: int) -> Tensor:
         """mean_{B_c} u_w of this step's batch for every segment, [segments, D], without graph."""
         indices = self._batches.at(step)
         sums: Tensor | None = None
-        for piece in self._batches.pieces(len(indices) if features.mixes else chunk(indices.device)):
+        for piece in self._batches.pieces(
+            len(indices) if features.mixes else chunk(indices.device)
+        ):
             part, where = indices[piece.rows], self._batches.segment[piece.rows]
             u = features.real(self._clients.images(part), where)
             sums = u.new_zeros(segments, u.shape[1]) if sums is None else sums
-            sums[piece.segments] += segment_sums(u, where - piece.segments.start, piece.segments.stop - piece.segments.start)
+            sums[piece.segments] += segment_sums(
+                u, where - piece.segments.start, piece.segments.stop - piece.segments.start
+            )
         if sums is None:
             raise ValueError("a step without any real image")
         return sums / self._batches.divisors.to(sums.dtype)
@@ -160,14 +191,22 @@ class ExactMatcher:
         """u_w of every image of this step's batch [N, D], without graph, and its segment [N], ascending."""
         indices = self._batches.at(step)
         rows = [
-            features.real(self._clients.images(indices[piece.rows]), self._batches.segment[piece.rows])
-            for piece in self._batches.pieces(len(indices) if features.mixes else chunk(indices.device))
+            features.real(
+                self._clients.images(indices[piece.rows]), self._batches.segment[piece.rows]
+            )
+            for piece in self._batches.pieces(
+                len(indices) if features.mixes else chunk(indices.device)
+            )
         ]
         return torch.cat(rows), self._batches.segment
 
     def gradient(self, step: int, features: FeatureMap, synthetic: Tensor) -> Tensor:
         real = self.real_means(step, features, len(synthetic))
-        return pull_back(features, synthetic, lambda means, numbers: first_columns(2 * (means - real[numbers]), self._columns))
+        return pull_back(
+            features,
+            synthetic,
+            lambda means, numbers: first_columns(2 * (means - real[numbers]), self._columns),
+        )
 
 
 class ResidualMatcher:
@@ -184,9 +223,18 @@ class ResidualMatcher:
     """
 
     def __init__(
-        self, clients: PrivateClients, series: Sequence[GaussianSums], divisor: float, columns: int | None = None
+        self,
+        clients: PrivateClients,
+        series: Sequence[GaussianSums],
+        divisor: float,
+        columns: int | None = None,
     ) -> None:
-        self._clients, self._series, self._divisor, self._columns = clients, series, divisor, columns
+        self._clients, self._series, self._divisor, self._columns = (
+            clients,
+            series,
+            divisor,
+            columns,
+        )
 
     def gradient(self, step: int, features: FeatureMap, synthetic: Tensor) -> Tensor:
         fixed = frozen_means(features, synthetic)[:, : self._columns]
@@ -199,7 +247,9 @@ class ResidualMatcher:
         return pull_back(
             features,
             synthetic,
-            lambda means, numbers: torch.nn.functional.pad(2 * noisy[numbers], (0, means.shape[1] - noisy.shape[1])),
+            lambda means, numbers: torch.nn.functional.pad(
+                2 * noisy[numbers], (0, means.shape[1] - noisy.shape[1])
+            ),
         )
 
 
@@ -210,7 +260,9 @@ class GradientMatcher:
     a batch is the batch's gradient. S_c goes forward once for all examples of its class, and many vectors are pulled back at a time.
     """
 
-    def __init__(self, clients: PrivateClients, series: Sequence[GaussianSums], divisor: float) -> None:
+    def __init__(
+        self, clients: PrivateClients, series: Sequence[GaussianSums], divisor: float
+    ) -> None:
         self._clients, self._series, self._divisor = clients, series, divisor
 
     def gradient(self, step: int, features: FeatureMap, synthetic: Tensor) -> Tensor:
@@ -221,7 +273,9 @@ class GradientMatcher:
         return noisy.view_as(synthetic)
 
 
-def per_example_gradients(features: FeatureMap, synthetic_SICHW: Tensor, x_NCHW: Tensor, segment_N: Tensor) -> Tensor:
+def per_example_gradients(
+    features: FeatureMap, synthetic_SICHW: Tensor, x_NCHW: Tensor, segment_N: Tensor
+) -> Tensor:
     """g̃(x) of FedDM's Eq. 15 for every example, [N, ipc·C·H·W]: the gradient for the synthetic images of the example's own segment.
 
     Segments with similar numbers of examples share a pass forward; the j-th examples of all of them go back together, several j at a time.
@@ -240,12 +294,18 @@ def per_example_gradients(features: FeatureMap, synthetic_SICHW: Tensor, x_NCHW:
     for numbers in present.split(max(1, images // (PASSES * ipc))):
         one = SyntheticPass(features, synthetic_SICHW, numbers.to(device), exact=False)
         passes = max(1, images // (len(numbers) * ipc))
-        position = torch.full((segments,), -1).scatter_(0, numbers, torch.arange(len(numbers)))[segment_N]
+        position = torch.full((segments,), -1).scatter_(0, numbers, torch.arange(len(numbers)))[
+            segment_N
+        ]
         for first in range(0, int(counts[numbers].max()), passes):
-            mine = torch.nonzero((position >= 0) & (rank >= first) & (rank < first + passes)).flatten()
+            mine = torch.nonzero(
+                (position >= 0) & (rank >= first) & (rank < first + passes)
+            ).flatten()
             where = ((rank[mine] - first).to(device), position[mine].to(device))
             mine = mine.to(device)
-            cotangents = u.new_zeros(min(passes, int(counts[numbers].max()) - first), *one.means.shape)
+            cotangents = u.new_zeros(
+                min(passes, int(counts[numbers].max()) - first), *one.means.shape
+            )
             cotangents[where] = 2 * (one.means[where[1]] - u[mine])
             out[mine] = one.pull(cotangents)[where].flatten(1)
     return out
@@ -301,8 +361,11 @@ class PaperMatcher:
         norms = gradient.flatten(1).norm(dim=1).view(-1, 1, 1, 1, 1)
         gradient = gradient / (norms / self._clip).clamp_min(1)
         noise = [
-            secret.normal((len(mine), *gradient.shape[1:]), 1.0) * self._deviation[mine].view(-1, 1, 1, 1, 1)
-            for secret, mine in ((s, self._segments.of(position)) for position, s in enumerate(self._secrets))
+            secret.normal((len(mine), *gradient.shape[1:]), 1.0)
+            * self._deviation[mine].view(-1, 1, 1, 1, 1)
+            for secret, mine in (
+                (s, self._segments.of(position)) for position, s in enumerate(self._secrets)
+            )
         ]
         noisy: Tensor = gradient + torch.cat(noise).to(gradient.device, gradient.dtype)
         return noisy

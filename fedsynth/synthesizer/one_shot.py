@@ -32,7 +32,9 @@ def adversarial_loss(ensemble_NC: Tensor, student_NC: Tensor, *, only_disagreeme
 
 def student_loss(ensemble_NC: Tensor, student_NC: Tensor, hard_weight: float) -> Tensor:
     """KL(P ‖ F_g) + β·CE(F_g, argmax P) (FedHydra, Eqs. 17 to 19)."""
-    return distillation_loss(ensemble_NC, student_NC) + hard_weight * F.cross_entropy(student_NC, ensemble_NC.argmax(dim=1))
+    return distillation_loss(ensemble_NC, student_NC) + hard_weight * F.cross_entropy(
+        student_NC, ensemble_NC.argmax(dim=1)
+    )
 
 
 @dataclass(frozen=True)
@@ -66,8 +68,17 @@ class OneShotDistillation:
     replay: bool = False
 
     def __post_init__(self) -> None:
-        check_ranges(self, epochs=(0, inf), generator_steps=(1, inf), generator_lr=(0, inf), batch=(2, inf), latent=(1, inf))
-        check_ranges(self, width=(1, inf), bn_weight=(0, inf), ad_weight=(0, inf), hard_weight=(0, inf))
+        check_ranges(
+            self,
+            epochs=(0, inf),
+            generator_steps=(1, inf),
+            generator_lr=(0, inf),
+            batch=(2, inf),
+            latent=(1, inf),
+        )
+        check_ranges(
+            self, width=(1, inf), bn_weight=(0, inf), ad_weight=(0, inf), hard_weight=(0, inf)
+        )
         check_ranges(self, learning_rate=(0, inf), momentum=(0, 1))
 
     def fit(
@@ -90,7 +101,11 @@ class OneShotDistillation:
         for model in models:
             model.requires_grad_(False).eval()
         classes = spec.classes if self.conditional else 0
-        generator = make_generator(spec, seed, round, latent=self.latent, width=self.width, classes=classes).to(device).train()
+        generator = (
+            make_generator(spec, seed, round, latent=self.latent, width=self.width, classes=classes)
+            .to(device)
+            .train()
+        )
         adam = torch.optim.Adam(generator.parameters(), self.generator_lr)
         sgd = torch.optim.SGD(student.parameters(), self.learning_rate, self.momentum)
         draws, shuffle = (
@@ -105,7 +120,9 @@ class OneShotDistillation:
                 asked = labels if self.conditional else None
                 student.eval()
                 for _ in range(self.generator_steps):
-                    self._generator_step(generator, adam, (z, asked, labels), models, student, aggregate, statistics)
+                    self._generator_step(
+                        generator, adam, (z, asked, labels), models, student, aggregate, statistics
+                    )
                 with torch.no_grad():
                     images = generator.normalised(z, asked)
                     answer = aggregate(torch.stack([model(images) for model in models]), labels)
@@ -122,7 +139,9 @@ class OneShotDistillation:
         student.eval()
         without = [str(k) for k, model in enumerate(models) if not has_statistics(model)]
         if self.bn_weight and without:
-            return [f"no batch-norm term for models {', '.join(without)}: they have no batch norm with running statistics"]
+            return [
+                f"no batch-norm term for models {', '.join(without)}: they have no batch norm with running statistics"
+            ]
         return []
 
     def _generator_step(
@@ -143,7 +162,9 @@ class OneShotDistillation:
             answer = aggregate(torch.stack([model(images) for model in models]), labels)
             loss = F.cross_entropy(answer, labels) + self.bn_weight * statistics().to(z.device)
             if self.ad_weight:
-                against = adversarial_loss(answer, student(images), only_disagreement=self.only_disagreement)
+                against = adversarial_loss(
+                    answer, student(images), only_disagreement=self.only_disagreement
+                )
                 loss = loss + self.ad_weight * against
             gradients = torch.autograd.grad(loss, weights)
         for p, gradient in zip(weights, gradients, strict=True):

@@ -38,7 +38,9 @@ class Perturbations:
         period: int | None = None,
     ) -> None:
         if reading not in READINGS:
-            raise SettingError(f"perturbation must be one of {', '.join(READINGS)}, got {reading!r}")
+            raise SettingError(
+                f"perturbation must be one of {', '.join(READINGS)}, got {reading!r}"
+            )
         self._network = FlatNetwork(model, device)
         self._network.module.eval()
         self._center = self._network.flat.clone()
@@ -59,7 +61,9 @@ class Perturbations:
         self._noise.normal_(generator=self._generator)
         norm = torch.linalg.vector_norm(self._noise)
         if self._reading == "ball":
-            scale = self._radius * torch.rand((), generator=self._generator, device=norm.device) / norm
+            scale = (
+                self._radius * torch.rand((), generator=self._generator, device=norm.device) / norm
+            )
         else:
             scale = (self._radius / norm).clamp_max(1.0)
         torch.addcmul(self._center, self._noise, scale, out=self._network.flat)

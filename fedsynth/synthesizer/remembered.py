@@ -14,12 +14,23 @@ def remembered(generator: nn.Module, adam: torch.optim.Adam) -> dict[str, Tensor
     """Weights, buffers and moments, to go on from."""
     weights = {PREFIX + name: value.clone() for name, value in generator.state_dict().items()}
     states: Mapping[int, Mapping[str, Tensor]] = adam.state_dict()["state"]
-    return {**weights, **{f"adam.{i}.{name}": value.clone() for i, state in states.items() for name, value in state.items()}}
+    return {
+        **weights,
+        **{
+            f"adam.{i}.{name}": value.clone()
+            for i, state in states.items()
+            for name, value in state.items()
+        },
+    }
 
 
-def restore(generator: nn.Module, adam: torch.optim.Adam | None, memory: Mapping[str, Tensor]) -> None:
+def restore(
+    generator: nn.Module, adam: torch.optim.Adam | None, memory: Mapping[str, Tensor]
+) -> None:
     """Goes on from what `remembered` gave; entries of other names are left alone."""
-    generator.load_state_dict({name.removeprefix(PREFIX): v for name, v in memory.items() if name.startswith(PREFIX)})
+    generator.load_state_dict(
+        {name.removeprefix(PREFIX): v for name, v in memory.items() if name.startswith(PREFIX)}
+    )
     if adam is None:
         return
     states: dict[int, dict[str, Tensor]] = {}

@@ -38,13 +38,20 @@ class TrainsOnUnion(Method):
     def union_sgd(self) -> SgdSettings:
         """The server's training."""
         return SgdSettings(
-            self.server_epochs, self.server_batch, self.server_lr, self.server_momentum, self.server_weight_decay, self.ball()
+            self.server_epochs,
+            self.server_batch,
+            self.server_lr,
+            self.server_momentum,
+            self.server_weight_decay,
+            self.ball(),
         )
 
     def broadcast(self, state: ServerState, context: RoundContext) -> Message:
         return ModelParameters(state.parameters, 1.0)
 
-    def server_step(self, state: ServerState, uploads: Sequence[Message], context: RoundContext) -> ServerState:
+    def server_step(
+        self, state: ServerState, uploads: Sequence[Message], context: RoundContext
+    ) -> ServerState:
         model = context.load(state.parameters)
         train_on_union(model, uploads, self.union_sgd(), context)
         return ServerState(model.state_dict())

@@ -22,7 +22,9 @@ from fedsynth.synthesizer.training import Loss, SgdSettings, train_on
 class SyntheticSet(Message):
     """A client's upload: images [N, C, H, W] (float32, normalised) and their labels [N] (int64)."""
 
-    images: Tensor = released()  # a subclass may send uint8 pixels: `normalised` gives what a network takes
+    images: Tensor = (
+        released()
+    )  # a subclass may send uint8 pixels: `normalised` gives what a network takes
     labels: Tensor = public(
         "with DP on every class is sent, or those whose released noisy count is large, each with as many images"
     )
@@ -32,7 +34,9 @@ class SyntheticSet(Message):
         return normalise(self.images, spec) if self.images.dtype == torch.uint8 else self.images
 
 
-def real_start(clients: OpenClients, segments: Segments, ipc: int, seed: int, draw: int = 0) -> Tensor:
+def real_start(
+    clients: OpenClients, segments: Segments, ipc: int, seed: int, draw: int = 0
+) -> Tensor:
     """`ipc` random real images of each segment, [S, ipc, C, H, W]; a class with fewer repeats some.
 
     What is drawn depends on (seed, client, draw) alone, so REAL and FedDM with one seed start from the same images.
@@ -48,7 +52,9 @@ def real_start(clients: OpenClients, segments: Segments, ipc: int, seed: int, dr
     return images.view(len(segments), ipc, *clients.spec.image_shape)
 
 
-def averaged_start(clients: OpenClients, segments: Segments, ipc: int, average: int, seed: int) -> Tensor:
+def averaged_start(
+    clients: OpenClients, segments: Segments, ipc: int, average: int, seed: int
+) -> Tensor:
     """`ipc` images of each segment, each the mean of `average` random real ones of its class (with repetition), [S, ipc, C, H, W]."""
     images: list[Tensor] = []
     for position, client in enumerate(clients.ids):
@@ -56,20 +62,33 @@ def averaged_start(clients: OpenClients, segments: Segments, ipc: int, average: 
         for label in segments.label[segments.of(position)].tolist():
             pool = clients.examples(position, label)
             chosen = torch.randint(len(pool), (ipc * average,), generator=generator).to(pool.device)
-            images.append(clients.images(pool[chosen]).view(ipc, average, *clients.spec.image_shape).mean(dim=1))
+            images.append(
+                clients.images(pool[chosen])
+                .view(ipc, average, *clients.spec.image_shape)
+                .mean(dim=1)
+            )
     return torch.stack(images) if images else torch.empty(0, ipc, *clients.spec.image_shape)
 
 
-def noise_start(ids: Sequence[int], segments: Segments, ipc: int, image_shape: tuple[int, int, int], seed: int) -> Tensor:
+def noise_start(
+    ids: Sequence[int], segments: Segments, ipc: int, image_shape: tuple[int, int, int], seed: int
+) -> Tensor:
     """Standard normal images [S, ipc, C, H, W] on the CPU: public, from (seed, client), so that nothing private is in the start."""
     rows = [
-        torch.randn(len(segments.of(position)), ipc, *image_shape, generator=torch_generator(seed, "start noise", client))
+        torch.randn(
+            len(segments.of(position)),
+            ipc,
+            *image_shape,
+            generator=torch_generator(seed, "start noise", client),
+        )
         for position, client in enumerate(ids)
     ]
     return torch.cat(rows)
 
 
-def with_kept_images(fresh: Callable[[], Tensor], segments: Segments, memories: Sequence[Memory]) -> Tensor:
+def with_kept_images(
+    fresh: Callable[[], Tensor], segments: Segments, memories: Sequence[Memory]
+) -> Tensor:
     """Where a round's condensation starts, [S, ipc, C, H, W]: at a client's images of its last round, if it remembers any, else afresh."""
     new = [position for position, memory in enumerate(memories) if "images" not in memory]
     if not new and len(memories):
@@ -83,7 +102,9 @@ def with_kept_images(fresh: Callable[[], Tensor], segments: Segments, memories: 
     return start
 
 
-def split_uploads(images_SICHW: Tensor, segments: Segments, clients: int, kept_S: Tensor | None = None) -> list[SyntheticSet]:
+def split_uploads(
+    images_SICHW: Tensor, segments: Segments, clients: int, kept_S: Tensor | None = None
+) -> list[SyntheticSet]:
     """One upload for each client of the group; `kept_S` leaves segments out."""
     uploads = []
     ipc = images_SICHW.shape[1]
@@ -92,7 +113,9 @@ def split_uploads(images_SICHW: Tensor, segments: Segments, clients: int, kept_S
         if kept_S is not None:
             mine = mine[kept_S.cpu()[mine]]
         labels = segments.label[mine].repeat_interleave(ipc).to(images_SICHW.device)
-        uploads.append(SyntheticSet(images_SICHW[mine.to(images_SICHW.device)].flatten(0, 1), labels))
+        uploads.append(
+            SyntheticSet(images_SICHW[mine.to(images_SICHW.device)].flatten(0, 1), labels)
+        )
     return uploads
 
 
@@ -111,8 +134,13 @@ def train_on_union(
         # No released count was large enough, or a round's few clients have little: no mistake, go on with w_r.
         if context.privacy is not None or len(uploads) < context.clients:
             return
-        raise SettingError("no client sent any image: none has min_examples examples of a class; lower it, or use fewer clients")
-    images, labels = torch.cat([u.normalised(context.spec) for u in sets]), torch.cat([u.labels for u in sets])
+        raise SettingError(
+            "no client sent any image: none has min_examples examples of a class; lower it, or use fewer clients"
+        )
+    images, labels = (
+        torch.cat([u.normalised(context.spec) for u in sets]),
+        torch.cat([u.labels for u in sets]),
+    )
     generator = torch_generator(context.seed, "server training", context.round)
     train_on(
         model,

@@ -25,9 +25,7 @@ from fedsynth.synthesizer.training import Penalty, Pull, SgdSettings, make_step,
 FEW = 4  # clients below which a pass costs more than it saves
 LARGE_BATCH = 2**15  # numbers in a batch, above which arithmetic outweighs Python
 BLOCK = 32  # steps whose batches are laid out at a time
-COPIES = (
-    15  # of a network's parameters while a client trains: weights, gradient, velocity, a pull, intermediate values, the upload
-)
+COPIES = 15  # of a network's parameters while a client trains: weights, gradient, velocity, a pull, intermediate values, the upload
 DENSE = (nn.Linear, nn.Flatten, nn.Identity, nn.ReLU, nn.Tanh, nn.Sigmoid, nn.GELU, nn.Sequential)
 
 
@@ -48,8 +46,14 @@ def trains_together(model: nn.Module) -> bool:
 
     A class outside torch has to say so, by `dense = True`, as its `forward` could do anything.
     """
-    known = all(type(layer) in DENSE or getattr(type(layer), "dense", False) for layer in model.modules())
-    return known and all(p.dtype == torch.float32 for p in model.parameters()) and next(model.buffers(), None) is None
+    known = all(
+        type(layer) in DENSE or getattr(type(layer), "dense", False) for layer in model.modules()
+    )
+    return (
+        known
+        and all(p.dtype == torch.float32 for p in model.parameters())
+        and next(model.buffers(), None) is None
+    )
 
 
 def pays(model: nn.Module, batch: int, scalars: int) -> bool:
@@ -59,7 +63,11 @@ def pays(model: nn.Module, batch: int, scalars: int) -> bool:
 
 def learner_bytes(model: nn.Module, batch: int, scalars: int) -> int:
     """Memory that one more learner takes in a pass, with batches of so many images of `scalars` numbers."""
-    return 4 * (COPIES * sum(p.numel() for p in model.parameters()) + 3 * batch * scalars + 8 * BLOCK * batch)
+    return 4 * (
+        COPIES * sum(p.numel() for p in model.parameters())
+        + 3 * batch * scalars
+        + 8 * BLOCK * batch
+    )
 
 
 def train_together(
@@ -80,26 +88,41 @@ def train_together(
     """
     common = learners[0].settings
     if common.radius is not None or any(
-        replace(one.settings, epochs=common.epochs, steps=common.steps) != common for one in learners
+        replace(one.settings, epochs=common.epochs, steps=common.steps) != common
+        for one in learners
     ):
-        raise ValueError("learners in one pass share batch, learning rate, momentum and weight decay, and have no radius")
+        raise ValueError(
+            "learners in one pass share batch, learning rate, momentum and weight decay, and have no radius"
+        )
     queues = sorted((_Queue(learner) for learner in learners), key=lambda queue: -queue.steps)
-    flat_KP, pulls = torch.stack([flatten(queue.learner.model) for queue in queues]), _joined([queue.learner for queue in queues])
+    flat_KP, pulls = (
+        torch.stack([flatten(queue.learner.model) for queue in queues]),
+        _joined([queue.learner for queue in queues]),
+    )
     velocity_KP = torch.zeros_like(flat_KP)
     done, total, step = 0, sum(queue.steps for queue in queues), 0
-    while (active := bisect_left(queues, -step, key=lambda queue: -queue.steps)) >= FEW:  # the first so many have steps left
+    while (
+        active := bisect_left(queues, -step, key=lambda queue: -queue.steps)
+    ) >= FEW:  # the first so many have steps left
         which_ASB, share_ASB = _lay_out(queues[:active], BLOCK)
         for position in range(which_ASB.shape[1]):
             now = bisect_left(queues, -step, hi=active, key=lambda queue: -queue.steps)
             which, w, velocity = which_ASB[:now, position], flat_KP[:now], velocity_KP[:now]
             x = images(which.flatten())
             grad = _gradients(
-                learners[0].model, w, x.view(*which.shape, *x.shape[1:]), labels(which.flatten()), share_ASB[:now, position]
+                learners[0].model,
+                w,
+                x.view(*which.shape, *x.shape[1:]),
+                labels(which.flatten()),
+                share_ASB[:now, position],
             )
             if pulls is not None:
                 weight, center, linear = (part[:now] for part in pulls)
                 grad += linear + weight * (w - center)
-            w.sub_(velocity.mul_(common.momentum).add_(grad).add_(w, alpha=common.weight_decay), alpha=common.learning_rate)
+            w.sub_(
+                velocity.mul_(common.momentum).add_(grad).add_(w, alpha=common.weight_decay),
+                alpha=common.learning_rate,
+            )
             done, step = done + now, step + 1
         report(done, total)
     for queue, flat, velocity in zip(queues, flat_KP, velocity_KP, strict=True):
@@ -121,7 +144,9 @@ class _Queue:
         where, size = self.learner.where, self.learner.settings.batch
         while len(self._drawn) < most and self._undrawn:
             order = torch.randperm(len(where), generator=self.learner.generator).to(where.device)
-            batches = nn.functional.pad(where[order], (0, -len(where) % size), value=-1).view(-1, size)[: self._undrawn]
+            batches = nn.functional.pad(where[order], (0, -len(where) % size), value=-1).view(
+                -1, size
+            )[: self._undrawn]
             self._undrawn -= len(batches)
             self._drawn = torch.cat([self._drawn, batches])
         taken, self._drawn = self._drawn[:most], self._drawn[most:]
@@ -130,14 +155,20 @@ class _Queue:
 
 def _lay_out(queues: Sequence[_Queue], steps: int) -> tuple[Tensor, Tensor]:
     """The next batches of each queue, [A, S, B], and each example's share in its batch's mean (0: a filler, or no batch)."""
-    padded = nn.utils.rnn.pad_sequence([queue.take(steps) for queue in queues], batch_first=True, padding_value=-1)
+    padded = nn.utils.rnn.pad_sequence(
+        [queue.take(steps) for queue in queues], batch_first=True, padding_value=-1
+    )
     there = padded >= 0
     share = there / there.sum(dim=2, keepdim=True).clamp_min(1)
     return torch.where(there, padded, padded[:, :1, :1]), share  # fillers are the learner's own
 
 
 def _finish(
-    queue: _Queue, flat: Tensor, velocity: Tensor, images: Callable[[Tensor], Tensor], labels: Callable[[Tensor], Tensor]
+    queue: _Queue,
+    flat: Tensor,
+    velocity: Tensor,
+    images: Callable[[Tensor], Tensor],
+    labels: Callable[[Tensor], Tensor],
 ) -> None:
     """Takes the steps that are left, of this learner alone, and puts the weights into its model."""
     learner = queue.learner
@@ -148,7 +179,9 @@ def _finish(
     network = FlatNetwork(learner.model, requires_grad=True)
     network.module.train()
     step = make_step(network, velocity, images, labels, learner.settings, penalty=learner.penalty)
-    each = -(-len(learner.where) // learner.settings.batch)  # batches of a pass, of which the last may not be full
+    each = -(
+        -len(learner.where) // learner.settings.batch
+    )  # batches of a pass, of which the last may not be full
     for number, batch in enumerate(left, start=queue.steps - len(left)):
         last = number % each == each - 1
         step(batch[: len(learner.where) - (each - 1) * len(batch)] if last else batch)
@@ -163,8 +196,14 @@ def _joined(learners: Sequence[Learner]) -> tuple[Tensor, Tensor, Tensor] | None
         return None
     none = Pull(0.0, torch.zeros_like(some.center), torch.zeros_like(some.linear))
     each = [pull or none for pull in pulls]
-    weights = torch.tensor([[pull.weight] for pull in each], device=some.center.device, dtype=some.center.dtype)
-    return weights, torch.stack([pull.center for pull in each]), torch.stack([pull.linear for pull in each])
+    weights = torch.tensor(
+        [[pull.weight] for pull in each], device=some.center.device, dtype=some.center.dtype
+    )
+    return (
+        weights,
+        torch.stack([pull.center for pull in each]),
+        torch.stack([pull.linear for pull in each]),
+    )
 
 
 def _pull(penalty: Penalty | None) -> Pull | None:
@@ -173,14 +212,18 @@ def _pull(penalty: Penalty | None) -> Pull | None:
     raise ValueError("learners in one pass take no penalty but a Pull")
 
 
-def _gradients(network: nn.Module, flat_AP: Tensor, x_ABCHW: Tensor, labels_M: Tensor, share_AB: Tensor) -> Tensor:
+def _gradients(
+    network: nn.Module, flat_AP: Tensor, x_ABCHW: Tensor, labels_M: Tensor, share_AB: Tensor
+) -> Tensor:
     """The gradient of each learner's mean cross-entropy with respect to its own row, [A, P]."""
     named = dict(network.named_parameters())
     sizes, shapes = [p.numel() for p in named.values()], [p.shape for p in named.values()]
 
     def logits(flat_P: Tensor, x_BCHW: Tensor) -> Tensor:
         parts = zip(named, flat_P.split(sizes), shapes, strict=True)
-        made: Tensor = functional_call(network, {name: part.view(shape) for name, part, shape in parts}, (x_BCHW,))
+        made: Tensor = functional_call(
+            network, {name: part.view(shape) for name, part, shape in parts}, (x_BCHW,)
+        )
         return made
 
     with torch.enable_grad():

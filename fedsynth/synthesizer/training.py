@@ -86,10 +86,16 @@ def train_on(
     network = FlatNetwork(model, requires_grad=True)
     network.module.train()
     velocity = torch.zeros_like(network.flat)
-    step = make_step(network, velocity, images, labels_N.__getitem__, settings, loss, penalty, objective)
+    step = make_step(
+        network, velocity, images, labels_N.__getitem__, settings, loss, penalty, objective
+    )
     full: Callable[[Tensor], None] = step
     plain = (penalty is None or isinstance(penalty, Pull)) and not stateful
-    if plain and labels_N.is_cuda and settings.epochs * (len(labels_N) // settings.batch) >= WORTH_RECORDING:
+    if (
+        plain
+        and labels_N.is_cuda
+        and settings.epochs * (len(labels_N) // settings.batch) >= WORTH_RECORDING
+    ):
         state = [network.flat, velocity, network.grad, *network.module.buffers()]
         full = _recorded(step, settings.batch, state, labels_N.device)
     each = -(-len(labels_N) // settings.batch)
@@ -129,7 +135,9 @@ def make_step(
             value = loss(network.module(images(where)), labels(where))
         else:
             value = objective(network.module, images(where), labels(where))
-        (value if penalty is None or pull is not None else value + penalty(network.module)).backward()
+        (
+            value if penalty is None or pull is not None else value + penalty(network.module)
+        ).backward()
         with torch.no_grad():
             if pull is not None:
                 pull.add_gradient(grad, flat)

@@ -13,7 +13,15 @@ from typer.testing import CliRunner
 from fedsynth.cli.app import app
 
 _LOCAL = ("--set", "local_epochs=1", "--set", "batch=128")
-_DISTIL = (*_LOCAL, "--set", "server_epochs=1", "--set", "generator_steps=1", "--set", "generator_width=4")
+_DISTIL = (
+    *_LOCAL,
+    "--set",
+    "server_epochs=1",
+    "--set",
+    "generator_steps=1",
+    "--set",
+    "generator_width=4",
+)
 SMALL: dict[str, tuple[str, ...]] = {
     **{
         name: _LOCAL

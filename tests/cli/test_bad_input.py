@@ -54,8 +54,16 @@ CASES: list[tuple[str, tuple[str, ...], str]] = [
     ("feddm", (*DP, "--dp-delta", "1e-3"), "delta must be at most 1/max-records"),
     ("feddm", (*DP, "--dp-max-records", "1000000"), "delta must be at most 1/max-records"),
     ("feddm", (*DP, "--dp-sample-rate", "1.5"), "--dp-sample-rate must be in (0, 1]"),
-    ("feddm", ("--dp-delta", "1e-5"), "needs a noise multiplier (--dp-sigma) or a budget (--dp-epsilon)"),
-    ("feddm", ("--dp-epsilon", "3", "--dp-mechanism", "paper"), "no differential privacy guarantee"),
+    (
+        "feddm",
+        ("--dp-delta", "1e-5"),
+        "needs a noise multiplier (--dp-sigma) or a budget (--dp-epsilon)",
+    ),
+    (
+        "feddm",
+        ("--dp-epsilon", "3", "--dp-mechanism", "paper"),
+        "no differential privacy guarantee",
+    ),
     ("feddm", ("--ipc", "0"), "ipc must be at least 1, got 0"),
     ("feddm", ("--rounds", "0"), "must be at least 1"),
     ("feddm", ("--clients", "0"), "clients must be at least 1, got 0"),
@@ -70,7 +78,11 @@ CASES: list[tuple[str, tuple[str, ...], str]] = [
     ("feddm", ("--memory-gb", "0"), "memory_gb must be above 0"),
     # files
     ("feddm", ("--dataset", "mnist"), "no data folder was given"),
-    ("feddm", ("--dataset", "mnist", "--data-root", "{tmp}"), "no MNIST/raw/train-images-idx3-ubyte in {tmp}"),
+    (
+        "feddm",
+        ("--dataset", "mnist", "--data-root", "{tmp}"),
+        "no MNIST/raw/train-images-idx3-ubyte in {tmp}",
+    ),
     ("feddm", ("--output", "{tmp}/file/runs"), "cannot write the run folder {tmp}/file/runs"),
     ("feddm", (*DP, "--dp-ledger", "{tmp}/file"), "cannot create ledger {tmp}/file"),
     ("feddm", ("--config", "{tmp}/absent.toml"), "cannot read the config {tmp}/absent.toml"),
@@ -89,9 +101,13 @@ def assert_one_line(run: Any, text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("method", "options", "text"), CASES, ids=lambda value: " ".join(value) if isinstance(value, tuple) else ""
+    ("method", "options", "text"),
+    CASES,
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
-def test_one_line(train: Callable[..., Any], tmp_path: Path, method: str, options: tuple[str, ...], text: str) -> None:
+def test_one_line(
+    train: Callable[..., Any], tmp_path: Path, method: str, options: tuple[str, ...], text: str
+) -> None:
     (tmp_path / "file").write_text("a file, and no folder")
     run = train(method, *(option.format(tmp=tmp_path) for option in options))
     assert_one_line(run, text.format(tmp=tmp_path))
@@ -148,7 +164,9 @@ def test_damaged_files(train: Callable[..., Any], tmp_path: Path, images: bytes,
     raw.mkdir(parents=True)
     for split in ("train", "t10k"):
         (raw / f"{split}-images-idx3-ubyte").write_bytes(idx((20, 28, 28), bytes(20 * 28 * 28)))
-        (raw / f"{split}-labels-idx1-ubyte").write_bytes(idx((20,), bytes(i % 10 for i in range(20))))
+        (raw / f"{split}-labels-idx1-ubyte").write_bytes(
+            idx((20,), bytes(i % 10 for i in range(20)))
+        )
     (raw / "train-images-idx3-ubyte").write_bytes(images)
     assert_one_line(train("feddm", "--dataset", "mnist", "--data-root", str(tmp_path)), text)
 
@@ -163,7 +181,9 @@ def test_damaged_files(train: Callable[..., Any], tmp_path: Path, images: bytes,
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
-def test_partition(fedsynth: Callable[..., Any], tmp_path: Path, options: tuple[str, ...], text: str) -> None:
+def test_partition(
+    fedsynth: Callable[..., Any], tmp_path: Path, options: tuple[str, ...], text: str
+) -> None:
     run = fedsynth("partition", *(option.format(tmp=tmp_path) for option in options))
     assert run.code == 2
     assert run.stderr.startswith("fedsynth: error: ")

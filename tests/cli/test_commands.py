@@ -32,10 +32,14 @@ def test_partition_prints_who_has_what(fedsynth: Callable[..., Any], tmp_path: P
     assert shown.stdout != fedsynth("partition", "--clients", "3", "--seed", "1").stdout
 
 
-def test_partition_shows_the_partition_of_a_run(fedsynth: Callable[..., Any], train: Callable[..., Any]) -> None:
+def test_partition_shows_the_partition_of_a_run(
+    fedsynth: Callable[..., Any], train: Callable[..., Any]
+) -> None:
     table = (train("real").folder / "simulation_only" / "partition.txt").read_text(encoding="utf-8")
     assert fedsynth("partition", "--clients", "2").stdout.startswith(table.rstrip())
-    other = fedsynth("partition", "--clients", "2", "--set", "run.method=fedavg", "--set", "data.dataset=digits")
+    other = fedsynth(
+        "partition", "--clients", "2", "--set", "run.method=fedavg", "--set", "data.dataset=digits"
+    )
     assert (other.code, "FedDM" in other.stdout) == (0, False)
 
 
@@ -77,8 +81,12 @@ def test_version_and_help(fedsynth: Callable[..., Any]) -> None:
         (["train", "--bogus"], 2, b"fedsynth: error: No such option: --bogus"),
     ],
 )
-def test_the_installed_script_keeps_to_one_line(args: list[str], code: int, text: bytes, tmp_path: Path) -> None:
-    done = subprocess.run([SCRIPT, *args], capture_output=True, check=False, timeout=120, cwd=tmp_path)
+def test_the_installed_script_keeps_to_one_line(
+    args: list[str], code: int, text: bytes, tmp_path: Path
+) -> None:
+    done = subprocess.run(
+        [SCRIPT, *args], capture_output=True, check=False, timeout=120, cwd=tmp_path
+    )
     assert done.returncode == code
     assert done.stderr.startswith(text)
     assert done.stderr.count(b"\n") == 1
@@ -88,17 +96,23 @@ def test_the_installed_script_keeps_to_one_line(args: list[str], code: int, text
 
 def test_an_old_locale_costs_letters_and_not_the_run(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
-    done = subprocess.run([SCRIPT, "train", "--help"], capture_output=True, check=False, timeout=120, env=environment)
+    done = subprocess.run(
+        [SCRIPT, "train", "--help"], capture_output=True, check=False, timeout=120, env=environment
+    )
     assert done.returncode == 0, done.stderr
     assert b"--dp-epsilon" in done.stdout
 
 
-def test_an_interrupted_run_says_so(fedsynth: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_run_says_so(
+    fedsynth: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def interrupt(*args: object, **kwargs: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("fedsynth.federation.simulation._Simulation._round", interrupt)
     run = fedsynth("train", "--device", "cpu", "--output", str(tmp_path / "out"))
     assert run.code == 130
-    assert run.stderr.endswith("fedsynth: interrupted; the run folder keeps its .incomplete ending\n")
+    assert run.stderr.endswith(
+        "fedsynth: interrupted; the run folder keeps its .incomplete ending\n"
+    )
     assert run.folder.name.endswith("-feddm-digits.incomplete")

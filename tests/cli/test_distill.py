@@ -11,7 +11,16 @@ from safetensors.torch import load_file, save_file
 from fedsynth.cli.app import app
 from fedsynth.models.registry import ModelSettings, build_model
 
-FAST = ("--set", "server_epochs=2", "--set", "generator_steps=2", "--set", "generator_width=4", "--set", "generator_batch=8")
+FAST = (
+    "--set",
+    "server_epochs=2",
+    "--set",
+    "generator_steps=2",
+    "--set",
+    "generator_width=4",
+    "--set",
+    "generator_batch=8",
+)
 
 
 def write(path: Path, name: str, seed: int) -> str:
@@ -31,8 +40,15 @@ def call(capsys: pytest.CaptureFixture[str], *options: str) -> tuple[int, str, s
 
 
 @pytest.mark.parametrize("method", ["fedhydra", "dense"])
-def test_models_of_different_architectures_become_one(method: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    files = ",".join([write(tmp_path / "a.safetensors", "convnet", 1), write(tmp_path / "b.safetensors", "resnet8", 2)])
+def test_models_of_different_architectures_become_one(
+    method: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = ",".join(
+        [
+            write(tmp_path / "a.safetensors", "convnet", 1),
+            write(tmp_path / "b.safetensors", "resnet8", 2),
+        ]
+    )
     fast = (*FAST, "--set", "stratification_steps=2") if method == "fedhydra" else FAST
     made = tmp_path / "out" / "student.safetensors"
     code, out, err = call(
@@ -50,7 +66,10 @@ def test_models_of_different_architectures_become_one(method: str, tmp_path: Pat
     ("change", "text"),
     [
         (("--models", "{a},{missing}"), "no model file"),
-        (("--models", "{a},{b}", "--arch", "convnet,convnet,convnet"), "2 model files need one architecture, or one each; got 3"),
+        (
+            ("--models", "{a},{b}", "--arch", "convnet,convnet,convnet"),
+            "2 model files need one architecture, or one each; got 3",
+        ),
         (("--models", "{a}", "--arch", "resnet8"), "is not a model of this architecture"),
         (("--models", "{a}", "--method", "fedavg"), "does not distil without data"),
         (("--models", "{a}", "--arch", "convent"), "did you mean convnet"),
@@ -61,15 +80,26 @@ def test_models_of_different_architectures_become_one(method: str, tmp_path: Pat
     ],
     ids=str,
 )
-def test_refusals_are_one_line(change: tuple[str, ...], text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_refusals_are_one_line(
+    change: tuple[str, ...], text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "broken").write_bytes(b"nonsense")
     model = build_model(ModelSettings(width=4, depth=2), (1, 8, 8), 10, 0)
-    save_file({name: torch.full_like(value, float("nan")) for name, value in model.state_dict().items()}, tmp_path / "nan")
+    save_file(
+        {name: torch.full_like(value, float("nan")) for name, value in model.state_dict().items()},
+        tmp_path / "nan",
+    )
     names = {
         "a": write(tmp_path / "a", "convnet", 1), "b": write(tmp_path / "b", "convnet", 2), "missing": str(tmp_path / "none"),
         "broken": str(tmp_path / "broken"), "nan": str(tmp_path / "nan"),
     }  # fmt: skip
-    code, out, err = call(capsys, *(option.format(**names) for option in change), *FAST, "--output", str(tmp_path / "s"))
+    code, out, err = call(
+        capsys,
+        *(option.format(**names) for option in change),
+        *FAST,
+        "--output",
+        str(tmp_path / "s"),
+    )
     assert code == 2, out
     assert text in err
     assert err.count("\n") == 1

@@ -23,7 +23,9 @@ def test_it_runs(method: str, train: Callable[..., Any]) -> None:
 
 @pytest.mark.parametrize("method", sorted(METHODS))
 def test_with_a_budget_it_is_charged_or_refused(method: str, train: Callable[..., Any]) -> None:
-    run = train(method, "--json", "--dp-epsilon", "8", *(() if method != "fedbn" else ("--norm", "batch")))
+    run = train(
+        method, "--json", "--dp-epsilon", "8", *(() if method != "fedbn" else ("--norm", "batch"))
+    )
     if not method_class(method).protects:
         assert run.code == 2
         assert f"{method} cannot run with differential privacy" in run.stderr

@@ -26,7 +26,9 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 def test_freed_memory_is_not_faulted_in_again() -> None:
     faults = {}
     for mode in ("default", "keep"):
-        done = subprocess.run([sys.executable, "-c", SCRIPT, mode], capture_output=True, text=True, check=True)
+        done = subprocess.run(
+            [sys.executable, "-c", SCRIPT, mode], capture_output=True, text=True, check=True
+        )
         faults[mode] = int(done.stdout)
     assert faults["keep"] < 0.3 * faults["default"]
 

@@ -15,7 +15,18 @@ from fedsynth.privacy.accounting import epsilon
 from fedsynth.privacy.releases import Release
 from fedsynth.privacy.report_text import up
 
-FAST = ("--rounds", "2", "--set", "iterations=2", "--set", "server_epochs=1", "--set", "ipc=1", "--width", "4")
+FAST = (
+    "--rounds",
+    "2",
+    "--set",
+    "iterations=2",
+    "--set",
+    "server_epochs=1",
+    "--set",
+    "ipc=1",
+    "--width",
+    "4",
+)
 
 
 def call(*words: str) -> Any:
@@ -25,11 +36,34 @@ def call(*words: str) -> Any:
 def test_a_budget_gives_sigma_for_each_mechanism() -> None:
     """Every plan's ε is what the accountant says of its σ, q and releases, at or just below the budget."""
     plans = json.loads(
-        call("privacy", "plan", "--epsilon", "3", "--rounds", "2", "--steps", "50", "--n", "6000", "--json").stdout
+        call(
+            "privacy",
+            "plan",
+            "--epsilon",
+            "3",
+            "--rounds",
+            "2",
+            "--steps",
+            "50",
+            "--n",
+            "6000",
+            "--json",
+        ).stdout
     )
     assert [p["mechanism"] for p in plans] == ["residual", "gradient", "features"]
     residual, _, features = plans
-    row = Release(1, "x", "m", "c", residual["noise_multiplier"], 1.0, residual["sample_rate"], "poisson", 100, 1)
+    row = Release(
+        1,
+        "x",
+        "m",
+        "c",
+        residual["noise_multiplier"],
+        1.0,
+        residual["sample_rate"],
+        "poisson",
+        100,
+        1,
+    )
     assert epsilon([row], 1e-5) == pytest.approx(residual["epsilon"]["2"], rel=1e-9)
     assert residual["sample_rate"] == pytest.approx(2560 / 6000)
     assert features["releases"] == 17
@@ -47,7 +81,11 @@ def test_a_plan_speaks_of_the_settings_that_it_used() -> None:
     options = ("privacy", "plan", "--method", "fedavg", "--rounds", "2", "--dataset", "digits")
     shown = call(*options, "--sigma", "2", "--set", "privacy.delta=6e-4")
     assert "δ = 0.0006" in shown.stdout
-    (plan,) = json.loads(call(*options, "--set", "privacy.noise_multiplier=2", "--set", "privacy.delta=6e-4", "--json").stdout)
+    (plan,) = json.loads(
+        call(
+            *options, "--set", "privacy.noise_multiplier=2", "--set", "privacy.delta=6e-4", "--json"
+        ).stdout
+    )
     assert plan["delta"] == 6e-4
     (plain,) = json.loads(call(*options, "--sigma", "2", "--json").stdout)
     assert (plain["delta"], plain["epsilon"]["2"] > plan["epsilon"]["2"]) == (1e-5, True)
@@ -57,14 +95,39 @@ def test_a_plan_speaks_of_the_settings_that_it_used() -> None:
 
 def test_sigma_gives_epsilon_by_round_as_a_table_and_a_plot(tmp_path: Path) -> None:
     plot = tmp_path / "plan.svg"
-    run = call("privacy", "plan", "--sigma", "3", "--method", "fedavg", "--rounds", "3", "--n", "6000", "--plot", str(plot))
+    run = call(
+        "privacy",
+        "plan",
+        "--sigma",
+        "3",
+        "--method",
+        "fedavg",
+        "--rounds",
+        "3",
+        "--n",
+        "6000",
+        "--plot",
+        str(plot),
+    )
     assert run.exit_code == 0, run.output
     assert "dp-sgd" in run.stdout
     assert "ε after round" in run.stdout
     assert plot.read_text().startswith("<svg")
     doubled = [
         json.loads(
-            call("privacy", "plan", "--sigma", "3", "--rounds", "1", "--mechanism", "features", "--adjacency", a, "--json").stdout
+            call(
+                "privacy",
+                "plan",
+                "--sigma",
+                "3",
+                "--rounds",
+                "1",
+                "--mechanism",
+                "features",
+                "--adjacency",
+                a,
+                "--json",
+            ).stdout
         )
         for a in ("add-remove", "zero-out", "replace-one")
     ]
@@ -78,7 +141,10 @@ def test_sigma_gives_epsilon_by_round_as_a_table_and_a_plot(tmp_path: Path) -> N
         (("--epsilon", "0"), "error: --epsilon must be a positive number"),
         (("--sigma", "-1"), "error: --sigma must be a positive number"),
         (("--epsilon", "1", "--n", "0"), "error: --n must be positive"),
-        (("--epsilon", "1", "--method", "real", "--steps", "5"), "cannot run with differential privacy"),
+        (
+            ("--epsilon", "1", "--method", "real", "--steps", "5"),
+            "cannot run with differential privacy",
+        ),
         (("--epsilon", "1", "--mechanism", "paper"), "gives no guarantee"),
         ((), "needs --epsilon"),
         (("--epsilon", "1", "--method", "real"), "cannot run with differential privacy"),
@@ -111,16 +177,38 @@ def test_a_dry_run_says_what_the_run_then_does(tmp_path: Path) -> None:
 
 
 def test_reports_are_shown_and_verified(tmp_path: Path) -> None:
-    assert call("train", *FAST, "--dp-epsilon", "4", "--dp-mechanism", "features", "--output", str(tmp_path)).exit_code == 0
+    assert (
+        call(
+            "train",
+            *FAST,
+            "--dp-epsilon",
+            "4",
+            "--dp-mechanism",
+            "features",
+            "--output",
+            str(tmp_path),
+        ).exit_code
+        == 0
+    )
     (folder,) = tmp_path.iterdir()
-    assert {p.name for p in folder.glob("privacy_report.*")} == {f"privacy_report.{e}" for e in ("json", "md", "html")}
+    assert {p.name for p in folder.glob("privacy_report.*")} == {
+        f"privacy_report.{e}" for e in ("json", "md", "html")
+    }
     shown = call("privacy", "report", str(folder)).stdout
     assert shown == (folder / "privacy_report.md").read_text()
     assert "class counts" in shown
     page = tmp_path / "page.html"
-    assert call("privacy", "report", str(folder), "--format", "html", "--output", str(page)).exit_code == 0
+    assert (
+        call("privacy", "report", str(folder), "--format", "html", "--output", str(page)).exit_code
+        == 0
+    )
     assert page.read_text() == (folder / "privacy_report.html").read_text()
-    assert json.loads(call("privacy", "report", str(folder), "--format", "json").stdout)["schema_version"] == 2
+    assert (
+        json.loads(call("privacy", "report", str(folder), "--format", "json").stdout)[
+            "schema_version"
+        ]
+        == 2
+    )
     good = call("privacy", "verify", str(folder))
     assert good.exit_code == 0, good.output
     assert "does not attest" in good.stdout
@@ -135,14 +223,25 @@ def test_reports_are_shown_and_verified(tmp_path: Path) -> None:
 
 def test_missing_reports_are_one_line(tmp_path: Path) -> None:
     check: Callable[..., Any] = call
-    for words in (("report", str(tmp_path)), ("verify", str(tmp_path)), ("report", str(tmp_path), "--format", "pdf")):
+    for words in (
+        ("report", str(tmp_path)),
+        ("verify", str(tmp_path)),
+        ("report", str(tmp_path), "--format", "pdf"),
+    ):
         run = check("privacy", *words)
         assert run.exit_code == 2
         assert "fedsynth: error:" in run.output
 
 
 def test_a_dry_run_makes_no_ledger_and_refuses_what_the_run_would(tmp_path: Path) -> None:
-    words = ("train", *FAST, "--dp-ledger", str(tmp_path / "kept"), "--output", str(tmp_path / "out"))
+    words = (
+        "train",
+        *FAST,
+        "--dp-ledger",
+        str(tmp_path / "kept"),
+        "--output",
+        str(tmp_path / "out"),
+    )
     assert call(*words, "--dp-sigma", "3", "--dry-run").exit_code == 0
     assert not (tmp_path / "kept").exists()
     capped = (*words, "--dp-sigma", "1", "--dp-epsilon", "0.1")
@@ -152,8 +251,23 @@ def test_a_dry_run_makes_no_ledger_and_refuses_what_the_run_would(tmp_path: Path
 
 
 def test_a_plan_shows_the_last_round_and_a_budget_that_is_too_small() -> None:
-    run = call("privacy", "plan", "--sigma", "3", "--rounds", "13", "--epsilon", "2", "--steps", "10", "--mechanism", "residual")
+    run = call(
+        "privacy",
+        "plan",
+        "--sigma",
+        "3",
+        "--rounds",
+        "13",
+        "--epsilon",
+        "2",
+        "--steps",
+        "10",
+        "--mechanism",
+        "residual",
+    )
     assert run.exit_code == 0, run.output
-    head = next(line for line in run.stdout.splitlines() if " mechanism " in line and " 10 " in line)
+    head = next(
+        line for line in run.stdout.splitlines() if " mechanism " in line and " 10 " in line
+    )
     assert " 13 " in head
     assert "exceeds ε = 2 in round" in run.output

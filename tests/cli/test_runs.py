@@ -21,9 +21,13 @@ def test_runs_beside_each_other(train: Callable[..., Any], fedsynth: Callable[..
     rows = json.loads(found.stdout)
     assert [row["method"] for row in rows] == ["fedprox", "fedprox", "fedavg"]
     assert [row["settings"].get("mu") for row in rows] == [0.1, 0.5, None]
-    assert "weight_decay" not in rows[2]["settings"]  # another method's weight decay is another setting
+    assert (
+        "weight_decay" not in rows[2]["settings"]
+    )  # another method's weight decay is another setting
     assert [row["settings"]["partition.local_test"] for row in rows] == [0.0, 0.2, 0.0]
-    assert all("clients" not in key for row in rows for key in row["settings"])  # the same everywhere
+    assert all(
+        "clients" not in key for row in rows for key in row["settings"]
+    )  # the same everywhere
     summaries = [json.loads((output / row["run"] / "summary.json").read_text()) for row in rows]
     for row, summary in zip(rows, summaries, strict=True):
         assert row["test_accuracy"] == summary["test_accuracy"]
@@ -55,9 +59,17 @@ def test_nothing_there_and_nothing_readable(fedsynth: Callable[..., Any], tmp_pa
 
 def test_runs_of_the_same_second_stand_in_the_order_in_which_they_ended(tmp_path: Path) -> None:
     for number, name in enumerate(
-        ("20261120-120000-solo-digits", "20261120-120000-fedavg-digits", "20251120-120000-real-digits")
+        (
+            "20261120-120000-solo-digits",
+            "20261120-120000-fedavg-digits",
+            "20251120-120000-real-digits",
+        )
     ):
         (tmp_path / name).mkdir()
         (tmp_path / name / "summary.json").write_text("{}")
         os.utime(tmp_path / name / "summary.json", (1000 + number, 1000 + number))
-    assert [folder.name.split("-")[2] for folder in run_folders(tmp_path)] == ["real", "solo", "fedavg"]
+    assert [folder.name.split("-")[2] for folder in run_folders(tmp_path)] == [
+        "real",
+        "solo",
+        "fedavg",
+    ]

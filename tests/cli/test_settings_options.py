@@ -17,7 +17,11 @@ from fedsynth.errors import SettingError
 
 def test_keys_go_to_the_method_or_to_the_section_that_they_name() -> None:
     found = set_options(["mu=0.1", " model.projection = 256", "partition.missing_classes=2"])
-    assert found == {"method": {"mu": "0.1"}, "model": {"projection": "256"}, "partition": {"missing_classes": "2"}}
+    assert found == {
+        "method": {"mu": "0.1"},
+        "model": {"projection": "256"},
+        "partition": {"missing_classes": "2"},
+    }
     assert method_settings(["a=b=c"]) == {"a": "b=c"}
 
 
@@ -29,11 +33,21 @@ def test_anything_else_is_refused(text: str) -> None:
 
 def test_given_twice() -> None:
     given = {"partition": {"kind": "iid", "alpha": None}, "method": {}}
-    assert with_set_options(given, ["partition.alpha=2"]) == {"partition": {"kind": "iid", "alpha": "2"}, "method": {}}
+    assert with_set_options(given, ["partition.alpha=2"]) == {
+        "partition": {"kind": "iid", "alpha": "2"},
+        "method": {},
+    }
     with pytest.raises(SettingError, match="kind is given twice, by --partition and by --set"):
         with_set_options(given, ["partition.kind=classes"], FLAGS)
-    given = {"partition": {}, "model": {"clients": "lenet5"}, "privacy": {"delta": 0.1}, "method": {}}
-    with pytest.raises(SettingError, match="clients is given twice, by --client-models and by --set"):
+    given = {
+        "partition": {},
+        "model": {"clients": "lenet5"},
+        "privacy": {"delta": 0.1},
+        "method": {},
+    }
+    with pytest.raises(
+        SettingError, match="clients is given twice, by --client-models and by --set"
+    ):
         with_set_options(given, ["model.clients=cnn1"], FLAGS)
     with pytest.raises(SettingError, match="delta is given twice, by --dp-delta and by --set"):
         with_set_options(given, ["privacy.delta=1"], FLAGS)
@@ -55,11 +69,24 @@ def test_every_option_is_a_setting_or_known_to_be_none() -> None:
         assert section == "data" or key in {f.name for f in fields(types[section])}, (section, key)
     others = {"context", "config", "settings", "output", "as_json", "dry_run", "download"}
     assert set(signature(train).parameters) == others | set(SETTINGS)
-    assert set(signature(partition).parameters) - set(SETTINGS) == {"context", "settings", "download", "picture"}
+    assert set(signature(partition).parameters) - set(SETTINGS) == {
+        "context",
+        "settings",
+        "download",
+        "picture",
+    }
 
 
 def test_options_reach_their_sections() -> None:
-    found = sections_of({"partition": "iid", "dp_sigma": 3.0, "data_root": Path("x"), "picture": Path("y"), "rounds": None})
+    found = sections_of(
+        {
+            "partition": "iid",
+            "dp_sigma": 3.0,
+            "data_root": Path("x"),
+            "picture": Path("y"),
+            "rounds": None,
+        }
+    )
     assert found["partition"]["kind"] == "iid"
     assert found["privacy"]["noise_multiplier"] == 3.0
     assert found["data"] == {"dataset": None, "data_root": "x"}

@@ -23,19 +23,29 @@ CASES: dict[str, tuple[str, ...]] = {
     "fedavg sigma": ("fedavg", "--dp-sigma", "3", "--set", "batch=719"),
 }
 FILES = {"config.toml", "metrics.jsonl", "summary.json", "model.safetensors"}
-SIMULATION_ONLY = {f"simulation_only/{name}" for name in ("README.txt", "partition.txt", "partition.png")}
+SIMULATION_ONLY = {
+    f"simulation_only/{name}" for name in ("README.txt", "partition.txt", "partition.png")
+}
 IMAGES = {"synthetic.safetensors", "synthetic.png"}
-PRIVACY = {*(f"privacy_report.{e}" for e in ("json", "md", "html")), "ledger/client-000.jsonl", "ledger/client-001.jsonl"}
+PRIVACY = {
+    *(f"privacy_report.{e}" for e in ("json", "md", "html")),
+    "ledger/client-000.jsonl",
+    "ledger/client-001.jsonl",
+}
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory, train_into: Callable[..., Any]) -> Callable[[str], Any]:
+def outcomes(
+    tmp_path_factory: pytest.TempPathFactory, train_into: Callable[..., Any]
+) -> Callable[[str], Any]:
     """Each case, run once, when it is first asked for."""
     done: dict[str, Any] = {}
 
     def outcome(case: str) -> Any:
         if case not in done:
-            done[case] = train_into(tmp_path_factory.mktemp("runs") / "new" / "folder", *CASES[case])
+            done[case] = train_into(
+                tmp_path_factory.mktemp("runs") / "new" / "folder", *CASES[case]
+            )
         return done[case]
 
     return outcome
@@ -56,7 +66,9 @@ def numbers(value: Any, name: str = "") -> Iterator[tuple[str, float]]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_run_leaves_exactly_the_files_of_the_run_folder(outcomes: Callable[[str], Any], case: str) -> None:
+def test_a_run_leaves_exactly_the_files_of_the_run_folder(
+    outcomes: Callable[[str], Any], case: str
+) -> None:
     run = outcomes(case)
     assert run.code == 0, run.stderr
     files = {p.relative_to(run.folder).as_posix() for p in run.folder.rglob("*") if p.is_file()}
@@ -68,7 +80,9 @@ def test_a_run_leaves_exactly_the_files_of_the_run_folder(outcomes: Callable[[st
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_run_tells_its_result_on_stdout_and_its_progress_on_stderr(outcomes: Callable[[str], Any], case: str) -> None:
+def test_a_run_tells_its_result_on_stdout_and_its_progress_on_stderr(
+    outcomes: Callable[[str], Any], case: str
+) -> None:
     run = outcomes(case)
     assert "round 1/1 · test accuracy" in run.stderr
     assert "round 1/1" not in run.stdout
@@ -92,7 +106,10 @@ def test_summary_metrics_and_config_agree(outcomes: Callable[[str], Any], case: 
 
 def test_synthetic_images_are_the_uploads(outcomes: Callable[[str], Any]) -> None:
     folder = outcomes("feddm").folder
-    tensors, summary = load_file(folder / "synthetic.safetensors"), read_json(folder / "summary.json")
+    tensors, summary = (
+        load_file(folder / "synthetic.safetensors"),
+        read_json(folder / "summary.json"),
+    )
     assert tensors["images"].shape[1:] == (1, 8, 8)
     assert len(tensors["images"]) == len(tensors["labels"]) == len(tensors["client"])
     assert tensors["images"].numel() == summary["upload_floats_per_round"]
@@ -101,14 +118,26 @@ def test_synthetic_images_are_the_uploads(outcomes: Callable[[str], Any]) -> Non
 @pytest.mark.parametrize("case", ["feddm sigma", "feddm gradient", "feddm epsilon", "fedavg sigma"])
 def test_a_private_run_reports_its_epsilon_first(outcomes: Callable[[str], Any], case: str) -> None:
     run = outcomes(case)
-    report, summary = read_json(run.folder / "privacy_report.json"), read_json(run.folder / "summary.json")
+    report, summary = (
+        read_json(run.folder / "privacy_report.json"),
+        read_json(run.folder / "summary.json"),
+    )
     epsilon = report["guarantee"]["epsilon"]
     assert report["verdict"]["formal"]
     assert 0 < epsilon < 10
     assert summary["differential_privacy"]["epsilon"] == pytest.approx(epsilon)
-    for text in (run.stderr, run.stdout, (run.folder / "privacy_report.md").read_text(encoding="utf-8")):
+    for text in (
+        run.stderr,
+        run.stdout,
+        (run.folder / "privacy_report.md").read_text(encoding="utf-8"),
+    ):
         assert text.index("ε") < text.index("σ" if "σ" in text else "noise multiplier")
-    expected = {"feddm sigma": "residual", "feddm gradient": "gradient", "feddm epsilon": "residual", "fedavg sigma": "dp-sgd"}
+    expected = {
+        "feddm sigma": "residual",
+        "feddm gradient": "gradient",
+        "feddm epsilon": "residual",
+        "fedavg sigma": "dp-sgd",
+    }
     assert report["mechanism"] == expected[case]
 
 
@@ -118,7 +147,9 @@ def test_epsilon_alone_finds_the_noise(outcomes: Callable[[str], Any]) -> None:
     assert privacy["noise_multiplier"] > 0
 
 
-def test_the_printed_mechanism_has_no_guarantee_and_no_epsilon(outcomes: Callable[[str], Any]) -> None:
+def test_the_printed_mechanism_has_no_guarantee_and_no_epsilon(
+    outcomes: Callable[[str], Any],
+) -> None:
     run = outcomes("feddm paper")
     report, markdown = (
         read_json(run.folder / "privacy_report.json"),
@@ -129,25 +160,42 @@ def test_the_printed_mechanism_has_no_guarantee_and_no_epsilon(outcomes: Callabl
         assert "no differential privacy guarantee" in text.lower()
         assert not re.search(r"(ε|epsilon)\W{0,8}\d", text)
     assert any("clip" in reason for reason in report["verdict"]["reasons"])
-    everything = [report, read_json(run.folder / "summary.json"), json.loads((run.folder / "metrics.jsonl").read_text())]
-    assert not [(name, n) for name, n in numbers(everything) if "epsilon" in name.lower() or "ε" in name]
+    everything = [
+        report,
+        read_json(run.folder / "summary.json"),
+        json.loads((run.folder / "metrics.jsonl").read_text()),
+    ]
+    assert not [
+        (name, n) for name, n in numbers(everything) if "epsilon" in name.lower() or "ε" in name
+    ]
 
 
 @pytest.mark.parametrize("method", ["feddm", "fedavg", "real"])
-def test_the_config_fed_back_repeats_the_run(outcomes: Callable[[str], Any], fedsynth: Callable[..., Any], method: str) -> None:
+def test_the_config_fed_back_repeats_the_run(
+    outcomes: Callable[[str], Any], fedsynth: Callable[..., Any], method: str
+) -> None:
     first = outcomes(method).folder
-    again = fedsynth("train", "--config", str(first / "config.toml"), "--output", str(first.parents[2] / f"again {method}"))
+    again = fedsynth(
+        "train",
+        "--config",
+        str(first / "config.toml"),
+        "--output",
+        str(first.parents[2] / f"again {method}"),
+    )
     assert again.code == 0, again.stderr
     second = Path(again.stdout.splitlines()[-1].removeprefix("run folder: "))
     assert (second / "config.toml").read_bytes() == (first / "config.toml").read_bytes()
     assert (second / "model.safetensors").read_bytes() == (first / "model.safetensors").read_bytes()
     one, two = (
-        {k: v for k, v in read_json(f / "summary.json").items() if k not in ("seconds", "folder")} for f in (first, second)
+        {k: v for k, v in read_json(f / "summary.json").items() if k not in ("seconds", "folder")}
+        for f in (first, second)
     )
     assert one == two
 
 
-def test_options_win_over_the_config(outcomes: Callable[[str], Any], train: Callable[..., Any]) -> None:
+def test_options_win_over_the_config(
+    outcomes: Callable[[str], Any], train: Callable[..., Any]
+) -> None:
     config = outcomes("feddm").folder / "config.toml"
     run = train("fedavg", "--config", str(config), "--seed", "7")
     written = tomllib.loads((run.folder / "config.toml").read_text(encoding="utf-8"))
@@ -168,7 +216,9 @@ def test_two_runs_of_the_same_second_have_two_folders(train: Callable[..., Any])
     assert not [run for run in runs if run.name.endswith(".incomplete")]
 
 
-def test_noise_is_not_repeated_by_the_seed(outcomes: Callable[[str], Any], train: Callable[..., Any]) -> None:
+def test_noise_is_not_repeated_by_the_seed(
+    outcomes: Callable[[str], Any], train: Callable[..., Any]
+) -> None:
     first, again = outcomes("feddm sigma"), train(*CASES["feddm sigma"])
     images = [load_file(run.folder / "synthetic.safetensors")["images"] for run in (first, again)]
     assert not images[0].equal(images[1])
@@ -177,7 +227,10 @@ def test_noise_is_not_repeated_by_the_seed(outcomes: Callable[[str], Any], train
 def test_a_cap_ends_the_run_in_order(train: Callable[..., Any]) -> None:
     run = train("feddm", "--dp-sigma", "1", "--dp-epsilon", "5", "--rounds", "4")
     assert run.code == 0, run.stderr
-    summary, report = read_json(run.folder / "summary.json"), read_json(run.folder / "privacy_report.json")
+    summary, report = (
+        read_json(run.folder / "summary.json"),
+        read_json(run.folder / "privacy_report.json"),
+    )
     assert summary["rounds"] == 1
     assert summary["test_accuracy"] is not None
     assert report["guarantee"]["epsilon"] <= 5
@@ -189,6 +242,11 @@ def test_a_cap_ends_the_run_in_order(train: Callable[..., Any]) -> None:
 
 def test_a_kept_ledger_counts_earlier_runs(train: Callable[..., Any], tmp_path: Path) -> None:
     private = ("feddm", "--dp-sigma", "3", "--dp-ledger", str(tmp_path / "ledger"), "--json")
-    first, second = (json.loads(train(*private).stdout)["differential_privacy"]["epsilon"] for _ in range(2))
+    first, second = (
+        json.loads(train(*private).stdout)["differential_privacy"]["epsilon"] for _ in range(2)
+    )
     assert second > first
-    assert {p.name for p in (tmp_path / "ledger").iterdir()} == {"client-000.jsonl", "client-001.jsonl"}
+    assert {p.name for p in (tmp_path / "ledger").iterdir()} == {
+        "client-000.jsonl",
+        "client-001.jsonl",
+    }

@@ -20,36 +20,62 @@ def metrics(run: Any) -> list[dict[str, Any]]:
 
 def test_what_the_preset_decides_is_said(train: Callable[..., Any]) -> None:
     run = train("scaffold")
-    assert "preset of digits, where nothing else is given: model.depth=2\n" in run.stderr  # tiny runs give all else
+    assert (
+        "preset of digits, where nothing else is given: model.depth=2\n" in run.stderr
+    )  # tiny runs give all else
     said = from_preset({"data": {}, "run": {"method": "MOON"}, "partition": {"clients": 3}})
     assert said == "rounds=3, model.width=32, model.depth=2, batch=32"
     assert from_preset({"data": {"dataset": "mnist"}, "run": {}}) == ""
-    assert from_preset({"data": {"dataset": "synthetic(1,1)"}, "run": {}}).startswith("partition.kind=natural")
+    assert from_preset({"data": {"dataset": "synthetic(1,1)"}, "run": {}}).startswith(
+        "partition.kind=natural"
+    )
 
 
-def test_another_methods_config_is_not_dropped_in_silence(tmp_path: Path, train: Callable[..., Any]) -> None:
+def test_another_methods_config_is_not_dropped_in_silence(
+    tmp_path: Path, train: Callable[..., Any]
+) -> None:
     config = tmp_path / "config.toml"
     config.write_text('[run]\nmethod = "fedprox"\n[method]\nstragglers = 0.9\n')
     run = train("fedavg", "--config", str(config))
-    assert "note: the config's method settings are fedprox's and are left out; fedavg has its defaults" in run.stderr
+    assert (
+        "note: the config's method settings are fedprox's and are left out; fedavg has its defaults"
+        in run.stderr
+    )
     notes: list[str] = []
-    merged({"run": {"method": "fedprox"}, "method": {"mu": 1.0}}, {"run": {"method": "fedprox"}}, notes.append)
+    merged(
+        {"run": {"method": "fedprox"}, "method": {"mu": 1.0}},
+        {"run": {"method": "fedprox"}},
+        notes.append,
+    )
     merged({"run": {"method": "fedprox"}}, {"run": {"method": "fedavg"}}, notes.append)
     assert notes == []
 
 
-def test_clients_own_models_come_first_and_untested_ones_are_warned_of(train: Callable[..., Any]) -> None:
+def test_clients_own_models_come_first_and_untested_ones_are_warned_of(
+    train: Callable[..., Any],
+) -> None:
     untested = train("solo")
-    assert "warning: solo's clients keep models of their own, which nothing tests here (--local-test 0.2)" in untested.stderr
+    assert (
+        "warning: solo's clients keep models of their own, which nothing tests here (--local-test 0.2)"
+        in untested.stderr
+    )
     assert "warning" not in train("fedavg").stderr
-    row = {"round": 1, "test_accuracy": 0.1, "local": {"amp": 0.9, "fm": 0.01, "wlp": 0.8}, "upload_bytes": 0, "seconds": 1}
+    row = {
+        "round": 1,
+        "test_accuracy": 0.1,
+        "local": {"amp": 0.9, "fm": 0.01, "wlp": 0.8},
+        "upload_bytes": 0,
+        "seconds": 1,
+    }
     line = round_line(row, resolve({"run": {"method": "solo", "rounds": 2}}))
     assert line == (
         "round 1/2 · AMP 90.00 % · FM 0.0100 · WLP 80.00 % · common model's test accuracy 10.00 % · uploads 0.00 MB · 1.0 s"
     )
 
 
-def test_fairness_and_variants_are_in_lines_table_and_summary(train: Callable[..., Any], tmp_path: Path) -> None:
+def test_fairness_and_variants_are_in_lines_table_and_summary(
+    train: Callable[..., Any], tmp_path: Path
+) -> None:
     run = train("fedkf", "--local-test", "0.2")
     last = metrics(run)[-1]
     summary = json.loads((run.folder / "summary.json").read_text())
@@ -61,7 +87,9 @@ def test_fairness_and_variants_are_in_lines_table_and_summary(train: Callable[..
     assert summary["settings"]["generator_width"] == 4
 
 
-def test_with_differential_privacy_nothing_exact_of_clients_is_shown(train: Callable[..., Any]) -> None:
+def test_with_differential_privacy_nothing_exact_of_clients_is_shown(
+    train: Callable[..., Any],
+) -> None:
     """Catches: AMP, which is an exact function of private data, on the screen or in the summary."""
     for number, (method, *options) in enumerate(
         (("fedavg", "--dp-epsilon", "8"), ("feddm", "--dp-sigma", "3", "--dp-mechanism", "paper"))
@@ -74,7 +102,18 @@ def test_with_differential_privacy_nothing_exact_of_clients_is_shown(train: Call
 
 
 def test_stragglers_and_the_adapted_mu_leave_a_trace(train: Callable[..., Any]) -> None:
-    options = ("--clients", "4", "--rounds", "2", "--set", "stragglers=0.5", "--set", "adaptive=true", "--set", "mu=0.25")
+    options = (
+        "--clients",
+        "4",
+        "--rounds",
+        "2",
+        "--set",
+        "stragglers=0.5",
+        "--set",
+        "adaptive=true",
+        "--set",
+        "mu=0.25",
+    )
     for row in metrics(train("fedprox", *options)):
         assert len(row["stragglers"]) == 2
         assert not row["stragglers_dropped"]
@@ -91,11 +130,16 @@ def test_a_setting_of_another_section_is_named(fedsynth: Callable[..., Any]) -> 
         wrong = fedsynth("train", "--method", "fedavg", "--set", given)
         assert wrong.code == 2
         key = given.partition("=")[0]
-        assert f"{key} is no setting of fedavg but of [{home}]: --set {home}.{key}=…" in wrong.stderr
+        assert (
+            f"{key} is no setting of fedavg but of [{home}]: --set {home}.{key}=…" in wrong.stderr
+        )
 
 
 def test_fedfms_weight_with_noisy_anchors_is_warned_of(train: Callable[..., Any]) -> None:
-    assert "weight = 50 pulls features to anchors that carry privacy's noise" in train("fedfm", "--dp-epsilon", "8").stderr
+    assert (
+        "weight = 50 pulls features to anchors that carry privacy's noise"
+        in train("fedfm", "--dp-epsilon", "8").stderr
+    )
 
 
 @pytest.mark.parametrize("weight", ["0.5", "50"])
@@ -107,7 +151,11 @@ def test_no_such_warning_elsewhere(train: Callable[..., Any], weight: str) -> No
 def test_a_plan_has_a_row_for_everything_that_is_released(fedsynth: Callable[..., Any]) -> None:
     words = ("privacy", "plan", "--method", "fedfm", "--sigma", "2", "--rounds", "2", "--n", "6000")
     (plan,) = json.loads(fedsynth(*words, "--json").stdout)
-    assert [row["quantity"] for row in plan["rows"]] == ["model update", "class sums of features (anchors)", "class counts"]
+    assert [row["quantity"] for row in plan["rows"]] == [
+        "model update",
+        "class sums of features (anchors)",
+        "class counts",
+    ]
     assert [row["noise_multiplier"] for row in plan["rows"]] == [2, 10, 10]
     assert [row["sample_rate"] < 1 for row in plan["rows"]] == [True, False, False]
     assert sum(row["releases"] for row in plan["rows"]) == plan["releases"]

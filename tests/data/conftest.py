@@ -18,7 +18,11 @@ RNG = np.random.default_rng(0)
 
 
 def idx(array: Bytes) -> bytes:
-    return bytes([0, 0, 8, array.ndim]) + b"".join(n.to_bytes(4, "big") for n in array.shape) + array.tobytes()
+    return (
+        bytes([0, 0, 8, array.ndim])
+        + b"".join(n.to_bytes(4, "big") for n in array.shape)
+        + array.tobytes()
+    )
 
 
 class OfficialFiles:
@@ -27,7 +31,9 @@ class OfficialFiles:
     def __init__(self, root: Path) -> None:
         self.root = root
 
-    def write_idx(self, folder: str, splits: tuple[str, str], first: int = 0, zipped: bool = False) -> list[Bytes]:
+    def write_idx(
+        self, folder: str, splits: tuple[str, str], first: int = 0, zipped: bool = False
+    ) -> list[Bytes]:
         raw = self.root / folder / "raw"
         raw.mkdir(parents=True)
         written = []
@@ -45,7 +51,11 @@ class OfficialFiles:
         folder.mkdir()
         data = RNG.integers(0, 256, (6, 4, 3072), dtype=np.uint8)
         for i, name in enumerate([*(f"data_batch_{n}" for n in range(1, 6)), "test_batch"]):
-            batch = {key("batch_label"): name.encode(), key("labels"): [i, 1, 2, 9], key("data"): data[i]}
+            batch = {
+                key("batch_label"): name.encode(),
+                key("labels"): [i, 1, 2, 9],
+                key("data"): data[i],
+            }
             (folder / name).write_bytes(pickle.dumps(batch, protocol))
         return data
 

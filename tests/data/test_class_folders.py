@@ -29,7 +29,11 @@ def tiny(tmp_path: Path) -> Path:
     """One training image a class, red = its number in sorted order; class 7's is grey. Ten test images, of classes 190 to 199."""
     root = tmp_path / "tiny-imagenet-200"
     for c, name in enumerate(sorted(WNIDS)):
-        write(root / "train" / name / "images" / f"{name}_0.JPEG", 77 if c == 7 else (c, 100, 200), (64, 64))
+        write(
+            root / "train" / name / "images" / f"{name}_0.JPEG",
+            77 if c == 7 else (c, 100, 200),
+            (64, 64),
+        )
         (root / "train" / name / f"{name}_boxes.txt").write_text("none\n")
     lines = []
     for i in range(10):
@@ -85,7 +89,9 @@ def test_a_list_of_classes_that_is_none(tiny: Path, content: str, message: str) 
 def test_annotations_that_are_none(tiny: Path, line: str) -> None:
     path = tiny / "tiny-imagenet-200" / "val" / "val_annotations.txt"
     path.write_text(f"val_1.JPEG\tn10000001\t0\n\n{line}\n")
-    with pytest.raises(DataFilesCorruptError, match=r"val_annotations.txt, line 3: expected FILE, tab"):
+    with pytest.raises(
+        DataFilesCorruptError, match=r"val_annotations.txt, line 3: expected FILE, tab"
+    ):
         load_dataset("tiny-imagenet", tiny)
     path.write_text("\n")
     with pytest.raises(DataFilesCorruptError, match=r"val_annotations.txt lists no image"):
@@ -101,13 +107,17 @@ def test_tiny_imagenet_lacks_images(tiny: Path) -> None:
         load_dataset("tiny-imagenet", tiny)
     lacking = sorted(WNIDS)[50]
     (tiny / "tiny-imagenet-200" / "train" / lacking / "images" / f"{lacking}_0.JPEG").unlink()
-    with pytest.raises(DataFilesMissingError, match=rf"no image in .*{lacking}/images; unpack http://cs231n"):
+    with pytest.raises(
+        DataFilesMissingError, match=rf"no image in .*{lacking}/images; unpack http://cs231n"
+    ):
         load_dataset("tiny-imagenet", tiny)
 
 
 def test_an_image_of_another_size_is_refused(tiny: Path) -> None:
     write(tiny / "tiny-imagenet-200" / "val" / "images" / "val_3.JPEG", (0, 0, 0), (32, 48))
-    with pytest.raises(DataFilesCorruptError, match=r"val_3.JPEG is 32×48, images of tiny-imagenet are 64×64"):
+    with pytest.raises(
+        DataFilesCorruptError, match=r"val_3.JPEG is 32×48, images of tiny-imagenet are 64×64"
+    ):
         load_dataset("tiny-imagenet", tiny)
 
 
@@ -117,7 +127,11 @@ def cinic(tmp_path: Path) -> Path:
     for s, split in enumerate(("train", "valid", "test")):
         for c, name in enumerate(CINIC.class_names):
             for i, file in enumerate(("cifar10-test-7", "cifar10-train-44", "n02687172_9")):
-                write(tmp_path / "CINIC-10" / split / name / f"{file}.png", (20 * c, 50 * s, i), (32, 32))
+                write(
+                    tmp_path / "CINIC-10" / split / name / f"{file}.png",
+                    (20 * c, 50 * s, i),
+                    (32, 32),
+                )
     return tmp_path
 
 
@@ -126,7 +140,9 @@ def test_cinic10_trains_on_train_and_tests_on_test(cinic: Path) -> None:
         assert tuple(split.images.shape) == (30, 3, 32, 32)
         assert split.labels.tolist() == [c for c in range(10) for _ in range(3)]
         assert torch.equal(split.images[:, 0, 5, 6].long(), 20 * split.labels)
-        assert split.images[:, 1].unique().tolist() == [green]  # nothing of `valid`, which would be 50
+        assert split.images[:, 1].unique().tolist() == [
+            green
+        ]  # nothing of `valid`, which would be 50
         assert split.images[:, 2, 0, 0].tolist() == [0, 1, 2] * 10
     assert (CINIC.train_size, CINIC.test_size) == (90_000, 90_000)
 
@@ -136,7 +152,9 @@ def test_cinic10_with_damage(cinic: Path) -> None:
     whole = path.read_bytes()
     for content in (b"", b"<html>404</html>", whole[:40]):
         path.write_bytes(content)
-        with pytest.raises(DataFilesCorruptError, match=r"test/frog/n02687172_9.png cannot be read as an image"):
+        with pytest.raises(
+            DataFilesCorruptError, match=r"test/frog/n02687172_9.png cannot be read as an image"
+        ):
             load_dataset("cinic10", cinic)
     for file in path.parent.iterdir():
         file.unlink()
@@ -152,7 +170,11 @@ def test_cinic10_with_damage(cinic: Path) -> None:
             [f"tiny-imagenet-200/{file}" for file in TINY_FILES],
             "http://cs231n.stanford.edu/tiny-imagenet-200.zip",
         ),
-        ("cinic10", ["CINIC-10/train", "CINIC-10/test"], "https://datashare.ed.ac.uk/handle/10283/3192"),
+        (
+            "cinic10",
+            ["CINIC-10/train", "CINIC-10/test"],
+            "https://datashare.ed.ac.uk/handle/10283/3192",
+        ),
         ("femnist", ["femnist/train", "femnist/test"], "https://github.com/TalwalkarLab/leaf"),
     ],
 )
@@ -161,13 +183,18 @@ def test_what_is_missing_and_where_it_comes_from(
 ) -> None:
     monkeypatch.delenv("FEDSYNTH_DATA", raising=False)
     assert missing_files(name, tmp_path) == lacks
-    for download, text in ((False, "--data-root or FEDSYNTH_DATA"), (True, "torchvision cannot fetch it")):
+    for download, text in (
+        (False, "--data-root or FEDSYNTH_DATA"),
+        (True, "torchvision cannot fetch it"),
+    ):
         with pytest.raises(DataFilesMissingError) as error:
             load_dataset(name, tmp_path, download=download)
         for part in (name, f"no {lacks[0]} in {tmp_path}", place, text):
             assert part in str(error.value)
         assert "\n" not in str(error.value)
-    with pytest.raises(DataFilesMissingError, match=rf"no data folder was given to look for {lacks[0]} in.*{place}"):
+    with pytest.raises(
+        DataFilesMissingError, match=rf"no data folder was given to look for {lacks[0]} in.*{place}"
+    ):
         load_dataset(name)
 
 

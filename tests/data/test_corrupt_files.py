@@ -21,7 +21,11 @@ from fedsynth.errors import DataFilesCorruptError
 
 def idx(shape: tuple[int, ...]) -> bytes:
     """An idx file of zeros."""
-    return bytes([0, 0, 8, len(shape)]) + b"".join(n.to_bytes(4, "big") for n in shape) + bytes(math.prod(shape))
+    return (
+        bytes([0, 0, 8, len(shape)])
+        + b"".join(n.to_bytes(4, "big") for n in shape)
+        + bytes(math.prod(shape))
+    )
 
 
 def refused(name: str, root: Path, file: str, message: str) -> None:
@@ -59,7 +63,12 @@ def test_corrupt_idx_images(files: Any, content: bytes, message: str, tmp_path: 
 
 def test_corrupt_idx_labels(files: Any, tmp_path: Path) -> None:
     files.write_idx("MNIST", ("train", "t10k"), first=1)
-    refused("mnist", tmp_path, "train-labels-idx1-ubyte", r"labels must lie in \[0, 10\), 2 do not, the first is 10")
+    refused(
+        "mnist",
+        tmp_path,
+        "train-labels-idx1-ubyte",
+        r"labels must lie in \[0, 10\), 2 do not, the first is 10",
+    )
 
 
 def test_emnist_label_zero(files: Any, tmp_path: Path) -> None:
@@ -86,10 +95,16 @@ ROWS = np.zeros((4, 3072), np.uint8)
     [
         (b"", "cannot be read as a CIFAR batch"),
         (b"<html>404</html>", "cannot be read as a CIFAR batch"),
-        (pickle.dumps({b"data": ROWS, b"labels": [0] * 4}, 2)[:-100], "cannot be read as a CIFAR batch"),
+        (
+            pickle.dumps({b"data": ROWS, b"labels": [0] * 4}, 2)[:-100],
+            "cannot be read as a CIFAR batch",
+        ),
         (pickle.dumps([1, 2]), "holds a list, not a dict"),
         (pickle.dumps({b"data": ROWS}), "has no 'labels'"),
-        (pickle.dumps({b"data": ROWS[:, 1:], b"labels": [0] * 4}), r"must be uint8 \[N, 3072\], got uint8 \[4, 3071\]"),
+        (
+            pickle.dumps({b"data": ROWS[:, 1:], b"labels": [0] * 4}),
+            r"must be uint8 \[N, 3072\], got uint8 \[4, 3071\]",
+        ),
         (pickle.dumps({b"data": ROWS.astype(float), b"labels": [0] * 4}), "got float64"),
         (pickle.dumps({b"data": b"", b"labels": []}), "got bytes"),
         (pickle.dumps({b"data": ROWS, b"labels": [0] * 3}), "4 images but 3 labels"),
@@ -125,7 +140,9 @@ class Evil:
 
 
 @pytest.mark.parametrize("protocol", [0, 2, 5])
-def test_a_malicious_pickle_is_refused_and_does_not_run(files: Any, protocol: int, tmp_path: Path) -> None:
+def test_a_malicious_pickle_is_refused_and_does_not_run(
+    files: Any, protocol: int, tmp_path: Path
+) -> None:
     files.write_cifar10()
     path = tmp_path / "cifar-10-batches-py" / "data_batch_1"
     trace = tmp_path / "trace"
@@ -142,7 +159,9 @@ def test_a_malicious_pickle_is_refused_and_does_not_run(files: Any, protocol: in
         path.write_bytes(content)
         refused("cifar10", tmp_path, path.name, "it asks for .*, which image files have no use for")
         assert not trace.exists()
-    pickle.loads(pickle.dumps(attacks[0], protocol))  # the standard unpickler does run it: the attack is a real one
+    pickle.loads(
+        pickle.dumps(attacks[0], protocol)
+    )  # the standard unpickler does run it: the attack is a real one
     assert trace.exists()
 
 
@@ -150,7 +169,12 @@ def test_a_pickle_cannot_change_what_the_reader_uses(files: Any, tmp_path: Path)
     # BUILD (b) with a state sets attributes on whatever lies on the stack: here on each of the allowed names.
     files.write_cifar10()
     path = tmp_path / "cifar-10-batches-py" / "data_batch_1"
-    for name in (b"numpy._core.numeric\n_frombuffer", b"_codecs\nencode", b"numpy\ndtype", b"__builtin__\ndict"):
+    for name in (
+        b"numpy._core.numeric\n_frombuffer",
+        b"_codecs\nencode",
+        b"numpy\ndtype",
+        b"__builtin__\ndict",
+    ):
         path.write_bytes(b"c" + name + b"\n}X\x01\x00\x00\x00aK\x01sb.")
         refused("cifar10", tmp_path, path.name, "cannot be read as a CIFAR batch")
 
@@ -165,7 +189,10 @@ def test_corrupt_svhn(files: Any, tmp_path: Path) -> None:
     x = np.zeros((32, 32, 3, 2), np.uint8)
     for content_, message in (
         ({"X": x}, "cannot be read as an SVHN file"),
-        ({"X": x, "y": np.array([[1], [2], [3]])}, r"must hold X uint8 \[32, 32, 3, N\] and y \[N, 1\]"),
+        (
+            {"X": x, "y": np.array([[1], [2], [3]])},
+            r"must hold X uint8 \[32, 32, 3, N\] and y \[N, 1\]",
+        ),
         ({"X": x.astype(float), "y": np.array([[1], [2]])}, "got float64"),
         ({"X": x[:30], "y": np.array([[1], [2]])}, r"cannot be used: .*got \[2, 3, 30, 32\]"),
         ({"X": x, "y": np.array([[0], [2]])}, "labels must be 1 to 10, 1 are not, first 0"),

@@ -46,7 +46,9 @@ def test_office_caltech_every_fifth_image_tests(office: Path) -> None:
     assert train.domains is not None
     assert torch.bincount(train.domains).tolist() == [50, 50, 50, 50]
     level = 50 * train.domains + 5 * train.labels
-    assert torch.equal(train.images[:, 0, 7, 9].long(), level)  # also the resized ones, which have one colour
+    assert torch.equal(
+        train.images[:, 0, 7, 9].long(), level
+    )  # also the resized ones, which have one colour
     assert torch.equal(train.images[:, 2, 0, 0].long(), 255 - level)
 
 
@@ -95,10 +97,16 @@ def test_domainnet_by_its_official_lists(domainnet: Path) -> None:
     assert (train.images[:, 0].float().mean((1, 2)) - 40 * train.domains).abs().max() < 3  # JPEG
 
 
-@pytest.mark.parametrize("line", ["clipart/bird", "sketch/bird/x.jpg 3", "clipart/../x.jpg 3", "clipart/bird/x.jpg three"])
+@pytest.mark.parametrize(
+    "line",
+    ["clipart/bird", "sketch/bird/x.jpg 3", "clipart/../x.jpg 3", "clipart/bird/x.jpg three"],
+)
 def test_a_list_that_is_none(domainnet: Path, line: str) -> None:
     (domainnet / "domainnet" / "clipart_train.txt").write_text(line + "\n")
-    with pytest.raises(DataFilesCorruptError, match=r"clipart_train.txt, line 1: expected 'clipart/CLASS/FILE NUMBER'"):
+    with pytest.raises(
+        DataFilesCorruptError,
+        match=r"clipart_train.txt, line 1: expected 'clipart/CLASS/FILE NUMBER'",
+    ):
         load_dataset("domainnet-10", domainnet)
 
 
@@ -123,7 +131,9 @@ def test_the_partition_by_domain() -> None:
         partition(labels, PartitionSettings(kind="domain", clients=3), 1)
 
 
-SPEC = replace(dataset_spec("digits"), name="scans", domains=("hospital A", "hospital B", "hospital C"))
+SPEC = replace(
+    dataset_spec("digits"), name="scans", domains=("hospital A", "hospital B", "hospital C")
+)
 
 
 def scans(spec: DatasetSpec = SPEC) -> ImageData:
@@ -146,17 +156,28 @@ def test_accuracy_by_domain_leaves_out_domains_without_examples() -> None:
             return torch.eye(10)[torch.zeros(len(x), dtype=torch.int64)]  # always says 0
 
     data = scans()
-    by_hand = {name: float((data.labels[d::2] == 0).double().mean()) for d, name in enumerate(SPEC.domains[:2])}
+    by_hand = {
+        name: float((data.labels[d::2] == 0).double().mean())
+        for d, name in enumerate(SPEC.domains[:2])
+    }
     assert accuracy_by_domain(correct(Right(), data), data) == pytest.approx(by_hand)
 
 
 def test_a_federation_of_domains_reports_each() -> None:
     fast = {"ipc": 2, "iterations": 2, "server_epochs": 2}
-    sections = {"run": {"rounds": 1}, "partition": {"kind": "domain", "clients": 2}, "model": {"width": 4, "depth": 2}}
+    sections = {
+        "run": {"rounds": 1},
+        "partition": {"kind": "domain", "clients": 2},
+        "model": {"width": 4, "depth": 2},
+    }
     result = simulate(resolve({**sections, "method": fast}), data=(scans(), scans()))
     row = result.metrics[0]
     assert set(row["domain_accuracy"]) == {"hospital A", "hospital B"}
-    assert row["domain_average"] == pytest.approx(sum(row["domain_accuracy"].values()) / 2) == result.summary["domain_average"]
+    assert (
+        row["domain_average"]
+        == pytest.approx(sum(row["domain_accuracy"].values()) / 2)
+        == result.summary["domain_average"]
+    )
     assert row["test_accuracy"] == pytest.approx(row["domain_average"])  # of one size
 
 

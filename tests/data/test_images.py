@@ -40,7 +40,9 @@ def test_from_arrays_rounds_floating_point_to_the_nearest_level() -> None:
     levels = torch.arange(256, dtype=torch.float64).view(4, 1, 8, 8)
     for nudge in (-0.4, 0.0, 0.4):
         x = ((levels + nudge) / 255).clamp(0, 1)
-        assert torch.equal(from_arrays(x, torch.zeros(4, dtype=torch.int64), DIGITS).images, levels.to(torch.uint8))
+        assert torch.equal(
+            from_arrays(x, torch.zeros(4, dtype=torch.int64), DIGITS).images, levels.to(torch.uint8)
+        )
 
 
 def test_from_arrays_copies() -> None:
@@ -107,7 +109,11 @@ def test_image_data_itself_insists_on_uint8() -> None:
     with pytest.raises(DataError, match="images must be uint8, got float32"):
         ImageData(torch.zeros(2, 1, 8, 8), torch.zeros(2, dtype=torch.int64), DIGITS)
     with pytest.raises(DataError, match="images are on cpu but labels on meta"):
-        ImageData(torch.zeros(2, 1, 8, 8, dtype=torch.uint8), torch.zeros(2, dtype=torch.int64, device="meta"), DIGITS)
+        ImageData(
+            torch.zeros(2, 1, 8, 8, dtype=torch.uint8),
+            torch.zeros(2, dtype=torch.int64, device="meta"),
+            DIGITS,
+        )
 
 
 def test_subset_and_counts() -> None:
@@ -123,7 +129,9 @@ def test_subset_and_counts() -> None:
 
 def test_groups_travel_with_the_examples() -> None:
     images = RNG.integers(0, 256, (6, 8, 8), dtype=np.uint8)
-    data = from_arrays(images, np.arange(6), DIGITS, groups=np.array([7, 7, 0, 3000, 0, 7], np.int32))
+    data = from_arrays(
+        images, np.arange(6), DIGITS, groups=np.array([7, 7, 0, 3000, 0, 7], np.int32)
+    )
     for kept in (data.to("cpu"), data.subset(np.arange(6))):
         assert kept.groups is not None
         assert kept.groups.dtype == torch.int64
@@ -174,7 +182,9 @@ def test_a_class_that_nobody_has_is_named() -> None:
     require_all_classes(data)
     with pytest.raises(DataError, match=r"no example of class 4 \(4\)$"):
         require_all_classes(data.subset(torch.tensor([i for i in range(20) if i % 10 != 4])))
-    with pytest.raises(DataError, match=r"class 1 \(1\), 2 \(2\), 3 \(3\), 4 \(4\), 5 \(5\) and 4 more$"):
+    with pytest.raises(
+        DataError, match=r"class 1 \(1\), 2 \(2\), 3 \(3\), 4 \(4\), 5 \(5\) and 4 more$"
+    ):
         require_all_classes(data.subset(torch.tensor([0])))
 
 
@@ -216,7 +226,9 @@ def test_constants_made_in_inference_mode_serve_training_later() -> None:
 
 
 def test_normalise_and_denormalise_refuse_what_they_cannot_use() -> None:
-    with pytest.raises(DataError, match=r"normalise needs uint8 \[N, 1, H, W\], got float32 \[2, 1, 8, 8\]"):
+    with pytest.raises(
+        DataError, match=r"normalise needs uint8 \[N, 1, H, W\], got float32 \[2, 1, 8, 8\]"
+    ):
         normalise(torch.zeros(2, 1, 8, 8), DIGITS)
     with pytest.raises(DataError, match=r"got uint8 \[2, 3, 8, 8\]"):
         normalise(torch.zeros(2, 3, 8, 8, dtype=torch.uint8), DIGITS)

@@ -26,7 +26,11 @@ def writer(n: int) -> tuple[npt.NDArray[np.uint8], list[int]]:
 def leaf(writers: dict[str, tuple[npt.NDArray[np.uint8], list[int]]]) -> Content:
     """LEAF divides grey levels by 255."""
     data = {name: {"x": (x / 255).tolist(), "y": y} for name, (x, y) in writers.items()}
-    return {"users": list(writers), "num_samples": [len(y) for _, y in writers.values()], "user_data": data}
+    return {
+        "users": list(writers),
+        "num_samples": [len(y) for _, y in writers.values()],
+        "user_data": data,
+    }
 
 
 def save(root: Path, split: str, number: int, content: object) -> Path:
@@ -36,7 +40,10 @@ def save(root: Path, split: str, number: int, content: object) -> Path:
     return path
 
 
-TRAIN = {name: writer(n) for name, n in (("f0009_02", 3), ("f0001_41", 5), ("f0100_00", 2), ("f0011_13", 4))}
+TRAIN = {
+    name: writer(n)
+    for name, n in (("f0009_02", 3), ("f0001_41", 5), ("f0100_00", 2), ("f0011_13", 4))
+}
 TEST = {name: writer(1) for name in ("f0011_13", "f0009_02", "f0001_41")} | {"f0000_14": writer(2)}
 
 
@@ -55,11 +62,19 @@ def test_writers_by_name_and_pixels_as_leaf_has_them(femnist: Path) -> None:
     order = ["f0001_41", "f0009_02", "f0011_13", "f0100_00"]
     assert train.groups is not None
     assert train.groups.tolist() == [0] * 5 + [1] * 3 + [2] * 4 + [3] * 2
-    assert np.array_equal(train.images.reshape(14, 784).numpy(), np.concatenate([TRAIN[name][0] for name in order]))
+    assert np.array_equal(
+        train.images.reshape(14, 784).numpy(), np.concatenate([TRAIN[name][0] for name in order])
+    )
     assert train.labels.tolist() == [label for name in order for label in TRAIN[name][1]]
     assert train.images.dtype == torch.uint8
     assert test.groups is not None
-    assert test.groups.tolist() == [0, 1, 2, 4, 4]  # the writer who did not train comes after those who did
+    assert test.groups.tolist() == [
+        0,
+        1,
+        2,
+        4,
+        4,
+    ]  # the writer who did not train comes after those who did
     assert test.labels.tolist()[-2:] == TEST["f0000_14"][1]
 
 
@@ -76,7 +91,12 @@ def test_each_writer_is_a_client(femnist: Path) -> None:
     train, _ = load_dataset("femnist", femnist)
     wish = PartitionSettings(kind="natural", clients=4)
     parts = partition(train.labels.numpy(), wish, 62, *train.origins())
-    assert [part.tolist() for part in parts] == [[0, 1, 2, 3, 4], [5, 6, 7], [8, 9, 10, 11], [12, 13]]
+    assert [part.tolist() for part in parts] == [
+        [0, 1, 2, 3, 4],
+        [5, 6, 7],
+        [8, 9, 10, 11],
+        [12, 13],
+    ]
 
 
 def test_the_classes_are_digits_capitals_and_small_letters(femnist: Path) -> None:
@@ -105,7 +125,10 @@ ROW = [0.5] * 784
         ({"users": [], "num_samples": []}, "is no file of LEAF"),
         (damaged(users={"w": 1}), "is no file of LEAF"),
         (damaged(users=["v"]), "must speak of the same writers"),
-        (damaged(users=["w", "w"], num_samples=[2, 2]), "must speak of the same writers, got 2, 2 and 1"),
+        (
+            damaged(users=["w", "w"], num_samples=[2, 2]),
+            "must speak of the same writers, got 2, 2 and 1",
+        ),
         (damaged(num_samples=[2, 3]), "must speak of the same writers, got 1, 2 and 1"),
         (damaged(users=[7]), "must speak of the same writers"),
         (damaged(user_data={"w": [1]}), "writer 'w': must have x and y"),
@@ -114,9 +137,15 @@ ROW = [0.5] * 784
         (damaged(num_samples=[None]), r"got \[2, 784\], \[2\] and None"),
         (damaged(y=[1]), r"got \[2, 784\], \[1\] and 2"),
         (damaged(y=[[1, 2]]), r"got \[2, 784\], \[1, 2\] and 2"),
-        (damaged(x=[ROW[1:]] * 2), r"x must be n images of 784 numbers and y n labels, n = num_samples; got \[2, 783\]"),
+        (
+            damaged(x=[ROW[1:]] * 2),
+            r"x must be n images of 784 numbers and y n labels, n = num_samples; got \[2, 783\]",
+        ),
         (damaged(x=[ROW, ROW[1:]]), "the rows of x have several lengths"),
-        (damaged(x=[], y=[], num_samples=[0]), "x is empty or no list; a writer without examples does not belong in the file"),
+        (
+            damaged(x=[], y=[], num_samples=[0]),
+            "x is empty or no list; a writer without examples does not belong in the file",
+        ),
         (damaged(x="white"), "x is empty or no list"),
         (damaged(x=[ROW, [*ROW[1:], None]]), "x must hold numbers only"),
         (damaged(x=[ROW, [*ROW[1:], "1"]]), "x must hold numbers only"),
@@ -148,7 +177,9 @@ def test_a_file_that_is_no_json(femnist: Path, content: bytes) -> None:
 
 def test_a_writer_in_two_files(femnist: Path) -> None:
     save(femnist, "train", 2, leaf({"f0100_00": writer(1)}))
-    with pytest.raises(DataFilesCorruptError, match=r"writer 'f0100_00' is in another file of .*train too"):
+    with pytest.raises(
+        DataFilesCorruptError, match=r"writer 'f0100_00' is in another file of .*train too"
+    ):
         load_dataset("femnist", femnist)
 
 

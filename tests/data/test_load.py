@@ -27,8 +27,12 @@ def no_data_folder(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("zipped", [False, True])
-@pytest.mark.parametrize(("name", "folder"), [("mnist", "MNIST"), ("fashion-mnist", "FashionMNIST")])
-def test_idx_files_plain_and_compressed(files: Any, name: str, folder: str, zipped: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "folder"), [("mnist", "MNIST"), ("fashion-mnist", "FashionMNIST")]
+)
+def test_idx_files_plain_and_compressed(
+    files: Any, name: str, folder: str, zipped: bool, tmp_path: Path
+) -> None:
     x, y, x_test, y_test = files.write_idx(folder, ("train", "t10k"), zipped=zipped)
     train, test = load_dataset(name, tmp_path)
     assert np.array_equal(train.images[:, 0].numpy(), x)
@@ -38,7 +42,9 @@ def test_idx_files_plain_and_compressed(files: Any, name: str, folder: str, zipp
     assert train.spec.train_size == 60_000  # the published constant, not what the files hold
 
 
-def test_emnist_letters_are_turned_upright_and_counted_from_zero(files: Any, tmp_path: Path) -> None:
+def test_emnist_letters_are_turned_upright_and_counted_from_zero(
+    files: Any, tmp_path: Path
+) -> None:
     x, y, *_ = files.write_idx("EMNIST", ("emnist-letters-train", "emnist-letters-test"), first=1)
     train, _ = load_dataset("emnist-letters", tmp_path)
     assert np.array_equal(train.images[:, 0].numpy(), x.transpose(0, 2, 1))
@@ -47,7 +53,9 @@ def test_emnist_letters_are_turned_upright_and_counted_from_zero(files: Any, tmp
 
 @pytest.mark.parametrize("protocol", [0, 1, 2, 4, 5])
 @pytest.mark.parametrize("key", [str, str.encode])
-def test_cifar10_of_every_pickle_protocol(files: Any, protocol: int, key: Callable[[str], Any], tmp_path: Path) -> None:
+def test_cifar10_of_every_pickle_protocol(
+    files: Any, protocol: int, key: Callable[[str], Any], tmp_path: Path
+) -> None:
     data = files.write_cifar10(protocol, key)
     train, test = load_dataset("cifar10", tmp_path)
     assert np.array_equal(train.images.numpy(), data[:5].reshape(20, 3, 32, 32))
@@ -115,7 +123,9 @@ def test_digits_need_no_files() -> None:
     assert test.labels[:2].tolist() == [4, 9]  # examples 4 and 9 of scikit-learn's list
 
 
-def test_the_environment_names_the_folder(files: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_names_the_folder(
+    files: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     files.write_idx("MNIST", ("train", "t10k"))
     monkeypatch.setenv("FEDSYNTH_DATA", str(tmp_path))
     assert len(load_dataset("mnist")[0]) == 20
@@ -144,7 +154,9 @@ def test_no_folder_at_all() -> None:
         ("svhn", "train_32x32.mat"),
     ],
 )
-def test_what_was_looked_for_where_and_how_to_get_it(name: str, looked_for: str, tmp_path: Path) -> None:
+def test_what_was_looked_for_where_and_how_to_get_it(
+    name: str, looked_for: str, tmp_path: Path
+) -> None:
     with pytest.raises(DataFilesMissingError) as error:
         load_dataset(name, tmp_path)
     text = one_line(error)
@@ -175,9 +187,15 @@ def test_an_unknown_name() -> None:
         ("svhn", "SVHN"),
     ],
 )
-@pytest.mark.parametrize("failure", [URLError("no\nnetwork"), RuntimeError("no\nnetwork"), OSError("no\nnetwork")])
+@pytest.mark.parametrize(
+    "failure", [URLError("no\nnetwork"), RuntimeError("no\nnetwork"), OSError("no\nnetwork")]
+)
 def test_a_failed_download(
-    name: str, torchvision_name: str, failure: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str,
+    torchvision_name: str,
+    failure: Exception,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def fail(root: str, *args: object, download: bool) -> None:
         assert root == str(tmp_path)
@@ -185,12 +203,16 @@ def test_a_failed_download(
         raise failure
 
     monkeypatch.setattr(torchvision.datasets, torchvision_name, fail)
-    with pytest.raises(DataFilesMissingError, match=r"download into .* failed: .*no network") as error:
+    with pytest.raises(
+        DataFilesMissingError, match=r"download into .* failed: .*no network"
+    ) as error:
         load_dataset(name, tmp_path, download=True)
     one_line(error)
 
 
-def test_a_download_fetches_only_what_is_missing(files: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_download_fetches_only_what_is_missing(
+    files: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     calls = []
 
     def fetch(root: str, *, download: bool) -> None:

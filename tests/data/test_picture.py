@@ -28,13 +28,25 @@ def test_many_classes_are_shortened_to_the_largest() -> None:
     counts = np.zeros((2, 100), int)
     counts[0, [3, 99]] = 5, 70
     lines = partition_table(counts).splitlines()
-    assert lines[0].split() == ["client", "examples", "classes", "largest", "6", "(class:", "examples)"]
+    assert lines[0].split() == [
+        "client",
+        "examples",
+        "classes",
+        "largest",
+        "6",
+        "(class:",
+        "examples)",
+    ]
     assert lines[1].split() == ["0", "75", "2", "99:", "70", "3:", "5"]
     assert lines[2].split() == ["1", "0", "0"]
 
 
-@pytest.mark.parametrize(("clients", "classes"), [(100, 10), (10, 100), (100, 100), (1, 1), (500, 26)])
-def test_tables_and_pictures_stay_of_a_size_to_look_at(clients: int, classes: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("clients", "classes"), [(100, 10), (10, 100), (100, 100), (1, 1), (500, 26)]
+)
+def test_tables_and_pictures_stay_of_a_size_to_look_at(
+    clients: int, classes: int, tmp_path: Path
+) -> None:
     counts = RNG.integers(0, 500, (clients, classes))
     lines = partition_table(counts).splitlines()
     assert len(lines) <= 43
@@ -58,7 +70,10 @@ def test_the_picture_is_white_for_none_and_darkest_for_most(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("counts", [[1, 2], [[]], [[0.5]], [[-1]], np.zeros((2, 2, 2), int)])
 def test_what_is_no_count_matrix(counts: object, tmp_path: Path) -> None:
-    for draw in (lambda: partition_table(counts), lambda: partition_png(counts, tmp_path / "p.png")):  # type: ignore[arg-type]
+    for draw in (
+        lambda: partition_table(counts),
+        lambda: partition_png(counts, tmp_path / "p.png"),
+    ):  # type: ignore[arg-type]
         with pytest.raises(DataError, match="counts must be integers"):
             draw()
 

@@ -19,7 +19,11 @@ pytestmark = pytest.mark.data
 
 def needs(name: str) -> pytest.MarkDecorator:
     lacking = [] if FOLDER is None else missing_files(name, Path(FOLDER))
-    reason = "FEDSYNTH_DATA is not set" if FOLDER is None else f"FEDSYNTH_DATA has no {''.join(lacking[:1])}"
+    reason = (
+        "FEDSYNTH_DATA is not set"
+        if FOLDER is None
+        else f"FEDSYNTH_DATA has no {''.join(lacking[:1])}"
+    )
     return pytest.mark.skipif(FOLDER is None or bool(lacking), reason=reason)
 
 
@@ -36,7 +40,12 @@ def test_sizes_constants_and_classes(name: str) -> None:
     assert (len(train), len(test)) == (spec.train_size, spec.test_size)
     require_all_classes(train)
     require_all_classes(test)
-    if name in ("fashion-mnist", "emnist-letters", "cifar10", "cifar100"):  # balanced by construction
+    if name in (
+        "fashion-mnist",
+        "emnist-letters",
+        "cifar10",
+        "cifar100",
+    ):  # balanced by construction
         assert train.class_counts().tolist() == [spec.train_size // spec.classes] * spec.classes
     # Every image: MNIST alternates between two sources, so that every second image is darker.
     for channel in range(spec.channels):
@@ -45,7 +54,9 @@ def test_sizes_constants_and_classes(name: str) -> None:
         mean = float((share * pixel).sum())
         std = float((share * (pixel - mean).square()).sum().sqrt())
         assert mean == pytest.approx(spec.mean[channel], abs=2e-4)
-        if name != "cifar10":  # there the field's constants are not the pixels' deviations (see the registry)
+        if (
+            name != "cifar10"
+        ):  # there the field's constants are not the pixels' deviations (see the registry)
             assert std == pytest.approx(spec.std[channel], abs=2e-4)
     some = train.images[:5000]
     assert torch.equal(denormalise(normalise(some, spec), spec), some)
@@ -56,7 +67,18 @@ def test_mnist_begins_as_everybody_knows() -> None:
     train, test = load_dataset("mnist")
     assert train.labels[:10].tolist() == [5, 0, 4, 1, 9, 2, 1, 3, 1, 4]
     assert test.labels[:5].tolist() == [7, 2, 1, 0, 4]
-    assert train.class_counts().tolist() == [5923, 6742, 5958, 6131, 5842, 5421, 5918, 6265, 5851, 5949]
+    assert train.class_counts().tolist() == [
+        5923,
+        6742,
+        5958,
+        6131,
+        5842,
+        5421,
+        5918,
+        6265,
+        5851,
+        5949,
+    ]
 
 
 @needs("emnist-letters")
@@ -71,7 +93,11 @@ def test_emnist_letters_stand_upright() -> None:
 @needs("cifar10")
 def test_cifar10_begins_as_everybody_knows() -> None:
     train, test = load_dataset("cifar10")
-    assert [train.spec.class_names[c] for c in train.labels[:3].tolist()] == ["frog", "truck", "truck"]
+    assert [train.spec.class_names[c] for c in train.labels[:3].tolist()] == [
+        "frog",
+        "truck",
+        "truck",
+    ]
     assert [test.spec.class_names[c] for c in test.labels[:3].tolist()] == ["cat", "ship", "ship"]
     blue = train.images.float().mean(dim=(2, 3))  # the sky of airplanes and the sea of ships
     excess = (blue[:, 2] - blue[:, 0]).double()
@@ -79,9 +105,15 @@ def test_cifar10_begins_as_everybody_knows() -> None:
     assert sorted(by_class.argsort()[-2:].tolist()) == [0, 8]
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=needs(name)) for name in ("cinic10", "tiny-imagenet")])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=needs(name)) for name in ("cinic10", "tiny-imagenet")]
+)
 def test_sizes_of_the_class_folders(name: str) -> None:
-    for data, size in zip(load_dataset(name), (dataset_spec(name).train_size, dataset_spec(name).test_size), strict=True):
+    for data, size in zip(
+        load_dataset(name),
+        (dataset_spec(name).train_size, dataset_spec(name).test_size),
+        strict=True,
+    ):
         assert data.class_counts().tolist() == [size // data.spec.classes] * data.spec.classes
 
 
@@ -101,4 +133,9 @@ def test_office_caltech_has_its_published_domains() -> None:
     assert (len(train), len(test)) == (train.spec.train_size, train.spec.test_size)
     assert train.domains is not None
     assert test.domains is not None
-    assert (torch.bincount(train.domains) + torch.bincount(test.domains)).tolist() == [958, 1123, 157, 295]
+    assert (torch.bincount(train.domains) + torch.bincount(test.domains)).tolist() == [
+        958,
+        1123,
+        157,
+        295,
+    ]

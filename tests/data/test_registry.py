@@ -14,7 +14,10 @@ from fedsynth.federation.settings import resolve
 
 
 def test_the_names_and_the_published_sizes() -> None:
-    sizes = {name: (spec.image_shape, spec.classes, spec.train_size, spec.test_size) for name, spec in DATASETS.items()}
+    sizes = {
+        name: (spec.image_shape, spec.classes, spec.train_size, spec.test_size)
+        for name, spec in DATASETS.items()
+    }
     assert sizes == {
         "digits": ((1, 8, 8), 10, 1_438, 359),
         "mnist": ((1, 28, 28), 10, 60_000, 10_000),
@@ -28,7 +31,10 @@ def test_the_names_and_the_published_sizes() -> None:
         "femnist": ((1, 28, 28), 62, 724_737, 80_526),  # nine and one tenths of the published total
         "office-caltech-10": ((3, 64, 64), 10, 2_042, 491),
         "domainnet-10": ((3, 64, 64), 10, 20_000, 9_000),  # round figures
-        **{f"synthetic({which})": ((1, 1, 60), 10, 6_743, 764) for which in ("iid", "0,0", "0.5,0.5", "1,1")},
+        **{
+            f"synthetic({which})": ((1, 1, 60), 10, 6_743, 764)
+            for which in ("iid", "0,0", "0.5,0.5", "1,1")
+        },
     }
 
 
@@ -42,7 +48,9 @@ def test_every_spec_fits_itself(spec: DatasetSpec) -> None:
 
 
 def test_an_unknown_name_gets_the_near_ones() -> None:
-    with pytest.raises(UnknownNameError, match="unknown data set 'fashon-mnist'; did you mean fashion-mnist"):
+    with pytest.raises(
+        UnknownNameError, match="unknown data set 'fashon-mnist'; did you mean fashion-mnist"
+    ):
         dataset_spec("fashon-mnist")
 
 
@@ -89,7 +97,13 @@ def test_the_registry_cannot_be_changed() -> None:
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"channels": 0}, {"mean": (0.1, 0.2)}, {"std": (0.0,)}, {"mean": (float("nan"),)}, {"class_names": ("a",)}],
+    [
+        {"channels": 0},
+        {"mean": (0.1, 0.2)},
+        {"std": (0.0,)},
+        {"mean": (float("nan"),)},
+        {"class_names": ("a",)},
+    ],
 )
 def test_a_spec_that_contradicts_itself_is_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(SettingError, match="data set 'digits'"):

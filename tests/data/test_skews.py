@@ -24,13 +24,20 @@ def counts_of(sizes: npt.ArrayLike, wish: PartitionSettings) -> IntArray:
 # Classes, examples of each, dominant classes, share; then what FedFM's code (pytorch/utils.py, noniid-2) gives each of 10 clients.
 @pytest.mark.parametrize(
     ("classes", "each", "dominant", "share", "many", "few"),
-    [(10, 5000, 1, 0.46, 2300, 300), (10, 9000, 1, 0.5, 4500, 500), (100, 500, 10, 0.46, 230, 30), (200, 500, 20, 0.46, 230, 30)],
+    [
+        (10, 5000, 1, 0.46, 2300, 300),
+        (10, 9000, 1, 0.5, 4500, 500),
+        (100, 500, 10, 0.46, 230, 30),
+        (200, 500, 20, 0.46, 230, 30),
+    ],
     ids=["cifar10", "cinic10", "cifar100", "tiny-imagenet"],
 )
 def test_dominant_gives_the_counts_of_fedfms_code(
     classes: int, each: int, dominant: int, share: float, many: int, few: int
 ) -> None:
-    wish = PartitionSettings(kind="dominant", clients=10, dominant_classes=dominant, dominant_share=share, seed=3)
+    wish = PartitionSettings(
+        kind="dominant", clients=10, dominant_classes=dominant, dominant_share=share, seed=3
+    )
     counts = counts_of(np.full(classes, each), wish)
     assert set(counts.flatten().tolist()) == {many, few}
     assert ((counts == many).sum(axis=1) == dominant).all()
@@ -38,11 +45,26 @@ def test_dominant_gives_the_counts_of_fedfms_code(
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.integers(2, 8), st.integers(1, 4), st.integers(1, 7), st.integers(20, 200), st.floats(0, 1), st.integers(0, 2**40))
-def test_dominant_of_even_classes(classes: int, times: int, dominant: int, each: int, where: float, seed: int) -> None:
+@given(
+    st.integers(2, 8),
+    st.integers(1, 4),
+    st.integers(1, 7),
+    st.integers(20, 200),
+    st.floats(0, 1),
+    st.integers(0, 2**40),
+)
+def test_dominant_of_even_classes(
+    classes: int, times: int, dominant: int, each: int, where: float, seed: int
+) -> None:
     dominant = min(dominant, classes - 1)
     share = dominant / classes + (0.05 + 0.85 * where) * (1 - dominant / classes)
-    wish = PartitionSettings(kind="dominant", clients=classes * times, dominant_classes=dominant, dominant_share=share, seed=seed)
+    wish = PartitionSettings(
+        kind="dominant",
+        clients=classes * times,
+        dominant_classes=dominant,
+        dominant_share=share,
+        seed=seed,
+    )
     counts = counts_of(np.full(classes, each), wish)
     assert set(counts.sum(axis=1).tolist()) <= {each // times, -(-each // times)}
     ordered, each_client = -np.sort(-counts, axis=1), each / times
@@ -73,7 +95,10 @@ def test_dominant_of_uneven_classes_has_its_shares_and_sizes() -> None:
 
 def test_dominant_with_few_clients_keeps_its_share() -> None:
     # Five classes dominate nobody: their 1,000 examples go to the five clients' 540 others; 40 are left of each dominant class.
-    counts = counts_of(np.full(10, 1000), PartitionSettings(kind="dominant", clients=5, dominant_share=0.48, seed=2))
+    counts = counts_of(
+        np.full(10, 1000),
+        PartitionSettings(kind="dominant", clients=5, dominant_share=0.48, seed=2),
+    )
     assert (counts.max(axis=1) == 960).all()
     dominating = counts.argmax(axis=1)
     assert len(set(dominating)) == 5
@@ -91,8 +116,16 @@ def test_dominant_with_few_clients_keeps_its_share() -> None:
             {"clients": 4},
             r"class \d has 100 examples, but to dominate 1 of 4 clients it needs 115: lower dominant_share",
         ),
-        ([100] * 4, {"dominant_classes": 4}, "dominant_classes is 4 but there are examples of 4 classes only"),
-        ([100, 0, 100], {"dominant_classes": 2}, "dominant_classes is 2 but there are examples of 2 classes only"),
+        (
+            [100] * 4,
+            {"dominant_classes": 4},
+            "dominant_classes is 4 but there are examples of 4 classes only",
+        ),
+        (
+            [100, 0, 100],
+            {"dominant_classes": 2},
+            "dominant_classes is 2 but there are examples of 2 classes only",
+        ),
         (
             [100] * 4,
             {"dominant_share": 0.25},
@@ -104,7 +137,11 @@ def test_dominant_with_few_clients_keeps_its_share() -> None:
             {"clients": 3, "dominant_share": 0.4},
             r"class [12] has 30 examples, but to dominate 1 of 3 clients it needs 40",
         ),
-        ([220, 40, 40], {"clients": 3, "dominant_share": 0.4}, "the classes' totals leave clients of one size no such share"),
+        (
+            [220, 40, 40],
+            {"clients": 3, "dominant_share": 0.4},
+            "the classes' totals leave clients of one size no such share",
+        ),
     ],
 )
 def test_dominant_that_cannot_be(sizes: list[int], wish: dict[str, float], message: str) -> None:
@@ -115,7 +152,9 @@ def test_dominant_that_cannot_be(sizes: list[int], wish: dict[str, float], messa
 @pytest.mark.parametrize("missing", [1, 2, 5])
 def test_missing_gives_the_counts_of_fedfms_code(missing: int) -> None:
     """pytorch/utils.py, noniid-3: each of 10 clients has 10 − m classes of CIFAR-10, each class at 10 − m clients, ⌊5000/(10 − m)⌋ of it."""
-    counts = counts_of(np.full(10, 5000), PartitionSettings(kind="missing", missing_classes=missing, seed=4))
+    counts = counts_of(
+        np.full(10, 5000), PartitionSettings(kind="missing", missing_classes=missing, seed=4)
+    )
     assert ((counts == 0).sum(axis=1) == missing).all()
     assert ((counts == 0).sum(axis=0) == missing).all()
     assert set(counts[counts > 0].tolist()) <= {5000 // (10 - missing), 5000 // (10 - missing) + 1}
@@ -126,7 +165,9 @@ def test_missing_gives_the_counts_of_fedfms_code(missing: int) -> None:
 def test_missing_is_balanced(clients: int, missing: int, seed: int) -> None:
     wish = PartitionSettings(kind="missing", clients=clients, missing_classes=missing, seed=seed)
     if clients * (10 - missing) < 10:
-        with pytest.raises(PartitionError, match="cannot cover them all: raise clients to at least"):
+        with pytest.raises(
+            PartitionError, match="cannot cover them all: raise clients to at least"
+        ):
             counts_of(np.full(10, 61), wish)
         return
     lacks = counts_of(np.full(10, 61), wish) == 0
@@ -136,10 +177,13 @@ def test_missing_is_balanced(clients: int, missing: int, seed: int) -> None:
 
 
 def test_missing_that_cannot_be() -> None:
-    with pytest.raises(PartitionError, match="missing_classes is 3 but there are examples of 3 classes only"):
+    with pytest.raises(
+        PartitionError, match="missing_classes is 3 but there are examples of 3 classes only"
+    ):
         counts_of([9, 0, 9, 9], PartitionSettings(kind="missing", clients=3, missing_classes=3))
     with pytest.raises(
-        PartitionError, match=r"class 1 has 3 examples for the 9 clients .* lower clients or raise missing_classes"
+        PartitionError,
+        match=r"class 1 has 3 examples for the 9 clients .* lower clients or raise missing_classes",
     ):
         counts_of([90, 3], PartitionSettings(kind="missing", clients=18, missing_classes=1))
 
@@ -159,16 +203,22 @@ def test_quantity_is_niid_benchs_rule() -> None:
 
 def test_quantity_mixes_classes_alike() -> None:
     for seed in range(10):
-        counts = counts_of(np.full(10, 2000), PartitionSettings(kind="quantity", clients=5, seed=seed))
+        counts = counts_of(
+            np.full(10, 2000), PartitionSettings(kind="quantity", clients=5, seed=seed)
+        )
         sizes = counts.sum(axis=1, keepdims=True)
         assert sizes.max() > 1.5 * sizes.min()
-        assert (np.abs(counts - sizes / 10) < 5 * np.sqrt(sizes * 0.1 * 0.9) + 1).all()  # five standard deviations
+        assert (
+            np.abs(counts - sizes / 10) < 5 * np.sqrt(sizes * 0.1 * 0.9) + 1
+        ).all()  # five standard deviations
 
 
 def test_quantity_that_cannot_be() -> None:
     with pytest.raises(PartitionError, match="need 100, there are 90: lower min_size or clients"):
         counts_of([90], PartitionSettings(kind="quantity", min_size=10))
-    with pytest.raises(PartitionError, match=r"at alpha=0\.001: raise alpha, or lower min_size or clients$"):
+    with pytest.raises(
+        PartitionError, match=r"at alpha=0\.001: raise alpha, or lower min_size or clients$"
+    ):
         counts_of([900], PartitionSettings(kind="quantity", alpha=0.001))
 
 
@@ -201,7 +251,9 @@ def test_natural_with_some_groups_leaves_the_others_out() -> None:
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(st.integers(0, 9), min_size=1, max_size=60), st.integers(1, 12), st.integers(0, 2**40))
+@given(
+    st.lists(st.integers(0, 9), min_size=1, max_size=60), st.integers(1, 12), st.integers(0, 2**40)
+)
 def test_natural_clients_are_groups(groups: list[int], clients: int, seed: int) -> None:
     y, g = np.zeros(len(groups), np.int64), np.array(groups)
     wish = PartitionSettings(kind="natural", clients=clients, seed=seed)
@@ -228,7 +280,10 @@ def test_natural_of_a_subset_has_the_groups_that_are_left() -> None:
 
 
 def test_natural_that_cannot_be() -> None:
-    with pytest.raises(PartitionError, match="5 clients are more than the 4 groups of this data set: lower clients to at most 4"):
+    with pytest.raises(
+        PartitionError,
+        match="5 clients are more than the 4 groups of this data set: lower clients to at most 4",
+    ):
         natural(5, groups=GROUPS)
     with pytest.raises(PartitionError, match="does not say whose an example is"):
         natural(2)

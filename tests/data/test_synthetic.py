@@ -14,11 +14,23 @@ from fedsynth.data.images import normalise, require_all_classes
 from fedsynth.data.load import load_dataset, missing_files
 from fedsynth.data.partition import PartitionSettings, partition
 from fedsynth.data.registry import dataset_spec
-from fedsynth.data.synthetic import device_sizes, draw_device, from_levels, make_synthetic, to_levels
+from fedsynth.data.synthetic import (
+    device_sizes,
+    draw_device,
+    from_levels,
+    make_synthetic,
+    to_levels,
+)
 from fedsynth.federation.settings import resolve
 from fedsynth.federation.simulation import simulate
 
-NAMES = ["synthetic(iid)", "synthetic(0,0)", "synthetic(0.5,0.5)", "synthetic(1,1)", "synthetic(2.5,7)"]
+NAMES = [
+    "synthetic(iid)",
+    "synthetic(0,0)",
+    "synthetic(0.5,0.5)",
+    "synthetic(1,1)",
+    "synthetic(2.5,7)",
+]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -92,10 +104,14 @@ def test_the_devices_are_drawn_as_the_paper_says() -> None:
 
 def test_the_iid_variant_has_one_model_and_one_distribution() -> None:
     drawn = [draw_device(None, None, k, 500) for k in range(40)]
-    assert all(np.array_equal(W, drawn[0][1]) and np.array_equal(b, drawn[0][2]) for _, W, b in drawn)
+    assert all(
+        np.array_equal(W, drawn[0][1]) and np.array_equal(b, drawn[0][2]) for _, W, b in drawn
+    )
     x = np.stack([d[0] for d in drawn])
     assert np.abs(x.mean(axis=1) / np.arange(1, 61) ** -0.6).max() < 5 / np.sqrt(500)
-    np.testing.assert_allclose(x.std(axis=(0, 1)), np.arange(1, 61) ** -0.6, rtol=5 / np.sqrt(2 * 20_000))
+    np.testing.assert_allclose(
+        x.std(axis=(0, 1)), np.arange(1, 61) ** -0.6, rtol=5 / np.sqrt(2 * 20_000)
+    )
 
 
 def test_alpha_changes_no_label_and_beta_spreads_the_devices() -> None:
@@ -166,8 +182,14 @@ def test_a_federation_of_devices() -> None:
     assert result.metrics[-1]["test_accuracy"] > 0.4  # ten classes
     # Another seed draws the same devices where all take part.
     labels, groups = (
-        array.numpy() for array in (load_dataset("synthetic(0,0)")[0].labels, load_dataset("synthetic(0,0)")[0].groups)
+        array.numpy()
+        for array in (
+            load_dataset("synthetic(0,0)")[0].labels,
+            load_dataset("synthetic(0,0)")[0].groups,
+        )
     )  # type: ignore[union-attr]
     everyone = PartitionSettings(kind="natural", clients=30)
-    one, other = (partition(labels, replace(everyone, seed=seed), 10, groups=groups) for seed in (0, 1))
+    one, other = (
+        partition(labels, replace(everyone, seed=seed), 10, groups=groups) for seed in (0, 1)
+    )
     assert all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))

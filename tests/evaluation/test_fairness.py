@@ -20,7 +20,11 @@ from fedsynth.evaluation.fairness import (
 
 @pytest.mark.parametrize(
     ("accuracies", "amp", "fm", "wlp"),
-    [([0.6, 0.7, 0.8], 0.7, 0.00667, 0.6), ([0.65, 0.65, 0.8], 0.7, 0.005, 0.65), ([0.7, 0.8, 0.9], 0.8, 0.00667, 0.7)],
+    [
+        ([0.6, 0.7, 0.8], 0.7, 0.00667, 0.6),
+        ([0.65, 0.65, 0.8], 0.7, 0.005, 0.65),
+        ([0.7, 0.8, 0.9], 0.8, 0.00667, 0.7),
+    ],
 )
 def test_table_2_of_fedkf(accuracies: list[float], amp: float, fm: float, wlp: float) -> None:
     assert average_model_performance(accuracies, [1, 1, 1]) == pytest.approx(amp)
@@ -51,7 +55,10 @@ def test_local_metrics_by_hand(device: torch.device) -> None:
 
 
 def test_first_to_reach() -> None:
-    rows = [{"round": r, "seconds": 2.0, "test_accuracy": a, "local": {"amp": a / 2}} for r, a in ((1, 0.2), (2, 0.6), (3, 0.5))]
+    rows = [
+        {"round": r, "seconds": 2.0, "test_accuracy": a, "local": {"amp": a / 2}}
+        for r, a in ((1, 0.2), (2, 0.6), (3, 0.5))
+    ]
     assert first_to_reach(0.5, rows) == {"round": 2, "seconds": 4.0}
     assert first_to_reach(0.3, rows, "local.amp") == {"round": 2, "seconds": 4.0}
     assert first_to_reach(0.7, rows) is None

@@ -34,7 +34,9 @@ def test_own_data_and_own_clients(tmp_path: Path) -> None:
     assert accuracy > 0.6  # about 1; chance is 0.33
     (folder,) = tmp_path.iterdir()
     report = (folder / "privacy_report.md").read_text()
-    assert not re.search(r"(?<![\w.])570(?![\w.])", report)  # the true number of records, but for digits inside a hash
+    assert not re.search(
+        r"(?<![\w.])570(?![\w.])", report
+    )  # the true number of records, but for digits inside a hash
 
 
 def test_examples_are_short_and_explain_themselves() -> None:
@@ -70,7 +72,9 @@ def test_fedkf_with_and_without_privacy(capsys: pytest.CaptureFixture[str]) -> N
 
 def test_a_student_without_data() -> None:
     """On the digits, shortened; Fashion-MNIST takes ten minutes."""
-    teacher, student = runpy.run_path(str(EXAMPLES / "data_free_distillation.py"))["main"]("digits", "convnet", 40, 120)
+    teacher, student = runpy.run_path(str(EXAMPLES / "data_free_distillation.py"))["main"](
+        "digits", "convnet", 40, 120
+    )
     assert teacher > 0.93
     assert student > 0.5  # about 0.8
 
@@ -79,17 +83,29 @@ def test_one_shot_with_and_without_privacy(capsys: pytest.CaptureFixture[str]) -
     runpy.run_path(str(EXAMPLES / "one_shot.py"), run_name="__main__")
     out = capsys.readouterr().out
     assert len(re.findall(r"test accuracy [\d.]+ %", out)) == 6
-    shares = [[float(v) for v in line.split(":")[1].split()] for line in out.splitlines() if re.match(r"    \d: ", line)]
+    shares = [
+        [float(v) for v in line.split(":")[1].split()]
+        for line in out.splitlines()
+        if re.match(r"    \d: ", line)
+    ]
     assert len(shares) == 10
     assert all(sum(row) == pytest.approx(1, abs=0.03) for row in shares)
     labels = load_dataset("digits")[0].labels.numpy()
-    parts = partition(labels, PartitionSettings(kind="classes", clients=5, classes_per_client=2, seed=0), 10)
-    holder = {int(digit): client for client, part in enumerate(parts) for digit in np.unique(labels[part])}
-    assert sum(row.index(max(row)) == holder[digit] for digit, row in enumerate(shares)) >= 9  # all ten when it was written
+    parts = partition(
+        labels, PartitionSettings(kind="classes", clients=5, classes_per_client=2, seed=0), 10
+    )
+    holder = {
+        int(digit): client for client, part in enumerate(parts) for digit in np.unique(labels[part])
+    }
+    assert (
+        sum(row.index(max(row)) == holder[digit] for digit, row in enumerate(shares)) >= 9
+    )  # all ten when it was written
 
 
 def test_fedprox_keeps_partial_work(capsys: pytest.CaptureFixture[str]) -> None:
-    dropping, keeping, _ = runpy.run_path(str(EXAMPLES / "fedprox_synthetic.py"))["main"](rounds=4, passes=5).values()
+    dropping, keeping, _ = runpy.run_path(str(EXAMPLES / "fedprox_synthetic.py"))["main"](
+        rounds=4, passes=5
+    ).values()
     assert keeping > dropping + 0.1
     gammas = [float(g) for g in re.findall(r"largest ([\d.]+)", capsys.readouterr().out)]
     assert len(gammas) == 3

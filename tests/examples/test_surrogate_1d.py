@@ -13,7 +13,12 @@ from PIL import Image
 from torch import Tensor
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "surrogate_1d.py"
-TRUE, EQ9, EQ7, TANGENT = "objective f", "surrogate, Eq. 9 (means)", "surrogate, Eq. 7 (losses)", "tangent at w = 0"
+TRUE, EQ9, EQ7, TANGENT = (
+    "objective f",
+    "surrogate, Eq. 9 (means)",
+    "surrogate, Eq. 7 (losses)",
+    "tangent at w = 0",
+)
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +32,9 @@ def example() -> ModuleType:
 
 
 @pytest.fixture(scope="module")
-def run(example: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Tensor], Path]:
+def run(
+    example: ModuleType, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[dict[str, Tensor], Path]:
     out = tmp_path_factory.mktemp("surrogate") / "picture.png"
     return example.main(out), out
 
@@ -48,19 +55,27 @@ def test_it_draws_a_picture(run: tuple[dict[str, Tensor], Path]) -> None:
         assert min(picture.size) > 300
 
 
-def test_value_and_slope_at_zero_are_the_objectives(run: tuple[dict[str, Tensor], Path], example: ModuleType) -> None:
+def test_value_and_slope_at_zero_are_the_objectives(
+    run: tuple[dict[str, Tensor], Path], example: ModuleType
+) -> None:
     # At w = 0 every example's loss is log 2 and its derivative x·(1/2 − y), so f'(0) is the sum over the classes of
     # share × mean of x × (1/2 − y): equal class means, weighed by the real shares, give an equal slope. Central
     # differences with a step of 0.01 are off by f'''/6 · 1e-4, and f'''(0) = 0 because softplus'''(0) = 0.
     x, y = example.make_data()
     exact = float((x * (0.5 - y)).mean())
     for name in (TRUE, EQ9, TANGENT):
-        assert float(run[0][name][len(example.W) // 2]) == pytest.approx(0.6931471805599453, abs=1e-12)
+        assert float(run[0][name][len(example.W) // 2]) == pytest.approx(
+            0.6931471805599453, abs=1e-12
+        )
         assert slope(run[0][name], example.W) == pytest.approx(exact, abs=1e-6), name
-    assert slope(run[0][EQ7], example.W) == pytest.approx(exact, abs=5e-3)  # only implied by the losses near 0
+    assert slope(run[0][EQ7], example.W) == pytest.approx(
+        exact, abs=5e-3
+    )  # only implied by the losses near 0
 
 
-def test_means_leave_the_curvature_to_chance_and_losses_do_not(run: tuple[dict[str, Tensor], Path], example: ModuleType) -> None:
+def test_means_leave_the_curvature_to_chance_and_losses_do_not(
+    run: tuple[dict[str, Tensor], Path], example: ModuleType
+) -> None:
     x, _ = example.make_data()
     exact = float(x.square().mean()) / 4
     assert curvature(run[0][TRUE], example.W) == pytest.approx(exact, rel=1e-3)
@@ -86,13 +101,17 @@ def test_matching_means_moves_a_class_as_one(example: ModuleType) -> None:
     torch.testing.assert_close(synthetic.mean(1), means, atol=1e-6, rtol=0)
     rng = example.torch_generator(0, "surrogate-matching")
     start = torch.randn(2, 10, generator=rng, dtype=torch.float64)
-    torch.testing.assert_close(synthetic - synthetic.mean(1, keepdim=True), start - start.mean(1, keepdim=True))
+    torch.testing.assert_close(
+        synthetic - synthetic.mean(1, keepdim=True), start - start.mean(1, keepdim=True)
+    )
 
 
 def test_equation_17_as_printed_has_labels_without_signal(example: ModuleType) -> None:
     x, y = example.make_data(100_000, printed=True)
     for half in (x >= 0, x < 0):
-        assert float(y[half].mean()) == pytest.approx(0.1, abs=0.006)  # 4 standard errors of a share of 50,000
+        assert float(y[half].mean()) == pytest.approx(
+            0.1, abs=0.006
+        )  # 4 standard errors of a share of 50,000
     x, y = example.make_data(100_000)
     assert float(((x >= 0).double() == y).double().mean()) == pytest.approx(0.9, abs=0.004)
 

@@ -57,7 +57,9 @@ def test_only_participants_send() -> None:
 
 
 @pytest.mark.parametrize("method", ["feddm", "fedaf"])
-def test_a_client_that_comes_back_goes_on_from_its_images(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_that_comes_back_goes_on_from_its_images(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Newcomers beside it start afresh, and do not make it start anew: what it starts from is what it remembers."""
     seen: list[tuple[int, ...]] = []
     module = __import__(f"fedsynth.methods.{method}", fromlist=["x"])
@@ -91,10 +93,17 @@ def test_privacy_counts_the_rounds_that_a_client_takes_part_in(tmp_path: Path) -
     promise: Any = result.privacy["guarantee"]
     spent = [promise["epsilon_by_client"][f"client-{k:03d}"] for k in range(4)]
     assert 4.95 < max(spent) <= 5.0
-    assert [a > b for a, b in itertools.pairwise(spent)] == [a > b for a, b in itertools.pairwise(rounds)]
-    everybody = simulate(resolve({**settings.to_mapping(), "run": {**settings.to_mapping()["run"], "participation": 1.0}}))
+    assert [a > b for a, b in itertools.pairwise(spent)] == [
+        a > b for a, b in itertools.pairwise(rounds)
+    ]
+    everybody = simulate(
+        resolve(
+            {**settings.to_mapping(), "run": {**settings.to_mapping()["run"], "participation": 1.0}}
+        )
+    )
     assert (
-        result.summary["differential_privacy"]["noise_multiplier"] < everybody.summary["differential_privacy"]["noise_multiplier"]
+        result.summary["differential_privacy"]["noise_multiplier"]
+        < everybody.summary["differential_privacy"]["noise_multiplier"]
     )
     assert result.folder is not None
     assert verify_report(result.folder).problems == []
@@ -124,18 +133,33 @@ def test_local_splits_are_disjoint_and_an_example_decides_for_itself() -> None:
     for part, a, b in zip(parts, training, testing, strict=True):
         assert sorted([*a, *b]) == part.tolist()
     assert 150 < len(testing[0]) < 250
-    for neighbour in ([np.arange(1001), *parts[1:]], [np.arange(1, 1000), *parts[1:]], [*parts[:3], np.arange(1100, 1301)]):
+    for neighbour in (
+        [np.arange(1001), *parts[1:]],
+        [np.arange(1, 1000), *parts[1:]],
+        [*parts[:3], np.arange(1100, 1301)],
+    ):
         for before, after in zip(
-            (*training, *testing), (*hold_out(neighbour, 0.2, 0)[0], *hold_out(neighbour, 0.2, 0)[1]), strict=True
+            (*training, *testing),
+            (*hold_out(neighbour, 0.2, 0)[0], *hold_out(neighbour, 0.2, 0)[1]),
+            strict=True,
         ):
             assert len(set(before.tolist()) ^ set(after.tolist())) <= 1
-    assert hold_out([np.arange(50)], 0.5, 0)[1][0].tolist() != hold_out([np.arange(50)], 0.5, 1)[1][0].tolist()
+    assert (
+        hold_out([np.arange(50)], 0.5, 0)[1][0].tolist()
+        != hold_out([np.arange(50)], 0.5, 1)[1][0].tolist()
+    )
 
 
 def test_a_ledger_is_the_records_and_not_how_they_are_split() -> None:
-    plain, split, some = tiny(), tiny(partition={"clients": 4, "local_test": 0.2}), tiny(partition={"clients": 4, "subset": 0.5})
+    plain, split, some = (
+        tiny(),
+        tiny(partition={"clients": 4, "local_test": 0.2}),
+        tiny(partition={"clients": 4, "subset": 0.5}),
+    )
     assert data_set_id(plain) == data_set_id(split) != data_set_id(some)
-    assert data_set_id(resolve({})) == "digits-3840bad0acf7"  # of the first version: ledgers are kept for long
+    assert (
+        data_set_id(resolve({})) == "digits-3840bad0acf7"
+    )  # of the first version: ledgers are kept for long
 
 
 def test_a_round_whose_clients_have_nothing_goes_on_with_the_model() -> None:
@@ -149,15 +173,21 @@ def test_a_round_whose_clients_have_nothing_goes_on_with_the_model() -> None:
 
 
 @pytest.mark.parametrize("method", ["fedavg", "fedkf"])
-def test_local_metrics_stand_in_the_rows_and_with_privacy_only_in_simulation_only(method: str, tmp_path: Path) -> None:
+def test_local_metrics_stand_in_the_rows_and_with_privacy_only_in_simulation_only(
+    method: str, tmp_path: Path
+) -> None:
     partitioned = {"partition": {"clients": 4, "local_test": 0.2}}
     row = simulate(tiny(method, **partitioned)).metrics[-1]
     assert 0 <= row["local"]["wlp"] <= row["local"]["amp"] <= 1
     assert len(row["local"]["client_accuracy"]) == 4
-    private = simulate(tiny(method, **partitioned, privacy={"epsilon": 5.0}), output=tmp_path).folder
+    private = simulate(
+        tiny(method, **partitioned, privacy={"epsilon": 5.0}), output=tmp_path
+    ).folder
     assert private is not None
     outside = [p for p in private.rglob("*") if p.is_file() and "simulation_only" not in p.parts]
-    assert not any(b"wlp" in p.read_bytes() or b"client_accuracy" in p.read_bytes() for p in outside)
+    assert not any(
+        b"wlp" in p.read_bytes() or b"client_accuracy" in p.read_bytes() for p in outside
+    )
     assert '"wlp"' in (private / "simulation_only" / "rounds.jsonl").read_text()
     report = (private / "privacy_report.md").read_text()
     assert "own test splits" in report

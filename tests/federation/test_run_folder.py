@@ -26,7 +26,12 @@ from fedsynth.federation.simulation import simulate
 from fedsynth.privacy.errors import BudgetExceededError
 
 SPEC = dataclasses.replace(
-    dataset_spec("digits"), name="ours", classes=3, class_names=("cat", "dog", "owl"), train_size=60, test_size=60
+    dataset_spec("digits"),
+    name="ours",
+    classes=3,
+    class_names=("cat", "dog", "owl"),
+    train_size=60,
+    test_size=60,
 )
 TINY = {
     "run": {"method": "real", "rounds": 1, "device": "cpu"},
@@ -38,7 +43,9 @@ TINY = {
 
 def examples(spec: DatasetSpec = SPEC, labels: Any = None) -> ImageData:
     y = np.arange(60) % spec.classes if labels is None else labels
-    return from_arrays(np.random.default_rng(0).random((len(y), *spec.image_shape), dtype=np.float32), y, spec)
+    return from_arrays(
+        np.random.default_rng(0).random((len(y), *spec.image_shape), dtype=np.float32), y, spec
+    )
 
 
 def names(folder: Path) -> set[str]:
@@ -51,7 +58,10 @@ def test_a_folder_is_incomplete_until_it_is_finished(tmp_path: Path) -> None:
     finished = folder.finish({"rounds": 1})
     assert names(tmp_path) == {finished.name}
     assert f"{finished.name}.incomplete" not in names(tmp_path)
-    assert json.loads((finished / "summary.json").read_text()) == {"rounds": 1, "folder": str(finished)}
+    assert json.loads((finished / "summary.json").read_text()) == {
+        "rounds": 1,
+        "folder": str(finished),
+    }
 
 
 def test_runs_of_the_same_second_do_not_share_a_folder(tmp_path: Path) -> None:
@@ -92,7 +102,9 @@ def test_metrics_are_a_line_a_round(tmp_path: Path) -> None:
     rows = [{"round": 1, "test_accuracy": 0.5}, {"round": 2}]
     for row in rows:
         folder.append_metrics(row)
-    assert [json.loads(line) for line in (folder.path / "metrics.jsonl").read_text().splitlines()] == rows
+    assert [
+        json.loads(line) for line in (folder.path / "metrics.jsonl").read_text().splitlines()
+    ] == rows
 
 
 def test_synthetic_images_are_kept_as_they_were_sent(tmp_path: Path) -> None:
@@ -105,7 +117,11 @@ def test_synthetic_images_are_kept_as_they_were_sent(tmp_path: Path) -> None:
     assert tensors["labels"].tolist() == [0, 1, 2, 0, 1]
     assert tensors["client"].tolist() == [0, 0, 0, 4, 4]
     with safe_open(path, "pt") as file:
-        assert file.metadata() == {"dataset": "ours", "mean": json.dumps(SPEC.mean), "std": json.dumps(SPEC.std)}
+        assert file.metadata() == {
+            "dataset": "ours",
+            "mean": json.dumps(SPEC.mean),
+            "std": json.dumps(SPEC.std),
+        }
     assert (folder.path / "synthetic.png").is_file()
 
 
@@ -115,7 +131,9 @@ def test_without_images_there_is_no_picture(tmp_path: Path) -> None:
     assert names(folder.path) == {"synthetic.safetensors"}
 
 
-def test_the_library_writes_nothing_unless_it_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_library_writes_nothing_unless_it_is_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     result = simulate(resolve(TINY), data=(examples(), examples()))
     assert result.folder is None
@@ -135,24 +153,39 @@ def test_a_run_that_breaks_stays_incomplete(tmp_path: Path) -> None:
 
 def test_an_absent_class_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     data = examples(labels=np.arange(60) % 2)
-    with pytest.raises(DataError, match=r"ours: the training set has no example of class 2 \(owl\)$"):
+    with pytest.raises(
+        DataError, match=r"ours: the training set has no example of class 2 \(owl\)$"
+    ):
         simulate(resolve(TINY), data=(data, examples()), output=tmp_path / "out")
     assert names(tmp_path) == set()
 
 
 def test_with_privacy_on_an_absent_class_is_nobodys_business(tmp_path: Path) -> None:
-    sections = {**TINY, "run": {**TINY["run"], "method": "feddm"}, "method": {"iterations": 1, "server_epochs": 1, "ipc": 1}}
+    sections = {
+        **TINY,
+        "run": {**TINY["run"], "method": "feddm"},
+        "method": {"iterations": 1, "server_epochs": 1, "ipc": 1},
+    }
     result = simulate(
-        resolve({**sections, "privacy": {"noise_multiplier": 1}}), data=(examples(labels=np.arange(60) % 2), examples())
+        resolve({**sections, "privacy": {"noise_multiplier": 1}}),
+        data=(examples(labels=np.arange(60) % 2), examples()),
     )
-    assert all(sorted(set(upload.labels.tolist())) == [0, 1, 2] for upload in result.uploads.values())  # type: ignore[attr-defined]
+    assert all(
+        sorted(set(upload.labels.tolist())) == [0, 1, 2] for upload in result.uploads.values()
+    )  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(
     ("images", "text"),
     [
-        (np.full((6, 1, 8, 8), np.nan, dtype=np.float32), "ours: 384 of 384 pixel values are NaN or infinite"),
-        (np.zeros((6, 1, 9, 8), dtype=np.uint8), "ours: images must have shape [N, 1, 8, 8] or [N, 8, 8], got [6, 1, 9, 8]"),
+        (
+            np.full((6, 1, 8, 8), np.nan, dtype=np.float32),
+            "ours: 384 of 384 pixel values are NaN or infinite",
+        ),
+        (
+            np.zeros((6, 1, 9, 8), dtype=np.uint8),
+            "ours: images must have shape [N, 1, 8, 8] or [N, 8, 8], got [6, 1, 9, 8]",
+        ),
         (np.zeros((6, 8, 8, 1), dtype=np.uint8), "channels come first"),
         (np.zeros((5, 1, 8, 8), dtype=np.uint8), "ours: 5 images but 6 labels"),
         (np.full((6, 1, 8, 8), 255.0), "must lie in [0, 1]"),
@@ -169,7 +202,11 @@ def test_images_that_cannot_be_used(images: Any, text: str) -> None:
 @pytest.mark.parametrize("method", ["feddm", "fedavg"])
 def test_a_cap_that_allows_no_round_leaves_nothing(tmp_path: Path, method: str) -> None:
     settings = resolve(
-        {"run": {"method": method, "device": "cpu"}, "model": {"width": 4}, "privacy": {"noise_multiplier": 1, "epsilon": 1e-3}}
+        {
+            "run": {"method": method, "device": "cpu"},
+            "model": {"width": 4},
+            "privacy": {"noise_multiplier": 1, "epsilon": 1e-3},
+        }
     )
     with pytest.raises(BudgetExceededError, match=r"above the cap 0\.001"):
         simulate(settings, data=load_dataset("digits"), output=tmp_path / "out")
@@ -183,4 +220,7 @@ def test_private_folders_keep_seconds_apart(tmp_path: Path) -> None:
     finished = folder.finish({"rounds": 1, "seconds": 1.25})
     assert json.loads((finished / "metrics.jsonl").read_text()) == {"round": 1, "epsilon": 0.5}
     assert "seconds" not in json.loads((finished / "summary.json").read_text())
-    assert json.loads((finished / "simulation_only" / "rounds.jsonl").read_text()) == {"round": 1, "seconds": 1.25}
+    assert json.loads((finished / "simulation_only" / "rounds.jsonl").read_text()) == {
+        "round": 1,
+        "seconds": 1.25,
+    }

@@ -42,13 +42,16 @@ texts = st.text(st.characters(exclude_categories=["Cs"]))  # TOML cannot hold lo
 
 @given(
     st.dictionaries(
-        st.from_regex(r"[a-z_]{1,9}", fullmatch=True), texts | st.integers() | st.booleans() | st.floats(allow_nan=False)
+        st.from_regex(r"[a-z_]{1,9}", fullmatch=True),
+        texts | st.integers() | st.booleans() | st.floats(allow_nan=False),
     )
 )
 def test_toml_gives_back_every_value(values: dict[str, Any]) -> None:
     read = tomllib.loads(to_toml({"section": values}))["section"]
     assert read == values
-    assert {key: type(value) for key, value in read.items()} == {key: type(value) for key, value in values.items()}
+    assert {key: type(value) for key, value in read.items()} == {
+        key: type(value) for key, value in values.items()
+    }
 
 
 def test_what_is_given_wins_over_the_preset_which_wins_over_the_defaults() -> None:
@@ -62,7 +65,10 @@ def test_what_is_given_wins_over_the_preset_which_wins_over_the_defaults() -> No
 
 def test_without_a_preset_the_method_has_its_own_defaults() -> None:
     for name in METHODS:
-        assert resolve({"run": {"method": name}, "data": {"dataset": "svhn"}}).method == method_class(name)()
+        assert (
+            resolve({"run": {"method": name}, "data": {"dataset": "svhn"}}).method
+            == method_class(name)()
+        )
 
 
 def test_on_the_digits_all_methods_with_local_training_have_batches_of_32() -> None:
@@ -76,7 +82,11 @@ def test_on_the_digits_all_methods_with_local_training_have_batches_of_32() -> N
 
 def test_text_is_converted() -> None:
     settings = resolve(
-        {"run": {"rounds": "4"}, "partition": {"alpha": "0.25", "clients": "3"}, "method": {"restart": "yes", "ipc": "2"}}
+        {
+            "run": {"rounds": "4"},
+            "partition": {"alpha": "0.25", "clients": "3"},
+            "method": {"restart": "yes", "ipc": "2"},
+        }
     )
     method = settings.to_mapping()["method"]
     assert (settings.rounds, settings.partition.alpha, settings.partition.clients) == (4, 0.25, 3)
@@ -92,7 +102,11 @@ def test_no_privacy_settings_mean_no_privacy() -> None:
     assert resolve({"privacy": {}}).privacy is None
     privacy = resolve({"privacy": {"epsilon": "4", "ledger": "here"}}).privacy
     assert privacy is not None
-    assert (privacy.epsilon, privacy.noise_multiplier, privacy.ledger) == (4.0, None, Path("here").absolute())
+    assert (privacy.epsilon, privacy.noise_multiplier, privacy.ledger) == (
+        4.0,
+        None,
+        Path("here").absolute(),
+    )
 
 
 @pytest.mark.parametrize(
@@ -117,7 +131,9 @@ def test_no_privacy_settings_mean_no_privacy() -> None:
     ],
     ids=str,
 )  # fmt: skip
-def test_refusals_are_named_and_one_line(sections: Sections, error: type[Exception], text: str) -> None:
+def test_refusals_are_named_and_one_line(
+    sections: Sections, error: type[Exception], text: str
+) -> None:
     with pytest.raises(error) as caught:
         resolve(sections)
     assert text in str(caught.value)
@@ -134,7 +150,11 @@ def test_a_natural_clients_nominal_size_is_a_groups() -> None:
     spec, cpu = dataset_spec("femnist"), torch.device("cpu")
     small = {"model": {"width": 4}, "partition": {"clients": 100}}
     for kind, pieces in (("natural", 3_550), ("iid", 100)):
-        run = resolve({"data": {"dataset": "femnist"}, **small, "partition": {"clients": 100, "kind": kind}})
+        run = resolve(
+            {"data": {"dataset": "femnist"}, **small, "partition": {"clients": 100, "kind": kind}}
+        )
         assert public_context(run, spec, cpu).nominal_size == spec.train_size / pieces
-    assert resolve({"data": {"dataset": "synthetic(0.5,1)"}}).partition == PartitionSettings("natural", 30)
+    assert resolve({"data": {"dataset": "synthetic(0.5,1)"}}).partition == PartitionSettings(
+        "natural", 30
+    )
     assert resolve({"data": {"dataset": "synthetic(0.5,1)"}}).model.name == "linear"

@@ -21,13 +21,22 @@ from fedsynth.federation.simulation import simulate
 from fedsynth.methods.feddm import FedDM
 from fedsynth.methods.real import Real
 from fedsynth.privacy.accounting import epsilon
-from fedsynth.privacy.errors import BudgetExceededError, LedgerError, PrivacySettingError, UnaccountedReleaseError
+from fedsynth.privacy.errors import (
+    BudgetExceededError,
+    LedgerError,
+    PrivacySettingError,
+    UnaccountedReleaseError,
+)
 from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.releases import Release
 
 
 def tiny(method: str = "feddm", **privacy: Any) -> RunSettings:
-    fast = {"feddm": {"iterations": 2, "ipc": 1, "server_epochs": 2}, "fedavg": {"local_epochs": 1}, "real": {"server_epochs": 2}}
+    fast = {
+        "feddm": {"iterations": 2, "ipc": 1, "server_epochs": 2},
+        "fedavg": {"local_epochs": 1},
+        "real": {"server_epochs": 2},
+    }
     return resolve(
         {
             "run": {"method": method, "rounds": 2, "device": "cpu"},
@@ -47,13 +56,18 @@ def same(a: torch.nn.Module, b: torch.nn.Module) -> bool:
 def test_a_run_is_reproduced_by_its_seed(method: str) -> None:
     first, second = simulate(tiny(method)), simulate(tiny(method))
     assert same(first.model, second.model)
-    assert [r["test_accuracy"] for r in first.metrics] == [r["test_accuracy"] for r in second.metrics]
+    assert [r["test_accuracy"] for r in first.metrics] == [
+        r["test_accuracy"] for r in second.metrics
+    ]
     assert not same(first.model, simulate(replace(tiny(method), seed=5)).model)
 
 
 @pytest.mark.parametrize("method", ["feddm", "fedavg"])
 def test_a_private_run_is_not_reproduced_by_its_seed(method: str) -> None:
-    assert not same(simulate(tiny(method, noise_multiplier=3.0)).model, simulate(tiny(method, noise_multiplier=3.0)).model)
+    assert not same(
+        simulate(tiny(method, noise_multiplier=3.0)).model,
+        simulate(tiny(method, noise_multiplier=3.0)).model,
+    )
 
 
 def test_nothing_touches_the_global_generators() -> None:
@@ -138,7 +152,11 @@ def test_delta_is_checked_against_the_public_bound() -> None:
 def test_a_class_nobody_has_is_refused_only_without_privacy() -> None:
     """With DP on, class presence is private: no rule may look at it."""
     rng = np.random.default_rng(0)
-    train = from_arrays(rng.integers(0, 256, (200, 1, 8, 8)).astype(np.uint8), np.arange(200) % 9, dataset_spec("digits"))
+    train = from_arrays(
+        rng.integers(0, 256, (200, 1, 8, 8)).astype(np.uint8),
+        np.arange(200) % 9,
+        dataset_spec("digits"),
+    )
     with pytest.raises(DataError, match="class"):
         simulate(tiny(), data=(train, train))
     simulate(tiny(noise_multiplier=3.0), data=(train, train))
@@ -177,7 +195,9 @@ def test_rounds_must_be_positive() -> None:
 
 def test_a_diverged_server_is_said_to_be_the_server() -> None:
     settings = tiny()
-    settings = replace(settings, rounds=1, method=replace(settings.method, server_lr=1e38, radius=float("inf")))  # type: ignore[call-arg]
+    settings = replace(
+        settings, rounds=1, method=replace(settings.method, server_lr=1e38, radius=float("inf"))
+    )  # type: ignore[call-arg]
     with pytest.raises(DivergedError, match="server's model"):
         simulate(settings)
 
@@ -209,7 +229,9 @@ def test_your_own_data_keep_their_name_and_ledger(tmp_path: Path) -> None:
 
     def data(name: str) -> Any:
         return from_arrays(
-            rng.integers(0, 256, (200, 1, 8, 8)).astype(np.uint8), np.arange(200) % 10, replace(dataset_spec("digits"), name=name)
+            rng.integers(0, 256, (200, 1, 8, 8)).astype(np.uint8),
+            np.arange(200) % 10,
+            replace(dataset_spec("digits"), name=name),
         )
 
     settings = tiny(noise_multiplier=3.0, ledger=tmp_path / "ledgers")
@@ -225,8 +247,12 @@ def test_your_own_data_keep_their_name_and_ledger(tmp_path: Path) -> None:
 
 def test_four_channels_run_to_the_end_without_a_picture(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
-    spec = replace(dataset_spec("digits"), name="four", channels=4, mean=(0.5,) * 4, std=(0.25,) * 4)
-    data = from_arrays(rng.integers(0, 256, (200, 4, 8, 8)).astype(np.uint8), np.arange(200) % 10, spec)
+    spec = replace(
+        dataset_spec("digits"), name="four", channels=4, mean=(0.5,) * 4, std=(0.25,) * 4
+    )
+    data = from_arrays(
+        rng.integers(0, 256, (200, 4, 8, 8)).astype(np.uint8), np.arange(200) % 10, spec
+    )
     folder = simulate(tiny(), data=(data, data), output=tmp_path).folder
     assert folder is not None
     assert (folder / "synthetic.safetensors").exists()
@@ -235,7 +261,9 @@ def test_four_channels_run_to_the_end_without_a_picture(tmp_path: Path) -> None:
 
 def test_the_last_round_is_always_evaluated() -> None:
     rows = [Release(1, "x", "x", "x", 3.0, 1.0, 1.0, "full", 2, 1)]
-    capped = replace(tiny(noise_multiplier=3.0, epsilon=epsilon(rows, 1e-5) * 1.05), evaluate_every=5)
+    capped = replace(
+        tiny(noise_multiplier=3.0, epsilon=epsilon(rows, 1e-5) * 1.05), evaluate_every=5
+    )
     result = simulate(capped)
     assert len(result.metrics) == 1
     assert 0 < result.accuracy <= 1
@@ -245,7 +273,10 @@ def test_the_last_round_is_always_evaluated() -> None:
 def test_the_runs_seed_divides_the_data() -> None:
     settings = replace(tiny(), seed=5)
     assert settings.resolved_partition.seed == 5
-    assert replace(settings, partition=replace(settings.partition, seed=7)).resolved_partition.seed == 7
+    assert (
+        replace(settings, partition=replace(settings.partition, seed=7)).resolved_partition.seed
+        == 7
+    )
 
 
 def test_the_models_first_weights_come_from_the_seed() -> None:
@@ -261,16 +292,27 @@ def test_memories_go_from_round_to_round() -> None:
     """Images kept over rounds move twice; restarted ones go back to the start first."""
     kept = simulate(tiny()).uploads[0]
     settings = tiny()
-    restarted = simulate(replace(settings, method=replace(settings.method, restart=True))).uploads[0]  # type: ignore[call-arg]
-    assert not torch.allclose(dict(kept.arrays())["images"], dict(restarted.arrays())["images"], atol=1e-3)
+    restarted = simulate(replace(settings, method=replace(settings.method, restart=True))).uploads[
+        0
+    ]  # type: ignore[call-arg]
+    assert not torch.allclose(
+        dict(kept.arrays())["images"], dict(restarted.arrays())["images"], atol=1e-3
+    )
 
 
 def test_your_own_clients() -> None:
     rng = np.random.default_rng(0)
-    data = from_arrays(rng.integers(0, 256, (200, 1, 8, 8)).astype(np.uint8), np.arange(200) % 10, dataset_spec("digits"))
+    data = from_arrays(
+        rng.integers(0, 256, (200, 1, 8, 8)).astype(np.uint8),
+        np.arange(200) % 10,
+        dataset_spec("digits"),
+    )
     labels_of = [np.flatnonzero(np.arange(200) % 10 < 3), np.flatnonzero(np.arange(200) % 10 >= 3)]
     uploads = simulate(tiny(), data=(data, data), parts=labels_of).uploads
-    assert [dict(uploads[k].arrays())["labels"].tolist() for k in (0, 1)] == [[0, 1, 2], [3, 4, 5, 6, 7, 8, 9]]
+    assert [dict(uploads[k].arrays())["labels"].tolist() for k in (0, 1)] == [
+        [0, 1, 2],
+        [3, 4, 5, 6, 7, 8, 9],
+    ]
     for bad, text in (
         ([[0, 1], [1, 2]], "client 1: an example is given twice"),
         ([[0, 200]], "must lie in"),
@@ -291,19 +333,26 @@ def test_a_class_that_nobody_sends_is_said() -> None:
 
     rng, listener = np.random.default_rng(0), Listener()
     labels = np.concatenate([np.arange(180) % 9, [9, 9]])
-    data = from_arrays(rng.integers(0, 256, (182, 1, 8, 8)).astype(np.uint8), labels, dataset_spec("digits"))
+    data = from_arrays(
+        rng.integers(0, 256, (182, 1, 8, 8)).astype(np.uint8), labels, dataset_spec("digits")
+    )
     simulate(tiny(), data=(data, data), parts=[np.arange(182)], observer=listener)
     assert listener.notes[0].startswith("no differential privacy")
     assert "nobody sends images of 9" in listener.notes[1]
 
 
-@pytest.mark.parametrize(("name", "value"), [("method", "feddm"), ("partition", "iid"), ("privacy", 8.0), ("model", None)])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("method", "feddm"), ("partition", "iid"), ("privacy", 8.0), ("model", None)],
+)
 def test_natural_mistakes_get_an_example(name: str, value: Any) -> None:
     with pytest.raises(SettingError, match=f"{name} must be an object such as"):
         replace(tiny(), **{name: value})
 
 
-def test_the_memory_bound_splits_clients_and_changes_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_memory_bound_splits_clients_and_changes_nothing_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """--memory-gb: a bound of 0.2 MB lets one client go at a time; the uploads are the same."""
     sizes: list[int] = []
     step = FedDM.client_step
@@ -313,7 +362,10 @@ def test_the_memory_bound_splits_clients_and_changes_nothing_else(monkeypatch: p
         return step(self, message, clients, memories, context)
 
     monkeypatch.setattr(FedDM, "client_step", watched)
-    given: dict[str, dict[str, Any]] = {"run": {"rounds": 1}, "method": {"server_epochs": 1, "iterations": 3}}
+    given: dict[str, dict[str, Any]] = {
+        "run": {"rounds": 1},
+        "method": {"server_epochs": 1, "iterations": 3},
+    }
     wide = simulate(resolve(given)).uploads
     narrow = simulate(resolve({**given, "run": {"rounds": 1, "memory_gb": 0.0002}})).uploads
     assert sizes == [5, 1, 1, 1, 1, 1]
@@ -325,5 +377,9 @@ def test_the_memory_bound_splits_clients_and_changes_nothing_else(monkeypatch: p
 @pytest.mark.parametrize("batch_norm", ["client", "class"])
 def test_feddm_runs_with_batch_norm(batch_norm: str) -> None:
     settings = {"rounds": 1}, {"server_epochs": 20, "iterations": 3, "batch_norm": batch_norm}
-    result = simulate(resolve({"run": settings[0], "model": {"norm": "batch"}, "method": settings[1]}))
-    assert result.accuracy > 0.3  # chance is 0.1; running statistics come from the server's training
+    result = simulate(
+        resolve({"run": settings[0], "model": {"norm": "batch"}, "method": settings[1]})
+    )
+    assert (
+        result.accuracy > 0.3
+    )  # chance is 0.1; running statistics come from the server's training

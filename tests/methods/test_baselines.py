@@ -45,8 +45,15 @@ PIXELS = np.random.default_rng(0).integers(0, 256, (9, 1, 2, 2)).astype(np.uint8
 LABELS = np.array([0, 1, 2, 0, 1, 1, 2, 2, 0])
 PARTS = [torch.arange(2), torch.arange(2, 5), torch.arange(5, 9)]
 SIZES = (2, 3, 4)
-X = np.concatenate([PIXELS.reshape(9, 4) / 255, np.ones((9, 1))], axis=1)  # a last column for the bias
-FULL: dict[str, Any] = {"batch": 10, "lr": 0.5, "momentum": 0.0, "local_epochs": 3}  # an epoch is one step on all examples
+X = np.concatenate(
+    [PIXELS.reshape(9, 4) / 255, np.ones((9, 1))], axis=1
+)  # a last column for the bias
+FULL: dict[str, Any] = {
+    "batch": 10,
+    "lr": 0.5,
+    "momentum": 0.0,
+    "local_epochs": 3,
+}  # an epoch is one step on all examples
 
 
 class Linear(nn.Module):
@@ -77,11 +84,15 @@ def data(device: torch.device) -> ImageData:
 
 
 def context(number: int, device: torch.device, active: tuple[int, ...] = (0, 1, 2)) -> RoundContext:
-    return RoundContext(number, 0, device, SPEC, Linear(), 3.0, clients=3, participants=active, sizes=SIZES)
+    return RoundContext(
+        number, 0, device, SPEC, Linear(), 3.0, clients=3, participants=active, sizes=SIZES
+    )
 
 
 def rounds(
-    method: TrainsLocally, device: torch.device, active: tuple[tuple[int, ...], ...] = ((0, 1, 2), (0, 1, 2))
+    method: TrainsLocally,
+    device: torch.device,
+    active: tuple[tuple[int, ...], ...] = ((0, 1, 2), (0, 1, 2)),
 ) -> list[Array]:
     """The global model after each round; the same whether clients are trained one after another or in one pass."""
     with patch("fedsynth.synthesizer.together.FEW", 1):
@@ -91,7 +102,9 @@ def rounds(
     return found
 
 
-def each_round(method: TrainsLocally, device: torch.device, active: tuple[tuple[int, ...], ...], grouped: bool) -> list[Array]:
+def each_round(
+    method: TrainsLocally, device: torch.device, active: tuple[tuple[int, ...], ...], grouped: bool
+) -> list[Array]:
     """The global model after each round, with all clients in a group, or each alone."""
     state = ServerState({name: value.to(device) for name, value in Linear().state_dict().items()})
     memories: dict[int, Any] = {0: {}, 1: {}, 2: {}}
@@ -126,7 +139,13 @@ def gradient(W: Array, k: int) -> Array:
     return np.asarray((probabilities(W, k) - np.eye(3)[LABELS[mine]]).T @ X[mine] / SIZES[k])
 
 
-def local(W: Array, k: int, steps: int = 3, lr: float = 0.5, extra: Callable[[Array], Array] = lambda W: W * 0) -> Array:
+def local(
+    W: Array,
+    k: int,
+    steps: int = 3,
+    lr: float = 0.5,
+    extra: Callable[[Array], Array] = lambda W: W * 0,
+) -> Array:
     for _ in range(steps):
         W = W - lr * (gradient(W, k) + extra(W))
     return W
@@ -208,12 +227,24 @@ def test_fedproxs_mu_adapts_to_the_loss() -> None:
 
 def test_adaptive_fedprox_uploads_the_loss_of_the_global_model(device: torch.device) -> None:
     method, ctx = FedProx(**FULL, adaptive=True), context(1, device)
-    message = method.broadcast(ServerState({n: v.to(device) for n, v in Linear().state_dict().items()}), ctx)
-    results = method.client_step(message, OpenClients((0, 1, 2), data(device), PARTS), [{}, {}, {}], ctx)
+    message = method.broadcast(
+        ServerState({n: v.to(device) for n, v in Linear().state_dict().items()}), ctx
+    )
+    results = method.client_step(
+        message, OpenClients((0, 1, 2), data(device), PARTS), [{}, {}, {}], ctx
+    )
     uploads: list[Any] = [upload for upload, _ in results]
     assert [u.loss for u in uploads] == pytest.approx([loss(START, k) for k in range(3)], rel=1e-5)
     with pytest.raises(SettingError, match="adaptive"):
-        simulate(resolve({"run": {"method": "fedprox", "rounds": 1}, "method": {"adaptive": True}, "privacy": {"epsilon": 8.0}}))
+        simulate(
+            resolve(
+                {
+                    "run": {"method": "fedprox", "rounds": 1},
+                    "method": {"adaptive": True},
+                    "privacy": {"epsilon": 8.0},
+                }
+            )
+        )
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.6])
@@ -231,7 +262,9 @@ def test_fednova_with_unequal_steps(momentum: float, device: torch.device) -> No
                     mine = PARTS[k][part].numpy()
                     z = X[mine] @ V.T
                     e = np.exp(z - z.max(1, keepdims=True))
-                    v = momentum * v + (e / e.sum(1, keepdims=True) - np.eye(3)[LABELS[mine]]).T @ X[mine] / len(mine)
+                    v = momentum * v + (
+                        e / e.sum(1, keepdims=True) - np.eye(3)[LABELS[mine]]
+                    ).T @ X[mine] / len(mine)
                     V, steps = V - 0.5 * v, steps + 1
             made.append(V)
             # ‖a‖₁: the weight of each step's gradient in the sum of all later velocities
@@ -280,7 +313,13 @@ def test_fedgkd(device: torch.device) -> None:
         teacher = sum(past[-2:]) / len(past[-2:])
 
         def distil(V: Array, k: int, teacher: Any = teacher) -> Array:
-            return np.asarray(0.8 / 2 * (probabilities(V, k) - probabilities(teacher, k)).T @ X[PARTS[k].numpy()] / SIZES[k])
+            return np.asarray(
+                0.8
+                / 2
+                * (probabilities(V, k) - probabilities(teacher, k)).T
+                @ X[PARTS[k].numpy()]
+                / SIZES[k]
+            )
 
         W = sum(n * local(W, k, extra=lambda V, k=k: distil(V, k)) for k, n in enumerate(SIZES)) / 9  # type: ignore[misc,assignment]
         past.append(W)
@@ -308,7 +347,9 @@ def test_moons_contrastive_loss_equals_numpy(device: torch.device) -> None:
 
     near, far = np.exp(sim(z, whole) / 0.5), np.exp(sim(z, last) / 0.5)
     tensors = [torch.tensor(a, device=device) for a in (z, whole, last)]
-    np.testing.assert_allclose(contrastive(*tensors, 0.5).cpu().numpy(), -np.log(near / (near + far)))  # type: ignore[arg-type]
+    np.testing.assert_allclose(
+        contrastive(*tensors, 0.5).cpu().numpy(), -np.log(near / (near + far))
+    )  # type: ignore[arg-type]
 
 
 def test_two_rounds_of_moon_equal_plain_torch() -> None:
@@ -316,7 +357,9 @@ def test_two_rounds_of_moon_equal_plain_torch() -> None:
     device = torch.device("cpu")
     spec = dataset_spec("digits")
     images = np.random.default_rng(0).integers(0, 256, (6, 1, 8, 8)).astype(np.uint8)
-    clients = OpenClients([0], from_arrays(images, np.arange(6), spec).to(device), [torch.arange(6)])
+    clients = OpenClients(
+        [0], from_arrays(images, np.arange(6), spec).to(device), [torch.arange(6)]
+    )
     start = build_model(ModelSettings(width=4, depth=2), spec.image_shape, 10, 0)
     settings: dict[str, Any] = {**FULL, "lr": 0.1}
 
@@ -325,9 +368,13 @@ def test_two_rounds_of_moon_equal_plain_torch() -> None:
         memory: Any = {}
         for number in (1, 2):
             ctx = RoundContext(number, 0, device, spec, start, 6.0, clients=1)
-            ((upload, memory),) = method.client_step(method.broadcast(ServerState(parameters), ctx), clients, [memory], ctx)
+            ((upload, memory),) = method.client_step(
+                method.broadcast(ServerState(parameters), ctx), clients, [memory], ctx
+            )
             parameters = {name: 0.5 * value for name, value in upload.parameters.items()}  # type: ignore[attr-defined]  # another model
-        return torch.cat([upload.parameters[name].cpu().flatten() for name, _ in start.named_parameters()])  # type: ignore[attr-defined]
+        return torch.cat(
+            [upload.parameters[name].cpu().flatten() for name, _ in start.named_parameters()]
+        )  # type: ignore[attr-defined]
 
     x, y = clients.images(torch.arange(6).to(device)).cpu(), torch.arange(6)
     net, last = build_model(ModelSettings(width=4, depth=2), spec.image_shape, 10, 0), start
@@ -339,7 +386,10 @@ def test_two_rounds_of_moon_equal_plain_torch() -> None:
         for _ in range(3):
             z, a, b = net.embed(x), whole.embed(x).detach(), last.embed(x).detach()  # type: ignore[operator]
             near, far = (torch.exp(nn.functional.cosine_similarity(z, o) / 0.5) for o in (a, b))
-            total = nn.functional.cross_entropy(net(x), y) + 2.0 * -torch.log(near / (near + far)).mean()
+            total = (
+                nn.functional.cross_entropy(net(x), y)
+                + 2.0 * -torch.log(near / (near + far)).mean()
+            )
             sgd.zero_grad()
             total.backward()  # type: ignore[no-untyped-call]
             sgd.step()
@@ -347,7 +397,9 @@ def test_two_rounds_of_moon_equal_plain_torch() -> None:
         last.load_state_dict(net.state_dict())
         if number == 1:
             net.load_state_dict({name: 0.5 * value for name, value in net.state_dict().items()})
-    torch.testing.assert_close(uploads(Moon(**settings, mu=2.0)), flatten(net), atol=2e-4, rtol=1e-3)
+    torch.testing.assert_close(
+        uploads(Moon(**settings, mu=2.0)), flatten(net), atol=2e-4, rtol=1e-3
+    )
     torch.testing.assert_close(uploads(Moon(**settings, mu=0.0)), uploads(FedAvg(**settings)))
 
 
@@ -355,7 +407,11 @@ def test_fedbn_keeps_batch_norms_and_averages_the_rest(device: torch.device) -> 
     spec = dataset_spec("digits")
     start = build_model(ModelSettings(width=4, depth=2, norm="batch"), spec.image_shape, 10, 0)
     images = np.random.default_rng(0).integers(0, 256, (8, 1, 8, 8)).astype(np.uint8)
-    clients = OpenClients([0, 1], from_arrays(images, np.arange(8), spec).to(device), [torch.arange(3), torch.arange(3, 8)])
+    clients = OpenClients(
+        [0, 1],
+        from_arrays(images, np.arange(8), spec).to(device),
+        [torch.arange(3), torch.arange(3, 8)],
+    )
     method = FedBN(**{**FULL, "lr": 0.1})
     ctx = RoundContext(1, 0, device, spec, start, 4.0, clients=2)
     state = ServerState({name: value.to(device) for name, value in start.state_dict().items()})
@@ -373,7 +429,9 @@ def test_fedbn_keeps_batch_norms_and_averages_the_rest(device: torch.device) -> 
     personal = method.personal_parameters(made.parameters, mine)
     assert torch.equal(personal["features.1.running_mean"], mine["features.1.running_mean"])
     again = method.start_model(0, method.broadcast(made, ctx), mine, ctx)
-    torch.testing.assert_close(again.get_buffer("features.1.running_mean"), mine["features.1.running_mean"])
+    torch.testing.assert_close(
+        again.get_buffer("features.1.running_mean"), mine["features.1.running_mean"]
+    )
     with pytest.raises(SettingError, match="--norm batch"):
         method.check_model(Linear())
 
@@ -384,7 +442,9 @@ def test_solo_sends_nothing_and_each_client_is_tested_with_its_own_model() -> No
         "partition": {"kind": "classes", "local_test": 0.2},
         "model": {"width": 8, "depth": 2},
     }
-    result = simulate(resolve({**sections, "method": {"local_epochs": 10, "batch": 32, "lr": 0.05}}))
+    result = simulate(
+        resolve({**sections, "method": {"local_epochs": 10, "batch": 32, "lr": 0.05}})
+    )
     assert result.metrics[-1]["upload_floats"] == 0
     assert result.metrics[-1]["local"]["amp"] > 0.9  # two digits a client are easy
     assert result.accuracy < 0.4  # nobody trained the common model
@@ -392,8 +452,18 @@ def test_solo_sends_nothing_and_each_client_is_tested_with_its_own_model() -> No
 
 @pytest.mark.parametrize("method", ["qffl", "fedbn", "solo"])
 def test_refusals_say_what_cannot_be_protected(method: str) -> None:
-    with pytest.raises(UnaccountedReleaseError, match=f"{method} cannot run with differential privacy: .{{30,}}"):
-        simulate(resolve({"run": {"method": method, "rounds": 1}, "model": {"norm": "batch"}, "privacy": {"epsilon": 8.0}}))
+    with pytest.raises(
+        UnaccountedReleaseError, match=f"{method} cannot run with differential privacy: .{{30,}}"
+    ):
+        simulate(
+            resolve(
+                {
+                    "run": {"method": method, "rounds": 1},
+                    "model": {"norm": "batch"},
+                    "privacy": {"epsilon": 8.0},
+                }
+            )
+        )
 
 
 def test_sampling_by_size_and_its_refusal() -> None:
@@ -411,7 +481,10 @@ def test_sampling_by_size_and_its_refusal() -> None:
 
 def test_a_dropped_straggler_is_as_if_it_had_not_taken_part() -> None:
     """Neither its model, its control nor what it remembers counts, also in the cache of last models."""
-    cpu, late = torch.device("cpu"), FedAvg(**FULL, stragglers=0.34).late(context(1, torch.device("cpu")))
+    cpu, late = (
+        torch.device("cpu"),
+        FedAvg(**FULL, stragglers=0.34).late(context(1, torch.device("cpu"))),
+    )
     (dropped,) = late
     others = tuple(k for k in range(3) if k != dropped)
     (next_dropped,) = FedAvg(**FULL, stragglers=0.34).late(context(2, cpu))
@@ -422,12 +495,19 @@ def test_a_dropped_straggler_is_as_if_it_had_not_taken_part() -> None:
         np.testing.assert_allclose(found, expected, atol=1e-6, err_msg=some.name)
     method, ctx = FedDyn(**FULL, stragglers=0.34, drop_stragglers=True), context(1, cpu)
     state = ServerState(dict(Linear().state_dict()))
-    results = method.client_step(method.broadcast(state, ctx), OpenClients((0, 1, 2), data(cpu), PARTS), [{}, {}, {}], ctx)
+    results = method.client_step(
+        method.broadcast(state, ctx), OpenClients((0, 1, 2), data(cpu), PARTS), [{}, {}, {}], ctx
+    )
     assert [bool(memory) for _, memory in results] == [k != dropped for k in range(3)]
     oca = FedAvg(**FULL, stragglers=1.0, drop_stragglers=True, final="oca")
     made = oca.server_step(
         state,
-        [u for u, _ in oca.client_step(oca.broadcast(state, ctx), OpenClients((0, 1, 2), data(cpu), PARTS), [{}] * 3, ctx)],
+        [
+            u
+            for u, _ in oca.client_step(
+                oca.broadcast(state, ctx), OpenClients((0, 1, 2), data(cpu), PARTS), [{}] * 3, ctx
+            )
+        ],
         ctx,
     )
     np.testing.assert_allclose(as_array(oca.final_parameters(made)), START, atol=1e-6)

@@ -30,7 +30,13 @@ from fedsynth.models.registry import ModelSettings, build_model
 from fedsynth.models.small import LeNet5, Linear
 from fedsynth.privacy.dpsgd import cross_entropies
 from fedsynth.privacy.errors import UnaccountedReleaseError
-from fedsynth.synthesizer.feature_statistics import Augmentation, augmented, modulation, soft_histogram, symmetric_divergence
+from fedsynth.synthesizer.feature_statistics import (
+    Augmentation,
+    augmented,
+    modulation,
+    soft_histogram,
+    symmetric_divergence,
+)
 from fedsynth.synthesizer.generators import diversity_loss, make_latent_generator
 from fedsynth.synthesizer.remembered import PREFIX, restore
 
@@ -42,7 +48,12 @@ LABELS = np.array([0, 1, 2, 0, 1, 1, 2, 2, 0])
 PARTS = [torch.arange(2), torch.arange(2, 5), torch.arange(5, 9)]
 SIZES = (2, 3, 4)
 X = PIXELS.reshape(9, 4) / 255
-FULL: dict[str, Any] = {"batch": 10, "lr": 0.3, "momentum": 0.0, "local_epochs": 3}  # an epoch is one step on all examples
+FULL: dict[str, Any] = {
+    "batch": 10,
+    "lr": 0.3,
+    "momentum": 0.0,
+    "local_epochs": 3,
+}  # an epoch is one step on all examples
 
 
 class TwoLayers(nn.Module):
@@ -63,7 +74,9 @@ class TwoLayers(nn.Module):
 
 
 def as_arrays(parameters: Any) -> Weights:
-    last = torch.cat([parameters["classifier.weight"], parameters["classifier.bias"][:, None]], dim=1)
+    last = torch.cat(
+        [parameters["classifier.weight"], parameters["classifier.bias"][:, None]], dim=1
+    )
     V, W = (t.detach().cpu().double().numpy() for t in (parameters["first.weight"], last))
     return V, W
 
@@ -75,15 +88,34 @@ def data(device: torch.device) -> ImageData:
     return from_arrays(PIXELS, LABELS, SPEC).to(device)
 
 
-def context(number: int, device: torch.device, active: tuple[int, ...] = (0, 1, 2), net: nn.Module | None = None) -> RoundContext:
-    return RoundContext(number, 0, device, SPEC, net or TwoLayers(), 3.0, clients=3, participants=active, sizes=SIZES)
+def context(
+    number: int,
+    device: torch.device,
+    active: tuple[int, ...] = (0, 1, 2),
+    net: nn.Module | None = None,
+) -> RoundContext:
+    return RoundContext(
+        number,
+        0,
+        device,
+        SPEC,
+        net or TwoLayers(),
+        3.0,
+        clients=3,
+        participants=active,
+        sizes=SIZES,
+    )
 
 
 def rounds(
-    method: TrainsLocally, device: torch.device, active: Sequence[tuple[int, ...]] = ((0, 1, 2), (0, 1, 2))
+    method: TrainsLocally,
+    device: torch.device,
+    active: Sequence[tuple[int, ...]] = ((0, 1, 2), (0, 1, 2)),
 ) -> tuple[list[Weights], ServerState]:
     """The global model after each round, and the last state."""
-    state = ServerState({name: value.to(device) for name, value in TwoLayers().state_dict().items()})
+    state = ServerState(
+        {name: value.to(device) for name, value in TwoLayers().state_dict().items()}
+    )
     memories: dict[int, Any] = {0: {}, 1: {}, 2: {}}
     found = []
     for number, ids in enumerate(active, 1):
@@ -96,7 +128,9 @@ def rounds(
             assert all(type(a) is method.answers for a, _ in answers)
             state = method.hear(state, [a for a, _ in answers], ctx)
         message = method.broadcast(state, ctx)
-        for k, (upload, memory) in zip(ids, method.client_step(message, clients, [memories[k] for k in ids], ctx), strict=True):
+        for k, (upload, memory) in zip(
+            ids, method.client_step(message, clients, [memories[k] for k in ids], ctx), strict=True
+        ):
             uploads.append(upload)
             memories[k] = memory
         state = method.server_step(state, uploads, ctx)
@@ -170,7 +204,11 @@ def guided(anchors: Array, kind: str, weight: float, alpha: float, normalise: bo
         length = np.linalg.norm(f, axis=1, keepdims=True) if normalise else np.ones((len(f), 1))
         unit = f / length
         a = anchors / np.linalg.norm(anchors, axis=1, keepdims=True) if normalise else anchors
-        d = 2 / 3 * (unit - a[y]) if kind == "l2" else (softmax(unit @ a.T / alpha) - np.eye(3)[y]) @ a / alpha
+        d = (
+            2 / 3 * (unit - a[y])
+            if kind == "l2"
+            else (softmax(unit @ a.T / alpha) - np.eye(3)[y]) @ a / alpha
+        )
         if normalise:
             d = (d - (d * unit).sum(1, keepdims=True) * unit) / length
         return np.asarray(weight * d)
@@ -180,7 +218,11 @@ def guided(anchors: Array, kind: str, weight: float, alpha: float, normalise: bo
 
 def class_means(models: Sequence[tuple[int, Array]], before: Array | None = None) -> Array:
     """Anchors of clients (number, V), weighted by their examples; a class that is not there keeps the anchor before."""
-    rows = [(f, y) for k, V in models for f, y in zip(features(V, PARTS[k].numpy()), LABELS[PARTS[k].numpy()], strict=True)]
+    rows = [
+        (f, y)
+        for k, V in models
+        for f, y in zip(features(V, PARTS[k].numpy()), LABELS[PARTS[k].numpy()], strict=True)
+    ]
     out = np.zeros((3, 3)) if before is None else before.copy()
     for c in range(3):
         mine = [f for f, y in rows if y == c]
@@ -239,7 +281,9 @@ def test_anchor_losses_leave_out_classes_without_anchor(device: torch.device) ->
         assert gradient[[1, 3]].abs().sum() == 0
     unit = (f / f.norm(dim=1, keepdim=True)).detach().cpu().numpy()
     z = unit[0, [0, 2]] / 0.1  # only the classes with anchors compete
-    np.testing.assert_allclose(float(each[0].detach()), -np.log(np.exp(z[0]) / np.exp(z).sum()), rtol=1e-4)
+    np.testing.assert_allclose(
+        float(each[0].detach()), -np.log(np.exp(z[0]) / np.exp(z).sum()), rtol=1e-4
+    )
 
 
 def test_fedgens_losses_equal_loops(device: torch.device) -> None:
@@ -258,8 +302,14 @@ def test_fedgens_losses_equal_loops(device: torch.device) -> None:
             total += shares[y[n], k] * (np.log(np.exp(z).sum()) - z[y[n]]) / 5
     t = [torch.tensor(a, device=device) for a in (made, y, weights, biases, shares)]
     np.testing.assert_allclose(float(ensemble_loss(*t)), total)
-    pairs = [-((noise[i] - noise[j]) ** 2).mean() * np.abs(made[i] - made[j]).mean() for i in range(5) for j in range(5)]
-    np.testing.assert_allclose(float(diversity_loss(torch.tensor(noise), torch.tensor(made))), np.exp(np.mean(pairs)))
+    pairs = [
+        -((noise[i] - noise[j]) ** 2).mean() * np.abs(made[i] - made[j]).mean()
+        for i in range(5)
+        for j in range(5)
+    ]
+    np.testing.assert_allclose(
+        float(diversity_loss(torch.tensor(noise), torch.tensor(made))), np.exp(np.mean(pairs))
+    )
 
 
 def test_fedgens_second_round_equals_numpy(device: torch.device) -> None:
@@ -273,12 +323,19 @@ def test_fedgens_second_round_equals_numpy(device: torch.device) -> None:
     generator = make_latent_generator(3, 3, 0).to(device)
     restore(generator, None, message.generator)
     generator.eval()
-    results = method.client_step(message, OpenClients((0, 1, 2), data(device), PARTS), [{}, {}, {}], ctx)
+    results = method.client_step(
+        message, OpenClients((0, 1, 2), data(device), PARTS), [{}, {}, {}], ctx
+    )
     for k, (upload, _) in enumerate(results):
         fixed = torch_generator(0, "fedgen pool", 2, k, device=device)
         labels = torch.arange(3, device=device).repeat_interleave(POOL)
         with torch.no_grad():
-            pool = generator(labels, torch.randn(3 * POOL, 32, generator=fixed, device=device)).cpu().double().numpy()
+            pool = (
+                generator(labels, torch.randn(3 * POOL, 32, generator=fixed, device=device))
+                .cpu()
+                .double()
+                .numpy()
+            )
         draws = torch_generator(0, "fedgen embeddings", 2, k, device=device)
         asked = LABELS[PARTS[k].numpy()]
 
@@ -287,9 +344,16 @@ def test_fedgens_second_round_equals_numpy(device: torch.device) -> None:
             return 0.8 * DECAY * (p - target)
 
         def own(W: Array, draws: torch.Generator = draws) -> Array:
-            y = torch.multinomial(torch.ones(3, device=device), 4, replacement=True, generator=draws)
+            y = torch.multinomial(
+                torch.ones(3, device=device), 4, replacement=True, generator=draws
+            )
             with torch.no_grad():
-                made = generator(y, torch.randn(4, 32, generator=draws, device=device)).cpu().double().numpy()
+                made = (
+                    generator(y, torch.randn(4, 32, generator=draws, device=device))
+                    .cpu()
+                    .double()
+                    .numpy()
+                )
             wrong = softmax(with_one(made) @ W.T) - np.eye(3)[y.cpu().numpy()]
             return np.asarray(0.5 * DECAY * wrong.T @ with_one(made) / 4)
 
@@ -305,7 +369,10 @@ def test_fedgens_generator_is_trained_as_in_plain_torch(device: torch.device) ->
     generator = make_latent_generator(3, 3, 0).to(device)
     adam = torch.optim.Adam(generator.parameters(), 3e-4, weight_decay=1e-2)
     models = [local(START, k) for k in range(3)]
-    counts = torch.tensor(np.stack([np.bincount(LABELS[part.numpy()], minlength=3) for part in PARTS]), dtype=torch.float32)
+    counts = torch.tensor(
+        np.stack([np.bincount(LABELS[part.numpy()], minlength=3) for part in PARTS]),
+        dtype=torch.float32,
+    )
     draws = torch_generator(0, "fedgen training", 1, device=device)
     for _ in range(4):
         y = torch.multinomial(torch.ones(3, device=device), 8, replacement=True, generator=draws)
@@ -331,7 +398,11 @@ def test_a_fedgen_example_s_loss_depends_on_itself_alone() -> None:
     ctx = context(2, cpu)
     task = method.task(0, method.broadcast(state, ctx), {}, ctx)
     assert task.loss is not None
-    net, x, y = TwoLayers(), torch.tensor(X, dtype=torch.float32).view(9, 1, 2, 2), torch.tensor(LABELS)
+    net, x, y = (
+        TwoLayers(),
+        torch.tensor(X, dtype=torch.float32).view(9, 1, 2, 2),
+        torch.tensor(LABELS),
+    )
     together = task.loss(net, x, y)
     alone = torch.stack([task.loss(net, x[i : i + 1], y[i : i + 1])[0] for i in (4, 0)])
     torch.testing.assert_close(alone, together[[4, 0]])
@@ -342,18 +413,26 @@ def test_an_augmentation_layer_equals_numpy(device: torch.device) -> None:
     x = np.random.default_rng(0).normal(size=(5, 3, 4, 4)).astype(np.float32)
     gammas = [np.array(g, np.float32) for g in ([0.5, 1.0, 1.5], [2.0, 0.0, 1.0])]
     draws = [torch.Generator(device).manual_seed(7) for _ in range(2)]
-    layer = Augmentation(1.0, torch.Generator(), draws[0], *(torch.tensor(g, device=device) for g in gammas))
+    layer = Augmentation(
+        1.0, torch.Generator(), draws[0], *(torch.tensor(g, device=device) for g in gammas)
+    )
     out = layer(torch.tensor(x, device=device)).cpu().numpy()
     mu, sigma = x.mean((2, 3)), np.sqrt(x.var((2, 3)) + 1e-6)
     new = [
-        s + torch.randn(5, 3, generator=draws[1], device=device).cpu().numpy() * np.sqrt((g + 1) * (s.var(0) + 1e-6))
+        s
+        + torch.randn(5, 3, generator=draws[1], device=device).cpu().numpy()
+        * np.sqrt((g + 1) * (s.var(0) + 1e-6))
         for s, g in zip((mu, sigma), gammas, strict=True)
     ]
-    expected = (x - mu[..., None, None]) / sigma[..., None, None] * new[1][..., None, None] + new[0][..., None, None]
+    expected = (x - mu[..., None, None]) / sigma[..., None, None] * new[1][..., None, None] + new[
+        0
+    ][..., None, None]
     np.testing.assert_allclose(out, expected, atol=1e-4)
     layer(torch.tensor(x + 1, device=device))
     assert layer.mean is not None
-    np.testing.assert_allclose(layer.mean.cpu().numpy(), 0.99 * mu.mean(0) + 0.01 * (mu.mean(0) + 1), atol=1e-5)
+    np.testing.assert_allclose(
+        layer.mean.cpu().numpy(), 0.99 * mu.mean(0) + 0.01 * (mu.mean(0) + 1), atol=1e-5
+    )
     never = Augmentation(0.0, torch.Generator(), draws[0])
     np.testing.assert_array_equal(never(torch.tensor(x)).numpy(), x)
     assert never.std is not None  # it accumulates all the same
@@ -363,7 +442,9 @@ def test_modulation_and_histograms_equal_numpy(device: torch.device) -> None:
     stats = np.random.default_rng(1).normal(size=(4, 6)) * np.linspace(0.1, 3, 6)
     v = stats.var(0) + 1e-6
     weight = 1 / (1 + 1 / v)
-    np.testing.assert_allclose(modulation(torch.tensor(stats, device=device)).cpu().numpy(), 6 * weight / weight.sum())
+    np.testing.assert_allclose(
+        modulation(torch.tensor(stats, device=device)).cpu().numpy(), 6 * weight / weight.sum()
+    )
     np.testing.assert_allclose(modulation(torch.zeros(3, 5)).numpy(), 1)
     z = np.random.default_rng(2).normal(size=(50, 3))
     soft = soft_histogram(torch.tensor(z, device=device), 5, 0.1).cpu().numpy()
@@ -376,7 +457,9 @@ def test_modulation_and_histograms_equal_numpy(device: torch.device) -> None:
     np.testing.assert_allclose(hard, expected, atol=1e-6)
     p, q = expected + 0.1, soft + 0.1
     by_hand = ((p * np.log(p / q)).sum(1) + (q * np.log(q / p)).sum(1)).mean() / 2
-    np.testing.assert_allclose(float(symmetric_divergence(torch.tensor(p), torch.tensor(q))), by_hand)
+    np.testing.assert_allclose(
+        float(symmetric_divergence(torch.tensor(p), torch.tensor(q))), by_hand
+    )
 
 
 def test_two_rounds_of_fedfa_plus_equal_plain_torch() -> None:
@@ -386,7 +469,9 @@ def test_two_rounds_of_fedfa_plus_equal_plain_torch() -> None:
     parts, sizes = [torch.arange(3), torch.arange(3, 8)], (3, 5)
     clients = OpenClients([0, 1], from_arrays(images, np.arange(8), spec), parts)
     start = build_model(ModelSettings(width=4, depth=2), spec.image_shape, 10, 0)
-    method = FedFAPlus(**{**FULL, "lr": 0.05}, probability=1.0, align_weight=0.5, bins=4, bin_temperature=0.1)
+    method = FedFAPlus(
+        **{**FULL, "lr": 0.05}, probability=1.0, align_weight=0.5, bins=4, bin_temperature=0.1
+    )
     state, memories = ServerState(dict(start.state_dict())), [{}, {}]
     for number in (1, 2):
         ctx = RoundContext(number, 0, cpu, spec, start, 4.0, clients=2)
@@ -395,13 +480,21 @@ def test_two_rounds_of_fedfa_plus_equal_plain_torch() -> None:
         assert all(type(u) is StatisticsUp for u in uploads)
         state = method.server_step(state, uploads, ctx)
 
-    net, gammas, pi, kept = start, [[None, None], [None, None]], None, [[[None, None], [None, None]] for _ in parts]
+    net, gammas, pi, kept = (
+        start,
+        [[None, None], [None, None]],
+        None,
+        [[[None, None], [None, None]] for _ in parts],
+    )
     for number in (1, 2):
         models: list[Any] = []
         for k, part in enumerate(parts):
             mine: Any = build_model(ModelSettings(width=4, depth=2), spec.image_shape, 10, 0)
             mine.load_state_dict(net.state_dict())
-            coin, noise = torch_generator(0, "augmentation coin", number, k), torch_generator(0, "augmentation", number, k)
+            coin, noise = (
+                torch_generator(0, "augmentation coin", number, k),
+                torch_generator(0, "augmentation", number, k),
+            )
             del coin
             sgd = torch.optim.SGD(mine.parameters(), 0.05)
             order = torch_generator(0, "local training", number, k)
@@ -422,29 +515,61 @@ def test_two_rounds_of_fedfa_plus_equal_plain_torch() -> None:
                     h = h * new[1][..., None, None] + new[0][..., None, None]
                 total = F.cross_entropy(mine.classifier(h.flatten(1)), y)
                 if pi is not None:
-                    total = total + 0.5 * symmetric_divergence(soft_histogram(h.flatten(1), 4, 0.1), pi)
+                    total = total + 0.5 * symmetric_divergence(
+                        soft_histogram(h.flatten(1), 4, 0.1), pi
+                    )
                 sgd.zero_grad()
                 total.backward()  # type: ignore[no-untyped-call]
                 sgd.step()
             models.append(mine)
         with torch.no_grad():
             pi = torch.stack(
-                [soft_histogram(m.embed(clients.images(p)), 4, 0.1) for m, p in zip(models, parts, strict=True)]
+                [
+                    soft_histogram(m.embed(clients.images(p)), 4, 0.1)
+                    for m, p in zip(models, parts, strict=True)
+                ]
             ).mean(0)
-        gammas = [[modulation(torch.stack([kept[k][stage][i] for k in (0, 1)])) for i in (0, 1)] for stage in (0, 1)]  # type: ignore[misc]
+        gammas = [
+            [modulation(torch.stack([kept[k][stage][i] for k in (0, 1)])) for i in (0, 1)]
+            for stage in (0, 1)
+        ]  # type: ignore[misc]
         net = build_model(ModelSettings(width=4, depth=2), spec.image_shape, 10, 0)
-        net.load_state_dict({n: (models[0].state_dict()[n] + models[1].state_dict()[n]) / 2 for n in net.state_dict()})
+        net.load_state_dict(
+            {
+                n: (models[0].state_dict()[n] + models[1].state_dict()[n]) / 2
+                for n in net.state_dict()
+            }
+        )
     made = torch.cat([state.parameters[name].flatten() for name, _ in start.named_parameters()])
     torch.testing.assert_close(made, flatten(net), atol=1e-4, rtol=1e-3)
-    assert set(state.kept) == {"histogram", *(f"{s}.features.{m}" for s in ("mean", "std") for m in (3, 7))}
+    assert set(state.kept) == {
+        "histogram",
+        *(f"{s}.features.{m}" for s in ("mean", "std") for m in (3, 7)),
+    }
 
 
 def test_stages_of_every_network_are_feature_maps_that_an_augmentation_changes() -> None:
     """`stage_names` name submodules whose outputs are [N, C, H, W]; the hooks go, also after an error."""
-    for name in ("convnet", "lenet5", "cnn1", "resnet8", "resnet18", "resnet50", "alexnet", "googlenet"):
-        net: Any = build_model(ModelSettings(name, width=4, norm="", projection=5 if name == "lenet5" else 0), (3, 64, 64), 10, 0)
+    for name in (
+        "convnet",
+        "lenet5",
+        "cnn1",
+        "resnet8",
+        "resnet18",
+        "resnet50",
+        "alexnet",
+        "googlenet",
+    ):
+        net: Any = build_model(
+            ModelSettings(name, width=4, norm="", projection=5 if name == "lenet5" else 0),
+            (3, 64, 64),
+            10,
+            0,
+        )
         seen: dict[str, Tensor] = {}
-        layers: Any = {s: (lambda out, s=s, seen=seen: seen.setdefault(s, out) * 2) for s in net.stage_names}
+        layers: Any = {
+            s: (lambda out, s=s, seen=seen: seen.setdefault(s, out) * 2) for s in net.stage_names
+        }
         net.eval()
         x = torch.randn(2, 3, 64, 64, generator=torch.Generator().manual_seed(0))
         with torch.no_grad():
@@ -468,7 +593,9 @@ def test_what_cannot_be_run_is_refused() -> None:
         with pytest.raises(SettingError, match="`embed`"):
             method.check_model(nn.Linear(2, 2))
     with pytest.raises(UnaccountedReleaseError, match="mix the examples of a batch"):
-        simulate(resolve({"run": {"method": "fedfa-plus", "rounds": 1}, "privacy": {"epsilon": 8.0}}))
+        simulate(
+            resolve({"run": {"method": "fedfa-plus", "rounds": 1}, "privacy": {"epsilon": 8.0}})
+        )
     private = {"privacy": {"epsilon": 8.0}, "method": {"start_round": 2}}
     with pytest.raises(SettingError, match="start_round=1"):
         simulate(resolve({"run": {"method": "fedfm", "rounds": 1}, **private}))
@@ -487,6 +614,10 @@ def test_private_anchors_are_charged_beside_dp_sgd(name: str) -> None:
     assert result.privacy is not None
     alone: Any = result.privacy["guarantee"]
     charged = {row["quantity"]: row["mechanism"] for row in alone["epsilon_of_each_release_alone"]}
-    assert charged == {"model update": "dp-sgd", "class sums of features (anchors)": "sums", "class counts": "sums"}
+    assert charged == {
+        "model update": "dp-sgd",
+        "class sums of features (anchors)": "sums",
+        "class counts": "sums",
+    }
     each = [row["epsilon"] for row in alone["epsilon_of_each_release_alone"]]
     assert max(each) < alone["epsilon"] <= 8.0  # the three together cost more than any of them

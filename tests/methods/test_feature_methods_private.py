@@ -35,16 +35,41 @@ LOCAL: dict[str, Any] = {"local_epochs": 1, "batch": 24, "lr": 0.1, "momentum": 
 
 
 def data() -> ImageData:
-    return from_arrays(np.random.default_rng(0).integers(0, 256, (24, 1, 8, 8)).astype(np.uint8), LABELS, SPEC)
+    return from_arrays(
+        np.random.default_rng(0).integers(0, 256, (24, 1, 8, 8)).astype(np.uint8), LABELS, SPEC
+    )
 
 
-def context(sigma: float | None = None, number: int = 1, active: tuple[int, ...] = (0, 1, 2), **privacy: Any) -> RoundContext:
-    settings = None if sigma is None else PrivacySettings(noise_multiplier=sigma, sample_rate=1.0, **privacy)
-    return RoundContext(number, 0, CPU, SPEC, NET, 24.0, settings, clients=3, participants=active, sizes=(24, 12, 12))
+def context(
+    sigma: float | None = None, number: int = 1, active: tuple[int, ...] = (0, 1, 2), **privacy: Any
+) -> RoundContext:
+    settings = (
+        None
+        if sigma is None
+        else PrivacySettings(noise_multiplier=sigma, sample_rate=1.0, **privacy)
+    )
+    return RoundContext(
+        number,
+        0,
+        CPU,
+        SPEC,
+        NET,
+        24.0,
+        settings,
+        clients=3,
+        participants=active,
+        sizes=(24, 12, 12),
+    )
 
 
 def private(ledger: Ledger | None = None) -> PrivateClients:
-    return PrivateClients([0], data(), [torch.arange(24)], [Guard(ledger or Ledger("0"), 1e-5, None)], [SecretGenerator()])
+    return PrivateClients(
+        [0],
+        data(),
+        [torch.arange(24)],
+        [Guard(ledger or Ledger("0"), 1e-5, None)],
+        [SecretGenerator()],
+    )
 
 
 def state() -> ServerState:
@@ -61,7 +86,12 @@ def test_without_noise_private_sums_are_the_exact_ones_and_rows_are_clipped() ->
         rows = rows * (clip / rows.norm(dim=1, keepdim=True)).clamp_max(1)
         exact = torch.stack([rows[torch.tensor(c == LABELS)].sum(0) for c in range(10)])
         torch.testing.assert_close(torch.as_tensor(found.sums).float(), exact, atol=1e-3, rtol=1e-3)
-        torch.testing.assert_close(torch.as_tensor(found.counts).float(), torch.tensor([3.0] * 8 + [0.0] * 2), atol=1e-3, rtol=0)
+        torch.testing.assert_close(
+            torch.as_tensor(found.counts).float(),
+            torch.tensor([3.0] * 8 + [0.0] * 2),
+            atol=1e-3,
+            rtol=0,
+        )
         assert found.deviation == pytest.approx(2e-12)
 
 
@@ -73,12 +103,20 @@ def test_each_round_is_charged_as_itself(kind: type[FedFM]) -> None:
         question = method.question(now, ctx)
         if question is not None:
             now = method.hear(now, [a for a, _ in method.answer(question, clients, [{}], ctx)], ctx)
-        now = method.server_step(now, [u for u, _ in method.client_step(method.broadcast(now, ctx), clients, [{}], ctx)], ctx)
+        now = method.server_step(
+            now,
+            [u for u, _ in method.client_step(method.broadcast(now, ctx), clients, [{}], ctx)],
+            ctx,
+        )
     charged = sorted((row.round, row.quantity) for row in ledger.releases)
     each = ["class counts", "class sums of features (anchors)", "model update"]
     assert charged == [(number, quantity) for number in (1, 2) for quantity in each]
     noise = {row.quantity: row.noise_multiplier for row in ledger.releases}
-    assert noise == {"class counts": 5.0, "class sums of features (anchors)": 5.0, "model update": 1.0}
+    assert noise == {
+        "class counts": 5.0,
+        "class sums of features (anchors)": 5.0,
+        "model update": 1.0,
+    }
 
 
 def test_anchors_are_of_classes_that_stand_clear_of_the_noise() -> None:
@@ -91,11 +129,19 @@ def test_anchors_are_of_classes_that_stand_clear_of_the_noise() -> None:
         sent = [FeatureSums(torch.ones(10, NET.embedding_size), counts) for _ in range(k)]
         heard = method.hear(state(), sent, context(sigma))
         assert heard.kept["known"].tolist() == [True] + [False] * 9
-        torch.testing.assert_close(heard.kept["anchors"][0], torch.full((NET.embedding_size,), 1 / (floor * 1.01 / k)))
-        later = method.hear(heard, [FeatureSums(torch.zeros(10, NET.embedding_size), torch.zeros(10))], context(sigma, 2))
+        torch.testing.assert_close(
+            heard.kept["anchors"][0], torch.full((NET.embedding_size,), 1 / (floor * 1.01 / k))
+        )
+        later = method.hear(
+            heard,
+            [FeatureSums(torch.zeros(10, NET.embedding_size), torch.zeros(10))],
+            context(sigma, 2),
+        )
         assert later.kept["known"].tolist() == heard.kept["known"].tolist()
         assert torch.equal(later.kept["anchors"][0], heard.kept["anchors"][0])
-    exact = method.hear(state(), [FeatureSums(torch.ones(10, NET.embedding_size), torch.eye(10)[0])], context())
+    exact = method.hear(
+        state(), [FeatureSums(torch.ones(10, NET.embedding_size), torch.eye(10)[0])], context()
+    )
     assert exact.kept["known"].tolist() == [True] + [False] * 9
 
 
@@ -106,7 +152,9 @@ def vector(upload: Any) -> Tensor:
 def test_private_training_has_the_methods_losses() -> None:
     """Catches: a loss or penalty that is left out with privacy on. Without noise or clipping, each moves the upload."""
     loud: dict[str, Any] = {"clip": 1e6}
-    known = {"anchors": torch.randn(10, NET.embedding_size, generator=torch.Generator().manual_seed(0))}
+    known = {
+        "anchors": torch.randn(10, NET.embedding_size, generator=torch.Generator().manual_seed(0))
+    }
     known["known"] = torch.ones(10, dtype=torch.bool)
     found = {}
     for weight in (1e-9, 1.0):
@@ -116,7 +164,12 @@ def test_private_training_has_the_methods_losses() -> None:
         found[weight] = vector(upload)
     assert float((found[1.0] - found[1e-9]).norm()) > 0.01
     trained = FedGen(**LOCAL, generator_steps=2)
-    up = trained.client_step(trained.broadcast(state(), context()), OpenClients([0], data(), [torch.arange(24)]), [{}], context())
+    up = trained.client_step(
+        trained.broadcast(state(), context()),
+        OpenClients([0], data(), [torch.arange(24)]),
+        [{}],
+        context(),
+    )
     after = trained.server_step(state(), [u for u, _ in up], context(active=(0,)))
     moved = {}
     for name, alpha, beta in (("neither", 0.0, 0.0), ("alpha", 5.0, 0.0), ("beta", 0.0, 5.0)):
@@ -131,7 +184,15 @@ def test_private_training_has_the_methods_losses() -> None:
 
 def test_anchors_that_nobody_uses_are_not_paid_for() -> None:
     with pytest.raises(SettingError, match="a weight above 0"):
-        simulate(resolve({"run": {"method": "fedfm", "rounds": 1}, "method": {"weight": 0}, "privacy": {"epsilon": 8.0}}))
+        simulate(
+            resolve(
+                {
+                    "run": {"method": "fedfm", "rounds": 1},
+                    "method": {"weight": 0},
+                    "privacy": {"epsilon": 8.0},
+                }
+            )
+        )
 
 
 def test_fedgen_asks_for_classes_that_clients_have_had() -> None:
@@ -141,7 +202,9 @@ def test_fedgen_asks_for_classes_that_clients_have_had() -> None:
     seen = []
     for number, (ids, parts) in enumerate([((0, 1), [low[:6], low[6:]]), ((2,), [high])], 1):
         ctx = context(None, number, ids)
-        ups = method.client_step(method.broadcast(now, ctx), OpenClients(ids, data(), parts), [{}] * len(ids), ctx)
+        ups = method.client_step(
+            method.broadcast(now, ctx), OpenClients(ids, data(), parts), [{}] * len(ids), ctx
+        )
         now = method.server_step(now, [u for u, _ in ups], ctx)
         seen.append(now.kept["known"].tolist())
     assert seen == [[True] * 4 + [False] * 6, [True] * 8 + [False] * 2]
@@ -149,7 +212,10 @@ def test_fedgen_asks_for_classes_that_clients_have_had() -> None:
     task = method.task(0, method.broadcast(now, ctx), {}, ctx)
     assert task.loss is not None
     x, y = torch.randn(2, 1, 8, 8, generator=torch.Generator().manual_seed(0)), torch.tensor([8, 3])
-    each, plain = task.loss(NET, x, y), torch.nn.functional.cross_entropy(NET(x), y, reduction="none")
+    each, plain = (
+        task.loss(NET, x, y),
+        torch.nn.functional.cross_entropy(NET(x), y, reduction="none"),
+    )
     torch.testing.assert_close(each[0], plain[0])
     assert float((each[1] - plain[1]).detach().abs()) > 1e-3
 
@@ -159,13 +225,20 @@ def test_fedgens_generator_goes_on_with_its_adam_at_a_falling_rate() -> None:
     method = FedGen(**LOCAL, generator_steps=20, generator_batch=16, generator_decay=0.0)
     one = FedGen(**LOCAL, generator_steps=1, generator_batch=16, generator_decay=0.0)
     clients = OpenClients([0], data(), [torch.arange(24)])
-    ups = [u for u, _ in method.client_step(method.broadcast(state(), context()), clients, [{}], context())]
+    ups = [
+        u
+        for u, _ in method.client_step(
+            method.broadcast(state(), context()), clients, [{}], context()
+        )
+    ]
     first = method.server_step(state(), ups, context(active=(0,)))
     second = one.server_step(first, ups, context(None, 2, (0,)))
     assert int(second.kept["adam.0.step"]) == 21
     step = (second.kept[PREFIX + "out.bias"] - first.kept[PREFIX + "out.bias"]).abs()
     mean, square = second.kept["adam.5.exp_avg"], second.kept["adam.5.exp_avg_sq"]
-    expected = 3e-4 * DECAY * (mean / (1 - 0.9**21)).abs() / ((square / (1 - 0.999**21)).sqrt() + 1e-8)
+    expected = (
+        3e-4 * DECAY * (mean / (1 - 0.9**21)).abs() / ((square / (1 - 0.999**21)).sqrt() + 1e-8)
+    )
     torch.testing.assert_close(step, expected, atol=1e-7, rtol=1e-2)
 
 
@@ -183,10 +256,14 @@ def test_a_first_round_in_which_nobody_counts(kind: type[TrainsLocally]) -> None
         message: Any = method.broadcast(now, ctx)
         if isinstance(message, StatisticsDown):
             sizes.append(set(message.statistics))
-        now = method.server_step(now, [u for u, _ in method.client_step(message, clients, [{}], ctx)], ctx)
+        now = method.server_step(
+            now, [u for u, _ in method.client_step(message, clients, [{}], ctx)], ctx
+        )
         assert method.final_parameters(now).keys() == now.parameters.keys()
     own = {"histogram", "mean.features.3", "std.features.3", "mean.features.7", "std.features.7"}
-    assert sizes == ([set(), set(), own] if kind is FedFAPlus else [])  # γ and π, and nobody's model
+    assert sizes == (
+        [set(), set(), own] if kind is FedFAPlus else []
+    )  # γ and π, and nobody's model
 
 
 def test_each_client_flips_its_own_coins() -> None:
@@ -195,6 +272,8 @@ def test_each_client_flips_its_own_coins() -> None:
     clients = OpenClients([0, 1], data(), [torch.arange(12), torch.arange(12)])
     layers = [method._layers(k, {}, {}, ctx) for k in clients.ids]
     x = torch.randn(4, 4, 4, 4, generator=torch.Generator().manual_seed(0))
-    flips = [[torch.equal(layer(x), x) for _ in range(20) for layer in mine.values()] for mine in layers]
+    flips = [
+        [torch.equal(layer(x), x) for _ in range(20) for layer in mine.values()] for mine in layers
+    ]
     assert flips[0] != flips[1]
     assert 8 < sum(flips[0]) < 32  # half of 40

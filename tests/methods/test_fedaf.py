@@ -49,14 +49,20 @@ def data(device: torch.device = CPU) -> ImageData:
 
 
 def context(
-    number: int = 1, norm: str = "instance", privacy: PrivacySettings | None = None, device: torch.device = CPU
+    number: int = 1,
+    norm: str = "instance",
+    privacy: PrivacySettings | None = None,
+    device: torch.device = CPU,
 ) -> RoundContext:
     architecture = build_model(ModelSettings(width=4, depth=2, norm=norm), SPEC.image_shape, 10, 0)
     return RoundContext(number, 0, device, SPEC, architecture, 6.0, privacy)
 
 
 def rounds(
-    method: FedAF, count: int, groups: tuple[tuple[int, ...], ...] = ((0, 1),), device: torch.device = CPU
+    method: FedAF,
+    count: int,
+    groups: tuple[tuple[int, ...], ...] = ((0, 1),),
+    device: torch.device = CPU,
 ) -> tuple[ServerState, list[CondensedSet]]:
     start = context().architecture.to(device).state_dict()
     state, memories, uploads = ServerState(start), {0: {}, 1: {}}, {}
@@ -68,7 +74,9 @@ def rounds(
             for ids in groups:
                 clients = OpenClients(ids, data(device), [PARTS[k] for k in ids])
                 for k, (answer, memory) in zip(
-                    ids, method.answer(question, clients, [memories[k] for k in ids], ctx), strict=True
+                    ids,
+                    method.answer(question, clients, [memories[k] for k in ids], ctx),
+                    strict=True,
                 ):
                     answers[k], memories[k] = answer, memory  # type: ignore[assignment]
             state = method.hear(state, [answers[0], answers[1]], ctx)
@@ -76,7 +84,9 @@ def rounds(
         for ids in groups:
             clients = OpenClients(ids, data(device), [PARTS[k] for k in ids])
             for k, (upload, memory) in zip(
-                ids, method.client_step(message, clients, [memories[k] for k in ids], ctx), strict=True
+                ids,
+                method.client_step(message, clients, [memories[k] for k in ids], ctx),
+                strict=True,
             ):
                 uploads[k], memories[k] = upload, memory  # type: ignore[assignment]
         state = method.server_step(state, [uploads[0], uploads[1]], ctx)
@@ -92,8 +102,12 @@ def plain_rounds(method: FedAF, count: int) -> tuple[Tensor, list[Tensor]]:
         ctx, net = context(number), model
         with torch.no_grad():
             z = net(x)
-        v = [{c: z[part][y[part] == c].mean(0) for c in held[k]} for k, part in enumerate(PARTS)]  # Eq. 5
-        average = {c: torch.stack([v[k][c] for k in (0, 1) if c in v[k]]).mean(0) for c in (0, 1, 2)}  # Eq. 8
+        v = [
+            {c: z[part][y[part] == c].mean(0) for c in held[k]} for k, part in enumerate(PARTS)
+        ]  # Eq. 5
+        average = {
+            c: torch.stack([v[k][c] for k in (0, 1) if c in v[k]]).mean(0) for c in (0, 1, 2)
+        }  # Eq. 8
         if method.knowledge_from == "first-phase":
             V = average
         pixels = []
@@ -105,16 +119,29 @@ def plain_rounds(method: FedAF, count: int) -> tuple[Tensor, list[Tensor]]:
                     for c in held[k]
                 ])  # fmt: skip
             S, velocity = images[k].clone(), torch.zeros_like(images[k])
-            draws = ResampledNetworks(net, ctx.architecture, method.gamma, seed=0, round=number, device=torch.device("cpu"))
+            draws = ResampledNetworks(
+                net,
+                ctx.architecture,
+                method.gamma,
+                seed=0,
+                round=number,
+                device=torch.device("cpu"),
+            )
             for _ in range(method.iterations):
                 w, leaf = draws.draw(), S.clone().requires_grad_()
                 loss = torch.zeros(())
                 for i, c in enumerate(held[k]):
                     h = w.embed(leaf[i])  # type: ignore[operator]
-                    loss = loss + (h.mean(0) - w.embed(x[part[y[part] == c]]).mean(0)).square().sum()  # type: ignore[operator]  # Eq. 4
+                    loss = (
+                        loss + (h.mean(0) - w.embed(x[part[y[part] == c]]).mean(0)).square().sum()
+                    )  # type: ignore[operator]  # Eq. 4
                     if V is not None:
                         u = w.classifier(h).mean(0)  # type: ignore[operator]
-                        factor = torch.tensor(10 / 2).lgamma().exp() / torch.tensor(11 / 2).lgamma().exp() / torch.pi**0.5
+                        factor = (
+                            torch.tensor(10 / 2).lgamma().exp()
+                            / torch.tensor(11 / 2).lgamma().exp()
+                            / torch.pi**0.5
+                        )
                         loss = loss + method.local_weight * factor * (u - V[c]).norm()  # Eq. 10
                 (gradient,) = torch.autograd.grad(loss, leaf)
                 velocity = method.image_momentum * velocity + gradient
@@ -122,8 +149,12 @@ def plain_rounds(method: FedAF, count: int) -> tuple[Tensor, list[Tensor]]:
             images[k] = S
             pixels.append(denormalise(S.flatten(0, 1), SPEC))
         V = average
-        soft = [{c: torch.softmax(v[k][c] / method.temperature, 0) for c in held[k]} for k in (0, 1)]
-        R = {c: torch.stack([soft[k][c] for k in (0, 1) if c in soft[k]]).mean(0) for c in (0, 1, 2)}  # Eq. 12
+        soft = [
+            {c: torch.softmax(v[k][c] / method.temperature, 0) for c in held[k]} for k in (0, 1)
+        ]
+        R = {
+            c: torch.stack([soft[k][c] for k in (0, 1) if c in soft[k]]).mean(0) for c in (0, 1, 2)
+        }  # Eq. 12
         union = normalise(torch.cat(pixels), SPEC)
         labels = torch.cat([torch.tensor(held[k]).repeat_interleave(2) for k in (0, 1)])
         model = context().architecture
@@ -165,7 +196,9 @@ def test_two_rounds_equal_plain_torch(change: dict[str, float], device: torch.de
     expected, pixels = plain_rounds(method, 2)
     for upload, theirs in zip(uploads, pixels, strict=True):
         assert upload.images.dtype == torch.uint8
-        assert (upload.images.cpu().int() - theirs.int()).abs().max() <= 1  # rounding to a pixel may fall either way
+        assert (
+            upload.images.cpu().int() - theirs.int()
+        ).abs().max() <= 1  # rounding to a pixel may fall either way
     model = context().architecture
     model.load_state_dict(dict(state.parameters))
     torch.testing.assert_close(flatten(model), expected, atol=2e-3, rtol=1e-3)
@@ -174,13 +207,21 @@ def test_two_rounds_equal_plain_torch(change: dict[str, float], device: torch.de
 def test_every_part_of_the_method_changes_its_result() -> None:
     """Catches: a detached collaborative term, a matching loss that is not used, re-sampling that is ignored."""
     base = [u.images.int() for u in rounds(FAST, 2)[1]]
-    for change in ({"local_weight": 0.0}, {"gamma": 0.5}, {"distance": "rows"}, {"image_momentum": 0.0}):
+    for change in (
+        {"local_weight": 0.0},
+        {"gamma": 0.5},
+        {"distance": "rows"},
+        {"image_momentum": 0.0},
+    ):
         other = [u.images.int() for u in rounds(replace(FAST, **change), 2)[1]]  # type: ignore[arg-type]
         assert max(int((a - b).abs().max()) for a, b in zip(base, other, strict=True)) > 0, change
     first = rounds(replace(FAST, local_weight=0.0), 1)[1]
-    assert all(torch.equal(a.images, b.images) for a, b in zip(first, rounds(FAST, 1)[1], strict=True))  # no V in round 1
+    assert all(
+        torch.equal(a.images, b.images) for a, b in zip(first, rounds(FAST, 1)[1], strict=True)
+    )  # no V in round 1
     weights = [
-        torch.cat([t.flatten() for t in rounds(m, 1)[0].parameters.values()]) for m in (FAST, replace(FAST, global_weight=0.0))
+        torch.cat([t.flatten() for t in rounds(m, 1)[0].parameters.values()])
+        for m in (FAST, replace(FAST, global_weight=0.0))
     ]
     assert not torch.allclose(weights[0], weights[1], atol=1e-5)
 
@@ -190,8 +231,12 @@ def test_classes_that_some_or_none_have() -> None:
     assert uploads[0].present.tolist() == [True] * 3 + [False] * 7
     assert uploads[1].present.tolist() == [True] * 2 + [False] * 8
     assert state.kept["known"].tolist() == [True] * 3 + [False] * 7
-    torch.testing.assert_close(state.kept["logits"][2], uploads[0].logits[2])  # client 1's row is not in it
-    torch.testing.assert_close(state.kept["logits"][0], (uploads[0].logits[0] + uploads[1].logits[0]) / 2)
+    torch.testing.assert_close(
+        state.kept["logits"][2], uploads[0].logits[2]
+    )  # client 1's row is not in it
+    torch.testing.assert_close(
+        state.kept["logits"][0], (uploads[0].logits[0] + uploads[1].logits[0]) / 2
+    )
     assert uploads[0].labels.tolist() == [0, 0, 1, 1, 2, 2]
 
 
@@ -216,7 +261,9 @@ def test_resampling_interpolates_and_recurs() -> None:
     center, before = flatten(model), torch.get_rng_state()
 
     def draws(gamma: float, **named: Any) -> list[Tensor]:
-        networks = ResampledNetworks(model, architecture, gamma, seed=0, round=1, device=torch.device("cpu"), **named)
+        networks = ResampledNetworks(
+            model, architecture, gamma, seed=0, round=1, device=torch.device("cpu"), **named
+        )
         return [flatten(networks.draw()) for _ in range(4)]
 
     fresh, mixed = draws(0.0), draws(0.9)
@@ -241,10 +288,17 @@ def test_a_first_phase_through_the_engine_is_an_exchange_more_and_no_charge_more
         }
         runs[knowledge] = simulate(resolve(sections))
     one, two = runs["previous-round"], runs["first-phase"]
-    assert one.metrics[0]["upload_bytes"] - two.metrics[0]["upload_bytes"] == 5 * 10 * 10 * 4  # R follows from V, and stays
-    guarantees: list[Any] = [run.privacy["guarantee"] for run in (one, two) if run.privacy is not None]
+    assert (
+        one.metrics[0]["upload_bytes"] - two.metrics[0]["upload_bytes"] == 5 * 10 * 10 * 4
+    )  # R follows from V, and stays
+    guarantees: list[Any] = [
+        run.privacy["guarantee"] for run in (one, two) if run.privacy is not None
+    ]
     assert len(guarantees) == 2
-    assert guarantees[0]["epsilon_by_round_worst_client"] == guarantees[1]["epsilon_by_round_worst_client"]
+    assert (
+        guarantees[0]["epsilon_by_round_worst_client"]
+        == guarantees[1]["epsilon_by_round_worst_client"]
+    )
 
 
 def test_classes_of_absent_clients_are_remembered() -> None:
@@ -260,9 +314,13 @@ def test_classes_of_absent_clients_are_remembered() -> None:
             if question is not None:
                 ((answer, memory),) = method.answer(question, clients, [{}], ctx)
                 state = method.hear(state, [answer], ctx)
-            ((upload, _),) = method.client_step(method.broadcast(state, ctx), clients, [memory], ctx)
+            ((upload, _),) = method.client_step(
+                method.broadcast(state, ctx), clients, [memory], ctx
+            )
             state = method.server_step(state, [upload], ctx)
-            known.append((state.kept["known"].nonzero().flatten().tolist(), state.kept["logits"][2].clone()))
+            known.append(
+                (state.kept["known"].nonzero().flatten().tolist(), state.kept["logits"][2].clone())
+            )
         assert known[0][0] == known[1][0] == [0, 1, 2]
         assert torch.equal(known[0][1], known[1][1])
 
@@ -273,20 +331,31 @@ def test_a_first_phase_charges_each_client_once(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(GaussianSums, "release", lambda self: released.append(1) or original(self))
     fast = {"ipc": 2, "iterations": 2, "server_epochs": 2, "knowledge_from": "first-phase"}
     simulate(
-        resolve({"run": {"method": "fedaf", "rounds": 1}, "model": {"width": 4}, "method": fast, "privacy": {"epsilon": 10.0}})
+        resolve(
+            {
+                "run": {"method": "fedaf", "rounds": 1},
+                "model": {"width": 4},
+                "method": fast,
+                "privacy": {"epsilon": 10.0},
+            }
+        )
     )
     assert len(released) == 5 * (2 + 1 + 1)  # each client: two steps of images, logits, counts
 
 
 def private(sigma: float, privacy: PrivacySettings) -> tuple[CondensedSet, list[Any]]:
     ctx, ledger = context(privacy=privacy), Ledger("0")
-    clients = PrivateClients([0], data(), [torch.arange(12)], [Guard(ledger, 1e-5, None)], [SecretGenerator()])
+    clients = PrivateClients(
+        [0], data(), [torch.arange(12)], [Guard(ledger, 1e-5, None)], [SecretGenerator()]
+    )
     message = FAST.broadcast(ServerState(ctx.architecture.state_dict()), ctx)
     ((upload, _),) = FAST.client_step(message, clients, [{}], ctx)
     return upload, list(ledger.releases)  # type: ignore[return-value]
 
 
-def test_with_privacy_images_logits_and_counts_are_charged_and_nothing_else_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_privacy_images_logits_and_counts_are_charged_and_nothing_else_leaves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     released: list[int] = []
     original = GaussianSums.release
     monkeypatch.setattr(GaussianSums, "release", lambda self: released.append(1) or original(self))
@@ -297,8 +366,12 @@ def test_with_privacy_images_logits_and_counts_are_charged_and_nothing_else_leav
         ("synthetic images", 3, 0.25 * 16**0.5, 2.0),
     ]
     assert len(released) == 3 + 1 + 1
-    assert upload.labels.tolist() == [c for c in range(10) for _ in range(2)]  # every class, whatever is there
-    torch.testing.assert_close(upload.soft, torch.softmax(upload.logits / 2.0, dim=1))  # R is computed from the released V
+    assert upload.labels.tolist() == [
+        c for c in range(10) for _ in range(2)
+    ]  # every class, whatever is there
+    torch.testing.assert_close(
+        upload.soft, torch.softmax(upload.logits / 2.0, dim=1)
+    )  # R is computed from the released V
 
 
 def test_without_noise_the_private_logits_are_the_class_means_about_the_floor() -> None:
@@ -308,7 +381,9 @@ def test_without_noise_the_private_logits_are_the_class_means_about_the_floor() 
     with torch.no_grad():
         z = net(normalise(data().images, SPEC))
     for c in range(3):
-        torch.testing.assert_close(upload.logits[c], z[torch.tensor(c == LABELS)].mean(0), atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(
+            upload.logits[c], z[torch.tensor(c == LABELS)].mean(0), atol=1e-5, rtol=1e-4
+        )
     assert upload.present.tolist() == [True] * 3 + [False] * 7
 
 
@@ -323,7 +398,9 @@ def test_batch_norm_is_refused_with_privacy_and_runs_without() -> None:
 @pytest.mark.parametrize("privacy", [{}, {"epsilon": 10.0}])
 def test_it_runs_as_a_whole(privacy: dict[str, float]) -> None:
     fast = {"ipc": 2, "iterations": 5, "image_lr": 1.0, "server_epochs": 20, "server_lr": 0.05}
-    result = simulate(resolve({"run": {"method": "fedaf", "rounds": 2}, "method": fast, "privacy": privacy}))
+    result = simulate(
+        resolve({"run": {"method": "fedaf", "rounds": 2}, "method": fast, "privacy": privacy})
+    )
     assert result.accuracy > 0.25  # chance is 0.1
     if privacy:
         assert result.privacy is not None
@@ -334,7 +411,9 @@ def test_it_runs_as_a_whole(privacy: dict[str, float]) -> None:
 
 def test_the_run_folder_has_the_pixels_that_were_sent(tmp_path: Path) -> None:
     fast = {"ipc": 2, "iterations": 1, "server_epochs": 1}
-    result = simulate(resolve({"run": {"method": "fedaf", "rounds": 1}, "method": fast}), output=tmp_path)
+    result = simulate(
+        resolve({"run": {"method": "fedaf", "rounds": 1}, "method": fast}), output=tmp_path
+    )
     assert result.folder is not None
     kept = load_file(result.folder / "synthetic.safetensors")["images"]
     assert torch.equal(kept, torch.cat([u.images for u in result.uploads.values()]))  # type: ignore[attr-defined]
@@ -344,8 +423,21 @@ def test_the_run_folder_has_the_pixels_that_were_sent(tmp_path: Path) -> None:
 
 def test_settings_are_the_papers_and_validated() -> None:
     m = FedAF()
-    assert (m.ipc, m.iterations, m.batch, m.image_lr, m.image_momentum, m.gamma) == (50, 1000, 256, 1.0, 0.9, 0.9)
-    assert (m.local_weight, m.global_weight, m.server_epochs, m.server_batch, m.server_lr) == (1e-4, 1e-2, 500, 256, 1e-3)
+    assert (m.ipc, m.iterations, m.batch, m.image_lr, m.image_momentum, m.gamma) == (
+        50,
+        1000,
+        256,
+        1.0,
+        0.9,
+        0.9,
+    )
+    assert (m.local_weight, m.global_weight, m.server_epochs, m.server_batch, m.server_lr) == (
+        1e-4,
+        1e-2,
+        500,
+        256,
+        1e-3,
+    )
     assert m.ball() is None
     for bad in ({"gamma": 1.5}, {"temperature": 0.0}, {"ipc": 0}, {"local_weight": -1.0}):
         with pytest.raises(SettingError):

@@ -24,10 +24,14 @@ SPEC = dataset_spec("digits")
 
 def data(n: int = 30) -> ImageData:
     rng = np.random.default_rng(0)
-    return from_arrays(rng.integers(0, 256, (n, 1, 8, 8)).astype(np.uint8), rng.integers(0, 10, n), SPEC)
+    return from_arrays(
+        rng.integers(0, 256, (n, 1, 8, 8)).astype(np.uint8), rng.integers(0, 10, n), SPEC
+    )
 
 
-def softmax_gradient(w: np.ndarray, b: np.ndarray, x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def softmax_gradient(
+    w: np.ndarray, b: np.ndarray, x: np.ndarray, y: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
     logits = x @ w.T + b
     p = np.exp(logits - logits.max(axis=1, keepdims=True))
     r = p / p.sum(axis=1, keepdims=True) - np.eye(10)[y]
@@ -47,10 +51,18 @@ def test_two_rounds_on_a_linear_model_equal_numpy(momentum: float, decay: float)
         OpenClients([0, 1], images, parts),
     )
     w, b = (p.detach().numpy().astype(np.float64) for p in model.parameters())
-    x, y = normalise(images.images, SPEC).flatten(1).numpy().astype(np.float64), images.labels.numpy()
+    x, y = (
+        normalise(images.images, SPEC).flatten(1).numpy().astype(np.float64),
+        images.labels.numpy(),
+    )
     state = ServerState(model.state_dict())
     for _ in range(2):
-        uploads = [u for u, _ in method.client_step(method.broadcast(state, context), clients, [{}, {}], context)]
+        uploads = [
+            u
+            for u, _ in method.client_step(
+                method.broadcast(state, context), clients, [{}, {}], context
+            )
+        ]
         state = method.server_step(state, uploads, context)
         locals_ = []
         for part in parts:
@@ -81,7 +93,10 @@ def test_private_uploads_do_not_show_sizes_and_steps_are_public() -> None:
     )
     method = FedAvg(local_epochs=1)
     state = ServerState(architecture.state_dict())
-    uploads = [u for u, _ in method.client_step(method.broadcast(state, context), clients, [{}, {}], context)]
+    uploads = [
+        u
+        for u, _ in method.client_step(method.broadcast(state, context), clients, [{}, {}], context)
+    ]
     assert [u.weight for u in uploads if isinstance(u, ModelParameters)] == [1.0, 1.0]
     assert [[r.steps for r in ledger.releases] for ledger in ledgers] == [[3], [3]]
     assert uploads[0].floats == sum(p.numel() for p in architecture.parameters())

@@ -36,14 +36,21 @@ def images() -> np.ndarray:
 
 def context(privacy: PrivacySettings | None = None, seed: int = 0) -> RoundContext:
     architecture = build_model(ModelSettings(width=4, depth=2), SPEC.image_shape, 10, 0)
-    return RoundContext(1, seed, torch.device("cpu"), SPEC, architecture, nominal_size=30.0, privacy=privacy)
+    return RoundContext(
+        1, seed, torch.device("cpu"), SPEC, architecture, nominal_size=30.0, privacy=privacy
+    )
 
 
 def upload(
-    method: FedDM, ctx: RoundContext, clients: OpenClients | PrivateClients, memory: dict[str, torch.Tensor] | None = None
+    method: FedDM,
+    ctx: RoundContext,
+    clients: OpenClients | PrivateClients,
+    memory: dict[str, torch.Tensor] | None = None,
 ) -> SyntheticSet:
     state = ServerState(ctx.architecture.state_dict())
-    (first, _), *_rest = method.client_step(method.broadcast(state, ctx), clients, [memory or {} for _ in clients.ids], ctx)
+    (first, _), *_rest = method.client_step(
+        method.broadcast(state, ctx), clients, [memory or {} for _ in clients.ids], ctx
+    )
     assert isinstance(first, SyntheticSet)
     return first
 
@@ -54,7 +61,9 @@ def open_clients(ids: tuple[int, ...] = (0,)) -> OpenClients:
 
 def private_clients(ledger: Ledger | None = None) -> PrivateClients:
     guards = [Guard(ledger or Ledger("0"), 1e-5, None)]
-    return PrivateClients([0], from_arrays(images(), LABELS, SPEC), PARTS[:1], guards, [SecretGenerator()])
+    return PrivateClients(
+        [0], from_arrays(images(), LABELS, SPEC), PARTS[:1], guards, [SecretGenerator()]
+    )
 
 
 def test_open_clients_send_the_classes_with_at_least_ten_examples() -> None:
@@ -63,7 +72,9 @@ def test_open_clients_send_the_classes_with_at_least_ten_examples() -> None:
     assert sent.images.shape == (4, 1, 8, 8)
     assert sent.floats == 4 * 64
     assert sent.nbytes == 4 * 64 * 4 + 4 * 8
-    assert upload(replace(FAST, min_examples=1), context(), open_clients()).labels.unique().tolist() == [0, 1, 2]
+    assert upload(
+        replace(FAST, min_examples=1), context(), open_clients()
+    ).labels.unique().tolist() == [0, 1, 2]
 
 
 @pytest.mark.parametrize("mechanism", ["residual", "gradient"])
@@ -73,7 +84,9 @@ def test_private_clients_send_every_class_whatever_they_have(mechanism: str) -> 
     privacy = PrivacySettings(noise_multiplier=3.0, mechanism=mechanism)
     sent = upload(FAST, context(privacy), private_clients(ledger))
     assert sent.labels.tolist() == [c for c in range(10) for _ in range(2)]
-    assert [(r.round, r.mechanism, r.steps, r.noise_multiplier) for r in ledger.releases] == [(1, mechanism, 2, 3.0)]
+    assert [(r.round, r.mechanism, r.steps, r.noise_multiplier) for r in ledger.releases] == [
+        (1, mechanism, 2, 3.0)
+    ]
 
 
 def test_private_start_has_nothing_of_the_data() -> None:
@@ -82,7 +95,11 @@ def test_private_start_has_nothing_of_the_data() -> None:
     method = replace(FAST, iterations=1, image_lr=0.0)
     first = upload(method, context(privacy), private_clients())
     other = PrivateClients(
-        [0], from_arrays(255 - images(), LABELS, SPEC), PARTS[1:], [Guard(Ledger("0"), 1e-5, None)], [SecretGenerator()]
+        [0],
+        from_arrays(255 - images(), LABELS, SPEC),
+        PARTS[1:],
+        [Guard(Ledger("0"), 1e-5, None)],
+        [SecretGenerator()],
     )
     assert torch.equal(first.images, upload(method, context(privacy), other).images)
 
@@ -98,11 +115,18 @@ def test_the_private_plan_depends_on_public_sizes_alone() -> None:
 
 
 def test_the_same_seed_repeats_open_uploads_and_never_private_ones() -> None:
-    assert torch.equal(upload(FAST, context(), open_clients()).images, upload(FAST, context(), open_clients()).images)
-    assert not torch.equal(upload(FAST, context(), open_clients()).images, upload(FAST, context(seed=1), open_clients()).images)
+    assert torch.equal(
+        upload(FAST, context(), open_clients()).images,
+        upload(FAST, context(), open_clients()).images,
+    )
+    assert not torch.equal(
+        upload(FAST, context(), open_clients()).images,
+        upload(FAST, context(seed=1), open_clients()).images,
+    )
     privacy = PrivacySettings(noise_multiplier=3.0)
     assert not torch.equal(
-        upload(FAST, context(privacy), private_clients()).images, upload(FAST, context(privacy), private_clients()).images
+        upload(FAST, context(privacy), private_clients()).images,
+        upload(FAST, context(privacy), private_clients()).images,
     )
 
 
@@ -110,11 +134,19 @@ def test_images_are_kept_over_rounds_or_restarted() -> None:
     still = replace(FAST, image_lr=0.0)
     kept = upload(still, context(), open_clients(), {"images": torch.full((4, 1, 8, 8), 7.0)})
     assert (kept.images == 7).all()
-    restarted = upload(replace(still, restart=True), context(), open_clients(), {"images": torch.full((4, 1, 8, 8), 7.0)})
+    restarted = upload(
+        replace(still, restart=True),
+        context(),
+        open_clients(),
+        {"images": torch.full((4, 1, 8, 8), 7.0)},
+    )
     assert not (restarted.images == 7).any()
 
 
-@pytest.mark.parametrize("change", [{"augment": "siamese"}, {"perturbation": "ball"}, {"small_class": "resample", "batch": 20}])
+@pytest.mark.parametrize(
+    "change",
+    [{"augment": "siamese"}, {"perturbation": "ball"}, {"small_class": "resample", "batch": 20}],
+)
 def test_groups_do_not_change_the_uploads(change: dict[str, object]) -> None:
     method = replace(FAST, **change)  # type: ignore[arg-type]
     ctx = context()
@@ -130,7 +162,9 @@ def test_the_server_stays_in_the_ball() -> None:
     state = ServerState(ctx.architecture.state_dict())
     method = replace(FAST, server_epochs=30, server_lr=1.0, radius=0.5)
     after = method.server_step(state, [upload(method, ctx, open_clients())], ctx)
-    distance = sum((after.parameters[k] - v).square().sum() for k, v in state.parameters.items()) ** 0.5
+    distance = (
+        sum((after.parameters[k] - v).square().sum() for k, v in state.parameters.items()) ** 0.5
+    )
     assert 0.45 < distance <= 0.5 * (1 + 1e-4)
 
 
@@ -147,22 +181,42 @@ def test_the_server_stays_in_the_ball() -> None:
     ],
 )
 def test_upload_volume_comes_out_near_table_3(
-    classes: int, per_class: int, alpha: float, ipc: int, shape: tuple[int, int, int], published: int
+    classes: int,
+    per_class: int,
+    alpha: float,
+    ipc: int,
+    shape: tuple[int, int, int],
+    published: int,
 ) -> None:
     """One partition was drawn for the paper's table; ours, over 8 seeds, must have it within 3 standard deviations of its mean."""
     labels = np.repeat(np.arange(classes), per_class)
     floats = []
     for seed in range(8):
         settings = PartitionSettings(alpha=alpha, seed=seed)
-        floats.append(condensation_floats(count_matrix(labels, partition(labels, settings, classes), classes), ipc, shape))
+        floats.append(
+            condensation_floats(
+                count_matrix(labels, partition(labels, settings, classes), classes), ipc, shape
+            )
+        )
     assert abs(np.mean(floats) - published) < 3 * np.std(floats, ddof=1)
 
 
 def test_settings_are_validated() -> None:
-    for bad in ({"ipc": 0}, {"iterations": -1}, {"image_lr": float("nan")}, {"radius": -1.0}, {"server_momentum": 2.0}):
+    for bad in (
+        {"ipc": 0},
+        {"iterations": -1},
+        {"image_lr": float("nan")},
+        {"radius": -1.0},
+        {"server_momentum": 2.0},
+    ):
         with pytest.raises(SettingError):
             FedDM(**bad)  # type: ignore[arg-type]
-    for choice in ({"augment": "siamesse"}, {"perturbation": "spere"}, {"small_class": "al"}, {"batch_norm": "clients"}):
+    for choice in (
+        {"augment": "siamesse"},
+        {"perturbation": "spere"},
+        {"small_class": "al"},
+        {"batch_norm": "clients"},
+    ):
         with pytest.raises(UnknownNameError, match="did you mean"):
             FedDM(**choice)  # type: ignore[arg-type]
     with pytest.raises(UnknownNameError, match="iterations"):
@@ -175,9 +229,23 @@ def test_settings_are_validated() -> None:
 def test_the_papers_defaults() -> None:
     """FedDM, Secs. 4.1 and App. D.3; a change here is a change of the method."""
     m = FedDM()
-    assert (m.ipc, m.iterations, m.image_lr, m.image_momentum, m.batch, m.radius) == (10, 1000, 1.0, 0.0, 256, 5.0)
+    assert (m.ipc, m.iterations, m.image_lr, m.image_momentum, m.batch, m.radius) == (
+        10,
+        1000,
+        1.0,
+        0.0,
+        256,
+        5.0,
+    )
     assert (m.server_epochs, m.server_batch, m.server_lr) == (500, 256, 0.01)
-    assert (m.min_examples, m.restart, m.perturbation, m.augment, m.small_class, m.logit_weight) == (
+    assert (
+        m.min_examples,
+        m.restart,
+        m.perturbation,
+        m.augment,
+        m.small_class,
+        m.logit_weight,
+    ) == (
         10,
         False,
         "sphere",
@@ -187,13 +255,23 @@ def test_the_papers_defaults() -> None:
     )
 
 
-@pytest.mark.parametrize("change", [{}, {"logit_weight": 0.3}, {"image_momentum": 0.5}, {"radius": 1.0}])
+@pytest.mark.parametrize(
+    "change", [{}, {"logit_weight": 0.3}, {"image_momentum": 0.5}, {"radius": 1.0}]
+)
 def test_a_whole_round_equals_plain_torch(change: dict[str, float]) -> None:
     """Two clients, two rounds: perturbed networks, full batches, images kept, union training in the ball, all written out plainly."""
     from fedsynth.core.random import torch_generator
     from fedsynth.synthesizer.sets import real_start
 
-    method = replace(FAST, iterations=3, server_epochs=2, server_batch=5, server_lr=0.05, min_examples=1, **change)  # type: ignore[arg-type]
+    method = replace(
+        FAST,
+        iterations=3,
+        server_epochs=2,
+        server_batch=5,
+        server_lr=0.05,
+        min_examples=1,
+        **change,
+    )  # type: ignore[arg-type]
     clients, base = open_clients((0, 1)), context()
     data, spec = from_arrays(images(), LABELS, SPEC), SPEC
     x = (data.images.float() / 255 - torch.tensor(spec.mean)) / torch.tensor(spec.std)
@@ -207,20 +285,29 @@ def test_a_whole_round_equals_plain_torch(change: dict[str, float]) -> None:
         results = method.client_step(method.broadcast(state, ctx), clients, memories, ctx)
         memories = [dict(memory) for _, memory in results]
         state = method.server_step(state, [u for u, _ in results], ctx)
-        generator, velocity = torch_generator(0, "parameter perturbation", number), [torch.zeros_like(s) for s in S]
+        generator, velocity = (
+            torch_generator(0, "parameter perturbation", number),
+            [torch.zeros_like(s) for s in S],
+        )
         for _ in range(3):
             flat = torch.cat([p.detach().flatten() for p in model.parameters()])
             noise = torch.empty_like(flat).normal_(generator=generator)
             w = base.load(model.state_dict())
-            torch.nn.utils.vector_to_parameters(flat + noise * min(1.0, method.radius / float(noise.norm())), w.parameters())
-            for i, (position, label) in enumerate(zip(segments.position.tolist(), segments.label.tolist(), strict=True)):
+            torch.nn.utils.vector_to_parameters(
+                flat + noise * min(1.0, method.radius / float(noise.norm())), w.parameters()
+            )
+            for i, (position, label) in enumerate(
+                zip(segments.position.tolist(), segments.label.tolist(), strict=True)
+            ):
                 part = PARTS[position]
                 real = x[part[torch.from_numpy(LABELS)[part] == label]]
                 leaf = S[i].clone().requires_grad_()
                 h_loss = (w.embed(leaf).mean(0) - w.embed(real).mean(0)).square().sum()  # type: ignore[operator]
                 z_loss = (w(leaf).mean(0) - w(real).mean(0)).square().sum()
                 loss = h_loss + method.logit_weight**2 * z_loss
-                velocity[i] = method.image_momentum * velocity[i] + torch.autograd.grad(loss, leaf)[0]
+                velocity[i] = (
+                    method.image_momentum * velocity[i] + torch.autograd.grad(loss, leaf)[0]
+                )
                 S[i] = S[i] - method.image_lr * velocity[i]
         start = torch.cat([p.detach().flatten() for p in model.parameters()])
         union, labels = torch.cat(S), segments.label.repeat_interleave(2)
@@ -233,7 +320,8 @@ def test_a_whole_round_equals_plain_torch(change: dict[str, float]) -> None:
                 optimiser.step()
                 offset = torch.cat([p.detach().flatten() for p in model.parameters()]) - start
                 torch.nn.utils.vector_to_parameters(
-                    start + offset * min(1.0, method.radius / float(offset.norm())), model.parameters()
+                    start + offset * min(1.0, method.radius / float(offset.norm())),
+                    model.parameters(),
                 )
     sent = torch.cat([dict(u.arrays())["images"] for u, _ in results])
     torch.testing.assert_close(sent, torch.cat(S), atol=1e-4, rtol=1e-3)
@@ -242,7 +330,10 @@ def test_a_whole_round_equals_plain_torch(change: dict[str, float]) -> None:
 
 
 def test_siamese_augmentation_reaches_the_matching() -> None:
-    still, moving = upload(FAST, context(), open_clients()), upload(replace(FAST, augment="siamese"), context(), open_clients())
+    still, moving = (
+        upload(FAST, context(), open_clients()),
+        upload(replace(FAST, augment="siamese"), context(), open_clients()),
+    )
     assert not torch.allclose(still.images, moving.images)
 
 
@@ -269,6 +360,9 @@ def test_feddm_as_fedafs_paper_runs_it() -> None:
         "min_examples": 1,
         "server_epochs": 1,
     }
-    moved = [simulate(resolve({"run": {"rounds": 1}, "method": {**fast, "iterations": n}})).uploads[0] for n in (1, 2)]
+    moved = [
+        simulate(resolve({"run": {"rounds": 1}, "method": {**fast, "iterations": n}})).uploads[0]
+        for n in (1, 2)
+    ]
     apart = [u.images for u in moved]  # type: ignore[attr-defined]
     assert 0 < float((apart[1] - apart[0]).norm()) <= 1e-3 * 1.001

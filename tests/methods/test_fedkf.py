@@ -38,21 +38,37 @@ FAST = FedKF(
 
 def context(number: int = 1, device: torch.device = CPU, **changes: Any) -> RoundContext:
     architecture = build_model(ModelSettings(width=4, depth=2), SPEC.image_shape, 10, 0)
-    return RoundContext(number, 0, device, SPEC, architecture, 6.0, **{"clients": 3, "sizes": (10, 20, 30), **changes})
+    return RoundContext(
+        number,
+        0,
+        device,
+        SPEC,
+        architecture,
+        6.0,
+        **{"clients": 3, "sizes": (10, 20, 30), **changes},
+    )
 
 
 def scalar(value: float, weight: float, device: torch.device = CPU) -> ModelParameters:
-    return ModelParameters({"w": torch.tensor([value], device=device), "count": torch.tensor(3, device=device)}, weight)
+    return ModelParameters(
+        {"w": torch.tensor([value], device=device), "count": torch.tensor(3, device=device)}, weight
+    )
 
 
 @pytest.mark.parametrize("method", [FedKF(), FedAvg(final="oca")])
-def test_both_aggregates_over_rounds_with_absent_clients(method: TrainsLocally, device: torch.device) -> None:
+def test_both_aggregates_over_rounds_with_absent_clients(
+    method: TrainsLocally, device: torch.device
+) -> None:
     """Algorithm 1 by hand, K = 3, n = (10, 20, 30), w⁰ = 1: client 2 is never active, client 0 once."""
-    state = ServerState({"w": torch.tensor([1.0], device=device), "count": torch.tensor(3, device=device)})
+    state = ServerState(
+        {"w": torch.tensor([1.0], device=device), "count": torch.tensor(3, device=device)}
+    )
 
     def after(number: int, active: tuple[int, ...], *values: float) -> tuple[float, float]:
         nonlocal state
-        uploads = [scalar(v, (10.0, 20.0, 30.0)[k], device) for k, v in zip(active, values, strict=True)]
+        uploads = [
+            scalar(v, (10.0, 20.0, 30.0)[k], device) for k, v in zip(active, values, strict=True)
+        ]
         state = method.server_step(state, uploads, context(number, device, participants=active))
         variants = method.variants(state)
         assert torch.equal(variants["aca"]["w"], state.parameters["w"])
@@ -60,7 +76,9 @@ def test_both_aggregates_over_rounds_with_absent_clients(method: TrainsLocally, 
         assert int(variants["oca"]["count"]) == 3
         return float(state.parameters["w"]), float(variants["oca"]["w"])
 
-    assert after(1, (0, 1), 4.0, 7.0) == pytest.approx(((10 * 4 + 20 * 7) / 30, (10 * 4 + 20 * 7 + 30 * 1) / 60))
+    assert after(1, (0, 1), 4.0, 7.0) == pytest.approx(
+        ((10 * 4 + 20 * 7) / 30, (10 * 4 + 20 * 7 + 30 * 1) / 60)
+    )
     assert after(2, (1,), 2.0) == pytest.approx((2.0, (10 * 4 + 20 * 2 + 30 * 1) / 60))
     assert after(3, (1,), 5.0) == pytest.approx((5.0, (10 * 4 + 20 * 5 + 30 * 1) / 60))
 
@@ -76,7 +94,9 @@ def test_with_privacy_every_slot_counts_alike() -> None:
 
 def test_fedavg_without_the_cache_keeps_nothing() -> None:
     state = FedAvg().server_step(
-        ServerState({"w": torch.tensor([1.0])}), [ModelParameters({"w": torch.tensor([4.0])}, 1.0)], context()
+        ServerState({"w": torch.tensor([1.0])}),
+        [ModelParameters({"w": torch.tensor([4.0])}, 1.0)],
+        context(),
     )
     assert state.kept == {}
     assert FedAvg().variants(state) == {}
@@ -84,10 +104,14 @@ def test_fedavg_without_the_cache_keeps_nothing() -> None:
 
 def clients(device: torch.device = CPU) -> OpenClients:
     images = np.random.default_rng(0).integers(0, 256, (10, 1, 8, 8)).astype(np.uint8)
-    return OpenClients([1], from_arrays(images, np.arange(10) % 3, SPEC).to(device), [torch.arange(10)])
+    return OpenClients(
+        [1], from_arrays(images, np.arange(10) % 3, SPEC).to(device), [torch.arange(10)]
+    )
 
 
-def plain_step(method: FedKF, start: nn.Module, teacher: nn.Module, rounds: int, device: torch.device) -> Tensor:
+def plain_step(
+    method: FedKF, start: nn.Module, teacher: nn.Module, rounds: int, device: torch.device
+) -> Tensor:
     """Algorithm 1's ClientUpdate in plain torch, the generator kept over the rounds."""
     x, y = normalise(clients().data.images, SPEC), clients().data.labels
     generator = make_generator(SPEC, 0, latent=method.latent, width=method.generator_width)
@@ -101,19 +125,27 @@ def plain_step(method: FedKF, start: nn.Module, teacher: nn.Module, rounds: int,
         noise = torch_generator(0, "distillation noise", number, 1, device=device)
         for _ in range(method.local_epochs):
             for part in torch.randperm(10, generator=shuffle).split(method.batch):
-                z = torch.randn(method.generator_batch, method.latent, generator=noise, device=device).cpu()
+                z = torch.randn(
+                    method.generator_batch, method.latent, generator=noise, device=device
+                ).cpu()
                 f = teacher.embed((generator(z) - mean) / std)  # type: ignore[operator]
                 p = torch.softmax(teacher.classifier(f), 1)  # type: ignore[operator]
                 ie = -(p.mean(0) * p.mean(0).log()).sum()
                 oh = -p.gather(1, p.argmax(1, keepdim=True)).log().mean()
-                loss_g = -ie + method.one_hot_weight * oh + method.activation_weight * -f.abs().sum(1).mean()
+                loss_g = (
+                    -ie
+                    + method.one_hot_weight * oh
+                    + method.activation_weight * -f.abs().sum(1).mean()
+                )
                 adam.zero_grad()
                 loss_g.backward()
                 adam.step()
                 fake = ((generator(z) - mean) / std).detach()
                 t, s = torch.softmax(teacher(fake), 1).detach(), torch.log_softmax(model(fake), 1)
                 kl = (t * (t.log() - s)).sum(1).mean()
-                loss = nn.functional.cross_entropy(model(x[part]), y[part]) + method.distillation * kl
+                loss = (
+                    nn.functional.cross_entropy(model(x[part]), y[part]) + method.distillation * kl
+                )
                 sgd.zero_grad()
                 loss.backward()  # type: ignore[no-untyped-call]
                 sgd.step()
@@ -123,7 +155,9 @@ def plain_step(method: FedKF, start: nn.Module, teacher: nn.Module, rounds: int,
 @pytest.mark.parametrize("kind", ["oca", "aca"])
 def test_two_rounds_of_a_client_equal_plain_torch(kind: str, device: torch.device) -> None:
     method = replace(FAST, teacher=kind)
-    start, other = (build_model(ModelSettings(width=4, depth=2), SPEC.image_shape, 10, seed) for seed in (0, 5))
+    start, other = (
+        build_model(ModelSettings(width=4, depth=2), SPEC.image_shape, 10, seed) for seed in (0, 5)
+    )
     state = ServerState(
         {name: v.to(device) for name, v in start.state_dict().items()},
         {f"oca.{name}": v.to(device) for name, v in other.state_dict().items()},
@@ -141,13 +175,21 @@ def test_two_rounds_of_a_client_equal_plain_torch(kind: str, device: torch.devic
 
 def test_fedkf_minus_halves_the_downlink_and_plain_rounds_are_fedavg() -> None:
     state = ServerState({"w": torch.ones(4)}, {"oca.w": torch.zeros(4)})
-    both, one = FAST.broadcast(state, context()), replace(FAST, teacher="aca").broadcast(state, context())
+    both, one = (
+        FAST.broadcast(state, context()),
+        replace(FAST, teacher="aca").broadcast(state, context()),
+    )
     assert both.floats == 2 * one.floats == 8
     ctx = context()
     message = FAST.broadcast(ServerState(ctx.architecture.state_dict()), ctx)
-    plain, average = replace(FAST, plain_rounds=1), FedAvg(local_epochs=2, batch=4, lr=0.1, momentum=0.0)
+    plain, average = (
+        replace(FAST, plain_rounds=1),
+        FedAvg(local_epochs=2, batch=4, lr=0.1, momentum=0.0),
+    )
     ((a, memory),) = plain.client_step(message, clients(), [{"kept": torch.ones(1)}], ctx)
-    ((b, _),) = average.client_step(average.broadcast(ServerState(ctx.architecture.state_dict()), ctx), clients(), [{}], ctx)
+    ((b, _),) = average.client_step(
+        average.broadcast(ServerState(ctx.architecture.state_dict()), ctx), clients(), [{}], ctx
+    )
     assert all(torch.equal(a.parameters[n], b.parameters[n]) for n in a.parameters)  # type: ignore[attr-defined]
     assert "kept" in memory
 
@@ -157,7 +199,9 @@ def test_equal_steps_for_every_client() -> None:
     ctx = context()
     message = FedAvg().broadcast(ServerState(ctx.architecture.state_dict()), ctx)
     runs = [
-        FedAvg(lr=0.1, momentum=0.0, batch=4, **steps).client_step(message, clients(), [{}], ctx)[0][0]
+        FedAvg(lr=0.1, momentum=0.0, batch=4, **steps).client_step(message, clients(), [{}], ctx)[
+            0
+        ][0]
         for steps in ({"local_epochs": 2}, {"local_steps": 6}, {"local_steps": 5})
     ]
     flat = [torch.cat([v.flatten() for v in run.parameters.values()]) for run in runs]  # type: ignore[attr-defined]
@@ -167,9 +211,16 @@ def test_equal_steps_for_every_client() -> None:
 
 @pytest.mark.parametrize("privacy", [{}, {"epsilon": 10.0}])
 def test_it_runs_as_a_whole(privacy: dict[str, float]) -> None:
-    sections = {"run": {"method": "fedkf", "rounds": 2, "participation": 0.6}, "partition": {"local_test": 0.2}}
+    sections = {
+        "run": {"method": "fedkf", "rounds": 2, "participation": 0.6},
+        "partition": {"local_test": 0.2},
+    }
     fast = {"local_epochs": 3, "generator_width": 4, "generator_batch": 16}
-    result = simulate(resolve({**sections, "method": fast, "model": {"width": 16, "depth": 2}, "privacy": privacy}))
+    result = simulate(
+        resolve(
+            {**sections, "method": fast, "model": {"width": 16, "depth": 2}, "privacy": privacy}
+        )
+    )
     row = result.metrics[-1]
     assert set(row["models"]) == {"aca", "oca"}
     assert row["models"]["oca"]["test_accuracy"] == row["test_accuracy"] == result.accuracy
@@ -182,7 +233,14 @@ def test_it_runs_as_a_whole(privacy: dict[str, float]) -> None:
 
 def test_settings_are_the_papers_and_validated() -> None:
     m = FedKF()
-    assert (m.local_epochs, m.batch, m.lr, m.distillation, m.one_hot_weight, m.activation_weight) == (10, 64, 0.01, 1.0, 0.1, 0.1)
+    assert (
+        m.local_epochs,
+        m.batch,
+        m.lr,
+        m.distillation,
+        m.one_hot_weight,
+        m.activation_weight,
+    ) == (10, 64, 0.01, 1.0, 0.1, 0.1)
     assert (m.generator_lr, m.teacher, m.final) == (1e-3, "oca", "oca")
     with pytest.raises(UnknownNameError, match="teacher"):
         FedKF(teacher="ocb")
@@ -201,10 +259,18 @@ def test_with_privacy_the_distillation_term_is_there() -> None:
     for gamma in (0.0, 5.0):
         privacy = PrivacySettings(noise_multiplier=1e-9, clip=1e6, sample_rate=1.0)
         ctx = context(2, privacy=privacy, sizes=None)
-        private = PrivateClients([1], clients().data, [torch.arange(10)], [Guard(Ledger("0"), 1e-5, None)], [SecretGenerator()])
+        private = PrivateClients(
+            [1],
+            clients().data,
+            [torch.arange(10)],
+            [Guard(Ledger("0"), 1e-5, None)],
+            [SecretGenerator()],
+        )
         method = replace(FAST, distillation=gamma)
         other = build_model(ModelSettings(width=4, depth=2), SPEC.image_shape, 10, 5)
-        state = ServerState(ctx.architecture.state_dict(), {f"oca.{n}": v for n, v in other.state_dict().items()})
+        state = ServerState(
+            ctx.architecture.state_dict(), {f"oca.{n}": v for n, v in other.state_dict().items()}
+        )
         ((upload, memory),) = method.client_step(method.broadcast(state, ctx), private, [{}], ctx)
         uploads.append(torch.cat([v.flatten() for v in upload.parameters.values()]))  # type: ignore[attr-defined]
         assert ("generator.start.weight" in memory) == (gamma > 0)

@@ -39,7 +39,10 @@ from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.settings import PrivacySettings
 from fedsynth.synthesizer.together import Learner, train_together
 
-SPEC, CPU = DatasetSpec("tiny", 1, 4, 4, 3, 40, 3, (0.5,), (0.3,), ("a", "b", "c"), "made up"), torch.device("cpu")
+SPEC, CPU = (
+    DatasetSpec("tiny", 1, 4, 4, 3, 40, 3, (0.5,), (0.3,), ("a", "b", "c"), "made up"),
+    torch.device("cpu"),
+)
 PARTS = torch.arange(40).split([8, 1, 15, 5, 11])
 LOCAL: dict[str, Any] = {"batch": 4, "lr": 0.2, "momentum": 0.0, "local_epochs": 2}
 PLAIN = (FedAvg, FedAvgM, FedProx, FedNova, FedDyn, Scaffold, QFFL, Solo)
@@ -47,13 +50,23 @@ PLAIN = (FedAvg, FedAvgM, FedProx, FedNova, FedDyn, Scaffold, QFFL, Solo)
 
 def data() -> ImageData:
     rng = np.random.default_rng(0)
-    return from_arrays(rng.integers(0, 256, (40, 1, 4, 4)).astype(np.uint8), rng.integers(0, 3, 40), SPEC)
+    return from_arrays(
+        rng.integers(0, 256, (40, 1, 4, 4)).astype(np.uint8), rng.integers(0, 3, 40), SPEC
+    )
 
 
 def context(number: int = 1, clients: int = 5, **others: Any) -> RoundContext:
     sizes = tuple(len(part) for part in PARTS[:clients])
     made = RoundContext(
-        number, 0, CPU, SPEC, Linear((1, 4, 4), 3), 8.0, clients=clients, participants=tuple(range(clients)), sizes=sizes
+        number,
+        0,
+        CPU,
+        SPEC,
+        Linear((1, 4, 4), 3),
+        8.0,
+        clients=clients,
+        participants=tuple(range(clients)),
+        sizes=sizes,
     )
     return replace(made, **others)
 
@@ -61,7 +74,9 @@ def context(number: int = 1, clients: int = 5, **others: Any) -> RoundContext:
 def start() -> ServerState:
     draws = torch.Generator().manual_seed(0)
     shapes = {name: value.shape for name, value in Linear((1, 4, 4), 3).state_dict().items()}
-    return ServerState({name: 0.1 * torch.randn(shape, generator=draws) for name, shape in shapes.items()})
+    return ServerState(
+        {name: 0.1 * torch.randn(shape, generator=draws) for name, shape in shapes.items()}
+    )
 
 
 def group(clients: int = 5) -> OpenClients:
@@ -100,20 +115,26 @@ def test_only_where_it_pays_do_clients_share_memory() -> None:
         if issubclass(cls, TrainsLocally):
             assert (cls().client_bytes(context()) is not None) == (cls in PLAIN), name
             assert cls().client_bytes(context(privacy=private)) is None
-    assert FedAvg().client_bytes(context(architecture=ConvNet((1, 8, 8), 3, width=4, depth=1))) is None
+    assert (
+        FedAvg().client_bytes(context(architecture=ConvNet((1, 8, 8), 3, width=4, depth=1))) is None
+    )
     assert FedAvg().client_bytes(context(client_architectures=(Linear((1, 4, 4), 3),) * 5)) is None
     assert FedAvg(batch=2**15 // 16).client_bytes(context()) is not None
     assert FedAvg(batch=2**15 // 16 + 1).client_bytes(context()) is None
 
 
-@pytest.mark.parametrize("kind", [FedAvg, FedAvgM, FedProx, FedNova, FedDyn, Scaffold, QFFL, FedGKD, FedGen])
+@pytest.mark.parametrize(
+    "kind", [FedAvg, FedAvgM, FedProx, FedNova, FedDyn, Scaffold, QFFL, FedGKD, FedGen]
+)
 def test_a_round_in_which_nobody_counts_changes_nothing(kind: type[TrainsLocally]) -> None:
     method, state = kind(**LOCAL), start()
     if kind is FedProx:
         method = FedProx(**LOCAL, adaptive=True)
     memories: list[Any] = [{}] * 5
     for number in (1, 2):
-        results = method.client_step(method.broadcast(state, context(number)), group(), memories, context(number))
+        results = method.client_step(
+            method.broadcast(state, context(number)), group(), memories, context(number)
+        )
         uploads, memories = [u for u, _ in results], [m for _, m in results]
         state = method.server_step(state, uploads, context(number))
     dropped = [replace(u, weight=0.0) for u in uploads if isinstance(u, ModelParameters)]
@@ -126,7 +147,9 @@ def test_a_round_in_which_nobody_counts_changes_nothing(kind: type[TrainsLocally
 
 def test_the_rounds_own_mu_reaches_the_clients() -> None:
     method, ctx = FedProx(**LOCAL, mu=0.1, adaptive=True), context()
-    raised = ServerState(start().parameters, {name: torch.tensor(2.0) for name in ("mu", "loss", "falls")})
+    raised = ServerState(
+        start().parameters, {name: torch.tensor(2.0) for name in ("mu", "loss", "falls")}
+    )
     ((upload, _), *_) = method.client_step(method.broadcast(raised, ctx), group(), [{}] * 5, ctx)
     fixed = FedProx(**LOCAL, mu=2.0)
     ((expected, _), *_) = fixed.client_step(fixed.broadcast(start(), ctx), group(), [{}] * 5, ctx)
@@ -140,17 +163,23 @@ def test_local_steps_are_the_same_for_every_client() -> None:
         taken.append(upload.norm)  # type: ignore[attr-defined]
     assert taken == [3.0] * 5
     one = FedAvg(**{**LOCAL, "local_steps": 1, "batch": 40})
-    ((upload, _),) = one.client_step(one.broadcast(start(), ctx), group(1), [{}], context(clients=1))
+    ((upload, _),) = one.client_step(
+        one.broadcast(start(), ctx), group(1), [{}], context(clients=1)
+    )
     net = Linear((1, 4, 4), 3)
     net.load_state_dict(dict(start().parameters))
     clients = group(1)
     nn.functional.cross_entropy(net(clients.images(PARTS[0])), clients.labels(PARTS[0])).backward()  # type: ignore[no-untyped-call]
-    expected = torch.cat([(p - 0.2 * p.grad).flatten() for p in net.parameters() if p.grad is not None])
+    expected = torch.cat(
+        [(p - 0.2 * p.grad).flatten() for p in net.parameters() if p.grad is not None]
+    )
     torch.testing.assert_close(vector(upload), expected.detach(), atol=1e-6, rtol=1e-5)
     control = {name: torch.ones_like(value) for name, value in start().parameters.items()}
     empty = OpenClients((0,), data(), [torch.arange(0)])
     scaffold = Scaffold(**{**LOCAL, "local_steps": 3})
-    ((nothing, memory),) = scaffold.client_step(scaffold.broadcast(start(), ctx), empty, [control], context(clients=1))
+    ((nothing, memory),) = scaffold.client_step(
+        scaffold.broadcast(start(), ctx), empty, [control], context(clients=1)
+    )
     assert all(torch.equal(memory[name], control[name]) for name in control)
     assert nothing.weight == 0  # type: ignore[attr-defined]
 
@@ -158,18 +187,30 @@ def test_local_steps_are_the_same_for_every_client() -> None:
 def test_a_large_q_does_not_overflow() -> None:
     """Against the update's own formula, in numbers of 80 bits: F^q is 10^602 and more."""
     state, q = start(), 1000.0
-    sent = [FairModel({n: v + 0.01 * (k + 1) for n, v in state.parameters.items()}, 1.0, 4.0 + k / 100) for k in range(3)]
+    sent = [
+        FairModel({n: v + 0.01 * (k + 1) for n, v in state.parameters.items()}, 1.0, 4.0 + k / 100)
+        for k in range(3)
+    ]
     made = QFFL(lr=0.5, q=q).server_step(state, sent, context(clients=3))
     F = np.array([u.loss for u in sent], dtype=np.longdouble) + TINY
     delta = [2.0 * -0.01 * (k + 1) * np.ones(51) for k in range(3)]
     h = sum(q * f ** (q - 1) * (d**2).sum() + 2.0 * f**q for f, d in zip(F, delta, strict=True))
     step = sum(f**q * d for f, d in zip(F, delta, strict=True)) / h
     for name, value in made.parameters.items():
-        torch.testing.assert_close(value - state.parameters[name], torch.full_like(value, -float(step[0])), atol=1e-6, rtol=1e-4)
+        torch.testing.assert_close(
+            value - state.parameters[name],
+            torch.full_like(value, -float(step[0])),
+            atol=1e-6,
+            rtol=1e-4,
+        )
 
 
 def test_a_model_that_stays_with_its_client_is_checked_too() -> None:
-    settings = {"run": {"method": "solo", "rounds": 1}, "method": {"lr": 1e38, "local_epochs": 3}, "model": {"name": "linear"}}
+    settings = {
+        "run": {"method": "solo", "rounds": 1},
+        "method": {"lr": 1e38, "local_epochs": 3},
+        "model": {"name": "linear"},
+    }
     with pytest.raises(DivergedError, match="client 0"):
         simulate(resolve(settings))
 
@@ -178,13 +219,22 @@ def test_a_model_that_stays_with_its_client_is_checked_too() -> None:
 def test_each_private_client_has_its_own_terms(kind: type[TrainsLocally]) -> None:
     """Catches: one client's penalty for all. Almost without noise or clipping, with a memory of its own for each."""
     method = kind(**LOCAL)
-    ctx = context(clients=3, privacy=PrivacySettings(noise_multiplier=1e-9, sample_rate=1.0, clip=1e3))
-    memories = [{name: 0.3 * (k - 1) * torch.ones_like(value) for name, value in start().parameters.items()} for k in range(3)]
+    ctx = context(
+        clients=3, privacy=PrivacySettings(noise_multiplier=1e-9, sample_rate=1.0, clip=1e3)
+    )
+    memories = [
+        {name: 0.3 * (k - 1) * torch.ones_like(value) for name, value in start().parameters.items()}
+        for k in range(3)
+    ]
 
     def clients(ids: tuple[int, ...]) -> PrivateClients:
         parts = [PARTS[k] for k in ids]
         return PrivateClients(
-            ids, data(), parts, [Guard(Ledger(str(k)), 1e-5, None) for k in ids], [SecretGenerator() for _ in ids]
+            ids,
+            data(),
+            parts,
+            [Guard(Ledger(str(k)), 1e-5, None) for k in ids],
+            [SecretGenerator() for _ in ids],
         )
 
     message = method.broadcast(start(), ctx)
@@ -196,13 +246,23 @@ def test_each_private_client_has_its_own_terms(kind: type[TrainsLocally]) -> Non
 
 
 def test_each_client_is_charged_for_its_own_network() -> None:
-    nets = Linear((1, 4, 4), 3), nn.Sequential(nn.Flatten(), nn.Linear(16, 5), nn.ReLU(), nn.Linear(5, 3))
+    nets = (
+        Linear((1, 4, 4), 3),
+        nn.Sequential(nn.Flatten(), nn.Linear(16, 5), nn.ReLU(), nn.Linear(5, 3)),
+    )
     privacy = PrivacySettings(noise_multiplier=1.0, sample_rate=1.0)
     ctx = context(clients=2, client_architectures=nets, privacy=privacy)
     ledgers = [Ledger("0"), Ledger("1")]
     clients = PrivateClients(
-        (0, 1), data(), PARTS[:2], [Guard(ledger, 1e-5, None) for ledger in ledgers], [SecretGenerator()] * 2
+        (0, 1),
+        data(),
+        PARTS[:2],
+        [Guard(ledger, 1e-5, None) for ledger in ledgers],
+        [SecretGenerator()] * 2,
     )
     method = Dense(**{**LOCAL, "local_epochs": 1})
     method.client_step(method.broadcast(start(), ctx), clients, [{}, {}], ctx)
-    assert [[row.dimension for row in ledger.releases] for ledger in ledgers] == [[51], [16 * 5 + 5 + 5 * 3 + 3]]
+    assert [[row.dimension for row in ledger.releases] for ledger in ledgers] == [
+        [51],
+        [16 * 5 + 5 + 5 * 3 + 3],
+    ]

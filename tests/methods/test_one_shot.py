@@ -29,7 +29,13 @@ from fedsynth.privacy.errors import ForbiddenLayerError, UnaccountedReleaseError
 
 SPEC = dataset_spec("digits")
 METHODS = ["dense", "fedhydra", "feddf"]
-TINY: dict[str, Any] = {"server_epochs": 2, "generator_steps": 2, "generator_width": 4, "generator_batch": 8, "latent": 5}
+TINY: dict[str, Any] = {
+    "server_epochs": 2,
+    "generator_steps": 2,
+    "generator_width": 4,
+    "generator_batch": 8,
+    "latent": 5,
+}
 FAST: dict[str, dict[str, Any]] = {
     "dense": {"local_epochs": 3, **TINY},
     "fedhydra": {"local_epochs": 3, **TINY, "stratification_steps": 3, "stratification_batch": 4},
@@ -72,7 +78,9 @@ def test_heterogeneous_clients(method: str) -> None:
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("clients", ["", "resnet8,cnn1"])
-def test_with_privacy_the_clients_are_charged_and_the_server_is_not(method: str, clients: str) -> None:
+def test_with_privacy_the_clients_are_charged_and_the_server_is_not(
+    method: str, clients: str
+) -> None:
     result = simulate(run(method, privacy={"epsilon": 10.0}, clients=clients))
     assert result.privacy is not None
     promise: Any = result.privacy["guarantee"]
@@ -80,7 +88,9 @@ def test_with_privacy_the_clients_are_charged_and_the_server_is_not(method: str,
     rows: Any = result.privacy["ledger"]
     assert {row["mechanism"] for row in rows} == {"dp-sgd"}
     if clients:
-        assert len({row["dimension"] for row in rows}) == 2  # each client's own number of parameters
+        assert (
+            len({row["dimension"] for row in rows}) == 2
+        )  # each client's own number of parameters
     assert not any("running" in name for u in result.uploads.values() for name in u.parameters)  # type: ignore[attr-defined]
 
 
@@ -92,12 +102,23 @@ def test_batch_norm_statistics_are_refused_with_privacy(method: str) -> None:
 
 def context(**changes: Any) -> RoundContext:
     architecture = build_model(ModelSettings(width=4, depth=2), SPEC.image_shape, 10, 0)
-    return RoundContext(1, 0, torch.device("cpu"), SPEC, architecture, 6.0, **{"clients": 2, "participants": (0, 1), **changes})
+    return RoundContext(
+        1,
+        0,
+        torch.device("cpu"),
+        SPEC,
+        architecture,
+        6.0,
+        **{"clients": 2, "participants": (0, 1), **changes},
+    )
 
 
 def uploads() -> list[ModelParameters]:
     return [
-        ModelParameters(build_model(ModelSettings(width=4, depth=2), SPEC.image_shape, 10, seed).state_dict(), weight)
+        ModelParameters(
+            build_model(ModelSettings(width=4, depth=2), SPEC.image_shape, 10, seed).state_dict(),
+            weight,
+        )
         for seed, weight in ((1, 1.0), (2, 3.0))
     ]
 
@@ -108,9 +129,14 @@ def test_without_a_step_the_student_is_where_it_starts(method: DistilsEnsemble) 
     pixels = np.zeros((4, 8, 8), np.uint8)
     proxy = ProxyImages(from_arrays(pixels, np.zeros(4, np.int64), SPEC), SPEC)
     state = ServerState(context().architecture.state_dict())
-    starts = {kind: type(method)(**{**vars(method), "start": kind}) for kind in ("average", "server")}
+    starts = {
+        kind: type(method)(**{**vars(method), "start": kind}) for kind in ("average", "server")
+    }
     assert method.start == ("server" if method.name == "dense" else "average")
-    for one, expected in ((starts["average"], average(uploads())), (starts["server"], state.parameters)):
+    for one, expected in (
+        (starts["average"], average(uploads())),
+        (starts["server"], state.parameters),
+    ):
         made = one.server_step(state, uploads(), context(proxy=proxy))
         assert all(torch.equal(made.parameters[name], expected[name]) for name in expected)
 
@@ -127,7 +153,9 @@ def test_fedhydra_keeps_u_and_the_run_folder_shows_it(tmp_path: Path) -> None:
 
 def test_stratified_and_averaged_aggregation_differ() -> None:
     models = [
-        FedHydra(**{**TINY, "stratification_steps": 3, "stratification_batch": 4, "aggregation": kind})  # type: ignore[arg-type]
+        FedHydra(
+            **{**TINY, "stratification_steps": 3, "stratification_batch": 4, "aggregation": kind}
+        )  # type: ignore[arg-type]
         .server_step(ServerState(context().architecture.state_dict()), uploads(), context())
         .parameters["classifier.weight"]
         for kind in ("stratified", "average")
@@ -150,26 +178,43 @@ def test_feddf_moves_the_student_to_the_ensemble_on_its_proxy() -> None:
 
     state = ServerState(ctx.architecture.state_dict())
     before = apart(average(uploads()))
-    made = FedDF(server_steps=30, server_batch=32, server_lr=1e-2).server_step(state, uploads(), ctx)
+    made = FedDF(server_steps=30, server_batch=32, server_lr=1e-2).server_step(
+        state, uploads(), ctx
+    )
     assert apart(made.parameters) < before / 2
-    with pytest.raises(SettingError, match="--set proxy=NAME"):  # before anything is trained or charged
+    with pytest.raises(
+        SettingError, match="--set proxy=NAME"
+    ):  # before anything is trained or charged
         simulate(resolve({"run": {"method": "feddf", "rounds": 1}, "method": {"proxy": ""}}))
 
 
 def test_the_clients_own_images_are_no_public_proxy() -> None:
-    settings = resolve({"run": {"method": "feddf", "rounds": 1}, "method": {"proxy": "digits"}, "privacy": {"epsilon": 8.0}})
+    settings = resolve(
+        {
+            "run": {"method": "feddf", "rounds": 1},
+            "method": {"proxy": "digits"},
+            "privacy": {"epsilon": 8.0},
+        }
+    )
     with pytest.raises(UnaccountedReleaseError, match="the clients' own images"):
         simulate(settings)
 
 
 def test_models_that_do_not_count_are_not_in_the_ensemble(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
-    monkeypatch.setattr(Dense, "distil", lambda self, models, student, state, ctx: seen.append(len(models)) or ServerState({}))
+    monkeypatch.setattr(
+        Dense,
+        "distil",
+        lambda self, models, student, state, ctx: seen.append(len(models)) or ServerState({}),
+    )
     one, two = uploads()
     state = ServerState(context().architecture.state_dict())
     Dense().server_step(state, [one, replace(two, weight=0.0)], context())
     assert seen == [1]
-    assert Dense().server_step(state, [replace(one, weight=0.0), replace(two, weight=0.0)], context()) is state
+    assert (
+        Dense().server_step(state, [replace(one, weight=0.0), replace(two, weight=0.0)], context())
+        is state
+    )
     with pytest.raises(SettingError, match="no meaning"):
         Dense(final="oca")
 
@@ -183,17 +228,36 @@ def test_proxy_images_are_brought_to_the_shape() -> None:
     assert x.shape == (2, 1, 8, 8)
     assert float(x[0].mean()) == pytest.approx(0.299, abs=2e-3)
     assert float(x[1].mean()) == pytest.approx(100 / 255, abs=2e-3)
-    to_rgb = ProxyImages(from_arrays(np.full((1, 8, 8), 50, np.uint8), np.zeros(1, np.int64), grey), rgb)
+    to_rgb = ProxyImages(
+        from_arrays(np.full((1, 8, 8), 50, np.uint8), np.zeros(1, np.int64), grey), rgb
+    )
     y = to_rgb(torch.tensor([0]))
     assert y.shape == (1, 3, 32, 32)
-    assert float((y * torch.tensor(rgb.std).view(3, 1, 1) + torch.tensor(rgb.mean).view(3, 1, 1)).std()) < 1e-5
+    assert (
+        float(
+            (y * torch.tensor(rgb.std).view(3, 1, 1) + torch.tensor(rgb.mean).view(3, 1, 1)).std()
+        )
+        < 1e-5
+    )
     assert len(to_grey) == 2
 
 
 def test_settings_are_the_papers_and_validated() -> None:
     m = FedHydra()
-    assert (m.local_epochs, m.batch, m.lr, m.bn_weight, m.ad_weight, m.generator_lr) == (200, 128, 0.01, 1.0, 0.5, 1e-3)
-    assert (m.generator_steps, m.server_epochs, m.server_lr, m.stratification_steps) == (30, 200, 0.01, 30)
+    assert (m.local_epochs, m.batch, m.lr, m.bn_weight, m.ad_weight, m.generator_lr) == (
+        200,
+        128,
+        0.01,
+        1.0,
+        0.5,
+        1e-3,
+    )
+    assert (m.generator_steps, m.server_epochs, m.server_lr, m.stratification_steps) == (
+        30,
+        200,
+        0.01,
+        30,
+    )
     assert Dense().only_disagreement
     assert Dense().hard_weight == 0
     with pytest.raises(UnknownNameError, match="did you mean stratified"):

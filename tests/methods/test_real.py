@@ -19,7 +19,9 @@ SPEC = dataset_spec("digits")
 
 def data(n: int = 60) -> ImageData:
     rng = np.random.default_rng(0)
-    return from_arrays(rng.integers(0, 256, (n, 1, 8, 8)).astype(np.uint8), rng.integers(0, 10, n), SPEC)
+    return from_arrays(
+        rng.integers(0, 256, (n, 1, 8, 8)).astype(np.uint8), rng.integers(0, 10, n), SPEC
+    )
 
 
 def test_real_and_feddm_start_from_the_same_images() -> None:
@@ -28,9 +30,17 @@ def test_real_and_feddm_start_from_the_same_images() -> None:
     state = ServerState(architecture.state_dict())
     clients = OpenClients([0, 1], data(), [torch.arange(30), torch.arange(30, 60)])
     sent = []
-    for method in (Real(ipc=3, min_examples=2), FedDM(ipc=3, min_examples=2, iterations=1, image_lr=0.0)):
+    for method in (
+        Real(ipc=3, min_examples=2),
+        FedDM(ipc=3, min_examples=2, iterations=1, image_lr=0.0),
+    ):
         sent.append(
-            [dict(u.arrays()) for u, _ in method.client_step(method.broadcast(state, context), clients, [{}, {}], context)]
+            [
+                dict(u.arrays())
+                for u, _ in method.client_step(
+                    method.broadcast(state, context), clients, [{}, {}], context
+                )
+            ]
         )
     for real, feddm in zip(*sent, strict=True):
         assert torch.equal(real["images"], feddm["images"])
@@ -42,11 +52,16 @@ def test_real_sends_the_clients_own_images(resample: bool) -> None:
     images = data(60)
     architecture = build_model(ModelSettings(width=4, depth=1), SPEC.image_shape, 10, 0)
     state = ServerState(architecture.state_dict())
-    method, clients = Real(ipc=2, min_examples=2, resample=resample), OpenClients([0], images, [torch.arange(60)])
+    method, clients = (
+        Real(ipc=2, min_examples=2, resample=resample),
+        OpenClients([0], images, [torch.arange(60)]),
+    )
     sent = []
     for round in (1, 2):
         context = RoundContext(round, 0, torch.device("cpu"), SPEC, architecture, 15.0)
-        ((upload, _),) = method.client_step(method.broadcast(state, context), clients, [{}], context)
+        ((upload, _),) = method.client_step(
+            method.broadcast(state, context), clients, [{}], context
+        )
         arrays = dict(upload.arrays())
         own = normalise(images.images, SPEC).flatten(1)
         match = (arrays["images"].flatten(1)[:, None] == own[None]).all(dim=2)

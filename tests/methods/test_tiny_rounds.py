@@ -25,7 +25,12 @@ PIXELS = np.random.default_rng(0).integers(0, 256, (9, 1, 2, 2)).astype(np.uint8
 X, Y = PIXELS.reshape(9, 4) / 255, np.array([0, 1, 2, 0, 1, 1, 2, 2, 0])
 PARTS, SIZES = [np.arange(4), np.arange(4, 9)], (4, 5)
 STEPS, RATE = 3, 0.5
-FULL: dict[str, Any] = {"batch": 10, "lr": RATE, "momentum": 0.0, "local_epochs": STEPS}  # an epoch is one step on all examples
+FULL: dict[str, Any] = {
+    "batch": 10,
+    "lr": RATE,
+    "momentum": 0.0,
+    "local_epochs": STEPS,
+}  # an epoch is one step on all examples
 
 
 class Deep(nn.Module):
@@ -66,14 +71,22 @@ def descended(w: Array, loss: Callable[[Array], float]) -> Array:
     return w
 
 
-def two_rounds(method: TrainsLocally, model: nn.Module, device: torch.device) -> tuple[list[dict[str, Array]], list[list[Any]]]:
+def two_rounds(
+    method: TrainsLocally, model: nn.Module, device: torch.device
+) -> tuple[list[dict[str, Array]], list[list[Any]]]:
     """The global model and the clients' memories after each round."""
-    state = ServerState({name: value.clone().to(device) for name, value in model.state_dict().items()})
-    clients = OpenClients((0, 1), from_arrays(PIXELS, Y, SPEC).to(device), [torch.as_tensor(part) for part in PARTS])
+    state = ServerState(
+        {name: value.clone().to(device) for name, value in model.state_dict().items()}
+    )
+    clients = OpenClients(
+        (0, 1), from_arrays(PIXELS, Y, SPEC).to(device), [torch.as_tensor(part) for part in PARTS]
+    )
     memories: list[Any] = [{}, {}]
     models, remembered = [], []
     for number in (1, 2):
-        ctx = RoundContext(number, 0, device, SPEC, model, 4.5, clients=2, participants=(0, 1), sizes=SIZES)
+        ctx = RoundContext(
+            number, 0, device, SPEC, model, 4.5, clients=2, participants=(0, 1), sizes=SIZES
+        )
         results = method.client_step(method.broadcast(state, ctx), clients, memories, ctx)
         memories = [memory for _, memory in results]
         state = method.server_step(state, [upload for upload, _ in results], ctx)
@@ -87,7 +100,9 @@ def as_arrays(parameters: Any) -> dict[str, Array]:
 
 
 def joined(parameters: dict[str, Array]) -> Array:
-    return np.concatenate([parameters["body.weight"].ravel(), parameters["classifier.weight"].ravel()])
+    return np.concatenate(
+        [parameters["body.weight"].ravel(), parameters["classifier.weight"].ravel()]
+    )
 
 
 def cosine(a: Array, b: Array) -> Array:
@@ -99,10 +114,17 @@ def test_moon(device: torch.device) -> None:
     whole, last, expected = AW, [AW, AW], []
     for _ in range(2):
 
-        def loss(w: Array, k: int, whole: Array = whole, last: tuple[Array, ...] = tuple(last)) -> float:
+        def loss(
+            w: Array, k: int, whole: Array = whole, last: tuple[Array, ...] = tuple(last)
+        ) -> float:
             x = X[PARTS[k]]
-            near, far = (np.exp(cosine(embeddings(w, x), embeddings(other, x)) / 0.5) for other in (whole, last[k]))
-            return cross_entropy(w, x, Y[PARTS[k]]) + 2.0 * float(-np.log(near / (near + far)).mean())
+            near, far = (
+                np.exp(cosine(embeddings(w, x), embeddings(other, x)) / 0.5)
+                for other in (whole, last[k])
+            )
+            return cross_entropy(w, x, Y[PARTS[k]]) + 2.0 * float(
+                -np.log(near / (near + far)).mean()
+            )
 
         last = [descended(whole, lambda w, k=k, loss=loss: loss(w, k)) for k in range(2)]  # type: ignore[misc]
         whole = (4 * last[0] + 5 * last[1]) / 9
@@ -133,9 +155,15 @@ def test_fedbn(device: torch.device) -> None:
     for model, memory, (common, each) in zip(models, memories, expected, strict=True):
         np.testing.assert_allclose(joined(model), common, atol=5e-5)
         for k in range(2):
-            np.testing.assert_allclose(np.concatenate([memory[k]["norm.weight"], memory[k]["norm.bias"]]), each[k], atol=5e-5)
+            np.testing.assert_allclose(
+                np.concatenate([memory[k]["norm.weight"], memory[k]["norm.bias"]]),
+                each[k],
+                atol=5e-5,
+            )
     for k in range(2):  # running statistics: momentum 0.1, six steps
-        np.testing.assert_allclose(memories[1][k]["norm.running_mean"], X[PARTS[k]].mean(0) * (1 - 0.9**6), atol=1e-5)
+        np.testing.assert_allclose(
+            memories[1][k]["norm.running_mean"], X[PARTS[k]].mean(0) * (1 - 0.9**6), atol=1e-5
+        )
 
 
 def test_solo(device: torch.device) -> None:
@@ -143,7 +171,10 @@ def test_solo(device: torch.device) -> None:
     each: list[Array] = [AW, AW]
     models, memories = two_rounds(Solo(**FULL), Deep(norm=False), device)
     for model, memory in zip(models, memories, strict=True):
-        each = [descended(w, lambda v, k=k: cross_entropy(v, X[PARTS[k]], Y[PARTS[k]])) for k, w in enumerate(each)]  # type: ignore[misc]
+        each = [
+            descended(w, lambda v, k=k: cross_entropy(v, X[PARTS[k]], Y[PARTS[k]]))
+            for k, w in enumerate(each)
+        ]  # type: ignore[misc]
         for k in range(2):
             np.testing.assert_allclose(joined(memory[k]), each[k], atol=5e-5)
         np.testing.assert_allclose(joined(model), AW, atol=1e-6)

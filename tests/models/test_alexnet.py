@@ -10,7 +10,12 @@ import torchvision
 
 from fedsynth.errors import SettingError
 from fedsynth.models.alexnet import AlexNet
-from fedsynth.models.registry import ModelSettings, build_client_models, build_model, parameter_count
+from fedsynth.models.registry import (
+    ModelSettings,
+    build_client_models,
+    build_model,
+    parameter_count,
+)
 from fedsynth.privacy.dpsgd import check_model
 
 
@@ -18,11 +23,15 @@ def test_alexnet_has_torchvisions_convolutions_and_small_hidden_layers() -> None
     net: Any = build_model(ModelSettings("alexnet"), (3, 64, 64), 10, seed=0)
     theirs: Any = torchvision.models.alexnet(num_classes=10)
     mine = [m for m in net.modules() if isinstance(m, torch.nn.Conv2d)]
-    for a, b in zip(mine, [m for m in theirs.features if isinstance(m, torch.nn.Conv2d)], strict=True):
+    for a, b in zip(
+        mine, [m for m in theirs.features if isinstance(m, torch.nn.Conv2d)], strict=True
+    ):
         assert (a.weight.shape, a.stride, a.padding) == (b.weight.shape, b.stride, b.padding)
     convolutions = sum(p.numel() for p in theirs.features.parameters())
     norms = 2 * (64 + 192 + 384 + 256 + 256 + 1024 + 1024)
-    assert parameter_count(net) == convolutions + norms + (9216 + 1) * 1024 + 1025 * 1024 + 1025 * 10
+    assert (
+        parameter_count(net) == convolutions + norms + (9216 + 1) * 1024 + 1025 * 1024 + 1025 * 10
+    )
     x = torch.randn(2, 3, 64, 64)
     relu, flat = torch.nn.ReLU(), torch.nn.Flatten()
     parts = [
@@ -35,8 +44,19 @@ def test_alexnet_has_torchvisions_convolutions_and_small_hidden_layers() -> None
         relu,
         torch.nn.MaxPool2d(3, 2),
     ]
-    parts += [part for layer in (net.layer3, net.layer4, net.layer5) for part in (layer[0], layer[1], relu)]
-    parts += [torch.nn.MaxPool2d(3, 2), torch.nn.AdaptiveAvgPool2d(6), flat, net.hidden1[0], net.hidden1[1], relu]
+    parts += [
+        part
+        for layer in (net.layer3, net.layer4, net.layer5)
+        for part in (layer[0], layer[1], relu)
+    ]
+    parts += [
+        torch.nn.MaxPool2d(3, 2),
+        torch.nn.AdaptiveAvgPool2d(6),
+        flat,
+        net.hidden1[0],
+        net.hidden1[1],
+        relu,
+    ]
     parts += [net.hidden2[0], net.hidden2[1], relu, net.classifier]
     with torch.no_grad():
         torch.testing.assert_close(net.eval()(x), torch.nn.Sequential(*parts)(x))
@@ -78,10 +98,15 @@ def test_a_projection_head_takes_the_last_layers_place(name: str) -> None:
     x = torch.randn(2, 1, 28, 28)
     with torch.no_grad():
         h = net.eval().body.embed(x)
-        z = torch.relu(h @ net.hidden.weight.T + net.hidden.bias) @ net.projection.weight.T + net.projection.bias
+        z = (
+            torch.relu(h @ net.hidden.weight.T + net.hidden.bias) @ net.projection.weight.T
+            + net.projection.bias
+        )
         torch.testing.assert_close(net.embed(x), z)
         torch.testing.assert_close(net(x), net.classifier(z))
-    clients = build_client_models(ModelSettings(name, width=4, projection=12, clients="cnn1"), (1, 28, 28), 10, 0, 1)
+    clients = build_client_models(
+        ModelSettings(name, width=4, projection=12, clients="cnn1"), (1, 28, 28), 10, 0, 1
+    )
     assert clients is not None
     assert clients[0].classifier.in_features == 12  # type: ignore[union-attr]
     with pytest.raises(SettingError, match="projection"):

@@ -12,15 +12,21 @@ from fedsynth.models.registry import ModelSettings, build_model, parameter_count
 
 
 @pytest.mark.parametrize(
-    ("shape", "classes", "count"), [((1, 28, 28), 10, 317_706), ((3, 32, 32), 10, 320_010), ((3, 32, 32), 100, 504_420)]
+    ("shape", "classes", "count"),
+    [((1, 28, 28), 10, 317_706), ((3, 32, 32), 10, 320_010), ((3, 32, 32), 100, 504_420)],
 )
-def test_parameter_counts_are_those_of_feddm_table_3(shape: tuple[int, int, int], classes: int, count: int) -> None:
+def test_parameter_counts_are_those_of_feddm_table_3(
+    shape: tuple[int, int, int], classes: int, count: int
+) -> None:
     assert parameter_count(build_model(ModelSettings(), shape, classes, seed=0)) == count
 
 
 def test_parameter_count_of_the_batch_norm_convnet_at_64_pixels() -> None:
     """FedAF's 381,450 for 10 classes at 64×64."""
-    assert parameter_count(build_model(ModelSettings(norm="batch"), (3, 64, 64), 10, seed=0)) == 381_450
+    assert (
+        parameter_count(build_model(ModelSettings(norm="batch"), (3, 64, 64), 10, seed=0))
+        == 381_450
+    )
 
 
 def test_logits_are_the_classifier_of_the_embedding() -> None:
@@ -38,7 +44,9 @@ def test_instance_norm_ignores_the_rest_of_the_batch() -> None:
 
 def test_the_seed_decides_and_the_global_generator_is_untouched() -> None:
     before = torch.get_rng_state()
-    a, b, c = (flatten(build_model(ModelSettings(width=8), (1, 8, 8), 10, seed)) for seed in (0, 0, 1))
+    a, b, c = (
+        flatten(build_model(ModelSettings(width=8), (1, 8, 8), 10, seed)) for seed in (0, 0, 1)
+    )
     assert torch.equal(a, b)
     assert not torch.equal(a, c)
     assert torch.equal(before, torch.get_rng_state())
@@ -69,7 +77,9 @@ def test_flat_network_is_a_view() -> None:
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 0.03)])
 @pytest.mark.parametrize("offset", [0.0, 30.0])
-def test_fast_instance_norm_is_group_norm(dtype: torch.dtype, tolerance: float, offset: float) -> None:
+def test_fast_instance_norm_is_group_norm(
+    dtype: torch.dtype, tolerance: float, offset: float
+) -> None:
     """Also where the mean is far from zero, where E[x²] − E[x]² would cancel."""
     norm = InstanceNorm(8)
     with torch.no_grad():

@@ -13,7 +13,10 @@ from fedsynth.privacy.dpsgd import check_model
 
 
 def test_parameters_are_those_that_fedaf_prints() -> None:
-    assert parameter_count(build_model(ModelSettings("resnet18"), (3, 32, 32), 10, seed=0)) == 11_181_642
+    assert (
+        parameter_count(build_model(ModelSettings("resnet18"), (3, 32, 32), 10, seed=0))
+        == 11_181_642
+    )
 
 
 def test_it_is_torchvisions_network() -> None:

@@ -25,15 +25,23 @@ def test_lenet5_has_its_known_size() -> None:
 
 
 def test_resnet8_counted_layer_by_layer() -> None:
-    conv = [9 * a * b for a, b in ((3, 16), (16, 16), (16, 16), (16, 32), (32, 32), (32, 64), (64, 64))]
+    conv = [
+        9 * a * b for a, b in ((3, 16), (16, 16), (16, 16), (16, 32), (32, 32), (32, 64), (64, 64))
+    ]
     shortcuts, norms = 16 * 32 + 32 * 64, 2 * (16 * 3 + 32 * 3 + 64 * 3)
-    assert parameter_count(build_model(ModelSettings("resnet8"), (3, 32, 32), 10, 0)) == sum(conv) + shortcuts + norms + 650
+    assert (
+        parameter_count(build_model(ModelSettings("resnet8"), (3, 32, 32), 10, 0))
+        == sum(conv) + shortcuts + norms + 650
+    )
 
 
 @pytest.mark.parametrize(
-    ("model", "shape"), [(LeNet5, (1, 28, 28)), (LeNet5, (3, 32, 32)), (ResNet8, (3, 32, 32)), (ResNet8, (1, 8, 8))]
+    ("model", "shape"),
+    [(LeNet5, (1, 28, 28)), (LeNet5, (3, 32, 32)), (ResNet8, (3, 32, 32)), (ResNet8, (1, 8, 8))],
 )
-def test_logits_are_the_classifier_of_the_embedding(model: type[nn.Module], shape: tuple[int, int, int]) -> None:
+def test_logits_are_the_classifier_of_the_embedding(
+    model: type[nn.Module], shape: tuple[int, int, int]
+) -> None:
     net = model(shape, 7)
     x = torch.randn(3, *shape)
     torch.testing.assert_close(net.classifier(net.embed(x)), net(x))  # type: ignore[operator]
@@ -43,7 +51,11 @@ def test_logits_are_the_classifier_of_the_embedding(model: type[nn.Module], shap
 def test_both_train_with_differential_privacy() -> None:
     check_model(LeNet5((1, 28, 28), 10))
     check_model(ResNet8((3, 32, 32), 10))
-    groups = {m.num_groups == m.num_channels for m in ResNet8((3, 32, 32), 10).modules() if isinstance(m, nn.GroupNorm)}
+    groups = {
+        m.num_groups == m.num_channels
+        for m in ResNet8((3, 32, 32), 10).modules()
+        if isinstance(m, nn.GroupNorm)
+    }
     assert groups == {True}  # one channel a group
 
 
@@ -70,7 +82,9 @@ def test_googlenet_is_torchvisions() -> None:
     import torchvision
 
     net = build_model(ModelSettings("googlenet"), (3, 64, 64), 5, 0).eval()
-    theirs = torchvision.models.googlenet(num_classes=5, aux_logits=False, init_weights=False).eval()
+    theirs = torchvision.models.googlenet(
+        num_classes=5, aux_logits=False, init_weights=False
+    ).eval()
     theirs.load_state_dict(net.state_dict())
     x = torch.randn(2, 3, 64, 64, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
@@ -82,13 +96,17 @@ def test_every_architecture_takes_a_private_step(name: str) -> None:
     """Catches: in-place activations, which DP-SGD's hooks do not survive, and dropout, whose masks go by the place in the batch."""
     batch_norm = ModelSettings(name).norm == "batch"
     side = 64 if name == "alexnet" else 28
-    model = build_model(ModelSettings(name, width=4, norm="group" if batch_norm else ""), (1, side, side), 10, 0)
+    model = build_model(
+        ModelSettings(name, width=4, norm="group" if batch_norm else ""), (1, side, side), 10, 0
+    )
     before = flatten(model)
     release = Release(1, "m", "dp-sgd", "g", 1e-9, 1.0, 1.0, "full", 1, len(before))
     series = GaussianSums(release, 1, Guard(Ledger("0"), 1e-5, None), SecretGenerator())
     x = torch.randn(3, 1, side, side, generator=torch.Generator().manual_seed(0))
     dp_sgd(model, lambda i: x[i], torch.arange(3), series, 1, DpSgdSettings(0.1, 3.0))
-    assert 0 < float((flatten(model) - before).norm()) <= 0.1 * 1.01  # three clipped gradients of norm 1, over 3, times the rate
+    assert (
+        0 < float((flatten(model) - before).norm()) <= 0.1 * 1.01
+    )  # three clipped gradients of norm 1, over 3, times the rate
 
 
 def test_dropout_is_refused_with_differential_privacy() -> None:

@@ -12,7 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedsynth.privacy import accounting
-from fedsynth.privacy.accounting import deltas_at, describe_accountant, epsilon, epsilon_by_round, epsilon_rdp, gaussian_delta
+from fedsynth.privacy.accounting import (
+    deltas_at,
+    describe_accountant,
+    epsilon,
+    epsilon_by_round,
+    epsilon_rdp,
+    gaussian_delta,
+)
 from fedsynth.privacy.attacks import attack_success
 from fedsynth.privacy.calibration import calibrate_noise_multiplier
 from fedsynth.privacy.errors import PrivacySettingError
@@ -39,7 +46,11 @@ TABLE = {
     (5, 0.512): ("18.6", "56.8", "167"),
     (5, 1): ("46.2", "159", "520"),
 }
-CASES = [(s, q, n, text) for (s, q), texts in TABLE.items() for n, text in zip((1, 5, 20), texts, strict=True)]
+CASES = [
+    (s, q, n, text)
+    for (s, q), texts in TABLE.items()
+    for n, text in zip((1, 5, 20), texts, strict=True)
+]
 
 
 @pytest.mark.parametrize(("sigma", "q", "rounds", "printed"), CASES)
@@ -59,7 +70,9 @@ def test_large_mu_is_the_closed_form_computed_with_60_digits() -> None:
 
 @pytest.mark.parametrize(("sigma", "target"), [(3.73, 1.0), (1.39, 3.0), (0.50, 10.0)])
 def test_calibration_anchors(sigma: float, target: float) -> None:
-    assert calibrate_noise_multiplier(target, DELTA, lambda s: [row(s)]) == pytest.approx(sigma, abs=0.005)
+    assert calibrate_noise_multiplier(target, DELTA, lambda s: [row(s)]) == pytest.approx(
+        sigma, abs=0.005
+    )
 
 
 @pytest.mark.parametrize("mu", [0.05, 0.5, 1.0, 4.0, 30.0])
@@ -67,7 +80,9 @@ def test_analytic_gaussian(mu: float) -> None:
     from scipy.stats import norm
 
     points = [0.0, 0.1 * mu, mu, mu**2 / 2 + 2 * mu]
-    expected = [norm.cdf(mu / 2 - e / mu) - math.exp(e) * norm.cdf(-mu / 2 - e / mu) for e in points]
+    expected = [
+        norm.cdf(mu / 2 - e / mu) - math.exp(e) * norm.cdf(-mu / 2 - e / mu) for e in points
+    ]
     assert deltas_at([row(1 / mu)], points) == pytest.approx(expected, rel=1e-6, abs=1e-15)
     spent = epsilon([row(1 / mu)], DELTA)
     assert gaussian_delta(mu, spent) <= DELTA * (1 + 1e-9)
@@ -75,7 +90,9 @@ def test_analytic_gaussian(mu: float) -> None:
 
 
 def test_gaussians_compose_to_one() -> None:
-    assert epsilon([row(4.0, steps=16)], DELTA) == pytest.approx(epsilon([row(1.0)], DELTA), rel=1e-8)
+    assert epsilon([row(4.0, steps=16)], DELTA) == pytest.approx(
+        epsilon([row(1.0)], DELTA), rel=1e-8
+    )
     mixed = [row(2.0, steps=3), row(5.0, steps=7, number=1)]
     one = row(1 / math.sqrt(3 / 4 + 7 / 25))
     assert epsilon(mixed, DELTA) == pytest.approx(epsilon([one], DELTA), rel=1e-8)
@@ -99,12 +116,18 @@ def test_mixture_agrees_with_dp_accounting() -> None:
     accountant.compose(gaussian(4.0), 2)
     rows = [row(2.0, 0.05, 60), row(1.0, 0.01, 50), row(4.0, 1, 2), row(2.0, 0.05, 40, number=1)]
     assert epsilon(rows, DELTA) == pytest.approx(accountant.get_epsilon(DELTA), rel=1e-3)
-    assert deltas_at(rows, [1.0, 2.0]) == pytest.approx([accountant.get_delta(e) for e in (1.0, 2.0)], rel=1e-2)
+    assert deltas_at(rows, [1.0, 2.0]) == pytest.approx(
+        [accountant.get_delta(e) for e in (1.0, 2.0)], rel=1e-2
+    )
 
 
 def test_merged_rows_and_their_order_do_not_matter() -> None:
     split = [row(2.0, 0.05, 10, n) for n in range(6)] + [row(9.0, number=7)]
-    assert epsilon(split, DELTA) == epsilon(split[::-1], DELTA) == epsilon([row(9.0), row(2.0, 0.05, 60)], DELTA)
+    assert (
+        epsilon(split, DELTA)
+        == epsilon(split[::-1], DELTA)
+        == epsilon([row(9.0), row(2.0, 0.05, 60)], DELTA)
+    )
 
 
 def test_small_delta_stays_pessimistic() -> None:
@@ -131,13 +154,19 @@ def test_no_release_no_guarantee_and_no_noise() -> None:
 def test_huge_budgets_are_fast_and_bounded() -> None:
     for sigma, q, steps in ((0.01, 0.1, 1000), (0.001, 0.5, 20_000), (1e-200, 0.5, 3)):
         assert epsilon([row(sigma, q, steps)], DELTA) == epsilon([row(sigma, 1, steps)], DELTA)
-        assert "ignores the subsampling" in describe_accountant([row(sigma, q, steps)])["computation"]
+        assert (
+            "ignores the subsampling" in describe_accountant([row(sigma, q, steps)])["computation"]
+        )
 
 
 def test_grid_is_finer_where_a_step_loses_little() -> None:
     assert describe_accountant([row(1.0)])["discretisation_interval"] is None
-    assert describe_accountant([row(2.0, 0.05, 100)])["discretisation_interval"] == pytest.approx(1e-4)
-    assert describe_accountant([row(5.0, 0.001, 100)])["discretisation_interval"] == pytest.approx(5e-6)
+    assert describe_accountant([row(2.0, 0.05, 100)])["discretisation_interval"] == pytest.approx(
+        1e-4
+    )
+    assert describe_accountant([row(5.0, 0.001, 100)])["discretisation_interval"] == pytest.approx(
+        5e-6
+    )
     # at 1e-4 the last would be 2 % too large after 100,000 steps (0.2139); at 1e-5 it is 0.2094
     assert epsilon([row(5.0, 0.001, 100_000)], DELTA) == pytest.approx(0.2093, rel=2e-3)
 
@@ -160,7 +189,9 @@ def test_monotone(sigma: float, q: float, steps: int) -> None:
 
 @few
 @given(SIGMA, RATE, STEPS, SIGMA, RATE, STEPS)
-def test_composition_lies_between_parts_and_their_sum(s1: float, q1: float, n1: int, s2: float, q2: float, n2: int) -> None:
+def test_composition_lies_between_parts_and_their_sum(
+    s1: float, q1: float, n1: int, s2: float, q2: float, n2: int
+) -> None:
     a, b = [row(s1, q1, n1)], [row(s2, q2, n2)]
     both = epsilon(a + b, DELTA)
     assert both * 1.001 + 1e-4 >= max(epsilon(a, DELTA), epsilon(b, DELTA))
@@ -170,13 +201,18 @@ def test_composition_lies_between_parts_and_their_sum(s1: float, q1: float, n1: 
 @few
 @given(SIGMA, RATE, STEPS)
 def test_rdp_is_looser_but_not_by_far(sigma: float, q: float, steps: int) -> None:
-    tight, loose = epsilon([row(sigma, q, steps)], DELTA), epsilon_rdp([row(sigma, q, steps)], DELTA)
+    tight, loose = (
+        epsilon([row(sigma, q, steps)], DELTA),
+        epsilon_rdp([row(sigma, q, steps)], DELTA),
+    )
     assert tight * 0.999 <= loose
     if 0.3 < tight < 10:
         assert loose <= 1.5 * tight + 0.3
 
 
-@pytest.mark.parametrize(("sigma", "q", "steps"), [(1.1, 0.01, 1000), (1.0, 0.02, 500), (2.0, 0.05, 300)])
+@pytest.mark.parametrize(
+    ("sigma", "q", "steps"), [(1.1, 0.01, 1000), (1.0, 0.02, 500), (2.0, 0.05, 300)]
+)
 def test_opacus_agrees(sigma: float, q: float, steps: int) -> None:
     from opacus.accountants import PRVAccountant, RDPAccountant
 
@@ -184,11 +220,15 @@ def test_opacus_agrees(sigma: float, q: float, steps: int) -> None:
     prv.history = [(sigma, q, steps)]
     rdp.history = [(sigma, q, steps)]
     assert epsilon([row(sigma, q, steps)], DELTA) == pytest.approx(prv.get_epsilon(DELTA), rel=0.01)
-    assert epsilon_rdp([row(sigma, q, steps)], DELTA) == pytest.approx(rdp.get_epsilon(DELTA), rel=0.01)
+    assert epsilon_rdp([row(sigma, q, steps)], DELTA) == pytest.approx(
+        rdp.get_epsilon(DELTA), rel=0.01
+    )
 
 
 def test_the_spec_example_is_not_the_central_limit_value() -> None:
-    assert epsilon([row(1.1, 0.01, 1000)], DELTA) == pytest.approx(1.515, abs=0.003)  # CLT-GDP says 1.377
+    assert epsilon([row(1.1, 0.01, 1000)], DELTA) == pytest.approx(
+        1.515, abs=0.003
+    )  # CLT-GDP says 1.377
 
 
 def test_attack_success_of_a_gaussian() -> None:
@@ -204,7 +244,9 @@ def test_attack_success_of_a_gaussian() -> None:
 
 @few
 @given(SIGMA, st.sampled_from([0.01, 0.1, 0.4]), STEPS)
-def test_attack_success_is_between_guessing_and_no_subsampling(sigma: float, q: float, steps: int) -> None:
+def test_attack_success_is_between_guessing_and_no_subsampling(
+    sigma: float, q: float, steps: int
+) -> None:
     sampled, full = attack_success([row(sigma, q, steps)]), attack_success([row(sigma, 1, steps)])
     for rate in sampled:
         assert rate <= sampled[rate] <= full[rate] * 1.001 + 1e-9
@@ -218,9 +260,12 @@ def test_epsilon_by_round_is_cumulative() -> None:
 
 
 @pytest.mark.parametrize(
-    ("target", "q", "steps", "rounds"), [(1.0, 0.05, 50, 5), (3.0, 0.05, 1000, 20), (0.1, 1.0, 10, 2), (50.0, 1, 10, 2)]
+    ("target", "q", "steps", "rounds"),
+    [(1.0, 0.05, 50, 5), (3.0, 0.05, 1000, 20), (0.1, 1.0, 10, 2), (50.0, 1, 10, 2)],
 )
-def test_calibration_is_tight_and_on_the_safe_side(target: float, q: float, steps: int, rounds: int) -> None:
+def test_calibration_is_tight_and_on_the_safe_side(
+    target: float, q: float, steps: int, rounds: int
+) -> None:
     def plan(sigma: float) -> list[Release]:
         return [row(sigma, q, steps, n) for n in range(rounds)]
 
@@ -244,7 +289,9 @@ def test_ill_posed_calibration() -> None:
         calibrate_noise_multiplier(1.0, DELTA, lambda s: [row(s), row(0.5)])
     with pytest.raises(PrivacySettingError, match="delta"):
         calibrate_noise_multiplier(1.0, 1.0, lambda s: [row(s)])
-    assert calibrate_noise_multiplier(1.0, DELTA, lambda s: []) <= 1e-3  # nothing is released: any σ will do
+    assert (
+        calibrate_noise_multiplier(1.0, DELTA, lambda s: []) <= 1e-3
+    )  # nothing is released: any σ will do
 
 
 @pytest.mark.parametrize("delta", [0.0, 1.0, -1e-5, 2.0, math.nan, math.inf])
@@ -313,18 +360,33 @@ def test_replace_one_without_sampling_doubles_mu_and_zero_out_changes_nothing() 
     assert rdp == pytest.approx(epsilon_rdp(halved, 1e-5))
 
 
-@pytest.mark.parametrize(("sigma", "q", "steps"), [(1.0, 0.05, 100), (3.0, 0.3, 200), (0.7, 0.01, 1000)])
-def test_replace_one_with_sampling_is_dp_accountings_and_is_not_doubled_twice(sigma: float, q: float, steps: int) -> None:
+@pytest.mark.parametrize(
+    ("sigma", "q", "steps"), [(1.0, 0.05, 100), (3.0, 0.3, 200), (0.7, 0.01, 1000)]
+)
+def test_replace_one_with_sampling_is_dp_accountings_and_is_not_doubled_twice(
+    sigma: float, q: float, steps: int
+) -> None:
     """Against its accountant on a fine grid; between add-remove and the noise multiplier halved with the same sampling."""
-    from dp_accounting import GaussianDpEvent, NeighboringRelation, PoissonSampledDpEvent, SelfComposedDpEvent
+    from dp_accounting import (
+        GaussianDpEvent,
+        NeighboringRelation,
+        PoissonSampledDpEvent,
+        SelfComposedDpEvent,
+    )
     from dp_accounting.pld import PLDAccountant
 
     rows = [row(sigma, q, steps)]
-    accountant = PLDAccountant(NeighboringRelation.REPLACE_ONE, value_discretization_interval=1e-5 * max(1, steps // 100))
+    accountant = PLDAccountant(
+        NeighboringRelation.REPLACE_ONE, value_discretization_interval=1e-5 * max(1, steps // 100)
+    )
     accountant.compose(SelfComposedDpEvent(PoissonSampledDpEvent(q, GaussianDpEvent(sigma)), steps))
     ours = epsilon(rows, 1e-5, "replace-one")
     assert ours == pytest.approx(accountant.get_epsilon(1e-5), rel=5e-3)
-    assert epsilon(rows, 1e-5) < ours < epsilon([replace(rows[0], noise_multiplier=sigma / 2)], 1e-5) * 1.001
+    assert (
+        epsilon(rows, 1e-5)
+        < ours
+        < epsilon([replace(rows[0], noise_multiplier=sigma / 2)], 1e-5) * 1.001
+    )
     assert epsilon_rdp(rows, 1e-5, "replace-one") is None
     delta = deltas_at(rows, [ours], "replace-one")[0]
     assert delta == pytest.approx(1e-5, rel=1e-3)

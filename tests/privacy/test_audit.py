@@ -37,7 +37,9 @@ def test_the_bound_by_hand() -> None:
         p_value(5, 4, 10, 1.0, 0.0)
 
 
-def released_scores(sigma: float, seed: int, noise_factor: float = 1.0) -> tuple[np.ndarray, np.ndarray]:
+def released_scores(
+    sigma: float, seed: int, noise_factor: float = 1.0
+) -> tuple[np.ndarray, np.ndarray]:
     """Every canary's inner product with what `PrivateClients.class_sums` releases: canary i contributes 𝒞·e_i to its class's sum."""
     rng = np.random.default_rng(seed)
     included = rng.random(CANARIES) < 0.5
@@ -47,7 +49,12 @@ def released_scores(sigma: float, seed: int, noise_factor: float = 1.0) -> tuple
     data = from_arrays(pixels, labels, SPEC)
 
     class Noise(SecretGenerator):
-        def normal(self, shape: tuple[int, ...], standard_deviation: float, device: torch.device | str = "cpu") -> Tensor:
+        def normal(
+            self,
+            shape: tuple[int, ...],
+            standard_deviation: float,
+            device: torch.device | str = "cpu",
+        ) -> Tensor:
             return super().normal(shape, standard_deviation * noise_factor, device)
 
     secret = Noise(test_only=np.random.default_rng(seed + 1))
@@ -65,11 +72,15 @@ def released_scores(sigma: float, seed: int, noise_factor: float = 1.0) -> tuple
 
 
 def sigma_for(epsilon: float) -> float:
-    return calibrate_noise_multiplier(epsilon, DELTA, lambda s: [Release(1, "x", "m", "x", s, 1.0, 1.0, "full", 1, 1)])
+    return calibrate_noise_multiplier(
+        epsilon, DELTA, lambda s: [Release(1, "x", "m", "x", s, 1.0, 1.0, "full", 1, 1)]
+    )
 
 
 @pytest.mark.parametrize(("epsilon", "least"), [(1.0, 0.03), (3.0, 0.5)])
-def test_an_honest_release_is_never_refuted_and_the_audit_has_power(epsilon: float, least: float) -> None:
+def test_an_honest_release_is_never_refuted_and_the_audit_has_power(
+    epsilon: float, least: float
+) -> None:
     """Twenty seeded runs: no bound above the true ε, and on average a bound that is far from nothing."""
     bounds = [audit(*released_scores(sigma_for(epsilon), seed), DELTA) for seed in range(20)]
     assert max(bounds) <= epsilon
@@ -77,7 +88,9 @@ def test_an_honest_release_is_never_refuted_and_the_audit_has_power(epsilon: flo
 
 
 def test_noise_at_a_quarter_is_caught() -> None:
-    bounds = [audit(*released_scores(sigma_for(1.0), seed, noise_factor=0.25), DELTA) for seed in range(5)]
+    bounds = [
+        audit(*released_scores(sigma_for(1.0), seed, noise_factor=0.25), DELTA) for seed in range(5)
+    ]
     assert min(bounds) > 1.0
 
 

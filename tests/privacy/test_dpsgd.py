@@ -26,10 +26,29 @@ def linear() -> nn.Module:
 
 
 def run(
-    model: nn.Module, x: Tensor, y: Tensor, *, sigma: float, clip: float, rate: float = 1.0, steps: int = 1, expected: float = 8.0
+    model: nn.Module,
+    x: Tensor,
+    y: Tensor,
+    *,
+    sigma: float,
+    clip: float,
+    rate: float = 1.0,
+    steps: int = 1,
+    expected: float = 8.0,
 ) -> None:
     size = sum(p.numel() for p in model.parameters())
-    row = Release(1, "model update", "dp-sgd", "gradients", sigma, clip, rate, "poisson" if rate < 1 else "full", steps, size)
+    row = Release(
+        1,
+        "model update",
+        "dp-sgd",
+        "gradients",
+        sigma,
+        clip,
+        rate,
+        "poisson" if rate < 1 else "full",
+        steps,
+        size,
+    )
     series = GaussianSums(row, 1, Guard(Ledger("c"), 1e-5, None), SecretGenerator())
     dp_sgd(model, lambda i: x[i], y, series, steps, DpSgdSettings(0.5, expected))
     assert series.steps_left == 0
@@ -49,7 +68,13 @@ def test_one_step_equals_numpy() -> None:
         gw, gb = np.outer(residual, xi), residual
         scale = min(1, clip / np.sqrt((gw**2).sum() + (gb**2).sum()))
         total_w, total_b = total_w + scale * gw, total_b + scale * gb
-    run(model, torch.tensor(x, dtype=torch.float32).view(5, 1, 2, 2), torch.tensor(y), sigma=1e-9, clip=clip)
+    run(
+        model,
+        torch.tensor(x, dtype=torch.float32).view(5, 1, 2, 2),
+        torch.tensor(y),
+        sigma=1e-9,
+        clip=clip,
+    )
     np.testing.assert_allclose(model[1].weight.detach().numpy(), w - 0.5 * total_w / 8, atol=1e-5)
     np.testing.assert_allclose(model[1].bias.detach().numpy(), b - 0.5 * total_b / 8, atol=1e-5)
 
@@ -61,7 +86,9 @@ def test_large_networks_take_few_examples_at_a_time(monkeypatch: pytest.MonkeyPa
     run(whole, x, y, sigma=1e-9, clip=0.8)
     monkeypatch.setattr(dpsgd, "PHYSICAL_BYTES", 2 * 4 * 15 * 3)  # 15 parameters, three examples
     original = dpsgd._per_example_gradients
-    monkeypatch.setattr(dpsgd, "_per_example_gradients", lambda *args: seen.append(len(args[3])) or original(*args))
+    monkeypatch.setattr(
+        dpsgd, "_per_example_gradients", lambda *args: seen.append(len(args[3])) or original(*args)
+    )
     run(pieces, x, y, sigma=1e-9, clip=0.8)
     assert seen == [3, 3, 1]
     torch.testing.assert_close(whole[1].weight, pieces[1].weight)
@@ -72,9 +99,21 @@ def test_an_empty_sample_still_gets_noise_and_the_public_divisor() -> None:
     moved = []
     for _ in range(200):
         model, before = linear(), linear()
-        run(model, torch.zeros(0, 1, 2, 2), torch.zeros(0, dtype=torch.int64), sigma=2.0, clip=1.0, rate=0.5)
+        run(
+            model,
+            torch.zeros(0, 1, 2, 2),
+            torch.zeros(0, dtype=torch.int64),
+            sigma=2.0,
+            clip=1.0,
+            rate=0.5,
+        )
         moved.append(
-            torch.cat([(p - q).flatten() for p, q in zip(model.parameters(), before.parameters(), strict=True)]).detach()
+            torch.cat(
+                [
+                    (p - q).flatten()
+                    for p, q in zip(model.parameters(), before.parameters(), strict=True)
+                ]
+            ).detach()
         )
     assert torch.stack(moved).std() == pytest.approx(0.5 * 2.0 / 8, rel=0.05)
 
@@ -116,7 +155,10 @@ def test_a_penalty_adds_its_gradient_and_is_no_examples() -> None:
     """Without noise a penalised step differs from a plain one by lr times the penalty's gradient; clipping and noise do not touch it."""
     x, y = torch.randn(8, 1, 8, 8, generator=torch.Generator().manual_seed(0)), torch.arange(8) % 10
     results = []
-    for penalty in (None, lambda net: 100 * sum(p.square().sum() for p in net.parameters()) + 0 * net(x).sum()):
+    for penalty in (
+        None,
+        lambda net: 100 * sum(p.square().sum() for p in net.parameters()) + 0 * net(x).sum(),
+    ):
         with torch.random.fork_rng():
             torch.manual_seed(0)  # noqa: TID251
             model = ConvNet((1, 8, 8), 10, width=4, depth=1)
@@ -143,7 +185,9 @@ def test_a_loss_of_ones_own_is_clipped_example_by_example() -> None:
 
     total = torch.zeros_like(before)
     for i in range(5):
-        gradients = torch.autograd.grad(loss(model, x[i : i + 1], y[i : i + 1]).sum(), list(model.parameters()))
+        gradients = torch.autograd.grad(
+            loss(model, x[i : i + 1], y[i : i + 1]).sum(), list(model.parameters())
+        )
         row = torch.cat([g.flatten() for g in gradients])
         total += row * min(1.0, 0.5 / float(row.norm()))
     release = Release(1, "m", "dp-sgd", "g", 1e-9, 0.5, 1.0, "full", 1, len(before))

@@ -41,7 +41,11 @@ def test_round_trip(path: Path) -> None:
     again.charge(row(3))
     assert [r.round for r in first.releases] == [0, 1, 2, 3]  # an open ledger sees what others add
     lines = [json.loads(line) for line in path.read_text().splitlines()]
-    assert (lines[0]["client"], lines[0]["dataset"], lines[0]["fedsynth_ledger"]) == ("alice", "digits/0", 1)
+    assert (lines[0]["client"], lines[0]["dataset"], lines[0]["fedsynth_ledger"]) == (
+        "alice",
+        "digits/0",
+        1,
+    )
     assert lines[0]["created"]
     assert len(lines) == 5
     assert path.stat().st_mode & 0o077 == 0
@@ -69,7 +73,9 @@ def test_charge_is_on_the_disk_when_it_returns(path: Path, monkeypatch: pytest.M
     assert b'"round": 1' in synced[0]
 
 
-def test_a_charge_that_cannot_be_made_durable_fails(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_charge_that_cannot_be_made_durable_fails(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ledger = charged(path, 1)
 
     def full_disk(_: int) -> None:
@@ -88,7 +94,10 @@ def torn(text: str) -> str:
 
 def edited_last(text: str) -> str:
     *most, last = text.splitlines()
-    return "\n".join([*most, last.replace('"noise_multiplier": 5.0', '"noise_multiplier": 9.0')]) + "\n"
+    return (
+        "\n".join([*most, last.replace('"noise_multiplier": 5.0', '"noise_multiplier": 9.0')])
+        + "\n"
+    )
 
 
 def edited_header(text: str) -> str:
@@ -112,7 +121,9 @@ def emptied(_: str) -> str:
     return ""
 
 
-@pytest.mark.parametrize("damage", [torn, edited_last, edited_header, line_removed, not_json, list_line, emptied])
+@pytest.mark.parametrize(
+    "damage", [torn, edited_last, edited_header, line_removed, not_json, list_line, emptied]
+)
 def test_damage_is_refused_and_left_as_it_is(path: Path, damage: Callable[[str], str]) -> None:
     charged(path, 3)
     broken = damage(path.read_text())
@@ -202,10 +213,14 @@ def test_guard_looks_at_the_whole_plan() -> None:
 
 
 def test_guard_refuses_what_no_mechanism_protects() -> None:
-    leak = Release(0, "images", "paper", "batch gradient", 3.0, 5.0, 1.0, "full", 1, 10, "batch clipping")
+    leak = Release(
+        0, "images", "paper", "batch gradient", 3.0, 5.0, 1.0, "full", 1, 10, "batch clipping"
+    )
     with pytest.raises(BudgetExceededError, match="inf"):
         Guard(Ledger("alice"), DELTA, 100.0).charge(leak)
-    Guard(Ledger("alice"), DELTA, None).charge(leak)  # without a cap it is recorded, and ε is infinite
+    Guard(Ledger("alice"), DELTA, None).charge(
+        leak
+    )  # without a cap it is recorded, and ε is infinite
 
 
 def test_two_guards_on_one_file_share_the_budget(path: Path) -> None:

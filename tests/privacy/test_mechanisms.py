@@ -26,16 +26,43 @@ from fedsynth.privacy.releases import Release
 HOSTILE = [0.0, 1e-30, 1.0, -3.0, 1e20, 3e38, float("nan"), float("inf"), -float("inf")]
 
 
-def release(sigma: float = 1.0, clip: float = 2.0, rate: float = 1.0, steps: int = 1, groups: int = 3, width: int = 4) -> Release:
-    return Release(1, "q", "test", "rows", sigma, clip, rate, "poisson" if rate < 1 else "full", steps, groups * width)
+def release(
+    sigma: float = 1.0,
+    clip: float = 2.0,
+    rate: float = 1.0,
+    steps: int = 1,
+    groups: int = 3,
+    width: int = 4,
+) -> Release:
+    return Release(
+        1,
+        "q",
+        "test",
+        "rows",
+        sigma,
+        clip,
+        rate,
+        "poisson" if rate < 1 else "full",
+        steps,
+        groups * width,
+    )
 
 
-def series(secret: SecretGenerator | None = None, groups: int = 3, ledger: Ledger | None = None, **kwargs: float) -> GaussianSums:
+def series(
+    secret: SecretGenerator | None = None,
+    groups: int = 3,
+    ledger: Ledger | None = None,
+    **kwargs: float,
+) -> GaussianSums:
     guard = Guard(ledger or Ledger("c"), 1e-5, None)
-    return GaussianSums(release(groups=groups, **kwargs), groups, guard, secret or SecretGenerator())  # type: ignore[arg-type]
+    return GaussianSums(
+        release(groups=groups, **kwargs), groups, guard, secret or SecretGenerator()
+    )  # type: ignore[arg-type]
 
 
-rows = st.lists(st.one_of(st.floats(-1e6, 1e6, width=32), st.sampled_from(HOSTILE)), min_size=4, max_size=4)
+rows = st.lists(
+    st.one_of(st.floats(-1e6, 1e6, width=32), st.sampled_from(HOSTILE)), min_size=4, max_size=4
+)
 
 
 @given(
@@ -53,7 +80,10 @@ def test_one_example_moves_the_unnoised_sums_by_at_most_the_clip(
     g = torch.tensor([c for _, c in data], dtype=torch.int64)
     without = clipped_sums(x, g, 3, clip)
     with_it = clipped_sums(
-        torch.cat([x, torch.tensor([extra], dtype=torch.float32)]), torch.cat([g, torch.tensor([group])]), 3, clip
+        torch.cat([x, torch.tensor([extra], dtype=torch.float32)]),
+        torch.cat([g, torch.tensor([group])]),
+        3,
+        clip,
     )
     assert torch.isfinite(with_it).all()
     moved = with_it - without
@@ -78,7 +108,9 @@ def test_batch_clipping_is_caught() -> None:
     broken = (batch_clipped_sum(torch.cat([x, outlier])) - batch_clipped_sum(x)).norm()
     assert broken > 50
     zeros = torch.zeros(101, dtype=torch.int64)
-    ours = clipped_sums(torch.cat([x, outlier]), zeros, 1, 1.0) - clipped_sums(x, zeros[:100], 1, 1.0)
+    ours = clipped_sums(torch.cat([x, outlier]), zeros, 1, 1.0) - clipped_sums(
+        x, zeros[:100], 1, 1.0
+    )
     assert ours.norm() <= 1
 
 
@@ -151,7 +183,9 @@ def test_poisson_sampling_includes_each_record_independently() -> None:
     secret = SecretGenerator()
     sizes = np.array([len(secret.poisson_sample(400, 0.3)) for _ in range(2000)])
     assert sizes.mean() == pytest.approx(120, abs=5 * math.sqrt(400 * 0.3 * 0.7 / 2000))
-    assert sizes.std() == pytest.approx(math.sqrt(400 * 0.3 * 0.7), rel=0.1)  # catches: fixed-size batches
+    assert sizes.std() == pytest.approx(
+        math.sqrt(400 * 0.3 * 0.7), rel=0.1
+    )  # catches: fixed-size batches
     assert torch.equal(secret.poisson_sample(7, 1.0), torch.arange(7))
 
 
@@ -180,9 +214,19 @@ def test_a_secret_cannot_be_copied_or_saved_and_tests_are_marked() -> None:
 
 def clients(secrets: list[SecretGenerator], parts: list[list[int]]) -> PrivateClients:
     rng = np.random.default_rng(0)
-    data = from_arrays(rng.integers(0, 256, (40, 1, 8, 8)).astype(np.uint8), np.arange(40) % 10, dataset_spec("digits"))
+    data = from_arrays(
+        rng.integers(0, 256, (40, 1, 8, 8)).astype(np.uint8),
+        np.arange(40) % 10,
+        dataset_spec("digits"),
+    )
     guards = [Guard(Ledger(str(k)), 1e-5, None) for k in range(len(parts))]
-    return PrivateClients(range(len(parts)), data, [torch.tensor(p, dtype=torch.int64) for p in parts], guards, secrets)
+    return PrivateClients(
+        range(len(parts)),
+        data,
+        [torch.tensor(p, dtype=torch.int64) for p in parts],
+        guards,
+        secrets,
+    )
 
 
 def test_clients_in_one_group_have_their_own_noise() -> None:
@@ -205,7 +249,11 @@ def test_class_sums_equal_a_loop_over_clients_and_classes() -> None:
         for label in range(10):
             mine = [i for i in part if i % 10 == label]
             expected = sum(
-                (normalise(data.images[i : i + 1], data.spec).flatten() + 10 * client + label for i in mine), torch.zeros(64)
+                (
+                    normalise(data.images[i : i + 1], data.spec).flatten() + 10 * client + label
+                    for i in mine
+                ),
+                torch.zeros(64),
             )
             torch.testing.assert_close(out[10 * client + label], expected, atol=1e-3, rtol=1e-4)
 
@@ -236,7 +284,9 @@ def test_no_batch_is_capped_and_every_mask_is_the_secrets(monkeypatch: pytest.Mo
     """Catches: truncated batches, masks that do not come from the client's secret; more records than a chunk holds."""
     rng, records = np.random.default_rng(0), 1300
     labels = rng.integers(0, 10, records)
-    data = from_arrays(rng.integers(0, 256, (records, 1, 8, 8)).astype(np.uint8), labels, dataset_spec("digits"))
+    data = from_arrays(
+        rng.integers(0, 256, (records, 1, 8, 8)).astype(np.uint8), labels, dataset_spec("digits")
+    )
     masks: list[tuple[int, float, Tensor]] = []
     draw = SecretGenerator.poisson_sample
 
@@ -245,13 +295,19 @@ def test_no_batch_is_capped_and_every_mask_is_the_secrets(monkeypatch: pytest.Mo
         return masks[-1][2]
 
     monkeypatch.setattr(SecretGenerator, "poisson_sample", spy)
-    group = PrivateClients([0], data, [torch.arange(records)], [Guard(Ledger("0"), 1e-5, None)], [SecretGenerator()])
-    charged = group.charge(release(sigma=1e-12, clip=1e6, rate=0.9, steps=3, groups=10, width=1), 10)
+    group = PrivateClients(
+        [0], data, [torch.arange(records)], [Guard(Ledger("0"), 1e-5, None)], [SecretGenerator()]
+    )
+    charged = group.charge(
+        release(sigma=1e-12, clip=1e6, rate=0.9, steps=3, groups=10, width=1), 10
+    )
     for step in range(3):
         out = group.class_sums(charged, lambda x, segment: torch.ones(len(x), 1))
         n, rate, mask = masks[step]
         assert (n, rate) == (records, 0.9)
-        torch.testing.assert_close(out[:, 0], torch.bincount(data.labels[mask], minlength=10).float(), atol=1e-3, rtol=0)
+        torch.testing.assert_close(
+            out[:, 0], torch.bincount(data.labels[mask], minlength=10).float(), atol=1e-3, rtol=0
+        )
     assert len(masks) == 3
     assert not torch.equal(masks[0][2], masks[1][2])
 

@@ -16,7 +16,13 @@ from fedsynth.privacy.attacks import attack_success
 from fedsynth.privacy.errors import PrivacyError, PrivacySettingError
 from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.releases import Release
-from fedsynth.privacy.report import ReportContext, build_report, render_markdown, summary_rows, write_report
+from fedsynth.privacy.report import (
+    ReportContext,
+    build_report,
+    render_markdown,
+    summary_rows,
+    write_report,
+)
 from fedsynth.privacy.report_sections import group
 from fedsynth.privacy.report_text import rounds_text, up
 
@@ -25,7 +31,9 @@ DELTA = 1e-5
 
 def row(number: int = 0, sigma: float = 5.0, q: float = 1.0) -> Release:
     sampler = "full" if q == 1 else "poisson"
-    return Release(number, "synthetic images", "residual", "residual [h; z]", sigma, 0.5, q, sampler, 2, 7840)
+    return Release(
+        number, "synthetic images", "residual", "residual [h; z]", sigma, 0.5, q, sampler, 2, 7840
+    )
 
 
 def ledger(rows: list[Release]) -> Ledger:
@@ -52,7 +60,10 @@ CONTEXT = ReportContext(
     deviations=("client b was lost after round 1",),
     randomness="ChaCha20, keyed by the operating system",
     published=({"setting": "σ = 5", "printed": "ε = 0.921", "ours": "ε = 5.9"},),
-    accesses=(("residual sums", "accounted", "each step"), ("test accuracy", "simulation-only", "shown, not released")),
+    accesses=(
+        ("residual sums", "accounted", "each step"),
+        ("test accuracy", "simulation-only", "shown, not released"),
+    ),
     provenance={"config": "sha256:abc", "fedsynth": "0.1.0"},
 )
 
@@ -78,15 +89,27 @@ def test_every_field_is_there() -> None:
     spent = epsilon([row(n) for n in range(4)], DELTA)
     assert (promise["epsilon"], promise["delta"], promise["worst_client"]) == (spent, DELTA, "a")
     low = epsilon([row(n) for n in range(2)], DELTA)
-    assert promise["clients"] == {"number": 3, "epsilon_min": low, "epsilon_median": spent, "epsilon_max": spent}
+    assert promise["clients"] == {
+        "number": 3,
+        "epsilon_min": low,
+        "epsilon_median": spent,
+        "epsilon_max": spent,
+    }
     assert [p["round"] for p in promise["epsilon_by_round_worst_client"]] == [0, 1, 2, 3]
     first, *_, last = promise["epsilon_by_round"]
     assert first["clients"] == dict.fromkeys(promise["epsilon_by_client"], epsilon([row(0)], DELTA))
-    assert (last["round"], last["worst"], last["median"], last["clients"]) == (3, spent, spent, promise["epsilon_by_client"])
+    assert (last["round"], last["worst"], last["median"], last["clients"]) == (
+        3,
+        spent,
+        spent,
+        promise["epsilon_by_client"],
+    )
     assert [r["epsilon"] for r in promise["epsilon_of_each_release_alone"]] == [spent]
     curve = [p["epsilon"] for p in promise["epsilon_of_delta"]]
     assert curve == sorted(curve)
-    attacks = {a["false_positive_rate"]: a["true_positive_rate_at_most"] for a in promise["attack_success"]}
+    attacks = {
+        a["false_positive_rate"]: a["true_positive_rate_at_most"] for a in promise["attack_success"]
+    }
     assert attacks == attack_success([row(n) for n in range(4)])
     assert report["verdict"]["formal"] is True
     assert any("began with an empty ledger" in text for text in report["verdict"]["assumptions"])
@@ -94,7 +117,11 @@ def test_every_field_is_there() -> None:
     assert "add or remove one example" in report["adjacency"]
     assert "server" in report["trust_model"]["adversary"]
     assert report["public_items"] == CONTEXT.public_items
-    assert report["scope"][1] == {"access": "test accuracy", "status": "simulation-only", "note": "shown, not released"}
+    assert report["scope"][1] == {
+        "access": "test accuracy",
+        "status": "simulation-only",
+        "note": "shown, not released",
+    }
     assert report["accountant"]["library"].startswith("dp-accounting ")
     assert "discretisation_interval" in report["accountant"]
     assert report["accountant"]["cross_check"]["epsilon"] >= spent
@@ -109,10 +136,16 @@ def test_every_field_is_there() -> None:
 
 def test_ledger_is_folded_and_complete() -> None:
     rows = build()["ledger"]
-    assert [(r["clients"], r["rounds"]) for r in rows] == [(["a", "c"], [0, 1, 2, 3]), (["b"], [0, 1])]
+    assert [(r["clients"], r["rounds"]) for r in rows] == [
+        (["a", "c"], [0, 1, 2, 3]),
+        (["b"], [0, 1]),
+    ]
     assert rows[0]["noise_standard_deviation"] == pytest.approx(2.5)
     own = {"clients", "rounds", "noise_standard_deviation"}
-    again = [Release.from_json({**{k: v for k, v in rows[0].items() if k not in own}, "round": n}) for n in range(4)]
+    again = [
+        Release.from_json({**{k: v for k, v in rows[0].items() if k not in own}, "round": n})
+        for n in range(4)
+    ]
     assert tuple(again) == LEDGERS["a"].releases  # ε can be computed again from the report
 
 
@@ -129,7 +162,11 @@ def no_figure(report: dict[str, Any]) -> None:
         assert "epsilon" not in name, path
         if isinstance(value, str):
             assert not re.search(r"ε|epsilon", value), (path, value)
-    for text in (json.dumps(report, ensure_ascii=False), render_markdown(report), repr(summary_rows(report))):
+    for text in (
+        json.dumps(report, ensure_ascii=False),
+        render_markdown(report),
+        repr(summary_rows(report)),
+    ):
         assert not re.search(r"ε|\bepsilon", text)
     assert report["guarantee"] is None
     assert report["budget"] is None
@@ -142,12 +179,22 @@ REASON = "it clips the batch's mean, which does not bound one example's influenc
     ("context", "rows", "reason"),
     [
         (replace(CONTEXT, mechanism="paper", no_guarantee=(REASON,)), [row()], REASON),
-        (CONTEXT, [row(), replace(row(1), unaccounted="real images at the start")], "real images at the start"),
+        (
+            CONTEXT,
+            [row(), replace(row(1), unaccounted="real images at the start")],
+            "real images at the start",
+        ),
         (CONTEXT, [row(0, sigma=0.0)], "without noise"),
-        (replace(CONTEXT, accesses=(("class list", "unaccounted", "sent as it is"),)), [row()], "sent as it is"),
+        (
+            replace(CONTEXT, accesses=(("class list", "unaccounted", "sent as it is"),)),
+            [row()],
+            "sent as it is",
+        ),
     ],
 )
-def test_no_guarantee_states_no_epsilon(context: ReportContext, rows: list[Release], reason: str) -> None:
+def test_no_guarantee_states_no_epsilon(
+    context: ReportContext, rows: list[Release], reason: str
+) -> None:
     report = build(context, {"a": ledger(rows)})
     assert report["verdict"]["text"] == "no differential privacy guarantee"
     assert reason in " ".join(report["verdict"]["reasons"])
@@ -228,7 +275,9 @@ def test_written_files(tmp_path: Path) -> None:
     report = build()
     folder = tmp_path / "run"
     data, text, page = write_report(report, folder)
-    assert [p.name for p in (data, text, page)] == [f"privacy_report.{ending}" for ending in ("json", "md", "html")]
+    assert [p.name for p in (data, text, page)] == [
+        f"privacy_report.{ending}" for ending in ("json", "md", "html")
+    ]
 
     def refuse(literal: str) -> None:
         raise AssertionError(literal)
@@ -236,14 +285,25 @@ def test_written_files(tmp_path: Path) -> None:
     assert json.loads(data.read_text(), parse_constant=refuse) == report
     assert text.read_text() == render_markdown(report)
     write_report(report, folder)  # again: replaced, and no temporary file is left
-    assert sorted(p.name for p in folder.iterdir()) == ["privacy_report.html", "privacy_report.json", "privacy_report.md"]
+    assert sorted(p.name for p in folder.iterdir()) == [
+        "privacy_report.html",
+        "privacy_report.json",
+        "privacy_report.md",
+    ]
     with pytest.raises(PrivacyError, match="cannot write"):
         write_report(report, data)
 
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [(10.99, "10.99"), (10.9901, "11"), (0.99951, "0.9996"), (1.00001, "1.001"), (10602.16, "10610"), (0.0, "0")],
+    [
+        (10.99, "10.99"),
+        (10.9901, "11"),
+        (0.99951, "0.9996"),
+        (1.00001, "1.001"),
+        (10602.16, "10610"),
+        (0.0, "0"),
+    ],
 )
 def test_figures_are_rounded_up(value: float, text: str) -> None:
     assert up(value) == text
@@ -262,9 +322,16 @@ def test_the_curve_and_the_attacks_are_those_of_the_client_that_is_worst_there()
     made: Any = build_report(CONTEXT, ledgers)
     promise = made["guarantee"]
     for point in promise["epsilon_of_delta"]:
-        assert point["epsilon"] == max(epsilon(ledger.releases, point["delta"]) for ledger in ledgers.values())
-    leaders = {max(ledgers, key=lambda name: epsilon(ledgers[name].releases, d)) for d in (1e-3, 1e-5, 1e-8)}
+        assert point["epsilon"] == max(
+            epsilon(ledger.releases, point["delta"]) for ledger in ledgers.values()
+        )
+    leaders = {
+        max(ledgers, key=lambda name: epsilon(ledgers[name].releases, d))
+        for d in (1e-3, 1e-5, 1e-8)
+    }
     assert leaders == {"a", "b"}
     for attack in promise["attack_success"]:
         rate = attack["false_positive_rate"]
-        assert attack["true_positive_rate_at_most"] == max(attack_success(x.releases)[rate] for x in ledgers.values())
+        assert attack["true_positive_rate_at_most"] == max(
+            attack_success(x.releases)[rate] for x in ledgers.values()
+        )

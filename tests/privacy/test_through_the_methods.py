@@ -54,7 +54,9 @@ def context(privacy: PrivacySettings | None, nominal: float) -> RoundContext:
 def test_feddm_divides_by_the_nominal_size_and_not_by_the_true_one(mechanism: str) -> None:
     """σ → 0, huge clip, full batches: one private step equals the exact one times (true class size) / (nominal class size)."""
     data, nominal = from_arrays(images(60), np.arange(60) % 10, SPEC), 240.0
-    privacy = PrivacySettings(noise_multiplier=1e-12, clip=1e6, mechanism=mechanism, sample_rate=1.0)
+    privacy = PrivacySettings(
+        noise_multiplier=1e-12, clip=1e6, mechanism=mechanism, sample_rate=1.0
+    )
     method = FedDM(ipc=2, iterations=1, image_lr=1.0, min_examples=1)
     start = torch.randn(20, 1, 8, 8, generator=torch.Generator().manual_seed(0))
     moved = []
@@ -81,7 +83,12 @@ def test_fedavg_divides_by_the_nominal_size() -> None:
         start = ctx.architecture.state_dict()
         message = method.broadcast(ServerState(start), ctx)
         ((upload, _),) = method.client_step(message, clients, [{}], ctx)
-        moved.append({k.removeprefix("parameters."): v - start[k.removeprefix("parameters.")] for k, v in upload.arrays()})
+        moved.append(
+            {
+                k.removeprefix("parameters."): v - start[k.removeprefix("parameters.")]
+                for k, v in upload.arrays()
+            }
+        )
     for name, exact in moved[0].items():
         torch.testing.assert_close(moved[1][name], exact * 60 / nominal, atol=1e-6, rtol=1e-3)
 
@@ -96,10 +103,20 @@ def test_adding_an_example_moves_the_released_sums_by_at_most_the_clip(
 
     Catches: features and logits clipped apart (the move would be up to √2 of the clip). x is black, white, noise or a copy.
     """
-    clip, net = 0.05, build_model(ModelSettings(width=4, depth=2), SPEC.image_shape, 10, 0).requires_grad_(False)
-    hostile = [np.zeros((1, 1, 8, 8)), np.full((1, 1, 8, 8), 255), images(1, 7), images(12)[:1]][extra].astype(np.uint8)
-    features, S = NetworkFeatures(net, 5.0, None), torch.randn(10, 2, 1, 8, 8, generator=torch.Generator().manual_seed(1))
-    data = from_arrays(np.concatenate([images(12), hostile]), np.array([*(np.arange(12) % 10), label]), SPEC)
+    clip, net = (
+        0.05,
+        build_model(ModelSettings(width=4, depth=2), SPEC.image_shape, 10, 0).requires_grad_(False),
+    )
+    hostile = [np.zeros((1, 1, 8, 8)), np.full((1, 1, 8, 8), 255), images(1, 7), images(12)[:1]][
+        extra
+    ].astype(np.uint8)
+    features, S = (
+        NetworkFeatures(net, 5.0, None),
+        torch.randn(10, 2, 1, 8, 8, generator=torch.Generator().manual_seed(1)),
+    )
+    data = from_arrays(
+        np.concatenate([images(12), hostile]), np.array([*(np.arange(12) % 10), label]), SPEC
+    )
     sums: list[Tensor] = []
 
     class Spy(GaussianSums):
@@ -131,8 +148,12 @@ def private_run(method: str = "feddm", n: int = 200, **privacy: Any) -> Any:
     return resolve(sections), from_arrays(images(n), np.arange(n) % 10, SPEC)
 
 
-@pytest.mark.parametrize(("method", "rate", "steps"), [("feddm", 30 / 359.5, 2), ("fedavg", 100 / 359.5, 4)])
-def test_the_schedule_comes_from_the_specification_and_not_from_the_data(method: str, rate: float, steps: int) -> None:
+@pytest.mark.parametrize(
+    ("method", "rate", "steps"), [("feddm", 30 / 359.5, 2), ("fedavg", 100 / 359.5, 4)]
+)
+def test_the_schedule_comes_from_the_specification_and_not_from_the_data(
+    method: str, rate: float, steps: int
+) -> None:
     """Catches: q, steps or nominal size from len(train). 200 records are there, 1,438 are declared; some clients are empty."""
     settings_, data = private_run(method)
     report: Any = simulate(settings_, data=(data, data)).privacy
@@ -153,7 +174,11 @@ def test_executed_releases_are_those_that_were_charged(monkeypatch: pytest.Monke
     monkeypatch.setattr(GaussianSums, "release", spy)
     for method, steps, privacy in (
         ("feddm", 2, {}),
-        ("feddm", 2 + 1, {"mechanism": "features"}),  # two networks (as many as steps), and the counts
+        (
+            "feddm",
+            2 + 1,
+            {"mechanism": "features"},
+        ),  # two networks (as many as steps), and the counts
         ("fedavg", 4, {}),
         ("fedgen", 4, {}),
         ("fedfm", 4 + 2, {}),  # and the anchors' sums and counts
@@ -180,7 +205,9 @@ def test_clients_of_a_run_have_their_own_keys(monkeypatch: pytest.MonkeyPatch) -
     settings_, data = private_run()
     simulate(settings_, data=(data, data))
     assert len({key for key, _ in draws}) == 4
-    correlations = torch.corrcoef(torch.stack([noise for _, noise in draws])) - torch.eye(len(draws))
+    correlations = torch.corrcoef(torch.stack([noise for _, noise in draws])) - torch.eye(
+        len(draws)
+    )
     assert correlations.abs().max() < 0.4  # independent draws of 260 numbers: 5 deviations are 0.31
 
 
@@ -193,7 +220,9 @@ def test_what_a_private_run_writes_is_public(tmp_path: Path) -> None:
     assert {key for row in rows for key in row} == {
         "round", "test_accuracy", "epsilon", "upload_floats", "upload_bytes", "client_upload_bytes",
     }  # fmt: skip
-    assert {tuple(row["client_upload_bytes"]) for row in rows} == {(10 * (64 * 4 + 8),) * 4}  # equal, also for empty clients
+    assert {tuple(row["client_upload_bytes"]) for row in rows} == {
+        (10 * (64 * 4 + 8),) * 4
+    }  # equal, also for empty clients
     summary = json.loads((result.folder / "summary.json").read_text())
     assert set(summary) == {
         "method", "dataset", "rounds", "test_accuracy", "upload_bytes", "upload_floats_per_round", "device", "seed",
@@ -202,10 +231,14 @@ def test_what_a_private_run_writes_is_public(tmp_path: Path) -> None:
     outside = [
         p
         for p in result.folder.rglob("*")
-        if p.is_file() and "simulation_only" not in p.parts and p.suffix in (".json", ".jsonl", ".md", ".toml")
+        if p.is_file()
+        and "simulation_only" not in p.parts
+        and p.suffix in (".json", ".jsonl", ".md", ".toml")
     ]
     assert len(outside) == 9
-    count = re.compile(r"(?<![\w.])200(?![\w.])")  # the true number of records, as a number and not inside a hash or a fraction
+    count = re.compile(
+        r"(?<![\w.])200(?![\w.])"
+    )  # the true number of records, as a number and not inside a hash or a fraction
     assert not any(count.search(p.read_text().replace(str(tmp_path), "")) for p in outside)
 
 
@@ -219,7 +252,9 @@ def test_a_ledger_with_an_unaccounted_release_is_refused(tmp_path: Path) -> None
             simulate(settings_, data=(data, data))
 
 
-def test_a_cap_met_inside_a_round_still_ends_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cap_met_inside_a_round_still_ends_in_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Another process may charge the same ledger between the check and the charge."""
     monkeypatch.setattr(PrivateRun, "check_round", lambda self, number: None)
     settings_, data = private_run(epsilon=0.2)

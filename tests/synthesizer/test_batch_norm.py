@@ -12,7 +12,12 @@ from fedsynth.data.images import ImageData, from_arrays
 from fedsynth.data.registry import dataset_spec
 from fedsynth.models.convnet import ConvNet
 from fedsynth.models.flat import flatten
-from fedsynth.synthesizer.batch_norm import GroupedBatchNorm, SharedStatistics, has_batch_norm, with_grouped_statistics
+from fedsynth.synthesizer.batch_norm import (
+    GroupedBatchNorm,
+    SharedStatistics,
+    has_batch_norm,
+    with_grouped_statistics,
+)
 from fedsynth.synthesizer.batches import BatchIndices
 from fedsynth.synthesizer.condensation import NetworkFeatures, condense
 from fedsynth.synthesizer.matching import ExactMatcher, pull_back
@@ -64,15 +69,21 @@ def test_conversion_keeps_parameters_and_leaves_the_original_alone() -> None:
 
 
 def features(net: nn.Module, statistics: list[int]) -> NetworkFeatures:
-    return NetworkFeatures(with_grouped_statistics(net), 0.7, None, statistics_S=torch.tensor(statistics))
+    return NetworkFeatures(
+        with_grouped_statistics(net), 0.7, None, statistics_S=torch.tensor(statistics)
+    )
 
 
 def test_real_and_synthetic_images_never_share_statistics() -> None:
     """Two clients with two classes each, by plain torch: one training-mode pass for each client's real images, one for its synthetic."""
     net, S = batch_norm_network(), torch.randn(4, IPC, 1, 8, 8)
-    clients = OpenClients([0, 1], data(), [torch.tensor([0, 10, 20, 1, 11]), torch.tensor([30, 31, 41, 51])])
+    clients = OpenClients(
+        [0, 1], data(), [torch.tensor([0, 10, 20, 1, 11]), torch.tensor([30, 31, 41, 51])]
+    )
     segments = clients.segments(1)
-    matcher = ExactMatcher(clients, BatchIndices(clients, segments, 9, 1, small_class="all", seed=0, round=1))
+    matcher = ExactMatcher(
+        clients, BatchIndices(clients, segments, 9, 1, small_class="all", seed=0, round=1)
+    )
     actual = matcher.gradient(0, features(net, segments.position.tolist()), S)
     expected = []
     net.train()
@@ -85,7 +96,9 @@ def test_real_and_synthetic_images_never_share_statistics() -> None:
         real = u(clients.images(torch.tensor(zeros + ones)))
         leaf = S[2 * position : 2 * position + 2].clone().requires_grad_()
         fake = u(leaf.flatten(0, 1)).view(2, IPC, -1).mean(dim=1)
-        loss = (fake[0] - real[: len(zeros)].mean(0)).square().sum() + (fake[1] - real[len(zeros) :].mean(0)).square().sum()
+        loss = (fake[0] - real[: len(zeros)].mean(0)).square().sum() + (
+            fake[1] - real[len(zeros) :].mean(0)
+        ).square().sum()
         expected.append(torch.autograd.grad(loss, leaf)[0])
     torch.testing.assert_close(actual, torch.cat(expected), atol=1e-5, rtol=1e-4)
 
@@ -93,7 +106,9 @@ def test_real_and_synthetic_images_never_share_statistics() -> None:
 def test_by_class_each_segment_has_its_own() -> None:
     net, S = batch_norm_network(), torch.randn(3, IPC, 1, 8, 8)
     together = pull_back(features(net, [0, 1, 2]), S, lambda means, numbers: means)
-    alone = [pull_back(features(net, [0]), S[c : c + 1], lambda means, numbers: means) for c in range(3)]
+    alone = [
+        pull_back(features(net, [0]), S[c : c + 1], lambda means, numbers: means) for c in range(3)
+    ]
     torch.testing.assert_close(together, torch.cat(alone), atol=1e-5, rtol=1e-4)
 
 
@@ -105,23 +120,42 @@ def test_batched_clients_make_the_images_that_they_make_alone(precision: torch.d
     def images(ids: list[int]) -> Tensor:
         clients = OpenClients(ids, data(), [parts[k] for k in ids])
         segments = clients.segments(1)
-        matcher = ExactMatcher(clients, BatchIndices(clients, segments, 2, 3, small_class="all", seed=0, round=1))
+        matcher = ExactMatcher(
+            clients, BatchIndices(clients, segments, 2, 3, small_class="all", seed=0, round=1)
+        )
         start, converted = torch.zeros(len(segments), IPC, 1, 8, 8), with_grouped_statistics(net)
         start = start + torch.arange(IPC).view(1, -1, 1, 1, 1)
         return condense(
-            start, lambda: converted, matcher, steps=3, learning_rate=1.0, precision=precision, statistics_S=segments.position
+            start,
+            lambda: converted,
+            matcher,
+            steps=3,
+            learning_rate=1.0,
+            precision=precision,
+            statistics_S=segments.position,
         )
 
     tolerance = 1e-4 if precision == torch.float32 else 0.05
-    torch.testing.assert_close(images([0, 1, 2]), torch.cat([images([k]) for k in range(3)]), atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(
+        images([0, 1, 2]),
+        torch.cat([images([k]) for k in range(3)]),
+        atol=tolerance,
+        rtol=tolerance,
+    )
     assert all(torch.equal(a, b) for a, b in zip(running, net.buffers(), strict=True))
 
 
 def test_batch_norm_of_vectors_is_grouped_too() -> None:
     """AlexNet's hidden layers: [N, C], each group as if it were alone in BatchNorm1d."""
     layer = nn.BatchNorm1d(3)
-    layer.weight.data, layer.bias.data = torch.tensor([1.0, 2.0, 0.5]), torch.tensor([0.0, 1.0, -1.0])
-    net, x = with_grouped_statistics(nn.Sequential(layer)), torch.randn(7, 3, generator=torch.Generator().manual_seed(0))
+    layer.weight.data, layer.bias.data = (
+        torch.tensor([1.0, 2.0, 0.5]),
+        torch.tensor([0.0, 1.0, -1.0]),
+    )
+    net, x = (
+        with_grouped_statistics(nn.Sequential(layer)),
+        torch.randn(7, 3, generator=torch.Generator().manual_seed(0)),
+    )
     group = torch.tensor([0, 0, 0, 1, 1, 1, 1])
     SharedStatistics.of(net).assign(group, 2)
     found = net(x)

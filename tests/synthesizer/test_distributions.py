@@ -73,23 +73,33 @@ def sinkhorn(x: Array, y: Array, blur: float) -> float:
     def cost(a: Array, b: Array) -> float:
         n, m = np.full(len(a), 1 / len(a)), np.full(len(b), 1 / len(b))
         matrix = squared(a, b) / 2
-        plan = ot.sinkhorn(n, m, matrix, blur**2, method="sinkhorn_log", numItermax=20_000, stopThr=1e-12)
-        return float((plan * matrix).sum() + blur**2 * (plan * np.log(plan / (n[:, None] * m))).sum())
+        plan = ot.sinkhorn(
+            n, m, matrix, blur**2, method="sinkhorn_log", numItermax=20_000, stopThr=1e-12
+        )
+        return float(
+            (plan * matrix).sum() + blur**2 * (plan * np.log(plan / (n[:, None] * m))).sum()
+        )
 
     return 2 * WIDTH * (cost(x, y) - cost(x, x) / 2 - cost(y, y) / 2)
 
 
-@pytest.mark.parametrize(("matching", "oracle"), [("gaussian", gaussian), ("energy", energy), ("sinkhorn", sinkhorn)])
+@pytest.mark.parametrize(
+    ("matching", "oracle"), [("gaussian", gaussian), ("energy", energy), ("sinkhorn", sinkhorn)]
+)
 def test_the_gradient_descends_the_oracle(matching: str, oracle: Any, device: torch.device) -> None:
     """Along the gradient, the oracle's sum over segments of unequal sizes changes by the gradient's squared norm."""
     matcher, _batches, clients = exact(device)
     net, blur, S = network().to(device), 0.5, start(device)
-    gradient = DistributionMatcher(matcher, matching, blur).gradient(0, NetworkFeatures(net, 1.0, None), S)
+    gradient = DistributionMatcher(matcher, matching, blur).gradient(
+        0, NetworkFeatures(net, 1.0, None), S
+    )
     segments = clients.segments(1)
 
     def value(images: Tensor) -> float:
         total = 0.0
-        for i, (k, c) in enumerate(zip(segments.position.tolist(), segments.label.tolist(), strict=True)):
+        for i, (k, c) in enumerate(
+            zip(segments.position.tolist(), segments.label.tolist(), strict=True)
+        ):
             clouds = []
             for part in (images[i], clients.images(clients.examples(k, c))):
                 h = net.double().embed(part.double())
@@ -99,9 +109,13 @@ def test_the_gradient_descends_the_oracle(matching: str, oracle: Any, device: to
 
     with torch.no_grad():
         step = 1e-4 / float(gradient.norm())
-        slope = (value(S.double() + step * gradient) - value(S.double() - step * gradient)) / (2 * step)
+        slope = (value(S.double() + step * gradient) - value(S.double() - step * gradient)) / (
+            2 * step
+        )
     # geomloss stops its Sinkhorn iterations early, so its gradient is an approximation
-    assert slope == pytest.approx(float(gradient.double().square().sum()), rel=5e-2 if matching == "sinkhorn" else 1e-3)
+    assert slope == pytest.approx(
+        float(gradient.double().square().sum()), rel=5e-2 if matching == "sinkhorn" else 1e-3
+    )
 
 
 @pytest.mark.parametrize("matching", ["gaussian", "sinkhorn"])
@@ -119,7 +133,9 @@ def test_columns_leave_the_logits_out() -> None:
     net, other = network(), network()
     other.classifier.weight.mul_(3)
     gradients = [
-        DistributionMatcher(matcher, "energy", 1.0, 24).gradient(0, NetworkFeatures(n, 1.0, None), start(torch.device("cpu")))
+        DistributionMatcher(matcher, "energy", 1.0, 24).gradient(
+            0, NetworkFeatures(n, 1.0, None), start(torch.device("cpu"))
+        )
         for n in (net, other)
     ]
     torch.testing.assert_close(*gradients)
@@ -127,8 +143,17 @@ def test_columns_leave_the_logits_out() -> None:
 
 @pytest.mark.parametrize("method", ["feddm", "fedaf"])
 @pytest.mark.parametrize("matching", MATCHINGS)
-def test_each_loss_runs_and_is_refused_with_privacy_but_for_the_mean(method: str, matching: str) -> None:
-    fast = {"ipc": 2, "iterations": 3, "image_lr": 1.0, "server_epochs": 20, "server_lr": 0.05, "matching": matching}
+def test_each_loss_runs_and_is_refused_with_privacy_but_for_the_mean(
+    method: str, matching: str
+) -> None:
+    fast = {
+        "ipc": 2,
+        "iterations": 3,
+        "image_lr": 1.0,
+        "server_epochs": 20,
+        "server_lr": 0.05,
+        "matching": matching,
+    }
     sections = {"run": {"method": method, "rounds": 1}, "model": {"width": 8}, "method": fast}
     assert simulate(resolve(sections)).accuracy > 0.2
     if matching != "mean":
@@ -146,7 +171,11 @@ def test_settings_are_checked(method: Any) -> None:
 
 def test_with_batch_norm_all_segments_go_together() -> None:
     fast = {"ipc": 2, "iterations": 2, "server_epochs": 2, "matching": "gaussian"}
-    sections = {"run": {"method": "fedaf", "rounds": 1}, "model": {"width": 8, "norm": "batch"}, "method": fast}
+    sections = {
+        "run": {"method": "fedaf", "rounds": 1},
+        "model": {"width": 8, "norm": "batch"},
+        "method": fast,
+    }
     assert simulate(resolve(sections)).accuracy > 0
 
 

@@ -32,7 +32,10 @@ DIGITS = dataset_spec("digits")
 
 def test_eqs_2_and_3_by_hand(device: torch.device) -> None:
     """Two classes, two clients, three steps."""
-    series = torch.tensor([[[4.0, 2.0], [3.0, 1.0]], [[2.0, 2.0], [2.0, 1.0]], [[1.0, 1.0], [2.5, 1.0]]], device=device)
+    series = torch.tensor(
+        [[[4.0, 2.0], [3.0, 1.0]], [[2.0, 2.0], [2.0, 1.0]], [[1.0, 1.0], [2.5, 1.0]]],
+        device=device,
+    )
     u = guidance(series, 1e-3)
     assert u.tolist() == [[3.0, 1.0], [0.5, 0.0]]
 
@@ -62,7 +65,9 @@ def test_eqs_8_to_11_equal_a_triple_loop(device: torch.device) -> None:
                 expected[i, j] += by_class[y[i], k] * logits[k, i, j] * by_client[j, k]
     tensors = [torch.tensor(a, device=device) for a in (logits, y, by_class, by_client)]
     np.testing.assert_allclose(stratified_aggregation(*tensors).cpu().numpy(), expected)  # type: ignore[arg-type]
-    np.testing.assert_allclose(average_of_logits(tensors[0], tensors[1]).cpu().numpy(), logits.mean(0))
+    np.testing.assert_allclose(
+        average_of_logits(tensors[0], tensors[1]).cpu().numpy(), logits.mean(0)
+    )
     said = np.exp(logits) / np.exp(logits).sum(2, keepdims=True)
     votes = np.zeros((n, c))
     for i in range(n):
@@ -81,7 +86,10 @@ def test_a_class_of_small_weight_wins_by_probabilities_where_its_clients_are_sur
 
 
 def models(norm: str = "batch", count: int = 2) -> list[nn.Module]:
-    made = [build_model(ModelSettings(width=4, depth=2, norm=norm), (1, 8, 8), 10, k) for k in range(count)]
+    made = [
+        build_model(ModelSettings(width=4, depth=2, norm=norm), (1, 8, 8), 10, k)
+        for k in range(count)
+    ]
     x = torch.randn(32, 1, 8, 8, generator=torch.Generator().manual_seed(0))
     for model in made:
         model.train()
@@ -91,14 +99,22 @@ def models(norm: str = "batch", count: int = 2) -> list[nn.Module]:
 
 def test_the_batch_norm_term_by_hand_and_its_hooks_go(device: torch.device) -> None:
     clients = [model.to(device) for model in models()]
-    x = torch.randn(6, 1, 8, 8, generator=torch.Generator().manual_seed(1)).to(device).requires_grad_()
+    x = (
+        torch.randn(6, 1, 8, 8, generator=torch.Generator().manual_seed(1))
+        .to(device)
+        .requires_grad_()
+    )
     expected = torch.zeros((), device=device)
     for model in clients:
         h: Tensor = x
         for layer in model.features:  # type: ignore[union-attr]
             if isinstance(layer, nn.BatchNorm2d):
                 mean, variance = h.mean((0, 2, 3)), h.var((0, 2, 3), unbiased=False)
-                expected = expected + (mean - layer.running_mean).norm() + (variance - layer.running_var).norm()  # type: ignore[operator]
+                expected = (
+                    expected
+                    + (mean - layer.running_mean).norm()
+                    + (variance - layer.running_var).norm()
+                )  # type: ignore[operator]
             h = layer(h)
     with batch_norm_matching(clients) as loss:
         for _ in range(2):  # each call is for the passes since the last
@@ -132,7 +148,9 @@ def test_eqs_15_and_17_to_19_by_hand(device: torch.device) -> None:
         for x, y in (((0.8, 0.2), (0.5, 0.5)), ((0.3, 0.7), (0.6, 0.4)))
     ]
     assert float(adversarial_loss(p, q, only_disagreement=False)) == pytest.approx(-sum(kl) / 2)
-    q2 = torch.tensor([[0.9, 0.1], [0.6, 0.4]], device=device).log()  # agrees on the first image, not on the second
+    q2 = torch.tensor(
+        [[0.9, 0.1], [0.6, 0.4]], device=device
+    ).log()  # agrees on the first image, not on the second
     assert float(adversarial_loss(p, q2, only_disagreement=True)) == pytest.approx(-kl[1] / 2)
     ce = -(math.log(0.5) + math.log(0.4)) / 2  # hard labels 0 and 1
     assert float(student_loss(p, q, 0.5)) == pytest.approx(sum(kl) / 2 + 0.5 * ce)
@@ -146,19 +164,25 @@ def test_stratification_equals_separate_loops(batched: bool, device: torch.devic
     u = settings.measure(clients, DIGITS, 7, device, batched=batched)
     from fedsynth.core.random import torch_generator
 
-    z = torch.randn(5, 6, generator=torch_generator(7, "stratification noise", device=device), device=device)
+    z = torch.randn(
+        5, 6, generator=torch_generator(7, "stratification noise", device=device), device=device
+    )
     for k, model in enumerate(clients):
         for j in range(0, 10, 4):
             generator = make_generator(DIGITS, 7, latent=6, width=4).to(device)
             adam = torch.optim.Adam(generator.parameters(), 1e-2)
             series = []
             for _ in range(4):
-                loss = F.cross_entropy(model(generator.normalised(z)), torch.full((5,), j, device=device))
+                loss = F.cross_entropy(
+                    model(generator.normalised(z)), torch.full((5,), j, device=device)
+                )
                 adam.zero_grad()
                 loss.backward()  # type: ignore[no-untyped-call]
                 adam.step()
                 series.append(float(loss.detach()))
-            assert float(u[j, k]) == pytest.approx((max(series) - min(series)) / min(series), rel=2e-2, abs=1e-3)
+            assert float(u[j, k]) == pytest.approx(
+                (max(series) - min(series)) / min(series), rel=2e-2, abs=1e-3
+            )
 
 
 class Knows(nn.Module):
@@ -180,7 +204,9 @@ class Knows(nn.Module):
 def test_u_is_concentrated_on_the_classes_that_a_client_has() -> None:
     """2c/c in small: only a model's own classes can be reached by its generator."""
     clients = [Knows((2 * k, 2 * k + 1)).eval().requires_grad_(False) for k in range(5)]
-    u = Stratification(steps=40, batch=16, learning_rate=1e-2, latent=8, width=4).measure(clients, DIGITS, 0, torch.device("cpu"))
+    u = Stratification(steps=40, batch=16, learning_rate=1e-2, latent=8, width=4).measure(
+        clients, DIGITS, 0, torch.device("cpu")
+    )
     shares = share_of_clients(u)
     for j in range(10):
         assert shares[j].argmax() == j // 2
@@ -189,7 +215,9 @@ def test_u_is_concentrated_on_the_classes_that_a_client_has() -> None:
 
 def test_a_student_learns_the_ensemble_and_says_where_there_is_no_batch_norm() -> None:
     clients, student = models(), build_model(ModelSettings(width=4, depth=2), (1, 8, 8), 10, 9)
-    settings = OneShotDistillation(epochs=8, generator_steps=2, batch=16, width=4, latent=5, learning_rate=0.05, replay=True)
+    settings = OneShotDistillation(
+        epochs=8, generator_steps=2, batch=16, width=4, latent=5, learning_rate=0.05, replay=True
+    )
     x = torch.randn(64, 1, 8, 8, generator=torch.Generator().manual_seed(3))
 
     def apart() -> float:
@@ -203,17 +231,29 @@ def test_a_student_learns_the_ensemble_and_says_where_there_is_no_batch_norm() -
     after = [p for model in clients for p in model.state_dict().values()]
     assert all(torch.equal(a, b) for a, b in zip(weights, after, strict=True))
     notes = settings.fit([*clients, *models("instance", 1)], student, average_of_logits, DIGITS, 0)
-    assert notes == ["no batch-norm term for models 2: they have no batch norm with running statistics"]
+    assert notes == [
+        "no batch-norm term for models 2: they have no batch norm with running statistics"
+    ]
 
 
 def test_without_replay_there_is_one_student_step_an_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
     steps: list[int] = []
     original = torch.optim.SGD.step
-    monkeypatch.setattr(torch.optim.SGD, "step", lambda self, *a: steps.append(1) or original(self, *a))
+    monkeypatch.setattr(
+        torch.optim.SGD, "step", lambda self, *a: steps.append(1) or original(self, *a)
+    )
     for replay, expected in ((False, 3), (True, 1 + 2 + 3)):
         steps.clear()
-        settings = OneShotDistillation(epochs=3, generator_steps=1, batch=4, width=4, latent=5, replay=replay)
-        settings.fit(models(), build_model(ModelSettings(width=4, depth=2), (1, 8, 8), 10, 9), average_of_logits, DIGITS, 0)
+        settings = OneShotDistillation(
+            epochs=3, generator_steps=1, batch=4, width=4, latent=5, replay=replay
+        )
+        settings.fit(
+            models(),
+            build_model(ModelSettings(width=4, depth=2), (1, 8, 8), 10, 9),
+            average_of_logits,
+            DIGITS,
+            0,
+        )
         assert len(steps) == expected
 
 

@@ -43,18 +43,26 @@ def data(n: int = N, seed: int = 0, labels: np.ndarray | None = None) -> ImageDa
 
 
 def network() -> Any:
-    return build_model(ModelSettings(width=4, depth=2), SPEC.image_shape, 10, 0).requires_grad_(False)
+    return build_model(ModelSettings(width=4, depth=2), SPEC.image_shape, 10, 0).requires_grad_(
+        False
+    )
 
 
 def group(images: ImageData, parts: list[Tensor]) -> PrivateClients:
     guards = [Guard(Ledger(str(k)), 1e-5, None) for k in range(len(parts))]
-    return PrivateClients(range(len(parts)), images, parts, guards, [SecretGenerator() for _ in parts])
+    return PrivateClients(
+        range(len(parts)), images, parts, guards, [SecretGenerator() for _ in parts]
+    )
 
 
-def matcher(clients: PrivateClients, networks: int, sigma: float, clip: float, floor: float = 1.0) -> FeatureSumMatcher:
+def matcher(
+    clients: PrivateClients, networks: int, sigma: float, clip: float, floor: float = 1.0
+) -> FeatureSumMatcher:
     sums = Release(1, "sums", "features", "x", sigma, clip, 1.0, "full", networks, 10 * WIDTH)
     counts = Release(1, "counts", "features", "1", sigma, 1.0, 1.0, "full", 1, 10)
-    return FeatureSumMatcher(clients, clients.charge(sums, 10), clients.charge(counts, 10), networks, floor)
+    return FeatureSumMatcher(
+        clients, clients.charge(sums, 10), clients.charge(counts, 10), networks, floor
+    )
 
 
 def synthetic(segments: int = 10) -> Tensor:
@@ -66,16 +74,26 @@ def test_without_noise_and_clipping_the_gradient_is_the_exact_one() -> None:
     images, parts = data(), [torch.arange(23), torch.arange(23, N)]
     features, S = NetworkFeatures(network(), 1.0, None), synthetic(20)
     open_clients = OpenClients([0, 1], images, parts)
-    batches = BatchIndices(open_clients, open_clients.segments(1), 100, 1, small_class="all", seed=0, round=1)
+    batches = BatchIndices(
+        open_clients, open_clients.segments(1), 100, 1, small_class="all", seed=0, round=1
+    )
     exact = ExactMatcher(open_clients, batches)
     ours = matcher(group(images, parts), 1, 1e-12, 1e6)
-    assert ours.counts.tolist() == pytest.approx([int((images.labels[p] == c).sum()) for p in parts for c in range(10)])
-    torch.testing.assert_close(ours.gradient(0, features, S), exact.gradient(0, features, S), atol=1e-5, rtol=1e-4)
+    assert ours.counts.tolist() == pytest.approx(
+        [int((images.labels[p] == c).sum()) for p in parts for c in range(10)]
+    )
+    torch.testing.assert_close(
+        ours.gradient(0, features, S), exact.gradient(0, features, S), atol=1e-5, rtol=1e-4
+    )
     moved = S + 0.1
-    torch.testing.assert_close(ours.gradient(1, features, moved), exact.gradient(0, features, moved), atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(
+        ours.gradient(1, features, moved), exact.gradient(0, features, moved), atol=1e-5, rtol=1e-4
+    )
 
 
-def test_data_are_touched_m_plus_one_times_however_many_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_data_are_touched_m_plus_one_times_however_many_steps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Catches: fresh noise on cached clean sums, a release for each step. After M steps the data could be gone."""
     calls: list[int] = []
     original = PrivateClients.class_sums
@@ -86,7 +104,11 @@ def test_data_are_touched_m_plus_one_times_however_many_steps(monkeypatch: pytes
 
     monkeypatch.setattr(PrivateClients, "class_sums", spy)
     clients = group(data(), [torch.arange(N)])
-    features, S, ours = NetworkFeatures(network(), 1.0, None), synthetic(), matcher(clients, 3, 1.0, 1.0)
+    features, S, ours = (
+        NetworkFeatures(network(), 1.0, None),
+        synthetic(),
+        matcher(clients, 3, 1.0, 1.0),
+    )
     first = [ours.gradient(t, features, S) for t in range(3)]
     clients._data = None  # type: ignore[assignment]
     again = [ours.gradient(t, features, S) for t in range(3, 9)]
@@ -106,12 +128,20 @@ def test_networks_come_again_after_a_period() -> None:
 
 @given(extra=st.integers(0, 2), label=st.integers(0, 9), records=st.integers(0, 12))
 @settings(max_examples=20, deadline=None)
-def test_an_example_moves_sums_by_at_most_the_clip_and_counts_by_one(extra: int, label: int, records: int) -> None:
+def test_an_example_moves_sums_by_at_most_the_clip_and_counts_by_one(
+    extra: int, label: int, records: int
+) -> None:
     """On D and D + x, x black, white or noise, through the real matcher: features and logits jointly clipped, one class touched."""
-    hostile = [np.zeros((1, 1, 8, 8)), np.full((1, 1, 8, 8), 255), np.random.default_rng(7).integers(0, 256, (1, 1, 8, 8))][extra]
+    hostile = [
+        np.zeros((1, 1, 8, 8)),
+        np.full((1, 1, 8, 8), 255),
+        np.random.default_rng(7).integers(0, 256, (1, 1, 8, 8)),
+    ][extra]
     base = data(12)
     images = from_arrays(
-        np.concatenate([base.images.numpy(), hostile.astype(np.uint8)]), np.array([*(np.arange(12) % 10), label]), SPEC
+        np.concatenate([base.images.numpy(), hostile.astype(np.uint8)]),
+        np.array([*(np.arange(12) % 10), label]),
+        SPEC,
     )
     clip, features, S = 0.05, NetworkFeatures(network(), 5.0, None), synthetic()
     sums: list[Tensor] = []
@@ -177,11 +207,15 @@ def test_the_noise_that_m_networks_need(target: float, factor: float) -> None:
     row = Release(1, "sums", "features", "x", factor * 4, 1.0, 1.0, "full", 16, 10)
     assert epsilon([row], 1e-5) == pytest.approx(target, rel=0.02)
     if target == 1.0:
-        assert epsilon([row, replace(row, noise_multiplier=10.0, steps=1)], 1e-5) == pytest.approx(1.07, abs=0.01)
+        assert epsilon([row, replace(row, noise_multiplier=10.0, steps=1)], 1e-5) == pytest.approx(
+            1.07, abs=0.01
+        )
 
 
 @pytest.mark.parametrize("mechanism", ["features", "residual"])
-def test_private_clients_are_never_compiled(mechanism: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_private_clients_are_never_compiled(
+    mechanism: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One record more would move the others of its piece to another kernel: in bf16 the sums moved by 1.06 clips."""
     asked: list[bool] = []
     original = NetworkFeatures.__init__
@@ -194,8 +228,14 @@ def test_private_clients_are_never_compiled(mechanism: str, monkeypatch: pytest.
     method = FedDM(ipc=1, iterations=1, min_examples=1)
     for privacy in (PrivacySettings(noise_multiplier=1.0, mechanism=mechanism), None):
         ctx = replace(context(privacy), compiled=True)  # type: ignore[arg-type]
-        clients = group(data(), [torch.arange(N)]) if privacy else OpenClients([0], data(), [torch.arange(N)])
-        method.client_step(method.broadcast(ServerState(ctx.architecture.state_dict()), ctx), clients, [{}], ctx)
+        clients = (
+            group(data(), [torch.arange(N)])
+            if privacy
+            else OpenClients([0], data(), [torch.arange(N)])
+        )
+        method.client_step(
+            method.broadcast(ServerState(ctx.architecture.state_dict()), ctx), clients, [{}], ctx
+        )
     assert asked == [False, True]
 
 

@@ -44,13 +44,17 @@ def test_eqs_2_to_6_by_hand(device: torch.device) -> None:
     assert float(information_entropy_loss(p)) == pytest.approx(-entropy)  # Eq. 3
     assert float(one_hot_loss(p)) == pytest.approx(certain)  # Eq. 2
     assert float(activation_loss(f)) == pytest.approx(-(3.0 + 3.5) / 2)  # Eq. 4
-    assert float(generator_loss(f, p, 0.2, 0.1)) == pytest.approx(-entropy + 0.2 * certain - 0.1 * 3.25)  # Eq. 5
+    assert float(generator_loss(f, p, 0.2, 0.1)) == pytest.approx(
+        -entropy + 0.2 * certain - 0.1 * 3.25
+    )  # Eq. 5
     q = logits((0.25, 0.75), (0.9, 0.1), device=device)
     kl = (0.5 * math.log(0.5 / 0.25) + 0.5 * math.log(0.5 / 0.75)) / 2
     assert float(distillation_loss(p, q)) == pytest.approx(kl)  # Eq. 6: KL(teacher ‖ student)
 
 
-def test_information_entropy_has_no_nan_where_a_class_is_never_predicted(device: torch.device) -> None:
+def test_information_entropy_has_no_nan_where_a_class_is_never_predicted(
+    device: torch.device,
+) -> None:
     sure = torch.tensor([[1000.0, 0.0, 0.0]], device=device, requires_grad=True)
     loss = information_entropy_loss(sure)
     (gradient,) = torch.autograd.grad(loss, sure)
@@ -60,7 +64,9 @@ def test_information_entropy_has_no_nan_where_a_class_is_never_predicted(device:
 
 @pytest.mark.parametrize("name", ["digits", "mnist", "cifar10", "office-caltech-10"])
 @pytest.mark.parametrize("classes", [0, 10])
-def test_images_have_the_data_sets_shape_and_pixels_between_0_and_1(name: str, classes: int) -> None:
+def test_images_have_the_data_sets_shape_and_pixels_between_0_and_1(
+    name: str, classes: int
+) -> None:
     spec = dataset_spec(name)
     generator = make_generator(spec, 0, width=4, classes=classes)
     z = torch.randn(3, 100, generator=torch.Generator().manual_seed(0))
@@ -70,7 +76,9 @@ def test_images_have_the_data_sets_shape_and_pixels_between_0_and_1(name: str, c
     assert float(pixels.detach().min()) >= 0
     assert float(pixels.detach().max()) <= 1
     with torch.no_grad():
-        back = generator.normalised(z, labels) * torch.tensor(spec.std).view(-1, 1, 1) + torch.tensor(spec.mean).view(-1, 1, 1)
+        back = generator.normalised(z, labels) * torch.tensor(spec.std).view(
+            -1, 1, 1
+        ) + torch.tensor(spec.mean).view(-1, 1, 1)
     torch.testing.assert_close(back, pixels.detach(), atol=1e-5, rtol=1e-5)
 
 
@@ -92,7 +100,15 @@ def pair(device: torch.device, seed: int = 0) -> Distillation:
         teacher = ConvNet((1, 8, 8), 10, width=4, depth=2).to(device)
     generator = make_generator(DIGITS, seed, latent=5, width=4).to(device)
     draws = torch.Generator(device).manual_seed(seed)
-    return Distillation(teacher, generator, draws, batch=6, learning_rate=1e-2, one_hot_weight=0.2, activation_weight=0.1)
+    return Distillation(
+        teacher,
+        generator,
+        draws,
+        batch=6,
+        learning_rate=1e-2,
+        one_hot_weight=0.2,
+        activation_weight=0.1,
+    )
 
 
 def test_a_step_descends_the_generators_loss_and_leaves_the_teacher(device: torch.device) -> None:
@@ -101,28 +117,45 @@ def test_a_step_descends_the_generators_loss_and_leaves_the_teacher(device: torc
     images, answer = one.step()
     assert not images.requires_grad
     assert not answer.requires_grad
-    moved = sum(float((a - b).detach().abs().sum()) for a, b in zip(before, one.generator.parameters(), strict=True))
+    moved = sum(
+        float((a - b).detach().abs().sum())
+        for a, b in zip(before, one.generator.parameters(), strict=True)
+    )
     assert moved > 0
     teacher: nn.Module = one._teacher
     assert not any(p.requires_grad for p in teacher.parameters())
     torch.testing.assert_close(teacher(images), answer)
 
 
-def test_the_teachers_batch_norm_statistics_count_where_they_are_asked_for(device: torch.device) -> None:
+def test_the_teachers_batch_norm_statistics_count_where_they_are_asked_for(
+    device: torch.device,
+) -> None:
     """Catches: hooks that go when they are registered. Weights of the generator move otherwise with the term than without."""
-    teacher = build_model(ModelSettings(width=4, depth=2, norm="batch"), (1, 8, 8), 10, 0).to(device)
+    teacher = build_model(ModelSettings(width=4, depth=2, norm="batch"), (1, 8, 8), 10, 0).to(
+        device
+    )
     made = []
     for weight in (0.0, 1.0):
         generator = make_generator(DIGITS, 0, latent=5, width=4).to(device)
         draws = torch.Generator(device).manual_seed(0)
-        kinds: Any = {"batch": 6, "learning_rate": 1e-2, "one_hot_weight": 0.2, "activation_weight": 0.0, "bn_weight": weight}
+        kinds: Any = {
+            "batch": 6,
+            "learning_rate": 1e-2,
+            "one_hot_weight": 0.2,
+            "activation_weight": 0.0,
+            "bn_weight": weight,
+        }
         one = Distillation(teacher, generator, draws, **kinds)
-        x = generator.normalised(torch.randn(6, 5, generator=torch.Generator(device).manual_seed(1), device=device)).detach()
+        x = generator.normalised(
+            torch.randn(6, 5, generator=torch.Generator(device).manual_seed(1), device=device)
+        ).detach()
         one._teacher(x)
         found = float(one._statistics())
         first = teacher.features[0](x)  # type: ignore[index]
         mean, variance = first.mean((0, 2, 3)), first.var((0, 2, 3), correction=0)
-        least = float(mean.detach().norm() + (variance.detach() - 1).norm())  # of the first layer alone; running ones are 0 and 1
+        least = float(
+            mean.detach().norm() + (variance.detach() - 1).norm()
+        )  # of the first layer alone; running ones are 0 and 1
         assert (found > least) == (weight > 0)
         assert found == 0 or weight > 0
         one.step()
@@ -147,11 +180,21 @@ def test_memory_goes_on_as_if_it_had_never_stopped(device: torch.device) -> None
 
 def test_a_student_learns_the_digits_without_any() -> None:
     train, test = load_dataset("digits")
-    teacher, student = (build_model(ModelSettings(width=16, depth=2), (1, 8, 8), 10, seed) for seed in (0, 1))
+    teacher, student = (
+        build_model(ModelSettings(width=16, depth=2), (1, 8, 8), 10, seed) for seed in (0, 1)
+    )
     draws = torch.Generator().manual_seed(0)
-    train_on(teacher, lambda i: normalise(train.images[i], train.spec), train.labels, SgdSettings(15, 32, 0.05, 0.9), draws)
+    train_on(
+        teacher,
+        lambda i: normalise(train.images[i], train.spec),
+        train.labels,
+        SgdSettings(15, 32, 0.05, 0.9),
+        draws,
+    )
     before = accuracy(student, test)
-    generator = DataFreeDistiller(teacher, train.spec, steps=500, batch=64, learning_rate=0.1, width=8).fit(student)
+    generator = DataFreeDistiller(
+        teacher, train.spec, steps=500, batch=64, learning_rate=0.1, width=8
+    ).fit(student)
     assert isinstance(generator, Generator)
     assert accuracy(teacher, test) > 0.93
     assert accuracy(student, test) > max(0.6, before + 0.3)  # about 0.9

@@ -25,7 +25,10 @@ GENERATOR = torch.Generator().manual_seed(0)
 
 def test_eqs_8_and_12_average_over_the_clients_that_have_the_class() -> None:
     """Class 0: both; class 1: the second alone; class 2: nobody. Dividing by K = 2 would halve class 1."""
-    a, b = torch.tensor([[2.0, 0, 0], [9, 9, 9], [9, 9, 9]]), torch.tensor([[4.0, 2, 0], [0, 6, 0], [9, 9, 9]])
+    a, b = (
+        torch.tensor([[2.0, 0, 0], [9, 9, 9], [9, 9, 9]]),
+        torch.tensor([[4.0, 2, 0], [0, 6, 0], [9, 9, 9]]),
+    )
     a[1], b[2] = math.nan, math.inf  # what a client lacks is undefined, and must not spread
     mean, known = average_over_holders([a, b], [torch.tensor([1, 0, 0]), torch.tensor([1, 1, 0])])
     assert known.tolist() == [True, True, False]
@@ -52,8 +55,16 @@ def test_rows_distance_equals_numpy_sorting_client_by_client() -> None:
     expected = 0.0
     for k in (0, 1):
         for theta in directions.numpy():
-            expected += np.abs(np.sort(u[client == k] @ theta) - np.sort(v[client == k] @ theta)).sum() / 7
-    actual = sliced_wasserstein(torch.tensor(u), torch.tensor(v), torch.tensor(client), distance="rows", directions_PC=directions)
+            expected += (
+                np.abs(np.sort(u[client == k] @ theta) - np.sort(v[client == k] @ theta)).sum() / 7
+            )
+    actual = sliced_wasserstein(
+        torch.tensor(u),
+        torch.tensor(v),
+        torch.tensor(client),
+        distance="rows",
+        directions_PC=directions,
+    )
     assert float(actual) == pytest.approx(expected)
 
 
@@ -64,17 +75,26 @@ def test_rows_distance_and_its_gradient_equal_pots(device: torch.device) -> None
         torch.randn(6, 4, generator=GENERATOR).double().to(device),
         unit_directions(11, 4, GENERATOR).double().to(device),
     )
-    mine = sliced_wasserstein(u, v, torch.zeros(6, device=device), distance="rows", directions_PC=directions)
+    mine = sliced_wasserstein(
+        u, v, torch.zeros(6, device=device), distance="rows", directions_PC=directions
+    )
     theirs = 6 * ot.sliced_wasserstein_distance(u, v, projections=directions.T, p=1)
     assert float(mine.detach()) == pytest.approx(float(theirs.detach()))
     torch.testing.assert_close(torch.autograd.grad(mine, u)[0], torch.autograd.grad(theirs, u)[0])
 
 
-def test_point_distance_and_its_gradient_equal_pots_over_many_directions(device: torch.device) -> None:
+def test_point_distance_and_its_gradient_equal_pots_over_many_directions(
+    device: torch.device,
+) -> None:
     u = torch.randn(1, 10, generator=GENERATOR).double().to(device).requires_grad_()
-    v, directions = torch.randn(1, 10, generator=GENERATOR).double().to(device), unit_directions(100_000, 10, GENERATOR).double()
+    v, directions = (
+        torch.randn(1, 10, generator=GENERATOR).double().to(device),
+        unit_directions(100_000, 10, GENERATOR).double(),
+    )
     directions = directions.to(device)
-    mine = sliced_wasserstein(u, v, torch.zeros(1, device=device), distance="point", directions_PC=directions)
+    mine = sliced_wasserstein(
+        u, v, torch.zeros(1, device=device), distance="point", directions_PC=directions
+    )
     theirs = ot.sliced_wasserstein_distance(u, v, projections=directions.T, p=1)
     assert float(mine.detach()) == pytest.approx(float(theirs.detach()), rel=0.01)
     a, b = torch.autograd.grad(mine, u)[0], torch.autograd.grad(theirs, u)[0]
@@ -89,7 +109,9 @@ def test_sorted_distance_is_blind_to_which_class_is_which() -> None:
 
 
 @pytest.mark.parametrize("distance", DISTANCES)
-def test_gradients_flow_and_are_finite_where_both_sides_are_equal(distance: str, device: torch.device) -> None:
+def test_gradients_flow_and_are_finite_where_both_sides_are_equal(
+    distance: str, device: torch.device
+) -> None:
     """A detached term would have no gradient; a plain norm, or POT's, has NaN at zero."""
     v, directions = (
         torch.randn(4, 5, generator=GENERATOR).double().to(device),
@@ -112,7 +134,10 @@ def test_gradients_flow_and_are_finite_where_both_sides_are_equal(distance: str,
 
 def test_eqs_12_to_15_by_hand(device: torch.device) -> None:
     """Two classes, τ = 2: R = softmax(v/τ), T = softmax(t/τ), ½(KL(R‖T) + KL(T‖R)) over the class that both have."""
-    v, logits = torch.tensor([[2.0, 0.0], [0.0, 4.0]], device=device), torch.tensor([[1.0, 0.0], [3.0, 2.0]], device=device)
+    v, logits = (
+        torch.tensor([[2.0, 0.0], [0.0, 4.0]], device=device),
+        torch.tensor([[1.0, 0.0], [3.0, 2.0]], device=device),
+    )
     labels = torch.tensor([0, 0], device=device)
     means, there = class_means(logits, labels, 2)
     assert means.tolist() == [[2.0, 1.0], [0.0, 0.0]]
@@ -138,4 +163,6 @@ def test_knowledge_matching_is_zero_at_equality_and_finite_for_certain_labels() 
     (gradient,) = torch.autograd.grad(far, certain)
     assert torch.isfinite(far)
     assert torch.isfinite(gradient).all()
-    assert torch.autograd.gradcheck(lambda t: knowledge_matching(t, soft_labels(v, 1.0), everything, 1.0), (leaf,))
+    assert torch.autograd.gradcheck(
+        lambda t: knowledge_matching(t, soft_labels(v, 1.0), everything, 1.0), (leaf,)
+    )

@@ -34,7 +34,13 @@ from fedsynth.synthesizer.matching import (
 
 DEVICES = [
     "cpu",
-    pytest.param("cuda", marks=[pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]),
+    pytest.param(
+        "cuda",
+        marks=[
+            pytest.mark.cuda,
+            pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+        ],
+    ),
 ]
 N, CLASSES, IPC = 60, 10, 3
 
@@ -42,7 +48,9 @@ N, CLASSES, IPC = 60, 10, 3
 def data(device: str = "cpu") -> ImageData:
     rng = np.random.default_rng(0)
     images = rng.integers(0, 256, (N, 1, 8, 8)).astype(np.uint8)
-    return from_arrays(images, np.arange(N) % CLASSES, dataset_spec("digits")).to(torch.device(device))
+    return from_arrays(images, np.arange(N) % CLASSES, dataset_spec("digits")).to(
+        torch.device(device)
+    )
 
 
 def network(device: str = "cpu") -> ConvNet:
@@ -52,20 +60,45 @@ def network(device: str = "cpu") -> ConvNet:
 
 
 def synthetic(segments: int, device: str = "cpu") -> Tensor:
-    return torch.randn(segments, IPC, 1, 8, 8, generator=torch.Generator().manual_seed(1)).to(device)
+    return torch.randn(segments, IPC, 1, 8, 8, generator=torch.Generator().manual_seed(1)).to(
+        device
+    )
 
 
-def all_batches(clients: OpenClients, batch: int = 100, steps: int = 1) -> tuple[Segments, BatchIndices]:
+def all_batches(
+    clients: OpenClients, batch: int = 100, steps: int = 1
+) -> tuple[Segments, BatchIndices]:
     segments = clients.segments(1)
-    return segments, BatchIndices(clients, segments, batch, steps, small_class="all", seed=0, round=1)
+    return segments, BatchIndices(
+        clients, segments, batch, steps, small_class="all", seed=0, round=1
+    )
 
 
-def private(clients: int, mechanism: type, sigma: float, clip: float, width: int, divisor: float, rate: float = 1.0) -> Matcher:
+def private(
+    clients: int,
+    mechanism: type,
+    sigma: float,
+    clip: float,
+    width: int,
+    divisor: float,
+    rate: float = 1.0,
+) -> Matcher:
     secrets = [SecretGenerator() for _ in range(clients)]
     guards = [Guard(Ledger(str(k)), 1e-5, None) for k in range(clients)]
     parts = list(torch.arange(N).tensor_split(clients))
     group = PrivateClients(range(clients), data(), parts, guards, secrets)
-    row = Release(1, "images", "test", "x", sigma, clip, rate, "poisson" if rate < 1 else "full", 50, CLASSES * width)
+    row = Release(
+        1,
+        "images",
+        "test",
+        "x",
+        sigma,
+        clip,
+        rate,
+        "poisson" if rate < 1 else "full",
+        50,
+        CLASSES * width,
+    )
     return mechanism(group, group.charge(row, CLASSES), divisor)  # type: ignore[no-any-return]
 
 
@@ -80,7 +113,10 @@ def test_eq_9_for_a_linear_network_equals_numpy(device: str) -> None:
         def __init__(self) -> None:
             super().__init__()
             self.classifier = nn.Linear(5, 3)
-            self.classifier.weight.data, self.classifier.bias.data = torch.tensor(B), torch.tensor(b)
+            self.classifier.weight.data, self.classifier.bias.data = (
+                torch.tensor(B),
+                torch.tensor(b),
+            )
 
         def embed(self, x: Tensor) -> Tensor:
             return x.flatten(1) @ torch.tensor(A, device=x.device).T
@@ -89,7 +125,11 @@ def test_eq_9_for_a_linear_network_equals_numpy(device: str) -> None:
     features = NetworkFeatures(Linear().to(device), logit_weight, None)
     leaf = torch.tensor(S, device=device).view(2, 4, 1, 2, 3).requires_grad_()
     segment = torch.tensor([0] * 7 + [1] * 2, device=device)
-    real = segment_means(features(torch.tensor(np.concatenate(X), device=device).view(9, 1, 2, 3), segment), segment, 2)
+    real = segment_means(
+        features(torch.tensor(np.concatenate(X), device=device).view(9, 1, 2, 3), segment),
+        segment,
+        2,
+    )
     loss = (synthetic_means(features, leaf) - real).square().sum()
     (gradient,) = torch.autograd.grad(loss, leaf)
     expected_loss, expected = 0.0, np.zeros_like(S)
@@ -114,13 +154,21 @@ def test_eq_15_the_mean_of_per_example_gradients_is_the_batch_gradient(device: s
     real = segment_means(features(x, segment), segment, 4)
     loss = (means - real)[[0, 1, 3]].square().sum()
     (autograd,) = torch.autograd.grad(loss, leaf)
-    torch.testing.assert_close(segment_means(rows, segment, 4).view_as(S), autograd, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        segment_means(rows, segment, 4).view_as(S), autograd, atol=1e-5, rtol=1e-5
+    )
     one = per_example_gradients(features, S, x[5:6], segment[5:6])
-    torch.testing.assert_close(rows[5:6], one, atol=1e-6, rtol=1e-4)  # an example's row does not depend on the batch
+    torch.testing.assert_close(
+        rows[5:6], one, atol=1e-6, rtol=1e-4
+    )  # an example's row does not depend on the batch
 
 
-@pytest.mark.parametrize(("mechanism", "width"), [(ResidualMatcher, 8 * 4 + CLASSES), (GradientMatcher, IPC * 64)])
-def test_without_noise_and_clipping_the_private_gradient_is_the_exact_one(mechanism: type, width: int) -> None:
+@pytest.mark.parametrize(
+    ("mechanism", "width"), [(ResidualMatcher, 8 * 4 + CLASSES), (GradientMatcher, IPC * 64)]
+)
+def test_without_noise_and_clipping_the_private_gradient_is_the_exact_one(
+    mechanism: type, width: int
+) -> None:
     """Full batch, huge clip, σ → 0, divisor = the true class size (equal here): all three mechanisms agree."""
     features, S = NetworkFeatures(network(), 1.0, None), synthetic(CLASSES)
     clients = OpenClients([0], data(), [torch.arange(N)])
@@ -130,7 +178,9 @@ def test_without_noise_and_clipping_the_private_gradient_is_the_exact_one(mechan
     torch.testing.assert_close(ours, exact, atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize(("mechanism", "width"), [(ResidualMatcher, 8 * 4 + CLASSES), (GradientMatcher, IPC * 64)])
+@pytest.mark.parametrize(
+    ("mechanism", "width"), [(ResidualMatcher, 8 * 4 + CLASSES), (GradientMatcher, IPC * 64)]
+)
 def test_subsampling_is_unbiased(mechanism: type, width: int) -> None:
     """Over 50 Poisson batches at q = 0.5, divided by the public q·n_c, the gradient averages to the exact one."""
     features, S = NetworkFeatures(network(), 1.0, None), synthetic(CLASSES)
@@ -148,13 +198,17 @@ def test_residual_noise_enters_the_gradient_through_the_jacobian_only() -> None:
     features, S = NetworkFeatures(network(), 1.0, None), synthetic(CLASSES)
     leaf = S.clone().requires_grad_()
     means = synthetic_means(features, leaf)
-    J = torch.autograd.grad(means[0], leaf, torch.eye(width), is_grads_batched=True)[0][:, 0].flatten(1)
+    J = torch.autograd.grad(means[0], leaf, torch.eye(width), is_grads_batched=True)[0][
+        :, 0
+    ].flatten(1)
     draws = []
     matcher = private(1, ResidualMatcher, 1e4, 1e-3, width, divisor=6.0)
     for t in range(50):
         draws.append(matcher.gradient(t, features, S)[0].flatten())
     expected = 2 * 1e4 * 1e-3 / 6 * J.norm()
-    assert torch.stack(draws).square().sum(1).mean().sqrt() == pytest.approx(float(expected), rel=0.15)
+    assert torch.stack(draws).square().sum(1).mean().sqrt() == pytest.approx(
+        float(expected), rel=0.15
+    )
 
 
 def test_paper_mechanism_clips_the_batch_and_its_noise_shrinks_with_it() -> None:
@@ -163,10 +217,14 @@ def test_paper_mechanism_clips_the_batch_and_its_noise_shrinks_with_it() -> None
     segments, batches = all_batches(clients)
     exact = ExactMatcher(clients, batches)
     clip = float(exact.gradient(0, features, S).flatten(1).norm(dim=1).median())
-    clipped = PaperMatcher(exact, segments, batches, [SecretGenerator()], 0.0, clip).gradient(0, features, S)
+    clipped = PaperMatcher(exact, segments, batches, [SecretGenerator()], 0.0, clip).gradient(
+        0, features, S
+    )
     norms = clipped.flatten(1).norm(dim=1)
     assert norms.max() <= clip * (1 + 1e-5)
-    noisy = PaperMatcher(exact, segments, batches, [SecretGenerator()], 3.0, 5.0).gradient(0, features, S)
+    noisy = PaperMatcher(exact, segments, batches, [SecretGenerator()], 3.0, 5.0).gradient(
+        0, features, S
+    )
     unclipped = exact.gradient(0, features, S)
     assert (noisy - unclipped).std() == pytest.approx(3.0 * 5.0 / (N / CLASSES), rel=0.1)
 
@@ -178,11 +236,17 @@ def test_clients_batched_or_alone_make_the_same_images() -> None:
     def images(ids: list[int]) -> Tensor:
         clients = OpenClients(ids, data(), [parts[k] for k in ids])
         segments = clients.segments(1)
-        matcher = ExactMatcher(clients, BatchIndices(clients, segments, 1, 5, small_class="all", seed=0, round=1))
-        return condense(torch.zeros(len(segments), IPC, 1, 8, 8), network, matcher, steps=5, learning_rate=1.0)
+        matcher = ExactMatcher(
+            clients, BatchIndices(clients, segments, 1, 5, small_class="all", seed=0, round=1)
+        )
+        return condense(
+            torch.zeros(len(segments), IPC, 1, 8, 8), network, matcher, steps=5, learning_rate=1.0
+        )
 
     together = images([0, 1, 2])
-    torch.testing.assert_close(together, torch.cat([images([k]) for k in range(3)]), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(
+        together, torch.cat([images([k]) for k in range(3)]), atol=1e-4, rtol=1e-4
+    )
 
 
 def test_condensation_lowers_the_loss_and_keeps_the_start() -> None:
@@ -194,7 +258,9 @@ def test_condensation_lowers_the_loss_and_keeps_the_start() -> None:
     matcher = ExactMatcher(clients, batches)
 
     def loss(S: Tensor) -> float:
-        return float((synthetic_means(features, S) - matcher.real_means(0, features, CLASSES)).square().sum())
+        return float(
+            (synthetic_means(features, S) - matcher.real_means(0, features, CLASSES)).square().sum()
+        )
 
     after = condense(start, network, matcher, steps=30, learning_rate=1.0)
     assert torch.equal(start, before)
@@ -222,7 +288,9 @@ def test_momentum_is_heavy_ball() -> None:
         def gradient(self, step: int, features: object, synthetic: Tensor) -> Tensor:
             return torch.ones_like(synthetic)
 
-    out = condense(torch.zeros(1, 1, 1, 2, 2), network, Constant(), steps=3, learning_rate=0.1, momentum=0.5)  # type: ignore[arg-type]
+    out = condense(
+        torch.zeros(1, 1, 1, 2, 2), network, Constant(), steps=3, learning_rate=0.1, momentum=0.5
+    )  # type: ignore[arg-type]
     assert torch.allclose(out, torch.full_like(out, -0.1 * (1 + 1.5 + 1.75)))
 
 
@@ -245,7 +313,9 @@ def test_batches_are_without_replacement_or_resampled_on_request() -> None:
     draws = torch.stack([resampled.at(step)[10:20] for step in range(70)]) - 40
     assert draws.min() >= 0
     assert draws.max() < 5
-    assert any(len(set(row.tolist())) < 5 for row in draws)  # with replacement, not the whole class repeated
+    assert any(
+        len(set(row.tolist())) < 5 for row in draws
+    )  # with replacement, not the whole class repeated
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -255,7 +325,9 @@ def test_a_reduced_precision_of_the_real_pass_changes_the_gradient_little(device
     clients = OpenClients([0], data(device), [torch.arange(N)])
     _, batches = all_batches(clients)
     full, half = (
-        ExactMatcher(clients, batches).gradient(0, NetworkFeatures(net, 1.0, None, dtype), S).flatten()
+        ExactMatcher(clients, batches)
+        .gradient(0, NetworkFeatures(net, 1.0, None, dtype), S)
+        .flatten()
         for dtype in (torch.float32, torch.bfloat16)
     )
     assert half.dtype == torch.float32
@@ -264,7 +336,9 @@ def test_a_reduced_precision_of_the_real_pass_changes_the_gradient_little(device
 
 
 @pytest.mark.parametrize("images", [1, 7, 500])
-def test_the_size_of_passes_changes_nothing_but_rounding(images: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_size_of_passes_changes_nothing_but_rounding(
+    images: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Real images, synthetic segments and per-example gradients in pieces of any size."""
     features, S = NetworkFeatures(network(), 1.0, None), synthetic(CLASSES)
     x, segment = torch.randn(50, 1, 8, 8), (torch.arange(50) ** 2) % CLASSES
@@ -275,14 +349,20 @@ def test_the_size_of_passes_changes_nothing_but_rounding(images: int, monkeypatc
     monkeypatch.setattr("fedsynth.synthesizer.condensation.CPU_BYTES", images * 8 * 64 * 4)
     assert features.images_at_once(x) == images
     torch.testing.assert_close(features.real(x, segment), whole[0], atol=1e-5, rtol=1e-4)
-    torch.testing.assert_close(per_example_gradients(features, S, x, segment), whole[1], atol=1e-5, rtol=1e-4)
-    torch.testing.assert_close(pull_back(features, S, lambda m, numbers: torch.ones_like(m)), pulled, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(
+        per_example_gradients(features, S, x, segment), whole[1], atol=1e-5, rtol=1e-4
+    )
+    torch.testing.assert_close(
+        pull_back(features, S, lambda m, numbers: torch.ones_like(m)), pulled, atol=1e-5, rtol=1e-4
+    )
 
 
 @pytest.mark.parametrize("augment", [False, True])
 def test_features_pull_back_what_autograd_does(augment: bool) -> None:
     """Embedding and weighted logits, through the siamese augmentation or not, many vectors or one; also for networks without a VJP."""
-    transform = SiameseAugmentation(4, torch.Generator().manual_seed(3), flip=True) if augment else None
+    transform = (
+        SiameseAugmentation(4, torch.Generator().manual_seed(3), flip=True) if augment else None
+    )
     x, segment = torch.randn(9, 1, 8, 8), torch.arange(9) % 4
     for norm in ("instance", "group"):
         net = ConvNet((1, 8, 8), CLASSES, width=8, depth=2, norm=norm).requires_grad_(False)
@@ -290,7 +370,9 @@ def test_features_pull_back_what_autograd_does(augment: bool) -> None:
         leaf = x.clone().requires_grad_()
         u = features(leaf, segment)
         vectors = torch.randn(3, *u.shape)
-        expected = torch.stack([torch.autograd.grad(u, leaf, v, retain_graph=True)[0] for v in vectors])
+        expected = torch.stack(
+            [torch.autograd.grad(u, leaf, v, retain_graph=True)[0] for v in vectors]
+        )
         mine, pull = features.vjp(x, segment)
         torch.testing.assert_close(mine, u.detach(), atol=1e-5, rtol=1e-4)
         torch.testing.assert_close(pull(vectors), expected, atol=1e-5, rtol=1e-4)
@@ -298,25 +380,41 @@ def test_features_pull_back_what_autograd_does(augment: bool) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 7, 1000])
-def test_pieces_of_the_batch_may_cut_classes_and_clients(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pieces_of_the_batch_may_cut_classes_and_clients(
+    size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Means over ragged segments, and private sums over clients of different sizes, do not depend on where the pieces end."""
-    features, parts = NetworkFeatures(network(), 1.0, None), [torch.arange(5), torch.arange(5, 33), torch.arange(33, N)]
+    features, parts = (
+        NetworkFeatures(network(), 1.0, None),
+        [torch.arange(5), torch.arange(5, 33), torch.arange(33, N)],
+    )
     clients = OpenClients([0, 1, 2], data(), parts)
     segments, batches = all_batches(clients)
     width = 8 * 4 + CLASSES
     indices = torch.cat(
-        [clients.examples(p, c) for p, c in zip(segments.position.tolist(), segments.label.tolist(), strict=True)]
+        [
+            clients.examples(p, c)
+            for p, c in zip(segments.position.tolist(), segments.label.tolist(), strict=True)
+        ]
     )
     rows = features(clients.images(indices), batches.segment)
     expected = torch.stack([rows[batches.segment == s].mean(0) for s in range(len(segments))])
     monkeypatch.setattr("fedsynth.core.client.CPU_CHUNK", size)
     torch.testing.assert_close(
-        ExactMatcher(clients, batches).real_means(0, features, len(segments)), expected, atol=1e-5, rtol=1e-4
+        ExactMatcher(clients, batches).real_means(0, features, len(segments)),
+        expected,
+        atol=1e-5,
+        rtol=1e-4,
     )
 
-    guards, secrets = [Guard(Ledger(str(k)), 1e-5, None) for k in range(3)], [SecretGenerator() for _ in range(3)]
+    guards, secrets = (
+        [Guard(Ledger(str(k)), 1e-5, None) for k in range(3)],
+        [SecretGenerator() for _ in range(3)],
+    )
     group = PrivateClients(range(3), data(), parts, guards, secrets)
-    series = group.charge(Release(1, "x", "test", "x", 1e-12, 1e6, 1.0, "full", 1, CLASSES * width), CLASSES)
+    series = group.charge(
+        Release(1, "x", "test", "x", 1e-12, 1e6, 1.0, "full", 1, CLASSES * width), CLASSES
+    )
     sums = group.class_sums(series, lambda x, segment: features.real(x, segment))
     by_client = torch.zeros(3 * CLASSES, width)
     for position, part in enumerate(parts):
@@ -327,12 +425,18 @@ def test_pieces_of_the_batch_may_cut_classes_and_clients(size: int, monkeypatch:
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
 @pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
-def test_a_compiled_real_pass_is_the_same_pass(precision: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiled_real_pass_is_the_same_pass(
+    precision: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Full pieces compiled, the rest eager; new weights of the same network are seen; the global generator stays."""
     before = torch.get_rng_state()
     net, x = network(), torch.randn(13, 1, 8, 8, generator=torch.Generator().manual_seed(0))
-    monkeypatch.setattr("fedsynth.synthesizer.condensation.CPU_BYTES", 4 * 8 * 64 * precision.itemsize)
-    plain, compiled = (NetworkFeatures(net, 1.0, None, precision, compiled=c) for c in (False, True))
+    monkeypatch.setattr(
+        "fedsynth.synthesizer.condensation.CPU_BYTES", 4 * 8 * 64 * precision.itemsize
+    )
+    plain, compiled = (
+        NetworkFeatures(net, 1.0, None, precision, compiled=c) for c in (False, True)
+    )
     segment = torch.zeros(13, dtype=torch.int64)
     tolerance = 1e-5 if precision == torch.float32 else 0.03
     first = plain.real(x, segment)

@@ -12,11 +12,15 @@ from fedsynth.synthesizer.perturbation import Perturbations
 from fedsynth.synthesizer.training import project_to_ball
 
 
-def draws(reading: str, radius: float = 5.0, seed: int = 0, round: int = 1, steps: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
+def draws(
+    reading: str, radius: float = 5.0, seed: int = 0, round: int = 1, steps: int = 8
+) -> tuple[torch.Tensor, torch.Tensor]:
     with torch.random.fork_rng():
         torch.manual_seed(0)  # noqa: TID251
         model = ConvNet((1, 8, 8), 10, width=16, depth=2)
-    networks = Perturbations(model, radius, reading=reading, seed=seed, round=round, device=torch.device("cpu"))
+    networks = Perturbations(
+        model, radius, reading=reading, seed=seed, round=round, device=torch.device("cpu")
+    )
     center = flatten(model)
     return center, torch.stack([flatten(networks.draw()) - center for _ in range(steps)])
 
@@ -29,7 +33,9 @@ def test_rescaled_gaussians_lie_on_the_sphere() -> None:
 def test_a_radius_beyond_the_gaussian_leaves_it_alone() -> None:
     """Clip, not normalise: ‖N(0, I)‖ is about √P, and below ρ nothing is rescaled."""
     center, offsets = draws("sphere", radius=1e6)
-    torch.testing.assert_close(offsets.norm(dim=1), torch.full((8,), len(center) ** 0.5), rtol=0.05, atol=0)
+    torch.testing.assert_close(
+        offsets.norm(dim=1), torch.full((8,), len(center) ** 0.5), rtol=0.05, atol=0
+    )
 
 
 def test_the_ball_reading_has_uniform_radii() -> None:

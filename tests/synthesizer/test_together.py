@@ -14,7 +14,13 @@ from fedsynth.models.convnet import ConvNet
 from fedsynth.models.flat import flatten
 from fedsynth.models.registry import ModelSettings, build_model
 from fedsynth.models.small import Linear
-from fedsynth.synthesizer.together import Learner, learner_bytes, pays, train_together, trains_together
+from fedsynth.synthesizer.together import (
+    Learner,
+    learner_bytes,
+    pays,
+    train_together,
+    trains_together,
+)
 from fedsynth.synthesizer.training import Pull, SgdSettings, train_on
 
 SIZES = (7, 1, 0, 23, 10, 5)
@@ -30,11 +36,16 @@ def two_layers() -> nn.Module:
 
 def pull(seed: int, size: int) -> Pull:
     draws = torch.Generator().manual_seed(seed)
-    return Pull(0.3 * seed, torch.randn(size, generator=draws), 0.1 * torch.randn(size, generator=draws))
+    return Pull(
+        0.3 * seed, torch.randn(size, generator=draws), 0.1 * torch.randn(size, generator=draws)
+    )
 
 
 def learners(
-    device: torch.device, settings: Callable[[int], SgdSettings], penalties: bool, sizes: tuple[int, ...] = SIZES
+    device: torch.device,
+    settings: Callable[[int], SgdSettings],
+    penalties: bool,
+    sizes: tuple[int, ...] = SIZES,
 ) -> list[Learner]:
     """Clients with models of their own, as SOLO's are, and data of their own out of one resident tensor."""
     found, order = [], torch.randperm(60, generator=torch.Generator().manual_seed(1))
@@ -46,7 +57,11 @@ def learners(
         where, order = order[:size], order[size:]
         extra = pull(k, flatten(model).numel()) if penalties and k % 2 else None
         extra = extra and Pull(extra.weight, extra.center.to(device), extra.linear.to(device))
-        found.append(Learner(model, where.to(device), settings(k), torch.Generator().manual_seed(10 + k), extra))
+        found.append(
+            Learner(
+                model, where.to(device), settings(k), torch.Generator().manual_seed(10 + k), extra
+            )
+        )
     return found
 
 
@@ -54,7 +69,9 @@ def apart(each: list[Learner], images: Tensor, labels: Tensor) -> list[Tensor]:
     """The oracle: one after another."""
     for one in each:
         x, y = images[one.where], labels[one.where]
-        train_on(one.model, lambda i, x=x: x[i], y, one.settings, one.generator, penalty=one.penalty)  # type: ignore[misc]
+        train_on(
+            one.model, lambda i, x=x: x[i], y, one.settings, one.generator, penalty=one.penalty
+        )  # type: ignore[misc]
     return [flatten(one.model) for one in each]
 
 
@@ -70,7 +87,11 @@ def apart(each: list[Learner], images: Tensor, labels: Tensor) -> list[Tensor]:
 )
 @pytest.mark.parametrize("few", [1, 4])
 def test_equals_each_clients_own_training(
-    settings: Callable[[int], SgdSettings], penalties: bool, few: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    settings: Callable[[int], SgdSettings],
+    penalties: bool,
+    few: int,
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """With all steps shared, or the last clients alone.
 
@@ -94,7 +115,9 @@ def test_clients_do_not_touch_each_other(monkeypatch: pytest.MonkeyPatch) -> Non
     many = copy.deepcopy(alone)  # generators are copied with their state
     train_together(alone[1:2], IMAGES.__getitem__, LABELS.__getitem__)
     train_together(many, IMAGES.__getitem__, LABELS.__getitem__)
-    torch.testing.assert_close(flatten(many[1].model), flatten(alone[1].model), atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(
+        flatten(many[1].model), flatten(alone[1].model), atol=1e-6, rtol=1e-6
+    )
 
 
 @pytest.mark.parametrize("few", [1, 4])
@@ -104,10 +127,14 @@ def test_nobody_with_data_and_progress(few: int, monkeypatch: pytest.MonkeyPatch
     each = learners(torch.device("cpu"), lambda k: SgdSettings(2, 5, 0.1), False, (0, 0))
     before = [flatten(one.model) for one in each]
     train_together(each, IMAGES.__getitem__, LABELS.__getitem__)
-    assert all(torch.equal(flatten(one.model), start) for one, start in zip(each, before, strict=True))
+    assert all(
+        torch.equal(flatten(one.model), start) for one, start in zip(each, before, strict=True)
+    )
     seen: list[tuple[int, int]] = []
     each = learners(torch.device("cpu"), lambda k: SgdSettings(1 + k, 5, 0.1), False, (3, 8))
-    train_together(each, IMAGES.__getitem__, LABELS.__getitem__, lambda done, total: seen.append((done, total)))
+    train_together(
+        each, IMAGES.__getitem__, LABELS.__getitem__, lambda done, total: seen.append((done, total))
+    )
     assert seen == ([(2, 5), (3, 5), (4, 5), (5, 5), (5, 5)] if few == 1 else [(5, 5)])
 
 
@@ -128,9 +155,15 @@ def test_what_is_not_common_is_refused() -> None:
         lambda k: SgdSettings(1, 5, 0.1, radius=1.0),
     ):
         with pytest.raises(ValueError, match="learners in one pass share"):
-            train_together(learners(torch.device("cpu"), settings, False), IMAGES.__getitem__, LABELS.__getitem__)
+            train_together(
+                learners(torch.device("cpu"), settings, False),
+                IMAGES.__getitem__,
+                LABELS.__getitem__,
+            )
     odd = learners(torch.device("cpu"), lambda k: SgdSettings(1, 5, 0.1), False)[:1]
-    odd[0] = Learner(odd[0].model, odd[0].where, odd[0].settings, odd[0].generator, lambda net: torch.zeros(()))
+    odd[0] = Learner(
+        odd[0].model, odd[0].where, odd[0].settings, odd[0].generator, lambda net: torch.zeros(())
+    )
     with pytest.raises(ValueError, match="no penalty but a Pull"):
         train_together(odd, IMAGES.__getitem__, LABELS.__getitem__)
 
@@ -140,14 +173,20 @@ def test_which_networks() -> None:
     assert trains_together(Linear((1, 4, 4), 3))
     assert trains_together(two_layers())
     assert trains_together(build_model(ModelSettings("linear", projection=8), (1, 4, 4), 3, 0))
-    assert not trains_together(build_model(ModelSettings(width=4, depth=1, projection=8), (1, 8, 8), 3, 0))
+    assert not trains_together(
+        build_model(ModelSettings(width=4, depth=1, projection=8), (1, 8, 8), 3, 0)
+    )
     assert not trains_together(ConvNet((1, 8, 8), 4, width=4, depth=1))
     assert not trains_together(nn.Sequential(dense, nn.BatchNorm1d(3)))
-    assert not trains_together(nn.Sequential(dense, nn.BatchNorm1d(3, affine=False, track_running_stats=False)))
+    assert not trains_together(
+        nn.Sequential(dense, nn.BatchNorm1d(3, affine=False, track_running_stats=False))
+    )
     assert not trains_together(nn.Sequential(dense, nn.Dropout(0.5)))
     assert not trains_together(nn.Sequential(dense, nn.RReLU()))
     assert not trains_together(copy.deepcopy(dense).double())
-    assert not trains_together(type("Own", (nn.Sequential,), {})(dense, relu))  # its forward could do anything
+    assert not trains_together(
+        type("Own", (nn.Sequential,), {})(dense, relu)
+    )  # its forward could do anything
     named = type("Named", (nn.Sequential,), {})(dense)
     named.dense = nn.Linear(3, 3)  # a layer of that name says nothing
     assert not trains_together(named)
@@ -158,7 +197,9 @@ def test_which_networks() -> None:
 def test_memory_that_is_said() -> None:
     """What a pass takes at most, counted by torch's profiler, stays within what is said of it."""
     for penalties in (False, True):
-        each = learners(torch.device("cpu"), lambda k: SgdSettings(2, 5, 0.1, 0.9), penalties, (10,) * 6)
+        each = learners(
+            torch.device("cpu"), lambda k: SgdSettings(2, 5, 0.1, 0.9), penalties, (10,) * 6
+        )
         said = sum(learner_bytes(one.model, 5, 16) for one in each)
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
             train_together(each, IMAGES.__getitem__, LABELS.__getitem__)

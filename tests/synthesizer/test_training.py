@@ -25,7 +25,13 @@ def problem() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
 def test_equals_torch_sgd_with_momentum_and_weight_decay() -> None:
     model, x, y = problem()
     oracle = copy.deepcopy(model)
-    train_on(model, lambda i: x[i], y, SgdSettings(3, 8, 0.1, 0.9, 1e-2), torch.Generator().manual_seed(5))
+    train_on(
+        model,
+        lambda i: x[i],
+        y,
+        SgdSettings(3, 8, 0.1, 0.9, 1e-2),
+        torch.Generator().manual_seed(5),
+    )
     optimiser = torch.optim.SGD(oracle.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-2)
     generator = torch.Generator().manual_seed(5)
     for _ in range(3):
@@ -39,7 +45,13 @@ def test_equals_torch_sgd_with_momentum_and_weight_decay() -> None:
 def test_projection_holds_after_training() -> None:
     model, x, y = problem()
     start = flatten(model)
-    train_on(model, lambda i: x[i], y, SgdSettings(20, 8, 0.5, radius=0.3), torch.Generator().manual_seed(5))
+    train_on(
+        model,
+        lambda i: x[i],
+        y,
+        SgdSettings(20, 8, 0.5, radius=0.3),
+        torch.Generator().manual_seed(5),
+    )
     distance = (flatten(model) - start).norm()
     assert 0.29 < distance <= 0.3 * (1 + 1e-5)
 
@@ -75,11 +87,15 @@ def test_a_recorded_step_is_the_same_step(norm: str, monkeypatch: pytest.MonkeyP
             warnings.simplefilter("error")
             train_on(model, lambda i: x[i], y, settings, torch.Generator().manual_seed(5))
         trained.append(model)
-    for one, other in zip(trained[0].state_dict().values(), trained[1].state_dict().values(), strict=True):
+    for one, other in zip(
+        trained[0].state_dict().values(), trained[1].state_dict().values(), strict=True
+    ):
         torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-3)
 
 
-def test_what_cannot_be_recorded_runs_as_it_is_and_nothing_was_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_recorded_runs_as_it_is_and_nothing_was_changed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     state = torch.zeros(3)
 
     def step() -> None:
@@ -96,8 +112,13 @@ def test_what_cannot_be_recorded_runs_as_it_is_and_nothing_was_changed(monkeypat
 @pytest.mark.parametrize("examples", [5, 1])
 def test_a_last_piece_of_one_example_goes_through_batch_norm_twice(examples: int) -> None:
     """Batches of two: 5 examples leave one over, whose variance over the batch would not exist; so does a client of one example."""
-    net = nn.Sequential(nn.Flatten(), nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 3))
-    x, y = torch.randn(examples, 1, 2, 2, generator=torch.Generator().manual_seed(0)), torch.arange(examples) % 3
+    net = nn.Sequential(
+        nn.Flatten(), nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 3)
+    )
+    x, y = (
+        torch.randn(examples, 1, 2, 2, generator=torch.Generator().manual_seed(0)),
+        torch.arange(examples) % 3,
+    )
     theirs = copy.deepcopy(net)
     train_on(net, lambda i: x[i], y, SgdSettings(1, 2, 0.1), torch.Generator().manual_seed(1))
     sgd = torch.optim.SGD(theirs.parameters(), 0.1)
