@@ -13,6 +13,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from fedsynth.evaluation.generated import GENERATOR, in_words
 from fedsynth.federation.observer import Observer
 from fedsynth.federation.settings import RunSettings
 from fedsynth.federation.simulation import RunResult
@@ -24,16 +25,11 @@ def accuracies(row: Mapping[str, Any], personal: bool) -> list[tuple[str, str]]:
     """What a round's row, or a run's summary, says of accuracy, as names and values.
 
     Args:
-        personal: clients have models of their own, which their own test splits test; the common model is then not what counts, and comes last.
+        personal: clients have models of their own: their own test splits' figures come first.
     """
     found = []
     if row.get("test_accuracy") is not None:
-        found.append(
-            (
-                "common model's test accuracy" if personal else "test accuracy",
-                f"{100 * row['test_accuracy']:.2f} %",
-            )
-        )
+        found.append(("test accuracy", f"{100 * row['test_accuracy']:.2f} %"))
     for name, one in row.get("models", {}).items():
         found.append((name.upper(), f"{100 * one['test_accuracy']:.2f} %"))
     if "local" in row:  # not with differential privacy: exact functions of private data
@@ -61,6 +57,7 @@ def round_line(row: Mapping[str, Any], settings: RunSettings) -> str:
     ]
     if "epsilon" in row:
         parts.append(f"ε {up(row['epsilon'], 3)}")
+    parts += [f"{name} {value}" for name, value in in_words(row.get(GENERATOR, {}))]
     parts += [f"uploads {row['upload_bytes'] / 1e6:.2f} MB", f"{row['seconds']:.1f} s"]
     return " · ".join(parts)
 
@@ -132,6 +129,8 @@ def print_summary(result: RunResult) -> None:
     summary = result.summary
     table = Table(title=f"{summary['method']} on {summary['dataset']}", show_header=False)
     for name, value in accuracies(summary, result.settings.method.personal):
+        table.add_row(name, value)
+    for name, value in in_words(summary.get(GENERATOR, {})):
         table.add_row(name, value)
     table.add_row("rounds", str(summary["rounds"]))
     table.add_row(

@@ -24,9 +24,10 @@ from fedsynth.errors import (
     unknown_name,
 )
 from fedsynth.evaluation.accuracy import accuracy
+from fedsynth.evaluation.generated import in_words
 from fedsynth.federation.devices import resolve_device
 from fedsynth.methods import method_class
-from fedsynth.methods.dense import DistilsWithoutData
+from fedsynth.methods.dense import DistilsWithoutData, generated_facts
 from fedsynth.models.convnet import NORMS
 from fedsynth.models.registry import ModelSettings, build_model
 
@@ -99,6 +100,9 @@ def distil_files(
     notes: list[str] = []
     state = distil_models(models, made, chosen, spec, seed, note=notes.append)
     yield from notes
+    generated = generated_facts(state)
+    if generated:
+        yield ", ".join(f"{name}: {value}" for name, value in in_words(generated))
     made.load_state_dict(dict(state.parameters))
     if test_root[1]:
         _, test = load_dataset(dataset, test_root[0])

@@ -30,6 +30,7 @@ from fedsynth.data.proxy import NOISE, ProxyImages, noise_images
 from fedsynth.errors import DataError, DivergedError
 from fedsynth.evaluation.accuracy import accuracy_by_domain, correct
 from fedsynth.evaluation.fairness import local_metrics
+from fedsynth.evaluation.generated import GENERATOR
 from fedsynth.federation.devices import check_compiler, resolve_device
 from fedsynth.federation.observer import Observer
 from fedsynth.federation.participation import Participation
@@ -41,6 +42,9 @@ from fedsynth.privacy.errors import BudgetExceededError
 from fedsynth.privacy.report import build_report, write_report
 from fedsynth.synthesizer.sets import SyntheticSet
 
+COMMON = "common_model_accuracy"
+"""What the test accuracy of a method is called whose clients end with models of their own."""
+
 Step = Callable[
     [Message, ClientGroup, Sequence[Memory], RoundContext], list[tuple[Message, Memory]]
 ]
@@ -51,7 +55,8 @@ class RunResult:
     """What a run ends with.
 
     Attributes:
-        accuracy: of the global model on the test set, in [0, 1].
+        accuracy: of the global model on the test set, in [0, 1]; no result of a method whose clients
+            have models of their own (FedBN, SOLO): theirs is AMP, in the last row's `local`.
         metrics: a row for each round. uploads: the last round's, by client.
         privacy: the privacy report, None without differential privacy. folder: None if nothing was written.
         artefacts: matrices [classes, clients] that the server measured, such as FedHydra's stratification.
@@ -363,11 +368,15 @@ class _Simulation:
         return {**row, "models": models} if models else row
 
     def _evaluate_one(self, parameters: Mapping[str, Tensor]) -> dict[str, Any]:
-        """Accuracy on the test set; where it has domains also each one's, and their plain average, as papers on feature skew report; and on
-        the clients' own test splits, if they have any."""
+        """Accuracy on the test set; where it has domains also each one's, and their plain average, as
+        papers on feature skew report; and on the clients' own test splits, if they have any.
+
+        Where clients have models of their own, the common one is no result, and its accuracy has
+        another name."""
         model = self.context.load(parameters)
         right = correct(model, self.test)
-        row: dict[str, Any] = {"test_accuracy": int(right.sum()) / len(right)}
+        name = COMMON if self.method.personal else "test_accuracy"
+        row: dict[str, Any] = {name: int(right.sum()) / len(right)}
         if sum(map(len, self.tests)):
             own = (
                 self.method.personal_parameters(parameters, self.memories.get(k, {}))
@@ -380,7 +389,7 @@ class _Simulation:
                 self.tests,
                 [len(part) for part in self.parts],
             )
-        domains = accuracy_by_domain(right, self.test)
+        domains = {} if self.method.personal else accuracy_by_domain(right, self.test)
         if domains:
             row["domain_accuracy"] = domains
             row["domain_average"] = sum(domains.values()) / len(domains)
@@ -388,9 +397,8 @@ class _Simulation:
 
     def _finish(self) -> RunResult:
         last = self.metrics[-1] if self.metrics else {}
-        final = (
-            last["test_accuracy"] if "test_accuracy" in last else self._evaluate()["test_accuracy"]
-        )
+        name = COMMON if self.method.personal else "test_accuracy"
+        final = last[name] if name in last else self._evaluate()[name]
         report, summary, artefacts = None, self._summary(final), self.method.artefacts(self.state)
         if self.private is not None:
             ledgers = {ledger.client: ledger for ledger in self.private.ledgers}
@@ -432,7 +440,8 @@ class _Simulation:
             "settings": {f.name: getattr(self.method, f.name) for f in fields(self.method)},
             "dataset": self.context.spec.name,
             "rounds": len(self.metrics),
-            "test_accuracy": final,
+            "test_accuracy": None if self.method.personal else final,
+            **({COMMON: final} if self.method.personal else {}),
             "upload_bytes": sum(row["upload_bytes"] for row in self.metrics),
             "upload_floats_per_round": self.metrics[-1]["upload_floats"] if self.metrics else 0,
             "seconds": round(sum(row["seconds"] for row in self.metrics), 3),
@@ -447,6 +456,8 @@ class _Simulation:
                 name: {"test_accuracy": one["test_accuracy"]}
                 for name, one in last["models"].items()
             }
+        if GENERATOR in last:
+            summary[GENERATOR] = last[GENERATOR]
         if LOCAL in last and self.private is None:
             summary[LOCAL] = {name: last[LOCAL][name] for name in ("amp", "fm", "wlp")}
         if self.private is not None:
