@@ -98,6 +98,17 @@ def average(described: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return {name: sum(each[name] for each in described) / len(described) for name in names}
 
 
+def in_words(facts: Mapping[str, float]) -> str:
+    """The facts in a few words: "class entropy 0.95 of log C, 10 classes, 83.0 % as asked"."""
+    parts = [
+        f"class entropy {facts['class_entropy_share']:.2f} of log C",
+        f"{facts['classes']:.3g} classes",
+    ]
+    if "agreement" in facts:
+        parts.append(f"{100 * facts['agreement']:.1f} % as asked")
+    return ", ".join(parts)
+
+
 def _images(tally_RC: Tensor) -> int:
     count = int(tally_RC[0].sum())
     if not count:

@@ -30,6 +30,7 @@ from fedsynth.data.proxy import NOISE, ProxyImages, noise_images
 from fedsynth.errors import DataError, DivergedError
 from fedsynth.evaluation.accuracy import accuracy_by_domain, correct
 from fedsynth.evaluation.fairness import local_metrics
+from fedsynth.evaluation.generated import GENERATOR
 from fedsynth.federation.devices import check_compiler, resolve_device
 from fedsynth.federation.observer import Observer
 from fedsynth.federation.participation import Participation
@@ -331,7 +332,12 @@ class _Simulation:
 
     def _record(self, context: RoundContext, started: float) -> None:
         number = context.round
-        row: dict[str, Any] = {"round": number, **self.method.facts(self.state, context)}
+        kept = [self.memories[client] for client in self.uploads]
+        row: dict[str, Any] = {
+            "round": number,
+            **self.method.facts(self.state, context),
+            **self.method.client_facts(kept, context),
+        }
         if number % self.settings.evaluate_every == 0 or number == self.settings.rounds:
             row.update(self._evaluate())
         if self.private is not None and self.private.guaranteed:
@@ -447,6 +453,9 @@ class _Simulation:
                 name: {"test_accuracy": one["test_accuracy"]}
                 for name, one in last["models"].items()
             }
+        generators = [row[GENERATOR] for row in self.metrics if GENERATOR in row]
+        if generators:
+            summary[GENERATOR] = generators[-1]
         if LOCAL in last and self.private is None:
             summary[LOCAL] = {name: last[LOCAL][name] for name in ("amp", "fm", "wlp")}
         if self.private is not None:
