@@ -57,7 +57,8 @@ def round_line(row: Mapping[str, Any], settings: RunSettings) -> str:
     ]
     if "epsilon" in row:
         parts.append(f"ε {up(row['epsilon'], 3)}")
-    parts += [f"{name} {value}" for name, value in in_words(row.get(GENERATOR, {}))]
+    if GENERATOR in row:
+        parts.append(f"generated: {in_words(row[GENERATOR])}")
     parts += [f"uploads {row['upload_bytes'] / 1e6:.2f} MB", f"{row['seconds']:.1f} s"]
     return " · ".join(parts)
 
@@ -130,8 +131,8 @@ def print_summary(result: RunResult) -> None:
     table = Table(title=f"{summary['method']} on {summary['dataset']}", show_header=False)
     for name, value in accuracies(summary, result.settings.method.personal):
         table.add_row(name, value)
-    for name, value in in_words(summary.get(GENERATOR, {})):
-        table.add_row(name, value)
+    if GENERATOR in summary:
+        table.add_row("generated", in_words(summary[GENERATOR]))
     table.add_row("rounds", str(summary["rounds"]))
     table.add_row(
         "uploaded",

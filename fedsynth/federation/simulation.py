@@ -336,7 +336,12 @@ class _Simulation:
 
     def _record(self, context: RoundContext, started: float) -> None:
         number = context.round
-        row: dict[str, Any] = {"round": number, **self.method.facts(self.state, context)}
+        kept = [self.memories[client] for client in self.uploads]
+        row: dict[str, Any] = {
+            "round": number,
+            **self.method.facts(self.state, context),
+            **self.method.client_facts(kept, context),
+        }
         if number % self.settings.evaluate_every == 0 or number == self.settings.rounds:
             row.update(self._evaluate())
         if self.private is not None and self.private.guaranteed:
@@ -456,8 +461,9 @@ class _Simulation:
                 name: {"test_accuracy": one["test_accuracy"]}
                 for name, one in last["models"].items()
             }
-        if GENERATOR in last:
-            summary[GENERATOR] = last[GENERATOR]
+        generators = [row[GENERATOR] for row in self.metrics if GENERATOR in row]
+        if generators:
+            summary[GENERATOR] = generators[-1]
         if LOCAL in last and self.private is None:
             summary[LOCAL] = {name: last[LOCAL][name] for name in ("amp", "fm", "wlp")}
         if self.private is not None:

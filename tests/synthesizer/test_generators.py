@@ -41,15 +41,40 @@ def test_eqs_2_to_6_by_hand(device: torch.device) -> None:
     entropy = -(0.7 * math.log(0.7) + 0.3 * math.log(0.3))
     certain = -(math.log(0.5) + math.log(0.9)) / 2
     f = torch.tensor([[1.0, -2.0, 0.0], [3.0, 0.0, 0.5]], device=device)
-    assert float(information_entropy_loss(p)) == pytest.approx(-entropy)  # Eq. 3
+    entropy /= math.log(2)
+    assert float(information_entropy_loss(p)) == pytest.approx(-entropy)  # Eq. 3, over log C
     assert float(one_hot_loss(p)) == pytest.approx(certain)  # Eq. 2
-    assert float(activation_loss(f)) == pytest.approx(-(3.0 + 3.5) / 2)  # Eq. 4
+    assert float(activation_loss(f)) == pytest.approx(-(3.0 + 3.5) / 6)  # Eq. 4, of the mean
     assert float(generator_loss(f, p, 0.2, 0.1)) == pytest.approx(
-        -entropy + 0.2 * certain - 0.1 * 3.25
+        -entropy + 0.2 * certain - 0.1 * 6.5 / 6
     )  # Eq. 5
     q = logits((0.25, 0.75), (0.9, 0.1), device=device)
     kl = (0.5 * math.log(0.5 / 0.25) + 0.5 * math.log(0.5 / 0.75)) / 2
     assert float(distillation_loss(p, q)) == pytest.approx(kl)  # Eq. 6: KL(teacher ‖ student)
+
+
+@pytest.mark.parametrize("times", [2, 84])
+def test_the_activation_loss_does_not_grow_with_the_features(
+    times: int, device: torch.device
+) -> None:
+    """A teacher whose every feature is there `times` times over pulls a generator no harder. A sum would, `times` as hard."""
+    features = torch.randn(
+        7, 5, generator=torch.Generator(device).manual_seed(0), device=device, requires_grad=True
+    )
+    one, many = activation_loss(features), activation_loss(features.repeat(1, times))
+    torch.testing.assert_close(many, one)
+    pulls = [torch.autograd.grad(loss, features)[0] for loss in (one, many)]
+    torch.testing.assert_close(pulls[1], pulls[0])
+
+
+@pytest.mark.parametrize("classes", [2, 10, 100])
+def test_the_information_entropy_loss_spans_the_same_range_for_any_number_of_classes(
+    classes: int, device: torch.device
+) -> None:
+    """−1 where all classes are alike and 0 where there is one; without the division −log C and 0."""
+    even = torch.eye(classes, device=device) * 1000
+    assert float(information_entropy_loss(even)) == pytest.approx(-1.0)
+    assert float(information_entropy_loss(even[:1])) == pytest.approx(0.0)
 
 
 def test_information_entropy_has_no_nan_where_a_class_is_never_predicted(
