@@ -13,8 +13,10 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import math
 import statistics
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -58,20 +60,26 @@ def held_out(train: ImageData, size: int) -> tuple[ImageData, ImageData]:
 
 
 class Results:
-    """A JSON-lines file of finished runs, by name and settings."""
+    """A JSON-lines file of finished runs, by name and settings.
 
-    def __init__(self, path: Path, only: str) -> None:
+    Args:
+        only: make only the runs whose name contains this.
+        budget: seconds after which no further run is begun; the table then shows what is finished.
+    """
+
+    def __init__(self, path: Path, only: str, budget: float = math.inf) -> None:
         self.path, self._only, self._machine = path, only, machine()
+        self._end = time.monotonic() + budget
 
     def get(
         self, name: str, settings: RunSettings, data: tuple[ImageData, ImageData]
     ) -> dict[str, Any] | None:
-        """The run's row, made if need be; None if `--only` leaves it to another process."""
+        """The run's row, made if need be; None if `only` or the time leaves it to another call."""
         config = json.dumps(_distinctive(settings), sort_keys=True)
         key = f"{name} {hashlib.blake2b(config.encode(), digest_size=4).hexdigest()}"
         lines = self.path.read_text().splitlines() if self.path.exists() else []
         rows: dict[str, dict[str, Any]] = {row["key"]: row for row in map(json.loads, lines)}
-        if key in rows or self._only not in name:
+        if key in rows or self._only not in name or time.monotonic() > self._end:
             return rows.get(key)
         row = {"key": key, **one_run(settings, data), **self._machine}
         with self.path.open("a") as file:
