@@ -28,6 +28,7 @@ from fedsynth.cli.memory import keep_large_allocations
 from fedsynth.data.images import ImageData
 from fedsynth.data.load import load_dataset
 from fedsynth.errors import DivergedError
+from fedsynth.evaluation.generated import GENERATOR
 from fedsynth.federation.settings import RunSettings, resolve
 from fedsynth.federation.simulation import simulate
 from fedsynth.privacy.settings import PrivacySettings
@@ -128,9 +129,11 @@ def one_run(settings: RunSettings, data: tuple[ImageData, ImageData]) -> dict[st
     rows = (
         {"rows": [_kept(row) for row in result.metrics]} if "models" in result.metrics[-1] else {}
     )
+    generator = {key: result.summary[key] for key in (GENERATOR,) if key in result.summary}
     return {
         "accuracy": result.accuracy,
         **domains,
+        **generator,
         **rows,
         **(
             {"local": _without_clients(result.metrics[-1]["local"])}
@@ -150,7 +153,9 @@ def _kept(row: dict[str, Any]) -> dict[str, Any]:
         name: {**one, "local": _without_clients(one.get("local", {}))}
         for name, one in row.get("models", {}).items()
     }
-    return {"round": row["round"], "seconds": row["seconds"], "models": models}
+    shown = {"models": models} if models else {}
+    facts = {GENERATOR: row[GENERATOR]} if GENERATOR in row else {}
+    return {"round": row["round"], "seconds": row["seconds"], **shown, **facts}
 
 
 def _without_clients(local: dict[str, Any]) -> dict[str, Any]:

@@ -353,3 +353,29 @@ def test_with_privacy_the_distillation_term_is_there() -> None:
         uploads.append(torch.cat([v.flatten() for v in upload.parameters.values()]))  # type: ignore[attr-defined]
         assert ("generator.start.weight" in memory) == (gamma > 0)
     assert float((uploads[0] - uploads[1]).norm()) > 0.1
+
+
+def test_with_privacy_the_generator_and_its_facts_are_the_same_whatever_the_data_are() -> None:
+    """What lets a round's row have them: post-processing. Catches steps, or draws, that go by the client's data."""
+    kept = []
+    other = build_model(ModelSettings(width=4, depth=2), SPEC.image_shape, 10, 5)
+    for size in (10, 4):
+        privacy = PrivacySettings(noise_multiplier=1.0, clip=1.0, sample_rate=0.5)
+        ctx = context(2, privacy=privacy, sizes=None)
+        images = np.random.default_rng(size).integers(0, 256, (size, 1, 8, 8)).astype(np.uint8)
+        private = PrivateClients(
+            [1],
+            from_arrays(images, np.arange(size) % 2, SPEC),
+            [torch.arange(size)],
+            [Guard(Ledger("0"), 1e-5, None)],
+            [SecretGenerator()],
+        )
+        state = ServerState(
+            ctx.architecture.state_dict(), {f"oca.{n}": v for n, v in other.state_dict().items()}
+        )
+        ((_, memory),) = FAST.client_step(FAST.broadcast(state, ctx), private, [{}], ctx)
+        kept.append((memory, FAST.client_facts([memory], ctx)))
+    (one, facts), (two, same) = kept
+    assert facts == same
+    assert set(one) == set(two)
+    assert all(torch.equal(one[name], two[name]) for name in one)
