@@ -156,14 +156,13 @@ PAIRS = (
 )
 
 
-def _one_shot(dataset: str, suffix: str = "") -> str:
+def _one_shot(dataset: str) -> str:
     rows = by_key("one_shot_table")
     body = []
     for where in PARTITIONS:
         cells = []
         for name in ONE_SHOT:
-            tail = "" if name == "clients" else suffix
-            found = percents(rows, f"{dataset}, {where}, {name}{tail},", MORE_SEEDS)
+            found = percents(rows, f"{dataset}, {where}, {name},", MORE_SEEDS)
             cells.append(spread(found, 5))
         if set(cells) != {NOTHING}:
             body.append([where, *cells])
@@ -289,7 +288,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "fedkf": partial(_fedkf, ("0.1", "0.01")),
     "one-shot-fashion-mnist": partial(_one_shot, "fashion-mnist"),
     "one-shot-mnist": partial(_one_shot, "mnist"),
-    "one-shot-paper-steps": partial(_one_shot, "fashion-mnist", " 200×30"),
     "one-shot-pairs": _one_shot_pairs,
     "one-shot-images": _one_shot_images,
     "one-shot-strata": _strata,

@@ -39,12 +39,13 @@ def by_key(name: str) -> dict[str, dict[str, Any]]:
 
 
 def case(name: str, case: str, wanted: Callable[[Mapping[str, Any]], bool] = bool) -> Any:
-    """The last row of a timing's case.
+    """The last row of a timing's case on a CPU.
 
     Raises:
         RowsError: there is none.
     """
-    found = [row for row in lines(name) if row["case"] == case and wanted(row)]
+    here = [row for row in lines(name) if row["machine"].startswith("CPU")]
+    found = [row for row in here if row["case"] == case and wanted(row)]
     if not found:
         raise RowsError(f"results/{name}.jsonl has no row of {case!r} that fits")
     return found[-1]
@@ -65,7 +66,7 @@ def spread(values: Sequence[float], seeds: int, digits: int = 2, sign: str = "")
     """Mean ± standard deviation; in brackets how many, where seeds are still to come."""
     if not values:
         return NOTHING
-    mean = f"{statistics.mean(values):{sign}.{digits}f}"
+    mean = f"{statistics.mean(values):{sign}.{digits}f}".replace("-", "−")
     some = f" ({len(values)})" if len(values) < seeds else ""
     if len(values) == 1:
         return mean + some

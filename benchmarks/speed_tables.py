@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -186,5 +187,6 @@ SENTENCES: list[tuple[str, str, Callable[[], list[str]]]] = [
         "`residual` is ahead of `features` at every ε, by {} to {} points",
         _residual_over_features,
     ),
+    ("README.md", "2 log(1/δ)/σ² = {} for σ = 3", lambda: [f"{2 * math.log(1e5) / 9:.2f}"]),
     ("docs/privacy.md", "({} runs; rows with commits", lambda: [str(len(by_key("dp_utility")))]),
 ]

@@ -6,9 +6,9 @@
 
 In a document a table stands between `<!-- table: NAME -->` and `<!-- end -->`, and is generated as a whole.
 A number in a sentence is a `Sentence`: its text with {} for each number, which must stand in the document
-so, whatever its line breaks. Numbers that are not measured here (papers' figures, settings) may stand
-freely if they are whole, in code, after a name of a setting (`FREE`), or between `<!-- given -->` and
-`<!-- end -->`; every other decimal number must come from rows, or the check says where it stands.
+so, whatever its line breaks. Every other decimal number, and every whole number of %, points or times, is
+an error, unless it is no measurement: in code, after a name of a setting or a reference (`FREE`), or between
+`<!-- given -->` and `<!-- end -->`, as papers' figures are.
 
 The tables are in `method_tables.py` and `speed_tables.py`.
 """
@@ -38,11 +38,15 @@ HIDDEN = (
     re.compile(r"`[^`]*`"),
     re.compile(r"\]\([^)]*\)"),
 )
-FREE = re.compile(
-    r"(Dir\(|(α|β|γ|δ|ε|λ\S*|μ|ρ|σ|τ|q|lr|rates?|momentum|temperature|weights?|arXiv|Python|version)"
-    r" (of |is |are |= |≥ |at )?)[-\d.,e, and)or–×]*"
+NAMES = (
+    r"α|β|γ|δ|ε|λ\S*|μ|ρ|σ|τ|lr|rates?|momentum|arXiv|Python|version|confidence\s+of|Theorem|Cor\.|"
+    r"Secs?\.|Table|Eqs?\."
 )
-DECIMAL = re.compile(r"(?<![\w.])[+−-]?\d+\.\d+")
+FREE = re.compile(
+    rf"Dir\([\d./]+\)|\{{[\d., ]+\}}|({NAMES})\s+(of\s+|is\s+|are\s+|=\s+|≥\s+)?[\d.]+(e-\d+)?"
+    r"(,?\s+(and\s+|or\s+|to\s+)?\d[\d.]*\b(?!\s+%))*"
+)
+MEASURED = re.compile(r"(?<![\w.-])[+−]?(\d+\.\d+|\d+(?=\s+(%|points?\b|times\b)))")
 
 
 @dataclass(frozen=True)
@@ -57,6 +61,13 @@ class Sentence:
     document: str
     text: str
     values: Callable[[], Sequence[str]]
+
+    def filled(self) -> str:
+        """The sentence with the rows' numbers."""
+        text = self.text
+        for value in self.values():
+            text = text.replace("{}", value, 1)
+        return text
 
     def pattern(self) -> re.Pattern[str]:
         """Finds it, whatever its line breaks; a group for each number."""
@@ -122,15 +133,16 @@ def differences(document: str, text: str) -> list[str]:
 
 
 def free_numbers(document: str, text: str) -> list[str]:
-    """Decimal numbers of a document that are neither from rows nor given."""
+    """Numbers of a document that look measured, and are neither from rows nor given."""
     patterns = [s.pattern() for s in SENTENCES if s.document == document]
-    for pattern in (*HIDDEN, *patterns, FREE):
+    for pattern in (*patterns, *HIDDEN, FREE):
         text = pattern.sub(lambda found: re.sub(r"[^\n]", " ", found[0]), text)
-    return [
-        f"{document}:{number}: {found[0].strip()} is from no row, and not marked as given"
-        for number, line in enumerate(text.splitlines(), start=1)
-        for found in DECIMAL.finditer(line)
-    ]
+    found = []
+    for number, line in enumerate(text.splitlines(), start=1):
+        free = [match[0] for match in MEASURED.finditer(line)]
+        if free:
+            found.append(f"{document}:{number}: from no row, and not given: {', '.join(free)}")
+    return found
 
 
 def _table(name: str) -> str:
@@ -160,7 +172,7 @@ def main() -> int:
         for name in TABLES:
             print(f"{name}\n\n{_table(name)}\n")
         for sentence in SENTENCES:
-            print(f"{sentence.document}: {sentence.text.format(*sentence.values())}")
+            print(f"{sentence.document}: {sentence.filled()}")
     except RowsError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
