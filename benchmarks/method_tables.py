@@ -138,9 +138,10 @@ ONE_SHOT = {
     "FedHydra (Ū_r alone)": "Ū_r alone",
     "FedHydra (probabilities)": "probabilities",
     "FedHydra (AE)": "AE",
+    "FedHydra (DENSE's training)": "DENSE's training",
 }
 GENERATING = [name for name in ONE_SHOT if name not in ("clients", "FedDF")]
-STRATIFYING = ("FedHydra (raw Ū_c)", "FedHydra", "FedHydra (Ū_r alone)")
+STRATIFYING = ("FedHydra (raw Ū_c)", "FedHydra", "FedHydra (Ū_r alone)", "FedHydra (AE)")
 STRATA = {
     "30 steps, batch 32, rate 0.01": "rate 0.01",
     "30 steps, batch 32, rate 0.001": "rate 0.001",
@@ -153,6 +154,7 @@ PAIRS = (
     ("FedHydra", "FedHydra (raw Ū_c)"),
     ("FedHydra", "FedHydra (Ū_r alone)"),
     ("FedHydra", "FedHydra (AE)"),
+    ("FedHydra (DENSE's training)", "DENSE"),
 )
 
 
@@ -219,21 +221,24 @@ def _generated(rows: Sequence[Row]) -> str:
 
 
 def _strata() -> str:
-    """Share of real images that P gives the asked class, by reading and stratification."""
+    """What P says of real images, by reading and stratification."""
     rows = by_key("one_shot_table")
     body = []
     for dataset, title in DATASETS.items():
         for where in PARTITIONS:
-            cells = []
-            for strata in STRATA:
-                for reading in STRATIFYING:
-                    key = f"P: {dataset}, {where}, {strata},"
-                    found = percents(rows, key, MORE_SEEDS, lambda row, r=reading: row[r])  # type: ignore[misc]
-                    cells.append(spread(found, 5, 1))
-            if set(cells) != {NOTHING}:
-                body.append([f"{title}, {where}", *cells])
-    head = [f"{ONE_SHOT[reading]}, {title}" for title in STRATA.values() for reading in STRATIFYING]
-    return table(["", *head], body)
+            for strata, rate in STRATA.items():
+                key = f"P: {dataset}, {where}, {strata},"
+                made = [rows[f"{key} seed={s}"] for s in MORE_SEEDS if f"{key} seed={s}" in rows]
+                if made:
+                    cells = [_asked(made, reading) for reading in STRATIFYING]
+                    body.append([f"{title}, {where}", rate, str(len(made)), *cells])
+    return table(["", "stratification", "seeds", *(ONE_SHOT[n] for n in STRATIFYING)], body)
+
+
+def _asked(rows: Sequence[Row], reading: str) -> str:
+    figures = ("right", "obeyed", "truth")
+    means = [100 * statistics.mean(row[reading][figure] for row in rows) for figure in figures]
+    return " / ".join(f"{mean:.1f}" for mean in means)
 
 
 # --- all methods at one budget -------------------------------------------------------------------
