@@ -171,7 +171,7 @@ SignKey = Annotated[
     Path | None,
     _privacy(
         "--sign-key",
-        help="Sign the run folder with this Ed25519 key in PEM; `privacy verify --public-key` checks it.",
+        help="Sign the run folder with this Ed25519 key in PEM (`privacy verify --public-key`).",
     ),
 ]
 

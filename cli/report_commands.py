@@ -1,4 +1,5 @@
-"""`fedsynth privacy report | verify | sign`: what a run folder says of its privacy, and whether it holds."""
+"""`fedsynth privacy report | verify | sign`: what a run folder says of its privacy, and whether
+it holds."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ LedgerFolder = Annotated[
     Path | None,
     typer.Option(
         "--ledger",
-        help="Folder of the ledger files (default: ledger/ in the run folder, or where the run's config.toml keeps them).",
+        help="Folder of the ledger files (default: ledger/ in the run folder, or where config.toml "
+        "keeps them).",
     ),
 ]
 
@@ -35,7 +37,8 @@ def report(
 ) -> None:
     """Show a run's privacy budget report.
 
-    A run that was killed has none yet: its report is built from its ledgers, and written into its folder.
+    A run that was killed has none yet: its report is built from its ledgers, and written into its
+    folder.
     """
     with one_line_errors():
         from fedsynth.core.method import check_choice
@@ -73,7 +76,8 @@ def _report_unfinished(run: Path, ledger: Path | None) -> None:
     if is_unfinished(run):
         write_report(unfinished_report(run, ledger=ledger), run)
         print(
-            f"note: the run did not finish; its report was built from its ledgers and written into {run}",
+            "note: the run did not finish; its report was built from its ledgers and written into "
+            f"{run}",
             file=sys.stderr,
         )
 
@@ -86,9 +90,11 @@ def verify(
         typer.Option(help="Also check the run's signature, with this Ed25519 key in PEM."),
     ] = None,
 ) -> None:
-    """Build the report again from the run's settings and ledgers; exit code 1 and the differences if it says anything else.
+    """Build the report again from the run's settings and ledgers; exit code 1 and the differences
+    if it says anything else.
 
-    summary.json and metrics.jsonl must give the same ε. This checks bookkeeping. It does not attest that noise was added.
+    summary.json and metrics.jsonl must give the same ε. This checks bookkeeping. It does not attest
+    that noise was added.
     """
     with one_line_errors():
         from fedsynth.federation.verification import verify_run
@@ -105,7 +111,8 @@ def verify(
         if problems:
             raise typer.Exit(1)
         print(
-            "the report is the one that follows from the run's settings and ledger rows, and summary.json and metrics.jsonl agree with it "
+            "the report is the one that follows from the run's settings and ledger rows, and "
+            "summary.json and metrics.jsonl agree with it "
             "(bookkeeping only: this does not attest that noise was added)"
         )
         for text in (*found.notes, note):
@@ -137,7 +144,8 @@ def sign(
 ) -> None:
     """Sign all files of a run folder (but simulation_only/) by their hashes, into signature.json.
 
-    Keys: `openssl genpkey -algorithm ed25519 -out key.pem`, `openssl pkey -in key.pem -pubout -out key.pub`.
+    Keys: `openssl genpkey -algorithm ed25519 -out key.pem`, `openssl pkey -in key.pem -pubout -out
+    key.pub`.
     """
     with one_line_errors():
         signer(key, True)(run)
@@ -153,7 +161,8 @@ def signer(key: Path | None, private: bool) -> Callable[[Path], None]:
         return lambda folder: None
     if not private:
         raise SettingError(
-            "--sign-key signs a run's privacy report and what belongs to it, and this run has no differential privacy"
+            "--sign-key signs a run's privacy report and what belongs to it, and this run has no "
+            "differential privacy"
         )
     from fedsynth.privacy.signing import read_private_key, sign_run
 

@@ -206,9 +206,11 @@ def read_ledger(path: Path) -> Ledger:
 
 
 def chain_hashes(path: Path) -> list[str]:
-    """The chain hash on the header's line, and on each release's, of a ledger file that `read_ledger` accepts.
+    """The chain hash on the header's line, and on each release's, of a ledger file that
+    `read_ledger` accepts.
 
-    Lines are only ever appended, so the hash on the n-th release's line names the first n, whatever has been added since.
+    Lines are only ever appended, so the hash on the n-th release's line names the first n, whatever
+    has been added since.
 
     Raises:
         LedgerError: the file cannot be read.

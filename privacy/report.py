@@ -33,7 +33,8 @@ __all__ = [
 
 SCHEMA_VERSION = 3
 ABANDONED = (
-    "This run did not finish: the report was built from what it left. Every charged release counts, whether or not it left the "
+    "This run did not finish: the report was built from what it left. Every charged release "
+    "counts, whether or not it left the "
     "client; a run that is still going spends more."
 )
 ACCESS_STATUSES = ("accounted", "public", "simulation-only", "unaccounted")
@@ -59,8 +60,10 @@ class ReportContext:
         adjacency: one of `releases.ADJACENCIES`.
         test_only_randomness: noise or masks were injected; the verdict is then "not private".
         provenance: config hash, versions.
-        noise_multiplier: the run's σ, of which each release's is a fixed multiple; None where there is no such thing.
-        data_set: the data set's public specification, for what is rebuilt from it (`DatasetSpec` as a mapping).
+        noise_multiplier: the run's σ, of which each release's is a fixed multiple; None where there
+            is no such thing.
+        data_set: the data set's public specification, for what is rebuilt from it (`DatasetSpec` as
+            a mapping).
         rows_before: client → rows that its ledger held when the run began; 0 where it is not named.
         abandoned: the run did not finish: the report was built afterwards, from what it left.
 
@@ -165,7 +168,8 @@ def _abandoned(context: ReportContext) -> list[str]:
     if not context.abandoned:
         return []
     return [
-        f"abandoned after {context.rounds_done} of {context.planned_rounds} rounds; what was charged for a round under way is counted"
+        f"abandoned after {context.rounds_done} of {context.planned_rounds} rounds; what was "
+        "charged for a round under way is counted"
     ]
 
 

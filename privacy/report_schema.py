@@ -1,6 +1,8 @@
-"""The shape of a privacy report of schema 3: every key, and the type of what stands under it; nothing else may be there.
+"""The shape of a privacy report of schema 3: every key, and the type of what stands under it;
+nothing else may be there.
 
-What the values are is `verify`'s business. Reports come from strangers, so the shape is checked before anything looks inside.
+What the values are is `verify`'s business. Reports come from strangers, so the shape is checked
+before anything looks inside.
 """
 
 from __future__ import annotations
@@ -109,7 +111,8 @@ class LedgerEntry(_Part):
 
 
 class LedgerStart(_Part):
-    """Where a client's ledger stood: its rows, and the chain hash over them (None: only in memory)."""
+    """Where a client's ledger stood: its rows, and the chain hash over them (None: only in
+    memory)."""
 
     rows: int = Field(ge=0)
     chain: str | None
@@ -206,7 +209,8 @@ class Signature(_Part):
 
 
 def schema_problems(value: Any, shape: type[BaseModel] = Report) -> list[str]:
-    """Keys that are missing or unknown and values of another type, a line each; none: whatever reads it can rely on its shape."""
+    """Keys that are missing or unknown and values of another type, a line each; none: whatever
+    reads it can rely on its shape."""
     try:
         shape.model_validate(value)
     except ValidationError as error:

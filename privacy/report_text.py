@@ -18,7 +18,8 @@ def up(value: float, digits: int = 4) -> str:
 
 
 def printable(text: str) -> str:
-    """`text` on one line, without characters that steer a terminal or a page: a report may come from anybody."""
+    """`text` on one line, without characters that steer a terminal or a page: a report may come
+    from anybody."""
     line = " ".join(text.split())
     if line.isprintable():
         return line
@@ -102,7 +103,8 @@ def summary_rows(report: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def render_markdown(report: Mapping[str, Any]) -> str:
-    """The whole report as Markdown, ε before everything else; whatever its texts say, they stay text."""
+    """The whole report as Markdown, ε before everything else; whatever its texts say, they stay
+    text."""
     report = _harmless(report)
     lines = ["# Privacy budget report", ""]
     lines += _headline(report)
@@ -208,7 +210,8 @@ def _heads(heads: Mapping[str, Mapping[str, Any]]) -> str:
     rows = sum(head["rows"] for head in heads.values())
     before = sum(head["rows_before"] for head in heads.values())
     return (
-        f"Ledgers: {len(heads)}, with {rows} rows, {before} of them from before this run; privacy_report.json has each one's chain hash, "
+        f"Ledgers: {len(heads)}, with {rows} rows, {before} of them from before this run; "
+        "privacy_report.json has each one's chain hash, "
         "which names its rows."
     )
 

@@ -1,8 +1,10 @@
-"""Signs a run folder, and checks the signature: who has the private key says that these files belong together.
+"""Signs a run folder, and checks the signature: who has the private key says that these files
+belong together.
 
-`signature.json` holds the SHA-256 of every file of the folder (the report, which has the ledgers' chain hashes; the ledgers, the model,
-the synthetic set), and an Ed25519 signature over all of them (RFC 8032; PyCA's `cryptography`, the extra `fedsynth[sign]`). The folder
-`simulation_only/` is left out: it is not meant to leave the machine.
+`signature.json` holds the SHA-256 of every file of the folder (the report, which has the ledgers'
+chain hashes; the ledgers, the model, the synthetic set), and an Ed25519 signature over all of them
+(RFC 8032; PyCA's `cryptography`, the extra `fedsynth[sign]`). The folder `simulation_only/` is left
+out: it is not meant to leave the machine.
 
 A signature says who vouches for a run. It does not make what is signed true.
 """
@@ -55,7 +57,8 @@ def read_private_key(path: Path) -> Ed25519PrivateKey:
         key = None
     if not isinstance(key, Ed25519PrivateKey):
         raise SigningError(
-            f"{path} is no private Ed25519 key in PEM (openssl genpkey -algorithm ed25519 -out KEY makes one)"
+            f"{path} is no private Ed25519 key in PEM (openssl genpkey -algorithm ed25519 -out KEY "
+            "makes one)"
         )
     return key
 
@@ -78,16 +81,19 @@ def read_public_key(path: Path) -> Ed25519PublicKey:
         key = None
     if not isinstance(key, Ed25519PublicKey):
         raise SigningError(
-            f"{path} is no public Ed25519 key in PEM (openssl pkey -in KEY -pubout -out PUBLIC makes it of a private one)"
+            f"{path} is no public Ed25519 key in PEM (openssl pkey -in KEY -pubout -out PUBLIC "
+            "makes it of a private one)"
         )
     return key
 
 
 def sign_run(folder: Path, key: Ed25519PrivateKey) -> Path:
-    """Writes signature.json over all other files of a run folder that has a privacy report; one that is there is replaced.
+    """Writes signature.json over all other files of a run folder that has a privacy report; one
+    that is there is replaced.
 
     Raises:
-        PrivacyError: there is no report. SigningError: a file cannot be read or written, or is no plain file.
+        PrivacyError: there is no report. SigningError: a file cannot be read or written, or is no
+            plain file.
     """
     read_report(folder)
     files = file_hashes(folder)
@@ -147,7 +153,8 @@ def _changes(signed: dict[str, str], found: dict[str, str]) -> list[str]:
 
 
 def file_hashes(folder: Path) -> dict[str, str]:
-    """SHA-256 of every file of a run folder that a signature covers, by its path in the folder, in order.
+    """SHA-256 of every file of a run folder that a signature covers, by its path in the folder, in
+    order.
 
     Raises:
         SigningError: something is no plain file, or cannot be read.

@@ -1,8 +1,10 @@
-"""Checks a privacy report: what it must say is built again, by the functions that build reports, and compared as a whole.
+"""Checks a privacy report: what it must say is built again, by the functions that build reports,
+and compared as a whole.
 
-A report follows from a context (public settings: `fedsynth.federation.verification` makes it from a run folder's config.toml) and from
-ledger rows. So nothing here lists what to look at: every key, figure and sentence must be the one that follows. What does not follow
-from anything is named in `taken_as_stated`.
+A report follows from a context (public settings: `fedsynth.federation.verification` makes it from a
+run folder's config.toml) and from ledger rows. So nothing here lists what to look at: every key,
+figure and sentence must be the one that follows. What does not follow from anything is named in
+`taken_as_stated`.
 
 This checks bookkeeping. It does not, and cannot, attest that the noise was added.
 """
@@ -68,8 +70,10 @@ class Held:
 
     Attributes:
         rows: of each client, in the order of the file where there is one.
-        chains: client → the chain hash over them, for the clients whose file is the one that the report speaks of.
-        starts: client → the chain hash over the rows from before the run. data_sets: client → what its file says that it is of.
+        chains: client → the chain hash over them, for the clients whose file is the one that the
+            report speaks of.
+        starts: client → the chain hash over the rows from before the run. data_sets: client → what
+            its file says that it is of.
         problems: where files and report differ. note: which files were compared.
     """
 
@@ -95,13 +99,15 @@ def read_report(path: Path) -> dict[str, Any]:
     version = report.get("schema_version")
     if version != SCHEMA_VERSION or type(version) is not int:
         raise PrivacyError(
-            f"{file} has report schema {_SHORT.repr(version)}, and this fedsynth reads {SCHEMA_VERSION}"
+            f"{file} has report schema {_SHORT.repr(version)}, and this fedsynth reads "
+            f"{SCHEMA_VERSION}"
         )
     return report
 
 
 def sound_report(path: Path) -> dict[str, Any]:
-    """A report whose shape is right, so that it can be rendered; whether what it says is true is another matter.
+    """A report whose shape is right, so that it can be rendered; whether what it says is true is
+    another matter.
 
     Raises:
         PrivacyError: there is none, or it is damaged.
@@ -160,7 +166,7 @@ def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-# --------------------------------------------------------------------------------------- ledger rows
+# -------------------------------------------------------------------------------------- ledger rows
 
 
 def unfolded(report: Mapping[str, Any]) -> dict[str, list[Release]]:
@@ -190,8 +196,10 @@ def held_rows(report: Mapping[str, Any], files: Path | None, *, exact: bool) -> 
     """The rows that the report speaks of, from its ledger files.
 
     Args:
-        files: folder of the ledger files; None: there is none to compare with, and the report's own rows are taken.
-        exact: the files hold these rows and no others; else (a ledger that is kept over runs) they may have grown since.
+        files: folder of the ledger files; None: there is none to compare with, and the report's own
+            rows are taken.
+        exact: the files hold these rows and no others; else (a ledger that is kept over runs) they
+            may have grown since.
 
     Raises:
         PrivacyError: the report's own ledger section is damaged.
@@ -270,7 +278,8 @@ def _compare_file(
         )
     elif hashes[count] != head["chain"]:
         held.problems.append(
-            f"{client}: the chain hash of the ledger file's first {count} rows is not the report's: they are other rows"
+            f"{client}: the chain hash of the ledger file's first {count} rows is not the "
+            "report's: they are other rows"
         )
     else:
         held.chains[client] = hashes[count]
@@ -293,7 +302,7 @@ def _row(row: Release) -> str:
     return f"{_SHORT.repr(row.quantity)[1:-1]} of round {row.round}"
 
 
-# ----------------------------------------------------------------------------------------- comparing
+# ---------------------------------------------------------------------------------------- comparing
 
 
 def report_problems(
@@ -333,7 +342,8 @@ def _in_memory(client: str, rows: Iterable[Release]) -> Ledger:
 
 
 def _as_stated(report: Mapping[str, Any], expected: dict[str, Any]) -> list[str]:
-    """Moves into `expected` what can only be stated, and says where that is not what such a thing may be."""
+    """Moves into `expected` what can only be stated, and says where that is not what such a thing
+    may be."""
     problems, versions = [], dict(report["provenance"])
     if set(versions) == set(expected["provenance"]):
         for name, value in versions.items():
@@ -368,7 +378,8 @@ def _audit(stated: Mapping[str, Any], report: Mapping[str, Any]) -> list[str]:
         return [*problems, f"audit: {error}"]
     if not math.isclose(bound, stated["epsilon_lower_bound"], abs_tol=2e-4):
         problems.append(
-            f"audit.epsilon_lower_bound says {_short(stated['epsilon_lower_bound'])}, its counts give {bound:.6g}"
+            f"audit.epsilon_lower_bound says {_short(stated['epsilon_lower_bound'])}, its counts "
+            f"give {bound:.6g}"
         )
     return problems
 

@@ -59,7 +59,8 @@ class PrivateRun:
         settings: with `privacy` set.
         context: round 1's context, without data.
         planning: read the ledgers that `--dp-ledger` names, but make none.
-        ledgers: the clients' ledgers as they stood when the run began, in place of those that the settings name.
+        ledgers: the clients' ledgers as they stood when the run began, in place of those that the
+            settings name.
 
     Raises:
         UnaccountedReleaseError: the method uploads something that no mechanism protects.
@@ -145,7 +146,8 @@ class PrivateRun:
         ]
 
     def charges(self, rounds: Sequence[int]) -> list[Release]:
-        """The rows that a client's ledger really gets: of a mechanism without a guarantee the chief one of a round."""
+        """The rows that a client's ledger really gets: of a mechanism without a guarantee the
+        chief one of a round."""
         if self.guaranteed:
             return self.planned(rounds)
         return [self.planned([number])[0] for number in rounds]
@@ -234,7 +236,8 @@ class PrivateRun:
         return lines
 
     def start(self) -> dict[str, Any]:
-        """What is public and fixed when the run begins: written down then, so that a run that is killed can still be reported."""
+        """What is public and fixed when the run begins: written down then, so that a run that is
+        killed can still be reported."""
         return {
             "schema_version": SCHEMA_VERSION,
             "noise_multiplier": self.privacy.noise_multiplier,

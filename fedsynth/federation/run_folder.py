@@ -9,7 +9,8 @@ While the run lasts, the folder's name ends in `.incomplete`; the last step rena
     synthetic.safetensors, synthetic.png    the last round's uploads, where the method has images
     artefacts.json, NAME.png    what the server measured, for methods that do (FedHydra's stratification)
     privacy_report.json, .md, .html, ledger/    with differential privacy
-    privacy_start.json   then too: what was public and fixed when the run began, for the report of a run that was killed
+    privacy_start.json   then too: what was public and fixed when the run began, which the report
+                         of a run that was killed needs
     simulation_only/     what only a simulation may show: exact functions of private data, outside the guarantee
 """
 

@@ -223,7 +223,8 @@ def resolve(
 
     Args:
         own_method: a class outside the package, in place of the method that `given` names.
-        own_data: the name of images of your own, in place of the data set that `given` names; it has no preset.
+        own_data: the name of images of your own, in place of the data set that `given` names; it
+            has no preset.
 
     Raises:
         UnknownNameError: an unknown section, setting, method, data set or model (with the near matches).

@@ -1,8 +1,10 @@
-"""What a private run's report must say, made again from its folder: from config.toml, privacy_start.json and the ledgers.
+"""What a private run's report must say, made again from its folder: from config.toml,
+privacy_start.json and the ledgers.
 
-The run's privacy side is built as the run built it (`PrivateRun`), on ledgers as they stood when it began. The rows since then must
-be those that this plan charges, and the report, summary.json and the ε of metrics.jsonl must follow from them. What rebuilds a
-report also makes the report of a run that was killed.
+The run's privacy side is built as the run built it (`PrivateRun`), on ledgers as they stood when it
+began. The rows since then must be those that this plan charges, and the report, summary.json and
+the ε of metrics.jsonl must follow from them. What rebuilds a report also makes the report of a run
+that was killed.
 """
 
 from __future__ import annotations
@@ -47,6 +49,9 @@ from fedsynth.privacy.verify import (
 from fedsynth.synthesizer.sets import SyntheticSet
 
 INCOMPLETE = ".incomplete"
+OWN_METHOD = (
+    "a method of your own: fedsynth.federation.verification.verify_run(folder, method=TheClass)"
+)
 CALIBRATED = 2e-3  # σ is found to 0.1 %: another version of the libraries may end elsewhere in that
 Rows = Mapping[str, Sequence[Release]]
 
@@ -62,7 +67,8 @@ def verify_run(
 
     Args:
         path: the folder, or the privacy_report.json in it.
-        ledger: folder of the ledger files; None takes `ledger/` in the run folder, or where config.toml says that ledgers are kept.
+        ledger: folder of the ledger files; None takes `ledger/` in the run folder, or where
+            config.toml says that ledgers are kept.
         method: the class of a method that fedsynth does not know by name.
 
     Raises:
@@ -70,7 +76,8 @@ def verify_run(
     """
     if path.is_dir() and not (path / "privacy_report.json").exists() and is_unfinished(path):
         raise PrivacyError(
-            f"the run in {path} did not finish and has no report yet: fedsynth privacy report {path} builds it"
+            f"the run in {path} did not finish and has no report yet: fedsynth privacy report "
+            f"{path} builds it"
         )
     report, folder = read_report(path), path if path.is_dir() else path.parent
     problems = schema_problems(report)
@@ -112,7 +119,7 @@ def _missing(folder: Path, abandoned: bool) -> list[str]:
     return [name for name in names if not (folder / name).is_file()]
 
 
-# ------------------------------------------------------------------------------------ the run's own files
+# ------------------------------------------------------------------------------ the run's own files
 
 
 @dataclass(frozen=True)
@@ -147,8 +154,7 @@ def read_run(folder: Path, method: type[Method] | None = None) -> RunFiles:
     try:
         settings = resolve(sections, own_method=method, own_data=spec.name if own else None)
     except UnknownNameError as error:
-        hint = "for a method of your own: fedsynth.federation.verification.verify_run(folder, method=TheClass)"
-        raise MismatchError(f"config.toml: {error}; {hint}") from None
+        raise MismatchError(f"config.toml: {error}; {OWN_METHOD}") from None
     except FedsynthError as error:
         raise MismatchError(f"config.toml: {error}") from None
     if settings.privacy is None:
@@ -162,7 +168,8 @@ def read_run(folder: Path, method: type[Method] | None = None) -> RunFiles:
         )
     if settings.partition.clients != len(start["ledgers"]):
         raise MismatchError(
-            f"config.toml has {settings.partition.clients} clients, and {PRIVATE_START} {len(start['ledgers'])}"
+            f"config.toml has {settings.partition.clients} clients, and {PRIVATE_START} "
+            f"{len(start['ledgers'])}"
         )
     summary = folder / "summary.json"
     return RunFiles(
@@ -188,7 +195,8 @@ def _config(file: Path) -> dict[str, dict[str, Any]]:
 
 
 def _specification(stated: Mapping[str, Any]) -> tuple[DatasetSpec, bool]:
-    """The data set's specification, and whether it is the user's own and not one that fedsynth publishes."""
+    """The data set's specification, and whether it is the user's own and not one that fedsynth
+    publishes."""
     facts: dict[str, Any] = {
         key: tuple(value) if isinstance(value, list) else value for key, value in stated.items()
     }
@@ -225,7 +233,8 @@ def _metrics(file: Path) -> list[dict[str, Any]]:
 
 
 def _ledger_files(folder: Path, run: RunFiles, ledger: Path | None) -> tuple[Path | None, bool]:
-    """The folder of the ledger files (None: out of reach), and whether they hold this run's rows alone.
+    """The folder of the ledger files (None: out of reach), and whether they hold this run's rows
+    alone.
 
     Files beside the report are the run's own; a kept ledger may have grown since.
     """
@@ -243,7 +252,8 @@ def _ledger_files(folder: Path, run: RunFiles, ledger: Path | None) -> tuple[Pat
 
 
 def rebuilt(run: RunFiles, before: Rows) -> PrivateRun:
-    """The privacy side of the run, as it was when the run began with these rows in its clients' ledgers."""
+    """The privacy side of the run, as it was when the run began with these rows in its clients'
+    ledgers."""
     ledgers = [_in_memory(client, before[client]) for client in run.start["ledgers"]]
     context = public_context(run.settings, run.spec, torch.device("cpu"))
     run.settings.method.check_model(context.architecture)
@@ -320,10 +330,11 @@ class Evidence:
         # noise that a test injected leaves no other trace than this verdict
         return replace(context, test_only_randomness=report["verdict"]["text"] == NOT_PRIVATE)
 
-    # ------------------------------------------------------------------ ledger rows against the plan
+    # ----------------------------------------------------------------- ledger rows against the plan
 
     def _sort_rows(self, number: int, client: str) -> None:
-        """Sorts a client's rows since the start into those that the plan charges, also for a round under way, and others."""
+        """Sorts a client's rows since the start into those that the plan charges, also for a
+        round under way, and others."""
         left = list(self.since[client])
         self.own[client], self.lacking[client] = [], []
         mine = self.private.rounds_of(number, min(self.done + 1, self.rounds))
@@ -337,7 +348,8 @@ class Evidence:
         self.foreign[client] = left
 
     def _fits(self, row: Release, planned: Release) -> bool:
-        """Whether a row is what was planned: a straggler takes fewer steps, and a client's own architecture has its own size."""
+        """Whether a row is what was planned: a straggler takes fewer steps, and a client's own
+        architecture has its own size."""
         settings = self.run.settings
         late = getattr(settings.method, "stragglers", 0) and row.steps <= planned.steps
         same = replace(
@@ -352,7 +364,8 @@ class Evidence:
         for client, start in self.run.start["ledgers"].items():
             if self.held.starts.get(client, start["chain"]) != start["chain"]:
                 problems.append(
-                    f"{client}: the ledger's first {start['rows']} rows are not those of {PRIVATE_START}"
+                    f"{client}: the ledger's first {start['rows']} rows are not those of "
+                    f"{PRIVATE_START}"
                 )
             problems += [
                 f"{client}: by config.toml {_row(row)} is charged, and the ledger has no such row"
@@ -368,7 +381,7 @@ class Evidence:
                     problems.append(f"{client}: the ledger is another data set's or partition's")
         return problems
 
-    # ------------------------------------------------------------------------------ the end of the run
+    # --------------------------------------------------------------------------- the end of the run
 
     def _refusal(self) -> str | None:
         """Why no round more would have been allowed; None if it would have been."""
@@ -384,7 +397,8 @@ class Evidence:
         if self.done < self.rounds and self._refusal() is not None:
             return []
         return [
-            f"metrics.jsonl has {self.done} of {self.rounds} rounds, and no cap explains the end there"
+            f"metrics.jsonl has {self.done} of {self.rounds} rounds, and no cap explains the end "
+            "there"
         ]
 
     def _deviations(self, stated: Sequence[str]) -> list[str]:
@@ -397,13 +411,14 @@ class Evidence:
         same = len(stated) == 1 and _same_refusal(stated[0], expected, exact=alone)
         return list(stated) if same else [expected]
 
-    # ------------------------------------------------------------------------ metrics.jsonl, summary.json
+    # ------------------------------------------------------------------ metrics.jsonl, summary.json
 
     def _metrics_problems(self) -> list[str]:
         """The ε of each round, from the rows that were charged until its end."""
         if not self.private.guaranteed:
             return [
-                f"metrics.jsonl gives an epsilon in round {row['round']}, where no figure would be true"
+                f"metrics.jsonl gives an epsilon in round {row['round']}, where no figure would be "
+                "true"
                 for row in self.run.rows
                 if "epsilon" in row
             ]
@@ -417,12 +432,14 @@ class Evidence:
                 )
             elif type(stated) is not float or not spent * 0.999999 <= stated <= most * 1.000001:
                 problems.append(  # when exactly another run charged the ledger is not known
-                    f"metrics.jsonl: epsilon of round {row['round']} must be between {spent:.6g} and {most:.6g}"
+                    f"metrics.jsonl: epsilon of round {row['round']} must be between {spent:.6g} "
+                    f"and {most:.6g}"
                 )
         return problems
 
     def _epsilon_by_round(self) -> dict[int, float]:
-        """The worst client's ε after each round, and as round 0 from before the run; of this run's own rows."""
+        """The worst client's ε after each round, and as round 0 from before the run; of this
+        run's own rows."""
         privacy, histories = self.private.privacy, {}
         for client, before in self.before.items():
             earlier = [replace(row, round=0) for row in before]
@@ -455,12 +472,14 @@ def _row(row: Release) -> str:
 
 
 _REFUSAL = re.compile(
-    r"(ended after .{1,40} rounds: client )(.+)(: epsilon is )(\S+)( now and would be )(\S+)( with the .+)"
+    r"(ended after .{1,40} rounds: client )(.+)(: epsilon is )(\S+)( now and would be )(\S+)( with "
+    r"the .+)"
 )
 
 
 def _same_refusal(stated: str, expected: str, *, exact: bool) -> bool:
-    """Whether two refusals say the same but for rounding; or, if not `exact`, but for the client and its figures at that time."""
+    """Whether two refusals say the same but for rounding; or, if not `exact`, but for the client
+    and its figures at that time."""
     one, other = _REFUSAL.fullmatch(stated), _REFUSAL.fullmatch(expected)
     if one is None or other is None:
         return stated == expected
@@ -475,11 +494,12 @@ def _same_refusal(stated: str, expected: str, *, exact: bool) -> bool:
     )
 
 
-# ----------------------------------------------------------------------------- runs that did not finish
+# ------------------------------------------------------------------------- runs that did not finish
 
 
 def is_unfinished(path: Path) -> bool:
-    """Whether this is the folder of a run that was killed, or is still going: its report has to be built from what is there."""
+    """Whether this is the folder of a run that was killed, or is still going: its report has to
+    be built from what is there."""
     if not (path / "config.toml").is_file() or (path / "summary.json").exists():
         return False
     return path.resolve().suffix == INCOMPLETE or not (path / "privacy_report.json").exists()
@@ -488,17 +508,20 @@ def is_unfinished(path: Path) -> bool:
 def unfinished_report(
     folder: Path, *, ledger: Path | None = None, method: type[Method] | None = None
 ) -> dict[str, object]:
-    """The report of a run that did not finish, from what stands in its ledgers now; `write_report` puts it into the folder.
+    """The report of a run that did not finish, from what stands in its ledgers now; `write_report`
+    puts it into the folder.
 
     Args:
         ledger, method: as in `verify_run`.
 
     Raises:
-        PrivacyError: the run had no differential privacy, released nothing yet, or its files are missing or damaged.
+        PrivacyError: the run had no differential privacy, released nothing yet, or its files are
+            missing or damaged.
     """
     if not (folder / PRIVATE_START).exists():
         raise PrivacyError(
-            f"{folder} has no privacy report, and no {PRIVATE_START} to build one from: the run had no differential privacy, or ended "
+            f"{folder} has no privacy report, and no {PRIVATE_START} to build one from: the run "
+            "had no differential privacy, or ended "
             "before its first release"
         )
     try:
@@ -506,7 +529,8 @@ def unfinished_report(
         files, _ = _ledger_files(folder, run, ledger)
         if files is None:
             raise PrivacyError(
-                f"the run's ledgers are not where {folder / 'config.toml'} says: give their folder with --ledger"
+                f"the run's ledgers are not where {folder / 'config.toml'} says: give their folder "
+                "with --ledger"
             )
         start = run.start["ledgers"]
         ledgers = {client: read_ledger(files / f"{client}.jsonl") for client in start}

@@ -101,7 +101,11 @@ HONEST: dict[str, Callable[[Path], Path]] = {
     "zero-out, four sums": lambda out: run(out, settings(adjacency="zero-out", four_sums=True)),
     "replace-one": lambda out: run(out, settings("fedavg", adjacency="replace-one", clip=0.5)),
     "participation": lambda out: run(
-        out, {**settings("fedavg", 5), "run": {"method": "fedavg", "rounds": 3, "device": "cpu", "participation": 0.4}}
+        out,
+        {
+            **settings("fedavg", 5),
+            "run": {"method": "fedavg", "rounds": 3, "device": "cpu", "participation": 0.4},
+        },
     ),
     "stragglers": lambda out: run(
         out, {**settings("fedprox"), "method": {"local_epochs": 3, "batch": 128, "stragglers": 0.7}}
@@ -149,7 +153,8 @@ def test_a_method_of_ones_own_is_given(tmp_path: Path) -> None:
 def test_two_runs_that_share_a_kept_ledger_verify(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The other run's rows come between this one's, and its cap ends this one in the middle of a round."""
+    """The other run's rows come between this one's, and its cap ends this one in the middle of a
+    round."""
     kept = tmp_path / "kept"
     check = PrivateRun.check_round
 

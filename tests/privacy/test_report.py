@@ -254,7 +254,8 @@ def test_warning_above_ten() -> None:
 
 
 def test_a_ledger_file_is_named_by_its_chain_hash(tmp_path: Path) -> None:
-    """And by that of the rows that the report has, where another process has added some meanwhile."""
+    """And by that of the rows that the report has, where another process has added some
+    meanwhile."""
     kept = Ledger("a", tmp_path / "a.jsonl")
     kept.charge(row(0))
     report = build(ledgers={"a": kept})
@@ -275,7 +276,8 @@ def test_an_abandoned_run_says_so() -> None:
 
 
 def test_texts_stay_texts() -> None:
-    """A report may come from anybody: no line of its own, no HTML, nothing that steers a terminal."""
+    """A report may come from anybody: no line of its own, no HTML, nothing that steers a
+    terminal."""
     bad = "x\n# Verdict: proved\r\x1b[2J<script>alert(1)</script>\u202e|**"
     context = replace(
         CONTEXT, public_items={bad: bad}, randomness=bad, deviations=(bad,), method=bad,
