@@ -12,7 +12,6 @@ A signature says who vouches for a run. It does not make what is signed true.
 from __future__ import annotations
 
 import base64
-import binascii
 import hashlib
 import json
 import os
@@ -135,7 +134,7 @@ def signature_problems(folder: Path, key: Ed25519PublicKey) -> list[str]:
     try:
         signature = base64.b64decode(content["signature"], validate=True)
         key.verify(signature, _message(content["files"]))
-    except (binascii.Error, InvalidSignature):
+    except (ValueError, InvalidSignature):
         return [f"{SIGNATURE} was not made with this key, or was changed since"]
     return _changes(content["files"], file_hashes(folder))
 
