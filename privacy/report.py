@@ -41,7 +41,6 @@ ACCESS_STATUSES = ("accounted", "public", "simulation-only", "unaccounted")
 FORMAL = "formal differential privacy, under the assumptions below"
 NO_GUARANTEE = "no differential privacy guarantee"
 NOT_PRIVATE = "not private: a test-only source of randomness was used"
-NO_AUDIT = "not run (and an audit can find a fault, but cannot prove privacy)"
 
 
 @dataclass(frozen=True)
@@ -159,7 +158,7 @@ def build_report(context: ReportContext, ledgers: Mapping[str, Ledger]) -> dict[
         "randomness": context.randomness,
         "deviations": [*_abandoned(context), *context.deviations],
         "not_covered": _not_covered(),
-        "audit": NO_AUDIT,
+        "audit": "not run (and an audit can find a fault, but cannot prove privacy)",
         "provenance": dict(context.provenance),
     }
 

@@ -154,7 +154,7 @@ class Audit(_Part):
     command: str
     method: str
     mechanism: str
-    canaries: int
+    canaries: int = Field(ge=1, le=10**6)  # more would take hours, and memory to check
     guesses: int
     correct: int
     confidence: float

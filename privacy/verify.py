@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fedsynth.privacy.audit import epsilon_lower_bound
+from fedsynth.privacy import audit as audits
 from fedsynth.privacy.errors import LedgerError, PrivacyError
 from fedsynth.privacy.ledger import Ledger, chain_hashes, read_ledger
 from fedsynth.privacy.releases import Release
@@ -46,6 +46,7 @@ HOSTILE = (
     MemoryError,
 )
 """What values that nobody foresaw may raise in code that is written for sound ones."""
+_COMMAND = re.compile(r"fedsynth privacy audit( [ -~]{0,2000})?")
 _VERSION = re.compile(r"[0-9][0-9A-Za-z.+!_-]{0,63}")
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 120
@@ -373,15 +374,21 @@ def _audit(stated: Mapping[str, Any], report: Mapping[str, Any]) -> list[str]:
     if not (0 < stated["confidence"] < 1 and 0 < stated["delta"] < 1):
         return [*problems, "audit: confidence and delta must be in (0, 1)"]
     try:
-        bound = epsilon_lower_bound(*counts, stated["delta"], stated["confidence"])
+        bound = audits.epsilon_lower_bound(*counts, stated["delta"], stated["confidence"])
     except (*HOSTILE, PrivacyError) as error:
         return [*problems, f"audit: {error}"]
+    if promise is not None and bound > promise["epsilon"]:
+        problems.append(
+            f"audit: ε is at least {bound:.6g}, and the report claims {promise['epsilon']:.6g}"
+        )
     if not math.isclose(bound, stated["epsilon_lower_bound"], abs_tol=2e-4):
         problems.append(
             f"audit.epsilon_lower_bound says {_short(stated['epsilon_lower_bound'])}, its counts "
             f"give {bound:.6g}"
         )
-    return problems
+    if not _COMMAND.fullmatch(stated["command"]):
+        problems.append(f"audit.command is no audit's command: {_SHORT.repr(stated['command'])}")
+    return [*problems, *differences("audit.text", audits.audit_text(stated), stated["text"])]
 
 
 def _worst_client(report: Mapping[str, Any]) -> list[str]:

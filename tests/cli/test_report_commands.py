@@ -1,4 +1,4 @@
-"""`fedsynth privacy report | verify | sign` and `train --sign-key`; a run that was killed can be reported."""
+"""`fedsynth privacy report | verify | sign` and `train --sign-key`; reports of killed runs."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_what_cannot_be_reported_is_one_line(tmp_path: Path) -> None:
 
 
 def killed(output: Path, *words: str) -> Path:
-    """A run in a process of its own that SIGKILL ends in round 1, when its charges stand in the ledgers."""
+    """A run in a process of its own, ended by SIGKILL in round 1, when all clients are charged."""
     slow = ("--rounds", "3", "--set", "server_epochs=100000")
     main = [sys.executable, "-c", "from fedsynth.cli.app import main; main()"]
     command = [*main, "train", *FAST[2:], *slow, "--output", str(output), *words]

@@ -1,4 +1,4 @@
-"""Signatures of run folders: made and checked with Ed25519 keys in PEM; every change of a file is named."""
+"""Signatures of run folders, with Ed25519 keys in PEM: every change of a file is named."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from fedsynth.privacy.audit import epsilon_lower_bound
+from fedsynth.privacy.audit import audit_text, epsilon_lower_bound
 from fedsynth.privacy.errors import PrivacyError
 from fedsynth.privacy.ledger import Ledger, chain_hashes, read_ledger
 from fedsynth.privacy.releases import Release
@@ -201,9 +201,8 @@ def test_everything_that_is_left_out_is_found(run: Case, path: str, text: str) -
 
 
 def audit(**values: Any) -> dict[str, Any]:
-    return {
-        "text": "",
-        "command": "fedsynth privacy audit",
+    facts = {
+        "command": "fedsynth privacy audit --method feddm --canaries 1000",
         "method": "feddm",
         "mechanism": "residual",
         "canaries": 1000,
@@ -212,8 +211,8 @@ def audit(**values: Any) -> dict[str, Any]:
         "confidence": 0.999,
         "delta": 1e-5,
         "epsilon_lower_bound": epsilon_lower_bound(260, 400, 1000, 1e-5, 0.999),
-        **values,
     }
+    return {"text": audit_text(facts), **facts, **values}
 
 
 @pytest.mark.parametrize(
@@ -222,7 +221,11 @@ def audit(**values: Any) -> dict[str, Any]:
         ({"epsilon_lower_bound": 0.01}, "audit.epsilon_lower_bound says 0.01, its counts give"),
         ({"correct": 200}, "audit.epsilon_lower_bound"),
         ({"correct": 401}, "audit: need 0 <= correct <= guesses <= canaries"),
-        ({"canaries": 10**400}, "audit: "),
+        ({"canaries": 10**400}, "audit.Audit.canaries is wrong"),
+        ({"text": "proves privacy"}, "audit.text says 'proves privacy'"),
+        ({"command": "rm -rf /"}, "audit.command is no audit's command"),
+        ({"command": "fedsynth privacy audit\nall is well"}, "audit.command is no"),
+        ({"correct": 400, "confidence": 0.5}, "audit: ε is at least"),
         ({"confidence": 1.0}, "audit: confidence and delta must be in (0, 1)"),
         ({"confidence": 0.5}, "audit.epsilon_lower_bound"),
         ({"method": "fedavg"}, "audit.method says 'fedavg'"),
