@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from fedsynth import __version__
 from fedsynth.core.method import Method
 from fedsynth.data.registry import DatasetSpec, dataset_spec
 from fedsynth.errors import FedsynthError, UnknownNameError
@@ -31,7 +32,12 @@ from fedsynth.privacy.accounting import epsilon_by_round
 from fedsynth.privacy.errors import BudgetExceededError, PrivacyError
 from fedsynth.privacy.ledger import Ledger, read_ledger
 from fedsynth.privacy.releases import Release
-from fedsynth.privacy.report import NOT_PRIVATE, ReportContext, build_report
+from fedsynth.privacy.report import (
+    NOT_PRIVATE,
+    SCHEMA_VERSION,
+    ReportContext,
+    build_report,
+)
 from fedsynth.privacy.report_schema import Start, schema_problems
 from fedsynth.privacy.report_sections import over_clients
 from fedsynth.privacy.verify import (
@@ -107,6 +113,11 @@ def _verified(
             problems += Evidence(run, held, folder, abandoned=abandoned).problems(report)
         except (FedsynthError, PrivacyError) as error:
             problems.append(str(error))
+    made_by = report["provenance"].get("fedsynth", "an unknown version")
+    if problems and made_by != __version__:
+        problems.append(
+            f"(made by fedsynth {made_by}; this is {__version__}, whose reports may say other things)"
+        )
     notes += [f"taken as stated: {fact}" for fact in taken_as_stated(report)]
     return Verification(problems, notes)
 
@@ -149,6 +160,8 @@ def read_run(folder: Path, method: type[Method] | None = None) -> RunFiles:
     problems = schema_problems(start, Start)
     if problems:
         raise MismatchError(f"{PRIVATE_START}: {'; '.join(problems)}")
+    if start["schema_version"] != SCHEMA_VERSION:
+        raise MismatchError(f"{PRIVATE_START} is of schema {start['schema_version']}")
     sections = _config(folder / "config.toml")
     spec, own = _specification(start["data_set"])
     try:

@@ -31,6 +31,7 @@ PRIVACY = {
     *(f"privacy_report.{e}" for e in ("json", "md", "html")),
     "ledger/client-000.jsonl",
     "ledger/client-001.jsonl",
+    "privacy_start.json",
 }
 
 

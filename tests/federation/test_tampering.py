@@ -378,6 +378,7 @@ OTHER_FILES: dict[str, tuple[Tamper, str]] = {
     ),
     "start: data set": (changed("privacy_start.json", "data_set/name", "x"), "names the data set"),
     "start: no data set": (changed("privacy_start.json", "data_set/mean", "x"), "specification"),
+    "start: schema": (changed("privacy_start.json", "schema_version", 2), "is of schema 2"),
     "start: an unknown key": (changed("privacy_start.json", "x", 1), "x is no key"),
     **{
         f"{name}: deleted": (delete(name), f"{name} is missing")
@@ -446,6 +447,13 @@ def test_damaged_files_are_a_mismatch_or_an_error_and_no_traceback(
         problems = [str(error)]
     assert problems
     assert all(len(problem) < 2000 for problem in problems)
+
+
+def test_a_report_of_another_version_is_said_to_be_one(folder: Path) -> None:
+    put("provenance/fedsynth", "0.0.9")(folder)
+    assert found(folder) == []
+    put("verdict/assumptions/0", "as it was said in 0.0.9")(folder)
+    assert "made by fedsynth 0.0.9" in found(folder)[-1]
 
 
 def test_a_run_without_a_guarantee_cannot_be_turned_into_a_formal_one(

@@ -235,7 +235,10 @@ def test_what_a_private_run_writes_is_public(tmp_path: Path) -> None:
         and "simulation_only" not in p.parts
         and p.suffix in (".json", ".jsonl", ".md", ".toml")
     ]
-    assert len(outside) == 9
+    assert len(outside) == 10
+    start = json.loads((result.folder / "privacy_start.json").read_text())
+    assert set(start) == {"schema_version", "noise_multiplier", "data_set", "ledgers"}
+    assert {(one["rows"], len(one)) for one in start["ledgers"].values()} == {(0, 2)}
     count = re.compile(
         r"(?<![\w.])200(?![\w.])"
     )  # the true number of records, as a number and not inside a hash or a fraction
