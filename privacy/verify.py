@@ -222,8 +222,9 @@ def held_rows(report: Mapping[str, Any], files: Path | None, *, exact: bool) -> 
         chains = {client: head["chain"] for client, head in heads.items()}
         return Held(rows, chains, {}, {}, problems, note)
     found, bad = _ledgers_in(files)
-    if exact:
+    if exact or not set(heads) <= set(found):
         problems += bad
+    if exact:
         problems += [
             f"{files} has a ledger of {client}, whom the report does not name"
             for client in found
