@@ -87,6 +87,11 @@ class GaussianSums:
         self.steps_left = release.steps
         self._sums: Tensor | None = None
 
+    @property
+    def sample_rate(self) -> float:
+        """q, as charged."""
+        return self._release.sample_rate
+
     def sample(self, records: int) -> Tensor:
         """Starts a step; indices (int64) of the records in its Poisson sample, possibly none."""
         if self._sums is not None:

@@ -16,6 +16,7 @@ from fedsynth.data.images import ImageData, normalise
 from fedsynth.privacy.dpsgd import DpSgdSettings, ExampleLoss, Penalty, dp_sgd
 from fedsynth.privacy.ledger import Guard
 from fedsynth.privacy.mechanisms import GaussianSums, Released
+from fedsynth.privacy.passes import padded, pass_length
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.releases import Release
 
@@ -85,6 +86,10 @@ class PrivateClients:
 
     The one function of data that a method passes in, `rows` of `class_sums`, is called with images, and its result goes into a charged
     sum and nowhere else. That it keeps nothing for itself is the method author's promise, which Python cannot enforce.
+
+    Args:
+        nominal_size: the public number of records that each client is supposed to have; decides how long passes are, and nothing else
+            (`fedsynth.privacy.passes`). None: as long as memory allows.
     """
 
     def __init__(
@@ -94,9 +99,12 @@ class PrivateClients:
         parts: Sequence[Tensor],
         guards: Sequence[Guard],
         secrets: Sequence[SecretGenerator],
+        *,
+        nominal_size: float | None = None,
     ) -> None:
         self.ids, self.spec = tuple(ids), data.spec
         self._data, self._guards, self._secrets = data, guards, secrets
+        self._nominal_size = nominal_size
         self._parts = [part.to(data.labels.device) for part in parts]
         self._records, self._labels = [part.cpu() for part in parts], data.labels.cpu()
 
@@ -111,7 +119,12 @@ class PrivateClients:
         """A group of this client only, with the same ledger and secret."""
         guards, secrets = [self._guards[position]], [self._secrets[position]]
         return PrivateClients(
-            [self.ids[position]], self._data, [self._parts[position]], guards, secrets
+            [self.ids[position]],
+            self._data,
+            [self._parts[position]],
+            guards,
+            secrets,
+            nominal_size=self._nominal_size,
         )
 
     def charge(self, release: Release, groups: int) -> list[GaussianSums]:
@@ -124,34 +137,56 @@ class PrivateClients:
         return [GaussianSums(release, groups, guard, secret) for guard, secret in pairs]
 
     def class_sums(
-        self, series: Sequence[GaussianSums], rows: Callable[[Tensor, Tensor], Tensor]
+        self,
+        series: Sequence[GaussianSums],
+        rows: Callable[[Tensor, Tensor], Tensor],
+        *,
+        start_over_row: float = 4.0,
     ) -> Released:
-        """One step of every client: the noisy sums by class of `rows(images [N, C, H, W], segment [N] on the CPU)` -> [N, D].
+        """One step of every client: noisy sums by class of a vector of each sampled record.
 
-        `rows` must be a function of each example alone (and of released values): clients' examples share its calls, and meet again only
-        in their own client's sum. Returns [clients · classes, D].
+        Args:
+            series: charged, one for each client of the group.
+            rows: (images [N, C, H, W], segment [N] on the CPU) -> [N, D]. It must be a function of each
+                example alone (and of released values). N is the same at every call; what fills the last
+                one up are images of zeros in segment −1, and what is made of them is thrown away.
+                Clients' examples share its calls, and meet again only in their own client's sum.
+            start_over_row: what a call of `rows` costs by itself, in rows; with the public expected size
+                of the sample it decides N (`fedsynth.privacy.passes`).
+
+        Returns:
+            [clients · classes, D]
         """
         samples = [mine[s.sample(len(mine))] for mine, s in zip(self._records, series, strict=True)]
         records = torch.cat(samples)
-        owner = torch.arange(len(samples)).repeat_interleave(
-            torch.tensor([len(sample) for sample in samples])
-        )
-        device, size = self._data.labels.device, chunk(self._data.labels.device)
+        counts = torch.tensor([len(sample) for sample in samples])
+        owner = torch.arange(len(samples)).repeat_interleave(counts)
+        device = self._data.labels.device
+        size = pass_length(self._expected(series), start_over_row, chunk(device))
         for some, whose in zip(records.split(size), owner.split(size), strict=True):
             if not len(some):  # an empty sample splits into one empty piece
                 continue
-            indices = some.to(device)
             labels = self._labels[some]
-            contributions = rows(
-                normalise(self._data.images[indices], self.spec), self.spec.classes * whose + labels
-            )
+            segments = self.spec.classes * whose + labels
+            x_NCHW = padded(self._images(some), size)
+            made = rows(x_NCHW, padded(segments, size, fill=-1))[: len(some)]
             for position, count in zip(
                 *[t.tolist() for t in whose.unique_consecutive(return_counts=True)], strict=True
             ):
                 first = int(torch.searchsorted(whose, position))
                 mine = slice(first, first + count)
-                series[position].add(contributions[mine], labels[mine].to(device))
+                series[position].add(made[mine], labels[mine].to(device))
         return Released(torch.cat([s.release().to(device) for s in series]))
+
+    def _expected(self, series: Sequence[GaussianSums]) -> float | None:
+        """The public expected number of a step's records, of all clients of the group."""
+        if self._nominal_size is None:
+            return None
+        return self._nominal_size * sum(s.sample_rate for s in series)
+
+    def _images(self, records: Tensor) -> Tensor:
+        """Normalised images [N, C, H, W]; each pixel is rounded by itself, so N may be anything here."""
+        return normalise(self._data.images[records.to(self._data.labels.device)], self.spec)
 
     def fit(
         self,
@@ -170,7 +205,7 @@ class PrivateClients:
         for done, (part, s, model, penalty, loss) in enumerate(each, start=1):
 
             def images(indices: Tensor, part: Tensor = part) -> Tensor:
-                return normalise(self._data.images[part[indices]], self.spec)
+                return self._images(part[indices])
 
             dp_sgd(model, images, self._data.labels[part], s, steps, settings, penalty, loss)
             report(done)

@@ -252,7 +252,16 @@ class _Simulation:
                     [self.private.guards[k] for k in ids],
                     [self.private.secrets[k] for k in ids],
                 )
-                groups.append(PrivateClients(ids, self.train, mine, guards, secrets))
+                groups.append(
+                    PrivateClients(
+                        ids,
+                        self.train,
+                        mine,
+                        guards,
+                        secrets,
+                        nominal_size=self.context.nominal_size,
+                    )
+                )
         return groups
 
     def _round(self, context: RoundContext) -> None:
