@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fedsynth.privacy.errors import PrivacyError
 from fedsynth.privacy.ledger import Guard
-from fedsynth.privacy.randomness import SecretGenerator
+from fedsynth.privacy.randomness import SecretGenerator, this_process
 from fedsynth.privacy.releases import Release
 
 Released = NewType("Released", Tensor)
@@ -71,7 +71,8 @@ class GaussianSums:
 
     Raises:
         BudgetExceededError: the series would exceed the client's cap; nothing was charged and nothing drawn.
-        PrivacyError: dimensions that do not fit, more steps than charged, or steps out of order.
+        PrivacyError: dimensions that do not fit, more steps than charged, steps out of order, or a use
+            in a forked process.
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class GaussianSums:
         self._release, self._groups, self._secret = release, groups, secret
         self._width = release.dimension // groups
         self.steps_left = release.steps
+        self._process = this_process()
         self._sums: Tensor | None = None
 
     @property
@@ -94,6 +96,7 @@ class GaussianSums:
 
     def sample(self, records: int) -> Tensor:
         """Starts a step; indices (int64) of the records in its Poisson sample, possibly none."""
+        self._refuse_forks()
         if self._sums is not None:
             raise PrivacyError(
                 "a step of this series is still open: release it before the next sample is drawn"
@@ -121,6 +124,7 @@ class GaussianSums:
 
         The noise is added in float64: rounding afterwards is post-processing, rounding before it would not be.
         """
+        self._refuse_forks()
         if self._sums is None:
             raise PrivacyError("no step is open: nothing to release")
         sums, self._sums = self._sums, None
@@ -128,3 +132,9 @@ class GaussianSums:
         deviation = self._release.noise_multiplier * self._release.sensitivity
         noise = self._secret.normal((self._groups, self._width), deviation, sums.device)
         return Released((sums + noise).to(torch.float32))
+
+    def _refuse_forks(self) -> None:
+        if self._process != this_process():
+            raise PrivacyError(
+                "this series was charged by another process: after a fork both would release what was charged once"
+            )
