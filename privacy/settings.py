@@ -29,6 +29,8 @@ class PrivacySettings:
         adjacency: "add-remove" one example; "zero-out" (the same cost, and the number of a client's examples public); "replace-one" (every
             sensitivity doubled).
         four_sums: each noise value from four Gaussians, against one known floating-point attack (`SecretGenerator`): a mitigation, no proof.
+        max_request_norm: L2 norm of a server's message above which clients do not answer it (messages with numbers that are not finite are
+            refused in any case); None bounds nothing.
         ledger: folder of the clients' ledgers, kept over runs; None declares the simulated data public and starts afresh.
     """
 
@@ -42,6 +44,7 @@ class PrivacySettings:
     nominal_size: float | None = None
     adjacency: str = ADD_REMOVE
     four_sums: bool = False
+    max_request_norm: float | None = None
     ledger: Path | None = None
 
     def __post_init__(self) -> None:
@@ -64,6 +67,10 @@ class PrivacySettings:
         if self.nominal_size is not None and not self.nominal_size > 0:
             raise PrivacySettingError(
                 f"--dp-nominal-size must be positive, got {self.nominal_size}"
+            )
+        if self.max_request_norm is not None and not self.max_request_norm > 0:
+            raise PrivacySettingError(
+                f"max_request_norm must be positive, got {self.max_request_norm}"
             )
         if self.mechanism == "paper" and (
             self.epsilon is not None or self.noise_multiplier is None

@@ -39,6 +39,7 @@ from fedsynth.federation.run_folder import LOCAL, RunFolder
 from fedsynth.federation.settings import RunSettings, to_toml
 from fedsynth.privacy.errors import BudgetExceededError
 from fedsynth.privacy.report import build_report, write_report
+from fedsynth.privacy.requests import check_request
 from fedsynth.synthesizer.sets import SyntheticSet
 
 Step = Callable[
@@ -192,6 +193,7 @@ class _Simulation:
                 [part.numpy() for part in parts],
                 settings.partition.local_test,
                 settings.resolved_partition.seed or 0,
+                train,
             )
             self.parts, self.tests = ([torch.as_tensor(part) for part in side] for side in split)
         if self.private is None:
@@ -298,6 +300,8 @@ class _Simulation:
         context: RoundContext,
     ) -> tuple[dict[int, Message], dict[int, Memory]]:
         """One exchange with all clients, group by group: their messages and memories."""
+        if context.privacy is not None:
+            check_request(message.arrays(), context.privacy.max_request_norm)
         sent: dict[int, Message] = {}
         memories: dict[int, Memory] = {}
         for group in self.groups:
