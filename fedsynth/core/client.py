@@ -149,7 +149,7 @@ class PrivateClients:
             series: charged, one for each client of the group.
             rows: (images [N, C, H, W], segment [N] on the CPU) -> [N, D]. It must be a function of each
                 example alone (and of released values). N is the same at every call; what fills the last
-                one up are images of zeros in segment −1, and what is made of them is thrown away.
+                one up are black images in segment −1, and what is made of them is thrown away.
                 Clients' examples share its calls, and meet again only in their own client's sum.
             start_over_row: what a call of `rows` costs by itself, in rows; with the public expected size
                 of the sample it decides N (`fedsynth.privacy.passes`).
@@ -168,8 +168,7 @@ class PrivateClients:
                 continue
             labels = self._labels[some]
             segments = self.spec.classes * whose + labels
-            x_NCHW = padded(self._images(some), size)
-            made = rows(x_NCHW, padded(segments, size, fill=-1))[: len(some)]
+            made = rows(self._images(some, size), padded(segments, size, fill=-1))[: len(some)]
             for position, count in zip(
                 *[t.tolist() for t in whose.unique_consecutive(return_counts=True)], strict=True
             ):
@@ -184,9 +183,10 @@ class PrivateClients:
             return None
         return self._nominal_size * sum(s.sample_rate for s in series)
 
-    def _images(self, records: Tensor) -> Tensor:
-        """Normalised images [N, C, H, W]; each pixel is rounded by itself, so N may be anything here."""
-        return normalise(self._data.images[records.to(self._data.labels.device)], self.spec)
+    def _images(self, records: Tensor, length: int) -> Tensor:
+        """Normalised images [length, C, H, W] of these records, filled up with black ones."""
+        images = self._data.images[records.to(self._data.labels.device)]
+        return normalise(padded(images, length), self.spec)
 
     def fit(
         self,
@@ -205,7 +205,7 @@ class PrivateClients:
         for done, (part, s, model, penalty, loss) in enumerate(each, start=1):
 
             def images(indices: Tensor, part: Tensor = part) -> Tensor:
-                return self._images(part[indices])
+                return self._images(part[indices], len(indices))
 
             dp_sgd(model, images, self._data.labels[part], s, steps, settings, penalty, loss)
             report(done)
