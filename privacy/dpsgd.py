@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from fedsynth.privacy.errors import ForbiddenLayerError
 from fedsynth.privacy.mechanisms import GaussianSums
 from fedsynth.privacy.passes import padded, pass_length
+from fedsynth.privacy.units import Units
 
 Penalty = Callable[[nn.Module], Tensor]
 """(the network in training) -> a scalar whose gradient is added to a step's; it must not see private data."""
@@ -107,6 +108,7 @@ def dp_sgd(
     settings: DpSgdSettings,
     penalty: Penalty | None = None,
     loss: ExampleLoss | None = None,
+    units: Units | None = None,
 ) -> None:
     """Trains `model` in place for `steps` private steps.
 
@@ -118,6 +120,8 @@ def dp_sgd(
         penalty: its gradient at the iterate is added to the noisy mean gradient. The iterate is computed from earlier releases, so this is
             post-processing and costs nothing, as long as the penalty depends on released and public values alone.
         loss: of each example, in place of its cross-entropy; clipped as that is. It may look at released models, and at no other example.
+        units: of the client's records; None: each is one. Where users are the units, a user's mean gradient is clipped, and
+            `expected_batch_size` counts users.
     """
     from opacus.grad_sample import GradSampleModule
 
@@ -132,17 +136,17 @@ def dp_sgd(
     )
     size = sum(p.numel() for p in parameters)
     at_most = min(PHYSICAL_BATCH, PHYSICAL_BYTES // (2 * 4 * size))  # by layer, and joined
+    members = Units(len(labels_N)) if units is None else units
     length = pass_length(settings.expected_batch_size, PASS_START / size, max(1, at_most))
     try:
         for _ in range(steps):
-            sampled = series.sample(len(labels_N)).to(labels_N.device)
-            for part in sampled.split(length):
-                if len(part):
-                    x = padded(images(part), length)
-                    y = padded(labels_N[part], length)
-                    rows = _per_example_gradients(model, parameters, x, y, loss or cross_entropies)
-                    rows = rows[: len(part)]
-                    series.add(rows, torch.zeros(len(part), dtype=torch.int64, device=rows.device))
+            for sample in members.sample(series).split(length):
+                part = sample.records.to(labels_N.device)
+                x = padded(images(part), length)
+                y = padded(labels_N[part], length)
+                rows = _per_example_gradients(model, parameters, x, y, loss or cross_entropies)
+                one_group = torch.zeros(len(part), dtype=torch.int64, device=rows.device)
+                series.add(rows[: len(part)], one_group, sample)
             mean = series.release()[0] / settings.expected_batch_size
             offset = 0
             for p in parameters:

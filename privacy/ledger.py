@@ -18,6 +18,7 @@ import os
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from datetime import UTC, datetime
 from io import FileIO
 from pathlib import Path
@@ -25,7 +26,7 @@ from typing import Any
 
 from fedsynth.privacy.accounting import epsilon
 from fedsynth.privacy.errors import BudgetExceededError, LedgerError, PrivacySettingError
-from fedsynth.privacy.releases import ADD_REMOVE, Release, check_adjacency, check_delta
+from fedsynth.privacy.releases import ADD_REMOVE, RECORD, Release, check_adjacency, check_delta
 
 LEDGER_SCHEMA = 1
 
@@ -212,10 +213,22 @@ def _encode(entry: dict[str, Any], chain: str) -> tuple[bytes, str]:
 
 
 class Guard:
-    """Refuses, before it happens, a release with which ε at `delta` would exceed `cap` (None: no cap)."""
+    """Refuses, before it happens, a release with which ε at `delta` would exceed `cap` (None: no cap).
+
+    It also knows the unit that is protected, which it writes into every row.
+
+    Raises:
+        PrivacySettingError: δ, the cap or the adjacency is out of range.
+        LedgerError: the ledger holds releases of another unit.
+    """
 
     def __init__(
-        self, ledger: Ledger, delta: float, cap: float | None, adjacency: str = ADD_REMOVE
+        self,
+        ledger: Ledger,
+        delta: float,
+        cap: float | None,
+        adjacency: str = ADD_REMOVE,
+        unit: str = RECORD,
     ) -> None:
         check_delta(delta, None)
         check_adjacency(adjacency)
@@ -227,6 +240,8 @@ class Guard:
         self.delta = delta
         self.cap = cap
         self.adjacency = adjacency
+        self.unit = unit
+        self._refuse_other_units(ledger.releases)
 
     def check(self, planned: Sequence[Release]) -> None:
         """Raise BudgetExceededError if `planned`, on top of the ledger, exceeds the cap. Charges nothing."""
@@ -234,10 +249,11 @@ class Guard:
 
     def charge(self, release: Release) -> None:
         """Check and charge in one step (under one lock, where the ledger is a file)."""
-        self.ledger.charge_within(release, self)
+        self.ledger.charge_within(replace(release, unit=self.unit), self)
 
     def refuse_beyond(self, rows: Sequence[Release], planned: Sequence[Release]) -> None:
         """`check`, against `rows` in place of the ledger's own."""
+        self._refuse_other_units(rows)
         if self.cap is None:
             return
         after = epsilon([*rows, *planned], self.delta, self.adjacency)
@@ -246,4 +262,13 @@ class Guard:
             raise BudgetExceededError(
                 f"client {self.ledger.client!r}: epsilon is {now:.4g} now and would be {after:.4g} with the planned "
                 f"release, above the cap {self.cap:.4g} (delta {self.delta:g})"
+            )
+
+    def _refuse_other_units(self, rows: Sequence[Release]) -> None:
+        """A clip bounds one record's influence or one user's: rows of both do not compose into one ε."""
+        other = next((row.unit for row in rows if row.unit != self.unit), None)
+        if other is not None:
+            raise LedgerError(
+                f"the ledger of client {self.ledger.client!r} holds releases that protect a {other}, and this run would protect "
+                f"a {self.unit}: their costs do not add up; protect the same unit (--dp-unit {other})"
             )

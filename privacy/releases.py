@@ -18,6 +18,10 @@ ADJACENCIES = {
 }
 """Adjacency: its words for the report. Zero-out costs what add-remove costs; replace-one doubles every sensitivity."""
 ADD_REMOVE = "add-remove"
+RECORD = "record"
+USER = "user"
+UNITS = (RECORD, USER)
+"""Who is added or removed under adjacency: one example, or one user with all examples of theirs."""
 SAMPLERS = ("poisson", "full")
 
 
@@ -33,6 +37,7 @@ class Release:
         sampler: "poisson" | "full"; fixed-size batches have no valid accounting under add/remove and are refused.
         steps: number of uses. dimension: coordinates released at each step.
         unaccounted: the reason, where no guarantee holds for this row; it makes ε infinite.
+        unit: one of `UNITS`: whose influence `sensitivity` bounds, and whom `sample_rate` samples.
 
     Raises:
         PrivacySettingError: a value outside its range.
@@ -49,6 +54,7 @@ class Release:
     steps: int
     dimension: int
     unaccounted: str | None = None
+    unit: str = RECORD
 
     def __post_init__(self) -> None:
         for name, least in (("round", 0), ("steps", 1), ("dimension", 1)):
@@ -58,6 +64,7 @@ class Release:
                 f"{name} must be a whole number of at least {least}",
                 value,
             )
+        require(self.unit in UNITS, f"the unit must be one of {', '.join(UNITS)}", self.unit)
         for name in ("quantity", "mechanism", "clipped"):
             require(
                 isinstance(getattr(self, name), str), f"{name} must be text", getattr(self, name)
@@ -93,7 +100,7 @@ class Release:
     def from_json(cls, row: Mapping[str, Any]) -> Release:
         """Rebuild a row. Raises PrivacySettingError on missing or unknown fields and on values out of range."""
         names = {f.name for f in fields(cls)}
-        if not names - {"unaccounted"} <= set(row) <= names:
+        if not names - {"unaccounted", "unit"} <= set(row) <= names:
             raise PrivacySettingError(
                 f"a ledger row must have exactly the fields {sorted(names)}, got {sorted(row)}"
             )

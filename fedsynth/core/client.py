@@ -19,6 +19,7 @@ from fedsynth.privacy.mechanisms import GaussianSums, Released
 from fedsynth.privacy.passes import padded, pass_length
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.releases import Release
+from fedsynth.privacy.units import Units
 
 CPU_CHUNK, GPU_CHUNK = 512, 4096
 
@@ -90,6 +91,8 @@ class PrivateClients:
     Args:
         nominal_size: the public number of records that each client is supposed to have; decides how long passes are, and nothing else
             (`fedsynth.privacy.passes`). None: as long as memory allows.
+        users: whose each of `data`'s records is [len(data)], where users are protected and not records (`fedsynth.privacy.units`);
+            `nominal_size`, and all public sizes, then count users.
     """
 
     def __init__(
@@ -101,12 +104,18 @@ class PrivateClients:
         secrets: Sequence[SecretGenerator],
         *,
         nominal_size: float | None = None,
+        users: Tensor | None = None,
     ) -> None:
         self.ids, self.spec = tuple(ids), data.spec
         self._data, self._guards, self._secrets = data, guards, secrets
         self._nominal_size = nominal_size
         self._parts = [part.to(data.labels.device) for part in parts]
         self._records, self._labels = [part.cpu() for part in parts], data.labels.cpu()
+        self._users = None if users is None else users.cpu()
+        self._units = [
+            Units(len(own), None if self._users is None else self._users[own])
+            for own in self._records
+        ]
 
     def segments(self) -> Segments:
         """All classes of all clients: which classes a client has is private."""
@@ -125,6 +134,7 @@ class PrivateClients:
             guards,
             secrets,
             nominal_size=self._nominal_size,
+            users=self._users,
         )
 
     def charge(self, release: Release, groups: int) -> list[GaussianSums]:
@@ -157,24 +167,28 @@ class PrivateClients:
         Returns:
             [clients · classes, D]
         """
-        samples = [mine[s.sample(len(mine))] for mine, s in zip(self._records, series, strict=True)]
-        records = torch.cat(samples)
+        samples = [units.sample(s) for units, s in zip(self._units, series, strict=True)]
+        records = torch.cat(
+            [own[sample.records] for own, sample in zip(self._records, samples, strict=True)]
+        )
         counts = torch.tensor([len(sample) for sample in samples])
+        offsets = (counts.cumsum(0) - counts).tolist()
         owner = torch.arange(len(samples)).repeat_interleave(counts)
         device = self._data.labels.device
         size = pass_length(self._expected(series), start_over_row, chunk(device))
-        for some, whose in zip(records.split(size), owner.split(size), strict=True):
-            if not len(some):  # an empty sample splits into one empty piece
-                continue
+        for start in range(0, len(records), size):
+            some = records[start : start + size]
+            stop = start + len(some)
             labels = self._labels[some]
-            segments = self.spec.classes * whose + labels
-            made = rows(self._images(some, size), padded(segments, size, fill=-1))[: len(some)]
-            for position, count in zip(
-                *[t.tolist() for t in whose.unique_consecutive(return_counts=True)], strict=True
-            ):
-                first = int(torch.searchsorted(whose, position))
-                mine = slice(first, first + count)
-                series[position].add(made[mine], labels[mine].to(device))
+            segments = self.spec.classes * owner[start:stop] + labels
+            made = rows(self._images(some, size), padded(segments, size, fill=-1))
+            for position in owner[start:stop].unique().tolist():
+                offset = offsets[position]
+                first = max(start, offset)
+                last = min(stop, offset + len(samples[position]))
+                own = slice(first - start, last - start)
+                part = samples[position].part(first - offset, last - offset)
+                series[position].add(made[own], labels[own].to(device), part)
         return Released(torch.cat([s.release().to(device) for s in series]))
 
     def _expected(self, series: Sequence[GaussianSums]) -> float | None:
@@ -201,13 +215,14 @@ class PrivateClients:
         """Trains one model for each client, in place, by DP-SGD with series charged for `steps` releases of one group; `penalties` see no
         data, `losses` are of each example (`dp_sgd`)."""
         extra, own = penalties or [None] * len(models), losses or [None] * len(models)
-        each = zip(self._parts, series, models, extra, own, strict=True)
-        for done, (part, s, model, penalty, loss) in enumerate(each, start=1):
+        each = zip(self._parts, self._units, series, models, extra, own, strict=True)
+        for done, (part, units, s, model, penalty, loss) in enumerate(each, start=1):
 
             def images(indices: Tensor, part: Tensor = part) -> Tensor:
                 return self._images(part[indices], len(indices))
 
-            dp_sgd(model, images, self._data.labels[part], s, steps, settings, penalty, loss)
+            labels = self._data.labels[part]
+            dp_sgd(model, images, labels, s, steps, settings, penalty, loss, units)
             report(done)
 
 

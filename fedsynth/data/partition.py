@@ -21,6 +21,7 @@ from fedsynth.data.fingerprints import record_digests
 from fedsynth.data.images import ImageData
 from fedsynth.data.label_skew import dominant_classes, held_classes
 from fedsynth.data.registry import DatasetSpec
+from fedsynth.data.users import user_digests
 from fedsynth.errors import DataError, PartitionError, SettingError, unknown_name
 
 IntArray = npt.NDArray[np.int64]
@@ -158,7 +159,7 @@ def _subset(y: IntArray, settings: PartitionSettings) -> IntArray:
 
 
 def hold_out(
-    parts: Sequence[IntArray], share: float, seed: int, data: ImageData
+    parts: Sequence[IntArray], share: float, seed: int, data: ImageData, by_user: bool = False
 ) -> tuple[list[IntArray], list[IntArray]]:
     """(training split, test split) of each client, sorted: each record tests with probability `share`.
 
@@ -169,13 +170,15 @@ def hold_out(
     Args:
         parts: for each client the positions of its records in `data`.
         seed: public; another one gives another split.
+        by_user: all records of a user (`data.groups`) stand on the same side: users are protected.
     """
     positions = [np.asarray(part, np.int64) for part in parts]
     key = hashlib.blake2b(f"local test split {seed}".encode(), digest_size=32).digest()
+    digests = user_digests if by_user else record_digests
     training = []
     testing = []
     for part in positions:
-        drawn = record_digests(data, part, key, 8).view("<u8")[:, 0] / 2.0**64
+        drawn = digests(data, part, key, 8).view("<u8")[:, 0] / 2.0**64
         training.append(np.sort(part[drawn >= share]))
         testing.append(np.sort(part[drawn < share]))
     return training, testing
