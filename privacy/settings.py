@@ -1,4 +1,4 @@
-"""What a user sets about privacy; everything in here is public and fixed before any data are read."""
+"""What is set about privacy; everything in here is public and fixed before any data are read."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fedsynth.privacy.errors import PrivacySettingError
-from fedsynth.privacy.releases import ADD_REMOVE, check_adjacency
+from fedsynth.privacy.releases import ADD_REMOVE, RECORD, UNITS, USER, check_adjacency
 
 
 @dataclass(frozen=True)
 class PrivacySettings:
-    """Differential privacy of one run, for one example of one client.
+    """Differential privacy of one run, for one example (or one user) of one client.
 
     Args:
         noise_multiplier: σ of each release, relative to the clip. None: found from `epsilon` for the planned run.
@@ -26,6 +26,10 @@ class PrivacySettings:
             public sizes alone.
         nominal_size: the public number of records that a client is supposed to have, for divisors; None takes the data set's
             published size over the number of clients.
+        unit: "record": one example is protected. "user": one user with all records of theirs at a client; needs data that say whose each
+            record is, a partition by user, and `nominal_size`. All sizes then count users: a step samples users, and each contributes the
+            mean of their records' vectors, clipped as one.
+        user_records: with unit "user", at most so many records of each user take part, chosen by a public keyed hash; None: all.
         adjacency: "add-remove" one example; "zero-out" (the same cost, and the number of a client's examples public); "replace-one" (every
             sensitivity doubled).
         four_sums: each noise value from four Gaussians, against one known floating-point attack (`SecretGenerator`): a mitigation, no proof.
@@ -42,6 +46,8 @@ class PrivacySettings:
     max_records: int | None = None
     sample_rate: float | None = None
     nominal_size: float | None = None
+    unit: str = RECORD
+    user_records: int | None = None
     adjacency: str = ADD_REMOVE
     four_sums: bool = False
     max_request_norm: float | None = None
@@ -68,6 +74,7 @@ class PrivacySettings:
             raise PrivacySettingError(
                 f"--dp-nominal-size must be positive, got {self.nominal_size}"
             )
+        self._check_unit()
         if self.max_request_norm is not None and not self.max_request_norm > 0:
             raise PrivacySettingError(
                 f"max_request_norm must be positive, got {self.max_request_norm}"
@@ -78,3 +85,19 @@ class PrivacySettings:
             raise PrivacySettingError(
                 "--dp-mechanism paper gives no differential privacy guarantee, so it has no ε: give --dp-sigma alone"
             )
+
+    def _check_unit(self) -> None:
+        if self.unit not in UNITS:
+            raise PrivacySettingError(
+                f"--dp-unit must be one of {', '.join(UNITS)}, got {self.unit!r}"
+            )
+        if self.unit == USER and self.nominal_size is None:
+            raise PrivacySettingError(
+                "--dp-unit user needs --dp-nominal-size: the public number of users that a client is supposed to have"
+            )
+        if self.user_records is not None and (self.unit != USER or self.user_records < 1):
+            raise PrivacySettingError(
+                "user_records bounds a user's records: a whole number of at least 1, with --dp-unit user"
+            )
+        if self.unit == USER and self.mechanism == "paper":
+            raise PrivacySettingError("--dp-mechanism paper protects nobody: no record and no user")

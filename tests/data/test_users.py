@@ -40,7 +40,7 @@ def test_the_choice_depends_on_a_users_own_records_alone() -> None:
     users = np.repeat([0, 1, 2], [30, 20, 30])
     data = people(users)
     kept = set(bounded(np.arange(80), data, 5, 0).tolist())
-    rest = np.flatnonzero(users != 1)[::-1]
+    rest = np.flatnonzero(users != 1)[::-1].copy()
     alone = rest[bounded(np.arange(60), data.subset(rest), 5, 0)]
     assert set(alone.tolist()) == {i for i in kept if users[i] != 1}
 
