@@ -167,6 +167,14 @@ DpLedger = Annotated[
     ),
 ]
 
+SignKey = Annotated[
+    Path | None,
+    _privacy(
+        "--sign-key",
+        help="Sign the run folder with this Ed25519 key in PEM (`privacy verify --public-key`).",
+    ),
+]
+
 SETTINGS: dict[str, tuple[str, str]] = {
     **{
         name: ("run", name)

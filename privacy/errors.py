@@ -23,6 +23,10 @@ class ForbiddenLayerError(PrivacyError):
     """The model has a layer that mixes examples (batch norm), which per-example clipping cannot bound."""
 
 
+class SigningError(PrivacyError):
+    """A run cannot be signed, or a key cannot be used."""
+
+
 class LedgerError(PrivacyError):
     """The ledger cannot be read or written, or belongs to another data set."""
 

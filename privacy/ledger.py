@@ -202,7 +202,25 @@ def read_ledger(path: Path) -> Ledger:
     try:
         header = json.loads(path.read_bytes().split(b"\n", 1)[0])
         return Ledger(str(header["client"]), path, dataset=str(header["dataset"]))
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+        raise LedgerError(f"{path} is not a fedsynth ledger: {error}") from None
+
+
+def chain_hashes(path: Path) -> list[str]:
+    """The chain hash on the header's line, and on each release's, of a ledger file that
+    `read_ledger` accepts.
+
+    Lines are only ever appended, so the hash on the n-th release's line names the first n, whatever
+    has been added since.
+
+    Raises:
+        LedgerError: the file cannot be read.
+    """
+    try:
+        lines = [json.loads(line) for line in path.read_bytes().splitlines()]
+        rows = [line for line in lines[1:] if "quantity" in line]  # a line may be no release
+        return [str(line["chain"]) for line in (*lines[:1], *rows)]
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         raise LedgerError(f"{path} is not a fedsynth ledger: {error}") from None
 
 

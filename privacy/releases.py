@@ -69,10 +69,11 @@ class Release:
             require(
                 isinstance(getattr(self, name), str), f"{name} must be text", getattr(self, name)
             )
+        reason = self.unaccounted
         require(
-            self.unaccounted is None or bool(self.unaccounted),
+            reason is None or (isinstance(reason, str) and bool(reason)),
             "unaccounted must give a reason or be None",
-            "",
+            reason,
         )
         σ, clip, q = self.noise_multiplier, self.sensitivity, self.sample_rate
         require(
@@ -108,7 +109,13 @@ class Release:
 
 
 def is_real(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    """Whether it is a number that a float can hold, and no truth value."""
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # a whole number of more than 308 digits
+        return False
 
 
 def require(ok: bool, rule: str, value: object) -> None:

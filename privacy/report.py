@@ -31,7 +31,12 @@ __all__ = [
     "write_report",
 ]
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
+ABANDONED = (
+    "This run did not finish: the report was built from what it left. Every charged release "
+    "counts, whether or not it left the "
+    "client; a run that is still going spends more."
+)
 ACCESS_STATUSES = ("accounted", "public", "simulation-only", "unaccounted")
 FORMAL = "formal differential privacy, under the assumptions below"
 NO_GUARANTEE = "no differential privacy guarantee"
@@ -54,6 +59,12 @@ class ReportContext:
         adjacency: one of `releases.ADJACENCIES`.
         test_only_randomness: noise or masks were injected; the verdict is then "not private".
         provenance: config hash, versions.
+        noise_multiplier: the run's σ, of which each release's is a fixed multiple; None where there
+            is no such thing.
+        data_set: the data set's public specification, for what is rebuilt from it (`DatasetSpec` as
+            a mapping).
+        rows_before: client → rows that its ledger held when the run began; 0 where it is not named.
+        abandoned: the run did not finish: the report was built afterwards, from what it left.
 
     Raises:
         PrivacySettingError: δ out of range, or an unknown access status.
@@ -76,6 +87,10 @@ class ReportContext:
     adjacency: str = ADD_REMOVE
     test_only_randomness: bool = False
     provenance: Mapping[str, str] = field(default_factory=dict)
+    noise_multiplier: float | None = None
+    data_set: Mapping[str, Any] = field(default_factory=dict)
+    rows_before: Mapping[str, int] = field(default_factory=dict)
+    abandoned: bool = False
 
     def __post_init__(self) -> None:
         check_delta(self.delta, self.max_records)
@@ -96,6 +111,13 @@ def build_report(context: ReportContext, ledgers: Mapping[str, Ledger]) -> dict[
         PrivacySettingError: a guarantee is claimed without any ledger.
     """
     rows = {name: ledger.releases for name, ledger in ledgers.items()}
+    heads = {
+        name: {
+            **sections.ledger_head(ledgers[name], len(some)),
+            "rows_before": context.rows_before.get(name, 0),
+        }
+        for name, some in rows.items()
+    }
     reasons = [*context.no_guarantee, *sections.reasons_in_ledgers(rows)]
     reasons += [
         f"{what}: {note}" for what, status, note in context.accesses if status == "unaccounted"
@@ -111,10 +133,12 @@ def build_report(context: ReportContext, ledgers: Mapping[str, Ledger]) -> dict[
         "verdict": _verdict(context, reasons, spent),
         "method": context.method,
         "mechanism": context.mechanism,
+        "noise_multiplier": context.noise_multiplier,
         "guarantee": promise,
         "unit": protected_unit(private),
         "adjacency": ADJACENCIES[context.adjacency],
         "max_records": context.max_records,
+        "data_set": json.loads(json.dumps(dict(context.data_set))),  # lists in place of tuples
         "trust_model": _trust_model(private),
         "public_items": dict(context.public_items),
         "scope": [
@@ -123,6 +147,7 @@ def build_report(context: ReportContext, ledgers: Mapping[str, Ledger]) -> dict[
         ],
         "ledger": sections.folded_ledger(rows),
         "ledger_kept": not context.fresh_ledger,
+        "ledger_heads": heads,
         "accountant": sections.accountant(rows, worst, context.delta, context.adjacency),
         "budget": None
         if spent is None
@@ -131,14 +156,24 @@ def build_report(context: ReportContext, ledgers: Mapping[str, Ledger]) -> dict[
         ),
         "published": [dict(row) for row in context.published] if private else [],
         "randomness": context.randomness,
-        "deviations": list(context.deviations),
+        "deviations": [*_abandoned(context), *context.deviations],
         "not_covered": _not_covered(),
         "audit": "not run (and an audit can find a fault, but cannot prove privacy)",
         "provenance": dict(context.provenance),
     }
 
 
+def _abandoned(context: ReportContext) -> list[str]:
+    if not context.abandoned:
+        return []
+    return [
+        f"abandoned after {context.rounds_done} of {context.planned_rounds} rounds; what was "
+        "charged for a round under way is counted"
+    ]
+
+
 def _verdict(context: ReportContext, reasons: list[str], spent: float | None) -> dict[str, Any]:
+    abandoned = [ABANDONED] if context.abandoned else []
     if spent is None:
         text = NO_GUARANTEE if reasons else NOT_PRIVATE
         if context.test_only_randomness:
@@ -151,9 +186,9 @@ def _verdict(context: ReportContext, reasons: list[str], spent: float | None) ->
             "formal": False,
             "reasons": reasons,
             "assumptions": [],
-            "warnings": [],
+            "warnings": abandoned,
         }
-    warnings = sections.weakness(spent)
+    warnings = [*abandoned, *sections.weakness(spent)]
     if context.max_records is None:
         warnings.append(
             "No public bound on the number of records was declared, so delta was not checked against it."

@@ -18,6 +18,7 @@ from fedsynth.privacy.accounting import (
     epsilon_rdp,
 )
 from fedsynth.privacy.attacks import attack_success
+from fedsynth.privacy.ledger import Ledger, chain_hashes
 from fedsynth.privacy.releases import Release
 
 Rows = Sequence[Release]
@@ -97,7 +98,7 @@ def alone(rows: Rows, delta: float, adjacency: str) -> list[dict[str, Any]]:
         kinds[row.quantity, row.mechanism].append(row)
     return [
         {"quantity": quantity, "mechanism": mechanism, "epsilon": epsilon(some, delta, adjacency)}
-        for (quantity, mechanism), some in kinds.items()
+        for (quantity, mechanism), some in sorted(kinds.items())
     ]
 
 
@@ -162,6 +163,17 @@ def folded_ledger(ledgers: Mapping[str, Rows]) -> list[dict[str, Any]]:
             }
         )
     return folded
+
+
+def ledger_head(ledger: Ledger, rows: int) -> dict[str, Any]:
+    """Where a client's ledger stood when it had that many rows: their number, and the chain hash
+    over them.
+
+    The hash names exactly these rows, also where the file has grown since; it is None where the
+    ledger was only in memory.
+    """
+    chain = None if ledger.path is None else chain_hashes(ledger.path)[rows]
+    return {"rows": rows, "chain": chain}
 
 
 def accountant(

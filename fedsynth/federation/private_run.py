@@ -23,6 +23,7 @@ from fedsynth.errors import SettingError, unknown_name
 from fedsynth.federation.participation import Participation
 from fedsynth.federation.settings import RunSettings
 from fedsynth.privacy import accounting
+from fedsynth.privacy import report_sections as sections
 from fedsynth.privacy.calibration import calibrate_noise_multiplier
 from fedsynth.privacy.errors import (
     BudgetExceededError,
@@ -32,7 +33,7 @@ from fedsynth.privacy.errors import (
 from fedsynth.privacy.ledger import Guard, Ledger
 from fedsynth.privacy.randomness import DESCRIPTION, SecretGenerator
 from fedsynth.privacy.releases import Release, check_delta
-from fedsynth.privacy.report import ReportContext
+from fedsynth.privacy.report import SCHEMA_VERSION, ReportContext
 from fedsynth.privacy.report_text import up
 from fedsynth.privacy.settings import PrivacySettings
 
@@ -58,6 +59,8 @@ class PrivateRun:
         settings: with `privacy` set.
         context: round 1's context, without data.
         planning: read the ledgers that `--dp-ledger` names, but make none.
+        ledgers: the clients' ledgers as they stood when the run began, in place of those that the
+            settings name.
 
     Raises:
         UnaccountedReleaseError: the method uploads something that no mechanism protects.
@@ -65,7 +68,12 @@ class PrivateRun:
     """
 
     def __init__(
-        self, settings: RunSettings, context: RoundContext, *, planning: bool = False
+        self,
+        settings: RunSettings,
+        context: RoundContext,
+        *,
+        planning: bool = False,
+        ledgers: Sequence[Ledger] | None = None,
     ) -> None:
         self._planning = planning
         if settings.privacy is None:
@@ -97,7 +105,8 @@ class PrivateRun:
         self._participation = Participation(
             settings.seed, settings.partition.clients, settings.participation
         )
-        self.ledgers = self._open_ledgers(privacy, None)
+        self.ledgers = self._open_ledgers(privacy, None) if ledgers is None else list(ledgers)
+        self._before = {ledger.client: len(ledger.releases) for ledger in self.ledgers}
         if self.guaranteed and any(
             math.isinf(accounting.epsilon(rows, privacy.delta, privacy.adjacency))
             for rows in self._histories()
@@ -135,6 +144,17 @@ class PrivateRun:
             for r in (range(1, self.run.rounds + 1) if rounds is None else rounds)
             for plan in self.plans
         ]
+
+    def charges(self, rounds: Sequence[int]) -> list[Release]:
+        """The rows that a client's ledger really gets: of a mechanism without a guarantee the
+        chief one of a round."""
+        if self.guaranteed:
+            return self.planned(rounds)
+        return [self.planned([number])[0] for number in rounds]
+
+    def rounds_of(self, client: int, rounds: int) -> tuple[int, ...]:
+        """The rounds among the first `rounds` that a client takes part in."""
+        return self._participation.rounds_of(client, rounds)
 
     def planned_epsilon(self) -> float:
         """ε of the worst client after the whole planned run, on top of what its ledger holds."""
@@ -179,7 +199,7 @@ class PrivateRun:
         """Records a round of the `paper` mechanism, whose ε is infinite, before it runs."""
         if not self.guaranteed:
             for client in self._participation.in_round(number):
-                self.ledgers[client].charge(self.planned([number])[0])
+                self.ledgers[client].charge(self.charges([number])[0])
 
     def headline(self) -> list[str]:
         """What the run is about to do, ε first."""
@@ -215,7 +235,32 @@ class PrivateRun:
             )
         return lines
 
-    def report_context(self, rounds_done: int, deviations: Sequence[str]) -> ReportContext:
+    def start(self) -> dict[str, Any]:
+        """What is public and fixed when the run begins: written down then, so that a run that is
+        killed can still be reported."""
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "noise_multiplier": self.privacy.noise_multiplier,
+            "data_set": asdict(self.spec),
+            "ledgers": {
+                ledger.client: sections.ledger_head(ledger, self._before[ledger.client])
+                for ledger in self.ledgers
+            },
+        }
+
+    def summary(self) -> dict[str, Any]:
+        """What summary.json says of the run's privacy."""
+        promise = {"epsilon": self.epsilon(), "delta": self.privacy.delta}
+        return {
+            "guarantee": self.guaranteed,
+            **(promise if self.guaranteed else {}),
+            "noise_multiplier": self.privacy.noise_multiplier,
+            "mechanism": self.plan.mechanism,
+        }
+
+    def report_context(
+        self, rounds_done: int, deviations: Sequence[str], *, abandoned: bool = False
+    ) -> ReportContext:
         return ReportContext(
             method=self.method.name,
             mechanism=self.plan.mechanism,
@@ -236,6 +281,10 @@ class PrivateRun:
             accesses=self._accesses(),
             test_only_randomness=not all(secret.is_secret for secret in self.secrets),
             provenance=provenance(self.run),
+            noise_multiplier=self.privacy.noise_multiplier,
+            data_set=asdict(self.spec),
+            rows_before=self._before,
+            abandoned=abandoned,
         )
 
     def _open_ledgers(self, privacy: PrivacySettings, fresh: Path | None) -> list[Ledger]:

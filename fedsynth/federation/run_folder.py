@@ -9,6 +9,8 @@ While the run lasts, the folder's name ends in `.incomplete`; the last step rena
     synthetic.safetensors, synthetic.png    the last round's uploads, where the method has images
     artefacts.json, NAME.png    what the server measured, for methods that do (FedHydra's stratification)
     privacy_report.json, .md, .html, ledger/    with differential privacy
+    privacy_start.json   then too: what was public and fixed when the run began, which the report
+                         of a run that was killed needs
     simulation_only/     what only a simulation may show: exact functions of private data, outside the guarantee
 """
 
@@ -37,6 +39,7 @@ SIMULATION_ONLY_NOTE = (
     "Everything in this folder is an exact function of the clients' data. A simulation may show it; it is outside every privacy\n"
     "guarantee, and on a real network it would not exist.\n"
 )
+PRIVATE_START = "privacy_start.json"
 LOCAL = "local"  # what a row says of the clients' own test splits
 GRID_LIMIT = 400  # images in the picture; all of them are in synthetic.safetensors
 
@@ -60,6 +63,11 @@ class RunFolder:
     def write_config(self, toml: str) -> None:
         with _writing(self.path):
             (self.path / "config.toml").write_text(toml, encoding="utf-8")
+
+    def write_private_start(self, facts: Mapping[str, Any]) -> None:
+        with _writing(self.path):
+            text = json.dumps(facts, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+            (self.path / PRIVATE_START).write_text(text, encoding="utf-8")
 
     def append_metrics(self, row: Mapping[str, Any]) -> None:
         self._append("metrics.jsonl", self._public(row))

@@ -213,8 +213,18 @@ def preset_of(dataset: str, method: str) -> dict[str, dict[str, Any]]:
     return {**sections, **({"method": dict(preset[method])} if method in preset else {})}
 
 
-def resolve(given: Mapping[str, Mapping[str, Any]]) -> RunSettings:
+def resolve(
+    given: Mapping[str, Mapping[str, Any]],
+    *,
+    own_method: type[Method] | None = None,
+    own_data: str | None = None,
+) -> RunSettings:
     """Settings from sections such as `{"run": {"method": "feddm"}, "method": {"ipc": 5}}`.
+
+    Args:
+        own_method: a class outside the package, in place of the method that `given` names.
+        own_data: the name of images of your own, in place of the data set that `given` names; it
+            has no preset.
 
     Raises:
         UnknownNameError: an unknown section, setting, method, data set or model (with the near matches).
@@ -225,8 +235,9 @@ def resolve(given: Mapping[str, Mapping[str, Any]]) -> RunSettings:
             raise unknown_name("section", name, SECTIONS)
     run, data = dict(given.get("run", {})), dict(given.get("data", {}))
     name, dataset = str(run.pop("method", "feddm")), str(data.pop("dataset", "digits"))
-    method, spec = method_class(name), dataset_spec(dataset)
-    preset = preset_of(dataset, name)
+    method = own_method or method_class(name)
+    dataset = own_data or dataset_spec(dataset).name
+    preset = preset_of(dataset, name) if own_data is None else {}
     run = {**preset.get("run", {}), **run}
     partition = {**preset.get("partition", {}), **given.get("partition", {})}
     privacy = given.get("privacy", {})
@@ -242,7 +253,7 @@ def resolve(given: Mapping[str, Mapping[str, Any]]) -> RunSettings:
         method=method.from_mapping(
             {**preset.get("method", {}), **_of_the_method(method, given.get("method", {}))}
         ),
-        dataset=spec.name,
+        dataset=dataset,
         data_root=Path(str(root)).expanduser().absolute() if root else None,
         partition=_build(PartitionSettings, "partition", partition),
         model=_build(ModelSettings, "model", {**preset.get("model", {}), **given.get("model", {})}),

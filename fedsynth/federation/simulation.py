@@ -187,6 +187,7 @@ class _Simulation:
             )
             if self.private is not None:
                 self.private.keep_ledgers_in(self.folder.path / "ledger")
+                self.folder.write_private_start(self.private.start())
         self.train, self.parts, self.tests = train, parts, []
         if settings.partition.local_test > 0:
             split = hold_out(
@@ -463,20 +464,7 @@ class _Simulation:
         if LOCAL in last and self.private is None:
             summary[LOCAL] = {name: last[LOCAL][name] for name in ("amp", "fm", "wlp")}
         if self.private is not None:
-            guarantee = (
-                {"epsilon": self.private.epsilon(), "delta": self.private.privacy.delta}
-                if self.private.guaranteed
-                else {}
-            )
-            mechanism = {
-                "noise_multiplier": self.private.privacy.noise_multiplier,
-                "mechanism": self.private.plan.mechanism,
-            }
-            summary["differential_privacy"] = {
-                "guarantee": self.private.guaranteed,
-                **guarantee,
-                **mechanism,
-            }
+            summary["differential_privacy"] = self.private.summary()
         return summary
 
 

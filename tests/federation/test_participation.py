@@ -19,7 +19,7 @@ from fedsynth.federation.participation import Participation
 from fedsynth.federation.private_run import data_set_id
 from fedsynth.federation.settings import RunSettings, resolve
 from fedsynth.federation.simulation import simulate
-from fedsynth.privacy.verify import verify_report
+from fedsynth.federation.verification import verify_run
 
 
 def test_four_of_twenty_drawn_anew_and_by_the_seed() -> None:
@@ -108,7 +108,7 @@ def test_privacy_counts_the_rounds_that_a_client_takes_part_in(tmp_path: Path) -
         < everybody.summary["differential_privacy"]["noise_multiplier"]
     )
     assert result.folder is not None
-    assert verify_report(result.folder).problems == []
+    assert verify_run(result.folder).problems == []
     assert "no amplification" in (result.folder / "privacy_report.md").read_text()
 
 
