@@ -163,7 +163,7 @@ DpFourSums = Annotated[
 DpLedger = Annotated[
     Path | None,
     _privacy(
-        help="Folder of the clients' ledgers, kept over runs; else the simulated data count as public."
+        help="Folder of the clients' ledgers, kept over runs (a run without privacy spends all of it); else each run counts for itself."
     ),
 ]
 

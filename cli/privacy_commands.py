@@ -267,6 +267,24 @@ def verify(
         print(found.files)
 
 
+@privacy_app.command(name="carry-over")
+def carry_over(
+    folder: Annotated[Path, typer.Argument(help="Folder of the ledgers (--dp-ledger).")],
+    client: Annotated[str, typer.Argument(help="The client's name.")],
+) -> None:
+    """Say that a client's data set has changed, so that its ledger goes on with the records of the next run.
+
+    What was spent stays spent: it counts for every record of the client, also for those that are new.
+    """
+    with one_line_errors():
+        from fedsynth.privacy.ledger_folder import LedgerFolder
+
+        rows = LedgerFolder(folder).carry_over(client)
+        print(
+            f"the next run may bring other records of {client}; the {rows} rows of its ledger count for all of them"
+        )
+
+
 def write_text(path: Path, text: str) -> None:
     from fedsynth.errors import OutputError
 
