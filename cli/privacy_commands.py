@@ -281,7 +281,7 @@ def carry_over(
 
         rows = LedgerFolder(folder).carry_over(client)
         print(
-            f"the next run may bring other records of {client}; the {rows} rows of its ledger count for all of them"
+            f"the next run may bring other records of {client}; what its ledger holds (rows: {rows}) counts for all of them"
         )
 
 

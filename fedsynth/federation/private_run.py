@@ -407,8 +407,11 @@ class PrivateRun:
             if self.run.partition.local_test
             else ()
         )
+        compared = "by a keyed hash that stays with the ledgers; all that follows is whether the run may begin"
+        kept = (("records, compared with those of the ledgers", "simulation-only", compared),)
         return (
             *private,
+            *(kept if self.privacy.ledger_folder is not None else ()),
             *splits,
             ("partition into clients, true counts, seconds", "simulation-only", simulation),
             *self._test_access(simulation),
