@@ -1,9 +1,10 @@
-"""What choosing settings would cost if the data were private: every run that was tried is composed with the run that is shown.
+"""What choosing settings would cost on private data: all runs that are tried are composed.
 
     python benchmarks/tuning_cost.py [--json] [--candidates 6]
 
-For the table of `dp_utility.py`: of each mechanism six candidates (three clips, two learning rates) were run at ε = 3 on
-the same records. Clip and rate do not change ε, so all candidates have the same rows in the ledger. No data are read.
+For the table of `dp_utility.py`: of each mechanism six candidates (three clips, two learning rates)
+were run at ε = 3 on the same records. Clip and rate do not change ε, so all candidates have the
+same rows in the ledger. No data are read.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def planned(mechanism: str) -> PrivateRun:
 
 
 def cost(mechanism: str, candidates: int) -> dict[str, float]:
-    """ε of one run, of all candidates, and of those with a further run; and what each could have if all together had 3."""
+    """ε of one run, of all candidates, of those and one more; and of each if all together had 3."""
     run = planned(mechanism)
     rows, delta = run.planned(), run.privacy.delta
     sigma = calibrate_noise_multiplier(

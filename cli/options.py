@@ -163,7 +163,8 @@ DpFourSums = Annotated[
 DpLedger = Annotated[
     Path | None,
     _privacy(
-        help="Folder of the clients' ledgers, kept over runs (a run without privacy spends all of it); else each run counts for itself."
+        help="Folder of the clients' ledgers, kept over runs (without privacy a run spends all); "
+        "else each run counts for itself."
     ),
 ]
 

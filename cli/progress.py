@@ -55,7 +55,7 @@ def accuracies(row: Mapping[str, Any], personal: bool) -> list[tuple[str, str]]:
 
 
 def round_line(row: Mapping[str, Any], settings: RunSettings) -> str:
-    """One round in words; with differential privacy without what depends on the data, such as the seconds."""
+    """One round in words; with differential privacy without what depends on the data: seconds."""
     shown = (
         row
         if settings.privacy is None
@@ -77,7 +77,8 @@ def round_line(row: Mapping[str, Any], settings: RunSettings) -> str:
 class PlainObserver(Observer):
     """Lines on stderr: each round, and in long rounds a sign of life.
 
-    It comes every 30 seconds. With differential privacy time may tell of the data, and a tenth of a long phase brings it.
+    It comes every 30 seconds. With differential privacy time may tell of the data, and a tenth of a
+    long phase brings it.
     """
 
     def __init__(self, settings: RunSettings, first: str) -> None:

@@ -1,19 +1,22 @@
 """Your own images and your own clients: what to declare, and what it means for privacy.
 
-First of all, count how many images of one patient there are. ε holds for ONE IMAGE: a patient with five has the guarantee
-of a group of five, which the report states ("Groups of examples") and this example prints. Choose ε by that figure.
+First of all, count how many images of one patient there are. ε holds for ONE IMAGE: a patient with
+five has the guarantee of a group of five, which the report states ("Groups of examples") and this
+example prints. Choose ε by that figure.
 
 Then four things are yours to say:
 
-- `DatasetSpec` is public: it goes into divisors, sampling rates and the privacy report. So `train_size` is a round number
-  that you would tell anybody (here "about 600"), not the number of records at hand, and `mean` and `std` are constants
-  and not computed from the data.
-- `ledger` is a folder that you keep, and name in every run on these data: what is spent adds up there. A second call of
-  this example has next to nothing left of its budget, and so needs far more noise. `ledgers/private` is for nobody
-  else's eyes.
-- `names` are the clients', and public. The ledgers know them by these, and notice if the records are not theirs.
-- `test`: images that you call public are tested on in the open. Without that word they are private, and what is measured
-  on them stands in the run's `simulation_only` folder; `data=(train, None)` has none.
+- `DatasetSpec` is public: it goes into divisors, sampling rates and the privacy report. So
+  `train_size` is a round number that you would tell anybody (here "about 600"), not the number of
+  records at hand, and `mean` and `std` are constants and not computed from the data.
+- `ledger` is a folder that you keep, and name in every run on these data: what is spent adds up
+  there. A second call of this example has next to nothing left of its budget, and so needs far more
+  noise. `ledgers/private` is for nobody else's eyes.
+- `names` are the clients', and public. The ledgers know them by these, and notice if the records
+  are not theirs.
+- `test`: images that you call public are tested on in the open. Without that word they are private,
+  and what is measured on them stands in the run's `simulation_only` folder; `data=(train, None)`
+  has none.
 """
 
 from pathlib import Path

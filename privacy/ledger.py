@@ -4,8 +4,9 @@ The ledger is a file of JSON lines: a header, then one line a release. It lives 
 since a data set's budget is spent over all runs on it. A row is on the disk before `charge` returns, and noise is drawn
 only afterwards: a crash can charge for a release that never left, but never release what was not charged.
 
-The ledger of a folder that is kept over runs also says whose records it is for: its header holds a keyed fingerprint of
-them (`fedsynth.privacy.ledger_folder`), and lines with an `entry` say where they changed.
+The ledger of a folder that is kept over runs also says whose records it is for: its header holds a
+keyed fingerprint of them (`fedsynth.privacy.ledger_folder`), and lines with an `entry` say where
+they changed.
 
 Each line carries a hash over itself and all lines before it, so that an edit is noticed. This guards against accidents
 and hasty repairs: who owns the file can still rebuild it, or cut whole lines off its end.
@@ -55,8 +56,8 @@ class Ledger:
     Args:
         client: the client's name; stands in the header, like `dataset`.
         path: the file; None keeps the ledger in memory (tests, simulations on published data).
-        dataset: an identifier of the data set, so that one data set's budget is not charged to another; None takes an
-            existing file as it is.
+        dataset: an identifier of the data set, so that one data set's budget is not charged to
+            another; None takes an existing file as it is.
         records: the fingerprint that the header of a new file gets.
 
     Raises:
@@ -90,26 +91,30 @@ class Ledger:
         self.dataset = self._facts.dataset
 
     def check_dataset(self, dataset: str) -> None:
-        """Refuse, where something was spent, to go on with another data set or another partition of it."""
+        """Refuse, where something was spent, another data set or another partition of it."""
         if self.bound and self._facts.dataset != dataset:
             raise LedgerError(
-                f"ledger {self.path} belongs to dataset {self._facts.dataset!r}, not {dataset!r} (another data set, or another "
-                "partition of it: seed, clients, alpha): take the same again, or another folder, where nothing of this one is counted"
+                f"ledger {self.path} belongs to dataset {self._facts.dataset!r}, not {dataset!r} "
+                "(another data set, or another partition of it: seed, clients, alpha): take the "
+                "same again, or another folder, where nothing of this one is counted"
             )
 
     @property
     def records(self) -> tuple[str, ...]:
-        """Fingerprints of the records that the ledger is and was for, oldest first; none where nobody has said."""
+        """Fingerprints of the records that the ledger was and is for, the present ones last.
+
+        None where nobody has said.
+        """
         return self._facts.records
 
     @property
     def bound(self) -> bool:
-        """Whether something was spent, and nobody has declared that it shall count for other records too."""
+        """Whether something was spent, and nobody has declared that it counts for others too."""
         return bool(self._rows) and not self.may_change
 
     @property
     def may_change(self) -> bool:
-        """Whether somebody has declared that the next run brings other records of the same client."""
+        """Whether somebody has declared that the next run brings other records of the client."""
         return self._facts.may_change
 
     @property
@@ -138,7 +143,10 @@ class Ledger:
             self._append(file, release.to_json())
 
     def carry_over(self) -> None:
-        """Declare that the next run may bring other records of this client; what was spent counts for them too."""
+        """Declare that the next run may bring other records of this client.
+
+        What was spent counts for them too.
+        """
         self._note({"entry": MAY_CHANGE})
 
     def take_records(self, records: str, dataset: str) -> None:
@@ -236,7 +244,8 @@ class Ledger:
             raise LedgerError(f"{self.path} is no fedsynth ledger of schema {LEDGER_SCHEMA}")
         if header.get("client") != self.client:
             raise LedgerError(
-                f"ledger {self.path} belongs to client {header.get('client')!r}, not {self.client!r}"
+                f"ledger {self.path} belongs to client {header.get('client')!r}, not "
+                f"{self.client!r}"
             )
         records = (str(header["records"]),) if "records" in header else ()
         return _Facts(dataset, records)

@@ -1,17 +1,20 @@
-"""A folder of ledgers that is kept over runs, and the check that each is charged for its own records.
+"""A folder of ledgers that is kept over runs, and the check that each is charged for its records.
 
-A budget belongs to records, not to a name or to a place in a list. For each client the folder keeps a keyed hash of
-every record that its ledger was kept for, so that it is noticed when the records come under another name, when a
-client's data set has changed, and when a record has moved from one client to another:
+A budget belongs to records, not to a name or to a place in a list. For each client the folder keeps
+a keyed hash of every record that its ledger was kept for, so that it is noticed when the records
+come under another name, when a client's data set has changed, and when a record has moved from one
+client to another:
 
-    NAME.jsonl              a ledger; it holds a fingerprint of its records, which tells nothing without the key
+    NAME.jsonl              a ledger, with a fingerprint of its records: nothing without the key
     private/records.key     the key, 32 bytes from the operating system
     private/FINGERPRINT     the hashes of the records with that fingerprint, sorted
 
-With the key, guesses of records could be tested, and a file of hashes says how many there are: `private` is readable by
-its owner alone (0700, its files 0600), and is never published, copied or printed.
+With the key, guesses of records could be tested, and a file of hashes says how many there are:
+`private` is readable by its owner alone (0700, its files 0600), and is never published, copied or
+printed.
 
-What is compared is a record's bytes. The same picture prepared otherwise (cropped, scaled) is another record here.
+What is compared is a record's bytes. The same picture prepared otherwise (cropped, scaled) is
+another record here.
 """
 
 from __future__ import annotations
@@ -49,7 +52,7 @@ def default_names(clients: int) -> tuple[str, ...]:
 
 
 def check_names(names: Sequence[str], clients: int) -> tuple[str, ...]:
-    """Clients' declared names, if there is one for each, and each can be the name of a file of its own.
+    """Clients' declared names, if there is one for each, and each can name a file of its own.
 
     Raises:
         PrivacySettingError: names the first that cannot.
@@ -59,8 +62,8 @@ def check_names(names: Sequence[str], clients: int) -> tuple[str, ...]:
     for name in names:
         if not isinstance(name, str) or not _NAME.fullmatch(name):
             raise PrivacySettingError(
-                "a client's name must be 1 to 64 letters, digits, dots, hyphens or underscores, the first a letter or digit; "
-                f"got {name!r}"
+                "a client's name must be 1 to 64 letters, digits, dots, hyphens or underscores, "
+                f"the first a letter or digit; got {name!r}"
             )
     folded = [name.casefold() for name in names]  # some file systems do not tell A from a
     for number, name in enumerate(folded):
@@ -88,14 +91,15 @@ class LedgerFolder:
         """The ledger of each client of a run; a new one for a client without.
 
         Args:
-            names: the clients' declared names. None: a client goes by the name of the ledger that was kept for its
-                records, wherever the client stands in the list, and without such a ledger by `default_names`.
+            names: the clients' declared names. None: a client goes by the name of the ledger that
+                was kept for its records, wherever the client stands in the list, and without such a
+                ledger by `default_names`.
             records: from the folder's key to each client's hashes, uint8 [N, `DIGEST_BYTES`].
             dataset: an identifier of the data set and its partition.
 
         Raises:
-            LedgerError: a client has other records than its ledger was charged for, or records that another ledger was
-                charged for; the text says what to do. No ledger is touched then.
+            LedgerError: a client has other records than its ledger was charged for, or records that
+                another ledger was charged for; the text says what to do. No ledger is touched then.
         """
         with self._locked() as key:
             present = [Counter(row.tobytes() for row in digests) for digests in records(key)]
@@ -114,9 +118,10 @@ class LedgerFolder:
         return {path.stem: read_ledger(path) for path in sorted(self.path.glob("*.jsonl"))}
 
     def carry_over(self, client: str) -> int:
-        """Declare that `client`'s data set has changed: what its ledger holds counts for all records of the next run.
+        """Declare that `client`'s data set has changed.
 
-        That is an upper bound for each of them, and exact for those that were there before.
+        What its ledger holds counts for all records of the next run: an upper bound for each of
+        them, and exact for those that were there before.
 
         Returns:
             The number of releases that the ledger holds.
@@ -137,15 +142,16 @@ class LedgerFolder:
     def _refuse_unknown(self, name: str, ledger: Ledger) -> None:
         if ledger.bound and not ledger.records:
             raise LedgerError(
-                f"ledger {self._file(name)} does not say whose records it is for (it is of an earlier version, or a copy from a run "
-                f"folder): if they are those of client {name!r}, say so: {self._command(name)}"
+                f"ledger {self._file(name)} does not say whose records it is for (it is of an "
+                "earlier version, or a copy from a run folder): if they are those of client "
+                f"{name!r}, say so: {self._command(name)}"
             )
 
     def _command(self, name: str) -> str:
         return f"fedsynth privacy carry-over {shlex.quote(str(self.path))} {name}"
 
     def _check(self, name: str, known: _Known, here: Mapping[str, Records]) -> None:
-        """Refuses records that are not the ledger's, and records that another ledger was charged for."""
+        """Refuses records that are not the ledger's, and those of another ledger."""
         ledger, present = known.ledgers.get(name), here[name]
         if ledger is not None and ledger.bound and known.is_current(name, present):
             return
@@ -157,14 +163,17 @@ class LedgerFolder:
         self._refuse_moved(name, new, known, here)
         if lost := next((known.orphans[record] for record in new if record in known.orphans), None):
             raise LedgerError(
-                f"client {name!r} has records that a ledger in {self.path} was kept for which is gone: bring it back from a backup "
-                f"(or delete {lost}, if what made it broke off before its first round)"
+                f"client {name!r} has records that a ledger in {self.path} was kept for which is "
+                f"gone: bring it back from a backup (or delete {lost}, if what made it broke off "
+                "before its first round)"
             )
         if ledger is not None and ledger.bound:
             raise LedgerError(
-                f"client {name!r} has other records than those that {self._file(name)} was charged for ({new.total()} are new, "
-                f"{gone.total()} are gone): bring those, or give each client a name of its own (simulate(names=...)); if it is this "
-                f"client's data set that has changed, what was spent stays spent: {self._command(name)}"
+                f"client {name!r} has other records than those that {self._file(name)} was "
+                f"charged for ({new.total()} are new, {gone.total()} are gone): bring those, or "
+                "give each client a name of its own (simulate(names=...)); if it is this "
+                "client's data set that has changed, what was spent stays spent: "
+                f"{self._command(name)}"
             )
 
     def _refuse_moved(
@@ -175,7 +184,8 @@ class LedgerFolder:
         for record in new:
             for other in known.owners.get(record, set()) - {name}:
                 now = known.current(other)[record]
-                # One that the other client still has, as often as before, is a second one that looks the same.
+                # One that the other client still has, as often as before, is a second one that
+                # looks the same.
                 if not 0 < now <= here.get(other, Counter())[record]:
                     moved[other] += 1
         for other, ledger in known.ledgers.items():
@@ -183,8 +193,9 @@ class LedgerFolder:
                 self._refuse_unknown(other, ledger)
             if moved[other]:
                 raise LedgerError(
-                    f"client {name!r} has {moved[other]} records that {self._file(other)} was charged for, and what was spent on a "
-                    "record stays with it: give the clients the names that they had (simulate(names=...)), or leave those records out"
+                    f"client {name!r} has {moved[other]} records that {self._file(other)} was "
+                    "charged for, and what was spent on a record stays with it: give the clients "
+                    "the names that they had (simulate(names=...)), or leave those records out"
                 )
 
     def _opened(self, name: str, present: Records, known: _Known, dataset: str) -> Ledger:
@@ -202,7 +213,8 @@ class LedgerFolder:
         path = self.path / PRIVATE / KEY
         if self.path.name == "ledger" and (self.path.parent / "config.toml").exists():
             raise LedgerError(
-                f"{self.path} is part of a run folder, which others may see: copy its ledgers into a folder of their own, and name that"
+                f"{self.path} is part of a run folder, which others may see: copy its ledgers "
+                "into a folder of their own, and name that"
             )
         try:
             if not path.exists():
@@ -224,8 +236,9 @@ class LedgerFolder:
             self._refuse_unknown(name, ledger)
             if ledger.bound:
                 raise LedgerError(
-                    f"the key {path} is gone, without which nobody can tell whose records the ledgers are for: bring it back from a "
-                    f"backup, or say of each client that its records are the same: {self._command(name)}"
+                    f"the key {path} is gone, without which nobody can tell whose records the "
+                    "ledgers are for: bring it back from a backup, or say of each client that "
+                    f"its records are the same: {self._command(name)}"
                 )
 
 
@@ -238,7 +251,7 @@ class _Known:
         stated = {KEY, *(f for ledger in ledgers.values() for f in ledger.records)}
         lists = [p for p in folder.iterdir() if p.name not in stated and not p.name.startswith(".")]
         self.orphans = {record: path for path in lists for record in _unpacked(path.read_bytes())}
-        """Records in lists that belong to no ledger, so that a ledger was deleted, with the list."""
+        """Records in lists of no ledger, with the list: a ledger was deleted."""
         self.owners: dict[bytes, set[str]] = {}
         """Records that something was spent on, with the ledgers that say so."""
         for name, ledger in ledgers.items():
@@ -267,14 +280,14 @@ class _Known:
             found = self._list(ledger.records[-1]) if ledger.records else None
             if ledger.bound and (found is None or not self.is_current(name, found)):
                 raise LedgerError(
-                    f"{self._folder / ledger.records[-1]}, which lists the records of client {name!r}, is gone or damaged: bring it "
-                    "back from a backup"
+                    f"{self._folder / ledger.records[-1]}, which lists the records of client "
+                    f"{name!r}, is gone or damaged: bring it back from a backup"
                 )
             self._current[name] = Counter() if found is None else found
         return self._current[name]
 
     def names(self, present: Sequence[Records]) -> tuple[str, ...]:
-        """Names for clients that declared none: the ledger's that is for their records, else a default one."""
+        """Names for clients that declared none: their records' ledger's, else a default one."""
         own = default_names(len(present))
         found = {
             k: name

@@ -47,8 +47,9 @@ class PrivacySettings:
         adjacency: "add-remove" one example; "zero-out" (the same cost, and the number of a client's examples public); "replace-one" (every
             sensitivity doubled).
         four_sums: each noise value from four Gaussians, against one known floating-point attack (`SecretGenerator`): a mitigation, no proof.
-        ledger: folder of the clients' ledgers, kept over runs. None starts afresh, which only published data sets allow; on your own
-            data say `NO_LEDGER` ("none: this data set is public") where that is so.
+        ledger: folder of the clients' ledgers, kept over runs. None starts afresh, which only
+            published data sets allow; on your own data say `NO_LEDGER` ("none: this data set is
+            public") where that is so.
     """
 
     noise_multiplier: float | None = None

@@ -342,7 +342,7 @@ DATASETS: Mapping[str, DatasetSpec] = MappingProxyType(
 
 
 def is_published(spec: DatasetSpec) -> bool:
-    """Whether this is the specification of a named data set, whose records anybody can get or compute."""
+    """Whether this is a named data set's specification: anybody can get or compute its records."""
     try:
         return dataset_spec(spec.name) == spec
     except (UnknownNameError, SettingError):

@@ -1,4 +1,4 @@
-"""Whose data a run is on: clients' names and records, and their ledgers in a folder that is kept over runs."""
+"""Whose data a run is on: clients' names and records, and their ledgers, kept over runs or not."""
 
 from __future__ import annotations
 
@@ -35,11 +35,15 @@ class Clients:
         return [record_digests(self.data, part, key) for part in self.parts]
 
     def kept_ledgers(self, folder: Path, run: RunSettings) -> list[Ledger]:
-        """The clients' ledgers in a folder that is kept over runs; LedgerError where one is for other records."""
+        """The clients' ledgers in a folder that is kept over runs.
+
+        Raises:
+            LedgerError: one is for other records.
+        """
         return LedgerFolder(folder).open(self.names, self.digests, data_set_id(run))
 
     def fresh_ledgers(self, folder: Path | None, run: RunSettings) -> list[Ledger]:
-        """Empty ledgers, in memory or as files of a run folder: public, so without anything that depends on records."""
+        """Empty ledgers, in memory or in a run folder: public, so without any fingerprint."""
         return [
             Ledger(name, folder / f"{name}.jsonl" if folder else None, dataset=data_set_id(run))
             for name in self.names or default_names(len(self.parts))
@@ -47,7 +51,10 @@ class Clients:
 
 
 def planned_ledgers(run: RunSettings, folder: Path | None) -> list[Ledger]:
-    """For a plan, which reads no data and makes no file: the ledgers that are there, by default names, and empty ones."""
+    """For a plan, which reads no data and makes no file: ledgers that are there, else empty ones.
+
+    They go by default names.
+    """
     names = default_names(run.partition.clients)
     files = {name: folder / f"{name}.jsonl" if folder else None for name in names}
     return [
@@ -57,7 +64,7 @@ def planned_ledgers(run: RunSettings, folder: Path | None) -> list[Ledger]:
 
 
 class OpenLedgers:
-    """The kept ledgers of a run without differential privacy: a row for every round, which makes ε infinite.
+    """The kept ledgers of a run without differential privacy: each round makes ε infinite.
 
     Raises:
         LedgerError: as `Clients.kept_ledgers`.
@@ -70,15 +77,15 @@ class OpenLedgers:
     def charge(self, number: int, participants: Sequence[int]) -> None:
         """Records a round before it runs.
 
-        Everybody's data are in what is shown where all clients' own test splits are measured, or clients are drawn by
-        their sizes.
+        Everybody's data are in what is shown where all clients' own test splits are measured, or
+        clients are drawn by their sizes.
         """
         everybody = self._run.partition.local_test > 0 or self._run.sampling == "size"
         for client in range(len(self._ledgers)) if everybody else participants:
             self._ledgers[client].charge(self._row(number))
 
     def _row(self, number: int) -> Release:
-        """Nothing is clipped or noised, so that neither the sensitivity nor the dimension says anything."""
+        """Nothing is clipped or noised, so that sensitivity and dimension say nothing."""
         return Release(
             round=number,
             quantity=f"a round of {self._run.method.name}",
@@ -95,9 +102,10 @@ class OpenLedgers:
 
 
 def data_set_id(run: RunSettings) -> str:
-    """Names the clients' data sets: data set and partition, so that a ledger is not charged for other data.
+    """Names the clients' data sets, by data set and partition.
 
-    Not the local test split: the records are the same. Clients that the user brings along are known by their records.
+    Not the local test split: the records are the same. Clients that the user brings along are known
+    by their records.
     """
     if run.partition.kind == GIVEN:
         return f"{run.dataset}-{GIVEN}"

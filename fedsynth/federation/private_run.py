@@ -61,12 +61,13 @@ class PrivateRun:
     Args:
         settings: with `privacy` set.
         context: round 1's context, without data.
-        clients: whose ledgers are charged. None for a plan: the ledgers that `--dp-ledger` names are read, and none is made.
+        clients: whose ledgers are charged. None for a plan: the ledgers that `--dp-ledger` names
+            are read, and none is made.
         test: what the test images are: "public", "private" or "none".
 
     Raises:
-        UnaccountedReleaseError: the method uploads something that no mechanism protects, or a ledger holds a release without any guarantee
-            and there is a budget to keep to.
+        UnaccountedReleaseError: the method uploads something that no mechanism protects, or a
+            ledger holds a release without any guarantee and there is a budget to keep to.
         PrivacySettingError: δ too large for the declared number of records, no σ reaches ε, ….
         LedgerError: a kept ledger is for other records.
     """
@@ -111,8 +112,9 @@ class PrivateRun:
         self.ledgers = self._open_ledgers(privacy)
         if self.protects and privacy.epsilon is not None and (reasons := self._spent_without()):
             raise UnaccountedReleaseError(
-                f"ε = {privacy.epsilon:g} cannot be kept to: a ledger in {privacy.ledger} holds a release without any guarantee "
-                f"({reasons[0]}), which nothing takes back; with --dp-sigma alone the run adds noise and states no ε"
+                f"ε = {privacy.epsilon:g} cannot be kept to: a ledger in {privacy.ledger} holds a "
+                f"release without any guarantee ({reasons[0]}), which nothing takes back; with "
+                "--dp-sigma alone the run adds noise and states no ε"
             )
         self.privacy = privacy
         if privacy.noise_multiplier is None:
@@ -128,7 +130,7 @@ class PrivateRun:
 
     @property
     def guaranteed(self) -> bool:
-        """Whether an ε can be stated: the mechanism protects, and so did all that the ledgers hold."""
+        """Whether an ε can be stated: the mechanism protects, and so did all in the ledgers."""
         return self.protects and not self._spent_without()
 
     def _spent_without(self) -> list[str]:
@@ -229,7 +231,7 @@ class PrivateRun:
             why = f"a ledger in {self.privacy.ledger} holds {self._spent_without()[0]}"
             return [
                 f"no differential privacy guarantee: {why}",
-                f"  mechanism {self.plan.mechanism} adds noise (σ = {σ:.4g}), and no ε can be stated",
+                f"  mechanism {self.plan.mechanism} adds noise (σ = {σ:.4g}); no ε can be stated",
             ]
         planned = self.planned_epsilon()
         sampling = (
@@ -407,7 +409,7 @@ class PrivateRun:
             if self.run.partition.local_test
             else ()
         )
-        compared = "by a keyed hash that stays with the ledgers; all that follows is whether the run may begin"
+        compared = "by a keyed hash that stays with the ledgers; it decides whether the run begins"
         kept = (("records, compared with those of the ledgers", "simulation-only", compared),)
         return (
             *private,

@@ -47,8 +47,8 @@ class RunFolder:
     """A folder being written; `finish` gives it its name.
 
     Args:
-        private: seconds, clients' own accuracies and those on a private test set, which depend on the data, stand in `simulation_only`
-            alone.
+        private: seconds, clients' own accuracies and those on a private test set, which depend on
+            the data, stand in `simulation_only` alone.
 
     Raises:
         OutputError: the folder cannot be made or written.

@@ -87,8 +87,8 @@ class RunSettings:
         participation: share C of the clients that take part in a round, drawn from the seed (`fedsynth.federation.participation`).
         sampling: of those clients: "uniform", or in proportion to their "size" n_k (FedProx; not with differential privacy).
         evaluate_every: rounds between evaluations on the test set; the last round is always evaluated.
-        ledger: without privacy, the folder of the clients' kept ledgers, which then say that no later run on the same data can have an ε.
-            With privacy the folder is named there.
+        ledger: without privacy, the folder of the clients' kept ledgers, which then say that no
+            later run on the same data can have an ε. With privacy the folder is named there.
     """
 
     method: Method

@@ -5,8 +5,9 @@
     3. the server makes the next state from all uploads;
     4. the model is evaluated on the test set, if there is one, and the round's row is written.
 
-With differential privacy the guards are asked before step 1: where a round would exceed a cap, the run ends in order with what it has. A run
-without it charges the ledgers that it was given, so that later reports know.
+With differential privacy the guards are asked before step 1: where a round would exceed a cap, the
+run ends in order with what it has. A run without it charges the ledgers that it was given, so that
+later reports know.
 """
 
 from __future__ import annotations
@@ -57,8 +58,9 @@ class RunResult:
     """What a run ends with.
 
     Attributes:
-        accuracy: of the global model on the test set, in [0, 1]; None without a test set, or without any round. On a private test set it
-            is an exact function of private data: here for whoever runs the simulation, and in no file outside `simulation_only`.
+        accuracy: of the global model on the test set, in [0, 1]; None without a test set, or
+            without any round. On a private test set it is an exact function of private data: here
+            for whoever runs the simulation, and in no file outside `simulation_only`.
         metrics: a row for each round. uploads: the last round's, by client.
         privacy: the privacy report, None without differential privacy. folder: None if nothing was written.
         artefacts: matrices [classes, clients] that the server measured, such as FedHydra's stratification.
@@ -91,15 +93,18 @@ def simulate(
     """Runs a federation.
 
     Args:
-        data: (train, test) of your own, where test may be None; None loads `settings.dataset`. With differential privacy all of
-            `train.spec` is public: declare a round `train_size`, not the true one, or set `nominal_size` and `max_records`. Unless it is the
-            specification of a published data set, differential privacy then needs `PrivacySettings(ledger=...)`.
+        data: (train, test) of your own, where test may be None; None loads `settings.dataset`. With
+            differential privacy all of `train.spec` is public: declare a round `train_size`, not
+            the true one, or set `nominal_size` and `max_records`. Unless it is the specification of
+            a published data set, differential privacy then needs `PrivacySettings(ledger=...)`.
         parts: your own clients: for each the positions of its examples in the training data; of `settings.partition` only `local_test` is
             then used.
-        names: the clients' names, one for each part: a kept ledger, and the privacy report, know them by these. They are public. None:
-            client-000, client-001, … (a client whose records a kept ledger is for goes by that ledger's name).
-        test: "public" or "private", what the test images are. None: those of a published data set are public, your own are private. With
-            differential privacy, what is measured on private ones stands in `simulation_only` alone.
+        names: the clients' names, one for each part: a kept ledger, and the privacy report, know
+            them by these. They are public. None: client-000, client-001, … (a client whose records
+            a kept ledger is for goes by that ledger's name).
+        test: "public" or "private", what the test images are. None: those of a published data set
+            are public, your own are private. With differential privacy, what is measured on private
+            ones stands in `simulation_only` alone.
         output: the folder that run folders go into; None writes nothing.
         observer: hears of progress.
         download: let torchvision fetch the data set if it is not there.
@@ -155,7 +160,8 @@ def _checked_data(given: tuple[ImageData, ImageData | None]) -> tuple[ImageData,
         )
     if test is not None and train.spec != test.spec:
         raise DataError(
-            f"training and test data must have the same specification, got {train.spec.name!r} and {test.spec.name!r}"
+            f"training and test data must have the same specification, got {train.spec.name!r} "
+            f"and {test.spec.name!r}"
         )
     return train, test
 
@@ -170,11 +176,12 @@ def _kind_of_test(spec: DatasetSpec, test: ImageData | None, declared: str | Non
 
 
 def _require_a_ledger(settings: RunSettings, spec: DatasetSpec) -> None:
-    """Own data are not public unless their owner says so: what earlier and later runs spend on them has to be counted."""
+    """Own data are not public unless their owner says so: all runs on them have to be counted."""
     if settings.privacy is not None and settings.privacy.ledger is None and not is_published(spec):
         raise PrivacySettingError(
-            f"differential privacy on your own data ({spec.name!r}) needs a folder for their ledgers, kept over all runs on them: "
-            f"PrivacySettings(ledger=...); or say ledger={NO_LEDGER!r}"
+            f"differential privacy on your own data ({spec.name!r}) needs a folder for their "
+            "ledgers, kept over all runs on them: PrivacySettings(ledger=...); or say "
+            f"ledger={NO_LEDGER!r}"
         )
 
 
@@ -213,7 +220,8 @@ class _Simulation:
             self.context = replace(self.context, privacy=self.private.privacy)
         elif settings.ledger is not None:
             self.open_ledgers = OpenLedgers(settings, settings.ledger, clients)
-        # Where earlier runs have spent the budget, this one ends before it begins, and leaves nothing.
+        # Where earlier runs have spent the budget, this one ends before it begins, and leaves
+        # nothing.
         self.over = self.private is not None and not self.private.allows_round(1)
         headline = [] if self.over else self._headline()
         self.folder = None
@@ -418,7 +426,7 @@ class _Simulation:
         return {**row, "models": models} if models else row
 
     def _evaluate_one(self, parameters: Mapping[str, Tensor]) -> dict[str, Any]:
-        """What is measured on the test set, if there is one, and on the clients' own test splits, if they have any."""
+        """What is measured on the test set and on the clients' own test splits, if there are."""
         model = self.context.load(parameters)
         row: dict[str, Any] = {}
         if self.test is not None:
@@ -440,7 +448,7 @@ class _Simulation:
         return row
 
     def _final_accuracy(self) -> float | None:
-        """The last round's accuracy, measured now if it was not; None where there is nothing to measure."""
+        """The last round's accuracy, measured now if it was not; None if it cannot be."""
         if not self.metrics or self.test is None:
             return None
         last = self.metrics[-1]
@@ -532,7 +540,10 @@ class _Simulation:
 
 
 def _measured(right: Tensor, test: ImageData) -> dict[str, Any]:
-    """Accuracy on the test set; where it has domains also each one's, and their plain average, as papers on feature skew report."""
+    """Accuracy on the test set.
+
+    Where it has domains also each one's, and their plain average, as papers on feature skew report.
+    """
     row: dict[str, Any] = {"test_accuracy": int(right.sum()) / len(right)}
     domains = accuracy_by_domain(right, test)
     if domains:

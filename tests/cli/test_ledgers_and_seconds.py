@@ -1,4 +1,4 @@
-"""--dp-ledger with and without privacy, `privacy carry-over`, and what a private run does not show: seconds."""
+"""--dp-ledger with and without privacy, `privacy carry-over`, and no seconds of private runs."""
 
 from __future__ import annotations
 
@@ -72,16 +72,17 @@ def test_a_budget_that_earlier_runs_have_spent_is_one_line(train: Train, tmp_pat
     assert train("feddm", *options).code == 0
     again = train("feddm", *options)
     assert again.code == 2
-    assert re.fullmatch(
-        r"fedsynth: error: ended after 0 of 1 rounds: client 'client-000': .*above the cap 1.5 .*\n",
-        again.stderr,
+    assert again.stderr.startswith(
+        "fedsynth: error: ended after 0 of 1 rounds: client 'client-000'"
     )
+    assert "above the cap 1.5" in again.stderr
+    assert again.stderr.count("\n") == 1
     assert len(list(again.output.iterdir())) == 1
     assert len(read_ledger(tmp_path / "ledgers" / "client-000.jsonl").releases) == 1
 
 
 def test_carry_over(train: Train, fedsynth: Train, tmp_path: Path) -> None:
-    """A ledger of the first version is taken as soon as somebody says whose it is, and not before."""
+    """A ledger of the first version is taken once somebody says whose it is, and not before."""
     folder = tmp_path / "the ledgers"
     options = ("--dp-sigma", "3", "--dp-ledger", str(folder))
     row = Release(1, "images", "residual", "residuals", 5.0, 0.1, 1.0, "full", 2, 7840)

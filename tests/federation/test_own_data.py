@@ -1,4 +1,4 @@
-"""A user's own data: nothing is called public unasked, every run on them is counted, and only once what they are is said."""
+"""A user's own data: nothing is called public unasked, and every run on them is counted."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class Listener(Observer):
         self.notes.append(text)
 
 
-# ---------------------------------------------------------------------------------------------- ledgers are demanded
+# ------------------------------------------------------------ ledgers are demanded
 def test_own_data_need_a_ledger_or_a_word(tmp_path: Path) -> None:
     """Catches: 'the data are declared public' of data that nobody declared public."""
     with pytest.raises(
@@ -136,7 +136,7 @@ def test_the_words_go_through_a_config_file() -> None:
     assert resolve(tomllib.loads(to_toml(settings.to_mapping()))) == settings
 
 
-# --------------------------------------------------------------------------------------------- a ledger knows its data
+# ---------------------------------------------------------- a ledger knows its data
 def test_records_keep_their_budget_in_whatever_order_the_clients_come(tmp_path: Path) -> None:
     """Catches: [A, B] then [B, A] gave A twice the budget, in two ledgers."""
     alone = {Participation(seed, 2, 0.5).in_round(1)[0]: seed for seed in range(20)}
@@ -210,8 +210,21 @@ def test_another_seed_is_the_same_data_where_clients_are_given(tmp_path: Path) -
     assert {len(each.releases) for each in LedgerFolder(tmp_path).ledgers().values()} == {2}
 
 
+def test_hashes_of_the_same_records_differ_from_folder_to_folder(tmp_path: Path) -> None:
+    """Catches: hashes without the folder's key, which anybody could compute of a guessed record."""
+    seen: list[set[bytes]] = []
+    for name in ("one", "two"):
+        privacy = private(ledger=tmp_path / name)
+        simulate(tiny(privacy=privacy), data=(scans(), None), parts=PARTS)
+        lists = (path for path in (tmp_path / name / "private").iterdir() if path.suffix != ".key")
+        packed = b"".join(path.read_bytes() for path in lists)
+        seen.append({packed[at : at + 16] for at in range(0, len(packed), 16)})
+    assert [len(hashes) for hashes in seen] == [200, 200]
+    assert not seen[0] & seen[1]
+
+
 def test_the_key_and_the_fingerprints_stay_where_they_are(tmp_path: Path) -> None:
-    """Nothing of a kept ledger but its rows is in what a run leaves; a run's own ledger has no fingerprint."""
+    """A run leaves nothing of a kept ledger but its rows; its own ledger has no fingerprint."""
     privacy = private(ledger=tmp_path / "ledgers")
     folder = simulate(tiny(privacy=privacy), data=(scans(), None), output=tmp_path / "runs").folder
     assert folder is not None
@@ -229,7 +242,7 @@ def test_the_key_and_the_fingerprints_stay_where_they_are(tmp_path: Path) -> Non
         assert set(header) == {"fedsynth_ledger", "client", "dataset", "created", "chain"}
 
 
-# --------------------------------------------------------------------------------------- runs without privacy count too
+# -------------------------------------------------- runs without privacy count too
 @pytest.mark.parametrize("method", ["real", "fedavg"])
 def test_a_run_without_privacy_leaves_its_row_and_later_reports_say_so(
     method: str, tmp_path: Path
@@ -285,7 +298,7 @@ def test_the_row_is_there_before_anything_leaves_a_client(
 
 
 def test_only_those_whose_data_are_shown_are_charged(tmp_path: Path) -> None:
-    """Clients that take part; all of them where their sizes decide, or their own test splits are measured."""
+    """Who takes part; everybody where sizes decide, or own test splits are measured."""
     (who,) = Participation(0, 2, 0.5).in_round(1)
     cases: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         "part": ({}, {}),
@@ -318,7 +331,7 @@ def test_a_ledger_alone_goes_through_a_config_file(tmp_path: Path) -> None:
         tiny(privacy={"ledger": str(tmp_path), "delta": 1e-6})
 
 
-# ---------------------------------------------------------------------------------------------------------- test images
+# ------------------------------------------------------------------------ test images
 def run_on(test: ImageData | None, out: Path, declared: str | None = None, **privacy: Any) -> Any:
     settings = tiny("fedavg", run={"rounds": 2}, **({"privacy": privacy} if privacy else {}))
     return simulate(settings, data=(scans(), test), parts=PARTS, test=declared, output=out)
@@ -374,12 +387,15 @@ def test_without_privacy_private_test_images_are_like_all_else(tmp_path: Path) -
 
 @pytest.mark.parametrize("method", ["fedkf", "fedbn"])
 def test_methods_with_variants_and_own_models_run_without_test_images(method: str) -> None:
+    own = {"fedkf": {"method": {"generator_width": 4}}, "fedbn": {"model": {"norm": "batch"}}}[
+        method
+    ]
     sections = {
         "run": {"method": method, "rounds": 1, "device": "cpu"},
-        "model": {"width": 4, "depth": 2, **({"norm": "batch"} if method == "fedbn" else {})},
-        "method": {"local_epochs": 1, "batch": 64, **({"generator_width": 4} if method == "fedkf" else {})},
+        "model": {"width": 4, "depth": 2, **own.get("model", {})},
+        "method": {"local_epochs": 1, "batch": 64, **own.get("method", {})},
         "partition": {"local_test": 0.3},
-    }  # fmt: skip
+    }
     result = simulate(resolve(sections), data=(scans(), None), parts=PARTS)
     assert result.accuracy is None
     assert 0 <= result.metrics[-1]["local"]["amp"] <= 1

@@ -171,7 +171,7 @@ def test_unknown_schema(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_lines_that_are_no_release(path: Path) -> None:
-    """What a ledger's records were, and that they may change; its rows stay, and count, whatever happens to the records."""
+    """Which records a ledger is for, and that they may change: its rows stay, and count."""
     other = Ledger("alice", path, dataset="digits/0", records="aa")
     ledger = Ledger("alice", path, dataset="digits/0")
     assert (ledger.records, ledger.bound) == (("aa",), False)

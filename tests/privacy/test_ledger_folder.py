@@ -1,4 +1,4 @@
-"""A kept ledger is charged for its own records: whatever their order, place and name, and whoever else holds copies."""
+"""A kept ledger is charged for its own records, whatever their order, place and name."""
 
 from __future__ import annotations
 
@@ -100,7 +100,10 @@ def everything(folder: Path) -> dict[str, bytes]:
 def test_records_do_not_move_between_ledgers(
     folder: Path, before: tuple[str, ...], after: tuple[str, ...]
 ) -> None:
-    """Catches: exposures of one record that are split over ledgers. (The last: 'a' stands in the data twice now, as two examples.)"""
+    """Catches: exposures of one record that are split over ledgers.
+
+    (In the last, 'a' stands in the data twice: two examples.)
+    """
     charged(folder, *before)
     if after[-1] == "a":
         assert charged(folder, *after) == ["client-000", "client-001", "client-002"]
@@ -113,7 +116,7 @@ def test_records_do_not_move_between_ledgers(
 
 
 def test_a_changed_data_set_goes_on_with_its_ledger_once_that_is_said(folder: Path) -> None:
-    """What was spent stays spent; who left is remembered; and saying so once is not saying so for ever."""
+    """What was spent stays spent; who left is remembered; saying so once is not for ever."""
     charged(folder, "abcd", "ef", names=["north", "south"])
     with pytest.raises(LedgerError, match="carry-over"):
         opened(folder, "abcx", names=["north"])
@@ -283,9 +286,9 @@ def test_a_run_folder_gets_no_key(tmp_path: Path) -> None:
 def test_no_record_is_ever_charged_in_two_ledgers(
     tmp_path_factory: pytest.TempPathFactory, parts: list[str], data: st.DataObject
 ) -> None:
-    """Whatever is brought next, refused or not: copies apart, each record's exposures stand in one ledger.
+    """Whatever is brought next, refused or not: a record's exposures stand in one ledger.
 
-    A record's letter and number make it one example; runs hold each at most once, so that every exposure can be followed.
+    A run holds each record at most once here, so that every exposure can be followed.
     """
     folder = tmp_path_factory.mktemp("ledgers")
     exposed: dict[str, Counter[str]] = {}

@@ -1,4 +1,4 @@
-"""What tuning would cost on private data, as docs/privacy.md states it: against μ-GDP by hand, and as its script makes it."""
+"""What tuning would cost on private data, as docs/privacy.md has it: by hand, and by its script."""
 
 from __future__ import annotations
 
