@@ -214,3 +214,22 @@ def print_plans(plans: list[Plan]) -> None:
     for p in plans:
         by_round.add_row(p.mechanism, *(up(p.epsilon[n], 3) for n in shown))
     console.print(by_round)
+
+
+@privacy_app.command(name="carry-over")
+def carry_over(
+    folder: Annotated[Path, typer.Argument(help="Folder of the ledgers (--dp-ledger).")],
+    client: Annotated[str, typer.Argument(help="The client's name.")],
+) -> None:
+    """Say that a client's data set has changed: its ledger goes on with the next run's records.
+
+    What was spent stays spent: it counts for every record of the client, also for new ones.
+    """
+    with one_line_errors():
+        from fedsynth.privacy.ledger_folder import LedgerFolder
+
+        rows = LedgerFolder(folder).carry_over(client)
+        print(
+            f"the next run may bring other records of {client}; "
+            f"what its ledger holds (rows: {rows}) counts for all of them"
+        )

@@ -195,6 +195,7 @@ class Start(_Part):
     schema_version: int
     noise_multiplier: float | None
     data_set: DataSet
+    test_images: str
     ledgers: dict[str, LedgerStart]
 
 

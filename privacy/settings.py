@@ -9,6 +9,24 @@ from pathlib import Path
 from fedsynth.privacy.errors import PrivacySettingError
 from fedsynth.privacy.releases import ADD_REMOVE, RECORD, UNITS, USER, check_adjacency
 
+NO_LEDGER = "none: this data set is public"
+
+
+def ledger_setting(given: Path | str) -> Path | str:
+    """A folder as an absolute path, or `NO_LEDGER` as it is.
+
+    Raises:
+        PrivacySettingError: words that are nearly `NO_LEDGER`.
+    """
+    words = str(given).strip()
+    if words == NO_LEDGER:
+        return NO_LEDGER
+    if words.casefold().split(":")[0] in ("none", ""):
+        raise PrivacySettingError(
+            f"--dp-ledger must be a folder, or exactly {NO_LEDGER!r}; got {words!r}"
+        )
+    return Path(given).expanduser().absolute()
+
 
 @dataclass(frozen=True)
 class PrivacySettings:
@@ -35,7 +53,9 @@ class PrivacySettings:
         four_sums: each noise value from four Gaussians, against one known floating-point attack (`SecretGenerator`): a mitigation, no proof.
         max_request_norm: L2 norm of a server's message above which clients do not answer it (messages with numbers that are not finite are
             refused in any case); None bounds nothing.
-        ledger: folder of the clients' ledgers, kept over runs; None declares the simulated data public and starts afresh.
+        ledger: folder of the clients' ledgers, kept over runs. None starts afresh, which only
+            published data sets allow; on your own data say `NO_LEDGER` ("none: this data set is
+            public") where that is so.
     """
 
     noise_multiplier: float | None = None
@@ -51,11 +71,11 @@ class PrivacySettings:
     adjacency: str = ADD_REMOVE
     four_sums: bool = False
     max_request_norm: float | None = None
-    ledger: Path | None = None
+    ledger: Path | str | None = None
 
     def __post_init__(self) -> None:
         if self.ledger is not None:
-            object.__setattr__(self, "ledger", Path(self.ledger).expanduser().absolute())
+            object.__setattr__(self, "ledger", ledger_setting(self.ledger))
         check_adjacency(self.adjacency)
         if self.noise_multiplier is None and self.epsilon is None:
             raise PrivacySettingError(
@@ -101,3 +121,8 @@ class PrivacySettings:
             )
         if self.unit == USER and self.mechanism == "paper":
             raise PrivacySettingError("--dp-mechanism paper protects nobody: no record and no user")
+
+    @property
+    def ledger_folder(self) -> Path | None:
+        """The folder of ledgers that are kept over runs, if there is one."""
+        return self.ledger if isinstance(self.ledger, Path) else None
