@@ -103,6 +103,7 @@ def train(
     dp_sample_rate: given.DpSampleRate = None,
     dp_nominal_size: given.DpNominalSize = None,
     dp_adjacency: given.DpAdjacency = None,
+    dp_unit: given.DpUnit = None,
     dp_four_sums: given.DpFourSums = None,
     dp_ledger: given.DpLedger = None,
     sign_key: given.SignKey = None,

@@ -24,7 +24,15 @@ PLAN_SETTINGS = {
     **{name: ("partition", name) for name in ("clients", "subset", "local_test")},
     **{
         name: ("privacy", name)
-        for name in ("epsilon", "delta", "max_records", "mechanism", "sample_rate", "adjacency")
+        for name in (
+            "epsilon",
+            "delta",
+            "max_records",
+            "mechanism",
+            "sample_rate",
+            "adjacency",
+            "unit",
+        )
     },
     "dataset": ("data", "dataset"),
     "sigma": ("privacy", "noise_multiplier"),
@@ -87,6 +95,9 @@ def plan(
     ] = None,
     adjacency: Annotated[
         str | None, typer.Option(help="add-remove (default), zero-out or replace-one.")
+    ] = None,
+    unit: Annotated[
+        str | None, typer.Option(help="record (default) or user: --n then counts users.")
     ] = None,
     dataset: Annotated[
         str, typer.Option(help="Whose classes, image size and published number of records.")

@@ -373,7 +373,8 @@ class Guard:
 
     def _refuse_other_units(self, rows: Sequence[Release]) -> None:
         """A clip bounds one record's influence or one user's: rows of both do not compose into one ε."""
-        other = next((row.unit for row in rows if row.unit != self.unit), None)
+        protecting = (row.unit for row in rows if row.unaccounted is None)
+        other = next((unit for unit in protecting if unit != self.unit), None)
         if other is not None:
             raise LedgerError(
                 f"the ledger of client {self.ledger.client!r} holds releases that protect a {other}, and this run would protect "

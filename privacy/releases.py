@@ -17,6 +17,13 @@ ADJACENCIES = {
     "another's or the same, so all classes together move by at most twice the clip",
 }
 """Adjacency: its words for the report. Zero-out costs what add-remove costs; replace-one doubles every sensitivity."""
+USER_ADJACENCIES = {
+    "add-remove": "add or remove one user with all their examples (dp-accounting ADD_OR_REMOVE_ONE)",
+    "zero-out": "replace all examples of one user by null records that contribute nothing (dp-accounting REPLACE_SPECIAL): how many users "
+    "a client has is then public",
+    "replace-one": "replace all examples of one user by any others (dp-accounting REPLACE_ONE): all classes together move by at most twice "
+    "the clip",
+}
 ADD_REMOVE = "add-remove"
 RECORD = "record"
 USER = "user"
@@ -121,6 +128,11 @@ def is_real(value: object) -> bool:
 def require(ok: bool, rule: str, value: object) -> None:
     if not ok:
         raise PrivacySettingError(f"{rule}, got {value!r}")
+
+
+def adjacency_words(adjacency: str, unit: str) -> str:
+    """Which data sets are neighbours, as the report says it."""
+    return (USER_ADJACENCIES if unit == USER else ADJACENCIES)[adjacency]
 
 
 def check_adjacency(adjacency: str) -> None:

@@ -34,17 +34,18 @@ from fedsynth.privacy.errors import (
 )
 from fedsynth.privacy.ledger import Guard, Ledger
 from fedsynth.privacy.randomness import DESCRIPTION, SecretGenerator
-from fedsynth.privacy.releases import Release, check_delta
+from fedsynth.privacy.releases import RECORD, USER, Release, check_delta
 from fedsynth.privacy.report import SCHEMA_VERSION, ReportContext
 from fedsynth.privacy.report_sections import reasons_in_ledgers
 from fedsynth.privacy.report_text import up
 from fedsynth.privacy.settings import PrivacySettings
 
 NEIGHBOURS = {
-    "add-remove": "one example added or removed",
-    "zero-out": "one example blanked out",
-    "replace-one": "one example replaced by any other",
+    "add-remove": "added or removed",
+    "zero-out": "blanked out",
+    "replace-one": "replaced by any other",
 }
+ONE = {RECORD: "one example", USER: "one user with all examples"}
 PUBLIC, PRIVATE, NO_TEST = "public", "private", "none"  # what a run's test images are
 FOUR_SUMS = "; each value is the sum of four Gaussians, halved: a mitigation of one floating-point attack, not a proof"
 NOT_PRIVATE = (
@@ -156,7 +157,7 @@ class PrivateRun:
         sigma = self.privacy.noise_multiplier if noise_multiplier is None else noise_multiplier
         reason = None if self.protects else "FedDM's Algorithm 1 as printed"
         return [
-            plan.release(r, sigma or 0.0, reason)
+            replace(plan.release(r, sigma or 0.0, reason), unit=self.privacy.unit)
             for r in (range(1, self.run.rounds + 1) if rounds is None else rounds)
             for plan in self.plans
         ]
@@ -228,10 +229,7 @@ class PrivateRun:
         if self.protects:
             for client in self._participation.in_round(1):
                 fresh = Ledger(self.ledgers[client].client)
-                cap = self.privacy.epsilon
-                Guard(fresh, self.privacy.delta, cap, self.privacy.adjacency).check(
-                    self.planned([1])
-                )
+                self._guard(fresh).check(self.planned([1]))
 
     def charge_unprotected(self, number: int) -> None:
         """Records a round of the `paper` mechanism, whose ε is infinite, before it runs."""
@@ -261,7 +259,8 @@ class PrivateRun:
             most = max(len(mine) for _, mine in self._plans(self.run.rounds))
             rounds += f" (it takes part in {most} at most)"
         lines = [
-            f"privacy: ε = {up(planned, 3)} at δ = {delta:g} for each client over {rounds}, {NEIGHBOURS[self.privacy.adjacency]}",
+            f"privacy: ε = {up(planned, 3)} at δ = {delta:g} for each client over {rounds}, "
+            f"{ONE[self.privacy.unit]} {NEIGHBOURS[self.privacy.adjacency]}",
             f"  mechanism {self.plan.mechanism} (σ = {σ:.4g}, clip {self.plan.clip:.4g}), {sampling}, {releases} a round",
         ]
         spent = self.epsilon()
@@ -312,6 +311,8 @@ class PrivateRun:
             delta=self.privacy.delta,
             max_records=self.max_records,
             adjacency=self.privacy.adjacency,
+            unit=self.privacy.unit,
+            user_records=self.privacy.user_records,
             epsilon_cap=self.privacy.epsilon,
             planned_rounds=self.run.rounds,
             rounds_done=rounds_done,
@@ -341,10 +342,11 @@ class PrivateRun:
         return self._clients.kept_ledgers(privacy.ledger_folder, self.run)
 
     def _make_guards(self) -> None:
-        self.guards = [
-            Guard(ledger, self.privacy.delta, self.privacy.epsilon, self.privacy.adjacency)
-            for ledger in self.ledgers
-        ]
+        self.guards = [self._guard(ledger) for ledger in self.ledgers]
+
+    def _guard(self, ledger: Ledger) -> Guard:
+        privacy = self.privacy
+        return Guard(ledger, privacy.delta, privacy.epsilon, privacy.adjacency, privacy.unit)
 
     def _histories(self) -> set[tuple[Release, ...]]:
         return {ledger.releases for ledger in self.ledgers}

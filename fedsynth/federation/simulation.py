@@ -30,6 +30,7 @@ from fedsynth.data.load import load_dataset
 from fedsynth.data.partition import GIVEN, IntArray, check_parts, count_matrix, hold_out, partition
 from fedsynth.data.proxy import NOISE, ProxyImages, noise_images
 from fedsynth.data.registry import DatasetSpec, is_published
+from fedsynth.data.users import bounded, check_one_client_each
 from fedsynth.errors import DataError, DivergedError
 from fedsynth.evaluation.accuracy import accuracy_by_domain, correct
 from fedsynth.evaluation.fairness import local_metrics
@@ -43,6 +44,7 @@ from fedsynth.federation.run_folder import LOCAL, PRIVATE_TEST, RunFolder
 from fedsynth.federation.settings import RunSettings, to_toml
 from fedsynth.privacy.errors import BudgetExceededError, PrivacySettingError
 from fedsynth.privacy.ledger_folder import check_names
+from fedsynth.privacy.releases import USER
 from fedsynth.privacy.report import build_report, write_report
 from fedsynth.privacy.requests import check_request
 from fedsynth.privacy.settings import NO_LEDGER
@@ -140,6 +142,8 @@ def simulate(
         require_all_classes(train)
     folder = None if output is None else Path(output)
     positions = [np.asarray(part, np.int64) for part in parts]
+    if _protects_users(settings):
+        check_one_client_each(positions, train)
     declared = None if names is None else check_names(names, len(parts))
     return _Simulation(
         settings,
@@ -184,6 +188,30 @@ def _require_a_ledger(settings: RunSettings, spec: DatasetSpec) -> None:
             "ledgers, kept over all runs on them: PrivacySettings(ledger=...); or say "
             f"ledger={NO_LEDGER!r}"
         )
+
+
+def _protects_users(settings: RunSettings) -> bool:
+    return settings.privacy is not None and settings.privacy.unit == USER
+
+
+def _divided(
+    settings: RunSettings, parts: Sequence[Tensor], data: ImageData
+) -> tuple[list[Tensor], list[Tensor]]:
+    """What each client trains on, and its own test split (none without `local_test`).
+
+    Where users are protected they are not cut in two, and at most `user_records` records of each train.
+    """
+    seed = settings.resolved_partition.seed or 0
+    by_user = _protects_users(settings)
+    training: Sequence[IntArray] = [part.numpy() for part in parts]
+    testing: Sequence[IntArray] = []
+    share = settings.partition.local_test
+    if share > 0:
+        training, testing = hold_out(training, share, seed, data, by_user)
+    most = settings.privacy.user_records if settings.privacy is not None else None
+    if most is not None:
+        training = [bounded(part, data, most, seed) for part in training]
+    return [torch.as_tensor(part) for part in training], [torch.as_tensor(p) for p in testing]
 
 
 class _Simulation:
@@ -239,15 +267,9 @@ class _Simulation:
             if self.private is not None:
                 self.private.keep_ledgers_in(self.folder.path / "ledger")
                 self.folder.write_private_start(self.private.start())
-        self.train, self.parts, self.tests = train, parts, []
-        if settings.partition.local_test > 0:
-            split = hold_out(
-                [part.numpy() for part in parts],
-                settings.partition.local_test,
-                settings.resolved_partition.seed or 0,
-                train,
-            )
-            self.parts, self.tests = ([torch.as_tensor(part) for part in side] for side in split)
+        self.train = train
+        self.parts, self.tests = _divided(settings, parts, train)
+        self.users = train.groups if _protects_users(settings) else None
         if self.private is None:
             self.context = replace(self.context, sizes=tuple(len(part) for part in self.parts))
         sizes = self.context.sizes if settings.sampling == "size" else None
@@ -326,6 +348,7 @@ class _Simulation:
                         guards,
                         secrets,
                         nominal_size=self.context.nominal_size,
+                        users=self.users,
                     )
                 )
         return groups
