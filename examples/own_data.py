@@ -1,8 +1,9 @@
 """Your own images and your own clients: what to declare, and what it means for privacy.
 
-First of all, count how many images of one patient there are. ε holds for ONE IMAGE: a patient with
-five has the guarantee of a group of five, which the report states ("Groups of examples") and this
-example prints. Choose ε by that figure.
+First of all, say whom ε is to hold for. By default that is ONE IMAGE, and a patient with five images
+has the much weaker guarantee of a group of five. Here `groups` say whose each image is, and
+`unit="user"` protects each patient with all images of theirs at a hospital; `nominal_size` is then
+the public number of patients that a hospital is supposed to have.
 
 Then four things are yours to say:
 
@@ -39,6 +40,9 @@ SPEC = DatasetSpec(
 )  # fmt: skip
 
 
+IMAGES_OF_A_PATIENT = 3
+
+
 def scans(n: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """Noisy images [n, 1, 16, 16] (uint8) with a bright bar on the left, on the right, or on both sides; labels [n]."""
     rng = np.random.default_rng(seed)
@@ -50,13 +54,16 @@ def scans(n: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
 
 def main(output: Path | None = None, ledger: Path = Path("ledgers")) -> float:
     """Three hospitals of different sizes, ε = 8 for each; returns the accuracy on public test images."""
-    train, test = (from_arrays(*scans(n, seed), SPEC) for n, seed in ((570, 0), (90, 1)))
+    train = from_arrays(*scans(570, 0), SPEC, groups=np.arange(570) // IMAGES_OF_A_PATIENT)
+    test = from_arrays(*scans(90, 1), SPEC)
     hospitals = np.split(np.arange(570), [120, 300])
     settings = RunSettings(
         method=FedDM(ipc=5, iterations=10, image_lr=5.0, server_epochs=60),
         rounds=2,
         model=ModelSettings(width=16, depth=2),
-        privacy=PrivacySettings(epsilon=8.0, max_records=1000, ledger=ledger),
+        privacy=PrivacySettings(
+            epsilon=8.0, unit="user", nominal_size=60, max_records=1000, ledger=ledger
+        ),
     )
     result = simulate(
         settings,
@@ -67,9 +74,9 @@ def main(output: Path | None = None, ledger: Path = Path("ledgers")) -> float:
         output=output,
     )
     promise = result.privacy["guarantee"]
-    groups = {group["examples"]: group["epsilon"] for group in promise["groups"]}
-    print(f"{100 * result.accuracy:.1f} % at ε = {promise['epsilon']:.2f} for one image")
-    print(f"a patient with 2 images: ε = {groups[2]:.1f}; with 5: ε = {groups[5]:.1f}")
+    groups = {group["units"]: group["epsilon"] for group in promise["groups"]}
+    print(f"{100 * result.accuracy:.1f} % at ε = {promise['epsilon']:.2f} for one patient")
+    print(f"a family of 2 patients: ε = {groups[2]:.1f}")
     return result.accuracy
 
 

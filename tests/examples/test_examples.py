@@ -35,9 +35,8 @@ def test_own_data_and_own_clients(tmp_path: Path, capsys: pytest.CaptureFixture[
     main = runpy.run_path(str(EXAMPLES / "own_data.py"))["main"]
     accuracy = main(tmp_path / "runs", tmp_path / "ledgers")
     assert accuracy > 0.6  # about 1; chance is 0.33
-    one, two, five = map(float, re.findall(r"ε = ([\d.]+)", capsys.readouterr().out))
+    one, two = map(float, re.findall(r"ε = ([\d.]+)", capsys.readouterr().out))
     assert two > 1.9 * one
-    assert five > 4.9 * one
     (folder,) = (tmp_path / "runs").iterdir()
     main(tmp_path / "runs", tmp_path / "ledgers")  # a second run has what the first one left
     (ledger,) = {read_ledger(path).releases for path in (tmp_path / "ledgers").glob("*.jsonl")}
@@ -45,6 +44,7 @@ def test_own_data_and_own_clients(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert ledger[-1].noise_multiplier > 10 * ledger[0].noise_multiplier
     report = (folder / "privacy_report.md").read_text()
     assert "university" in report
+    assert "ONE USER OF ONE CLIENT" in report
     assert not re.search(
         r"(?<![\w.])570(?![\w.])", report
     )  # the true number of records, but for digits inside a hash
