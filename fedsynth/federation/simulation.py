@@ -112,6 +112,10 @@ def simulate(
         observer: hears of progress.
         download: let torchvision fetch the data set if it is not there.
 
+    Returns:
+        The result; without any round (`metrics` is empty, `deviations` says why) where earlier runs
+        on the same ledgers have spent what the cap allows.
+
     Raises:
         FedsynthError, PrivacyError: bad input, before the run folder is made; DivergedError, later.
     """
@@ -468,8 +472,7 @@ class _Simulation:
         row: dict[str, Any] = {}
         if self.test is not None:
             measured = _measured(correct(model, self.test), self.test)
-            hidden = self.private is not None and self.test_kind == PRIVATE
-            row = {PRIVATE_TEST: measured} if hidden else measured
+            row = {PRIVATE_TEST: measured} if self._hides_the_test else measured
         if sum(map(len, self.tests)):
             own = (
                 self.method.personal_parameters(parameters, self.memories.get(k, {}))
@@ -531,19 +534,24 @@ class _Simulation:
             tuple(self.deviations),
         )
 
+    @property
+    def _hides_the_test(self) -> bool:
+        """Whether accuracies on the test set are exact functions of data that privacy protects."""
+        return self.private is not None and self.test_kind == PRIVATE
+
     def _summary(self, final: float | None) -> dict[str, Any]:
         summary: dict[str, Any] = {
             "method": self.method.name,
             "settings": {f.name: getattr(self.method, f.name) for f in fields(self.method)},
             "dataset": self.context.spec.name,
             "rounds": len(self.metrics),
-            "test_accuracy": None if self.private and self.test_kind == PRIVATE else final,
+            "test_accuracy": None if self._hides_the_test else final,
             "upload_bytes": sum(row["upload_bytes"] for row in self.metrics),
             "upload_floats_per_round": self.metrics[-1]["upload_floats"] if self.metrics else 0,
             "device": str(self.context.device),
             "seed": self.settings.seed,
         }
-        if self.test_kind != PUBLIC:
+        if self.test is None or self._hides_the_test:
             summary["test_data"] = self.test_kind
         if self.private is None:
             summary["seconds"] = round(sum(row["seconds"] for row in self.metrics), 3)
