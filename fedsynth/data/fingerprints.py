@@ -1,6 +1,7 @@
-"""A keyed hash of each record's own bytes: what a record is, wherever it stands in a data set and whoever holds it.
+"""A keyed hash of each record's own bytes: what a record is, wherever it stands and whoever has it.
 
-Without the key a hash tells nothing about its record; with it, anybody who has the record can compute it again.
+Without the key a hash tells nothing about its record; with it, anybody who has the record can
+compute it again.
 """
 
 from __future__ import annotations
@@ -20,15 +21,17 @@ _AT_ONCE = 4096  # records that are copied to the CPU at a time: a memory bound
 def record_digests(
     data: ImageData, positions: IntArray, key: bytes, size: int = DIGEST_BYTES
 ) -> npt.NDArray[np.uint8]:
-    """The keyed hash of each of some records: its pixels as they are stored (uint8, row by row) and its label.
+    """The keyed hash of each of some records.
 
-    It depends on nothing else: not on the record's position, on other records, or on the device.
+    It is of the record's pixels as they are stored (uint8, row by row) and its label, and depends
+    on nothing else: not on the record's position, on other records, or on the device.
 
     Args:
         data: the images and labels, on any device.
         positions: integers [N], which of them.
         key: up to 64 bytes. Secret where the hashes must not be computed by others.
-        size: bytes of a hash, 1 to 64; two records of one set of 10⁶ collide at 16 with probability about 10⁻²⁷.
+        size: bytes of a hash, 1 to 64; two records of one set of 10⁶ collide at 16 with probability
+            about 10⁻²⁷.
 
     Returns:
         BLAKE2b (RFC 7693), keyed: uint8 [N, size].

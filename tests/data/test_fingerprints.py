@@ -1,4 +1,4 @@
-"""A record's hash is its own: the same wherever it stands, another for any other pixel, label or key."""
+"""A record's hash is its own: the same anywhere, another for any other pixel, label or key."""
 
 from __future__ import annotations
 
