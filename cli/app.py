@@ -184,6 +184,7 @@ def _dry_run(sections: dict[str, dict[str, Any]], as_json: bool) -> None:
     from fedsynth.federation.devices import check_compiler, resolve_device
     from fedsynth.federation.planning import plan_of, private_run
     from fedsynth.federation.settings import resolve
+    from fedsynth.federation.simulation import NO_LATER_EPSILON
 
     settings = resolve(sections)
     device = resolve_device(settings.device)
@@ -196,6 +197,8 @@ def _dry_run(sections: dict[str, dict[str, Any]], as_json: bool) -> None:
         print(
             "no differential privacy: what clients send is not protected (--dp-epsilon protects it)"
         )
+        if settings.ledger is not None:
+            print(f"  the ledgers in {settings.ledger} would say so: {NO_LATER_EPSILON}")
         return
     run = private_run(settings)
     if run.guaranteed:
@@ -228,6 +231,7 @@ def _run(sections: dict[str, dict[str, Any]], output: Path, download: bool, as_j
     from fedsynth.cli.progress import make_observer, print_summary
     from fedsynth.federation.settings import resolve
     from fedsynth.federation.simulation import simulate
+    from fedsynth.privacy.errors import BudgetExceededError
 
     settings = resolve(sections)
     keep_large_allocations()
@@ -237,6 +241,8 @@ def _run(sections: dict[str, dict[str, Any]], output: Path, download: bool, as_j
     )
     with make_observer(settings, first) as observer:
         result = simulate(settings, output=output, observer=observer, download=download)
+    if not result.metrics:
+        raise BudgetExceededError(result.deviations[-1])
     if as_json:
         print(json.dumps(result.summary, indent=2, allow_nan=False))
     else:

@@ -163,7 +163,8 @@ DpFourSums = Annotated[
 DpLedger = Annotated[
     Path | None,
     _privacy(
-        help="Folder of the clients' ledgers, kept over runs; else the simulated data count as public."
+        help="Folder of the clients' ledgers, kept over runs (without privacy a run spends all); "
+        "else each run counts for itself."
     ),
 ]
 

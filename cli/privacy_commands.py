@@ -267,6 +267,25 @@ def verify(
         print(found.files)
 
 
+@privacy_app.command(name="carry-over")
+def carry_over(
+    folder: Annotated[Path, typer.Argument(help="Folder of the ledgers (--dp-ledger).")],
+    client: Annotated[str, typer.Argument(help="The client's name.")],
+) -> None:
+    """Say that a client's data set has changed: its ledger goes on with the next run's records.
+
+    What was spent stays spent: it counts for every record of the client, also for new ones.
+    """
+    with one_line_errors():
+        from fedsynth.privacy.ledger_folder import LedgerFolder
+
+        rows = LedgerFolder(folder).carry_over(client)
+        print(
+            f"the next run may bring other records of {client}; "
+            f"what its ledger holds (rows: {rows}) counts for all of them"
+        )
+
+
 def write_text(path: Path, text: str) -> None:
     from fedsynth.errors import OutputError
 

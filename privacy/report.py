@@ -48,7 +48,8 @@ class ReportContext:
         public_items: item → its value, or why it is public.
         no_guarantee: reasons; if there is any, the report states no ε.
         deviations: lost clients, resumed rounds and the like. randomness: where noise and masks came from.
-        fresh_ledger: the simulation declared its data public and began with an empty ledger.
+        fresh_ledger: the run began with an empty ledger; no_ledger: why it may, as half a sentence
+            ("digits is a published data set").
         published: rows that set a paper's printed figure beside ours, all with the same keys.
         accesses: (what touched private data, "accounted" | "public" | "simulation-only" | "unaccounted", note).
         adjacency: one of `releases.ADJACENCIES`.
@@ -70,6 +71,7 @@ class ReportContext:
     no_guarantee: tuple[str, ...] = ()
     deviations: tuple[str, ...] = ()
     fresh_ledger: bool = True
+    no_ledger: str = ""
     randomness: str = "not stated"
     published: tuple[Mapping[str, str], ...] = ()
     accesses: tuple[tuple[str, str, str], ...] = ()
@@ -170,8 +172,9 @@ def _verdict(context: ReportContext, reasons: list[str], spent: float | None) ->
             f"all clients together hold at most {context.max_records} records, the declared bound"
         )
     if context.fresh_ledger:
+        because = f", since {context.no_ledger}" if context.no_ledger else ""
         assumptions.append(
-            "no ledger was kept over runs (--dp-ledger), which declares the simulated data public: this run began with an empty "
+            f"no ledger was kept over runs (--dp-ledger){because}: this run began with an empty "
             "ledger, and earlier and later runs on the same data are not counted"
         )
     else:

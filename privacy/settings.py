@@ -9,6 +9,24 @@ from pathlib import Path
 from fedsynth.privacy.errors import PrivacySettingError
 from fedsynth.privacy.releases import ADD_REMOVE, check_adjacency
 
+NO_LEDGER = "none: this data set is public"
+
+
+def ledger_setting(given: Path | str) -> Path | str:
+    """A folder as an absolute path, or `NO_LEDGER` as it is.
+
+    Raises:
+        PrivacySettingError: words that are nearly `NO_LEDGER`.
+    """
+    words = str(given).strip()
+    if words == NO_LEDGER:
+        return NO_LEDGER
+    if words.casefold().split(":")[0] in ("none", ""):
+        raise PrivacySettingError(
+            f"--dp-ledger must be a folder, or exactly {NO_LEDGER!r}; got {words!r}"
+        )
+    return Path(given).expanduser().absolute()
+
 
 @dataclass(frozen=True)
 class PrivacySettings:
@@ -29,7 +47,9 @@ class PrivacySettings:
         adjacency: "add-remove" one example; "zero-out" (the same cost, and the number of a client's examples public); "replace-one" (every
             sensitivity doubled).
         four_sums: each noise value from four Gaussians, against one known floating-point attack (`SecretGenerator`): a mitigation, no proof.
-        ledger: folder of the clients' ledgers, kept over runs; None declares the simulated data public and starts afresh.
+        ledger: folder of the clients' ledgers, kept over runs. None starts afresh, which only
+            published data sets allow; on your own data say `NO_LEDGER` ("none: this data set is
+            public") where that is so.
     """
 
     noise_multiplier: float | None = None
@@ -42,11 +62,11 @@ class PrivacySettings:
     nominal_size: float | None = None
     adjacency: str = ADD_REMOVE
     four_sums: bool = False
-    ledger: Path | None = None
+    ledger: Path | str | None = None
 
     def __post_init__(self) -> None:
         if self.ledger is not None:
-            object.__setattr__(self, "ledger", Path(self.ledger).expanduser().absolute())
+            object.__setattr__(self, "ledger", ledger_setting(self.ledger))
         check_adjacency(self.adjacency)
         if self.noise_multiplier is None and self.epsilon is None:
             raise PrivacySettingError(
@@ -71,3 +91,8 @@ class PrivacySettings:
             raise PrivacySettingError(
                 "--dp-mechanism paper gives no differential privacy guarantee, so it has no ε: give --dp-sigma alone"
             )
+
+    @property
+    def ledger_folder(self) -> Path | None:
+        """The folder of ledgers that are kept over runs, if there is one."""
+        return self.ledger if isinstance(self.ledger, Path) else None

@@ -13,8 +13,8 @@ import torch
 from fedsynth.data.load import load_dataset
 from fedsynth.data.partition import PartitionSettings, hold_out, partition
 from fedsynth.errors import SettingError
+from fedsynth.federation.clients import data_set_id
 from fedsynth.federation.participation import Participation
-from fedsynth.federation.private_run import data_set_id
 from fedsynth.federation.settings import RunSettings, resolve
 from fedsynth.federation.simulation import simulate
 from fedsynth.privacy.verify import verify_report
