@@ -103,6 +103,7 @@ def train(
     dp_sample_rate: given.DpSampleRate = None,
     dp_nominal_size: given.DpNominalSize = None,
     dp_adjacency: given.DpAdjacency = None,
+    dp_unit: given.DpUnit = None,
     dp_four_sums: given.DpFourSums = None,
     dp_ledger: given.DpLedger = None,
     sign_key: given.SignKey = None,
@@ -185,6 +186,7 @@ def _dry_run(sections: dict[str, dict[str, Any]], as_json: bool) -> None:
     from fedsynth.federation.devices import check_compiler, resolve_device
     from fedsynth.federation.planning import plan_of, private_run
     from fedsynth.federation.settings import resolve
+    from fedsynth.federation.simulation import NO_LATER_EPSILON
 
     settings = resolve(sections)
     device = resolve_device(settings.device)
@@ -197,6 +199,8 @@ def _dry_run(sections: dict[str, dict[str, Any]], as_json: bool) -> None:
         print(
             "no differential privacy: what clients send is not protected (--dp-epsilon protects it)"
         )
+        if settings.ledger is not None:
+            print(f"  the ledgers in {settings.ledger} would say so: {NO_LATER_EPSILON}")
         return
     run = private_run(settings)
     if run.guaranteed:
@@ -236,6 +240,7 @@ def _run(
     from fedsynth.cli.report_commands import signer
     from fedsynth.federation.settings import resolve
     from fedsynth.federation.simulation import simulate
+    from fedsynth.privacy.errors import BudgetExceededError
 
     settings = resolve(sections)
     sign = signer(sign_key, settings.privacy is not None)  # a key that is none: before the run
@@ -246,6 +251,8 @@ def _run(
     )
     with make_observer(settings, first) as observer:
         result = simulate(settings, output=output, observer=observer, download=download)
+    if not result.metrics:
+        raise BudgetExceededError(result.deviations[-1])
     if result.folder is not None:
         sign(result.folder)
     if as_json:

@@ -24,7 +24,15 @@ PLAN_SETTINGS = {
     **{name: ("partition", name) for name in ("clients", "subset", "local_test")},
     **{
         name: ("privacy", name)
-        for name in ("epsilon", "delta", "max_records", "mechanism", "sample_rate", "adjacency")
+        for name in (
+            "epsilon",
+            "delta",
+            "max_records",
+            "mechanism",
+            "sample_rate",
+            "adjacency",
+            "unit",
+        )
     },
     "dataset": ("data", "dataset"),
     "sigma": ("privacy", "noise_multiplier"),
@@ -87,6 +95,9 @@ def plan(
     ] = None,
     adjacency: Annotated[
         str | None, typer.Option(help="add-remove (default), zero-out or replace-one.")
+    ] = None,
+    unit: Annotated[
+        str | None, typer.Option(help="record (default) or user: --n then counts users.")
     ] = None,
     dataset: Annotated[
         str, typer.Option(help="Whose classes, image size and published number of records.")
@@ -214,3 +225,22 @@ def print_plans(plans: list[Plan]) -> None:
     for p in plans:
         by_round.add_row(p.mechanism, *(up(p.epsilon[n], 3) for n in shown))
     console.print(by_round)
+
+
+@privacy_app.command(name="carry-over")
+def carry_over(
+    folder: Annotated[Path, typer.Argument(help="Folder of the ledgers (--dp-ledger).")],
+    client: Annotated[str, typer.Argument(help="The client's name.")],
+) -> None:
+    """Say that a client's data set has changed: its ledger goes on with the next run's records.
+
+    What was spent stays spent: it counts for every record of the client, also for new ones.
+    """
+    with one_line_errors():
+        from fedsynth.privacy.ledger_folder import LedgerFolder
+
+        rows = LedgerFolder(folder).carry_over(client)
+        print(
+            f"the next run may bring other records of {client}; "
+            f"what its ledger holds (rows: {rows}) counts for all of them"
+        )

@@ -29,3 +29,7 @@ class SigningError(PrivacyError):
 
 class LedgerError(PrivacyError):
     """The ledger cannot be read or written, or belongs to another data set."""
+
+
+class RequestRefusedError(PrivacyError):
+    """A server's message that a private client does not answer: not finite, or beyond the declared norm."""

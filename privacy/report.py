@@ -17,7 +17,14 @@ from typing import Any
 from fedsynth.privacy import report_sections as sections
 from fedsynth.privacy.errors import PrivacyError, PrivacySettingError
 from fedsynth.privacy.ledger import Ledger
-from fedsynth.privacy.releases import ADD_REMOVE, ADJACENCIES, check_adjacency, check_delta
+from fedsynth.privacy.releases import (
+    ADD_REMOVE,
+    RECORD,
+    USER,
+    adjacency_words,
+    check_adjacency,
+    check_delta,
+)
 from fedsynth.privacy.report_html import render_html
 from fedsynth.privacy.report_text import render_markdown, summary_rows
 
@@ -40,6 +47,10 @@ ABANDONED = (
 ACCESS_STATUSES = ("accounted", "public", "simulation-only", "unaccounted")
 FORMAL = "formal differential privacy, under the assumptions below"
 NO_GUARANTEE = "no differential privacy guarantee"
+_HELD_BY_ONE = {
+    RECORD: "the partition is fixed, and each example is held by one client",
+    USER: "the partition is fixed, all examples of a user are held by one client, and the data say rightly whose each is",
+}
 NOT_PRIVATE = "not private: a test-only source of randomness was used"
 
 
@@ -53,10 +64,11 @@ class ReportContext:
         public_items: item → its value, or why it is public.
         no_guarantee: reasons; if there is any, the report states no ε.
         deviations: lost clients, resumed rounds and the like. randomness: where noise and masks came from.
-        fresh_ledger: the simulation declared its data public and began with an empty ledger.
+        fresh_ledger: the run began with an empty ledger; no_ledger: why it may, as half a sentence
+            ("digits is a published data set").
         published: rows that set a paper's printed figure beside ours, all with the same keys.
         accesses: (what touched private data, "accounted" | "public" | "simulation-only" | "unaccounted", note).
-        adjacency: one of `releases.ADJACENCIES`.
+        adjacency: one of `releases.ADJACENCIES`. unit: one of `releases.UNITS`; user_records: the bound on a user's, None without one.
         test_only_randomness: noise or masks were injected; the verdict is then "not private".
         provenance: config hash, versions.
         noise_multiplier: the run's σ, of which each release's is a fixed multiple; None where there
@@ -81,10 +93,13 @@ class ReportContext:
     no_guarantee: tuple[str, ...] = ()
     deviations: tuple[str, ...] = ()
     fresh_ledger: bool = True
+    no_ledger: str = ""
     randomness: str = "not stated"
     published: tuple[Mapping[str, str], ...] = ()
     accesses: tuple[tuple[str, str, str], ...] = ()
     adjacency: str = ADD_REMOVE
+    unit: str = RECORD
+    user_records: int | None = None
     test_only_randomness: bool = False
     provenance: Mapping[str, str] = field(default_factory=dict)
     noise_multiplier: float | None = None
@@ -135,11 +150,11 @@ def build_report(context: ReportContext, ledgers: Mapping[str, Ledger]) -> dict[
         "mechanism": context.mechanism,
         "noise_multiplier": context.noise_multiplier,
         "guarantee": promise,
-        "unit": protected_unit(private),
-        "adjacency": ADJACENCIES[context.adjacency],
+        "unit": protected_unit(private, context.unit, context.user_records),
+        "adjacency": adjacency_words(context.adjacency, context.unit),
         "max_records": context.max_records,
         "data_set": json.loads(json.dumps(dict(context.data_set))),  # lists in place of tuples
-        "trust_model": _trust_model(private),
+        "trust_model": _trust_model(private, context.unit),
         "public_items": dict(context.public_items),
         "scope": [
             {"access": what, "status": status, "note": note}
@@ -196,7 +211,7 @@ def _verdict(context: ReportContext, reasons: list[str], spent: float | None) ->
     assumptions = [
         "the code that ran is this code, and it drew the noise and the sampling masks that the ledger lists",
         "every item under 'public' was fixed before the private data were read",
-        "the partition is fixed, and each example is held by one client",
+        _HELD_BY_ONE[context.unit],
         "all else that leaves a client is computed from the accounted releases and public items alone",
         "Gaussian noise in floating point stands for the exact one; attacks on its low-order bits are not ruled out",
     ]
@@ -205,8 +220,9 @@ def _verdict(context: ReportContext, reasons: list[str], spent: float | None) ->
             f"all clients together hold at most {context.max_records} records, the declared bound"
         )
     if context.fresh_ledger:
+        because = f", since {context.no_ledger}" if context.no_ledger else ""
         assumptions.append(
-            "no ledger was kept over runs (--dp-ledger), which declares the simulated data public: this run began with an empty "
+            f"no ledger was kept over runs (--dp-ledger){because}: this run began with an empty "
             "ledger, and earlier and later runs on the same data are not counted"
         )
     else:
@@ -223,23 +239,38 @@ def _verdict(context: ReportContext, reasons: list[str], spent: float | None) ->
     }
 
 
-def protected_unit(private: bool) -> dict[str, str]:
-    """Who is protected, and who is not."""
+def protected_unit(private: bool, unit: str, user_records: int | None) -> dict[str, str]:
+    """Who is protected, and who is not; `one` and `several` name the unit."""
     if not private:
         return {
+            "one": "nobody",
+            "several": "examples",
             "protects": "nothing that could be proved",
             "does_not_protect": "examples, persons or clients",
         }
+    if unit == USER:
+        bound = f"at most {user_records}, by a public choice" if user_records else "any number"
+        return {
+            "one": "one user of one client",
+            "several": "users",
+            "protects": "ONE USER OF ONE CLIENT (all examples of theirs there together)",
+            "does_not_protect": "a person with examples at several clients, or under several user ids; a client as a whole",
+            "records_per_user": f"{bound}; a user contributes the mean of their examples' vectors, clipped as one",
+            "group_privacy": "j users together have the weaker guarantee of a group of j, which grows at least about j-fold; "
+            "see 'groups' for what could be computed",
+        }
     return {
+        "one": "one example of one client",
+        "several": "examples",
         "protects": "ONE EXAMPLE OF ONE CLIENT (example level only)",
         "does_not_protect": "a person with several examples, or with examples at several clients; a client as a whole",
-        "records_per_user": "no bound was declared or enforced",
+        "records_per_user": "no bound was declared or enforced (--dp-unit user protects all examples of a person)",
         "group_privacy": "a person with j examples has the weaker guarantee of a group of j, which grows at least about "
         "j-fold; see 'groups' for what could be computed",
     }
 
 
-def _trust_model(private: bool) -> dict[str, str]:
+def _trust_model(private: bool, unit: str) -> dict[str, str]:
     model = {
         "trusted": "each client trusts its own machine and this software, and nobody else",
         "adversary": "the server, the other clients and everybody else; they know all settings and code, every other "
@@ -248,7 +279,8 @@ def _trust_model(private: bool) -> dict[str, str]:
         "client_sampling": "no amplification is claimed",
     }
     if private:
-        model["federation"] = "epsilon is the worst client's, for one example held by one client"
+        one = "user" if unit == USER else "example"
+        model["federation"] = f"epsilon is the worst client's, for one {one} held by one client"
     return model
 
 

@@ -67,7 +67,7 @@ class Attack(_Part):
 
 
 class Group(_Part):
-    examples: int
+    units: int
     epsilon: float | None
     note: str
 
@@ -107,6 +107,7 @@ class LedgerEntry(_Part):
     steps: int
     dimension: int
     unaccounted: str | None
+    unit: str
     noise_standard_deviation: float
 
 
@@ -195,6 +196,7 @@ class Start(_Part):
     schema_version: int
     noise_multiplier: float | None
     data_set: DataSet
+    test_images: str
     ledgers: dict[str, LedgerStart]
 
 

@@ -141,8 +141,8 @@ def _headline(report: Mapping[str, Any]) -> list[str]:
     verdict, promise = report["verdict"], report["guarantee"]
     lines = [f"**Verdict: {verdict['text']}.**", ""]
     if promise is not None:
-        lines = [f"**ε = {up(promise['epsilon'])} at δ = {promise['delta']:g}** (worst client), for one example of one "
-                 "client.", "", *lines]  # fmt: skip
+        lines = [f"**ε = {up(promise['epsilon'])} at δ = {promise['delta']:g}** (worst client), for "
+                 f"{report['unit']['one']}.", "", *lines]  # fmt: skip
     lines += [f"> **Warning.** {text}\n" for text in verdict["warnings"]]
     if verdict["reasons"]:
         lines += ["Why:", "", *(f"- {reason}" for reason in verdict["reasons"]), ""]
@@ -167,7 +167,7 @@ def _promise(report: Mapping[str, Any]) -> list[str]:
         for a in promise["attack_success"]
     ]
     groups = [
-        f"- {g['examples']} examples together: " + (g["note"] if g["epsilon"] is None else
+        f"- {g['units']} {report['unit']['several']} together: " + (g["note"] if g["epsilon"] is None else
                                                   f"ε = {up(g['epsilon'])} at the same δ ({g['note']})")
         for g in promise["groups"]
     ]  # fmt: skip
@@ -176,7 +176,7 @@ def _promise(report: Mapping[str, Any]) -> list[str]:
     return [
         *_section("The guarantee", [spread]),
         *_section("What an attacker can gain (worst client)", attacks),
-        *_section("Groups of examples", groups),
+        *_section(f"Groups of {report['unit']['several']}", groups),
         *_section("ε for other δ (worst client)", _table(["δ", "ε"], curve)),
         *_section(
             "ε after each round (worst client)",

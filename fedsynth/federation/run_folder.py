@@ -41,6 +41,8 @@ SIMULATION_ONLY_NOTE = (
 )
 PRIVATE_START = "privacy_start.json"
 LOCAL = "local"  # what a row says of the clients' own test splits
+PRIVATE_TEST = "private_test"  # and of a test set that is private
+HIDDEN = ("seconds", LOCAL, PRIVATE_TEST)
 GRID_LIMIT = 400  # images in the picture; all of them are in synthetic.safetensors
 
 
@@ -48,7 +50,8 @@ class RunFolder:
     """A folder being written; `finish` gives it its name.
 
     Args:
-        private: seconds, and clients' own accuracies, which depend on the data, stand in `simulation_only` alone.
+        private: seconds, clients' own accuracies and those on a private test set, which depend on
+            the data, stand in `simulation_only` alone.
 
     Raises:
         OutputError: the folder cannot be made or written.
@@ -72,14 +75,14 @@ class RunFolder:
     def append_metrics(self, row: Mapping[str, Any]) -> None:
         self._append("metrics.jsonl", self._public(row))
         if self._private:
-            hidden = {k: v for k, v in row.items() if k in ("seconds", LOCAL, "models")}
+            hidden = {k: v for k, v in row.items() if k in (*HIDDEN, "models")}
             self._append("simulation_only/rounds.jsonl", {"round": row["round"], **hidden})
 
     def _public(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """What may stand outside `simulation_only`."""
         if not self._private:
             return dict(row)
-        kept = {k: v for k, v in row.items() if k not in ("seconds", LOCAL)}
+        kept = {k: v for k, v in row.items() if k not in HIDDEN}
         return {
             k: {name: self._public(one) for name, one in v.items()} if k == "models" else v
             for k, v in kept.items()

@@ -20,7 +20,7 @@ from fedsynth.data.registry import dataset_spec
 from fedsynth.errors import SettingError, unknown_name
 from fedsynth.methods import method_class
 from fedsynth.models.registry import ModelSettings
-from fedsynth.privacy.settings import PrivacySettings
+from fedsynth.privacy.settings import PrivacySettings, ledger_setting
 
 SECTIONS = ("run", "data", "partition", "model", "method", "privacy")
 
@@ -87,6 +87,8 @@ class RunSettings:
         participation: share C of the clients that take part in a round, drawn from the seed (`fedsynth.federation.participation`).
         sampling: of those clients: "uniform", or in proportion to their "size" n_k (FedProx; not with differential privacy).
         evaluate_every: rounds between evaluations on the test set; the last round is always evaluated.
+        ledger: without privacy, the folder of the clients' kept ledgers, which then say that no
+            later run on the same data can have an ε. With privacy the folder is named there.
     """
 
     method: Method
@@ -104,8 +106,16 @@ class RunSettings:
     partition: PartitionSettings = field(default_factory=PartitionSettings)
     model: ModelSettings = field(default_factory=ModelSettings)
     privacy: PrivacySettings | None = None
+    ledger: Path | None = None
 
     def __post_init__(self) -> None:
+        if self.ledger is not None:
+            if self.privacy is not None:
+                raise SettingError(
+                    "with privacy the ledgers' folder is PrivacySettings(ledger=...)"
+                )
+            given = ledger_setting(self.ledger)
+            object.__setattr__(self, "ledger", given if isinstance(given, Path) else None)
         for name, (kind, example) in _KINDS.items():
             value = getattr(self, name)
             if not (isinstance(value, kind) or (name == "privacy" and value is None)):
@@ -165,7 +175,9 @@ class RunSettings:
             "partition": dataclasses.asdict(self.partition),
             "model": dataclasses.asdict(self.model),
             "method": dataclasses.asdict(self.method),
-            "privacy": dataclasses.asdict(self.privacy) if self.privacy is not None else {},
+            "privacy": dataclasses.asdict(self.privacy)
+            if self.privacy is not None
+            else {"ledger": self.ledger},
         }
         plain = {
             name: {k: _plain(v) for k, v in values.items() if v is not None}
@@ -240,7 +252,9 @@ def resolve(
     preset = preset_of(dataset, name) if own_data is None else {}
     run = {**preset.get("run", {}), **run}
     partition = {**preset.get("partition", {}), **given.get("partition", {})}
-    privacy = given.get("privacy", {})
+    privacy = dict(given.get("privacy", {}))
+    # A ledger alone is that of a run without privacy.
+    ledger = privacy.pop("ledger") if privacy.keys() == {"ledger"} else None
     root = data.pop("data_root", None)
     if data:
         raise unknown_name("setting of data", next(iter(data)), ("dataset", "data_root"))
@@ -258,6 +272,7 @@ def resolve(
         partition=_build(PartitionSettings, "partition", partition),
         model=_build(ModelSettings, "model", {**preset.get("model", {}), **given.get("model", {})}),
         privacy=_build(PrivacySettings, "privacy", privacy) if privacy else None,
+        ledger=None if ledger is None else Path(str(ledger)),
         **values,
     )
 

@@ -24,8 +24,9 @@ from fedsynth import __version__
 from fedsynth.core.method import Method
 from fedsynth.data.registry import DatasetSpec, dataset_spec
 from fedsynth.errors import FedsynthError, UnknownNameError
+from fedsynth.federation.clients import data_set_id
 from fedsynth.federation.planning import public_context
-from fedsynth.federation.private_run import PrivateRun, data_set_id
+from fedsynth.federation.private_run import PrivateRun
 from fedsynth.federation.run_folder import PRIVATE_START
 from fedsynth.federation.settings import RunSettings, resolve
 from fedsynth.privacy.accounting import epsilon_by_round
@@ -252,7 +253,7 @@ def _ledger_files(folder: Path, run: RunFiles, ledger: Path | None) -> tuple[Pat
     Files beside the report are the run's own; a kept ledger may have grown since.
     """
     privacy, beside = run.settings.privacy, folder / "ledger"
-    kept_in = privacy.ledger if privacy is not None else None
+    kept_in = privacy.ledger_folder if privacy is not None else None
     files = ledger or (beside if beside.is_dir() or kept_in is None else kept_in)
     if not files.is_dir():
         if ledger is not None or kept_in is None:
@@ -270,7 +271,7 @@ def rebuilt(run: RunFiles, before: Rows) -> PrivateRun:
     ledgers = [_in_memory(client, before[client]) for client in run.start["ledgers"]]
     context = public_context(run.settings, run.spec, torch.device("cpu"))
     run.settings.method.check_model(context.architecture)
-    private = PrivateRun(run.settings, context, ledgers=ledgers)
+    private = PrivateRun(run.settings, context, ledgers=ledgers, test=run.start["test_images"])
     stated, found = run.start["noise_multiplier"], private.privacy.noise_multiplier
     given = run.settings.privacy and run.settings.privacy.noise_multiplier
     tolerance = 0.0 if given else CALIBRATED

@@ -6,7 +6,7 @@ each is tested with its own batch norms; the global model, for the common test s
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -64,8 +64,8 @@ class FedBN(TrainsLocally):
         return Task(finish=finish)
 
     def server_step(
-        self, state: ServerState, uploads: list[Message], context: RoundContext
-    ) -> ServerState:  # type: ignore[override]
+        self, state: ServerState, uploads: Sequence[Message], context: RoundContext
+    ) -> ServerState:
         made = super().server_step(state, uploads, context)
         return ServerState({**state.parameters, **made.parameters}, made.kept)
 

@@ -24,6 +24,7 @@ from fedsynth.federation.verification import (
 from fedsynth.privacy.errors import PrivacyError
 from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.report import write_report
+from fedsynth.privacy.settings import NO_LEDGER
 
 FAST = {"local_epochs": 1, "batch": 128}
 Report = dict[str, Any]
@@ -66,7 +67,31 @@ def with_own_data(output: Path) -> Path:
     spec = replace(train.spec, name="scans", train_size=600, source="a hospital")
     made = [from_arrays(one.images.numpy(), one.labels.numpy(), spec) for one in (train, test)]
     parts = np.split(np.arange(600), [100, 350])
-    return run(output, settings(max_records=1000), data=(made[0], made[1]), parts=parts)
+    privacy = {"max_records": 1000, "ledger": NO_LEDGER}
+    return run(output, settings(**privacy), data=(made[0], made[1]), parts=parts)
+
+
+def with_private_test_images_and_named_clients(output: Path) -> Path:
+    train, test = load_dataset("digits")
+    spec = replace(train.spec, name="scans", train_size=600)
+    made = [from_arrays(one.images.numpy(), one.labels.numpy(), spec) for one in (train, test)]
+    return run(
+        output,
+        settings(max_records=1000, ledger=str(output / "kept")),
+        data=(made[0], made[1]),
+        parts=np.split(np.arange(600), [100, 350]),
+        names=["east", "north", "west"],
+        test="private",
+    )
+
+
+def with_users(output: Path) -> Path:
+    train, test = load_dataset("digits")
+    users = np.arange(len(train)) // 20
+    data = from_arrays(train.images.numpy(), train.labels.numpy(), train.spec, groups=users)
+    privacy = {"unit": "user", "nominal_size": 5, "user_records": 8}
+    parts = np.split(np.arange(600), [100, 340])
+    return run(output, settings(**privacy), data=(data, test), parts=parts)
 
 
 def ended_by_the_cap(output: Path) -> Path:
@@ -123,6 +148,8 @@ HONEST: dict[str, Callable[[Path], Path]] = {
         },
     ),
     "own data": with_own_data,
+    "private test images, named clients": with_private_test_images_and_named_clients,
+    "users": with_users,
     "a cap": ended_by_the_cap,
     "a kept ledger that has grown since": kept_twice,
     "a kept ledger with earlier rows": kept_after_another,
