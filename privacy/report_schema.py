@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -196,7 +196,7 @@ class Start(_Part):
     schema_version: int
     noise_multiplier: float | None
     data_set: DataSet
-    test_images: str
+    test_images: Literal["public", "private", "none"]
     ledgers: dict[str, LedgerStart]
 
 

@@ -165,7 +165,7 @@ class PrivateRun:
     def charges(self, rounds: Sequence[int]) -> list[Release]:
         """The rows that a client's ledger really gets: of a mechanism without a guarantee the
         chief one of a round."""
-        if self.guaranteed:
+        if self.protects:
             return self.planned(rounds)
         return [self.planned([number])[0] for number in rounds]
 

@@ -40,7 +40,7 @@ from fedsynth.privacy.report import (
     build_report,
 )
 from fedsynth.privacy.report_schema import Start, schema_problems
-from fedsynth.privacy.report_sections import over_clients
+from fedsynth.privacy.report_sections import over_clients, reasons_in_ledgers
 from fedsynth.privacy.verify import (
     HOSTILE,
     Held,
@@ -127,7 +127,7 @@ def _missing(folder: Path, abandoned: bool) -> list[str]:
     """Files that every private run leaves."""
     names = ["config.toml", PRIVATE_START, *(f"privacy_report.{end}" for end in ("md", "html"))]
     if not abandoned:
-        names += ["metrics.jsonl", "summary.json", "model.safetensors"]
+        names += ["summary.json", "model.safetensors"]
     return [name for name in names if not (folder / name).is_file()]
 
 
@@ -300,7 +300,8 @@ class Evidence:
 
     def __init__(self, run: RunFiles, held: Held, folder: Path, *, abandoned: bool) -> None:
         self.run, self.folder, self.abandoned = run, folder, abandoned
-        self.kept = run.settings.privacy is not None and run.settings.privacy.ledger is not None
+        privacy = run.settings.privacy
+        self.kept = privacy is not None and privacy.ledger_folder is not None
         self.done, self.rounds = len(run.rows), run.settings.rounds
         start = run.start["ledgers"]
         if set(held.rows) != set(start):
@@ -330,12 +331,13 @@ class Evidence:
         ]
 
     def _missing(self) -> list[str]:
-        """Files that this method leaves, beside those that every one does."""
-        sends_images = issubclass(self.run.settings.method.upload, SyntheticSet)
-        name = "synthetic.safetensors"
-        if self.abandoned or not sends_images or (self.folder / name).is_file():
+        """Files that a run with at least one round leaves, beside those that every one does."""
+        if self.run.summary is None or self.run.summary.get("rounds") == 0:
             return []
-        return [f"{name} is missing"]
+        names = ["metrics.jsonl"]
+        if issubclass(self.run.settings.method.upload, SyntheticSet):
+            names.append("synthetic.safetensors")
+        return [f"{name} is missing" for name in names if not (self.folder / name).is_file()]
 
     def _context(self, report: Mapping[str, Any]) -> ReportContext:
         """The context that the report was made in."""
@@ -429,7 +431,7 @@ class Evidence:
 
     def _metrics_problems(self) -> list[str]:
         """The ε of each round, from the rows that were charged until its end."""
-        if not self.private.guaranteed:
+        if not self.private.protects or reasons_in_ledgers(self.before):
             return [
                 f"metrics.jsonl gives an epsilon in round {row['round']}, where no figure would be "
                 "true"
@@ -440,6 +442,8 @@ class Evidence:
         problems, spent, most = [], table.get(0, 0.0), self.private.epsilon()
         for row in self.run.rows:
             spent, stated = table.get(row["round"], spent), row.get("epsilon")
+            if stated is None and math.isinf(most):  # another run's release had no guarantee
+                continue
             if alone:
                 problems += differences(
                     f"metrics.jsonl: epsilon of round {row['round']}", spent, stated
@@ -474,10 +478,26 @@ class Evidence:
             "seed": settings.seed,
             "differential_privacy": self.private.summary(),
         }
-        return [
+        return self._accuracy_problems() + [
             text
             for key, value in expected.items()
             for text in differences(f"summary.json: {key}", value, self.run.summary.get(key))
+        ]
+
+    def _accuracy_problems(self) -> list[str]:
+        """Accuracies on test images that are private, or that are none, stand nowhere here."""
+        summary, test = self.run.summary or {}, self.run.start["test_images"]
+        if test == "public":
+            measured = type(summary.get("test_accuracy")) is float
+            if "test_data" not in summary and (measured or not self.done):
+                return []
+            return ["summary.json has no accuracy on the public test images"]
+        problems = differences("summary.json: test_data", test, summary.get("test_data"))
+        problems += differences("summary.json: test_accuracy", None, summary.get("test_accuracy"))
+        return problems + [
+            f"metrics.jsonl: round {row['round']} has an accuracy, and the test images are {test}"
+            for row in self.run.rows
+            if "test_accuracy" in row
         ]
 
 

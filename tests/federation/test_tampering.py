@@ -250,6 +250,13 @@ def extra_ledger(folder: Path) -> None:
     Ledger("client-003", folder / "ledger" / "client-003.jsonl", dataset="x")
 
 
+def no_rounds(folder: Path) -> None:
+    """The run as if its cap had allowed no round."""
+    (folder / "metrics.jsonl").unlink()
+    changed("summary.json", "rounds", 0)(folder)
+    put("budget/rounds_done", 0)(folder)
+
+
 def fewer_rounds(folder: Path) -> None:
     """The run as if it had ended after round 1, in all files but the ledgers."""
     file = folder / "metrics.jsonl"
@@ -329,6 +336,7 @@ OTHER_FILES: dict[str, tuple[Tamper, str]] = {
     "metrics: ε": (text("metrics.jsonl", '"epsilon": ', '"epsilon": 0.1, "was": '), "round 1 says"),
     "metrics: no ε": (text("metrics.jsonl", '"epsilon": ', '"was": '), "round 1 says None"),
     "metrics: a round": (text("metrics.jsonl", '"round": 1', '"round": 2'), "is not of round 1"),
+    "all rounds, everywhere": (no_rounds, "no cap explains the end there"),
     "the last round, everywhere": (fewer_rounds, "no cap explains the end there"),
     "config: σ": (
         config("privacy", noise_multiplier=10.0),
@@ -378,6 +386,11 @@ OTHER_FILES: dict[str, tuple[Tamper, str]] = {
     ),
     "start: data set": (changed("privacy_start.json", "data_set/name", "x"), "names the data set"),
     "start: no data set": (changed("privacy_start.json", "data_set/mean", "x"), "specification"),
+    "start: test images": (
+        changed("privacy_start.json", "test_images", "private"),
+        "metrics.jsonl: round 1 has an accuracy, and the test images are private",
+    ),
+    "start: none such": (changed("privacy_start.json", "test_images", "x"), "test_images is wrong"),
     "start: schema": (changed("privacy_start.json", "schema_version", 2), "is of schema 2"),
     "start: an unknown key": (changed("privacy_start.json", "x", 1), "x is no key"),
     **{

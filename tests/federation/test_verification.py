@@ -100,6 +100,16 @@ def ended_by_the_cap(output: Path) -> Path:
     return folder
 
 
+def after_a_run_without_privacy(output: Path) -> Path:
+    kept = str(output / "kept")
+    run(output, {**settings("fedavg"), "privacy": {"ledger": kept}})
+    folder = run(output, settings(mechanism="features", ledger=kept))
+    text = (folder / "privacy_report.md").read_text()
+    assert "no differential privacy guarantee" in text
+    assert "a run on the same data without differential privacy" in text
+    return folder
+
+
 def kept_twice(output: Path) -> Path:
     kept = str(output / "kept")
     first = run(output, settings(ledger=kept))
@@ -151,6 +161,7 @@ HONEST: dict[str, Callable[[Path], Path]] = {
     "private test images, named clients": with_private_test_images_and_named_clients,
     "users": with_users,
     "a cap": ended_by_the_cap,
+    "after a run without privacy": after_a_run_without_privacy,
     "a kept ledger that has grown since": kept_twice,
     "a kept ledger with earlier rows": kept_after_another,
 }  # fmt: skip
