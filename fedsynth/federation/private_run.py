@@ -15,7 +15,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from fedsynth import __version__
 from fedsynth.core.messages import privacy_of_fields
 from fedsynth.core.method import Method, RoundContext
 from fedsynth.data.partition import clients_or_groups
@@ -39,6 +38,7 @@ from fedsynth.privacy.report import SCHEMA_VERSION, ReportContext
 from fedsynth.privacy.report_sections import reasons_in_ledgers
 from fedsynth.privacy.report_text import up
 from fedsynth.privacy.settings import PrivacySettings
+from fedsynth.version import __version__
 
 NEIGHBOURS = {
     "add-remove": "added or removed",

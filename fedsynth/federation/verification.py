@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 
-from fedsynth import __version__
 from fedsynth.core.method import Method
 from fedsynth.data.registry import DatasetSpec, dataset_spec
 from fedsynth.errors import FedsynthError, UnknownNameError
@@ -54,6 +53,7 @@ from fedsynth.privacy.verify import (
     taken_as_stated,
 )
 from fedsynth.synthesizer.sets import SyntheticSet
+from fedsynth.version import __version__
 
 INCOMPLETE = ".incomplete"
 OWN_METHOD = (
