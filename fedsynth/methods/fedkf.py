@@ -61,7 +61,8 @@ class FedKF(TrainsLocally):
             1 passes over the client's own data.
         teacher: "oca", or "aca" (FedKF⁻: half the downlink). oca: see `TrainsLocally`.
         distillation: γ. one_hot_weight, activation_weight: λ1, λ2, of losses scaled as in the official code
-            (`synthesizer/generators.py`).
+            (`synthesizer/generators.py`); features are the classifier's inputs (that code's LeNet-5 has them
+            one layer earlier).
         use_kl: the generator also seeks images on which the local model differs from the teacher: its loss
             less γ·KL. Not in the paper; the official code does so on CIFAR, not on EMNIST.
         generator_lr: Adam. generator_batch: images of a step; the paper names none: the local batch. latent, generator_width: DAFL's.
