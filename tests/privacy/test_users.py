@@ -55,7 +55,9 @@ def oracle(rows: np.ndarray, groups: np.ndarray, users: np.ndarray) -> np.ndarra
         own = np.zeros((GROUPS, WIDTH))
         for i in mine:
             if np.isfinite(rows[i]).all():
-                own[groups[i]] += rows[i].astype(np.float64) / len(mine)
+                u = rows[i].astype(np.float64)
+                u *= min(1.0, 2.0**16 * CLIP / max(np.sqrt((u**2).sum()), 1e-300))
+                own[groups[i]] += u / len(mine)
         norm = np.sqrt((own**2).sum())
         total += own * min(1.0, CLIP / norm) if norm > 0 else 0.0
     return total
@@ -95,6 +97,23 @@ def test_one_user_moves_the_unnoised_sums_by_at_most_the_clip(
         rows[kept], groups[kept], users[kept], piece
     )
     assert float(moved.norm()) <= CLIP * (1 + 1e-9)
+
+
+def test_rows_that_cancel_leave_no_residue_that_goes_by_other_users() -> None:
+    """A server's weights may make rows of 1e30 cancel within a user; the residue goes by where passes cut the user, and so by how many
+    records others have. A user more, of one record, moved the sums by one clip for each other user."""
+    a, b, c = 2.1327155287829078e29, 4.589931303856093e29, -6.722646832639001e29
+    third = 1 / 3
+    assert (a * third + b * third) + c * third == 0
+    assert abs(a * third + (b * third + c * third)) > 1e12
+    users = torch.tensor([u for k in range(20) for u in (2 * k + 1,) * 3 + (2 * k + 2,)])
+    rows = torch.zeros(80, WIDTH)
+    rows[:, 0] = torch.tensor([a, b, c, 0.0] * 20)
+    groups = torch.zeros(81, dtype=torch.int64)
+    without = summed(rows, groups[:80], users, 2)
+    more = torch.cat([torch.zeros(1, dtype=torch.int64), users])
+    moved = summed(torch.cat([torch.zeros(1, WIDTH), rows]), groups, more, 2) - without
+    assert float(moved.norm()) < 1e-6 * CLIP
 
 
 def test_clipping_records_or_groups_apart_is_caught() -> None:
