@@ -13,8 +13,8 @@ With the key, guesses of records could be tested, and a file of hashes says how 
 `private` is readable by its owner alone (0700, its files 0600), and is never published, copied or
 printed.
 
-What is compared is a record's bytes. The same picture prepared otherwise (cropped, scaled) is
-another record here.
+What is compared is an image's bytes, whatever its label. The same picture prepared otherwise
+(cropped, scaled) is another record here.
 """
 
 from __future__ import annotations

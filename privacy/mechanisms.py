@@ -21,7 +21,7 @@ from torch import Tensor
 from fedsynth.privacy.errors import PrivacyError
 from fedsynth.privacy.ledger import Guard
 from fedsynth.privacy.randomness import SecretGenerator, this_process
-from fedsynth.privacy.releases import Release
+from fedsynth.privacy.releases import USER, Release
 
 if TYPE_CHECKING:
     from fedsynth.privacy.units import Sample
@@ -138,6 +138,7 @@ class GaussianSums:
         self._release, self._groups, self._secret = release, groups, secret
         self._width = release.dimension // groups
         self.steps_left = release.steps
+        self._unit = guard.unit
         self._process = this_process()
         self._users = UserSums(groups, self._width, release.sensitivity)
         self._sums: Tensor | None = None
@@ -174,6 +175,10 @@ class GaussianSums:
         ):  # fewer noise coordinates would be shared by broadcasting
             raise PrivacyError(
                 f"charged for rows of {self._width} coordinates, got a tensor of shape {tuple(rows_ND.shape)}"
+            )
+        if self._unit == USER and (sample is None or sample.users is None):
+            raise PrivacyError(
+                "charged for users as the unit: rows come with whose they are, and are clipped by user"
             )
         self._sums = self._sums.to(rows_ND.device)
         if sample is None or sample.users is None or sample.shares is None:

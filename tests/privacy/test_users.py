@@ -19,7 +19,7 @@ from fedsynth.data.registry import dataset_spec
 from fedsynth.methods import method_class
 from fedsynth.models.registry import ModelSettings, build_model
 from fedsynth.privacy import mechanisms
-from fedsynth.privacy.errors import LedgerError, PrivacySettingError
+from fedsynth.privacy.errors import LedgerError, PrivacyError, PrivacySettingError
 from fedsynth.privacy.ledger import Guard, Ledger
 from fedsynth.privacy.mechanisms import GaussianSums, Released
 from fedsynth.privacy.randomness import SecretGenerator
@@ -154,6 +154,16 @@ def test_shares_add_up_to_one_and_records_stay_apart_from_users() -> None:
     np.testing.assert_allclose(sample.shares, [1 / 2] * 2 + [1 / 3] * 3)
     series.release()
     assert len(Units(5)) == 5
+
+
+def test_what_was_charged_for_users_is_not_clipped_by_record() -> None:
+    series = GaussianSums(
+        row(), GROUPS, Guard(Ledger("c"), 1e-5, None, unit=USER), SecretGenerator()
+    )
+    sample = Units(4).sample(series)  # somebody forgot whose they are
+    for given_ in (None, sample):
+        with pytest.raises(PrivacyError, match="clipped by user"):
+            series.add(torch.ones(4, WIDTH), torch.zeros(4, dtype=torch.int64), given_)
 
 
 # ------------------------------------------------------------------------------ through the methods
