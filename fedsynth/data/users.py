@@ -75,13 +75,20 @@ def bounded(part: IntArray, data: ImageData, most: int, seed: int) -> IntArray:
 def user_digests(
     data: ImageData, positions: IntArray, key: bytes, size: int = 16
 ) -> npt.NDArray[np.uint8]:
-    """The keyed hash of whose each of some records is: uint8 [N, size], equal for all records of a user."""
-    users = users_of(data)[np.asarray(positions, np.int64)]
+    """The keyed hash of all that a user has among some records, for each of these: uint8 [N, size], equal for all records of a user.
+
+    It is of the hashes of the user's own records, in no order, and not of the user's number: numbers go by the sorted names of all users,
+    so that a user more would renumber others.
+    """
+    chosen = np.asarray(positions, np.int64)
+    users = users_of(data)[chosen]
+    records = record_digests(data, chosen, key)
+    order = np.argsort(users, kind="stable")
     digests = np.empty((len(users), size), np.uint8)
-    for user in np.unique(users).tolist():
-        name = int(user).to_bytes(8, "little")
-        one = hashlib.blake2b(name, key=key, digest_size=size, person=b"fedsynth user").digest()
-        digests[users == user] = np.frombuffer(one, np.uint8)
+    for mine in np.split(order, np.flatnonzero(np.diff(users[order])) + 1):
+        own = b"".join(sorted(records[one].tobytes() for one in mine))
+        hashed = hashlib.blake2b(own, key=key, digest_size=size, person=b"fedsynth user")
+        digests[mine] = np.frombuffer(hashed.digest(), np.uint8)
     return digests
 
 
