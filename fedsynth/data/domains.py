@@ -72,7 +72,7 @@ def _listed(
             len(parts) != 3
             or parts[0] != spec.domains[domain]
             or ".." in parts
-            or not label.isdigit()
+            or not (label.isascii() and label.isdigit())  # "²" is a digit too, and no number
         ):
             raise DataFilesCorruptError(
                 f"{path}, line {number}: expected '{spec.domains[domain]}/CLASS/FILE NUMBER', got {line[:80]!r}"
