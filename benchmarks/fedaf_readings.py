@@ -29,7 +29,7 @@ OFF: Changes = {"global_weight": 0.0}
 LONG: Changes = {"server_epochs": 500, "server_lr": 1e-3, "iterations": 200}
 READINGS: dict[str, dict[str, tuple[str, int, Changes]]] = {  # row of the table, rounds, what differs
     "rates": {
-        **{f"image rate = {r:g}": ("without LGKM", 5, {"image_lr": r}) for r in (0.2, 1.0, 5.0, 20.0)},
+        **{f"image rate = {r:g}": ("without LGKM", 5, {"image_lr": r}) for r in (0.2, 1.0, 2.0, 5.0)},
         **{f"FedDM, image rate = {r:g}": ("FedDM", 5, {"image_lr": r}) for r in (1.0, 5.0, 20.0)},
     },
     "matching": {
