@@ -27,6 +27,7 @@ from machine import machine
 from fedsynth.cli.memory import keep_large_allocations
 from fedsynth.data.images import ImageData
 from fedsynth.data.load import load_dataset
+from fedsynth.errors import DivergedError
 from fedsynth.evaluation.generated import GENERATOR
 from fedsynth.federation.settings import RunSettings, resolve
 from fedsynth.federation.simulation import simulate
@@ -76,8 +77,7 @@ class Results:
         self, name: str, settings: RunSettings, data: tuple[ImageData, ImageData]
     ) -> dict[str, Any] | None:
         """The run's row, made if need be; None if `only` or the time leaves it to another call."""
-        config = json.dumps(_distinctive(settings), sort_keys=True)
-        key = f"{name} {hashlib.blake2b(config.encode(), digest_size=4).hexdigest()}"
+        key = f"{name} {fingerprint(settings)}"
         lines = self.path.read_text().splitlines() if self.path.exists() else []
         rows: dict[str, dict[str, Any]] = {row["key"]: row for row in map(json.loads, lines)}
         if key in rows or self._only not in name or time.monotonic() > self._end:
@@ -87,6 +87,12 @@ class Results:
             file.write(json.dumps(row) + "\n")
         print(json.dumps(row), file=sys.stderr, flush=True)
         return row
+
+
+def fingerprint(settings: RunSettings) -> str:
+    """Eight hexadecimal digits of the settings that decide a result."""
+    config = json.dumps(_distinctive(settings), sort_keys=True)
+    return hashlib.blake2b(config.encode(), digest_size=4).hexdigest()
 
 
 def _distinctive(settings: RunSettings) -> dict[str, dict[str, Any]]:
@@ -110,7 +116,10 @@ def _distinctive(settings: RunSettings) -> dict[str, dict[str, Any]]:
 
 
 def one_run(settings: RunSettings, data: tuple[ImageData, ImageData]) -> dict[str, Any]:
-    result = simulate(settings, data=data)
+    try:
+        result = simulate(settings, data=data)
+    except DivergedError as error:  # a rate that is too high is an answer, too
+        return {"accuracy": 0.0, "diverged": str(error)}
     curve = [row["test_accuracy"] for row in result.metrics if "test_accuracy" in row]
     domains = {
         key: result.metrics[-1][key]
@@ -134,7 +143,7 @@ def one_run(settings: RunSettings, data: tuple[ImageData, ImageData]) -> dict[st
         "bytes": result.summary["upload_bytes"],
         "curve": curve,
         "floats": result.summary["upload_floats_per_round"],
-        "seconds": result.summary["seconds"],
+        "seconds": round(sum(row["seconds"] for row in result.metrics), 3),
     }
 
 

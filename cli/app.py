@@ -103,8 +103,10 @@ def train(
     dp_sample_rate: given.DpSampleRate = None,
     dp_nominal_size: given.DpNominalSize = None,
     dp_adjacency: given.DpAdjacency = None,
+    dp_unit: given.DpUnit = None,
     dp_four_sums: given.DpFourSums = None,
     dp_ledger: given.DpLedger = None,
+    sign_key: given.SignKey = None,
 ) -> None:
     """Simulate a federation on this machine and leave a run folder.
 
@@ -117,7 +119,7 @@ def train(
         if dry_run:
             _dry_run(sections, as_json)
         else:
-            _run(sections, output, download, as_json)
+            _run(sections, output, download, as_json, sign_key)
 
 
 @app.command()
@@ -184,6 +186,7 @@ def _dry_run(sections: dict[str, dict[str, Any]], as_json: bool) -> None:
     from fedsynth.federation.devices import check_compiler, resolve_device
     from fedsynth.federation.planning import plan_of, private_run
     from fedsynth.federation.settings import resolve
+    from fedsynth.federation.simulation import NO_LATER_EPSILON
 
     settings = resolve(sections)
     device = resolve_device(settings.device)
@@ -196,6 +199,8 @@ def _dry_run(sections: dict[str, dict[str, Any]], as_json: bool) -> None:
         print(
             "no differential privacy: what clients send is not protected (--dp-epsilon protects it)"
         )
+        if settings.ledger is not None:
+            print(f"  the ledgers in {settings.ledger} would say so: {NO_LATER_EPSILON}")
         return
     run = private_run(settings)
     if run.guaranteed:
@@ -223,13 +228,22 @@ def _dry_run(sections: dict[str, dict[str, Any]], as_json: bool) -> None:
         print_plans([plan_of(run, run.privacy.epsilon)])
 
 
-def _run(sections: dict[str, dict[str, Any]], output: Path, download: bool, as_json: bool) -> None:
+def _run(
+    sections: dict[str, dict[str, Any]],
+    output: Path,
+    download: bool,
+    as_json: bool,
+    sign_key: Path | None = None,
+) -> None:
     from fedsynth.cli.memory import keep_large_allocations
     from fedsynth.cli.progress import make_observer, print_summary
+    from fedsynth.cli.report_commands import signer
     from fedsynth.federation.settings import resolve
     from fedsynth.federation.simulation import simulate
+    from fedsynth.privacy.errors import BudgetExceededError
 
     settings = resolve(sections)
+    sign = signer(sign_key, settings.privacy is not None)  # a key that is none: before the run
     keep_large_allocations()
     changed = from_preset(sections)
     first = (
@@ -237,6 +251,10 @@ def _run(sections: dict[str, dict[str, Any]], output: Path, download: bool, as_j
     )
     with make_observer(settings, first) as observer:
         result = simulate(settings, output=output, observer=observer, download=download)
+    if not result.metrics:
+        raise BudgetExceededError(result.deviations[-1])
+    if result.folder is not None:
+        sign(result.folder)
     if as_json:
         print(json.dumps(result.summary, indent=2, allow_nan=False))
     else:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NoReturn
 
 import typer
 from typer.core import TyperGroup
 
-from fedsynth.errors import FedsynthError
+from fedsynth.errors import FedsynthError, OutputError
 from fedsynth.privacy.errors import PrivacyError
 
 # The parser's own errors (an unknown option, text in place of a number). Where they live depends on typer's version.
@@ -36,6 +37,14 @@ def fail(text: str) -> NoReturn:
     """Ends the program with one line."""
     print(f"fedsynth: error: {' '.join(text.split())}", file=sys.stderr)
     sys.exit(2)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a file that the user named."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise OutputError(f"cannot write {path}: {error.strerror}") from None
 
 
 @contextmanager

@@ -154,6 +154,13 @@ DpNominalSize = Annotated[
     float | None, _privacy(help="Public nominal records of a client, for divisors.")
 ]
 DpAdjacency = Annotated[str | None, _privacy(help="add-remove (default), zero-out or replace-one.")]
+DpUnit = Annotated[
+    str | None,
+    _privacy(
+        help="Who is protected: record (one example, default) or user (all examples of a person at a client; "
+        "--dp-nominal-size then counts users)."
+    ),
+]
 DpFourSums = Annotated[
     bool | None,
     _privacy(
@@ -163,7 +170,16 @@ DpFourSums = Annotated[
 DpLedger = Annotated[
     Path | None,
     _privacy(
-        help="Folder of the clients' ledgers, kept over runs; else the simulated data count as public."
+        help="Folder of the clients' ledgers, kept over runs (without privacy a run spends all); "
+        "else each run counts for itself."
+    ),
+]
+
+SignKey = Annotated[
+    Path | None,
+    _privacy(
+        "--sign-key",
+        help="Sign the run folder with this Ed25519 key in PEM (`privacy verify --public-key`).",
     ),
 ]
 
@@ -184,7 +200,7 @@ SETTINGS: dict[str, tuple[str, str]] = {
     **{
         f"dp_{name}": ("privacy", name)
         for name in (
-            "epsilon", "clip", "delta", "max_records", "mechanism", "sample_rate", "nominal_size", "adjacency", "four_sums", "ledger",
+            "epsilon", "clip", "delta", "max_records", "mechanism", "sample_rate", "nominal_size", "adjacency", "unit", "four_sums", "ledger",
         )
     },
 }  # fmt: skip

@@ -1,4 +1,4 @@
-"""`fedsynth privacy …`: planning, reports, verification."""
+"""`fedsynth privacy …`: planning; reports, verification and signatures are `report_commands`'."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fedsynth.cli.errors import one_line_errors
+from fedsynth.cli.errors import one_line_errors, write_text
 from fedsynth.cli.options import sections_of
+from fedsynth.cli.report_commands import report, sign, verify
 from fedsynth.cli.settings_options import with_set_options
 from fedsynth.errors import SettingError
 from fedsynth.privacy.errors import PrivacyError
@@ -23,7 +24,15 @@ PLAN_SETTINGS = {
     **{name: ("partition", name) for name in ("clients", "subset", "local_test")},
     **{
         name: ("privacy", name)
-        for name in ("epsilon", "delta", "max_records", "mechanism", "sample_rate", "adjacency")
+        for name in (
+            "epsilon",
+            "delta",
+            "max_records",
+            "mechanism",
+            "sample_rate",
+            "adjacency",
+            "unit",
+        )
     },
     "dataset": ("data", "dataset"),
     "sigma": ("privacy", "noise_multiplier"),
@@ -37,8 +46,10 @@ PLAN_FLAGS = {
 }
 
 privacy_app = typer.Typer(
-    help="Plan a privacy budget, read and verify privacy reports.", no_args_is_help=True
+    help="Plan a privacy budget; read, verify and sign privacy reports.", no_args_is_help=True
 )
+for command in (report, verify, sign):
+    privacy_app.command()(command)
 
 
 @privacy_app.command()
@@ -84,6 +95,9 @@ def plan(
     ] = None,
     adjacency: Annotated[
         str | None, typer.Option(help="add-remove (default), zero-out or replace-one.")
+    ] = None,
+    unit: Annotated[
+        str | None, typer.Option(help="record (default) or user: --n then counts users.")
     ] = None,
     dataset: Annotated[
         str, typer.Option(help="Whose classes, image size and published number of records.")
@@ -213,64 +227,20 @@ def print_plans(plans: list[Plan]) -> None:
     console.print(by_round)
 
 
-@privacy_app.command()
-def report(
-    run: Annotated[Path, typer.Argument(help="A run folder, or its privacy_report.json.")],
-    form: Annotated[str, typer.Option("--format", help="markdown, json or html.")] = "markdown",
-    output: Annotated[Path | None, typer.Option(help="Write there, and not to the screen.")] = None,
+@privacy_app.command(name="carry-over")
+def carry_over(
+    folder: Annotated[Path, typer.Argument(help="Folder of the ledgers (--dp-ledger).")],
+    client: Annotated[str, typer.Argument(help="The client's name.")],
 ) -> None:
-    """Show a run's privacy budget report."""
-    with one_line_errors():
-        from fedsynth.core.method import check_choice
-        from fedsynth.privacy.report import render_html, render_markdown
-        from fedsynth.privacy.verify import read_report
+    """Say that a client's data set has changed: its ledger goes on with the next run's records.
 
-        check_choice("format", form, ("markdown", "json", "html"))
-        found = read_report(run)
-        render = {"markdown": render_markdown, "html": render_html}
-        text = (
-            json.dumps(found, indent=2, ensure_ascii=False) + "\n"
-            if form == "json"
-            else render[form](found)
-        )
-        if output is None:
-            print(text, end="")
-        else:
-            write_text(output, text)
-
-
-@privacy_app.command()
-def verify(
-    run: Annotated[
-        Path, typer.Argument(metavar="REPORT", help="A run folder, or its privacy_report.json.")
-    ],
-    ledger: Annotated[
-        Path | None,
-        typer.Option(help="Folder of the ledger files (default: ledger/ in the run folder)."),
-    ] = None,
-) -> None:
-    """Compute ε again from the ledger; exit code 1 and the differences if the report says anything else.
-
-    This checks arithmetic and bookkeeping. It does not attest that noise was added.
+    What was spent stays spent: it counts for every record of the client, also for new ones.
     """
     with one_line_errors():
-        from fedsynth.privacy.verify import verify_report
+        from fedsynth.privacy.ledger_folder import LedgerFolder
 
-        found = verify_report(run, ledger)
-        for problem in found.problems:
-            print(f"mismatch: {problem}")
-        if found.problems:
-            raise typer.Exit(1)
+        rows = LedgerFolder(folder).carry_over(client)
         print(
-            "the report's figures follow from its ledger rows (arithmetic only: this does not attest that noise was added)"
+            f"the next run may bring other records of {client}; "
+            f"what its ledger holds (rows: {rows}) counts for all of them"
         )
-        print(found.files)
-
-
-def write_text(path: Path, text: str) -> None:
-    from fedsynth.errors import OutputError
-
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise OutputError(f"cannot write {path}: {error.strerror}") from None

@@ -20,23 +20,25 @@ from fedsynth.federation.simulation import RunResult
 from fedsynth.privacy.report import summary_rows
 from fedsynth.privacy.report_text import up
 
+LONG_PHASE = 1000  # steps
+NO_ACCURACY = {
+    "private": "private: what is measured on them stands in simulation_only",
+    "none": "none, so that there is no accuracy",
+}
+
 
 def accuracies(row: Mapping[str, Any], personal: bool) -> list[tuple[str, str]]:
     """What a round's row, or a run's summary, says of accuracy, as names and values.
 
     Args:
-        personal: clients have models of their own, which their own test splits test; the common model is then not what counts, and comes last.
+        personal: clients have models of their own: their own test splits' figures come first.
     """
     found = []
     if row.get("test_accuracy") is not None:
-        found.append(
-            (
-                "common model's test accuracy" if personal else "test accuracy",
-                f"{100 * row['test_accuracy']:.2f} %",
-            )
-        )
+        found.append(("test accuracy", f"{100 * row['test_accuracy']:.2f} %"))
     for name, one in row.get("models", {}).items():
-        found.append((name.upper(), f"{100 * one['test_accuracy']:.2f} %"))
+        if "test_accuracy" in one:
+            found.append((name.upper(), f"{100 * one['test_accuracy']:.2f} %"))
     if "local" in row:  # not with differential privacy: exact functions of private data
         local = row["local"]
         splits = [
@@ -49,7 +51,7 @@ def accuracies(row: Mapping[str, Any], personal: bool) -> list[tuple[str, str]]:
 
 
 def round_line(row: Mapping[str, Any], settings: RunSettings) -> str:
-    """One round in words."""
+    """One round in words; with differential privacy without what depends on the data: seconds."""
     shown = (
         row
         if settings.privacy is None
@@ -64,18 +66,29 @@ def round_line(row: Mapping[str, Any], settings: RunSettings) -> str:
         parts.append(f"ε {up(row['epsilon'], 3)}")
     if GENERATOR in row:
         parts.append(f"generated: {in_words(row[GENERATOR])}")
-    parts += [f"uploads {row['upload_bytes'] / 1e6:.2f} MB", f"{row['seconds']:.1f} s"]
+    parts.append(f"uploads {row['upload_bytes'] / 1e6:.2f} MB")
+    if settings.privacy is None:
+        parts.append(f"{row['seconds']:.1f} s")
     return " · ".join(parts)
 
 
 class PlainObserver(Observer):
-    """Lines on stderr: each round, and in long rounds a sign of life every 30 seconds."""
+    """Lines on stderr: each round, and in long rounds a sign of life.
+
+    It comes every 30 seconds. With differential privacy time may tell of the data, and a tenth of a
+    long phase brings it.
+    """
 
     def __init__(self, settings: RunSettings, first: str) -> None:
         self._settings, self._first, self._last = settings, first, time.monotonic()
+        self._tenth = 0
 
     def step(self, round: int, phase: str, done: int, total: int) -> None:
-        if time.monotonic() - self._last > 30:
+        before, self._tenth = self._tenth, 10 * done // max(1, total)
+        due = time.monotonic() - self._last > 30
+        if self._settings.privacy is not None:
+            due = total >= LONG_PHASE and 0 < self._tenth != before
+        if due:
             self.note(f"round {round}/{self._settings.rounds} {phase} {done}/{total}")
 
     def note(self, text: str) -> None:
@@ -123,7 +136,7 @@ def make_observer(settings: RunSettings, first: str = "") -> Iterator[Observer]:
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
-        TimeElapsedColumn(),
+        *(() if settings.privacy is not None else (TimeElapsedColumn(),)),
     )
     with Progress(*columns, console=console, transient=True) as progress:
         yield LiveObserver(settings, first, progress)
@@ -136,6 +149,8 @@ def print_summary(result: RunResult) -> None:
     table = Table(title=f"{summary['method']} on {summary['dataset']}", show_header=False)
     for name, value in accuracies(summary, result.settings.method.personal):
         table.add_row(name, value)
+    if "test_data" in summary:
+        table.add_row("test data", NO_ACCURACY[summary["test_data"]])
     if GENERATOR in summary:
         table.add_row("generated", in_words(summary[GENERATOR]))
     table.add_row("rounds", str(summary["rounds"]))
@@ -143,7 +158,10 @@ def print_summary(result: RunResult) -> None:
         "uploaded",
         f"{summary['upload_bytes'] / 1e6:.2f} MB, {summary['upload_floats_per_round']:,} floats a round",
     )
-    table.add_row("time", f"{summary['seconds']:.1f} s on {summary['device']}")
+    if result.privacy is not None:
+        table.add_row("device", summary["device"])
+    else:
+        table.add_row("time", f"{summary['seconds']:.1f} s on {summary['device']}")
     console.print(table)
     if result.privacy is not None:
         budget = Table(title="privacy budget", show_header=False)

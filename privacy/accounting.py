@@ -18,8 +18,10 @@ from typing import Any
 
 from fedsynth.privacy.releases import (
     ADD_REMOVE,
-    ADJACENCIES,
+    RECORD,
+    USER,
     Release,
+    adjacency_words,
     check_adjacency,
     check_delta,
     is_real,
@@ -246,6 +248,7 @@ def describe_accountant(releases: Sequence[Release], adjacency: str = ADD_REMOVE
     """Name, library version, discretisation interval (None: exact) and neighbouring relation, for the report."""
     from importlib.metadata import version
 
+    unit = USER if any(row.unit == USER for row in releases) else RECORD
     merged = merge(releases, adjacency)
     interval = merged.interval if merged else None
     if interval is not None:
@@ -255,4 +258,4 @@ def describe_accountant(releases: Sequence[Release], adjacency: str = ADD_REMOVE
     else:
         how = "exact Gaussian composition (nothing is subsampled)"
     return {"name": ACCOUNTANT, "library": f"dp-accounting {version('dp-accounting')}", "computation": how,
-            "discretisation_interval": interval, "neighbouring_relation": ADJACENCIES[adjacency]}  # fmt: skip
+            "discretisation_interval": interval, "neighbouring_relation": adjacency_words(adjacency, unit)}  # fmt: skip

@@ -22,6 +22,8 @@ from torch import Tensor, nn
 
 from fedsynth.privacy.errors import ForbiddenLayerError
 from fedsynth.privacy.mechanisms import GaussianSums
+from fedsynth.privacy.passes import padded, pass_length
+from fedsynth.privacy.units import Units
 
 Penalty = Callable[[nn.Module], Tensor]
 """(the network in training) -> a scalar whose gradient is added to a step's; it must not see private data."""
@@ -30,7 +32,10 @@ ExampleLoss = Callable[[nn.Module, Tensor, Tensor], Tensor]
 """(network, images [N, C, H, W], labels [N]) -> the loss of each example [N], which depends on that example alone."""
 
 PHYSICAL_BATCH, PHYSICAL_BYTES = 128, 2**30
-"""Per-example gradients held at a time; a memory setting, without influence on what is computed."""
+"""Per-example gradients held at a time, at most."""
+
+PASS_START = 2**18
+"""What a pass costs by itself, in units of a row's parameters (Opacus' hooks and bookkeeping, measured on a CPU for ConvNets)."""
 
 
 @dataclass(frozen=True)
@@ -103,16 +108,20 @@ def dp_sgd(
     settings: DpSgdSettings,
     penalty: Penalty | None = None,
     loss: ExampleLoss | None = None,
+    units: Units | None = None,
 ) -> None:
     """Trains `model` in place for `steps` private steps.
 
     Args:
-        images: normalised images [M, C, H, W] of the records with the given indices [M].
+        images: normalised images [M, C, H, W] of the records with the given indices [M]. (All passes through the network have one public
+            length, `fedsynth.privacy.passes`: they are filled up here.)
         labels_N: labels of all the client's records.
         series: charged for `steps` releases of one group with as many coordinates as the model has parameters.
         penalty: its gradient at the iterate is added to the noisy mean gradient. The iterate is computed from earlier releases, so this is
             post-processing and costs nothing, as long as the penalty depends on released and public values alone.
         loss: of each example, in place of its cross-entropy; clipped as that is. It may look at released models, and at no other example.
+        units: of the client's records; None: each is one. Where users are the units, a user's mean gradient is clipped, and
+            `expected_batch_size` counts users.
     """
     from opacus.grad_sample import GradSampleModule
 
@@ -126,18 +135,18 @@ def dp_sgd(
         weight_decay=settings.weight_decay,
     )
     size = sum(p.numel() for p in parameters)
-    physical = max(
-        1, min(PHYSICAL_BATCH, PHYSICAL_BYTES // (2 * 4 * size))
-    )  # gradients by layer, and joined
+    at_most = min(PHYSICAL_BATCH, PHYSICAL_BYTES // (2 * 4 * size))  # by layer, and joined
+    members = Units(len(labels_N)) if units is None else units
+    length = pass_length(settings.expected_batch_size, PASS_START / size, max(1, at_most))
     try:
         for _ in range(steps):
-            sampled = series.sample(len(labels_N)).to(labels_N.device)
-            for part in sampled.split(physical):
-                if len(part):
-                    rows = _per_example_gradients(
-                        model, parameters, images(part), labels_N[part], loss or cross_entropies
-                    )
-                    series.add(rows, torch.zeros(len(part), dtype=torch.int64, device=rows.device))
+            for sample in members.sample(series).split(length):
+                part = sample.records.to(labels_N.device)
+                x = padded(images(part), length)
+                y = padded(labels_N[part], length)
+                rows = _per_example_gradients(model, parameters, x, y, loss or cross_entropies)
+                one_group = torch.zeros(len(part), dtype=torch.int64, device=rows.device)
+                series.add(rows[: len(part)], one_group, sample)
             mean = series.release()[0] / settings.expected_batch_size
             offset = 0
             for p in parameters:

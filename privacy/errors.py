@@ -23,5 +23,13 @@ class ForbiddenLayerError(PrivacyError):
     """The model has a layer that mixes examples (batch norm), which per-example clipping cannot bound."""
 
 
+class SigningError(PrivacyError):
+    """A run cannot be signed, or a key cannot be used."""
+
+
 class LedgerError(PrivacyError):
     """The ledger cannot be read or written, or belongs to another data set."""
+
+
+class RequestRefusedError(PrivacyError):
+    """A server's message that a private client does not answer: not finite, or beyond the declared norm."""

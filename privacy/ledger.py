@@ -4,6 +4,10 @@ The ledger is a file of JSON lines: a header, then one line a release. It lives 
 since a data set's budget is spent over all runs on it. A row is on the disk before `charge` returns, and noise is drawn
 only afterwards: a crash can charge for a release that never left, but never release what was not charged.
 
+The ledger of a folder that is kept over runs also says whose records it is for: its header holds a
+keyed fingerprint of them (`fedsynth.privacy.ledger_folder`), and lines with an `entry` say where
+they changed.
+
 Each line carries a hash over itself and all lines before it, so that an edit is noticed. This guards against accidents
 and hasty repairs: who owns the file can still rebuild it, or cut whole lines off its end.
 """
@@ -18,6 +22,7 @@ import os
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from io import FileIO
 from pathlib import Path
@@ -25,9 +30,20 @@ from typing import Any
 
 from fedsynth.privacy.accounting import epsilon
 from fedsynth.privacy.errors import BudgetExceededError, LedgerError, PrivacySettingError
-from fedsynth.privacy.releases import ADD_REMOVE, Release, check_adjacency, check_delta
+from fedsynth.privacy.releases import ADD_REMOVE, RECORD, Release, check_adjacency, check_delta
 
-LEDGER_SCHEMA = 1
+LEDGER_SCHEMA = 2
+READABLE = (1, LEDGER_SCHEMA)  # schema 1 had a header and releases, and no fingerprint
+RECORDS, MAY_CHANGE = "records", "carry-over"  # entries that are no release
+
+
+@dataclass(frozen=True)
+class _Facts:
+    """What a ledger's lines say beside its releases."""
+
+    dataset: str = ""
+    records: tuple[str, ...] = ()
+    may_change: bool = False
 
 
 class Ledger:
@@ -39,26 +55,67 @@ class Ledger:
 
     Args:
         client: the client's name; stands in the header, like `dataset`.
-        path: the file; None keeps the ledger in memory (tests, simulations that declare their data public).
-        dataset: an identifier of the data set, so that one data set's budget is not charged to another.
+        path: the file; None keeps the ledger in memory (tests, simulations on published data).
+        dataset: an identifier of the data set, so that one data set's budget is not charged to
+            another; None takes an existing file as it is.
+        records: the fingerprint that the header of a new file gets.
 
     Raises:
         LedgerError: the file cannot be read or written, belongs to another client or data set, has an unknown schema,
             or is damaged. It is never reset or repaired silently.
     """
 
-    def __init__(self, client: str, path: Path | None = None, *, dataset: str = "") -> None:
+    def __init__(
+        self,
+        client: str,
+        path: Path | None = None,
+        *,
+        dataset: str | None = "",
+        records: str | None = None,
+    ) -> None:
         self.client = client
-        self.dataset = dataset
+        self.dataset = dataset or ""
         self.path = None if path is None else Path(path)
         self._rows: list[Release] = []
+        self._facts = _Facts()
         self._size = 0  # bytes of the file that have been read
         self._chain = ""  # hash over those bytes' lines
-        if self.path is not None:
-            if not self.path.exists():
-                self._start(self.path)
-            with self._locked(self.path, writing=False) as file:
-                self._catch_up(file)
+        if self.path is None:
+            return
+        if not self.path.exists():
+            self._start(self.path, records)
+        with self._locked(self.path, writing=False) as file:
+            self._catch_up(file)
+        if dataset is not None:
+            self.check_dataset(dataset)
+        self.dataset = self._facts.dataset
+
+    def check_dataset(self, dataset: str) -> None:
+        """Refuse, where something was spent, another data set or another partition of it."""
+        if self.bound and self._facts.dataset != dataset:
+            raise LedgerError(
+                f"ledger {self.path} belongs to dataset {self._facts.dataset!r}, not {dataset!r} "
+                "(another data set, or another partition of it: seed, clients, alpha): take the "
+                "same again, or another folder, where nothing of this one is counted"
+            )
+
+    @property
+    def records(self) -> tuple[str, ...]:
+        """Fingerprints of the records that the ledger was and is for, the present ones last.
+
+        None where nobody has said.
+        """
+        return self._facts.records
+
+    @property
+    def bound(self) -> bool:
+        """Whether something was spent, and nobody has declared that it counts for others too."""
+        return bool(self._rows) and not self.may_change
+
+    @property
+    def may_change(self) -> bool:
+        """Whether somebody has declared that the next run brings other records of the client."""
+        return self._facts.may_change
 
     @property
     def releases(self) -> tuple[Release, ...]:
@@ -83,17 +140,39 @@ class Ledger:
             self._catch_up(file)
             if guard is not None:
                 guard.refuse_beyond(self._rows, [release])
-            line, chain = _encode(release.to_json(), self._chain)
-            try:
-                if file.write(line) != len(line):
-                    raise OSError("the disk took only part of the line")
-                os.fsync(file.fileno())
-            except OSError as error:
-                raise LedgerError(f"cannot write to ledger {self.path}: {error}") from error
-            self._size, self._chain = self._size + len(line), chain
-            self._rows.append(release)
+            self._append(file, release.to_json())
 
-    def _start(self, path: Path) -> None:
+    def carry_over(self) -> None:
+        """Declare that the next run may bring other records of this client.
+
+        What was spent counts for them too.
+        """
+        self._note({"entry": MAY_CHANGE})
+
+    def take_records(self, records: str, dataset: str) -> None:
+        """From here on the ledger is for the records with this fingerprint, of this data set."""
+        self._note({"entry": RECORDS, "records": records, "dataset": dataset})
+        self.dataset = dataset
+
+    def _note(self, entry: dict[str, Any]) -> None:
+        if self.path is None:
+            raise LedgerError("a ledger in memory is for the records of one run")
+        with self._locked(self.path) as file:
+            self._catch_up(file)
+            self._append(file, entry)
+
+    def _append(self, file: FileIO, entry: dict[str, Any]) -> None:
+        """Write a line and make it durable; the file must be locked and caught up with."""
+        line, _ = _encode(entry, self._chain)
+        try:
+            if file.write(line) != len(line):
+                raise OSError("the disk took only part of the line")
+            os.fsync(file.fileno())
+        except OSError as error:
+            raise LedgerError(f"cannot write to ledger {self.path}: {error}") from error
+        self._catch_up(file)
+
+    def _start(self, path: Path, records: str | None) -> None:
         """Make the file with its header in one step: nobody ever sees it empty, so an empty file means damage."""
         created = datetime.now(UTC).isoformat(timespec="seconds")
         header = {
@@ -102,6 +181,8 @@ class Ledger:
             "dataset": self.dataset,
             "created": created,
         }
+        if records is not None:
+            header["records"] = records
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.") as file:
@@ -145,28 +226,37 @@ class Ledger:
                 f"the last line of ledger {self.path} is torn: a release may have been under way; look at it by hand"
             )
         # Kept aside until all is read, so that an error leaves this object as it was.
-        chain, rows, lines = self._chain, list(self._rows), data.splitlines()
-        for line in lines:
+        chain, rows, facts, lines = self._chain, list(self._rows), self._facts, data.splitlines()
+        for number, line in enumerate(lines):
             entry, chain = self._decode(line, chain)
-            if self._size == 0 and line is lines[0]:
-                self._check_header(entry)
+            if self._size == 0 and number == 0:
+                facts = self._header(entry)
+            elif "entry" in entry:
+                facts = self._with(facts, entry)
             else:
                 rows.append(self._row(entry, len(rows) + 2))
-        self._chain, self._rows, self._size = chain, rows, self._size + len(data)
+        self._chain, self._rows, self._facts = chain, rows, facts
+        self._size += len(data)
 
-    def _check_header(self, header: dict[str, Any]) -> None:
-        if header.get("fedsynth_ledger") != LEDGER_SCHEMA:
+    def _header(self, header: dict[str, Any]) -> _Facts:
+        dataset = header.get("dataset")
+        if header.get("fedsynth_ledger") not in READABLE or not isinstance(dataset, str):
             raise LedgerError(f"{self.path} is no fedsynth ledger of schema {LEDGER_SCHEMA}")
-        for key, own in (("client", self.client), ("dataset", self.dataset)):
-            if header.get(key) != own:
-                why = (
-                    " (another data set, or another partition of it: seed, clients, alpha)"
-                    if key == "dataset"
-                    else ""
-                )
-                raise LedgerError(
-                    f"ledger {self.path} belongs to {key} {header.get(key)!r}, not {own!r}{why}"
-                )
+        if header.get("client") != self.client:
+            raise LedgerError(
+                f"ledger {self.path} belongs to client {header.get('client')!r}, not "
+                f"{self.client!r}"
+            )
+        records = (str(header["records"]),) if "records" in header else ()
+        return _Facts(dataset, records)
+
+    def _with(self, facts: _Facts, entry: dict[str, Any]) -> _Facts:
+        """What is known after a line that is no release."""
+        if entry["entry"] == MAY_CHANGE:
+            return replace(facts, may_change=True)
+        if entry["entry"] == RECORDS and {"records", "dataset"} <= entry.keys():
+            return _Facts(str(entry["dataset"]), (*facts.records, str(entry["records"])))
+        raise LedgerError(f"ledger {self.path} has an entry that this fedsynth does not know")
 
     def _row(self, entry: dict[str, Any], number: int) -> Release:
         try:
@@ -200,8 +290,26 @@ def read_ledger(path: Path) -> Ledger:
     """
     try:
         header = json.loads(path.read_bytes().split(b"\n", 1)[0])
-        return Ledger(str(header["client"]), path, dataset=str(header["dataset"]))
-    except (OSError, ValueError, TypeError, KeyError) as error:
+        return Ledger(str(header["client"]), path, dataset=None)
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+        raise LedgerError(f"{path} is not a fedsynth ledger: {error}") from None
+
+
+def chain_hashes(path: Path) -> list[str]:
+    """The chain hash on the header's line, and on each release's, of a ledger file that
+    `read_ledger` accepts.
+
+    Lines are only ever appended, so the hash on the n-th release's line names the first n, whatever
+    has been added since.
+
+    Raises:
+        LedgerError: the file cannot be read.
+    """
+    try:
+        lines = [json.loads(line) for line in path.read_bytes().splitlines()]
+        rows = [line for line in lines[1:] if "quantity" in line]  # a line may be no release
+        return [str(line["chain"]) for line in (*lines[:1], *rows)]
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         raise LedgerError(f"{path} is not a fedsynth ledger: {error}") from None
 
 
@@ -212,10 +320,22 @@ def _encode(entry: dict[str, Any], chain: str) -> tuple[bytes, str]:
 
 
 class Guard:
-    """Refuses, before it happens, a release with which ε at `delta` would exceed `cap` (None: no cap)."""
+    """Refuses, before it happens, a release with which ε at `delta` would exceed `cap` (None: no cap).
+
+    It also knows the unit that is protected, which it writes into every row.
+
+    Raises:
+        PrivacySettingError: δ, the cap or the adjacency is out of range.
+        LedgerError: the ledger holds releases of another unit.
+    """
 
     def __init__(
-        self, ledger: Ledger, delta: float, cap: float | None, adjacency: str = ADD_REMOVE
+        self,
+        ledger: Ledger,
+        delta: float,
+        cap: float | None,
+        adjacency: str = ADD_REMOVE,
+        unit: str = RECORD,
     ) -> None:
         check_delta(delta, None)
         check_adjacency(adjacency)
@@ -227,6 +347,8 @@ class Guard:
         self.delta = delta
         self.cap = cap
         self.adjacency = adjacency
+        self.unit = unit
+        self._refuse_other_units(ledger.releases)
 
     def check(self, planned: Sequence[Release]) -> None:
         """Raise BudgetExceededError if `planned`, on top of the ledger, exceeds the cap. Charges nothing."""
@@ -234,10 +356,11 @@ class Guard:
 
     def charge(self, release: Release) -> None:
         """Check and charge in one step (under one lock, where the ledger is a file)."""
-        self.ledger.charge_within(release, self)
+        self.ledger.charge_within(replace(release, unit=self.unit), self)
 
     def refuse_beyond(self, rows: Sequence[Release], planned: Sequence[Release]) -> None:
         """`check`, against `rows` in place of the ledger's own."""
+        self._refuse_other_units(rows)
         if self.cap is None:
             return
         after = epsilon([*rows, *planned], self.delta, self.adjacency)
@@ -246,4 +369,14 @@ class Guard:
             raise BudgetExceededError(
                 f"client {self.ledger.client!r}: epsilon is {now:.4g} now and would be {after:.4g} with the planned "
                 f"release, above the cap {self.cap:.4g} (delta {self.delta:g})"
+            )
+
+    def _refuse_other_units(self, rows: Sequence[Release]) -> None:
+        """A clip bounds one record's influence or one user's: rows of both do not compose into one ε."""
+        protecting = (row.unit for row in rows if row.unaccounted is None)
+        other = next((unit for unit in protecting if unit != self.unit), None)
+        if other is not None:
+            raise LedgerError(
+                f"the ledger of client {self.ledger.client!r} holds releases that protect a {other}, and this run would protect "
+                f"a {self.unit}: their costs do not add up; protect the same unit (--dp-unit {other})"
             )

@@ -13,15 +13,18 @@ then gives out exactly as many releases as were charged.
 
 from __future__ import annotations
 
-from typing import NewType
+from typing import TYPE_CHECKING, NewType
 
 import torch
 from torch import Tensor
 
 from fedsynth.privacy.errors import PrivacyError
 from fedsynth.privacy.ledger import Guard
-from fedsynth.privacy.randomness import SecretGenerator
+from fedsynth.privacy.randomness import SecretGenerator, this_process
 from fedsynth.privacy.releases import Release
+
+if TYPE_CHECKING:
+    from fedsynth.privacy.units import Sample
 
 Released = NewType("Released", Tensor)
 """A tensor that went through a charged mechanism: safe to optimise on, cache or upload."""
@@ -31,15 +34,20 @@ CPU_BLOCK, GPU_BLOCK = 2**20, 2**26
 """Coordinates that are held as float64 at a time: on a CPU, what stays in the cache."""
 
 
+def finite_rows(rows_ND: Tensor) -> Tensor:
+    """Rows as float64; a row with a NaN or infinity becomes zero."""
+    rows = rows_ND.to(torch.float64)
+    norms = torch.linalg.vector_norm(rows, dim=1, keepdim=True)  # as bad as the worst coordinate
+    return torch.where(torch.isfinite(norms), rows, 0.0)
+
+
 def clip_rows(rows_ND: Tensor, clip: float) -> Tensor:
     """Rows scaled to L2 norm at most `clip`, as float64; a row with a NaN or infinity becomes zero, before clipping.
 
     float64 because the bound must hold for what is summed, not only for what was meant: bf16 sums were seen to break it by 7 %.
     """
     rows = rows_ND.to(torch.float64)
-    norms = torch.linalg.vector_norm(
-        rows, dim=1, keepdim=True
-    )  # not finite if any coordinate is not
+    norms = torch.linalg.vector_norm(rows, dim=1, keepdim=True)  # as bad as the worst coordinate
     rows = torch.where(torch.isfinite(norms), rows, 0.0)
     clipped: Tensor = rows * (clip / norms.clamp_min(clip).nan_to_num(clip))
     return clipped
@@ -59,6 +67,50 @@ def clipped_sums(rows_ND: Tensor, groups_N: Tensor, groups: int, clip: float) ->
     return sums
 
 
+class UserSums:
+    """Means by user and group, clipped with all groups of a user together; rows may come in pieces that cut a user in two.
+
+    Args:
+        groups, width: the shape [groups, width] of a user's contribution. clip: L2 bound of it.
+    """
+
+    def __init__(self, groups: int, width: int, clip: float) -> None:
+        self._groups = groups
+        self._width = width
+        self._clip = clip
+        self._open: tuple[int, Tensor] | None = None
+
+    def add(
+        self, rows_ND: Tensor, groups_N: Tensor, users_N: Tensor, shares_N: Tensor, sums: Tensor
+    ) -> None:
+        """Adds to `sums` [groups, width] in place. Users are numbered upwards, and on the CPU; the last one stays open."""
+        block = GPU_BLOCK if rows_ND.is_cuda else CPU_BLOCK
+        at_once = max(1, block // (self._groups * self._width))
+        for rows, group, user, share in zip(
+            rows_ND.split(at_once),
+            groups_N.split(at_once),
+            users_N.split(at_once),
+            shares_N.split(at_once),
+            strict=True,
+        ):
+            numbers, where = user.unique_consecutive(return_inverse=True)
+            table = sums.new_zeros(len(numbers), self._groups, self._width)
+            parts = finite_rows(rows) * share.to(rows.device)[:, None]
+            table.index_put_((where.to(rows.device), group), parts, accumulate=True)
+            if self._open is not None and self._open[0] == int(numbers[0]):
+                table[0] += self._open[1]
+            else:
+                self.close(sums)
+            sums += clip_rows(table[:-1].flatten(1), self._clip).sum(dim=0).view_as(sums)
+            self._open = (int(numbers[-1]), table[-1].clone())
+
+    def close(self, sums: Tensor) -> None:
+        """Adds the user whose records may have gone on."""
+        if self._open is not None:
+            sums += clip_rows(self._open[1].flatten()[None], self._clip).view_as(sums)
+        self._open = None
+
+
 class GaussianSums:
     """A charged series of noisy clipped sums on one client's data set.
 
@@ -71,7 +123,8 @@ class GaussianSums:
 
     Raises:
         BudgetExceededError: the series would exceed the client's cap; nothing was charged and nothing drawn.
-        PrivacyError: dimensions that do not fit, more steps than charged, or steps out of order.
+        PrivacyError: dimensions that do not fit, more steps than charged, steps out of order, or a use
+            in a forked process.
     """
 
     def __init__(
@@ -85,10 +138,18 @@ class GaussianSums:
         self._release, self._groups, self._secret = release, groups, secret
         self._width = release.dimension // groups
         self.steps_left = release.steps
+        self._process = this_process()
+        self._users = UserSums(groups, self._width, release.sensitivity)
         self._sums: Tensor | None = None
 
-    def sample(self, records: int) -> Tensor:
-        """Starts a step; indices (int64) of the records in its Poisson sample, possibly none."""
+    @property
+    def sample_rate(self) -> float:
+        """q, as charged."""
+        return self._release.sample_rate
+
+    def sample(self, units: int) -> Tensor:
+        """Starts a step; indices (int64) of the records (or users) in its Poisson sample, possibly none."""
+        self._refuse_forks()
         if self._sums is not None:
             raise PrivacyError(
                 "a step of this series is still open: release it before the next sample is drawn"
@@ -96,10 +157,16 @@ class GaussianSums:
         if self.steps_left == 0:
             raise PrivacyError(f"all {self._release.steps} charged steps of this series are used")
         self._sums = torch.zeros(self._groups, self._width, dtype=torch.float64)
-        return self._secret.poisson_sample(records, self._release.sample_rate)
+        return self._secret.poisson_sample(units, self._release.sample_rate)
 
-    def add(self, rows_ND: Tensor, groups_N: Tensor) -> None:
-        """Adds sampled records' vectors [N, D], clipped, to the sums of their groups [N] (int64)."""
+    def add(self, rows_ND: Tensor, groups_N: Tensor, sample: Sample | None = None) -> None:
+        """Adds sampled records' vectors [N, D] to the sums of their groups [N] (int64).
+
+        Args:
+            sample: which part of the step's sample these rows are. Where users are the units, a user's
+                rows are averaged, group by group, and clipped with all groups together; else (and with
+                None) each row is clipped by itself.
+        """
         if self._sums is None:
             raise PrivacyError("no step is open: records must be sampled before they are summed")
         if (
@@ -108,18 +175,30 @@ class GaussianSums:
             raise PrivacyError(
                 f"charged for rows of {self._width} coordinates, got a tensor of shape {tuple(rows_ND.shape)}"
             )
-        sums = clipped_sums(rows_ND.detach(), groups_N, self._groups, self._release.sensitivity)
-        self._sums = self._sums.to(sums.device) + sums
+        self._sums = self._sums.to(rows_ND.device)
+        if sample is None or sample.users is None or sample.shares is None:
+            clip = self._release.sensitivity
+            self._sums += clipped_sums(rows_ND.detach(), groups_N, self._groups, clip)
+        else:
+            self._users.add(rows_ND.detach(), groups_N, sample.users, sample.shares, self._sums)
 
     def release(self) -> Released:
         """Ends the step: [groups, D] float32 sums with fresh noise on every group, also for an empty sample.
 
         The noise is added in float64: rounding afterwards is post-processing, rounding before it would not be.
         """
+        self._refuse_forks()
         if self._sums is None:
             raise PrivacyError("no step is open: nothing to release")
+        self._users.close(self._sums)
         sums, self._sums = self._sums, None
         self.steps_left -= 1
         deviation = self._release.noise_multiplier * self._release.sensitivity
         noise = self._secret.normal((self._groups, self._width), deviation, sums.device)
         return Released((sums + noise).to(torch.float32))
+
+    def _refuse_forks(self) -> None:
+        if self._process != this_process():
+            raise PrivacyError(
+                "this series was charged by another process: after a fork both would release what was charged once"
+            )

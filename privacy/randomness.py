@@ -5,11 +5,16 @@ class that a client lacks is released as pure noise, so such a seed could be fou
 therefore come from `secrets`, are never derived from the run's seed, and are never logged or saved: a generator refuses to be
 pickled or copied.
 
+A forked process would go on with a copy of its parent's generator and repeat its noise, so a generator
+takes a new key in every process that it is used in. What copies a whole machine (a snapshot that is
+started twice, a checkpoint of the process) cannot be seen from inside: docs/privacy.md says what to do.
+
 Tests may pass their own generator; `is_secret` is then False, and reports made with it say "not private".
 """
 
 from __future__ import annotations
 
+import os
 import secrets
 from typing import NoReturn
 
@@ -21,6 +26,27 @@ DESCRIPTION = (
     "noise and sampling masks: NumPy Generator over randomgen's ChaCha (20 rounds), a 256-bit key for each client from the "
     "operating system, never derived from the run's seed, logged or saved"
 )
+
+_forks = [0]  # forks between the program's start and this process: process numbers alone come back
+
+
+def _after_fork() -> None:
+    _forks[0] += 1
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+def this_process() -> tuple[int, int]:
+    """What no other process has, its forks included."""
+    return os.getpid(), _forks[0]
+
+
+def _fresh_generator() -> np.random.Generator:
+    from randomgen import ChaCha
+
+    key = np.frombuffer(secrets.token_bytes(32), dtype=np.uint64)
+    return np.random.Generator(ChaCha(key=key, rounds=20))
 
 
 class SecretGenerator:
@@ -35,23 +61,27 @@ class SecretGenerator:
     def __init__(
         self, *, four_sums: bool = False, test_only: np.random.Generator | None = None
     ) -> None:
-        self.is_secret, self.four_sums = test_only is None, four_sums
-        if test_only is not None:
-            self._generator = test_only
-            return
-        from randomgen import ChaCha
+        self.is_secret = test_only is None
+        self.four_sums = four_sums
+        self._process = this_process()
+        self._generator = _fresh_generator() if test_only is None else test_only
 
-        key = np.frombuffer(secrets.token_bytes(32), dtype=np.uint64)
-        self._generator = np.random.Generator(ChaCha(key=key, rounds=20))
+    def _own(self) -> np.random.Generator:
+        """The generator of this process; test-only ones are left as they are."""
+        if self.is_secret and self._process != this_process():
+            self._process = this_process()
+            self._generator = _fresh_generator()
+        return self._generator
 
     def normal(
         self, shape: tuple[int, ...], standard_deviation: float, device: torch.device | str = "cpu"
     ) -> Tensor:
         """Independent N(0, standard_deviation²), float64, drawn on the CPU and then moved."""
-        noise = self._generator.standard_normal(shape)
+        generator = self._own()
+        noise = generator.standard_normal(shape)
         if self.four_sums:
             for _ in range(3):
-                noise += self._generator.standard_normal(shape)
+                noise += generator.standard_normal(shape)
             noise /= 2
         noise *= standard_deviation
         return torch.from_numpy(noise).to(device)
@@ -61,7 +91,7 @@ class SecretGenerator:
 
         At rate 1 every record is in the sample, exactly.
         """
-        return torch.from_numpy(np.flatnonzero(self._generator.random(records) < sample_rate))
+        return torch.from_numpy(np.flatnonzero(self._own().random(records) < sample_rate))
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(

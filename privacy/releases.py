@@ -17,7 +17,18 @@ ADJACENCIES = {
     "another's or the same, so all classes together move by at most twice the clip",
 }
 """Adjacency: its words for the report. Zero-out costs what add-remove costs; replace-one doubles every sensitivity."""
+USER_ADJACENCIES = {
+    "add-remove": "add or remove one user with all their examples (dp-accounting ADD_OR_REMOVE_ONE)",
+    "zero-out": "replace all examples of one user by null records that contribute nothing (dp-accounting REPLACE_SPECIAL): how many users "
+    "a client has is then public",
+    "replace-one": "replace all examples of one user by any others (dp-accounting REPLACE_ONE): all classes together move by at most twice "
+    "the clip",
+}
 ADD_REMOVE = "add-remove"
+RECORD = "record"
+USER = "user"
+UNITS = (RECORD, USER)
+"""Who is added or removed under adjacency: one example, or one user with all examples of theirs."""
 SAMPLERS = ("poisson", "full")
 
 
@@ -33,6 +44,7 @@ class Release:
         sampler: "poisson" | "full"; fixed-size batches have no valid accounting under add/remove and are refused.
         steps: number of uses. dimension: coordinates released at each step.
         unaccounted: the reason, where no guarantee holds for this row; it makes ε infinite.
+        unit: one of `UNITS`: whose influence `sensitivity` bounds, and whom `sample_rate` samples.
 
     Raises:
         PrivacySettingError: a value outside its range.
@@ -49,6 +61,7 @@ class Release:
     steps: int
     dimension: int
     unaccounted: str | None = None
+    unit: str = RECORD
 
     def __post_init__(self) -> None:
         for name, least in (("round", 0), ("steps", 1), ("dimension", 1)):
@@ -58,14 +71,16 @@ class Release:
                 f"{name} must be a whole number of at least {least}",
                 value,
             )
+        require(self.unit in UNITS, f"the unit must be one of {', '.join(UNITS)}", self.unit)
         for name in ("quantity", "mechanism", "clipped"):
             require(
                 isinstance(getattr(self, name), str), f"{name} must be text", getattr(self, name)
             )
+        reason = self.unaccounted
         require(
-            self.unaccounted is None or bool(self.unaccounted),
+            reason is None or (isinstance(reason, str) and bool(reason)),
             "unaccounted must give a reason or be None",
-            "",
+            reason,
         )
         σ, clip, q = self.noise_multiplier, self.sensitivity, self.sample_rate
         require(
@@ -93,7 +108,7 @@ class Release:
     def from_json(cls, row: Mapping[str, Any]) -> Release:
         """Rebuild a row. Raises PrivacySettingError on missing or unknown fields and on values out of range."""
         names = {f.name for f in fields(cls)}
-        if not names - {"unaccounted"} <= set(row) <= names:
+        if not names - {"unaccounted", "unit"} <= set(row) <= names:
             raise PrivacySettingError(
                 f"a ledger row must have exactly the fields {sorted(names)}, got {sorted(row)}"
             )
@@ -101,12 +116,23 @@ class Release:
 
 
 def is_real(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    """Whether it is a number that a float can hold, and no truth value."""
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # a whole number of more than 308 digits
+        return False
 
 
 def require(ok: bool, rule: str, value: object) -> None:
     if not ok:
         raise PrivacySettingError(f"{rule}, got {value!r}")
+
+
+def adjacency_words(adjacency: str, unit: str) -> str:
+    """Which data sets are neighbours, as the report says it."""
+    return (USER_ADJACENCIES if unit == USER else ADJACENCIES)[adjacency]
 
 
 def check_adjacency(adjacency: str) -> None:

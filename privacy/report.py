@@ -17,7 +17,14 @@ from typing import Any
 from fedsynth.privacy import report_sections as sections
 from fedsynth.privacy.errors import PrivacyError, PrivacySettingError
 from fedsynth.privacy.ledger import Ledger
-from fedsynth.privacy.releases import ADD_REMOVE, ADJACENCIES, check_adjacency, check_delta
+from fedsynth.privacy.releases import (
+    ADD_REMOVE,
+    RECORD,
+    USER,
+    adjacency_words,
+    check_adjacency,
+    check_delta,
+)
 from fedsynth.privacy.report_html import render_html
 from fedsynth.privacy.report_text import render_markdown, summary_rows
 
@@ -31,10 +38,19 @@ __all__ = [
     "write_report",
 ]
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
+ABANDONED = (
+    "This run did not finish: the report was built from what it left. Every charged release "
+    "counts, whether or not it left the "
+    "client; a run that is still going spends more."
+)
 ACCESS_STATUSES = ("accounted", "public", "simulation-only", "unaccounted")
 FORMAL = "formal differential privacy, under the assumptions below"
 NO_GUARANTEE = "no differential privacy guarantee"
+_HELD_BY_ONE = {
+    RECORD: "the partition is fixed, and each example is held by one client",
+    USER: "the partition is fixed, all examples of a user are held by one client, and the data say rightly whose each is",
+}
 NOT_PRIVATE = "not private: a test-only source of randomness was used"
 
 
@@ -48,12 +64,19 @@ class ReportContext:
         public_items: item → its value, or why it is public.
         no_guarantee: reasons; if there is any, the report states no ε.
         deviations: lost clients, resumed rounds and the like. randomness: where noise and masks came from.
-        fresh_ledger: the simulation declared its data public and began with an empty ledger.
+        fresh_ledger: the run began with an empty ledger; no_ledger: why it may, as half a sentence
+            ("digits is a published data set").
         published: rows that set a paper's printed figure beside ours, all with the same keys.
         accesses: (what touched private data, "accounted" | "public" | "simulation-only" | "unaccounted", note).
-        adjacency: one of `releases.ADJACENCIES`.
+        adjacency: one of `releases.ADJACENCIES`. unit: one of `releases.UNITS`; user_records: the bound on a user's, None without one.
         test_only_randomness: noise or masks were injected; the verdict is then "not private".
         provenance: config hash, versions.
+        noise_multiplier: the run's σ, of which each release's is a fixed multiple; None where there
+            is no such thing.
+        data_set: the data set's public specification, for what is rebuilt from it (`DatasetSpec` as
+            a mapping).
+        rows_before: client → rows that its ledger held when the run began; 0 where it is not named.
+        abandoned: the run did not finish: the report was built afterwards, from what it left.
 
     Raises:
         PrivacySettingError: δ out of range, or an unknown access status.
@@ -70,12 +93,19 @@ class ReportContext:
     no_guarantee: tuple[str, ...] = ()
     deviations: tuple[str, ...] = ()
     fresh_ledger: bool = True
+    no_ledger: str = ""
     randomness: str = "not stated"
     published: tuple[Mapping[str, str], ...] = ()
     accesses: tuple[tuple[str, str, str], ...] = ()
     adjacency: str = ADD_REMOVE
+    unit: str = RECORD
+    user_records: int | None = None
     test_only_randomness: bool = False
     provenance: Mapping[str, str] = field(default_factory=dict)
+    noise_multiplier: float | None = None
+    data_set: Mapping[str, Any] = field(default_factory=dict)
+    rows_before: Mapping[str, int] = field(default_factory=dict)
+    abandoned: bool = False
 
     def __post_init__(self) -> None:
         check_delta(self.delta, self.max_records)
@@ -96,6 +126,13 @@ def build_report(context: ReportContext, ledgers: Mapping[str, Ledger]) -> dict[
         PrivacySettingError: a guarantee is claimed without any ledger.
     """
     rows = {name: ledger.releases for name, ledger in ledgers.items()}
+    heads = {
+        name: {
+            **sections.ledger_head(ledgers[name], len(some)),
+            "rows_before": context.rows_before.get(name, 0),
+        }
+        for name, some in rows.items()
+    }
     reasons = [*context.no_guarantee, *sections.reasons_in_ledgers(rows)]
     reasons += [
         f"{what}: {note}" for what, status, note in context.accesses if status == "unaccounted"
@@ -111,11 +148,13 @@ def build_report(context: ReportContext, ledgers: Mapping[str, Ledger]) -> dict[
         "verdict": _verdict(context, reasons, spent),
         "method": context.method,
         "mechanism": context.mechanism,
+        "noise_multiplier": context.noise_multiplier,
         "guarantee": promise,
-        "unit": protected_unit(private),
-        "adjacency": ADJACENCIES[context.adjacency],
+        "unit": protected_unit(private, context.unit, context.user_records),
+        "adjacency": adjacency_words(context.adjacency, context.unit),
         "max_records": context.max_records,
-        "trust_model": _trust_model(private),
+        "data_set": json.loads(json.dumps(dict(context.data_set))),  # lists in place of tuples
+        "trust_model": _trust_model(private, context.unit),
         "public_items": dict(context.public_items),
         "scope": [
             {"access": what, "status": status, "note": note}
@@ -123,6 +162,7 @@ def build_report(context: ReportContext, ledgers: Mapping[str, Ledger]) -> dict[
         ],
         "ledger": sections.folded_ledger(rows),
         "ledger_kept": not context.fresh_ledger,
+        "ledger_heads": heads,
         "accountant": sections.accountant(rows, worst, context.delta, context.adjacency),
         "budget": None
         if spent is None
@@ -131,14 +171,24 @@ def build_report(context: ReportContext, ledgers: Mapping[str, Ledger]) -> dict[
         ),
         "published": [dict(row) for row in context.published] if private else [],
         "randomness": context.randomness,
-        "deviations": list(context.deviations),
+        "deviations": [*_abandoned(context), *context.deviations],
         "not_covered": _not_covered(),
         "audit": "not run (and an audit can find a fault, but cannot prove privacy)",
         "provenance": dict(context.provenance),
     }
 
 
+def _abandoned(context: ReportContext) -> list[str]:
+    if not context.abandoned:
+        return []
+    return [
+        f"abandoned after {context.rounds_done} of {context.planned_rounds} rounds; what was "
+        "charged for a round under way is counted"
+    ]
+
+
 def _verdict(context: ReportContext, reasons: list[str], spent: float | None) -> dict[str, Any]:
+    abandoned = [ABANDONED] if context.abandoned else []
     if spent is None:
         text = NO_GUARANTEE if reasons else NOT_PRIVATE
         if context.test_only_randomness:
@@ -151,9 +201,9 @@ def _verdict(context: ReportContext, reasons: list[str], spent: float | None) ->
             "formal": False,
             "reasons": reasons,
             "assumptions": [],
-            "warnings": [],
+            "warnings": abandoned,
         }
-    warnings = sections.weakness(spent)
+    warnings = [*abandoned, *sections.weakness(spent)]
     if context.max_records is None:
         warnings.append(
             "No public bound on the number of records was declared, so delta was not checked against it."
@@ -161,7 +211,7 @@ def _verdict(context: ReportContext, reasons: list[str], spent: float | None) ->
     assumptions = [
         "the code that ran is this code, and it drew the noise and the sampling masks that the ledger lists",
         "every item under 'public' was fixed before the private data were read",
-        "the partition is fixed, and each example is held by one client",
+        _HELD_BY_ONE[context.unit],
         "all else that leaves a client is computed from the accounted releases and public items alone",
         "Gaussian noise in floating point stands for the exact one; attacks on its low-order bits are not ruled out",
     ]
@@ -170,8 +220,9 @@ def _verdict(context: ReportContext, reasons: list[str], spent: float | None) ->
             f"all clients together hold at most {context.max_records} records, the declared bound"
         )
     if context.fresh_ledger:
+        because = f", since {context.no_ledger}" if context.no_ledger else ""
         assumptions.append(
-            "no ledger was kept over runs (--dp-ledger), which declares the simulated data public: this run began with an empty "
+            f"no ledger was kept over runs (--dp-ledger){because}: this run began with an empty "
             "ledger, and earlier and later runs on the same data are not counted"
         )
     else:
@@ -188,23 +239,38 @@ def _verdict(context: ReportContext, reasons: list[str], spent: float | None) ->
     }
 
 
-def protected_unit(private: bool) -> dict[str, str]:
-    """Who is protected, and who is not."""
+def protected_unit(private: bool, unit: str, user_records: int | None) -> dict[str, str]:
+    """Who is protected, and who is not; `one` and `several` name the unit."""
     if not private:
         return {
+            "one": "nobody",
+            "several": "examples",
             "protects": "nothing that could be proved",
             "does_not_protect": "examples, persons or clients",
         }
+    if unit == USER:
+        bound = f"at most {user_records}, by a public choice" if user_records else "any number"
+        return {
+            "one": "one user of one client",
+            "several": "users",
+            "protects": "ONE USER OF ONE CLIENT (all examples of theirs there together)",
+            "does_not_protect": "a person with examples at several clients, or under several user ids; a client as a whole",
+            "records_per_user": f"{bound}; a user contributes the mean of their examples' vectors, clipped as one",
+            "group_privacy": "j users together have the weaker guarantee of a group of j, which grows at least about j-fold; "
+            "see 'groups' for what could be computed",
+        }
     return {
+        "one": "one example of one client",
+        "several": "examples",
         "protects": "ONE EXAMPLE OF ONE CLIENT (example level only)",
         "does_not_protect": "a person with several examples, or with examples at several clients; a client as a whole",
-        "records_per_user": "no bound was declared or enforced",
+        "records_per_user": "no bound was declared or enforced (--dp-unit user protects all examples of a person)",
         "group_privacy": "a person with j examples has the weaker guarantee of a group of j, which grows at least about "
         "j-fold; see 'groups' for what could be computed",
     }
 
 
-def _trust_model(private: bool) -> dict[str, str]:
+def _trust_model(private: bool, unit: str) -> dict[str, str]:
     model = {
         "trusted": "each client trusts its own machine and this software, and nobody else",
         "adversary": "the server, the other clients and everybody else; they know all settings and code, every other "
@@ -213,7 +279,8 @@ def _trust_model(private: bool) -> dict[str, str]:
         "client_sampling": "no amplification is claimed",
     }
     if private:
-        model["federation"] = "epsilon is the worst client's, for one example held by one client"
+        one = "user" if unit == USER else "example"
+        model["federation"] = f"epsilon is the worst client's, for one {one} held by one client"
     return model
 
 

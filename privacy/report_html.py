@@ -8,7 +8,7 @@ from html import escape
 from typing import Any
 
 from fedsynth.privacy.plots import bar_plot, line_plot
-from fedsynth.privacy.report_text import render_markdown
+from fedsynth.privacy.report_text import printable, render_markdown
 
 CLIENT_LINES = 50  # with more clients, the plot shows the worst and the median alone
 STYLE = """
@@ -25,7 +25,7 @@ def render_html(report: Mapping[str, Any]) -> str:
     """The page."""
     plots = _plots(report) if report["guarantee"] is not None else {}
     body = "\n".join(_to_html(render_markdown(report), plots))
-    title = f"Privacy budget report: {report['method']}"
+    title = printable(f"Privacy budget report: {report['method']}")
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
         f"<title>{escape(title)}</title><style>{STYLE}</style></head>\n<body>\n{body}\n</body></html>\n"
@@ -44,7 +44,7 @@ def _plots(report: Mapping[str, Any]) -> dict[str, str]:
     spent = [(name, [(row["round"], row[name]) for row in rounds]) for name in ("worst", "median")]
     curve = [(point["delta"], point["epsilon"]) for point in promise["epsilon_of_delta"]]
     bars = [
-        (f"{r['quantity']} ({r['mechanism']})", r["epsilon"])
+        (printable(f"{r['quantity']} ({r['mechanism']})"), r["epsilon"])
         for r in promise["epsilon_of_each_release_alone"]
     ]
     delta = f"δ = {promise['delta']:g}"
@@ -106,6 +106,5 @@ def _block(lines: list[str]) -> str:
 
 
 def _inline(text: str) -> str:
-    return re.sub(
-        r"\*\*(.+?)\*\*", r"<strong>\1</strong>", escape(text.strip().replace("\\|", "|"))
-    )
+    plain = text.strip().replace("\\|", "|").replace("\\<", "<")
+    return re.sub(r"\*\*(.+?)\*\*", r"<strong>\1</strong>", escape(plain))

@@ -18,6 +18,7 @@ from fedsynth.privacy.accounting import (
     epsilon_rdp,
 )
 from fedsynth.privacy.attacks import attack_success
+from fedsynth.privacy.ledger import Ledger, chain_hashes
 from fedsynth.privacy.releases import Release
 
 Rows = Sequence[Release]
@@ -97,22 +98,22 @@ def alone(rows: Rows, delta: float, adjacency: str) -> list[dict[str, Any]]:
         kinds[row.quantity, row.mechanism].append(row)
     return [
         {"quantity": quantity, "mechanism": mechanism, "epsilon": epsilon(some, delta, adjacency)}
-        for (quantity, mechanism), some in kinds.items()
+        for (quantity, mechanism), some in sorted(kinds.items())
     ]
 
 
 def group(rows: Rows, delta: float, size: int, adjacency: str) -> dict[str, Any]:
-    """ε that holds for `size` examples of one client together, at the same δ; `epsilon` is None where not computed.
+    """ε that holds for `size` units (examples, or users) of one client together, at the same δ; `epsilon` is None where not computed.
 
-    Without subsampling, `size` examples move each sum by at most size·clip, so ε is that of noise multiplier σ/size:
-    exact. With subsampling, an (ε', δ') guarantee for one example gives size·ε' at δ'·(1 + e^ε' + … + e^{(size−1)ε'})
+    Without subsampling, `size` units move each sum by at most size·clip, so ε is that of noise multiplier σ/size:
+    exact. With subsampling, an (ε', δ') guarantee for one unit gives size·ε' at δ'·(1 + e^ε' + … + e^{(size−1)ε'})
     (Dwork & Roth 2014, Theorem 2.2's chain of neighbours); the smallest such ε' on a grid is used. It is often out of
     the accountant's numerical reach, since δ' must be tiny.
     """
     if all(row.sample_rate == 1 for row in rows):
         scaled = [replace(row, noise_multiplier=row.noise_multiplier / size) for row in rows]
         return {
-            "examples": size,
+            "units": size,
             "epsilon": epsilon(scaled, delta, adjacency),
             "note": "exact for this mechanism",
         }
@@ -124,12 +125,12 @@ def group(rows: Rows, delta: float, size: int, adjacency: str) -> dict[str, Any]
             break
         if deltas_at(rows, [each], adjacency)[0] * spread <= delta:
             return {
-                "examples": size,
+                "units": size,
                 "epsilon": size * each,
                 "note": "upper bound by chaining neighbours",
             }
     return {
-        "examples": size,
+        "units": size,
         "epsilon": None,
         "note": "not computed: out of the accountant's numerical reach",
     }
@@ -162,6 +163,17 @@ def folded_ledger(ledgers: Mapping[str, Rows]) -> list[dict[str, Any]]:
             }
         )
     return folded
+
+
+def ledger_head(ledger: Ledger, rows: int) -> dict[str, Any]:
+    """Where a client's ledger stood when it had that many rows: their number, and the chain hash
+    over them.
+
+    The hash names exactly these rows, also where the file has grown since; it is None where the
+    ledger was only in memory.
+    """
+    chain = None if ledger.path is None else chain_hashes(ledger.path)[rows]
+    return {"rows": rows, "chain": chain}
 
 
 def accountant(

@@ -17,6 +17,24 @@ def up(value: float, digits: int = 4) -> str:
     return f"{rounded:.0f}" if rounded >= 1000 else f"{rounded:.{digits}g}"
 
 
+def printable(text: str) -> str:
+    """`text` on one line, without characters that steer a terminal or a page: a report may come
+    from anybody."""
+    line = " ".join(text.split())
+    if line.isprintable():
+        return line
+    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in line)
+
+
+def _harmless(value: Any) -> Any:
+    """A report with every text printable, and `<` escaped, which in Markdown would begin HTML."""
+    if isinstance(value, str):
+        return printable(value).replace("<", "\\<")
+    if isinstance(value, Mapping):
+        return {_harmless(key): _harmless(inner) for key, inner in value.items()}
+    return [_harmless(inner) for inner in value] if isinstance(value, list | tuple) else value
+
+
 def rounds_text(rounds: Sequence[int]) -> str:
     """[0, 1, 2, 5, 5] → "0–2, 5 (twice or more)"."""
     parts: list[str] = []
@@ -85,7 +103,9 @@ def summary_rows(report: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def render_markdown(report: Mapping[str, Any]) -> str:
-    """The whole report as Markdown, ε before everything else."""
+    """The whole report as Markdown, ε before everything else; whatever its texts say, they stay
+    text."""
+    report = _harmless(report)
     lines = ["# Privacy budget report", ""]
     lines += _headline(report)
     lines += _promise(report)
@@ -97,7 +117,7 @@ def render_markdown(report: Mapping[str, Any]) -> str:
     )
     scope = [[s["access"], s["status"], s["note"]] for s in report["scope"]]
     lines += _section("Every access to private data", _table(["access", "status", "note"], scope))
-    lines += _section("Ledger", _ledger(report["ledger"]))
+    lines += _section("Ledger", [*_ledger(report["ledger"]), "", _heads(report["ledger_heads"])])
     lines += _section("Accountant", _accountant(report["accountant"]))
     if report["budget"] is not None:
         lines += _section("Budget", _bullets(report["budget"]))
@@ -108,7 +128,8 @@ def render_markdown(report: Mapping[str, Any]) -> str:
     lines += _section("Randomness", [report["randomness"]])
     lines += _section("Deviations", [f"- {text}" for text in report["deviations"]])
     lines += _section("Not covered", _bullets(report["not_covered"]))
-    lines += _section("Audit", [report["audit"]])
+    audit = report["audit"]
+    lines += _section("Audit", [audit] if isinstance(audit, str) else _bullets(audit))
     lines += _section(
         "Provenance",
         [*_bullets(report["provenance"]), f"- report schema: {report['schema_version']}"],
@@ -120,8 +141,8 @@ def _headline(report: Mapping[str, Any]) -> list[str]:
     verdict, promise = report["verdict"], report["guarantee"]
     lines = [f"**Verdict: {verdict['text']}.**", ""]
     if promise is not None:
-        lines = [f"**ε = {up(promise['epsilon'])} at δ = {promise['delta']:g}** (worst client), for one example of one "
-                 "client.", "", *lines]  # fmt: skip
+        lines = [f"**ε = {up(promise['epsilon'])} at δ = {promise['delta']:g}** (worst client), for "
+                 f"{report['unit']['one']}.", "", *lines]  # fmt: skip
     lines += [f"> **Warning.** {text}\n" for text in verdict["warnings"]]
     if verdict["reasons"]:
         lines += ["Why:", "", *(f"- {reason}" for reason in verdict["reasons"]), ""]
@@ -146,7 +167,7 @@ def _promise(report: Mapping[str, Any]) -> list[str]:
         for a in promise["attack_success"]
     ]
     groups = [
-        f"- {g['examples']} examples together: " + (g["note"] if g["epsilon"] is None else
+        f"- {g['units']} {report['unit']['several']} together: " + (g["note"] if g["epsilon"] is None else
                                                   f"ε = {up(g['epsilon'])} at the same δ ({g['note']})")
         for g in promise["groups"]
     ]  # fmt: skip
@@ -155,7 +176,7 @@ def _promise(report: Mapping[str, Any]) -> list[str]:
     return [
         *_section("The guarantee", [spread]),
         *_section("What an attacker can gain (worst client)", attacks),
-        *_section("Groups of examples", groups),
+        *_section(f"Groups of {report['unit']['several']}", groups),
         *_section("ε for other δ (worst client)", _table(["δ", "ε"], curve)),
         *_section(
             "ε after each round (worst client)",
@@ -183,6 +204,16 @@ def _ledger(rows: Sequence[Mapping[str, Any]]) -> list[str]:
                      f"{row['noise_standard_deviation']:.4g}", _sampling(row), str(row["steps"]),
                      str(row["dimension"]), row["unaccounted"] or ""])  # fmt: skip
     return _table(head, body)
+
+
+def _heads(heads: Mapping[str, Mapping[str, Any]]) -> str:
+    rows = sum(head["rows"] for head in heads.values())
+    before = sum(head["rows_before"] for head in heads.values())
+    return (
+        f"Ledgers: {len(heads)}, with {rows} rows, {before} of them from before this run; "
+        "privacy_report.json has each one's chain hash, "
+        "which names its rows."
+    )
 
 
 def _accountant(facts: Mapping[str, Any]) -> list[str]:

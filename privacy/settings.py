@@ -1,4 +1,4 @@
-"""What a user sets about privacy; everything in here is public and fixed before any data are read."""
+"""What is set about privacy; everything in here is public and fixed before any data are read."""
 
 from __future__ import annotations
 
@@ -7,12 +7,30 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fedsynth.privacy.errors import PrivacySettingError
-from fedsynth.privacy.releases import ADD_REMOVE, check_adjacency
+from fedsynth.privacy.releases import ADD_REMOVE, RECORD, UNITS, USER, check_adjacency
+
+NO_LEDGER = "none: this data set is public"
+
+
+def ledger_setting(given: Path | str) -> Path | str:
+    """A folder as an absolute path, or `NO_LEDGER` as it is.
+
+    Raises:
+        PrivacySettingError: words that are nearly `NO_LEDGER`.
+    """
+    words = str(given).strip()
+    if words == NO_LEDGER:
+        return NO_LEDGER
+    if words.casefold().split(":")[0] in ("none", ""):
+        raise PrivacySettingError(
+            f"--dp-ledger must be a folder, or exactly {NO_LEDGER!r}; got {words!r}"
+        )
+    return Path(given).expanduser().absolute()
 
 
 @dataclass(frozen=True)
 class PrivacySettings:
-    """Differential privacy of one run, for one example of one client.
+    """Differential privacy of one run, for one example (or one user) of one client.
 
     Args:
         noise_multiplier: σ of each release, relative to the clip. None: found from `epsilon` for the planned run.
@@ -26,10 +44,18 @@ class PrivacySettings:
             public sizes alone.
         nominal_size: the public number of records that a client is supposed to have, for divisors; None takes the data set's
             published size over the number of clients.
+        unit: "record": one example is protected. "user": one user with all records of theirs at a client; needs data that say whose each
+            record is, a partition by user, and `nominal_size`. All sizes then count users: a step samples users, and each contributes the
+            mean of their records' vectors, clipped as one.
+        user_records: with unit "user", at most so many records of each user take part, chosen by a public keyed hash; None: all.
         adjacency: "add-remove" one example; "zero-out" (the same cost, and the number of a client's examples public); "replace-one" (every
             sensitivity doubled).
         four_sums: each noise value from four Gaussians, against one known floating-point attack (`SecretGenerator`): a mitigation, no proof.
-        ledger: folder of the clients' ledgers, kept over runs; None declares the simulated data public and starts afresh.
+        max_request_norm: L2 norm of a server's message above which clients do not answer it (messages with numbers that are not finite are
+            refused in any case); None bounds nothing.
+        ledger: folder of the clients' ledgers, kept over runs. None starts afresh, which only
+            published data sets allow; on your own data say `NO_LEDGER` ("none: this data set is
+            public") where that is so.
     """
 
     noise_multiplier: float | None = None
@@ -40,13 +66,16 @@ class PrivacySettings:
     max_records: int | None = None
     sample_rate: float | None = None
     nominal_size: float | None = None
+    unit: str = RECORD
+    user_records: int | None = None
     adjacency: str = ADD_REMOVE
     four_sums: bool = False
-    ledger: Path | None = None
+    max_request_norm: float | None = None
+    ledger: Path | str | None = None
 
     def __post_init__(self) -> None:
         if self.ledger is not None:
-            object.__setattr__(self, "ledger", Path(self.ledger).expanduser().absolute())
+            object.__setattr__(self, "ledger", ledger_setting(self.ledger))
         check_adjacency(self.adjacency)
         if self.noise_multiplier is None and self.epsilon is None:
             raise PrivacySettingError(
@@ -65,9 +94,35 @@ class PrivacySettings:
             raise PrivacySettingError(
                 f"--dp-nominal-size must be positive, got {self.nominal_size}"
             )
+        self._check_unit()
+        if self.max_request_norm is not None and not self.max_request_norm > 0:
+            raise PrivacySettingError(
+                f"max_request_norm must be positive, got {self.max_request_norm}"
+            )
         if self.mechanism == "paper" and (
             self.epsilon is not None or self.noise_multiplier is None
         ):
             raise PrivacySettingError(
                 "--dp-mechanism paper gives no differential privacy guarantee, so it has no ε: give --dp-sigma alone"
             )
+
+    def _check_unit(self) -> None:
+        if self.unit not in UNITS:
+            raise PrivacySettingError(
+                f"--dp-unit must be one of {', '.join(UNITS)}, got {self.unit!r}"
+            )
+        if self.unit == USER and self.nominal_size is None:
+            raise PrivacySettingError(
+                "--dp-unit user needs --dp-nominal-size: the public number of users that a client is supposed to have"
+            )
+        if self.user_records is not None and (self.unit != USER or self.user_records < 1):
+            raise PrivacySettingError(
+                "user_records bounds a user's records: a whole number of at least 1, with --dp-unit user"
+            )
+        if self.unit == USER and self.mechanism == "paper":
+            raise PrivacySettingError("--dp-mechanism paper protects nobody: no record and no user")
+
+    @property
+    def ledger_folder(self) -> Path | None:
+        """The folder of ledgers that are kept over runs, if there is one."""
+        return self.ledger if isinstance(self.ledger, Path) else None

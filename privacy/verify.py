@@ -1,33 +1,55 @@
-"""Checks a privacy report: ε and all that follows from it, computed again from its ledger rows, and those rows against ledger files.
+"""Checks a privacy report: what it must say is built again, by the functions that build reports,
+and compared as a whole.
 
-This checks arithmetic and bookkeeping. It does not, and cannot, attest that the noise was added.
+A report follows from a context (public settings: `fedsynth.federation.verification` makes it from a
+run folder's config.toml) and from ledger rows. So nothing here lists what to look at: every key,
+figure and sentence must be the one that follows. What does not follow from anything is named in
+`taken_as_stated`.
+
+This checks bookkeeping. It does not, and cannot, attest that the noise was added.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import re
+import reprlib
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fedsynth.privacy import report_sections as sections
-from fedsynth.privacy.errors import PrivacyError, PrivacySettingError
-from fedsynth.privacy.ledger import read_ledger
-from fedsynth.privacy.releases import ADJACENCIES, Release, check_delta
+from fedsynth.privacy import audit as audits
+from fedsynth.privacy.errors import LedgerError, PrivacyError
+from fedsynth.privacy.ledger import Ledger, chain_hashes, read_ledger
+from fedsynth.privacy.releases import Release
 from fedsynth.privacy.report import (
-    FORMAL,
-    NO_GUARANTEE,
-    NOT_PRIVATE,
     SCHEMA_VERSION,
-    protected_unit,
+    ReportContext,
+    build_report,
     render_html,
     render_markdown,
 )
+from fedsynth.privacy.report_schema import schema_problems
 
 TOLERANCE = 1e-6  # of figures that another version of the libraries may round differently
+HOSTILE = (
+    KeyError,
+    TypeError,
+    AttributeError,
+    ValueError,
+    IndexError,
+    ArithmeticError,
+    RecursionError,
+    MemoryError,
+)
+"""What values that nobody foresaw may raise in code that is written for sound ones."""
+_COMMAND = re.compile(r"fedsynth privacy audit( [ -~]{0,2000})?")
+_VERSION = re.compile(r"[0-9][0-9A-Za-z.+!_-]{0,63}")
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = 120
 
 
 @dataclass(frozen=True)
@@ -35,242 +57,409 @@ class Verification:
     """What was found.
 
     Attributes:
-        problems: everything in which the report differs from what its ledger gives; empty: it holds.
-        files: a sentence on which ledger files were compared, if any.
+        problems: everything in which the report differs from what it must say; empty: it holds.
+        notes: what was compared with what, and what had to be taken as stated.
     """
 
     problems: list[str]
-    files: str
+    notes: list[str] = field(default_factory=list)
 
 
-def verify_report(path: Path, ledger: Path | None = None) -> Verification:
-    """Checks a report.
+@dataclass(frozen=True)
+class Held:
+    """The ledger rows that a report speaks of.
 
-    Args:
-        path: a run folder or its privacy_report.json.
-        ledger: folder of the clients' ledger files; None takes `ledger/` beside the report, where a run without a kept ledger has it.
-
-    Raises:
-        PrivacyError: no readable report of this schema, or a damaged ledger.
+    Attributes:
+        rows: of each client, in the order of the file where there is one.
+        chains: client → the chain hash over them, for the clients whose file is the one that the
+            report speaks of.
+        starts: client → the chain hash over the rows from before the run. data_sets: client → what
+            its file says that it is of.
+        problems: where files and report differ. note: which files were compared.
     """
-    report, folder = read_report(path), path if path.is_dir() else path.parent
-    try:
-        rows = unfolded(report)
-        problems = [
-            *_consistency(report, rows),
-            *_figures(report, rows),
-            *_renderings(report, folder),
-        ]
-        kept = bool(report["ledger_kept"])
-    except (KeyError, TypeError, AttributeError, ValueError, IndexError) as error:
-        raise PrivacyError(f"the report at {path} is damaged: {error!r}") from None
-    files = ledger if ledger is not None else folder / "ledger"
-    if files.is_dir():
-        return Verification(
-            [*problems, *_files(rows, files, kept)],
-            f"its rows were compared with the ledger files in {files}",
-        )
-    if ledger is not None or not kept:
-        problems.append(f"there is no ledger folder {files}")
-    return Verification(
-        problems, "no ledger file was compared: the ledger is kept elsewhere (--ledger DIR)"
-    )
+
+    rows: dict[str, tuple[Release, ...]]
+    chains: dict[str, str | None]
+    starts: dict[str, str | None]
+    data_sets: dict[str, str]
+    problems: list[str]
+    note: str
+
+
+# ------------------------------------------------------------------------------------------ reading
 
 
 def read_report(path: Path) -> dict[str, Any]:
-    """The JSON report of a run folder, or from its own path."""
+    """The JSON report of a run folder, or from its own path; only its version is looked at.
+
+    Raises:
+        PrivacyError: there is none, or it is of another schema.
+    """
     file = path / "privacy_report.json" if path.is_dir() else path
-    try:
-        report: dict[str, Any] = json.loads(
-            file.read_text(encoding="utf-8"), parse_constant=_refuse
-        )
-        version = report["schema_version"]
-    except OSError as error:
-        raise PrivacyError(f"cannot read a privacy report at {file}: {error.strerror}") from None
-    except (ValueError, TypeError, KeyError):
-        raise PrivacyError(f"{file} is not a privacy report") from None
-    if version != SCHEMA_VERSION:
+    report = read_json(file, "privacy report")
+    version = report.get("schema_version")
+    if version != SCHEMA_VERSION or type(version) is not int:
         raise PrivacyError(
-            f"{file} has report schema {version}, and this fedsynth reads {SCHEMA_VERSION}"
+            f"{file} has report schema {_SHORT.repr(version)}, and this fedsynth reads "
+            f"{SCHEMA_VERSION}"
         )
     return report
 
 
+def sound_report(path: Path) -> dict[str, Any]:
+    """A report whose shape is right, so that it can be rendered; whether what it says is true is
+    another matter.
+
+    Raises:
+        PrivacyError: there is none, or it is damaged.
+    """
+    report = read_report(path)
+    problems = schema_problems(report)
+    if problems:
+        raise PrivacyError(f"the report at {path} is damaged: {'; '.join(problems)}")
+    return report
+
+
+def read_json(file: Path, what: str) -> dict[str, Any]:
+    """A JSON object from a file that may come from anybody."""
+    try:
+        text = file.read_text(encoding="utf-8")
+    except OSError as error:
+        raise PrivacyError(f"cannot read a {what} at {file}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise PrivacyError(f"{file} is not a {what}: it is not UTF-8") from None
+    return parse_json(text, f"{file} is not a {what}")
+
+
+def parse_json(text: str, complaint: str) -> dict[str, Any]:
+    """A JSON object without NaN, infinities, a key twice, or half a character.
+
+    Raises:
+        PrivacyError: it is none; begins with `complaint`.
+    """
+    try:
+        value = json.loads(
+            text, parse_constant=_refuse, parse_float=_finite, object_pairs_hook=_distinct
+        )
+        json.dumps(value, ensure_ascii=False).encode()  # a lone surrogate cannot be written
+    except (ValueError, RecursionError, MemoryError) as error:
+        raise PrivacyError(f"{complaint}: {error}") from None
+    if not isinstance(value, dict):
+        raise PrivacyError(f"{complaint}: it is no JSON object")
+    return value
+
+
 def _refuse(literal: str) -> None:
-    raise ValueError(f"{literal} is no number of a report")
+    raise ValueError(f"{literal} is no number")
+
+
+def _finite(literal: str) -> float:
+    value = float(literal)
+    if not math.isfinite(value):
+        raise ValueError("a number is too large")
+    return value
+
+
+def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a key stands twice in one object")
+    return found
+
+
+# -------------------------------------------------------------------------------------- ledger rows
 
 
 def unfolded(report: Mapping[str, Any]) -> dict[str, list[Release]]:
-    """Each client's rows, from the folded ledger of the report."""
+    """Each client's rows, from the folded ledger of the report, by round."""
+    rows = _stated_rows(report)
+    return {client: sorted(some, key=lambda row: row.round) for client, some in rows.items()}
+
+
+def _stated_rows(report: Mapping[str, Any]) -> dict[str, list[Release]]:
+    """The same in the order of the entries, which fold to the same entries again."""
     rows: dict[str, list[Release]] = {}
+    apart = ("rounds", "clients", "noise_standard_deviation")
     try:
         for entry in report["ledger"]:
             if not entry["rounds"] or not entry["clients"]:
                 raise KeyError("a ledger entry without rounds or clients")
-            fields = {
-                k: v
-                for k, v in entry.items()
-                if k not in ("rounds", "clients", "noise_standard_deviation")
-            }
+            fields = {key: value for key, value in entry.items() if key not in apart}
+            some = [Release.from_json({**fields, "round": number}) for number in entry["rounds"]]
             for client in entry["clients"]:
-                rows.setdefault(client, []).extend(
-                    Release.from_json({**fields, "round": n}) for n in entry["rounds"]
-                )
-    except (KeyError, TypeError, AttributeError) as error:
-        raise PrivacyError(f"the report's ledger section is damaged: {error!r}") from None
-    return {client: sorted(some, key=lambda row: row.round) for client, some in rows.items()}
+                rows.setdefault(client, []).extend(some)
+    except (*HOSTILE, PrivacyError) as error:
+        raise PrivacyError(f"the report's ledger section is damaged: {error}") from None
+    return rows
 
 
-def _consistency(report: Mapping[str, Any], rows: Mapping[str, list[Release]]) -> list[str]:
-    """Verdict, reasons, scope, mechanism and the presence of a guarantee must say the same."""
-    verdict, promise = report["verdict"], report["guarantee"]
-    against = [*verdict["reasons"], *sections.reasons_in_ledgers(rows)]
-    against += [
-        f"{s['access']} is unaccounted" for s in report["scope"] if s["status"] == "unaccounted"
-    ]
-    against += ["mechanism paper"] if report["mechanism"] == "paper" else []
-    if promise is None:
-        problems = (
-            []
-            if verdict["text"] in (NO_GUARANTEE, NOT_PRIVATE)
-            else [f"without a guarantee the verdict is {verdict['text']!r}"]
-        )
-        problems += (
-            ["without a guarantee the verdict calls itself formal"] if verdict["formal"] else []
-        )
-        return problems + (
-            ["without a guarantee there is a budget"] if report["budget"] is not None else []
-        )
+def held_rows(report: Mapping[str, Any], files: Path | None, *, exact: bool) -> Held:
+    """The rows that the report speaks of, from its ledger files.
+
+    Args:
+        files: folder of the ledger files; None: there is none to compare with, and the report's own
+            rows are taken.
+        exact: the files hold these rows and no others; else (a ledger that is kept over runs) they
+            may have grown since.
+
+    Raises:
+        PrivacyError: the report's own ledger section is damaged.
+    """
+    heads, stated = report["ledger_heads"], _stated_rows(report)
     problems = [
-        f"the report claims a guarantee, but this rules it out: {reason}" for reason in against
+        f"the report's ledger names {client}, its ledger_heads do not"
+        for client in stated
+        if client not in heads
     ]
-    if verdict["text"] != FORMAL or verdict["formal"] is not True:
-        problems.append(f"the report has a guarantee, but its verdict is {verdict['text']!r}")
-    if report["unit"] != protected_unit(True):
-        problems.append("unit does not say what the guarantee protects")
+    if files is None:
+        note = "no ledger file was compared: the ledger is kept elsewhere (--ledger DIR)"
+        rows = {client: tuple(stated.get(client, ())) for client in heads}
+        problems += [
+            f"{client}: the report has {len(rows[client])} rows, and its ledger head {head['rows']}"
+            for client, head in heads.items()
+            if head["rows"] != len(rows[client])
+        ]
+        chains = {client: head["chain"] for client, head in heads.items()}
+        return Held(rows, chains, {}, {}, problems, note)
+    found, bad = _ledgers_in(files)
+    if exact or not set(heads) <= set(found):
+        problems += bad
+    if exact:
+        problems += [
+            f"{files} has a ledger of {client}, whom the report does not name"
+            for client in found
+            if client not in heads
+        ]
+    held = Held(
+        {}, {}, {}, {}, problems, f"its rows were compared with the ledger files in {files}"
+    )
+    for client, head in heads.items():
+        own = tuple(stated.get(client, ()))
+        if client in found:
+            ledger, hashes = found[client]
+            held.data_sets[client] = ledger.dataset
+            _compare_file(held, client, head, own, ledger.releases, hashes, exact)
+        else:
+            problems.append(f"{files} has no ledger of {client}")
+            held.rows[client] = own
+    return held
+
+
+def _ledgers_in(folder: Path) -> tuple[dict[str, tuple[Ledger, list[str]]], list[str]]:
+    """Ledgers and their chain hashes by client, and what is wrong with files."""
+    found: dict[str, tuple[Ledger, list[str]]] = {}
+    problems: list[str] = []
+    for path in sorted(folder.glob("*.jsonl")):
+        try:
+            ledger, hashes = read_ledger(path), chain_hashes(path)
+        except LedgerError as error:
+            problems.append(str(error))
+            continue
+        if path.stem == ledger.client:
+            found[ledger.client] = ledger, hashes
+        else:
+            problems.append(f"{path} is the ledger of {_SHORT.repr(ledger.client)}")
+    return found, problems
+
+
+def _compare_file(
+    held: Held,
+    client: str,
+    head: Mapping[str, Any],
+    stated: tuple[Release, ...],
+    file: tuple[Release, ...],
+    hashes: list[str],
+    exact: bool,
+) -> None:
+    """One client's file against the report's rows and head; fills in `held`."""
+    count, before = head["rows"], head["rows_before"]
+    held.rows[client] = stated
+    if count > len(file) or (exact and count != len(file)):
+        held.problems.append(
+            f"{client}: the ledger file has {len(file)} rows, the report speaks of {count}"
+        )
+    elif hashes[count] != head["chain"]:
+        held.problems.append(
+            f"{client}: the chain hash of the ledger file's first {count} rows is not the "
+            "report's: they are other rows"
+        )
+    else:
+        held.chains[client] = hashes[count]
+    if before <= min(count, len(file)):
+        held.starts[client] = hashes[before]
+    own = file if exact else file[:count]
+    missing, more = Counter(stated) - Counter(own), Counter(own) - Counter(stated)
+    held.problems.extend(
+        f"{client}: the ledger file lacks {_row(row)}" for row in missing.elements()
+    )
+    held.problems.extend(
+        f"{client}: the report lacks {_row(row)}, which the ledger file holds"
+        for row in more.elements()
+    )
+    if not missing and not more:
+        held.rows[client] = own
+
+
+def _row(row: Release) -> str:
+    return f"{_SHORT.repr(row.quantity)[1:-1]} of round {row.round}"
+
+
+# ---------------------------------------------------------------------------------------- comparing
+
+
+def report_problems(
+    report: Mapping[str, Any], context: ReportContext, held: Held, folder: Path | None = None
+) -> list[str]:
+    """Everything in which a report differs from the one that follows from `context` and the rows.
+
+    Args:
+        report: of a sound shape (`schema_problems`).
+        folder: holds its Markdown and HTML.
+    """
     try:
-        check_delta(promise["delta"], report["max_records"])
-    except PrivacySettingError as error:
-        problems.append(str(error))
+        ledgers = {client: _in_memory(client, rows) for client, rows in held.rows.items()}
+        expected = build_report(context, ledgers)
+    except (PrivacyError, ArithmeticError) as error:  # ArithmeticError: of absurdly large figures
+        return [f"no report follows from this: {error}"]
+    for client, head in expected["ledger_heads"].items():  # type: ignore[attr-defined]
+        head["chain"] = held.chains.get(client, report["ledger_heads"][client]["chain"])
+    problems = [*_as_stated(report, expected), *differences("", expected, report)]
+    problems += _worst_client(report)
+    return problems + (_renderings(report, folder) if folder is not None else [])
+
+
+def taken_as_stated(report: Mapping[str, Any]) -> list[str]:
+    """What this report says that follows from nothing else."""
+    names = [name for name in report["provenance"] if name != "config"]
+    facts = [f"versions ({', '.join(names)})"] if names else []
+    facts += ["the counts of the audit"] if isinstance(report["audit"], dict) else []
+    return facts
+
+
+def _in_memory(client: str, rows: Iterable[Release]) -> Ledger:
+    ledger = Ledger(client)
+    for row in rows:
+        ledger.charge(row)
+    return ledger
+
+
+def _as_stated(report: Mapping[str, Any], expected: dict[str, Any]) -> list[str]:
+    """Moves into `expected` what can only be stated, and says where that is not what such a thing
+    may be."""
+    problems, versions = [], dict(report["provenance"])
+    if set(versions) == set(expected["provenance"]):
+        for name, value in versions.items():
+            if name != "config" and not _VERSION.fullmatch(value):
+                problems.append(f"provenance.{name} is no version: {_SHORT.repr(value)}")
+        own = expected["provenance"].get("config")
+        expected["provenance"] = versions if own is None else {**versions, "config": own}
+        if "dp-accounting" in versions:
+            expected["accountant"]["library"] = f"dp-accounting {versions['dp-accounting']}"
+    if isinstance(report["audit"], dict):
+        problems += _audit(report["audit"], report)
+        expected["audit"] = report["audit"]
     return problems
 
 
-def _figures(report: Mapping[str, Any], rows: Mapping[str, list[Release]]) -> list[str]:
-    promise, budget = report["guarantee"], report["budget"]
-    if promise is None or sections.reasons_in_ledgers(rows):
+def _audit(stated: Mapping[str, Any], report: Mapping[str, Any]) -> list[str]:
+    """An audit's bound must follow from its counts, and be of this method, mechanism and δ."""
+    promise = report["guarantee"]
+    same = {"method": report["method"], "mechanism": report["mechanism"]}
+    same |= {} if promise is None else {"delta": promise["delta"]}
+    problems = [
+        text
+        for key, value in same.items()
+        for text in differences(f"audit.{key}", value, stated[key])
+    ]
+    counts = (stated["correct"], stated["guesses"], stated["canaries"])
+    if not (0 < stated["confidence"] < 1 and 0 < stated["delta"] < 1):
+        return [*problems, "audit: confidence and delta must be in (0, 1)"]
+    try:
+        bound = audits.epsilon_lower_bound(*counts, stated["delta"], stated["confidence"])
+    except (*HOSTILE, PrivacyError) as error:
+        return [*problems, f"audit: {error}"]
+    if promise is not None and bound > promise["epsilon"]:
+        problems.append(
+            f"audit: ε is at least {bound:.6g}, and the report claims {promise['epsilon']:.6g}"
+        )
+    if not math.isclose(bound, stated["epsilon_lower_bound"], abs_tol=2e-4):
+        problems.append(
+            f"audit.epsilon_lower_bound says {_short(stated['epsilon_lower_bound'])}, its counts "
+            f"give {bound:.6g}"
+        )
+    if not _COMMAND.fullmatch(stated["command"]):
+        problems.append(f"audit.command is no audit's command: {_SHORT.repr(stated['command'])}")
+    return [*problems, *differences("audit.text", audits.audit_text(stated), stated["text"])]
+
+
+def _worst_client(report: Mapping[str, Any]) -> list[str]:
+    """Of clients that have spent the same, any may be named the worst."""
+    promise = report["guarantee"]
+    if promise is None:
         return []
-    adjacency = next(
-        (name for name, words in ADJACENCIES.items() if words == report["adjacency"]), None
-    )
-    if adjacency is None:
-        return [f"the adjacency {report['adjacency']!r} is not one that this accountant knows"]
-    quiet = [
-        name for name in promise["epsilon_by_client"] if name not in rows
-    ]  # a client that released nothing yet
-    everybody: dict[str, list[Release]] = {**rows, **{name: [] for name in quiet}}
-    expected = sections.guarantee(everybody, promise["delta"], adjacency)
-    problems = _differences("guarantee", expected, promise)
-    worst = promise.get("worst_client")
-    if not _same(expected["epsilon"], expected["epsilon_by_client"].get(worst)):
-        problems.append(f"guarantee.worst_client {worst!r} has not spent the most")
-    rounds = (budget["planned_rounds"], budget["rounds_done"]) if budget is not None else (0, 0)
-    cap = None if budget is None else budget["epsilon_cap"]
-    problems += _differences("budget", sections.budget(expected["epsilon"], cap, *rounds), budget)
-    if cap is not None and expected["epsilon"] > cap * (1 + TOLERANCE):
-        problems.append(f"epsilon {expected['epsilon']:.6g} exceeds the cap {cap:g}")
-    described = sections.accountant(
-        everybody, expected["worst_client"], promise["delta"], adjacency
-    )
-    problems += _differences(
-        "accountant.cross_check", described["cross_check"], report["accountant"].get("cross_check")
-    )
-    for entry in report["ledger"]:
-        absolute = entry["noise_multiplier"] * entry["sensitivity"]
-        if not _same(entry["noise_standard_deviation"], absolute):
-            problems.append(
-                f"ledger: {entry['quantity']} has noise {entry['noise_standard_deviation']}, σ·sensitivity is {absolute}"
-            )
-    return problems
+    spent = promise["epsilon_by_client"].get(promise["worst_client"])
+    if spent is not None and _same(promise["epsilon"], spent):
+        return []
+    return [f"guarantee.worst_client {_SHORT.repr(promise['worst_client'])} has not spent the most"]
 
 
 def _renderings(report: Mapping[str, Any], folder: Path) -> list[str]:
-    """The Markdown and HTML beside the report, where they are, must be made of it."""
+    """The Markdown and HTML beside the report must be made of it."""
     problems = []
     for ending, render in (("md", render_markdown), ("html", render_html)):
         file = folder / f"privacy_report.{ending}"
-        if file.exists() and file.read_text(encoding="utf-8") != render(report):
-            problems.append(f"{file.name} does not say what the JSON report says")
+        try:
+            if file.read_bytes() != render(report).encode():
+                problems.append(f"{file.name} does not say what the JSON report says")
+        except OSError as error:
+            problems.append(f"{file.name} cannot be read: {error.strerror}")
+        except HOSTILE as error:
+            problems.append(f"{file.name} cannot be made of the JSON report: {error}")
     return problems
 
 
-def _differences(where: str, expected: Any, stated: Any) -> list[str]:
-    """Every leaf in which two JSON values differ."""
+def differences(where: str, expected: Any, stated: Any) -> list[str]:
+    """Every leaf in which two JSON values differ; figures may differ by `TOLERANCE`."""
     if isinstance(expected, Mapping) and isinstance(stated, Mapping):
         keys = [*expected, *(key for key in stated if key not in expected)]
         missing = object()
         return [
             text
             for key in keys
-            for text in _differences(
-                f"{where}.{key}", expected.get(key, missing), stated.get(key, missing)
+            if f"{where}.{key}" != "guarantee.worst_client"  # checked apart
+            for text in differences(
+                f"{where}.{_key(key)}" if where else _key(key),
+                expected.get(key, missing),
+                stated.get(key, missing),
             )
-            if key
-            != "worst_client"  # of clients that have spent the same, any may be named: checked apart
         ]
-    if isinstance(expected, list) and isinstance(stated, list) and len(expected) == len(stated):
+    if isinstance(expected, list) and isinstance(stated, list):
+        if len(expected) != len(stated):
+            return [f"{where} has {len(stated)} entries, and should have {len(expected)}"]
         pairs = enumerate(zip(expected, stated, strict=True))
         return [
-            text for number, (a, b) in pairs for text in _differences(f"{where}[{number}]", a, b)
+            text for number, (a, b) in pairs for text in differences(f"{where}[{number}]", a, b)
         ]
-    return (
-        []
-        if _same(expected, stated)
-        else [f"{where} says {_short(stated)}, the ledger gives {_short(expected)}"]
-    )
+    if _same(expected, stated):
+        return []
+    return [f"{where} says {_short(stated)}, and should say {_short(expected)}"]
+
+
+def _key(key: Any) -> str:
+    text = str(key)
+    return text if len(text) <= 80 and text.isprintable() else _SHORT.repr(text)
 
 
 def _same(expected: Any, stated: Any) -> bool:
-    numbers = all(
-        isinstance(v, int | float) and not isinstance(v, bool) for v in (expected, stated)
-    )
-    return (
-        math.isclose(expected, stated, rel_tol=TOLERANCE, abs_tol=1e-12)
-        if numbers
-        else bool(expected == stated)
-    )
+    if isinstance(expected, float) and type(stated) in (int, float):
+        try:
+            return math.isclose(expected, stated, rel_tol=TOLERANCE, abs_tol=1e-12)
+        except OverflowError:
+            return False
+    return type(expected) is type(stated) and bool(expected == stated)
 
 
 def _short(value: Any) -> str:
-    return (
-        f"{value:.6g}"
-        if isinstance(value, float)
-        else "nothing"
-        if type(value) is object
-        else repr(value)
-    )
-
-
-def _files(rows: Mapping[str, list[Release]], folder: Path, kept: bool) -> list[str]:
-    """The report's rows against the files'. A kept ledger may have grown since: its first rows count, as many as the report has."""
-    problems: list[str] = []
-    held: dict[str, tuple[Release, ...]] = {}
-    for ledger in map(read_ledger, sorted(folder.glob("*.jsonl"))):
-        if ledger.client in held:
-            problems.append(f"{folder} has two ledgers of {ledger.client}")
-        held[ledger.client] = ledger.releases
-    for client in sorted({*rows, *held}):
-        stated = rows.get(client, [])
-        if client not in held:
-            problems.append(f"{folder} has no ledger of {client}")
-            continue
-        file = held[client][: len(stated)] if kept else held[client]
-        missing, more = Counter(stated) - Counter(file), Counter(file) - Counter(stated)
-        problems += [
-            f"{client}: the ledger file lacks {row.quantity} of round {row.round}"
-            for row in missing
-        ]
-        problems += [
-            f"{client}: the report lacks {row.quantity} of round {row.round}, which the ledger file holds"
-            for row in more
-        ]
-    return problems
+    if type(value) is object:
+        return "nothing"
+    return f"{value:.6g}" if isinstance(value, float) else _SHORT.repr(value)

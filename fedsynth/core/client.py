@@ -16,8 +16,10 @@ from fedsynth.data.images import ImageData, normalise
 from fedsynth.privacy.dpsgd import DpSgdSettings, ExampleLoss, Penalty, dp_sgd
 from fedsynth.privacy.ledger import Guard
 from fedsynth.privacy.mechanisms import GaussianSums, Released
+from fedsynth.privacy.passes import padded, pass_length
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.releases import Release
+from fedsynth.privacy.units import Units
 
 CPU_CHUNK, GPU_CHUNK = 512, 4096
 
@@ -85,6 +87,12 @@ class PrivateClients:
 
     The one function of data that a method passes in, `rows` of `class_sums`, is called with images, and its result goes into a charged
     sum and nowhere else. That it keeps nothing for itself is the method author's promise, which Python cannot enforce.
+
+    Args:
+        nominal_size: the public number of records that each client is supposed to have; decides how long passes are, and nothing else
+            (`fedsynth.privacy.passes`). None: as long as memory allows.
+        users: whose each of `data`'s records is [len(data)], where users are protected and not records (`fedsynth.privacy.units`);
+            `nominal_size`, and all public sizes, then count users.
     """
 
     def __init__(
@@ -94,11 +102,20 @@ class PrivateClients:
         parts: Sequence[Tensor],
         guards: Sequence[Guard],
         secrets: Sequence[SecretGenerator],
+        *,
+        nominal_size: float | None = None,
+        users: Tensor | None = None,
     ) -> None:
         self.ids, self.spec = tuple(ids), data.spec
         self._data, self._guards, self._secrets = data, guards, secrets
+        self._nominal_size = nominal_size
         self._parts = [part.to(data.labels.device) for part in parts]
         self._records, self._labels = [part.cpu() for part in parts], data.labels.cpu()
+        self._users = None if users is None else users.cpu()
+        self._units = [
+            Units(len(own), None if self._users is None else self._users[own])
+            for own in self._records
+        ]
 
     def segments(self) -> Segments:
         """All classes of all clients: which classes a client has is private."""
@@ -111,7 +128,13 @@ class PrivateClients:
         """A group of this client only, with the same ledger and secret."""
         guards, secrets = [self._guards[position]], [self._secrets[position]]
         return PrivateClients(
-            [self.ids[position]], self._data, [self._parts[position]], guards, secrets
+            [self.ids[position]],
+            self._data,
+            [self._parts[position]],
+            guards,
+            secrets,
+            nominal_size=self._nominal_size,
+            users=self._users,
         )
 
     def charge(self, release: Release, groups: int) -> list[GaussianSums]:
@@ -124,34 +147,60 @@ class PrivateClients:
         return [GaussianSums(release, groups, guard, secret) for guard, secret in pairs]
 
     def class_sums(
-        self, series: Sequence[GaussianSums], rows: Callable[[Tensor, Tensor], Tensor]
+        self,
+        series: Sequence[GaussianSums],
+        rows: Callable[[Tensor, Tensor], Tensor],
+        *,
+        start_over_row: float = 4.0,
     ) -> Released:
-        """One step of every client: the noisy sums by class of `rows(images [N, C, H, W], segment [N] on the CPU)` -> [N, D].
+        """One step of every client: noisy sums by class of a vector of each sampled record.
 
-        `rows` must be a function of each example alone (and of released values): clients' examples share its calls, and meet again only
-        in their own client's sum. Returns [clients · classes, D].
+        Args:
+            series: charged, one for each client of the group.
+            rows: (images [N, C, H, W], segment [N] on the CPU) -> [N, D]. It must be a function of each
+                example alone (and of released values). N is the same at every call; what fills the last
+                one up are black images in segment −1, and what is made of them is thrown away.
+                Clients' examples share its calls, and meet again only in their own client's sum.
+            start_over_row: what a call of `rows` costs by itself, in rows; with the public expected size
+                of the sample it decides N (`fedsynth.privacy.passes`).
+
+        Returns:
+            [clients · classes, D]
         """
-        samples = [mine[s.sample(len(mine))] for mine, s in zip(self._records, series, strict=True)]
-        records = torch.cat(samples)
-        owner = torch.arange(len(samples)).repeat_interleave(
-            torch.tensor([len(sample) for sample in samples])
+        samples = [units.sample(s) for units, s in zip(self._units, series, strict=True)]
+        records = torch.cat(
+            [own[sample.records] for own, sample in zip(self._records, samples, strict=True)]
         )
-        device, size = self._data.labels.device, chunk(self._data.labels.device)
-        for some, whose in zip(records.split(size), owner.split(size), strict=True):
-            if not len(some):  # an empty sample splits into one empty piece
-                continue
-            indices = some.to(device)
+        counts = torch.tensor([len(sample) for sample in samples])
+        offsets = (counts.cumsum(0) - counts).tolist()
+        owner = torch.arange(len(samples)).repeat_interleave(counts)
+        device = self._data.labels.device
+        size = pass_length(self._expected(series), start_over_row, chunk(device))
+        for start in range(0, len(records), size):
+            some = records[start : start + size]
+            stop = start + len(some)
             labels = self._labels[some]
-            contributions = rows(
-                normalise(self._data.images[indices], self.spec), self.spec.classes * whose + labels
-            )
-            for position, count in zip(
-                *[t.tolist() for t in whose.unique_consecutive(return_counts=True)], strict=True
-            ):
-                first = int(torch.searchsorted(whose, position))
-                mine = slice(first, first + count)
-                series[position].add(contributions[mine], labels[mine].to(device))
+            segments = self.spec.classes * owner[start:stop] + labels
+            made = rows(self._images(some, size), padded(segments, size, fill=-1))
+            for position in owner[start:stop].unique().tolist():
+                offset = offsets[position]
+                first = max(start, offset)
+                last = min(stop, offset + len(samples[position]))
+                own = slice(first - start, last - start)
+                part = samples[position].part(first - offset, last - offset)
+                series[position].add(made[own], labels[own].to(device), part)
         return Released(torch.cat([s.release().to(device) for s in series]))
+
+    def _expected(self, series: Sequence[GaussianSums]) -> float | None:
+        """The public expected number of a step's records, of all clients of the group."""
+        if self._nominal_size is None:
+            return None
+        return self._nominal_size * sum(s.sample_rate for s in series)
+
+    def _images(self, records: Tensor, length: int) -> Tensor:
+        """Normalised images [length, C, H, W] of these records, filled up with black ones."""
+        images = self._data.images[records.to(self._data.labels.device)]
+        return normalise(padded(images, length), self.spec)
 
     def fit(
         self,
@@ -166,13 +215,14 @@ class PrivateClients:
         """Trains one model for each client, in place, by DP-SGD with series charged for `steps` releases of one group; `penalties` see no
         data, `losses` are of each example (`dp_sgd`)."""
         extra, own = penalties or [None] * len(models), losses or [None] * len(models)
-        each = zip(self._parts, series, models, extra, own, strict=True)
-        for done, (part, s, model, penalty, loss) in enumerate(each, start=1):
+        each = zip(self._parts, self._units, series, models, extra, own, strict=True)
+        for done, (part, units, s, model, penalty, loss) in enumerate(each, start=1):
 
             def images(indices: Tensor, part: Tensor = part) -> Tensor:
-                return normalise(self._data.images[part[indices]], self.spec)
+                return self._images(part[indices], len(indices))
 
-            dp_sgd(model, images, self._data.labels[part], s, steps, settings, penalty, loss)
+            labels = self._data.labels[part]
+            dp_sgd(model, images, labels, s, steps, settings, penalty, loss, units)
             report(done)
 
 

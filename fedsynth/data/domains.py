@@ -1,17 +1,20 @@
 """Data sets of several domains as folders of image files: Office-Caltech-10 and DomainNet-10, resized to 64×64.
 
-Each reader gives the training and the test split, in the order of file names.
+Each reader gives the training and the test split, in the order of file names. A file users.csv in the data set's folder says whose the
+training images are (`fedsynth.data.users`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from fedsynth.data.folders import Reader, Split, images_in, read_images, read_lines
 from fedsynth.data.registry import DatasetSpec
+from fedsynth.data.users import USERS_FILE, read_users
 from fedsynth.errors import DataFilesCorruptError, DataFilesMissingError
 
 OTHER_NAMES = {"backpack": "back_pack"}
@@ -29,19 +32,30 @@ def read_office_caltech(spec: DatasetSpec, root: Path) -> tuple[Split, Split]:
             is_test += [position % 5 == 4 for position in range(len(files))]
     train = [row for row, tests in zip(rows, is_test, strict=True) if not tests]
     test = [row for row, tests in zip(rows, is_test, strict=True) if tests]
-    return _load(train, spec), _load(test, spec)
+    folder = root / "office_caltech_10"
+    return _with_users(_load(train, spec), [row[0] for row in train], folder), _load(test, spec)
 
 
 def read_domainnet(spec: DatasetSpec, root: Path) -> tuple[Split, Split]:
     """domainnet/DOMAIN_train.txt and DOMAIN_test.txt, the official lists of "DOMAIN/CLASS/FILE number", beside the unpacked folders."""
     splits = []
+    train: list[Path] = []
     for split in ("train", "test"):
         rows: list[tuple[Path, int, int]] = []
         for number, domain in enumerate(spec.domains):
             path = root / "domainnet" / f"{domain}_{split}.txt"
             rows += _listed(path, read_lines(path, spec.name, _DOMAINNET), spec, number)
         splits.append(_load(rows, spec))
-    return splits[0], splits[1]
+        train = train or [row[0] for row in rows]
+    return _with_users(splits[0], train, root / "domainnet"), splits[1]
+
+
+def _with_users(split: Split, files: Sequence[Path], folder: Path) -> Split:
+    """The split with whose each image is, where `folder` has a users.csv."""
+    if not (folder / USERS_FILE).is_file():
+        return split
+    paths = [file.relative_to(folder).as_posix() for file in files]
+    return replace(split, groups=read_users(folder / USERS_FILE, paths))
 
 
 def _listed(

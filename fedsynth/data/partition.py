@@ -8,6 +8,7 @@ others; `dominant` and `missing` are FedFM's (Ye et al., 2023, arXiv 2210.07615)
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,8 +17,11 @@ import numpy as np
 import numpy.typing as npt
 
 from fedsynth.core.random import numpy_generator
+from fedsynth.data.fingerprints import record_digests
+from fedsynth.data.images import ImageData
 from fedsynth.data.label_skew import dominant_classes, dominated_dirichlet, held_classes
 from fedsynth.data.registry import DatasetSpec
+from fedsynth.data.users import user_digests
 from fedsynth.errors import DataError, PartitionError, SettingError, unknown_name
 
 IntArray = npt.NDArray[np.int64]
@@ -157,21 +161,29 @@ def _subset(y: IntArray, settings: PartitionSettings) -> IntArray:
 
 
 def hold_out(
-    parts: Sequence[IntArray], share: float, seed: int
+    parts: Sequence[IntArray], share: float, seed: int, data: ImageData, by_user: bool = False
 ) -> tuple[list[IntArray], list[IntArray]]:
-    """(training split, test split) of each client, sorted: each example tests with probability `share`.
+    """(training split, test split) of each client, sorted: each record tests with probability `share`.
 
-    What becomes of an example depends on the seed and on its own position in the data alone: with differential privacy, one example more
-    must not move others from one split to the other.
+    On which side a record stands follows from the seed and from its own bytes, not from its place: with differential privacy one record
+    more, anywhere in the data, must not move others from one split to the other. Equal records stand on the same side, so none of a test
+    split is also trained on.
+
+    Args:
+        parts: for each client the positions of its records in `data`.
+        seed: public; another one gives another split.
+        by_user: all records of a user (`data.groups`) stand on the same side: users are protected.
     """
     positions = [np.asarray(part, np.int64) for part in parts]
-    size = max((int(part.max()) + 1 for part in positions if len(part)), default=0)
-    tests = (
-        numpy_generator(seed, "local test split").random(size) < share
-    )  # the first numbers of a longer draw are the same
-    return [np.sort(part[~tests[part]]) for part in positions], [
-        np.sort(part[tests[part]]) for part in positions
-    ]
+    key = hashlib.blake2b(f"local test split {seed}".encode(), digest_size=32).digest()
+    digests = user_digests if by_user else record_digests
+    training = []
+    testing = []
+    for part in positions:
+        drawn = digests(data, part, key, 8).view("<u8")[:, 0] / 2.0**64
+        training.append(np.sort(part[drawn >= share]))
+        testing.append(np.sort(part[drawn < share]))
+    return training, testing
 
 
 def check_parts(parts: Sequence[npt.ArrayLike], examples: int) -> None:

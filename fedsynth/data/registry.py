@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from fedsynth.errors import SettingError, unknown_name
+from fedsynth.errors import SettingError, UnknownNameError, unknown_name
 
 
 @dataclass(frozen=True)
@@ -339,6 +339,14 @@ DATASETS: Mapping[str, DatasetSpec] = MappingProxyType(
     {spec.name: spec for spec in (*_SPECS, *_SYNTHETIC_SPECS)}
 )
 """By name. Of the synthetic(α,β), which `dataset_spec` knows for all numbers from 0 to 99.9999, these are the paper's."""
+
+
+def is_published(spec: DatasetSpec) -> bool:
+    """Whether this is a named data set's specification: anybody can get or compute its records."""
+    try:
+        return dataset_spec(spec.name) == spec
+    except (UnknownNameError, SettingError):
+        return False
 
 
 def dataset_spec(name: str) -> DatasetSpec:

@@ -105,7 +105,7 @@ def private_run(settings: RunSettings) -> PrivateRun:
     """The privacy side of the run that `settings` describe, with σ found; no data are read."""
     context = public_context(settings, dataset_spec(settings.dataset), torch.device("cpu"))
     settings.method.check_model(context.architecture)
-    return PrivateRun(settings, context, planning=True)
+    return PrivateRun(settings, context)
 
 
 def make_plans(given: Mapping[str, Mapping[str, Any]]) -> list[Plan]:

@@ -19,10 +19,13 @@ from fedsynth import __version__
 from fedsynth.core.messages import privacy_of_fields
 from fedsynth.core.method import Method, RoundContext
 from fedsynth.data.partition import clients_or_groups
+from fedsynth.data.registry import is_published
 from fedsynth.errors import SettingError, unknown_name
+from fedsynth.federation.clients import Clients, planned_ledgers
 from fedsynth.federation.participation import Participation
 from fedsynth.federation.settings import RunSettings
 from fedsynth.privacy import accounting
+from fedsynth.privacy import report_sections as sections
 from fedsynth.privacy.calibration import calibrate_noise_multiplier
 from fedsynth.privacy.errors import (
     BudgetExceededError,
@@ -31,16 +34,19 @@ from fedsynth.privacy.errors import (
 )
 from fedsynth.privacy.ledger import Guard, Ledger
 from fedsynth.privacy.randomness import DESCRIPTION, SecretGenerator
-from fedsynth.privacy.releases import Release, check_delta
-from fedsynth.privacy.report import ReportContext
+from fedsynth.privacy.releases import RECORD, USER, Release, check_delta
+from fedsynth.privacy.report import SCHEMA_VERSION, ReportContext
+from fedsynth.privacy.report_sections import reasons_in_ledgers
 from fedsynth.privacy.report_text import up
 from fedsynth.privacy.settings import PrivacySettings
 
 NEIGHBOURS = {
-    "add-remove": "one example added or removed",
-    "zero-out": "one example blanked out",
-    "replace-one": "one example replaced by any other",
+    "add-remove": "added or removed",
+    "zero-out": "blanked out",
+    "replace-one": "replaced by any other",
 }
+ONE = {RECORD: "one example", USER: "one user with all examples"}
+PUBLIC, PRIVATE, NO_TEST = "public", "private", "none"  # what a run's test images are
 FOUR_SUMS = "; each value is the sum of four Gaussians, halved: a mitigation of one floating-point attack, not a proof"
 NOT_PRIVATE = (
     "FedDM's Algorithm 1 clips the gradient of a batch, not of an example: clipping a mean bounds its norm, not one example's "
@@ -57,17 +63,29 @@ class PrivateRun:
     Args:
         settings: with `privacy` set.
         context: round 1's context, without data.
-        planning: read the ledgers that `--dp-ledger` names, but make none.
+        clients: whose ledgers are charged. None for a plan: the ledgers that `--dp-ledger` names
+            are read, and none is made.
+        test: what the test images are: "public", "private" or "none".
+        ledgers: the clients' ledgers as they stood when the run began, in place of those that the
+            settings name.
 
     Raises:
-        UnaccountedReleaseError: the method uploads something that no mechanism protects.
+        UnaccountedReleaseError: the method uploads something that no mechanism protects, or a
+            ledger holds a release without any guarantee and there is a budget to keep to.
         PrivacySettingError: δ too large for the declared number of records, no σ reaches ε, ….
+        LedgerError: a kept ledger is for other records.
     """
 
     def __init__(
-        self, settings: RunSettings, context: RoundContext, *, planning: bool = False
+        self,
+        settings: RunSettings,
+        context: RoundContext,
+        *,
+        clients: Clients | None = None,
+        test: str = PUBLIC,
+        ledgers: Sequence[Ledger] | None = None,
     ) -> None:
-        self._planning = planning
+        self._clients, self._test = clients, test
         if settings.privacy is None:
             raise SettingError("a private run needs privacy settings")
         self.run, self.method, self.spec = settings, settings.method, context.spec
@@ -89,7 +107,7 @@ class PrivateRun:
                 f"--dp-max-records {self.max_records} is below the {context.spec.train_size} records that the data set declares"
             )
         check_delta(settings.privacy.delta, self.max_records)
-        self.guaranteed = mechanism != "paper"
+        self.protects = mechanism != "paper"
         privacy = replace(settings.privacy, mechanism=mechanism)
         self.plans = self.method.private_plans(privacy, context)
         self.plan = self.plans[0]
@@ -97,14 +115,13 @@ class PrivateRun:
         self._participation = Participation(
             settings.seed, settings.partition.clients, settings.participation
         )
-        self.ledgers = self._open_ledgers(privacy, None)
-        if self.guaranteed and any(
-            math.isinf(accounting.epsilon(rows, privacy.delta, privacy.adjacency))
-            for rows in self._histories()
-        ):
+        self.ledgers = self._open_ledgers(privacy) if ledgers is None else list(ledgers)
+        self._before = {ledger.client: len(ledger.releases) for ledger in self.ledgers}
+        if self.protects and privacy.epsilon is not None and (reasons := self._spent_without()):
             raise UnaccountedReleaseError(
-                f"a ledger in {privacy.ledger} holds a release without any guarantee (such as --dp-mechanism paper): no later run on the "
-                "same data can have one"
+                f"ε = {privacy.epsilon:g} cannot be kept to: a ledger in {privacy.ledger} holds a "
+                f"release without any guarantee ({reasons[0]}), which nothing takes back; with "
+                "--dp-sigma alone the run adds noise and states no ε"
             )
         self.privacy = privacy
         if privacy.noise_multiplier is None:
@@ -118,10 +135,19 @@ class PrivateRun:
         """Noisy releases of a client in a round."""
         return sum(plan.steps for plan in self.plans)
 
+    @property
+    def guaranteed(self) -> bool:
+        """Whether an ε can be stated: the mechanism protects, and so did all in the ledgers."""
+        return self.protects and not self._spent_without()
+
+    def _spent_without(self) -> list[str]:
+        """What stands in the ledgers without any guarantee, with the reasons."""
+        return reasons_in_ledgers({ledger.client: ledger.releases for ledger in self.ledgers})
+
     def keep_ledgers_in(self, folder: Path) -> None:
         """Moves fresh ledgers, still empty, into files of the run folder; ledgers that `--dp-ledger` names stay where they are."""
-        if self.privacy.ledger is None:
-            self.ledgers = self._open_ledgers(self.privacy, folder)
+        if self.privacy.ledger_folder is None and self._clients is not None:
+            self.ledgers = self._clients.fresh_ledgers(folder, self.run)
             self._make_guards()
 
     def planned(
@@ -129,12 +155,23 @@ class PrivateRun:
     ) -> list[Release]:
         """The rows that a client's ledger gets in the given rounds (all by default) if it takes part in them."""
         sigma = self.privacy.noise_multiplier if noise_multiplier is None else noise_multiplier
-        reason = None if self.guaranteed else "FedDM's Algorithm 1 as printed"
+        reason = None if self.protects else "FedDM's Algorithm 1 as printed"
         return [
-            plan.release(r, sigma or 0.0, reason)
+            replace(plan.release(r, sigma or 0.0, reason), unit=self.privacy.unit)
             for r in (range(1, self.run.rounds + 1) if rounds is None else rounds)
             for plan in self.plans
         ]
+
+    def charges(self, rounds: Sequence[int]) -> list[Release]:
+        """The rows that a client's ledger really gets: of a mechanism without a guarantee the
+        chief one of a round."""
+        if self.protects:
+            return self.planned(rounds)
+        return [self.planned([number])[0] for number in rounds]
+
+    def rounds_of(self, client: int, rounds: int) -> tuple[int, ...]:
+        """The rounds among the first `rounds` that a client takes part in."""
+        return self._participation.rounds_of(client, rounds)
 
     def planned_epsilon(self) -> float:
         """ε of the worst client after the whole planned run, on top of what its ledger holds."""
@@ -171,21 +208,47 @@ class PrivateRun:
         Raises:
             BudgetExceededError: some client's cap would be exceeded in this round.
         """
-        if self.guaranteed:
+        if self.protects:
             for client in self._participation.in_round(number):
                 self.guards[client].check(self.planned([number]))
 
+    def allows_round(self, number: int) -> bool:
+        """Whether no client's cap would be exceeded in this round."""
+        try:
+            self.check_round(number)
+        except BudgetExceededError:
+            return False
+        return True
+
+    def check_cap(self) -> None:
+        """Refuses a cap that allows no round even where nothing was spent before.
+
+        Raises:
+            BudgetExceededError: that is a mistake in the settings, and not a run that ends early.
+        """
+        if self.protects:
+            first = self.ledgers[self._participation.in_round(1)[0]]
+            self._guard(Ledger(first.client)).check(
+                self.planned([1])
+            )  # every client's rows are the same
+
     def charge_unprotected(self, number: int) -> None:
         """Records a round of the `paper` mechanism, whose ε is infinite, before it runs."""
-        if not self.guaranteed:
+        if not self.protects:
             for client in self._participation.in_round(number):
-                self.ledgers[client].charge(self.planned([number])[0])
+                self.ledgers[client].charge(self.charges([number])[0])
 
     def headline(self) -> list[str]:
         """What the run is about to do, ε first."""
         σ, delta = self.privacy.noise_multiplier, self.privacy.delta
-        if not self.guaranteed:
+        if not self.protects:
             return [f"no differential privacy guarantee: {NOT_PRIVATE[0]}"]
+        if not self.guaranteed:
+            why = f"a ledger in {self.privacy.ledger} holds {self._spent_without()[0]}"
+            return [
+                f"no differential privacy guarantee: {why}",
+                f"  mechanism {self.plan.mechanism} adds noise (σ = {σ:.4g}); no ε can be stated",
+            ]
         planned = self.planned_epsilon()
         sampling = (
             f"Poisson sampling at q = {self.plan.sample_rate:.3g}"
@@ -197,7 +260,8 @@ class PrivateRun:
             most = max(len(mine) for _, mine in self._plans(self.run.rounds))
             rounds += f" (it takes part in {most} at most)"
         lines = [
-            f"privacy: ε = {up(planned, 3)} at δ = {delta:g} for each client over {rounds}, {NEIGHBOURS[self.privacy.adjacency]}",
+            f"privacy: ε = {up(planned, 3)} at δ = {delta:g} for each client over {rounds}, "
+            f"{ONE[self.privacy.unit]} {NEIGHBOURS[self.privacy.adjacency]}",
             f"  mechanism {self.plan.mechanism} (σ = {σ:.4g}, clip {self.plan.clip:.4g}), {sampling}, {releases} a round",
         ]
         spent = self.epsilon()
@@ -215,46 +279,75 @@ class PrivateRun:
             )
         return lines
 
-    def report_context(self, rounds_done: int, deviations: Sequence[str]) -> ReportContext:
+    def start(self) -> dict[str, Any]:
+        """What is public and fixed when the run begins: written down then, so that a run that is
+        killed can still be reported."""
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "noise_multiplier": self.privacy.noise_multiplier,
+            "data_set": asdict(self.spec),
+            "test_images": self._test,
+            "ledgers": {
+                ledger.client: sections.ledger_head(ledger, self._before[ledger.client])
+                for ledger in self.ledgers
+            },
+        }
+
+    def summary(self) -> dict[str, Any]:
+        """What summary.json says of the run's privacy."""
+        promise = {"epsilon": self.epsilon(), "delta": self.privacy.delta}
+        return {
+            "guarantee": self.guaranteed,
+            **(promise if self.guaranteed else {}),
+            "noise_multiplier": self.privacy.noise_multiplier,
+            "mechanism": self.plan.mechanism,
+        }
+
+    def report_context(
+        self, rounds_done: int, deviations: Sequence[str], *, abandoned: bool = False
+    ) -> ReportContext:
         return ReportContext(
             method=self.method.name,
             mechanism=self.plan.mechanism,
             delta=self.privacy.delta,
             max_records=self.max_records,
             adjacency=self.privacy.adjacency,
+            unit=self.privacy.unit,
+            user_records=self.privacy.user_records,
             epsilon_cap=self.privacy.epsilon,
             planned_rounds=self.run.rounds,
             rounds_done=rounds_done,
             public_items=self._public_items(),
-            no_guarantee=() if self.guaranteed else NOT_PRIVATE,
+            no_guarantee=() if self.protects else NOT_PRIVATE,
             deviations=tuple(deviations),
-            fresh_ledger=self.privacy.ledger is None,
+            fresh_ledger=self.privacy.ledger_folder is None,
+            no_ledger=self._why_no_ledger(),
             randomness=DESCRIPTION + (FOUR_SUMS if self.privacy.four_sums else "")
-            if self.guaranteed
+            if self.protects
             else "noise from the operating system's entropy; batches from the run's seed",
             published=self._published(),
             accesses=self._accesses(),
             test_only_randomness=not all(secret.is_secret for secret in self.secrets),
             provenance=provenance(self.run),
+            noise_multiplier=self.privacy.noise_multiplier,
+            data_set=asdict(self.spec),
+            rows_before=self._before,
+            abandoned=abandoned,
         )
 
-    def _open_ledgers(self, privacy: PrivacySettings, fresh: Path | None) -> list[Ledger]:
-        folder = privacy.ledger or fresh
-        dataset = data_set_id(self.run)
-        names = [f"client-{k:03d}" for k in range(self.run.partition.clients)]
-        files = {name: folder / f"{name}.jsonl" if folder else None for name in names}
-        if self._planning:
-            files = {
-                name: file if file is not None and file.exists() else None
-                for name, file in files.items()
-            }
-        return [Ledger(name, file, dataset=dataset) for name, file in files.items()]
+    def _open_ledgers(self, privacy: PrivacySettings) -> list[Ledger]:
+        if self._clients is None:
+            return planned_ledgers(self.run, privacy.ledger_folder)
+        if privacy.ledger_folder is None:
+            return self._clients.fresh_ledgers(None, self.run)
+        return self._clients.kept_ledgers(privacy.ledger_folder, self.run)
 
     def _make_guards(self) -> None:
-        self.guards = [
-            Guard(ledger, self.privacy.delta, self.privacy.epsilon, self.privacy.adjacency)
-            for ledger in self.ledgers
-        ]
+        self.guards = [self._guard(ledger) for ledger in self.ledgers]
+
+    def _guard(self, ledger: Ledger) -> Guard:
+        privacy = self.privacy
+        return Guard(ledger, privacy.delta, privacy.epsilon, privacy.adjacency, privacy.unit)
 
     def _histories(self) -> set[tuple[Release, ...]]:
         return {ledger.releases for ledger in self.ledgers}
@@ -295,6 +388,7 @@ class PrivateRun:
         )
         chosen = "declared" if self.privacy.nominal_size else declared
         items = {
+            "data set": self._data_set(),
             "classes and image shape": f"{spec.classes} classes, {spec.channels}×{spec.height}×{spec.width}",
             "normalisation": f"constants of the specification {spec.name!r}: mean {spec.mean}, std {spec.std}",
             "architecture and initial weights": f"{self.run.model}, drawn from the run's seed",
@@ -312,7 +406,7 @@ class PrivateRun:
         )
         if proxy := getattr(self.method, "proxy", ""):
             items["proxy images"] = f"the training images of {proxy}, declared public"
-        if not self.guaranteed:
+        if not self.protects:
             return items
         fields = privacy_of_fields(self.method.upload)
         return {
@@ -326,6 +420,20 @@ class PrivateRun:
             },
         }
 
+    def _why_no_ledger(self) -> str:
+        if is_published(self.spec):
+            return f"{self.spec.name} is a published data set"
+        return f"the user declares that the data set {self.spec.name!r} is public"
+
+    def _data_set(self) -> str:
+        """Which data set it is, and what is public of it."""
+        spec = self.spec
+        if is_published(spec):
+            return f"{spec.name}, published: {spec.source}"
+        if self.privacy.ledger_folder is None:
+            return f"{spec.name}: the user's own, declared public by the user"
+        return f"{spec.name}: the user's own; its specification is public, its records are not"
+
     def _accesses(self) -> tuple[tuple[str, str, str], ...]:
         released = [
             (
@@ -335,7 +443,7 @@ class PrivateRun:
             for plan in self.plans
         ]
         private = tuple((what, "accounted", note) for what, note in released)
-        if not self.guaranteed:
+        if not self.protects:
             private = (
                 *((what, "unaccounted", note) for what, note in released),
                 (
@@ -351,20 +459,30 @@ class PrivateRun:
             if self.run.partition.local_test
             else ()
         )
+        compared = "by a keyed hash that stays with the ledgers; it decides whether the run begins"
+        kept = (("records, compared with those of the ledgers", "simulation-only", compared),)
         return (
             *private,
+            *(kept if self.privacy.ledger_folder is not None else ()),
             *splits,
             ("partition into clients, true counts, seconds", "simulation-only", simulation),
-            (
-                "test set",
-                "public",
-                "declared public; test accuracy is computed from released models",
-            ),
+            *self._test_access(simulation),
         )
+
+    def _test_access(self, simulation: str) -> tuple[tuple[str, str, str], ...]:
+        if self._test == NO_TEST:
+            return ()
+        if self._test == PRIVATE:
+            return (("test set, and accuracies on it", "simulation-only", simulation),)
+        whose = f"of the published data set {self.spec.name}"
+        if not is_published(self.spec):
+            whose = "declared public by the user"
+        note = f"{whose}; test accuracy is computed from released models"
+        return (("test set", "public", note),)
 
     def _published(self) -> tuple[Mapping[str, str], ...]:
         if (
-            not self.guaranteed
+            not self.protects
             or self.method.name != "feddm"
             or self.privacy.noise_multiplier is None
         ):
@@ -403,24 +521,6 @@ def check_method(method: Method) -> None:
             method.refusal or f"its upload has fields that no mechanism protects: {', '.join(bad)}"
         )
         raise UnaccountedReleaseError(f"{method.name} cannot run with differential privacy: {why}")
-
-
-def data_set_id(run: RunSettings) -> str:
-    """Names the clients' data sets: data set and partition, so that a ledger is not charged for other data.
-
-    Not the local test split: the records are the same.
-    """
-    parts = asdict(run.resolved_partition)
-    del parts["local_test"]
-    if parts["subset"] == 1:
-        del parts["subset"]
-    for kind in ("missing", "dominant"):  # settings of one rule name nothing under another
-        for name in [
-            name for name in parts if name.startswith(kind) and run.partition.kind != kind
-        ]:
-            del parts[name]
-    partition = json.dumps(parts, sort_keys=True)
-    return f"{run.dataset}-{hashlib.blake2b(partition.encode(), digest_size=6).hexdigest()}"
 
 
 def provenance(run: RunSettings) -> dict[str, str]:

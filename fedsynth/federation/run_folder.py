@@ -9,6 +9,8 @@ While the run lasts, the folder's name ends in `.incomplete`; the last step rena
     synthetic.safetensors, synthetic.png    the last round's uploads, where the method has images
     artefacts.json, NAME.png    what the server measured, for methods that do (FedHydra's stratification)
     privacy_report.json, .md, .html, ledger/    with differential privacy
+    privacy_start.json   then too: what was public and fixed when the run began, which the report
+                         of a run that was killed needs
     simulation_only/     what only a simulation may show: exact functions of private data, outside the guarantee
 """
 
@@ -37,7 +39,10 @@ SIMULATION_ONLY_NOTE = (
     "Everything in this folder is an exact function of the clients' data. A simulation may show it; it is outside every privacy\n"
     "guarantee, and on a real network it would not exist.\n"
 )
+PRIVATE_START = "privacy_start.json"
 LOCAL = "local"  # what a row says of the clients' own test splits
+PRIVATE_TEST = "private_test"  # and of a test set that is private
+HIDDEN = ("seconds", LOCAL, PRIVATE_TEST)
 GRID_LIMIT = 400  # images in the picture; all of them are in synthetic.safetensors
 
 
@@ -45,7 +50,8 @@ class RunFolder:
     """A folder being written; `finish` gives it its name.
 
     Args:
-        private: seconds, and clients' own accuracies, which depend on the data, stand in `simulation_only` alone.
+        private: seconds, clients' own accuracies and those on a private test set, which depend on
+            the data, stand in `simulation_only` alone.
 
     Raises:
         OutputError: the folder cannot be made or written.
@@ -61,17 +67,22 @@ class RunFolder:
         with _writing(self.path):
             (self.path / "config.toml").write_text(toml, encoding="utf-8")
 
+    def write_private_start(self, facts: Mapping[str, Any]) -> None:
+        with _writing(self.path):
+            text = json.dumps(facts, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+            (self.path / PRIVATE_START).write_text(text, encoding="utf-8")
+
     def append_metrics(self, row: Mapping[str, Any]) -> None:
         self._append("metrics.jsonl", self._public(row))
         if self._private:
-            hidden = {k: v for k, v in row.items() if k in ("seconds", LOCAL, "models")}
+            hidden = {k: v for k, v in row.items() if k in (*HIDDEN, "models")}
             self._append("simulation_only/rounds.jsonl", {"round": row["round"], **hidden})
 
     def _public(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """What may stand outside `simulation_only`."""
         if not self._private:
             return dict(row)
-        kept = {k: v for k, v in row.items() if k not in ("seconds", LOCAL)}
+        kept = {k: v for k, v in row.items() if k not in HIDDEN}
         return {
             k: {name: self._public(one) for name, one in v.items()} if k == "models" else v
             for k, v in kept.items()

@@ -20,7 +20,7 @@ from fedsynth.data.registry import dataset_spec
 from fedsynth.errors import SettingError, unknown_name
 from fedsynth.methods import method_class
 from fedsynth.models.registry import ModelSettings
-from fedsynth.privacy.settings import PrivacySettings
+from fedsynth.privacy.settings import PrivacySettings, ledger_setting
 
 SECTIONS = ("run", "data", "partition", "model", "method", "privacy")
 
@@ -87,6 +87,8 @@ class RunSettings:
         participation: share C of the clients that take part in a round, drawn from the seed (`fedsynth.federation.participation`).
         sampling: of those clients: "uniform", or in proportion to their "size" n_k (FedProx; not with differential privacy).
         evaluate_every: rounds between evaluations on the test set; the last round is always evaluated.
+        ledger: without privacy, the folder of the clients' kept ledgers, which then say that no
+            later run on the same data can have an ε. With privacy the folder is named there.
     """
 
     method: Method
@@ -104,8 +106,16 @@ class RunSettings:
     partition: PartitionSettings = field(default_factory=PartitionSettings)
     model: ModelSettings = field(default_factory=ModelSettings)
     privacy: PrivacySettings | None = None
+    ledger: Path | None = None
 
     def __post_init__(self) -> None:
+        if self.ledger is not None:
+            if self.privacy is not None:
+                raise SettingError(
+                    "with privacy the ledgers' folder is PrivacySettings(ledger=...)"
+                )
+            given = ledger_setting(self.ledger)
+            object.__setattr__(self, "ledger", given if isinstance(given, Path) else None)
         for name, (kind, example) in _KINDS.items():
             value = getattr(self, name)
             if not (isinstance(value, kind) or (name == "privacy" and value is None)):
@@ -165,7 +175,9 @@ class RunSettings:
             "partition": dataclasses.asdict(self.partition),
             "model": dataclasses.asdict(self.model),
             "method": dataclasses.asdict(self.method),
-            "privacy": dataclasses.asdict(self.privacy) if self.privacy is not None else {},
+            "privacy": dataclasses.asdict(self.privacy)
+            if self.privacy is not None
+            else {"ledger": self.ledger},
         }
         plain = {
             name: {k: _plain(v) for k, v in values.items() if v is not None}
@@ -213,8 +225,18 @@ def preset_of(dataset: str, method: str) -> dict[str, dict[str, Any]]:
     return {**sections, **({"method": dict(preset[method])} if method in preset else {})}
 
 
-def resolve(given: Mapping[str, Mapping[str, Any]]) -> RunSettings:
+def resolve(
+    given: Mapping[str, Mapping[str, Any]],
+    *,
+    own_method: type[Method] | None = None,
+    own_data: str | None = None,
+) -> RunSettings:
     """Settings from sections such as `{"run": {"method": "feddm"}, "method": {"ipc": 5}}`.
+
+    Args:
+        own_method: a class outside the package, in place of the method that `given` names.
+        own_data: the name of images of your own, in place of the data set that `given` names; it
+            has no preset.
 
     Raises:
         UnknownNameError: an unknown section, setting, method, data set or model (with the near matches).
@@ -225,11 +247,14 @@ def resolve(given: Mapping[str, Mapping[str, Any]]) -> RunSettings:
             raise unknown_name("section", name, SECTIONS)
     run, data = dict(given.get("run", {})), dict(given.get("data", {}))
     name, dataset = str(run.pop("method", "feddm")), str(data.pop("dataset", "digits"))
-    method, spec = method_class(name), dataset_spec(dataset)
-    preset = preset_of(dataset, name)
+    method = own_method or method_class(name)
+    dataset = own_data or dataset_spec(dataset).name
+    preset = preset_of(dataset, name) if own_data is None else {}
     run = {**preset.get("run", {}), **run}
     partition = {**preset.get("partition", {}), **given.get("partition", {})}
-    privacy = given.get("privacy", {})
+    privacy = dict(given.get("privacy", {}))
+    # A ledger alone is that of a run without privacy.
+    ledger = privacy.pop("ledger") if privacy.keys() == {"ledger"} else None
     root = data.pop("data_root", None)
     if data:
         raise unknown_name("setting of data", next(iter(data)), ("dataset", "data_root"))
@@ -242,11 +267,12 @@ def resolve(given: Mapping[str, Mapping[str, Any]]) -> RunSettings:
         method=method.from_mapping(
             {**preset.get("method", {}), **_of_the_method(method, given.get("method", {}))}
         ),
-        dataset=spec.name,
+        dataset=dataset,
         data_root=Path(str(root)).expanduser().absolute() if root else None,
         partition=_build(PartitionSettings, "partition", partition),
         model=_build(ModelSettings, "model", {**preset.get("model", {}), **given.get("model", {})}),
         privacy=_build(PrivacySettings, "privacy", privacy) if privacy else None,
+        ledger=None if ledger is None else Path(str(ledger)),
         **values,
     )
 

@@ -3,9 +3,11 @@
     1. every client gets the server's message (in methods with a first phase, after one more such exchange);
     2. the clients' steps run in groups, as many at once as the method allows;
     3. the server makes the next state from all uploads;
-    4. the model is evaluated on the public test set, and the round's row is written.
+    4. the model is evaluated on the test set, if there is one, and the round's row is written.
 
-With differential privacy the guards are asked before step 1: where a round would exceed a cap, the run ends in order with what it has.
+With differential privacy the guards are asked before step 1: where a round would exceed a cap, the
+run ends in order with what it has. A run without it charges the ledgers that it was given, so that
+later reports know.
 """
 
 from __future__ import annotations
@@ -22,25 +24,36 @@ from torch import Tensor, nn
 
 from fedsynth.core.client import ClientGroup, OpenClients, PrivateClients
 from fedsynth.core.messages import Message
-from fedsynth.core.method import Memory, RoundContext, ServerState
+from fedsynth.core.method import Memory, RoundContext, ServerState, check_choice
 from fedsynth.data.images import ImageData, require_all_classes
 from fedsynth.data.load import load_dataset
 from fedsynth.data.partition import GIVEN, IntArray, check_parts, count_matrix, hold_out, partition
 from fedsynth.data.proxy import NOISE, ProxyImages, noise_images
+from fedsynth.data.registry import DatasetSpec, is_published
+from fedsynth.data.users import bounded, check_one_client_each
 from fedsynth.errors import DataError, DivergedError
 from fedsynth.evaluation.accuracy import accuracy_by_domain, correct
 from fedsynth.evaluation.fairness import local_metrics
 from fedsynth.evaluation.generated import GENERATOR
+from fedsynth.federation.clients import Clients, OpenLedgers
 from fedsynth.federation.devices import check_compiler, resolve_device
 from fedsynth.federation.observer import Observer
 from fedsynth.federation.participation import Participation
 from fedsynth.federation.planning import public_context
-from fedsynth.federation.private_run import PrivateRun, check_method
-from fedsynth.federation.run_folder import LOCAL, RunFolder
+from fedsynth.federation.private_run import NO_TEST, PRIVATE, PUBLIC, PrivateRun, check_method
+from fedsynth.federation.run_folder import LOCAL, PRIVATE_TEST, RunFolder
 from fedsynth.federation.settings import RunSettings, to_toml
-from fedsynth.privacy.errors import BudgetExceededError
+from fedsynth.privacy.errors import BudgetExceededError, PrivacySettingError
+from fedsynth.privacy.ledger_folder import check_names
+from fedsynth.privacy.releases import USER
 from fedsynth.privacy.report import build_report, write_report
+from fedsynth.privacy.requests import check_request
+from fedsynth.privacy.settings import NO_LEDGER
 from fedsynth.synthesizer.sets import SyntheticSet
+
+NO_LATER_EPSILON = "no run on these data can have an ε afterwards"
+COMMON = "common_model_accuracy"
+"""What the test accuracy of a method is called whose clients end with models of their own."""
 
 Step = Callable[
     [Message, ClientGroup, Sequence[Memory], RoundContext], list[tuple[Message, Memory]]
@@ -52,14 +65,19 @@ class RunResult:
     """What a run ends with.
 
     Attributes:
-        accuracy: of the global model on the test set, in [0, 1].
+        accuracy: of the global model on the test set, in [0, 1]; None without a test set, or
+            without any round; no result of a method whose clients have models of their own (FedBN,
+            SOLO): theirs is AMP, in the last row's `local`. On a private test set it is an exact
+            function of private data: here for whoever runs the simulation, and in no file outside
+            `simulation_only`.
         metrics: a row for each round. uploads: the last round's, by client.
         privacy: the privacy report, None without differential privacy. folder: None if nothing was written.
         artefacts: matrices [classes, clients] that the server measured, such as FedHydra's stratification.
+        deviations: what went otherwise than planned: why the run ended early.
     """
 
     settings: RunSettings
-    accuracy: float
+    accuracy: float | None
     metrics: list[dict[str, Any]]
     model: nn.Module
     uploads: dict[int, Message]
@@ -67,13 +85,16 @@ class RunResult:
     folder: Path | None
     summary: dict[str, Any]
     artefacts: Mapping[str, Tensor] = field(default_factory=dict)
+    deviations: tuple[str, ...] = ()
 
 
 def simulate(
     settings: RunSettings,
     *,
-    data: tuple[ImageData, ImageData] | None = None,
+    data: tuple[ImageData, ImageData | None] | None = None,
     parts: Sequence[IntArray] | None = None,
+    names: Sequence[str] | None = None,
+    test: str | None = None,
     output: Path | str | None = None,
     observer: Observer | None = None,
     download: bool = False,
@@ -81,13 +102,25 @@ def simulate(
     """Runs a federation.
 
     Args:
-        data: (train, test) of your own; None loads `settings.dataset`. With differential privacy all of `train.spec` is public: declare a
-            round `train_size`, not the true one, or set `nominal_size` and `max_records`.
+        data: (train, test) of your own, where test may be None; None loads `settings.dataset`. With
+            differential privacy all of `train.spec` is public: declare a round `train_size`, not
+            the true one, or set `nominal_size` and `max_records`. Unless it is the specification of
+            a published data set, differential privacy then needs `PrivacySettings(ledger=...)`.
         parts: your own clients: for each the positions of its examples in the training data; of `settings.partition` only `local_test` is
             then used.
+        names: the clients' names, one for each part: a kept ledger, and the privacy report, know
+            them by these. They are public. None: client-000, client-001, … (a client whose records
+            a kept ledger is for goes by that ledger's name).
+        test: "public" or "private", what the test images are. None: those of a published data set
+            are public, your own are private. With differential privacy, what is measured on private
+            ones stands in `simulation_only` alone.
         output: the folder that run folders go into; None writes nothing.
         observer: hears of progress.
         download: let torchvision fetch the data set if it is not there.
+
+    Returns:
+        The result; without any round (`metrics` is empty, `deviations` says why) where earlier runs
+        on the same ledgers have spent what the cap allows.
 
     Raises:
         FedsynthError, PrivacyError: bad input, before the run folder is made; DivergedError, later.
@@ -97,14 +130,11 @@ def simulate(
     device = resolve_device(settings.device)
     if settings.compile:
         check_compiler(device)
-    train, test = data or load_dataset(settings.dataset, settings.data_root, download=download)
-    if not (isinstance(train, ImageData) and isinstance(test, ImageData)):
-        raise DataError("data must be (train, test), each made by fedsynth.from_arrays")
-    if train.spec != test.spec:
-        raise DataError(
-            f"training and test data must have the same specification, got {train.spec.name!r} and {test.spec.name!r}"
-        )
+    given = data or load_dataset(settings.dataset, settings.data_root, download=download)
+    train, tested = _checked_data(given)
     settings = replace(settings, dataset=train.spec.name)
+    kind = _kind_of_test(train.spec, tested, test)
+    _require_a_ledger(settings, train.spec)
     if parts is not None:
         check_parts(parts, len(train))
         settings = replace(
@@ -121,16 +151,77 @@ def simulate(
     if settings.privacy is None:
         require_all_classes(train)
     folder = None if output is None else Path(output)
-    divided = [torch.as_tensor(np.asarray(part), dtype=torch.int64) for part in parts]
+    positions = [np.asarray(part, np.int64) for part in parts]
+    if _protects_users(settings):
+        check_one_client_each(positions, train)
+    declared = None if names is None else check_names(names, len(parts))
     return _Simulation(
         settings,
+        Clients(train, positions, declared),
         train.to(device),
-        test.to(device),
-        divided,
+        (None if tested is None else tested.to(device), kind),
+        [torch.from_numpy(part) for part in positions],
         observer or Observer(),
         folder,
         download,
     ).run()
+
+
+def _checked_data(given: tuple[ImageData, ImageData | None]) -> tuple[ImageData, ImageData | None]:
+    train, test = given
+    if not (isinstance(train, ImageData) and (test is None or isinstance(test, ImageData))):
+        raise DataError(
+            "data must be (train, test), each made by fedsynth.from_arrays, or (train, None)"
+        )
+    if test is not None and train.spec != test.spec:
+        raise DataError(
+            f"training and test data must have the same specification, got {train.spec.name!r} "
+            f"and {test.spec.name!r}"
+        )
+    return train, test
+
+
+def _kind_of_test(spec: DatasetSpec, test: ImageData | None, declared: str | None) -> str:
+    """What the test images are: "public", "private" or "none"."""
+    if declared is not None:
+        check_choice("test", declared, (PUBLIC, PRIVATE))
+    if test is None:
+        return NO_TEST
+    return declared or (PUBLIC if is_published(spec) else PRIVATE)
+
+
+def _require_a_ledger(settings: RunSettings, spec: DatasetSpec) -> None:
+    """Own data are not public unless their owner says so: all runs on them have to be counted."""
+    if settings.privacy is not None and settings.privacy.ledger is None and not is_published(spec):
+        raise PrivacySettingError(
+            f"differential privacy on your own data ({spec.name!r}) needs a folder for their "
+            "ledgers, kept over all runs on them: PrivacySettings(ledger=...); or say "
+            f"ledger={NO_LEDGER!r}"
+        )
+
+
+def _protects_users(settings: RunSettings) -> bool:
+    return settings.privacy is not None and settings.privacy.unit == USER
+
+
+def _divided(
+    settings: RunSettings, parts: Sequence[Tensor], data: ImageData
+) -> tuple[list[Tensor], list[Tensor]]:
+    """What each client trains on, and its own test split (none without `local_test`).
+
+    Where users are protected they are not cut in two, and at most `user_records` records of each train.
+    """
+    seed = settings.resolved_partition.seed or 0
+    by_user = _protects_users(settings)
+    training: Sequence[IntArray] = [part.numpy() for part in parts]
+    testing: Sequence[IntArray] = []
+    share = settings.partition.local_test
+    if share > 0:
+        training, testing = hold_out(training, share, seed, data, by_user)
+    most = settings.privacy.user_records if settings.privacy is not None else None
+    if most is not None:
+        training = [bounded(part, data, most, seed) for part in training]
+    return [torch.as_tensor(part) for part in training], [torch.as_tensor(p) for p in testing]
 
 
 class _Simulation:
@@ -139,19 +230,16 @@ class _Simulation:
     def __init__(
         self,
         settings: RunSettings,
+        clients: Clients,
         train: ImageData,
-        test: ImageData,
+        test: tuple[ImageData | None, str],
         parts: list[Tensor],
         observer: Observer,
         output: Path | None,
         download: bool = False,
     ) -> None:
-        self.settings, self.method, self.test, self.observer = (
-            settings,
-            settings.method,
-            test,
-            observer,
-        )
+        self.settings, self.method, self.observer = settings, settings.method, observer
+        self.test, self.test_kind = test
         self.context = public_context(settings, train.spec, train.labels.device)
         self.method.check_model(self.context.architecture)
         name = getattr(self.method, "proxy", "")
@@ -164,18 +252,19 @@ class _Simulation:
                 self.context, proxy=ProxyImages(proxy.to(train.labels.device), train.spec)
             )
         self.context = replace(self.context, note=observer.note)
-        self.private = PrivateRun(settings, self.context) if settings.privacy is not None else None
-        headline = [
-            "no differential privacy: what clients send is not protected (--dp-epsilon protects it)"
-        ]
-        if self.private is not None:
-            self.private.check_round(
-                1
-            )  # a cap that allows no round at all is the user's mistake, not a run that ended early
-            headline = self.private.headline()
+        self.private, self.open_ledgers = None, None
+        if settings.privacy is not None:
+            self.private = PrivateRun(settings, self.context, clients=clients, test=self.test_kind)
+            self.private.check_cap()
             self.context = replace(self.context, privacy=self.private.privacy)
+        elif settings.ledger is not None:
+            self.open_ledgers = OpenLedgers(settings, settings.ledger, clients)
+        # Where earlier runs have spent the budget, this one ends before it begins, and leaves
+        # nothing.
+        self.over = self.private is not None and not self.private.allows_round(1)
+        headline = [] if self.over else self._headline()
         self.folder = None
-        if output is not None:
+        if output is not None and not self.over:
             self.folder = RunFolder(
                 output, f"{self.method.name}-{train.spec.name}", private=self.private is not None
             )
@@ -187,14 +276,10 @@ class _Simulation:
             )
             if self.private is not None:
                 self.private.keep_ledgers_in(self.folder.path / "ledger")
-        self.train, self.parts, self.tests = train, parts, []
-        if settings.partition.local_test > 0:
-            split = hold_out(
-                [part.numpy() for part in parts],
-                settings.partition.local_test,
-                settings.resolved_partition.seed or 0,
-            )
-            self.parts, self.tests = ([torch.as_tensor(part) for part in side] for side in split)
+                self.folder.write_private_start(self.private.start())
+        self.train = train
+        self.parts, self.tests = _divided(settings, parts, train)
+        self.users = train.groups if _protects_users(settings) else None
         if self.private is None:
             self.context = replace(self.context, sizes=tuple(len(part) for part in self.parts))
         sizes = self.context.sizes if settings.sampling == "size" else None
@@ -219,6 +304,16 @@ class _Simulation:
         self.metrics: list[dict[str, Any]] = []
         self.deviations: list[str] = []
 
+    def _headline(self) -> list[str]:
+        if self.private is not None:
+            return self.private.headline()
+        lines = [
+            "no differential privacy: what clients send is not protected (--dp-epsilon protects it)"
+        ]
+        if self.open_ledgers is not None:
+            lines.append(f"  the ledgers in {self.open_ledgers.folder} say so: {NO_LATER_EPSILON}")
+        return lines
+
     def run(self) -> RunResult:
         for number in range(1, self.settings.rounds + 1):
             started = time.perf_counter()
@@ -226,15 +321,17 @@ class _Simulation:
                 if self.private is not None:
                     self.private.check_round(number)
                     self.private.charge_unprotected(number)
-                context = replace(
-                    self.context, round=number, participants=self.participation.in_round(number)
-                )
+                participants = self.participation.in_round(number)
+                if self.open_ledgers is not None:
+                    self.open_ledgers.charge(number, participants)
+                context = replace(self.context, round=number, participants=participants)
                 self._round(context)
             except BudgetExceededError as error:  # in the round itself only if another process charged the same ledger meanwhile
                 self.deviations.append(
                     f"ended after {number - 1} of {self.settings.rounds} rounds: {error}"
                 )
-                self.observer.note(self.deviations[-1])
+                if not self.over:
+                    self.observer.note(self.deviations[-1])
                 break
             self._record(context, started)
         return self._finish()
@@ -246,14 +343,24 @@ class _Simulation:
         for first in range(0, len(participants), at_once):
             ids = participants[first : first + at_once]
             mine = [self.parts[k] for k in ids]
-            if self.private is None or not self.private.guaranteed:
+            if self.private is None or not self.private.protects:
                 groups.append(OpenClients(ids, self.train, mine))
             else:
                 guards, secrets = (
                     [self.private.guards[k] for k in ids],
                     [self.private.secrets[k] for k in ids],
                 )
-                groups.append(PrivateClients(ids, self.train, mine, guards, secrets))
+                groups.append(
+                    PrivateClients(
+                        ids,
+                        self.train,
+                        mine,
+                        guards,
+                        secrets,
+                        nominal_size=self.context.nominal_size,
+                        users=self.users,
+                    )
+                )
         return groups
 
     def _round(self, context: RoundContext) -> None:
@@ -290,6 +397,8 @@ class _Simulation:
         context: RoundContext,
     ) -> tuple[dict[int, Message], dict[int, Memory]]:
         """One exchange with all clients, group by group: their messages and memories."""
+        if context.privacy is not None:
+            check_request(message.arrays(), context.privacy.max_request_norm)
         sent: dict[int, Message] = {}
         memories: dict[int, Memory] = {}
         for group in self.groups:
@@ -326,7 +435,7 @@ class _Simulation:
         if missing:
             names = ", ".join(self.context.spec.class_names[c] for c in missing)
             why = "no client has min_examples examples of it (--set min_examples=1)"
-            if self.private is not None and self.private.guaranteed:
+            if self.private is not None and self.private.protects:
                 why = "no client's released count of it is clearly above the counts' noise (a larger budget helps)"
             self.observer.note(f"warning: nobody sends images of {names}: {why}")
 
@@ -369,11 +478,12 @@ class _Simulation:
         return {**row, "models": models} if models else row
 
     def _evaluate_one(self, parameters: Mapping[str, Tensor]) -> dict[str, Any]:
-        """Accuracy on the test set; where it has domains also each one's, and their plain average, as papers on feature skew report; and on
-        the clients' own test splits, if they have any."""
+        """What is measured on the test set and on the clients' own test splits, if there are."""
         model = self.context.load(parameters)
-        right = correct(model, self.test)
-        row: dict[str, Any] = {"test_accuracy": int(right.sum()) / len(right)}
+        row: dict[str, Any] = {}
+        if self.test is not None:
+            measured = self._measured(correct(model, self.test), self.test)
+            row = {PRIVATE_TEST: measured} if self._hides_the_test else measured
         if sum(map(len, self.tests)):
             own = (
                 self.method.personal_parameters(parameters, self.memories.get(k, {}))
@@ -386,17 +496,36 @@ class _Simulation:
                 self.tests,
                 [len(part) for part in self.parts],
             )
-        domains = accuracy_by_domain(right, self.test)
+        return row
+
+    def _measured(self, right: Tensor, test: ImageData) -> dict[str, Any]:
+        """Accuracy on the test set; where it has domains also each one's, and their plain average,
+        as papers on feature skew report.
+
+        Where clients have models of their own, the common one is no result, and its accuracy has
+        another name."""
+        row: dict[str, Any] = {self._accuracy_name: int(right.sum()) / len(right)}
+        domains = {} if self.method.personal else accuracy_by_domain(right, test)
         if domains:
             row["domain_accuracy"] = domains
             row["domain_average"] = sum(domains.values()) / len(domains)
         return row
 
+    @property
+    def _accuracy_name(self) -> str:
+        return COMMON if self.method.personal else "test_accuracy"
+
+    def _final_accuracy(self) -> float | None:
+        """The last round's accuracy, measured now if it was not; None if it cannot be."""
+        if not self.metrics or self.test is None:
+            return None
+        last = self.metrics[-1]
+        if not {self._accuracy_name, PRIVATE_TEST} & last.keys():
+            last = self._evaluate()
+        return float(last.get(PRIVATE_TEST, last)[self._accuracy_name])
+
     def _finish(self) -> RunResult:
-        last = self.metrics[-1] if self.metrics else {}
-        final = (
-            last["test_accuracy"] if "test_accuracy" in last else self._evaluate()["test_accuracy"]
-        )
+        final = self._final_accuracy()
         report, summary, artefacts = None, self._summary(final), self.method.artefacts(self.state)
         if self.private is not None:
             ledgers = {ledger.client: ledger for ledger in self.private.ledgers}
@@ -430,21 +559,31 @@ class _Simulation:
             folder,
             summary,
             artefacts,
+            tuple(self.deviations),
         )
 
-    def _summary(self, final: float) -> dict[str, Any]:
+    @property
+    def _hides_the_test(self) -> bool:
+        """Whether accuracies on the test set are exact functions of data that privacy protects."""
+        return self.private is not None and self.test_kind == PRIVATE
+
+    def _summary(self, final: float | None) -> dict[str, Any]:
         summary: dict[str, Any] = {
             "method": self.method.name,
             "settings": {f.name: getattr(self.method, f.name) for f in fields(self.method)},
             "dataset": self.context.spec.name,
             "rounds": len(self.metrics),
-            "test_accuracy": final,
+            "test_accuracy": None if self._hides_the_test or self.method.personal else final,
+            **({COMMON: final} if self.method.personal and not self._hides_the_test else {}),
             "upload_bytes": sum(row["upload_bytes"] for row in self.metrics),
             "upload_floats_per_round": self.metrics[-1]["upload_floats"] if self.metrics else 0,
-            "seconds": round(sum(row["seconds"] for row in self.metrics), 3),
             "device": str(self.context.device),
             "seed": self.settings.seed,
         }
+        if self.test is None or self._hides_the_test:
+            summary["test_data"] = self.test_kind
+        if self.private is None:
+            summary["seconds"] = round(sum(row["seconds"] for row in self.metrics), 3)
         last = self.metrics[-1] if self.metrics else {}
         if "domain_average" in last:
             summary["domain_average"] = last["domain_average"]
@@ -452,6 +591,7 @@ class _Simulation:
             summary["models"] = {
                 name: {"test_accuracy": one["test_accuracy"]}
                 for name, one in last["models"].items()
+                if "test_accuracy" in one
             }
         generators = [row[GENERATOR] for row in self.metrics if GENERATOR in row]
         if generators:
@@ -459,20 +599,7 @@ class _Simulation:
         if LOCAL in last and self.private is None:
             summary[LOCAL] = {name: last[LOCAL][name] for name in ("amp", "fm", "wlp")}
         if self.private is not None:
-            guarantee = (
-                {"epsilon": self.private.epsilon(), "delta": self.private.privacy.delta}
-                if self.private.guaranteed
-                else {}
-            )
-            mechanism = {
-                "noise_multiplier": self.private.privacy.noise_multiplier,
-                "mechanism": self.private.plan.mechanism,
-            }
-            summary["differential_privacy"] = {
-                "guarantee": self.private.guaranteed,
-                **guarantee,
-                **mechanism,
-            }
+            summary["differential_privacy"] = self.private.summary()
         return summary
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from fedsynth.core.client import chunk
 from fedsynth.core.method import RoundContext
 from fedsynth.models.frozen import VectorJacobian
+from fedsynth.privacy.passes import power_of_two
 from fedsynth.synthesizer.batch_norm import SharedStatistics, has_batch_norm
 from fedsynth.synthesizer.matching import Matcher
 
@@ -124,17 +125,14 @@ class NetworkFeatures:
             return self._with_logits(h), through
 
     def images_at_once(self, x_NCHW: Tensor, precision: torch.dtype = torch.float32) -> int:
-        """Images in one pass: on a CPU as many as keep the largest activation within 8 MB, where caches and the allocator reuse it."""
+        """Images in one pass, a power of two: on a CPU as many as keep the largest activation within 8 MB, where caches and the allocator
+        reuse it. (The passes that private records come in are powers of two as well, so that these cut them into equal parts.)"""
         scalars = getattr(self._network, "largest_activation", x_NCHW[0].numel())
         most = min(
             chunk(x_NCHW.device), self._memory_bytes // (ACTIVATIONS * scalars * precision.itemsize)
         )
-        return max(
-            1,
-            min(
-                most, GPU_IMAGES if x_NCHW.is_cuda else CPU_BYTES // (scalars * precision.itemsize)
-            ),
-        )
+        cached = GPU_IMAGES if x_NCHW.is_cuda else CPU_BYTES // (scalars * precision.itemsize)
+        return power_of_two(min(most, cached))
 
     def _augmented(self, x_NCHW: Tensor, segment_N: Tensor) -> Tensor:
         return x_NCHW if self._augment is None else self._augment(x_NCHW, segment_N)

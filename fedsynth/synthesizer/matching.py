@@ -22,11 +22,12 @@ from torch import Tensor
 from fedsynth.core.client import OpenClients, PrivateClients, Segments, chunk
 from fedsynth.models.frozen import VectorJacobian
 from fedsynth.privacy.mechanisms import GaussianSums
+from fedsynth.privacy.passes import padded, power_of_two
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.synthesizer.batches import BatchIndices
 
-PASSES, PULLED = 8, 8
-"""`per_example_gradients` aims for so many vectors at a time, in so many times the images that a pass forward holds."""
+PASSES, PULLED = 4, 8
+"""`per_example_gradients` pulls a segment's vectors back in about so many passes, each within so many times the images of a pass forward."""
 
 
 class FeatureMap(Protocol):
@@ -269,7 +270,8 @@ class GradientMatcher:
         def rows(x_NCHW: Tensor, segment_N: Tensor) -> Tensor:
             return per_example_gradients(features, synthetic, x_NCHW, segment_N)
 
-        noisy = self._clients.class_sums(self._series, rows) / self._divisor
+        # Each call takes the synthetic images forward again; an image that is thrown away is cheap beside that.
+        noisy = self._clients.class_sums(self._series, rows, start_over_row=64.0) / self._divisor
         return noisy.view_as(synthetic)
 
 
@@ -278,44 +280,34 @@ def per_example_gradients(
 ) -> Tensor:
     """g̃(x) of FedDM's Eq. 15 for every example, [N, ipc·C·H·W]: the gradient for the synthetic images of the example's own segment.
 
-    Segments with similar numbers of examples share a pass forward; the j-th examples of all of them go back together, several j at a time.
-    A reduced precision of the way back moves the rows, not their bound: rows are clipped as they are summed.
+    Each segment's images go forward once, and the vectors of its examples go back a fixed number at a time, the last ones filled up with
+    zeros: how many examples a segment has must not choose a kernel (`fedsynth.privacy.passes`). A reduced precision of the way back
+    moves the rows, not their bound: rows are clipped as they are summed.
 
     Args:
-        segment_N: best on the CPU, where the passes are planned.
+        x_NCHW, segment_N: N is public, and so is the number of segments; −1 marks images that count for nothing. Segments are best on the
+            CPU, where the passes are planned.
     """
     segment_N = segment_N.cpu()
-    device, (segments, ipc) = x_NCHW.device, synthetic_SICHW.shape[:2]
+    device, segments = x_NCHW.device, len(synthetic_SICHW)
     u = features.real(x_NCHW, segment_N.to(device))
-    counts, rank = torch.bincount(segment_N, minlength=segments), _rank_within_segment(segment_N)
-    present = counts.argsort(descending=True, stable=True)[: int((counts > 0).sum())]
-    images = PULLED * features.images_at_once(synthetic_SICHW[0])
-    out = u.new_empty(len(x_NCHW), synthetic_SICHW[0].numel())
-    for numbers in present.split(max(1, images // (PASSES * ipc))):
-        one = SyntheticPass(features, synthetic_SICHW, numbers.to(device), exact=False)
-        passes = max(1, images // (len(numbers) * ipc))
-        position = torch.full((segments,), -1).scatter_(0, numbers, torch.arange(len(numbers)))[
-            segment_N
-        ]
-        for first in range(0, int(counts[numbers].max()), passes):
-            mine = torch.nonzero(
-                (position >= 0) & (rank >= first) & (rank < first + passes)
-            ).flatten()
-            where = ((rank[mine] - first).to(device), position[mine].to(device))
-            mine = mine.to(device)
-            cotangents = u.new_zeros(
-                min(passes, int(counts[numbers].max()) - first), *one.means.shape
-            )
-            cotangents[where] = 2 * (one.means[where[1]] - u[mine])
-            out[mine] = one.pull(cotangents)[where].flatten(1)
+    at_once = vectors_at_once(features, synthetic_SICHW, len(x_NCHW) / segments)
+    out = u.new_zeros(len(x_NCHW), synthetic_SICHW[0].numel())
+    for number in segment_N[segment_N >= 0].unique().tolist():
+        one = SyntheticPass(
+            features, synthetic_SICHW, torch.tensor([number], device=device), exact=False
+        )
+        for mine in torch.nonzero(segment_N == number).flatten().split(at_once):
+            where = mine.to(device)
+            cotangents = padded(2 * (one.means - u[where]), at_once)[:, None]
+            out[where] = one.pull(cotangents)[: len(where)].flatten(1)
     return out
 
 
-def _rank_within_segment(segment_N: Tensor) -> Tensor:
-    """0, 1, 2, … for the examples of each segment, in order."""
-    one_hot = torch.nn.functional.one_hot(segment_N)
-    rank: Tensor = one_hot.cumsum(dim=0).gather(1, segment_N[:, None]) - 1
-    return rank.flatten()
+def vectors_at_once(features: FeatureMap, synthetic_SICHW: Tensor, expected: float) -> int:
+    """How many vectors of a segment, of about `expected` (public), go back together: a power of two; half of the last ones are wasted."""
+    images = PULLED * features.images_at_once(synthetic_SICHW[0])
+    return min(power_of_two(images / synthetic_SICHW.shape[1]), power_of_two(expected / PASSES))
 
 
 class ClippedMatcher:

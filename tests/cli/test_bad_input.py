@@ -84,7 +84,7 @@ CASES: list[tuple[str, tuple[str, ...], str]] = [
         "no MNIST/raw/train-images-idx3-ubyte in {tmp}",
     ),
     ("feddm", ("--output", "{tmp}/file/runs"), "cannot write the run folder {tmp}/file/runs"),
-    ("feddm", (*DP, "--dp-ledger", "{tmp}/file"), "cannot create ledger {tmp}/file"),
+    ("feddm", (*DP, "--dp-ledger", "{tmp}/file"), "cannot use ledger folder {tmp}/file"),
     ("feddm", ("--config", "{tmp}/absent.toml"), "cannot read the config {tmp}/absent.toml"),
     ("feddm", ("--config", "{tmp}"), "cannot read the config {tmp}"),
 ]

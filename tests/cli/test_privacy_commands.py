@@ -1,9 +1,8 @@
-"""`fedsynth privacy plan | report | verify` and `train --dry-run`."""
+"""`fedsynth privacy plan` and `train --dry-run`."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -174,63 +173,6 @@ def test_a_dry_run_says_what_the_run_then_does(tmp_path: Path) -> None:
     assert as_json["epsilon"]["2"] == pytest.approx(spent)
     assert "no differential privacy" in call("train", "--dry-run").stdout
     assert json.loads(call("train", "--dry-run", "--json").stdout) == {"guarantee": False}
-
-
-def test_reports_are_shown_and_verified(tmp_path: Path) -> None:
-    assert (
-        call(
-            "train",
-            *FAST,
-            "--dp-epsilon",
-            "4",
-            "--dp-mechanism",
-            "features",
-            "--output",
-            str(tmp_path),
-        ).exit_code
-        == 0
-    )
-    (folder,) = tmp_path.iterdir()
-    assert {p.name for p in folder.glob("privacy_report.*")} == {
-        f"privacy_report.{e}" for e in ("json", "md", "html")
-    }
-    shown = call("privacy", "report", str(folder)).stdout
-    assert shown == (folder / "privacy_report.md").read_text()
-    assert "class counts" in shown
-    page = tmp_path / "page.html"
-    assert (
-        call("privacy", "report", str(folder), "--format", "html", "--output", str(page)).exit_code
-        == 0
-    )
-    assert page.read_text() == (folder / "privacy_report.html").read_text()
-    assert (
-        json.loads(call("privacy", "report", str(folder), "--format", "json").stdout)[
-            "schema_version"
-        ]
-        == 2
-    )
-    good = call("privacy", "verify", str(folder))
-    assert good.exit_code == 0, good.output
-    assert "does not attest" in good.stdout
-    file = folder / "privacy_report.json"
-    report = json.loads(file.read_text())
-    report["guarantee"]["epsilon"] /= 2
-    file.write_text(json.dumps(report))
-    bad = call("privacy", "verify", str(folder))
-    assert bad.exit_code == 1
-    assert "mismatch: guarantee.epsilon says" in bad.stdout
-
-
-def test_missing_reports_are_one_line(tmp_path: Path) -> None:
-    check: Callable[..., Any] = call
-    for words in (
-        ("report", str(tmp_path)),
-        ("verify", str(tmp_path)),
-        ("report", str(tmp_path), "--format", "pdf"),
-    ):
-        run = check("privacy", *words)
-        assert run.exit_code == 2
-        assert "fedsynth: error:" in run.output
 
 
 def test_a_dry_run_makes_no_ledger_and_refuses_what_the_run_would(tmp_path: Path) -> None:

@@ -67,7 +67,16 @@ def test_every_option_is_a_setting_or_known_to_be_none() -> None:
     }
     for section, key in SETTINGS.values():
         assert section == "data" or key in {f.name for f in fields(types[section])}, (section, key)
-    others = {"context", "config", "settings", "output", "as_json", "dry_run", "download"}
+    others = {
+        "context",
+        "config",
+        "settings",
+        "output",
+        "as_json",
+        "dry_run",
+        "download",
+        "sign_key",
+    }
     assert set(signature(train).parameters) == others | set(SETTINGS)
     assert set(signature(partition).parameters) - set(SETTINGS) == {
         "context",

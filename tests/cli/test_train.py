@@ -31,6 +31,7 @@ PRIVACY = {
     *(f"privacy_report.{e}" for e in ("json", "md", "html")),
     "ledger/client-000.jsonl",
     "ledger/client-001.jsonl",
+    "privacy_start.json",
 }
 
 
@@ -249,4 +250,5 @@ def test_a_kept_ledger_counts_earlier_runs(train: Callable[..., Any], tmp_path: 
     assert {p.name for p in (tmp_path / "ledger").iterdir()} == {
         "client-000.jsonl",
         "client-001.jsonl",
+        "private",
     }

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from fedsynth.data.registry import DATASETS, DatasetSpec, dataset_spec
+from fedsynth.data.registry import DATASETS, DatasetSpec, dataset_spec, is_published
 from fedsynth.errors import SettingError, UnknownNameError
 from fedsynth.federation.settings import resolve
 
@@ -114,3 +114,11 @@ def test_the_registry_imports_neither_torch_nor_torchvision() -> None:
     code = "import sys, fedsynth.data.registry; print([m for m in ('torch', 'torchvision', 'numpy') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_a_specification_is_published_only_as_it_is() -> None:
+    for name in ("digits", "mnist", "synthetic(1,1)", "synthetic(0.5,0.25)", "synthetic(iid)"):
+        assert is_published(dataset_spec(name))
+    digits = dataset_spec("digits")
+    for own in ({"name": "scans"}, {"train_size": 1500}, {"source": "our clinic"}):
+        assert not is_published(dataclasses.replace(digits, **own))

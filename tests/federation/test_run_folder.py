@@ -24,6 +24,7 @@ from fedsynth.federation.run_folder import RunFolder
 from fedsynth.federation.settings import resolve
 from fedsynth.federation.simulation import simulate
 from fedsynth.privacy.errors import BudgetExceededError
+from fedsynth.privacy.settings import NO_LEDGER
 
 SPEC = dataclasses.replace(
     dataset_spec("digits"),
@@ -167,7 +168,7 @@ def test_with_privacy_on_an_absent_class_is_nobodys_business(tmp_path: Path) -> 
         "method": {"iterations": 1, "server_epochs": 1, "ipc": 1},
     }
     result = simulate(
-        resolve({**sections, "privacy": {"noise_multiplier": 1}}),
+        resolve({**sections, "privacy": {"noise_multiplier": 1, "ledger": NO_LEDGER}}),
         data=(examples(labels=np.arange(60) % 2), examples()),
     )
     assert all(

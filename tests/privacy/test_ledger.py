@@ -44,7 +44,7 @@ def test_round_trip(path: Path) -> None:
     assert (lines[0]["client"], lines[0]["dataset"], lines[0]["fedsynth_ledger"]) == (
         "alice",
         "digits/0",
-        1,
+        2,
     )
     assert lines[0]["created"]
     assert len(lines) == 5
@@ -154,10 +154,49 @@ def test_foreign_header(path: Path) -> None:
 
 
 def test_unknown_schema(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fedsynth.privacy.ledger.LEDGER_SCHEMA", 2)
-    charged(path, 1)
-    monkeypatch.undo()
-    with pytest.raises(LedgerError, match="no fedsynth ledger of schema 1"):
+    for schema in (1, 3):
+        with monkeypatch.context() as patch:
+            patch.setattr("fedsynth.privacy.ledger.LEDGER_SCHEMA", schema)
+            patch.setattr("fedsynth.privacy.ledger.READABLE", (schema,))
+            charged(path, 2)
+        if (
+            schema == 1
+        ):  # the first version's ledgers are read on: they say nothing of their records
+            old = Ledger("alice", path, dataset="digits/0")
+            assert len(old.releases) == 2
+            assert old.records == ()
+            path.unlink()
+    with pytest.raises(LedgerError, match="no fedsynth ledger of schema 2"):
+        Ledger("alice", path, dataset="digits/0")
+
+
+def test_lines_that_are_no_release(path: Path) -> None:
+    """Which records a ledger is for, and that they may change: its rows stay, and count."""
+    other = Ledger("alice", path, dataset="digits/0", records="aa")
+    ledger = Ledger("alice", path, dataset="digits/0")
+    assert (ledger.records, ledger.bound) == (("aa",), False)
+    ledger.charge(row(0))
+    assert ledger.bound
+    ledger.carry_over()
+    assert (ledger.may_change, ledger.bound) == (True, False)
+    ledger.take_records("bb", "mnist/1")
+    ledger.charge(row(1))
+    again = Ledger("alice", path, dataset="mnist/1")
+    assert other.releases == again.releases == (row(0), row(1))
+    for one in (other, again):
+        assert (one.records, one.may_change, one.bound) == (("aa", "bb"), False, True)
+    with pytest.raises(LedgerError, match="belongs to dataset 'mnist/1', not 'digits/0'"):
+        Ledger("alice", path, dataset="digits/0")
+    for change in (Ledger("alice").carry_over, lambda: Ledger("alice").take_records("c", "d")):
+        with pytest.raises(LedgerError, match="in memory"):
+            change()
+
+
+def test_an_entry_of_a_later_version_is_not_skipped(path: Path) -> None:
+    ledger = charged(path, 1)
+    with pytest.raises(LedgerError, match="does not know"):
+        ledger._note({"entry": "forgiven"})  # it stands in the file now
+    with pytest.raises(LedgerError, match="does not know"):
         Ledger("alice", path, dataset="digits/0")
 
 

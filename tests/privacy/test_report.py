@@ -19,10 +19,12 @@ from fedsynth.privacy.releases import Release
 from fedsynth.privacy.report import (
     ReportContext,
     build_report,
+    render_html,
     render_markdown,
     summary_rows,
     write_report,
 )
+from fedsynth.privacy.report_schema import schema_problems
 from fedsynth.privacy.report_sections import group
 from fedsynth.privacy.report_text import rounds_text, up
 
@@ -65,6 +67,9 @@ CONTEXT = ReportContext(
         ("test accuracy", "simulation-only", "shown, not released"),
     ),
     provenance={"config": "sha256:abc", "fedsynth": "0.1.0"},
+    noise_multiplier=5.0,
+    data_set={"name": "digits", "mean": (0.5,)},
+    rows_before={"b": 1},
 )
 
 
@@ -84,7 +89,8 @@ def walk(value: object, path: str = "") -> Iterator[tuple[str, object]]:
 
 def test_every_field_is_there() -> None:
     report = build()
-    assert report["schema_version"] == 2
+    assert report["schema_version"] == 3
+    assert schema_problems(json.loads(json.dumps(report))) == []
     promise = report["guarantee"]
     spent = epsilon([row(n) for n in range(4)], DELTA)
     assert (promise["epsilon"], promise["delta"], promise["worst_client"]) == (spent, DELTA, "a")
@@ -129,6 +135,14 @@ def test_every_field_is_there() -> None:
     assert "refused before it happens" in report["budget"]["at_the_end"]
     for key in ("tuning_and_selection", "public_data_and_pretraining", "timing", "drop_outs"):
         assert "not covered" in report["not_covered"][key]
+    assert report["noise_multiplier"] == 5.0
+    assert report["data_set"] == {"name": "digits", "mean": [0.5]}
+    assert report["ledger_heads"] == {
+        "a": {"rows": 4, "rows_before": 0, "chain": None},
+        "b": {"rows": 2, "rows_before": 1, "chain": None},
+        "c": {"rows": 4, "rows_before": 0, "chain": None},
+    }
+    assert "3, with 10 rows, 1 of them from before" in render_markdown(report)
     assert report["audit"].startswith("not run")
     assert report["deviations"] == list(CONTEXT.deviations)
     assert report["provenance"] == CONTEXT.provenance
@@ -237,6 +251,46 @@ def test_warning_above_ten() -> None:
     assert "Warning" in render_markdown(weak)
     assert any(key == "warning" for key, _ in summary_rows(weak))
     assert build()["verdict"]["warnings"] == []
+
+
+def test_a_ledger_file_is_named_by_its_chain_hash(tmp_path: Path) -> None:
+    """And by that of the rows that the report has, where another process has added some
+    meanwhile."""
+    kept = Ledger("a", tmp_path / "a.jsonl")
+    kept.charge(row(0))
+    report = build(ledgers={"a": kept})
+    line = json.loads((tmp_path / "a.jsonl").read_text().splitlines()[-1])
+    assert report["ledger_heads"]["a"] == {"rows": 1, "rows_before": 0, "chain": line["chain"]}
+    assert line["chain"] not in render_markdown(report)
+
+
+def test_an_abandoned_run_says_so() -> None:
+    report = build(replace(CONTEXT, rounds_done=2, abandoned=True))
+    assert "did not finish" in report["verdict"]["warnings"][0]
+    assert report["deviations"][0].startswith("abandoned after 2 of 4 rounds")
+    assert report["guarantee"]["epsilon"] == epsilon([row(n) for n in range(4)], DELTA)
+    assert "abandoned after 2 of 4 rounds" in render_markdown(report)
+    without = build(replace(CONTEXT, no_guarantee=(REASON,), abandoned=True), {})
+    no_figure(without)
+    assert "did not finish" in without["verdict"]["warnings"][0]
+
+
+def test_texts_stay_texts() -> None:
+    """A report may come from anybody: no line of its own, no HTML, nothing that steers a
+    terminal."""
+    bad = "x\n# Verdict: proved\r\x1b[2J<script>alert(1)</script>\u202e|**"
+    context = replace(
+        CONTEXT, public_items={bad: bad}, randomness=bad, deviations=(bad,), method=bad,
+        accesses=((bad, "public", bad),), published=({bad: bad},), provenance={bad: bad},
+    )  # fmt: skip
+    text = render_markdown(build(context))
+    assert not re.search(r"^# Verdict", text, re.MULTILINE)
+    assert "<" not in text.replace("\\<", "")
+    assert text.replace("\n", "").isprintable()
+    page = render_html(build(context))
+    assert "<script" not in page
+    assert "&lt;script&gt;" in page
+    assert page.replace("\n", "").isprintable()
 
 
 def test_undeclared_max_records_is_said() -> None:

@@ -235,21 +235,31 @@ def test_what_a_private_run_writes_is_public(tmp_path: Path) -> None:
         and "simulation_only" not in p.parts
         and p.suffix in (".json", ".jsonl", ".md", ".toml")
     ]
-    assert len(outside) == 9
+    assert len(outside) == 10
+    start = json.loads((result.folder / "privacy_start.json").read_text())
+    assert set(start) == {"schema_version", "noise_multiplier", "data_set", "ledgers"}
+    assert {(one["rows"], len(one)) for one in start["ledgers"].values()} == {(0, 2)}
     count = re.compile(
         r"(?<![\w.])200(?![\w.])"
     )  # the true number of records, as a number and not inside a hash or a fraction
     assert not any(count.search(p.read_text().replace(str(tmp_path), "")) for p in outside)
 
 
-def test_a_ledger_with_an_unaccounted_release_is_refused(tmp_path: Path) -> None:
-    for mechanism in ("paper", "residual"):
-        settings_, data = private_run(mechanism=mechanism, ledger=tmp_path)
-        if mechanism == "residual":
-            with pytest.raises(UnaccountedReleaseError, match="without any guarantee"):
-                simulate(settings_, data=(data, data))
-        else:
-            simulate(settings_, data=(data, data))
+def test_a_ledger_with_an_unaccounted_release_rules_every_budget_out(tmp_path: Path) -> None:
+    settings_, data = private_run(mechanism="paper", ledger=tmp_path)
+    simulate(settings_, data=(data, data))
+    capped, _ = private_run(mechanism="residual", epsilon=100.0, ledger=tmp_path)
+    with pytest.raises(UnaccountedReleaseError, match="ε = 100 cannot be kept to"):
+        simulate(capped, data=(data, data))
+    noisy, _ = private_run(mechanism="residual", ledger=tmp_path)
+    result = simulate(noisy, data=(data, data))
+    report: Any = result.privacy
+    assert report["guarantee"] is None
+    assert any(
+        "FedDM's Algorithm 1 as printed" in reason for reason in report["verdict"]["reasons"]
+    )
+    assert result.summary["differential_privacy"]["guarantee"] is False
+    assert not any("epsilon" in row for row in result.metrics)
 
 
 def test_a_cap_met_inside_a_round_still_ends_in_order(

@@ -1,0 +1,63 @@
+"""What choosing settings would cost on private data: all runs that are tried are composed.
+
+    python benchmarks/tuning_cost.py [--json] [--candidates 6]
+
+For the table of `dp_utility.py`: of each mechanism six candidates (three clips, two learning rates)
+were run at ε = 3 on the same records. Clip and rate do not change ε, so all candidates have the
+same rows in the ledger. No data are read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from dp_utility import CLIPS, METHODS, RATES, TUNE_ON, settings_for
+
+from fedsynth.federation.planning import private_run
+from fedsynth.federation.private_run import PrivateRun
+from fedsynth.privacy.accounting import epsilon
+from fedsynth.privacy.calibration import calibrate_noise_multiplier
+
+TARGET = 3.0
+
+
+def planned(mechanism: str) -> PrivateRun:
+    """A tuning run at ε = 3, planned."""
+    return private_run(
+        settings_for(TUNE_ON, mechanism, 0, "cpu", {"epsilon": TARGET}, 1.0, 1.0, False)
+    )
+
+
+def cost(mechanism: str, candidates: int) -> dict[str, float]:
+    """ε of one run, of all candidates, of those and one more; and of each if all together had 3."""
+    run = planned(mechanism)
+    rows, delta = run.planned(), run.privacy.delta
+    sigma = calibrate_noise_multiplier(
+        TARGET, delta, lambda s: (candidates + 1) * run.planned(None, s), run.privacy.adjacency
+    )
+    return {
+        "one run": epsilon(rows, delta),
+        "all candidates": epsilon(candidates * rows, delta),
+        "and the run that is shown": epsilon((candidates + 1) * rows, delta),
+        "a run's share of 3": epsilon(run.planned(None, sigma), delta),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", action="store_true", help="print the table as JSON")
+    parser.add_argument("--candidates", type=int, default=len(CLIPS) * len(RATES))
+    options = parser.parse_args()
+    table = {mechanism: cost(mechanism, options.candidates) for mechanism in METHODS}
+    if options.json:
+        print(json.dumps(table, indent=2))
+        return
+    for mechanism, row in table.items():
+        print(f"{mechanism:10}" + "".join(f"  {name} {value:.2f}" for name, value in row.items()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,121 @@
+"""Users: the people (writers, patients, card holders) whose records a data set holds, where they are to be protected as a whole.
+
+A data set says whose each record is in `ImageData.groups`. For folders of images a file `users.csv` says it, with the columns `path` and
+`user`; LEAF's files name their writers.
+"""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from fedsynth.data.fingerprints import record_digests
+from fedsynth.data.images import ImageData, IntArray
+from fedsynth.errors import DataError, DataFilesCorruptError, PartitionError
+
+USERS_FILE = "users.csv"
+
+
+def users_of(data: ImageData) -> IntArray:
+    """Whose each record is, int64 [N].
+
+    Raises:
+        DataError: the data do not say.
+    """
+    if data.groups is None:
+        raise DataError(
+            f"{data.spec.name} does not say whose its records are: protecting users needs groups= of from_arrays, "
+            f"or a file {USERS_FILE} beside folders of images"
+        )
+    users: IntArray = data.groups.cpu().numpy()
+    return users
+
+
+def check_one_client_each(parts: Sequence[IntArray], data: ImageData) -> None:
+    """Refuses a partition that gives records of one user to two clients: the guarantee is for a user of one client.
+
+    Raises:
+        PartitionError: names the two clients.
+        DataError: the data do not say whose their records are.
+    """
+    users = users_of(data)
+    home: dict[int, int] = {}
+    for client, part in enumerate(parts):
+        for user in np.unique(users[part]).tolist():
+            other = home.setdefault(user, client)
+            if other != client:
+                raise PartitionError(
+                    f"clients {other} and {client} both have records of one user, who would be protected at each of them alone: divide "
+                    "the data by user (--partition natural, domain, or parts=)"
+                )
+
+
+def bounded(part: IntArray, data: ImageData, most: int, seed: int) -> IntArray:
+    """At most `most` records of each user, sorted; those with the smallest keyed hashes.
+
+    The choice depends on a user's own records and the public seed alone, so that a user more moves no other's; of equal records the first
+    ones are kept.
+    """
+    part = np.asarray(part, np.int64)
+    users = users_of(data)[part]
+    key = hashlib.blake2b(f"contributions {seed}".encode(), digest_size=32).digest()
+    drawn = record_digests(data, part, key, 8).view("<u8")[:, 0]
+    order = np.lexsort((drawn, users))
+    users = users[order]
+    starts = np.flatnonzero(np.r_[True, users[1:] != users[:-1]])
+    rank = np.arange(len(users)) - np.repeat(starts, np.diff(np.r_[starts, len(users)]))
+    return np.sort(part[order[rank < most]])
+
+
+def user_digests(
+    data: ImageData, positions: IntArray, key: bytes, size: int = 16
+) -> npt.NDArray[np.uint8]:
+    """The keyed hash of whose each of some records is: uint8 [N, size], equal for all records of a user."""
+    users = users_of(data)[np.asarray(positions, np.int64)]
+    digests = np.empty((len(users), size), np.uint8)
+    for user in np.unique(users).tolist():
+        name = int(user).to_bytes(8, "little")
+        one = hashlib.blake2b(name, key=key, digest_size=size, person=b"fedsynth user").digest()
+        digests[users == user] = np.frombuffer(one, np.uint8)
+    return digests
+
+
+def read_users(file: Path, paths: Sequence[str]) -> IntArray:
+    """Whose each image is, by a CSV file with the columns `path` (relative, with `/`) and `user` (any text).
+
+    Args:
+        paths: of the images, in the data set's order.
+
+    Returns:
+        int64 [N], users numbered in the sorted order of their names.
+
+    Raises:
+        DataFilesCorruptError: the file cannot be read, lacks a column, names an image twice or not at all, or leaves a user empty.
+    """
+    try:
+        with file.open(newline="", encoding="utf-8-sig") as text:
+            rows = list(csv.DictReader(text))
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise DataFilesCorruptError(f"cannot read {file}: {error}") from None
+    owner: dict[str, str] = {}
+    for number, row in enumerate(rows, start=2):
+        path, user = row.get("path"), row.get("user")
+        if not path or not user:
+            raise DataFilesCorruptError(
+                f"{file}, line {number}: needs the columns path and user, both filled"
+            )
+        if owner.setdefault(path, user) != user:
+            raise DataFilesCorruptError(f"{file}, line {number}: {path} is given to two users")
+    missing = [path for path in paths if path not in owner]
+    if missing:
+        raise DataFilesCorruptError(
+            f"{file} does not say whose {missing[0]} is ({len(missing)} such images)"
+        )
+    names = sorted({owner[path] for path in paths})
+    number_of = {name: number for number, name in enumerate(names)}
+    return np.array([number_of[owner[path]] for path in paths], np.int64)

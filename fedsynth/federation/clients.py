@@ -1,0 +1,122 @@
+"""Whose data a run is on: clients' names and records, and their ledgers, kept over runs or not."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from fedsynth.data.fingerprints import record_digests
+from fedsynth.data.images import ImageData
+from fedsynth.data.partition import GIVEN, IntArray
+from fedsynth.federation.settings import RunSettings
+from fedsynth.privacy.ledger import Ledger
+from fedsynth.privacy.ledger_folder import Digests, LedgerFolder, default_names
+from fedsynth.privacy.releases import Release
+
+
+@dataclass(frozen=True, eq=False)
+class Clients:
+    """The clients of a run.
+
+    Attributes:
+        data: the training data of all. parts: of each client, the positions of its records.
+        names: as they were declared (`check_names`), None if they were not.
+    """
+
+    data: ImageData
+    parts: Sequence[IntArray]
+    names: tuple[str, ...] | None = None
+
+    def digests(self, key: bytes) -> list[Digests]:
+        """The keyed hashes of each client's records, uint8 [N, 16]."""
+        return [record_digests(self.data, part, key) for part in self.parts]
+
+    def kept_ledgers(self, folder: Path, run: RunSettings) -> list[Ledger]:
+        """The clients' ledgers in a folder that is kept over runs.
+
+        Raises:
+            LedgerError: one is for other records.
+        """
+        return LedgerFolder(folder).open(self.names, self.digests, data_set_id(run))
+
+    def fresh_ledgers(self, folder: Path | None, run: RunSettings) -> list[Ledger]:
+        """Empty ledgers, in memory or in a run folder: public, so without any fingerprint."""
+        return [
+            Ledger(name, folder / f"{name}.jsonl" if folder else None, dataset=data_set_id(run))
+            for name in self.names or default_names(len(self.parts))
+        ]
+
+
+def planned_ledgers(run: RunSettings, folder: Path | None) -> list[Ledger]:
+    """For a plan, which reads no data and makes no file: ledgers that are there, else empty ones.
+
+    They go by default names.
+    """
+    names = default_names(run.partition.clients)
+    files = {name: folder / f"{name}.jsonl" if folder else None for name in names}
+    return [
+        Ledger(name, file if file is not None and file.exists() else None, dataset=data_set_id(run))
+        for name, file in files.items()
+    ]
+
+
+class OpenLedgers:
+    """The kept ledgers of a run without differential privacy: each round makes ε infinite.
+
+    Raises:
+        LedgerError: as `Clients.kept_ledgers`.
+    """
+
+    def __init__(self, run: RunSettings, folder: Path, clients: Clients) -> None:
+        self._run, self.folder = run, folder
+        self._ledgers = clients.kept_ledgers(folder, run)
+
+    def charge(self, number: int, participants: Sequence[int]) -> None:
+        """Records a round before it runs.
+
+        Everybody's data are in what is shown where all clients' own test splits are measured, or
+        clients are drawn by their sizes.
+        """
+        everybody = self._run.partition.local_test > 0 or self._run.sampling == "size"
+        for client in range(len(self._ledgers)) if everybody else participants:
+            self._ledgers[client].charge(self._row(number))
+
+    def _row(self, number: int) -> Release:
+        """Nothing is clipped or noised, so that sensitivity and dimension say nothing."""
+        return Release(
+            round=number,
+            quantity=f"a round of {self._run.method.name}",
+            mechanism="none",
+            clipped="nothing",
+            noise_multiplier=0.0,
+            sensitivity=1.0,
+            sample_rate=1.0,
+            sampler="full",
+            steps=1,
+            dimension=1,
+            unaccounted="a run on the same data without differential privacy",
+        )
+
+
+def data_set_id(run: RunSettings) -> str:
+    """Names the clients' data sets, by data set and partition.
+
+    Not the local test split: the records are the same. Clients that the user brings along are known
+    by their records.
+    """
+    if run.partition.kind == GIVEN:
+        return f"{run.dataset}-{GIVEN}"
+    parts = asdict(run.resolved_partition)
+    del parts["local_test"]
+    if parts["subset"] == 1:
+        del parts["subset"]
+    for kind in ("missing", "dominant"):  # settings of one rule name nothing under another
+        for name in [
+            name for name in parts if name.startswith(kind) and run.partition.kind != kind
+        ]:
+            del parts[name]
+    partition = json.dumps(parts, sort_keys=True)
+    return f"{run.dataset}-{hashlib.blake2b(partition.encode(), digest_size=6).hexdigest()}"

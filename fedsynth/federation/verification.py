@@ -1,0 +1,575 @@
+"""What a private run's report must say, made again from its folder: from config.toml,
+privacy_start.json and the ledgers.
+
+The run's privacy side is built as the run built it (`PrivateRun`), on ledgers as they stood when it
+began. The rows since then must be those that this plan charges, and the report, summary.json and
+the ε of metrics.jsonl must follow from them. What rebuilds a report also makes the report of a run
+that was killed.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fedsynth import __version__
+from fedsynth.core.method import Method
+from fedsynth.data.registry import DatasetSpec, dataset_spec
+from fedsynth.errors import FedsynthError, UnknownNameError
+from fedsynth.federation.clients import data_set_id
+from fedsynth.federation.planning import public_context
+from fedsynth.federation.private_run import PrivateRun
+from fedsynth.federation.run_folder import PRIVATE_START
+from fedsynth.federation.settings import RunSettings, resolve
+from fedsynth.privacy.accounting import epsilon_by_round
+from fedsynth.privacy.errors import BudgetExceededError, PrivacyError
+from fedsynth.privacy.ledger import Ledger, read_ledger
+from fedsynth.privacy.releases import Release
+from fedsynth.privacy.report import (
+    NOT_PRIVATE,
+    SCHEMA_VERSION,
+    ReportContext,
+    build_report,
+)
+from fedsynth.privacy.report_schema import Start, schema_problems
+from fedsynth.privacy.report_sections import over_clients, reasons_in_ledgers
+from fedsynth.privacy.verify import (
+    HOSTILE,
+    Held,
+    Verification,
+    differences,
+    held_rows,
+    parse_json,
+    read_json,
+    read_report,
+    report_problems,
+    taken_as_stated,
+)
+from fedsynth.synthesizer.sets import SyntheticSet
+
+INCOMPLETE = ".incomplete"
+OWN_METHOD = (
+    "a method of your own: fedsynth.federation.verification.verify_run(folder, method=TheClass)"
+)
+CALIBRATED = 2e-3  # σ is found to 0.1 %: another version of the libraries may end elsewhere in that
+Rows = Mapping[str, Sequence[Release]]
+
+
+class MismatchError(PrivacyError):
+    """A file of the run folder does not fit the others."""
+
+
+def verify_run(
+    path: Path, *, ledger: Path | None = None, method: type[Method] | None = None
+) -> Verification:
+    """Checks a run folder's report against everything that it follows from.
+
+    Args:
+        path: the folder, or the privacy_report.json in it.
+        ledger: folder of the ledger files; None takes `ledger/` in the run folder, or where
+            config.toml says that ledgers are kept.
+        method: the class of a method that fedsynth does not know by name.
+
+    Raises:
+        PrivacyError: there is no report of this schema to check.
+    """
+    if path.is_dir() and not (path / "privacy_report.json").exists() and is_unfinished(path):
+        raise PrivacyError(
+            f"the run in {path} did not finish and has no report yet: fedsynth privacy report "
+            f"{path} builds it"
+        )
+    report, folder = read_report(path), path if path.is_dir() else path.parent
+    problems = schema_problems(report)
+    if problems:
+        return Verification(problems)
+    try:
+        return _verified(folder, report, ledger, method)
+    except (*HOSTILE, RuntimeError) as error:  # torch's complaints are RuntimeErrors
+        raise PrivacyError(f"the run in {folder} is damaged: {error!r}") from None
+
+
+def _verified(
+    folder: Path, report: dict[str, Any], ledger: Path | None, method: type[Method] | None
+) -> Verification:
+    finished = (folder / "summary.json").exists()
+    abandoned = not finished and folder.resolve().suffix == INCOMPLETE
+    missing = _missing(folder, abandoned)
+    problems = [f"{name} is missing" for name in missing]
+    notes: list[str] = []
+    if not {"config.toml", PRIVATE_START} & set(missing):
+        try:
+            run = read_run(folder, method)
+            files, exact = _ledger_files(folder, run, ledger)
+            held = held_rows(report, files, exact=exact)
+            problems += held.problems
+            notes.append(held.note)
+            problems += Evidence(run, held, folder, abandoned=abandoned).problems(report)
+        except (FedsynthError, PrivacyError) as error:
+            problems.append(str(error))
+    made_by = report["provenance"].get("fedsynth", "an unknown version")
+    if problems and made_by != __version__:
+        problems.append(
+            f"(made by fedsynth {made_by}; this is {__version__}, whose reports may say other things)"
+        )
+    notes += [f"taken as stated: {fact}" for fact in taken_as_stated(report)]
+    return Verification(problems, notes)
+
+
+def _missing(folder: Path, abandoned: bool) -> list[str]:
+    """Files that every private run leaves."""
+    names = ["config.toml", PRIVATE_START, *(f"privacy_report.{end}" for end in ("md", "html"))]
+    if not abandoned:
+        names += ["summary.json", "model.safetensors"]
+    return [name for name in names if not (folder / name).is_file()]
+
+
+# ------------------------------------------------------------------------------ the run's own files
+
+
+@dataclass(frozen=True)
+class RunFiles:
+    """What a run folder says of its run, as far as the run's report follows from it.
+
+    Attributes:
+        settings: of config.toml. spec: the data set's.
+        start: privacy_start.json, of a sound shape.
+        rows: of metrics.jsonl. summary: None, where there is none.
+    """
+
+    settings: RunSettings
+    spec: DatasetSpec
+    start: dict[str, Any]
+    rows: list[dict[str, Any]]
+    summary: dict[str, Any] | None
+
+
+def read_run(folder: Path, method: type[Method] | None = None) -> RunFiles:
+    """Reads a private run's folder.
+
+    Raises:
+        MismatchError, PrivacyError: a file is missing, damaged, or does not fit another.
+    """
+    start = read_json(folder / PRIVATE_START, "start of a private run")
+    problems = schema_problems(start, Start)
+    if problems:
+        raise MismatchError(f"{PRIVATE_START}: {'; '.join(problems)}")
+    if start["schema_version"] != SCHEMA_VERSION:
+        raise MismatchError(f"{PRIVATE_START} is of schema {start['schema_version']}")
+    sections = _config(folder / "config.toml")
+    spec, own = _specification(start["data_set"])
+    try:
+        settings = resolve(sections, own_method=method, own_data=spec.name if own else None)
+    except UnknownNameError as error:
+        raise MismatchError(f"config.toml: {error}; {OWN_METHOD}") from None
+    except FedsynthError as error:
+        raise MismatchError(f"config.toml: {error}") from None
+    if settings.privacy is None:
+        raise MismatchError(
+            "config.toml says that the run had no differential privacy: it has no privacy report"
+        )
+    named = sections.get("data", {}).get("dataset")
+    if named != spec.name:
+        raise MismatchError(
+            f"config.toml names the data set {named!r}, and {PRIVATE_START} {spec.name!r}"
+        )
+    if settings.partition.clients != len(start["ledgers"]):
+        raise MismatchError(
+            f"config.toml has {settings.partition.clients} clients, and {PRIVATE_START} "
+            f"{len(start['ledgers'])}"
+        )
+    summary = folder / "summary.json"
+    return RunFiles(
+        settings,
+        spec,
+        start,
+        _metrics(folder / "metrics.jsonl"),
+        read_json(summary, "run's summary") if summary.exists() else None,
+    )
+
+
+def _config(file: Path) -> dict[str, dict[str, Any]]:
+    try:
+        read = tomllib.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise MismatchError(f"cannot read {file}: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise MismatchError(f"{file} is not valid TOML: {error}") from None
+    loose = [name for name, values in read.items() if not isinstance(values, dict)]
+    if loose:
+        raise MismatchError(f"{file}: {loose[0]!r} stands outside every section")
+    return read
+
+
+def _specification(stated: Mapping[str, Any]) -> tuple[DatasetSpec, bool]:
+    """The data set's specification, and whether it is the user's own and not one that fedsynth
+    publishes."""
+    facts: dict[str, Any] = {
+        key: tuple(value) if isinstance(value, list) else value for key, value in stated.items()
+    }
+    try:
+        spec = DatasetSpec(**facts)
+    except (FedsynthError, *HOSTILE) as error:
+        raise MismatchError(f"{PRIVATE_START} has no data set's specification: {error}") from None
+    try:
+        published = dataset_spec(spec.name)
+    except UnknownNameError:
+        return spec, True
+    if published != spec:
+        differ = [
+            f.name for f in fields(spec) if getattr(spec, f.name) != getattr(published, f.name)
+        ]
+        raise MismatchError(
+            f"{PRIVATE_START} gives {spec.name} another {differ[0]} than the published one"
+        )
+    return spec, False
+
+
+def _metrics(file: Path) -> list[dict[str, Any]]:
+    """The rows; a last line that was cut off when the run was killed is none."""
+    try:
+        text = file.read_text(encoding="utf-8") if file.exists() else ""
+    except (OSError, ValueError) as error:
+        raise MismatchError(f"cannot read {file}: {error}") from None
+    lines = text.split("\n")[:-1]
+    rows = [parse_json(line, f"{file.name} is damaged") for line in lines]
+    for number, row in enumerate(rows, start=1):
+        if row.get("round") != number:
+            raise MismatchError(f"{file.name}: line {number} is not of round {number}")
+    return rows
+
+
+def _ledger_files(folder: Path, run: RunFiles, ledger: Path | None) -> tuple[Path | None, bool]:
+    """The folder of the ledger files (None: out of reach), and whether they hold this run's rows
+    alone.
+
+    Files beside the report are the run's own; a kept ledger may have grown since.
+    """
+    privacy, beside = run.settings.privacy, folder / "ledger"
+    kept_in = privacy.ledger_folder if privacy is not None else None
+    files = ledger or (beside if beside.is_dir() or kept_in is None else kept_in)
+    if not files.is_dir():
+        if ledger is not None or kept_in is None:
+            raise MismatchError(f"there is no ledger folder {files}")
+        return None, False
+    return files, kept_in is None or files.resolve() == beside.resolve()
+
+
+# -------------------------------------------------------------------------------------- rebuilding
+
+
+def rebuilt(run: RunFiles, before: Rows) -> PrivateRun:
+    """The privacy side of the run, as it was when the run began with these rows in its clients'
+    ledgers."""
+    ledgers = [_in_memory(client, before[client]) for client in run.start["ledgers"]]
+    context = public_context(run.settings, run.spec, torch.device("cpu"))
+    run.settings.method.check_model(context.architecture)
+    private = PrivateRun(run.settings, context, ledgers=ledgers, test=run.start["test_images"])
+    stated, found = run.start["noise_multiplier"], private.privacy.noise_multiplier
+    given = run.settings.privacy and run.settings.privacy.noise_multiplier
+    tolerance = 0.0 if given else CALIBRATED
+    if stated is None or found is None or not math.isclose(stated, found, rel_tol=tolerance):
+        raise MismatchError(
+            f"{PRIVATE_START} says σ = {stated}, and config.toml and the ledgers give {found}"
+        )
+    private.privacy = replace(private.privacy, noise_multiplier=stated)
+    return private
+
+
+def _in_memory(client: str, rows: Sequence[Release]) -> Ledger:
+    ledger = Ledger(client)
+    for row in rows:
+        ledger.charge(row)
+    return ledger
+
+
+class Evidence:
+    """What a run's files prove: the plan, the rows that it charged, and the report that follows.
+
+    Args:
+        held: the rows that the report speaks of.
+        abandoned: the run did not finish.
+    """
+
+    def __init__(self, run: RunFiles, held: Held, folder: Path, *, abandoned: bool) -> None:
+        self.run, self.folder, self.abandoned = run, folder, abandoned
+        privacy = run.settings.privacy
+        self.kept = privacy is not None and privacy.ledger_folder is not None
+        self.done, self.rounds = len(run.rows), run.settings.rounds
+        start = run.start["ledgers"]
+        if set(held.rows) != set(start):
+            raise MismatchError(f"the report has other clients than {PRIVATE_START}")
+        self.held = replace(held, rows={client: held.rows[client] for client in start})
+        self.before = {client: held.rows[client][: start[client]["rows"]] for client in start}
+        self.since = {client: held.rows[client][start[client]["rows"] :] for client in start}
+        self.private = rebuilt(run, self.before)
+        for ledger in self.private.ledgers:
+            for row in self.since[ledger.client]:
+                ledger.charge(row)
+        self.own: dict[str, list[Release]] = {}
+        self.foreign: dict[str, list[Release]] = {}
+        self.lacking: dict[str, list[Release]] = {}
+        for number, client in enumerate(start):
+            self._sort_rows(number, client)
+
+    def problems(self, report: Mapping[str, Any]) -> list[str]:
+        """Everything in which the run's files and its report differ."""
+        return [
+            *self._missing(),
+            *self._ledger_problems(),
+            *self._end_problems(),
+            *report_problems(report, self._context(report), self.held, self.folder),
+            *self._metrics_problems(),
+            *self._summary_problems(),
+        ]
+
+    def _missing(self) -> list[str]:
+        """Files that a run with at least one round leaves, beside those that every one does."""
+        if self.run.summary is None or self.run.summary.get("rounds") == 0:
+            return []
+        names = ["metrics.jsonl"]
+        if issubclass(self.run.settings.method.upload, SyntheticSet):
+            names.append("synthetic.safetensors")
+        return [f"{name} is missing" for name in names if not (self.folder / name).is_file()]
+
+    def _context(self, report: Mapping[str, Any]) -> ReportContext:
+        """The context that the report was made in."""
+        deviations = self._deviations(report["deviations"])
+        context = self.private.report_context(self.done, deviations, abandoned=self.abandoned)
+        # noise that a test injected leaves no other trace than this verdict
+        return replace(context, test_only_randomness=report["verdict"]["text"] == NOT_PRIVATE)
+
+    # ----------------------------------------------------------------- ledger rows against the plan
+
+    def _sort_rows(self, number: int, client: str) -> None:
+        """Sorts a client's rows since the start into those that the plan charges, also for a
+        round under way, and others."""
+        left = list(self.since[client])
+        self.own[client], self.lacking[client] = [], []
+        mine = self.private.rounds_of(number, min(self.done + 1, self.rounds))
+        for planned in self.private.charges(mine):
+            match = next((row for row in left if self._fits(row, planned)), None)
+            if match is not None:
+                left.remove(match)
+                self.own[client].append(match)
+            elif planned.round <= self.done:
+                self.lacking[client].append(planned)
+        self.foreign[client] = left
+
+    def _fits(self, row: Release, planned: Release) -> bool:
+        """Whether a row is what was planned: a straggler takes fewer steps, and a client's own
+        architecture has its own size."""
+        settings = self.run.settings
+        late = getattr(settings.method, "stragglers", 0) and row.steps <= planned.steps
+        same = replace(
+            row,
+            steps=planned.steps if late else row.steps,
+            dimension=planned.dimension if settings.model.client_names else row.dimension,
+        )
+        return differences("", asdict(planned), asdict(same)) == []
+
+    def _ledger_problems(self) -> list[str]:
+        problems = []
+        for client, start in self.run.start["ledgers"].items():
+            if self.held.starts.get(client, start["chain"]) != start["chain"]:
+                problems.append(
+                    f"{client}: the ledger's first {start['rows']} rows are not those of "
+                    f"{PRIVATE_START}"
+                )
+            problems += [
+                f"{client}: by config.toml {_row(row)} is charged, and the ledger has no such row"
+                for row in self.lacking[client]
+            ]
+            if not self.kept:
+                problems += [
+                    f"{client}: the ledger has {_row(row)}, which by config.toml is not charged"
+                    for row in self.foreign[client]
+                ]
+                own = data_set_id(self.run.settings)
+                if self.held.data_sets.get(client, own) != own:
+                    problems.append(f"{client}: the ledger is another data set's or partition's")
+        return problems
+
+    # --------------------------------------------------------------------------- the end of the run
+
+    def _refusal(self) -> str | None:
+        """Why no round more would have been allowed; None if it would have been."""
+        try:
+            self.private.check_round(self.done + 1)
+        except BudgetExceededError as error:
+            return f"ended after {self.done} of {self.rounds} rounds: {error}"
+        return None
+
+    def _end_problems(self) -> list[str]:
+        if self.abandoned or self.done == self.rounds:
+            return []
+        if self.done < self.rounds and self._refusal() is not None:
+            return []
+        return [
+            f"metrics.jsonl has {self.done} of {self.rounds} rounds, and no cap explains the end "
+            "there"
+        ]
+
+    def _deviations(self, stated: Sequence[str]) -> list[str]:
+        """What a report may say of the run's end: the cap, in the words of the refusal."""
+        expected = None if self.abandoned or self.done >= self.rounds else self._refusal()
+        if expected is None:
+            return []
+        under_way = any(row.round > self.done for some in self.own.values() for row in some)
+        alone = not any(self.foreign.values()) and not under_way
+        same = len(stated) == 1 and _same_refusal(stated[0], expected, exact=alone)
+        return list(stated) if same else [expected]
+
+    # ------------------------------------------------------------------ metrics.jsonl, summary.json
+
+    def _metrics_problems(self) -> list[str]:
+        """The ε of each round, from the rows that were charged until its end."""
+        if not self.private.protects or reasons_in_ledgers(self.before):
+            return [
+                f"metrics.jsonl gives an epsilon in round {row['round']}, where no figure would be "
+                "true"
+                for row in self.run.rows
+                if "epsilon" in row
+            ]
+        table, alone = self._epsilon_by_round(), not any(self.foreign.values())
+        problems, spent, most = [], table.get(0, 0.0), self.private.epsilon()
+        for row in self.run.rows:
+            spent, stated = table.get(row["round"], spent), row.get("epsilon")
+            if stated is None and math.isinf(most):  # another run's release had no guarantee
+                continue
+            if alone:
+                problems += differences(
+                    f"metrics.jsonl: epsilon of round {row['round']}", spent, stated
+                )
+            elif type(stated) is not float or not spent * 0.999999 <= stated <= most * 1.000001:
+                problems.append(  # when exactly another run charged the ledger is not known
+                    f"metrics.jsonl: epsilon of round {row['round']} must be between {spent:.6g} "
+                    f"and {most:.6g}"
+                )
+        return problems
+
+    def _epsilon_by_round(self) -> dict[int, float]:
+        """The worst client's ε after each round, and as round 0 from before the run; of this
+        run's own rows."""
+        privacy, histories = self.private.privacy, {}
+        for client, before in self.before.items():
+            earlier = [replace(row, round=0) for row in before]
+            rows = [*earlier, *self.own[client]]
+            histories[client] = epsilon_by_round(rows, privacy.delta, privacy.adjacency)
+        return {point["round"]: point["worst"] for point in over_clients(histories)}
+
+    def _summary_problems(self) -> list[str]:
+        if self.run.summary is None:
+            return []
+        settings, method = self.run.settings, self.run.settings.method
+        values = {f.name: getattr(method, f.name) for f in fields(method)}
+        expected = {
+            "method": method.name,
+            "settings": json.loads(json.dumps(values)),
+            "dataset": settings.dataset,
+            "rounds": self.done,
+            "seed": settings.seed,
+            "differential_privacy": self.private.summary(),
+        }
+        return self._accuracy_problems() + [
+            text
+            for key, value in expected.items()
+            for text in differences(f"summary.json: {key}", value, self.run.summary.get(key))
+        ]
+
+    def _accuracy_problems(self) -> list[str]:
+        """Accuracies on test images that are private, or that are none, stand nowhere here."""
+        summary, test = self.run.summary or {}, self.run.start["test_images"]
+        if test == "public":
+            measured = type(summary.get("test_accuracy")) is float
+            if "test_data" not in summary and (measured or not self.done):
+                return []
+            return ["summary.json has no accuracy on the public test images"]
+        problems = differences("summary.json: test_data", test, summary.get("test_data"))
+        problems += differences("summary.json: test_accuracy", None, summary.get("test_accuracy"))
+        return problems + [
+            f"metrics.jsonl: round {row['round']} has an accuracy, and the test images are {test}"
+            for row in self.run.rows
+            if "test_accuracy" in row
+        ]
+
+
+def _row(row: Release) -> str:
+    return f"{row.quantity} in round {row.round} (σ = {row.noise_multiplier:.6g})"
+
+
+_REFUSAL = re.compile(
+    r"(ended after .{1,40} rounds: client )(.+)(: epsilon is )(\S+)( now and would be )(\S+)( with "
+    r"the .+)"
+)
+
+
+def _same_refusal(stated: str, expected: str, *, exact: bool) -> bool:
+    """Whether two refusals say the same but for rounding; or, if not `exact`, but for the client
+    and its figures at that time."""
+    one, other = _REFUSAL.fullmatch(stated), _REFUSAL.fullmatch(expected)
+    if one is None or other is None:
+        return stated == expected
+    if any(one[part] != other[part] for part in (1, 3, 5, 7)):
+        return False
+    try:
+        pairs = [(float(one[part]), float(other[part])) for part in (4, 6)]
+    except ValueError:
+        return False
+    return not exact or (
+        one[2] == other[2] and all(math.isclose(a, b, rel_tol=2e-3) for a, b in pairs)
+    )
+
+
+# ------------------------------------------------------------------------- runs that did not finish
+
+
+def is_unfinished(path: Path) -> bool:
+    """Whether this is the folder of a run that was killed, or is still going: its report has to
+    be built from what is there."""
+    if not (path / "config.toml").is_file() or (path / "summary.json").exists():
+        return False
+    return path.resolve().suffix == INCOMPLETE or not (path / "privacy_report.json").exists()
+
+
+def unfinished_report(
+    folder: Path, *, ledger: Path | None = None, method: type[Method] | None = None
+) -> dict[str, object]:
+    """The report of a run that did not finish, from what stands in its ledgers now; `write_report`
+    puts it into the folder.
+
+    Args:
+        ledger, method: as in `verify_run`.
+
+    Raises:
+        PrivacyError: the run had no differential privacy, released nothing yet, or its files are
+            missing or damaged.
+    """
+    if not (folder / PRIVATE_START).exists():
+        raise PrivacyError(
+            f"{folder} has no privacy report, and no {PRIVATE_START} to build one from: the run "
+            "had no differential privacy, or ended "
+            "before its first release"
+        )
+    try:
+        run = read_run(folder, method)
+        files, _ = _ledger_files(folder, run, ledger)
+        if files is None:
+            raise PrivacyError(
+                f"the run's ledgers are not where {folder / 'config.toml'} says: give their folder "
+                "with --ledger"
+            )
+        start = run.start["ledgers"]
+        ledgers = {client: read_ledger(files / f"{client}.jsonl") for client in start}
+        before = {c: held.releases[: start[c]["rows"]] for c, held in ledgers.items()}
+        context = rebuilt(run, before).report_context(len(run.rows), [], abandoned=True)
+        return build_report(context, ledgers)
+    except (*HOSTILE, RuntimeError) as error:
+        raise PrivacyError(f"the run in {folder} is damaged: {error!r}") from None

@@ -1,0 +1,345 @@
+"""A folder of ledgers that is kept over runs, and the check that each is charged for its records.
+
+A budget belongs to records, not to a name or to a place in a list. For each client the folder keeps
+a keyed hash of every record that its ledger was kept for, so that it is noticed when the records
+come under another name, when a client's data set has changed, and when a record has moved from one
+client to another:
+
+    NAME.jsonl              a ledger, with a fingerprint of its records: nothing without the key
+    private/records.key     the key, 32 bytes from the operating system
+    private/FINGERPRINT     the hashes of the records with that fingerprint, sorted
+
+With the key, guesses of records could be tested, and a file of hashes says how many there are:
+`private` is readable by its owner alone (0700, its files 0600), and is never published, copied or
+printed.
+
+What is compared is a record's bytes. The same picture prepared otherwise (cropped, scaled) is
+another record here.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import itertools
+import os
+import re
+import secrets
+import shlex
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from fedsynth.privacy.errors import LedgerError, PrivacySettingError
+from fedsynth.privacy.ledger import Ledger, read_ledger
+
+Digests = npt.NDArray[np.uint8]
+Records = Counter[bytes]  # hash of a record → how often a client has it
+PRIVATE, KEY = "private", "records.key"
+DIGEST_BYTES, KEY_BYTES = 16, 32
+_PURPOSE = b"fedsynth ledger"
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+
+def default_names(clients: int) -> tuple[str, ...]:
+    """client-000, client-001, …"""
+    return tuple(f"client-{k:03d}" for k in range(clients))
+
+
+def check_names(names: Sequence[str], clients: int) -> tuple[str, ...]:
+    """Clients' declared names, if there is one for each, and each can name a file of its own.
+
+    Raises:
+        PrivacySettingError: names the first that cannot.
+    """
+    if isinstance(names, str) or len(names) != clients:
+        raise PrivacySettingError(f"names must be a list of {clients} names, one for each client")
+    for name in names:
+        if not isinstance(name, str) or not _NAME.fullmatch(name):
+            raise PrivacySettingError(
+                "a client's name must be 1 to 64 letters, digits, dots, hyphens or underscores, "
+                f"the first a letter or digit; got {name!r}"
+            )
+    folded = [name.casefold() for name in names]  # some file systems do not tell A from a
+    for number, name in enumerate(folded):
+        if name in folded[:number]:
+            raise PrivacySettingError(f"two clients have the name {names[number]!r}")
+    return tuple(names)
+
+
+class LedgerFolder:
+    """The ledgers in a folder, for runs on given records.
+
+    Args:
+        path: the folder; made when the first ledger is.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = Path(path)
+
+    def open(
+        self,
+        names: Sequence[str] | None,
+        records: Callable[[bytes], Sequence[Digests]],
+        dataset: str,
+    ) -> list[Ledger]:
+        """The ledger of each client of a run; a new one for a client without.
+
+        Args:
+            names: the clients' declared names. None: a client goes by the name of the ledger that
+                was kept for its records, wherever the client stands in the list, and without such a
+                ledger by `default_names`.
+            records: from the folder's key to each client's hashes, uint8 [N, `DIGEST_BYTES`].
+            dataset: an identifier of the data set and its partition.
+
+        Raises:
+            LedgerError: a client has other records than its ledger was charged for, or records that
+                another ledger was charged for; the text says what to do. No ledger is touched then.
+        """
+        with self._locked() as key:
+            present = [Counter(row.tobytes() for row in digests) for digests in records(key)]
+            known = _Known(self.path / PRIVATE, key, self.ledgers())
+            here = dict(zip(names or known.names(present), present, strict=True))
+            for name in here:
+                if name in known.ledgers:
+                    self._refuse_unknown(name, known.ledgers[name])
+                    known.ledgers[name].check_dataset(dataset)
+            for name in here:
+                self._check(name, known, here)
+            return [self._opened(name, own, known, dataset) for name, own in here.items()]
+
+    def ledgers(self) -> dict[str, Ledger]:
+        """All ledgers in the folder, by name."""
+        return {path.stem: read_ledger(path) for path in sorted(self.path.glob("*.jsonl"))}
+
+    def carry_over(self, client: str) -> int:
+        """Declare that `client`'s data set has changed.
+
+        What its ledger holds counts for all records of the next run: an upper bound for each of
+        them, and exact for those that were there before.
+
+        Returns:
+            The number of releases that the ledger holds.
+
+        Raises:
+            LedgerError: there is no such ledger.
+        """
+        ledgers = self.ledgers()
+        if client not in ledgers:
+            known = f"; there are {', '.join(ledgers)}" if ledgers else ""
+            raise LedgerError(f"there is no ledger of {client!r} in {self.path}{known}")
+        ledgers[client].carry_over()
+        return len(ledgers[client].releases)
+
+    def _file(self, name: str) -> Path:
+        return self.path / f"{name}.jsonl"
+
+    def _refuse_unknown(self, name: str, ledger: Ledger) -> None:
+        if ledger.bound and not ledger.records:
+            raise LedgerError(
+                f"ledger {self._file(name)} does not say whose records it is for (it is of an "
+                "earlier version, or a copy from a run folder): if they are those of client "
+                f"{name!r}, say so: {self._command(name)}"
+            )
+
+    def _command(self, name: str) -> str:
+        return f"fedsynth privacy carry-over {shlex.quote(str(self.path))} {name}"
+
+    def _check(self, name: str, known: _Known, here: Mapping[str, Records]) -> None:
+        """Refuses records that are not the ledger's, and those of another ledger."""
+        ledger, present = known.ledgers.get(name), here[name]
+        if ledger is not None and ledger.bound and known.is_current(name, present):
+            return
+        before: Records = Counter()
+        if ledger is not None and ledger.releases:
+            before = known.current(name)
+        new = present - before
+        gone = before - present
+        self._refuse_moved(name, new, known, here)
+        if lost := next((known.orphans[record] for record in new if record in known.orphans), None):
+            raise LedgerError(
+                f"client {name!r} has records that a ledger in {self.path} was kept for which is "
+                f"gone: bring it back from a backup (or delete {lost}, if what made it broke off "
+                "before its first round)"
+            )
+        if ledger is not None and ledger.bound:
+            raise LedgerError(
+                f"client {name!r} has other records than those that {self._file(name)} was "
+                f"charged for ({new.total()} are new, {gone.total()} are gone): bring those, or "
+                "give each client a name of its own (simulate(names=...)); if it is this "
+                "client's data set that has changed, what was spent stays spent: "
+                f"{self._command(name)}"
+            )
+
+    def _refuse_moved(
+        self, name: str, new: Records, known: _Known, here: Mapping[str, Records]
+    ) -> None:
+        """Refuses records of `name` that the ledger of another client was charged for."""
+        moved: Counter[str] = Counter()
+        for record in new:
+            for other in known.owners.get(record, set()) - {name}:
+                now = known.current(other)[record]
+                # One that the other client still has, as often as before, is a second one that
+                # looks the same.
+                if not 0 < now <= here.get(other, Counter())[record]:
+                    moved[other] += 1
+        for other, ledger in known.ledgers.items():
+            if new and other not in here:
+                self._refuse_unknown(other, ledger)
+            if moved[other]:
+                raise LedgerError(
+                    f"client {name!r} has {moved[other]} records that {self._file(other)} was "
+                    "charged for, and what was spent on a record stays with it: give the clients "
+                    "the names that they had (simulate(names=...)), or leave those records out"
+                )
+
+    def _opened(self, name: str, present: Records, known: _Known, dataset: str) -> Ledger:
+        records, ledger = known.fingerprint(name, present), known.ledgers.get(name)
+        known.keep(records, present)
+        if ledger is None:
+            return Ledger(name, self._file(name), dataset=dataset, records=records)
+        if ledger.may_change or not known.is_current(name, present) or ledger.dataset != dataset:
+            ledger.take_records(records, dataset)
+        return ledger
+
+    @contextmanager
+    def _locked(self) -> Iterator[bytes]:
+        """The folder's key, new if there is none; meanwhile no other process opens ledgers here."""
+        path = self.path / PRIVATE / KEY
+        if self.path.name == "ledger" and (self.path.parent / "config.toml").exists():
+            raise LedgerError(
+                f"{self.path} is part of a run folder, which others may see: copy its ledgers "
+                "into a folder of their own, and name that"
+            )
+        try:
+            if not path.exists():
+                self._refuse_a_second_key(path)
+                path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+                _write_once(path, secrets.token_bytes(KEY_BYTES))
+            with path.open("rb") as file:  # closing releases the lock
+                fcntl.flock(file, fcntl.LOCK_EX)
+                key = file.read()
+                if len(key) != KEY_BYTES:
+                    raise LedgerError(f"{path} is damaged: bring it back from a backup")
+                yield key
+        except OSError as error:
+            raise LedgerError(f"cannot use ledger folder {self.path}: {error}") from error
+
+    def _refuse_a_second_key(self, path: Path) -> None:
+        """Without its key nobody can tell whose records a ledger is for."""
+        for name, ledger in self.ledgers().items():
+            self._refuse_unknown(name, ledger)
+            if ledger.bound:
+                raise LedgerError(
+                    f"the key {path} is gone, without which nobody can tell whose records the "
+                    "ledgers are for: bring it back from a backup, or say of each client that "
+                    f"its records are the same: {self._command(name)}"
+                )
+
+
+class _Known:
+    """What a folder knows of records: those of each ledger, now and ever."""
+
+    def __init__(self, folder: Path, key: bytes, ledgers: Mapping[str, Ledger]) -> None:
+        self._folder, self._key, self.ledgers = folder, key, ledgers
+        self._current: dict[str, Records] = {}
+        stated = {KEY, *(f for ledger in ledgers.values() for f in ledger.records)}
+        lists = [p for p in folder.iterdir() if p.name not in stated and not p.name.startswith(".")]
+        self.orphans = {record: path for path in lists for record in _unpacked(path.read_bytes())}
+        """Records in lists of no ledger, with the list: a ledger was deleted."""
+        self.owners: dict[bytes, set[str]] = {}
+        """Records that something was spent on, with the ledgers that say so."""
+        for name, ledger in ledgers.items():
+            for record in self._ever(ledger) if ledger.releases else ():
+                self.owners.setdefault(record, set()).add(name)
+
+    def fingerprint(self, name: str, records: Records) -> str:
+        """A keyed hash of a client's name and of its records, whatever their order.
+
+        The name is in it so that clients with the same records, such as none, do not show it.
+        """
+        who = name.encode() + b"\0"
+        hashed = hashlib.blake2b(who, key=self._key, digest_size=32, person=_PURPOSE)
+        hashed.update(_packed(records))
+        return hashed.hexdigest()
+
+    def is_current(self, name: str, records: Records) -> bool:
+        """Whether these are exactly the records that the ledger is for."""
+        stated = self.ledgers[name].records
+        return bool(stated) and stated[-1] == self.fingerprint(name, records)
+
+    def current(self, name: str) -> Records:
+        """The records that a ledger is for, each as often as its client has it."""
+        if name not in self._current:
+            ledger = self.ledgers[name]
+            found = self._list(ledger.records[-1]) if ledger.records else None
+            if ledger.bound and (found is None or not self.is_current(name, found)):
+                raise LedgerError(
+                    f"{self._folder / ledger.records[-1]}, which lists the records of client "
+                    f"{name!r}, is gone or damaged: bring it back from a backup"
+                )
+            self._current[name] = Counter() if found is None else found
+        return self._current[name]
+
+    def names(self, present: Sequence[Records]) -> tuple[str, ...]:
+        """Names for clients that declared none: their records' ledger's, else a default one."""
+        own = default_names(len(present))
+        found = {
+            k: name
+            for k, name in enumerate(own)
+            if name in self.ledgers and self.is_current(name, present[k])
+        }
+        free: dict[bytes, list[str]] = {}
+        for name, ledger in self.ledgers.items():
+            listed = self._list(ledger.records[-1]) if ledger.records else None
+            if listed is not None and name not in found.values():
+                free.setdefault(_packed(listed), []).append(name)
+        for k, records in enumerate(present):
+            if k not in found and free.get(_packed(records)):
+                found[k] = free[_packed(records)].pop(0)
+        by_place = {k: name for k, name in enumerate(own) if k not in found}
+        used = {*found.values(), *by_place.values(), *self.ledgers}
+        spare = (f"client-{k:03d}" for k in itertools.count() if f"client-{k:03d}" not in used)
+        taken = set(found.values())
+        rest = {k: next(spare) if name in taken else name for k, name in by_place.items()}
+        return tuple(name for _, name in sorted({**found, **rest}.items()))
+
+    def keep(self, fingerprint: str, records: Records) -> None:
+        if not (self._folder / fingerprint).exists():
+            _write_once(self._folder / fingerprint, _packed(records))
+
+    def _ever(self, ledger: Ledger) -> Iterator[bytes]:
+        """All records that a ledger was ever for, as far as their lists are there."""
+        for fingerprint in ledger.records:
+            yield from self._list(fingerprint) or ()
+
+    def _list(self, fingerprint: str) -> Records | None:
+        with suppress(FileNotFoundError):
+            return _unpacked((self._folder / fingerprint).read_bytes())
+        return None
+
+
+def _packed(records: Records) -> bytes:
+    return b"".join(sorted(records.elements()))
+
+
+def _unpacked(packed: bytes) -> Records:
+    return Counter(packed[at : at + DIGEST_BYTES] for at in range(0, len(packed), DIGEST_BYTES))
+
+
+def _write_once(path: Path, content: bytes) -> None:
+    """Make a file, readable by its owner alone, in one step, unless it is there."""
+    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".new-") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+        with suppress(FileExistsError):
+            os.link(file.name, path)
+    folder = os.open(path.parent, os.O_RDONLY)  # fsync of a file alone need not keep its name
+    os.fsync(folder)
+    os.close(folder)

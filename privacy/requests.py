@@ -1,0 +1,50 @@
+"""What a client checks of a server's message before it answers with private data.
+
+A guarantee that holds for every message needs no such check. It is a second line: weights that are not
+finite, or larger than any trained network's, serve nobody but a server that wants to amplify what
+rounding leaves over (docs/privacy.md, "Active servers").
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from fedsynth.privacy.errors import RequestRefusedError
+
+
+def check_request(arrays: Iterable[tuple[str, Tensor]], max_norm: float | None) -> None:
+    """Refuses a message with a number that is not finite, or of a larger norm than declared.
+
+    Args:
+        arrays: the message's tensors with their names (`Message.arrays`).
+        max_norm: the public bound on the L2 norm of all of them together; None bounds nothing.
+
+    Raises:
+        RequestRefusedError: names the tensor, or the norm.
+
+    >>> import torch
+    >>> check_request([("parameters.weight", torch.ones(4))], max_norm=2.0)
+    >>> check_request([("parameters.weight", torch.ones(9))], max_norm=2.0)
+    Traceback (most recent call last):
+    ...
+    fedsynth.privacy.errors.RequestRefusedError: the server's message has norm 3, above ...
+    """
+    squared = 0.0
+    for name, value in arrays:
+        if not value.is_floating_point():
+            continue
+        if not bool(torch.isfinite(value).all()):
+            raise RequestRefusedError(
+                f"the server's message has numbers in {name} that are not finite"
+            )
+        squared += float(value.to(torch.float64).square().sum())
+    norm = math.sqrt(squared)
+    if max_norm is not None and norm > max_norm:
+        raise RequestRefusedError(
+            f"the server's message has norm {norm:.4g}, above the declared max_request_norm {max_norm:g}; "
+            "nothing was answered and nothing charged"
+        )

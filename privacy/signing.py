@@ -1,0 +1,192 @@
+"""Signs a run folder, and checks the signature: who has the private key says that these files
+belong together.
+
+`signature.json` holds the SHA-256 of every file of the folder (the report, which has the ledgers'
+chain hashes; the ledgers, the model, the synthetic set), and an Ed25519 signature over all of them
+(RFC 8032; PyCA's `cryptography`, the extra `fedsynth[sign]`). The folder `simulation_only/` is left
+out: it is not meant to leave the machine.
+
+A signature says who vouches for a run. It does not make what is signed true.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fedsynth.privacy.errors import SigningError
+from fedsynth.privacy.report_schema import Signature, schema_problems
+from fedsynth.privacy.verify import read_json, read_report
+
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import (
+        Ed25519PrivateKey,
+        Ed25519PublicKey,
+    )
+
+SIGNATURE, LEFT_OUT = "signature.json", "simulation_only"
+SCHEMA, ALGORITHM = 1, "Ed25519"
+_PURPOSE = b"fedsynth run folder, schema 1\n"
+_MISSING = "signing needs the package cryptography: pip install 'fedsynth[sign]'"
+
+
+def read_private_key(path: Path) -> Ed25519PrivateKey:
+    """An unencrypted Ed25519 key in PEM (PKCS 8), as `openssl genpkey -algorithm ed25519` makes it.
+
+    Raises:
+        SigningError: it cannot be read, is no such key, or `cryptography` is not installed.
+    """
+    try:
+        from cryptography.exceptions import UnsupportedAlgorithm
+        from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+        from cryptography.hazmat.primitives.serialization import load_pem_private_key
+    except ImportError:
+        raise SigningError(_MISSING) from None
+    try:
+        key = load_pem_private_key(_bytes(path), password=None)
+    except TypeError:
+        raise SigningError(
+            f"the key {path} is encrypted: decrypt it first (openssl pkey -in KEY -out PLAIN)"
+        ) from None
+    except (ValueError, UnsupportedAlgorithm):
+        key = None
+    if not isinstance(key, Ed25519PrivateKey):
+        raise SigningError(
+            f"{path} is no private Ed25519 key in PEM (openssl genpkey -algorithm ed25519 -out KEY "
+            "makes one)"
+        )
+    return key
+
+
+def read_public_key(path: Path) -> Ed25519PublicKey:
+    """An Ed25519 key in PEM, as `openssl pkey -in KEY -pubout` makes it.
+
+    Raises:
+        SigningError: as `read_private_key`.
+    """
+    try:
+        from cryptography.exceptions import UnsupportedAlgorithm
+        from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+        from cryptography.hazmat.primitives.serialization import load_pem_public_key
+    except ImportError:
+        raise SigningError(_MISSING) from None
+    try:
+        key = load_pem_public_key(_bytes(path))
+    except (ValueError, UnsupportedAlgorithm):
+        key = None
+    if not isinstance(key, Ed25519PublicKey):
+        raise SigningError(
+            f"{path} is no public Ed25519 key in PEM (openssl pkey -in KEY -pubout -out PUBLIC "
+            "makes it of a private one)"
+        )
+    return key
+
+
+def sign_run(folder: Path, key: Ed25519PrivateKey) -> Path:
+    """Writes signature.json over all other files of a run folder that has a privacy report; one
+    that is there is replaced.
+
+    Raises:
+        PrivacyError: there is no report. SigningError: a file cannot be read or written, or is no
+            plain file.
+    """
+    read_report(folder)
+    files = file_hashes(folder)
+    public = key.public_key().public_bytes_raw()
+    content = {
+        "fedsynth_signature": SCHEMA,
+        "algorithm": ALGORITHM,
+        "public_key": base64.b64encode(public).decode(),
+        "files": files,
+        "signature": base64.b64encode(key.sign(_message(files))).decode(),
+    }
+    path = folder / SIGNATURE
+    try:
+        path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise SigningError(f"cannot write {path}: {error.strerror}") from None
+    return path
+
+
+def signature_problems(folder: Path, key: Ed25519PublicKey) -> list[str]:
+    """Why this key does not vouch for these files; none: it does.
+
+    Raises:
+        PrivacyError: signature.json is damaged.
+    """
+    from cryptography.exceptions import InvalidSignature
+
+    path = folder / SIGNATURE
+    if not path.exists():
+        return [f"{SIGNATURE} is missing: the run is not signed"]
+    content = read_json(path, "signature")
+    problems = schema_problems(content, Signature)
+    if problems:
+        return [f"{SIGNATURE}: {problem}" for problem in problems]
+    if (content["fedsynth_signature"], content["algorithm"]) != (SCHEMA, ALGORITHM):
+        return [f"{SIGNATURE} is of a kind that this fedsynth does not know"]
+    if content["public_key"] != base64.b64encode(key.public_bytes_raw()).decode():
+        return [f"{SIGNATURE} was made with another key"]
+    try:
+        signature = base64.b64decode(content["signature"], validate=True)
+        key.verify(signature, _message(content["files"]))
+    except (ValueError, InvalidSignature):
+        return [f"{SIGNATURE} was not made with this key, or was changed since"]
+    return _changes(content["files"], file_hashes(folder))
+
+
+def _changes(signed: dict[str, str], found: dict[str, str]) -> list[str]:
+    return [
+        *(f"{name} was signed, and is gone" for name in signed if name not in found),
+        *(
+            f"{name} was changed after signing"
+            for name in signed
+            if name in found and found[name] != signed[name]
+        ),
+        *(f"{name} was added after signing" for name in found if name not in signed),
+    ]
+
+
+def file_hashes(folder: Path) -> dict[str, str]:
+    """SHA-256 of every file of a run folder that a signature covers, by its path in the folder, in
+    order.
+
+    Raises:
+        SigningError: something is no plain file, or cannot be read.
+    """
+    found = {}
+    try:
+        for where, folders, names in os.walk(folder, onerror=_raise):
+            if Path(where) == folder:
+                folders[:] = [name for name in folders if name != LEFT_OUT]
+                names = [name for name in names if name != SIGNATURE]
+            for path in (Path(where) / name for name in (*names, *folders)):
+                if path.is_symlink() or not (path.is_file() or path.is_dir()):
+                    raise SigningError(f"{path} is no plain file: a signature cannot cover it")
+                if path.is_file():
+                    with path.open("rb") as file:
+                        digest = hashlib.file_digest(file, "sha256").hexdigest()
+                    found[path.relative_to(folder).as_posix()] = digest
+    except OSError as error:
+        raise SigningError(f"cannot read {error.filename}: {error.strerror}") from None
+    return dict(sorted(found.items()))
+
+
+def _raise(error: OSError) -> None:
+    raise error
+
+
+def _message(files: dict[str, str]) -> bytes:
+    """What is signed: the same bytes for the same files."""
+    return _PURPOSE + json.dumps(files, sort_keys=True, separators=(",", ":")).encode()
+
+
+def _bytes(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise SigningError(f"cannot read the key {path}: {error.strerror}") from None

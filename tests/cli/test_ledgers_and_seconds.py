@@ -1,0 +1,180 @@
+"""--dp-ledger with and without privacy, `privacy carry-over`, and no seconds of private runs."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fedsynth.cli.progress import LONG_PHASE, PlainObserver, print_summary, round_line
+from fedsynth.data.images import from_arrays
+from fedsynth.data.registry import dataset_spec
+from fedsynth.federation.settings import resolve
+from fedsynth.federation.simulation import simulate
+from fedsynth.privacy.ledger import Ledger, read_ledger
+from fedsynth.privacy.releases import Release
+from fedsynth.privacy.settings import NO_LEDGER
+
+Train = Callable[..., Any]
+SECONDS = re.compile(r"\d\.\d+ ?s\b|\btime\b|seconds")
+
+
+def kept(tmp_path: Path) -> tuple[str, ...]:
+    return "--dp-ledger", str(tmp_path / "ledgers")
+
+
+def test_a_ledger_may_be_named_without_privacy(train: Train, tmp_path: Path) -> None:
+    """Catches: `--method real` publishes raw images, and the next run's report says ε = 2."""
+    run = train("real", *kept(tmp_path))
+    assert run.code == 0, run.stderr
+    assert "no run on these data can have an ε afterwards" in run.stderr
+    assert 'ledger = "' in (run.folder / "config.toml").read_text()
+    for path in (tmp_path / "ledgers").glob("*.jsonl"):
+        (row,) = read_ledger(path).releases
+        assert row.unaccounted == "a run on the same data without differential privacy"
+    for budget in (("--dp-epsilon", "8"), ("--dp-sigma", "3", "--dp-epsilon", "100")):
+        capped = train("feddm", *budget, *kept(tmp_path))
+        assert capped.code == 2
+        (line,) = capped.stderr.splitlines()
+        assert line.startswith("fedsynth: error: ε = ")
+        assert "a round of real (none): a run on the same data without differential privacy" in line
+    noisy = train("feddm", "--dp-sigma", "3", *kept(tmp_path))
+    assert noisy.code == 0, noisy.stderr
+    assert "no differential privacy guarantee: a ledger in" in noisy.stderr
+    assert " ε " not in noisy.stderr.split("guarantee", 1)[1].replace("no ε can", "")
+    (folder,) = noisy.output.glob("*-feddm-*")
+    report = json.loads((folder / "privacy_report.json").read_text())
+    assert report["guarantee"] is None
+    assert report["verdict"]["reasons"] == [
+        "a round of real (none): a run on the same data without differential privacy"
+    ]
+
+
+def test_a_dry_run_says_it_and_charges_nothing(train: Train, tmp_path: Path) -> None:
+    run = train("real", *kept(tmp_path), "--dry-run")
+    assert run.code == 0, run.stderr
+    assert "no run on these data can have an ε afterwards" in run.stdout
+    assert not (tmp_path / "ledgers").exists()
+    train("real", *kept(tmp_path))
+    noisy = train("feddm", "--dp-sigma", "3", *kept(tmp_path), "--dry-run")
+    assert (noisy.code, "no ε can be stated" in noisy.stdout) == (0, True)
+    capped = train("feddm", "--dp-epsilon", "8", *kept(tmp_path), "--dry-run")
+    assert (capped.code, "cannot be kept to" in capped.stderr) == (2, True)
+
+
+def test_a_budget_that_earlier_runs_have_spent_is_one_line(train: Train, tmp_path: Path) -> None:
+    options = ("--dp-sigma", "3", "--dp-epsilon", "1.5", *kept(tmp_path))
+    assert train("feddm", *options).code == 0
+    again = train("feddm", *options)
+    assert again.code == 2
+    assert again.stderr.startswith(
+        "fedsynth: error: ended after 0 of 1 rounds: client 'client-000'"
+    )
+    assert "above the cap 1.5" in again.stderr
+    assert again.stderr.count("\n") == 1
+    assert len(list(again.output.iterdir())) == 1
+    assert len(read_ledger(tmp_path / "ledgers" / "client-000.jsonl").releases) == 1
+
+
+def test_carry_over(train: Train, fedsynth: Train, tmp_path: Path) -> None:
+    """A ledger of the first version is taken once somebody says whose it is, and not before."""
+    folder = tmp_path / "the ledgers"
+    options = ("--dp-sigma", "3", "--dp-ledger", str(folder))
+    row = Release(1, "images", "residual", "residuals", 5.0, 0.1, 1.0, "full", 2, 7840)
+    dataset = resolve({"partition": {"clients": 2}})
+    from fedsynth.federation.clients import data_set_id
+
+    for name in ("client-000", "client-001"):
+        Ledger(name, folder / f"{name}.jsonl", dataset=data_set_id(dataset)).charge(row)
+    refused = train("feddm", *options)
+    assert refused.code == 2
+    command = refused.stderr.strip().rpartition("say so: ")[2]
+    assert command == f"fedsynth privacy carry-over '{folder}' client-000"
+    for name in ("client-000", "client-001"):
+        said = fedsynth("privacy", "carry-over", str(folder), name)
+        assert (said.code, "(rows: 1) counts for all" in said.stdout) == (0, True)
+    assert train("feddm", *options).code == 0
+    assert len(read_ledger(folder / "client-001.jsonl").releases) == 2
+    wrong = fedsynth("privacy", "carry-over", str(folder), "north")
+    assert (wrong.code, len(wrong.stderr.splitlines())) == (2, 1)
+    assert "there are client-000, client-001" in wrong.stderr
+
+
+@pytest.mark.parametrize("mechanism", ["residual", "paper"])
+def test_a_private_run_shows_no_seconds(train: Train, mechanism: str) -> None:
+    """The run folder keeps them in simulation_only: they depend on the data."""
+    private = ("--dp-sigma", "3", "--dp-mechanism", mechanism)
+    shown, as_json = train("feddm", *private), train("feddm", *private, "--json")
+    for text in (shown.stderr, shown.stdout, as_json.stderr, as_json.stdout):
+        assert text
+        assert not SECONDS.search(text.replace(str(shown.output), "")), text
+    for folder in shown.output.iterdir():
+        assert not SECONDS.search((folder / "summary.json").read_text().replace(str(folder), ""))
+        assert '"seconds"' in (folder / "simulation_only" / "rounds.jsonl").read_text()
+    assert re.search(r"· \d+\.\d s\n", train("feddm").stderr)
+
+
+def test_a_sign_of_life_goes_by_steps_where_seconds_would_tell(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    observer = PlainObserver(resolve({"privacy": {"noise_multiplier": 3.0}}), "")
+    observer._last -= 3600
+    for total in (LONG_PHASE - 1, LONG_PHASE):
+        for done in range(1, total + 1):
+            observer.step(1, "condense", done, total)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == [
+        f"round 1/3 condense {n * LONG_PHASE // 10}/{LONG_PHASE}" for n in range(1, 11)
+    ]
+    plain = PlainObserver(resolve({}), "")
+    plain._last -= 3600
+    for done in (1, 2):
+        plain.step(1, "condense", done, 10)
+    assert capsys.readouterr().err.splitlines() == ["round 1/3 condense 1/10"]
+
+
+def test_a_row_without_accuracy_is_a_line() -> None:
+    row = {"round": 1, "models": {"aca": {}}, "upload_bytes": 1e6, "seconds": 2.0}
+    assert round_line(row, resolve({})) == "round 1/3 · uploads 1.00 MB · 2.0 s"
+    hidden = {**row, "epsilon": 1.0, "private_test": {"test_accuracy": 0.5}}
+    private = resolve({"privacy": {"noise_multiplier": 3.0}})
+    assert round_line(hidden, private) == "round 1/3 · ε 1 · uploads 1.00 MB"
+
+
+def test_runs_without_accuracy_stand_beside_others(fedsynth: Train, tmp_path: Path) -> None:
+    for number, accuracy in enumerate((None, 0.5)):
+        folder = tmp_path / f"2026010{number + 1}-000000-fedavg-scans"
+        folder.mkdir()
+        summary = {"method": "fedavg", "rounds": 1, "test_accuracy": accuracy, "upload_bytes": 0}
+        (folder / "summary.json").write_text(json.dumps(summary))
+    shown = fedsynth("runs", str(tmp_path))
+    assert shown.code == 0, shown.stderr
+    assert [line.split()[1] for line in shown.stdout.splitlines()] == ["accuracy", "–", "50.00"]
+
+
+@pytest.mark.parametrize("kind", ["private", "none"])
+def test_the_table_says_why_there_is_no_accuracy(
+    kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec = replace(dataset_spec("digits"), name="scans")
+    data = from_arrays(np.zeros((60, 8, 8), np.uint8), np.arange(60) % 10, spec)
+    given = {
+        "run": {"rounds": 1, "device": "cpu"},
+        "model": {"width": 4},
+        "partition": {"clients": 2},
+    }
+    fast = {"iterations": 1, "ipc": 1, "server_epochs": 1}
+    settings = resolve(
+        {**given, "method": fast, "privacy": {"noise_multiplier": 3, "ledger": NO_LEDGER}}
+    )
+    result = simulate(settings, data=(data, data if kind == "private" else None))
+    print_summary(result)
+    shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert f"test data {kind}" in shown
+    assert "test accuracy" not in shown

@@ -1,0 +1,120 @@
+"""Whose records are whose: bounded contributions, splits by user, partitions, and users.csv."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from fedsynth.data.domains import read_office_caltech
+from fedsynth.data.images import ImageData, from_arrays
+from fedsynth.data.partition import hold_out
+from fedsynth.data.registry import dataset_spec
+from fedsynth.data.users import bounded, check_one_client_each, read_users
+from fedsynth.errors import DataError, DataFilesCorruptError, PartitionError
+
+SPEC = dataset_spec("digits")
+
+
+def people(users: np.ndarray, seed: int = 0) -> ImageData:
+    rng = np.random.default_rng(seed)
+    images = rng.integers(0, 256, (len(users), 1, 8, 8)).astype(np.uint8)
+    data = from_arrays(images, rng.integers(0, 10, len(users)), SPEC)
+    return ImageData(data.images, data.labels, SPEC, None, torch.from_numpy(users))
+
+
+def test_at_most_m_records_of_a_user_stay() -> None:
+    users = np.repeat([3, 0, 8], [10, 2, 5])
+    data = people(users)
+    kept = bounded(np.arange(17), data, 4, 0)
+    assert np.bincount(users[kept], minlength=9)[[3, 0, 8]].tolist() == [4, 2, 4]
+    assert bounded(np.arange(17), data, 10, 0).tolist() == list(range(17))
+    assert bounded(np.arange(17), data, 4, 1).tolist() != kept.tolist()
+    assert bounded(np.arange(0), data, 4, 0).tolist() == []
+
+
+def test_the_choice_depends_on_a_users_own_records_alone() -> None:
+    """Without another user, and in another order, the same records stay."""
+    users = np.repeat([0, 1, 2], [30, 20, 30])
+    data = people(users)
+    kept = set(bounded(np.arange(80), data, 5, 0).tolist())
+    rest = np.flatnonzero(users != 1)[::-1].copy()
+    alone = rest[bounded(np.arange(60), data.subset(rest), 5, 0)]
+    assert set(alone.tolist()) == {i for i in kept if users[i] != 1}
+
+
+def test_local_splits_do_not_cut_users() -> None:
+    users = np.random.default_rng(1).integers(0, 200, 3000)
+    data = people(users)
+    (training,), (testing,) = hold_out([np.arange(3000)], 0.3, 0, data, by_user=True)
+    assert not set(users[training]) & set(users[testing])
+    assert 0.15 < len(testing) / 3000 < 0.45
+    rest = np.flatnonzero(users != 5)
+    (fewer,), _ = hold_out([np.arange(len(rest))], 0.3, 0, data.subset(rest), by_user=True)
+    assert set(rest[fewer].tolist()) == set(training.tolist()) - set(np.flatnonzero(users == 5))
+
+
+def test_a_user_of_two_clients_is_refused() -> None:
+    data = people(np.array([0, 0, 1, 1]))
+    check_one_client_each([np.array([0, 1]), np.array([2, 3])], data)
+    with pytest.raises(PartitionError, match="clients 0 and 1 both have records of one user"):
+        check_one_client_each([np.array([0]), np.array([1, 2, 3])], data)
+
+
+def test_data_that_do_not_say_whose_they_are() -> None:
+    data = people(np.zeros(3, np.int64))
+    with pytest.raises(DataError, match=r"groups= of from_arrays, or a file users\.csv"):
+        bounded(np.arange(3), ImageData(data.images, data.labels, SPEC), 1, 0)
+
+
+def written(folder: Path, text: str) -> Path:
+    file = folder / "users.csv"
+    file.write_text(text, encoding="utf-8")
+    return file
+
+
+def test_users_are_numbered_by_their_names(tmp_path: Path) -> None:
+    file = written(tmp_path, "user,path\nZoé,a/1.png\nAda,b/2.png\nZoé,c.png\nMax,unused.png\n")
+    assert read_users(file, ["c.png", "b/2.png", "a/1.png"]).tolist() == [1, 0, 1]
+
+
+@pytest.mark.parametrize(("text", "match"), [
+    ("path,owner\na.png,Ada\n", "line 2: needs the columns path and user"),
+    ("path,user\na.png,\n", "both filled"),
+    ("path,user\na.png,Ada\na.png,Bob\n", "line 3: a.png is given to two users"),
+    ("path,user\nb.png,Ada\n", r"whose a\.png is \(1 such"),
+    ("", r"whose a\.png is"),
+])  # fmt: skip
+def test_what_users_csv_must_say(tmp_path: Path, text: str, match: str) -> None:
+    with pytest.raises(DataFilesCorruptError, match=match):
+        read_users(written(tmp_path, text), ["a.png"])
+
+
+def test_a_users_csv_that_is_no_text(tmp_path: Path) -> None:
+    (tmp_path / "users.csv").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(DataFilesCorruptError, match=r"cannot read .*users\.csv"):
+        read_users(tmp_path / "users.csv", ["a.png"])
+
+
+def test_folders_of_images_take_their_users_from_the_file(tmp_path: Path) -> None:
+    from PIL import Image
+
+    spec = dataset_spec("office-caltech-10")
+    lines = ["path,user"]
+    for domain in spec.domains:
+        for name in spec.class_names:
+            folder = tmp_path / "office_caltech_10" / domain / name
+            folder.mkdir(parents=True)
+            for number in range(5):
+                Image.new("RGB", (8, 8), (number, 0, 0)).save(folder / f"{number}.png")
+                lines.append(f"{domain}/{name}/{number}.png,{domain}-{number % 2}")
+    train, test = read_office_caltech(spec, tmp_path)
+    assert train.groups is None
+    written(tmp_path / "office_caltech_10", "\n".join(lines))
+    train, test = read_office_caltech(spec, tmp_path)
+    assert test.groups is None
+    assert train.groups is not None
+    assert len(np.unique(train.groups)) == 2 * len(spec.domains)
+    assert train.groups[:4].tolist() == [0, 1, 0, 1]

@@ -1,0 +1,356 @@
+"""A kept ledger is charged for its own records, whatever their order, place and name."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import multiprocessing
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fedsynth.privacy.errors import LedgerError, PrivacySettingError
+from fedsynth.privacy.ledger import Ledger
+from fedsynth.privacy.ledger_folder import Digests, LedgerFolder, check_names
+from fedsynth.privacy.releases import Release
+
+ROW = Release(1, "images", "residual", "residuals", 5.0, 0.1, 1.0, "full", 2, 7840)
+
+
+def hashes(parts: Sequence[str]) -> Callable[[bytes], list[Digests]]:
+    """Clients' records, a letter each, as the folder asks for them."""
+
+    def under(key: bytes) -> list[Digests]:
+        made = []
+        for part in parts:
+            each = [hashlib.blake2b(r.encode(), key=key, digest_size=16).digest() for r in part]
+            made.append(np.frombuffer(b"".join(each), np.uint8).reshape(-1, 16))
+        return made
+
+    return under
+
+
+def opened(
+    folder: Path, *parts: str, names: Sequence[str] | None = None, dataset: str = "d"
+) -> list[Ledger]:
+    return LedgerFolder(folder).open(names, hashes(parts), dataset)
+
+
+def charged(folder: Path, *parts: str, names: Sequence[str] | None = None) -> list[str]:
+    """The names of the ledgers that a run on these clients charges."""
+    ledgers = opened(folder, *parts, names=names)
+    for ledger in ledgers:
+        ledger.charge(ROW)
+    return [ledger.client for ledger in ledgers]
+
+
+def spent(folder: Path) -> dict[str, int]:
+    return {name: len(each.releases) for name, each in LedgerFolder(folder).ledgers().items()}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "ledgers"
+
+
+def test_a_ledger_follows_its_records_and_not_the_place_in_a_list(folder: Path) -> None:
+    """Catches: the same records under another number, charged to an empty ledger."""
+    assert charged(folder, "abc", "de") == ["client-000", "client-001"]
+    assert charged(folder, "ed", "bca") == ["client-001", "client-000"]
+    assert charged(folder, "cab") == ["client-000"]
+    assert charged(folder, "xy", "cab", "de") == ["client-002", "client-000", "client-001"]
+    assert spent(folder) == {"client-000": 4, "client-001": 3, "client-002": 1}
+
+
+def test_declared_names_must_be_those_of_the_records(folder: Path) -> None:
+    charged(folder, "abc", "de", names=["north", "south"])
+    assert charged(folder, "de", names=["south"]) == ["south"]
+    assert charged(folder, "cba") == ["north"]  # found, where nobody declared a name
+    before = everything(folder)
+    for parts, names, text in (
+        (("de", "abc"), ["north", "south"], r"client 'north' has 2 records that .*south\.jsonl"),
+        (("abc",), ["west"], r"client 'west' has 3 records that .*north\.jsonl was charged for"),
+        (("abx",), ["north"], r"\(1 are new, 1 are gone\).* carry-over .* north$"),
+        (("xyz", "de"), ["north", "south"], r"3 are new, 3 are gone"),
+    ):
+        with pytest.raises(LedgerError, match=text) as caught:
+            opened(folder, *parts, names=names)
+        assert "\n" not in str(caught.value)
+    assert everything(folder) == before  # a refusal leaves nothing behind
+
+
+def everything(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if not p.is_dir()}
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (("abcd", "efgh"), ("abef", "cdgh")),  # another partition of the same records
+        (("abcd", "efgh"), ("abcdefgh",)),  # two clients that have become one
+        (("abcd", "efgh"), ("abc", "defgh")),  # one record that has moved
+        (("abcd", "efgh"), ("abcd", "efgh", "a")),  # a record that is exposed once more
+    ],
+)
+def test_records_do_not_move_between_ledgers(
+    folder: Path, before: tuple[str, ...], after: tuple[str, ...]
+) -> None:
+    """Catches: exposures of one record that are split over ledgers.
+
+    (In the last, 'a' stands in the data twice: two examples.)
+    """
+    charged(folder, *before)
+    if after[-1] == "a":
+        assert charged(folder, *after) == ["client-000", "client-001", "client-002"]
+        with pytest.raises(LedgerError, match="1 records that"):  # without the one that it copies
+            opened(folder, "efgh", "az", names=["client-001", "new"])
+        return
+    for names in (None, ["one", "two"][: len(after)]):
+        with pytest.raises(LedgerError, match=r"stays with it: give|other records than those"):
+            opened(folder, *after, names=names)
+
+
+def test_a_changed_data_set_goes_on_with_its_ledger_once_that_is_said(folder: Path) -> None:
+    """What was spent stays spent; who left is remembered; saying so once is not for ever."""
+    charged(folder, "abcd", "ef", names=["north", "south"])
+    with pytest.raises(LedgerError, match="carry-over"):
+        opened(folder, "abcx", names=["north"])
+    assert LedgerFolder(folder).carry_over("north") == 1
+    with pytest.raises(
+        LedgerError, match=r"1 records that .*south"
+    ):  # another's records all the same
+        opened(folder, "abce", names=["north"])
+    assert charged(folder, "abcx", names=["north"]) == ["north"]
+    assert spent(folder)["north"] == 2
+    charged(folder, "abcx", names=["north"])
+    for part in ("abcd", "abc", "abcxy"):
+        with pytest.raises(LedgerError, match="other records than those"):
+            opened(folder, part, names=["north"])
+    with pytest.raises(
+        LedgerError, match=r"1 records that .*north"
+    ):  # 'd' left the north, with what was spent
+        opened(folder, "dz", names=["west"])
+    with pytest.raises(LedgerError, match=r"no ledger of 'west' in .*; there are north, south"):
+        LedgerFolder(folder).carry_over("west")
+    with pytest.raises(LedgerError, match="no ledger of 'west'"):
+        LedgerFolder(folder / "elsewhere").carry_over("west")
+
+
+def test_a_ledger_on_which_nothing_was_spent_is_still_free(folder: Path) -> None:
+    """A first run that was refused, or with a slip in its parts, must not bind anybody."""
+    opened(folder, "abcd", "efgh")
+    assert charged(folder, "abef", "cdgh") == ["client-000", "client-001"]
+    with pytest.raises(LedgerError, match="records that"):
+        opened(folder, "abcd", "efgh")
+
+
+def test_equal_records_at_two_clients_are_two_examples(folder: Path) -> None:
+    """Blank images, say: they are no record that has moved, as long as both clients are there."""
+    charged(folder, "abb", "bc")
+    charged(folder, "abb", "bc")
+    charged(folder, "abb", "bc", "bd")
+    with pytest.raises(LedgerError, match="other records"):  # as often as before, not only as such
+        opened(folder, "ab", "bc", "bd")
+    with pytest.raises(LedgerError, match=r"1 records that .*client-000"):
+        opened(folder, "bc", "bz", names=["client-001", "new"])
+
+
+def test_clients_without_records(folder: Path) -> None:
+    charged(folder, "", "abc", "")
+    headers = [
+        json.loads(path.read_text().splitlines()[0])["records"] for path in folder.glob("*.jsonl")
+    ]
+    assert len(set(headers)) == 3  # who has nothing does not show it
+    charged(folder, "", "abc", "")
+    assert charged(folder, "abc", "", "") == ["client-001", "client-000", "client-002"]
+
+
+def test_another_data_set_or_partition_is_refused(folder: Path) -> None:
+    charged(folder, "abc", "de")
+    with pytest.raises(LedgerError, match="belongs to dataset 'd', not 'e'"):
+        opened(folder, "abc", "de", dataset="e")
+    LedgerFolder(folder).carry_over("client-000")
+    LedgerFolder(folder).carry_over("client-001")
+    assert [each.dataset for each in opened(folder, "abc", "de", dataset="e")] == ["e", "e"]
+
+
+def test_a_ledger_without_fingerprint_is_taken_only_when_somebody_says_whose_it_is(
+    folder: Path,
+) -> None:
+    """Of the first version, or copied from a run folder."""
+    for name in ("north", "south"):
+        Ledger(name, folder / f"{name}.jsonl", dataset="old").charge(ROW)
+    for names in (["north", "south"], ["west"]):
+        with pytest.raises(LedgerError, match="does not say whose records it is for"):
+            opened(folder, *("abc", "de")[: len(names)], names=names)
+    assert not (folder / "private").exists()
+    for name in ("north", "south"):
+        LedgerFolder(folder).carry_over(name)
+    charged(folder, "abc", "de", names=["north", "south"])
+    assert spent(folder) == {"north": 2, "south": 2}
+    with pytest.raises(LedgerError, match="has 3 records"):
+        opened(folder, "abc", names=["west"])
+
+
+def test_what_is_private_is_for_its_owner_alone(folder: Path) -> None:
+    charged(folder, "abc", "de")
+    private = folder / "private"
+    assert private.stat().st_mode & 0o777 == 0o700
+    files = list(private.iterdir())
+    assert len(files) == 3
+    assert {path.stat().st_mode & 0o777 for path in files} == {0o600}
+    key = (private / "records.key").read_bytes()
+    assert len(key) == 32
+    for ledger in folder.glob("*.jsonl"):
+        assert key not in ledger.read_bytes()
+        assert key.hex() not in ledger.read_text()
+
+
+def test_fingerprints_are_keyed_and_order_free(tmp_path: Path) -> None:
+    """Catches: a plain hash, with which anybody could test a guess of all records."""
+
+    def stated(where: str, part: str) -> str:
+        (ledger,) = opened(tmp_path / where, part)
+        return ledger.records[-1]
+
+    assert stated("one", "abca") == stated("one", "caab")
+    assert stated("one", "abca") != stated("one", "abc")  # how often counts
+    assert stated("one", "abc") != stated("two", "abc")
+
+
+def test_a_key_or_list_or_ledger_that_is_gone_is_noticed(folder: Path, tmp_path: Path) -> None:
+    charged(folder, "abc", "de")
+    private, away = folder / "private", tmp_path / "away"
+    key = private / "records.key"
+    key.rename(away)
+    with pytest.raises(LedgerError, match=r"records\.key is gone.* from a backup"):
+        opened(folder, "abc", "de")
+    assert not key.exists()
+    away.rename(key)
+    first, second = (
+        Ledger(f"client-00{k}", folder / f"client-00{k}.jsonl", dataset=None) for k in (0, 1)
+    )
+    (private / second.records[0]).rename(away)
+    with pytest.raises(LedgerError, match="lists the records of client 'client-001', is gone"):
+        opened(folder, "abc", "dex")
+    opened(folder, "abc", "de")  # the same records make the same list again
+    (private / first.records[0]).write_bytes(b"x" * 48)
+    with pytest.raises(LedgerError, match="'client-000', is gone or damaged"):
+        opened(folder, "abx", "de")
+    key.write_bytes(b"short")
+    with pytest.raises(LedgerError, match="damaged"):
+        opened(folder, "abc", "de")
+
+
+def test_a_deleted_ledger_is_noticed_by_what_is_left(folder: Path) -> None:
+    charged(folder, "abc", "de")
+    (folder / "client-000.jsonl").unlink()
+    for names in (None, ["north", "client-001"]):
+        with pytest.raises(
+            LedgerError, match="kept for which is gone: bring it back from a backup"
+        ):
+            opened(folder, "abc", "de", names=names)
+    assert spent(folder) == {"client-001": 1}
+    charged(folder, "xyz", "de", names=["north", "client-001"])  # nobody's
+
+
+def test_a_lost_key_can_be_replaced_by_saying_of_each_client_that_it_is_the_same(
+    folder: Path,
+) -> None:
+    charged(folder, "abc", "de")
+    (folder / "private" / "records.key").unlink()
+    LedgerFolder(folder).carry_over("client-000")
+    with pytest.raises(LedgerError, match="is gone"):
+        opened(folder, "abc", "de")
+    LedgerFolder(folder).carry_over("client-001")
+    charged(folder, "abc", "de")
+    assert spent(folder) == {"client-000": 2, "client-001": 2}
+
+
+def test_a_run_folder_gets_no_key(tmp_path: Path) -> None:
+    """It is published: `--dp-ledger runs/NAME/ledger` must not put a key there."""
+    (tmp_path / "ledger").mkdir()
+    (tmp_path / "config.toml").write_text("")
+    with pytest.raises(LedgerError, match="part of a run folder"):
+        opened(tmp_path / "ledger", "abc")
+    assert list((tmp_path / "ledger").iterdir()) == []
+
+
+@given(st.lists(st.text("abcd", max_size=6), min_size=1, max_size=4), st.data())
+@settings(max_examples=25, deadline=None)
+def test_no_record_is_ever_charged_in_two_ledgers(
+    tmp_path_factory: pytest.TempPathFactory, parts: list[str], data: st.DataObject
+) -> None:
+    """Whatever is brought next, refused or not: a record's exposures stand in one ledger.
+
+    A run holds each record at most once here, so that every exposure can be followed.
+    """
+    folder = tmp_path_factory.mktemp("ledgers")
+    exposed: dict[str, Counter[str]] = {}
+    runs = [
+        parts,
+        *(data.draw(st.lists(st.text("abcd", max_size=6), max_size=4)) for _ in range(3)),
+    ]
+    for run in runs:
+        taken: set[str] = set()
+        distinct = []
+        for part in run:  # each letter at one client only
+            distinct.append("".join(sorted(set(part) - taken)))
+            taken |= set(part)
+        try:
+            names = charged(folder, *distinct)
+        except LedgerError:
+            continue
+        for name, part in zip(names, distinct, strict=True):
+            for record in part:
+                exposed.setdefault(record, Counter())[name] += 1
+    for record, where in exposed.items():
+        assert len(where) == 1, (record, where)
+        ((name, times),) = where.items()
+        assert spent(folder)[name] >= times
+
+
+def _open_and_charge(folder: Path, start: multiprocessing.synchronize.Barrier) -> None:
+    start.wait()
+    charged(folder, "abc", "de")
+
+
+def test_two_processes_open_one_new_folder(folder: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    start = context.Barrier(4)
+    workers = [context.Process(target=_open_and_charge, args=(folder, start)) for _ in range(4)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(30)
+        assert worker.exitcode == 0
+    assert spent(folder) == {"client-000": 4, "client-001": 4}
+
+
+@pytest.mark.parametrize(
+    ("names", "text"),
+    [
+        (["a"], "list of 2 names"),
+        ("ab", "list of 2 names"),
+        (["a", "a"], "two clients have the name 'a'"),
+        (["Clinic", "clinic"], "two clients have the name 'clinic'"),
+        (["a", "../b"], "got '../b'"),
+        (["a", ""], "got ''"),
+        (["a", ".hidden"], "got '.hidden'"),
+        (["a", "x" * 65], "1 to 64 letters"),
+        (["a", "b\n"], "1 to 64 letters"),
+        (["a", 3], "got 3"),
+    ],
+)
+def test_names_that_cannot_be_files(names: list[str], text: str) -> None:
+    with pytest.raises(PrivacySettingError, match=text):
+        check_names(names, 2)
+
+
+def test_names_that_can() -> None:
+    assert check_names(["St.Mary_s-2", "0"], 2) == ("St.Mary_s-2", "0")

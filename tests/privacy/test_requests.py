@@ -1,0 +1,71 @@
+"""A private client looks at the server's message before it answers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fedsynth.federation.settings import resolve
+from fedsynth.federation.simulation import simulate
+from fedsynth.methods.fedavg import FedAvg
+from fedsynth.privacy.errors import PrivacySettingError, RequestRefusedError
+from fedsynth.privacy.mechanisms import GaussianSums
+from fedsynth.privacy.requests import check_request
+from fedsynth.privacy.settings import PrivacySettings
+
+
+def test_the_norm_is_of_all_tensors_together() -> None:
+    arrays = [("a", torch.full((9,), 2.0)), ("b", torch.full((16,), 2.0)), ("n", torch.tensor([7]))]
+    check_request(arrays, 10.0)  # sqrt(36 + 64)
+    check_request(arrays, None)
+    with pytest.raises(RequestRefusedError, match="norm 10, above"):
+        check_request(arrays, 9.99)
+
+
+def test_a_large_norm_does_not_overflow() -> None:
+    with pytest.raises(RequestRefusedError, match=r"norm 4\.808e\+38"):
+        check_request([("a", torch.full((2,), 3.4e38))], 1e38)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_what_is_not_finite_is_refused_without_a_bound(value: float) -> None:
+    with pytest.raises(RequestRefusedError, match=r"parameters\.w .*not finite"):
+        check_request([("parameters.w", torch.tensor([1.0, value]))], None)
+
+
+def test_a_run_refuses_before_anything_is_charged(monkeypatch: pytest.MonkeyPatch) -> None:
+    charged = []
+    init = GaussianSums.__init__
+    monkeypatch.setattr(
+        GaussianSums, "__init__", lambda self, *a: charged.append(1) or init(self, *a)
+    )
+    sections = {
+        "run": {"method": "fedavg", "rounds": 1},
+        "method": {"local_steps": 1},
+        "privacy": {"noise_multiplier": 3.0, "max_request_norm": 0.01},
+    }
+    with pytest.raises(RequestRefusedError, match="max_request_norm"):
+        simulate(resolve(sections))
+    assert charged == []
+    sections["privacy"]["max_request_norm"] = 1e3
+    simulate(resolve(sections))
+    assert charged
+
+
+def test_a_server_that_sends_nan_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    broadcast = FedAvg.broadcast
+
+    def hostile(self: FedAvg, state: object, context: object) -> object:
+        message = broadcast(self, state, context)  # type: ignore[arg-type]
+        next(iter(message.parameters.values())).fill_(float("nan"))
+        return message
+
+    monkeypatch.setattr(FedAvg, "broadcast", hostile)
+    sections = {"run": {"method": "fedavg", "rounds": 1}, "privacy": {"noise_multiplier": 3.0}}
+    with pytest.raises(RequestRefusedError, match="not finite"):
+        simulate(resolve(sections))
+
+
+def test_the_bound_must_be_one() -> None:
+    with pytest.raises(PrivacySettingError, match="max_request_norm"):
+        PrivacySettings(noise_multiplier=1.0, max_request_norm=0.0)

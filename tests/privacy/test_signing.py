@@ -1,0 +1,203 @@
+"""Signatures of run folders, with Ed25519 keys in PEM: every change of a file is named."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from fedsynth.privacy.errors import PrivacyError, SigningError
+from fedsynth.privacy.signing import (
+    file_hashes,
+    read_private_key,
+    read_public_key,
+    sign_run,
+    signature_problems,
+)
+
+pytest.importorskip("cryptography", reason="needs the extra fedsynth[sign]")
+
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.serialization import (
+    BestAvailableEncryption,
+    Encoding,
+    KeySerializationEncryption,
+    NoEncryption,
+    PrivateFormat,
+    PublicFormat,
+)
+
+
+def private_pem(
+    key: Ed25519PrivateKey | ec.EllipticCurvePrivateKey,
+    encryption: KeySerializationEncryption | None = None,
+) -> bytes:
+    return key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, encryption or NoEncryption())
+
+
+def public_pem(key: Ed25519PrivateKey | ec.EllipticCurvePrivateKey) -> bytes:
+    return key.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> tuple[Path, Path]:
+    key = Ed25519PrivateKey.generate()
+    private, public = tmp_path / "key.pem", tmp_path / "key.pub"
+    private.write_bytes(private_pem(key))
+    public.write_bytes(public_pem(key))
+    return private, public
+
+
+@pytest.fixture
+def run(tmp_path: Path, keys: tuple[Path, Path]) -> Path:
+    """A signed folder."""
+    folder = tmp_path / "run"
+    for name in ("ledger/client-000.jsonl", "model.safetensors", "simulation_only/partition.txt"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(name)
+    (folder / "privacy_report.json").write_text('{"schema_version": 3}')
+    sign_run(folder, read_private_key(keys[0]))
+    return folder
+
+
+def problems(run: Path, keys: tuple[Path, Path]) -> list[str]:
+    return signature_problems(run, read_public_key(keys[1]))
+
+
+def test_a_signed_folder_holds(run: Path, keys: tuple[Path, Path]) -> None:
+    assert problems(run, keys) == []
+    signed = json.loads((run / "signature.json").read_text())["files"]
+    assert list(signed) == ["ledger/client-000.jsonl", "model.safetensors", "privacy_report.json"]
+    (run / "simulation_only" / "partition.txt").write_text("is not covered")
+    shutil.copytree(run, run.with_name("copy"))
+    assert problems(run.with_name("copy"), keys) == []
+    sign_run(run, read_private_key(keys[0]))  # again: the signature itself is not signed
+    assert problems(run, keys) == []
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs the openssl command")
+def test_keys_come_from_openssl_as_the_docs_say(run: Path, tmp_path: Path) -> None:
+    private, public = str(tmp_path / "own.pem"), str(tmp_path / "own.pub")
+    for words in (
+        ["genpkey", "-algorithm", "ed25519", "-out", private],
+        ["pkey", "-in", private, "-pubout", "-out", public],
+    ):
+        subprocess.run(["openssl", *words], check=True, capture_output=True)
+    sign_run(run, read_private_key(Path(private)))
+    assert signature_problems(run, read_public_key(Path(public))) == []
+
+
+def rewritten(run: Path, change: Callable[[dict[str, object]], object]) -> None:
+    content = json.loads((run / "signature.json").read_text())
+    change(content)
+    (run / "signature.json").write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (
+            lambda run: (run / "model.safetensors").write_text("x"),
+            "model.safetensors was changed after signing",
+        ),
+        (
+            lambda run: (run / "ledger" / "client-000.jsonl").unlink(),
+            "ledger/client-000.jsonl was signed, and is gone",
+        ),
+        (
+            lambda run: (run / "ledger" / "client-001.jsonl").write_text(""),
+            "ledger/client-001.jsonl was added after signing",
+        ),
+        (lambda run: (run / "certificate.pdf").write_text(""), "certificate.pdf was added"),
+        (lambda run: (run / "ledger" / "signature.json").write_text("{}"), "ledger/signature.json"),
+        (lambda run: (run / "signature.json").unlink(), "the run is not signed"),
+        (
+            lambda run: rewritten(run, lambda s: s.update(files={})),
+            "was not made with this key, or was changed since",
+        ),
+        (
+            lambda run: rewritten(run, lambda s: s.update(signature="AAAA")),
+            "was not made with this key, or was changed since",
+        ),
+        (lambda run: rewritten(run, lambda s: s.update(signature="é")), "was not made with"),
+        (lambda run: rewritten(run, lambda s: s.update(public_key="x")), "made with another key"),
+        (lambda run: rewritten(run, lambda s: s.update(algorithm="none")), "does not know"),
+        (lambda run: rewritten(run, lambda s: s.update(fedsynth_signature=2)), "does not know"),
+        (lambda run: rewritten(run, lambda s: s.update(note="x")), "note is no key"),
+        (lambda run: rewritten(run, lambda s: s.update(files=[])), "files is wrong"),
+    ],
+)
+def test_every_change_is_named(
+    run: Path, keys: tuple[Path, Path], change: Callable[[Path], object], expected: str
+) -> None:
+    change(run)
+    (found,) = problems(run, keys)
+    assert expected in found
+
+
+def test_another_key_does_not_vouch(run: Path, keys: tuple[Path, Path]) -> None:
+    """Also where the other key's owner signs what was changed."""
+    other = Ed25519PrivateKey.generate()
+    (run / "model.safetensors").write_text("another model")
+    sign_run(run, other)
+    assert problems(run, keys) == ["signature.json was made with another key"]
+    stolen = json.loads((run / "signature.json").read_text())
+    sign_run(run, read_private_key(keys[0]))
+    rewritten(run, lambda s: s.update(signature=stolen["signature"]))
+    assert "was not made with this key" in problems(run, keys)[0]
+
+
+def test_only_plain_files_are_signed(run: Path, keys: tuple[Path, Path], tmp_path: Path) -> None:
+    (tmp_path / "outside").write_text("can change")
+    (run / "link").symlink_to(tmp_path / "outside")
+    for act in (lambda: sign_run(run, read_private_key(keys[0])), lambda: problems(run, keys)):
+        with pytest.raises(SigningError, match="no plain file"):
+            act()
+    (run / "link").unlink()
+    (run / "folder").symlink_to(tmp_path)
+    with pytest.raises(SigningError, match="no plain file"):
+        file_hashes(run)
+
+
+def test_what_is_no_key_is_one_line(tmp_path: Path, keys: tuple[Path, Path]) -> None:
+    curve = ec.generate_private_key(ec.SECP256R1())
+    encrypted = private_pem(Ed25519PrivateKey.generate(), BestAvailableEncryption(b"secret"))
+    file = tmp_path / "file"
+    for content, message in (
+        (b"", "no private Ed25519 key"),
+        (b"\xff", "no private Ed25519 key"),
+        (keys[1].read_bytes(), "no private Ed25519 key"),
+        (private_pem(curve), "no private Ed25519 key"),
+        (encrypted, "is encrypted"),
+    ):
+        file.write_bytes(content)
+        with pytest.raises(SigningError, match=message):
+            read_private_key(file)
+    for content in (b"", keys[0].read_bytes(), public_pem(curve)):
+        file.write_bytes(content)
+        with pytest.raises(SigningError, match="no public Ed25519 key"):
+            read_public_key(file)
+    for read in (read_private_key, read_public_key):
+        with pytest.raises(SigningError, match="cannot read the key"):
+            read(tmp_path / "nowhere")
+
+
+def test_a_missing_package_is_said(
+    keys: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "cryptography"]:
+        monkeypatch.setitem(sys.modules, name, None)
+    for read, key in zip((read_private_key, read_public_key), keys, strict=True):
+        with pytest.raises(SigningError, match=r"pip install 'fedsynth\[sign\]'"):
+            read(key)
+
+
+def test_a_folder_without_a_report_is_not_signed(tmp_path: Path) -> None:
+    with pytest.raises(PrivacyError, match="cannot read a privacy report"):
+        sign_run(tmp_path, Ed25519PrivateKey.generate())

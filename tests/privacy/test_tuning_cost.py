@@ -1,0 +1,63 @@
+"""What tuning would cost on private data, as docs/privacy.md has it: by hand, and by its script."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from scipy.optimize import brentq
+from scipy.stats import norm
+
+ROOT = Path(__file__).parents[2]
+DELTA = 1e-5
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    return importlib.import_module("tuning_cost")
+
+
+def documented() -> dict[str, list[float]]:
+    """The table's columns: one run, six, seven, a seventh's share."""
+    text = (ROOT / "docs" / "privacy.md").read_text(encoding="utf-8").split("### Tuning")[1]
+    lines = [line for line in text.splitlines() if line.startswith("|")][:6]
+    cells = [[cell.strip(" `") for cell in line.strip("|").split("|")] for line in lines]
+    names = ["features", "residual", "gradient", "dp-sgd"]
+    assert [name.lower() for name in cells[0][1:]] == [*names[:3], "dp-fedavg"]
+    return {name: [float(row[k]) for row in cells[2:]] for k, name in enumerate(names, start=1)}
+
+
+def gaussian_delta(epsilon: float, mu: float) -> float:
+    """Dong, Roth & Su 2022, Cor. 2.13."""
+    return float(
+        norm.cdf(-epsilon / mu + mu / 2) - math.exp(epsilon) * norm.cdf(-epsilon / mu - mu / 2)
+    )
+
+
+def test_six_unsampled_runs_and_a_seventh_by_hand() -> None:
+    """`features` takes all records: a run at ε = 3 is μ-GDP, and k of them are √k·μ."""
+
+    def spent(mu: float) -> float:
+        return float(brentq(lambda e: gaussian_delta(e, mu) - DELTA, 0.01, 50))
+
+    def mu_of(epsilon: float) -> float:
+        return float(brentq(lambda m: gaussian_delta(epsilon, m) - DELTA, 0.01, 10))
+
+    one = mu_of(3.0)
+    by_hand = [3.0, spent(math.sqrt(6) * one), spent(math.sqrt(7) * one), spent(one / math.sqrt(7))]
+    assert documented()["features"] == pytest.approx(by_hand, abs=0.011)
+
+
+def test_the_script_makes_the_documented_column(script: ModuleType) -> None:
+    made = script.cost("features", 6)
+    assert list(made.values()) == pytest.approx(documented()["features"], abs=0.011)
+
+
+@pytest.mark.slow
+def test_the_script_makes_the_documented_table(script: ModuleType) -> None:
+    for mechanism, stated in documented().items():
+        assert list(script.cost(mechanism, 6).values()) == pytest.approx(stated, abs=0.011)

@@ -1,0 +1,247 @@
+"""Users as the protected unit: a user's records together move the sums by at most the clip, in every method and however they come."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+from torch import Tensor
+
+from fedsynth.core.client import PrivateClients
+from fedsynth.core.method import RoundContext, ServerState
+from fedsynth.data.images import ImageData, from_arrays
+from fedsynth.data.registry import dataset_spec
+from fedsynth.methods import method_class
+from fedsynth.models.registry import ModelSettings, build_model
+from fedsynth.privacy import mechanisms
+from fedsynth.privacy.errors import LedgerError, PrivacySettingError
+from fedsynth.privacy.ledger import Guard, Ledger
+from fedsynth.privacy.mechanisms import GaussianSums, Released
+from fedsynth.privacy.randomness import SecretGenerator
+from fedsynth.privacy.releases import RECORD, USER, Release
+from fedsynth.privacy.settings import PrivacySettings
+from fedsynth.privacy.units import Units
+
+SPEC = dataset_spec("digits")
+CLIP, GROUPS, WIDTH = 2.0, 3, 4
+
+
+def row(rate: float = 1.0, steps: int = 1) -> Release:
+    sampler = "full" if rate == 1 else "poisson"
+    return Release(1, "q", "test", "rows", 1.0, CLIP, rate, sampler, steps, GROUPS * WIDTH)
+
+
+def summed(rows: Tensor, groups: Tensor, users: Tensor, piece: int = 1000) -> Tensor:
+    """The un-noised sums [GROUPS, WIDTH] over all users, in pieces."""
+    series = GaussianSums(
+        row(), GROUPS, Guard(Ledger("c"), 1e-5, None, unit=USER), SecretGenerator()
+    )
+    for part in Units(len(rows), users).sample(series).split(piece):
+        series.add(rows[part.records], groups[part.records], part)
+    assert series._sums is not None
+    series._users.close(series._sums)
+    return series._sums
+
+
+def oracle(rows: np.ndarray, groups: np.ndarray, users: np.ndarray) -> np.ndarray:
+    total = np.zeros((GROUPS, WIDTH))
+    for user in np.unique(users):
+        mine = np.flatnonzero(users == user)
+        own = np.zeros((GROUPS, WIDTH))
+        for i in mine:
+            if np.isfinite(rows[i]).all():
+                own[groups[i]] += rows[i].astype(np.float64) / len(mine)
+        norm = np.sqrt((own**2).sum())
+        total += own * min(1.0, CLIP / norm) if norm > 0 else 0.0
+    return total
+
+
+VALUES = st.one_of(
+    st.floats(-3, 3, width=32), st.sampled_from([0.0, 1e20, -3e38, np.nan, np.inf, -np.inf])
+)
+PEOPLE = st.integers(1, 25).flatmap(
+    lambda n: st.tuples(
+        arrays(np.float32, (n, WIDTH), elements=VALUES),
+        arrays(np.int64, n, elements=st.integers(0, GROUPS - 1)),
+        arrays(np.int64, n, elements=st.integers(0, 5)),
+    )
+)
+
+
+@given(PEOPLE, st.integers(1, 30))
+@settings(deadline=None)
+def test_sums_are_of_users_means_clipped_over_all_groups(
+    people: tuple[np.ndarray, np.ndarray, np.ndarray], piece: int
+) -> None:
+    rows, groups, users = people
+    got = summed(*map(torch.from_numpy, people), piece)
+    np.testing.assert_allclose(got.numpy(), oracle(rows, groups, users), rtol=1e-9, atol=1e-9)
+
+
+@given(PEOPLE, st.integers(0, 5), st.integers(1, 30))
+@settings(deadline=None)
+def test_one_user_moves_the_unnoised_sums_by_at_most_the_clip(
+    people: tuple[np.ndarray, np.ndarray, np.ndarray], gone: int, piece: int
+) -> None:
+    """Whatever they hold: many records, of all classes, huge, not finite."""
+    rows, groups, users = map(torch.from_numpy, people)
+    kept = users != gone
+    moved = summed(rows, groups, users, piece) - summed(
+        rows[kept], groups[kept], users[kept], piece
+    )
+    assert float(moved.norm()) <= CLIP * (1 + 1e-9)
+
+
+def test_clipping_records_or_groups_apart_is_caught() -> None:
+    """Three records in three classes: clipped apart they would move the sums by √3 or 3 times as much as together."""
+    rows, users = 100 * torch.ones(3, WIDTH), torch.zeros(3, dtype=torch.int64)
+    assert float(summed(rows, torch.arange(3), users).norm()) == pytest.approx(CLIP)
+    apart = mechanisms.clipped_sums(rows, torch.arange(3), GROUPS, CLIP)
+    assert float(apart.norm()) == pytest.approx(CLIP * 3**0.5)
+
+
+def test_a_users_records_are_sampled_together_and_each_user_alone() -> None:
+    users = torch.tensor([4, 9, 4, 4, 1, 9])
+    together = np.zeros((3, 3))
+    for _ in range(400):
+        series = GaussianSums(
+            row(0.5), GROUPS, Guard(Ledger("c"), 1e-5, None, unit=USER), SecretGenerator()
+        )
+        sample = Units(6, users).sample(series)
+        seen = [int((users[sample.records] == user).sum()) for user in (1, 4, 9)]
+        assert all(n in (0, size) for n, size in zip(seen, (1, 3, 2), strict=True))
+        there = np.array(seen) > 0
+        together += np.outer(there, there)
+    frequency = np.diag(together) / 400
+    assert (np.abs(frequency - 0.5) < 0.125).all()  # five deviations
+    off = together[np.triu_indices(3, 1)] / 400
+    assert (np.abs(off - 0.25) < 0.11).all()
+
+
+def test_shares_add_up_to_one_and_records_stay_apart_from_users() -> None:
+    series = GaussianSums(
+        row(), GROUPS, Guard(Ledger("c"), 1e-5, None, unit=USER), SecretGenerator()
+    )
+    sample = Units(5, torch.tensor([2, 0, 2, 2, 0])).sample(series)
+    assert sample.records.tolist() == [1, 4, 0, 2, 3]
+    assert sample.users is not None
+    assert sample.shares is not None
+    assert sample.users.tolist() == [0, 0, 1, 1, 1]
+    np.testing.assert_allclose(sample.shares, [1 / 2] * 2 + [1 / 3] * 3)
+    series.release()
+    assert len(Units(5)) == 5
+
+
+# ------------------------------------------------------------------------------ through the methods
+
+
+def data(records: int) -> ImageData:
+    rng = np.random.default_rng(0)
+    images = rng.integers(0, 256, (records, 1, 8, 8)).astype(np.uint8)
+    return from_arrays(images, rng.integers(0, 10, records), SPEC)
+
+
+STEPS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    ("feddm", {"iterations": 2, "ipc": 2}, {"mechanism": "residual", "clip": 0.05}),
+    ("feddm", {"iterations": 1, "ipc": 2}, {"mechanism": "gradient", "clip": 0.01}),
+    ("feddm", {"iterations": 2, "ipc": 2, "networks": 2}, {"mechanism": "features", "clip": 0.05}),
+    ("fedaf", {"iterations": 2, "ipc": 2}, {}),
+    ("fedavg", {"local_steps": 2}, {"clip": 0.1}),
+    ("fedfm", {"local_steps": 1, "weight": 0.5}, {}),
+    ("fedfm-lite", {"local_steps": 1, "weight": 0.5}, {}),
+    ("fedkf", {"local_steps": 1, "generator_width": 4, "generator_batch": 8}, {}),
+]
+
+
+@pytest.mark.parametrize(("name", "values", "privacy"), STEPS, ids=str)
+@pytest.mark.parametrize("nominal", [1.0, 40.0])
+def test_a_user_moves_every_sum_of_every_method_by_at_most_the_clip(
+    name: str, values: dict[str, Any], privacy: dict[str, Any], nominal: float,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """A user with 50 of 90 records, of all classes; all releases are forced to zero, so that later steps see the same.
+
+    A nominal size of 1 cuts the sample into short passes, and so the user into many pieces.
+    """
+    method = method_class(name).from_mapping(values)
+    settings_ = PrivacySettings(noise_multiplier=1.0, sample_rate=1.0, **privacy)
+    network = build_model(ModelSettings(width=4, depth=2), SPEC.image_shape, 10, 0)
+    context = RoundContext(1, 0, torch.device("cpu"), SPEC, network, nominal, settings_)
+    message = method.broadcast(ServerState(network.state_dict()), context)
+    users = torch.arange(90).clamp(max=40)
+    sums: list[list[tuple[Tensor, float]]] = []
+
+    def release(self: GaussianSums) -> Released:
+        assert self._sums is not None
+        self._users.close(self._sums)
+        sums[-1].append((self._sums.clone(), self._release.sensitivity))
+        self._sums, self.steps_left = None, self.steps_left - 1
+        return Released(torch.zeros(self._groups, self._width))
+
+    monkeypatch.setattr(GaussianSums, "release", release)
+    everyone = torch.arange(90)
+    for part in (
+        everyone,
+        everyone[:40],
+        everyone[1:],
+    ):  # without the large user; without a small one
+        sums.append([])
+        guard = Guard(Ledger("0"), 1e-5, None, unit=USER)
+        clients = PrivateClients(
+            [0], data(90), [part], [guard], [SecretGenerator()], nominal_size=nominal, users=users
+        )
+        method.client_step(message, clients, [{}], context)
+        assert {r.unit for r in guard.ledger.releases} == {USER}
+    for other in sums[1:]:
+        for (a, clip), (b, _) in zip(sums[0], other, strict=True):
+            assert float((a - b).norm()) <= clip * (1 + 1e-6)
+
+
+def test_one_record_for_each_user_is_as_records_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    method = method_class("feddm").from_mapping({"iterations": 2, "ipc": 2})
+    privacy = PrivacySettings(noise_multiplier=1e-9, sample_rate=1.0, mechanism="residual")
+    network = build_model(ModelSettings(width=4, depth=2), SPEC.image_shape, 10, 0)
+    context = RoundContext(1, 0, torch.device("cpu"), SPEC, network, 90.0, privacy)
+    message = method.broadcast(ServerState(network.state_dict()), context)
+    images = []
+    for unit, users in ((RECORD, None), (USER, torch.randperm(90))):
+        guard = Guard(Ledger("0"), 1e-5, None, unit=unit)
+        clients = PrivateClients(
+            [0],
+            data(90),
+            [torch.arange(90)],
+            [guard],
+            [SecretGenerator()],
+            nominal_size=90.0,
+            users=users,
+        )
+        ((upload, _),) = method.client_step(message, clients, [{}], context)
+        images.append(dict(upload.arrays())["images"])
+    torch.testing.assert_close(images[0], images[1], atol=1e-5, rtol=1e-4)
+
+
+# ------------------------------------------------------------------------------------ ledgers
+
+
+def test_a_ledger_holds_one_unit() -> None:
+    ledger = Ledger("c")
+    Guard(ledger, 1e-5, None, unit=USER).charge(row())
+    assert ledger.releases[0].unit == USER
+    with pytest.raises(LedgerError, match="--dp-unit user"):
+        Guard(ledger, 1e-5, None)
+    guard = Guard(Ledger("d"), 1e-5, 10.0)
+    guard.ledger.charge(Release.from_json({**row().to_json(), "unit": USER}))  # by another process
+    with pytest.raises(LedgerError, match="protect a user"):
+        guard.charge(row())
+
+
+def test_rows_of_ledgers_without_a_unit_protect_records() -> None:
+    old = {k: v for k, v in row().to_json().items() if k != "unit"}
+    assert Release.from_json(old).unit == RECORD
+    with pytest.raises(PrivacySettingError, match="unit"):
+        Release.from_json({**old, "unit": "household"})
