@@ -46,6 +46,7 @@ NEIGHBOURS = {
     "replace-one": "replaced by any other",
 }
 ONE = {RECORD: "one example", USER: "one user with all examples"}
+COUNTED = {RECORD: "records", USER: "users"}
 PUBLIC, PRIVATE, NO_TEST = "public", "private", "none"  # what a run's test images are
 FOUR_SUMS = "; each value is the sum of four Gaussians, halved: a mitigation of one floating-point attack, not a proof"
 NOT_PRIVATE = (
@@ -412,7 +413,9 @@ class PrivateRun:
         return {
             **items,
             "sample rate q": f"{self.plan.sample_rate:.6g}, from public sizes",
-            "nominal records of a client": f"{context.nominal_size:g} ({chosen}); divisors use it or released counts, never the true number",
+            f"nominal {COUNTED[self.privacy.unit]} of a client": (
+                f"{context.nominal_size:g} ({chosen}); divisors use it or released counts, never the true number"
+            ),
             **{
                 f"upload field {name!r}": reason
                 for name, (kind, reason) in fields.items()
