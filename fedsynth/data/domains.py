@@ -52,7 +52,7 @@ def read_domainnet(spec: DatasetSpec, root: Path) -> tuple[Split, Split]:
 
 def _with_users(split: Split, files: Sequence[Path], folder: Path) -> Split:
     """The split with whose each image is, where `folder` has a users.csv."""
-    if not (folder / USERS_FILE).is_file():
+    if not (folder / USERS_FILE).exists():
         return split
     paths = [file.relative_to(folder).as_posix() for file in files]
     return replace(split, groups=read_users(folder / USERS_FILE, paths))

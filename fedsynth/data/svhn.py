@@ -17,6 +17,7 @@ from fedsynth.errors import DataFilesCorruptError
 _HEADER = 128  # bytes: text, version, and MI or IM by the byte order
 _COMPRESSED = 15  # the type of an element that zlib has packed
 _BYTE_ORDERS: dict[bytes, Literal["little", "big"]] = {b"IM": "little", b"MI": "big"}
+_AT_ONCE = 2**20  # bytes inflated at a time
 _SPARE = 2**16  # for tags, names and padding
 _KINDS = (
     "uint8",
@@ -61,7 +62,7 @@ def read_svhn(path: Path, spec: DatasetSpec) -> tuple[npt.NDArray[np.uint8], npt
     return x.transpose(3, 2, 0, 1), digits.astype(np.int64) % 10
 
 
-def _unpacked(content: bytes, most: int) -> bytes:
+def _unpacked(content: bytes, most: int) -> BytesIO:
     """The same file without compression, so that no reader of it can be led beyond its end.
 
     Raises:
@@ -70,36 +71,60 @@ def _unpacked(content: bytes, most: int) -> bytes:
     order = _BYTE_ORDERS.get(content[_HEADER - 2 : _HEADER])
     if order is None:
         raise ValueError("it has no header of MATLAB 5")
-    pieces = [content[:_HEADER]]
-    size = 0
+    plain = BytesIO()
+    plain.write(content[:_HEADER])
     at = _HEADER
     while at < len(content):
-        kind, length = (int.from_bytes(content[at + 4 * i : at + 4 * i + 4], order) for i in (0, 1))
+        kind, length = _tag(content[at : at + 8], order)
         end = at + 8 + length
         if length == 0 or end > len(content):
             raise ValueError("it is truncated")
         if kind == _COMPRESSED:
-            packed = zlib.decompressobj()
-            piece = packed.decompress(content[at + 8 : end], most + 1 - size)
+            _inflate(content[at + 8 : end], order, most, plain)
         else:
-            piece = content[at:end]
-        size += len(piece)
-        if size > most:
-            raise ValueError(f"it unpacks to more than {most:,} bytes, which all examples have")
-        pieces.append(piece)
+            plain.write(content[at:end])
         at = end
-    return b"".join(pieces)
+    return plain
 
 
-def _variables(content: bytes) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-    """X and y, once the headers say that they are arrays of numbers that `content` can hold.
+def _inflate(packed: bytes, order: Literal["little", "big"], most: int, plain: BytesIO) -> None:
+    """Adds one element's bytes to `plain`, as many as its own tag announces."""
+    inflator = zlib.decompressobj()
+    start = plain.tell()
+    wanted = 8
+    at = 0
+    while plain.tell() - start < wanted:
+        given = inflator.unconsumed_tail
+        if not given:
+            given = packed[at : at + _AT_ONCE]
+            at += _AT_ONCE
+        if not given:
+            raise ValueError("it is truncated")
+        missing = wanted - (plain.tell() - start)
+        plain.write(inflator.decompress(given, min(missing, _AT_ONCE)))
+        if wanted == 8 and plain.tell() - start == 8:
+            wanted += _tag(bytes(plain.getbuffer()[start:]), order)[1]
+            if start + wanted > most:
+                raise ValueError(f"it unpacks to more than {most:,} bytes, which all examples have")
+
+
+def _tag(given: bytes, order: Literal["little", "big"]) -> tuple[int, int]:
+    """The type and the length of an element."""
+    if len(given) < 8:
+        raise ValueError("it is truncated")
+    return int.from_bytes(given[:4], order), int.from_bytes(given[4:], order)
+
+
+def _variables(plain: BytesIO) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+    """X and y, once the headers say that they are arrays of numbers of at most four axes.
 
     Raises:
         ValueError: they are something else, or not there once each.
     """
     from scipy.io import loadmat, whosmat
 
-    found = [entry for entry in whosmat(BytesIO(content)) if entry[0] in ("X", "y")]
+    plain.seek(0)
+    found = [entry for entry in whosmat(plain) if entry[0] in ("X", "y")]
     if sorted(name for name, _, _ in found) != ["X", "y"]:
         raise ValueError("it must hold X and y once each")
     for name, shape, kind in found:
@@ -107,5 +132,6 @@ def _variables(content: bytes) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
             raise ValueError(f"{name} is of the kind {one_line(kind, 20)}, not numbers")
         if len(shape) > 4:
             raise ValueError(f"{name} has {len(shape)} dimensions")
-    variables = loadmat(BytesIO(content), variable_names=["X", "y"])
+    plain.seek(0)
+    variables = loadmat(plain, variable_names=["X", "y"])
     return variables["X"], variables["y"]

@@ -38,17 +38,43 @@ ROWS = np.arange(3072 * 2, dtype=np.uint8).reshape(2, 3072)
 SVHN, OFFICE, FEMNIST = map(dataset_spec, ("svhn", "office-caltech-10", "femnist"))
 
 
-def python2(type_code: bytes = b"u1", raw: bytes = ROWS.tobytes(), state: bytes = b"|NNN") -> bytes:
-    """A batch of two images as Python 2 wrote it, with another type, bytes or type state in the array's place."""
+def python2(
+    type_code: bytes = b"u1",
+    raw: bytes = ROWS.tobytes(),
+    state: bytes = b"|NNN",
+    flags: int = 0,
+    listed: bool = False,
+) -> bytes:
+    """A batch of two images as Python 2 wrote it, with another type, bytes, type state or flags in the array's place.
+
+    `listed` asks for the array as a list, which looks at each of its items.
+    """
     kind = b"U" + bytes([len(type_code)]) + type_code
     order, rest = state[:1], state[1:]
+    count = struct.pack("<i", len(raw) // 2)
     array = (
         b"cnumpy.core.multiarray\n_reconstruct\ncnumpy\nndarray\nK\x00\x85U\x01b\x87R"
-        b"(K\x01K\x02M\x00\x0c\x86cnumpy\ndtype\n" + kind + b"K\x00K\x01\x87R"
-        b"(K\x03U\x01" + order + rest + b"J\xff\xff\xff\xffJ\xff\xff\xff\xffK\x00tb"
-        b"\x89T" + struct.pack("<i", len(raw)) + raw + b"tb"
+        b"(K\x01K\x02J" + count + b"\x86cnumpy\ndtype\n" + kind + b"K\x00K\x01\x87R"
+        b"(K\x03U\x01" + order + rest + b"J\xff\xff\xff\xffJ\xff\xff\xff\xffK%ctb"
+        b"\x89T" % flags + struct.pack("<i", len(raw)) + raw + b"tb"
     )
+    if listed:
+        array = b"c__builtin__\nlist\n" + array + b"\x85R"
     return b"\x80\x02}(U\x04data" + array + b"U\x06labels](K\x03K\x04eu."
+
+
+def newer_numpy(
+    code: bytes, raw: bytes, shape: bytes, flags: int = 0, listed: bool = False
+) -> bytes:
+    """A batch of protocol 5 with another type, bytes and shape in the array's place."""
+    kind = b"\x8c\x05numpy\x8c\x05dtype\x93\x8c" + bytes([len(code)]) + code + b"\x89\x88\x87R"
+    state = b"(K\x03\x8c\x01|NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK%ctb" % flags
+    buffer = b"\x96" + struct.pack("<Q", len(raw)) + raw
+    array = b"\x8c\x13numpy._core.numeric\x8c\x0b_frombuffer\x93(" + buffer + kind + state + shape
+    array += b"\x8c\x01CtR"
+    if listed:
+        array = b"c__builtin__\nlist\n" + array + b"\x85R"
+    return b"\x80\x05}(\x8c\x04data" + array + b"\x8c\x06labels](K\x03K\x04eu."
 
 
 def hostile_pickles() -> Iterator[bytes]:
@@ -60,19 +86,20 @@ def hostile_pickles() -> Iterator[bytes]:
         yield python2(state=state)
     yield python2(raw=b"")
     yield python2(raw=b"x" * 6143)
-    newer = b"\x80\x05}(\x8c\x04data\x8c\x13numpy._core.numeric\x8c\x0b_frombuffer\x93("
+    for code in (b"O8", b"V8", b"M8", b"u1"):
+        for flags in (0, 1, 0x1B, 0x3F):
+            for listed in (False, True):
+                yield python2(code, pointers * 768, flags=flags, listed=listed).replace(
+                    struct.pack("<i", 3072), struct.pack("<i", 384)
+                )
+                yield newer_numpy(code, pointers * 768, b"K\x02M\x80\x01\x86", flags, listed)
     for code in (b"O8", b"V8", b"u1", b"f8"):
         for shape in (
-            b"K\x02M\x00\x0c\x86",
             b"J\xff\xff\xff\xff\x85",
             b"\x8a\x09" + b"\x7f" * 9 + b"\x85",
             b"K\x01" * 3 + b"\x87",
         ):
-            kind = (
-                b"\x8c\x05numpy\x8c\x05dtype\x93\x8c" + bytes([len(code)]) + code + b"\x89\x88\x87R"
-            )
-            raw = b"\x96" + struct.pack("<Q", 6144) + ROWS.tobytes()
-            yield newer + raw + kind + shape + b"\x8c\x01CtR\x8c\x06labels](K\x03K\x04eu."
+            yield newer_numpy(code, ROWS.tobytes(), shape)
     for length in (2**31 - 1, 2**31, 2**32 - 1):
         for opcode in (b"T", b"B", b"X", b"\x8b"):
             yield b"\x80\x03" + opcode + struct.pack("<I", length) + b"abc."
