@@ -1,4 +1,4 @@
-"""`fedsynth privacy …`: planning, reports, verification."""
+"""`fedsynth privacy …`: planning, reports, verification; the audit is in `audit_command`."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from fedsynth.cli.audit_command import audit
 from fedsynth.cli.errors import one_line_errors
 from fedsynth.cli.options import sections_of
 from fedsynth.cli.settings_options import with_set_options
@@ -37,8 +38,9 @@ PLAN_FLAGS = {
 }
 
 privacy_app = typer.Typer(
-    help="Plan a privacy budget, read and verify privacy reports.", no_args_is_help=True
+    help="Plan a privacy budget, read, verify and audit what a run claims.", no_args_is_help=True
 )
+privacy_app.command()(audit)
 
 
 @privacy_app.command()

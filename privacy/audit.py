@@ -11,7 +11,9 @@ The largest ε that this refutes is a lower bound.
 
 from __future__ import annotations
 
-from math import exp
+from collections.abc import Mapping
+from math import exp, floor
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +23,8 @@ from fedsynth.privacy.errors import PrivacySettingError
 GUESSES = (
     400  # of 1000 canaries about the number with which the bound is highest, between ε of 1 and 3
 )
+CAVEAT = "an audit can find a fault, but cannot prove privacy"
+NOT_RUN = f"not run (and {CAVEAT})"
 
 
 def p_value(correct: int, guesses: int, canaries: int, epsilon: float, delta: float) -> float:
@@ -72,7 +76,37 @@ def audit(
         confidence: that the bound does not exceed the true ε. Several audits need it higher: it is of one.
         guesses: how many canaries the auditor speaks of, half of them with the highest scores; fixed before the run.
     """
-    half = min(guesses, len(scores)) // 2
-    order = np.argsort(scores)
-    correct = int(included[order[len(order) - half :]].sum() + (~included[order[:half]]).sum())
-    return epsilon_lower_bound(correct, 2 * half, len(scores), delta, confidence)
+    made = 2 * (min(guesses, len(scores)) // 2)
+    correct = right_guesses(scores, included, made)
+    return epsilon_lower_bound(correct, made, len(scores), delta, confidence)
+
+
+def right_guesses(
+    scores: npt.NDArray[np.float64], included: npt.NDArray[np.bool_], guesses: int
+) -> int:
+    """How many of `guesses` (even) guesses are right: "in" for the highest half of them, "out" for the lowest."""
+    order, half = np.argsort(scores), guesses // 2
+    return int(included[order[len(order) - half :]].sum() + (~included[order[:half]]).sum())
+
+
+def guesses_for(canaries: int) -> int:
+    """The number of guesses for so many canaries that nobody has to choose: even, at least 2."""
+    return max(2, 2 * (GUESSES * canaries // 2000))
+
+
+def audit_text(found: Mapping[str, Any]) -> str:
+    """An audit's counts and bound in words, as the report has them.
+
+    Args:
+        found: canaries, guesses, correct, confidence, delta and epsilon_lower_bound.
+    """
+    return (
+        f"a canary audit of these settings shows ε ≥ {down(found['epsilon_lower_bound'])} at δ = {found['delta']:g} with "
+        f"{100 * found['confidence']:g} % confidence: {found['correct']} of {found['guesses']} guesses about {found['canaries']} "
+        f"canaries were right ({CAVEAT}; the canaries were artificial and no record was read, so it costs no privacy)"
+    )
+
+
+def down(value: float) -> str:
+    """`value` rounded down to 2 decimals: a lower bound that is printed is never larger than what was computed."""
+    return f"{floor(value * 100) / 100:.2f}"

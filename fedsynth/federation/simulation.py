@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fedsynth.core.client import ClientGroup, OpenClients, PrivateClients
+from fedsynth.core.client import ClientGroup, MakeSeries, OpenClients, PrivateClients
 from fedsynth.core.messages import Message
 from fedsynth.core.method import Memory, RoundContext, ServerState
 from fedsynth.data.images import ImageData, require_all_classes
@@ -38,6 +38,7 @@ from fedsynth.federation.private_run import PrivateRun, check_method
 from fedsynth.federation.run_folder import LOCAL, RunFolder
 from fedsynth.federation.settings import RunSettings, to_toml
 from fedsynth.privacy.errors import BudgetExceededError
+from fedsynth.privacy.mechanisms import GaussianSums
 from fedsynth.privacy.report import build_report, write_report
 from fedsynth.synthesizer.sets import SyntheticSet
 
@@ -121,7 +122,7 @@ def simulate(
         require_all_classes(train)
     folder = None if output is None else Path(output)
     divided = [torch.as_tensor(np.asarray(part), dtype=torch.int64) for part in parts]
-    return _Simulation(
+    return Simulation(
         settings,
         train.to(device),
         test.to(device),
@@ -132,8 +133,12 @@ def simulate(
     ).run()
 
 
-class _Simulation:
-    """One run, from checked settings and resident data."""
+class Simulation:
+    """One run, from checked settings and resident data; `simulate` makes it.
+
+    Attributes:
+        make_series: private clients' charged series are made by it, see `PrivateClients`.
+    """
 
     def __init__(
         self,
@@ -206,6 +211,7 @@ class _Simulation:
             )
         for line in headline:
             observer.note(line)
+        self.make_series: MakeSeries = GaussianSums
         self.state = ServerState(
             {
                 name: t.to(self.context.device)
@@ -252,7 +258,9 @@ class _Simulation:
                     [self.private.guards[k] for k in ids],
                     [self.private.secrets[k] for k in ids],
                 )
-                groups.append(PrivateClients(ids, self.train, mine, guards, secrets))
+                groups.append(
+                    PrivateClients(ids, self.train, mine, guards, secrets, self.make_series)
+                )
         return groups
 
     def _round(self, context: RoundContext) -> None:
