@@ -1,6 +1,6 @@
 """What a canary audit shows of an honest run: the lower bound beside ε of 1, 3 and 10 for each mechanism, on the digits' preset.
 
-    python benchmarks/audit_table.py [--quick] [--json] [--device cuda] [--kinds vectors images] [--repeats 5]
+    python benchmarks/audit_table.py [--quick] [--json] [--device cuda] [--kinds vectors images] [--repeats 3]
 
 Each audit is what `fedsynth privacy audit --method METHOD --dp-epsilon ε` makes, with its own coins, masks and noise, which are secret: the
 bounds differ from call to call. Resumes: finished audits are lines of results/audit_table.jsonl, and `--repeats` counts them.
@@ -41,7 +41,6 @@ def one_audit(name: str, epsilon: float, kind: str, options: argparse.Namespace)
     canaries = 100 if options.quick else 1000
     found = audit_run(resolve({**given, "privacy": privacy}), canaries=canaries, canaries_as=kind)
     return {
-        "key": f"{name}, {kind}, ε = {epsilon:g}",
         "epsilon": found.epsilon,
         "epsilon_lower_bound": found.epsilon_lower_bound,
         "canaries": found.canaries,
@@ -54,6 +53,26 @@ def one_audit(name: str, epsilon: float, kind: str, options: argparse.Namespace)
     }
 
 
+def audits(name: str, epsilon: float, kind: str, options: argparse.Namespace) -> dict[str, Any]:
+    """What all audits of one cell say together; those that are missing are made."""
+    path = RESULTS / f"audit_table{'_quick' if options.quick else ''}.jsonl"
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    key = f"{name}, {kind}, ε = {epsilon:g}"
+    rows = [row for row in map(json.loads, lines) if row["key"] == key]
+    while len(rows) < options.repeats:
+        rows.append({"key": key, **one_audit(name, epsilon, kind, options)})
+        with path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(rows[-1], ensure_ascii=False) + "\n")
+    bounds = [row["epsilon_lower_bound"] for row in rows]
+    return {
+        "mean": statistics.mean(bounds),
+        "least": min(bounds),
+        "most": max(bounds),
+        "audits": len(bounds),
+        "seconds": statistics.median(row["seconds"] for row in rows),
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -62,30 +81,16 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print the table as JSON")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--kinds", nargs="+", default=["vectors", "images"])
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--mechanisms", nargs="+", default=list(MECHANISMS), choices=MECHANISMS)
     options = parser.parse_args()
     keep_large_allocations()
-    path = RESULTS / f"audit_table{'_quick' if options.quick else ''}.jsonl"
-    table: dict[str, dict[str, Any]] = {}
-    for kind in options.kinds:
-        for name in options.mechanisms:
-            for epsilon in EPSILONS:
-                key = f"{name}, {kind}, ε = {epsilon:g}"
-                lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-                rows = [row for row in map(json.loads, lines) if row["key"] == key]
-                while len(rows) < options.repeats:
-                    rows.append(one_audit(name, epsilon, kind, options))
-                    with path.open("a", encoding="utf-8") as file:
-                        file.write(json.dumps(rows[-1], ensure_ascii=False) + "\n")
-                bounds = [row["epsilon_lower_bound"] for row in rows]
-                table[key] = {
-                    "mean": statistics.mean(bounds),
-                    "least": min(bounds),
-                    "most": max(bounds),
-                    "audits": len(bounds),
-                    "seconds": statistics.median(row["seconds"] for row in rows),
-                }
+    table = {
+        f"{name}, {kind}, ε = {epsilon:g}": audits(name, epsilon, kind, options)
+        for kind in options.kinds
+        for name in options.mechanisms
+        for epsilon in EPSILONS
+    }
     if options.json:
         print(json.dumps(table, indent=2, ensure_ascii=False))
         return
