@@ -1,9 +1,12 @@
-"""What a canary audit shows of an honest run: the lower bound beside ε of 1, 3 and 10 for each mechanism, on the digits' preset.
+"""What a canary audit shows of an honest run: the bound beside ε for each mechanism, on the digits.
 
-    python benchmarks/audit_table.py [--quick] [--json] [--device cuda] [--kinds vectors images] [--repeats 3]
+    python benchmarks/audit_table.py [--quick] [--json] [--device cuda] [--kinds vectors images]
+        [--mechanisms residual features] [--repeats 3]
 
-Each audit is what `fedsynth privacy audit --method METHOD --dp-epsilon ε` makes, with its own coins, masks and noise, which are secret: the
-bounds differ from call to call. Resumes: finished audits are lines of results/audit_table.jsonl, and `--repeats` counts them.
+Each audit is what `fedsynth privacy audit --method METHOD --dp-epsilon ε` makes (for FedFM with
+`--set weight=0.5`), with its own coins, masks and noise, which are secret: the bounds differ from
+call to call.
+Resumes: finished audits are lines of results/audit_table.jsonl, and `--repeats` counts them.
 """
 
 from __future__ import annotations
@@ -96,7 +99,8 @@ def main() -> None:
         return
     for key, row in table.items():
         print(
-            f"{key:34} {row['mean']:.2f} ({row['least']:.2f} to {row['most']:.2f}) of {row['audits']}, {row['seconds']:.0f} s each"
+            f"{key:34} {row['mean']:.2f} ({row['least']:.2f} to {row['most']:.2f}) of "
+            f"{row['audits']}, {row['seconds']:.0f} s each"
         )
 
 

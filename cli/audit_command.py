@@ -1,4 +1,4 @@
-"""`fedsynth privacy audit`: a lower bound on ε beside the claimed one, for the settings of a run."""
+"""`fedsynth privacy audit`: a lower bound on ε beside the claimed one, for a run's settings."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def audit(
     canaries_as: Annotated[
         str,
         _audit(
-            help="vectors (of their own direction, put in just before the clip; the higher bound) or images (random pixels, through "
-            "network, augmentation and all)."
+            help="vectors (of their own direction, put in just before the clip; the higher bound) "
+            "or images (random pixels, through network, augmentation and all)."
         ),
     ] = "vectors",
     guesses: Annotated[
@@ -96,7 +96,7 @@ def audit(
     dp_four_sums: given.DpFourSums = None,
     dp_ledger: given.DpLedger = None,
 ) -> None:
-    """Attack a run's own releases: a lower bound on ε beside the claimed one; exit code 1 if it is above.
+    """Attack a run's own releases: a lower bound on ε beside the claim; exit code 1 if above.
 
     It takes the options of `fedsynth train` and makes that run on random
     images of the data set's shape, with real ledgers, masks, clipping and
@@ -138,7 +138,7 @@ def _audit_options(
 def _audit_folder(
     run: Path, config: Path | None, chosen: Sections, numbers: dict[str, Any]
 ) -> tuple[AuditResult, str]:
-    """The audit of a finished run's settings, which goes into its report, and the command that repeats it beside the folder."""
+    """The audit of a finished run's settings, which goes into its report, and what repeats it."""
     from fedsynth.federation.auditing import settings_of_run, write_audit
     from fedsynth.federation.settings import resolve
 
@@ -167,7 +167,8 @@ def _same(settings: RunSettings, wanted: RunSettings, run: Path) -> None:
     ]
     if differ:
         raise SettingError(
-            f"the run in {run} has other settings ({', '.join(differ)}): --run audits its own; leave out these options, or --run"
+            f"the run in {run} has other settings ({', '.join(differ)}): --run audits its own; "
+            "leave out these options, or --run"
         )
 
 
@@ -190,11 +191,12 @@ def _show(found: AuditResult, command: str, as_json: bool) -> None:
         print(json.dumps(facts, indent=2, ensure_ascii=False))
     else:
         print(
-            f"ε = {up(found.epsilon, 3)} claimed (δ = {found.delta:g}) · audited lower bound {down(found.epsilon_lower_bound)} "
-            f"at {100 * found.confidence:g} % confidence from {found.canaries} canaries, {found.guesses} guesses, {found.correct} right"
+            f"ε = {up(found.epsilon, 3)} claimed (δ = {found.delta:g}) · audited lower bound "
+            f"{down(found.epsilon_lower_bound)} at {100 * found.confidence:g} % confidence from "
+            f"{found.canaries} canaries, {found.guesses} guesses, {found.correct} right"
         )
         print(
-            f"({CAVEAT}; the canaries are artificial and no record was read, so this cost no privacy)"
+            f"({CAVEAT}; the canaries are artificial and no record was read: no privacy was spent)"
         )
     if found.fault:
         print("the claim is refuted: the lower bound is above it", file=sys.stderr)

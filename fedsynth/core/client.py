@@ -87,7 +87,7 @@ MakeSeries = Callable[[Release, int, Guard, SecretGenerator], GaussianSums]
 class PrivateClients:
     """DP on: a method gets noisy sums and privately trained models, each charged to the client's ledger first; no data, no counts.
 
-    `make_series` makes a client's charged series: an audit watches them (`fedsynth.federation.canaries`).
+    `make_series` makes a client's charged series; an audit watches them (`federation.canaries`).
 
     The one function of data that a method passes in, `rows` of `class_sums`, is called with images, and its result goes into a charged
     sum and nowhere else. That it keeps nothing for itself is the method author's promise, which Python cannot enforce.

@@ -1,9 +1,10 @@
-"""A canary audit of a user's own settings: the real run of any private method, with canaries among one client's records.
+"""A canary audit of a user's own settings: the real run of any private method, with canaries in it.
 
-No record of anybody's is read: the clients hold random images of the data set's shape, which are public, and as many
-as it declares (up to a bound). So the audit costs no privacy and charges no kept ledger; its ledgers, masks and
-noise are as real as a run's. What comes out is a lower bound on ε, from one run (`fedsynth.privacy.audit`), to be
-set beside the ε that the ledger claims: an audit can find a fault, and cannot prove privacy.
+No record of anybody's is read: the clients hold random images of the data set's shape, which are
+public, and as many as it declares (up to a bound). So the audit costs no privacy and charges no
+kept ledger; its ledgers, masks and noise are as real as a run's. What comes out is a lower bound on
+ε, from one run (`fedsynth.privacy.audit`), to be set beside the ε that the ledger claims: an audit
+can find a fault, and cannot prove privacy.
 """
 
 from __future__ import annotations
@@ -53,7 +54,9 @@ class AuditResult:
 
     Attributes:
         method, mechanism: their names.
-        canaries: m. guesses: how many of them the auditor spoke of, chosen before the run. correct: how often rightly.
+        canaries: m.
+        guesses: how many of them the auditor spoke of, chosen before the run.
+        correct: how often rightly.
         confidence: that the bound is not above the true ε. delta: δ.
         epsilon_lower_bound: what the guesses prove ε to be at least.
         epsilon: what the audited client's ledger claims.
@@ -75,7 +78,7 @@ class AuditResult:
         return self.epsilon_lower_bound > self.epsilon
 
     def entry(self, command: str) -> dict[str, Any]:
-        """The audit section of a privacy report; `command` repeats the audit (with other coins and noise)."""
+        """The audit section of a privacy report; `command` repeats the audit, with other coins."""
         facts = {
             "command": command,
             "method": self.method,
@@ -101,9 +104,10 @@ def audit_run(
     observer: Observer | None = None,
     test_only: np.random.Generator | None = None,
 ) -> AuditResult:
-    """Runs what `settings` describe, with canaries among one client's records, and bounds ε from below.
+    """Runs what `settings` describe, with canaries in one client's data, and bounds ε from below.
 
-    The client is one that takes part in most rounds. A kept ledger is not touched: ε is that of this run alone.
+    The client is one that takes part in most rounds. A kept ledger is not touched: ε is that of
+    this run alone.
 
     Args:
         canaries: m, each in the data by a fair coin.
@@ -114,7 +118,7 @@ def audit_run(
         test_only: a seeded generator of coins, masks and noise, for tests.
 
     Raises:
-        SettingError, PrivacyError: no privacy settings, nothing that is claimed, or numbers out of range.
+        SettingError, PrivacyError: no privacy settings, nothing claimed, or numbers out of range.
     """
     check_choice("--canaries-as", canaries_as, KINDS)
     guesses = guesses_for(canaries) if guesses is None else guesses
@@ -150,10 +154,11 @@ def _check_numbers(canaries: int, guesses: int, confidence: float) -> None:
 
 
 def _audited(settings: RunSettings, spec: DatasetSpec | None) -> RunSettings:
-    """The settings with fresh ledgers and the same public sizes, though nothing is held out of the random data."""
+    """The settings with fresh ledgers, and public sizes as they are, though none is held out."""
     if settings.privacy is None:
         raise SettingError(
-            "an audit tests a claim of differential privacy: give --dp-sigma or --dp-epsilon, or --run FOLDER of a private run"
+            "an audit tests a claim of differential privacy: give --dp-sigma or --dp-epsilon, or "
+            "--run FOLDER of a private run"
         )
     if settings.privacy.mechanism == "paper":
         raise PrivacySettingError("--dp-mechanism paper claims no ε, so there is nothing to audit")
@@ -244,7 +249,7 @@ def _busiest(settings: RunSettings) -> int:
 def _random_federation(
     settings: RunSettings, spec: DatasetSpec, client: int, canaries: int
 ) -> tuple[ImageData, ImageData, list[Tensor]]:
-    """Random images: (training data, of which the last `canaries` are nobody's; test data; the clients' parts)."""
+    """Random images: (training data, the last `canaries` nobody's; test data; parts)."""
     nominal = settings.privacy.nominal_size if settings.privacy is not None else None
     most = [REST if k == client else OTHERS for k in range(settings.partition.clients)]
     sizes = [max(spec.classes, min(round(nominal or 0), size)) for size in most]

@@ -1,18 +1,21 @@
-"""Canaries: records that are in one client's data by a fair coin, and what the client's releases say of each of them.
+"""Canaries: records that are in one client's data by a fair coin, and what releases say of each.
 
-The client's series of releases are real (`GaussianSums`: ledger, masks, clip, sum, noise); `AuditedSums` adds
-an auditor who watches them. It is the adversary of the definition of differential privacy: it knows all settings
-and networks, all other records and their masks, and what a canary would contribute; it does not know the
-canaries' coins and masks, and the noise.
+The client's series of releases are real (`GaussianSums`: ledger, masks, clip, sum, noise);
+`AuditedSums` adds an auditor who watches them. It is the adversary of the definition of
+differential privacy: it knows all settings and networks, all other records and their masks, and
+what a canary would contribute; it does not know the canaries' coins and masks, and the noise.
 
-A canary's score is the sum over all releases of the log-likelihood ratio between "in" and "out". With y the
-release of the canary's class less what the other records contribute, ū_i the canaries' clipped contributions,
-s = σ𝒞, and the other canaries counted as Gaussian noise, of variance v = q/2·(1 − q/2) for "in, and sampled",
+A canary's score is the sum over all releases of the log-likelihood ratio between "in" and "out".
+With y the release of the canary's class less what the other records contribute, ū_i the canaries'
+clipped contributions, s = σ𝒞, and the other canaries counted as Gaussian noise, of variance
+v = q/2·(1 − q/2) for "in, and sampled",
 
-    A_i = s²I + v·Σ_{j≠i} ū_j ū_jᵀ,    k_i = ū_iᵀ A_i⁻¹ ū_i,    z_i = ū_iᵀ A_i⁻¹ (y − q/2·Σ_{j≠i} ū_j),
+    A_i = s²I + v·Σ_{j≠i} ū_j ū_jᵀ,
+    k_i = ū_iᵀ A_i⁻¹ ū_i,    z_i = ū_iᵀ A_i⁻¹ (y − q/2·Σ_{j≠i} ū_j),
     score_i = log(1 − q + q·exp(z_i − k_i/2)),
 
-which is exact for orthogonal canaries. The lower bound holds for any score; a better score makes it higher.
+which is exact for orthogonal canaries. The lower bound holds for any score; a better score makes it
+higher.
 """
 
 from __future__ import annotations
@@ -35,7 +38,7 @@ KINDS = (VECTORS, IMAGES)
 LENGTH = 10.0
 """A vector canary's norm in clips: far above 1, so that nothing but the clip bounds it."""
 COLUMNS = 4096
-"""Coordinates of a wide release that vector canaries lie in, drawn from all, so that every layer has its share."""
+"""Coordinates of a wide release that vector canaries lie in: some of every layer."""
 
 
 def log_likelihood_ratios(
@@ -43,11 +46,15 @@ def log_likelihood_ratios(
 ) -> Tensor:
     """score_i of the module's docstring for one release of one group, float64 [N].
 
-    Among canaries (s²I + v·ū ūᵀ)⁻¹ is all that A_i⁻¹ takes, by the push-through and Sherman–Morrison identities.
+    Among canaries (s²I + v·ū ūᵀ)⁻¹ is all that A_i⁻¹ takes, by the push-through and
+    Sherman–Morrison identities.
 
     Args:
-        y_D: the release less what the other records contribute. contributions_ND: ū, of all canaries of the group.
-        deviation: s. rate: q. orthogonal: the contributions are, so that there is nothing to decorrelate.
+        y_D: the release less what the other records contribute.
+        contributions_ND: ū, of all canaries of the group.
+        deviation: s.
+        rate: q.
+        orthogonal: the contributions are, so that there is nothing to decorrelate.
     """
     u, variance = contributions_ND, deviation**2
     if orthogonal:
@@ -69,7 +76,7 @@ def log_likelihood_ratios(
 
 
 def clipped(rows_ND: Tensor, clip: float) -> Tensor:
-    """The theorem's ū, float64: the auditor's own, so that a fault in the audited code does not hide itself."""
+    """The theorem's ū, float64: the auditor's own, so that a fault does not hide itself."""
     rows = rows_ND.detach().to(torch.float64)
     norms = rows.norm(dim=1, keepdim=True)
     return torch.where(norms.isfinite(), rows * (clip / norms).clamp_max(1.0), 0.0)
@@ -77,7 +84,7 @@ def clipped(rows_ND: Tensor, clip: float) -> Tensor:
 
 @dataclass(frozen=True)
 class Directions:
-    """Unit vectors [N, K] on the coordinates `columns` [K] of a release, and whether they are orthogonal."""
+    """Unit vectors [N, K] on the coordinates `columns` [K] of a release; are they orthogonal?"""
 
     units: Tensor
     columns: Tensor
@@ -85,7 +92,7 @@ class Directions:
 
 
 def draw_directions(count: int, width: int, generator: torch.Generator) -> Directions:
-    """`count` random unit vectors in `width` dimensions, orthogonal where there are enough of those."""
+    """`count` random unit vectors in `width` dimensions, orthogonal where there is room."""
     kept = min(width, max(COLUMNS, count))
     columns = torch.randperm(width, generator=generator)[:kept]
     if width == 1:  # a count: everybody counts 1
@@ -130,8 +137,8 @@ class Canaries:
     def among_records(self) -> Tensor:
         """Which canaries stand among the client's records, after the rest, int64 [n].
 
-        Vectors that are in. Images all do, since the auditor has to know what the method makes of those that are
-        out too; `ImageSums` keeps them out of every sum.
+        Vectors that are in. Images all do, since the auditor has to know what the method makes of
+        those that are out too; `ImageSums` keeps them out of every sum.
         """
         everybody = torch.arange(len(self))
         return everybody if self.kind == IMAGES else everybody[self.included]
@@ -145,7 +152,8 @@ class Canaries:
     def directions(self, count: int, width: int) -> Directions:
         """Unit vectors for `count` canaries of one group.
 
-        The same at every release; where they must overlap, fresh ones, so that each time it is with others.
+        The same at every release; where they must overlap, fresh ones, so that each time it is with
+        others.
         """
         if (count, width) not in self._directions:
             drawn = draw_directions(count, width, self.generator)
@@ -163,10 +171,10 @@ class Canaries:
 
 
 class AuditedSums(GaussianSums):
-    """A client's charged series with canaries among its records, and an auditor who sees every release.
+    """A client's charged series with canaries among its records, and an auditor of its releases.
 
-    It relies on vectors coming to `add` in the order in which `sample` gave the records out, and checks that
-    all of them come.
+    It relies on vectors coming to `add` in the order in which `sample` gave the records out, and
+    checks that all of them come.
     """
 
     def __init__(
@@ -183,7 +191,7 @@ class AuditedSums(GaussianSums):
         self._records = torch.cat([torch.full((canaries.rest,), -1), canaries.among_records()])
 
     def _give_out(self, sampled: Tensor) -> tuple[Tensor, Tensor]:
-        """From the records in the mask: those to make vectors of, and which of these enter the sum (bool)."""
+        """From the records in the mask: those to make vectors of; which enter the sum."""
         raise NotImplementedError  # abstract
 
     def _vectors(self, rows_ND: Tensor, canary_N: Tensor) -> Tensor:
@@ -191,7 +199,7 @@ class AuditedSums(GaussianSums):
         raise NotImplementedError  # abstract
 
     def _contributions(self, members: Tensor) -> tuple[Tensor, Tensor | None, bool]:
-        """(ū [N, K] of some canaries, their coordinates [K] or None for all, whether they are orthogonal)."""
+        """(ū [N, K] of some canaries, their coordinates [K], None: all; whether orthogonal)."""
         raise NotImplementedError  # abstract
 
     def sample(self, records: int) -> Tensor:
@@ -240,9 +248,10 @@ class AuditedSums(GaussianSums):
 
 
 class VectorSums(AuditedSums):
-    """A canary's vector is replaced, just before it is clipped, by a unit vector of its own times `LENGTH` clips.
+    """A canary's vector is replaced, just before the clip, by one of its own, `LENGTH` clips long.
 
-    The vectors turn their sign from release to release and from round to round, so that noise used twice cancels.
+    The vectors turn their sign from release to release and from round to round, so that noise that
+    is used twice cancels.
     """
 
     @cached_property
@@ -285,8 +294,8 @@ class VectorSums(AuditedSums):
 class ImageSums(AuditedSums):
     """A canary's vector is what the method makes of its image: network, augmentation and all.
 
-    At each release the method makes vectors of all canaries, for the auditor; only those that are in and in the
-    sample enter the sum.
+    At each release the method makes vectors of all canaries, for the auditor; only those that are
+    in and in the sample enter the sum.
 
     Raises:
         PrivacySettingError: the contributions would take more than the canaries' `memory_bytes`.
@@ -303,8 +312,9 @@ class ImageSums(AuditedSums):
         needed = 4 * len(canaries) * (release.dimension // groups)
         if needed > canaries.memory_bytes:
             raise PrivacySettingError(
-                f"what {len(canaries)} images contribute to one release takes {needed / 2**30:.1f} GiB: "
-                "audit with fewer canaries, with --canaries-as vectors, or with more --memory-gb"
+                f"what {len(canaries)} images contribute to one release takes "
+                f"{needed / 2**30:.1f} GiB: audit with fewer canaries, --canaries-as vectors, or more "
+                "--memory-gb"
             )
         super().__init__(release, groups, guard, secret, canaries)
 

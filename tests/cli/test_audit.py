@@ -53,12 +53,14 @@ def test_a_runs_report_gets_its_audit(fedsynth: Run, kind: str) -> None:
     report = json.loads((folder / "privacy_report.json").read_text())
     entry = report["audit"]
     assert list(entry) == [
-        "text", "command", "method", "mechanism", "canaries", "guesses", "correct", "confidence", "delta", "epsilon_lower_bound",
+        "text", "command", "method", "mechanism", "canaries", "guesses", "correct", "confidence",
+        "delta", "epsilon_lower_bound",
     ]  # fmt: skip
     assert (entry["method"], entry["mechanism"]) == ("feddm", "residual")
     assert (entry["canaries"], entry["guesses"]) == (300, 100)
     assert entry["command"] == (
-        f"fedsynth privacy audit --run {folder.name} --canaries 300 --guesses 100 --canaries-as {kind} --confidence 0.999"
+        f"fedsynth privacy audit --run {folder.name} --canaries 300 --guesses 100 "
+        f"--canaries-as {kind} --confidence 0.999"
     )
     for ending in ("md", "html"):
         shown = (folder / f"privacy_report.{ending}").read_text()

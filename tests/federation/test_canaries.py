@@ -28,8 +28,10 @@ def canaries(kind: str, count: int = 20, rest: int = 30) -> Canaries:
     return Canaries(kind, torch.arange(count) % 10, coins, rest, generator)
 
 
-def pushed(some: Canaries, width: int, rate: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
-    """One release of a series with next to no noise: (release, sampled records, the rows that were handed in)."""
+def pushed(
+    some: Canaries, width: int, device: torch.device, rate: float = 1.0
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One release with next to no noise: (release, sampled records, rows that were handed in)."""
     sampler = "full" if rate == 1 else "poisson"
     row = Release(1, "x", "m", "x", 1e-9, 2.0, rate, sampler, 1, 10 * width)
     secret = SecretGenerator(test_only=np.random.default_rng(0))
@@ -39,8 +41,8 @@ def pushed(some: Canaries, width: int, rate: float = 1.0) -> tuple[Tensor, Tenso
     sampled = series.sample(records)
     rows = torch.randn(records, width, generator=torch.Generator().manual_seed(1))
     for some_of_them in sampled.split(7):
-        series.add(rows[some_of_them], labels[some_of_them])
-    return series.release().double(), sampled, rows
+        series.add(rows[some_of_them].to(device), labels[some_of_them].to(device))
+    return series.release().cpu().double(), sampled, rows
 
 
 def sums(rows: Tensor, labels: Tensor, clip: float) -> Tensor:
@@ -48,9 +50,11 @@ def sums(rows: Tensor, labels: Tensor, clip: float) -> Tensor:
     return torch.zeros(10, rows.shape[1], dtype=torch.float64).index_add(0, labels, rows)
 
 
-def test_vectors_stand_for_the_canaries_that_are_in_and_for_nobody_else() -> None:
+def test_vectors_stand_for_the_canaries_that_are_in_and_for_nobody_else(
+    device: torch.device,
+) -> None:
     some = canaries("vectors")
-    released, sampled, rows = pushed(some, width=5)
+    released, sampled, rows = pushed(some, 5, device)
     assert len(sampled) == 30 + int(some.included.sum())
     left = released - sums(rows[:30], torch.arange(30) % 10, 2.0)
     number_in = torch.bincount(some.labels[some.included], minlength=10)
@@ -61,9 +65,11 @@ def test_vectors_stand_for_the_canaries_that_are_in_and_for_nobody_else() -> Non
 
 
 @pytest.mark.parametrize("rate", [1.0, 0.5])
-def test_images_that_are_out_are_shown_to_the_auditor_and_not_summed(rate: float) -> None:
+def test_images_that_are_out_are_shown_to_the_auditor_and_not_summed(
+    device: torch.device, rate: float
+) -> None:
     some = canaries("images")
-    released, sampled, rows = pushed(some, width=5, rate=rate)
+    released, sampled, rows = pushed(some, 5, device, rate)
     assert set(range(30, 50)) <= set(sampled.tolist())
     masks = np.random.default_rng(0).random(50) < rate
     takes = torch.from_numpy(masks) & torch.cat([torch.ones(30, dtype=torch.bool), some.included])
