@@ -1,4 +1,4 @@
-"""`fedsynth privacy …`: planning; reports, verification and signatures are `report_commands`'."""
+"""`fedsynth privacy …`: planning; reports and signatures are `report_commands`', the audit is `audit_command`'s."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from fedsynth.cli.audit_command import audit
 from fedsynth.cli.errors import one_line_errors, write_text
 from fedsynth.cli.options import sections_of
 from fedsynth.cli.report_commands import report, sign, verify
@@ -46,9 +47,10 @@ PLAN_FLAGS = {
 }
 
 privacy_app = typer.Typer(
-    help="Plan a privacy budget; read, verify and sign privacy reports.", no_args_is_help=True
+    help="Plan a privacy budget; read, verify, sign and audit what a run claims.",
+    no_args_is_help=True,
 )
-for command in (report, verify, sign):
+for command in (report, verify, sign, audit):
     privacy_app.command()(command)
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from fedsynth.privacy import report_sections as sections
+from fedsynth.privacy.audit import NOT_RUN
 from fedsynth.privacy.errors import PrivacyError, PrivacySettingError
 from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.releases import (
@@ -173,7 +174,7 @@ def build_report(context: ReportContext, ledgers: Mapping[str, Ledger]) -> dict[
         "randomness": context.randomness,
         "deviations": [*_abandoned(context), *context.deviations],
         "not_covered": _not_covered(),
-        "audit": "not run (and an audit can find a fault, but cannot prove privacy)",
+        "audit": NOT_RUN,
         "provenance": dict(context.provenance),
     }
 

@@ -49,6 +49,12 @@ class Sample:
             return Sample(self.records[first:stop])
         return Sample(self.records[first:stop], self.users[first:stop], self.shares[first:stop])
 
+    def where(self, taken_N: Tensor) -> Sample:
+        """The records for which `taken_N` (bool) says so."""
+        if self.users is None or self.shares is None:
+            return Sample(self.records[taken_N])
+        return Sample(self.records[taken_N], self.users[taken_N], self.shares[taken_N])
+
 
 class Units:
     """One client's records, divided into units; on the CPU.

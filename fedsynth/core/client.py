@@ -82,8 +82,14 @@ class OpenClients:
         return self.data.labels[indices]
 
 
+MakeSeries = Callable[[Release, int, Guard, SecretGenerator], GaussianSums]
+"""(release, groups, a client's guard, its secret) -> a charged series, as `GaussianSums` makes it."""
+
+
 class PrivateClients:
     """DP on: a method gets noisy sums and privately trained models, each charged to the client's ledger first; no data, no counts.
+
+    `make_series` makes a client's charged series; an audit watches them (`federation.canaries`).
 
     The one function of data that a method passes in, `rows` of `class_sums`, is called with images, and its result goes into a charged
     sum and nowhere else. That it keeps nothing for itself is the method author's promise, which Python cannot enforce.
@@ -102,12 +108,14 @@ class PrivateClients:
         parts: Sequence[Tensor],
         guards: Sequence[Guard],
         secrets: Sequence[SecretGenerator],
+        make_series: MakeSeries = GaussianSums,
         *,
         nominal_size: float | None = None,
         users: Tensor | None = None,
     ) -> None:
         self.ids, self.spec = tuple(ids), data.spec
         self._data, self._guards, self._secrets = data, guards, secrets
+        self._make_series = make_series
         self._nominal_size = nominal_size
         self._parts = [part.to(data.labels.device) for part in parts]
         self._records, self._labels = [part.cpu() for part in parts], data.labels.cpu()
@@ -127,12 +135,14 @@ class PrivateClients:
     def alone(self, position: int) -> PrivateClients:
         """A group of this client only, with the same ledger and secret."""
         guards, secrets = [self._guards[position]], [self._secrets[position]]
+        parts = [self._parts[position]]
         return PrivateClients(
             [self.ids[position]],
             self._data,
-            [self._parts[position]],
+            parts,
             guards,
             secrets,
+            self._make_series,
             nominal_size=self._nominal_size,
             users=self._users,
         )
@@ -144,7 +154,7 @@ class PrivateClients:
             BudgetExceededError: some client's cap would be exceeded; the clients before it stay charged.
         """
         pairs = zip(self._guards, self._secrets, strict=True)
-        return [GaussianSums(release, groups, guard, secret) for guard, secret in pairs]
+        return [self._make_series(release, groups, guard, secret) for guard, secret in pairs]
 
     def class_sums(
         self,

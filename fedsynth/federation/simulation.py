@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fedsynth.core.client import ClientGroup, OpenClients, PrivateClients
+from fedsynth.core.client import ClientGroup, MakeSeries, OpenClients, PrivateClients
 from fedsynth.core.messages import Message
 from fedsynth.core.method import Memory, RoundContext, ServerState, check_choice
 from fedsynth.data.images import ImageData, require_all_classes
@@ -45,6 +45,7 @@ from fedsynth.federation.run_folder import LOCAL, PRIVATE_TEST, RunFolder
 from fedsynth.federation.settings import RunSettings, to_toml
 from fedsynth.privacy.errors import BudgetExceededError, PrivacySettingError
 from fedsynth.privacy.ledger_folder import check_names
+from fedsynth.privacy.mechanisms import GaussianSums
 from fedsynth.privacy.releases import USER
 from fedsynth.privacy.report import build_report, write_report
 from fedsynth.privacy.requests import check_request
@@ -155,7 +156,7 @@ def simulate(
     if _protects_users(settings):
         check_one_client_each(positions, train)
     declared = None if names is None else check_names(names, len(parts))
-    return _Simulation(
+    return Simulation(
         settings,
         Clients(train, positions, declared),
         train.to(device),
@@ -224,8 +225,12 @@ def _divided(
     return [torch.as_tensor(part) for part in training], [torch.as_tensor(p) for p in testing]
 
 
-class _Simulation:
-    """One run, from checked settings and resident data."""
+class Simulation:
+    """One run, from checked settings and resident data; `simulate` makes it.
+
+    Attributes:
+        make_series: private clients' charged series are made by it, see `PrivateClients`.
+    """
 
     def __init__(
         self,
@@ -292,6 +297,7 @@ class _Simulation:
             )
         for line in headline:
             observer.note(line)
+        self.make_series: MakeSeries = GaussianSums
         self.state = ServerState(
             {
                 name: t.to(self.context.device)
@@ -357,6 +363,7 @@ class _Simulation:
                         mine,
                         guards,
                         secrets,
+                        self.make_series,
                         nominal_size=self.context.nominal_size,
                         users=self.users,
                     )

@@ -93,6 +93,12 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture
+def small() -> dict[str, tuple[str, ...]]:
+    """Options with which each method takes a fraction of a second."""
+    return SMALL
+
+
+@pytest.fixture
 def fedsynth(tmp_path: Path) -> Callable[..., Outcome]:
     """`fedsynth(*args)`, as typed; the working directory and run folders are not touched."""
     return lambda *args: call(*args, output=tmp_path / "out")

@@ -1,0 +1,203 @@
+"""`fedsynth privacy audit`: a lower bound on ε beside the claimed one, for a run's settings."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from fedsynth.cli import options as given
+from fedsynth.cli.errors import one_line_errors
+from fedsynth.cli.settings_options import (
+    Sections,
+    from_preset,
+    merged,
+    read_config,
+    with_set_options,
+)
+from fedsynth.errors import SettingError
+
+if TYPE_CHECKING:
+    from fedsynth.federation.auditing import AuditResult
+    from fedsynth.federation.settings import RunSettings
+
+AUDIT = "Audit"
+
+
+def _audit(*names: str, help: str) -> Any:
+    return typer.Option(*names, help=help, rich_help_panel=AUDIT)
+
+
+def audit(
+    context: typer.Context,
+    canaries: Annotated[
+        int, _audit(help="Artificial records, each in one client's data by a fair coin.")
+    ] = 1000,
+    canaries_as: Annotated[
+        str,
+        _audit(
+            help="vectors (of their own direction, put in just before the clip; the higher bound) "
+            "or images (random pixels, through network, augmentation and all)."
+        ),
+    ] = "vectors",
+    guesses: Annotated[
+        int | None,
+        _audit(help="Guesses, an even number, chosen before the run; default: two fifths."),
+    ] = None,
+    confidence: Annotated[
+        float, _audit(help="That the bound is not above the true ε, of this one audit.")
+    ] = 0.999,
+    run: Annotated[
+        Path | None,
+        _audit(
+            help="Audit this run folder's settings, and put the result into its privacy report."
+        ),
+    ] = None,
+    method: given.Method = None,
+    config: given.Config = None,
+    settings: given.Set = None,
+    ipc: given.Ipc = None,
+    matching: given.Matching = None,
+    rounds: given.Rounds = None,
+    seed: given.Seed = None,
+    device: given.Device = None,
+    precision: given.Precision = None,
+    compile: given.Compile = None,
+    memory_gb: given.MemoryGb = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the audit as JSON.")] = False,
+    dataset: given.Dataset = None,
+    data_root: given.DataRoot = None,
+    partition: given.Partition = None,
+    clients: given.Clients = None,
+    alpha: given.Alpha = None,
+    classes_per_client: given.ClassesPerClient = None,
+    min_size: given.MinSize = None,
+    subset: given.Subset = None,
+    local_test: given.LocalTest = None,
+    participation: given.Participation = None,
+    model: given.Model = None,
+    client_models: given.ClientModels = None,
+    width: given.Width = None,
+    depth: given.Depth = None,
+    norm: given.Norm = None,
+    dp_epsilon: given.DpEpsilon = None,
+    dp_sigma: given.DpSigma = None,
+    dp_clip: given.DpClip = None,
+    dp_delta: given.DpDelta = None,
+    dp_max_records: given.DpMaxRecords = None,
+    dp_mechanism: given.DpMechanism = None,
+    dp_sample_rate: given.DpSampleRate = None,
+    dp_nominal_size: given.DpNominalSize = None,
+    dp_adjacency: given.DpAdjacency = None,
+    dp_four_sums: given.DpFourSums = None,
+    dp_ledger: given.DpLedger = None,
+) -> None:
+    """Attack a run's own releases: a lower bound on ε beside the claim; exit code 1 if above.
+
+    It takes the options of `fedsynth train` and makes that run on random
+    images of the data set's shape, with real ledgers, masks, clipping and
+    noise. It reads no record and charges no kept ledger. An audit can find
+    a fault; it cannot prove privacy.
+
+    Examples: `fedsynth privacy audit --method feddm --dp-sigma 3`,
+    `fedsynth privacy audit --run runs/… --canaries 1000`.
+    """
+    with one_line_errors():
+        chosen = with_set_options(given.sections_of(context.params), settings or [], given.FLAGS)
+        chosen = {name: values for name, values in chosen.items() if values}
+        numbers = {"canaries": canaries, "canaries_as": canaries_as, "confidence": confidence}
+        if guesses is not None:
+            numbers["guesses"] = guesses
+        if run is None:
+            found, command = _audit_options(config, chosen, numbers)
+        else:
+            found, command = _audit_folder(run, config, chosen, numbers)
+        _show(found, command, as_json)
+
+
+def _audit_options(
+    config: Path | None, chosen: Sections, numbers: dict[str, Any]
+) -> tuple[AuditResult, str]:
+    """The audit of the given options, and the command as it was typed."""
+    from fedsynth.federation.settings import resolve
+
+    chosen = {"run": {}, "data": {}, **chosen}
+    sections = merged(read_config(config), chosen, lambda text: print(text, file=sys.stderr))
+    settings = resolve(sections)
+    changed = from_preset(sections)
+    first = (
+        f"preset of {settings.dataset}, where nothing else is given: {changed}" if changed else ""
+    )
+    return _audited(settings, numbers, first), shlex.join(["fedsynth", *sys.argv[1:]])
+
+
+def _audit_folder(
+    run: Path, config: Path | None, chosen: Sections, numbers: dict[str, Any]
+) -> tuple[AuditResult, str]:
+    """The audit of a finished run's settings, which goes into its report, and what repeats it."""
+    from fedsynth.federation.auditing import settings_of_run, write_audit
+    from fedsynth.federation.settings import resolve
+
+    if config is not None:
+        raise SettingError("--run audits the run's own config.toml: leave --config out")
+    sections = read_config(run / "config.toml")
+    settings = resolve(sections)
+    _same(settings, resolve(merged(sections, {"run": {}, **chosen})), run)
+    found = _audited(settings_of_run(run, settings), numbers, f"settings of {run}")
+    said = {"--run": run.resolve().name, "--canaries": found.canaries, "--guesses": found.guesses}
+    said |= {"--canaries-as": numbers["canaries_as"], "--confidence": found.confidence}
+    words = [str(word) for option in said.items() for word in option]
+    command = shlex.join(["fedsynth", "privacy", "audit", *words])
+    write_audit(run, settings, found.entry(command))
+    return found, command
+
+
+def _same(settings: RunSettings, wanted: RunSettings, run: Path) -> None:
+    """Refuses options that say something else than the run's config."""
+    ours, theirs = wanted.to_mapping(), settings.to_mapping()
+    differ = [
+        f"{section}.{key}"
+        for section in {**ours, **theirs}
+        for key in {**ours.get(section, {}), **theirs.get(section, {})}
+        if ours.get(section, {}).get(key) != theirs.get(section, {}).get(key)
+    ]
+    if differ:
+        raise SettingError(
+            f"the run in {run} has other settings ({', '.join(differ)}): --run audits its own; "
+            "leave out these options, or --run"
+        )
+
+
+def _audited(settings: RunSettings, numbers: dict[str, Any], first: str) -> AuditResult:
+    from fedsynth.cli.memory import keep_large_allocations
+    from fedsynth.cli.progress import make_observer
+    from fedsynth.federation.auditing import audit_run
+
+    keep_large_allocations()
+    with make_observer(settings, first) as observer:
+        return audit_run(settings, observer=observer, **numbers)
+
+
+def _show(found: AuditResult, command: str, as_json: bool) -> None:
+    from fedsynth.privacy.audit import CAVEAT, down
+    from fedsynth.privacy.report_text import up
+
+    if as_json:
+        facts = {**found.entry(command), "epsilon": found.epsilon, "fault": found.fault}
+        print(json.dumps(facts, indent=2, ensure_ascii=False))
+    else:
+        print(
+            f"ε = {up(found.epsilon, 3)} claimed (δ = {found.delta:g}) · audited lower bound "
+            f"{down(found.epsilon_lower_bound)} at {100 * found.confidence:g} % confidence from "
+            f"{found.canaries} canaries, {found.guesses} guesses, {found.correct} right"
+        )
+        print(
+            f"({CAVEAT}; the canaries are artificial and no record was read: no privacy was spent)"
+        )
+    if found.fault:
+        print("the claim is refuted: the lower bound is above it", file=sys.stderr)
+        raise typer.Exit(1)

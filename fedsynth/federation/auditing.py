@@ -1,0 +1,319 @@
+"""A canary audit of a user's own settings: the real run of any private method, with canaries in it.
+
+No record of anybody's is read: the clients hold random images of the data set's shape, which are
+public, and as many as it declares (up to a bound). So the audit costs no privacy and charges no
+kept ledger; its ledgers, masks and noise are as real as a run's. What comes out is a lower bound on
+ε, from one run (`fedsynth.privacy.audit`), to be set beside the ε that the ledger claims: an audit
+can find a fault, and cannot prove privacy.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedsynth.core.messages import Message
+from fedsynth.core.method import check_choice
+from fedsynth.core.random import numpy_generator, torch_generator
+from fedsynth.data.images import ImageData, from_arrays
+from fedsynth.data.partition import IntArray
+from fedsynth.data.registry import DatasetSpec, dataset_spec
+from fedsynth.errors import SettingError
+from fedsynth.federation.canaries import KINDS, Canaries
+from fedsynth.federation.clients import Clients
+from fedsynth.federation.devices import resolve_device
+from fedsynth.federation.observer import Observer
+from fedsynth.federation.participation import Participation
+from fedsynth.federation.planning import private_run, public_context
+from fedsynth.federation.private_run import PUBLIC, provenance
+from fedsynth.federation.settings import RunSettings
+from fedsynth.federation.simulation import Simulation
+from fedsynth.privacy import accounting
+from fedsynth.privacy.audit import audit_text, epsilon_lower_bound, guesses_for, right_guesses
+from fedsynth.privacy.errors import BudgetExceededError, PrivacyError, PrivacySettingError
+from fedsynth.privacy.ledger import Guard
+from fedsynth.privacy.mechanisms import GaussianSums
+from fedsynth.privacy.randomness import SecretGenerator
+from fedsynth.privacy.releases import USER, Release
+from fedsynth.privacy.report import write_report
+from fedsynth.privacy.verify import read_report
+
+REST, OTHERS = 1000, 100
+"""At most so many random records has the audited client beside the canaries, and another client."""
+
+
+@dataclass(frozen=True)
+class AuditResult:
+    """What one audit found.
+
+    Attributes:
+        method, mechanism: their names.
+        canaries: m.
+        guesses: how many of them the auditor spoke of, chosen before the run.
+        correct: how often rightly.
+        confidence: that the bound is not above the true ε. delta: δ.
+        epsilon_lower_bound: what the guesses prove ε to be at least.
+        epsilon: what the audited client's ledger claims.
+    """
+
+    method: str
+    mechanism: str
+    canaries: int
+    guesses: int
+    correct: int
+    confidence: float
+    delta: float
+    epsilon_lower_bound: float
+    epsilon: float
+
+    @property
+    def fault(self) -> bool:
+        """Whether the claim is refuted."""
+        return self.epsilon_lower_bound > self.epsilon
+
+    def entry(self, command: str) -> dict[str, Any]:
+        """The audit section of a privacy report; `command` repeats the audit, with other coins."""
+        facts = {
+            "command": command,
+            "method": self.method,
+            "mechanism": self.mechanism,
+            "canaries": self.canaries,
+            "guesses": self.guesses,
+            "correct": self.correct,
+            "confidence": self.confidence,
+            "delta": self.delta,
+            "epsilon_lower_bound": self.epsilon_lower_bound,
+        }
+        return {"text": audit_text(facts), **facts}
+
+
+def audit_run(
+    settings: RunSettings,
+    *,
+    canaries: int = 1000,
+    canaries_as: str = "vectors",
+    guesses: int | None = None,
+    confidence: float = 0.999,
+    spec: DatasetSpec | None = None,
+    observer: Observer | None = None,
+    test_only: np.random.Generator | None = None,
+) -> AuditResult:
+    """Runs what `settings` describe, with canaries in one client's data, and bounds ε from below.
+
+    The client is one that takes part in most rounds. A kept ledger is not touched: ε is that of
+    this run alone.
+
+    Args:
+        canaries: m, each in the data by a fair coin.
+        canaries_as: "vectors" or "images", see `fedsynth.federation.canaries`.
+        guesses: even; fixed before the run. None: two fifths of the canaries.
+        confidence: that the bound does not exceed the true ε; of this one audit.
+        spec: of your own data; None takes `settings.dataset`'s.
+        test_only: a seeded generator of coins, masks and noise, for tests.
+
+    Raises:
+        SettingError, PrivacyError: no privacy settings, nothing claimed, or numbers out of range.
+    """
+    check_choice("--canaries-as", canaries_as, KINDS)
+    guesses = guesses_for(canaries) if guesses is None else guesses
+    _check_numbers(canaries, guesses, confidence)
+    run = AuditedRun(
+        _audited(settings, spec), spec, canaries, canaries_as, observer or Observer(), test_only
+    )
+    run.play()
+    correct = right_guesses(run.canaries.scores.numpy(), run.canaries.included.numpy(), guesses)
+    delta = run.protection.privacy.delta
+    return AuditResult(
+        method=run.method.name,
+        mechanism=run.protection.plan.mechanism,
+        canaries=canaries,
+        guesses=guesses,
+        correct=correct,
+        confidence=confidence,
+        delta=delta,
+        epsilon_lower_bound=epsilon_lower_bound(correct, guesses, canaries, delta, confidence),
+        epsilon=run.claimed(),
+    )
+
+
+def _check_numbers(canaries: int, guesses: int, confidence: float) -> None:
+    if canaries < 2:
+        raise SettingError(f"an audit needs at least 2 canaries, got {canaries}")
+    if not 2 <= guesses <= canaries or guesses % 2:
+        raise SettingError(
+            f"--guesses must be an even number from 2 to the {canaries} canaries, got {guesses}"
+        )
+    if not 0 < confidence < 1:
+        raise SettingError(f"--confidence must be in (0, 1), got {confidence}")
+
+
+def _audited(settings: RunSettings, spec: DatasetSpec | None) -> RunSettings:
+    """The settings with fresh ledgers, and public sizes as they are, though none is held out."""
+    if settings.privacy is None:
+        raise SettingError(
+            "an audit tests a claim of differential privacy: give --dp-sigma or --dp-epsilon, or "
+            "--run FOLDER of a private run"
+        )
+    if settings.privacy.mechanism == "paper":
+        raise PrivacySettingError("--dp-mechanism paper claims no ε, so there is nothing to audit")
+    found, privacy = spec or dataset_spec(settings.dataset), settings.privacy
+    if privacy.ledger is not None:  # σ for what is left in the kept ledger, which is only read
+        privacy = replace(private_run(settings).privacy, epsilon=None, ledger=None)
+    nominal = public_context(settings, found, torch.device("cpu")).nominal_size
+    return replace(
+        settings,
+        partition=replace(settings.partition, local_test=0.0),
+        privacy=replace(privacy, nominal_size=nominal),
+    )
+
+
+class AuditedRun(Simulation):
+    """A run of which nothing is kept but what its releases say of the canaries.
+
+    Attributes:
+        canaries: with their scores. protection: the privacy side of the run.
+    """
+
+    def __init__(
+        self,
+        settings: RunSettings,
+        spec: DatasetSpec | None,
+        canaries: int,
+        kind: str,
+        observer: Observer,
+        test_only: np.random.Generator | None,
+    ) -> None:
+        spec = spec or dataset_spec(settings.dataset)
+        self._client = _busiest(settings)
+        train, test, parts = _random_federation(settings, spec, self._client, canaries)
+        coins = np.random.default_rng() if test_only is None else test_only
+        self.canaries = Canaries(
+            kind,
+            train.labels[-canaries:],
+            included=torch.from_numpy(coins.random(canaries) < 0.5),
+            rest=len(parts[self._client]),
+            generator=torch_generator(settings.seed, "canaries"),
+        )
+        among = len(train) - canaries + self.canaries.among_records()
+        parts[self._client] = torch.cat([parts[self._client], among])
+        device = resolve_device(settings.device)
+        if settings.privacy is not None and settings.privacy.unit == USER:
+            train = replace(train, groups=torch.arange(len(train)))  # each canary is a user
+        super().__init__(
+            settings,
+            Clients(train, [part.numpy() for part in parts]),
+            train.to(device),
+            (test.to(device), PUBLIC),
+            parts,
+            observer,
+            None,
+        )
+        if self.private is None:
+            raise SettingError("an audit needs privacy settings")
+        self.protection = self.private
+        self.canaries.memory_bytes = self.context.memory_bytes
+        if test_only is not None:
+            self.private.secrets = [SecretGenerator(test_only=test_only) for _ in parts]
+        self.make_series = self._watched
+
+    def _watched(
+        self, release: Release, groups: int, guard: Guard, secret: SecretGenerator
+    ) -> GaussianSums:
+        if guard is self.protection.guards[self._client]:
+            return self.canaries.series(release, groups, guard, secret)
+        return GaussianSums(release, groups, guard, secret)
+
+    def play(self) -> None:
+        """All rounds, as `run` has them, up to a cap; nothing is evaluated or written."""
+        for number in range(1, self.settings.rounds + 1):
+            participants = self.participation.in_round(number)
+            try:
+                self.protection.check_round(number)
+            except BudgetExceededError as error:
+                self.observer.note(f"the run ends after {number - 1} rounds: {error}")
+                return
+            self._round(replace(self.context, round=number, participants=participants))
+
+    def _note_missing_classes(self, uploads: Mapping[int, Message]) -> None:
+        """Nothing: which classes random images leave out is no news."""
+
+    def claimed(self) -> float:
+        """ε by the audited client's ledger."""
+        privacy, ledger = self.protection.privacy, self.protection.ledgers[self._client]
+        return accounting.epsilon(ledger.releases, privacy.delta, privacy.adjacency)
+
+
+def _busiest(settings: RunSettings) -> int:
+    """A client that takes part in most rounds."""
+    drawn = Participation(settings.seed, settings.partition.clients, settings.participation)
+    clients = range(settings.partition.clients)
+    return max(clients, key=lambda client: len(drawn.rounds_of(client, settings.rounds)))
+
+
+def _random_federation(
+    settings: RunSettings, spec: DatasetSpec, client: int, canaries: int
+) -> tuple[ImageData, ImageData, list[Tensor]]:
+    """Random images: (training data, the last `canaries` nobody's; test data; parts)."""
+    nominal = settings.privacy.nominal_size if settings.privacy is not None else None
+    most = [REST if k == client else OTHERS for k in range(settings.partition.clients)]
+    sizes = [max(spec.classes, min(round(nominal or 0), size)) for size in most]
+    rng, classes = numpy_generator(settings.seed, "audit"), np.arange(spec.classes)
+
+    def images(labels: IntArray) -> ImageData:
+        pixels = rng.integers(0, 256, (len(labels), *spec.image_shape), dtype=np.uint8)
+        return from_arrays(pixels, labels, spec)
+
+    labels = [np.resize(classes, size) for size in [*sizes, canaries]]
+    train, test = images(np.concatenate(labels)), images(classes)
+    return train, test, list(torch.arange(sum(sizes)).split(sizes))
+
+
+def settings_of_run(folder: Path, settings: RunSettings) -> RunSettings:
+    """A finished run's settings for its audit: the σ that it used and the rounds that it had.
+
+    Args:
+        folder: the run folder.
+        settings: of its config.toml, which must be what its privacy report was made with.
+
+    Raises:
+        SettingError: the folder has no summary of a private run.
+        PrivacyError: no report of this version, or one of other settings.
+    """
+    try:
+        summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+        sigma = float(summary["differential_privacy"]["noise_multiplier"])
+        rounds = int(summary["rounds"])
+    except (OSError, ValueError, KeyError, TypeError):
+        raise SettingError(f"{folder} is no folder of a finished private run") from None
+    if settings.privacy is None or rounds < 1:
+        raise SettingError(f"the run in {folder} released nothing that could be audited")
+    _report(folder, settings)
+    privacy = replace(settings.privacy, noise_multiplier=sigma, epsilon=None, ledger=None)
+    return replace(settings, privacy=privacy, rounds=rounds)
+
+
+def write_audit(folder: Path, settings: RunSettings, entry: Mapping[str, Any]) -> None:
+    """Puts an audit's entry into a run's privacy report, and writes the report again.
+
+    Args:
+        folder, settings: as in `settings_of_run`.
+        entry: `AuditResult.entry`.
+
+    Raises:
+        PrivacyError: no report of this version, or one of other settings.
+    """
+    write_report({**_report(folder, settings), "audit": dict(entry)}, folder)
+
+
+def _report(folder: Path, settings: RunSettings) -> dict[str, Any]:
+    report = read_report(folder)
+    if report["provenance"].get("config") != provenance(settings)["config"]:
+        raise PrivacyError(f"{folder}/config.toml is not what its privacy report was made with")
+    return report

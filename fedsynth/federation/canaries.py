@@ -1,0 +1,341 @@
+"""Canaries: records that are in one client's data by a fair coin, and what releases say of each.
+
+The client's series of releases are real (`GaussianSums`: ledger, masks, clip, sum, noise);
+`AuditedSums` adds an auditor who watches them. It is the adversary of the definition of
+differential privacy: it knows all settings and networks, all other records and their masks, and
+what a canary would contribute; it does not know the canaries' coins and masks, and the noise.
+
+A canary's score is the sum over all releases of the log-likelihood ratio between "in" and "out".
+With y the release of the canary's class less what the other records contribute, ū_i the canaries'
+clipped contributions, s = σ𝒞, and the other canaries counted as Gaussian noise, of variance
+v = q/2·(1 − q/2) for "in, and sampled",
+
+    A_i = s²I + v·Σ_{j≠i} ū_j ū_jᵀ,
+    k_i = ū_iᵀ A_i⁻¹ ū_i,    z_i = ū_iᵀ A_i⁻¹ (y − q/2·Σ_{j≠i} ū_j),
+    score_i = log(1 − q + q·exp(z_i − k_i/2)),
+
+which is exact for orthogonal canaries. The lower bound holds for any score; a better score makes it
+higher.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from fedsynth.privacy.errors import PrivacyError, PrivacySettingError
+from fedsynth.privacy.ledger import Guard
+from fedsynth.privacy.mechanisms import GaussianSums, Released
+from fedsynth.privacy.randomness import SecretGenerator
+from fedsynth.privacy.releases import Release
+from fedsynth.privacy.units import Sample
+
+VECTORS, IMAGES = "vectors", "images"
+KINDS = (VECTORS, IMAGES)
+LENGTH = 10.0
+"""A vector canary's norm in clips: far above 1, so that nothing but the clip bounds it."""
+COLUMNS = 4096
+"""Coordinates of a wide release that vector canaries lie in: some of every layer."""
+
+
+def log_likelihood_ratios(
+    y_D: Tensor, contributions_ND: Tensor, deviation: float, rate: float, *, orthogonal: bool
+) -> Tensor:
+    """score_i of the module's docstring for one release of one group, float64 [N].
+
+    Among canaries (s²I + v·ū ūᵀ)⁻¹ is all that A_i⁻¹ takes, by the push-through and
+    Sherman–Morrison identities.
+
+    Args:
+        y_D: the release less what the other records contribute.
+        contributions_ND: ū, of all canaries of the group.
+        deviation: s.
+        rate: q.
+        orthogonal: the contributions are, so that there is nothing to decorrelate.
+    """
+    u, variance = contributions_ND, deviation**2
+    if orthogonal:
+        k = u.square().sum(dim=1).double() / variance
+        z = (u @ y_D).double() / variance
+    else:
+        half, gram = rate / 2, (u @ u.T).double()
+        spread = half * (1 - half)
+        variance = max(variance, 1e-6 * float(gram.trace()))  # float32's rounding of `gram`
+        noise = variance * torch.eye(len(u), dtype=gram.dtype, device=u.device)
+        inverse = torch.cholesky_inverse(torch.linalg.cholesky(noise + spread * gram))
+        left = variance * inverse.diagonal()
+        k = (1 - left) / (spread * left)
+        z = inverse @ ((u @ y_D).double() - half * gram.sum(dim=1)) / left + half * k
+    ratio = z - k / 2
+    if rate == 1:
+        return ratio
+    return torch.logaddexp(torch.full_like(ratio, math.log1p(-rate)), math.log(rate) + ratio)
+
+
+def clipped(rows_ND: Tensor, clip: float) -> Tensor:
+    """The theorem's ū, float64: the auditor's own, so that a fault does not hide itself."""
+    rows = rows_ND.detach().to(torch.float64)
+    norms = rows.norm(dim=1, keepdim=True)
+    return torch.where(norms.isfinite(), rows * (clip / norms).clamp_max(1.0), 0.0)
+
+
+@dataclass(frozen=True)
+class Directions:
+    """Unit vectors [N, K] on the coordinates `columns` [K] of a release; are they orthogonal?"""
+
+    units: Tensor
+    columns: Tensor
+    orthogonal: bool
+
+
+def draw_directions(count: int, width: int, generator: torch.Generator) -> Directions:
+    """`count` random unit vectors in `width` dimensions, orthogonal where there is room."""
+    kept = min(width, max(COLUMNS, count))
+    columns = torch.randperm(width, generator=generator)[:kept]
+    if width == 1:  # a count: everybody counts 1
+        return Directions(torch.ones(count, 1, dtype=torch.float64), columns, count == 1)
+    gaussian = torch.randn(kept, count, generator=generator, dtype=torch.float64)
+    if count <= kept:
+        return Directions(torch.linalg.qr(gaussian)[0].T.contiguous(), columns, True)
+    return Directions(torch.nn.functional.normalize(gaussian.T, dim=1), columns, False)
+
+
+@dataclass(eq=False)
+class Canaries:
+    """The canaries of one audit, and their scores so far.
+
+    Args:
+        kind: "vectors" (`VectorSums`) or "images" (`ImageSums`).
+        labels: their classes, int64 [m] on the CPU.
+        included: the fair coins, bool [m].
+        rest: how many other records the client has; they stand before the canaries.
+        generator: of the vectors, which are public.
+        memory_bytes: what the images' contributions to a release may take.
+
+    Attributes:
+        scores: float64 [m]; higher means "more likely in".
+    """
+
+    kind: str
+    labels: Tensor
+    included: Tensor
+    rest: int
+    generator: torch.Generator
+    memory_bytes: int = 4 * 2**30
+    scores: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.scores = torch.zeros(len(self.labels), dtype=torch.float64)
+        self._directions: dict[tuple[int, int], Directions] = {}
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def among_records(self) -> Tensor:
+        """Which canaries stand among the client's records, after the rest, int64 [n].
+
+        Vectors that are in. Images all do, since the auditor has to know what the method makes of
+        those that are out too; `ImageSums` keeps them out of every sum.
+        """
+        everybody = torch.arange(len(self))
+        return everybody if self.kind == IMAGES else everybody[self.included]
+
+    def members(self, groups: int) -> list[Tensor]:
+        """The canaries of each group of a release: of each class, or all of them."""
+        if groups == 1:
+            return [torch.arange(len(self))]
+        return [torch.nonzero(self.labels == group).flatten() for group in range(groups)]
+
+    def directions(self, count: int, width: int) -> Directions:
+        """Unit vectors for `count` canaries of one group.
+
+        The same at every release; where they must overlap, fresh ones, so that each time it is with
+        others.
+        """
+        if (count, width) not in self._directions:
+            drawn = draw_directions(count, width, self.generator)
+            if not drawn.orthogonal:
+                return drawn
+            self._directions[count, width] = drawn
+        return self._directions[count, width]
+
+    def series(
+        self, release: Release, groups: int, guard: Guard, secret: SecretGenerator
+    ) -> GaussianSums:
+        """A charged series of the client's, watched."""
+        kind = ImageSums if self.kind == IMAGES else VectorSums
+        return kind(release, groups, guard, secret, self)
+
+
+class AuditedSums(GaussianSums):
+    """A client's charged series with canaries among its records, and an auditor of its releases.
+
+    It relies on vectors coming to `add` in the order in which `sample` gave the records out, and
+    checks that all of them come.
+    """
+
+    def __init__(
+        self,
+        release: Release,
+        groups: int,
+        guard: Guard,
+        secret: SecretGenerator,
+        canaries: Canaries,
+    ) -> None:
+        super().__init__(release, groups, guard, secret)
+        self._canaries, self._members = canaries, canaries.members(groups)
+        # the canary at each of the client's records, −1 for the rest
+        self._records = torch.cat([torch.full((canaries.rest,), -1), canaries.among_records()])
+
+    def _give_out(self, sampled: Tensor) -> tuple[Tensor, Tensor]:
+        """From the records in the mask: those to make vectors of; which enter the sum."""
+        raise NotImplementedError  # abstract
+
+    def _vectors(self, rows_ND: Tensor, canary_N: Tensor) -> Tensor:
+        """The rows to be clipped and summed; `canary_N` names the canaries, −1 the rest."""
+        raise NotImplementedError  # abstract
+
+    def _contributions(self, members: Tensor) -> tuple[Tensor, Tensor | None, bool]:
+        """(ū [N, K] of some canaries, their coordinates [K], None: all; whether orthogonal)."""
+        raise NotImplementedError  # abstract
+
+    def sample(self, records: int) -> Tensor:
+        """As in `GaussianSums`."""
+        if records != len(self._records):
+            raise PrivacyError(
+                f"an audit of {len(self._records)} records was asked to sample {records}"
+            )
+        given, self._taken = self._give_out(super().sample(records))
+        self._given, self._at = self._records[given], 0
+        self._rest = torch.zeros(self._groups, self._width, dtype=torch.float64)
+        return given
+
+    def add(self, rows_ND: Tensor, groups_N: Tensor, sample: Sample | None = None) -> None:
+        """As in `GaussianSums`; where users are the units, each has one record here, so that clipping
+        users and clipping records is the same."""
+        here = slice(self._at, self._at + len(rows_ND))
+        self._at = here.stop
+        left = None if sample is None else sample.where(self._taken[here])
+        canary, taken = self._given[here].to(rows_ND.device), self._taken[here].to(rows_ND.device)
+        rows, other = self._vectors(rows_ND.detach(), canary), canary < 0
+        known = clipped(rows[other], self._release.sensitivity)
+        self._rest = self._rest.to(rows.device).index_add(0, groups_N[other], known)
+        super().add(rows[taken], groups_N[taken], left)
+
+    def release(self) -> Released:
+        """As in `GaussianSums`; then every canary is scored.
+
+        Raises:
+            PrivacyError: not all sampled records came to the sum.
+        """
+        if self._at != len(self._given):
+            raise PrivacyError(f"of {len(self._given)} sampled records {self._at} came to the sum")
+        released = super().release()
+        left = released.to(self._rest) - self._rest
+        row = self._release
+        for y, members in zip(left, self._members, strict=True):
+            if not len(members):
+                continue
+            u, columns, orthogonal = self._contributions(members)
+            seen = y if columns is None else y[columns.to(y.device)]
+            deviation = row.noise_multiplier * row.sensitivity
+            ratios = log_likelihood_ratios(
+                seen.to(u), u, deviation, row.sample_rate, orthogonal=orthogonal
+            )
+            self._canaries.scores[members] += ratios.cpu()
+        return released
+
+
+class VectorSums(AuditedSums):
+    """A canary's vector is replaced, just before the clip, by one of its own, `LENGTH` clips long.
+
+    The vectors turn their sign from release to release and from round to round, so that noise that
+    is used twice cancels.
+    """
+
+    @cached_property
+    def _rank(self) -> Tensor:
+        """Each canary's number [m] within its group."""
+        rank = torch.empty(len(self._canaries), dtype=torch.int64)
+        for members in self._members:
+            rank[members] = torch.arange(len(members))
+        return rank
+
+    def sample(self, records: int) -> Tensor:
+        """As in `AuditedSums`."""
+        given = super().sample(records)
+        self._sign = (-1.0) ** (self._release.round + self.steps_left)
+        largest = max(len(members) for members in self._members)
+        self._now = self._canaries.directions(largest, self._width)
+        return given
+
+    def _give_out(self, sampled: Tensor) -> tuple[Tensor, Tensor]:
+        return sampled, torch.ones(len(sampled), dtype=torch.bool)
+
+    def _vectors(self, rows_ND: Tensor, canary_N: Tensor) -> Tensor:
+        theirs = canary_N >= 0
+        vectors = self._sizes(LENGTH) * self._now.units[self._rank[canary_N[theirs].cpu()]]
+        full = vectors.new_zeros(len(vectors), self._width)
+        full[:, self._now.columns] = vectors
+        rows = rows_ND.clone()
+        rows[theirs] = full.to(rows)
+        return rows
+
+    def _contributions(self, members: Tensor) -> tuple[Tensor, Tensor | None, bool]:
+        now = self._now
+        return self._sizes(1.0) * now.units[: len(members)], now.columns, now.orthogonal
+
+    def _sizes(self, clips: float) -> float:
+        """A length with this release's sign; counts have no direction to turn."""
+        return clips * self._release.sensitivity * (1.0 if self._width == 1 else self._sign)
+
+
+class ImageSums(AuditedSums):
+    """A canary's vector is what the method makes of its image: network, augmentation and all.
+
+    At each release the method makes vectors of all canaries, for the auditor; only those that are
+    in and in the sample enter the sum.
+
+    Raises:
+        PrivacySettingError: the contributions would take more than the canaries' `memory_bytes`.
+    """
+
+    def __init__(
+        self,
+        release: Release,
+        groups: int,
+        guard: Guard,
+        secret: SecretGenerator,
+        canaries: Canaries,
+    ) -> None:
+        needed = 4 * len(canaries) * (release.dimension // groups)
+        if needed > canaries.memory_bytes:
+            raise PrivacySettingError(
+                f"what {len(canaries)} images contribute to one release takes "
+                f"{needed / 2**30:.1f} GiB: audit with fewer canaries, --canaries-as vectors, or more "
+                "--memory-gb"
+            )
+        super().__init__(release, groups, guard, secret, canaries)
+
+    def _give_out(self, sampled: Tensor) -> tuple[Tensor, Tensor]:
+        self._known = torch.zeros(len(self._canaries), self._width)
+        drawn = torch.zeros(len(self._records), dtype=torch.bool)
+        drawn[sampled] = True
+        canary = self._records >= 0
+        given = torch.nonzero(drawn | canary).flatten()
+        drawn[canary] &= self._canaries.included
+        return given, drawn[given]
+
+    def _vectors(self, rows_ND: Tensor, canary_N: Tensor) -> Tensor:
+        theirs = canary_N >= 0
+        known = clipped(rows_ND[theirs], self._release.sensitivity)
+        self._known = self._known.to(known.device)
+        self._known[canary_N[theirs]] = known.to(self._known)
+        return rows_ND
+
+    def _contributions(self, members: Tensor) -> tuple[Tensor, Tensor | None, bool]:
+        return self._known[members.to(self._known.device)], None, False

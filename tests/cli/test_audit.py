@@ -1,0 +1,127 @@
+"""`fedsynth privacy audit`: the line beside ε, the exit code, and the entry in a run's report."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedsynth.methods import METHODS, method_class
+from fedsynth.privacy.randomness import SecretGenerator
+
+FEDDM = ("--method", "feddm", "--rounds", "1", "--clients", "2", "--width", "32", "--dp-sigma", "1")
+STEPS = ("--set", "iterations=4", "--set", "server_epochs=1", "--ipc", "2", "--device", "cpu")
+Run = Callable[..., Any]
+
+
+def test_the_bound_is_printed_beside_epsilon(fedsynth: Run) -> None:
+    told = fedsynth("privacy", "audit", *FEDDM, *STEPS, "--canaries", "500")
+    assert told.code == 0
+    first, second = told.stdout.splitlines()
+    assert first.startswith("ε = 10 claimed (δ = 1e-05) · audited lower bound ")
+    assert "at 99.9 % confidence from 500 canaries, 200 guesses, " in first
+    assert "cannot prove privacy" in second
+    assert not told.output.exists()
+
+
+def test_a_refuted_claim_is_exit_code_1(fedsynth: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = SecretGenerator.normal
+    monkeypatch.setattr(
+        SecretGenerator,
+        "normal",
+        lambda self, shape, deviation, device="cpu": original(self, shape, deviation / 9, device),
+    )
+    weak = (*FEDDM[:-1], "9")
+    told = fedsynth("privacy", "audit", *weak, *STEPS, "--json")
+    facts = json.loads(told.stdout)
+    assert told.code == 1
+    assert facts["fault"]
+    assert facts["epsilon_lower_bound"] > facts["epsilon"] > 0
+    assert "refuted" in told.stderr
+
+
+@pytest.mark.parametrize("kind", ["vectors", "images"])
+def test_a_runs_report_gets_its_audit(fedsynth: Run, kind: str) -> None:
+    out = ("--output", str(fedsynth("methods").output))
+    folder = fedsynth("train", *FEDDM, *STEPS, *out).folder
+    options = ("--canaries", "300", "--canaries-as", kind, "--guesses", "100")
+    told = fedsynth("privacy", "audit", "--run", str(folder), *options, "--dp-sigma", "1")
+    assert told.code == 0
+    report = json.loads((folder / "privacy_report.json").read_text())
+    entry = report["audit"]
+    assert list(entry) == [
+        "text", "command", "method", "mechanism", "canaries", "guesses", "correct", "confidence",
+        "delta", "epsilon_lower_bound",
+    ]  # fmt: skip
+    assert (entry["method"], entry["mechanism"]) == ("feddm", "residual")
+    assert (entry["canaries"], entry["guesses"]) == (300, 100)
+    assert entry["command"] == (
+        f"fedsynth privacy audit --run {folder.name} --canaries 300 --guesses 100 "
+        f"--canaries-as {kind} --confidence 0.999"
+    )
+    for ending in ("md", "html"):
+        shown = (folder / f"privacy_report.{ending}").read_text()
+        assert entry["text"] in shown
+        assert entry["command"] in shown
+    assert fedsynth("privacy", "verify", str(folder)).code == 0
+
+
+def test_only_the_runs_own_settings_go_into_its_report(fedsynth: Run, tmp_path: Path) -> None:
+    out = ("--output", str(tmp_path / "out"))
+    folder = fedsynth("train", *FEDDM, *STEPS, *out).folder
+    before = (folder / "privacy_report.json").read_bytes()
+    for option, name in ((("--dp-clip", "2"), "privacy.clip"), (("--rounds", "2"), "run.rounds")):
+        told = fedsynth("privacy", "audit", "--run", str(folder), *option)
+        assert told.code == 2
+        assert f"other settings ({name})" in told.stderr
+    told = fedsynth("privacy", "audit", "--run", str(folder), "--config", "other.toml")
+    assert "leave --config out" in told.stderr
+    config = folder / "config.toml"
+    config.write_text(config.read_text().replace("iterations = 4", "iterations = 2"))
+    told = fedsynth("privacy", "audit", "--run", str(folder), "--canaries", "20")
+    assert told.code == 2
+    assert "not what its privacy report was made with" in told.stderr
+    assert (folder / "privacy_report.json").read_bytes() == before
+
+
+def test_a_folder_without_a_private_run_is_refused(fedsynth: Run, tmp_path: Path) -> None:
+    out = ("--output", str(tmp_path / "out"))
+    folder = fedsynth("train", *FEDDM[:-2], *STEPS, *out).folder
+    told = fedsynth("privacy", "audit", "--run", str(folder))
+    assert (told.code, told.stdout) == (2, "")
+    assert "no folder of a finished private run" in told.stderr
+    assert "cannot read" in fedsynth("privacy", "audit", "--run", str(tmp_path)).stderr
+
+
+def test_a_run_is_audited_with_the_noise_and_the_rounds_that_it_had(
+    fedsynth: Run, tmp_path: Path
+) -> None:
+    """A cap ends the run after one of three rounds; a kept ledger had something in it."""
+    out = ("--output", str(tmp_path / "out"), "--dp-ledger", str(tmp_path / "kept"))
+    words = [*FEDDM, *STEPS, *out, "--dp-epsilon", "12"]
+    words[words.index("--rounds") + 1] = "3"
+    told = fedsynth("train", *words)
+    report = json.loads((told.folder / "privacy_report.json").read_text())
+    assert report["budget"]["rounds_done"] == 1
+    found = fedsynth("privacy", "audit", "--run", str(told.folder), "--canaries", "20", "--json")
+    assert json.loads(found.stdout)["epsilon"] == pytest.approx(report["guarantee"]["epsilon"])
+
+
+@pytest.mark.parametrize("method", sorted(METHODS))
+def test_every_private_method_can_be_audited(
+    fedsynth: Run, method: str, small: dict[str, tuple[str, ...]]
+) -> None:
+    tiny = ("--device", "cpu", "--clients", "2", "--rounds", "1", "--width", "8", *small[method])
+    private = ("--dp-sigma", "3", "--canaries", "20", "--json")
+    told = fedsynth("privacy", "audit", "--method", method, *tiny, *private)
+    if not method_class(method).protects:
+        assert told.code == 2
+        assert "cannot run with differential privacy" in told.stderr
+        return
+    facts: dict[str, Any] = json.loads(told.stdout)
+    assert told.code == 0
+    assert facts["method"] == method
+    assert facts["epsilon"] > 0 == facts["epsilon_lower_bound"]

@@ -1,0 +1,239 @@
+"""The audit of a run's own settings through every mechanism: honest, and broken twins; seeded."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from fedsynth.errors import FedsynthError
+from fedsynth.federation.auditing import AuditedRun, AuditResult, audit_run
+from fedsynth.federation.planning import private_run
+from fedsynth.federation.settings import RunSettings, resolve
+from fedsynth.federation.simulation import simulate
+from fedsynth.privacy.errors import PrivacyError
+from fedsynth.privacy.ledger import Guard
+from fedsynth.privacy.mechanisms import clip_rows
+from fedsynth.privacy.randomness import SecretGenerator
+from fedsynth.privacy.releases import Release
+
+CONDENSE = {"iterations": 16, "ipc": 2, "server_epochs": 1}
+TRAIN = {"local_steps": 16, "batch": 20}
+MECHANISMS: dict[str, tuple[str, dict[str, Any]]] = {
+    "residual": ("feddm", CONDENSE),
+    "gradient": ("feddm", CONDENSE),
+    "features": ("feddm", {**CONDENSE, "count_noise": 10.0}),
+    "fedaf": ("fedaf", CONDENSE),
+    "dp-sgd": ("fedavg", TRAIN),
+    "fedfm": ("fedfm", {**TRAIN, "weight": 0.5}),
+}
+
+
+def settings_with(mechanism: str, **privacy: Any) -> RunSettings:
+    """Two rounds on the digits' shape; each client nominally has 100 records, beside the canaries."""
+    method, of_method = MECHANISMS[mechanism]
+    if method == "feddm":
+        privacy["mechanism"] = mechanism
+    return resolve(
+        {
+            "run": {"method": method, "rounds": 2, "device": "cpu"},
+            "partition": {"clients": 1},
+            "model": {"width": 16 if method in ("fedavg", "fedfm") else 32},
+            "method": of_method,
+            "privacy": {"nominal_size": 100, **privacy},
+        }
+    )
+
+
+@cache
+def settings_of(mechanism: str, epsilon: float, **privacy: Any) -> RunSettings:
+    """With the σ that ε takes, found once."""
+    found = private_run(settings_with(mechanism, epsilon=epsilon, **privacy)).privacy
+    return settings_with(mechanism, noise_multiplier=found.noise_multiplier, **privacy)
+
+
+def all_records(mechanism: str) -> dict[str, float]:
+    """DP-SGD without sampling, which hides canaries from most releases, and these faults too."""
+    return {"sample_rate": 1.0} if mechanism in ("dp-sgd", "fedfm") else {}
+
+
+def seeded(settings: RunSettings, seed: int = 0, **options: Any) -> AuditResult:
+    return audit_run(settings, test_only=np.random.default_rng(seed), **options)
+
+
+@pytest.mark.parametrize("mechanism", MECHANISMS)
+def test_an_honest_run_is_never_refuted_and_the_audit_has_power(mechanism: str) -> None:
+    found = [seeded(settings_of(mechanism, 3.0), seed) for seed in range(3)]
+    assert not any(one.fault for one in found)
+    assert all(2.97 < one.epsilon <= 3 for one in found)
+    assert np.mean([one.epsilon_lower_bound for one in found]) > 0.3
+
+
+@pytest.mark.parametrize("mechanism", ["residual", "features", "dp-sgd"])
+def test_images_go_through_the_network_and_an_honest_run_is_not_refuted(mechanism: str) -> None:
+    found = seeded(settings_of(mechanism, 10.0), canaries=200, canaries_as="images")
+    assert 0.2 < found.epsilon_lower_bound < found.epsilon
+
+
+def a_quarter_of_the_noise(patch: pytest.MonkeyPatch) -> None:
+    original = SecretGenerator.normal
+    patch.setattr(
+        SecretGenerator,
+        "normal",
+        lambda self, shape, deviation, device="cpu": original(self, shape, deviation / 4, device),
+    )
+
+
+def no_clipping(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("fedsynth.privacy.mechanisms.clip_rows", lambda rows, clip: rows.double())
+
+
+def features_and_logits_clipped_apart(patch: pytest.MonkeyPatch) -> None:
+    def apart(rows: Tensor, clip: float) -> Tensor:
+        return torch.cat([clip_rows(rows[:, :-10], clip), clip_rows(rows[:, -10:], clip)], dim=1)
+
+    patch.setattr("fedsynth.privacy.mechanisms.clip_rows", apart)
+
+
+def the_same_noise_in_every_round(patch: pytest.MonkeyPatch) -> None:
+    drawn: dict[tuple[int, int], Tensor] = {}
+    calls: Counter[int] = Counter()
+    original, one_round = SecretGenerator.normal, AuditedRun._round
+
+    def normal(self: SecretGenerator, *args: Any) -> Tensor:
+        calls[id(self)] += 1
+        key = id(self), calls[id(self)]
+        if key not in drawn:
+            drawn[key] = original(self, *args)
+        return drawn[key]
+
+    def start_again(self: AuditedRun, context: Any) -> None:
+        calls.clear()
+        one_round(self, context)
+
+    patch.setattr(SecretGenerator, "normal", normal)
+    patch.setattr(AuditedRun, "_round", start_again)
+
+
+def one_release_of_each_series_charged(patch: pytest.MonkeyPatch) -> None:
+    original = Guard.charge
+    patch.setattr(Guard, "charge", lambda self, release: original(self, replace(release, steps=1)))
+
+
+Twin = Callable[[pytest.MonkeyPatch], None]
+
+
+@pytest.mark.parametrize(
+    ("twin", "planned"),
+    [
+        (a_quarter_of_the_noise, 2.0),
+        (no_clipping, 1.0),
+        # the canaries turn their sign from round to round: the same noise cancels in their scores
+        (the_same_noise_in_every_round, 2.0),
+        (one_release_of_each_series_charged, 9.0),
+    ],
+)
+@pytest.mark.parametrize("mechanism", MECHANISMS)
+def test_broken_twins_are_caught_at_a_claim_of_1_to_3(
+    mechanism: str, twin: Twin, planned: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = settings_of(mechanism, planned, **all_records(mechanism))
+    twin(monkeypatch)
+    found = seeded(settings)
+    assert 0.99 < found.epsilon < 3
+    assert found.fault
+
+
+@pytest.mark.parametrize(
+    ("twin", "mechanism", "rounds", "privacy"),
+    [
+        (features_and_logits_clipped_apart, "residual", 2, {}),
+        (the_same_noise_in_every_round, "residual", 3, {}),
+        (a_quarter_of_the_noise, "dp-sgd", 2, {"sample_rate": 0.1}),
+    ],
+)
+def test_faults_that_the_docs_call_too_small_for_it(
+    twin: Twin,
+    mechanism: str,
+    rounds: int,
+    privacy: dict[str, float],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The bound stays below the claim: who makes the audit stronger corrects docs/privacy.md."""
+    settings = replace(settings_of(mechanism, 3.0, **privacy), rounds=rounds)
+    twin(monkeypatch)
+    found = seeded(settings)
+    assert 0.3 < found.epsilon_lower_bound < found.epsilon
+
+
+def test_an_audit_plans_what_the_run_plans_and_leaves_a_kept_ledger_alone(tmp_path: Path) -> None:
+    """Public sizes stay as they are, though the random data are fewer and none is held out."""
+    given_settings = resolve(
+        {
+            "run": {"method": "feddm", "rounds": 1, "device": "cpu"},
+            "partition": {"clients": 3, "local_test": 0.2},
+            "model": {"width": 8},
+            "method": {"iterations": 2, "ipc": 1, "server_epochs": 1, "batch": 8},
+            "privacy": {"epsilon": 2.0, "ledger": str(tmp_path)},
+        }
+    )
+    simulate(replace(given_settings, privacy=replace(given_settings.privacy, epsilon=1.0)))
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    rows: list[Release] = []
+    original = AuditedRun.claimed
+
+    def claimed(self: AuditedRun) -> float:
+        rows.extend(self.protection.ledgers[0].releases)
+        return original(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(AuditedRun, "claimed", claimed)
+        found = seeded(given_settings, canaries=50)
+    assert rows == private_run(given_settings).planned()
+    assert 0 < found.epsilon < 2
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_the_client_is_one_that_takes_part_most_often() -> None:
+    few = settings_of("residual", 2.0)
+    few = replace(
+        few,
+        participation=0.34,
+        rounds=4,
+        partition=replace(few.partition, clients=3),
+        method=replace(few.method, iterations=1, ipc=1),
+    )
+    found = seeded(few, canaries=20)
+    assert found.epsilon == pytest.approx(private_run(few).planned_epsilon())
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "message"),
+    [
+        ({"privacy": None}, {}, "--dp-sigma or --dp-epsilon"),
+        ({}, {"canaries": 1}, "at least 2 canaries"),
+        ({}, {"guesses": 7}, "even number"),
+        ({}, {"guesses": 1002}, "even number"),
+        ({}, {"confidence": 1.0}, "--confidence"),
+        ({}, {"canaries_as": "vector"}, "vectors"),
+        ({"memory_gb": 1e-6}, {"canaries_as": "images"}, "fewer canaries"),
+    ],
+)
+def test_what_cannot_be_audited_is_refused_by_name(
+    change: dict[str, Any], options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises((FedsynthError, PrivacyError), match=message):
+        audit_run(replace(settings_of("residual", 2.0), **change), **options)
+
+
+def test_a_mechanism_without_a_claim_is_refused() -> None:
+    with pytest.raises(PrivacyError, match="claims no ε"):
+        audit_run(resolve({"privacy": {"noise_multiplier": 1.0, "mechanism": "paper"}}))
