@@ -84,7 +84,7 @@ def audit(
 def right_guesses(
     scores: npt.NDArray[np.float64], included: npt.NDArray[np.bool_], guesses: int
 ) -> int:
-    """How many of `guesses` (even) guesses are right: "in" for the highest half of them, "out" for the lowest."""
+    """How many of `guesses` (even) guesses are right: "in" for the highest half, else "out"."""
     order, half = np.argsort(scores), guesses // 2
     return int(included[order[len(order) - half :]].sum() + (~included[order[:half]]).sum())
 
@@ -101,12 +101,13 @@ def audit_text(found: Mapping[str, Any]) -> str:
         found: canaries, guesses, correct, confidence, delta and epsilon_lower_bound.
     """
     return (
-        f"a canary audit of these settings shows ε ≥ {down(found['epsilon_lower_bound'])} at δ = {found['delta']:g} with "
-        f"{100 * found['confidence']:g} % confidence: {found['correct']} of {found['guesses']} guesses about {found['canaries']} "
-        f"canaries were right ({CAVEAT}; the canaries were artificial and no record was read, so it costs no privacy)"
+        f"a canary audit of these settings shows ε ≥ {down(found['epsilon_lower_bound'])} at "
+        f"δ = {found['delta']:g} with {100 * found['confidence']:g} % confidence: "
+        f"{found['correct']} of {found['guesses']} guesses about {found['canaries']} canaries were "
+        f"right ({CAVEAT}; the canaries were artificial and no record was read, so it costs no privacy)"
     )
 
 
 def down(value: float) -> str:
-    """`value` rounded down to 2 decimals: a lower bound that is printed is never larger than what was computed."""
+    """`value` rounded down to 2 decimals: a printed lower bound is never too high."""
     return f"{floor(value * 100) / 100:.2f}"

@@ -128,8 +128,7 @@ def render_markdown(report: Mapping[str, Any]) -> str:
     lines += _section("Randomness", [report["randomness"]])
     lines += _section("Deviations", [f"- {text}" for text in report["deviations"]])
     lines += _section("Not covered", _bullets(report["not_covered"]))
-    audit = report["audit"]
-    lines += _section("Audit", [audit] if isinstance(audit, str) else _bullets(audit))
+    lines += _section("Audit", _audit(report))
     lines += _section(
         "Provenance",
         [*_bullets(report["provenance"]), f"- report schema: {report['schema_version']}"],
@@ -225,6 +224,17 @@ def _accountant(facts: Mapping[str, Any]) -> list[str]:
         check = facts["cross_check"]
         figure = "no finite figure" if check["epsilon"] is None else f"ε ≤ {up(check['epsilon'])}"
         lines.append(f"- cross-check: {check['name']}: {figure} ({check['note']})")
+    return lines
+
+
+def _audit(report: Mapping[str, Any]) -> list[str]:
+    """What a canary audit found (`fedsynth privacy audit --run`), or that none was made."""
+    found, promise = report["audit"], report["guarantee"]
+    if isinstance(found, str):
+        return [found]
+    lines = [found["text"], "", f"- command: {found['command']}"]
+    if promise is not None and found["epsilon_lower_bound"] > promise["epsilon"]:
+        lines = ["**The audit refutes this report's ε.**", "", *lines]
     return lines
 
 
