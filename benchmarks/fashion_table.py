@@ -13,8 +13,10 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import math
 import statistics
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,8 @@ from machine import machine
 from fedsynth.cli.memory import keep_large_allocations
 from fedsynth.data.images import ImageData
 from fedsynth.data.load import load_dataset
+from fedsynth.errors import DivergedError
+from fedsynth.evaluation.generated import GENERATOR
 from fedsynth.federation.settings import RunSettings, resolve
 from fedsynth.federation.simulation import simulate
 from fedsynth.privacy.settings import PrivacySettings
@@ -58,26 +62,37 @@ def held_out(train: ImageData, size: int) -> tuple[ImageData, ImageData]:
 
 
 class Results:
-    """A JSON-lines file of finished runs, by name and settings."""
+    """A JSON-lines file of finished runs, by name and settings.
 
-    def __init__(self, path: Path, only: str) -> None:
+    Args:
+        only: make only the runs whose name contains this.
+        budget: seconds after which no further run is begun; the table then shows what is finished.
+    """
+
+    def __init__(self, path: Path, only: str, budget: float = math.inf) -> None:
         self.path, self._only, self._machine = path, only, machine()
+        self._end = time.monotonic() + budget
 
     def get(
         self, name: str, settings: RunSettings, data: tuple[ImageData, ImageData]
     ) -> dict[str, Any] | None:
-        """The run's row, made if need be; None if `--only` leaves it to another process."""
-        config = json.dumps(_distinctive(settings), sort_keys=True)
-        key = f"{name} {hashlib.blake2b(config.encode(), digest_size=4).hexdigest()}"
+        """The run's row, made if need be; None if `only` or the time leaves it to another call."""
+        key = f"{name} {fingerprint(settings)}"
         lines = self.path.read_text().splitlines() if self.path.exists() else []
         rows: dict[str, dict[str, Any]] = {row["key"]: row for row in map(json.loads, lines)}
-        if key in rows or self._only not in name:
+        if key in rows or self._only not in name or time.monotonic() > self._end:
             return rows.get(key)
         row = {"key": key, **one_run(settings, data), **self._machine}
         with self.path.open("a") as file:
             file.write(json.dumps(row) + "\n")
         print(json.dumps(row), file=sys.stderr, flush=True)
         return row
+
+
+def fingerprint(settings: RunSettings) -> str:
+    """Eight hexadecimal digits of the settings that decide a result."""
+    config = json.dumps(_distinctive(settings), sort_keys=True)
+    return hashlib.blake2b(config.encode(), digest_size=4).hexdigest()
 
 
 def _distinctive(settings: RunSettings) -> dict[str, dict[str, Any]]:
@@ -101,7 +116,10 @@ def _distinctive(settings: RunSettings) -> dict[str, dict[str, Any]]:
 
 
 def one_run(settings: RunSettings, data: tuple[ImageData, ImageData]) -> dict[str, Any]:
-    result = simulate(settings, data=data)
+    try:
+        result = simulate(settings, data=data)
+    except DivergedError as error:  # a rate that is too high is an answer, too
+        return {"accuracy": 0.0, "diverged": str(error)}
     curve = [row["test_accuracy"] for row in result.metrics if "test_accuracy" in row]
     domains = {
         key: result.metrics[-1][key]
@@ -111,9 +129,11 @@ def one_run(settings: RunSettings, data: tuple[ImageData, ImageData]) -> dict[st
     rows = (
         {"rows": [_kept(row) for row in result.metrics]} if "models" in result.metrics[-1] else {}
     )
+    generator = {key: result.summary[key] for key in (GENERATOR,) if key in result.summary}
     return {
         "accuracy": result.accuracy,
         **domains,
+        **generator,
         **rows,
         **(
             {"local": _without_clients(result.metrics[-1]["local"])}
@@ -133,7 +153,9 @@ def _kept(row: dict[str, Any]) -> dict[str, Any]:
         name: {**one, "local": _without_clients(one.get("local", {}))}
         for name, one in row.get("models", {}).items()
     }
-    return {"round": row["round"], "seconds": row["seconds"], "models": models}
+    shown = {"models": models} if models else {}
+    facts = {GENERATOR: row[GENERATOR]} if GENERATOR in row else {}
+    return {"round": row["round"], "seconds": row["seconds"], **shown, **facts}
 
 
 def _without_clients(local: dict[str, Any]) -> dict[str, Any]:

@@ -1,55 +1,90 @@
-"""One-shot FedAvg, FedDF, DENSE and FedHydra (stratified, and with averages) on MNIST and Fashion-MNIST, for two CPU cores.
+"""One-shot FedAvg, FedDF, DENSE and FedHydra on MNIST and Fashion-MNIST, for one CPU core.
 
-    FEDSYNTH_DATA=... python benchmarks/one_shot_table.py [--quick] [--json] [--device cuda] [--datasets mnist] [--only 'seed=1'] [--paper-steps]
+    FEDSYNTH_DATA=... python benchmarks/one_shot_table.py [--quick] [--device cuda]
+        [--datasets mnist] [--partitions 2c/c] [--methods DENSE] [--seeds 0 1] [--only 'seed=1']
+        [--time-budget SECONDS] [--paper-steps]
 
-The paper's setting (5 clients; Dir(0.5), Dir(0.1), and 2c/c: two disjoint classes a client; SGD 0.01) but for the size: a twentieth of each
-class, ConvNets of width 8 with batch norm, 10 local epochs of batch 32, 15 epochs of 10 generator steps with batch 32 and a generator of
-width 8, whose learning rate is 0.01 as it has a fortieth of the paper's steps; the student passes over all images so far in each epoch
-(`replay`, DENSE's public code) for DENSE and FedHydra alike, and starts from the clients' average as FedDF's does. FedDF distils 200 steps
-on the other of the two data sets. The clients are trained once for each row and seed, and every method distils the same models.
-Heterogeneous: lenet5, cnn1, cnn2, resnet8 and the ConvNet at Dir(0.5), a ConvNet student; FedAvg cannot average those. Accuracy of the last
-epoch; nothing is chosen by the test set. `--paper-steps`: the paper's 200 epochs of 30 generator steps at its rate of 0.001 instead (all else as
-above), rows of their own. Resumes: finished rows are lines of results/one_shot_table.jsonl.
+The papers' setting (5 clients; Dir(0.5), Dir(0.1), and 2c/c: two disjoint classes a client; SGD 0.01) but
+for the size: a twentieth of each class, ConvNets of width 8 with batch norm, 60 local epochs of batch 32,
+after which every client gives nearly all its own examples their class (`fit`, in the rows "clients"); 15
+epochs of the papers' 30 generator steps with batch 32 and a generator of width 8, whose rate is 0.01 as
+it has a thirteenth of the paper's steps; the student starts from the clients' average, as FedDF's does.
+All else is each method's own: FedHydra's student sees the images of every generator step of the epoch,
+DENSE's the best batch of every epoch so far. FedDF distils 200 steps on the other of the two data sets.
+The clients are trained once for each row and seed, and every method distils the same models.
+Heterogeneous: lenet5, cnn1, cnn2, resnet8 and the ConvNet at Dir(0.5), a ConvNet student; FedAvg cannot
+average those. Accuracy of the last epoch; nothing is chosen by the test set.
+
+`real_share`: the share of real test images that P, asked for their class, gives just that class; a figure
+for the benchmark alone, as a server has no such images. `--strata`: that share, and nothing else, for
+the readings of Ū_c, by several stratifications. `--paper-steps`: 200 epochs and the paper's rate of 0.001.
+
+One line of results/one_shot_table.jsonl for each method of a row, so that a further call goes on where
+this one ended; nothing is begun after `--time-budget` seconds. `tables.py` prints the tables.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from fashion_table import RESULTS, summarise
+import torch
+from fashion_table import RESULTS, fingerprint
 from machine import machine
+from torch import nn
 
 from fedsynth.cli.memory import keep_large_allocations
 from fedsynth.core.messages import ModelParameters
-from fedsynth.core.method import ServerState
+from fedsynth.core.method import RoundContext, ServerState
+from fedsynth.data.images import ImageData, normalise
 from fedsynth.data.load import load_dataset
+from fedsynth.data.partition import partition
 from fedsynth.data.proxy import ProxyImages
 from fedsynth.evaluation.accuracy import accuracy
+from fedsynth.evaluation.generated import GENERATOR
 from fedsynth.federation.planning import public_context
 from fedsynth.federation.settings import RunSettings, resolve
 from fedsynth.federation.simulation import simulate
+from fedsynth.methods.aggregation import average
+from fedsynth.methods.fedhydra import FedHydra
 from fedsynth.methods.one_shot import DistilsEnsemble
+from fedsynth.synthesizer.ensembles import Aggregate
 
-LOCAL: dict[str, Any] = {"local_epochs": 10, "batch": 32, "lr": 0.01, "momentum": 0.9}
+SEEDS = [0, 1, 2, 3, 4]
+LOCAL: dict[str, Any] = {"local_epochs": 60, "batch": 32, "lr": 0.01, "momentum": 0.9}
 SERVER: dict[str, Any] = {
-    "server_epochs": 15, "generator_steps": 10, "generator_batch": 32, "generator_width": 8, "generator_lr": 0.01,
-    "replay": True, "start": "average",
-}  # fmt: skip
-HYDRA: dict[str, Any] = {**SERVER, "stratification_steps": 15, "stratification_batch": 8}
+    "server_epochs": 15,
+    "generator_steps": 30,
+    "generator_batch": 32,
+    "generator_width": 8,
+    "generator_lr": 0.01,
+    "start": "average",
+}
 METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "FedDF": ("feddf", {"server_steps": 200, "server_batch": 64}),
     "DENSE": ("dense", SERVER),
-    "FedHydra": ("fedhydra", HYDRA),
-    "FedHydra (probabilities)": ("fedhydra", {**HYDRA, "outputs": "probabilities"}),
-    "FedHydra (Ū_r alone)": ("fedhydra", {**HYDRA, "aggregation": "clients"}),
-    "FedHydra (AE)": ("fedhydra", {**HYDRA, "aggregation": "average"}),
+    "FedHydra": ("fedhydra", SERVER),
+    "FedHydra (raw Ū_c)": ("fedhydra", {**SERVER, "columns": "raw"}),
+    "FedHydra (Ū_r alone)": ("fedhydra", {**SERVER, "aggregation": "clients"}),
+    "FedHydra (probabilities)": ("fedhydra", {**SERVER, "outputs": "probabilities"}),
+    "FedHydra (AE)": ("fedhydra", {**SERVER, "aggregation": "average"}),
 }
-PAPER_STEPS: dict[str, Any] = {"server_epochs": 200, "generator_steps": 30, "generator_lr": 0.001}
+PAPER_STEPS: dict[str, Any] = {"server_epochs": 200, "generator_lr": 0.001}
+STRATA: dict[str, dict[str, Any]] = {
+    "30 steps, batch 32, rate 0.01": {},
+    "30 steps, batch 32, rate 0.001": {"stratification_lr": 0.001},
+    "15 steps, batch 8, rate 0.001": {
+        "stratification_steps": 15,
+        "stratification_batch": 8,
+        "stratification_lr": 0.001,
+    },
+}
 PARTITIONS: dict[str, dict[str, Any]] = {
     "Dir(0.5)": {"kind": "dirichlet", "alpha": 0.5},
     "Dir(0.1)": {"kind": "dirichlet", "alpha": 0.1},
@@ -62,68 +97,168 @@ PROXY = {"mnist": "fashion-mnist", "fashion-mnist": "mnist"}
 def settings_for(
     dataset: str, where: str, seed: int, device: str, method: str, values: dict[str, Any]
 ) -> RunSettings:
+    clients = "lenet5,cnn1,cnn2,resnet8,convnet" if where == "heterogeneous" else ""
     return resolve(
         {
             "run": {"method": method, "rounds": 1, "seed": seed, "device": device},
             "data": {"dataset": dataset},
             "partition": {**PARTITIONS[where], "clients": 5, "subset": 0.05},
-            "model": {
-                "width": 8,
-                "norm": "batch",
-                "clients": "lenet5,cnn1,cnn2,resnet8,convnet" if where == "heterogeneous" else "",
-            },
+            "model": {"width": 8, "norm": "batch", "clients": clients},
             "method": {**LOCAL, **values},
         }
     )
 
 
-def one_row(
-    dataset: str,
-    where: str,
-    seed: int,
-    device: str,
-    quick: bool,
-    names: list[str],
-    steps: dict[str, Any],
-) -> dict[str, Any]:
-    """Accuracies of FedAvg and the named methods on the same client models."""
-    train, test = load_dataset(dataset)
-    few = {"local_epochs": 1} if quick else {}
-    start = time.perf_counter()
-    clients = simulate(
-        settings_for(
-            dataset, where, seed, device, "dense", {"server_epochs": 0, "start": "average", **few}
-        ),
-        data=(train, test),
-    )
-    found: dict[str, Any] = {"clients": time.perf_counter() - start}
-    context = public_context(clients.settings, train.spec, next(clients.model.parameters()).device)
-    context = replace(context, participants=tuple(range(5)))
-    proxy, _ = load_dataset(PROXY[dataset])
-    context = replace(context, proxy=ProxyImages(proxy.to(context.device), train.spec))
-    test = test.to(context.device)
-    if where != "heterogeneous":
-        found["FedAvg"] = clients.accuracy  # a student that was not trained is the average
-    uploads = [u for u in clients.uploads.values() if isinstance(u, ModelParameters)]
-    initial = {
-        name: value.to(context.device) for name, value in context.architecture.state_dict().items()
-    }
-    for name in names:
+class Row:
+    """One data set, partition and seed: the trained clients, and what each method makes of them."""
+
+    def __init__(self, dataset: str, where: str, seed: int, options: argparse.Namespace) -> None:
+        self._where = dataset, where, seed, options.device
+        self._quick: bool = options.quick
+        self._steps = PAPER_STEPS if options.paper_steps else {}
+        self._trained: tuple[RoundContext, list[ModelParameters], ImageData] | None = None
+
+    def settings(self, name: str) -> RunSettings:
+        """Of a method's run, or of the clients' alone: DENSE without an epoch on the server."""
+        few: dict[str, Any] = {"local_epochs": 1} if self._quick else {}
+        if name == "clients":
+            none = {"server_epochs": 0, "start": "average"}
+            return settings_for(*self._where, "dense", {**none, **few})
         method, values = METHODS[name]
-        if method == "feddf":
-            few = {"server_steps": 2}
-        else:
-            few, values = {"server_epochs": 1}, {**values, **steps}
-        begun = time.perf_counter()
-        distils = settings_for(
-            dataset, where, seed, device, method, {**values, **(few if quick else {})}
-        ).method
-        if not isinstance(distils, DistilsEnsemble):
-            raise TypeError(f"{method} does not distil")
-        state = distils.server_step(ServerState(initial), uploads, context)
-        found[name] = accuracy(context.load(state.parameters), test)
-        found.setdefault("seconds", {})[name] = round(time.perf_counter() - begun, 1)
-    return found
+        if method != "feddf":
+            values = {**values, **self._steps}
+        if self._quick and method == "feddf":
+            few["server_steps"] = 1
+        elif self._quick:
+            few.update({"server_epochs": 1, "generator_steps": 2})
+            few.update({"stratification_steps": 2} if method == "fedhydra" else {})
+        return settings_for(*self._where, method, {**values, **few})
+
+    def ready(self) -> tuple[RoundContext, list[ModelParameters], ImageData]:
+        """The context of the server's step, the trained clients, and the test images."""
+        if self._trained is None:
+            self._trained = self._train()
+        return self._trained
+
+    def _train(self) -> tuple[RoundContext, list[ModelParameters], ImageData]:
+        settings = self.settings("clients")
+        train, test = load_dataset(settings.dataset)
+        made = simulate(settings, data=(train, test))
+        device = next(made.model.parameters()).device
+        context = public_context(made.settings, train.spec, device)
+        proxy = ProxyImages(load_dataset(PROXY[settings.dataset])[0].to(device), train.spec)
+        context = replace(context, participants=tuple(range(5)), proxy=proxy)
+        uploads = [u for u in made.uploads.values() if isinstance(u, ModelParameters)]
+        return context, uploads, test.to(device)
+
+    def clients(self) -> dict[str, Any]:
+        """The accuracy of the clients' average, where there is one, and the share of its own examples
+        that each client gives the right class."""
+        context, uploads, test = self.ready()
+        settings = self.settings("clients")
+        train, _ = load_dataset(settings.dataset)
+        classes, origins = train.spec.classes, train.origins()
+        parts = partition(train.labels.numpy(), settings.resolved_partition, classes, *origins)
+        own = [train.subset(torch.as_tensor(part)).to(context.device) for part in parts]
+        fit = [accuracy(model, mine) for model, mine in zip(self.models(), own, strict=True)]
+        alike = context.client_architectures is None
+        common = accuracy(context.load(average(uploads)), test) if alike else None
+        return {"accuracy": common, "fit": fit}
+
+    def models(self) -> list[nn.Module]:
+        """The trained clients, frozen, in evaluation mode."""
+        context, uploads, _ = self.ready()
+        each = [context.load(u.parameters, client) for client, u in enumerate(uploads)]
+        return [model.requires_grad_(False).eval() for model in each]
+
+    def distilled(self, name: str) -> dict[str, Any]:
+        """A method's accuracy, and what its generated images are."""
+        context, uploads, test = self.ready()
+        method = self.settings(name).method
+        if not isinstance(method, DistilsEnsemble):
+            raise TypeError(f"{name} does not distil")
+        device = context.device
+        start = {k: v.to(device) for k, v in context.architecture.state_dict().items()}
+        state = method.server_step(ServerState(start), uploads, context)
+        row: dict[str, Any] = {"accuracy": accuracy(context.load(state.parameters), test)}
+        facts = method.facts(state, context)
+        if GENERATOR in facts:
+            row[GENERATOR] = facts[GENERATOR]
+        if isinstance(method, FedHydra):
+            weights = method.aggregate(state.kept["stratification"])
+            row["real_share"] = real_share(self.models(), weights, test)
+        return row
+
+    def strata(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """For each stratification: the share of real images with P of each reading."""
+        context, _, test = self.ready()
+        models = self.models()
+        for name, values in STRATA.items():
+            shares = {}
+            measured = None
+            for reading in ("FedHydra (raw Ū_c)", "FedHydra", "FedHydra (Ū_r alone)"):
+                method = replace(self.settings(reading).method, **values)  # type: ignore[arg-type]
+                if not isinstance(method, FedHydra):
+                    raise TypeError(f"{reading} does not stratify")
+                if measured is None:  # U does not depend on the reading
+                    measured = method.stratify(models, context)
+                shares[reading] = real_share(models, method.aggregate(measured), test)
+            yield name, shares
+
+
+@torch.no_grad()
+def real_share(models: list[nn.Module], aggregate: Aggregate, test: ImageData) -> float:
+    """Share of real images that P, asked for their class, gives that class."""
+    right = 0
+    for images, labels in zip(test.images.split(1000), test.labels.split(1000), strict=True):
+        x = normalise(images, test.spec)
+        said = aggregate(torch.stack([model(x) for model in models]), labels)
+        right += int((said.argmax(dim=1) == labels).sum())
+    return right / len(test)
+
+
+def make(row: Row, title: str, names: list[str], lines: Lines, options: argparse.Namespace) -> None:
+    """All lines of a row that are not there yet."""
+    suffix = " 200×30" if options.paper_steps else ""
+    if options.strata:
+        named = {name: f"{title.replace(' seed', f', {name}, seed')}" for name in STRATA}
+        if any(lines.wanted(f"P: {key}") for key in named.values()):
+            for name, shares in row.strata():
+                lines.add(f"P: {named[name]}", shares, 0.0)
+        return
+    for name in ("clients", *names):
+        key = title.replace(" seed", f", {name}{'' if name == 'clients' else suffix}, seed")
+        key = f"{key} {fingerprint(row.settings(name))}"
+        if lines.wanted(key):
+            started = time.process_time()
+            row.ready()
+            if name != "clients":  # which are not what is timed then
+                started = time.process_time()
+            found = row.clients() if name == "clients" else row.distilled(name)
+            lines.add(key, found, time.process_time() - started)
+
+
+class Lines:
+    """The results file: one line for each finished piece of work."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self._path = RESULTS / f"one_shot_table{'_quick' if options.quick else ''}.jsonl"
+        self._only: str = options.only
+        self._end = time.monotonic() + options.time_budget
+        self._machine = machine()
+        text = self._path.read_text() if self._path.exists() else ""
+        self._keys = {json.loads(line)["key"] for line in text.splitlines()}
+
+    def wanted(self, key: str) -> bool:
+        """Whether this call is to make the line."""
+        return key not in self._keys and self._only in key and time.monotonic() < self._end
+
+    def add(self, key: str, found: dict[str, Any], seconds: float) -> None:
+        row = {"key": key, **found, "seconds": round(seconds, 1), **self._machine}
+        with self._path.open("a") as file:
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+        self._keys.add(key)
+        print(json.dumps(row, ensure_ascii=False), file=sys.stderr, flush=True)
 
 
 def main() -> None:
@@ -131,51 +266,24 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--quick", action="store_true", help="few steps, to see that it runs")
-    parser.add_argument("--json", action="store_true", help="print the table as JSON")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--datasets", nargs="+", default=["fashion-mnist", "mnist"])
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS)
     parser.add_argument("--only", default="", help="make only the rows whose name contains this")
-    parser.add_argument(
-        "--paper-steps", action="store_true", help="200 epochs of 30 generator steps"
-    )
+    parser.add_argument("--paper-steps", action="store_true", help="200 epochs at rate 0.001")
+    parser.add_argument("--strata", action="store_true", help="shares of real images alone")
     parser.add_argument("--partitions", nargs="+", choices=PARTITIONS, default=list(PARTITIONS))
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
+    parser.add_argument("--time-budget", type=float, default=math.inf, help="seconds")
     options = parser.parse_args()
+    torch.set_num_threads(1)
     keep_large_allocations()
-    path = RESULTS / f"one_shot_table{'_quick' if options.quick else ''}.jsonl"
-    made: dict[str, dict[str, Any]] = {}
-    for row in map(json.loads, path.read_text().splitlines() if path.exists() else []):
-        made[row["key"]] = {
-            **made.get(row["key"], {}),
-            **row,
-        }  # a later line of a row has methods that came later
-    steps, suffix = (PAPER_STEPS, " 200×30") if options.paper_steps else ({}, "")
-    table: dict[str, Any] = {}
-    for dataset in options.datasets:
+    lines = Lines(options)
+    for seed in options.seeds:  # one seed of everything before the next
         for where in options.partitions:
-            for seed in options.seeds:
-                key = f"{dataset} {where} seed={seed}{suffix}"
-                names = [name for name in options.methods if name not in made.get(key, {})]
-                if names and options.only in key:
-                    found = one_row(
-                        dataset, where, seed, options.device, options.quick, names, steps
-                    )
-                    row = {"key": key, **found, **machine()}
-                    made[key] = {**made.get(key, {}), **row}
-                    with path.open("a") as file:
-                        file.write(json.dumps(row) + "\n")
-                    print(json.dumps(row), file=sys.stderr, flush=True)
-            rows = [made.get(f"{dataset} {where} seed={seed}{suffix}") for seed in options.seeds]
-            for name in ("FedAvg", *options.methods):
-                values = [100 * row[name] for row in rows if row is not None and name in row]
-                if len(values) == len(rows):
-                    table[f"{dataset}, {where}, {name}"] = summarise(values)
-    if options.json:
-        print(json.dumps(table, indent=2))
-        return
-    for name, row in table.items():
-        print(f"{name:45} {row['mean']:6.2f} ± {row['sd']:.2f}   {row['values']}")
+            for dataset in options.datasets:
+                row = Row(dataset, where, seed, options)
+                make(row, f"{dataset}, {where} seed={seed}", options.methods, lines, options)
 
 
 if __name__ == "__main__":

@@ -90,8 +90,8 @@ Partition = Annotated[
     str | None,
     _data(
         "--partition",
-        help="iid, dirichlet, dirichlet-plain, classes, missing, dominant, quantity, domain or natural (as the data come); more by "
-        "--set partition.missing_classes=, dominant_classes=, dominant_share=.",
+        help="iid, dirichlet, dirichlet-plain, dirichlet-dominant, classes, missing, dominant, quantity, "
+        "domain or natural (as the data come); more by --set partition.missing_classes=, dominant_classes=, dominant_share=.",
     ),
 ]
 Clients = Annotated[int | None, _data(help="Number of clients.")]

@@ -13,6 +13,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from fedsynth.evaluation.generated import GENERATOR, in_words
 from fedsynth.federation.observer import Observer
 from fedsynth.federation.settings import RunSettings
 from fedsynth.federation.simulation import RunResult
@@ -30,16 +31,11 @@ def accuracies(row: Mapping[str, Any], personal: bool) -> list[tuple[str, str]]:
     """What a round's row, or a run's summary, says of accuracy, as names and values.
 
     Args:
-        personal: clients have models of their own, which their own test splits test; the common model is then not what counts, and comes last.
+        personal: clients have models of their own: their own test splits' figures come first.
     """
     found = []
     if row.get("test_accuracy") is not None:
-        found.append(
-            (
-                "common model's test accuracy" if personal else "test accuracy",
-                f"{100 * row['test_accuracy']:.2f} %",
-            )
-        )
+        found.append(("test accuracy", f"{100 * row['test_accuracy']:.2f} %"))
     for name, one in row.get("models", {}).items():
         if "test_accuracy" in one:
             found.append((name.upper(), f"{100 * one['test_accuracy']:.2f} %"))
@@ -68,6 +64,8 @@ def round_line(row: Mapping[str, Any], settings: RunSettings) -> str:
     ]
     if "epsilon" in row:
         parts.append(f"ε {up(row['epsilon'], 3)}")
+    if GENERATOR in row:
+        parts.append(f"generated: {in_words(row[GENERATOR])}")
     parts.append(f"uploads {row['upload_bytes'] / 1e6:.2f} MB")
     if settings.privacy is None:
         parts.append(f"{row['seconds']:.1f} s")
@@ -153,6 +151,8 @@ def print_summary(result: RunResult) -> None:
         table.add_row(name, value)
     if "test_data" in summary:
         table.add_row("test data", NO_ACCURACY[summary["test_data"]])
+    if GENERATOR in summary:
+        table.add_row("generated", in_words(summary[GENERATOR]))
     table.add_row("rounds", str(summary["rounds"]))
     table.add_row(
         "uploaded",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -28,6 +29,9 @@ def runs(
     as_json: Annotated[bool, typer.Option("--json", help="Print the rows as JSON.")] = False,
 ) -> None:
     """Finished runs beside each other: in what their settings differ, and what came out.
+
+    Of methods with a generator also what the teacher (or ensemble) says of its images in the last round:
+    the share that it gives the class asked for, and the entropy of the classes that it gives, over log C.
 
     Example: `for mu in 0.01 0.1 1; do fedsynth train --method fedprox --set mu=$mu; done; fedsynth runs`.
     """
@@ -79,6 +83,7 @@ def compared(folders: list[Path]) -> list[dict[str, Any]]:
                 "rounds": summary.get("rounds"),
                 "test_accuracy": summary.get("test_accuracy"),
                 **({"amp": local["amp"], "wlp": local["wlp"]} if local else {}),
+                **({"generator": summary["generator"]} if "generator" in summary else {}),
                 **({"epsilon": private.get("epsilon")} if private else {}),
                 "upload_bytes": summary.get("upload_bytes"),
                 "seconds": summary.get("seconds"),
@@ -108,41 +113,46 @@ def _settings(folder: Path) -> dict[str, Any]:
 
 
 def _print(rows: list[dict[str, Any]]) -> None:
-    """Aligned columns, as wide as they are: nothing is cut."""
+    """Aligned columns, as wide as they are: nothing is cut. A column that no run has something in is left out."""
     from fedsynth.privacy.report_text import up
 
-    percent = {"test_accuracy": "accuracy", "amp": "AMP", "wlp": "WLP"}
-    shown = [key for key in percent if any(row.get(key) is not None for row in rows)]
-    private = any("epsilon" in row for row in rows)
-    table = [
-        [
-            "method",
-            *(percent[key] for key in shown),
-            *(["ε"] if private else []),
-            "MB up",
-            "s",
-            "run",
+    columns: list[tuple[str, Callable[[dict[str, Any]], str | None]]] = [
+        ("method", lambda row: str(row["method"])),
+        ("accuracy", lambda row: _percent(row.get("test_accuracy"))),
+        ("AMP", lambda row: _percent(row.get("amp"))),
+        ("WLP", lambda row: _percent(row.get("wlp"))),
+        ("as asked", lambda row: _percent(_generated(row, "agreement"))),
+        ("class entropy", lambda row: _fraction(_generated(row, "class_entropy_share"))),
+        ("ε", lambda row: None if row.get("epsilon") is None else up(row["epsilon"])),
+        ("MB up", lambda row: f"{(row['upload_bytes'] or 0) / 1e6:.2f}"),
+        ("s", lambda row: None if row["seconds"] is None else f"{row['seconds']:.1f}"),
+        ("run", lambda row: str(row["run"])),
+        (
             "settings that differ",
-        ]
+            lambda row: ", ".join(f"{key}={value}" for key, value in row["settings"].items()),
+        ),
     ]
-    for row in rows:
-        values = ["–" if row.get(key) is None else f"{100 * row[key]:.2f} %" for key in shown]
-        spent = ["–" if row.get("epsilon") is None else up(row["epsilon"])] if private else []
-        seconds = "–" if row["seconds"] is None else f"{row['seconds']:.1f}"
-        differ = ", ".join(f"{key}={value}" for key, value in row["settings"].items())
-        table.append(
-            [
-                str(row["method"]),
-                *values,
-                *spent,
-                f"{(row['upload_bytes'] or 0) / 1e6:.2f}",
-                seconds,
-                row["run"],
-                differ,
-            ]
-        )
-    widths = [max(len(line[column]) for line in table) for column in range(len(table[0]))]
-    for line in table:
+    table = []
+    for name, value in columns:
+        cells = [value(row) for row in rows]
+        if any(cell is not None for cell in cells):
+            table.append([name, *("–" if cell is None else cell for cell in cells)])
+    widths = [max(map(len, column)) for column in table]
+    for line in zip(*table, strict=True):
         print(
             "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
         )
+
+
+def _generated(row: dict[str, Any], name: str) -> float | None:
+    """A fact of a run's last generated images, of methods with a generator."""
+    facts: dict[str, float] = row.get("generator", {})
+    return facts.get(name)
+
+
+def _percent(value: float | None) -> str | None:
+    return None if value is None else f"{100 * value:.2f} %"
+
+
+def _fraction(value: float | None) -> str | None:
+    return None if value is None else f"{value:.2f}"

@@ -230,6 +230,15 @@ class Method:
         """What else a round's row of metrics says, by name: public values, or with differential privacy off any."""
         return {}
 
+    def client_facts(self, memories: Sequence[Memory], context: RoundContext) -> Mapping[str, Any]:
+        """What a round's row says of what its clients now keep, by name: a simulation reads their memories.
+
+        In a real federation these memories stay where they are, and no message carries the facts. With
+        differential privacy on only values may be read that were computed from the server's messages and
+        public noise (post-processing), for the row belongs to the run folder, which may be shown.
+        """
+        return {}
+
     def variants(self, state: ServerState) -> Mapping[str, Mapping[str, torch.Tensor]]:
         """Other models of the same training, by name, to be evaluated beside it."""
         return {}

@@ -1,4 +1,5 @@
-"""Who has which classes, and how many examples of each: the count matrices of the partitions `classes`, `missing` and `dominant`."""
+"""Who has which classes, and how many examples of each: the count matrices of the partitions `classes`, `missing`, `dominant` and
+`dirichlet-dominant`."""
 
 from __future__ import annotations
 
@@ -80,6 +81,49 @@ def dominant_classes(sizes: IntArray, clients: int, each: int, share: float, rng
     counts = np.zeros((clients, len(sizes)), dtype=np.int64)
     counts[:, present] = _rounded(wanted + rest, totals)
     return counts
+
+
+def dominated_dirichlet(sizes: IntArray, clients: int, alpha: float, rng: Rng) -> IntArray:
+    """Counts [K, C] of FedKF's public code: Dirichlet shares of each class, its largest for a client of its own.
+
+    For each class p ~ Dir(α·1) over the clients. Its largest share goes to a client that no earlier class has
+    as its largest holder; once every client is one, all may be again. So with K ≤ C every client dominates a
+    class, or several, where plain Dirichlet leaves some with next to nothing. With K > C clients come in
+    groups of C (the last has the rest), each with its share of every class, and that rule holds in a group.
+    A client gets ⌊p·n_c⌋ examples, and one client, drawn, the few that rounding leaves.
+
+    The public code draws p again until its largest entry is where it may be. As the entries are exchangeable,
+    one draw, whose largest entry changes places with that of a client drawn from those allowed, has the same
+    distribution.
+    """
+    present = np.flatnonzero(sizes)
+    full, rest = divmod(clients, len(present))
+    groups = [len(present)] * full + ([rest] if rest else [])
+    counts = np.zeros((clients, len(sizes)), dtype=np.int64)
+    shares = np.array(groups) / clients
+    of_group = {label: _floored(shares, int(sizes[label]), rng) for label in present.tolist()}
+    first = 0
+    for number, members in enumerate(groups):
+        free = np.ones(members, dtype=bool)
+        for label in present.tolist():
+            p = rng.dirichlet(np.full(members, alpha))
+            largest = int(p.argmax())
+            chosen = int(rng.choice(np.flatnonzero(free)))
+            p[[largest, chosen]] = p[[chosen, largest]]
+            free[chosen] = False
+            if not free.any():
+                free[:] = True
+            mine = slice(first, first + members)
+            counts[mine, label] = _floored(p, int(of_group[label][number]), rng)
+        first += members
+    return counts
+
+
+def _floored(shares: Floats, total: int, rng: Rng) -> IntArray:
+    """⌊share·total⌋ of each; one that is drawn gets what is left."""
+    numbers: IntArray = np.floor(shares * total).astype(np.int64)
+    numbers[rng.integers(len(numbers))] += total - numbers.sum()
+    return numbers
 
 
 def _even(total: int, pieces: int) -> IntArray:

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from fedsynth.core.random import numpy_generator
 from fedsynth.data.fingerprints import record_digests
 from fedsynth.data.images import ImageData
-from fedsynth.data.label_skew import dominant_classes, held_classes
+from fedsynth.data.label_skew import dominant_classes, dominated_dirichlet, held_classes
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.data.users import user_digests
 from fedsynth.errors import DataError, PartitionError, SettingError, unknown_name
@@ -43,6 +43,8 @@ class PartitionSettings:
         kind: the rule.
             `iid`: at random, sizes equal (±1).
             `dirichlet`: Dirichlet shares of each class, with balance mask and redraws; `dirichlet-plain`: with neither.
+            `dirichlet-dominant`: Dirichlet shares of each class, the largest for a client that dominates none yet
+            (FedKF's public code, and so its paper's tables).
             `classes`: c classes per client, each class split evenly among those that have it.
             `missing`: the complement: m classes are missing at each client, every class at about equally many clients.
             `dominant`: clients of one size, a share of it of the client's few dominant classes and the rest of all others.
@@ -51,7 +53,7 @@ class PartitionSettings:
             `natural`: clients come with the data (writers, devices; domains where the data set has no such groups): each is one group. With
             fewer clients than groups, groups are drawn by the seed and the others are left out, as LEAF subsamples writers.
         clients: number of clients K ≥ 1.
-        alpha: concentration of the two Dirichlet kinds and of `quantity`, > 0; small is skewed.
+        alpha: concentration of the three Dirichlet kinds and of `quantity`, > 0; small is skewed.
         classes_per_client: c of `classes`, ≥ 1.
         missing_classes: m of `missing`, ≥ 1.
         dominant_classes: number of a client's dominant classes in `dominant`, ≥ 1.
@@ -113,7 +115,7 @@ def partition(
 ) -> list[IntArray]:
     """Sorted index arrays, one per client; every example is assigned exactly once, but by `natural` with fewer clients than groups.
 
-    With `dirichlet-plain`, and with `dirichlet` and `quantity` at `min_size` 0, a client's array may be empty.
+    With `dirichlet-plain` and `dirichlet-dominant`, and with `dirichlet` and `quantity` at `min_size` 0, a client's array may be empty.
 
     Args:
         labels: integers [N] in [0, classes).
@@ -272,6 +274,15 @@ def _dirichlet_plain(
     return _deal(y, _dirichlet_counts(sizes, settings, rng, masked=False), rng)
 
 
+def _dirichlet_dominant(
+    y: IntArray, settings: PartitionSettings, classes: int, rng: Rng
+) -> list[IntArray]:
+    """Dirichlet shares of each class, each with a largest holder of its own (`dominated_dirichlet`)."""
+    sizes = np.bincount(y, minlength=classes)
+    alpha = min(settings.alpha, _ALPHA_CAP)
+    return _deal(y, dominated_dirichlet(sizes, settings.clients, alpha, rng), rng)
+
+
 def _dirichlet_counts(
     sizes: npt.NDArray[np.integer], settings: PartitionSettings, rng: Rng, *, masked: bool
 ) -> IntArray:
@@ -417,6 +428,7 @@ _RULES: dict[str, _Rule] = {
     "iid": _iid,
     "dirichlet": _dirichlet,
     "dirichlet-plain": _dirichlet_plain,
+    "dirichlet-dominant": _dirichlet_dominant,
     "classes": _classes,
     "missing": _missing,
     "dominant": _dominant,

@@ -24,6 +24,7 @@ from fedsynth.errors import (
     unknown_name,
 )
 from fedsynth.evaluation.accuracy import accuracy
+from fedsynth.evaluation.generated import GENERATOR, in_words
 from fedsynth.federation.devices import resolve_device
 from fedsynth.methods import method_class
 from fedsynth.methods.dense import DistilsWithoutData
@@ -45,7 +46,20 @@ def distil_models(
         models: trained classifiers, on the student's device. student: an untrained network; not changed.
         context: further fields of `RoundContext`, such as `report` or `note`.
     """
-    round_context = RoundContext(
+    round_context = one_shot_context(models, student, spec, seed, **context)
+    uploads = [ModelParameters(model.state_dict(), 1.0) for model in models]
+    return method.server_step(ServerState(student.state_dict()), uploads, round_context)
+
+
+def one_shot_context(
+    models: Sequence[nn.Module],
+    student: nn.Module,
+    spec: DatasetSpec,
+    seed: int = 0,
+    **context: Any,
+) -> RoundContext:
+    """The only round of a server that has these models; `context` are further fields."""
+    return RoundContext(
         round=1,
         seed=seed,
         device=next(student.parameters()).device,
@@ -56,8 +70,6 @@ def distil_models(
         client_architectures=tuple(models),
         **context,
     )
-    uploads = [ModelParameters(model.state_dict(), 1.0) for model in models]
-    return method.server_step(ServerState(student.state_dict()), uploads, round_context)
 
 
 def distil_files(
@@ -99,6 +111,9 @@ def distil_files(
     notes: list[str] = []
     state = distil_models(models, made, chosen, spec, seed, note=notes.append)
     yield from notes
+    facts = chosen.facts(state, one_shot_context(models, made, spec, seed))
+    if GENERATOR in facts:
+        yield f"generated: {in_words(facts[GENERATOR])}"
     made.load_state_dict(dict(state.parameters))
     if test_root[1]:
         _, test = load_dataset(dataset, test_root[0])

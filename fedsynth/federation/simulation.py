@@ -34,6 +34,7 @@ from fedsynth.data.users import bounded, check_one_client_each
 from fedsynth.errors import DataError, DivergedError
 from fedsynth.evaluation.accuracy import accuracy_by_domain, correct
 from fedsynth.evaluation.fairness import local_metrics
+from fedsynth.evaluation.generated import GENERATOR
 from fedsynth.federation.clients import Clients, OpenLedgers
 from fedsynth.federation.devices import check_compiler, resolve_device
 from fedsynth.federation.observer import Observer
@@ -51,6 +52,9 @@ from fedsynth.privacy.settings import NO_LEDGER
 from fedsynth.synthesizer.sets import SyntheticSet
 
 NO_LATER_EPSILON = "no run on these data can have an ε afterwards"
+COMMON = "common_model_accuracy"
+"""What the test accuracy of a method is called whose clients end with models of their own."""
+
 Step = Callable[
     [Message, ClientGroup, Sequence[Memory], RoundContext], list[tuple[Message, Memory]]
 ]
@@ -62,8 +66,10 @@ class RunResult:
 
     Attributes:
         accuracy: of the global model on the test set, in [0, 1]; None without a test set, or
-            without any round. On a private test set it is an exact function of private data: here
-            for whoever runs the simulation, and in no file outside `simulation_only`.
+            without any round; no result of a method whose clients have models of their own (FedBN,
+            SOLO): theirs is AMP, in the last row's `local`. On a private test set it is an exact
+            function of private data: here for whoever runs the simulation, and in no file outside
+            `simulation_only`.
         metrics: a row for each round. uploads: the last round's, by client.
         privacy: the privacy report, None without differential privacy. folder: None if nothing was written.
         artefacts: matrices [classes, clients] that the server measured, such as FedHydra's stratification.
@@ -435,7 +441,12 @@ class _Simulation:
 
     def _record(self, context: RoundContext, started: float) -> None:
         number = context.round
-        row: dict[str, Any] = {"round": number, **self.method.facts(self.state, context)}
+        kept = [self.memories[client] for client in self.uploads]
+        row: dict[str, Any] = {
+            "round": number,
+            **self.method.facts(self.state, context),
+            **self.method.client_facts(kept, context),
+        }
         if number % self.settings.evaluate_every == 0 or number == self.settings.rounds:
             row.update(self._evaluate())
         if self.private is not None and self.private.guaranteed:
@@ -471,7 +482,7 @@ class _Simulation:
         model = self.context.load(parameters)
         row: dict[str, Any] = {}
         if self.test is not None:
-            measured = _measured(correct(model, self.test), self.test)
+            measured = self._measured(correct(model, self.test), self.test)
             row = {PRIVATE_TEST: measured} if self._hides_the_test else measured
         if sum(map(len, self.tests)):
             own = (
@@ -487,14 +498,31 @@ class _Simulation:
             )
         return row
 
+    def _measured(self, right: Tensor, test: ImageData) -> dict[str, Any]:
+        """Accuracy on the test set; where it has domains also each one's, and their plain average,
+        as papers on feature skew report.
+
+        Where clients have models of their own, the common one is no result, and its accuracy has
+        another name."""
+        row: dict[str, Any] = {self._accuracy_name: int(right.sum()) / len(right)}
+        domains = {} if self.method.personal else accuracy_by_domain(right, test)
+        if domains:
+            row["domain_accuracy"] = domains
+            row["domain_average"] = sum(domains.values()) / len(domains)
+        return row
+
+    @property
+    def _accuracy_name(self) -> str:
+        return COMMON if self.method.personal else "test_accuracy"
+
     def _final_accuracy(self) -> float | None:
         """The last round's accuracy, measured now if it was not; None if it cannot be."""
         if not self.metrics or self.test is None:
             return None
         last = self.metrics[-1]
-        if not {"test_accuracy", PRIVATE_TEST} & last.keys():
+        if not {self._accuracy_name, PRIVATE_TEST} & last.keys():
             last = self._evaluate()
-        return float(last.get(PRIVATE_TEST, last)["test_accuracy"])
+        return float(last.get(PRIVATE_TEST, last)[self._accuracy_name])
 
     def _finish(self) -> RunResult:
         final = self._final_accuracy()
@@ -545,7 +573,8 @@ class _Simulation:
             "settings": {f.name: getattr(self.method, f.name) for f in fields(self.method)},
             "dataset": self.context.spec.name,
             "rounds": len(self.metrics),
-            "test_accuracy": None if self._hides_the_test else final,
+            "test_accuracy": None if self._hides_the_test or self.method.personal else final,
+            **({COMMON: final} if self.method.personal and not self._hides_the_test else {}),
             "upload_bytes": sum(row["upload_bytes"] for row in self.metrics),
             "upload_floats_per_round": self.metrics[-1]["upload_floats"] if self.metrics else 0,
             "device": str(self.context.device),
@@ -564,24 +593,14 @@ class _Simulation:
                 for name, one in last["models"].items()
                 if "test_accuracy" in one
             }
+        generators = [row[GENERATOR] for row in self.metrics if GENERATOR in row]
+        if generators:
+            summary[GENERATOR] = generators[-1]
         if LOCAL in last and self.private is None:
             summary[LOCAL] = {name: last[LOCAL][name] for name in ("amp", "fm", "wlp")}
         if self.private is not None:
             summary["differential_privacy"] = self.private.summary()
         return summary
-
-
-def _measured(right: Tensor, test: ImageData) -> dict[str, Any]:
-    """Accuracy on the test set.
-
-    Where it has domains also each one's, and their plain average, as papers on feature skew report.
-    """
-    row: dict[str, Any] = {"test_accuracy": int(right.sum()) / len(right)}
-    domains = accuracy_by_domain(right, test)
-    if domains:
-        row["domain_accuracy"] = domains
-        row["domain_average"] = sum(domains.values()) / len(domains)
-    return row
 
 
 def _check_finite(tensors: Mapping[str, Tensor], whose: str, number: int) -> None:

@@ -11,6 +11,7 @@ from fedsynth.core.messages import ModelParameters
 from fedsynth.core.method import RoundContext, ServerState
 
 SLOT = "cache."
+SEEN = "cached clients"
 
 
 def average(uploads: Sequence[ModelParameters], *, even: bool = False) -> dict[str, Tensor]:
@@ -44,27 +45,44 @@ def trainable(context: RoundContext) -> list[str]:
 def cached(
     state: ServerState, uploads: Sequence[ModelParameters], context: RoundContext
 ) -> dict[str, Tensor]:
-    """The server's cache after a round, to be kept: one slot a client, [K, …] for each parameter; a client never active yet holds w⁰."""
+    """The server's cache after a round, to be kept: one slot a client, [K, …] for each parameter, and which
+    clients have sent a model [K].
+
+    The slot of a client that has sent none holds w⁰ (FedKF, Algorithm 1, line 2).
+    """
     cache = {name: value for name, value in state.kept.items() if name.startswith(SLOT)}
+    device = next(iter(state.parameters.values())).device
+    seen = state.kept.get(SEEN, torch.zeros(context.clients, dtype=torch.bool, device=device))
     if not cache:
         cache = {
             SLOT + name: value[None].repeat(context.clients, *[1] * value.dim())
             for name, value in state.parameters.items()
         }
     active = context.participants or range(context.clients)
-    fresh = {name: slots.clone() for name, slots in cache.items()}
+    fresh = {name: slots.clone() for name, slots in {**cache, SEEN: seen}.items()}
     for client, upload in zip(active, uploads, strict=True):
         if upload.weight == 0:  # dropped, or without an example: it has trained nothing that counts
             continue
+        fresh[SEEN][client] = True
         for name, value in upload.parameters.items():
             fresh[SLOT + name][client] = value
     return fresh
 
 
-def overall_average(kept: Mapping[str, Tensor], context: RoundContext) -> dict[str, Tensor]:
-    """OCA: the average of all slots, weighted by n_k; with differential privacy, where n_k is private, every client counts alike."""
+def overall_average(
+    kept: Mapping[str, Tensor], context: RoundContext, *, everybody: bool = False
+) -> dict[str, Tensor]:
+    """OCA: the average of the slots of all clients that have sent a model so far, weighted by n_k.
+
+    Args:
+        kept: what `cached` gave; somebody has sent a model. everybody: all K slots count, also those that hold
+            w⁰ (FedKF, Algorithm 1, line 10). The official code averages those that it has seen.
+
+    With differential privacy, where n_k is private, clients count alike; who has taken part is public.
+    """
     sizes = torch.tensor(context.sizes or [1] * context.clients, dtype=torch.float64)
-    weights = sizes / sizes.sum().clamp_min(1)
+    counted = sizes if everybody else sizes * kept[SEEN].to(sizes)
+    weights = counted / counted.sum().clamp_min(1)
     return {
         name.removeprefix(SLOT): torch.tensordot(
             weights.to(slots.device), slots.double(), dims=1

@@ -1,21 +1,25 @@
 """DENSE: one-shot federated learning by distillation without data (Zhang et al. 2022, arXiv 2112.12371).
 
-Server: a generator makes images on which the average of the clients' logits answers the labels that were asked for, looks to their batch
-norms like data, and disagrees with the student; the student learns that average on all images made so far.
+Server: a generator makes images on which the average of the clients' logits answers the labels that were
+asked for, looks to their batch norms like data, and disagrees with the student; the student learns that
+average on all images made so far.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from torch import nn
+from torch import Tensor, nn
 
 from fedsynth.core.method import RoundContext, ServerState
+from fedsynth.evaluation.generated import GENERATOR, average, describe
 from fedsynth.methods.one_shot import DistilsEnsemble
 from fedsynth.synthesizer.ensembles import Aggregate, average_of_logits
 from fedsynth.synthesizer.one_shot import OneShotDistillation
+
+TALLIES = "generated.tallies"
 
 
 @dataclass(frozen=True)
@@ -23,25 +27,32 @@ class DistilsWithoutData(DistilsEnsemble):
     """Settings of the server's distillation.
 
     Args:
-        server_epochs, generator_steps, generator_lr, generator_batch, latent, generator_width, conditional, bn_weight, ad_weight,
-            only_disagreement, hard_weight, server_lr, server_momentum, replay: see `OneShotDistillation` (λ1 is bn_weight, λ2 ad_weight,
-            β hard_weight).
+        server_epochs, generator_steps, generator_lr, generator_beta1, generator_batch, latent,
+            generator_width, conditional, generator_reset, learn_noise, bn_weight, ad_weight,
+            only_disagreement, student_images, replay, flips, crop, hard_weight, server_lr,
+            server_momentum: see `OneShotDistillation` (λ1 is bn_weight, λ2 ad_weight, β hard_weight).
     """
 
     server_epochs: int = 200
     generator_steps: int = 30
     generator_lr: float = 1e-3
+    generator_beta1: float = 0.9
     generator_batch: int = 128
     latent: int = 100
     generator_width: int = 64
     conditional: bool = False
+    generator_reset: bool = False
+    learn_noise: bool = False
     bn_weight: float = 1.0
     ad_weight: float = 0.5
     only_disagreement: bool = False
+    student_images: str = "all"
+    replay: bool = False
+    flips: bool = False
+    crop: float = 0.0
     hard_weight: float = 1.0
     server_lr: float = 0.01
     server_momentum: float = 0.9
-    replay: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -53,17 +64,23 @@ class DistilsWithoutData(DistilsEnsemble):
             epochs=self.server_epochs,
             generator_steps=self.generator_steps,
             generator_lr=self.generator_lr,
+            generator_beta1=self.generator_beta1,
             batch=self.generator_batch,
             latent=self.latent,
             width=self.generator_width,
             conditional=self.conditional,
+            reset=self.generator_reset,
+            learn_noise=self.learn_noise,
             bn_weight=self.bn_weight,
             ad_weight=self.ad_weight,
             only_disagreement=self.only_disagreement,
+            images=self.student_images,
+            replay=self.replay,
+            flips=self.flips,
+            crop=self.crop,
             hard_weight=self.hard_weight,
             learning_rate=self.server_lr,
             momentum=self.server_momentum,
-            replay=self.replay,
         )
 
     def fit_student(
@@ -72,8 +89,9 @@ class DistilsWithoutData(DistilsEnsemble):
         student: nn.Module,
         aggregate: Aggregate,
         context: RoundContext,
-    ) -> None:
-        notes = self.distillation().fit(
+    ) -> dict[str, Tensor]:
+        """Trains the student; what the round's facts are made of, to be kept in the state."""
+        done = self.distillation().fit(
             models,
             student,
             aggregate,
@@ -82,14 +100,29 @@ class DistilsWithoutData(DistilsEnsemble):
             context.round,
             lambda done, total: context.report("distillation", done, total),
         )
-        for note in notes:
+        for note in done.notes:
             context.note(note)
+        return {TALLIES: done.tallies}
+
+    def facts(self, state: ServerState, context: RoundContext) -> Mapping[str, Any]:
+        """Under `GENERATOR`, see `generated_facts`: post-processing of uploads."""
+        found = generated_facts(state)
+        return {**super().facts(state, context), **({GENERATOR: found} if found else {})}
+
+
+def generated_facts(state: ServerState) -> dict[str, float]:
+    """How far the ensemble gives the student's images the class that was asked for, and of how many
+    classes an epoch's images are (`evaluation.generated`): means over the round's epochs; empty where
+    no image was made."""
+    return average([describe(epoch) for epoch in state.kept.get(TALLIES, ())])
 
 
 @dataclass(frozen=True)
 class Dense(DistilsWithoutData):
-    """Settings: `DistilsWithoutData`, as DENSE has them: no cross-entropy on hard labels, adversarial only where student and ensemble disagree,
-    the student passes over all images so far in each epoch (its public code; the paper does not say)."""
+    """Settings: `DistilsWithoutData`, as DENSE has them: no cross-entropy on hard labels, adversarial only
+    where student and ensemble disagree. What the paper does not say is as in its public code: each epoch
+    has a fresh generator, whose noise is learned, too, by Adam with β₁ = 0.5, on randomly mirrored and
+    shifted images; the batch with the lowest loss is kept, and the student passes over all kept so far."""
 
     name: ClassVar[str] = "dense"
     summary: ClassVar[str] = (
@@ -97,9 +130,15 @@ class Dense(DistilsWithoutData):
     )
     reference: ClassVar[str] = "Zhang et al. 2022, DENSE, arXiv 2112.12371"
 
+    generator_beta1: float = 0.5
+    generator_reset: bool = True
+    learn_noise: bool = True
     only_disagreement: bool = True
-    hard_weight: float = 0.0
+    student_images: str = "best"
     replay: bool = True
+    flips: bool = True
+    crop: float = 0.125
+    hard_weight: float = 0.0
 
     def distil(
         self,
@@ -108,5 +147,4 @@ class Dense(DistilsWithoutData):
         state: ServerState,
         context: RoundContext,
     ) -> ServerState:
-        self.fit_student(models, student, average_of_logits, context)
-        return ServerState({})
+        return ServerState({}, self.fit_student(models, student, average_of_logits, context))

@@ -44,6 +44,7 @@ from fedsynth.synthesizer.condensation import client_bytes, condense
 from fedsynth.synthesizer.distributions import MATCHINGS, DistributionMatcher, refuse_private
 from fedsynth.synthesizer.knowledge import (
     DISTANCES,
+    REDUCTIONS,
     KnowledgeMatcher,
     average_over_holders,
     class_means,
@@ -105,8 +106,12 @@ class FedAF(TrainsOnUnion):
         distance: of Eq. 10, see `sliced_wasserstein`; "point" because u and v are one vector per class. directions: of "rows".
         knowledge_from: when V is made: averaged from the "previous-round"'s uploads (App. C counts one upload of S, V and R a round; then
             round 1 has no collaborative term), or in a "first-phase" of the same round, under w_r: one more exchange.
-        server_matching: the t_c of Eq. 13 over the "minibatch"'s images of the class, or over the "union" of all sets, which is literal and
-            costs a pass over S in every step.
+        server_matching: the t_c of Eq. 13 over the "minibatch"'s images of the class, or over the "union" of all
+            sets, which is literal and costs a pass over S in every step, or that in the first step of each
+            "epoch" alone.
+        matching_reduction: "mean" or "sum" of Eq. 15 over classes, see `knowledge_matching`.
+        matching_norm: batch norm in the pass that t_c comes from: by the "batch", as in training, or by the
+            "running" statistics, as in the pass that R came from; it matters for networks with batch norm.
         matching, blur: "mean" is Eq. 4; see FedDM.
         min_examples: a client condenses a class with at least so many examples; the paper names no such rule, so every class that is there.
         start_average: random real images that a start image is the mean of; the paper says "average", and no number.
@@ -147,6 +152,8 @@ class FedAF(TrainsOnUnion):
     blur: float = 0.25
     knowledge_from: str = "previous-round"
     server_matching: str = "minibatch"
+    matching_reduction: str = "mean"
+    matching_norm: str = "batch"
     logit_clip: float = 5.0
     knowledge_noise: float = 5.0
 
@@ -180,7 +187,9 @@ class FedAF(TrainsOnUnion):
         check_choice("batch_norm", self.batch_norm, ("client", "class"))
         check_choice("matching", self.matching, MATCHINGS)
         check_choice("knowledge_from", self.knowledge_from, ("previous-round", "first-phase"))
-        check_choice("server_matching", self.server_matching, ("minibatch", "union"))
+        check_choice("server_matching", self.server_matching, ("minibatch", "union", "epoch"))
+        check_choice("matching_reduction", self.matching_reduction, REDUCTIONS)
+        check_choice("matching_norm", self.matching_norm, ("batch", "running"))
         check_ranges(self, blur=(1e-6, inf))
 
     def client_bytes(self, context: RoundContext) -> int:
@@ -302,25 +311,50 @@ class FedAF(TrainsOnUnion):
             logits, known = average_over_holders([u.logits for u in sets], present)
             soft, _ = average_over_holders([u.soft for u in sets], present)
             kept = _remembered(state, logits, known)
+        model = context.load(state.parameters)
+        self._train_server(model, uploads, soft, known, context)
+        return ServerState(model.state_dict(), kept)
+
+    def _train_server(
+        self,
+        model: nn.Module,
+        uploads: Sequence[Message],
+        soft: Tensor,
+        known: Tensor,
+        context: RoundContext,
+    ) -> None:
+        """Eqs. 13 to 15: trains the global model in place, with R as `soft` for the classes `known`."""
         classes = context.spec.classes
 
-        def matching(logits_NC: Tensor, labels_N: Tensor) -> Tensor:
+        def matched(logits_NC: Tensor, labels_N: Tensor) -> Tensor:
             means, there = class_means(logits_NC, labels_N, classes)
             return self.global_weight * knowledge_matching(
-                means, soft, there & known, self.temperature
+                means, soft, there & known, self.temperature, self.matching_reduction
             )
 
-        def loss(logits_NC: Tensor, labels_N: Tensor) -> Tensor:
-            return nn.functional.cross_entropy(logits_NC, labels_N) + matching(logits_NC, labels_N)
+        def answers(network: nn.Module, images: Tensor) -> Tensor:
+            """The logits that T is made of."""
+            network.train(self.matching_norm == "batch")
+            logits: Tensor = network(images)
+            network.train()
+            return logits
 
-        model = context.load(state.parameters)
+        def on_minibatch(network: nn.Module, images: Tensor, labels_N: Tensor) -> Tensor:
+            logits = network(images)
+            same = logits if self.matching_norm == "batch" else answers(network, images)
+            return nn.functional.cross_entropy(logits, labels_N) + matched(same, labels_N)
+
+        def on_all(network: nn.Module, images: Tensor, labels_N: Tensor) -> Tensor:
+            return matched(answers(network, images), labels_N)
+
+        sgd = self.union_sgd()
         if self.global_weight == 0:
-            train_on_union(model, uploads, self.union_sgd(), context)
+            train_on_union(model, uploads, sgd, context)
         elif self.server_matching == "minibatch":
-            train_on_union(model, uploads, self.union_sgd(), context, loss)
+            train_on_union(model, uploads, sgd, context, on_minibatch)
         else:
-            train_on_union(model, uploads, self.union_sgd(), context, on_all=matching)
-        return ServerState(model.state_dict(), kept)
+            once = self.server_matching == "epoch"
+            train_on_union(model, uploads, sgd, context, on_all=on_all, once_an_epoch=once)
 
     def private_plans(
         self, privacy: PrivacySettings, context: RoundContext

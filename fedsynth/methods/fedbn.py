@@ -1,7 +1,9 @@
 """FedBN: batch-norm layers stay with their clients (Li et al. 2021, arXiv 2102.07623).
 
-Client: trains the global model with its own batch norms, and sends all else. Server: averages what is sent. On clients' own test splits
-each is tested with its own batch norms; the global model, for the common test set, has those that it started with.
+Client: trains the global model with its own batch norms, and sends all else. Server: averages what is
+sent, each client with weight 1/K (Algorithm 1). On clients' own test splits each is tested with its own
+batch norms, and that is the result (AMP); the global model has the batch norms that it started with, and
+its accuracy is none.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from torch import Tensor, nn
 from fedsynth.core.messages import Message, ModelParameters, parameters_of
 from fedsynth.core.method import Memory, RoundContext, ServerState
 from fedsynth.errors import SettingError
+from fedsynth.methods.aggregation import average
 from fedsynth.methods.local import Task, Trained, TrainsLocally
 
 
@@ -30,8 +33,8 @@ def local_names(model: nn.Module) -> set[str]:
 
 @dataclass(frozen=True)
 class FedBN(TrainsLocally):
-    """Settings: see `TrainsLocally`. It is for networks with batch norm (`--norm batch`), and refuses others, for which it would be
-    FedAvg, weighted by n_k."""
+    """Settings: see `TrainsLocally`. It is for networks with batch norm (`--norm batch`), and refuses
+    others, for which it would be FedAvg with equal weights."""
 
     name: ClassVar[str] = "fedbn"
     summary: ClassVar[str] = "FedAvg in which batch-norm layers stay with their clients"
@@ -63,11 +66,11 @@ class FedBN(TrainsLocally):
 
         return Task(finish=finish)
 
-    def server_step(
-        self, state: ServerState, uploads: Sequence[Message], context: RoundContext
+    def combine(
+        self, state: ServerState, uploads: Sequence[ModelParameters], context: RoundContext
     ) -> ServerState:
-        made = super().server_step(state, uploads, context)
-        return ServerState({**state.parameters, **made.parameters}, made.kept)
+        """Every client counts alike, 1/K (Algorithm 1); batch norms stay what they were."""
+        return ServerState({**state.parameters, **average(uploads, even=True)})
 
     def personal_parameters(
         self, parameters: Mapping[str, Tensor], memory: Memory

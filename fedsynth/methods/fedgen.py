@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,7 @@ from fedsynth.core.client import ClientGroup, OpenClients
 from fedsynth.core.messages import Message, ModelParameters, public
 from fedsynth.core.method import Memory, RoundContext, ServerState, check_embedding, check_ranges
 from fedsynth.core.random import torch_generator
+from fedsynth.evaluation.generated import GENERATOR, describe, tally
 from fedsynth.methods.aggregation import average
 from fedsynth.methods.local import Task, TrainsLocally
 from fedsynth.synthesizer.generators import LatentGenerator, diversity_loss, make_latent_generator
@@ -35,6 +36,7 @@ from fedsynth.synthesizer.remembered import PREFIX, remembered, restore
 
 DECAY = 0.98
 POOL = 16  # noise vectors of a class
+ASKED = 32  # embeddings of a class that a round's facts look at
 
 
 @dataclass(frozen=True)
@@ -170,6 +172,25 @@ class FedGen(TrainsLocally):
     ) -> ServerState:
         sent = [u for u in uploads if isinstance(u, ModelAndCounts)]
         return ServerState(average(sent), self._train_generator(state, sent, context))
+
+    def facts(self, state: ServerState, context: RoundContext) -> Mapping[str, Any]:
+        """What the new model's classifier makes of the generator's embeddings, as clients will have them.
+
+        The same number is asked for of each class that any client has had. Post-processing: the generator
+        comes from the uploaded models.
+        """
+        facts = super().facts(state, context)
+        if not any(name.startswith(PREFIX) for name in state.kept):
+            return facts
+        generator, device = self._generator(context), context.device
+        restore(generator, None, state.kept)
+        asked = state.kept["known"].nonzero()[:, 0].repeat_interleave(ASKED)
+        draws = torch_generator(0, "tally of generated embeddings", device=device)
+        with torch.no_grad():
+            noise = torch.randn(len(asked), self.noise, generator=draws, device=device)
+            made = generator.eval()(asked, noise)
+            scores = context.load(state.parameters).classifier(made)  # type: ignore[operator]
+        return {**facts, GENERATOR: describe(tally(scores, asked))} if len(asked) else facts
 
     def _generator(self, context: RoundContext) -> LatentGenerator:
         size: int = context.architecture.classifier.in_features  # type: ignore[assignment,union-attr]

@@ -7,14 +7,18 @@ optimiser's state, is the client's memory.
 
 With differential privacy the model is trained by DP-SGD. Teacher and generator come from the server's message and public noise alone, so the
 distillation term is post-processing; n_k weights become uniform.
+
+A round's row has the facts of its clients' generators (`fedsynth.evaluation.generated`), averaged: how the
+teacher classifies what they make. They are computed from teacher, generator and public noise, so they are
+post-processing too. A simulation reads them in the clients' memories; no message carries them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
@@ -28,9 +32,14 @@ from fedsynth.core.method import (
     check_ranges,
 )
 from fedsynth.core.random import torch_generator
+from fedsynth.evaluation.generated import GENERATOR, average, describe
 from fedsynth.methods.local import Task, TrainsLocally, plain_upload, unprefixed
 from fedsynth.synthesizer.distiller import Distillation
 from fedsynth.synthesizer.generators import make_generator
+from fedsynth.synthesizer.remembered import PREFIX
+
+TALLY = "tally"
+"""A memory's tally of images of the client's generator, as of its last training."""
 
 
 @dataclass(frozen=True)
@@ -47,10 +56,15 @@ class FedKF(TrainsLocally):
     A run evaluates both final models, ACA and OCA; with `teacher` that makes the paper's four variants of two trainings.
 
     Args:
-        local_*, batch, lr, …: see `TrainsLocally`. lr is 0.01 for LeNet-5, 0.1 for ResNet-8; no momentum is named. `local_steps` gives every
-            client equally many steps, as the official code does; Algorithm 1 passes over the client's own data.
-        teacher: "oca", or "aca" (FedKF⁻: half the downlink).
-        distillation: γ. one_hot_weight, activation_weight: λ1, λ2.
+        local_*, batch, lr, …: see `TrainsLocally`. lr is 0.01 for LeNet-5, 0.1 for ResNet-8; no momentum is
+            named. `equal_steps` gives every client equally many steps, as the official code does; Algorithm
+            1 passes over the client's own data.
+        teacher: "oca", or "aca" (FedKF⁻: half the downlink). oca: see `TrainsLocally`.
+        distillation: γ. one_hot_weight, activation_weight: λ1, λ2, of losses scaled as in the official code
+            (`synthesizer/generators.py`); features are the classifier's inputs (that code's LeNet-5 has them
+            one layer earlier).
+        use_kl: the generator also seeks images on which the local model differs from the teacher: its loss
+            less γ·KL. Not in the paper; the official code does so on CIFAR, not on EMNIST.
         generator_lr: Adam. generator_batch: images of a step; the paper names none: the local batch. latent, generator_width: DAFL's.
         plain_rounds: rounds of plain cross-entropy at first, as the teacher is then w⁰, untrained; the official code has one.
     """
@@ -68,6 +82,7 @@ class FedKF(TrainsLocally):
     distillation: float = 1.0
     one_hot_weight: float = 0.1
     activation_weight: float = 0.1
+    use_kl: bool = False
     generator_lr: float = 1e-3
     generator_batch: int = 64
     latent: int = 100
@@ -123,10 +138,19 @@ class FedKF(TrainsLocally):
             learning_rate=self.generator_lr,
             one_hot_weight=self.one_hot_weight,
             activation_weight=self.activation_weight,
+            kl_weight=self.distillation if self.use_kl else 0.0,
         )
-        if memory:
+        if any(name.startswith(PREFIX) for name in memory):
             pair.remember(memory)
         return Task(
             penalty=lambda network: self.distillation * pair.loss(network),
-            finish=lambda model, trained: (plain_upload(model, trained)[0], pair.memory()),
+            finish=lambda model, trained: (
+                plain_upload(model, trained)[0],
+                {**pair.memory(), TALLY: pair.tally()},
+            ),
         )
+
+    def client_facts(self, memories: Sequence[Memory], context: RoundContext) -> Mapping[str, Any]:
+        """The generators' facts, averaged over the round's clients that have one."""
+        facts = average([describe(memory[TALLY]) for memory in memories if TALLY in memory])
+        return {GENERATOR: facts} if facts else {}

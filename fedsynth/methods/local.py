@@ -83,10 +83,16 @@ class TrainsLocally(Method):
     Args:
         local_epochs, batch, lr, momentum, weight_decay: local SGD.
         local_steps: 0: `local_epochs` passes over the client's own data; else so many steps, the same for every client.
+        equal_steps: every client takes local_epochs · ⌊N/(K·batch)⌋ steps, as many as passes over data of
+            mean size are, whatever it has itself: FedKF's official code, and so its paper's tables. With
+            differential privacy steps are equal in any case.
         stragglers: share of a round's clients that only manage a random 1 … local_epochs passes (FedProx, Sec. 5.2), drawn publicly.
         drop_stragglers: their uploads do not count, as FedAvg has it there; else the partial work is kept.
         final: the model that the run ends with: "aca", the average of the round's active clients, or "oca", that of every client's last
             model (FedKF's T1; the server then keeps a model of each client). Clients start from ACA in any case.
+        oca: whose models OCA averages: of the clients "seen" so far (FedKF's official code), or of "all" K,
+            where those never active hold w⁰ (its Algorithm 1): in early rounds most of that average is
+            untrained.
     """
 
     upload: ClassVar[type[Message]] = ModelParameters
@@ -100,9 +106,11 @@ class TrainsLocally(Method):
     momentum: float = 0.9
     weight_decay: float = 0.0
     local_steps: int = 0
+    equal_steps: bool = False
     stragglers: float = 0.0
     drop_stragglers: bool = False
     final: str = "aca"
+    oca: str = "seen"
 
     def __post_init__(self) -> None:
         check_ranges(
@@ -115,6 +123,11 @@ class TrainsLocally(Method):
         )
         check_ranges(self, local_steps=(0, inf), stragglers=(0, 1))
         check_choice("final", self.final, ("aca", "oca"))
+        check_choice("oca", self.oca, ("seen", "all"))
+        if self.equal_steps and self.local_steps:
+            raise SettingError(
+                "local_steps is already the same for every client: leave out equal_steps, or local_steps"
+            )
         if self.stragglers and self.local_steps:
             raise SettingError(
                 "stragglers manage fewer passes: they need local_epochs, and local_steps=0"
@@ -216,10 +229,8 @@ class TrainsLocally(Method):
         if not self.keeps_cache():
             return made
         cache = cached(state, models, context)
-        return ServerState(
-            made.parameters,
-            {**made.kept, **cache, **prefixed("oca.", overall_average(cache, context))},
-        )
+        overall = overall_average(cache, context, everybody=self.oca == "all")
+        return ServerState(made.parameters, {**made.kept, **cache, **prefixed("oca.", overall)})
 
     def final_parameters(self, state: ServerState) -> Mapping[str, Tensor]:
         return (
@@ -254,6 +265,14 @@ class TrainsLocally(Method):
         )
         return (plan,)
 
+    def _steps(self, epochs: int, context: RoundContext) -> int | None:
+        """Steps of so many passes, where every client takes the same; None: as many as its own data make."""
+        if not self.equal_steps:
+            return self.local_steps or None
+        sizes = context.sizes
+        mean = context.nominal_size if sizes is None else sum(sizes) / len(sizes)
+        return epochs * max(1, int(mean / self.batch))
+
     def _train(
         self,
         models: Sequence[nn.Module],
@@ -266,13 +285,14 @@ class TrainsLocally(Method):
         for position, (client, model, task) in enumerate(
             zip(clients.ids, models, tasks, strict=True)
         ):
+            epochs = late.get(client, self.local_epochs)
             settings = SgdSettings(
-                epochs=late.get(client, self.local_epochs),
+                epochs=epochs,
                 batch=self.batch,
                 learning_rate=self.lr,
                 momentum=self.momentum,
                 weight_decay=self.weight_decay,
-                steps=self.local_steps or None,
+                steps=self._steps(epochs, context),
             )
             draws = torch_generator(context.seed, "local training", context.round, client)
             learners.append(

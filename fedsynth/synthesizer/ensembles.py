@@ -1,7 +1,9 @@
-"""Ensembles of client models as a teacher: FedHydra's stratification and aggregation (arXiv, Eqs. 2 to 11), averages, batch-norm statistics.
+"""Ensembles of client models as a teacher: FedHydra's stratification and aggregation (arXiv, Eqs. 2
+to 11), averages, batch-norm statistics.
 
-u_{k,j} says how well client k's model can teach class j: how far the loss of a fresh generator that is to please it falls. U is [C, m] (classes
-by clients); Ū_r weighs clients for each class (rows sum to 1), Ū_c classes for each client (columns sum to 1).
+u_{k,j} says how well client k's model can teach class j: how far the loss of a fresh generator that is
+to please it falls. U is [C, m] (classes by clients); Ū_r weighs clients for each class (rows sum to 1),
+Ū_c classes for each client (columns sum to 1).
 """
 
 from __future__ import annotations
@@ -43,8 +45,23 @@ def share_of_clients(u_CM: Tensor) -> Tensor:
 
 
 def share_of_classes(u_CM: Tensor) -> Tensor:
-    """Ū_c: each column over its sum (Eqs. 6 and 7); a column of zeros becomes uniform."""
+    """Each column over its sum (Eqs. 6 and 7); a column of zeros becomes uniform."""
     return share_of_clients(u_CM.T).T
+
+
+def stratified_weights(u_CM: Tensor, *, in_place: bool = True) -> tuple[Tensor, Tensor]:
+    """Ū_r and Ū_c, each [C, m].
+
+    "We first normalize each row of U … Then, we normalize each column of U" (Sec. 3.2): in place, the
+    columns are those of the rows' shares. A class that no model teaches easily then counts as much as
+    one that all do, and u, which has no bound where a loss falls near zero, cannot leave a client with
+    a few classes alone.
+
+    Args:
+        in_place: False: columns of the raw U, as Eq. 6 is printed.
+    """
+    by_class = share_of_clients(u_CM)
+    return by_class, share_of_classes(by_class if in_place else u_CM)
 
 
 def stratified_aggregation(
@@ -80,13 +97,16 @@ class Stratification:
     """How model stratification measures U.
 
     Args:
-        steps: T_G of Algorithm 2. batch, latent, width: of the generators; the paper names none. learning_rate: Adam's.
+        steps: T_G of Algorithm 2.
+        batch, latent, width: of the generators; the paper names none.
+        learning_rate: Adam's. The paper has one rate for all generators, 1e-3; at ten times that, losses
+            fall far enough within 30 steps to tell clients apart (docs/results.md).
         floor: see `guidance`; the paper has no guard.
     """
 
     steps: int = 30
     batch: int = 32
-    learning_rate: float = 1e-3
+    learning_rate: float = 1e-2
     latent: int = 100
     width: int = 64
     floor: float = 1e-3

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from fedsynth.synthesizer.matching import FeatureMap, Matcher, frozen_means, pull_back
 
 DISTANCES = ("point", "rows", "sorted")
+REDUCTIONS = ("mean", "sum")
 
 
 def average_over_holders(
@@ -154,13 +155,26 @@ def soft_labels(mean_logits_CC: Tensor, temperature: float) -> Tensor:
 
 
 def knowledge_matching(
-    mean_logits_CC: Tensor, soft_CC: Tensor, usable_C: Tensor, temperature: float
+    mean_logits_CC: Tensor,
+    soft_CC: Tensor,
+    usable_C: Tensor,
+    temperature: float,
+    reduction: str = "mean",
 ) -> Tensor:
-    """L_LGKM = ½(KL(R‖T) + KL(T‖R)), Eq. 15, over the usable classes' rows; T = softmax(mean_logits/τ) (Eq. 13), R = `soft_CC`."""
+    """L_LGKM = ½(KL(R‖T) + KL(T‖R)), Eq. 15, of the usable classes' rows; the gradient goes through T alone.
+
+    Args:
+        mean_logits_CC: t_c before its softmax; T = softmax(mean_logits/τ) (Eq. 13). soft_CC: R.
+        usable_C: which rows exist on both sides; without any the loss is 0.
+        reduction: "mean" over the usable rows, or their "sum". Eq. 15 gives no normaliser, and a distribution
+            for each class. A sum is C times as strong, and grows with the classes beside a cross-entropy
+            that does not.
+    """
     log_t = torch.log_softmax(mean_logits_CC / temperature, dim=1)
     log_r = soft_CC.clamp_min(torch.finfo(soft_CC.dtype).tiny).log()
     both = ((soft_CC - log_t.exp()) * (log_r - log_t)).sum(dim=1) / 2
-    return torch.where(usable_C, both, 0.0).sum()
+    total = torch.where(usable_C, both, 0.0).sum()
+    return total if reduction == "sum" else total / usable_C.sum().clamp_min(1)
 
 
 def _norms(rows: Tensor) -> Tensor:

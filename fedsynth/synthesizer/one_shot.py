@@ -1,12 +1,14 @@
-"""A server's distillation of several models into one, without data: DENSE (Zhang et al. 2022) and FedHydra, Algorithm 1.
+"""A server's distillation of several models into one, without data: DENSE (Zhang et al. 2022) and
+FedHydra, Algorithm 1.
 
-Each epoch draws noise and labels once, takes some generator steps on them (CE(P, y) + λ1·L_BN + λ2·L_AD), and then teaches the student the
-ensemble's answer P on the generated images. Everything here is computed from the models alone.
+Each epoch draws noise and labels once, takes some generator steps on them (CE(P, y) + λ1·L_BN +
+λ2·L_AD), and then teaches the student the ensemble's answer P on the generated images. Everything here
+is computed from the models alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import inf
 
@@ -14,15 +16,20 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedsynth.core.method import check_ranges
+from fedsynth.core.method import check_choice, check_ranges
 from fedsynth.core.random import torch_generator
 from fedsynth.data.registry import DatasetSpec
+from fedsynth.evaluation.generated import tally
 from fedsynth.synthesizer.ensembles import Aggregate, batch_norm_matching, has_statistics
 from fedsynth.synthesizer.generators import Generator, distillation_loss, make_generator
+from fedsynth.synthesizer.views import Views
+
+IMAGES = ("all", "last", "best")
 
 
 def adversarial_loss(ensemble_NC: Tensor, student_NC: Tensor, *, only_disagreement: bool) -> Tensor:
-    """−KL(P ‖ F_g), averaged over the batch (FedHydra, Eq. 15); DENSE (Eq. 4) counts only images on which the two disagree."""
+    """−KL(P ‖ F_g), averaged over the batch (FedHydra, Eq. 15); DENSE (Eq. 4) counts only images on
+    which the two disagree."""
     log_p, log_q = ensemble_NC.log_softmax(dim=1), student_NC.log_softmax(dim=1)
     each = (log_p.exp() * (log_p - log_q)).sum(dim=1)
     if only_disagreement:
@@ -38,48 +45,94 @@ def student_loss(ensemble_NC: Tensor, student_NC: Tensor, hard_weight: float) ->
 
 
 @dataclass(frozen=True)
+class Batch:
+    """Generated images [N, C, H, W], the ensemble's logits on them [N, classes], the classes that they
+    were asked for [N], and the generator's loss on them."""
+
+    images: Tensor
+    answer: Tensor
+    labels: Tensor
+    loss: Tensor
+
+
+@dataclass(frozen=True)
+class Distilled:
+    """What a distillation leaves beside the student.
+
+    Attributes:
+        tallies: of each epoch's images for the student, int64 [epochs, 2, classes], see
+            `evaluation.generated`.
+        notes: for people, such as models without batch norm.
+    """
+
+    tallies: Tensor
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class OneShotDistillation:
     """Settings, with FedHydra's values; where papers are silent, the reason.
 
     Args:
-        epochs: T_g. generator_steps: T_G in an epoch. generator_lr: Adam's. batch: images of an epoch's draw (DENSE's public default is 256).
-        latent, width: of the generator: DENSE's public code has 256, and 64. conditional: the label is an input of the generator; the papers'
-            generators take noise alone and learn an epoch's labels with it.
-        bn_weight, ad_weight: λ1, λ2. only_disagreement: DENSE's L_AD.
+        epochs: T_g.
+        generator_steps: T_G in an epoch.
+        generator_lr, generator_beta1: Adam's; β₁ is 0.5 in DENSE's public code.
+        batch: images of an epoch's draw (DENSE's public default is 256).
+        latent, width: of the generator: DENSE's public code has 256, and 64.
+        conditional: the label is an input of the generator; the papers' generators take noise alone and
+            learn an epoch's labels with it.
+        reset: a fresh generator in each epoch, as DENSE's public code has it.
+        learn_noise: Adam moves the epoch's noise along with the generator (DENSE's public code).
+        bn_weight, ad_weight: λ1, λ2.
+        only_disagreement: DENSE's L_AD.
+        images: which of an epoch's images teach the student. "all": those of every generator step, a
+            student step for each batch ("leverages all generated intermediate images", FedHydra, Sec.
+            2); "last": one batch, made after the last step (Algorithm 1 alone, which names one student
+            step); "best": the batch of the step with the lowest loss (DENSE's public code).
+        replay: pass over the images of all epochs so far (DENSE's public code), and not of this alone.
+        flips, crop: random views, see `Views`. The ensemble sees views while the generator learns; the
+            student and its teacher see others in each pass, crops of colour images alone (DENSE's public
+            code, which crops CIFAR for the student, and flips digits, too).
         hard_weight: β; the paper gives none: 1.
         learning_rate, momentum: the student's SGD; momentum is not named.
-        replay: False: one student step an epoch, on the images just made, as Algorithm 1 has it. True: a pass over all images so far, as
-            DENSE's public code does.
     """
 
     epochs: int = 200
     generator_steps: int = 30
     generator_lr: float = 1e-3
+    generator_beta1: float = 0.9
     batch: int = 128
     latent: int = 100
     width: int = 64
     conditional: bool = False
+    reset: bool = False
+    learn_noise: bool = False
     bn_weight: float = 1.0
     ad_weight: float = 0.5
     only_disagreement: bool = False
+    images: str = "all"
+    replay: bool = False
+    flips: bool = False
+    crop: float = 0.0
     hard_weight: float = 1.0
     learning_rate: float = 0.01
     momentum: float = 0.9
-    replay: bool = False
 
     def __post_init__(self) -> None:
+        check_choice("student_images", self.images, IMAGES)
         check_ranges(
             self,
             epochs=(0, inf),
             generator_steps=(1, inf),
             generator_lr=(0, inf),
+            generator_beta1=(0, 0.9999),
             batch=(2, inf),
             latent=(1, inf),
         )
         check_ranges(
             self, width=(1, inf), bn_weight=(0, inf), ad_weight=(0, inf), hard_weight=(0, inf)
         )
-        check_ranges(self, learning_rate=(0, inf), momentum=(0, 1))
+        check_ranges(self, learning_rate=(0, inf), momentum=(0, 1), crop=(0, 0.5))
 
     def fit(
         self,
@@ -90,8 +143,8 @@ class OneShotDistillation:
         seed: int,
         round: int = 1,
         report: Callable[[int, int], None] = lambda done, total: None,
-    ) -> list[str]:
-        """Trains `student` in place from its present weights; returns notes for people, such as models without batch norm.
+    ) -> Distilled:
+        """Trains `student` in place from its present weights.
 
         Args:
             models: the clients', on the student's device; frozen and set to evaluation for the time.
@@ -100,73 +153,184 @@ class OneShotDistillation:
         device = next(student.parameters()).device
         for model in models:
             model.requires_grad_(False).eval()
-        classes = spec.classes if self.conditional else 0
-        generator = (
-            make_generator(spec, seed, round, latent=self.latent, width=self.width, classes=classes)
-            .to(device)
-            .train()
-        )
-        adam = torch.optim.Adam(generator.parameters(), self.generator_lr)
-        sgd = torch.optim.SGD(student.parameters(), self.learning_rate, self.momentum)
-        draws, shuffle = (
-            torch_generator(seed, "one-shot draws", round, device=device),
-            torch_generator(seed, "one-shot replay", round),
-        )
-        past: list[tuple[Tensor, Tensor]] = []
-        with batch_norm_matching(models if self.bn_weight else []) as statistics:
-            for epoch in range(self.epochs):
-                z = torch.randn(self.batch, self.latent, generator=draws, device=device)
-                labels = torch.randint(spec.classes, (self.batch,), generator=draws, device=device)
-                asked = labels if self.conditional else None
-                student.eval()
-                for _ in range(self.generator_steps):
-                    self._generator_step(
-                        generator, adam, (z, asked, labels), models, student, aggregate, statistics
-                    )
-                with torch.no_grad():
-                    images = generator.normalised(z, asked)
-                    answer = aggregate(torch.stack([model(images) for model in models]), labels)
-                    statistics()
-                past = [*past, (images, answer)] if self.replay else [(images, answer)]
-                student.train()
-                order = torch.randperm(len(past), generator=shuffle).tolist()
-                for images, answer in (past[i] for i in order):
-                    with torch.enable_grad():
-                        sgd.zero_grad()
-                        student_loss(answer, student(images), self.hard_weight).backward()
-                    sgd.step()
-                report(epoch + 1, self.epochs)
         student.eval()
+        sgd = torch.optim.SGD(student.parameters(), self.learning_rate, self.momentum)
+        shuffle = torch_generator(seed, "one-shot replay", round)
+        past: list[Batch] = []
+        tallies = [torch.zeros(0, 2, spec.classes, dtype=torch.int64, device=device)]
+        with batch_norm_matching(models if self.bn_weight else []) as statistics:
+            teacher = _Ensemble(models, aggregate, statistics)
+            epochs = _Images(self, teacher, student, spec, seed, round, device)
+            for epoch, made in enumerate(epochs, start=1):
+                counts = torch.stack([tally(batch.answer, batch.labels) for batch in made])
+                tallies.append(counts.sum(dim=0, keepdim=True))
+                past = [*past, *made] if self.replay else made
+                student.train()
+                for position in torch.randperm(len(past), generator=shuffle).tolist():
+                    self._student_step(student, sgd, *epochs.lesson(past[position]))
+                student.eval()
+                report(epoch, self.epochs)
         without = [str(k) for k, model in enumerate(models) if not has_statistics(model)]
-        if self.bn_weight and without:
-            return [
-                f"no batch-norm term for models {', '.join(without)}: they have no batch norm with running statistics"
-            ]
-        return []
+        note = (
+            f"no batch-norm term for models {', '.join(without)}: they have no batch norm with running "
+            "statistics"
+        )
+        return Distilled(torch.cat(tallies), (note,) if self.bn_weight and without else ())
 
-    def _generator_step(
+    def _student_step(
+        self, student: nn.Module, sgd: torch.optim.Optimizer, images: Tensor, answer: Tensor
+    ) -> None:
+        with torch.enable_grad():
+            sgd.zero_grad()
+            student_loss(answer, student(images), self.hard_weight).backward()
+        sgd.step()
+
+
+@dataclass(frozen=True)
+class _Ensemble:
+    """The clients' models as one teacher, and the batch-norm term of its last pass."""
+
+    models: Sequence[nn.Module]
+    aggregate: Aggregate
+    statistics: Callable[[], Tensor]
+
+    def logits(self, images: Tensor, labels: Tensor) -> Tensor:
+        return self.aggregate(torch.stack([model(images) for model in self.models]), labels)
+
+    @torch.no_grad()
+    def answer(self, images: Tensor, labels: Tensor) -> Tensor:
+        logits = self.logits(images, labels)
+        self.statistics()  # of a pass that no generator learns from: forgotten
+        return logits
+
+
+@dataclass(frozen=True)
+class _Learner:
+    """A generator and the optimiser of its weights."""
+
+    generator: Generator
+    adam: torch.optim.Optimizer
+
+
+class _Images:
+    """The epochs' images for the student: iterating trains the generator for one epoch at a time."""
+
+    def __init__(
+        self,
+        settings: OneShotDistillation,
+        teacher: _Ensemble,
+        student: nn.Module,
+        spec: DatasetSpec,
+        seed: int,
+        round: int,
+        device: torch.device,
+    ) -> None:
+        self._settings = settings
+        self._teacher = teacher
+        self._student = student
+        self._spec = spec
+        self._where = seed, round
+        self._device = device
+        self._draws = torch_generator(seed, "one-shot draws", round, device=device)
+        self._chance = torch_generator(seed, "one-shot views", round, device=device)
+        self._views = Views(settings.flips, settings.crop)
+        self._lesson_views = Views(settings.flips, settings.crop if spec.channels > 1 else 0.0)
+
+    def __iter__(self) -> Iterator[list[Batch]]:
+        settings = self._settings
+        learner = self._learner(0)
+        for epoch in range(settings.epochs):
+            size = settings.batch
+            z = torch.randn(size, settings.latent, generator=self._draws, device=self._device)
+            labels = torch.randint(
+                self._spec.classes, (size,), generator=self._draws, device=self._device
+            )
+            if settings.reset and epoch:
+                learner = self._learner(epoch)
+            yield self._epoch(learner, z, labels)
+
+    def lesson(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Images and the ensemble's answers for one student step: of new views, if there are any."""
+        if not self._lesson_views:
+            return batch.images, batch.answer
+        images = self._lesson_views(batch.images, self._spec, self._chance)
+        return images, self._teacher.answer(images, batch.labels)
+
+    def _epoch(self, learner: _Learner, z: Tensor, labels: Tensor) -> list[Batch]:
+        settings = self._settings
+        optimisers = [learner.adam]
+        if settings.learn_noise:
+            optimisers.append(self._adam([z.requires_grad_()]))
+        made: list[Batch] = []
+        for _ in range(settings.generator_steps):
+            batch = self._step(learner.generator, optimisers, z, labels)
+            if settings.images == "all":
+                made.append(batch)
+            elif settings.images == "best":
+                made = [_better(made[0], batch) if made else batch]
+        if settings.images == "last":
+            with torch.no_grad():
+                images = learner.generator.normalised(z, self._asked(labels))
+            answer = self._teacher.answer(images, labels)
+            made = [Batch(images, answer, labels, torch.zeros(()))]
+        return made
+
+    def _step(
         self,
         generator: Generator,
-        adam: torch.optim.Optimizer,
-        draw: tuple[Tensor, Tensor | None, Tensor],
-        models: Sequence[nn.Module],
-        student: nn.Module,
-        aggregate: Aggregate,
-        statistics: Callable[[], Tensor],
-    ) -> None:
-        """One step down CE(P, y) + λ1·L_BN + λ2·L_AD (FedHydra, Eq. 16) on a draw of (noise, the generator's labels, the asked labels)."""
-        z, given, labels = draw
-        weights = list(generator.parameters())
+        optimisers: Sequence[torch.optim.Optimizer],
+        z: Tensor,
+        labels: Tensor,
+    ) -> Batch:
+        """One step down CE(P, y) + λ1·L_BN + λ2·L_AD (FedHydra, Eq. 16); the images before it."""
+        settings = self._settings
+        learning = [p for one in optimisers for group in one.param_groups for p in group["params"]]
         with torch.enable_grad():
-            images = generator.normalised(z, given)
-            answer = aggregate(torch.stack([model(images) for model in models]), labels)
-            loss = F.cross_entropy(answer, labels) + self.bn_weight * statistics().to(z.device)
-            if self.ad_weight:
-                against = adversarial_loss(
-                    answer, student(images), only_disagreement=self.only_disagreement
+            images = generator.normalised(z, self._asked(labels))
+            seen = self._views(images, self._spec, self._chance)
+            answer = self._teacher.logits(seen, labels)
+            loss = F.cross_entropy(answer, labels)
+            loss = loss + settings.bn_weight * self._teacher.statistics().to(z.device)
+            if settings.ad_weight:
+                loss = loss + settings.ad_weight * adversarial_loss(
+                    answer, self._student(seen), only_disagreement=settings.only_disagreement
                 )
-                loss = loss + self.ad_weight * against
-            gradients = torch.autograd.grad(loss, weights)
-        for p, gradient in zip(weights, gradients, strict=True):
+            gradients = torch.autograd.grad(loss, learning)
+        for p, gradient in zip(learning, gradients, strict=True):
             p.grad = gradient
-        adam.step()
+        for optimiser in optimisers:
+            optimiser.step()
+        return Batch(images.detach(), answer.detach(), labels, loss.detach())
+
+    def _asked(self, labels: Tensor) -> Tensor | None:
+        return labels if self._settings.conditional else None
+
+    def _learner(self, epoch: int) -> _Learner:
+        """A fresh generator with its Adam; after the first epoch, where each has its own, another."""
+        settings = self._settings
+        numbers = (*self._where, epoch) if epoch else self._where
+        generator = make_generator(
+            self._spec,
+            *numbers,
+            latent=settings.latent,
+            width=settings.width,
+            classes=self._spec.classes if settings.conditional else 0,
+        )
+        generator.to(self._device).train()
+        return _Learner(generator, self._adam(generator.parameters()))
+
+    def _adam(self, parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
+        settings = self._settings
+        betas = (settings.generator_beta1, 0.999)
+        return torch.optim.Adam(parameters, settings.generator_lr, betas)
+
+
+def _better(one: Batch, other: Batch) -> Batch:
+    """The batch of the lower loss, chosen on the device; the first of two equal ones."""
+    lower = other.loss < one.loss
+    return Batch(
+        torch.where(lower, other.images, one.images),
+        torch.where(lower, other.answer, one.answer),
+        one.labels,
+        torch.where(lower, other.loss, one.loss),
+    )

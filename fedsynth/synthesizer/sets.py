@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import count
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +16,7 @@ from fedsynth.core.random import torch_generator
 from fedsynth.data.images import normalise
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.errors import SettingError
-from fedsynth.synthesizer.training import Loss, SgdSettings, train_on
+from fedsynth.synthesizer.training import Objective, SgdSettings, train_on
 
 
 @dataclass(frozen=True)
@@ -124,11 +125,16 @@ def train_on_union(
     uploads: Sequence[Message],
     settings: SgdSettings,
     context: RoundContext,
-    loss: Loss = nn.functional.cross_entropy,
-    on_all: Loss | None = None,
+    objective: Objective | None = None,
+    on_all: Objective | None = None,
+    once_an_epoch: bool = False,
 ) -> None:
-    """Trains `model` in place on all uploaded images together (FedDM's server, Eq. 10); `on_all` is added to each step's loss, from the
-    logits and labels of the whole union."""
+    """Trains `model` in place on all uploaded images together (FedDM's server, Eq. 10).
+
+    Args:
+        objective: (the network in training, a minibatch's images, labels) -> its loss, in place of the cross-entropy.
+        on_all: the same of the whole union, added to each step's loss, or, `once_an_epoch`, to that of every epoch's first step.
+    """
     sets = [u for u in uploads if isinstance(u, SyntheticSet)]
     if not any(len(u.labels) for u in sets):
         # No released count was large enough, or a round's few clients have little: no mistake, go on with w_r.
@@ -137,18 +143,23 @@ def train_on_union(
         raise SettingError(
             "no client sent any image: none has min_examples examples of a class; lower it, or use fewer clients"
         )
-    images, labels = (
-        torch.cat([u.normalised(context.spec) for u in sets]),
-        torch.cat([u.labels for u in sets]),
-    )
-    generator = torch_generator(context.seed, "server training", context.round)
+    images = torch.cat([u.normalised(context.spec) for u in sets])
+    labels = torch.cat([u.labels for u in sets])
+    period = -(-len(labels) // settings.batch) if once_an_epoch else 1
+    steps = count()
+
+    def penalty(network: nn.Module) -> Tensor:
+        if on_all is None or next(steps) % period:
+            return images.new_zeros(())
+        return on_all(network, images, labels)
+
     train_on(
         model,
         lambda where: images[where],
         labels,
         settings,
-        generator,
+        torch_generator(context.seed, "server training", context.round),
         lambda done, total: context.report("server", done, total),
-        loss,
-        penalty=None if on_all is None else lambda network: on_all(network(images), labels),
+        penalty=None if on_all is None else penalty,
+        objective=objective,
     )

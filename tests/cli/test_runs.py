@@ -44,6 +44,33 @@ def test_runs_beside_each_other(train: Callable[..., Any], fedsynth: Callable[..
     assert [(row["run"], row["settings"]) for row in one] == [(rows[0]["run"], {})]
 
 
+def test_what_generators_made_is_said_by_run_and_table(
+    train: Callable[..., Any], fedsynth: Callable[..., Any]
+) -> None:
+    """FedGen's generator is asked for classes, FedKF's is not, FedAvg has none; with privacy the facts stay."""
+    kf = train("fedkf", "--rounds", "2", "--dp-epsilon", "8")
+    gen = train("fedgen")
+    output = train("fedavg").output
+    assert " · generated: class entropy " in kf.stderr
+    assert "as asked" in gen.stderr + gen.stdout
+    assert "as asked" not in kf.stderr
+    assert "generated" in kf.stdout
+    rows = json.loads(fedsynth("runs", str(output), "--json").stdout)
+    folders = [output / row["run"] for row in rows]
+    lines = [(folder / "metrics.jsonl").read_text().splitlines() for folder in folders]
+    facts = [json.loads(line[-1]).get("generator") for line in lines]
+    assert [row.get("generator") for row in rows] == facts
+    assert facts[0].keys() == {"class_entropy", "class_entropy_share", "classes"}
+    assert facts[1].keys() == {"agreement", *facts[0]}
+    assert facts[2] is None
+    shown = fedsynth("runs", str(output)).stdout.splitlines()
+    assert "as asked" in shown[0]
+    assert "class entropy" in shown[0]
+    assert f"  {facts[0]['class_entropy_share']:.2f} " in shown[1]
+    assert f"{100 * facts[1]['agreement']:.2f} %" in shown[2]
+    assert "class entropy" not in fedsynth("runs", str(folders[2])).stdout
+
+
 def test_nothing_there_and_nothing_readable(fedsynth: Callable[..., Any], tmp_path: Path) -> None:
     empty = fedsynth("runs", str(tmp_path))
     assert (empty.code, empty.stderr) == (2, f"fedsynth: error: no finished run in {tmp_path}\n")

@@ -62,15 +62,13 @@ def test_clients_own_models_come_first_and_untested_ones_are_warned_of(
     assert "warning" not in train("fedavg").stderr
     row = {
         "round": 1,
-        "test_accuracy": 0.1,
+        "common_model_accuracy": 0.1,
         "local": {"amp": 0.9, "fm": 0.01, "wlp": 0.8},
         "upload_bytes": 0,
         "seconds": 1,
     }
     line = round_line(row, resolve({"run": {"method": "solo", "rounds": 2}}))
-    assert line == (
-        "round 1/2 · AMP 90.00 % · FM 0.0100 · WLP 80.00 % · common model's test accuracy 10.00 % · uploads 0.00 MB · 1.0 s"
-    )
+    assert line == ("round 1/2 · AMP 90.00 % · FM 0.0100 · WLP 80.00 % · uploads 0.00 MB · 1.0 s")
 
 
 def test_fairness_and_variants_are_in_lines_table_and_summary(

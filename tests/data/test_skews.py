@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedsynth.core.random import numpy_generator
+from fedsynth.data.label_skew import dominated_dirichlet
 from fedsynth.data.partition import PartitionSettings, count_matrix, partition
 from fedsynth.errors import DataError, PartitionError
 
@@ -220,6 +221,59 @@ def test_quantity_that_cannot_be() -> None:
         PartitionError, match=r"at alpha=0\.001: raise alpha, or lower min_size or clients$"
     ):
         counts_of([900], PartitionSettings(kind="quantity", alpha=0.001))
+
+
+@pytest.mark.parametrize("alpha", [0.01, 0.1, 1.0])
+def test_every_client_dominates_a_class_before_any_dominates_two(alpha: float) -> None:
+    """EMNIST's 26 letters over 20 clients: the first 20 letters have different largest holders, the last six too."""
+    for seed in range(5):
+        wish = {"clients": 20, "alpha": alpha, "seed": seed}
+        counts = counts_of(np.full(26, 1000), PartitionSettings(kind="dirichlet-dominant", **wish))
+        largest = counts.argmax(axis=0).tolist()
+        assert sorted(largest[:20]) == list(range(20))
+        assert len(set(largest[20:])) == 6
+        plain = counts_of(np.full(26, 1000), PartitionSettings(kind="dirichlet-plain", **wish))
+        assert len(set(plain.argmax(axis=0).tolist()[:20])) < 20  # some client dominates nothing
+
+
+def test_more_clients_than_classes_come_in_groups() -> None:
+    """Ten clients, four classes: groups of 4, 4 and 2, with 400, 400 and 200 of each class of 1000."""
+    counts = counts_of(
+        np.full(4, 1000), PartitionSettings(kind="dirichlet-dominant", clients=10, alpha=0.1)
+    )
+    for group, share in ((slice(0, 4), 400), (slice(4, 8), 400), (slice(8, 10), 200)):
+        assert counts[group].sum(axis=0).tolist() == [share] * 4
+    assert sorted(counts[:4].argmax(axis=0).tolist()) == [0, 1, 2, 3]
+    assert sorted(counts[4:8].argmax(axis=0).tolist()) == [0, 1, 2, 3]
+    last = counts[8:].argmax(axis=0).tolist()
+    assert sorted(last[:2]) == sorted(last[2:]) == [0, 1]
+
+
+def test_dominated_dirichlet_is_the_redrawn_one_of_fedkfs_code() -> None:
+    """Its rule word by word, with redraws: the same means of each class's sorted shares, and of the largest's square."""
+    rng, draws, K, size = np.random.default_rng(0), 3000, 3, 10_000
+
+    def redrawn() -> IntArray:
+        counts, flags = np.zeros((K, 4), np.int64), np.zeros(K, bool)
+        for label in range(4):
+            p = rng.dirichlet(np.full(K, 0.5))
+            while flags[p.argmax()]:
+                p = rng.dirichlet(np.full(K, 0.5))
+            flags[p.argmax()] = True
+            if flags.all():
+                flags[:] = False
+            counts[:, label] = p * size
+        return counts
+
+    def moments(made: list[IntArray]) -> npt.NDArray[np.float64]:
+        shares = np.array(made) / size
+        by_rank = np.sort(shares, axis=1).mean(axis=0)
+        apart = np.abs(shares[:, :, 0] - shares[:, :, 1]).mean()
+        return np.array([*by_rank.ravel(), (shares.max(axis=1) ** 2).mean(), apart])
+
+    sizes = np.full(4, size)
+    mine = [dominated_dirichlet(sizes, K, 0.5, rng) for _ in range(draws)]
+    np.testing.assert_allclose(moments(mine), moments([redrawn() for _ in range(draws)]), atol=0.02)
 
 
 GROUPS = np.array([5, 2, 9, 2, 5, 5, 9, 0])

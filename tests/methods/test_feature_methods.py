@@ -23,7 +23,7 @@ from fedsynth.federation.settings import resolve
 from fedsynth.federation.simulation import simulate
 from fedsynth.methods.fedfa_plus import FedFAPlus, StatisticsUp
 from fedsynth.methods.fedfm import FedFM, FedFMLite, anchor_losses
-from fedsynth.methods.fedgen import DECAY, POOL, FedGen, GeneratorDown, ensemble_loss
+from fedsynth.methods.fedgen import ASKED, DECAY, POOL, FedGen, GeneratorDown, ensemble_loss
 from fedsynth.methods.local import TrainsLocally
 from fedsynth.models.flat import flatten
 from fedsynth.models.registry import ModelSettings, build_model
@@ -389,6 +389,32 @@ def test_fedgens_generator_is_trained_as_in_plain_torch(device: torch.device) ->
         adam.step()
     for name, value in generator.state_dict().items():
         torch.testing.assert_close(state.kept[PREFIX + name], value, atol=2e-4, rtol=1e-2)
+
+
+def test_fedgens_facts_are_what_the_new_classifier_makes_of_embeddings(
+    device: torch.device,
+) -> None:
+    """By plain torch, of classes that somebody has had; with a classifier that always says 2, a third as asked, no entropy."""
+    method = FedGen(**FULL, generator_steps=4, generator_batch=8)
+    ctx, state = rounds(method, device, ((0, 1, 2),))
+    ctx = context(1, device)
+    generator = make_latent_generator(3, 3, 0).to(device)
+    weights = {n.removeprefix(PREFIX): v for n, v in state.kept.items() if n.startswith(PREFIX)}
+    generator.load_state_dict(weights)
+    asked = torch.arange(3, device=device).repeat_interleave(ASKED)
+    draws = torch_generator(0, "tally of generated embeddings", device=device)
+    noise = torch.randn(len(asked), 32, generator=draws, device=device)
+    model = ctx.load(state.parameters)
+    given = model.classifier(generator.eval()(asked, noise)).argmax(1)  # type: ignore[operator]
+    facts = method.facts(state, ctx)["generator"]
+    assert facts["agreement"] == pytest.approx(float((given == asked).float().mean()))
+    assert facts["classes"] == len(given.unique())
+    always = {n: torch.zeros_like(v) for n, v in state.parameters.items()}
+    always["classifier.bias"] = torch.tensor([0.0, 0.0, 1.0], device=device)
+    facts = method.facts(ServerState(always, state.kept), ctx)["generator"]
+    assert facts["agreement"] == pytest.approx(1 / 3)
+    assert facts["class_entropy"] == 0
+    assert "generator" not in method.facts(ServerState(always), ctx)
 
 
 def test_a_fedgen_example_s_loss_depends_on_itself_alone() -> None:

@@ -30,6 +30,7 @@ from fedsynth.privacy.mechanisms import GaussianSums
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.settings import PrivacySettings
 from fedsynth.synthesizer.resampling import ResampledNetworks
+from fedsynth.synthesizer.sets import SyntheticSet
 
 SPEC = dataset_spec("digits")
 LABELS = np.array([0, 0, 0, 1, 1, 1, 1, 2, 0, 0, 1, 1])
@@ -162,15 +163,18 @@ def plain_rounds(method: FedAF, count: int) -> tuple[Tensor, list[Tensor]]:
         optimiser = torch.optim.SGD(model.parameters(), method.server_lr, method.server_momentum)
         shuffle = torch_generator(0, "server training", number)
         for _ in range(method.server_epochs):
-            for part in torch.randperm(len(labels), generator=shuffle).split(method.server_batch):
+            order = torch.randperm(len(labels), generator=shuffle).split(method.server_batch)
+            for step, part in enumerate(order):
                 logits, these = model(union[part]), labels[part]
                 loss = nn.functional.cross_entropy(logits, these)
-                if method.server_matching == "union":
+                if method.server_matching != "minibatch":
                     logits, these = model(union), labels
-                for c in these.unique().tolist():
+                present = these.unique().tolist()
+                share = 1 if method.matching_reduction == "sum" else 1 / len(present)
+                for c in present if method.server_matching != "epoch" or step == 0 else []:
                     t = torch.softmax(logits[these == c].mean(0) / method.temperature, 0)  # Eq. 13
                     kl = (R[c] * (R[c] / t).log()).sum() + (t * (t / R[c]).log()).sum()
-                    loss = loss + method.global_weight * kl / 2  # Eqs. 14, 15
+                    loss = loss + method.global_weight * share * kl / 2  # Eqs. 14, 15
                 optimiser.zero_grad()
                 loss.backward()  # type: ignore[no-untyped-call]
                 optimiser.step()
@@ -188,6 +192,8 @@ def plain_rounds(method: FedAF, count: int) -> tuple[Tensor, list[Tensor]]:
         {"gamma": 0.0},
         {"knowledge_from": "first-phase"},
         {"server_matching": "union"},
+        {"server_matching": "epoch"},
+        {"matching_reduction": "sum"},
     ],
 )
 def test_two_rounds_equal_plain_torch(change: dict[str, float], device: torch.device) -> None:
@@ -224,6 +230,38 @@ def test_every_part_of_the_method_changes_its_result() -> None:
         for m in (FAST, replace(FAST, global_weight=0.0))
     ]
     assert not torch.allclose(weights[0], weights[1], atol=1e-5)
+
+
+@pytest.mark.parametrize("server_matching", ["minibatch", "union", "epoch"])
+@pytest.mark.parametrize("matching_norm", ["batch", "running"])
+def test_a_server_step_with_batch_norm_equals_plain_torch(
+    server_matching: str, matching_norm: str
+) -> None:
+    """One step on 12 images: the cross-entropy in training mode, T by the batch or by running statistics."""
+    method = replace(
+        FAST,
+        server_matching=server_matching,
+        matching_norm=matching_norm,
+        server_batch=12,
+        server_epochs=1,
+    )
+    ctx = context(norm="batch")
+    images, labels = normalise(data().images, SPEC), torch.tensor(LABELS)
+    soft = torch.softmax(torch.arange(100.0).view(10, 10).sin(), 1)
+    model = ctx.load(ctx.architecture.state_dict())
+    plain = ctx.load(ctx.architecture.state_dict()).train()
+    known = torch.arange(10) != 1
+    method._train_server(model, [SyntheticSet(images, labels)], soft, known, ctx)
+    loss = nn.functional.cross_entropy(plain(images), labels)
+    logits = plain.train(matching_norm == "batch")(images)
+    for c in (0, 2):  # class 1 is not known, the others are not there
+        t = torch.softmax(logits[labels == c].mean(0) / method.temperature, 0)
+        kl = (soft[c] * (soft[c] / t).log()).sum() + (t * (t / soft[c]).log()).sum()
+        loss = loss + method.global_weight / 2 * kl / 2
+    torch.optim.SGD(plain.parameters(), method.server_lr).zero_grad()
+    loss.backward()  # type: ignore[no-untyped-call]
+    torch.optim.SGD(plain.parameters(), method.server_lr).step()
+    torch.testing.assert_close(flatten(model), flatten(plain), atol=1e-5, rtol=1e-4)
 
 
 def test_classes_that_some_or_none_have() -> None:

@@ -55,14 +55,26 @@ def scalar(value: float, weight: float, device: torch.device = CPU) -> ModelPara
     )
 
 
-@pytest.mark.parametrize("method", [FedKF(), FedAvg(final="oca")])
+@pytest.mark.parametrize(
+    ("method", "unseen"),
+    [
+        (FedKF(), 0.0),
+        (FedAvg(final="oca"), 0.0),
+        (FedKF(oca="all"), 30.0),
+        (FedAvg(final="oca", oca="all"), 30.0),
+    ],
+)
 def test_both_aggregates_over_rounds_with_absent_clients(
-    method: TrainsLocally, device: torch.device
+    method: TrainsLocally, unseen: float, device: torch.device
 ) -> None:
-    """Algorithm 1 by hand, K = 3, n = (10, 20, 30), w⁰ = 1: client 2 is never active, client 0 once."""
+    """By hand, K = 3, n = (10, 20, 30), w⁰ = 1: client 2 is never active, client 0 once.
+
+    Client 2's slot counts nothing (official code), or its 30 examples with w⁰ (Algorithm 1).
+    """
     state = ServerState(
         {"w": torch.tensor([1.0], device=device), "count": torch.tensor(3, device=device)}
     )
+    every = 30 + unseen
 
     def after(number: int, active: tuple[int, ...], *values: float) -> tuple[float, float]:
         nonlocal state
@@ -77,19 +89,32 @@ def test_both_aggregates_over_rounds_with_absent_clients(
         return float(state.parameters["w"]), float(variants["oca"]["w"])
 
     assert after(1, (0, 1), 4.0, 7.0) == pytest.approx(
-        ((10 * 4 + 20 * 7) / 30, (10 * 4 + 20 * 7 + 30 * 1) / 60)
+        ((10 * 4 + 20 * 7) / 30, (10 * 4 + 20 * 7 + unseen * 1) / every)
     )
-    assert after(2, (1,), 2.0) == pytest.approx((2.0, (10 * 4 + 20 * 2 + 30 * 1) / 60))
-    assert after(3, (1,), 5.0) == pytest.approx((5.0, (10 * 4 + 20 * 5 + 30 * 1) / 60))
+    assert after(2, (1,), 2.0) == pytest.approx((2.0, (10 * 4 + 20 * 2 + unseen * 1) / every))
+    assert after(3, (1,), 5.0) == pytest.approx((5.0, (10 * 4 + 20 * 5 + unseen * 1) / every))
+    # client 2 at last, with the largest share: all three count in either reading
+    assert after(4, (2,), 8.0) == pytest.approx((8.0, (10 * 4 + 20 * 5 + 30 * 8) / 60))
 
 
-def test_with_privacy_every_slot_counts_alike() -> None:
-    state = FedKF().server_step(
+def test_a_client_that_was_dropped_has_not_been_seen() -> None:
+    state = ServerState({"w": torch.tensor([1.0])})
+    sent = [
+        ModelParameters({"w": torch.tensor([4.0])}, 10.0),
+        ModelParameters({"w": torch.tensor([9.0])}, 0.0),
+    ]
+    state = FedKF().server_step(state, sent, context(participants=(0, 1)))
+    assert float(unprefixed("oca.", state.kept)["w"]) == 4.0
+
+
+@pytest.mark.parametrize(("oca", "value"), [("seen", (5 + 4) / 2), ("all", (5 + 1 + 4) / 3)])
+def test_with_privacy_every_slot_counts_alike(oca: str, value: float) -> None:
+    state = FedKF(oca=oca).server_step(
         ServerState({"w": torch.tensor([1.0])}),
-        [ModelParameters({"w": torch.tensor([4.0])}, 1.0)],
-        context(participants=(2,), sizes=None),
+        [ModelParameters({"w": torch.tensor([v])}, 1.0) for v in (5.0, 4.0)],
+        context(participants=(0, 2), sizes=None),
     )
-    assert float(unprefixed("oca.", state.kept)["w"]) == pytest.approx((1 + 1 + 4) / 3)
+    assert float(unprefixed("oca.", state.kept)["w"]) == pytest.approx(value)
 
 
 def test_fedavg_without_the_cache_keeps_nothing() -> None:
@@ -130,13 +155,17 @@ def plain_step(
                 ).cpu()
                 f = teacher.embed((generator(z) - mean) / std)  # type: ignore[operator]
                 p = torch.softmax(teacher.classifier(f), 1)  # type: ignore[operator]
-                ie = -(p.mean(0) * p.mean(0).log()).sum()
+                ie = -(p.mean(0) * p.mean(0).log()).sum() / np.log(10)
                 oh = -p.gather(1, p.argmax(1, keepdim=True)).log().mean()
                 loss_g = (
                     -ie
                     + method.one_hot_weight * oh
-                    + method.activation_weight * -f.abs().sum(1).mean()
+                    + method.activation_weight * -f.abs().mean(1).mean()
                 )
+                if method.use_kl:
+                    s = torch.log_softmax(model((generator(z) - mean) / std), 1)
+                    t = p.detach()
+                    loss_g = loss_g - method.distillation * (t * (t.log() - s)).sum(1).mean()
                 adam.zero_grad()
                 loss_g.backward()
                 adam.step()
@@ -152,9 +181,11 @@ def plain_step(
     return flatten(model)
 
 
-@pytest.mark.parametrize("kind", ["oca", "aca"])
-def test_two_rounds_of_a_client_equal_plain_torch(kind: str, device: torch.device) -> None:
-    method = replace(FAST, teacher=kind)
+@pytest.mark.parametrize(("kind", "use_kl"), [("oca", False), ("aca", False), ("oca", True)])
+def test_two_rounds_of_a_client_equal_plain_torch(
+    kind: str, use_kl: bool, device: torch.device
+) -> None:
+    method = replace(FAST, teacher=kind, use_kl=use_kl)
     start, other = (
         build_model(ModelSettings(width=4, depth=2), SPEC.image_shape, 10, seed) for seed in (0, 5)
     )
@@ -194,7 +225,33 @@ def test_fedkf_minus_halves_the_downlink_and_plain_rounds_are_fedavg() -> None:
     assert "kept" in memory
 
 
-def test_equal_steps_for_every_client() -> None:
+def test_equal_steps_are_those_of_a_client_of_mean_size() -> None:
+    """n = (4, 10, 16), batches of 4: ⌊10/4⌋ = 2 steps a pass for each, where their own data make 1, 3 and 4."""
+    images = np.random.default_rng(0).integers(0, 256, (30, 1, 8, 8)).astype(np.uint8)
+    parts = [torch.arange(4), torch.arange(4, 14), torch.arange(14, 30)]
+    group = OpenClients([0, 1, 2], from_arrays(images, np.arange(30) % 3, SPEC), parts)
+    ctx = context(sizes=(4, 10, 16))
+    message = FedAvg().broadcast(ServerState(ctx.architecture.state_dict()), ctx)
+
+    def trained(**settings: Any) -> list[Tensor]:
+        method = FedAvg(lr=0.1, momentum=0.0, batch=4, **settings)
+        made = method.client_step(message, group, [{}] * 3, ctx)
+        return [torch.cat([v.flatten() for v in u.parameters.values()]) for u, _ in made]  # type: ignore[attr-defined]
+
+    equal = trained(local_epochs=3, equal_steps=True)
+    for a, b in zip(equal, trained(local_steps=6), strict=True):
+        assert torch.equal(a, b)
+    own = trained(local_epochs=3)
+    assert not any(torch.equal(a, b) for a, b in zip(equal, own, strict=True))
+    late = FedAvg(local_epochs=3, equal_steps=True, batch=4, stragglers=1.0)
+    passes = late.late(ctx)
+    steps = [late._steps(passes[k], ctx) for k in range(3)]
+    assert steps == [2 * passes[k] for k in range(3)]
+    with pytest.raises(SettingError, match="leave out equal_steps"):
+        FedAvg(equal_steps=True, local_steps=3)
+
+
+def test_local_steps_may_end_within_a_pass() -> None:
     """Ten examples in batches of four are three steps a pass; five steps are a pass and two batches."""
     ctx = context()
     message = FedAvg().broadcast(ServerState(ctx.architecture.state_dict()), ctx)
@@ -225,10 +282,31 @@ def test_it_runs_as_a_whole(privacy: dict[str, float]) -> None:
     assert set(row["models"]) == {"aca", "oca"}
     assert row["models"]["oca"]["test_accuracy"] == row["test_accuracy"] == result.accuracy
     assert row["models"]["aca"]["local"]["amp"] > 0
+    assert "generator" not in result.metrics[0]  # the plain round
+    facts = row["generator"]
+    assert set(facts) == {"class_entropy", "class_entropy_share", "classes"}
+    assert facts["class_entropy"] == pytest.approx(facts["class_entropy_share"] * np.log(10))
+    assert result.summary["generator"] == facts
     if privacy:
         assert result.privacy is not None
         promise: Any = result.privacy["guarantee"]
         assert 9.9 < promise["epsilon"] <= 10
+
+
+def test_the_facts_of_a_round_are_the_generators_averaged_over_its_clients() -> None:
+    """Two clients' generators that collapse to a class each have no entropy, though two classes are made."""
+    counts = torch.zeros(1, 10, dtype=torch.int64)
+    one, two, even = counts.clone(), counts.clone(), counts + 3
+    one[0, 4], two[0, 7] = 256, 256
+
+    def facts(*tallies: Tensor) -> Any:
+        return FedKF().client_facts([*({"tally": t} for t in tallies), {}], context())
+
+    collapsed, half = facts(one, two)["generator"], facts(one, even)["generator"]
+    assert collapsed["class_entropy_share"] == 0
+    assert collapsed["classes"] == 1
+    assert half["class_entropy_share"] == pytest.approx(0.5)
+    assert facts() == {}
 
 
 def test_settings_are_the_papers_and_validated() -> None:
@@ -275,3 +353,29 @@ def test_with_privacy_the_distillation_term_is_there() -> None:
         uploads.append(torch.cat([v.flatten() for v in upload.parameters.values()]))  # type: ignore[attr-defined]
         assert ("generator.start.weight" in memory) == (gamma > 0)
     assert float((uploads[0] - uploads[1]).norm()) > 0.1
+
+
+def test_with_privacy_the_generator_and_its_facts_are_the_same_whatever_the_data_are() -> None:
+    """What lets a round's row have them: post-processing. Catches steps, or draws, that go by the client's data."""
+    kept = []
+    other = build_model(ModelSettings(width=4, depth=2), SPEC.image_shape, 10, 5)
+    for size in (10, 4):
+        privacy = PrivacySettings(noise_multiplier=1.0, clip=1.0, sample_rate=0.5)
+        ctx = context(2, privacy=privacy, sizes=None)
+        images = np.random.default_rng(size).integers(0, 256, (size, 1, 8, 8)).astype(np.uint8)
+        private = PrivateClients(
+            [1],
+            from_arrays(images, np.arange(size) % 2, SPEC),
+            [torch.arange(size)],
+            [Guard(Ledger("0"), 1e-5, None)],
+            [SecretGenerator()],
+        )
+        state = ServerState(
+            ctx.architecture.state_dict(), {f"oca.{n}": v for n, v in other.state_dict().items()}
+        )
+        ((_, memory),) = FAST.client_step(FAST.broadcast(state, ctx), private, [{}], ctx)
+        kept.append((memory, FAST.client_facts([memory], ctx)))
+    (one, facts), (two, same) = kept
+    assert facts == same
+    assert set(one) == set(two)
+    assert all(torch.equal(one[name], two[name]) for name in one)

@@ -11,21 +11,24 @@ import numpy as np
 import pytest
 import torch
 
+from fedsynth.cli.progress import round_line
 from fedsynth.core.messages import ModelParameters
 from fedsynth.core.method import RoundContext, ServerState
 from fedsynth.data.images import from_arrays
 from fedsynth.data.proxy import ProxyImages
 from fedsynth.data.registry import dataset_spec
 from fedsynth.errors import SettingError, UnknownNameError
+from fedsynth.evaluation.generated import GENERATOR
 from fedsynth.federation.settings import resolve
 from fedsynth.federation.simulation import simulate
 from fedsynth.methods.aggregation import average
-from fedsynth.methods.dense import Dense
+from fedsynth.methods.dense import Dense, generated_facts
 from fedsynth.methods.feddf import FedDF
 from fedsynth.methods.fedhydra import FedHydra
 from fedsynth.methods.one_shot import DistilsEnsemble
 from fedsynth.models.registry import ModelSettings, build_model
 from fedsynth.privacy.errors import ForbiddenLayerError, UnaccountedReleaseError
+from fedsynth.synthesizer.ensembles import average_of_logits
 
 SPEC = dataset_spec("digits")
 METHODS = ["dense", "fedhydra", "feddf"]
@@ -151,6 +154,57 @@ def test_fedhydra_keeps_u_and_the_run_folder_shows_it(tmp_path: Path) -> None:
     assert (result.folder / "stratification.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_the_kept_columns_are_of_the_rows_shares() -> None:
+    """What weighs a client's classes is Ū_r over its column's sum; `columns=raw` is U over its own."""
+    for columns in ("in-place", "raw"):
+        small = {**TINY, "stratification_steps": 3, "stratification_batch": 4}
+        method = FedHydra(**small, columns=columns)  # type: ignore[arg-type]
+        state = ServerState(context().architecture.state_dict())
+        kept = {
+            k: v.numpy() for k, v in method.server_step(state, uploads(), context()).kept.items()
+        }
+        u = kept["stratification"]
+        rows = u / u.sum(1, keepdims=True)
+        base = rows if columns == "in-place" else u
+        np.testing.assert_allclose(kept["clients_for_class"], rows, rtol=1e-5)
+        np.testing.assert_allclose(kept["classes_of_client"], base / base.sum(0), rtol=1e-5)
+    assert FedHydra().columns == "in-place"
+
+
+@pytest.mark.parametrize("method", ["dense", "fedhydra"])
+def test_a_round_says_what_its_generated_images_are(method: str, tmp_path: Path) -> None:
+    """In the round's row, the summary, the round's line and the table; also with a budget."""
+    for privacy in ({}, {"epsilon": 10.0}):
+        settings = run(method, 2, privacy=privacy)
+        result = simulate(settings, output=tmp_path)
+        for row in result.metrics:
+            said = row[GENERATOR]
+            assert set(said) == {"agreement", "class_entropy", "class_entropy_share", "classes"}
+            assert 0 <= said["agreement"] <= 1
+            assert 1 <= said["classes"] <= 10
+            share = f"{100 * said['agreement']:.1f} % as asked"
+            assert share in round_line(row, settings)
+        assert result.summary[GENERATOR] == result.metrics[-1][GENERATOR]
+    assert GENERATOR not in simulate(run("feddf")).metrics[0]
+
+
+def test_agreement_is_of_the_student_s_images() -> None:
+    """One model that names every image 3: a tenth is as asked, and one class is there."""
+
+    class Three(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (
+                5.0 * torch.nn.functional.one_hot(x.new_full((len(x),), 3).long(), 10) + 0 * x.sum()
+            )
+
+    student = build_model(ModelSettings(width=4, depth=2), SPEC.image_shape, 10, 0)
+    method = Dense(**{**TINY, "server_epochs": 3, "generator_batch": 200})
+    kept = method.fit_student([Three()], student, average_of_logits, context())
+    said = generated_facts(ServerState({}, kept))
+    assert said["agreement"] == pytest.approx(0.1, abs=0.05)
+    assert (said["class_entropy"], said["classes"]) == (0, 1)
+
+
 def test_stratified_and_averaged_aggregation_differ() -> None:
     models = [
         FedHydra(
@@ -258,8 +312,24 @@ def test_settings_are_the_papers_and_validated() -> None:
         0.01,
         30,
     )
+    assert (m.stratification_batch, m.stratification_lr) == (32, 0.01)
+    assert (m.student_images, m.replay, m.generator_reset, m.learn_noise) == (
+        "all",
+        False,
+        False,
+        False,
+    )
+    assert (m.flips, m.crop, m.generator_beta1) == (False, 0, 0.9)
     assert Dense().only_disagreement
     assert Dense().hard_weight == 0
+    d = Dense()
+    assert (d.student_images, d.replay, d.generator_reset, d.learn_noise) == (
+        "best",
+        True,
+        True,
+        True,
+    )
+    assert (d.flips, d.crop, d.generator_beta1) == (True, 0.125, 0.5)
     with pytest.raises(UnknownNameError, match="did you mean stratified"):
         FedHydra(aggregation="stratifed")
     with pytest.raises(SettingError, match="generator_steps"):

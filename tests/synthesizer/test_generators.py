@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from fedsynth.core.random import torch_generator
 from fedsynth.data.images import normalise
 from fedsynth.data.load import load_dataset
 from fedsynth.data.registry import dataset_spec
@@ -16,7 +17,7 @@ from fedsynth.errors import SettingError
 from fedsynth.evaluation.accuracy import accuracy
 from fedsynth.models.convnet import ConvNet
 from fedsynth.models.registry import ModelSettings, build_model
-from fedsynth.synthesizer.distiller import DataFreeDistiller, Distillation
+from fedsynth.synthesizer.distiller import DataFreeDistiller, Distillation, generated_tally
 from fedsynth.synthesizer.generators import (
     Generator,
     activation_loss,
@@ -41,15 +42,40 @@ def test_eqs_2_to_6_by_hand(device: torch.device) -> None:
     entropy = -(0.7 * math.log(0.7) + 0.3 * math.log(0.3))
     certain = -(math.log(0.5) + math.log(0.9)) / 2
     f = torch.tensor([[1.0, -2.0, 0.0], [3.0, 0.0, 0.5]], device=device)
-    assert float(information_entropy_loss(p)) == pytest.approx(-entropy)  # Eq. 3
+    entropy /= math.log(2)
+    assert float(information_entropy_loss(p)) == pytest.approx(-entropy)  # Eq. 3, over log C
     assert float(one_hot_loss(p)) == pytest.approx(certain)  # Eq. 2
-    assert float(activation_loss(f)) == pytest.approx(-(3.0 + 3.5) / 2)  # Eq. 4
+    assert float(activation_loss(f)) == pytest.approx(-(3.0 + 3.5) / 6)  # Eq. 4, of the mean
     assert float(generator_loss(f, p, 0.2, 0.1)) == pytest.approx(
-        -entropy + 0.2 * certain - 0.1 * 3.25
+        -entropy + 0.2 * certain - 0.1 * 6.5 / 6
     )  # Eq. 5
     q = logits((0.25, 0.75), (0.9, 0.1), device=device)
     kl = (0.5 * math.log(0.5 / 0.25) + 0.5 * math.log(0.5 / 0.75)) / 2
     assert float(distillation_loss(p, q)) == pytest.approx(kl)  # Eq. 6: KL(teacher ‖ student)
+
+
+@pytest.mark.parametrize("times", [2, 84])
+def test_the_activation_loss_does_not_grow_with_the_features(
+    times: int, device: torch.device
+) -> None:
+    """A teacher whose every feature is there `times` times over pulls a generator no harder. A sum would, `times` as hard."""
+    features = torch.randn(
+        7, 5, generator=torch.Generator(device).manual_seed(0), device=device, requires_grad=True
+    )
+    one, many = activation_loss(features), activation_loss(features.repeat(1, times))
+    torch.testing.assert_close(many, one)
+    pulls = [torch.autograd.grad(loss, features)[0] for loss in (one, many)]
+    torch.testing.assert_close(pulls[1], pulls[0])
+
+
+@pytest.mark.parametrize("classes", [2, 10, 100])
+def test_the_information_entropy_loss_spans_the_same_range_for_any_number_of_classes(
+    classes: int, device: torch.device
+) -> None:
+    """−1 where all classes are alike and 0 where there is one; without the division −log C and 0."""
+    even = torch.eye(classes, device=device) * 1000
+    assert float(information_entropy_loss(even)) == pytest.approx(-1.0)
+    assert float(information_entropy_loss(even[:1])) == pytest.approx(0.0)
 
 
 def test_information_entropy_has_no_nan_where_a_class_is_never_predicted(
@@ -178,6 +204,64 @@ def test_memory_goes_on_as_if_it_had_never_stopped(device: torch.device) -> None
     torch.testing.assert_close(straight.step()[0], second.step()[0])
 
 
+def test_looking_at_what_is_generated_changes_nothing(device: torch.device) -> None:
+    """A tally leaves generator, draws and batch-norm terms alone: training goes on bit for bit, and looking twice sees the same."""
+    looked, alone = pair(device), pair(device)
+    looked.step()
+    alone.step()
+    before = {name: v.clone() for name, v in looked.generator.state_dict().items()}
+    counts = looked.tally()
+    assert counts.shape == (1, 10)
+    assert int(counts.sum()) == 256
+    assert torch.equal(counts, looked.tally())
+    assert all(torch.equal(v, before[n]) for n, v in looked.generator.state_dict().items())
+    assert torch.equal(looked.step()[0], alone.step()[0])
+
+
+def test_a_tally_counts_what_the_teacher_sees(device: torch.device) -> None:
+    """By plain torch: the fixed noise through the generator, batch norm by the batch, and the teacher in evaluation mode."""
+    teacher = build_model(ModelSettings(width=4, depth=2, norm="batch"), (1, 8, 8), 10, 0)
+    teacher = teacher.to(device).train()
+    generator = make_generator(DIGITS, 0, latent=5, width=4).to(device).eval()
+    counts = generated_tally(teacher, generator, 40)
+    assert teacher.training
+    draws = torch_generator(0, "tally of generated images", device=device)
+    with torch.no_grad():
+        z = torch.randn(40, 5, generator=draws, device=device)
+        given = teacher.eval()(generator.train().normalised(z)).argmax(1)
+    assert counts.tolist() == [torch.bincount(given, minlength=10).tolist()]
+
+
+@pytest.mark.parametrize("weight", [0.0, 0.5])
+def test_with_a_kl_weight_the_generator_seeks_where_the_student_errs(
+    weight: float, device: torch.device
+) -> None:
+    """The gradient of a step against plain torch: L_G − weight·KL(teacher ‖ student), the teacher's side held fixed."""
+    student = build_model(ModelSettings(width=4, depth=2), (1, 8, 8), 10, 7).to(device)
+
+    def gradient(generator: Generator) -> torch.Tensor:
+        return torch.cat([p.grad.flatten() for p in generator.parameters() if p.grad is not None])
+
+    stepped, plain, without = pair(device), pair(device), pair(device)
+    stepped._kl_weight = weight
+    stepped.step(student)
+    without.step(student)
+    assert all(p.grad is None for p in student.parameters())  # its own training has them
+    z = torch.randn(6, 5, generator=torch.Generator(device).manual_seed(0), device=device)
+    teacher: Any = plain._teacher
+    x = plain.generator.normalised(z)
+    f = teacher.embed(x)
+    t, s = teacher.classifier(f), student(x).log_softmax(1)
+    fixed = t.detach().softmax(1)
+    kl = (fixed * (fixed.log() - s)).sum(1).mean()
+    (generator_loss(f, t, 0.2, 0.1) - weight * kl).backward()
+    torch.testing.assert_close(
+        gradient(stepped.generator), gradient(plain.generator), atol=1e-5, rtol=1e-3
+    )
+    apart = (gradient(stepped.generator) - gradient(without.generator)).norm()
+    assert bool(apart > 1e-2 * gradient(without.generator).norm()) == (weight > 0)
+
+
 def test_a_student_learns_the_digits_without_any() -> None:
     train, test = load_dataset("digits")
     teacher, student = (
@@ -192,10 +276,12 @@ def test_a_student_learns_the_digits_without_any() -> None:
         draws,
     )
     before = accuracy(student, test)
-    generator = DataFreeDistiller(
+    distiller = DataFreeDistiller(
         teacher, train.spec, steps=500, batch=64, learning_rate=0.1, width=8
-    ).fit(student)
+    )
+    generator = distiller.fit(student)
     assert isinstance(generator, Generator)
+    assert distiller.facts(generator)["class_entropy_share"] > 0.7  # collapsed: 0
     assert accuracy(teacher, test) > 0.93
     assert accuracy(student, test) > max(0.6, before + 0.3)  # about 0.9
 

@@ -132,6 +132,25 @@ def test_gradients_flow_and_are_finite_where_both_sides_are_equal(
     assert float(loss(same).detach()) == 0
 
 
+@pytest.mark.parametrize("times", [2, 10])
+def test_matching_does_not_grow_with_the_number_of_classes(
+    times: int, device: torch.device
+) -> None:
+    """Classes that come `times` over, each with as much to match, weigh no more beside the cross-entropy. A sum would."""
+    draws = torch.Generator(device).manual_seed(0)
+    logits, v = (torch.randn(4, 6, generator=draws, device=device) for _ in range(2))
+    usable = torch.tensor([True, True, False, True], device=device)
+    soft = soft_labels(v, 1.0)
+    one = knowledge_matching(logits, soft, usable, 1.0)
+    repeated = (logits.repeat(times, 1), soft.repeat(times, 1), usable.repeat(times))
+    torch.testing.assert_close(knowledge_matching(*repeated, 1.0), one)
+    torch.testing.assert_close(
+        knowledge_matching(*repeated, 1.0, "sum"),
+        times * knowledge_matching(logits, soft, usable, 1.0, "sum"),
+    )
+    assert float(knowledge_matching(logits, soft, torch.zeros_like(usable), 1.0)) == 0
+
+
 def test_eqs_12_to_15_by_hand(device: torch.device) -> None:
     """Two classes, τ = 2: R = softmax(v/τ), T = softmax(t/τ), ½(KL(R‖T) + KL(T‖R)) over the class that both have."""
     v, logits = (

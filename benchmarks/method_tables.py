@@ -1,0 +1,304 @@
+"""The documents' tables and sentences about methods' accuracy, from rows (see `tables.py`)."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from rows import NOTHING, apart, by_key, percents, spread, table
+
+SEEDS = range(3)
+MORE_SEEDS = range(5)
+Row = Mapping[str, Any]
+
+
+def _first_table() -> str:
+    rows = by_key("fashion_table")
+    found = {name: percents(rows, name, SEEDS) for name in ("feddm", "real", "fedavg")}
+    floats = sorted({rows[f"feddm seed={seed}"]["floats"] for seed in SEEDS})
+    titles = {
+        "feddm": ("FedDM", f"{floats[0]:,} – {floats[-1]:,}"),
+        "real": ("REAL, FedDM's start images", "the same"),
+        "fedavg": (
+            "FedAvg, lr 0.01",
+            f"{rows['fedavg seed=0']['floats']:,} (the network is narrow)",
+        ),
+    }
+    body = [
+        [title, spread(found[name], 3), _each(found[name]), size]
+        for name, (title, size) in titles.items()
+    ]
+    for name in ("real", "fedavg"):
+        ahead = [a - b for a, b in zip(found["feddm"], found[name], strict=True)]
+        title = f"FedDM − {titles[name][0].split(',')[0]}"
+        body.append([title, spread(ahead, 3), _each(ahead), ""])
+    return table(["method", "accuracy", "each seed", "floats uploaded a round"], body)
+
+
+def _each(values: Sequence[float]) -> str:
+    return ", ".join(f"{value:.2f}" for value in values)
+
+
+def _fedavg_grid() -> list[str]:
+    rows = by_key("fashion_table")
+    rates = ("0.001", "0.01", "0.1")
+    return [f"{100 * rows[f'tune fedavg lr={rate}']['accuracy']:.0f}" for rate in rates]
+
+
+def _closest() -> list[str]:
+    rows = by_key("fashion_table")
+    one, other = (percents(rows, name, SEEDS) for name in ("feddm", "fedavg"))
+    return [f"{min(a - b for a, b in zip(one, other, strict=True)):.2f}"]
+
+
+# --- FedAF ---------------------------------------------------------------------------------------
+
+FEDAF_ROWS = ("FedDM", "FedAF", "without CDC", "without LGKM", "γ = 0.5", "γ = 1")
+FEDAF_TITLES = {"FedAF": "FedAF (γ = 0.9)"}
+
+
+def _best(row: Row) -> float:
+    return max(row["curve"])
+
+
+def _fedaf(alphas: Sequence[str]) -> str:
+    rows = by_key("fedaf_table")
+    head = [""]
+    for alpha in alphas:
+        head += [f"Dir({alpha}), last", "best"]
+    body = []
+    for name in FEDAF_ROWS:
+        cells = [FEDAF_TITLES.get(name, name)]
+        for alpha in alphas:
+            key = f"{name} alpha={alpha}"
+            cells.append(spread(percents(rows, key, MORE_SEEDS), 5))
+            cells.append(spread(percents(rows, key, MORE_SEEDS, _best), 5))
+        body.append(cells)
+    return table(head, body)
+
+
+def _fedaf_domains() -> str:
+    rows = by_key("fedaf_table")
+    columns: dict[str, Callable[[Row], Any]] = {
+        "test accuracy, last": lambda row: row["accuracy"],
+        "best": _best,
+        "average over domains, last": lambda row: row["domain_average"],
+    }
+    body = [
+        [
+            FEDAF_TITLES.get(name, name),
+            *(spread(percents(rows, f"{name} domains", SEEDS, v), 3) for v in columns.values()),
+        ]
+        for name in FEDAF_ROWS
+    ]
+    return table(["", *columns], body)
+
+
+# --- FedKF ---------------------------------------------------------------------------------------
+
+FEDKF_ROWS = {"FedAvg": "FedAvg", "FedKF-": "FedKF⁻", "FedKF": "FedKF"}
+
+
+def _fedkf(alphas: Sequence[str]) -> str:
+    rows = by_key("fedkf_table")
+    head = [""]
+    for alpha in alphas:
+        head += [f"Dir({alpha}) AMP", "FM", "WLP"]
+    body = []
+    for name, title in FEDKF_ROWS.items():
+        for final in ("aca", "oca"):
+            cells = [f"{title} ({final.upper()})"]
+            for alpha in alphas:
+                for figure, scale in (("amp", 1), ("fm", 10), ("wlp", 1)):
+                    value = partial(_local, final=final, figure=figure, scale=scale)
+                    found = percents(rows, f"{name} alpha={alpha}", MORE_SEEDS, value)
+                    cells.append(spread(found, 5, 2 if figure == "amp" else 1))
+            body.append(cells)
+    return table(head, body)
+
+
+def _local(row: Row, final: str, figure: str, scale: float) -> float:
+    """A figure of a final model on the clients' own test splits, in the last round."""
+    number: float = row["rows"][-1]["models"][final]["local"][figure]
+    return scale * number
+
+
+# --- one shot ------------------------------------------------------------------------------------
+
+DATASETS = {"fashion-mnist": "Fashion-MNIST", "mnist": "MNIST"}
+PARTITIONS = ("Dir(0.5)", "Dir(0.1)", "2c/c", "heterogeneous")
+ONE_SHOT = {
+    "clients": "FedAvg",
+    "FedDF": "FedDF",
+    "DENSE": "DENSE",
+    "FedHydra": "FedHydra",
+    "FedHydra (raw Ū_c)": "raw Ū_c",
+    "FedHydra (Ū_r alone)": "Ū_r alone",
+    "FedHydra (probabilities)": "probabilities",
+    "FedHydra (AE)": "AE",
+}
+GENERATING = [name for name in ONE_SHOT if name not in ("clients", "FedDF")]
+STRATIFYING = ("FedHydra (raw Ū_c)", "FedHydra", "FedHydra (Ū_r alone)")
+STRATA = {
+    "30 steps, batch 32, rate 0.01": "rate 0.01",
+    "30 steps, batch 32, rate 0.001": "rate 0.001",
+    "15 steps, batch 8, rate 0.001": "15 steps, batch 8, rate 0.001",
+}
+PAIRS = (
+    ("FedHydra", "DENSE"),
+    ("FedHydra", "clients"),
+    ("DENSE", "clients"),
+    ("FedHydra", "FedHydra (raw Ū_c)"),
+    ("FedHydra", "FedHydra (Ū_r alone)"),
+    ("FedHydra", "FedHydra (AE)"),
+)
+
+
+def _one_shot(dataset: str) -> str:
+    rows = by_key("one_shot_table")
+    body = []
+    for where in PARTITIONS:
+        cells = []
+        for name in ONE_SHOT:
+            found = percents(rows, f"{dataset}, {where}, {name},", MORE_SEEDS)
+            cells.append(spread(found, 5))
+        if set(cells) != {NOTHING}:
+            body.append([where, *cells])
+    return table([DATASETS[dataset], *ONE_SHOT.values()], body)
+
+
+def _one_shot_pairs() -> str:
+    rows = by_key("one_shot_table")
+    body = []
+    for dataset, title in DATASETS.items():
+        for where in PARTITIONS:
+            cells = [f"{title}, {where}"]
+            for one, other in PAIRS:
+                prefix = f"{dataset}, {where}, "
+                both = [
+                    seed
+                    for seed in MORE_SEEDS
+                    if all(_accuracy(rows, f"{prefix}{n}, seed={seed}") for n in (one, other))
+                ]
+                a, b = (percents(rows, f"{prefix}{name},", both) for name in (one, other))
+                cells.append(apart(a, b, 5))
+            body.append(cells)
+    head = [f"{ONE_SHOT[one]} − {ONE_SHOT[other]}" for one, other in PAIRS]
+    return table(["", *head], body)
+
+
+def _accuracy(rows: Mapping[str, Row], key: str) -> float | None:
+    return rows[key]["accuracy"] if key in rows else None
+
+
+def _one_shot_images() -> str:
+    """Agreement, and class entropy over log C, of the images that taught the student."""
+    rows = by_key("one_shot_table")
+    body = []
+    for dataset, title in DATASETS.items():
+        for where in PARTITIONS:
+            cells = [f"{title}, {where}"]
+            for name in GENERATING:
+                key = f"{dataset}, {where}, {name},"
+                made = [rows[f"{key} seed={s}"] for s in MORE_SEEDS if f"{key} seed={s}" in rows]
+                cells.append(_generated(made))
+            body.append(cells)
+    return table(["", *(ONE_SHOT[name] for name in GENERATING)], body)
+
+
+def _generated(rows: Sequence[Row]) -> str:
+    if not rows:
+        return NOTHING
+    agreement, entropy = (
+        statistics.mean(row["generator"][fact] for row in rows)
+        for fact in ("agreement", "class_entropy_share")
+    )
+    return f"{100 * agreement:.0f} %, {entropy:.2f}"
+
+
+def _strata() -> str:
+    """Share of real images that P gives the asked class, by reading and stratification."""
+    rows = by_key("one_shot_table")
+    body = []
+    for dataset, title in DATASETS.items():
+        for where in PARTITIONS:
+            cells = []
+            for strata in STRATA:
+                for reading in STRATIFYING:
+                    key = f"P: {dataset}, {where}, {strata},"
+                    found = percents(rows, key, MORE_SEEDS, lambda row, r=reading: row[r])  # type: ignore[misc]
+                    cells.append(spread(found, 5, 1))
+            if set(cells) != {NOTHING}:
+                body.append([f"{title}, {where}", *cells])
+    head = [f"{ONE_SHOT[reading]}, {title}" for title in STRATA.values() for reading in STRATIFYING]
+    return table(["", *head], body)
+
+
+# --- all methods at one budget -------------------------------------------------------------------
+
+PERSONAL = ("solo", "fedbn")
+
+
+def _compare(personal: bool) -> str:
+    rows = by_key("compare")
+    names = {key.rsplit(" seed=", 1)[0] for key in rows if " seed=" in key}
+    reference = percents(rows, "fedavg", MORE_SEEDS)
+    entries = []
+    for name in names:
+        if (name in PERSONAL) != personal:
+            continue
+        made = [rows[f"{name} seed={s}"] for s in MORE_SEEDS if f"{name} seed={s}" in rows]
+        found = [100 * (row["local"]["amp"] if personal else row["accuracy"]) for row in made]
+        mean = statistics.mean(found)
+        size = statistics.mean(row["bytes"] for row in made) / 1e6
+        seconds = statistics.mean(row["seconds"] for row in made)
+        ahead = (
+            f"{mean - statistics.mean(reference):+.1f}".replace("-", "−") if reference else NOTHING
+        )
+        cells = [name, spread(found, len(made)), str(len(made)), ahead, f"{size:.2f}"]
+        if personal:
+            cells.pop(3)
+        entries.append((mean, [*cells, f"{seconds:.0f}", best_rate(rows, name)]))
+    body = [cells for _, cells in sorted(entries, key=lambda entry: -entry[0])]
+    head = ["method", "AMP" if personal else "accuracy", "seeds", "− FedAvg", "MB up", "seconds"]
+    if personal:
+        head.pop(3)
+    return table([*head, "rate"], body)
+
+
+def best_rate(rows: Mapping[str, Row], name: str) -> str:
+    """The tuned rate of a method, or of the method whose rate it takes; – if none is tuned."""
+    prefix = f"rate {TAKES.get(name, name)} "
+    tried = {key.removeprefix(prefix): row for key, row in rows.items() if key.startswith(prefix)}
+    if not tried:
+        return NOTHING
+    return max(tried, key=lambda rate: tried[rate]["accuracy"])
+
+
+TAKES = {
+    name: "fedavg" for name in (*PERSONAL, "fedavg, one shot", "feddf", "dense", "fedhydra")
+}  # whose clients train at FedAvg's rate
+
+TABLES: dict[str, Callable[[], str]] = {
+    "fashion": _first_table,
+    "fedaf": partial(_fedaf, ("0.1", "0.02")),
+    "fedaf-domains": _fedaf_domains,
+    "fedkf": partial(_fedkf, ("0.1", "0.01")),
+    "one-shot-fashion-mnist": partial(_one_shot, "fashion-mnist"),
+    "one-shot-mnist": partial(_one_shot, "mnist"),
+    "one-shot-pairs": _one_shot_pairs,
+    "one-shot-images": _one_shot_images,
+    "one-shot-strata": _strata,
+    "compare": partial(_compare, personal=False),
+    "compare-personal": partial(_compare, personal=True),
+}
+SENTENCES: list[tuple[str, str, Callable[[], list[str]]]] = [
+    (
+        "README.md",
+        "training images at the same number of rounds ({}, {} and {} %)",
+        _fedavg_grid,
+    ),
+    ("README.md", "on one seed it comes within {} points", _closest),
+]

@@ -1,0 +1,192 @@
+"""The documents' tables and sentences about private accuracy and about speed, from rows (see `tables.py`)."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from rows import by_key, case, lines, percents, spread, table
+
+SEEDS = range(3)
+MECHANISMS = {
+    "residual": "FedDM, `residual`",
+    "features": "FedDM, `features`",
+    "gradient": "FedDM, `gradient`",
+    "dp-sgd": "DP-FedAvg",
+}
+DATASETS = {"fashion-mnist": "Fashion-MNIST", "mnist": "MNIST"}
+ENGINES = {
+    "reference": "plain loop",
+    "engine fp32": "fp32",
+    "engine fp32 compiled": "fp32, `--compile`",
+    "engine bf16": "bf16",
+    "engine bf16 compiled": "bf16, `--compile`",
+}
+KEPT = "--keep-allocations"
+
+
+def _private(dataset: str, mechanism: str, epsilon: str) -> list[float]:
+    rows = by_key("dp_utility")
+    budget = epsilon if epsilon == "noiseless" else f"ε = {epsilon}"
+    return percents(rows, f"{dataset} {mechanism}, {budget}", SEEDS)
+
+
+def _utility(epsilons: tuple[str, ...], digits: int, short: bool) -> str:
+    head = [""]
+    for title in DATASETS.values():
+        head += [f"{title} ε = {epsilons[0]}", *(e if short else f"ε = {e}" for e in epsilons[1:])]
+    body = []
+    for mechanism, title in MECHANISMS.items():
+        cells = [title.removeprefix("FedDM, ") if short else title]
+        for dataset in DATASETS:
+            cells += [spread(_private(dataset, mechanism, e), 3, digits) for e in epsilons]
+        body.append(cells)
+    if short:
+        without = ["`features` without noise"]
+        for dataset in DATASETS:
+            found = spread(_private(dataset, "features", "noiseless"), 3, digits)
+            without += ["", "", found]
+        body.append(without)
+    return table(head, body)
+
+
+def _mean(dataset: str, mechanism: str, epsilon: str) -> float:
+    return statistics.mean(_private(dataset, mechanism, epsilon))
+
+
+def _features_over_gradient() -> list[str]:
+    ahead = [_mean(d, "features", "10") - _mean(d, "gradient", "10") for d in DATASETS]
+    return [f"{value:.1f}" for value in ahead]
+
+
+def _noise_costs_features() -> list[str]:
+    fashion, mnist = (
+        _mean(d, "features", "10") - _mean(d, "features", "noiseless") for d in DATASETS
+    )
+    return [f"{fashion:+.1f}", f"{-mnist:.1f}"]
+
+
+def _residual_over_features() -> list[str]:
+    ahead = [
+        _mean(d, "residual", e) - _mean(d, "features", e)
+        for d in DATASETS
+        for e in ("1", "3", "10")
+    ]
+    return [f"{min(ahead):.1f}", f"{max(ahead):.1f}"]
+
+
+def _full(row: Mapping[str, Any]) -> bool:
+    """A condensation timing of every engine, with the allocator as it is."""
+    return KEPT not in row["command"] and set(ENGINES) == set(row["seconds per step"])
+
+
+def _condense() -> str:
+    body = []
+    for name, shape in (("mnist", "1×28×28"), ("cifar10", "3×32×32")):
+        row = case("condense", name, _full)
+        cells = [shape]
+        for engine in ENGINES:
+            seconds = row["seconds per step"][engine]
+            ratio = row["ratio to reference"][engine]
+            times = "" if engine == "reference" else f" ({ratio:.1f}×)"
+            cells.append(f"{seconds:.2f}{times}")
+        body.append(cells)
+    return table(["", *ENGINES.values()], body)
+
+
+def _floor() -> list[str]:
+    row = case("condense", "mnist", _full)
+    return [f"{row['floor'][kind]:.2f}" for kind in ("fp32", "bf16")]
+
+
+def _kept_allocations() -> list[str]:
+    row = case("condense", "mnist", lambda row: KEPT in row["command"])
+    ratios = [row["ratio to reference"][engine] for engine in list(ENGINES)[1:]]
+    return [f"{row['seconds per step']['reference']:.1f}", *(f"{r:.1f}" for r in ratios)]
+
+
+def _growth() -> list[str]:
+    rows = [row for row in lines("condense") if row["case"].startswith("growth")]
+    free = [r["microseconds per real image"] for r in rows if r["memory bound GB"] is None]
+    return [f"{min(free):.0f}", f"{max(free):.0f}"]
+
+
+def _precision() -> list[str]:
+    rows = by_key("precision")
+    half, full = (percents(rows, kind, SEEDS) for kind in ("bf16", "fp32"))
+    found = []
+    for values in (half, full):
+        found += spread(values, 3).split(" ± ")
+    return [*found, *(f"{a - b:+.2f}".replace("-", "−") for a, b in zip(half, full, strict=True))]
+
+
+def _private_steps() -> list[str]:
+    residual = case("dp_step", "residual")["residual over non-private"]
+    gradient = case("dp_step", "gradient")["ratio to the loop"]
+    found = [residual["fp32"], residual["bf16"]]
+    return [
+        *(f"{value:.2f}" for value in found),
+        *(f"{gradient[kind]:.1f}" for kind in ("gradient", "gradient bf16")),
+    ]
+
+
+def _server() -> list[str]:
+    rows = [case("server_step", name) for name in ("mnist", "cifar10")]
+    shares = sorted(100 * row["share of the floor"] for row in rows)
+    slower = sorted(
+        100 * (row["seconds per epoch"]["engine"] / row["seconds per epoch"]["reference"] - 1)
+        for row in rows
+    )
+    return [f"{value:.0f}" for value in (*shares, *slower)]
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "private-accuracy": partial(_utility, ("1", "10"), 1, False),
+    "dp-utility": partial(_utility, ("1", "3", "10"), 2, True),
+    "condense": _condense,
+}
+SENTENCES: list[tuple[str, str, Callable[[], list[str]]]] = [
+    ("README.md", "the floor of the first row at {} in fp32 and {} with bf16 real passes", _floor),
+    (
+        "README.md",
+        "the loop takes {} and the ratios are {}, {}, {} and {}.",
+        _kept_allocations,
+    ),
+    ("README.md", "classes (10, 100): {} to {} microseconds a real image at width 32", _growth),
+    (
+        "README.md",
+        "{} ± {} against {} ± {} in fp32 on the table above's setting, by seed {}, {}, {}.",
+        _precision,
+    ),
+    (
+        "README.md",
+        "`residual` takes {} times the non-private step ({} in bf16); `gradient` is {} times as fast "
+        "as a loop over examples, {} with bf16",
+        _private_steps,
+    ),
+    (
+        "README.md",
+        "({} to {} % of the floor) and {} to {} % slower than a DataLoader with torch's SGD",
+        _server,
+    ),
+    (
+        "docs/privacy.md",
+        "by {} points on Fashion-MNIST and {} on MNIST (expected: at least 10)",
+        _features_over_gradient,
+    ),
+    (
+        "docs/privacy.md",
+        "loses nothing on Fashion-MNIST ({}) and {} on MNIST",
+        _noise_costs_features,
+    ),
+    (
+        "docs/privacy.md",
+        "`residual` is ahead of `features` at every ε, by {} to {} points",
+        _residual_over_features,
+    ),
+    ("README.md", "2 log(1/δ)/σ² = {} for σ = 3", lambda: [f"{2 * math.log(1e5) / 9:.2f}"]),
+    ("docs/privacy.md", "({} runs; rows with commits", lambda: [str(len(by_key("dp_utility")))]),
+]

@@ -1,0 +1,116 @@
+"""What generated images are worth, by the teacher (or ensemble) that they were made for: figures that
+show a generator's collapse at once.
+
+`tally` counts a batch's images by the class that the teacher gives them, beside those that were asked
+for as just that class. A tally is a small tensor, so that it can be kept in a state or a memory, and
+tallies of batches add up. `describe` makes a round's facts of it:
+
+- agreement: the share of images that the teacher gives the class that was asked for (conditional
+  generators alone);
+- class_entropy: the entropy of the classes given, in nats; class_entropy_share: the same over log C, 1
+  where all classes are equally frequent;
+- classes: how many classes have at least one image.
+
+The classes are the teacher's choices (argmax), not its mean prediction: a batch of images that it cannot
+decide on has a mean prediction of high entropy and teaches nothing.
+
+All of it is computed from the teacher, the generator and noise. It is post-processing wherever those are
+released or public.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+GENERATOR = "generator"
+"""The key of these facts in a round's row of metrics."""
+
+
+def tally(scores_NC: Tensor, asked_N: Tensor | None = None) -> Tensor:
+    """Counts int64 [2, C]: images that the teacher gives each class, and how many of them were asked for as that class.
+
+    Args:
+        scores_NC: the teacher's logits or probabilities of N generated images.
+        asked_N: the class that each image was made for; None, of a generator that is not conditional: one row alone [1, C].
+    """
+    classes = scores_NC.shape[1]
+    given = scores_NC.detach().argmax(dim=1)
+    counts = torch.bincount(given, minlength=classes)
+    if asked_N is None:
+        return counts[None]
+    asked = asked_N.to(given.device)
+    return torch.stack([counts, torch.bincount(given[given == asked], minlength=classes)])
+
+
+def agreement(tally_RC: Tensor) -> float:
+    """The share of images that the teacher gives the class that was asked for, in [0, 1].
+
+    Raises:
+        ValueError: no class was asked for, or there is no image.
+    """
+    if len(tally_RC) < 2:
+        raise ValueError("agreement is of images that were made for a class")
+    return int(tally_RC[1].sum()) / _images(tally_RC)
+
+
+def class_entropy(tally_RC: Tensor) -> float:
+    """The entropy of the classes that the teacher gives, in nats, between 0 and log C.
+
+    Raises:
+        ValueError: there is no image.
+    """
+    shares = tally_RC[0].double() / _images(tally_RC)
+    return max(0.0, -float(torch.xlogy(shares, shares).sum()))
+
+
+def class_entropy_share(tally_RC: Tensor) -> float:
+    """The class entropy over log C, in [0, 1]; 1 where there is one class only."""
+    classes = tally_RC.shape[1]
+    return class_entropy(tally_RC) / math.log(classes) if classes > 1 else 1.0
+
+
+def classes_present(tally_RC: Tensor) -> int:
+    """How many classes the teacher gives at least one image."""
+    return int((tally_RC[0] > 0).sum())
+
+
+def describe(tally_RC: Tensor) -> dict[str, float]:
+    """The facts of a tally, by name; agreement only where classes were asked for."""
+    asked = {"agreement": agreement(tally_RC)} if len(tally_RC) > 1 else {}
+    return {
+        **asked,
+        "class_entropy": class_entropy(tally_RC),
+        "class_entropy_share": class_entropy_share(tally_RC),
+        "classes": classes_present(tally_RC),
+    }
+
+
+def average(described: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The mean of each fact over several generators, such as the clients' own; empty for none.
+
+    Generators that collapse to one class each are seen so; their pooled images would look diverse.
+    """
+    names = described[0] if described else {}
+    return {name: sum(each[name] for each in described) / len(described) for name in names}
+
+
+def in_words(facts: Mapping[str, float]) -> str:
+    """The facts in a few words: "class entropy 0.95 of log C, 10 classes, 83.0 % as asked"."""
+    parts = [
+        f"class entropy {facts['class_entropy_share']:.2f} of log C",
+        f"{facts['classes']:.3g} classes",
+    ]
+    if "agreement" in facts:
+        parts.append(f"{100 * facts['agreement']:.1f} % as asked")
+    return ", ".join(parts)
+
+
+def _images(tally_RC: Tensor) -> int:
+    count = int(tally_RC[0].sum())
+    if not count:
+        raise ValueError("a tally of no image says nothing")
+    return count

@@ -1,0 +1,104 @@
+"""The documents' numbers are those of the committed rows, and a number that is not is found."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
+
+
+@pytest.fixture
+def tables(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import tables
+
+    return tables
+
+
+def _text(tables: Any, document: str) -> str:
+    return (tables.ROOT / document).read_text(encoding="utf-8")
+
+
+def test_the_documents_say_what_the_rows_say(tables: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for document in tables.DOCUMENTS:
+        assert tables.differences(document, _text(tables, document)) == []
+    monkeypatch.setattr(sys, "argv", ["tables.py", "--check"])
+    assert tables.main() == 0
+
+
+def test_every_table_and_sentence_is_in_a_document(tables: Any) -> None:
+    texts = "\n".join(_text(tables, document) for document in tables.DOCUMENTS)
+    assert {name for name, _ in tables.BLOCK.findall(texts)} == set(tables.TABLES)
+    assert {sentence.document for sentence in tables.SENTENCES} <= set(tables.DOCUMENTS)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("| 81.57 ± 0.69 |", "| 81.58 ± 0.69 |", "table fashion differs"),
+        ("within 0.25 points", "within 0.26 points", "['0.26'] and the rows ['0.25']"),
+        ("on one seed it comes within", "once it comes within", "does not have the sentence"),
+        ("# fedsynth\n", "# fedsynth\n\nIt is 1.75 times as fast.\n", "README.md:3: from no row"),
+    ],
+)
+def test_a_number_that_no_row_has_is_found_and_put_right(
+    tables: Any, old: str, new: str, said: str
+) -> None:
+    text = _text(tables, "README.md")
+    wrong = " ".join(text.split(" ")) if old in text else text
+    assert old in wrong or old in " ".join(text.split())
+    changed = (
+        wrong.replace(old, new, 1) if old in wrong else " ".join(text.split()).replace(old, new)
+    )
+    assert any(said in line for line in tables.differences("README.md", changed))
+    if said[0] in "t[":  # numbers alone
+        assert tables.written("README.md", text.replace(old, new)) == text
+
+
+def test_what_may_stand_freely(tables: Any) -> None:
+    for text in (
+        "ipc 10, 5 rounds and 64 images",
+        "`lr=0.25`",
+        "```\n0.25\n```",
+        "<!-- given -->The paper has 86.65 ± 0.31.<!-- end -->",
+        "Dir(0.1) at rates of 0.01, 0.03 and 0.1, λ_glob = 2.0",
+        "grid {0.003, 0.01}",
+        "Apache-2.0",
+    ):
+        assert tables.free_numbers("README.md", text) == []
+    for text in ("it reaches 71.4", "0.5 points", "rates of 0.01 reach 71.4 %", "−1.8"):
+        assert len(tables.free_numbers("README.md", text)) == 1
+
+
+def test_stale_rows_are_refused(
+    tables: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import rows
+
+    monkeypatch.setattr(rows, "RESULTS", tmp_path)
+    kept = [
+        {"key": "fedavg seed=0 aa", "accuracy": 0.5},
+        {"key": "fedavg seed=0 bb", "accuracy": 0.6},
+    ]
+    (tmp_path / "x.jsonl").write_text("\n".join(map(json.dumps, kept)) + "\n")
+    with pytest.raises(rows.RowsError, match="two rows of other settings for 'fedavg seed=0'"):
+        rows.by_key("x")
+    (tmp_path / "x.jsonl").write_text(json.dumps(kept[0]) + "\n")
+    assert rows.percents(rows.by_key("x"), "fedavg", range(3)) == [50.0]
+
+
+def test_cells(tables: Any) -> None:
+    import rows
+
+    assert rows.spread([70.0, 72.0, 74.0], 3) == "72.00 ± 2.00"
+    assert rows.spread([70.0, 72.0], 3, 1) == "71.0 ± 1.4 (2)"
+    assert rows.spread([70.0], 3) == "70.00 (1)"
+    assert rows.spread([], 3) == "–"
+    assert rows.apart([3.0, 4.0, 5.0], [1.0, 2.0, 2.0], 3) == "**+2.3 ± 0.6**"
+    assert rows.apart([3.0, 0.0, 5.0], [1.0, 2.0, 2.0], 3) == "+1.0 ± 2.6"
+    assert rows.table(["a", ""], [["1", "2"]]) == "| a |  |\n| --- | --- |\n| 1 | 2 |"
