@@ -18,6 +18,7 @@ from fedsynth.federation.observer import Observer
 from fedsynth.federation.participation import Participation
 from fedsynth.federation.settings import RunSettings, resolve, to_toml
 from fedsynth.federation.simulation import simulate
+from fedsynth.federation.verification import verify_run
 from fedsynth.privacy.accounting import epsilon
 from fedsynth.privacy.errors import (
     LedgerError,
@@ -28,7 +29,6 @@ from fedsynth.privacy.errors import (
 from fedsynth.privacy.ledger import read_ledger
 from fedsynth.privacy.ledger_folder import LedgerFolder
 from fedsynth.privacy.settings import NO_LEDGER, PrivacySettings
-from fedsynth.privacy.verify import verify_report
 
 OWN = replace(
     dataset_spec("digits"), name="scans", train_size=200, test_size=40, source="our clinic"
@@ -229,7 +229,7 @@ def test_the_key_and_the_fingerprints_stay_where_they_are(tmp_path: Path) -> Non
     privacy = private(ledger=tmp_path / "ledgers")
     folder = simulate(tiny(privacy=privacy), data=(scans(), None), output=tmp_path / "runs").folder
     assert folder is not None
-    assert verify_report(folder, tmp_path / "ledgers").problems == []
+    assert verify_run(folder, ledger=tmp_path / "ledgers").problems == []
     kept = tmp_path / "ledgers" / "private"
     secrets = [path.read_bytes() for path in kept.iterdir()]
     names = [path.name for path in kept.iterdir() if path.name != "records.key"]
@@ -273,7 +273,7 @@ def test_a_run_without_privacy_leaves_its_row_and_later_reports_say_so(
         output=tmp_path / "runs",
     )
     assert later.folder is not None
-    assert verify_report(later.folder, ledgers).problems == []
+    assert verify_run(later.folder, ledger=ledgers).problems == []
     text = (later.folder / "privacy_report.md").read_text()
     assert "no differential privacy guarantee" in text
     assert (
