@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from rows import NOTHING, apart, by_key, percents, spread, table
+from fedaf_readings import READINGS
+from rows import NOTHING, apart, by_key, lines, percents, spread, table
 
 SEEDS = range(3)
 MORE_SEEDS = range(5)
@@ -57,6 +58,7 @@ def _closest() -> list[str]:
 
 FEDAF_ROWS = ("FedDM", "FedAF", "without CDC", "without LGKM", "γ = 0.5", "γ = 1")
 FEDAF_TITLES = {"FedAF": "FedAF (γ = 0.9)"}
+READING_SEEDS = range(2)
 
 
 def _best(row: Row) -> float:
@@ -96,8 +98,24 @@ def _fedaf_domains() -> str:
     return table(["", *columns], body)
 
 
+def _fedaf_readings(group: str) -> str:
+    """Readings of one group on held-out images, with the seeds that are made."""
+    rows = by_key("fedaf_readings")
+    body = []
+    for name in READINGS[group]:
+        key = f"{name}, Dir(0.1)"
+        last, best = (
+            spread(percents(rows, key, READING_SEEDS, value), len(READING_SEEDS))
+            for value in (lambda row: row["accuracy"], _best)
+        )
+        if last != NOTHING:
+            body.append([name, last, best])
+    return table(["", "last", "best"], body)
+
+
 # --- FedKF ---------------------------------------------------------------------------------------
 
+GENERATOR_ROUNDS = (2, 5, 10, 25, 50)
 FEDKF_ROWS = {"FedAvg": "FedAvg", "FedKF-": "FedKF⁻", "FedKF": "FedKF"}
 
 
@@ -116,6 +134,65 @@ def _fedkf(alphas: Sequence[str]) -> str:
                     found = percents(rows, f"{name} alpha={alpha}", MORE_SEEDS, value)
                     cells.append(spread(found, 5, 2 if figure == "amp" else 1))
             body.append(cells)
+    return table(head, body)
+
+
+def _fedkf_paper() -> str:
+    """The paper's size, one seed: AMP, FM and WLP, and what the last round's generators made."""
+    rows = by_key("fedkf_table")
+    body = []
+    for name, title in FEDKF_ROWS.items():
+        found = rows.get(f"paper {name} alpha=0.1 seed=0")
+        for final in ("aca", "oca") if found else ():
+            figures = (("amp", 1, 2), ("fm", 10, 1), ("wlp", 1, 1))
+            cells = [
+                f"{100 * _local(found, final, figure, scale):.{digits}f}"
+                for figure, scale, digits in figures
+            ]
+            body.append([f"{title} ({final.upper()})", *cells])
+    return table(["Dir(0.1), one seed", "AMP", "FM", "WLP"], body)
+
+
+def _fedkf_generators(alphas: Sequence[str]) -> str:
+    """Class entropy over log C of what clients' generators make, by round."""
+    rows = by_key("fedkf_table")
+    body = []
+    for alpha in alphas:
+        for name in ("FedKF-", "FedKF"):
+            keys = [f"{name} alpha={alpha} seed={seed}" for seed in MORE_SEEDS]
+            made = [rows[key]["rows"] for key in keys if key in rows]
+            cells = []
+            for number in GENERATOR_ROUNDS:
+                at = [
+                    row["generator"]["class_entropy_share"]
+                    for run in made
+                    for row in run
+                    if row["round"] == number and "generator" in row
+                ]
+                cells.append(f"{statistics.mean(at):.2f}" if at else NOTHING)
+            if set(cells) != {NOTHING}:
+                body.append([f"{FEDKF_ROWS[name]}, Dir({alpha})", *cells])
+    return table(["", *(f"round {number}" for number in GENERATOR_ROUNDS)], body)
+
+
+def _data_free(group: str) -> str:
+    """Students without data: accuracy on held-out images, and what the generator made in the end."""
+    made: dict[str, list[Row]] = {}
+    for row in lines("generator_scale"):
+        where, _, rest = row["key"].partition(": ")
+        if where == group:
+            made.setdefault(rest.rsplit(" seed=", 1)[0], []).append(row)
+    body = []
+    for name, rows in made.items():
+        student = [100 * row["accuracy"] for row in rows]
+        gap = [100 * (row["teacher"] - row["accuracy"]) for row in rows]
+        classes, entropy = (
+            statistics.mean(row[fact] for row in rows)
+            for fact in ("classes", "class_entropy_share")
+        )
+        cells = [spread(student, len(rows), 1), spread(gap, len(rows), 1), f"{classes:.1f}"]
+        body.append([name, *cells, f"{entropy:.2f}", str(len(rows))])
+    head = ["", "student", "behind its teacher", "classes", "class entropy / log C", "seeds"]
     return table(head, body)
 
 
@@ -138,9 +215,10 @@ ONE_SHOT = {
     "FedHydra (Ū_r alone)": "Ū_r alone",
     "FedHydra (probabilities)": "probabilities",
     "FedHydra (AE)": "AE",
+    "FedHydra (DENSE's training)": "DENSE's training",
 }
 GENERATING = [name for name in ONE_SHOT if name not in ("clients", "FedDF")]
-STRATIFYING = ("FedHydra (raw Ū_c)", "FedHydra", "FedHydra (Ū_r alone)")
+STRATIFYING = ("FedHydra (raw Ū_c)", "FedHydra", "FedHydra (Ū_r alone)", "FedHydra (AE)")
 STRATA = {
     "30 steps, batch 32, rate 0.01": "rate 0.01",
     "30 steps, batch 32, rate 0.001": "rate 0.001",
@@ -153,6 +231,7 @@ PAIRS = (
     ("FedHydra", "FedHydra (raw Ū_c)"),
     ("FedHydra", "FedHydra (Ū_r alone)"),
     ("FedHydra", "FedHydra (AE)"),
+    ("FedHydra (DENSE's training)", "DENSE"),
 )
 
 
@@ -219,21 +298,24 @@ def _generated(rows: Sequence[Row]) -> str:
 
 
 def _strata() -> str:
-    """Share of real images that P gives the asked class, by reading and stratification."""
+    """What P says of real images, by reading and stratification."""
     rows = by_key("one_shot_table")
     body = []
     for dataset, title in DATASETS.items():
         for where in PARTITIONS:
-            cells = []
-            for strata in STRATA:
-                for reading in STRATIFYING:
-                    key = f"P: {dataset}, {where}, {strata},"
-                    found = percents(rows, key, MORE_SEEDS, lambda row, r=reading: row[r])  # type: ignore[misc]
-                    cells.append(spread(found, 5, 1))
-            if set(cells) != {NOTHING}:
-                body.append([f"{title}, {where}", *cells])
-    head = [f"{ONE_SHOT[reading]}, {title}" for title in STRATA.values() for reading in STRATIFYING]
-    return table(["", *head], body)
+            for strata, rate in STRATA.items():
+                key = f"P: {dataset}, {where}, {strata},"
+                made = [rows[f"{key} seed={s}"] for s in MORE_SEEDS if f"{key} seed={s}" in rows]
+                if made:
+                    cells = [_asked(made, reading) for reading in STRATIFYING]
+                    body.append([f"{title}, {where}", rate, str(len(made)), *cells])
+    return table(["", "stratification", "seeds", *(ONE_SHOT[n] for n in STRATIFYING)], body)
+
+
+def _asked(rows: Sequence[Row], reading: str) -> str:
+    figures = ("right", "obeyed", "truth")
+    means = [100 * statistics.mean(row[reading][figure] for row in rows) for figure in figures]
+    return " / ".join(f"{mean:.1f}" for mean in means)
 
 
 # --- all methods at one budget -------------------------------------------------------------------
@@ -285,7 +367,12 @@ TABLES: dict[str, Callable[[], str]] = {
     "fashion": _first_table,
     "fedaf": partial(_fedaf, ("0.1", "0.02")),
     "fedaf-domains": _fedaf_domains,
+    **{f"fedaf-{group}": partial(_fedaf_readings, group) for group in READINGS},
     "fedkf": partial(_fedkf, ("0.1", "0.01")),
+    "fedkf-paper": _fedkf_paper,
+    "fedkf-generators": partial(_fedkf_generators, ("0.1", "0.01")),
+    "data-free-scale": partial(_data_free, "scale"),
+    "data-free-table": partial(_data_free, "table"),
     "one-shot-fashion-mnist": partial(_one_shot, "fashion-mnist"),
     "one-shot-mnist": partial(_one_shot, "mnist"),
     "one-shot-pairs": _one_shot_pairs,

@@ -15,9 +15,11 @@ The clients are trained once for each row and seed, and every method distils the
 Heterogeneous: lenet5, cnn1, cnn2, resnet8 and the ConvNet at Dir(0.5), a ConvNet student; FedAvg cannot
 average those. Accuracy of the last epoch; nothing is chosen by the test set.
 
-`real_share`: the share of real test images that P, asked for their class, gives just that class; a figure
-for the benchmark alone, as a server has no such images. `--strata`: that share, and nothing else, for
-the readings of Ū_c, by several stratifications. `--paper-steps`: 200 epochs and the paper's rate of 0.001.
+Rows "P": what P says of real test images, for each reading of Ū_c and several stratifications (figures for
+the benchmark alone, as a server has no such images): `right`, the share that P, asked for an image's own
+class, gives that class; `obeyed`, the share that P, asked for another class, gives that other class, though
+the image is not of it; `truth`, the share that it then still gives the image's own.
+`--paper-steps`: 200 epochs and the paper's rate of 0.001, rows of their own.
 
 One line of results/one_shot_table.jsonl for each method of a row, so that a further call goes on where
 this one ended; nothing is begun after `--time-budget` seconds. `tables.py` prints the tables.
@@ -66,6 +68,17 @@ SERVER: dict[str, Any] = {
     "generator_lr": 0.01,
     "start": "average",
 }
+LIKE_DENSE: dict[str, Any] = {
+    "generator_beta1": 0.5,
+    "generator_reset": True,
+    "learn_noise": True,
+    "only_disagreement": True,
+    "student_images": "best",
+    "replay": True,
+    "flips": True,
+    "crop": 0.125,
+    "hard_weight": 0.0,
+}  # DENSE's own values of FedHydra's settings
 METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "FedDF": ("feddf", {"server_steps": 200, "server_batch": 64}),
     "DENSE": ("dense", SERVER),
@@ -74,7 +87,9 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "FedHydra (Ū_r alone)": ("fedhydra", {**SERVER, "aggregation": "clients"}),
     "FedHydra (probabilities)": ("fedhydra", {**SERVER, "outputs": "probabilities"}),
     "FedHydra (AE)": ("fedhydra", {**SERVER, "aggregation": "average"}),
+    "FedHydra (DENSE's training)": ("fedhydra", {**SERVER, **LIKE_DENSE}),
 }
+READINGS = ("FedHydra (raw Ū_c)", "FedHydra", "FedHydra (Ū_r alone)", "FedHydra (AE)")
 PAPER_STEPS: dict[str, Any] = {"server_epochs": 200, "generator_lr": 0.001}
 STRATA: dict[str, dict[str, Any]] = {
     "30 steps, batch 32, rate 0.01": {},
@@ -184,58 +199,63 @@ class Row:
         facts = method.facts(state, context)
         if GENERATOR in facts:
             row[GENERATOR] = facts[GENERATOR]
-        if isinstance(method, FedHydra):
-            weights = method.aggregate(state.kept["stratification"])
-            row["real_share"] = real_share(self.models(), weights, test)
         return row
 
     def strata(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """For each stratification: the share of real images with P of each reading."""
+        """For each stratification: what P of each reading says of real images."""
         context, _, test = self.ready()
         models = self.models()
         for name, values in STRATA.items():
-            shares = {}
+            found = {}
             measured = None
-            for reading in ("FedHydra (raw Ū_c)", "FedHydra", "FedHydra (Ū_r alone)"):
+            for reading in READINGS:
                 method = replace(self.settings(reading).method, **values)  # type: ignore[arg-type]
                 if not isinstance(method, FedHydra):
                     raise TypeError(f"{reading} does not stratify")
                 if measured is None:  # U does not depend on the reading
                     measured = method.stratify(models, context)
-                shares[reading] = real_share(models, method.aggregate(measured), test)
-            yield name, shares
+                found[reading] = asked(models, method.aggregate(measured), test)
+            yield name, found
 
 
 @torch.no_grad()
-def real_share(models: list[nn.Module], aggregate: Aggregate, test: ImageData) -> float:
-    """Share of real images that P, asked for their class, gives that class."""
-    right = 0
+def asked(models: list[nn.Module], aggregate: Aggregate, test: ImageData) -> dict[str, float]:
+    """What P says of real images, asked for their class, and for another one (each in turn)."""
+    classes = test.spec.classes
+    found = {"right": 0, "obeyed": 0, "truth": 0}
     for images, labels in zip(test.images.split(1000), test.labels.split(1000), strict=True):
         x = normalise(images, test.spec)
-        said = aggregate(torch.stack([model(x) for model in models]), labels)
-        right += int((said.argmax(dim=1) == labels).sum())
-    return right / len(test)
+        logits = torch.stack([model(x) for model in models])
+        step = torch.arange(len(labels), device=labels.device) % (classes - 1) + 1
+        other = (labels + step) % classes
+        found["right"] += int((aggregate(logits, labels).argmax(dim=1) == labels).sum())
+        said = aggregate(logits, other).argmax(dim=1)
+        found["obeyed"] += int((said == other).sum())
+        found["truth"] += int((said == labels).sum())
+    return {name: count / len(test) for name, count in found.items()}
 
 
 def make(row: Row, title: str, names: list[str], lines: Lines, options: argparse.Namespace) -> None:
     """All lines of a row that are not there yet."""
-    suffix = " 200×30" if options.paper_steps else ""
-    if options.strata:
-        named = {name: f"{title.replace(' seed', f', {name}, seed')}" for name in STRATA}
-        if any(lines.wanted(f"P: {key}") for key in named.values()):
-            for name, shares in row.strata():
-                lines.add(f"P: {named[name]}", shares, 0.0)
-        return
+
+    def key(name: str, of: str, suffix: str = "") -> str:
+        """Of a line: where, what, which seed, and a hash of the settings."""
+        return (
+            f"{title.replace(' seed', f', {name}{suffix}, seed')} {fingerprint(row.settings(of))}"
+        )
+
+    if any(lines.wanted(f"P: {key(name, 'clients')}") for name in STRATA):
+        for name, found in row.strata():
+            lines.add(f"P: {key(name, 'clients')}", found, 0.0)
     for name in ("clients", *names):
-        key = title.replace(" seed", f", {name}{'' if name == 'clients' else suffix}, seed")
-        key = f"{key} {fingerprint(row.settings(name))}"
-        if lines.wanted(key):
+        suffix = " 200×30" if options.paper_steps and name != "clients" else ""
+        if lines.wanted(key(name, name, suffix)):
             started = time.process_time()
             row.ready()
             if name != "clients":  # which are not what is timed then
                 started = time.process_time()
             found = row.clients() if name == "clients" else row.distilled(name)
-            lines.add(key, found, time.process_time() - started)
+            lines.add(key(name, name, suffix), found, time.process_time() - started)
 
 
 class Lines:
@@ -271,7 +291,6 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS)
     parser.add_argument("--only", default="", help="make only the rows whose name contains this")
     parser.add_argument("--paper-steps", action="store_true", help="200 epochs at rate 0.001")
-    parser.add_argument("--strata", action="store_true", help="shares of real images alone")
     parser.add_argument("--partitions", nargs="+", choices=PARTITIONS, default=list(PARTITIONS))
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--time-budget", type=float, default=math.inf, help="seconds")

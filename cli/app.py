@@ -13,13 +13,13 @@ from typing import Annotated, Any
 
 import typer
 
-from fedsynth import __version__
 from fedsynth.cli import options as given
 from fedsynth.cli.errors import OneLineGroup, one_line_errors
 from fedsynth.cli.method_commands import distill, methods_app
 from fedsynth.cli.privacy_commands import privacy_app
 from fedsynth.cli.run_commands import runs
 from fedsynth.cli.settings_options import from_preset, merged, read_config, with_set_options
+from fedsynth.version import __version__
 
 app = typer.Typer(
     name="fedsynth",

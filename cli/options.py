@@ -151,7 +151,7 @@ DpMechanism = Annotated[
 ]
 DpSampleRate = Annotated[float | None, _privacy(help="Public rate q of Poisson sampling.")]
 DpNominalSize = Annotated[
-    float | None, _privacy(help="Public nominal records of a client, for divisors.")
+    float | None, _privacy(help="Public nominal records (or users) of a client, for divisors.")
 ]
 DpAdjacency = Annotated[str | None, _privacy(help="add-remove (default), zero-out or replace-one.")]
 DpUnit = Annotated[

@@ -46,6 +46,10 @@ class OutputError(FedsynthError):
     """The run folder cannot be written."""
 
 
+class MessageError(FedsynthError):
+    """A message that cannot be sent, or bytes that are not the message that was expected."""
+
+
 class DeviceError(FedsynthError):
     """The device that was asked for is not there."""
 

@@ -20,8 +20,8 @@ import json
 import math
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from io import FileIO
@@ -43,6 +43,7 @@ class _Facts:
 
     dataset: str = ""
     records: tuple[str, ...] = ()
+    charged: tuple[str, ...] = ()
     may_change: bool = False
 
 
@@ -60,6 +61,9 @@ class Ledger:
             another; None takes an existing file as it is.
         records: the fingerprint that the header of a new file gets.
 
+    Attributes:
+        confirm: entered around the first charge; it may refuse (`fedsynth.privacy.ledger_folder`).
+
     Raises:
         LedgerError: the file cannot be read or written, belongs to another client or data set, has an unknown schema,
             or is damaged. It is never reset or repaired silently.
@@ -76,6 +80,8 @@ class Ledger:
         self.client = client
         self.dataset = dataset or ""
         self.path = None if path is None else Path(path)
+        self.confirm: Callable[[], AbstractContextManager[None]] = nullcontext
+        self._process = os.getpid()
         self._rows: list[Release] = []
         self._facts = _Facts()
         self._size = 0  # bytes of the file that have been read
@@ -108,6 +114,11 @@ class Ledger:
         return self._facts.records
 
     @property
+    def charged_records(self) -> tuple[str, ...]:
+        """`records` without those that were replaced before anything was spent."""
+        return self._facts.charged if self._rows else ()
+
+    @property
     def bound(self) -> bool:
         """Whether something was spent, and nobody has declared that it counts for others too."""
         return bool(self._rows) and not self.may_change
@@ -132,15 +143,21 @@ class Ledger:
     def charge_within(self, release: Release, guard: Guard | None) -> None:
         """Check and charge under one lock, so that two processes cannot both use the same last bit of budget."""
         if self.path is None:
+            if self._process != os.getpid():
+                raise LedgerError(
+                    f"the ledger of client {self.client!r} is in the memory of another process, which would not see this charge: "
+                    "keep ledgers in a folder"
+                )
             if guard is not None:
                 guard.refuse_beyond(self._rows, [release])
             self._rows.append(release)
             return
-        with self._locked(self.path) as file:
+        with self.confirm(), self._locked(self.path) as file:
             self._catch_up(file)
             if guard is not None:
                 guard.refuse_beyond(self._rows, [release])
             self._append(file, release.to_json())
+        self.confirm = nullcontext
 
     def carry_over(self) -> None:
         """Declare that the next run may bring other records of this client.
@@ -232,7 +249,7 @@ class Ledger:
             if self._size == 0 and number == 0:
                 facts = self._header(entry)
             elif "entry" in entry:
-                facts = self._with(facts, entry)
+                facts = self._with(facts, entry, spent=bool(rows))
             else:
                 rows.append(self._row(entry, len(rows) + 2))
         self._chain, self._rows, self._facts = chain, rows, facts
@@ -248,14 +265,16 @@ class Ledger:
                 f"{self.client!r}"
             )
         records = (str(header["records"]),) if "records" in header else ()
-        return _Facts(dataset, records)
+        return _Facts(dataset, records, records)
 
-    def _with(self, facts: _Facts, entry: dict[str, Any]) -> _Facts:
+    def _with(self, facts: _Facts, entry: dict[str, Any], *, spent: bool) -> _Facts:
         """What is known after a line that is no release."""
         if entry["entry"] == MAY_CHANGE:
             return replace(facts, may_change=True)
         if entry["entry"] == RECORDS and {"records", "dataset"} <= entry.keys():
-            return _Facts(str(entry["dataset"]), (*facts.records, str(entry["records"])))
+            new = str(entry["records"])
+            charged = (*facts.charged, new) if spent else (new,)
+            return _Facts(str(entry["dataset"]), (*facts.records, new), charged)
         raise LedgerError(f"ledger {self.path} has an entry that this fedsynth does not know")
 
     def _row(self, entry: dict[str, Any], number: int) -> Release:

@@ -13,13 +13,14 @@ With the key, guesses of records could be tested, and a file of hashes says how 
 `private` is readable by its owner alone (0700, its files 0600), and is never published, copied or
 printed.
 
-What is compared is a record's bytes. The same picture prepared otherwise (cropped, scaled) is
-another record here.
+What is compared is an image's bytes, whatever its label. The same picture prepared otherwise
+(cropped, scaled) is another record here.
 """
 
 from __future__ import annotations
 
 import fcntl
+import functools
 import hashlib
 import itertools
 import os
@@ -111,7 +112,26 @@ class LedgerFolder:
                     known.ledgers[name].check_dataset(dataset)
             for name in here:
                 self._check(name, known, here)
-            return [self._opened(name, own, known, dataset) for name, own in here.items()]
+            opened = [self._opened(name, own, known, dataset) for name, own in here.items()]
+        for ledger in opened:
+            ledger.confirm = functools.partial(self._confirmed, ledger.client, here)
+        return opened
+
+    @contextmanager
+    def _confirmed(self, name: str, here: Mapping[str, Records]) -> Iterator[None]:
+        """Checks again before a ledger's first charge, as another run may have begun meanwhile.
+
+        Nothing was spent when both were opened, so that neither saw the other.
+        """
+        with self._locked() as key:
+            known = _Known(self.path / PRIVATE, key, self.ledgers())
+            if name not in known.ledgers or not known.is_current(name, here[name]):
+                raise LedgerError(
+                    f"{self._file(name)} was meanwhile taken by another run, for other records: "
+                    "nothing was charged; run again"
+                )
+            self._check(name, known, here)
+            yield
 
     def ledgers(self) -> dict[str, Ledger]:
         """All ledgers in the folder, by name."""
@@ -189,8 +209,9 @@ class LedgerFolder:
                 if not 0 < now <= here.get(other, Counter())[record]:
                     moved[other] += 1
         for other, ledger in known.ledgers.items():
-            if new and other not in here:
+            if new and not (other in here and known.is_current(other, here[other])):
                 self._refuse_unknown(other, ledger)
+                known.current(other)  # refuses a list that is gone: it cannot be compared with
             if moved[other]:
                 raise LedgerError(
                     f"client {name!r} has {moved[other]} records that {self._file(other)} was "
@@ -255,7 +276,7 @@ class _Known:
         self.owners: dict[bytes, set[str]] = {}
         """Records that something was spent on, with the ledgers that say so."""
         for name, ledger in ledgers.items():
-            for record in self._ever(ledger) if ledger.releases else ():
+            for record in self._ever(ledger):
                 self.owners.setdefault(record, set()).add(name)
 
     def fingerprint(self, name: str, records: Records) -> str:
@@ -314,8 +335,8 @@ class _Known:
             _write_once(self._folder / fingerprint, _packed(records))
 
     def _ever(self, ledger: Ledger) -> Iterator[bytes]:
-        """All records that a ledger was ever for, as far as their lists are there."""
-        for fingerprint in ledger.records:
+        """All records that a ledger was ever charged for, as far as their lists are there."""
+        for fingerprint in ledger.charged_records:
             yield from self._list(fingerprint) or ()
 
     def _list(self, fingerprint: str) -> Records | None:

@@ -21,7 +21,7 @@ from torch import Tensor
 from fedsynth.privacy.errors import PrivacyError
 from fedsynth.privacy.ledger import Guard
 from fedsynth.privacy.randomness import SecretGenerator, this_process
-from fedsynth.privacy.releases import Release
+from fedsynth.privacy.releases import USER, Release
 
 if TYPE_CHECKING:
     from fedsynth.privacy.units import Sample
@@ -30,15 +30,11 @@ Released = NewType("Released", Tensor)
 """A tensor that went through a charged mechanism: safe to optimise on, cache or upload."""
 
 
+USER_ROW = 2.0**16
+"""Clips that one row of a user may have before their mean is taken, so that rounding stays far below one clip."""
+
 CPU_BLOCK, GPU_BLOCK = 2**20, 2**26
 """Coordinates that are held as float64 at a time: on a CPU, what stays in the cache."""
-
-
-def finite_rows(rows_ND: Tensor) -> Tensor:
-    """Rows as float64; a row with a NaN or infinity becomes zero."""
-    rows = rows_ND.to(torch.float64)
-    norms = torch.linalg.vector_norm(rows, dim=1, keepdim=True)  # as bad as the worst coordinate
-    return torch.where(torch.isfinite(norms), rows, 0.0)
 
 
 def clip_rows(rows_ND: Tensor, clip: float) -> Tensor:
@@ -70,6 +66,10 @@ def clipped_sums(rows_ND: Tensor, groups_N: Tensor, groups: int, clip: float) ->
 class UserSums:
     """Means by user and group, clipped with all groups of a user together; rows may come in pieces that cut a user in two.
 
+    Where a user is cut, and so in which order their rows are added, goes by how many records others have. Huge rows that cancel would
+    leave rounding residue, another one for another order, as large as the clip; therefore each row is bounded by `USER_ROW` clips first:
+    n rows then leave at most n · 2⁻³⁷ clips.
+
     Args:
         groups, width: the shape [groups, width] of a user's contribution. clip: L2 bound of it.
     """
@@ -95,7 +95,7 @@ class UserSums:
         ):
             numbers, where = user.unique_consecutive(return_inverse=True)
             table = sums.new_zeros(len(numbers), self._groups, self._width)
-            parts = finite_rows(rows) * share.to(rows.device)[:, None]
+            parts = clip_rows(rows, USER_ROW * self._clip) * share.to(rows.device)[:, None]
             table.index_put_((where.to(rows.device), group), parts, accumulate=True)
             if self._open is not None and self._open[0] == int(numbers[0]):
                 table[0] += self._open[1]
@@ -138,6 +138,7 @@ class GaussianSums:
         self._release, self._groups, self._secret = release, groups, secret
         self._width = release.dimension // groups
         self.steps_left = release.steps
+        self._unit = guard.unit
         self._process = this_process()
         self._users = UserSums(groups, self._width, release.sensitivity)
         self._sums: Tensor | None = None
@@ -174,6 +175,10 @@ class GaussianSums:
         ):  # fewer noise coordinates would be shared by broadcasting
             raise PrivacyError(
                 f"charged for rows of {self._width} coordinates, got a tensor of shape {tuple(rows_ND.shape)}"
+            )
+        if self._unit == USER and (sample is None or sample.users is None):
+            raise PrivacyError(
+                "charged for users as the unit: rows come with whose they are, and are clipped by user"
             )
         self._sums = self._sums.to(rows_ND.device)
         if sample is None or sample.users is None or sample.shares is None:

@@ -440,7 +440,8 @@ def differences(where: str, expected: Any, stated: Any) -> list[str]:
         return [
             text for number, (a, b) in pairs for text in differences(f"{where}[{number}]", a, b)
         ]
-    if _same(expected, stated):
+    small = 0.0 if where.rpartition(".")[2] == "delta" else 1e-12  # δ may be that small itself
+    if _same(expected, stated, small):
         return []
     return [f"{where} says {_short(stated)}, and should say {_short(expected)}"]
 
@@ -450,10 +451,10 @@ def _key(key: Any) -> str:
     return text if len(text) <= 80 and text.isprintable() else _SHORT.repr(text)
 
 
-def _same(expected: Any, stated: Any) -> bool:
+def _same(expected: Any, stated: Any, small: float = 1e-12) -> bool:
     if isinstance(expected, float) and type(stated) in (int, float):
         try:
-            return math.isclose(expected, stated, rel_tol=TOLERANCE, abs_tol=1e-12)
+            return math.isclose(expected, stated, rel_tol=TOLERANCE, abs_tol=small)
         except OverflowError:
             return False
     return type(expected) is type(stated) and bool(expected == stated)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -157,3 +158,13 @@ def test_privacy_imports_nothing_else_of_fedsynth() -> None:
         if name.split(".")[0] == "fedsynth"
     }
     assert {name for name in found if not name.startswith("fedsynth.privacy")} == set()
+
+
+def test_the_version_stands_in_one_place() -> None:
+    from fedsynth import __version__
+
+    assert "version" not in PYPROJECT["project"]
+    assert PYPROJECT["project"]["dynamic"] == ["version"]
+    cited = re.search(r"^version: (.+)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)
+    assert cited is not None
+    assert cited[1] == __version__

@@ -3,15 +3,27 @@
 Any message flattens to named arrays, which gives byte counts, validation and serialisation for free. Every field says what it
 is under differential privacy: `released()` for what came out of a charged mechanism (or is computed from such values alone),
 `public(reason)` for what does not depend on private data. A field that says neither cannot be uploaded with DP on.
+
+On a wire a message is one safetensors file: the tensors under their flat names, and a JSON header in its metadata with the type's name,
+the plain numbers, and the keys of mappings (so that empty ones come back). Nothing in it is executed.
 """
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, Self
 
+import safetensors
+import safetensors.torch
 from torch import Tensor
+
+from fedsynth.errors import MessageError
+
+WIRE_FORMAT = "1"
+LENGTH_BYTES = 8  # of a safetensors header's length, little-endian
 
 
 def released() -> Any:
@@ -54,6 +66,94 @@ class Message:
     def floats(self) -> int:
         """Number of floating-point values: the unit of the papers' communication tables."""
         return sum(t.numel() for _, t in self.arrays() if t.is_floating_point())
+
+    def to_bytes(self) -> bytes:
+        """The message as it goes over a wire; tensors go through the CPU, and arrive there.
+
+        Raises:
+            MessageError: a number that is not finite, or a field that is none of tensor, number and
+                mapping of tensors.
+
+        >>> import torch
+        >>> sent = ModelParameters({"weight": torch.ones(2, 3)}, weight=5.0).to_bytes()
+        >>> ModelParameters.from_bytes(sent).weight
+        5.0
+        """
+        numbers: dict[str, float] = {}
+        keys: dict[str, list[str]] = {}
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if isinstance(value, Mapping):
+                keys[f.name] = list(value)
+            elif isinstance(value, int | float) and math.isfinite(value):
+                numbers[f.name] = value
+            elif not isinstance(value, Tensor):
+                raise MessageError(f"{type(self).__name__}.{f.name} cannot be sent: {value!r:.80}")
+        header = {"type": type(self).__name__, "numbers": numbers, "keys": keys}
+        tensors = {name: t.detach().cpu().contiguous().clone() for name, t in self.arrays()}
+        metadata = {"fedsynth_message": WIRE_FORMAT, "header": json.dumps(header)}
+        return safetensors.torch.save(tensors, metadata)
+
+    @classmethod
+    def from_bytes(cls, sent: bytes) -> Self:
+        """The message of this type that was sent.
+
+        Raises:
+            MessageError: the bytes are not that: damaged, of another type, with a field too many or
+                too few, or with a number that is none.
+        """
+        header = _header(sent)
+        if header.get("type") != cls.__name__:
+            raise MessageError(f"expected a message {cls.__name__}, got {header.get('type')!r:.80}")
+        numbers, keys = header.get("numbers"), header.get("keys")
+        if not (isinstance(numbers, dict) and isinstance(keys, dict)):
+            raise MessageError(f"a message {cls.__name__} without its numbers and keys")
+        try:
+            tensors = safetensors.torch.load(sent)
+        except safetensors.SafetensorError as error:
+            raise MessageError(f"a damaged message {cls.__name__}: {error}") from None
+        values: dict[str, Any] = {}
+        for f in fields(cls):
+            values[f.name] = _taken(f"{cls.__name__}.{f.name}", f.name, numbers, keys, tensors)
+        left = sorted({*tensors, *numbers, *keys})
+        if left:
+            raise MessageError(f"a message {cls.__name__} has no field {left[0]!r:.80}")
+        return cls(**values)
+
+
+def _header(sent: bytes) -> dict[str, Any]:
+    """The JSON header in the metadata, before any tensor is read."""
+    try:
+        length = int.from_bytes(sent[:LENGTH_BYTES], "little")
+        metadata = json.loads(sent[LENGTH_BYTES : LENGTH_BYTES + length])["__metadata__"]
+        found = json.loads(metadata["header"])
+        if metadata["fedsynth_message"] != WIRE_FORMAT or not isinstance(found, dict):
+            raise ValueError(f"not of format {WIRE_FORMAT}")
+        return found
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise MessageError(f"these bytes are no message of fedsynth: {error!r:.80}") from None
+
+
+def _taken(
+    what: str, name: str, numbers: dict[str, Any], keys: dict[str, Any], tensors: dict[str, Tensor]
+) -> Any:
+    """A field's value, taken out of what was sent."""
+    if name in numbers:
+        number = numbers.pop(name)
+        if type(number) not in (int, float) or not math.isfinite(number):
+            raise MessageError(f"{what} must be a finite number, got {number!r:.80}")
+        return number
+    if name in keys:
+        listed = keys.pop(name)
+        if not isinstance(listed, list) or len(set(map(str, listed))) != len(listed):
+            raise MessageError(f"{what} must list its keys once each")
+        missing = [key for key in listed if f"{name}.{key}" not in tensors]
+        if missing:
+            raise MessageError(f"{what} lacks {missing[0]!r:.80}")
+        return {key: tensors.pop(f"{name}.{key}") for key in listed}
+    if name in tensors:
+        return tensors.pop(name)
+    raise MessageError(f"{what} is missing")
 
 
 def privacy_of_fields(message: type[Message]) -> dict[str, tuple[str, str]]:

@@ -1,64 +1,19 @@
-"""CIFAR's batch files: pickles, read by an unpickler that can build arrays and plain containers and nothing else.
-
-A pickle is a program. The standard unpickler would run whatever a tampered file says; this one refuses every name that
-is not on the short list below, before anything is called.
-"""
+"""CIFAR's batch files: pickles, of which only the parts that describe arrays and plain containers are read (`pickled`)."""
 
 from __future__ import annotations
 
-import codecs
-import io
-import pickle
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from fedsynth.data.files import one_line, read_regular
+from fedsynth.data.pickled import PickledArray, read_pickle
 from fedsynth.errors import DataFilesCorruptError
 
-
-class _FromBuffer:
-    """NumPy's `_frombuffer` for arrays pickled with protocol 5.
-
-    An object without attributes instead of NumPy's function, because a pickle can set attributes on a function.
-    """
-
-    __slots__ = ()
-
-    def __call__(
-        self, buffer: bytes, dtype: np.dtype[Any], shape: tuple[int, ...], order: Any
-    ) -> npt.NDArray[Any]:
-        return np.frombuffer(buffer, dtype=dtype).reshape(shape, order=order)
-
-
-# NumPy renamed its modules in version 2, and files written by either must load under either: names map to objects here,
-# and nothing is imported on a file's behalf.
-_ALLOWED: dict[tuple[str, str], Any] = {
-    ("numpy", "ndarray"): np.ndarray,
-    ("numpy", "dtype"): np.dtype,
-    ("_codecs", "encode"): codecs.encode,
-    **{
-        (f"numpy.{core}.multiarray", "_reconstruct"): np.empty(0).__reduce__()[0]
-        for core in ("core", "_core")
-    },
-    **{(f"numpy.{core}.numeric", "_frombuffer"): _FromBuffer() for core in ("core", "_core")},
-    **{
-        (module, kind.__name__): kind
-        for module in ("builtins", "__builtin__")
-        for kind in (dict, list, tuple, set, str, bytes, bytearray, int, float)
-    },
-}
-
-
-class _ArrayUnpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        try:
-            return _ALLOWED[module, name]
-        except KeyError:
-            raise pickle.UnpicklingError(
-                f"it asks for {module}.{name}, which image files have no use for"
-            ) from None
+MOST_BYTES = 60_000 * (2 * 3072 + 256)
+"""Of a batch file: all images, as text (two bytes for one) before protocol 3, with their labels and file names."""
 
 
 def read_cifar_batch(
@@ -71,44 +26,43 @@ def read_cifar_batch(
         label_key: `labels` (CIFAR-10) or `fine_labels` (CIFAR-100).
 
     Raises:
-        DataFilesCorruptError: not such a pickle, or one that wants more than arrays and plain containers.
+        DataFilesCorruptError: not such a pickle, or one that wants more than numeric arrays and plain containers.
     """
-    batch = _unpickle(path)
+    batch = _content(path)
     if not isinstance(batch, dict):
         raise DataFilesCorruptError(
             f"{path} is no CIFAR batch: it holds a {type(batch).__name__}, not a dict"
         )
     data, labels = _entry(batch, "data", path), _entry(batch, label_key, path)
     if not (
-        isinstance(data, np.ndarray)
-        and data.dtype == np.uint8
-        and data.ndim == 2
+        isinstance(data, PickledArray)
+        and data.code == "u1"
+        and len(data.shape) == 2
         and data.shape[1] == 3072
     ):
-        got = (
-            f"{data.dtype} {list(data.shape)}"
-            if isinstance(data, np.ndarray)
-            else type(data).__name__
-        )
+        got = str(data) if isinstance(data, PickledArray) else type(data).__name__
         raise DataFilesCorruptError(f"{path}: 'data' must be uint8 [N, 3072], got {got}")
     if not (isinstance(labels, list) and all(type(label) is int for label in labels)):
         raise DataFilesCorruptError(f"{path}: {label_key!r} must be a list of integers")
-    if len(labels) != len(data):
-        raise DataFilesCorruptError(f"{path} has {len(data)} images but {len(labels)} labels")
+    if len(labels) != data.shape[0]:
+        raise DataFilesCorruptError(f"{path} has {data.shape[0]} images but {len(labels)} labels")
     try:
         y = np.array(labels, dtype=np.int64)
     except OverflowError:
         raise DataFilesCorruptError(f"{path}: {label_key!r} has a number beyond 64 bits") from None
-    return data.reshape(-1, 3, 32, 32), y
+    x = np.frombuffer(data.content, np.uint8).reshape(
+        data.shape, order="F" if data.by_columns else "C"
+    )
+    return x.reshape(-1, 3, 32, 32), y
 
 
-def _unpickle(path: Path) -> object:
+def _content(path: Path) -> object:
     try:
-        # latin1, because the official files were written by Python 2, whose strings are bytes.
-        return _ArrayUnpickler(io.BytesIO(path.read_bytes()), encoding="latin1").load()
+        return read_pickle(read_regular(path, MOST_BYTES))
     except Exception as error:  # damaged pickle code may raise anything
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise DataFilesCorruptError(f"{path} cannot be read as a CIFAR batch: {reason}") from None
+        raise DataFilesCorruptError(
+            f"{path} cannot be read as a CIFAR batch: {one_line(error)}"
+        ) from None
 
 
 def _entry(batch: dict[Any, Any], key: str, path: Path) -> object:

@@ -30,7 +30,7 @@ def read_tiny_imagenet(spec: DatasetSpec, root: Path) -> tuple[Split, Split]:
     names = sorted(
         line.strip() for line in read_lines(folder / "wnids.txt", spec.name, _TINY) if line.strip()
     )
-    wrong = [name for name in names if not re.fullmatch(r"n\d{8}", name)]
+    wrong = [name for name in names if not re.fullmatch(r"n[0-9]{8}", name)]
     if wrong or len(set(names)) != spec.classes or len(names) != spec.classes:
         fault = (
             f"{wrong[0][:80]!r} is none"

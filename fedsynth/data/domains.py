@@ -52,7 +52,7 @@ def read_domainnet(spec: DatasetSpec, root: Path) -> tuple[Split, Split]:
 
 def _with_users(split: Split, files: Sequence[Path], folder: Path) -> Split:
     """The split with whose each image is, where `folder` has a users.csv."""
-    if not (folder / USERS_FILE).is_file():
+    if not (folder / USERS_FILE).exists():
         return split
     paths = [file.relative_to(folder).as_posix() for file in files]
     return replace(split, groups=read_users(folder / USERS_FILE, paths))
@@ -72,7 +72,7 @@ def _listed(
             len(parts) != 3
             or parts[0] != spec.domains[domain]
             or ".." in parts
-            or not label.isdigit()
+            or not (label.isascii() and label.isdigit())  # "²" is a digit too, and no number
         ):
             raise DataFilesCorruptError(
                 f"{path}, line {number}: expected '{spec.domains[domain]}/CLASS/FILE NUMBER', got {line[:80]!r}"

@@ -19,12 +19,17 @@ _AT_ONCE = 4096  # records that are copied to the CPU at a time: a memory bound
 
 
 def record_digests(
-    data: ImageData, positions: IntArray, key: bytes, size: int = DIGEST_BYTES
+    data: ImageData,
+    positions: IntArray,
+    key: bytes,
+    size: int = DIGEST_BYTES,
+    *,
+    labels: bool = True,
 ) -> npt.NDArray[np.uint8]:
     """The keyed hash of each of some records.
 
-    It is of the record's pixels as they are stored (uint8, row by row) and its label, and depends
-    on nothing else: not on the record's position, on other records, or on the device.
+    It is of the record's pixels as they are stored (uint8, row by row) and its label (or, without
+    `labels`, of the pixels alone), and depends on nothing else: not on the record's position, on other records, or on the device.
 
     Args:
         data: the images and labels, on any device.
@@ -42,8 +47,10 @@ def record_digests(
     for first in range(0, len(chosen), _AT_ONCE):
         some = data.subset(chosen[first : first + _AT_ONCE])
         pixels = some.images.cpu().flatten(1).numpy()
-        labels = some.labels.cpu().numpy().astype("<i8").view(np.uint8).reshape(len(pixels), -1)
-        for row, record in enumerate(np.concatenate([pixels, labels], axis=1), start=first):
+        if labels:
+            own = some.labels.cpu().numpy().astype("<i8").view(np.uint8).reshape(len(pixels), -1)
+            pixels = np.concatenate([pixels, own], axis=1)
+        for row, record in enumerate(np.ascontiguousarray(pixels), start=first):
             hashed = empty.copy()
             hashed.update(record)
             digests[row] = np.frombuffer(hashed.digest(), np.uint8)

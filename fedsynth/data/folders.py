@@ -4,19 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
+from threading import Lock
 
 import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
+from fedsynth.data.files import MOST_LIST_BYTES, one_line, read_regular
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.errors import DataFilesCorruptError, DataFilesMissingError
 
 Bytes = npt.NDArray[np.uint8]
 IntArray = npt.NDArray[np.int64]
 ENDINGS = (".jpg", ".jpeg", ".png", ".bmp", ".webp")
+FORMATS = ("JPEG", "PNG", "BMP", "WEBP")
+"""What Pillow may take an image file for, whatever its ending: it looks at the content, and would start Ghostscript for others."""
+
+MOST_PIXELS = 2**25
+"""Of an image that is to be reduced: a photograph of 33 megapixels, 134 MB decoded."""
+
+MOST_IMAGE_BYTES = 3 * MOST_PIXELS
+MOST_SCANS = 100
+"""Of a JPEG file, each of which is one more pass over the whole image; cameras and editors write about ten."""
+
+_LARGE_PIXELS = 2**20
+_ONE_LARGE_AT_A_TIME = Lock()
 
 
 @dataclass(frozen=True)
@@ -51,20 +67,29 @@ def read_lines(path: Path, name: str, where: str) -> list[str]:
         DataFilesMissingError: no such file; says `where` to get it. DataFilesCorruptError: not a text file.
     """
     try:
-        return path.read_text(encoding="utf-8").splitlines()
-    except OSError:
+        return read_regular(path, MOST_LIST_BYTES).decode("utf-8").splitlines()
+    except FileNotFoundError:
         raise DataFilesMissingError(f"{name}: no {path.name} in {path.parent}; {where}") from None
+    except OSError as error:
+        raise DataFilesCorruptError(f"{path} cannot be read: {one_line(error)}") from None
     except UnicodeDecodeError:
         raise DataFilesCorruptError(f"{path} is not a text file") from None
 
 
 def images_in(folder: Path) -> list[Path]:
-    """The image files of a folder, by name; none if there is no such folder."""
-    return (
-        sorted(f for f in folder.iterdir() if f.suffix.lower() in ENDINGS)
-        if folder.is_dir()
-        else []
-    )
+    """The image files of a folder, by name; none if there is no such folder.
+
+    Raises:
+        DataFilesCorruptError: a folder that cannot be listed.
+    """
+    try:
+        return (
+            sorted(f for f in folder.iterdir() if f.suffix.lower() in ENDINGS)
+            if folder.is_dir()
+            else []
+        )
+    except OSError as error:
+        raise DataFilesCorruptError(f"{folder} cannot be listed: {one_line(error)}") from None
 
 
 def read_images(paths: Sequence[Path], spec: DatasetSpec, *, resize: bool = False) -> Bytes:
@@ -87,20 +112,42 @@ def read_images(paths: Sequence[Path], spec: DatasetSpec, *, resize: bool = Fals
 
 
 def _pixels(path: Path, spec: DatasetSpec, resize: bool) -> Bytes:
-    size = (spec.width, spec.height)
     try:
-        with Image.open(path) as image:
-            colour = image.convert("RGB")
+        content = read_regular(path, MOST_IMAGE_BYTES)
+        if content.count(b"\xff\xda") > MOST_SCANS and content.startswith(b"\xff\xd8"):
+            raise ValueError(f"it is a JPEG file of more than {MOST_SCANS} scans")
+        with Image.open(BytesIO(content), formats=FORMATS) as image:  # reads the header alone
+            _check_size(path, image.size, spec, resize)
+            large = image.width * image.height > _LARGE_PIXELS
+            with _ONE_LARGE_AT_A_TIME if large else nullcontext():
+                return _colour(image, spec)
     except FileNotFoundError:
         raise DataFilesMissingError(f"{spec.name}: {path} is listed but not there") from None
+    except DataFilesCorruptError:
+        raise
     except Exception as error:  # a damaged image may raise anything
         raise DataFilesCorruptError(
-            f"{path} cannot be read as an image: {' '.join(str(error).split())}"
+            f"{path} cannot be read as an image: {one_line(error)}"
         ) from None
+
+
+def _check_size(path: Path, size: tuple[int, int], spec: DatasetSpec, resize: bool) -> None:
+    """Refuses an image by its header, before anything is decoded."""
+    width, height = size
+    if resize and width * height > MOST_PIXELS:
+        raise DataFilesCorruptError(
+            f"{path} is {width}×{height}, more than {MOST_PIXELS:,} pixels: reduce it or leave it out"
+        )
+    if not resize and size != (spec.width, spec.height):
+        raise DataFilesCorruptError(
+            f"{path} is {width}×{height}, images of {spec.name} are {spec.width}×{spec.height}: unpack it anew"
+        )
+
+
+def _colour(image: Image.Image, spec: DatasetSpec) -> Bytes:
+    """Decoded, in RGB and of the data set's size: [3, H, W]."""
+    colour = image if image.mode == "RGB" else image.convert("RGB")
+    size = (spec.width, spec.height)
     if colour.size != size:
-        if not resize:
-            raise DataFilesCorruptError(
-                f"{path} is {colour.width}×{colour.height}, images of {spec.name} are {spec.width}×{spec.height}: unpack it anew"
-            )
         colour = colour.resize(size, Image.Resampling.LANCZOS)
     return np.asarray(colour, np.uint8).transpose(2, 0, 1)

@@ -259,11 +259,18 @@ def _check_label_range(labels: Tensor, spec: DatasetSpec) -> None:
 
 
 def _check_domains(domains: Tensor, labels: Tensor, spec: DatasetSpec) -> None:
-    if domains.shape != labels.shape or domains.is_floating_point() or domains.dtype == torch.bool:
+    if (
+        domains.shape != labels.shape
+        or domains.is_floating_point()
+        or domains.is_complex()
+        or domains.dtype == torch.bool
+    ):
         raise DataError(
             f"{spec.name}: domains must be integers [{len(labels)}], got {_dtype(domains)} {list(domains.shape)}"
         )
-    if int(domains.min()) < 0 or int(domains.max()) >= len(spec.domains):
+    # A uint64 beyond int64 becomes negative here, and is refused as it should be.
+    wide = domains.long()
+    if int(wide.min()) < 0 or int(wide.max()) >= len(spec.domains):
         raise DataError(
             f"{spec.name}: domains must lie in [0, {len(spec.domains)}): the specification names {len(spec.domains)}"
         )

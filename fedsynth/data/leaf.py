@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from fedsynth.data.files import one_line, read_regular
 from fedsynth.data.folders import Bytes, IntArray, Reader, Split
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.errors import DataFilesCorruptError, DataFilesMissingError
@@ -25,6 +26,9 @@ _LEAF = (
     "make it with LEAF (https://github.com/TalwalkarLab/leaf, data/femnist: ./preprocess.sh -s niid --sf 1.0 -k 0 -t sample) and copy "
     "data/train and data/test to femnist/ there"
 )
+
+MOST_BYTES = 2**30
+"""Of one JSON file; LEAF writes a file for each hundred writers, some 250 MB of it."""
 
 Writers = dict[str, tuple[Bytes, IntArray]]
 
@@ -55,7 +59,10 @@ def _split(writers: Writers, number: Mapping[str, int]) -> Split:
 
 
 def _writers(folder: Path, spec: DatasetSpec) -> Writers:
-    paths = sorted(folder.glob("*.json"))
+    try:
+        paths = sorted(folder.glob("*.json"))
+    except OSError as error:
+        raise DataFilesCorruptError(f"{folder} cannot be listed: {one_line(error)}") from None
     if not paths:
         raise DataFilesMissingError(f"{spec.name}: no *.json in {folder}; {_LEAF}")
     found: Writers = {}
@@ -63,7 +70,7 @@ def _writers(folder: Path, spec: DatasetSpec) -> Writers:
         for name, arrays in _file(path, spec).items():
             if name in found:
                 raise DataFilesCorruptError(
-                    f"{path}: writer {name!r} is in another file of {folder} too: make the files anew"
+                    f"{path}: writer {one_line(repr(name), 80)} is in another file of {folder} too: make the files anew"
                 )
             found[name] = arrays
     return found
@@ -71,11 +78,9 @@ def _writers(folder: Path, spec: DatasetSpec) -> Writers:
 
 def _file(path: Path, spec: DatasetSpec) -> Writers:
     try:
-        content = json.loads(path.read_bytes())
+        content = json.loads(read_regular(path, MOST_BYTES))
     except (OSError, ValueError, RecursionError) as error:
-        raise DataFilesCorruptError(
-            f"{path} cannot be read as JSON: {' '.join(str(error).split())}"
-        ) from None
+        raise DataFilesCorruptError(f"{path} cannot be read as JSON: {one_line(error)}") from None
     users, sizes, data = (
         content.get(key) if isinstance(content, dict) else None
         for key in ("users", "num_samples", "user_data")
@@ -93,7 +98,7 @@ def _file(path: Path, spec: DatasetSpec) -> Writers:
             f"{path}: users, num_samples and user_data must speak of the same writers, got {len(users)}, {len(sizes)} and {len(data)}"
         )
     return {
-        user: _one_writer(data[user], size, f"{path}, writer {user!r}", spec)
+        user: _one_writer(data[user], size, f"{path}, writer {one_line(repr(user), 80)}", spec)
         for user, size in zip(users, sizes, strict=True)
     }
 
@@ -106,10 +111,11 @@ def _one_writer(
         raise DataFilesCorruptError(f"{where}: must have x and y")
     x, y = _numbers(data["x"], "x", where), _numbers(data["y"], "y", where)
     pixels = spec.height * spec.width
-    if x.ndim != 2 or x.shape[1] != pixels or y.shape != (len(x),) or size != len(x):
+    count = size if type(size) in (int, float) else type(size).__name__
+    if x.ndim != 2 or x.shape[1] != pixels or y.shape != (len(x),) or count != len(x):
         raise DataFilesCorruptError(
             f"{where}: x must be n images of {pixels} numbers and y n labels, n = num_samples; "
-            f"got {list(x.shape)}, {list(y.shape)} and {size}"
+            f"got {list(x.shape)}, {list(y.shape)} and {one_line(count, 40)}"
         )
     if not np.issubdtype(y.dtype, np.integer) or y.min() < 0 or y.max() >= spec.classes:
         raise DataFilesCorruptError(f"{where}: labels must be whole numbers in [0, {spec.classes})")
@@ -120,17 +126,24 @@ def _one_writer(
 
 
 def _numbers(given: object, what: str, where: str) -> npt.NDArray[Any]:
-    try:
-        array = np.asarray(given)
-    except ValueError:  # rows of several lengths
-        raise DataFilesCorruptError(f"{where}: the rows of {what} have several lengths") from None
-    if not isinstance(given, list) or array.size == 0:
+    """A list of numbers, or of lists of numbers of one length: int64 if all are whole, else float64.
+
+    The types are looked at before NumPy is asked, which would make an array of text as wide as its longest string.
+    """
+    if not isinstance(given, list) or not given or given[0] == []:
         raise DataFilesCorruptError(
             f"{where}: {what} is empty or no list; a writer without examples does not belong in the file"
         )
-    if array.dtype.kind not in "iuf":
-        raise DataFilesCorruptError(f"{where}: {what} must hold numbers only")
-    return array
+    rows = given if isinstance(given[0], list) else [given]
+    if not all(isinstance(row, list) for row in rows) or len(set(map(len, rows))) != 1:
+        raise DataFilesCorruptError(f"{where}: the rows of {what} have several lengths")
+    kinds: set[type] = set().union(*(map(type, row) for row in rows))
+    try:
+        if kinds <= {int, float}:
+            return np.array(given, np.float64 if float in kinds else np.int64)
+    except OverflowError:  # an integer beyond the type
+        pass
+    raise DataFilesCorruptError(f"{where}: {what} must hold numbers only")
 
 
 LEAF_READERS: dict[str, Reader] = {

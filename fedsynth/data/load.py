@@ -19,11 +19,13 @@ from fedsynth.data.cifar import read_cifar_batch
 from fedsynth.data.class_folders import CLASS_FOLDER_READERS
 from fedsynth.data.domains import DOMAIN_READERS
 from fedsynth.data.download import download_dataset
+from fedsynth.data.files import expanded, one_line
 from fedsynth.data.folders import Reader, Split
 from fedsynth.data.idx import read_idx
 from fedsynth.data.images import ImageData, from_arrays
 from fedsynth.data.leaf import LEAF_READERS
 from fedsynth.data.registry import DatasetSpec, dataset_spec, synthetic_parameters
+from fedsynth.data.svhn import read_svhn
 from fedsynth.data.synthetic import make_synthetic
 from fedsynth.errors import DataError, DataFilesCorruptError, DataFilesMissingError
 
@@ -88,7 +90,7 @@ def _data_folder(name: str, root: Path | None) -> Path:
             f"{name}: no data folder was given to look for {_first_file(name)} in; say where with --data-root or "
             f"{ROOT_VARIABLE} ({READERS[name].where if name in READERS else 'and --download to fetch it there'})"
         )
-    return Path(given).expanduser()
+    return expanded(given)
 
 
 def _first_file(name: str) -> str:
@@ -96,13 +98,23 @@ def _first_file(name: str) -> str:
 
 
 def missing_files(name: str, folder: Path) -> list[str]:
-    """The files and folders of the data set `name` that `folder` lacks, as paths relative to it; none where it needs no files."""
-    if name in READERS:
-        return [path for path in READERS[name].needs if not (folder / path).exists()]
-    if name not in _FILES:
-        return []
-    wanted = [relative for split in _FILES[name] for group in split for relative in group]
-    return [relative for relative in wanted if _locate(folder, relative) is None]
+    """The files and folders of the data set `name` that `folder` lacks, as paths relative to it; none where it needs no files.
+
+    Raises:
+        DataFilesMissingError: the folder cannot be looked into.
+    """
+    try:
+        if name in READERS:
+            return [path for path in READERS[name].needs if not (folder / path).exists()]
+        if name not in _FILES:
+            return []
+        wanted = [relative for split in _FILES[name] for group in split for relative in group]
+        return [relative for relative in wanted if _locate(folder, relative) is None]
+    except OSError as error:  # no right to, or too long a name
+        reason = one_line(error.strerror or error)
+        raise DataFilesMissingError(
+            f"{name}: cannot look into {one_line(folder)}: {reason}"
+        ) from None
 
 
 def _of_both(splits: tuple[Split, Split], spec: DatasetSpec) -> tuple[ImageData, ImageData]:
@@ -121,13 +133,12 @@ def _of_both(splits: tuple[Split, Split], spec: DatasetSpec) -> tuple[ImageData,
 
 
 def _locate(folder: Path, relative: str) -> Path | None:
-    """The file, or for idx files its compressed form."""
+    """The file, or for idx files its compressed form; of what is there, a regular file first."""
     endings = ("", ".gz") if relative.endswith("-ubyte") else ("",)
-    for ending in endings:
-        path = folder / f"{relative}{ending}"
-        if path.is_file():
-            return path
-    return None
+    there = [
+        path for path in (folder / f"{relative}{ending}" for ending in endings) if path.exists()
+    ]
+    return next((path for path in there if path.is_file()), there[0] if there else None)
 
 
 def _load_split(spec: DatasetSpec, folder: Path, groups: tuple[_Group, ...]) -> ImageData:
@@ -135,7 +146,7 @@ def _load_split(spec: DatasetSpec, folder: Path, groups: tuple[_Group, ...]) -> 
     for group in groups:
         paths = [_locate(folder, relative) or folder / relative for relative in group]
         try:
-            images, labels = _READERS[spec.name](paths)
+            images, labels = _READERS[spec.name](paths, spec)
             parts.append(from_arrays(images, labels, spec))
         except DataFilesCorruptError:
             raise
@@ -150,8 +161,10 @@ def _load_split(spec: DatasetSpec, folder: Path, groups: tuple[_Group, ...]) -> 
     )
 
 
-def _read_idx_pair(paths: list[Path]) -> _Arrays:
-    images, labels = read_idx(paths[0], 3), read_idx(paths[1], 1)
+def _read_idx_pair(paths: list[Path], spec: DatasetSpec) -> _Arrays:
+    most = spec.train_size + spec.test_size
+    images = read_idx(paths[0], 3, most * spec.height * spec.width)
+    labels = read_idx(paths[1], 1, most)
     if len(images) != len(labels):
         raise DataFilesCorruptError(
             f"{paths[0]} has {len(images)} images but {paths[1]} has {len(labels)} labels"
@@ -159,48 +172,22 @@ def _read_idx_pair(paths: list[Path]) -> _Arrays:
     return images, labels
 
 
-def _read_emnist_letters(paths: list[Path]) -> _Arrays:
+def _read_emnist_letters(paths: list[Path], spec: DatasetSpec) -> _Arrays:
     """EMNIST stores its images transposed, and counts the letters from 1."""
-    images, labels = _read_idx_pair(paths)
+    images, labels = _read_idx_pair(paths, spec)
     return images.transpose(0, 2, 1), labels.astype(np.int64) - 1
 
 
-def _read_cifar10(paths: list[Path]) -> _Arrays:
+def _read_cifar10(paths: list[Path], spec: DatasetSpec) -> _Arrays:
     return read_cifar_batch(paths[0], "labels")
 
 
-def _read_cifar100(paths: list[Path]) -> _Arrays:
+def _read_cifar100(paths: list[Path], spec: DatasetSpec) -> _Arrays:
     return read_cifar_batch(paths[0], "fine_labels")
 
 
-def _read_svhn(paths: list[Path]) -> _Arrays:
-    """X [32, 32, 3, N] and y [N, 1], in which 10 stands for the digit 0."""
-    from scipy.io import loadmat
-
-    try:
-        content = loadmat(str(paths[0]), variable_names=["X", "y"])
-        x, y = content["X"], content["y"]
-    except Exception as error:  # a damaged file may raise anything
-        raise DataFilesCorruptError(
-            f"{paths[0]} cannot be read as an SVHN file: {' '.join(str(error).split())}"
-        ) from None
-    if (
-        x.dtype != np.uint8
-        or x.ndim != 4
-        or y.size != x.shape[3]
-        or not np.issubdtype(y.dtype, np.number)
-    ):
-        raise DataFilesCorruptError(
-            f"{paths[0]} must hold X uint8 [32, 32, 3, N] and y [N, 1], got {x.dtype} {list(x.shape)} and "
-            f"{y.dtype} {list(y.shape)}"
-        )
-    digits = y.reshape(-1)
-    wrong = digits[~np.isin(digits, np.arange(1, 11))]
-    if len(wrong):
-        raise DataFilesCorruptError(
-            f"{paths[0]}: labels must be 1 to 10, {len(wrong)} are not, first {wrong[0]}"
-        )
-    return x.transpose(3, 2, 0, 1), digits.astype(np.int64) % 10
+def _read_svhn(paths: list[Path], spec: DatasetSpec) -> _Arrays:
+    return read_svhn(paths[0], spec)
 
 
 def _load_digits(spec: DatasetSpec) -> tuple[ImageData, ImageData]:
@@ -236,7 +223,7 @@ _FILES: dict[str, tuple[tuple[_Group, ...], tuple[_Group, ...]]] = {
     "svhn": ((("train_32x32.mat",),), (("test_32x32.mat",),)),
 }
 
-_READERS: dict[str, Callable[[list[Path]], _Arrays]] = {
+_READERS: dict[str, Callable[[list[Path], DatasetSpec], _Arrays]] = {
     "mnist": _read_idx_pair,
     "fashion-mnist": _read_idx_pair,
     "emnist-letters": _read_emnist_letters,

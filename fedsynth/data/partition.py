@@ -172,7 +172,7 @@ def hold_out(
     Args:
         parts: for each client the positions of its records in `data`.
         seed: public; another one gives another split.
-        by_user: all records of a user (`data.groups`) stand on the same side: users are protected.
+        by_user: all records of a user (`data.groups`) stand on the same side, by a hash of all of them: users are protected.
     """
     positions = [np.asarray(part, np.int64) for part in parts]
     key = hashlib.blake2b(f"local test split {seed}".encode(), digest_size=32).digest()

@@ -298,7 +298,7 @@ _SPECS = (
 )
 
 # α and β of synthetic(α,β): plain numbers that `{:g}` writes as they are, so that a run's config names its data set exactly.
-_NUMBER = r"(\d{1,2}(?:\.\d{1,4})?)"
+_NUMBER = r"([0-9]{1,2}(?:\.[0-9]{1,4})?)"
 _SYNTHETIC = re.compile(rf"synthetic\( *(?:iid|{_NUMBER} *, *{_NUMBER}) *\)")
 
 

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import csv
 import hashlib
-from collections.abc import Sequence
+import io
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
+from fedsynth.data.files import MOST_LIST_BYTES, one_line, read_regular
 from fedsynth.data.fingerprints import record_digests
 from fedsynth.data.images import ImageData, IntArray
 from fedsynth.errors import DataError, DataFilesCorruptError, PartitionError
@@ -75,13 +77,20 @@ def bounded(part: IntArray, data: ImageData, most: int, seed: int) -> IntArray:
 def user_digests(
     data: ImageData, positions: IntArray, key: bytes, size: int = 16
 ) -> npt.NDArray[np.uint8]:
-    """The keyed hash of whose each of some records is: uint8 [N, size], equal for all records of a user."""
-    users = users_of(data)[np.asarray(positions, np.int64)]
+    """The keyed hash of all that a user has among some records, for each of these: uint8 [N, size], equal for all records of a user.
+
+    It is of the hashes of the user's own records, in no order, and not of the user's number: numbers go by the sorted names of all users,
+    so that a user more would renumber others.
+    """
+    chosen = np.asarray(positions, np.int64)
+    users = users_of(data)[chosen]
+    records = record_digests(data, chosen, key)
+    order = np.argsort(users, kind="stable")
     digests = np.empty((len(users), size), np.uint8)
-    for user in np.unique(users).tolist():
-        name = int(user).to_bytes(8, "little")
-        one = hashlib.blake2b(name, key=key, digest_size=size, person=b"fedsynth user").digest()
-        digests[users == user] = np.frombuffer(one, np.uint8)
+    for mine in np.split(order, np.flatnonzero(np.diff(users[order])) + 1):
+        own = b"".join(sorted(records[one].tobytes() for one in mine))
+        hashed = hashlib.blake2b(own, key=key, digest_size=size, person=b"fedsynth user")
+        digests[mine] = np.frombuffer(hashed.digest(), np.uint8)
     return digests
 
 
@@ -98,19 +107,10 @@ def read_users(file: Path, paths: Sequence[str]) -> IntArray:
         DataFilesCorruptError: the file cannot be read, lacks a column, names an image twice or not at all, or leaves a user empty.
     """
     try:
-        with file.open(newline="", encoding="utf-8-sig") as text:
-            rows = list(csv.DictReader(text))
+        text = io.StringIO(read_regular(file, MOST_LIST_BYTES).decode("utf-8-sig"), newline="")
+        owner = _owners(csv.reader(text), file)
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise DataFilesCorruptError(f"cannot read {file}: {error}") from None
-    owner: dict[str, str] = {}
-    for number, row in enumerate(rows, start=2):
-        path, user = row.get("path"), row.get("user")
-        if not path or not user:
-            raise DataFilesCorruptError(
-                f"{file}, line {number}: needs the columns path and user, both filled"
-            )
-        if owner.setdefault(path, user) != user:
-            raise DataFilesCorruptError(f"{file}, line {number}: {path} is given to two users")
+        raise DataFilesCorruptError(f"cannot read {file}: {one_line(error)}") from None
     missing = [path for path in paths if path not in owner]
     if missing:
         raise DataFilesCorruptError(
@@ -119,3 +119,22 @@ def read_users(file: Path, paths: Sequence[str]) -> IntArray:
     names = sorted({owner[path] for path in paths})
     number_of = {name: number for number, name in enumerate(names)}
     return np.array([number_of[owner[path]] for path in paths], np.int64)
+
+
+def _owners(rows: Iterator[list[str]], file: Path) -> dict[str, str]:
+    """The user of each path. Row by row and not by `csv.DictReader`, which would make a dict of every column for each row."""
+    header = next(rows, [])
+    columns = [header.index(name) for name in ("path", "user") if name in header]
+    owner: dict[str, str] = {}
+    for number, row in enumerate((row for row in rows if row), start=2):
+        cells = [row[column] for column in columns if column < len(row)]
+        if len(cells) != 2 or not all(cells):
+            raise DataFilesCorruptError(
+                f"{file}, line {number}: needs the columns path and user, both filled"
+            )
+        path, user = cells
+        if owner.setdefault(path, user) != user:
+            raise DataFilesCorruptError(
+                f"{file}, line {number}: {one_line(path)} is given to two users"
+            )
+    return owner

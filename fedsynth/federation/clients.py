@@ -31,8 +31,11 @@ class Clients:
     names: tuple[str, ...] | None = None
 
     def digests(self, key: bytes) -> list[Digests]:
-        """The keyed hashes of each client's records, uint8 [N, 16]."""
-        return [record_digests(self.data, part, key) for part in self.parts]
+        """The keyed hashes of each client's images, uint8 [N, 16].
+
+        Without their labels: an image that is labelled anew, for another study, is the same record.
+        """
+        return [record_digests(self.data, part, key, labels=False) for part in self.parts]
 
     def kept_ledgers(self, folder: Path, run: RunSettings) -> list[Ledger]:
         """The clients' ledgers in a folder that is kept over runs.

@@ -15,7 +15,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from fedsynth import __version__
 from fedsynth.core.messages import privacy_of_fields
 from fedsynth.core.method import Method, RoundContext
 from fedsynth.data.partition import clients_or_groups
@@ -39,6 +38,7 @@ from fedsynth.privacy.report import SCHEMA_VERSION, ReportContext
 from fedsynth.privacy.report_sections import reasons_in_ledgers
 from fedsynth.privacy.report_text import up
 from fedsynth.privacy.settings import PrivacySettings
+from fedsynth.version import __version__
 
 NEIGHBOURS = {
     "add-remove": "added or removed",
@@ -46,6 +46,7 @@ NEIGHBOURS = {
     "replace-one": "replaced by any other",
 }
 ONE = {RECORD: "one example", USER: "one user with all examples"}
+COUNTED = {RECORD: "records", USER: "users"}
 PUBLIC, PRIVATE, NO_TEST = "public", "private", "none"  # what a run's test images are
 FOUR_SUMS = "; each value is the sum of four Gaussians, halved: a mitigation of one floating-point attack, not a proof"
 NOT_PRIVATE = (
@@ -412,7 +413,9 @@ class PrivateRun:
         return {
             **items,
             "sample rate q": f"{self.plan.sample_rate:.6g}, from public sizes",
-            "nominal records of a client": f"{context.nominal_size:g} ({chosen}); divisors use it or released counts, never the true number",
+            f"nominal {COUNTED[self.privacy.unit]} of a client": (
+                f"{context.nominal_size:g} ({chosen}); divisors use it or released counts, never the true number"
+            ),
             **{
                 f"upload field {name!r}": reason
                 for name, (kind, reason) in fields.items()

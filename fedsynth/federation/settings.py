@@ -15,6 +15,7 @@ from types import UnionType
 from typing import Any, TypeVar, get_args, get_type_hints
 
 from fedsynth.core.method import Method, check_choice, convert
+from fedsynth.data.files import expanded
 from fedsynth.data.partition import PartitionSettings
 from fedsynth.data.registry import dataset_spec
 from fedsynth.errors import SettingError, unknown_name
@@ -268,7 +269,7 @@ def resolve(
             {**preset.get("method", {}), **_of_the_method(method, given.get("method", {}))}
         ),
         dataset=dataset,
-        data_root=Path(str(root)).expanduser().absolute() if root else None,
+        data_root=expanded(str(root)).absolute() if root else None,
         partition=_build(PartitionSettings, "partition", partition),
         model=_build(ModelSettings, "model", {**preset.get("model", {}), **given.get("model", {})}),
         privacy=_build(PrivacySettings, "privacy", privacy) if privacy else None,

@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 
-from fedsynth import __version__
 from fedsynth.core.method import Method
 from fedsynth.data.registry import DatasetSpec, dataset_spec
 from fedsynth.errors import FedsynthError, UnknownNameError
@@ -54,11 +53,16 @@ from fedsynth.privacy.verify import (
     taken_as_stated,
 )
 from fedsynth.synthesizer.sets import SyntheticSet
+from fedsynth.version import __version__
 
 INCOMPLETE = ".incomplete"
 OWN_METHOD = (
     "a method of your own: fedsynth.federation.verification.verify_run(folder, method=TheClass)"
 )
+MEASURED = (
+    *("test_accuracy", "test_data", "domain_average", "models", "upload_bytes"),
+    *("upload_floats_per_round", "device", "folder"),
+)  # of summary.json, beside what follows from settings and ledgers
 CALIBRATED = 2e-3  # σ is found to 0.1 %: another version of the libraries may end elsewhere in that
 Rows = Mapping[str, Sequence[Release]]
 
@@ -478,10 +482,15 @@ class Evidence:
             "seed": settings.seed,
             "differential_privacy": self.private.summary(),
         }
-        return self._accuracy_problems() + [
-            text
-            for key, value in expected.items()
-            for text in differences(f"summary.json: {key}", value, self.run.summary.get(key))
+        unknown = [key for key in self.run.summary if key not in (*expected, *MEASURED)]
+        return [
+            *self._accuracy_problems(),
+            *(f"summary.json: {key} is no key of a summary" for key in unknown),
+            *(
+                text
+                for key, value in expected.items()
+                for text in differences(f"summary.json: {key}", value, self.run.summary.get(key))
+            ),
         ]
 
     def _accuracy_problems(self) -> list[str]:

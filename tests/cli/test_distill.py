@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from fedsynth.cli.app import app
+from fedsynth.methods import method_class
 from fedsynth.models.registry import ModelSettings, build_model
 
 FAST = (
@@ -37,6 +38,22 @@ def call(capsys: pytest.CaptureFixture[str], *options: str) -> tuple[int, str, s
         code = int(exit_.code or 0)
     out = capsys.readouterr()
     return code, out.out, out.err
+
+
+def test_what_the_generator_made_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    facts = {"agreement": 0.25, "class_entropy": 1.0, "class_entropy_share": 0.5, "classes": 4}
+    kind = method_class("dense")
+    monkeypatch.setattr(kind, "facts", lambda self, state, context: {"generator": facts})
+    made = str(tmp_path / "student.safetensors")
+    model = write(tmp_path / "a.safetensors", "convnet", 1)
+    code, out, err = call(
+        capsys, "--models", model, "--arch", "convnet", "--student", "convnet", "--method", "dense",
+        *FAST, "--output", made,
+    )  # fmt: skip
+    assert code == 0, err
+    assert "generated: class entropy 0.50 of log C, 4 classes, 25.0 % as asked\n" in out
 
 
 @pytest.mark.parametrize("method", ["fedhydra", "dense"])

@@ -99,7 +99,14 @@ def test_domainnet_by_its_official_lists(domainnet: Path) -> None:
 
 @pytest.mark.parametrize(
     "line",
-    ["clipart/bird", "sketch/bird/x.jpg 3", "clipart/../x.jpg 3", "clipart/bird/x.jpg three"],
+    [
+        "clipart/bird",
+        "sketch/bird/x.jpg 3",
+        "clipart/../x.jpg 3",
+        "clipart/bird/x.jpg three",
+        "clipart/bird/x.jpg 3²",
+        "clipart/bird/x.jpg ٣",
+    ],
 )
 def test_a_list_that_is_none(domainnet: Path, line: str) -> None:
     (domainnet / "domainnet" / "clipart_train.txt").write_text(line + "\n")
@@ -145,7 +152,8 @@ def test_domains_travel_with_the_examples() -> None:
     data = scans()
     assert data.domains is not None
     assert data.to("cpu").subset([3, 0]).domains.tolist() == [1, 0]  # type: ignore[arg-type,union-attr]
-    for bad in (np.full(300, 3), np.zeros(300), np.zeros(2, np.int64)):
+    assert from_arrays(data.images, data.labels, SPEC, np.ones(300, np.uint64)).domains is not None
+    for bad in (np.full(300, 3), np.zeros(300), np.zeros(2, np.int64), np.zeros(300, complex)):
         with pytest.raises(DataError, match="domains must"):
             from_arrays(data.images, data.labels, SPEC, bad)
 

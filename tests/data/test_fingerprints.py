@@ -11,6 +11,7 @@ import torch
 from fedsynth.data.fingerprints import record_digests
 from fedsynth.data.images import ImageData
 from fedsynth.data.load import load_dataset
+from fedsynth.federation.clients import Clients
 
 KEY = bytes(range(32))
 DEVICES = [
@@ -55,7 +56,20 @@ def test_another_label_pixel_or_key_is_another_digest(digits: ImageData) -> None
         [record_digests(data, np.arange(3), key) for key in (KEY, b"another key")]
     )
     assert len(np.unique(digests, axis=0)) == 6
+    unlabelled = record_digests(data, np.arange(3), KEY, labels=False)
+    assert np.array_equal(unlabelled[0], unlabelled[2])
+    assert len(np.unique(unlabelled, axis=0)) == 2
 
 
 def test_no_record_has_no_digest(digits: ImageData) -> None:
     assert record_digests(digits, np.arange(0), KEY).shape == (0, 16)
+
+
+def test_a_ledger_knows_an_image_that_is_labelled_anew(digits: ImageData) -> None:
+    """Two studies on the same images: what the first has spent stays with them."""
+    anew = ImageData(digits.images, 9 - digits.labels, digits.spec)
+    parts = [np.arange(5), np.arange(5, 9)]
+    before = Clients(digits, parts).digests(KEY)
+    assert [len(one) for one in before] == [5, 4]
+    for one, other in zip(before, Clients(anew, parts).digests(KEY), strict=True):
+        assert np.array_equal(one, other)

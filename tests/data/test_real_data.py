@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -60,6 +61,23 @@ def test_sizes_constants_and_classes(name: str) -> None:
             assert std == pytest.approx(spec.std[channel], abs=2e-4)
     some = train.images[:5000]
     assert torch.equal(denormalise(normalise(some, spec), spec), some)
+
+
+@needs("cifar10")
+def test_cifar10_is_what_the_standard_unpickler_makes_of_it() -> None:
+    import pickle
+
+    train, test = load_dataset("cifar10")
+    folder = Path(FOLDER or "") / "cifar-10-batches-py"
+    batches = [
+        pickle.loads((folder / name).read_bytes(), encoding="latin1")
+        for name in (*(f"data_batch_{n}" for n in range(1, 6)), "test_batch")
+    ]
+    images = torch.cat([train.images, test.images]).split(10_000)
+    labels = torch.cat([train.labels, test.labels]).split(10_000)
+    for batch, x, y in zip(batches, images, labels, strict=True):
+        assert np.array_equal(batch["data"].reshape(-1, 3, 32, 32), x.numpy())
+        assert batch["labels"] == y.tolist()
 
 
 @needs("mnist")

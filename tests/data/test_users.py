@@ -56,6 +56,19 @@ def test_local_splits_do_not_cut_users() -> None:
     assert set(rest[fewer].tolist()) == set(training.tolist()) - set(np.flatnonzero(users == 5))
 
 
+def test_a_user_more_moves_no_other_user_to_the_other_split() -> None:
+    """Users are numbered by their sorted names (users.csv, LEAF): one whose name comes first renumbers all others."""
+    users = np.repeat(np.arange(100), 3)
+    data = people(users)
+    (training,), _ = hold_out([np.arange(300)], 0.3, 0, data, by_user=True)
+    rest = np.arange(3, 300)[::-1].copy()
+    fewer = data.subset(rest)
+    renumbered = ImageData(fewer.images, fewer.labels, SPEC, None, fewer.groups - 1)
+    (less,), _ = hold_out([np.arange(297)], 0.3, 0, renumbered, by_user=True)
+    assert set(rest[less].tolist()) == set(training.tolist()) - {0, 1, 2}
+    assert hold_out([np.arange(0)], 0.3, 0, data, by_user=True)[0][0].tolist() == []
+
+
 def test_a_user_of_two_clients_is_refused() -> None:
     data = people(np.array([0, 0, 1, 1]))
     check_one_client_each([np.array([0, 1]), np.array([2, 3])], data)

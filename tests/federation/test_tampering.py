@@ -330,6 +330,7 @@ OTHER_FILES: dict[str, tuple[Tamper, str]] = {
     "summary: δ": (changed("summary.json", f"{DP}/delta", 1e-9), f"{DP}.delta says 1e-09"),
     "summary: σ": (changed("summary.json", f"{DP}/noise_multiplier", 9.0), "noise_multiplier says"),
     "summary: a seal": (changed("summary.json", f"{DP}/seal", 1), f"{DP}.seal says 1"),
+    "summary: another ε": (changed("summary.json", "epsilon", 0.1), "epsilon is no key"),
     "summary: no privacy": (changed("summary.json", DP, None), f"{DP} says None"),
     "summary: method": (changed("summary.json", "method", "fedavg"), "summary.json: method says"),
     "summary: settings": (changed("summary.json", "settings/iterations", 1), "iterations says 1"),

@@ -52,6 +52,8 @@ def test_the_report_says_who_is_protected_and_is_verified(tmp_path: Path) -> Non
     report: Any = result.privacy
     assert report["unit"]["protects"].startswith("ONE USER OF ONE CLIENT")
     assert "several examples" not in report["unit"]["does_not_protect"]
+    assert report["public_items"]["nominal users of a client"].startswith("10 (declared)")
+    assert "nominal records of a client" not in report["public_items"]
     assert "at most 4" in report["unit"]["records_per_user"]
     assert report["adjacency"].startswith("add or remove one user")
     assert {row["unit"] for row in report["ledger"]} == {USER}

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from fedsynth.privacy.errors import PrivacyError
+from fedsynth.privacy.errors import LedgerError, PrivacyError
 from fedsynth.privacy.ledger import Guard, Ledger
 from fedsynth.privacy.mechanisms import GaussianSums
 from fedsynth.privacy.randomness import SecretGenerator
@@ -74,3 +74,18 @@ def test_injected_noise_stays_injected_after_a_fork() -> None:
     secret = SecretGenerator(test_only=np.random.default_rng(0))
     theirs = in_a_fork(lambda: secret.normal((4,), 1.0).numpy().tobytes())
     assert theirs == secret.normal((4,), 1.0).numpy().tobytes()
+
+
+def test_a_ledger_in_memory_is_not_charged_by_a_fork() -> None:
+    """Its parent would not see the charge, and state an ε without it."""
+    row = Release(1, "q", "test", "rows", 1.0, 2.0, 1.0, "full", 2, 12)
+    guard = Guard(Ledger("c"), 1e-5, None)
+
+    def refused() -> bytes:
+        with pytest.raises(LedgerError, match="memory of another process"):
+            GaussianSums(row, 3, guard, SecretGenerator())
+        return b"refused"
+
+    assert in_a_fork(refused) == b"refused"
+    guard.charge(row)
+    assert guard.ledger.releases == (row,)

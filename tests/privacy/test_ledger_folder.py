@@ -149,6 +149,37 @@ def test_a_ledger_on_which_nothing_was_spent_is_still_free(folder: Path) -> None
         opened(folder, "abcd", "efgh")
 
 
+def test_of_two_runs_that_begin_at_once_one_is_refused(folder: Path) -> None:
+    """Catches: both opened their ledgers before either had charged, so that neither saw the other."""
+    (north,), (west,) = opened(folder, "abc", names=["north"]), opened(folder, "cd", names=["west"])
+    north.charge(ROW)
+    with pytest.raises(LedgerError, match=r"client 'west' has 1 records that .*north\.jsonl"):
+        west.charge(ROW)
+    north.charge(ROW)
+    assert spent(folder) == {"north": 2, "west": 0}
+    opened(folder, "xy", names=["south"])[0].charge(ROW)
+
+
+def test_a_ledger_that_another_run_took_meanwhile_is_not_charged(folder: Path) -> None:
+    first, second = opened(folder, "abcd", "efgh"), opened(folder, "abef", "cdgh")
+    with pytest.raises(LedgerError, match="meanwhile taken by another run"):
+        first[0].charge(ROW)
+    for ledger in second:
+        ledger.charge(ROW)
+        ledger.charge(ROW)
+    assert spent(folder) == {"client-000": 2, "client-001": 2}
+
+
+def test_the_same_run_twice_at_once_is_fine(folder: Path) -> None:
+    """Also with records that look the same at a client that is left out later."""
+    charged(folder, "ab", "b")
+    for _ in range(2):
+        one, other = opened(folder, "ab"), opened(folder, "b", names=["client-001"])
+        for ledger in (*one, *other):
+            ledger.charge(ROW)
+    assert spent(folder) == {"client-000": 3, "client-001": 3}
+
+
 def test_equal_records_at_two_clients_are_two_examples(folder: Path) -> None:
     """Blank images, say: they are no record that has moved, as long as both clients are there."""
     charged(folder, "abb", "bc")
@@ -238,6 +269,9 @@ def test_a_key_or_list_or_ledger_that_is_gone_is_noticed(folder: Path, tmp_path:
     (private / second.records[0]).rename(away)
     with pytest.raises(LedgerError, match="lists the records of client 'client-001', is gone"):
         opened(folder, "abc", "dex")
+    for names, parts in ((["west"], ["de"]), (["client-000", "west"], ["abc", "de"])):
+        with pytest.raises(LedgerError, match="records of client 'client-001', is gone"):
+            opened(folder, *parts, names=names)  # nobody could tell that these are its records
     opened(folder, "abc", "de")  # the same records make the same list again
     (private / first.records[0]).write_bytes(b"x" * 48)
     with pytest.raises(LedgerError, match="'client-000', is gone or damaged"):

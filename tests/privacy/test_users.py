@@ -19,7 +19,7 @@ from fedsynth.data.registry import dataset_spec
 from fedsynth.methods import method_class
 from fedsynth.models.registry import ModelSettings, build_model
 from fedsynth.privacy import mechanisms
-from fedsynth.privacy.errors import LedgerError, PrivacySettingError
+from fedsynth.privacy.errors import LedgerError, PrivacyError, PrivacySettingError
 from fedsynth.privacy.ledger import Guard, Ledger
 from fedsynth.privacy.mechanisms import GaussianSums, Released
 from fedsynth.privacy.randomness import SecretGenerator
@@ -55,7 +55,9 @@ def oracle(rows: np.ndarray, groups: np.ndarray, users: np.ndarray) -> np.ndarra
         own = np.zeros((GROUPS, WIDTH))
         for i in mine:
             if np.isfinite(rows[i]).all():
-                own[groups[i]] += rows[i].astype(np.float64) / len(mine)
+                u = rows[i].astype(np.float64)
+                u *= min(1.0, 2.0**16 * CLIP / max(np.sqrt((u**2).sum()), 1e-300))
+                own[groups[i]] += u / len(mine)
         norm = np.sqrt((own**2).sum())
         total += own * min(1.0, CLIP / norm) if norm > 0 else 0.0
     return total
@@ -97,6 +99,23 @@ def test_one_user_moves_the_unnoised_sums_by_at_most_the_clip(
     assert float(moved.norm()) <= CLIP * (1 + 1e-9)
 
 
+def test_rows_that_cancel_leave_no_residue_that_goes_by_other_users() -> None:
+    """A server's weights may make rows of 1e30 cancel within a user; the residue goes by where passes cut the user, and so by how many
+    records others have. A user more, of one record, moved the sums by one clip for each other user."""
+    a, b, c = 2.1327155287829078e29, 4.589931303856093e29, -6.722646832639001e29
+    third = 1 / 3
+    assert (a * third + b * third) + c * third == 0
+    assert abs(a * third + (b * third + c * third)) > 1e12
+    users = torch.tensor([u for k in range(20) for u in (2 * k + 1,) * 3 + (2 * k + 2,)])
+    rows = torch.zeros(80, WIDTH)
+    rows[:, 0] = torch.tensor([a, b, c, 0.0] * 20)
+    groups = torch.zeros(81, dtype=torch.int64)
+    without = summed(rows, groups[:80], users, 2)
+    more = torch.cat([torch.zeros(1, dtype=torch.int64), users])
+    moved = summed(torch.cat([torch.zeros(1, WIDTH), rows]), groups, more, 2) - without
+    assert float(moved.norm()) < 1e-6 * CLIP
+
+
 def test_clipping_records_or_groups_apart_is_caught() -> None:
     """Three records in three classes: clipped apart they would move the sums by √3 or 3 times as much as together."""
     rows, users = 100 * torch.ones(3, WIDTH), torch.zeros(3, dtype=torch.int64)
@@ -135,6 +154,16 @@ def test_shares_add_up_to_one_and_records_stay_apart_from_users() -> None:
     np.testing.assert_allclose(sample.shares, [1 / 2] * 2 + [1 / 3] * 3)
     series.release()
     assert len(Units(5)) == 5
+
+
+def test_what_was_charged_for_users_is_not_clipped_by_record() -> None:
+    series = GaussianSums(
+        row(), GROUPS, Guard(Ledger("c"), 1e-5, None, unit=USER), SecretGenerator()
+    )
+    sample = Units(4).sample(series)  # somebody forgot whose they are
+    for given_ in (None, sample):
+        with pytest.raises(PrivacyError, match="clipped by user"):
+            series.add(torch.ones(4, WIDTH), torch.zeros(4, dtype=torch.int64), given_)
 
 
 # ------------------------------------------------------------------------------ through the methods

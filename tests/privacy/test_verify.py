@@ -459,6 +459,8 @@ def test_a_report_without_a_guarantee_verifies_and_cannot_be_given_one(tmp_path:
         (0.0, False, False),
         (None, None, True),
         ([1], [1, 2], False),
+        (0.0, 1e-15, True),
+        ({"delta": 5e-13}, {"delta": 1e-15}, False),
         ({"a": 1}, {}, False),
         ({}, {"a": 1}, False),
         ("a", "b", False),

@@ -1,0 +1,377 @@
+"""Damaged and hostile data files for one reader, in a process of its own: `python fuzz_readers.py KIND SEED CASES`.
+
+KIND is pickle, mat, image, leaf, users or idx. Prints one JSON object: how many cases were refused and accepted, the largest traced
+memory beyond ten times the file's size, the longest time, and what was neither a refusal in one line nor a result as promised.
+The number of the case at work stands in the file CASE of the current folder, for the reader who finds a signal.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import pickle
+import pickletools
+import random
+import struct
+import sys
+import time
+import tracemalloc
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+from scipy.io import savemat
+
+from fedsynth.data.cifar import read_cifar_batch
+from fedsynth.data.folders import read_images
+from fedsynth.data.idx import read_idx
+from fedsynth.data.leaf import read_femnist
+from fedsynth.data.registry import dataset_spec
+from fedsynth.data.svhn import read_svhn
+from fedsynth.data.users import read_users
+from fedsynth.errors import DataError
+
+ROWS = np.arange(3072 * 2, dtype=np.uint8).reshape(2, 3072)
+SVHN, OFFICE, FEMNIST = map(dataset_spec, ("svhn", "office-caltech-10", "femnist"))
+
+
+def python2(
+    type_code: bytes = b"u1",
+    raw: bytes = ROWS.tobytes(),
+    state: bytes = b"|NNN",
+    flags: int = 0,
+    listed: bool = False,
+) -> bytes:
+    """A batch of two images as Python 2 wrote it, with another type, bytes, type state or flags in the array's place.
+
+    `listed` asks for the array as a list, which looks at each of its items.
+    """
+    kind = b"U" + bytes([len(type_code)]) + type_code
+    order, rest = state[:1], state[1:]
+    count = struct.pack("<i", len(raw) // 2)
+    array = (
+        b"cnumpy.core.multiarray\n_reconstruct\ncnumpy\nndarray\nK\x00\x85U\x01b\x87R"
+        b"(K\x01K\x02J" + count + b"\x86cnumpy\ndtype\n" + kind + b"K\x00K\x01\x87R"
+        b"(K\x03U\x01" + order + rest + b"J\xff\xff\xff\xffJ\xff\xff\xff\xffK%ctb"
+        b"\x89T" % flags + struct.pack("<i", len(raw)) + raw + b"tb"
+    )
+    if listed:
+        array = b"c__builtin__\nlist\n" + array + b"\x85R"
+    return b"\x80\x02}(U\x04data" + array + b"U\x06labels](K\x03K\x04eu."
+
+
+def newer_numpy(
+    code: bytes, raw: bytes, shape: bytes, flags: int = 0, listed: bool = False
+) -> bytes:
+    """A batch of protocol 5 with another type, bytes and shape in the array's place."""
+    kind = b"\x8c\x05numpy\x8c\x05dtype\x93\x8c" + bytes([len(code)]) + code + b"\x89\x88\x87R"
+    state = b"(K\x03\x8c\x01|NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK%ctb" % flags
+    buffer = b"\x96" + struct.pack("<Q", len(raw)) + raw
+    array = b"\x8c\x13numpy._core.numeric\x8c\x0b_frombuffer\x93(" + buffer + kind + state + shape
+    array += b"\x8c\x01CtR"
+    if listed:
+        array = b"c__builtin__\nlist\n" + array + b"\x85R"
+    return b"\x80\x05}(\x8c\x04data" + array + b"\x8c\x06labels](K\x03K\x04eu."
+
+
+def hostile_pickles() -> Iterator[bytes]:
+    """Attacks on what a machine for pickles does, one by one."""
+    pointers = struct.pack("<Q", 0xDEADBEEF)
+    for code in (b"O8", b"O", b"V8", b"M8", b"S8", b"U2", b"c16", b"u1,O", b"i16", b"g", b"object"):
+        yield python2(code, pointers * 768)
+    for state in (b"|U\x01aNN", b"|N(U\x01atN", b"|NN}", b"=NNN", b"?NNN", b"|(U\x01aK\x01tNN"):
+        yield python2(state=state)
+    yield python2(raw=b"")
+    yield python2(raw=b"x" * 6143)
+    for code in (b"O8", b"V8", b"M8", b"u1"):
+        for flags in (0, 1, 0x1B, 0x3F):
+            for listed in (False, True):
+                yield python2(code, pointers * 768, flags=flags, listed=listed).replace(
+                    struct.pack("<i", 3072), struct.pack("<i", 384)
+                )
+                yield newer_numpy(code, pointers * 768, b"K\x02M\x80\x01\x86", flags, listed)
+    for code in (b"O8", b"V8", b"u1", b"f8"):
+        for shape in (
+            b"J\xff\xff\xff\xff\x85",
+            b"\x8a\x09" + b"\x7f" * 9 + b"\x85",
+            b"K\x01" * 3 + b"\x87",
+        ):
+            yield newer_numpy(code, ROWS.tobytes(), shape)
+    for length in (2**31 - 1, 2**31, 2**32 - 1):
+        for opcode in (b"T", b"B", b"X", b"\x8b"):
+            yield b"\x80\x03" + opcode + struct.pack("<I", length) + b"abc."
+    for length in (2**32, 2**62, 2**63 - 1, 2**64 - 1):
+        for opcode in (b"\x8d", b"\x8e", b"\x96", b"\x95"):
+            yield b"\x80\x05" + opcode + struct.pack("<Q", length) + b"abc."
+    for many in (
+        b"(",
+        b"]",
+        b"}",
+        b")",
+        b"N",
+        b"K\x00\x94",
+        b"]q\x00",
+        b")\x85",
+        b"(d",
+        b"(l",
+        b"N\x94",
+        b"h\x00",
+        b"0",
+        b"2",
+        b"1",
+    ):
+        yield b"\x80\x04" + many * 200_000 + b"."
+    yield b"\x80\x04" + b")" + b"\x85" * 300_000 + b"."
+    yield b"\x80\x04}" + b"(" * 999 + b"]" * 999 + b"."
+    yield b"\x80\x04]\x94" + b"h\x00h\x00a" * 50_000 + b"."
+    yield b"\x80\x04]\x94(" + b"h\x00" * 100_000 + b"e."
+    yield b"\x80\x04}" + b"(" + b"".join(b"K%cN" % n for n in range(256)) + b"u."
+    yield (
+        b"\x80\x02}("
+        + b"".join(b"\x8a\x08" + struct.pack("<q", n * (2**61 - 1)) + b"N" for n in range(4))
+        + b"u."
+    )
+    yield b"I" + b"9" * 1_000_000 + b"\n."
+    yield b"L" + b"9" * 1_000_000 + b"L\n."
+    yield b"p" + b"9" * 5000 + b"\n."
+    yield b"V" + b"\\U0001F600" * 100_000 + b"\n."
+    yield b"X\x04\x00\x00\x00\xf0\x9f\x98\x80" + b"."
+    for name in (
+        b"os\nsystem",
+        b"numpy\nndarray",
+        b"numpy\nload",
+        b"numpy._core.numeric\n_frombuffer",
+        b"\x1b[31m\nx",
+    ):
+        for use in (b")R", b"(tR", b"}b", b")\x81", b")}\x92", b"o", b"}U\x01aK\x01sb"):
+            yield b"c" + name + b"\n" + use + b"."
+    for instruction in (
+        b"P1\n",
+        b"Q",
+        b"\x82\x01",
+        b"\x83\x01\x00",
+        b"\x84\x01\x00\x00\x00",
+        b"\x97",
+        b"\x98",
+        b"\x8f",
+        b"\x91",
+    ):
+        yield b"\x80\x05N" + instruction + b"."
+
+
+def batches() -> list[bytes]:
+    """Good files: each protocol, and Python 2's."""
+    batch = {
+        b"batch_label": b"one",
+        b"labels": [3, 4],
+        b"data": ROWS,
+        b"filenames": [b"a.png", b"b.png"],
+    }
+    strange = {
+        b"labels": [3, 4],
+        b"data": np.asfortranarray(ROWS),
+        b"other": np.zeros((2, 2, 2), ">f4"),
+    }
+    return [python2(), *(pickle.dumps(b, p) for b in (batch, strange) for p in range(6))]
+
+
+def instruction_starts(content: bytes) -> list[int]:
+    return [position or 0 for _, _, position in pickletools.genops(content)]
+
+
+def mutated(
+    good: list[bytes], rng: random.Random, where: Callable[[bytes], list[int]] | None = None
+) -> bytes:
+    """One of the good files with one to four changes, most of them where `where` says that something begins."""
+    content = bytearray(rng.choice(good))
+    starts = where(bytes(content)) if where else list(range(min(len(content), 400)))
+    for _ in range(rng.randint(1, 4)):
+        at = min(rng.choice(starts) + rng.randint(0, 6), len(content) - 1)
+        if at < 0:
+            break
+        match rng.randrange(7):
+            case 0:
+                content[at] = rng.randrange(256)
+            case 1:
+                content[at] ^= 1 << rng.randrange(8)
+            case 2:
+                del content[at : at + rng.randint(1, 8)]
+            case 3:
+                content[at:at] = rng.randbytes(rng.randint(1, 8))
+            case 4:
+                other = rng.choice(good)
+                start = rng.randrange(len(other))
+                content[at:at] = other[start : start + rng.randint(1, 60)]
+            case 5:
+                content[at : at + 4] = rng.choice(
+                    (b"\xff" * 4, b"\0" * 4, b"\x7f\xff\xff\xff", b"\xff\xff\xff\x7f")
+                )
+            case _:
+                del content[at:]
+    return bytes(content)
+
+
+def pickles(rng: random.Random) -> Iterator[bytes]:
+    yield from hostile_pickles()
+    good = batches()
+    while True:
+        yield mutated(good, rng, instruction_starts)
+
+
+def mats(rng: random.Random) -> Iterator[bytes]:
+    """Uncompressed, so that what is changed is read; each again with its elements compressed."""
+    good = []
+    for kind in (np.uint8, np.float64, np.complex128, np.int32, object):
+        file = io.BytesIO()
+        labels = np.array([[1], [10]]).astype(kind)
+        savemat(file, {"X": np.zeros((32, 32, 3, 2), np.uint8), "y": labels, "z": {"a": [1, "b"]}})
+        good.append(file.getvalue())
+
+    def starts(content: bytes) -> list[int]:
+        x = content.find(b"X\0\0\0")
+        return [*range(128, x + 16), *range(x + 6144, len(content))]
+
+    import zlib
+
+    while True:
+        plain = mutated(good, rng, starts)
+        yield plain
+        packed, at = plain[:128], 128
+        while at + 8 <= len(plain):
+            length = int.from_bytes(plain[at + 4 : at + 8], "little")
+            element = zlib.compress(plain[at : at + 8 + length], 1)
+            packed += struct.pack("<II", 15, len(element)) + element
+            at += 8 + length
+        yield packed
+
+
+def images(rng: random.Random) -> Iterator[bytes]:
+    picture = Image.fromarray(np.arange(64 * 64 * 3, dtype=np.uint8).reshape(64, 64, 3))
+    good = []
+    for name, options in (
+        ("PNG", {}),
+        ("JPEG", {}),
+        ("JPEG", {"progressive": True}),
+        ("BMP", {}),
+        ("WEBP", {}),
+    ):
+        file = io.BytesIO()
+        picture.save(file, name, **options)
+        good.append(file.getvalue())
+    yield b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 64 64\n%%EndComments\nshowpage\n"
+    while True:
+        yield mutated(good, rng)
+
+
+def leaves(rng: random.Random) -> Iterator[bytes]:
+    row = [0.5] * 784
+    good = json.dumps(
+        {"users": ["a"], "num_samples": [1], "user_data": {"a": {"x": [row], "y": [3]}}}
+    )
+    values = ("1e999", "-1", "null", "true", '"x"', "[]", "[[]]", "{}", "NaN", "9" * 5000, "1" + "0" * 400, '"\\ud800"',
+              "[" * 5000, '"' + "x" * 100_000 + '"', "1.5", "0.50001")  # fmt: skip
+    marks = ["0.5", "1", "3", '"a"', '"x"', '"y"', "[", "]", "{", "}", ",", "[0.5"]
+    while True:
+        content = good
+        for _ in range(rng.randint(1, 3)):
+            mark = rng.choice(marks)
+            places = content.split(mark)
+            if len(places) > 1:
+                cut = rng.randrange(1, len(places))
+                content = mark.join(places[:cut]) + rng.choice(values) + mark.join(places[cut:])
+        yield content.encode()
+
+
+def user_files(rng: random.Random) -> Iterator[bytes]:
+    yield b"path,user" + b",x" * 200_000 + b"\n" + b"a,b\n" * 2000
+    yield b"path,user\n" + b'"' + b"x" * 500_000
+    good = [
+        b"path,user\na.png,Ada\nb.png,Bob\n",
+        b"user,path,x\r\nAda,a.png,1\r\n\r\nBob,b.png,2\r\n",
+    ]
+    while True:
+        yield mutated(good, rng)
+
+
+def idx_files(rng: random.Random) -> Iterator[bytes]:
+    plain = bytes([0, 0, 8, 3, 0, 0, 0, 2, 0, 0, 0, 28, 0, 0, 0, 28]) + bytes(1568)
+    while True:
+        changed = mutated([plain], rng)
+        yield (
+            gzip.compress(changed, 1)
+            if rng.random() < 0.7
+            else mutated([gzip.compress(plain)], rng)
+        )
+
+
+def read_one_image(path: Path) -> None:
+    x = read_images([path], OFFICE, resize=True)
+    if x.shape != (1, 3, 64, 64):
+        raise ValueError(f"accepted as {x.shape}")
+
+
+def read_one_batch(path: Path) -> None:
+    x, y = read_cifar_batch(path, "labels")
+    if x.dtype != np.uint8 or x.shape != (len(y), 3, 32, 32) or y.dtype != np.int64:
+        raise ValueError(f"accepted as {x.dtype} {x.shape}")
+    int(x.sum())  # touches all of it
+
+
+def read_one_mat(path: Path) -> None:
+    x, y = read_svhn(path, SVHN)
+    if x.dtype != np.uint8 or x.shape[:1] != y.shape or not set(y.tolist()) <= set(range(10)):
+        raise ValueError(f"accepted as {x.dtype} {x.shape}")
+    int(x.sum())
+
+
+def read_one_writer(path: Path) -> None:
+    root = path.parent
+    for split in ("train", "test"):
+        (root / "femnist" / split).mkdir(parents=True, exist_ok=True)
+        (root / "femnist" / split / "a.json").write_bytes(path.read_bytes())
+    train, _ = read_femnist(FEMNIST, root)
+    if train.images.shape[1:] != (1, 28, 28):
+        raise ValueError(f"accepted as {train.images.shape}")
+
+
+KINDS: dict[str, tuple[Callable[[random.Random], Iterator[bytes]], str, Callable[[Path], Any]]] = {
+    "pickle": (pickles, "batch", read_one_batch),
+    "mat": (mats, "train.mat", read_one_mat),
+    "image": (images, "image.png", read_one_image),
+    "leaf": (leaves, "leaf", read_one_writer),
+    "users": (user_files, "users.csv", lambda path: read_users(path, ["a.png", "b.png"])),
+    "idx": (idx_files, "images-idx3-ubyte.gz", lambda path: read_idx(path, 3, 10_000)),
+}
+
+
+def main(kind: str, seed: int, count: int) -> None:
+    cases, name, read = KINDS[kind]
+    path, found = Path(name).absolute(), {"refused": 0, "accepted": 0}
+    faults: list[str] = []
+    beyond, slowest = 0, 0.0
+    tracemalloc.start()
+    for number, content in zip(range(count), cases(random.Random(seed)), strict=False):
+        Path("CASE").write_text(str(number))
+        path.write_bytes(content)
+        tracemalloc.reset_peak()
+        before, begin = tracemalloc.get_traced_memory()[0], time.perf_counter()
+        try:
+            read(path)
+            found["accepted"] += 1
+        except DataError as error:
+            found["refused"] += 1
+            if "\n" in str(error) or len(str(error)) > 600 or not str(error).isprintable():
+                faults.append(f"case {number}: message {str(error)[:700]!r}")
+        except BaseException as error:
+            faults.append(f"case {number}: {type(error).__name__}: {str(error)[:200]}")
+        slowest = max(slowest, time.perf_counter() - begin)
+        peak = tracemalloc.get_traced_memory()[1] - before
+        beyond = max(beyond, peak - 10 * len(content))
+    print(json.dumps({**found, "beyond": beyond, "slowest": slowest, "faults": faults}))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))

@@ -1,0 +1,317 @@
+"""Small files that ask for much: refused by what they announce, before anything is decoded or unpacked. And what is no file at all."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import signal
+import struct
+import threading
+import tracemalloc
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image, ImageFile
+
+from fedsynth.data import folders
+from fedsynth.data.folders import read_images, read_lines
+from fedsynth.data.idx import read_idx
+from fedsynth.data.load import load_dataset
+from fedsynth.data.registry import dataset_spec
+from fedsynth.data.svhn import read_svhn
+from fedsynth.errors import DataFilesCorruptError, DataFilesMissingError, UnknownNameError
+from fedsynth.federation.settings import resolve
+
+MEGABYTE = 2**20
+OFFICE, CINIC, SVHN = map(dataset_spec, ("office-caltech-10", "cinic10", "svhn"))
+
+
+@contextmanager
+def at_most(size: int) -> Iterator[None]:
+    """Fails where more than `size` bytes are taken at once, of those that Python and NumPy hand out."""
+    tracemalloc.start()
+    try:
+        yield
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < size, f"{peak / MEGABYTE:.0f} MB"
+
+
+def zeros(count: int) -> bytes:
+    """zlib's form of so many zeros."""
+    packer = zlib.compressobj(1)
+    pieces = [packer.compress(bytes(min(MEGABYTE, count - at))) for at in range(0, count, MEGABYTE)]
+    return b"".join([*pieces, packer.flush()])
+
+
+def png(width: int, height: int) -> bytes:
+    """A valid black PNG, a kilobyte for each megapixel."""
+
+    def chunk(kind: bytes, content: bytes) -> bytes:
+        check = struct.pack(">I", zlib.crc32(kind + content))
+        return struct.pack(">I", len(content)) + kind + content + check
+
+    head = struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0)
+    body = zeros((width + 1) * height)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", body) + chunk(b"IEND", b"")
+
+
+@pytest.mark.parametrize(
+    ("spec", "resize", "message"),
+    [
+        (OFFICE, True, "is 9000×9000, more than 33,554,432 pixels: reduce it or leave it out"),
+        (CINIC, False, r"is 9000×9000, images of cinic10 are 32×32"),
+    ],
+)
+def test_large_pictures_are_refused_by_their_header(
+    spec: Any, resize: bool, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoded = []
+    load = ImageFile.ImageFile.load
+    monkeypatch.setattr(
+        ImageFile.ImageFile, "load", lambda image: (decoded.append(image), load(image))[1]
+    )
+    paths = [tmp_path / f"{number}.png" for number in range(6)]
+    for path in paths:
+        path.write_bytes(png(9000, 9000))
+    assert paths[0].stat().st_size < MEGABYTE / 2
+    with at_most(4 * MEGABYTE), pytest.raises(DataFilesCorruptError, match=message):
+        read_images(paths, spec, resize=resize)
+    assert decoded == []
+    paths[0].write_bytes(png(64, 64))
+    assert read_images(paths[:1], OFFICE).shape == (1, 3, 64, 64)
+    assert decoded != []
+
+
+def test_large_pictures_are_decoded_one_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at_work, most = threading.Semaphore(0), []
+    colour = folders._colour
+
+    def counted(image: Image.Image, spec: Any) -> Any:
+        at_work.release()
+        most.append(at_work._value)
+        try:
+            return colour(image, spec)
+        finally:
+            at_work.acquire()
+
+    monkeypatch.setattr(folders, "_colour", counted)
+    paths = [tmp_path / f"{number}.png" for number in range(8)]
+    for path in paths:
+        path.write_bytes(png(2000, 1000))
+    assert not read_images(paths, OFFICE, resize=True).any()
+    assert most == [1] * 8
+
+
+@pytest.mark.parametrize("ending", ["png", "jpg"])
+def test_postscript_is_no_picture(ending: str, tmp_path: Path) -> None:
+    file = BytesIO()
+    Image.new("RGB", (64, 64)).save(file, "EPS")
+    path = tmp_path / f"a.{ending}"
+    path.write_bytes(file.getvalue())
+    with pytest.raises(DataFilesCorruptError, match="cannot identify image file"):
+        read_images([path], OFFICE, resize=True)
+
+
+@pytest.mark.parametrize(("kind", "ending"), [("PNG", "jpg"), ("JPEG", "png"), ("BMP", "bmp"), ("WEBP", "webp")])  # fmt: skip
+def test_the_four_formats_under_any_of_the_endings(kind: str, ending: str, tmp_path: Path) -> None:
+    path = tmp_path / f"a.{ending}"
+    Image.new("RGB", (64, 64), (200, 200, 200)).save(path, kind)
+    assert np.abs(read_images([path], OFFICE).astype(int) - 200).max() <= 1
+
+
+def test_a_jpeg_of_a_thousand_scans(tmp_path: Path) -> None:
+    path = tmp_path / "a.jpg"
+    Image.new("RGB", (64, 64)).save(path, progressive=True)
+    assert read_images([path], OFFICE).shape == (1, 3, 64, 64)
+    path.write_bytes(path.read_bytes()[:-2] + b"\xff\xda\0\2" * 1000)
+    with pytest.raises(DataFilesCorruptError, match="more than 100 scans"):
+        read_images([path], OFFICE)
+
+
+IDX = bytes([0, 0, 8, 3])
+
+
+def test_a_gzip_file_is_read_no_further_than_its_header_says(tmp_path: Path) -> None:
+    path = tmp_path / "x.gz"
+    path.write_bytes(
+        gzip.compress(IDX + struct.pack(">III", 40, 28, 28) + bytes(100 * MEGABYTE), 1)
+    )
+    assert path.stat().st_size < MEGABYTE
+    with at_most(4 * MEGABYTE), pytest.raises(DataFilesCorruptError, match="has bytes left over"):
+        read_idx(path, 3, 10**6)
+
+
+@pytest.mark.parametrize("zipped", [False, True])
+def test_a_header_that_announces_too_much(zipped: bool, tmp_path: Path) -> None:
+    content = IDX + struct.pack(">III", 100_000, 28, 28) + bytes(78_400_000 if zipped else 10)
+    path = tmp_path / ("x.gz" if zipped else "x")
+    path.write_bytes(gzip.compress(content, 1) if zipped else content)
+    with (
+        at_most(4 * MEGABYTE),
+        pytest.raises(DataFilesCorruptError, match="such a file has at most 54,880,000"),
+    ):
+        read_idx(path, 3, 70_000 * 784)
+
+
+def mat(images: int) -> bytes:
+    """A .mat file of a compressed X [32, 32, 3, images] of zeros, as MATLAB writes it."""
+    size = 3072 * images
+    head = struct.pack("<IIII", 6, 8, 9, 0)  # flags: uint8
+    head += struct.pack("<IIiiii", 5, 16, 32, 32, 3, images) + struct.pack("<HH4s", 1, 1, b"X")
+    head += struct.pack("<II", 2, size)
+    packer = zlib.compressobj(1)
+    pieces = [packer.compress(struct.pack("<II", 14, len(head) + size) + head)]
+    pieces += [packer.compress(bytes(3072 * 1000)) for _ in range(images // 1000)]
+    element = b"".join([*pieces, packer.flush()])
+    start = b"MATLAB 5.0 MAT-file".ljust(124) + b"\x00\x01IM"
+    return start + struct.pack("<II", 15, len(element)) + element
+
+
+def test_a_mat_file_of_more_than_the_data_set(tmp_path: Path) -> None:
+    path = tmp_path / "train_32x32.mat"
+    path.write_bytes(mat(100_000))
+    assert path.stat().st_size < 2 * MEGABYTE
+    with (
+        at_most(8 * MEGABYTE),
+        pytest.raises(DataFilesCorruptError, match="it unpacks to more than 305,875,656 bytes"),
+    ):
+        read_svhn(path, SVHN)
+    path.write_bytes(mat(1000))  # such a file is read, up to the labels that it lacks
+    with pytest.raises(DataFilesCorruptError, match="must hold X and y once each"):
+        read_svhn(path, SVHN)
+
+
+def leaf_file(root: Path, x: Any) -> None:
+    content = {"users": ["w"], "num_samples": [2], "user_data": {"w": {"x": x, "y": [1, 2]}}}
+    for split in ("train", "test"):
+        (root / "femnist" / split).mkdir(parents=True)
+        (root / "femnist" / split / "a.json").write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize("value", ["x" * MEGABYTE, 10**4000, True, [0.5]])
+def test_text_among_the_pixels_is_not_made_an_array(value: Any, tmp_path: Path) -> None:
+    leaf_file(tmp_path, [[0.5] * 784, [value] + [0.5] * 783])
+    with (
+        at_most(8 * MEGABYTE),
+        pytest.raises(DataFilesCorruptError, match="x must hold numbers only"),
+    ):
+        load_dataset("femnist", tmp_path)
+
+
+def test_a_long_name_makes_no_long_message(tmp_path: Path) -> None:
+    leaf_file(tmp_path, [])
+    path = tmp_path / "femnist" / "train" / "a.json"
+    path.write_text(path.read_text().replace('"w"', json.dumps("w\n\ud800" * 100_000)))
+    with pytest.raises(DataFilesCorruptError, match="x is empty or no list") as error:
+        load_dataset("femnist", tmp_path)
+    assert len(str(error.value)) < 400
+    assert str(error.value).isprintable()
+
+
+@pytest.fixture
+def no_hang() -> Iterator[None]:
+    """Ends a test that waits for a pipe."""
+
+    def late(*_: object) -> None:
+        pytest.fail("waited 30 s")  # no Exception, which a reader might take for a damaged file
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.alarm(30)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+def one_line(error: pytest.ExceptionInfo[Exception]) -> str:
+    text = str(error.value)
+    assert "\n" not in text
+    return text
+
+
+@pytest.mark.parametrize(
+    "name", ["mnist", "cifar10", "svhn", "femnist", "tiny-imagenet", "domainnet-10"]
+)
+@pytest.mark.parametrize("what", ["pipe", "folder"])
+@pytest.mark.usefixtures("no_hang")
+def test_what_is_no_regular_file(files: Any, name: str, what: str, tmp_path: Path) -> None:
+    match name:
+        case "mnist":
+            files.write_idx("MNIST", ("train", "t10k"))
+            path = tmp_path / "MNIST" / "raw" / "t10k-labels-idx1-ubyte"
+        case "cifar10":
+            files.write_cifar10()
+            path = tmp_path / "cifar-10-batches-py" / "data_batch_2"
+        case "svhn":
+            files.write_svhn()
+            path = tmp_path / "test_32x32.mat"
+        case "femnist":
+            leaf_file(tmp_path, [[0.5] * 784] * 2)
+            path = tmp_path / "femnist" / "test" / "a.json"
+        case "tiny-imagenet":
+            for folder in ("train", "val/images", "val/val_annotations.txt"):
+                (tmp_path / "tiny-imagenet-200" / folder).mkdir(parents=True)
+            path = tmp_path / "tiny-imagenet-200" / "wnids.txt"
+        case _:
+            (tmp_path / "domainnet").mkdir()
+            path = tmp_path / "domainnet" / "clipart_train.txt"
+    path.unlink(missing_ok=True)
+    os.mkfifo(path) if what == "pipe" else path.mkdir()
+    with pytest.raises(DataFilesCorruptError, match="it is no regular file") as error:
+        load_dataset(name, tmp_path)
+    assert str(path) in one_line(error)
+
+
+@pytest.mark.usefixtures("no_hang")
+def test_a_pipe_among_the_pictures(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "a.png")
+    with pytest.raises(DataFilesCorruptError, match=r"a.png cannot be read as an image: it is no"):
+        read_images([tmp_path / "a.png"], OFFICE)
+
+
+def test_a_list_that_is_too_long(tmp_path: Path) -> None:
+    path = tmp_path / "list.txt"
+    with path.open("wb") as file:
+        file.truncate(10**10)  # a hole: it takes no place
+    with pytest.raises(
+        DataFilesCorruptError, match="10,000,000,000 bytes, and such a file no more"
+    ):
+        read_lines(path, "x", "")
+
+
+@pytest.mark.parametrize("root", ["~nobody-of-that-name", "a\0b", "x" * 300, "a\udcff"])
+def test_folders_that_cannot_be(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("mnist", "femnist"):
+        with pytest.raises(DataFilesMissingError) as error:
+            load_dataset(name, Path(root))
+        one_line(error)
+    with pytest.raises(DataFilesMissingError):
+        # Settings make the folder absolute before any data are read.
+        load_dataset("mnist", resolve({"data": {"data_root": root}}).data_root)
+    monkeypatch.setenv("FEDSYNTH_DATA", root.replace("\0", "/"))
+    with pytest.raises(DataFilesMissingError):
+        load_dataset("mnist")
+
+
+def test_a_folder_whose_name_is_no_text(files: Any, tmp_path: Path) -> None:
+    files.write_cifar10()
+    folder = Path(os.fsdecode(os.fsencode(tmp_path) + b"\xff"))
+    folder.mkdir()
+    (tmp_path / "cifar-10-batches-py").rename(folder / "cifar-10-batches-py")
+    assert len(load_dataset("cifar10", folder)[0]) == 20
+
+
+def test_other_scripts_digits_are_no_numbers() -> None:
+    assert dataset_spec("synthetic(1,1)").name == "synthetic(1,1)"
+    with pytest.raises(UnknownNameError):
+        dataset_spec("synthetic(\N{ARABIC-INDIC DIGIT ONE},1)")
