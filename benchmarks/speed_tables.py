@@ -143,7 +143,42 @@ def _server() -> list[str]:
     return [f"{value:.0f}" for value in (*shares, *slower)]
 
 
+AUDITED = ("residual", "gradient", "features", "FedAF", "DP-SGD (FedAvg)", "FedFM")
+
+
+def _bounds(key: str) -> str:
+    """Mean (range) of the lower bounds that the audits of one kind found."""
+    found = [row["epsilon_lower_bound"] for row in lines("audit_table") if row["key"] == key]
+    if not found:
+        return "–"
+    mean = f"{statistics.mean(found):.2f}"
+    return mean if len(found) == 1 else f"{mean} ({min(found):.2f}–{max(found):.2f})"
+
+
+def _audit() -> str:
+    head = [
+        "canaries",
+        "ε",
+        *(name if " " in name or name[0] == "F" else f"`{name}`" for name in AUDITED),
+    ]
+    body = [
+        [kind, epsilon, *(_bounds(f"{name}, {kind}, ε = {epsilon}") for name in AUDITED)]
+        for kind in ("vectors", "images")
+        for epsilon in ("1", "3", "10")
+    ]
+    return table(head, body)
+
+
+def _fixed_passes() -> str:
+    """The newest row of each case."""
+    newest = {row["case"]: row["constant over as the sample"] for row in lines("fixed_passes")}
+    body = [[case_, f"{ratio:.2f}"] for case_, ratio in newest.items()]
+    return table(["private step", "time over passes as long as the sample"], body)
+
+
 TABLES: dict[str, Callable[[], str]] = {
+    "audit": _audit,
+    "fixed-passes": _fixed_passes,
     "private-accuracy": partial(_utility, ("1", "10"), 1, False),
     "dp-utility": partial(_utility, ("1", "3", "10"), 2, True),
     "condense": _condense,

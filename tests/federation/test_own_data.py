@@ -273,7 +273,7 @@ def test_a_run_without_privacy_leaves_its_row_and_later_reports_say_so(
         output=tmp_path / "runs",
     )
     assert later.folder is not None
-    assert verify_run(later.folder, ledgers).problems == []
+    assert verify_run(later.folder, ledger=ledgers).problems == []
     text = (later.folder / "privacy_report.md").read_text()
     assert "no differential privacy guarantee" in text
     assert (
