@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import hashlib
+import unicodedata
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -99,7 +100,8 @@ def read_users(file: Path, paths: Sequence[str]) -> IntArray:
         paths: of the images, in the data set's order.
 
     Returns:
-        int64 [N], users numbered in the sorted order of their names.
+        int64 [N], users numbered in the sorted order of their names. Spaces around a name, and the way in which an accent is encoded, do not
+        make another user.
 
     Raises:
         DataFilesCorruptError: the file cannot be read, lacks a column, names an image twice or not at all, or leaves a user empty.
@@ -111,7 +113,8 @@ def read_users(file: Path, paths: Sequence[str]) -> IntArray:
         raise DataFilesCorruptError(f"cannot read {file}: {error}") from None
     owner: dict[str, str] = {}
     for number, row in enumerate(rows, start=2):
-        path, user = row.get("path"), row.get("user")
+        path = row.get("path")
+        user = _same_spelling(row.get("user") or "")
         if not path or not user:
             raise DataFilesCorruptError(
                 f"{file}, line {number}: needs the columns path and user, both filled"
@@ -126,3 +129,8 @@ def read_users(file: Path, paths: Sequence[str]) -> IntArray:
     names = sorted({owner[path] for path in paths})
     number_of = {name: number for number, name in enumerate(names)}
     return np.array([number_of[owner[path]] for path in paths], np.int64)
+
+
+def _same_spelling(name: str) -> str:
+    """A name as it is compared: one person must not be two users because of how a table was saved."""
+    return unicodedata.normalize("NFC", name).strip()
