@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+import torch
 from torch import Tensor
 
 
@@ -41,6 +42,14 @@ class Message:
                 yield f.name, value
             elif isinstance(value, Mapping):
                 yield from ((f"{f.name}.{key}", tensor) for key, tensor in value.items())
+
+    def numbers(self) -> Iterator[tuple[str, Tensor]]:
+        """`arrays`, and the plain numbers as float64 scalars."""
+        yield from self.arrays()
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if isinstance(value, int | float):
+                yield f.name, torch.tensor(value, dtype=torch.float64)
 
     @property
     def nbytes(self) -> int:
