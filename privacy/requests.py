@@ -20,7 +20,7 @@ def check_request(arrays: Iterable[tuple[str, Tensor]], max_norm: float | None) 
     """Refuses a message with a number that is not finite, or of a larger norm than declared.
 
     Args:
-        arrays: the message's tensors with their names (`Message.arrays`).
+        arrays: the message's tensors and numbers with their names (`Message.numbers`).
         max_norm: the public bound on the L2 norm of all of them together; None bounds nothing.
 
     Raises:

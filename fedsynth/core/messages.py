@@ -18,6 +18,7 @@ from typing import Any, Self
 
 import safetensors
 import safetensors.torch
+import torch
 from torch import Tensor
 
 from fedsynth.errors import MessageError
@@ -53,6 +54,14 @@ class Message:
                 yield f.name, value
             elif isinstance(value, Mapping):
                 yield from ((f"{f.name}.{key}", tensor) for key, tensor in value.items())
+
+    def numbers(self) -> Iterator[tuple[str, Tensor]]:
+        """`arrays`, and the plain numbers as float64 scalars."""
+        yield from self.arrays()
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if isinstance(value, int | float):
+                yield f.name, torch.tensor(value, dtype=torch.float64)
 
     @property
     def nbytes(self) -> int:

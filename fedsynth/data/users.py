@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv
 import hashlib
 import io
+import unicodedata
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -101,7 +102,8 @@ def read_users(file: Path, paths: Sequence[str]) -> IntArray:
         paths: of the images, in the data set's order.
 
     Returns:
-        int64 [N], users numbered in the sorted order of their names.
+        int64 [N], users numbered in the sorted order of their names. Spaces around a name, and the way in which an accent is encoded, do not
+        make another user.
 
     Raises:
         DataFilesCorruptError: the file cannot be read, lacks a column, names an image twice or not at all, or leaves a user empty.
@@ -128,6 +130,8 @@ def _owners(rows: Iterator[list[str]], file: Path) -> dict[str, str]:
     owner: dict[str, str] = {}
     for number, row in enumerate((row for row in rows if row), start=2):
         cells = [row[column] for column in columns if column < len(row)]
+        if len(cells) == 2:
+            cells[1] = _same_spelling(cells[1])
         if len(cells) != 2 or not all(cells):
             raise DataFilesCorruptError(
                 f"{file}, line {number}: needs the columns path and user, both filled"
@@ -138,3 +142,8 @@ def _owners(rows: Iterator[list[str]], file: Path) -> dict[str, str]:
                 f"{file}, line {number}: {one_line(path)} is given to two users"
             )
     return owner
+
+
+def _same_spelling(name: str) -> str:
+    """A name as it is compared: one person must not be two users because of how a table was saved."""
+    return unicodedata.normalize("NFC", name).strip()

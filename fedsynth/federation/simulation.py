@@ -405,7 +405,7 @@ class Simulation:
     ) -> tuple[dict[int, Message], dict[int, Memory]]:
         """One exchange with all clients, group by group: their messages and memories."""
         if context.privacy is not None:
-            check_request(message.arrays(), context.privacy.max_request_norm)
+            check_request(message.numbers(), context.privacy.max_request_norm)
         sent: dict[int, Message] = {}
         memories: dict[int, Memory] = {}
         for group in self.groups:

@@ -93,7 +93,13 @@ def test_users_are_numbered_by_their_names(tmp_path: Path) -> None:
     assert read_users(file, ["c.png", "b/2.png", "a/1.png"]).tolist() == [1, 0, 1]
 
 
+def test_a_user_is_one_however_the_table_was_saved(tmp_path: Path) -> None:
+    file = written(tmp_path, "path,user\na.png,Zo\u00e9\nb.png, Zoe\u0301 \nc.png,Zoe\n")
+    assert read_users(file, ["a.png", "b.png", "c.png"]).tolist() == [1, 1, 0]
+
+
 @pytest.mark.parametrize(("text", "match"), [
+    ("path,user\na.png, \n", "both filled"),
     ("path,owner\na.png,Ada\n", "line 2: needs the columns path and user"),
     ("path,user\na.png,\n", "both filled"),
     ("path,user\na.png,Ada\na.png,Bob\n", "line 3: a.png is given to two users"),

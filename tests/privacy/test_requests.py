@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from fedsynth.federation.settings import resolve
 from fedsynth.federation.simulation import simulate
+from fedsynth.methods.fedaf import FedAF
 from fedsynth.methods.fedavg import FedAvg
+from fedsynth.methods.fedprox import FedProx
 from fedsynth.privacy.errors import PrivacySettingError, RequestRefusedError
 from fedsynth.privacy.mechanisms import GaussianSums
 from fedsynth.privacy.requests import check_request
@@ -62,6 +66,39 @@ def test_a_server_that_sends_nan_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(FedAvg, "broadcast", hostile)
     sections = {"run": {"method": "fedavg", "rounds": 1}, "privacy": {"noise_multiplier": 3.0}}
+    with pytest.raises(RequestRefusedError, match="not finite"):
+        simulate(resolve(sections))
+
+
+def test_a_plain_number_is_looked_at_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FedProx's μ comes from the server."""
+    broadcast = FedProx.broadcast
+    monkeypatch.setattr(
+        FedProx,
+        "broadcast",
+        lambda self, state, context: replace(broadcast(self, state, context), mu=float("nan")),
+    )
+    sections = {"run": {"method": "fedprox", "rounds": 1}, "privacy": {"noise_multiplier": 3.0}}
+    with pytest.raises(RequestRefusedError, match="numbers in mu that are not finite"):
+        simulate(resolve(sections))
+
+
+def test_a_question_of_the_first_phase_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    question = FedAF.question
+
+    def hostile(self: FedAF, state: object, context: object) -> object:
+        asked = question(self, state, context)  # type: ignore[arg-type]
+        assert asked is not None
+        next(tensor for _, tensor in asked.arrays()).fill_(float("inf"))
+        return asked
+
+    monkeypatch.setattr(FedAF, "question", hostile)
+    monkeypatch.setattr(FedAF, "answer", None)  # nobody answers
+    sections = {
+        "run": {"method": "fedaf", "rounds": 1},
+        "method": {"knowledge_from": "first-phase"},
+        "privacy": {"noise_multiplier": 3.0},
+    }
     with pytest.raises(RequestRefusedError, match="not finite"):
         simulate(resolve(sections))
 
