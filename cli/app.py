@@ -207,7 +207,7 @@ def _dry_run(sections: dict[str, dict[str, Any]], as_json: bool) -> None:
         run.check_round(1)  # as the run itself would
     if as_json:
         plan = (
-            {"epsilon": run.planned_epsilon_by_round(), "delta": run.privacy.delta}
+            {"epsilon": dict(run.planned_epsilon_by_round()), "delta": run.privacy.delta}
             if run.guaranteed
             else {}
         )

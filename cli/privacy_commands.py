@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from bisect import bisect_left
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -155,14 +156,10 @@ def _steps_setting(method: str, steps: int | None) -> dict[str, Any]:
 
 def _warn(plans: list[Plan]) -> None:
     for p in plans:
-        over = [
-            n
-            for n, spent in p.epsilon.items()
-            if p.target is not None and spent > p.target * (1 + 1e-9)
-        ]
-        if over:
+        first = _first_beyond(p)
+        if first is not None:
             print(
-                f"note: {p.mechanism} exceeds ε = {p.target:g} in round {over[0]} with this σ",
+                f"note: {p.mechanism} exceeds ε = {p.target:g} in round {first} with this σ",
                 file=sys.stderr,
             )
     if any(p.epsilon[max(p.epsilon)] > 10 for p in plans):
@@ -170,6 +167,16 @@ def _warn(plans: list[Plan]) -> None:
             "warning: ε above 10 is a weak guarantee; --epsilon 8 finds the noise for a stronger one",
             file=sys.stderr,
         )
+
+
+def _first_beyond(plan: Plan) -> int | None:
+    """The first of the plan's rounds after which ε is above the target; ε only grows, and each
+    takes a composition, so it is found by halving."""
+    rounds, target = list(plan.epsilon), plan.target
+    if target is None:
+        return None
+    first = bisect_left(rounds, True, key=lambda number: plan.epsilon[number] > target * (1 + 1e-9))
+    return rounds[first] if first < len(rounds) else None
 
 
 def _plan_options(text: str) -> str:

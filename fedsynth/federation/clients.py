@@ -55,10 +55,10 @@ def planned_ledgers(run: RunSettings, folder: Path | None) -> list[Ledger]:
 
     They go by default names.
     """
-    names = default_names(run.partition.clients)
+    names, dataset = default_names(run.partition.clients), data_set_id(run)
     files = {name: folder / f"{name}.jsonl" if folder else None for name in names}
     return [
-        Ledger(name, file if file is not None and file.exists() else None, dataset=data_set_id(run))
+        Ledger(name, file if file is not None and file.exists() else None, dataset=dataset)
         for name, file in files.items()
     ]
 

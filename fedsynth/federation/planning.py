@@ -25,8 +25,8 @@ class Plan:
     """One mechanism's plan.
 
     Attributes:
-        noise_multiplier, clip, sample_rate: of the chief release. releases: of a client in a round, all in all. epsilon: after each round, at
-            `delta`. target: the budget that was asked for, if one was.
+        noise_multiplier, clip, sample_rate: of the chief release. releases: of a client in a round, all in all. epsilon: after each round (of
+            more than 1,000 after `shown_rounds`), at `delta`. target: the budget that was asked for, if one was.
         rows: each thing that a client releases in a round, by `quantity`, with its own σ, clip, q and number.
     """
 
