@@ -251,3 +251,27 @@ def carry_over(
             f"the next run may bring other records of {client}; "
             f"what its ledger holds (rows: {rows}) counts for all of them"
         )
+
+
+@privacy_app.command()
+def repair(
+    ledger: Annotated[Path, typer.Argument(help="The ledger file, NAME.jsonl.")],
+) -> None:
+    """Take a torn last line (a power cut, a full disk) out of a ledger; the file as it was is kept.
+
+    No release belongs to a torn line, for noise is drawn only once the line is whole and on the disk.
+    If something else cut the file, such as a copy that broke off, bring it back from a backup instead.
+    """
+    with one_line_errors():
+        from fedsynth.privacy.ledger import repair_ledger
+
+        done = repair_ledger(ledger)
+        if done is None:
+            print(f"no line of {ledger} is torn: nothing is changed")
+            return
+        print(f"torn line: {done.line!r}")
+        if done.counts:
+            print("  it lacks only its line break, so it counts: the break is added")
+        else:
+            print("  taken out: nothing was released for it")
+        print(f"the ledger as it was: {done.copy}")

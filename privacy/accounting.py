@@ -33,6 +33,7 @@ ACCOUNTANT = (
 )
 SMALLEST_DELTA = 1e-10  # the FFT's rounding error (about 1e-13, either sign) must stay far below δ
 FFT_SLACK = 1e-11  # added to every δ that an FFT gave; measured against the exact Gaussian curve
+MOST_STEPS = 2_000_000  # of equal subsampled uses: the FFT's time and rounding error grow with them
 _LADDER = tuple(m * 10.0**k for k in range(-6, 0) for m in (1, 2, 5) if m * 10.0**k <= 0.1)
 
 
@@ -55,7 +56,7 @@ class Merged:
         Fine enough to resolve one step's loss (its standard deviation is about q·√(e^{1/σ²} − 1)), and coarse enough
         that one step has ≤ 6e4 and the composition ≤ 1.5e6 points (well under a second). Coarser only makes ε larger.
         """
-        if not self.sampled:
+        if not self.sampled or any(steps > MOST_STEPS for _, _, steps in self.sampled):
             return None
         single = 0.0
         variance = self.mu**2
@@ -147,11 +148,22 @@ def _one_step(σ: float, q: float, interval: float, replace: bool = False) -> An
     )
 
 
+def _dense(one: Any, steps: int) -> Any:
+    """What dp-accounting makes of one step before it composes many; it decides that by points to the power of steps,
+    a number of a million digits and more."""
+    from dp_accounting.pld import privacy_loss_distribution as pld
+
+    if steps < 10_000:  # then the number is small
+        return one
+    add = None if one._symmetric else one._pmf_add.to_dense_pmf()
+    return pld.PrivacyLossDistribution(one._pmf_remove.to_dense_pmf(), add)
+
+
 @lru_cache(maxsize=4)  # up to about 60 MB each
 def _composed(merged: Merged) -> Any:
     interval = merged.interval
     parts = [
-        _one_step(σ, q, interval, merged.replace).self_compose(steps)
+        _dense(_one_step(σ, q, interval, merged.replace), steps).self_compose(steps)
         for σ, q, steps in merged.sampled
     ]
     if merged.mu > 0:

@@ -81,7 +81,10 @@ class OpenLedgers:
         clients are drawn by their sizes.
         """
         everybody = self._run.partition.local_test > 0 or self._run.sampling == "size"
-        for client in range(len(self._ledgers)) if everybody else participants:
+        charged = range(len(self._ledgers)) if everybody else participants
+        for client in charged:
+            self._ledgers[client].check_writable()
+        for client in charged:
             self._ledgers[client].charge(self._row(number))
 
     def _row(self, number: int) -> Release:

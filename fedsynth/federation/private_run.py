@@ -237,6 +237,16 @@ class PrivateRun:
                 self.planned([1])
             )  # every client's rows are the same
 
+    def check_ledgers(self, number: int) -> None:
+        """Asks whether every ledger of a round can be written, before any is charged: else clients
+        would pay for a round that releases nothing.
+
+        Raises:
+            LedgerError: one cannot.
+        """
+        for client in self._participation.in_round(number):
+            self.ledgers[client].check_writable()
+
     def charge_unprotected(self, number: int) -> None:
         """Records a round of the `paper` mechanism, whose ε is infinite, before it runs."""
         if not self.protects:
