@@ -130,7 +130,7 @@ def plan(
         if not sections["privacy"].keys() & {"epsilon", "noise_multiplier"}:
             raise SettingError("a plan needs --epsilon (a budget, gives σ) or --sigma (gives ε)")
         try:
-            plans = make_plans(sections)
+            plans = make_plans(sections, lambda words: print(f"note: {words}", file=sys.stderr))
         except PrivacyError as error:  # whose text has the options of `train`
             raise type(error)(_plan_options(str(error))) from None
         if plot is not None:

@@ -76,7 +76,9 @@ class PrivacySettings:
     adjacency: str = ADD_REMOVE
     four_sums: bool = False
     max_request_norm: float | None = None
-    ledger: Path | str | None = None
+    ledger: str | Path | None = (
+        None  # text first: what a config file says stays as it is, also nothing
+    )
 
     def __post_init__(self) -> None:
         if self.ledger is not None:
