@@ -184,7 +184,7 @@ def _show_partition(
 def _dry_run(sections: dict[str, dict[str, Any]], as_json: bool) -> None:
     from fedsynth.cli.privacy_commands import print_plans
     from fedsynth.federation.devices import check_compiler, resolve_device
-    from fedsynth.federation.planning import plan_of, private_run
+    from fedsynth.federation.planning import long_draw, plan_of, private_run
     from fedsynth.federation.settings import resolve
     from fedsynth.federation.simulation import NO_LATER_EPSILON
 
@@ -202,12 +202,14 @@ def _dry_run(sections: dict[str, dict[str, Any]], as_json: bool) -> None:
         if settings.ledger is not None:
             print(f"  the ledgers in {settings.ledger} would say so: {NO_LATER_EPSILON}")
         return
+    if words := long_draw(settings):
+        print(f"note: {words}", file=sys.stderr)
     run = private_run(settings)
     if run.guaranteed:
         run.check_round(1)  # as the run itself would
     if as_json:
         plan = (
-            {"epsilon": run.planned_epsilon_by_round(), "delta": run.privacy.delta}
+            {"epsilon": dict(run.planned_epsilon_by_round()), "delta": run.privacy.delta}
             if run.guaranteed
             else {}
         )

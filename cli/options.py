@@ -19,8 +19,8 @@ def _model(*names: str, help: str) -> Any:
     return typer.Option(*names, help=help, rich_help_panel=MODEL)
 
 
-def _privacy(*names: str, help: str) -> Any:
-    return typer.Option(*names, help=help, rich_help_panel=PRIVACY)
+def _privacy(*names: str, help: str, metavar: str | None = None) -> Any:
+    return typer.Option(*names, help=help, metavar=metavar, rich_help_panel=PRIVACY)
 
 
 Method = Annotated[
@@ -168,10 +168,11 @@ DpFourSums = Annotated[
     ),
 ]
 DpLedger = Annotated[
-    Path | None,
+    str | None,  # as a Path an empty one would be the current folder
     _privacy(
+        metavar="PATH",
         help="Folder of the clients' ledgers, kept over runs (without privacy a run spends all); "
-        "else each run counts for itself."
+        "else each run counts for itself.",
     ),
 ]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from bisect import bisect_left
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -131,7 +132,7 @@ def plan(
         if not sections["privacy"].keys() & {"epsilon", "noise_multiplier"}:
             raise SettingError("a plan needs --epsilon (a budget, gives σ) or --sigma (gives ε)")
         try:
-            plans = make_plans(sections)
+            plans = make_plans(sections, lambda words: print(f"note: {words}", file=sys.stderr))
         except PrivacyError as error:  # whose text has the options of `train`
             raise type(error)(_plan_options(str(error))) from None
         if plot is not None:
@@ -157,14 +158,10 @@ def _steps_setting(method: str, steps: int | None) -> dict[str, Any]:
 
 def _warn(plans: list[Plan]) -> None:
     for p in plans:
-        over = [
-            n
-            for n, spent in p.epsilon.items()
-            if p.target is not None and spent > p.target * (1 + 1e-9)
-        ]
-        if over:
+        first = _first_beyond(p)
+        if first is not None:
             print(
-                f"note: {p.mechanism} exceeds ε = {p.target:g} in round {over[0]} with this σ",
+                f"note: {p.mechanism} exceeds ε = {p.target:g} in round {first} with this σ",
                 file=sys.stderr,
             )
     if any(p.epsilon[max(p.epsilon)] > 10 for p in plans):
@@ -172,6 +169,16 @@ def _warn(plans: list[Plan]) -> None:
             "warning: ε above 10 is a weak guarantee; --epsilon 8 finds the noise for a stronger one",
             file=sys.stderr,
         )
+
+
+def _first_beyond(plan: Plan) -> int | None:
+    """The first of the plan's rounds after which ε is above the target; ε only grows, and each
+    takes a composition, so it is found by halving."""
+    rounds, target = list(plan.epsilon), plan.target
+    if target is None:
+        return None
+    first = bisect_left(rounds, True, key=lambda number: plan.epsilon[number] > target * (1 + 1e-9))
+    return rounds[first] if first < len(rounds) else None
 
 
 def _plan_options(text: str) -> str:
@@ -246,3 +253,27 @@ def carry_over(
             f"the next run may bring other records of {client}; "
             f"what its ledger holds (rows: {rows}) counts for all of them"
         )
+
+
+@privacy_app.command()
+def repair(
+    ledger: Annotated[Path, typer.Argument(help="The ledger file, NAME.jsonl.")],
+) -> None:
+    """Take a torn last line (a power cut, a full disk) out of a ledger; the file as it was is kept.
+
+    No release belongs to a torn line, for noise is drawn only once the line is whole and on the disk.
+    If something else cut the file, such as a copy that broke off, bring it back from a backup instead.
+    """
+    with one_line_errors():
+        from fedsynth.privacy.ledger import repair_ledger
+
+        done = repair_ledger(ledger)
+        if done is None:
+            print(f"no line of {ledger} is torn: nothing is changed")
+            return
+        print(f"torn line: {done.line!r}")
+        if done.counts:
+            print("  it lacks only its line break, so it counts: the break is added")
+        else:
+            print("  taken out: nothing was released for it")
+        print(f"the ledger as it was: {done.copy}")

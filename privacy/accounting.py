@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -33,6 +33,7 @@ ACCOUNTANT = (
 )
 SMALLEST_DELTA = 1e-10  # the FFT's rounding error (about 1e-13, either sign) must stay far below δ
 FFT_SLACK = 1e-11  # added to every δ that an FFT gave; measured against the exact Gaussian curve
+MOST_STEPS = 2_000_000  # of equal subsampled uses: the FFT's time and rounding error grow with them
 _LADDER = tuple(m * 10.0**k for k in range(-6, 0) for m in (1, 2, 5) if m * 10.0**k <= 0.1)
 
 
@@ -55,7 +56,7 @@ class Merged:
         Fine enough to resolve one step's loss (its standard deviation is about q·√(e^{1/σ²} − 1)), and coarse enough
         that one step has ≤ 6e4 and the composition ≤ 1.5e6 points (well under a second). Coarser only makes ε larger.
         """
-        if not self.sampled:
+        if not self.sampled or any(steps > MOST_STEPS for _, _, steps in self.sampled):
             return None
         single = 0.0
         variance = self.mu**2
@@ -85,20 +86,55 @@ class Merged:
         )
 
 
-def merge(releases: Sequence[Release], adjacency: str) -> Merged | None:
+@dataclass(frozen=True)
+class Totals:
+    """What of some rows decides their ε: for each (σ, q) the steps. Equal rows are one entry, however many they are.
+
+    Attributes:
+        steps: (σ, q, number of steps), ascending. unbounded: whether a row has no finite ε.
+    """
+
+    steps: tuple[tuple[float, float, int], ...] = ()
+    unbounded: bool = False
+
+    def __add__(self, other: Totals) -> Totals:
+        """Of the rows of both."""
+        steps: dict[tuple[float, float], int] = {}
+        for noise, q, count in (*self.steps, *other.steps):
+            steps[noise, q] = steps.get((noise, q), 0) + count
+        folded = tuple((noise, q, count) for (noise, q), count in sorted(steps.items()))
+        return Totals(folded, self.unbounded or other.unbounded)
+
+    def times(self, number: int) -> Totals:
+        """Of the same rows in each of `number` rounds."""
+        if number == 0:
+            return Totals()
+        return Totals(tuple((σ, q, number * count) for σ, q, count in self.steps), self.unbounded)
+
+
+def totals(releases: Iterable[Release]) -> Totals:
+    """The rows folded: σ, q and steps are all that ε depends on."""
+    steps: dict[tuple[float, float], int] = {}
+    unbounded = False
+    for r in releases:
+        if r.unaccounted is not None or r.noise_multiplier == 0:
+            unbounded = True
+            continue
+        key = (float(r.noise_multiplier), float(r.sample_rate))
+        steps[key] = steps.get(key, 0) + r.steps
+    return Totals(tuple((σ, q, count) for (σ, q), count in sorted(steps.items())), unbounded)
+
+
+def merge(releases: Sequence[Release] | Totals, adjacency: str) -> Merged | None:
     """Fold the rows; None if no finite ε holds."""
     check_adjacency(adjacency)
     replace = adjacency == "replace-one"
-    if any(r.unaccounted is not None or r.noise_multiplier == 0 for r in releases):
+    rows = releases if isinstance(releases, Totals) else totals(releases)
+    if rows.unbounded:
         return None
-    full = sorted(math.sqrt(r.steps) / r.noise_multiplier for r in releases if r.sample_rate == 1)
-    steps: dict[tuple[float, float], int] = {}
-    for r in releases:
-        if r.sample_rate < 1:
-            key = (float(r.noise_multiplier), float(r.sample_rate))
-            steps[key] = steps.get(key, 0) + r.steps
+    full = sorted(math.sqrt(steps) / σ for σ, q, steps in rows.steps if q == 1)
     mu = (2 if replace else 1) * math.hypot(*full)
-    return Merged(mu, tuple((σ, q, n) for (σ, q), n in sorted(steps.items())), replace)
+    return Merged(mu, tuple(row for row in rows.steps if row[1] < 1), replace)
 
 
 @lru_cache(maxsize=64)
@@ -112,11 +148,22 @@ def _one_step(σ: float, q: float, interval: float, replace: bool = False) -> An
     )
 
 
+def _dense(one: Any, steps: int) -> Any:
+    """What dp-accounting makes of one step before it composes many; it decides that by points to the power of steps,
+    a number of a million digits and more."""
+    from dp_accounting.pld import privacy_loss_distribution as pld
+
+    if steps < 10_000:  # then the number is small
+        return one
+    add = None if one._symmetric else one._pmf_add.to_dense_pmf()
+    return pld.PrivacyLossDistribution(one._pmf_remove.to_dense_pmf(), add)
+
+
 @lru_cache(maxsize=4)  # up to about 60 MB each
 def _composed(merged: Merged) -> Any:
     interval = merged.interval
     parts = [
-        _one_step(σ, q, interval, merged.replace).self_compose(steps)
+        _dense(_one_step(σ, q, interval, merged.replace), steps).self_compose(steps)
         for σ, q, steps in merged.sampled
     ]
     if merged.mu > 0:
@@ -162,8 +209,10 @@ def epsilon_of(merged: Merged, delta: float) -> float:
     return high
 
 
-def epsilon(releases: Sequence[Release], delta: float, adjacency: str = ADD_REMOVE) -> float:
-    """The ε that holds with δ = `delta` for all `releases` on one data set, adaptively composed.
+def epsilon(
+    releases: Sequence[Release] | Totals, delta: float, adjacency: str = ADD_REMOVE
+) -> float:
+    """The ε that holds with δ = `delta` for all `releases` (or their `totals`) on one data set, adaptively composed.
 
     Rows hold sensitivities under add-remove; `adjacency` is one of `ADJACENCIES`.
 
@@ -238,10 +287,14 @@ def epsilon_by_round(
     releases: Sequence[Release], delta: float, adjacency: str = ADD_REMOVE
 ) -> dict[int, float]:
     """Cumulative ε after each round that has a release, in order of the round's number."""
-    return {
-        n: epsilon([r for r in releases if r.round <= n], delta, adjacency)
-        for n in sorted({r.round for r in releases})
-    }
+    rounds: dict[int, list[Release]] = {}
+    for r in releases:
+        rounds.setdefault(r.round, []).append(r)
+    table, so_far = {}, Totals()
+    for n in sorted(rounds):
+        so_far = so_far + totals(rounds[n])
+        table[n] = epsilon(so_far, delta, adjacency)
+    return table
 
 
 def describe_accountant(releases: Sequence[Release], adjacency: str = ADD_REMOVE) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from itertools import count
 
-from fedsynth.privacy.accounting import epsilon
+from fedsynth.privacy.accounting import Totals, epsilon
 from fedsynth.privacy.errors import PrivacySettingError
 from fedsynth.privacy.releases import ADD_REMOVE, Release, check_delta, is_real, require
 
@@ -14,12 +14,12 @@ from fedsynth.privacy.releases import ADD_REMOVE, Release, check_delta, is_real,
 def calibrate_noise_multiplier(
     target_epsilon: float,
     delta: float,
-    plan: Callable[[float], Sequence[Release]],
+    plan: Callable[[float], Sequence[Release] | Totals],
     adjacency: str = ADD_REMOVE,
 ) -> float:
     """Smallest σ (to 0.1 %, on the safe side) with epsilon(plan(σ), delta) ≤ `target_epsilon`.
 
-    `plan` must give the releases of the *whole* run for a σ, with an ε that does not grow with σ.
+    `plan` must give the releases of the *whole* run for a σ, or their `totals`, with an ε that does not grow with σ.
 
     Raises:
         PrivacySettingError: target not finite and positive, bad δ, or no σ up to 1e6 reaches the target.

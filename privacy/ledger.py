@@ -14,22 +14,23 @@ and hasty repairs: who owns the file can still rebuild it, or cut whole lines of
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import math
 import os
+import shlex
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from io import FileIO
+from io import BytesIO, FileIO
 from pathlib import Path
 from typing import Any
 
 from fedsynth.privacy.accounting import epsilon
 from fedsynth.privacy.errors import BudgetExceededError, LedgerError, PrivacySettingError
+from fedsynth.privacy.files import lock, open_regular, read_regular
 from fedsynth.privacy.releases import ADD_REMOVE, RECORD, Release, check_adjacency, check_delta
 
 LEDGER_SCHEMA = 2
@@ -159,6 +160,19 @@ class Ledger:
             self._append(file, release.to_json())
         self.confirm = nullcontext
 
+    def check_writable(self) -> None:
+        """Refuse where a row could not be charged now; before a round, so that no other client is charged in vain.
+
+        Raises:
+            LedgerError: the file cannot be opened for writing.
+        """
+        if self.path is None:
+            return
+        try:
+            open_regular(self.path, writing=True).close()
+        except OSError as error:
+            raise LedgerError(f"cannot write to ledger {self.path}: {error}") from error
+
     def carry_over(self) -> None:
         """Declare that the next run may bring other records of this client.
 
@@ -184,10 +198,25 @@ class Ledger:
         try:
             if file.write(line) != len(line):
                 raise OSError("the disk took only part of the line")
-            os.fsync(file.fileno())
         except OSError as error:
+            self._take_back(file)
+            raise LedgerError(f"cannot write to ledger {self.path}: {error}") from error
+        try:
+            os.fsync(file.fileno())
+        except OSError as error:  # the line stands in the file, and counts
             raise LedgerError(f"cannot write to ledger {self.path}: {error}") from error
         self._catch_up(file)
+
+    def _take_back(self, file: FileIO) -> None:
+        """Cut off what was written of a line, which would block the ledger; the lock is still held."""
+        try:
+            os.ftruncate(file.fileno(), self._size)
+            os.fsync(file.fileno())
+        except OSError as error:
+            raise LedgerError(
+                f"part of a line was written to ledger {self.path}, and cannot be taken back: {error}; no release "
+                f"was made for it: {_repair_command(self.path)}"
+            ) from error
 
     def _start(self, path: Path, records: str | None) -> None:
         """Make the file with its header in one step: nobody ever sees it empty, so an empty file means damage."""
@@ -220,27 +249,25 @@ class Ledger:
     def _locked(self, path: Path, *, writing: bool = True) -> Iterator[FileIO]:
         """The existing file, for reading, or for appending too; one that vanished must not start again from nothing."""
         try:
-            file = FileIO(os.open(path, os.O_RDWR | os.O_APPEND), "r+") if writing else FileIO(path)
+            file = open_regular(path, writing=writing)
         except OSError as error:
             raise LedgerError(f"cannot open ledger {path}: {error}") from error
         with file:  # closing releases the lock
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX if writing else fcntl.LOCK_SH)
-            except OSError as error:
-                raise LedgerError(f"cannot lock ledger {path}: {error}") from error
+            lock(file, path, shared=not writing)
             yield file
 
-    def _catch_up(self, file: FileIO) -> None:
+    def _catch_up(self, file: FileIO | BytesIO) -> None:
         """Read and check the lines that were appended since the last look."""
         if file.seek(0, os.SEEK_END) < max(1, self._size):
             raise LedgerError(
                 f"ledger {self.path} has lost lines, or is empty: an append-only file was edited"
             )
         file.seek(self._size)
-        data = file.readall()
+        data = file.read()
         if data and not data.endswith(b"\n"):
             raise LedgerError(
-                f"the last line of ledger {self.path} is torn: a release may have been under way; look at it by hand"
+                f"the last line of ledger {self.path} is torn, so that a charge was under way: "
+                f"{_repair_command(self.path)} takes it out"
             )
         # Kept aside until all is read, so that an error leaves this object as it was.
         chain, rows, facts, lines = self._chain, list(self._rows), self._facts, data.splitlines()
@@ -308,7 +335,7 @@ def read_ledger(path: Path) -> Ledger:
         LedgerError: it cannot be read, or is damaged.
     """
     try:
-        header = json.loads(path.read_bytes().split(b"\n", 1)[0])
+        header = json.loads(read_regular(path).split(b"\n", 1)[0])
         return Ledger(str(header["client"]), path, dataset=None)
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         raise LedgerError(f"{path} is not a fedsynth ledger: {error}") from None
@@ -325,11 +352,86 @@ def chain_hashes(path: Path) -> list[str]:
         LedgerError: the file cannot be read.
     """
     try:
-        lines = [json.loads(line) for line in path.read_bytes().splitlines()]
+        lines = [json.loads(line) for line in read_regular(path).splitlines()]
         rows = [line for line in lines[1:] if "quantity" in line]  # a line may be no release
         return [str(line["chain"]) for line in (*lines[:1], *rows)]
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         raise LedgerError(f"{path} is not a fedsynth ledger: {error}") from None
+
+
+@dataclass(frozen=True)
+class Repair:
+    """What `repair_ledger` did: the torn line, whether it counts, and the copy of the file as it was."""
+
+    line: str
+    counts: bool
+    copy: Path
+
+
+def repair_ledger(path: Path) -> Repair | None:
+    """Take a torn last line out of a ledger; the file as it was is kept beside it.
+
+    No release belongs to a torn line: noise is drawn only after the line is whole and durable. One
+    that lacks nothing but its line break may have been read as whole: it counts, and gets its break.
+
+    Returns:
+        None where no line is torn.
+
+    Raises:
+        LedgerError: the file cannot be read or written, or has other damage, which is not repaired.
+    """
+    try:
+        with open_regular(path, writing=True) as file:
+            lock(file, path)
+            data = file.readall()
+            whole = data.rfind(b"\n") + 1
+            if whole == len(data):
+                _check(path, data)
+                return None
+            counts = _is_whole(path, data + b"\n")
+            if not counts:
+                _check(path, data[:whole])
+            repair = Repair(data[whole:].decode(errors="replace"), counts, _keep_copy(path, data))
+            if counts:
+                file.write(b"\n")
+            else:
+                file.truncate(whole)
+            os.fsync(file.fileno())
+            return repair
+    except OSError as error:
+        raise LedgerError(f"cannot repair ledger {path}: {error}") from error
+
+
+def _check(path: Path, content: bytes) -> None:
+    """Refuse what is no whole ledger."""
+    try:
+        ledger = Ledger(str(json.loads(content.split(b"\n", 1)[0])["client"]))
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise LedgerError(f"{path} is not a fedsynth ledger: {error}") from None
+    ledger.path = path  # for messages
+    ledger._catch_up(BytesIO(content))
+
+
+def _is_whole(path: Path, content: bytes) -> bool:
+    try:
+        _check(path, content)
+    except LedgerError:
+        return False
+    return True
+
+
+def _keep_copy(path: Path, content: bytes) -> Path:
+    """A durable copy of a ledger, under a name that no ledger has."""
+    copy = path.with_name(f"{path.name}.torn-{datetime.now(UTC).strftime('%Y%m%dT%H%M%S%f')}")
+    with open(os.open(copy, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    return copy
+
+
+def _repair_command(path: Path | None) -> str:
+    return f"fedsynth privacy repair {shlex.quote(str(path))}"
 
 
 def _encode(entry: dict[str, Any], chain: str) -> tuple[bytes, str]:

@@ -19,7 +19,6 @@ What is compared is an image's bytes, whatever its label. The same picture prepa
 
 from __future__ import annotations
 
-import fcntl
 import functools
 import hashlib
 import itertools
@@ -37,6 +36,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fedsynth.privacy.errors import LedgerError, PrivacySettingError
+from fedsynth.privacy.files import lock, open_regular, read_regular
 from fedsynth.privacy.ledger import Ledger, read_ledger
 
 Digests = npt.NDArray[np.uint8]
@@ -242,9 +242,9 @@ class LedgerFolder:
                 self._refuse_a_second_key(path)
                 path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
                 _write_once(path, secrets.token_bytes(KEY_BYTES))
-            with path.open("rb") as file:  # closing releases the lock
-                fcntl.flock(file, fcntl.LOCK_EX)
-                key = file.read()
+            with open_regular(path) as file:  # closing releases the lock
+                lock(file, path)
+                key = file.readall()
                 if len(key) != KEY_BYTES:
                     raise LedgerError(f"{path} is damaged: bring it back from a backup")
                 yield key
@@ -271,7 +271,7 @@ class _Known:
         self._current: dict[str, Records] = {}
         stated = {KEY, *(f for ledger in ledgers.values() for f in ledger.records)}
         lists = [p for p in folder.iterdir() if p.name not in stated and not p.name.startswith(".")]
-        self.orphans = {record: path for path in lists for record in _unpacked(path.read_bytes())}
+        self.orphans = {record: path for path in lists for record in _unpacked(read_regular(path))}
         """Records in lists of no ledger, with the list: a ledger was deleted."""
         self.owners: dict[bytes, set[str]] = {}
         """Records that something was spent on, with the ledgers that say so."""
@@ -341,7 +341,7 @@ class _Known:
 
     def _list(self, fingerprint: str) -> Records | None:
         with suppress(FileNotFoundError):
-            return _unpacked((self._folder / fingerprint).read_bytes())
+            return _unpacked(read_regular(self._folder / fingerprint))
         return None
 
 

@@ -16,16 +16,21 @@ def ledger_setting(given: Path | str) -> Path | str:
     """A folder as an absolute path, or `NO_LEDGER` as it is.
 
     Raises:
-        PrivacySettingError: words that are nearly `NO_LEDGER`.
+        PrivacySettingError: words that are nearly `NO_LEDGER`, nothing at all (as text: an empty
+            `Path` is the current folder), or the home of a user who does not exist.
     """
     words = str(given).strip()
     if words == NO_LEDGER:
         return NO_LEDGER
     if words.casefold().split(":")[0] in ("none", ""):
+        hint = "" if words else " (a variable that is not set?)"
         raise PrivacySettingError(
-            f"--dp-ledger must be a folder, or exactly {NO_LEDGER!r}; got {words!r}"
+            f"--dp-ledger must be a folder, or exactly {NO_LEDGER!r}; got {words!r}{hint}"
         )
-    return Path(given).expanduser().absolute()
+    try:
+        return Path(given).expanduser().absolute()
+    except RuntimeError as error:
+        raise PrivacySettingError(f"--dp-ledger {words!r} names no folder: {error}") from None
 
 
 @dataclass(frozen=True)
@@ -71,7 +76,9 @@ class PrivacySettings:
     adjacency: str = ADD_REMOVE
     four_sums: bool = False
     max_request_norm: float | None = None
-    ledger: Path | str | None = None
+    ledger: str | Path | None = (
+        None  # text first: what a config file says stays as it is, also nothing
+    )
 
     def __post_init__(self) -> None:
         if self.ledger is not None:

@@ -58,10 +58,10 @@ def planned_ledgers(run: RunSettings, folder: Path | None) -> list[Ledger]:
 
     They go by default names.
     """
-    names = default_names(run.partition.clients)
+    names, dataset = default_names(run.partition.clients), data_set_id(run)
     files = {name: folder / f"{name}.jsonl" if folder else None for name in names}
     return [
-        Ledger(name, file if file is not None and file.exists() else None, dataset=data_set_id(run))
+        Ledger(name, file if file is not None and file.exists() else None, dataset=dataset)
         for name, file in files.items()
     ]
 
@@ -84,7 +84,10 @@ class OpenLedgers:
         clients are drawn by their sizes.
         """
         everybody = self._run.partition.local_test > 0 or self._run.sampling == "size"
-        for client in range(len(self._ledgers)) if everybody else participants:
+        charged = range(len(self._ledgers)) if everybody else participants
+        for client in charged:
+            self._ledgers[client].check_writable()
+        for client in charged:
             self._ledgers[client].charge(self._row(number))
 
     def _row(self, number: int) -> Release:

@@ -6,9 +6,16 @@ size, as FedProx has them, show n_k and are refused with differential privacy.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
 
 from fedsynth.core.random import numpy_generator
+
+Counts = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -24,14 +31,17 @@ class Participation:
         """Clients of the round with this number (1, 2, …), ascending."""
         if self.share >= 1:
             return tuple(range(self.clients))
+        return tuple(sorted(self._drawn(number).tolist()))
+
+    def _drawn(self, number: int) -> Counts:
+        """Clients of the round in the order of the draw, where not all take part."""
         count = max(1, round(self.share * self.clients))
         weights = None
         if self.sizes is not None and sum(n > 0 for n in self.sizes) >= count:
             weights = [n / sum(self.sizes) for n in self.sizes]
-        drawn = numpy_generator(self.seed, "participants", number).choice(
+        return numpy_generator(self.seed, "participants", number).choice(
             self.clients, count, replace=False, p=weights
         )
-        return tuple(sorted(drawn.tolist()))
 
     def rounds_of(self, client: int, rounds: int) -> tuple[int, ...]:
         """The rounds among the first `rounds` that a client takes part in."""
@@ -41,3 +51,40 @@ class Participation:
             if self.share >= 1
             else tuple(n for n in everything if client in self.in_round(n))
         )
+
+    def most_rounds(self, groups: Sequence[int], after: Sequence[int]) -> Counts:
+        """How many of the first n rounds the busiest client of each group takes part in, each n of `after`.
+
+        Args:
+            groups: of each client the number of its group (0, 1, …).
+            after: numbers of rounds n ≥ 0, ascending. Every round up to the last is drawn, once.
+
+        Returns:
+            int64 [len(after), number of groups].
+        """
+        return _most_rounds(self, tuple(groups), tuple(after))
+
+
+@lru_cache(maxsize=4)  # a plan asks several times, and a draw is 20 µs
+def _most_rounds(
+    participation: Participation, groups: tuple[int, ...], after: tuple[int, ...]
+) -> Counts:
+    kinds = max(groups) + 1
+    if participation.share >= 1:
+        return np.repeat(np.array(after, dtype=np.int64)[:, None], kinds, axis=1)
+    most = np.zeros((len(after), kinds), dtype=np.int64)
+    where = np.array(groups)
+    for row, counts in enumerate(_attendance(participation, after)):
+        np.maximum.at(most[row], where, counts)
+    return most
+
+
+def _attendance(participation: Participation, after: Sequence[int]) -> Iterator[Counts]:
+    """In how many of the first n rounds each client takes part, for each n of `after`."""
+    counts = np.zeros(participation.clients, dtype=np.int64)
+    done = 0
+    for last in after:
+        for number in range(done + 1, last + 1):
+            counts[participation._drawn(number)] += 1
+        done = last
+        yield counts

@@ -22,9 +22,11 @@ from fedsynth.data.registry import is_published
 from fedsynth.errors import SettingError, unknown_name
 from fedsynth.federation.clients import Clients, planned_ledgers
 from fedsynth.federation.participation import Participation
+from fedsynth.federation.planned_rounds import PlannedEpsilon, shown_rounds
 from fedsynth.federation.settings import RunSettings
 from fedsynth.privacy import accounting
 from fedsynth.privacy import report_sections as sections
+from fedsynth.privacy.accounting import Totals, totals
 from fedsynth.privacy.calibration import calibrate_noise_multiplier
 from fedsynth.privacy.errors import (
     BudgetExceededError,
@@ -176,31 +178,34 @@ class PrivateRun:
 
     def planned_epsilon(self) -> float:
         """ε of the worst client after the whole planned run, on top of what its ledger holds."""
-        return max(
-            self._spent([*rows, *self.planned(mine)]) for rows, mine in self._plans(self.run.rounds)
-        )
+        return self.planned_epsilon_by_round()[self.run.rounds]
 
     def epsilon(self) -> float:
         """ε of the worst client so far."""
-        return max(self._spent(rows) for rows in self._histories())
+        return max(self._spent(spent) for spent in self._histories()[0])
 
-    def planned_epsilon_by_round(self) -> dict[int, float]:
-        """ε of the worst client after each planned round, on top of what its ledger holds."""
-        return {
-            n: max(self._spent([*rows, *self.planned(mine)]) for rows, mine in self._plans(n))
-            for n in range(1, self.run.rounds + 1)
-        }
+    def planned_epsilon_by_round(self) -> PlannedEpsilon:
+        """ε of the worst client after each planned round, on top of what its ledger holds; of a
+        long run after its `shown_rounds`."""
+        one, plans = self._one_round(), self._plans()
 
-    def _plans(self, rounds: int) -> list[tuple[tuple[Release, ...], tuple[int, ...]]]:
-        """(what a ledger holds, the rounds that its client takes part in among the first `rounds`), without clients that others exceed."""
-        most: dict[tuple[Release, ...], tuple[int, ...]] = {}
-        for client, ledger in enumerate(self.ledgers):
-            mine = self._participation.rounds_of(client, rounds)
-            if len(mine) >= len(most.get(ledger.releases, ())):
-                most[ledger.releases] = mine
-        return list(most.items())
+        def after(position: int) -> float:
+            return max(self._spent(spent + one.times(mine[position])) for spent, mine in plans)
 
-    def _spent(self, rows: Sequence[Release]) -> float:
+        return PlannedEpsilon(shown_rounds(self.run.rounds), after)
+
+    def _one_round(self, noise_multiplier: float | None = None) -> Totals:
+        """What each client that takes part in a round is charged for it, the same in every one."""
+        return totals(self.planned([1], noise_multiplier))
+
+    def _plans(self) -> list[tuple[Totals, list[int]]]:
+        """(what a ledger holds, in how many of the first n rounds its client takes part, for each n
+        of the run's `shown_rounds`), without clients that others exceed."""
+        histories, groups = self._histories()
+        most = self._participation.most_rounds(groups, shown_rounds(self.run.rounds))
+        return list(zip(histories, most.T.tolist(), strict=True))
+
+    def _spent(self, rows: Totals) -> float:
         return accounting.epsilon(rows, self.privacy.delta, self.privacy.adjacency)
 
     def check_round(self, number: int) -> None:
@@ -233,6 +238,16 @@ class PrivateRun:
                 self.planned([1])
             )  # every client's rows are the same
 
+    def check_ledgers(self, number: int) -> None:
+        """Asks whether every ledger of a round can be written, before any is charged: else clients
+        would pay for a round that releases nothing.
+
+        Raises:
+            LedgerError: one cannot.
+        """
+        for client in self._participation.in_round(number):
+            self.ledgers[client].check_writable()
+
     def charge_unprotected(self, number: int) -> None:
         """Records a round of the `paper` mechanism, whose ε is infinite, before it runs."""
         if not self.protects:
@@ -258,7 +273,7 @@ class PrivateRun:
         )
         rounds, releases = _many(self.run.rounds, "round"), _many(self._releases, "release")
         if self.run.participation < 1:
-            most = max(len(mine) for _, mine in self._plans(self.run.rounds))
+            most = max(mine[-1] for _, mine in self._plans())
             rounds += f" (it takes part in {most} at most)"
         lines = [
             f"privacy: ε = {up(planned, 3)} at δ = {delta:g} for each client over {rounds}, "
@@ -350,13 +365,17 @@ class PrivateRun:
         privacy = self.privacy
         return Guard(ledger, privacy.delta, privacy.epsilon, privacy.adjacency, privacy.unit)
 
-    def _histories(self) -> set[tuple[Release, ...]]:
-        return {ledger.releases for ledger in self.ledgers}
+    def _histories(self) -> tuple[list[Totals], list[int]]:
+        """What ledgers hold, each sum once, and which of these each client's ledger holds."""
+        found: dict[Totals, int] = {}
+        groups = [found.setdefault(totals(ledger.releases), len(found)) for ledger in self.ledgers]
+        return list(found), groups
 
     def _calibrate(self, privacy: PrivacySettings) -> float:
         """σ for which the planned run, on top of what each ledger holds, reaches ε at the client that needs most noise."""
         target, found = privacy.epsilon or math.inf, 0.0
-        for spent, rounds in self._plans(self.run.rounds):
+        for spent, mine in self._plans():
+            rounds = mine[-1]
             if not rounds:
                 continue
             if self._spent(spent) >= target:
@@ -364,10 +383,8 @@ class PrivateRun:
                     f"the budget ε = {target:g} is already spent: a client's ledger stands at {self._spent(spent):.4g}"
                 )
 
-            def plan(
-                sigma: float, spent: tuple[Release, ...] = spent, rounds: tuple[int, ...] = rounds
-            ) -> list[Release]:
-                return [*spent, *self.planned(rounds, sigma)]
+            def plan(sigma: float, spent: Totals = spent, rounds: int = rounds) -> Totals:
+                return spent + self._one_round(sigma).times(rounds)
 
             found = max(
                 found, calibrate_noise_multiplier(target, privacy.delta, plan, privacy.adjacency)

@@ -115,8 +115,7 @@ class RunSettings:
                 raise SettingError(
                     "with privacy the ledgers' folder is PrivacySettings(ledger=...)"
                 )
-            given = ledger_setting(self.ledger)
-            object.__setattr__(self, "ledger", given if isinstance(given, Path) else None)
+            object.__setattr__(self, "ledger", _folder(ledger_setting(self.ledger)))
         for name, (kind, example) in _KINDS.items():
             value = getattr(self, name)
             if not (isinstance(value, kind) or (name == "privacy" and value is None)):
@@ -273,9 +272,13 @@ def resolve(
         partition=_build(PartitionSettings, "partition", partition),
         model=_build(ModelSettings, "model", {**preset.get("model", {}), **given.get("model", {})}),
         privacy=_build(PrivacySettings, "privacy", privacy) if privacy else None,
-        ledger=None if ledger is None else Path(str(ledger)),
+        ledger=None if ledger is None else _folder(ledger_setting(str(ledger))),
         **values,
     )
+
+
+def _folder(ledger: Path | str) -> Path | None:
+    return ledger if isinstance(ledger, Path) else None
 
 
 def _build(cls: type[T], section: str, values: Mapping[str, Any]) -> T:

@@ -326,6 +326,7 @@ class Simulation:
             try:
                 if self.private is not None:
                     self.private.check_round(number)
+                    self.private.check_ledgers(number)
                     self.private.charge_unprotected(number)
                 participants = self.participation.in_round(number)
                 if self.open_ledgers is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -178,3 +179,73 @@ def test_the_table_says_why_there_is_no_accuracy(
     shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
     assert f"test data {kind}" in shown
     assert "test accuracy" not in shown
+
+
+@pytest.mark.parametrize("options", [(), ("--dp-sigma", "3")])
+def test_a_ledger_folder_without_a_name_is_refused(
+    train: Train, options: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`--dp-ledger "$UNSET"` must not put ledgers into the current folder."""
+    monkeypatch.chdir(tmp_path)
+    for given in ("", " "):
+        run = train("fedavg", *options, "--dp-ledger", given)
+        assert run.code == 2
+        assert "a variable that is not set?" in run.stderr
+        assert run.stderr.count("error:") == 1
+        assert list(tmp_path.iterdir()) == []
+
+
+def test_repair(fedsynth: Train, tmp_path: Path) -> None:
+    path = tmp_path / "client-000.jsonl"
+    row = Release(1, "images", "m", "c", 3.0, 1.0, 1.0, "full", 1, 1)
+    Ledger("client-000", path).charge(row)
+    whole = path.read_bytes()
+    again = fedsynth("privacy", "repair", str(path))
+    assert (again.code, path.read_bytes()) == (0, whole)
+    assert "nothing is changed" in again.stdout
+    path.write_bytes(whole + b'{"round": 2, "qua')
+    done = fedsynth("privacy", "repair", str(path))
+    assert done.code == 0
+    assert '\'{"round": 2, "qua\'' in done.stdout
+    (copy,) = tmp_path.glob("*.torn-*")
+    assert (path.read_bytes(), copy.read_bytes()) == (whole, whole + b'{"round": 2, "qua')
+    refused = fedsynth("privacy", "repair", str(tmp_path))
+    assert refused.code == 2
+    assert "cannot repair ledger" in refused.stderr
+
+
+@pytest.mark.parametrize("words", [("--dp-epsilon", "8"), ("--dp-sigma", "3"), ()])
+def test_plans_of_enormous_runs_come_at_once(fedsynth: Train, words: tuple[str, ...]) -> None:
+    """A million rounds, a thousand million epochs, with subsampling or not: ε after chosen rounds."""
+    started = time.process_time()
+    long = ("train", "--dry-run", "--method", "fedavg", *words)
+    epochs, million = ("--set", "local_epochs=1000000000"), ("--rounds", "1000000")
+    sampled = ("--rounds", "2", "--set", "batch=8", "--clients", "2")
+    for more in (million, (*million, *epochs), (*sampled, *epochs), (*sampled, *million)):
+        run = fedsynth(*long, *more)
+        assert len(run.stdout) < 5000
+        if run.code != 0:  # a budget that no noise keeps is another line
+            assert words == ("--dp-epsilon", "8")
+            assert "no noise multiplier up to 1e6 reaches epsilon 8" in run.stderr
+    if words:
+        shown = json.loads(fedsynth(*long, *million, "--json").stdout)["epsilon"]
+        assert 20 < len(shown) < 40
+        assert list(shown)[-1] == "1000000"
+    assert time.process_time() - started < 20
+
+
+def test_a_plan_that_draws_for_long_says_so(
+    fedsynth: Train, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    few = ("--method", "fedavg", "--participation", "0.1", "--rounds")
+    dry = ("train", "--dry-run", "--dp-sigma", "3", *few)
+    plan = ("privacy", "plan", "--sigma", "3", *few)
+    for words in (dry, plan):
+        refused = fedsynth(*words, "100000000")
+        assert refused.code == 2
+        assert "100,000,000 rounds that takes some 0.8 hours" in refused.stderr
+    monkeypatch.setattr("fedsynth.federation.planning.LONG", 100)
+    for words in (dry, plan):
+        run = fedsynth(*words, "101")
+        assert run.code == 0
+        assert "note: drawing who takes part in each of 101 rounds" in run.stderr

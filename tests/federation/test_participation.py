@@ -17,9 +17,15 @@ from fedsynth.data.registry import dataset_spec
 from fedsynth.errors import SettingError
 from fedsynth.federation.clients import data_set_id
 from fedsynth.federation.participation import Participation
+from fedsynth.federation.planned_rounds import PlannedEpsilon, shown_rounds
+from fedsynth.federation.planning import private_run
 from fedsynth.federation.settings import RunSettings, resolve
 from fedsynth.federation.simulation import simulate
 from fedsynth.federation.verification import verify_run
+from fedsynth.privacy.accounting import epsilon
+from fedsynth.privacy.errors import LedgerError
+from fedsynth.privacy.ledger import Ledger
+from fedsynth.privacy.releases import Release
 
 
 def test_four_of_twenty_drawn_anew_and_by_the_seed() -> None:
@@ -33,6 +39,104 @@ def test_four_of_twenty_drawn_anew_and_by_the_seed() -> None:
     assert some.rounds_of(3, 200) == tuple(n for n, mine in enumerate(rounds, 1) if 3 in mine)
     assert Participation(0, 3, 0.01).in_round(1) != ()
     assert Participation(0, 3, 1.0).in_round(7) == (0, 1, 2)
+
+
+def test_busiest_clients_are_those_of_a_count_round_by_round() -> None:
+    some, groups, after = Participation(3, 12, 0.3), [0, 1, 0, 2] * 3, (1, 2, 7, 40)
+    expected = [
+        [max(len(some.rounds_of(k, n)) for k in range(12) if groups[k] == g) for g in range(3)]
+        for n in after
+    ]
+    assert some.most_rounds(groups, after).tolist() == expected
+    everybody = Participation(3, 12, 1.0).most_rounds(groups, (1, 10**12))
+    assert everybody.tolist() == [[1, 1, 1], [10**12] * 3]
+
+
+def test_a_plan_is_that_of_every_clients_own_rows(tmp_path: Path) -> None:
+    """The oracle composes each client's rows one by one, those of earlier runs and those planned."""
+    given = {
+        "noise_multiplier": 2.0,
+        "ledger": tmp_path,
+        "sample_rate": 0.1,
+        "mechanism": "dp-sgd",
+    }
+    settings = tiny(rounds=6, privacy=given)
+    spent = Release(1, "images", "m", "c", 3.0, 1.0, 1.0, "full", 4, 7)
+    for client, times in ((1, 1), (2, 5), (3, 1)):
+        ledger = Ledger(
+            f"client-{client:03d}", tmp_path / f"client-{client:03d}.jsonl",
+            dataset=data_set_id(settings),
+        )  # fmt: skip
+        for _ in range(times):
+            ledger.charge(spent)
+    run = private_run(settings)
+    who = Participation(0, 4, 0.5)
+    for number, found in run.planned_epsilon_by_round().items():
+        rows = [
+            [*ledger.releases, *run.planned(who.rounds_of(k, number))]
+            for k, ledger in enumerate(run.ledgers)
+        ]
+        assert found == pytest.approx(max(epsilon(each, 1e-5) for each in rows), rel=1e-12)
+    assert run.planned_epsilon() == run.planned_epsilon_by_round()[6]
+
+
+def test_a_long_plan_states_epsilon_after_chosen_rounds() -> None:
+    assert shown_rounds(1000) == tuple(range(1, 1001))
+    assert shown_rounds(1001)[:7] == (1, 2, 5, 10, 20, 50, 100)
+    assert shown_rounds(1001)[-3:] == (800, 1000, 1001)
+    assert len(shown_rounds(10**12)) < 50
+    asked: list[int] = []
+    table = PlannedEpsilon((1, 5), lambda position: float(asked.append(position) or 2.0))
+    assert (list(table), len(table), asked) == ([1, 5], 2, [])  # a composition only where one looks
+    assert (table[5], table[5], asked) == (2.0, 2.0, [1])
+    with pytest.raises(KeyError):
+        table[3]
+
+
+def test_planning_draws_each_round_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a plan whose time grows with the square of the rounds, or with clients times rounds."""
+    drawn: list[int] = []
+    original = Participation._drawn
+
+    def watch(self: Participation, number: int) -> Any:
+        drawn.append(number)
+        return original(self, number)
+
+    monkeypatch.setattr(Participation, "_drawn", watch)
+    settings = tiny(
+        run={"method": "fedavg", "rounds": 40, "participation": 0.1, "seed": 987},
+        partition={"clients": 200},
+        privacy={"epsilon": 8.0},
+    )
+    run = private_run(settings)
+    run.headline()
+    assert len(dict(run.planned_epsilon_by_round())) == 40
+    assert sorted(drawn[:40]) == list(range(1, 41))
+    assert len(drawn) == 40
+
+
+def test_no_client_pays_for_a_round_that_one_ledger_cannot_take(tmp_path: Path) -> None:
+    for privacy in (
+        {"noise_multiplier": 3.0, "ledger": tmp_path / "a"},
+        {"ledger": tmp_path / "b"},
+    ):
+        settings = tiny(rounds=1, run={"method": "fedavg", "rounds": 1}, privacy=privacy)
+        simulate(settings)
+        folder: Any = privacy["ledger"]
+        before = {path: path.read_bytes() for path in folder.glob("*.jsonl")}
+        last = max(before)
+        original = Ledger.check_writable
+
+        def refuse(self: Ledger, last: Path = last, check: Any = original) -> None:
+            if self.path == last:  # as root, file modes refuse nothing
+                raise LedgerError(f"cannot write to ledger {last}")
+            check(self)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Ledger, "check_writable", refuse)
+            with pytest.raises(LedgerError, match="cannot write"):
+                simulate(settings)
+        assert {path: path.read_bytes() for path in before} == before
 
 
 def tiny(method: str = "fedavg", rounds: int = 3, **sections: Any) -> RunSettings:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -13,12 +14,16 @@ from hypothesis import strategies as st
 
 from fedsynth.privacy import accounting
 from fedsynth.privacy.accounting import (
+    Totals,
     deltas_at,
     describe_accountant,
     epsilon,
     epsilon_by_round,
+    epsilon_of,
     epsilon_rdp,
     gaussian_delta,
+    merge,
+    totals,
 )
 from fedsynth.privacy.attacks import attack_success
 from fedsynth.privacy.calibration import calibrate_noise_multiplier
@@ -401,3 +406,64 @@ def test_calibration_for_replace_one_reaches_its_target() -> None:
 def test_adjacencies_are_known_ones() -> None:
     with pytest.raises(PrivacySettingError, match="adjacency must be one of"):
         epsilon([row(1.0, 1.0, 1)], 1e-5, "swap")
+
+
+@few
+@given(
+    st.lists(
+        st.tuples(st.floats(0.5, 50), st.sampled_from([1.0, 0.3, 0.01]), st.integers(1, 50)),
+        min_size=1,
+        max_size=4,
+    ),
+    st.integers(0, 40),
+    st.sampled_from(["add-remove", "replace-one"]),
+)
+def test_folded_rows_are_the_rows_one_by_one(
+    kinds: list[tuple[float, float, int]], rounds: int, adjacency: str
+) -> None:
+    a_round = [row(σ, q, steps) for σ, q, steps in kinds]
+    before = [row(2.0, 1.0, 3), row(*kinds[0])]
+    folded = totals(before) + totals(a_round).times(rounds)
+    each = [*before, *(replace(r, round=n) for n in range(rounds) for r in a_round)]
+    assert folded == totals(each)
+    merged = merge(folded, adjacency)
+    assert merged is not None
+    influence = 2 if adjacency == "replace-one" else 1
+    mu = influence * math.sqrt(
+        math.fsum(r.steps / r.noise_multiplier**2 for r in each if r.sample_rate == 1)
+    )
+    assert merged.mu == pytest.approx(mu, rel=1e-12)
+    counts = Counter[tuple[float, float]]()
+    for r in each:
+        counts[r.noise_multiplier, r.sample_rate] += r.steps
+    assert {(σ, q): n for σ, q, n in merged.sampled} == {
+        key: n for key, n in counts.items() if key[1] < 1
+    }
+
+
+def test_folded_rows_without_a_guarantee() -> None:
+    leak = replace(row(2.0), unaccounted="as printed")
+    assert epsilon(totals([row(2.0)]) + totals([leak]).times(3), DELTA) == math.inf
+    assert epsilon(totals([row(2.0)]) + totals([leak]).times(0), DELTA) == epsilon(
+        [row(2.0)], DELTA
+    )
+    assert epsilon(totals([row(0.0)]), DELTA) == math.inf
+    assert epsilon(totals([]).times(5), DELTA) == 0
+
+
+def test_a_hundred_million_subsampled_steps_are_bounded_at_once() -> None:
+    """dp-accounting would compute points to the power of steps, which takes hours; the bound ignores the sampling."""
+    steps, σ = 10**8, 2e4
+    bound = epsilon(Totals(((σ, 1.0, steps),)), DELTA)
+    assert epsilon(Totals(((σ, 0.05, steps),)), DELTA) == pytest.approx(bound, rel=1e-9)
+    assert describe_accountant([row(σ, 0.05, steps)])["discretisation_interval"] is None
+
+
+def test_many_steps_are_composed_as_the_library_does() -> None:
+    """The form that it chooses for them is given to it: the result is the same."""
+    merged = merge([row(200.0, 0.1, 20_000)], "add-remove")
+    assert merged is not None
+    assert merged.interval is not None
+    one = accounting._one_step(200.0, 0.1, merged.interval)
+    plain = one.self_compose(20_000).get_epsilon_for_delta(DELTA - accounting.FFT_SLACK)
+    assert epsilon_of(merged, DELTA) == plain

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import multiprocessing
 import os
 from collections.abc import Callable
+from io import FileIO
 from pathlib import Path
 
 import pytest
 
 from fedsynth.privacy.accounting import epsilon
 from fedsynth.privacy.errors import BudgetExceededError, LedgerError, PrivacySettingError
-from fedsynth.privacy.ledger import Guard, Ledger
+from fedsynth.privacy.ledger import Guard, Ledger, chain_hashes, read_ledger, repair_ledger
 from fedsynth.privacy.releases import Release
 
 DELTA = 1e-5
@@ -279,3 +281,103 @@ def test_guard_needs_a_real_cap(cap: float) -> None:
 def test_guard_needs_a_real_delta() -> None:
     with pytest.raises(PrivacySettingError, match="delta"):
         Guard(Ledger("alice"), 0.0, 1.0)
+
+
+def test_a_short_write_is_taken_back(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full disk takes a part of the line: it must not block the ledger, nor count."""
+    ledger = charged(path, 2)
+    whole = path.read_bytes()
+    real = FileIO.write
+
+    class Full(FileIO):
+        def write(self, data: bytes) -> int:  # type: ignore[override]
+            return real(self, data[:40])
+
+    def opened(path: Path, *, writing: bool = False) -> FileIO:
+        return Full(os.open(path, os.O_RDWR | os.O_APPEND), "r+")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("fedsynth.privacy.ledger.open_regular", opened)
+        with pytest.raises(LedgerError, match="only part of the line"):
+            ledger.charge(row(2))
+    assert path.read_bytes() == whole
+    ledger.charge(row(2))
+    assert Ledger("alice", path, dataset="digits/0").releases == (row(0), row(1), row(2))
+
+
+def test_a_torn_line_is_repaired_and_nothing_is_lost(path: Path) -> None:
+    held = charged(path, 3)
+    whole = path.read_bytes()
+    half = whole.splitlines(keepends=True)[-1][:50]
+    path.write_bytes(whole + half)
+    with pytest.raises(LedgerError, match=r"torn.*fedsynth privacy repair"):
+        held.charge(row(3))
+    repair = repair_ledger(path)
+    assert repair is not None
+    assert (repair.line, repair.counts) == (half.decode(), False)
+    assert path.read_bytes() == whole
+    assert repair.copy.read_bytes() == whole + half
+    assert repair.copy.suffix != ".jsonl"  # no ledger of a folder
+    held.charge(row(3))
+    assert [r.round for r in read_ledger(path).releases] == [0, 1, 2, 3]
+    assert repair_ledger(path) is None  # there is nothing more to do
+
+
+def test_a_line_that_lacks_only_its_break_counts(path: Path) -> None:
+    charged(path, 3)
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1])
+    repair = repair_ledger(path)
+    assert repair is not None
+    assert repair.counts
+    assert path.read_bytes() == whole
+    assert repair.copy.read_bytes() == whole[:-1]
+
+
+@pytest.mark.parametrize("damage", [edited_last, edited_header, line_removed, not_json, emptied])
+def test_other_damage_is_not_repaired(path: Path, damage: Callable[[str], str]) -> None:
+    """Catches: a repair that takes out more than a torn line, with a torn line behind it or not."""
+    charged(path, 3)
+    for tail in ("", '{"round": 3, "quan'):
+        broken = damage(path.read_text()) + tail
+        path.write_text(broken)
+        with pytest.raises(LedgerError, match="ledger"):
+            repair_ledger(path)
+        assert path.read_text() == broken
+        assert os.listdir(path.parent) == [path.name]
+
+
+@pytest.mark.parametrize("kind", ["pipe", "folder"])
+def test_only_regular_files_are_ledgers(path: Path, kind: str) -> None:
+    """Opening a pipe waits for a writer, without end."""
+    held = charged(path, 1)
+    path.unlink()
+    if kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.mkdir()
+    attempts: list[Callable[[], object]] = [
+        lambda: Ledger("alice", path),
+        lambda: read_ledger(path),
+        lambda: chain_hashes(path),
+        lambda: repair_ledger(path),
+        lambda: held.charge(row(1)),
+        held.check_writable,
+    ]
+    for attempt in attempts:
+        with pytest.raises(LedgerError, match=r"regular file|directory"):
+            attempt()
+
+
+@pytest.mark.parametrize("writing", [True, False])
+def test_a_lock_that_is_never_given_back_ends_in_one_line(
+    path: Path, writing: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ledger = charged(path, 1)
+    monkeypatch.setattr("fedsynth.privacy.files.LOCK_SECONDS", 0.1)
+    with path.open("rb") as stopped:
+        fcntl.flock(stopped, fcntl.LOCK_EX)
+        with pytest.raises(LedgerError, match=r"has held the lock on .* for 0.1 s"):
+            ledger.charge(row(1)) if writing else ledger.releases
+    ledger.charge(row(1))
+    assert len(ledger.releases) == 2
