@@ -188,7 +188,7 @@ def test_a_mat_file_of_more_than_the_data_set(tmp_path: Path) -> None:
     ):
         read_svhn(path, SVHN)
     path.write_bytes(mat(1000))  # such a file is read, up to the labels that it lacks
-    with pytest.raises(DataFilesCorruptError, match="must hold X and y once each"):
+    with pytest.raises(DataFilesCorruptError, match="it does not hold y"):
         read_svhn(path, SVHN)
 
 
@@ -282,10 +282,8 @@ def test_a_pipe_among_the_pictures(tmp_path: Path) -> None:
 def test_a_list_that_is_too_long(tmp_path: Path) -> None:
     path = tmp_path / "list.txt"
     with path.open("wb") as file:
-        file.truncate(10**10)  # a hole: it takes no place
-    with pytest.raises(
-        DataFilesCorruptError, match="10,000,000,000 bytes, and such a file no more"
-    ):
+        file.truncate(10**8)  # a hole: it takes no place
+    with pytest.raises(DataFilesCorruptError, match="100,000,000 bytes, and such a file no more"):
         read_lines(path, "x", "")
 
 

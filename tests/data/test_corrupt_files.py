@@ -197,9 +197,9 @@ def test_corrupt_svhn(files: Any, tmp_path: Path) -> None:
         ({"X": x[:30], "y": np.array([[1], [2]])}, r"cannot be used: .*got \[2, 3, 30, 32\]"),
         ({"X": x, "y": np.array([[0], [2]])}, "labels must be 1 to 10, 1 are not, first 0"),
         ({"X": x, "y": np.array([[1.5], [2]])}, "labels must be 1 to 10"),
-        ({"X": x, "y": np.array([[1 + 0j], [2]])}, r"got uint8 .* complex128 \[2, 1\]"),
-        ({"X": x, "y": np.array([["1"], ["2"]])}, "y is of the kind char, not numbers"),
-        ({"X": x.astype(object), "y": np.array([[1], [2]])}, "X is of the kind cell, not numbers"),
+        ({"X": x, "y": np.array([[1 + 0j], [2]])}, "y is of complex numbers"),
+        ({"X": x, "y": np.array([["1"], ["2"]])}, "y is of text, not numbers"),
+        ({"X": x.astype(object), "y": np.array([[1], [2]])}, "X is of cells, not numbers"),
     ):
         savemat(path, content_)
         refused("svhn", tmp_path, path.name, message)
