@@ -186,7 +186,11 @@ def test_an_audit_plans_what_the_run_plans_and_leaves_a_kept_ledger_alone(tmp_pa
         }
     )
     simulate(replace(given_settings, privacy=replace(given_settings.privacy, epsilon=1.0)))
-    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+
+    def files() -> dict[str, bytes]:
+        return {p.name: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
+
+    before = files()
     rows: list[Release] = []
     original = AuditedRun.claimed
 
@@ -199,7 +203,7 @@ def test_an_audit_plans_what_the_run_plans_and_leaves_a_kept_ledger_alone(tmp_pa
         found = seeded(given_settings, canaries=50)
     assert rows == private_run(given_settings).planned()
     assert 0 < found.epsilon < 2
-    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    assert files() == before
 
 
 def test_the_client_is_one_that_takes_part_most_often() -> None:

@@ -149,3 +149,11 @@ def test_a_kept_ledger_protects_one_unit(tmp_path: Path) -> None:
     with pytest.raises(LedgerError, match="protect a user"):
         run(ledger=tmp_path / "ledgers", unit="record", nominal_size=100)
     run(ledger=tmp_path / "ledgers")
+
+
+def test_users_can_be_audited() -> None:
+    """Each canary is a user; the claim of an honest run stands."""
+    from fedsynth.federation.auditing import audit_run
+
+    found = audit_run(settings(noise_multiplier=2.0), canaries=40, test_only=np.random.default_rng(0))
+    assert 0 <= found.epsilon_lower_bound <= found.epsilon
