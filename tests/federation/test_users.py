@@ -155,5 +155,7 @@ def test_users_can_be_audited() -> None:
     """Each canary is a user; the claim of an honest run stands."""
     from fedsynth.federation.auditing import audit_run
 
-    found = audit_run(settings(noise_multiplier=2.0), canaries=40, test_only=np.random.default_rng(0))
+    found = audit_run(
+        settings(noise_multiplier=2.0), canaries=40, test_only=np.random.default_rng(0)
+    )
     assert 0 <= found.epsilon_lower_bound <= found.epsilon

@@ -274,3 +274,25 @@ def test_rows_of_ledgers_without_a_unit_protect_records() -> None:
     assert Release.from_json(old).unit == RECORD
     with pytest.raises(PrivacySettingError, match="unit"):
         Release.from_json({**old, "unit": "household"})
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_sums_of_users_on_cuda_are_those_of_the_cpu() -> None:
+    rng = np.random.default_rng(0)
+    rows = rng.normal(0, 2, (200, WIDTH)).astype(np.float32)
+    groups = rng.integers(0, GROUPS, 200)
+    users = rng.integers(0, 30, 200)
+    series = GaussianSums(
+        row(), GROUPS, Guard(Ledger("c"), 1e-5, None, unit=USER), SecretGenerator()
+    )
+    device = torch.device("cuda")
+    x, g = torch.from_numpy(rows).to(device), torch.from_numpy(groups).to(device)
+    for part in Units(200, torch.from_numpy(users)).sample(series).split(32):
+        where = part.records.to(device)
+        series.add(x[where], g[where], part)
+    assert series._sums is not None
+    series._users.close(series._sums)
+    np.testing.assert_allclose(
+        series._sums.cpu(), oracle(rows, groups, users), rtol=1e-9, atol=1e-9
+    )
