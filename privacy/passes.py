@@ -16,6 +16,9 @@ import math
 
 from torch import Tensor
 
+LEAST = 2
+"""Normalisation layers of 1×1 maps refuse a single record in training mode."""
+
 
 def power_of_two(bound: float) -> int:
     """The largest power of two that is at most `bound`; 1 for anything below 2."""
@@ -37,7 +40,8 @@ def pass_length(expected: float | None, start_over_row: float, most: int) -> int
     longest = power_of_two(most)
     if expected is None:
         return longest
-    return min(power_of_two(math.sqrt(2 * expected * start_over_row)), longest)
+    best = power_of_two(math.sqrt(2 * expected * start_over_row))
+    return min(max(LEAST, best), longest)
 
 
 def padded(rows: Tensor, length: int, fill: int = 0) -> Tensor:
