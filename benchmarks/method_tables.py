@@ -138,6 +138,7 @@ ONE_SHOT = {
     "FedHydra (Ū_r alone)": "Ū_r alone",
     "FedHydra (probabilities)": "probabilities",
     "FedHydra (AE)": "AE",
+    "FedHydra (lessons of the average)": "lessons of the average",
     "FedHydra (DENSE's training)": "DENSE's training",
 }
 GENERATING = [name for name in ONE_SHOT if name not in ("clients", "FedDF")]
@@ -154,6 +155,7 @@ PAIRS = (
     ("FedHydra", "FedHydra (raw Ū_c)"),
     ("FedHydra", "FedHydra (Ū_r alone)"),
     ("FedHydra", "FedHydra (AE)"),
+    ("FedHydra", "FedHydra (lessons of the average)"),
     ("FedHydra (DENSE's training)", "DENSE"),
 )
 
