@@ -215,6 +215,7 @@ ONE_SHOT = {
     "FedHydra (Ū_r alone)": "Ū_r alone",
     "FedHydra (probabilities)": "probabilities",
     "FedHydra (AE)": "AE",
+    "FedHydra (lessons of the average)": "lessons of the average",
     "FedHydra (DENSE's training)": "DENSE's training",
 }
 GENERATING = [name for name in ONE_SHOT if name not in ("clients", "FedDF")]
@@ -231,6 +232,7 @@ PAIRS = (
     ("FedHydra", "FedHydra (raw Ū_c)"),
     ("FedHydra", "FedHydra (Ū_r alone)"),
     ("FedHydra", "FedHydra (AE)"),
+    ("FedHydra", "FedHydra (lessons of the average)"),
     ("FedHydra (DENSE's training)", "DENSE"),
 )
 

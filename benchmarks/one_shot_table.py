@@ -87,6 +87,7 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "FedHydra (Ū_r alone)": ("fedhydra", {**SERVER, "aggregation": "clients"}),
     "FedHydra (probabilities)": ("fedhydra", {**SERVER, "outputs": "probabilities"}),
     "FedHydra (AE)": ("fedhydra", {**SERVER, "aggregation": "average"}),
+    "FedHydra (lessons of the average)": ("fedhydra", {**SERVER, "lessons": "average"}),
     "FedHydra (DENSE's training)": ("fedhydra", {**SERVER, **LIKE_DENSE}),
 }
 READINGS = ("FedHydra (raw Ū_c)", "FedHydra", "FedHydra (Ū_r alone)", "FedHydra (AE)")

@@ -89,8 +89,13 @@ class DistilsWithoutData(DistilsEnsemble):
         student: nn.Module,
         aggregate: Aggregate,
         context: RoundContext,
+        lessons: Aggregate | None = None,
     ) -> dict[str, Tensor]:
-        """Trains the student; what the round's facts are made of, to be kept in the state."""
+        """Trains the student; what the round's facts are made of, to be kept in the state.
+
+        Args:
+            lessons: see `OneShotDistillation.fit`.
+        """
         done = self.distillation().fit(
             models,
             student,
@@ -99,6 +104,7 @@ class DistilsWithoutData(DistilsEnsemble):
             context.seed,
             context.round,
             lambda done, total: context.report("distillation", done, total),
+            lessons=lessons,
         )
         for note in done.notes:
             context.note(note)

@@ -45,6 +45,9 @@ class FedHydra(DistilsWithoutData):
             printed; see `stratified_weights`. The values of the paper's Fig. 6 can only be row shares,
             and P of the raw reading gives most real images another class (docs/results.md).
         outputs: what SA weighs of a client: its "logits", the paper's word, or its "probabilities".
+        lessons: what the student learns: "ensemble", P, which depends on the class that was asked for, or
+            "average", the plain mean of the clients' logits, on the images of P's generator. Not in the
+            paper, to see through which of the two P acts.
         stratification_steps, stratification_batch, stratification_lr, stratification_floor: see
             `Stratification`.
     """
@@ -60,6 +63,7 @@ class FedHydra(DistilsWithoutData):
     aggregation: str = "stratified"
     columns: str = "in-place"
     outputs: str = "logits"
+    lessons: str = "ensemble"
     stratification_steps: int = 30
     stratification_batch: int = 32
     stratification_lr: float = 1e-2
@@ -70,6 +74,7 @@ class FedHydra(DistilsWithoutData):
         check_choice("aggregation", self.aggregation, ("stratified", "clients", "average"))
         check_choice("columns", self.columns, ("in-place", "raw"))
         check_choice("outputs", self.outputs, ("logits", "probabilities"))
+        check_choice("lessons", self.lessons, ("ensemble", "average"))
         check_ranges(
             self,
             stratification_steps=(2, inf),
@@ -110,7 +115,8 @@ class FedHydra(DistilsWithoutData):
         for model in models:
             model.requires_grad_(False).eval()
         u = self.stratify(models, context)
-        tallies = self.fit_student(models, student, self.aggregate(u), context)
+        lessons = average_of_logits if self.lessons == "average" else None
+        tallies = self.fit_student(models, student, self.aggregate(u), context, lessons)
         weights = stratified_weights(u, in_place=self.columns == "in-place")
         return ServerState({}, {**tallies, **dict(zip(ARTEFACTS, (u, *weights), strict=True))})
 

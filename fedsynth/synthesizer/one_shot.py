@@ -143,12 +143,16 @@ class OneShotDistillation:
         seed: int,
         round: int = 1,
         report: Callable[[int, int], None] = lambda done, total: None,
+        *,
+        lessons: Aggregate | None = None,
     ) -> Distilled:
         """Trains `student` in place from its present weights.
 
         Args:
             models: the clients', on the student's device; frozen and set to evaluation for the time.
             aggregate: makes the ensemble's logits.
+            lessons: what makes the logits that the student learns, where they are others than those that
+                the generator is to please.
         """
         device = next(student.parameters()).device
         for model in models:
@@ -160,7 +164,8 @@ class OneShotDistillation:
         tallies = [torch.zeros(0, 2, spec.classes, dtype=torch.int64, device=device)]
         with batch_norm_matching(models if self.bn_weight else []) as statistics:
             teacher = _Ensemble(models, aggregate, statistics)
-            epochs = _Images(self, teacher, student, spec, seed, round, device)
+            other = None if lessons is None else _Ensemble(models, lessons, statistics)
+            epochs = _Images(self, teacher, other, student, spec, seed, round, device)
             for epoch, made in enumerate(epochs, start=1):
                 counts = torch.stack([tally(batch.answer, batch.labels) for batch in made])
                 tallies.append(counts.sum(dim=0, keepdim=True))
@@ -219,6 +224,7 @@ class _Images:
         self,
         settings: OneShotDistillation,
         teacher: _Ensemble,
+        lessons: _Ensemble | None,
         student: nn.Module,
         spec: DatasetSpec,
         seed: int,
@@ -227,6 +233,7 @@ class _Images:
     ) -> None:
         self._settings = settings
         self._teacher = teacher
+        self._lessons = lessons
         self._student = student
         self._spec = spec
         self._where = seed, round
@@ -250,11 +257,11 @@ class _Images:
             yield self._epoch(learner, z, labels)
 
     def lesson(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Images and the ensemble's answers for one student step: of new views, if there are any."""
-        if not self._lesson_views:
+        """Images and the answers to them for one student step: of new views, if there are any."""
+        if not self._lesson_views and self._lessons is None:
             return batch.images, batch.answer
         images = self._lesson_views(batch.images, self._spec, self._chance)
-        return images, self._teacher.answer(images, batch.labels)
+        return images, (self._lessons or self._teacher).answer(images, batch.labels)
 
     def _epoch(self, learner: _Learner, z: Tensor, labels: Tensor) -> list[Batch]:
         settings = self._settings

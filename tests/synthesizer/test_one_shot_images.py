@@ -44,8 +44,11 @@ class Lessons:
         """A distillation of three models into a fresh one."""
         self.seen.clear()
         *clients, student = _models(device)
+        lessons = settings.pop("lessons", None)
         distillation = OneShotDistillation(**{**SMALL, **settings})
-        return distillation.fit(clients, student, average_of_logits, DIGITS, SEED, ROUND)
+        return distillation.fit(
+            clients, student, average_of_logits, DIGITS, SEED, ROUND, lessons=lessons
+        )
 
 
 @pytest.fixture
@@ -154,6 +157,19 @@ def test_views_are_new_in_each_pass_and_the_ensemble_answers_them(
     for images, answer in lessons.seen:
         said = torch.stack([model(images) for model in clients]).mean(dim=0)
         torch.testing.assert_close(answer, said)
+
+
+def test_lessons_of_another_ensemble_are_on_the_same_images(
+    lessons: Lessons, device: torch.device
+) -> None:
+    """The generator pleases the average, the student learns the first model's answers."""
+    lessons.of(device, epochs=2, generator_steps=2)
+    images = [x for x, _ in lessons.seen]
+    lessons.of(device, epochs=2, generator_steps=2, lessons=lambda logits, labels: logits[0])
+    first = _models(device)[0]
+    for (x, answer), same in zip(lessons.seen, images, strict=True):
+        assert torch.equal(x, same)
+        torch.testing.assert_close(answer, first(x))
 
 
 def test_the_generator_learns_on_views(
