@@ -74,12 +74,13 @@ def spread(values: Sequence[float], seeds: int, digits: int = 2, sign: str = "")
 
 
 def apart(one: Sequence[float], other: Sequence[float], seeds: int) -> str:
-    """Mean ± standard deviation of paired differences; bold where the mean is beyond the deviation."""
+    """Mean ± standard deviation of paired differences; bold where the mean of three seeds or more is
+    beyond the deviation."""
     if len(one) != len(other) or not one:
         return NOTHING
     differences = [a - b for a, b in zip(one, other, strict=True)]
     text = spread(differences, seeds, 1, "+")
-    clear = len(one) > 1 and abs(statistics.mean(differences)) > statistics.stdev(differences)
+    clear = len(one) > 2 and abs(statistics.mean(differences)) > statistics.stdev(differences)
     return f"**{text}**" if clear else text
 
 

@@ -100,5 +100,6 @@ def test_cells(tables: Any) -> None:
     assert rows.spread([70.0], 3) == "70.00 (1)"
     assert rows.spread([], 3) == "–"
     assert rows.apart([3.0, 4.0, 5.0], [1.0, 2.0, 2.0], 3) == "**+2.3 ± 0.6**"
+    assert rows.apart([3.0, 4.0], [1.0, 2.0], 3) == "+2.0 ± 0.0 (2)"  # two seeds say nothing
     assert rows.apart([3.0, 0.0, 5.0], [1.0, 2.0, 2.0], 3) == "+1.0 ± 2.6"
     assert rows.table(["a", ""], [["1", "2"]]) == "| a |  |\n| --- | --- |\n| 1 | 2 |"
