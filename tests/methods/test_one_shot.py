@@ -29,6 +29,7 @@ from fedsynth.methods.one_shot import DistilsEnsemble
 from fedsynth.models.registry import ModelSettings, build_model
 from fedsynth.privacy.errors import ForbiddenLayerError, UnaccountedReleaseError
 from fedsynth.synthesizer.ensembles import average_of_logits
+from fedsynth.synthesizer.one_shot import OneShotDistillation
 
 SPEC = dataset_spec("digits")
 METHODS = ["dense", "fedhydra", "feddf"]
@@ -169,6 +170,40 @@ def test_the_kept_columns_are_of_the_rows_shares() -> None:
         np.testing.assert_allclose(kept["clients_for_class"], rows, rtol=1e-5)
         np.testing.assert_allclose(kept["classes_of_client"], base / base.sum(0), rtol=1e-5)
     assert FedHydra().columns == "in-place"
+
+
+def test_p_weighs_by_the_rows_shares_by_hand() -> None:
+    """Two classes, two clients; logits of one image that was asked for as class 0."""
+    u = torch.tensor([[3.0, 1.0], [1.0, 9.0]])
+    logits, asked = torch.tensor([[[1.0, 2.0]], [[3.0, 4.0]]]), torch.tensor([0])
+    columns = {
+        "in-place": ([0.75 / 0.85, 0.1 / 0.85], [0.25 / 1.15, 0.9 / 1.15]),
+        "raw": ([0.75, 0.25], [0.1, 0.9]),
+    }
+    for kind, ((a, b), (c, d)) in columns.items():
+        p = FedHydra(columns=kind).aggregate(u)(logits, asked)
+        expected = [0.75 * 1 * a + 0.25 * 3 * c, 0.75 * 2 * b + 0.25 * 4 * d]
+        assert p[0].tolist() == pytest.approx(expected)
+    alone = FedHydra(aggregation="clients").aggregate(u)(logits, asked)
+    assert alone[0].tolist() == pytest.approx([0.75 * 1 + 0.25 * 3, 0.75 * 2 + 0.25 * 4])
+    average = FedHydra(aggregation="average").aggregate(u)(logits, asked)
+    assert average.tolist() == [[2.0, 3.0]]
+
+
+def test_the_student_may_learn_the_average_on_images_of_p(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[bool] = []
+    original = OneShotDistillation.fit
+
+    def look(*args: Any, lessons: Any = None) -> Any:
+        given.append(lessons is average_of_logits)
+        return original(*args, lessons=lessons)
+
+    monkeypatch.setattr(OneShotDistillation, "fit", look)
+    small: dict[str, Any] = {**TINY, "stratification_steps": 2, "stratification_batch": 4}
+    state = ServerState(context().architecture.state_dict())
+    for lessons in ("ensemble", "average"):
+        FedHydra(**small, lessons=lessons).server_step(state, uploads(), context())
+    assert given == [False, True]
 
 
 @pytest.mark.parametrize("method", ["dense", "fedhydra"])
