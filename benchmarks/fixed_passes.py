@@ -81,7 +81,9 @@ def as_long_as_the_sample() -> Iterator[None]:
         for module in ("fedsynth.core.client", "fedsynth.privacy.dpsgd"):
             patches.enter_context(mock.patch(f"{module}.pass_length", longest))
             patches.enter_context(mock.patch(f"{module}.padded", as_is))
-        patches.enter_context(mock.patch("fedsynth.synthesizer.matching.padded", as_is))
+        patches.enter_context(
+            mock.patch("fedsynth.synthesizer.condensation.matchers.padded", as_is)
+        )
         yield
 
 

@@ -29,14 +29,14 @@ from fashion_table import held_out, summarise
 from machine import RESULTS, machine
 
 from fedsynth.cli.memory import keep_large_allocations
-from fedsynth.core.random import torch_generator
 from fedsynth.data.images import ImageData, normalise
 from fedsynth.data.load import load_dataset
 from fedsynth.evaluation.accuracy import accuracy
 from fedsynth.models.registry import ModelSettings, build_model
 from fedsynth.models.small import LeNet5
-from fedsynth.synthesizer.distiller import DataFreeDistiller
-from fedsynth.synthesizer.training import SgdSettings, train_on
+from fedsynth.seeding import torch_generator
+from fedsynth.synthesizer.generation.one_teacher import DataFreeDistiller
+from fedsynth.training.sgd import SgdSettings, train_on
 
 FEATURES, CLASSES = 84, 10
 RATES = (

@@ -1,4 +1,4 @@
-"""Local training of many clients in one pass (`synthesizer/together.py`) beside one client after another, alternately in one run.
+"""Local training of many clients in one pass (`training/many_clients.py`) beside one client after another, alternately in one run.
 
     python benchmarks/local_training.py [--quick] [--json] [--device cuda]
 
@@ -22,8 +22,8 @@ from torch import Tensor, nn
 
 from fedsynth.cli.memory import keep_large_allocations
 from fedsynth.models.registry import ModelSettings, build_model
-from fedsynth.synthesizer.together import FEW, Learner, pays, train_together
-from fedsynth.synthesizer.training import SgdSettings, train_on
+from fedsynth.training.many_clients import FEW, Learner, pays, train_together
+from fedsynth.training.sgd import SgdSettings, train_on
 
 
 def uneven(clients: int) -> list[int]:

@@ -53,10 +53,10 @@ from fedsynth.evaluation.generated import GENERATOR
 from fedsynth.federation.planning import public_context
 from fedsynth.federation.settings import RunSettings, resolve
 from fedsynth.federation.simulation import simulate
-from fedsynth.methods.aggregation import average
 from fedsynth.methods.fedhydra import FedHydra
-from fedsynth.methods.one_shot import DistilsEnsemble
-from fedsynth.synthesizer.ensembles import Aggregate
+from fedsynth.methods.shared.aggregation import average
+from fedsynth.methods.shared.ensemble import DistilsEnsemble
+from fedsynth.synthesizer.generation.ensembles import Aggregate
 
 SEEDS = [0, 1, 2, 3, 4]
 LOCAL: dict[str, Any] = {"local_epochs": 60, "batch": 32, "lr": 0.01, "momentum": 0.9}

@@ -22,7 +22,7 @@ from reference import server_step
 from fedsynth.cli.memory import keep_large_allocations
 from fedsynth.data.registry import dataset_spec
 from fedsynth.models.registry import ModelSettings, build_model
-from fedsynth.synthesizer.training import SgdSettings, train_on
+from fedsynth.training.sgd import SgdSettings, train_on
 
 IMAGES, BATCH = 810, 256
 

@@ -11,7 +11,6 @@ import torch
 
 from fedsynth import ModelSettings, load_dataset
 from fedsynth.core.client import PrivateClients
-from fedsynth.core.random import torch_generator
 from fedsynth.evaluation.accuracy import accuracy
 from fedsynth.models.registry import build_model
 from fedsynth.privacy.accounting import epsilon
@@ -19,10 +18,11 @@ from fedsynth.privacy.calibration import calibrate_noise_multiplier
 from fedsynth.privacy.ledger import Guard, Ledger
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.releases import Release
-from fedsynth.synthesizer.condensation import condense
-from fedsynth.synthesizer.matching import ResidualMatcher
-from fedsynth.synthesizer.sets import noise_start, split_uploads
-from fedsynth.synthesizer.training import SgdSettings, train_on
+from fedsynth.seeding import torch_generator
+from fedsynth.synthesizer.condensation.loop import condense
+from fedsynth.synthesizer.condensation.matchers import ResidualMatcher
+from fedsynth.synthesizer.condensation.sets import noise_start, split_uploads
+from fedsynth.training.sgd import SgdSettings, train_on
 
 STEPS, IPC, CLIP, DELTA, BUDGET = 30, 10, 3.0, 1e-5, 5.0
 

@@ -14,12 +14,12 @@ import argparse
 import sys
 
 from fedsynth import DataFreeDistiller, ModelSettings, load_dataset
-from fedsynth.core.random import torch_generator
 from fedsynth.data.images import normalise
 from fedsynth.evaluation.accuracy import accuracy
 from fedsynth.evaluation.generated import in_words
 from fedsynth.models.registry import build_model
-from fedsynth.synthesizer.training import SgdSettings, train_on
+from fedsynth.seeding import torch_generator
+from fedsynth.training.sgd import SgdSettings, train_on
 
 
 def main(

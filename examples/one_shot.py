@@ -17,7 +17,7 @@ from fedsynth import (
     simulate,
 )
 from fedsynth.core.method import Method
-from fedsynth.synthesizer.ensembles import share_of_clients
+from fedsynth.synthesizer.generation.ensembles import share_of_clients
 
 LOCAL = {"local_epochs": 10, "batch": 32}
 SERVER = {

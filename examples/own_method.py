@@ -27,7 +27,7 @@ from fedsynth import (
     simulate,
 )
 from fedsynth.core.method import Method, check_ranges
-from fedsynth.methods.aggregation import average
+from fedsynth.methods.shared.aggregation import average
 
 
 @dataclass(frozen=True)

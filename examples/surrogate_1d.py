@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedsynth.core.random import torch_generator
+from fedsynth.seeding import torch_generator
 
 RADIUS = 5.0  # ρ: the w of the matching are drawn from N(0, 1), clipped to |w| ≤ ρ
 W = torch.linspace(-RADIUS, RADIUS, 1001, dtype=torch.float64)

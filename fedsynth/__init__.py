@@ -36,18 +36,18 @@ if TYPE_CHECKING:
     from fedsynth.methods.fedkf import FedKF
     from fedsynth.methods.fednova import FedNova
     from fedsynth.methods.fedprox import FedProx
-    from fedsynth.methods.local import Task, TrainsLocally
     from fedsynth.methods.moon import Moon
     from fedsynth.methods.qffl import QFFL
     from fedsynth.methods.real import Real
     from fedsynth.methods.scaffold import Scaffold
+    from fedsynth.methods.shared.local import Task, TrainsLocally
     from fedsynth.methods.solo import Solo
     from fedsynth.models.registry import ModelSettings
     from fedsynth.privacy.settings import PrivacySettings
-    from fedsynth.synthesizer.distiller import DataFreeDistiller
+    from fedsynth.synthesizer.generation.one_teacher import DataFreeDistiller
 
 _HOMES = {
-    "DataFreeDistiller": "fedsynth.synthesizer.distiller",
+    "DataFreeDistiller": "fedsynth.synthesizer.generation.one_teacher",
     "DatasetSpec": "fedsynth.data.registry",
     "Dense": "fedsynth.methods.dense",
     "FedAF": "fedsynth.methods.fedaf",
@@ -83,8 +83,8 @@ _HOMES = {
     "Scaffold": "fedsynth.methods.scaffold",
     "ServerState": "fedsynth.core.method",
     "Solo": "fedsynth.methods.solo",
-    "Task": "fedsynth.methods.local",
-    "TrainsLocally": "fedsynth.methods.local",
+    "Task": "fedsynth.methods.shared.local",
+    "TrainsLocally": "fedsynth.methods.shared.local",
     "from_arrays": "fedsynth.data.images",
     "load_dataset": "fedsynth.data.load",
     "resolve": "fedsynth.federation.settings",

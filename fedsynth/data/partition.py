@@ -16,13 +16,13 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from fedsynth.core.random import numpy_generator
 from fedsynth.data.fingerprints import record_digests
 from fedsynth.data.images import ImageData
 from fedsynth.data.label_skew import dominant_classes, dominated_dirichlet, held_classes
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.data.users import user_digests
 from fedsynth.errors import DataError, PartitionError, SettingError, unknown_name
+from fedsynth.seeding import numpy_generator
 
 IntArray = npt.NDArray[np.int64]
 Rng = np.random.Generator

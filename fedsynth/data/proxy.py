@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedsynth.core.random import torch_generator
 from fedsynth.data.images import ImageData, normalise
 from fedsynth.data.registry import DatasetSpec
+from fedsynth.seeding import torch_generator
 
 NOISE, NOISE_IMAGES = "noise", 10_000
 

@@ -22,9 +22,9 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from fedsynth.core.random import numpy_generator
 from fedsynth.data.folders import IntArray, Split
 from fedsynth.data.registry import DatasetSpec, synthetic_parameters
+from fedsynth.seeding import numpy_generator
 
 Floats = npt.NDArray[np.float64]
 

@@ -21,7 +21,6 @@ from torch import Tensor
 
 from fedsynth.core.messages import Message
 from fedsynth.core.method import check_choice
-from fedsynth.core.random import numpy_generator, torch_generator
 from fedsynth.data.images import ImageData, from_arrays
 from fedsynth.data.partition import IntArray
 from fedsynth.data.registry import DatasetSpec, dataset_spec
@@ -44,6 +43,7 @@ from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.releases import USER, Release
 from fedsynth.privacy.report import write_report
 from fedsynth.privacy.verify import read_report
+from fedsynth.seeding import numpy_generator, torch_generator
 
 REST, OTHERS = 1000, 100
 """At most so many random records has the audited client beside the canaries, and another client."""

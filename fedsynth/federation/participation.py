@@ -13,7 +13,7 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from fedsynth.core.random import numpy_generator
+from fedsynth.seeding import numpy_generator
 
 Counts = npt.NDArray[np.int64]
 

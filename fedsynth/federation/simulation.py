@@ -50,7 +50,7 @@ from fedsynth.privacy.releases import USER
 from fedsynth.privacy.report import build_report, write_report
 from fedsynth.privacy.requests import check_request
 from fedsynth.privacy.settings import NO_LEDGER
-from fedsynth.synthesizer.sets import SyntheticSet
+from fedsynth.synthesizer.condensation.sets import SyntheticSet
 
 NO_LATER_EPSILON = "no run on these data can have an ε afterwards"
 COMMON = "common_model_accuracy"

@@ -52,7 +52,7 @@ from fedsynth.privacy.verify import (
     report_problems,
     taken_as_stated,
 )
-from fedsynth.synthesizer.sets import SyntheticSet
+from fedsynth.synthesizer.condensation.sets import SyntheticSet
 from fedsynth.version import __version__
 
 INCOMPLETE = ".incomplete"

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from fedsynth.core.method import RoundContext, ServerState
 from fedsynth.evaluation.generated import GENERATOR, average, describe
-from fedsynth.methods.one_shot import DistilsEnsemble
-from fedsynth.synthesizer.ensembles import Aggregate, average_of_logits
-from fedsynth.synthesizer.one_shot import OneShotDistillation
+from fedsynth.methods.shared.ensemble import DistilsEnsemble
+from fedsynth.synthesizer.generation.ensembles import Aggregate, average_of_logits
+from fedsynth.synthesizer.generation.many_teachers import OneShotDistillation
 
 TALLIES = "generated.tallies"
 

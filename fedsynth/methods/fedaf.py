@@ -33,16 +33,19 @@ from fedsynth.core.method import (
     check_embedding,
     check_ranges,
 )
-from fedsynth.core.random import torch_generator
 from fedsynth.data.images import denormalise
-from fedsynth.methods.class_sums import class_sums, sums_plans
+from fedsynth.methods.shared.class_sums import class_sums, sums_plans
+from fedsynth.methods.shared.union import TrainsOnUnion
+from fedsynth.models.batch_norm import has_batch_norm, with_grouped_statistics
 from fedsynth.privacy.dpsgd import refuse_batch_norm
 from fedsynth.privacy.settings import PrivacySettings
-from fedsynth.synthesizer.batch_norm import has_batch_norm, with_grouped_statistics
-from fedsynth.synthesizer.batches import SMALL_CLASS, BatchIndices
-from fedsynth.synthesizer.condensation import client_bytes, condense
-from fedsynth.synthesizer.distributions import MATCHINGS, DistributionMatcher, refuse_private
-from fedsynth.synthesizer.knowledge import (
+from fedsynth.seeding import torch_generator
+from fedsynth.synthesizer.condensation.distributions import (
+    MATCHINGS,
+    DistributionMatcher,
+    refuse_private,
+)
+from fedsynth.synthesizer.condensation.knowledge import (
     DISTANCES,
     REDUCTIONS,
     KnowledgeMatcher,
@@ -52,10 +55,11 @@ from fedsynth.synthesizer.knowledge import (
     soft_labels,
     unit_directions,
 )
-from fedsynth.synthesizer.matching import ExactMatcher, Matcher, ResidualMatcher
-from fedsynth.synthesizer.resampling import ResampledNetworks
-from fedsynth.synthesizer.server import TrainsOnUnion
-from fedsynth.synthesizer.sets import (
+from fedsynth.synthesizer.condensation.loop import client_bytes, condense
+from fedsynth.synthesizer.condensation.matchers import ExactMatcher, Matcher, ResidualMatcher
+from fedsynth.synthesizer.condensation.real_batches import SMALL_CLASS, BatchIndices
+from fedsynth.synthesizer.condensation.resampling import ResampledNetworks
+from fedsynth.synthesizer.condensation.sets import (
     SyntheticSet,
     averaged_start,
     noise_start,

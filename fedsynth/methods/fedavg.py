@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from fedsynth.methods.local import TrainsLocally
+from fedsynth.methods.shared.local import TrainsLocally
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from typing import ClassVar
 
 from fedsynth.core.messages import ModelParameters
 from fedsynth.core.method import RoundContext, ServerState, check_ranges
-from fedsynth.methods.aggregation import average, trainable
-from fedsynth.methods.local import TrainsLocally, prefixed, unprefixed
+from fedsynth.methods.shared.aggregation import average, trainable
+from fedsynth.methods.shared.local import TrainsLocally, prefixed, unprefixed
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from fedsynth.core.messages import Message, ModelParameters, parameters_of
 from fedsynth.core.method import Memory, RoundContext, ServerState
 from fedsynth.errors import SettingError
-from fedsynth.methods.aggregation import average
-from fedsynth.methods.local import Task, Trained, TrainsLocally
+from fedsynth.methods.shared.aggregation import average
+from fedsynth.methods.shared.local import Task, Trained, TrainsLocally
 
 
 def local_names(model: nn.Module) -> set[str]:

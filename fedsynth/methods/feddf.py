@@ -15,10 +15,10 @@ import torch
 from torch import nn
 
 from fedsynth.core.method import RoundContext, ServerState, check_ranges
-from fedsynth.core.random import torch_generator
 from fedsynth.errors import SettingError
-from fedsynth.methods.one_shot import DistilsEnsemble
-from fedsynth.synthesizer.generators import distillation_loss
+from fedsynth.methods.shared.ensemble import DistilsEnsemble
+from fedsynth.seeding import torch_generator
+from fedsynth.synthesizer.generation.generators import distillation_loss
 
 
 @dataclass(frozen=True)

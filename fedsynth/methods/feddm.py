@@ -4,7 +4,8 @@ Client, every round (Algorithm 1): for T iterations draw w ~ P_w(w_r), draw real
 ∇ Σ_c L_c (Eq. 9). Server: train w from w_r on the union of all sets, projected onto ‖w − w_r‖ ≤ ρ (Eqs. 3, 10, 23).
 
 With differential privacy the images start from noise, and the matching gradient comes from a mechanism: `residual` or `gradient`
-(`fedsynth.synthesizer.matching`), charged for T releases a round, send all classes; `features` (`fedsynth.synthesizer.feature_sums`),
+(`fedsynth.synthesizer.condensation.matchers`), charged for T releases a round, send all classes; `features`
+(`fedsynth.synthesizer.condensation.feature_sums`),
 charged for M releases and the counts, those whose released count is large enough. `paper` is Algorithm 1's own noise, which guarantees
 nothing.
 """
@@ -30,17 +31,20 @@ from fedsynth.core.method import (
     check_embedding,
     check_ranges,
 )
-from fedsynth.core.random import torch_generator
+from fedsynth.methods.shared.union import TrainsInBall
+from fedsynth.models.batch_norm import has_batch_norm, with_grouped_statistics
 from fedsynth.privacy.dpsgd import refuse_batch_norm
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.settings import PrivacySettings
-from fedsynth.synthesizer.augmentation import SiameseAugmentation
-from fedsynth.synthesizer.batch_norm import has_batch_norm, with_grouped_statistics
-from fedsynth.synthesizer.batches import SMALL_CLASS, BatchIndices
-from fedsynth.synthesizer.condensation import client_bytes, condense
-from fedsynth.synthesizer.distributions import MATCHINGS, DistributionMatcher, refuse_private
-from fedsynth.synthesizer.feature_sums import FeatureSumMatcher
-from fedsynth.synthesizer.matching import (
+from fedsynth.seeding import torch_generator
+from fedsynth.synthesizer.condensation.distributions import (
+    MATCHINGS,
+    DistributionMatcher,
+    refuse_private,
+)
+from fedsynth.synthesizer.condensation.feature_sums import FeatureSumMatcher
+from fedsynth.synthesizer.condensation.loop import client_bytes, condense
+from fedsynth.synthesizer.condensation.matchers import (
     ClippedMatcher,
     ExactMatcher,
     GradientMatcher,
@@ -48,9 +52,9 @@ from fedsynth.synthesizer.matching import (
     PaperMatcher,
     ResidualMatcher,
 )
-from fedsynth.synthesizer.perturbation import READINGS, Perturbations
-from fedsynth.synthesizer.server import TrainsInBall
-from fedsynth.synthesizer.sets import (
+from fedsynth.synthesizer.condensation.perturbation import READINGS, Perturbations
+from fedsynth.synthesizer.condensation.real_batches import SMALL_CLASS, BatchIndices
+from fedsynth.synthesizer.condensation.sets import (
     SyntheticSet,
     averaged_start,
     noise_start,
@@ -58,6 +62,7 @@ from fedsynth.synthesizer.sets import (
     split_uploads,
     with_kept_images,
 )
+from fedsynth.synthesizer.condensation.siamese import SiameseAugmentation
 
 
 @dataclass(frozen=True)
@@ -85,7 +90,7 @@ class FedDM(TrainsInBall):
         image_clip: clip the norm of each client's image gradient, for stability (FedAF's paper runs FedDM with 2, momentum 0.9 and averaged
             start images); 0: no clipping. Not a privacy mechanism.
         matching, blur: "mean" is Eq. 9; "gaussian", "energy" or "sinkhorn" match the classes' distributions of features by that loss
-            (`fedsynth.synthesizer.distributions`, also for blur's units); not with differential privacy.
+            (`fedsynth.synthesizer.condensation.distributions`, also for blur's units); not with differential privacy.
         batch_norm: of networks with batch norm, whose statistics in condensation are those of the batch at hand, real and synthetic apart:
             "client" takes all classes of a client together, as distribution matching's code does, "class" each class for itself.
         networks, count_noise: of mechanism `features`: M; and the counts' noise multiplier over that of the M networks' sums together,

@@ -17,10 +17,10 @@ from torch import nn
 
 from fedsynth.core.messages import Message, ModelParameters, parameters_of
 from fedsynth.core.method import Memory, RoundContext, ServerState, check_ranges
-from fedsynth.methods.aggregation import average, trainable
-from fedsynth.methods.local import Task, Trained, TrainsLocally, prefixed, unprefixed
+from fedsynth.methods.shared.aggregation import average, trainable
+from fedsynth.methods.shared.local import Task, Trained, TrainsLocally, prefixed, unprefixed
 from fedsynth.models.flat import flatten_named
-from fedsynth.synthesizer.training import Pull
+from fedsynth.training.sgd import Pull
 
 
 @dataclass(frozen=True)

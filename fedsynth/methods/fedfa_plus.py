@@ -1,7 +1,7 @@
 """FedFA+: federated feature augmentation and alignment (Zhou, Yuan, Wang and Konukoglu, TPAMI 2024). Not "FedFA" of feature anchors (TMC 2023).
 
 FedFA-l: an augmentation layer after each stage resamples channel statistics, as wide as the batch and the disagreement of the clients say
-(`synthesizer/feature_statistics.py`). FedFA-h: the histogram of each feature in a batch is pulled to the clients' average by λ times a symmetric
+(`training/feature_statistics.py`). FedFA-h: the histogram of each feature in a batch is pulled to the clients' average by λ times a symmetric
 KL. FedFA+ is both. Clients send their accumulated channel statistics and their histograms with the model; the server sends back γ and π, so
 the first round has γ = 1 and no alignment. Models are averaged uniformly.
 
@@ -32,11 +32,11 @@ from fedsynth.core.method import (
     check_embedding,
     check_ranges,
 )
-from fedsynth.core.random import torch_generator
 from fedsynth.errors import SettingError
-from fedsynth.methods.aggregation import average
-from fedsynth.methods.local import Task, Trained, TrainsLocally
-from fedsynth.synthesizer.feature_statistics import (
+from fedsynth.methods.shared.aggregation import average
+from fedsynth.methods.shared.local import Task, Trained, TrainsLocally
+from fedsynth.seeding import torch_generator
+from fedsynth.training.feature_statistics import (
     Augmentation,
     augmented,
     modulation,

@@ -32,8 +32,8 @@ from fedsynth.core.method import (
     check_ranges,
 )
 from fedsynth.errors import SettingError
-from fedsynth.methods.class_sums import ClassSums, class_sums, sums_plans
-from fedsynth.methods.local import Task, TrainsLocally
+from fedsynth.methods.shared.class_sums import ClassSums, class_sums, sums_plans
+from fedsynth.methods.shared.local import Task, TrainsLocally
 from fedsynth.privacy.settings import PrivacySettings
 
 

@@ -27,12 +27,16 @@ from torch.nn import functional as F
 from fedsynth.core.client import ClientGroup, OpenClients
 from fedsynth.core.messages import Message, ModelParameters, public
 from fedsynth.core.method import Memory, RoundContext, ServerState, check_embedding, check_ranges
-from fedsynth.core.random import torch_generator
 from fedsynth.evaluation.generated import GENERATOR, describe, tally
-from fedsynth.methods.aggregation import average
-from fedsynth.methods.local import Task, TrainsLocally
-from fedsynth.synthesizer.generators import LatentGenerator, diversity_loss, make_latent_generator
-from fedsynth.synthesizer.remembered import PREFIX, remembered, restore
+from fedsynth.methods.shared.aggregation import average
+from fedsynth.methods.shared.local import Task, TrainsLocally
+from fedsynth.seeding import torch_generator
+from fedsynth.synthesizer.generation.generator_memory import PREFIX, remembered, restore
+from fedsynth.synthesizer.generation.generators import (
+    LatentGenerator,
+    diversity_loss,
+    make_latent_generator,
+)
 
 DECAY = 0.98
 POOL = 16  # noise vectors of a class

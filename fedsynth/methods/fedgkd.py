@@ -18,8 +18,8 @@ from torch.nn import functional as F
 
 from fedsynth.core.messages import Message, ModelParameters, public
 from fedsynth.core.method import Memory, RoundContext, ServerState, check_ranges
-from fedsynth.methods.aggregation import average
-from fedsynth.methods.local import Task, TrainsLocally, prefixed, unprefixed
+from fedsynth.methods.shared.aggregation import average
+from fedsynth.methods.shared.local import Task, TrainsLocally, prefixed, unprefixed
 from fedsynth.privacy.dpsgd import cross_entropies
 
 

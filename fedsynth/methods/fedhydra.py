@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from fedsynth.core.method import RoundContext, ServerState, check_choice, check_ranges
 from fedsynth.methods.dense import DistilsWithoutData
-from fedsynth.synthesizer.ensembles import (
+from fedsynth.synthesizer.generation.ensembles import (
     Aggregate,
     Stratification,
     average_of_logits,

@@ -31,12 +31,12 @@ from fedsynth.core.method import (
     check_embedding,
     check_ranges,
 )
-from fedsynth.core.random import torch_generator
 from fedsynth.evaluation.generated import GENERATOR, average, describe
-from fedsynth.methods.local import Task, TrainsLocally, plain_upload, unprefixed
-from fedsynth.synthesizer.distiller import Distillation
-from fedsynth.synthesizer.generators import make_generator
-from fedsynth.synthesizer.remembered import PREFIX
+from fedsynth.methods.shared.local import Task, TrainsLocally, plain_upload, unprefixed
+from fedsynth.seeding import torch_generator
+from fedsynth.synthesizer.generation.generator_memory import PREFIX
+from fedsynth.synthesizer.generation.generators import make_generator
+from fedsynth.synthesizer.generation.one_teacher import Distillation
 
 TALLY = "tally"
 """A memory's tally of images of the client's generator, as of its last training."""
@@ -61,7 +61,7 @@ class FedKF(TrainsLocally):
             1 passes over the client's own data.
         teacher: "oca", or "aca" (FedKF⁻: half the downlink). oca: see `TrainsLocally`.
         distillation: γ. one_hot_weight, activation_weight: λ1, λ2, of losses scaled as in the official code
-            (`synthesizer/generators.py`); features are the classifier's inputs (that code's LeNet-5 has them
+            (`synthesizer/generation/generators.py`); features are the classifier's inputs (that code's LeNet-5 has them
             one layer earlier).
         use_kl: the generator also seeks images on which the local model differs from the teacher: its loss
             less γ·KL. Not in the paper; the official code does so on CIFAR, not on EMNIST.

@@ -15,8 +15,8 @@ from torch import nn
 from fedsynth.core.messages import Message, ModelParameters, public
 from fedsynth.core.method import Memory, RoundContext, ServerState
 from fedsynth.errors import SettingError
-from fedsynth.methods.aggregation import average, trainable
-from fedsynth.methods.local import Task, Trained, TrainsLocally
+from fedsynth.methods.shared.aggregation import average, trainable
+from fedsynth.methods.shared.local import Task, Trained, TrainsLocally
 
 
 @dataclass(frozen=True)

@@ -19,11 +19,11 @@ from fedsynth.core.client import ClientGroup, OpenClients
 from fedsynth.core.messages import Message, ModelParameters, parameters_of, public
 from fedsynth.core.method import Memory, PrivatePlan, RoundContext, ServerState, check_ranges
 from fedsynth.errors import SettingError
-from fedsynth.methods.aggregation import average
-from fedsynth.methods.local import Task, Trained, TrainsLocally, mean_loss
+from fedsynth.methods.shared.aggregation import average
+from fedsynth.methods.shared.local import Task, Trained, TrainsLocally, mean_loss
 from fedsynth.models.flat import flatten_named
 from fedsynth.privacy.settings import PrivacySettings
-from fedsynth.synthesizer.training import Pull
+from fedsynth.training.sgd import Pull
 
 CHANGE, PATIENCE = 0.1, 5
 

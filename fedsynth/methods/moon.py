@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from fedsynth.core.messages import Message, ModelParameters, parameters_of
 from fedsynth.core.method import Memory, RoundContext, check_embedding, check_ranges
-from fedsynth.methods.local import Task, Trained, TrainsLocally
+from fedsynth.methods.shared.local import Task, Trained, TrainsLocally
 
 
 def contrastive(z: Tensor, z_global: Tensor, z_previous: Tensor, temperature: float) -> Tensor:

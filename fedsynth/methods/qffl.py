@@ -14,8 +14,8 @@ from typing import ClassVar
 from fedsynth.core.client import ClientGroup, OpenClients
 from fedsynth.core.messages import Message, ModelParameters, parameters_of, unprotected
 from fedsynth.core.method import RoundContext, ServerState, check_ranges
-from fedsynth.methods.aggregation import average, trainable
-from fedsynth.methods.local import TrainsLocally, mean_loss
+from fedsynth.methods.shared.aggregation import average, trainable
+from fedsynth.methods.shared.local import TrainsLocally, mean_loss
 
 TINY = 1e-10  # the public code's guard of F_k
 

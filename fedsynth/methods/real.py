@@ -13,8 +13,8 @@ from fedsynth.core.client import ClientGroup, OpenClients
 from fedsynth.core.messages import Message, unprotected
 from fedsynth.core.method import Memory, RoundContext, check_ranges
 from fedsynth.errors import SettingError
-from fedsynth.synthesizer.server import TrainsInBall
-from fedsynth.synthesizer.sets import SyntheticSet, real_start, split_uploads
+from fedsynth.methods.shared.union import TrainsInBall
+from fedsynth.synthesizer.condensation.sets import SyntheticSet, real_start, split_uploads
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from fedsynth.core.messages import Message, parameters_of
 from fedsynth.core.method import Memory, RoundContext, ServerState
 from fedsynth.errors import SettingError
-from fedsynth.methods.local import Task, Trained, TrainsLocally
+from fedsynth.methods.shared.local import Task, Trained, TrainsLocally
 
 
 @dataclass(frozen=True)

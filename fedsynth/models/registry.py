@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from fedsynth.core.random import forked_rng
 from fedsynth.errors import SettingError, unknown_name
 from fedsynth.models.alexnet import AlexNet
 from fedsynth.models.convnet import NORMS, ConvNet
@@ -19,6 +18,7 @@ from fedsynth.models.googlenet import googlenet
 from fedsynth.models.projection import Projected
 from fedsynth.models.resnet import ResNet18, ResNet50
 from fedsynth.models.small import Cnn, LeNet5, Linear, ResNet8
+from fedsynth.seeding import forked_rng
 
 Shape = tuple[int, int, int]
 

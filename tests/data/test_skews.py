@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedsynth.core.random import numpy_generator
 from fedsynth.data.label_skew import dominated_dirichlet
 from fedsynth.data.partition import PartitionSettings, count_matrix, partition
 from fedsynth.errors import DataError, PartitionError
+from fedsynth.seeding import numpy_generator
 
 IntArray = npt.NDArray[np.int64]
 MNIST = np.array([5923, 6742, 5958, 6131, 5842, 5421, 5918, 6265, 5851, 5949])

@@ -17,7 +17,7 @@ from fedsynth.errors import FedsynthError, SettingError, UnknownNameError
 from fedsynth.federation.planning import public_context
 from fedsynth.federation.settings import RunSettings, resolve, to_toml
 from fedsynth.methods import METHODS, method_class
-from fedsynth.methods.local import TrainsLocally
+from fedsynth.methods.shared.local import TrainsLocally
 from fedsynth.privacy.errors import PrivacySettingError
 
 Sections = dict[str, dict[str, Any]]

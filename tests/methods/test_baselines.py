@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from fedsynth.core.client import OpenClients
 from fedsynth.core.messages import Message
 from fedsynth.core.method import RoundContext, ServerState
-from fedsynth.core.random import torch_generator
 from fedsynth.data.images import ImageData, from_arrays
 from fedsynth.data.registry import DatasetSpec, dataset_spec
 from fedsynth.errors import SettingError
@@ -31,13 +30,14 @@ from fedsynth.methods.feddyn import FedDyn
 from fedsynth.methods.fedgkd import FedGKD
 from fedsynth.methods.fednova import FedNova, reach
 from fedsynth.methods.fedprox import FedProx
-from fedsynth.methods.local import TrainsLocally
 from fedsynth.methods.moon import Moon, contrastive
 from fedsynth.methods.qffl import QFFL
 from fedsynth.methods.scaffold import Scaffold
+from fedsynth.methods.shared.local import TrainsLocally
 from fedsynth.models.flat import flatten
 from fedsynth.models.registry import ModelSettings, build_model
 from fedsynth.privacy.errors import UnaccountedReleaseError
+from fedsynth.seeding import torch_generator
 
 Array = npt.NDArray[np.float64]
 SPEC = DatasetSpec("tiny", 1, 2, 2, 3, 9, 3, (0.0,), (1.0,), ("a", "b", "c"), "made up")
@@ -95,7 +95,7 @@ def rounds(
     active: tuple[tuple[int, ...], ...] = ((0, 1, 2), (0, 1, 2)),
 ) -> list[Array]:
     """The global model after each round; the same whether clients are trained one after another or in one pass."""
-    with patch("fedsynth.synthesizer.together.FEW", 1):
+    with patch("fedsynth.training.many_clients.FEW", 1):
         found, alone = (each_round(method, device, active, grouped) for grouped in (True, False))
     for one, other in zip(found, alone, strict=True):
         np.testing.assert_allclose(one, other, atol=2e-6)

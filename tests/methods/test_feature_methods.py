@@ -15,7 +15,6 @@ from torch.nn import functional as F
 from fedsynth.core.client import OpenClients
 from fedsynth.core.messages import Message
 from fedsynth.core.method import RoundContext, ServerState
-from fedsynth.core.random import torch_generator
 from fedsynth.data.images import ImageData, from_arrays
 from fedsynth.data.registry import DatasetSpec, dataset_spec
 from fedsynth.errors import SettingError
@@ -24,21 +23,22 @@ from fedsynth.federation.simulation import simulate
 from fedsynth.methods.fedfa_plus import FedFAPlus, StatisticsUp
 from fedsynth.methods.fedfm import FedFM, FedFMLite, anchor_losses
 from fedsynth.methods.fedgen import ASKED, DECAY, POOL, FedGen, GeneratorDown, ensemble_loss
-from fedsynth.methods.local import TrainsLocally
+from fedsynth.methods.shared.local import TrainsLocally
 from fedsynth.models.flat import flatten
 from fedsynth.models.registry import ModelSettings, build_model
 from fedsynth.models.small import LeNet5, Linear
 from fedsynth.privacy.dpsgd import cross_entropies
 from fedsynth.privacy.errors import UnaccountedReleaseError
-from fedsynth.synthesizer.feature_statistics import (
+from fedsynth.seeding import torch_generator
+from fedsynth.synthesizer.generation.generator_memory import PREFIX, restore
+from fedsynth.synthesizer.generation.generators import diversity_loss, make_latent_generator
+from fedsynth.training.feature_statistics import (
     Augmentation,
     augmented,
     modulation,
     soft_histogram,
     symmetric_divergence,
 )
-from fedsynth.synthesizer.generators import diversity_loss, make_latent_generator
-from fedsynth.synthesizer.remembered import PREFIX, restore
 
 Array = npt.NDArray[np.float64]
 Weights = tuple[Array, Array]  # V [3, 4] and W [3, 4]: f = V x, z = W [f; 1]

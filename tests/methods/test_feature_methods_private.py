@@ -17,16 +17,16 @@ from fedsynth.data.registry import dataset_spec
 from fedsynth.errors import SettingError
 from fedsynth.federation.settings import resolve
 from fedsynth.federation.simulation import simulate
-from fedsynth.methods.class_sums import class_sums, sums_plans
 from fedsynth.methods.fedfa_plus import FedFAPlus, StatisticsDown
 from fedsynth.methods.fedfm import CLEAR, FeatureSums, FedFM, FedFMLite
 from fedsynth.methods.fedgen import DECAY, FedGen, ModelAndCounts
-from fedsynth.methods.local import TrainsLocally
+from fedsynth.methods.shared.class_sums import class_sums, sums_plans
+from fedsynth.methods.shared.local import TrainsLocally
 from fedsynth.models.registry import ModelSettings, build_model
 from fedsynth.privacy.ledger import Guard, Ledger
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.settings import PrivacySettings
-from fedsynth.synthesizer.remembered import PREFIX
+from fedsynth.synthesizer.generation.generator_memory import PREFIX
 
 SPEC, CPU = dataset_spec("digits"), torch.device("cpu")
 NET: Any = build_model(ModelSettings(width=4, depth=2), SPEC.image_shape, 10, 0)

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from fedsynth.core.client import OpenClients, PrivateClients
 from fedsynth.core.messages import ModelParameters
 from fedsynth.core.method import RoundContext, ServerState
-from fedsynth.core.random import torch_generator
 from fedsynth.data.images import ImageData, denormalise, from_arrays, normalise
 from fedsynth.data.registry import dataset_spec
 from fedsynth.errors import SettingError, UnknownNameError
@@ -29,8 +28,9 @@ from fedsynth.privacy.ledger import Guard, Ledger
 from fedsynth.privacy.mechanisms import GaussianSums
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.settings import PrivacySettings
-from fedsynth.synthesizer.resampling import ResampledNetworks
-from fedsynth.synthesizer.sets import SyntheticSet
+from fedsynth.seeding import torch_generator
+from fedsynth.synthesizer.condensation.resampling import ResampledNetworks
+from fedsynth.synthesizer.condensation.sets import SyntheticSet
 
 SPEC = dataset_spec("digits")
 LABELS = np.array([0, 0, 0, 1, 1, 1, 1, 2, 0, 0, 1, 1])

@@ -12,8 +12,8 @@ from fedsynth.core.messages import ModelParameters
 from fedsynth.core.method import RoundContext, ServerState
 from fedsynth.data.images import ImageData, from_arrays, normalise
 from fedsynth.data.registry import dataset_spec
-from fedsynth.methods.aggregation import average
 from fedsynth.methods.fedavg import FedAvg
+from fedsynth.methods.shared.aggregation import average
 from fedsynth.models.registry import ModelSettings, build_model
 from fedsynth.privacy.ledger import Guard, Ledger
 from fedsynth.privacy.randomness import SecretGenerator

@@ -22,7 +22,7 @@ from fedsynth.models.registry import ModelSettings, build_model
 from fedsynth.privacy.ledger import Guard, Ledger
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.settings import PrivacySettings
-from fedsynth.synthesizer.sets import SyntheticSet
+from fedsynth.synthesizer.condensation.sets import SyntheticSet
 
 SPEC = dataset_spec("digits")
 LABELS = np.array([0] * 25 + [1] * 12 + [2] * 3 + [7] * 20)
@@ -260,8 +260,8 @@ def test_the_papers_defaults() -> None:
 )
 def test_a_whole_round_equals_plain_torch(change: dict[str, float]) -> None:
     """Two clients, two rounds: perturbed networks, full batches, images kept, union training in the ball, all written out plainly."""
-    from fedsynth.core.random import torch_generator
-    from fedsynth.synthesizer.sets import real_start
+    from fedsynth.seeding import torch_generator
+    from fedsynth.synthesizer.condensation.sets import real_start
 
     method = replace(
         FAST,

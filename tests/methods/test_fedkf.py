@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from fedsynth.core.client import OpenClients, PrivateClients
 from fedsynth.core.messages import ModelParameters
 from fedsynth.core.method import RoundContext, ServerState
-from fedsynth.core.random import torch_generator
 from fedsynth.data.images import from_arrays, normalise
 from fedsynth.data.registry import dataset_spec
 from fedsynth.errors import SettingError, UnknownNameError
@@ -21,13 +20,14 @@ from fedsynth.federation.settings import resolve
 from fedsynth.federation.simulation import simulate
 from fedsynth.methods.fedavg import FedAvg
 from fedsynth.methods.fedkf import FedKF, TwoModels
-from fedsynth.methods.local import TrainsLocally, unprefixed
+from fedsynth.methods.shared.local import TrainsLocally, unprefixed
 from fedsynth.models.flat import flatten
 from fedsynth.models.registry import ModelSettings, build_model
 from fedsynth.privacy.ledger import Guard, Ledger
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.settings import PrivacySettings
-from fedsynth.synthesizer.generators import make_generator
+from fedsynth.seeding import torch_generator
+from fedsynth.synthesizer.generation.generators import make_generator
 
 SPEC, CPU = dataset_spec("digits"), torch.device("cpu")
 FAST = FedKF(

@@ -28,16 +28,16 @@ from fedsynth.methods.fedgen import FedGen
 from fedsynth.methods.fedgkd import FedGKD
 from fedsynth.methods.fednova import FedNova
 from fedsynth.methods.fedprox import FedProx
-from fedsynth.methods.local import TrainsLocally
 from fedsynth.methods.qffl import QFFL, TINY, FairModel
 from fedsynth.methods.scaffold import Scaffold
+from fedsynth.methods.shared.local import TrainsLocally
 from fedsynth.methods.solo import Solo
 from fedsynth.models.convnet import ConvNet
 from fedsynth.models.small import Linear
 from fedsynth.privacy.ledger import Guard, Ledger
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.settings import PrivacySettings
-from fedsynth.synthesizer.together import Learner, train_together
+from fedsynth.training.many_clients import Learner, train_together
 
 SPEC, CPU = (
     DatasetSpec("tiny", 1, 4, 4, 3, 40, 3, (0.5,), (0.3,), ("a", "b", "c"), "made up"),
@@ -95,7 +95,7 @@ def test_dense_networks_are_trained_in_one_pass(monkeypatch: pytest.MonkeyPatch)
         passes.append(len(learners))
         train_together(learners, *rest)
 
-    monkeypatch.setattr("fedsynth.methods.local.train_together", spy)
+    monkeypatch.setattr("fedsynth.methods.shared.local.train_together", spy)
     for kind in PLAIN:
         passes.clear()
         method: TrainsLocally = kind(**LOCAL, stragglers=0.4)

@@ -15,8 +15,8 @@ from fedsynth.core.method import RoundContext, ServerState
 from fedsynth.data.images import from_arrays
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.methods.fedbn import FedBN
-from fedsynth.methods.local import TrainsLocally
 from fedsynth.methods.moon import Moon
+from fedsynth.methods.shared.local import TrainsLocally
 from fedsynth.methods.solo import Solo
 
 Array = npt.NDArray[np.float64]

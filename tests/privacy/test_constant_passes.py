@@ -32,8 +32,8 @@ from fedsynth.privacy.mechanisms import GaussianSums, Released
 from fedsynth.privacy.passes import padded, pass_length, power_of_two
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.settings import PrivacySettings
-from fedsynth.synthesizer.condensation import NetworkFeatures
-from fedsynth.synthesizer.matching import per_example_gradients
+from fedsynth.synthesizer.condensation.loop import NetworkFeatures
+from fedsynth.synthesizer.condensation.matchers import per_example_gradients
 
 SPEC = dataset_spec("digits")
 KERNELS = ("convolution", "mm", "bmm", "addmm", "baddbmm", "einsum", "norm", "pool", "softmax")

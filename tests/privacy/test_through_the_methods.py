@@ -31,8 +31,12 @@ from fedsynth.privacy.mechanisms import GaussianSums
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.releases import Release
 from fedsynth.privacy.settings import PrivacySettings
-from fedsynth.synthesizer.condensation import NetworkFeatures
-from fedsynth.synthesizer.matching import GradientMatcher, ResidualMatcher, synthetic_means
+from fedsynth.synthesizer.condensation.loop import NetworkFeatures
+from fedsynth.synthesizer.condensation.matchers import (
+    GradientMatcher,
+    ResidualMatcher,
+    synthetic_means,
+)
 
 SPEC = dataset_spec("digits")
 

@@ -20,10 +20,10 @@ from fedsynth.federation.simulation import simulate
 from fedsynth.methods.fedaf import FedAF
 from fedsynth.methods.feddm import FedDM
 from fedsynth.models.convnet import ConvNet
-from fedsynth.synthesizer.batches import BatchIndices
-from fedsynth.synthesizer.condensation import NetworkFeatures
-from fedsynth.synthesizer.distributions import MATCHINGS, DistributionMatcher
-from fedsynth.synthesizer.matching import ExactMatcher
+from fedsynth.synthesizer.condensation.distributions import MATCHINGS, DistributionMatcher
+from fedsynth.synthesizer.condensation.loop import NetworkFeatures
+from fedsynth.synthesizer.condensation.matchers import ExactMatcher
+from fedsynth.synthesizer.condensation.real_batches import BatchIndices
 
 SPEC = dataset_spec("digits")
 LABELS = np.array([0, 0, 0, 0, 0, 1, 1, 2, 0, 1])

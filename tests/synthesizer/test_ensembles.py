@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from fedsynth.data.registry import dataset_spec
 from fedsynth.errors import SettingError, UnknownNameError
 from fedsynth.models.registry import ModelSettings, build_model
-from fedsynth.synthesizer.ensembles import (
+from fedsynth.synthesizer.generation.ensembles import (
     Stratification,
     average_of_logits,
     batch_norm_matching,
@@ -25,8 +25,12 @@ from fedsynth.synthesizer.ensembles import (
     stratified_probabilities,
     stratified_weights,
 )
-from fedsynth.synthesizer.generators import make_generator
-from fedsynth.synthesizer.one_shot import OneShotDistillation, adversarial_loss, student_loss
+from fedsynth.synthesizer.generation.generators import make_generator
+from fedsynth.synthesizer.generation.many_teachers import (
+    OneShotDistillation,
+    adversarial_loss,
+    student_loss,
+)
 
 DIGITS = dataset_spec("digits")
 
@@ -189,7 +193,7 @@ def test_stratification_equals_separate_loops(batched: bool, device: torch.devic
     clients = [model.to(device) for model in models("instance", 3)]
     settings = Stratification(steps=4, batch=5, learning_rate=1e-2, latent=6, width=4)
     u = settings.measure(clients, DIGITS, 7, device, batched=batched)
-    from fedsynth.core.random import torch_generator
+    from fedsynth.seeding import torch_generator
 
     z = torch.randn(
         5, 6, generator=torch_generator(7, "stratification noise", device=device), device=device

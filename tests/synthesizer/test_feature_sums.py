@@ -28,11 +28,11 @@ from fedsynth.privacy.mechanisms import GaussianSums
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.releases import Release
 from fedsynth.privacy.settings import PrivacySettings
-from fedsynth.synthesizer.batches import BatchIndices
-from fedsynth.synthesizer.condensation import NetworkFeatures
-from fedsynth.synthesizer.feature_sums import FeatureSumMatcher
-from fedsynth.synthesizer.matching import ExactMatcher
-from fedsynth.synthesizer.perturbation import Perturbations
+from fedsynth.synthesizer.condensation.feature_sums import FeatureSumMatcher
+from fedsynth.synthesizer.condensation.loop import NetworkFeatures
+from fedsynth.synthesizer.condensation.matchers import ExactMatcher
+from fedsynth.synthesizer.condensation.perturbation import Perturbations
+from fedsynth.synthesizer.condensation.real_batches import BatchIndices
 
 SPEC, N, IPC, WIDTH = dataset_spec("digits"), 60, 2, 4 * 4 + 10
 

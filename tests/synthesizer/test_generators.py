@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import nn
 
-from fedsynth.core.random import torch_generator
 from fedsynth.data.images import normalise
 from fedsynth.data.load import load_dataset
 from fedsynth.data.registry import dataset_spec
@@ -17,8 +16,8 @@ from fedsynth.errors import SettingError
 from fedsynth.evaluation.accuracy import accuracy
 from fedsynth.models.convnet import ConvNet
 from fedsynth.models.registry import ModelSettings, build_model
-from fedsynth.synthesizer.distiller import DataFreeDistiller, Distillation, generated_tally
-from fedsynth.synthesizer.generators import (
+from fedsynth.seeding import torch_generator
+from fedsynth.synthesizer.generation.generators import (
     Generator,
     activation_loss,
     distillation_loss,
@@ -27,7 +26,12 @@ from fedsynth.synthesizer.generators import (
     make_generator,
     one_hot_loss,
 )
-from fedsynth.synthesizer.training import SgdSettings, train_on
+from fedsynth.synthesizer.generation.one_teacher import (
+    DataFreeDistiller,
+    Distillation,
+    generated_tally,
+)
+from fedsynth.training.sgd import SgdSettings, train_on
 
 DIGITS = dataset_spec("digits")
 

@@ -9,7 +9,7 @@ import ot
 import pytest
 import torch
 
-from fedsynth.synthesizer.knowledge import (
+from fedsynth.synthesizer.condensation.knowledge import (
     DISTANCES,
     average_over_holders,
     class_means,

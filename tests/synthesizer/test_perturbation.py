@@ -8,8 +8,8 @@ import torch
 from fedsynth.errors import SettingError
 from fedsynth.models.convnet import ConvNet
 from fedsynth.models.flat import flatten
-from fedsynth.synthesizer.perturbation import Perturbations
-from fedsynth.synthesizer.training import project_to_ball
+from fedsynth.synthesizer.condensation.perturbation import Perturbations
+from fedsynth.training.sgd import project_to_ball
 
 
 def draws(

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from fedsynth.core.random import torch_generator
 from fedsynth.data.registry import dataset_spec
-from fedsynth.synthesizer.views import Views
+from fedsynth.seeding import torch_generator
+from fedsynth.synthesizer.generation.views import Views
 
 DIGITS, COLOUR = dataset_spec("digits"), dataset_spec("cifar10")
 

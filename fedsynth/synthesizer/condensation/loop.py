@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from fedsynth.core.client import chunk
 from fedsynth.core.method import RoundContext
+from fedsynth.models.batch_norm import SharedStatistics, has_batch_norm
 from fedsynth.models.frozen import VectorJacobian
 from fedsynth.privacy.passes import power_of_two
-from fedsynth.synthesizer.batch_norm import SharedStatistics, has_batch_norm
-from fedsynth.synthesizer.matching import Matcher
+from fedsynth.synthesizer.condensation.matchers import Matcher
 
 Augmentation = Callable[[Tensor, Tensor], Tensor]
 """(images, segment of each) -> transformed images."""
@@ -33,7 +33,7 @@ class NetworkFeatures:
         network: has `embed` and `classifier`; its weights are frozen.
         precision: of the real images' embedding, and of what is pulled back for each private example; synthetic images' features, and
             the classifier, are always float32.
-        statistics_S: for networks with batch norm (`fedsynth.synthesizer.batch_norm`): segments with the same number share statistics.
+        statistics_S: for networks with batch norm (`fedsynth.models.batch_norm`): segments with the same number share statistics.
         memory_bytes: a pass should not take more.
         compiled: the real pass goes through torch.compile; its last, smaller piece does not, so that shapes never change. Not for private
             clients: one record more would move others of its piece to another kernel, which in bf16 shows in the sums.

@@ -21,15 +21,15 @@ from fedsynth.errors import SettingError, UnknownNameError
 from fedsynth.evaluation.generated import GENERATOR
 from fedsynth.federation.settings import resolve
 from fedsynth.federation.simulation import simulate
-from fedsynth.methods.aggregation import average
 from fedsynth.methods.dense import Dense, generated_facts
 from fedsynth.methods.feddf import FedDF
 from fedsynth.methods.fedhydra import FedHydra
-from fedsynth.methods.one_shot import DistilsEnsemble
+from fedsynth.methods.shared.aggregation import average
+from fedsynth.methods.shared.ensemble import DistilsEnsemble
 from fedsynth.models.registry import ModelSettings, build_model
 from fedsynth.privacy.errors import ForbiddenLayerError, UnaccountedReleaseError
-from fedsynth.synthesizer.ensembles import average_of_logits
-from fedsynth.synthesizer.one_shot import OneShotDistillation
+from fedsynth.synthesizer.generation.ensembles import average_of_logits
+from fedsynth.synthesizer.generation.many_teachers import OneShotDistillation
 
 SPEC = dataset_spec("digits")
 METHODS = ["dense", "fedhydra", "feddf"]

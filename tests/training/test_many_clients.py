@@ -14,14 +14,14 @@ from fedsynth.models.convnet import ConvNet
 from fedsynth.models.flat import flatten
 from fedsynth.models.registry import ModelSettings, build_model
 from fedsynth.models.small import Linear
-from fedsynth.synthesizer.together import (
+from fedsynth.training.many_clients import (
     Learner,
     learner_bytes,
     pays,
     train_together,
     trains_together,
 )
-from fedsynth.synthesizer.training import Pull, SgdSettings, train_on
+from fedsynth.training.sgd import Pull, SgdSettings, train_on
 
 SIZES = (7, 1, 0, 23, 10, 5)
 DRAWS = torch.Generator().manual_seed(0)
@@ -97,8 +97,10 @@ def test_equals_each_clients_own_training(
 
     Ragged sizes, an empty client, a client of one example, batches that are not full, and more steps than a pass has."""
     images, labels = IMAGES.to(device), LABELS.to(device)
-    monkeypatch.setattr("fedsynth.synthesizer.together.FEW", few)
-    monkeypatch.setattr("fedsynth.synthesizer.together.BLOCK", 2)  # many layings-out, across passes
+    monkeypatch.setattr("fedsynth.training.many_clients.FEW", few)
+    monkeypatch.setattr(
+        "fedsynth.training.many_clients.BLOCK", 2
+    )  # many layings-out, across passes
     together = learners(device, settings, penalties)
     starts = [flatten(one.model) for one in together]
     train_together(together, lambda i: images[i], lambda i: labels[i])
@@ -110,7 +112,7 @@ def test_equals_each_clients_own_training(
 
 def test_clients_do_not_touch_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches: a filler, or a step that a client no longer takes, which counts for it."""
-    monkeypatch.setattr("fedsynth.synthesizer.together.FEW", 1)
+    monkeypatch.setattr("fedsynth.training.many_clients.FEW", 1)
     alone = learners(torch.device("cpu"), lambda k: SgdSettings(2, 5, 0.1, 0.9, 1e-2), True)
     many = copy.deepcopy(alone)  # generators are copied with their state
     train_together(alone[1:2], IMAGES.__getitem__, LABELS.__getitem__)
@@ -122,8 +124,8 @@ def test_clients_do_not_touch_each_other(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.parametrize("few", [1, 4])
 def test_nobody_with_data_and_progress(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fedsynth.synthesizer.together.FEW", few)
-    monkeypatch.setattr("fedsynth.synthesizer.together.BLOCK", 1)
+    monkeypatch.setattr("fedsynth.training.many_clients.FEW", few)
+    monkeypatch.setattr("fedsynth.training.many_clients.BLOCK", 1)
     each = learners(torch.device("cpu"), lambda k: SgdSettings(2, 5, 0.1), False, (0, 0))
     before = [flatten(one.model) for one in each]
     train_together(each, IMAGES.__getitem__, LABELS.__getitem__)

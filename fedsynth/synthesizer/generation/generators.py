@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedsynth.core.random import forked_rng
 from fedsynth.data.registry import DatasetSpec
+from fedsynth.seeding import forked_rng
 
 
 class Generator(nn.Module):

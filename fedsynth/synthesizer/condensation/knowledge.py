@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedsynth.synthesizer.matching import FeatureMap, Matcher, frozen_means, pull_back
+from fedsynth.synthesizer.condensation.matchers import FeatureMap, Matcher, frozen_means, pull_back
 
 DISTANCES = ("point", "rows", "sorted")
 REDUCTIONS = ("mean", "sum")

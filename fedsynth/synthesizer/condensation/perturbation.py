@@ -10,9 +10,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from fedsynth.core.random import torch_generator
 from fedsynth.errors import SettingError
 from fedsynth.models.flat import FlatNetwork
+from fedsynth.seeding import torch_generator
 
 READINGS = ("sphere", "ball")
 

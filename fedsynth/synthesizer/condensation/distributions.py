@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fedsynth.errors import SettingError
-from fedsynth.synthesizer.matching import ExactMatcher, FeatureMap, passes
+from fedsynth.synthesizer.condensation.matchers import ExactMatcher, FeatureMap, passes
 
 SCALE = 4.0  # in units of √D: several times the spread of instance-normalised features
 MATCHINGS = ("mean", "gaussian", "energy", "sinkhorn")

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
 from fedsynth.models.flat import FlatNetwork, flatten, load_flat
-from fedsynth.synthesizer.training import Penalty, Pull, SgdSettings, make_step, steps_of
+from fedsynth.training.sgd import Penalty, Pull, SgdSettings, make_step, steps_of
 
 FEW = 4  # clients below which a pass costs more than it saves
 LARGE_BATCH = 2**15  # numbers in a batch, above which arithmetic outweighs Python

@@ -31,14 +31,14 @@ from fedsynth.core.method import (
     check_choice,
     check_ranges,
 )
-from fedsynth.core.random import numpy_generator, torch_generator
 from fedsynth.errors import SettingError
-from fedsynth.methods.aggregation import average, cached, overall_average
+from fedsynth.methods.shared.aggregation import average, cached, overall_average
 from fedsynth.models.registry import parameter_count
 from fedsynth.privacy.dpsgd import DpSgdSettings, ExampleLoss, Penalty, check_model
 from fedsynth.privacy.settings import PrivacySettings
-from fedsynth.synthesizer.together import Learner, learner_bytes, pays, train_together
-from fedsynth.synthesizer.training import Pull, SgdSettings, steps_of, train_on
+from fedsynth.seeding import numpy_generator, torch_generator
+from fedsynth.training.many_clients import Learner, learner_bytes, pays, train_together
+from fedsynth.training.sgd import Pull, SgdSettings, steps_of, train_on
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from fedsynth.core.client import OpenClients, Segments
-from fedsynth.core.random import torch_generator
 from fedsynth.errors import SettingError
+from fedsynth.seeding import torch_generator
 
 SMALL_CLASS = ("all", "resample")
 

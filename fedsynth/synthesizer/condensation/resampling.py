@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from fedsynth.core.random import forked_rng
 from fedsynth.models.flat import FlatNetwork, flatten
+from fedsynth.seeding import forked_rng
 
 
 class ResampledNetworks:

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.func import functional_call, vmap
 from torch.nn import functional as F
 
-from fedsynth.core.random import torch_generator
 from fedsynth.data.registry import DatasetSpec
-from fedsynth.synthesizer.generators import make_generator
+from fedsynth.seeding import torch_generator
+from fedsynth.synthesizer.generation.generators import make_generator
 
 PAIRS = 64  # generators whose weights, gradients and images are held at a time
 Aggregate = Callable[[Tensor, Tensor], Tensor]

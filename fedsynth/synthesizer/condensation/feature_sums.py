@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fedsynth.core.client import PrivateClients
 from fedsynth.privacy.mechanisms import GaussianSums
-from fedsynth.synthesizer.matching import FeatureMap, frozen_means, pull_back
+from fedsynth.synthesizer.condensation.matchers import FeatureMap, frozen_means, pull_back
 
 
 class FeatureSumMatcher:

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from fedsynth.models.batch_norm import has_batch_norm
 from fedsynth.models.flat import FlatNetwork, load_flat
-from fedsynth.synthesizer.batch_norm import has_batch_norm
-from fedsynth.synthesizer.graphs import recorded
+from fedsynth.training.cuda_graphs import recorded
 
 WORTH_RECORDING = 20  # steps
 Loss = Callable[[Tensor, Tensor], Tensor]

@@ -10,17 +10,17 @@ from torch import Tensor, nn
 from fedsynth.core.client import OpenClients
 from fedsynth.data.images import ImageData, from_arrays
 from fedsynth.data.registry import dataset_spec
-from fedsynth.models.convnet import ConvNet
-from fedsynth.models.flat import flatten
-from fedsynth.synthesizer.batch_norm import (
+from fedsynth.models.batch_norm import (
     GroupedBatchNorm,
     SharedStatistics,
     has_batch_norm,
     with_grouped_statistics,
 )
-from fedsynth.synthesizer.batches import BatchIndices
-from fedsynth.synthesizer.condensation import NetworkFeatures, condense
-from fedsynth.synthesizer.matching import ExactMatcher, pull_back
+from fedsynth.models.convnet import ConvNet
+from fedsynth.models.flat import flatten
+from fedsynth.synthesizer.condensation.loop import NetworkFeatures, condense
+from fedsynth.synthesizer.condensation.matchers import ExactMatcher, pull_back
+from fedsynth.synthesizer.condensation.real_batches import BatchIndices
 
 N, IPC = 60, 3
 

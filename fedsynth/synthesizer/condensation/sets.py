@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from fedsynth.core.client import OpenClients, Segments
 from fedsynth.core.messages import Message, public, released
 from fedsynth.core.method import Memory, RoundContext
-from fedsynth.core.random import torch_generator
 from fedsynth.data.images import normalise
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.errors import SettingError
-from fedsynth.synthesizer.training import Objective, SgdSettings, train_on
+from fedsynth.seeding import torch_generator
+from fedsynth.training.sgd import Objective, SgdSettings, train_on
 
 
 @dataclass(frozen=True)

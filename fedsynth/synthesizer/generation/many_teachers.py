@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedsynth.core.method import check_choice, check_ranges
-from fedsynth.core.random import torch_generator
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.evaluation.generated import tally
-from fedsynth.synthesizer.ensembles import Aggregate, batch_norm_matching, has_statistics
-from fedsynth.synthesizer.generators import Generator, distillation_loss, make_generator
-from fedsynth.synthesizer.views import Views
+from fedsynth.seeding import torch_generator
+from fedsynth.synthesizer.generation.ensembles import Aggregate, batch_norm_matching, has_statistics
+from fedsynth.synthesizer.generation.generators import Generator, distillation_loss, make_generator
+from fedsynth.synthesizer.generation.views import Views
 
 IMAGES = ("all", "last", "best")
 

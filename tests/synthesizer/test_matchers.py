@@ -16,10 +16,8 @@ from fedsynth.models.convnet import ConvNet
 from fedsynth.privacy.ledger import Guard, Ledger
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.releases import Release
-from fedsynth.synthesizer.augmentation import SiameseAugmentation
-from fedsynth.synthesizer.batches import BatchIndices
-from fedsynth.synthesizer.condensation import NetworkFeatures, condense
-from fedsynth.synthesizer.matching import (
+from fedsynth.synthesizer.condensation.loop import NetworkFeatures, condense
+from fedsynth.synthesizer.condensation.matchers import (
     ClippedMatcher,
     ExactMatcher,
     GradientMatcher,
@@ -31,6 +29,8 @@ from fedsynth.synthesizer.matching import (
     segment_means,
     synthetic_means,
 )
+from fedsynth.synthesizer.condensation.real_batches import BatchIndices
+from fedsynth.synthesizer.condensation.siamese import SiameseAugmentation
 
 DEVICES = [
     "cpu",
@@ -346,7 +346,7 @@ def test_the_size_of_passes_changes_nothing_but_rounding(
     leaf = S.clone().requires_grad_()
     means = synthetic_means(features, leaf)
     (pulled,) = torch.autograd.grad(means, leaf, torch.ones_like(means))
-    monkeypatch.setattr("fedsynth.synthesizer.condensation.CPU_BYTES", images * 8 * 64 * 4)
+    monkeypatch.setattr("fedsynth.synthesizer.condensation.loop.CPU_BYTES", images * 8 * 64 * 4)
     assert features.images_at_once(x) == images
     torch.testing.assert_close(features.real(x, segment), whole[0], atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(
@@ -432,7 +432,7 @@ def test_a_compiled_real_pass_is_the_same_pass(
     before = torch.get_rng_state()
     net, x = network(), torch.randn(13, 1, 8, 8, generator=torch.Generator().manual_seed(0))
     monkeypatch.setattr(
-        "fedsynth.synthesizer.condensation.CPU_BYTES", 4 * 8 * 64 * precision.itemsize
+        "fedsynth.synthesizer.condensation.loop.CPU_BYTES", 4 * 8 * 64 * precision.itemsize
     )
     plain, compiled = (
         NetworkFeatures(net, 1.0, None, precision, compiled=c) for c in (False, True)

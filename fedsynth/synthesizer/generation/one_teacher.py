@@ -18,18 +18,18 @@ import torch
 from torch import Tensor, nn
 
 from fedsynth.core.method import check_ranges
-from fedsynth.core.random import torch_generator
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.evaluation.generated import describe, tally
-from fedsynth.synthesizer.ensembles import batch_norm_matching
-from fedsynth.synthesizer.generators import (
+from fedsynth.seeding import torch_generator
+from fedsynth.synthesizer.generation.ensembles import batch_norm_matching
+from fedsynth.synthesizer.generation.generator_memory import remembered, restore
+from fedsynth.synthesizer.generation.generators import (
     Generator,
     distillation_loss,
     generator_loss,
     make_generator,
 )
-from fedsynth.synthesizer.one_shot import adversarial_loss
-from fedsynth.synthesizer.remembered import remembered, restore
+from fedsynth.synthesizer.generation.many_teachers import adversarial_loss
 
 TALLIED = 256  # images of a tally: enough that 26 classes, all alike, are 3.2 and not 3.1 nats
 

@@ -18,8 +18,8 @@ from torch import nn
 from fedsynth.core.messages import Message, ModelParameters
 from fedsynth.core.method import RoundContext, ServerState, check_choice
 from fedsynth.errors import SettingError
-from fedsynth.methods.aggregation import average
-from fedsynth.methods.local import TrainsLocally
+from fedsynth.methods.shared.aggregation import average
+from fedsynth.methods.shared.local import TrainsLocally
 
 
 @dataclass(frozen=True)

@@ -9,14 +9,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedsynth.core.random import torch_generator
 from fedsynth.data.registry import dataset_spec
 from fedsynth.evaluation.generated import tally
 from fedsynth.models.registry import ModelSettings, build_model
-from fedsynth.synthesizer import one_shot
-from fedsynth.synthesizer.ensembles import average_of_logits
-from fedsynth.synthesizer.generators import make_generator
-from fedsynth.synthesizer.one_shot import Distilled, OneShotDistillation, adversarial_loss
+from fedsynth.seeding import torch_generator
+from fedsynth.synthesizer.generation import many_teachers
+from fedsynth.synthesizer.generation.ensembles import average_of_logits
+from fedsynth.synthesizer.generation.generators import make_generator
+from fedsynth.synthesizer.generation.many_teachers import (
+    Distilled,
+    OneShotDistillation,
+    adversarial_loss,
+)
 
 DIGITS = dataset_spec("digits")
 SMALL: dict[str, Any] = {"batch": 6, "width": 4, "latent": 5, "generator_lr": 0.05}
@@ -176,13 +180,13 @@ def test_the_generator_learns_on_views(
     monkeypatch: pytest.MonkeyPatch, device: torch.device
 ) -> None:
     calls: list[bool] = []
-    original = one_shot.Views.__call__
+    original = many_teachers.Views.__call__
 
     def look(views: Any, x: Tensor, *others: Any) -> Tensor:
         calls.append(x.requires_grad)
         return original(views, x, *others)
 
-    monkeypatch.setattr(one_shot.Views, "__call__", look)
+    monkeypatch.setattr(many_teachers.Views, "__call__", look)
     *clients, student = _models(device)
     settings = OneShotDistillation(**SMALL, epochs=1, generator_steps=2, flips=True)
     settings.fit(clients, student.requires_grad_(True), average_of_logits, DIGITS, 0)

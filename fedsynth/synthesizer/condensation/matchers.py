@@ -24,7 +24,7 @@ from fedsynth.models.frozen import VectorJacobian
 from fedsynth.privacy.mechanisms import GaussianSums
 from fedsynth.privacy.passes import padded, power_of_two
 from fedsynth.privacy.randomness import SecretGenerator
-from fedsynth.synthesizer.batches import BatchIndices
+from fedsynth.synthesizer.condensation.real_batches import BatchIndices
 
 PASSES, PULLED = 4, 8
 """`per_example_gradients` pulls a segment's vectors back in about so many passes, each within so many times the images of a pass forward."""

@@ -11,8 +11,8 @@ from torch import nn
 
 from fedsynth.models.convnet import ConvNet
 from fedsynth.models.flat import flatten
-from fedsynth.synthesizer.graphs import recorded
-from fedsynth.synthesizer.training import SgdSettings, train_on
+from fedsynth.training.cuda_graphs import recorded
+from fedsynth.training.sgd import SgdSettings, train_on
 
 
 def problem() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
@@ -81,7 +81,7 @@ def test_a_recorded_step_is_the_same_step(norm: str, monkeypatch: pytest.MonkeyP
         with torch.random.fork_rng():
             torch.manual_seed(0)  # noqa: TID251
             model = ConvNet((1, 8, 8), 4, width=4, depth=2, norm=norm).cuda()
-        monkeypatch.setattr("fedsynth.synthesizer.training.WORTH_RECORDING", worth)
+        monkeypatch.setattr("fedsynth.training.sgd.WORTH_RECORDING", worth)
         settings = SgdSettings(4, 8, 0.1, 0.9, 1e-2, radius=1.0)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
@@ -102,7 +102,7 @@ def test_what_cannot_be_recorded_runs_as_it_is_and_nothing_was_changed(
         state.add_(1)
         raise RuntimeError("operation not permitted when stream is capturing")
 
-    monkeypatch.setattr("fedsynth.synthesizer.graphs._record", lambda step, device: step())
+    monkeypatch.setattr("fedsynth.training.cuda_graphs._record", lambda step, device: step())
     with pytest.warns(RuntimeWarning, match="without a CUDA graph"):
         replay = recorded(step, [state])
     assert replay is step

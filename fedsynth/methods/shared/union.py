@@ -8,8 +8,8 @@ from math import inf
 
 from fedsynth.core.messages import Message, ModelParameters
 from fedsynth.core.method import Method, RoundContext, ServerState, check_ranges
-from fedsynth.synthesizer.sets import train_on_union
-from fedsynth.synthesizer.training import SgdSettings
+from fedsynth.synthesizer.condensation.sets import train_on_union
+from fedsynth.training.sgd import SgdSettings
 
 
 @dataclass(frozen=True)
