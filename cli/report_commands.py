@@ -41,7 +41,7 @@ def report(
     folder.
     """
     with one_line_errors():
-        from fedsynth.core.method import check_choice
+        from fedsynth.core.validation import check_choice
         from fedsynth.privacy.errors import PrivacyError
         from fedsynth.privacy.report import render_html, render_markdown
         from fedsynth.privacy.verify import HOSTILE, sound_report

@@ -26,7 +26,8 @@ from fedsynth import (
     TrainsLocally,
     simulate,
 )
-from fedsynth.core.method import Method, check_ranges
+from fedsynth.core.method import Method
+from fedsynth.core.validation import check_ranges
 from fedsynth.methods.shared.aggregation import average
 
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from fedsynth.core.messages import Message
-from fedsynth.core.method import check_choice
+from fedsynth.core.validation import check_choice
 from fedsynth.data.images import ImageData, from_arrays
 from fedsynth.data.partition import IntArray
 from fedsynth.data.registry import DatasetSpec, dataset_spec

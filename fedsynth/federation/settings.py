@@ -14,7 +14,8 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, TypeVar, get_args, get_type_hints
 
-from fedsynth.core.method import Method, check_choice, convert
+from fedsynth.core.method import Method
+from fedsynth.core.validation import check_choice, convert
 from fedsynth.data.files import expanded
 from fedsynth.data.partition import PartitionSettings
 from fedsynth.data.registry import dataset_spec

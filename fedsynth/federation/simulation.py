@@ -24,7 +24,8 @@ from torch import Tensor, nn
 
 from fedsynth.core.client import ClientGroup, MakeSeries, OpenClients, PrivateClients
 from fedsynth.core.messages import Message
-from fedsynth.core.method import Memory, RoundContext, ServerState, check_choice
+from fedsynth.core.method import Memory, RoundContext, ServerState
+from fedsynth.core.validation import check_choice
 from fedsynth.data.images import ImageData, require_all_classes
 from fedsynth.data.load import load_dataset
 from fedsynth.data.partition import GIVEN, IntArray, check_parts, count_matrix, hold_out, partition

@@ -24,15 +24,8 @@ from torch import Tensor, nn
 
 from fedsynth.core.client import ClientGroup, OpenClients, PrivateClients, Segments
 from fedsynth.core.messages import Message, ModelParameters, parameters_of, released
-from fedsynth.core.method import (
-    Memory,
-    PrivatePlan,
-    RoundContext,
-    ServerState,
-    check_choice,
-    check_embedding,
-    check_ranges,
-)
+from fedsynth.core.method import Memory, PrivatePlan, RoundContext, ServerState
+from fedsynth.core.validation import check_choice, check_embedding, check_ranges
 from fedsynth.data.images import denormalise
 from fedsynth.methods.shared.class_sums import class_sums, sums_plans
 from fedsynth.methods.shared.union import TrainsOnUnion

@@ -11,7 +11,8 @@ from math import inf
 from typing import ClassVar
 
 from fedsynth.core.messages import ModelParameters
-from fedsynth.core.method import RoundContext, ServerState, check_ranges
+from fedsynth.core.method import RoundContext, ServerState
+from fedsynth.core.validation import check_ranges
 from fedsynth.methods.shared.aggregation import average, trainable
 from fedsynth.methods.shared.local import TrainsLocally, prefixed, unprefixed
 

@@ -14,7 +14,8 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from fedsynth.core.method import RoundContext, ServerState, check_ranges
+from fedsynth.core.method import RoundContext, ServerState
+from fedsynth.core.validation import check_ranges
 from fedsynth.errors import SettingError
 from fedsynth.methods.shared.ensemble import DistilsEnsemble
 from fedsynth.seeding import torch_generator

@@ -23,14 +23,8 @@ from torch import Tensor, nn
 
 from fedsynth.core.client import ClientGroup, OpenClients, PrivateClients, Segments
 from fedsynth.core.messages import Message, parameters_of
-from fedsynth.core.method import (
-    Memory,
-    PrivatePlan,
-    RoundContext,
-    check_choice,
-    check_embedding,
-    check_ranges,
-)
+from fedsynth.core.method import Memory, PrivatePlan, RoundContext
+from fedsynth.core.validation import check_choice, check_embedding, check_ranges
 from fedsynth.methods.shared.union import TrainsInBall
 from fedsynth.models.batch_norm import has_batch_norm, with_grouped_statistics
 from fedsynth.privacy.dpsgd import refuse_batch_norm

@@ -24,14 +24,8 @@ from torch.nn import functional as F
 
 from fedsynth.core.client import ClientGroup, OpenClients, chunk
 from fedsynth.core.messages import Message, ModelParameters, public, unprotected
-from fedsynth.core.method import (
-    Memory,
-    RoundContext,
-    ServerState,
-    check_choice,
-    check_embedding,
-    check_ranges,
-)
+from fedsynth.core.method import Memory, RoundContext, ServerState
+from fedsynth.core.validation import check_choice, check_embedding, check_ranges
 from fedsynth.errors import SettingError
 from fedsynth.methods.shared.aggregation import average
 from fedsynth.methods.shared.local import Task, Trained, TrainsLocally

@@ -22,15 +22,8 @@ from torch.nn import functional as F
 
 from fedsynth.core.client import ClientGroup, PrivateClients
 from fedsynth.core.messages import Message, ModelParameters, parameters_of, public, released
-from fedsynth.core.method import (
-    Memory,
-    PrivatePlan,
-    RoundContext,
-    ServerState,
-    check_choice,
-    check_embedding,
-    check_ranges,
-)
+from fedsynth.core.method import Memory, PrivatePlan, RoundContext, ServerState
+from fedsynth.core.validation import check_choice, check_embedding, check_ranges
 from fedsynth.errors import SettingError
 from fedsynth.methods.shared.class_sums import ClassSums, class_sums, sums_plans
 from fedsynth.methods.shared.local import Task, TrainsLocally

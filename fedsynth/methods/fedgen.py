@@ -26,7 +26,8 @@ from torch.nn import functional as F
 
 from fedsynth.core.client import ClientGroup, OpenClients
 from fedsynth.core.messages import Message, ModelParameters, public
-from fedsynth.core.method import Memory, RoundContext, ServerState, check_embedding, check_ranges
+from fedsynth.core.method import Memory, RoundContext, ServerState
+from fedsynth.core.validation import check_embedding, check_ranges
 from fedsynth.evaluation.generated import GENERATOR, describe, tally
 from fedsynth.methods.shared.aggregation import average
 from fedsynth.methods.shared.local import Task, TrainsLocally

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedsynth.core.messages import Message, ModelParameters, public
-from fedsynth.core.method import Memory, RoundContext, ServerState, check_ranges
+from fedsynth.core.method import Memory, RoundContext, ServerState
+from fedsynth.core.validation import check_ranges
 from fedsynth.methods.shared.aggregation import average
 from fedsynth.methods.shared.local import Task, TrainsLocally, prefixed, unprefixed
 from fedsynth.privacy.dpsgd import cross_entropies

@@ -19,7 +19,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from fedsynth.core.method import RoundContext, ServerState, check_choice, check_ranges
+from fedsynth.core.method import RoundContext, ServerState
+from fedsynth.core.validation import check_choice, check_ranges
 from fedsynth.methods.dense import DistilsWithoutData
 from fedsynth.synthesizer.generation.ensembles import (
     Aggregate,

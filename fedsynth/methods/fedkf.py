@@ -23,14 +23,8 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from fedsynth.core.messages import Message, ModelParameters, public
-from fedsynth.core.method import (
-    Memory,
-    RoundContext,
-    ServerState,
-    check_choice,
-    check_embedding,
-    check_ranges,
-)
+from fedsynth.core.method import Memory, RoundContext, ServerState
+from fedsynth.core.validation import check_choice, check_embedding, check_ranges
 from fedsynth.evaluation.generated import GENERATOR, average, describe
 from fedsynth.methods.shared.local import Task, TrainsLocally, plain_upload, unprefixed
 from fedsynth.seeding import torch_generator

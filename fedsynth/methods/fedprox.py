@@ -17,7 +17,8 @@ from torch import nn
 
 from fedsynth.core.client import ClientGroup, OpenClients
 from fedsynth.core.messages import Message, ModelParameters, parameters_of, public
-from fedsynth.core.method import Memory, PrivatePlan, RoundContext, ServerState, check_ranges
+from fedsynth.core.method import Memory, PrivatePlan, RoundContext, ServerState
+from fedsynth.core.validation import check_ranges
 from fedsynth.errors import SettingError
 from fedsynth.methods.shared.aggregation import average
 from fedsynth.methods.shared.local import Task, Trained, TrainsLocally, mean_loss

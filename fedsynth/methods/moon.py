@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedsynth.core.messages import Message, ModelParameters, parameters_of
-from fedsynth.core.method import Memory, RoundContext, check_embedding, check_ranges
+from fedsynth.core.method import Memory, RoundContext
+from fedsynth.core.validation import check_embedding, check_ranges
 from fedsynth.methods.shared.local import Task, Trained, TrainsLocally
 
 

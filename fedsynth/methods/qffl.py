@@ -13,7 +13,8 @@ from typing import ClassVar
 
 from fedsynth.core.client import ClientGroup, OpenClients
 from fedsynth.core.messages import Message, ModelParameters, parameters_of, unprotected
-from fedsynth.core.method import RoundContext, ServerState, check_ranges
+from fedsynth.core.method import RoundContext, ServerState
+from fedsynth.core.validation import check_ranges
 from fedsynth.methods.shared.aggregation import average, trainable
 from fedsynth.methods.shared.local import TrainsLocally, mean_loss
 

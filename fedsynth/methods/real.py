@@ -11,7 +11,8 @@ from torch import Tensor
 
 from fedsynth.core.client import ClientGroup, OpenClients
 from fedsynth.core.messages import Message, unprotected
-from fedsynth.core.method import Memory, RoundContext, check_ranges
+from fedsynth.core.method import Memory, RoundContext
+from fedsynth.core.validation import check_ranges
 from fedsynth.errors import SettingError
 from fedsynth.methods.shared.union import TrainsInBall
 from fedsynth.synthesizer.condensation.sets import SyntheticSet, real_start, split_uploads

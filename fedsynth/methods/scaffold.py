@@ -16,7 +16,8 @@ from typing import ClassVar
 from torch import Tensor, nn
 
 from fedsynth.core.messages import Message, ModelParameters, public, released
-from fedsynth.core.method import Memory, RoundContext, ServerState, check_ranges
+from fedsynth.core.method import Memory, RoundContext, ServerState
+from fedsynth.core.validation import check_ranges
 from fedsynth.errors import SettingError
 from fedsynth.methods.shared.aggregation import average, trainable
 from fedsynth.methods.shared.local import Task, Trained, TrainsLocally, prefixed, unprefixed

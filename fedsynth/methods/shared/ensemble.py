@@ -16,7 +16,8 @@ from typing import ClassVar
 from torch import nn
 
 from fedsynth.core.messages import Message, ModelParameters
-from fedsynth.core.method import RoundContext, ServerState, check_choice
+from fedsynth.core.method import RoundContext, ServerState
+from fedsynth.core.validation import check_choice
 from fedsynth.errors import SettingError
 from fedsynth.methods.shared.aggregation import average
 from fedsynth.methods.shared.local import TrainsLocally

@@ -22,15 +22,8 @@ from torch import Tensor, nn
 
 from fedsynth.core.client import ClientGroup, OpenClients, PrivateClients, chunk
 from fedsynth.core.messages import Message, ModelParameters, parameters_of
-from fedsynth.core.method import (
-    Memory,
-    Method,
-    PrivatePlan,
-    RoundContext,
-    ServerState,
-    check_choice,
-    check_ranges,
-)
+from fedsynth.core.method import Memory, Method, PrivatePlan, RoundContext, ServerState
+from fedsynth.core.validation import check_choice, check_ranges
 from fedsynth.errors import SettingError
 from fedsynth.methods.shared.aggregation import average, cached, overall_average
 from fedsynth.models.registry import parameter_count

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from math import inf
 
 from fedsynth.core.messages import Message, ModelParameters
-from fedsynth.core.method import Method, RoundContext, ServerState, check_ranges
+from fedsynth.core.method import Method, RoundContext, ServerState
+from fedsynth.core.validation import check_ranges
 from fedsynth.synthesizer.condensation.sets import train_on_union
 from fedsynth.training.sgd import SgdSettings
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedsynth.core.method import check_choice, check_ranges
+from fedsynth.core.validation import check_choice, check_ranges
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.evaluation.generated import tally
 from fedsynth.seeding import torch_generator

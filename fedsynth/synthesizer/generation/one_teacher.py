@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fedsynth.core.method import check_ranges
+from fedsynth.core.validation import check_ranges
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.evaluation.generated import describe, tally
 from fedsynth.seeding import torch_generator
