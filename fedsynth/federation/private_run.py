@@ -15,8 +15,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import privacy_of_fields
-from fedsynth.core.method import Method, RoundContext
+from fedsynth.core.method import Method
 from fedsynth.data.partition import clients_or_groups
 from fedsynth.data.registry import is_published
 from fedsynth.errors import SettingError, unknown_name
@@ -529,7 +530,7 @@ def check_method(method: Method) -> None:
     """
     fields = {
         **privacy_of_fields(method.upload),
-        **(privacy_of_fields(method.answers) if method.answers else {}),
+        **(privacy_of_fields(method.first_upload) if method.first_upload else {}),
     }
     bad = [
         f"{name} ({kind})"

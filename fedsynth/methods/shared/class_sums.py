@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fedsynth.core.client import ClientGroup, PrivateClients, chunk
-from fedsynth.core.method import PrivatePlan, RoundContext
+from fedsynth.core.context import RoundContext
+from fedsynth.core.method import PrivatePlan
 
 Rows = Callable[[Tensor], Tensor]
 """Normalised images [N, C, H, W] -> a vector of each [N, D], which depends on that image alone; called without graph."""
