@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from fedsynth.data.registry import DatasetSpec
     from fedsynth.federation.observer import Observer
     from fedsynth.federation.settings import RunSettings, resolve
-    from fedsynth.federation.simulation import RunResult, simulate
+    from fedsynth.federation.result import RunResult
+    from fedsynth.federation.simulation import simulate
     from fedsynth.methods.dense import Dense
     from fedsynth.methods.fedaf import FedAF
     from fedsynth.methods.fedavg import FedAvg
@@ -80,7 +81,7 @@ _HOMES = {
     "QFFL": "fedsynth.methods.qffl",
     "Real": "fedsynth.methods.real",
     "RoundContext": "fedsynth.core.context",
-    "RunResult": "fedsynth.federation.simulation",
+    "RunResult": "fedsynth.federation.result",
     "RunSettings": "fedsynth.federation.settings",
     "Scaffold": "fedsynth.methods.scaffold",
     "ServerState": "fedsynth.core.state",

@@ -37,9 +37,6 @@ Memory = Mapping[str, torch.Tensor]
 Results = list[tuple[Message, Memory]]
 """Message and new memory of each client of a group, in the group's order."""
 
-FIRST, MAIN = "first", "main"
-"""The exchanges of a round."""
-
 # What a method's own signatures narrow: its `downlink`, `upload` and so on, and its `state`.
 Down = Any
 Up = Any

@@ -9,21 +9,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fedsynth.core.client import ClientGroup, OpenClients
+from fedsynth.core.client import ClientGroup, OpenClients, PrivateClients
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message
-from fedsynth.core.method import FIRST, Memory, Method
+from fedsynth.core.method import Memory, Method
 from fedsynth.data.images import ImageData
 from fedsynth.evaluation.accuracy import correct
-from fedsynth.federation.exchange import REQUEST, Evaluated, Joined, Refusal, Replies
+from fedsynth.federation.client_budget import ClientBudget, OpenBudget
+from fedsynth.federation.exchange import REQUEST, Evaluated, Joined, Refusal, Replies, Terms
 from fedsynth.federation.server import check_declared, check_finite
-from fedsynth.privacy.errors import BudgetExceededError, RequestRefusedError
-from fedsynth.privacy.releases import Release
+from fedsynth.privacy.errors import BudgetExceededError, LedgerError, RequestRefusedError
+from fedsynth.privacy.history import History
+from fedsynth.privacy.ledger import Ledger
+from fedsynth.privacy.plans import FIRST
+from fedsynth.privacy.randomness import SecretGenerator
+from fedsynth.privacy.releases import USER
 from fedsynth.privacy.requests import check_request
 
 
@@ -43,63 +48,6 @@ class OwnData:
     held_out: Tensor
 
 
-class Budget(Protocol):
-    """What a client may show of its records; without privacy: what it writes down of that."""
-
-    @property
-    def name(self) -> str:
-        """What its ledger is called; "" for none."""
-
-    def history(self) -> tuple[Release, ...]:
-        """What its ledger holds."""
-
-    def check(self, context: RoundContext) -> None:
-        """Asks whether the round can be charged, before anything is.
-
-        Raises:
-            BudgetExceededError: the cap would be exceeded.
-            LedgerError: the ledger cannot be written.
-        """
-
-    def begin(self, context: RoundContext) -> None:
-        """Charges what has no guarantee, before the round shows it."""
-
-    def group(
-        self,
-        budgets: Sequence[Any],
-        ids: Sequence[int],
-        data: Sequence[OwnData],
-        phase: str,
-        context: RoundContext,
-    ) -> ClientGroup:
-        """The group's view of its data for one exchange; charges each of its clients for it."""
-
-
-class NoBudget:
-    """Of a run without privacy and without ledgers."""
-
-    name = ""
-
-    def history(self) -> tuple[Release, ...]:
-        return ()
-
-    def check(self, context: RoundContext) -> None:
-        """Nothing to ask."""
-
-    def begin(self, context: RoundContext) -> None:
-        """Nothing to charge."""
-
-    def group(
-        self,
-        budgets: Sequence[Any],
-        ids: Sequence[int],
-        data: Sequence[OwnData],
-        phase: str,
-        context: RoundContext,
-    ) -> ClientGroup:
-        return OpenClients(ids, data[0].resident, [own.records for own in data])
-
-
 class ClientRuntime:
     """One client.
 
@@ -107,27 +55,61 @@ class ClientRuntime:
         number: k, from 0.
         method: what it takes part in.
         data: its own.
-        budget: its own.
-        tells_size: whether n_k is no secret: with DP off.
+        ledger: its own; None: nothing is charged.
+        secret: of its noise; None makes one with a fresh key when it is needed.
+        shows_always: whether its data are in what is shown of every round, also of those that it
+            takes no part in: a run without privacy that measures all test splits, or draws clients
+            by their sizes.
 
     Attributes:
         memory: what it keeps between rounds.
+        budget: from `start` on, with differential privacy.
     """
 
     def __init__(
-        self, number: int, method: Method, data: OwnData, budget: Budget, *, tells_size: bool
+        self,
+        number: int,
+        method: Method,
+        data: OwnData,
+        ledger: Ledger | None = None,
+        *,
+        secret: SecretGenerator | None = None,
+        shows_always: bool = False,
     ) -> None:
         self.number = number
         self.method = method
         self.data = data
-        self.budget = budget
         self.memory: Memory = {}
-        self._tells_size = tells_size
+        self.budget: ClientBudget | None = None
+        self._ledger = ledger
+        self._secret = secret
+        self.shows_always = shows_always
 
-    def join(self) -> Joined:
-        """What it says of itself."""
-        size = len(self.data.records) if self._tells_size else None
-        return Joined(self.number, size, self.budget.history(), self.budget.name)
+    def join(self, *, private: bool) -> Joined:
+        """What it says of itself; its size is its own where the run is private."""
+        size = None if private else len(self.data.records)
+        return Joined(self.number, size, self.history())
+
+    def start(self, terms: Terms) -> None:
+        """Takes the terms: with a plan it is charged by it from now on.
+
+        Raises:
+            LedgerError: its ledger holds releases of another unit.
+        """
+        if terms.plan is not None:
+            if self._ledger is None:
+                raise LedgerError(f"client {self.number} has no ledger for a private run")
+            self.budget = ClientBudget(self.number, self._ledger, terms.plan, self._secret)
+            self._secret = self.budget.secret
+
+    def move_ledger(self, ledger: Ledger, terms: Terms) -> None:
+        """Goes on with another ledger, in place of its own, which is empty."""
+        self._ledger = ledger
+        self.start(terms)
+
+    def history(self) -> History | None:
+        """What its ledger holds now."""
+        return None if self._ledger is None else self._ledger.history()
 
     def prepare(self, context: RoundContext) -> Refusal | None:
         """Whether it can take part in the round; nothing is charged.
@@ -135,15 +117,20 @@ class ClientRuntime:
         Raises:
             LedgerError: its ledger cannot be written.
         """
+        if self.budget is None:
+            if self._ledger is not None:
+                self._ledger.check_writable()
+            return None
         try:
-            self.budget.check(context)
+            self.budget.check(context.round)
         except BudgetExceededError as error:
             return Refusal(self.number, str(error))
         return None
 
     def begin(self, context: RoundContext) -> None:
-        """The round begins."""
-        self.budget.begin(context)
+        """The round begins: without privacy a ledger records it before anything is shown."""
+        if self.budget is None and self._ledger is not None:
+            OpenBudget(self._ledger, self.method.name).record(context.round)
 
     def step(self, phase: str, message: Message, context: RoundContext) -> Message | Refusal:
         """Its reply to a request."""
@@ -163,12 +150,39 @@ class ClientRuntime:
     ) -> Evaluated:
         """Tests models on its own test split."""
         test = self.data.resident.subset(self.data.held_out)
-        right = {name: 0 for name in models}
+        right = dict.fromkeys(models, 0)
         if len(test):
             for name, parameters in models.items():
                 model = context.load(self.personal(parameters))
                 right[name] = int(correct(model, test).sum())
         return Evaluated(self.number, len(self.data.records), len(test), right)
+
+
+def view(clients: Sequence[ClientRuntime], phase: str, context: RoundContext) -> ClientGroup:
+    """What a method may see of these clients in one exchange; with privacy each is charged for it.
+
+    Raises:
+        BudgetExceededError: a client's cap would be exceeded: another run has charged its ledger
+            since `prepare`. The clients before it stay charged.
+    """
+    ids = [client.number for client in clients]
+    resident = clients[0].data.resident
+    records = [client.data.records for client in clients]
+    budgets = [client.budget for client in clients if client.budget is not None]
+    if not budgets:
+        return OpenClients(ids, resident, records)
+    if not budgets[0].guaranteed:
+        noise = [budget.unaccounted(context, phase) for budget in budgets]
+        return OpenClients(ids, resident, records, noise)
+    protects_users = context.privacy is not None and context.privacy.unit == USER
+    return PrivateClients(
+        ids,
+        resident,
+        records,
+        [budget.authorise(context, phase) for budget in budgets],
+        nominal_size=context.nominal_size,
+        users=resident.groups if protects_users else None,
+    )
 
 
 def step_together(
@@ -187,13 +201,7 @@ def step_together(
     try:
         if context.privacy is not None:
             check_request(message.numbers(), context.privacy.max_request_norm)
-        group = clients[0].budget.group(
-            [client.budget for client in clients],
-            numbers,
-            [client.data for client in clients],
-            phase,
-            context,
-        )
+        group = view(clients, phase, context)
         step = method.first_step if first else method.client_step
         results = step(message, group, [client.memory for client in clients], context)
     except RequestRefusedError as error:

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message
-from fedsynth.privacy.releases import Release
+from fedsynth.federation.privacy_plan import PrivacyPlan
+from fedsynth.privacy.history import History
 
 BUDGET, REQUEST = "budget", "request"
 """Why clients refuse: their privacy budget would be exceeded; the server's request is not sound."""
@@ -28,28 +29,26 @@ class Joined:
 
     Args:
         client: its number.
-        size: n_k; None with DP on: private.
-        history: what its ledger holds: public values, of earlier runs on the same records.
-        name: what its ledger, and the privacy report, call it; "" without differential privacy.
+        size: n_k; None with differential privacy: private.
+        history: what its ledger holds, of earlier runs on the same records; None: it has no ledger.
     """
 
     client: int
     size: int | None = None
-    history: tuple[Release, ...] = ()
-    name: str = ""
+    history: History | None = None
 
 
 @dataclass(frozen=True)
 class Terms:
-    """What a server tells all clients before the first round.
+    """What a server tells all clients before the first round; all of it is public.
 
     Args:
-        sizes: n_k of all, with DP off.
-        noise_multiplier: σ, with DP on.
+        sizes: n_k of all clients; None with differential privacy.
+        plan: what each client will be charged for; None without.
     """
 
     sizes: tuple[int, ...] | None = None
-    noise_multiplier: float | None = None
+    plan: PrivacyPlan | None = None
 
 
 @dataclass(frozen=True)
@@ -112,6 +111,9 @@ class Exchange(Protocol):
 
     def facts(self, context: RoundContext) -> Sequence[Mapping[str, Any]]:
         """What the clients of a round say for its row of metrics (`Method.client_facts`)."""
+
+    def histories(self) -> Sequence[History]:
+        """What the clients' ledgers hold now, by client number; empty: they have none."""
 
     def evaluate(
         self, models: Mapping[str, Mapping[str, Tensor]], context: RoundContext

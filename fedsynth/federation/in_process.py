@@ -16,6 +16,7 @@ from fedsynth.core.context import Reporter, RoundContext
 from fedsynth.core.messages import Message
 from fedsynth.federation.client_runtime import ClientRuntime, evaluate_together, step_together
 from fedsynth.federation.exchange import Evaluated, Joined, Refusal, Replies, Terms
+from fedsynth.privacy.history import History
 
 
 class InProcess:
@@ -23,23 +24,30 @@ class InProcess:
 
     Args:
         clients: all, by number.
+        private: whether the run is.
     """
 
-    def __init__(self, clients: Sequence[ClientRuntime]) -> None:
+    def __init__(self, clients: Sequence[ClientRuntime], *, private: bool) -> None:
         self.clients = list(clients)
+        self._private = private
 
     def join(self) -> list[Joined]:
-        return [client.join() for client in self.clients]
+        return [client.join(private=self._private) for client in self.clients]
 
     def start(self, terms: Terms) -> None:
-        """Nothing: the clients share the server's context."""
+        for client in self.clients:
+            client.start(terms)
+
+    def histories(self) -> list[History]:
+        stated = [client.history() for client in self.clients]
+        return [history for history in stated if history is not None]
 
     def prepare(self, context: RoundContext) -> list[Refusal]:
-        answers = [self.clients[number].prepare(context) for number in context.active]
+        answers = [client.prepare(context) for client in self._concerned(context)]
         return [answer for answer in answers if answer is not None]
 
     def begin(self, context: RoundContext) -> None:
-        for client in self.clients:
+        for client in self._concerned(context):
             client.begin(context)
 
     def step(self, phase: str, message: Message, context: RoundContext) -> Replies:
@@ -61,6 +69,11 @@ class InProcess:
         self, models: Mapping[str, Mapping[str, Tensor]], context: RoundContext
     ) -> list[Evaluated]:
         return evaluate_together(self.clients, models, context)
+
+    def _concerned(self, context: RoundContext) -> list[ClientRuntime]:
+        """The round's clients, and those whose data are shown in every round."""
+        active = set(context.active)
+        return [c for c in self.clients if c.number in active or c.shows_always]
 
     def _groups(self, context: RoundContext) -> Iterator[list[ClientRuntime]]:
         each = self.clients[0].method.client_bytes(context)

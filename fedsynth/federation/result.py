@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from fedsynth.core.messages import Message
 from fedsynth.evaluation.generated import GENERATOR
 from fedsynth.federation.measure import COMMON
+from fedsynth.federation.privacy_words import NO_TEST
 from fedsynth.federation.run_folder import LOCAL
 from fedsynth.federation.settings import RunSettings
 

@@ -13,9 +13,10 @@ from torch import Tensor
 
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message
-from fedsynth.core.method import FIRST, Method
+from fedsynth.core.method import Method
 from fedsynth.core.state import ServerState
 from fedsynth.errors import DivergedError
+from fedsynth.privacy.plans import FIRST
 
 
 class Server:

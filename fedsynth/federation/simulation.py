@@ -21,13 +21,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from fedsynth.core.client import MakeSeries
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message
-from fedsynth.core.method import FIRST, MAIN
+from fedsynth.privacy.plans import FIRST, MAIN
 from fedsynth.core.validation import check_choice
 from fedsynth.data.images import ImageData, require_all_classes
 from fedsynth.data.load import load_dataset
@@ -45,19 +45,22 @@ from fedsynth.federation.measure import Measure
 from fedsynth.federation.observer import Observer
 from fedsynth.federation.participation import Participation
 from fedsynth.federation.planning import public_context
-from fedsynth.federation.private_run import NO_TEST, PRIVATE, PUBLIC, PrivateRun, check_method
+from fedsynth.federation import privacy_words
+from fedsynth.federation.privacy_plan import PrivacyPlan, check_method
+from fedsynth.federation.privacy_words import NO_TEST, PRIVATE, PUBLIC
 from fedsynth.federation.result import RunResult, summarise
 from fedsynth.federation.run_folder import RunFolder
 from fedsynth.federation.server import Server
 from fedsynth.federation.settings import RunSettings, to_toml
 from fedsynth.privacy.errors import PrivacySettingError, RequestRefusedError
+from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.ledger_folder import check_names
-from fedsynth.privacy.mechanisms import GaussianSums
 from fedsynth.privacy.releases import USER
-from fedsynth.privacy.report import build_report, write_report
+from fedsynth.privacy.report import ReportContext, build_report, write_report
 from fedsynth.privacy.settings import NO_LEDGER
 from fedsynth.synthesizer.condensation.sets import SyntheticSet
 
+Counts = npt.NDArray[np.int64]
 NO_LATER_EPSILON = "no run on these data can have an ε afterwards"
 
 
@@ -198,11 +201,7 @@ def _divided(
 
 
 class Simulation:
-    """One run, from checked settings and resident data; `simulate` makes it.
-
-    Attributes:
-        make_series: private clients' charged series are made by it, see `PrivateClients`.
-    """
+    """One run, from checked settings and resident data; `simulate` makes it."""
 
     def __init__(
         self,
@@ -219,45 +218,29 @@ class Simulation:
         self.method = settings.method
         self.observer = observer
         self.test_kind = test[1]
-        self.make_series: MakeSeries = GaussianSums
         context = public_context(settings, train.spec, train.labels.device)
         self.method.check_model(context.architecture)
         self.context = _with_proxy(context, settings, download)
-        self.private: PrivateRun | None = None
-        self.open_ledgers: OpenLedgers | None = None
-        self._agree_on_privacy(clients)
+        if settings.privacy is not None:
+            PrivacyPlan.checked(settings, self.context)
+        self.exchange = self._clients(clients, train, parts)
+        self.terms = self._agree()
         # Where earlier runs have spent the budget, this one ends before it begins, and leaves
         # nothing.
-        self.over = self.private is not None and not self.private.allows_round(1)
+        first = self.round_context(1)
+        self.over = self._private and bool(self.exchange.prepare(first))
         headline = [] if self.over else self._headline()
-        self.folder = None if output is None or self.over else self._new_folder(output, train)
-        if self.folder is not None:
+        self.folder: RunFolder | None = None
+        if output is not None and not self.over:
             counts = count_matrix(
                 train.labels.cpu().numpy(), [part.numpy() for part in parts], train.spec.classes
             )
-            self.folder.write_partition(counts)
-        training, held_out = _divided(settings, parts, train)
-        self.exchange = InProcess(
-            [
-                ClientRuntime(
-                    number,
-                    self.method,
-                    OwnData(train, training[number], held_out[number]),
-                    self._budget_of(number, train),
-                    tells_size=self.private is None,
-                )
-                for number in range(len(parts))
-            ]
-        )
-        sizes = self._agree_on_sizes()
-        self.participation = Participation(
-            settings.seed, settings.partition.clients, settings.participation, sizes
-        )
+            self.folder = self._new_folder(output, clients, counts)
         self.measure = Measure(
             self.method,
             self.exchange,
             test[0],
-            self._hides_the_test,
+            self._private and self.test_kind == PRIVATE,
             settings.partition.local_test > 0,
         )
         if self.method.personal and not settings.partition.local_test:
@@ -272,8 +255,74 @@ class Simulation:
             self.method, {name: t.to(self.context.device) for name, t in initial.items()}
         )
         self.uploads: dict[int, Message] = {}
+        self.sent: dict[int, list[Message]] = {}
         self.metrics: list[dict[str, Any]] = []
         self.deviations: list[str] = []
+
+    @property
+    def _private(self) -> bool:
+        return self.settings.privacy is not None
+
+    @property
+    def plan(self) -> PrivacyPlan:
+        """The plan of a private run.
+
+        Raises:
+            PrivacySettingError: the run is not private.
+        """
+        if self.terms.plan is None:
+            raise PrivacySettingError("this run has no differential privacy, and so no plan")
+        return self.terms.plan
+
+    def _clients(self, clients: Clients, train: ImageData, parts: list[Tensor]) -> InProcess:
+        """All clients, with what is theirs."""
+        settings = self.settings
+        training, held_out = _divided(settings, parts, train)
+        ledgers: Sequence[Ledger | None] = [None] * len(parts)
+        if settings.privacy is not None:
+            folder = settings.privacy.ledger_folder
+            if folder is None:
+                ledgers = clients.fresh_ledgers(None, settings)
+            else:
+                ledgers = clients.kept_ledgers(folder, settings)
+        elif settings.ledger is not None:
+            ledgers = clients.kept_ledgers(settings.ledger, settings)
+        return InProcess(
+            [
+                ClientRuntime(
+                    number,
+                    self.method,
+                    OwnData(train, training[number], held_out[number]),
+                    ledgers[number],
+                    shows_always=settings.partition.local_test > 0 or settings.sampling == "size",
+                )
+                for number in range(len(parts))
+            ],
+            private=self._private,
+        )
+
+    def _agree(self) -> Terms:
+        """What follows from what the clients say when they join: σ, or the sizes."""
+        settings = self.settings
+        joined = self.exchange.join()
+        if settings.privacy is None:
+            terms = Terms(sizes=tuple(one.size or 0 for one in joined))
+            federation = replace(self.context.federation, sizes=terms.sizes)
+            self.context = replace(self.context, federation=federation)
+        else:
+            histories = [one.history for one in joined if one.history is not None]
+            terms = Terms(plan=PrivacyPlan.make(settings, self.context, histories))
+        if terms.plan is not None:
+            terms.plan.check_cap()
+            self.context = terms.plan.in_context(self.context)
+        self.exchange.start(terms)
+        self.participation = Participation(
+            settings.seed,
+            settings.partition.clients,
+            settings.participation,
+            terms.sizes if settings.sampling == "size" else None,
+        )
+        return terms
 
     def run(self) -> RunResult:
         """All rounds, and the result."""
@@ -324,52 +373,29 @@ class Simulation:
         self._after_uploads(context)
         return None
 
-    def _agree_on_privacy(self, clients: Clients) -> None:
-        """Finds σ and opens the ledgers, where there is privacy or a ledger."""
-        if self.settings.privacy is not None:
-            self.private = PrivateRun(
-                self.settings, self.context, clients=clients, test=self.test_kind
-            )
-            self.private.check_cap()
-            federation = replace(self.context.federation, privacy=self.private.privacy)
-            self.context = replace(self.context, federation=federation)
-        elif self.settings.ledger is not None:
-            self.open_ledgers = OpenLedgers(self.settings, self.settings.ledger, clients)
-
-    def _agree_on_sizes(self) -> tuple[int, ...] | None:
-        """n_k of all clients as they tell them; the sizes that participation goes by."""
-        told = [joined.size for joined in self.exchange.join()]
-        sizes = tuple(size for size in told if size is not None)
-        if len(sizes) < len(told):
-            return None
-        federation = replace(self.context.federation, sizes=sizes)
-        self.context = replace(self.context, federation=federation)
-        self.exchange.start(Terms(sizes=sizes))
-        return sizes if self.settings.sampling == "size" else None
-
-    def _budget_of(self, number: int, train: ImageData) -> Budget:
-        raise NotImplementedError
-
-    def _new_folder(self, output: Path, train: ImageData) -> RunFolder:
-        """The run folder, with what is known before the first round."""
-        private = self.private
-        folder = RunFolder(
-            output, f"{self.method.name}-{train.spec.name}", private=private is not None
-        )
+    def _new_folder(self, output: Path, clients: Clients, counts: Counts) -> RunFolder:
+        """The run folder, with what is known before the first round; fresh ledgers go into it."""
+        name = f"{self.method.name}-{self.context.spec.name}"
+        folder = RunFolder(output, name, private=self._private)
         folder.write_config(to_toml(self.settings.to_mapping()))
-        if private is not None:
-            private.keep_ledgers_in(folder.path / "ledger")
-            folder.write_private_start(private.start())
+        if self._private:
+            if self.plan.privacy.ledger_folder is None:
+                moved = clients.fresh_ledgers(folder.path / "ledger", self.settings)
+                for client, ledger in zip(self.exchange.clients, moved, strict=True):
+                    client.move_ledger(ledger, self.terms)
+            histories = self.exchange.histories()
+            folder.write_private_start(privacy_words.start(self.plan, histories, self.test_kind))
+        folder.write_partition(counts)
         return folder
 
     def _headline(self) -> list[str]:
-        if self.private is not None:
-            return self.private.headline()
+        if self._private:
+            return privacy_words.headline(self.plan)
         lines = [
             "no differential privacy: what clients send is not protected (--dp-epsilon protects it)"
         ]
-        if self.open_ledgers is not None:
-            lines.append(f"  the ledgers in {self.open_ledgers.folder} say so: {NO_LATER_EPSILON}")
+        if self.settings.ledger is not None:
+            lines.append(f"  the ledgers in {self.settings.ledger} say so: {NO_LATER_EPSILON}")
         return lines
 
     def _end_early(self, number: int, refusal: Refusal) -> None:
@@ -390,7 +416,7 @@ class Simulation:
         if missing:
             names = ", ".join(context.spec.class_names[c] for c in missing)
             why = "no client has min_examples examples of it (--set min_examples=1)"
-            if self.private is not None and self.private.protects:
+            if self._private and self.plan.facts.guaranteed:
                 why = (
                     "no client's released count of it is clearly above the counts' noise "
                     "(a larger budget helps)"
@@ -408,8 +434,10 @@ class Simulation:
         }
         if number % self.settings.evaluate_every == 0 or number == self.settings.rounds:
             row.update(self.measure.row(state, context))
-        if self.private is not None and self.private.guaranteed:
-            row["epsilon"] = self.private.epsilon()
+        if self._private:
+            histories = self.exchange.histories()
+            if self.plan.guaranteed(histories):
+                row["epsilon"] = self.plan.epsilon(histories)
         row["upload_floats"] = sum(m.floats for sent in self.sent.values() for m in sent)
         row["client_upload_bytes"] = [sum(m.nbytes for m in sent) for sent in self.sent.values()]
         row["upload_bytes"] = sum(row["client_upload_bytes"])
@@ -425,20 +453,21 @@ class Simulation:
         state = self.server.state
         accuracy = self.measure.final_accuracy(self.metrics, state, self.context)
         artefacts = self.method.artefacts(state)
+        report = None
+        promised = None
+        if self._private:
+            histories = self.exchange.histories()
+            report = build_report(self._report_context(), histories)
+            promised = privacy_words.summary(self.plan, histories)
         summary = summarise(
             self.settings,
             self.metrics,
             accuracy,
             device=str(self.context.device),
             test=self.test_kind,
-            hidden=self._hides_the_test,
-            privacy=None if self.private is None else self.private.summary(),
+            hidden=self.measure.hidden,
+            privacy=promised,
         )
-        report = None
-        if self.private is not None:
-            ledgers = {ledger.client: ledger for ledger in self.private.ledgers}
-            stated = self.private.report_context(len(self.metrics), self.deviations)
-            report = build_report(stated, ledgers)
         if self.folder is not None:
             self._write_results(self.folder, artefacts, report)
             summary["folder"] = str(self.folder.finish(summary))
@@ -453,6 +482,16 @@ class Simulation:
             summary,
             artefacts,
             tuple(self.deviations),
+        )
+
+    def _report_context(self) -> ReportContext:
+        budgets = [client.budget for client in self.exchange.clients]
+        return privacy_words.report_context(
+            self.plan,
+            len(self.metrics),
+            self.deviations,
+            test=self.test_kind,
+            secret=all(budget.secret.is_secret for budget in budgets if budget is not None),
         )
 
     def _write_results(
@@ -472,11 +511,6 @@ class Simulation:
         folder.write_artefacts(artefacts)
         if report is not None:
             write_report(report, folder.path)
-
-    @property
-    def _hides_the_test(self) -> bool:
-        """Whether accuracies on the test set are exact functions of data that privacy protects."""
-        return self.private is not None and self.test_kind == PRIVATE
 
 
 def _with_proxy(context: RoundContext, settings: RunSettings, download: bool) -> RoundContext:

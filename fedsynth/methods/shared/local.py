@@ -212,7 +212,8 @@ class TrainsLocally(Method):
     ) -> AveragingState:
         """The next state from the uploads that count, by client: at least one, with weights above
         zero."""
-        return replace(state, parameters=average(uploads))
+        before: AveragingState = state
+        return replace(before, parameters=average(uploads))
 
     def server_step(
         self, state: State, uploads: Mapping[int, Up], context: RoundContext
