@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from fedsynth.data.partition import PartitionSettings
     from fedsynth.data.registry import DatasetSpec
     from fedsynth.federation.observer import Observer
-    from fedsynth.federation.settings import RunSettings, resolve
     from fedsynth.federation.result import RunResult
+    from fedsynth.federation.settings import RunSettings, resolve
     from fedsynth.federation.simulation import simulate
     from fedsynth.methods.dense import Dense
     from fedsynth.methods.fedaf import FedAF

@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 from fedsynth.data.registry import DatasetSpec
-from fedsynth.errors import SettingError
 from fedsynth.privacy.settings import PrivacySettings
 
 
@@ -75,7 +74,9 @@ class Federation:
         clients: K.
         client_architectures: an untrained network for each client, where they differ; None: all
             have `architecture`.
-        privacy: the run's privacy settings; None with DP off.
+        privacy: the run's privacy settings, with mechanism and σ; None with DP off.
+        noise: the standard deviation of the noise in each coordinate of a release, by the name of
+            its plan; {} with DP off.
         sizes: n_k of all clients, as they say when they join; None with DP on: private.
         proxy: public images, for methods that name a data set of them (`proxy`).
     """
@@ -87,6 +88,7 @@ class Federation:
     clients: int = 1
     client_architectures: tuple[nn.Module, ...] | None = None
     privacy: PrivacySettings | None = None
+    noise: Mapping[str, float] = field(default_factory=dict)
     sizes: tuple[int, ...] | None = None
     proxy: PublicImages | None = None
 
@@ -167,6 +169,10 @@ class RoundContext:
         return self.federation.privacy
 
     @property
+    def noise(self) -> Mapping[str, float]:
+        return self.federation.noise
+
+    @property
     def sizes(self) -> tuple[int, ...] | None:
         return self.federation.sizes
 
@@ -201,16 +207,6 @@ class RoundContext:
     def architecture_of(self, client: int) -> nn.Module:
         """The untrained network of this client."""
         return self.federation.architecture_of(client)
-
-    def protection(self) -> tuple[PrivacySettings, float]:
-        """The settings of private clients, and the run's σ.
-
-        Raises:
-            SettingError: there are none.
-        """
-        if self.privacy is None or self.privacy.noise_multiplier is None:
-            raise SettingError("private clients need privacy settings with a noise multiplier")
-        return self.privacy, self.privacy.noise_multiplier
 
     def load(self, parameters: Mapping[str, torch.Tensor], client: int | None = None) -> nn.Module:
         """A network of the run's (or this client's) architecture with these parameters and buffers,

@@ -28,7 +28,7 @@ from fedsynth.core.messages import Message, ModelParameters
 from fedsynth.core.state import ServerState
 from fedsynth.core.validation import convert
 from fedsynth.errors import unknown_name
-from fedsynth.privacy.releases import Release
+from fedsynth.privacy.plans import PrivatePlan as PrivatePlan  # part of the seam
 from fedsynth.privacy.settings import PrivacySettings
 
 Memory = Mapping[str, torch.Tensor]
@@ -41,47 +41,6 @@ Results = list[tuple[Message, Memory]]
 Down = Any
 Up = Any
 State = Any
-
-
-@dataclass(frozen=True)
-class PrivatePlan:
-    """What a method will release of each client in a round, known before any data are read.
-
-    Args:
-        quantity, mechanism, clipped: words for ledger and report.
-        clip: L2 bound 𝒞 of one example's contribution.
-        sample_rate: q of Poisson sampling.
-        steps: releases in a round.
-        dimension: coordinates of one release.
-        noise_ratio: the release's noise multiplier over the run's σ.
-    """
-
-    quantity: str
-    mechanism: str
-    clipped: str
-    clip: float
-    sample_rate: float
-    steps: int
-    dimension: int
-    noise_ratio: float = 1.0
-
-    def release(
-        self, round: int, noise_multiplier: float, unaccounted: str | None = None
-    ) -> Release:
-        """The ledger's row for one round at the run's noise multiplier σ."""
-        return Release(
-            round=round,
-            quantity=self.quantity,
-            mechanism=self.mechanism,
-            clipped=self.clipped,
-            noise_multiplier=noise_multiplier * self.noise_ratio,
-            sensitivity=self.clip,
-            sample_rate=self.sample_rate,
-            sampler="poisson" if self.sample_rate < 1 else "full",
-            steps=self.steps,
-            dimension=self.dimension,
-            unaccounted=unaccounted,
-        )
 
 
 @dataclass(frozen=True)
@@ -207,8 +166,20 @@ class Method:
     def private_plans(
         self, privacy: PrivacySettings, context: RoundContext
     ) -> tuple[PrivatePlan, ...]:
-        """What a round releases of each client under `privacy`, the chief release first; asked before any data are read."""
+        """What a round releases of each client under `privacy`, the chief release first; asked before any data are read.
+
+        The client's ledger is charged for each of them; a step gets the charged series by name (`PrivateClients.series`).
+        """
         raise NotImplementedError  # abstract
+
+    def client_plans(
+        self, plans: tuple[PrivatePlan, ...], client: int, context: RoundContext
+    ) -> tuple[PrivatePlan, ...]:
+        """What this client releases in this round, where public values make it another than `plans`, which `private_plans` gave.
+
+        It may take fewer steps, and have another dimension; it is charged for that.
+        """
+        return plans
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> Self:

@@ -27,7 +27,6 @@ from torch import Tensor
 
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message
-from fedsynth.privacy.plans import FIRST, MAIN
 from fedsynth.core.validation import check_choice
 from fedsynth.data.images import ImageData, require_all_classes
 from fedsynth.data.load import load_dataset
@@ -36,8 +35,9 @@ from fedsynth.data.proxy import NOISE, ProxyImages, noise_images
 from fedsynth.data.registry import DatasetSpec, is_published
 from fedsynth.data.users import bounded, check_one_client_each
 from fedsynth.errors import DataError
-from fedsynth.federation.client_runtime import Budget, ClientRuntime, OwnData
-from fedsynth.federation.clients import Clients, OpenLedgers
+from fedsynth.federation import privacy_words
+from fedsynth.federation.client_runtime import ClientRuntime, OwnData
+from fedsynth.federation.clients import Clients
 from fedsynth.federation.devices import check_compiler, resolve_device
 from fedsynth.federation.exchange import REQUEST, Refusal, Terms
 from fedsynth.federation.in_process import InProcess
@@ -45,7 +45,6 @@ from fedsynth.federation.measure import Measure
 from fedsynth.federation.observer import Observer
 from fedsynth.federation.participation import Participation
 from fedsynth.federation.planning import public_context
-from fedsynth.federation import privacy_words
 from fedsynth.federation.privacy_plan import PrivacyPlan, check_method
 from fedsynth.federation.privacy_words import NO_TEST, PRIVATE, PUBLIC
 from fedsynth.federation.result import RunResult, summarise
@@ -55,6 +54,7 @@ from fedsynth.federation.settings import RunSettings, to_toml
 from fedsynth.privacy.errors import PrivacySettingError, RequestRefusedError
 from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.ledger_folder import check_names
+from fedsynth.privacy.plans import FIRST, MAIN
 from fedsynth.privacy.releases import USER
 from fedsynth.privacy.report import ReportContext, build_report, write_report
 from fedsynth.privacy.settings import NO_LEDGER
@@ -183,14 +183,14 @@ def _protects_users(settings: RunSettings) -> bool:
 def _divided(
     settings: RunSettings, parts: Sequence[Tensor], data: ImageData
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """What each client trains on, and its own test split (none without `local_test`).
+    """What each client trains on, and its own test split (empty without `local_test`).
 
     Where users are protected they are not cut in two, and at most `user_records` records of each train.
     """
     seed = settings.resolved_partition.seed or 0
     by_user = _protects_users(settings)
     training: Sequence[IntArray] = [part.numpy() for part in parts]
-    testing: Sequence[IntArray] = []
+    testing: Sequence[IntArray] = [np.zeros(0, np.int64) for _ in parts]
     share = settings.partition.local_test
     if share > 0:
         training, testing = hold_out(training, share, seed, data, by_user)
@@ -280,13 +280,9 @@ class Simulation:
         training, held_out = _divided(settings, parts, train)
         ledgers: Sequence[Ledger | None] = [None] * len(parts)
         if settings.privacy is not None:
-            folder = settings.privacy.ledger_folder
-            if folder is None:
-                ledgers = clients.fresh_ledgers(None, settings)
-            else:
-                ledgers = clients.kept_ledgers(folder, settings)
+            ledgers = clients.ledgers(settings.privacy.ledger_folder, settings)
         elif settings.ledger is not None:
-            ledgers = clients.kept_ledgers(settings.ledger, settings)
+            ledgers = clients.ledgers(settings.ledger, settings)
         return InProcess(
             [
                 ClientRuntime(

@@ -221,9 +221,7 @@ class RemoteClient:
             raise PrivacyError("accuracies on a client's own records are not protected")
         context = self._round(frame)
         model = Models.from_bytes(frame.payload).to(context.device)
-        return Frame(
-            "answer", asdict(self._runtime.evaluate({"model": model.parameters}, context))
-        )
+        return Frame("answer", asdict(self._runtime.evaluate({"model": model.parameters}, context)))
 
 
 class OverWire:
