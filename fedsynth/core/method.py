@@ -20,8 +20,8 @@ from fedsynth.core.client import ClientGroup
 from fedsynth.core.messages import Message
 from fedsynth.core.validation import convert
 from fedsynth.data.registry import DatasetSpec
-from fedsynth.errors import SettingError, unknown_name
-from fedsynth.privacy.releases import Release
+from fedsynth.errors import unknown_name
+from fedsynth.privacy.plans import PrivatePlan as PrivatePlan  # part of the seam
 from fedsynth.privacy.settings import PrivacySettings
 
 Memory = Mapping[str, torch.Tensor]
@@ -56,10 +56,11 @@ class RoundContext:
         proxy: public images, for methods that name a data set of them (`proxy`).
         note: hears of what people should know.
         sizes: n_k of all clients, as they announce when they join; None with DP on: private.
-        privacy: with the noise multiplier that the run uses; None with DP off.
+        privacy: with the mechanism that the run uses; None with DP off.
         precision: of passes over real images that need no gradient.
         memory_bytes: what the steps of a round should stay within.
         compiled: let torch.compile make the passes where the time goes.
+        noise: the standard deviation of the noise in each coordinate of a release, by the name of its plan; empty with DP off.
     """
 
     round: int
@@ -77,6 +78,7 @@ class RoundContext:
     sizes: tuple[int, ...] | None = None
     client_architectures: tuple[nn.Module, ...] | None = None
     proxy: PublicImages | None = None
+    noise: Mapping[str, float] = field(default_factory=dict)
     report: StepReporter = lambda phase, done, total: None
     note: Callable[[str], None] = lambda text: None
 
@@ -87,16 +89,6 @@ class RoundContext:
             if self.client_architectures is None
             else self.client_architectures[client]
         )
-
-    def protection(self) -> tuple[PrivacySettings, float]:
-        """The settings of private clients, and the run's σ.
-
-        Raises:
-            SettingError: there are none.
-        """
-        if self.privacy is None or self.privacy.noise_multiplier is None:
-            raise SettingError("private clients need privacy settings with a noise multiplier")
-        return self.privacy, self.privacy.noise_multiplier
 
     def load(self, parameters: Mapping[str, torch.Tensor], client: int | None = None) -> nn.Module:
         """A network of the run's (or this client's) architecture with these parameters and buffers, on the run's device."""
@@ -113,47 +105,6 @@ class ServerState:
 
     parameters: Mapping[str, torch.Tensor]
     kept: Mapping[str, torch.Tensor] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class PrivatePlan:
-    """What a method will release of each client in a round, known before any data are read.
-
-    Args:
-        quantity, mechanism, clipped: words for ledger and report.
-        clip: L2 bound 𝒞 of one example's contribution.
-        sample_rate: q of Poisson sampling.
-        steps: releases in a round.
-        dimension: coordinates of one release.
-        noise_ratio: the release's noise multiplier over the run's σ.
-    """
-
-    quantity: str
-    mechanism: str
-    clipped: str
-    clip: float
-    sample_rate: float
-    steps: int
-    dimension: int
-    noise_ratio: float = 1.0
-
-    def release(
-        self, round: int, noise_multiplier: float, unaccounted: str | None = None
-    ) -> Release:
-        """The ledger's row for one round at the run's noise multiplier σ."""
-        return Release(
-            round=round,
-            quantity=self.quantity,
-            mechanism=self.mechanism,
-            clipped=self.clipped,
-            noise_multiplier=noise_multiplier * self.noise_ratio,
-            sensitivity=self.clip,
-            sample_rate=self.sample_rate,
-            sampler="poisson" if self.sample_rate < 1 else "full",
-            steps=self.steps,
-            dimension=self.dimension,
-            unaccounted=unaccounted,
-        )
 
 
 @dataclass(frozen=True)
@@ -260,8 +211,20 @@ class Method:
     def private_plans(
         self, privacy: PrivacySettings, context: RoundContext
     ) -> tuple[PrivatePlan, ...]:
-        """What a round releases of each client under `privacy`, the chief release first; asked before any data are read."""
+        """What a round releases of each client under `privacy`, the chief release first; asked before any data are read.
+
+        The client's ledger is charged for each of them; a step gets the charged series by name (`PrivateClients.series`).
+        """
         raise NotImplementedError  # abstract
+
+    def client_plans(
+        self, plans: tuple[PrivatePlan, ...], client: int, context: RoundContext
+    ) -> tuple[PrivatePlan, ...]:
+        """What this client releases in this round, where public values make it another than `plans`, which `private_plans` gave.
+
+        It may take fewer steps, and have another dimension; it is charged for that.
+        """
+        return plans
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> Self:

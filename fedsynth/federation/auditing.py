@@ -30,17 +30,15 @@ from fedsynth.federation.clients import Clients
 from fedsynth.federation.devices import resolve_device
 from fedsynth.federation.observer import Observer
 from fedsynth.federation.participation import Participation
-from fedsynth.federation.planning import private_run, public_context
-from fedsynth.federation.private_run import PUBLIC, provenance
+from fedsynth.federation.planning import privacy_plan, public_context
+from fedsynth.federation.privacy_words import PUBLIC, provenance
 from fedsynth.federation.settings import RunSettings
 from fedsynth.federation.simulation import Simulation
-from fedsynth.privacy import accounting
 from fedsynth.privacy.audit import audit_text, epsilon_lower_bound, guesses_for, right_guesses
 from fedsynth.privacy.errors import BudgetExceededError, PrivacyError, PrivacySettingError
-from fedsynth.privacy.ledger import Guard
-from fedsynth.privacy.mechanisms import GaussianSums
+from fedsynth.privacy.mechanism_facts import mechanism_facts
 from fedsynth.privacy.randomness import SecretGenerator
-from fedsynth.privacy.releases import USER, Release
+from fedsynth.privacy.releases import USER
 from fedsynth.privacy.report import write_report
 from fedsynth.privacy.verify import read_report
 from fedsynth.seeding import numpy_generator, torch_generator
@@ -129,10 +127,10 @@ def audit_run(
     )
     run.play()
     correct = right_guesses(run.canaries.scores.numpy(), run.canaries.included.numpy(), guesses)
-    delta = run.protection.privacy.delta
+    delta = run.protection.plan.privacy.delta
     return AuditResult(
         method=run.method.name,
-        mechanism=run.protection.plan.mechanism,
+        mechanism=run.protection.plan.chief.mechanism,
         canaries=canaries,
         guesses=guesses,
         correct=correct,
@@ -161,11 +159,14 @@ def _audited(settings: RunSettings, spec: DatasetSpec | None) -> RunSettings:
             "an audit tests a claim of differential privacy: give --dp-sigma or --dp-epsilon, or "
             "--run FOLDER of a private run"
         )
-    if settings.privacy.mechanism == "paper":
-        raise PrivacySettingError("--dp-mechanism paper claims no ε, so there is nothing to audit")
+    mechanism = settings.privacy.mechanism
+    if mechanism is not None and not mechanism_facts(mechanism).guaranteed:
+        raise PrivacySettingError(
+            f"--dp-mechanism {mechanism} claims no ε, so there is nothing to audit"
+        )
     found, privacy = spec or dataset_spec(settings.dataset), settings.privacy
     if privacy.ledger is not None:  # σ for what is left in the kept ledger, which is only read
-        privacy = replace(private_run(settings).privacy, epsilon=None, ledger=None)
+        privacy = replace(privacy_plan(settings).privacy, epsilon=None, ledger=None)
     nominal = public_context(settings, found, torch.device("cpu")).nominal_size
     return replace(
         settings,
@@ -219,16 +220,10 @@ class AuditedRun(Simulation):
             raise SettingError("an audit needs privacy settings")
         self.protection = self.private
         self.canaries.memory_bytes = self.context.memory_bytes
-        if test_only is not None:
-            self.private.secrets = [SecretGenerator(test_only=test_only) for _ in parts]
-        self.make_series = self._watched
-
-    def _watched(
-        self, release: Release, groups: int, guard: Guard, secret: SecretGenerator
-    ) -> GaussianSums:
-        if guard is self.protection.guards[self._client]:
-            return self.canaries.series(release, groups, guard, secret)
-        return GaussianSums(release, groups, guard, secret)
+        for budget in self.private.budgets:
+            if test_only is not None:
+                budget.secret = SecretGenerator(test_only=test_only)
+        self.private.budgets[self._client].make_series = self.canaries.series
 
     def play(self) -> None:
         """All rounds, as `run` has them, up to a cap; nothing is evaluated or written."""
@@ -246,8 +241,7 @@ class AuditedRun(Simulation):
 
     def claimed(self) -> float:
         """ε by the audited client's ledger."""
-        privacy, ledger = self.protection.privacy, self.protection.ledgers[self._client]
-        return accounting.epsilon(ledger.releases, privacy.delta, privacy.adjacency)
+        return self.protection.plan.epsilon([self.protection.budgets[self._client].history()])
 
 
 def _busiest(settings: RunSettings) -> int:

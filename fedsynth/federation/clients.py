@@ -11,10 +11,10 @@ from pathlib import Path
 from fedsynth.data.fingerprints import record_digests
 from fedsynth.data.images import ImageData
 from fedsynth.data.partition import GIVEN, IntArray
+from fedsynth.federation.client_budget import OpenBudget
 from fedsynth.federation.settings import RunSettings
 from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.ledger_folder import Digests, LedgerFolder, default_names
-from fedsynth.privacy.releases import Release
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,7 +75,8 @@ class OpenLedgers:
 
     def __init__(self, run: RunSettings, folder: Path, clients: Clients) -> None:
         self._run, self.folder = run, folder
-        self._ledgers = clients.kept_ledgers(folder, run)
+        ledgers = clients.kept_ledgers(folder, run)
+        self._budgets = [OpenBudget(ledger, run.method.name) for ledger in ledgers]
 
     def charge(self, number: int, participants: Sequence[int]) -> None:
         """Records a round before it runs.
@@ -84,27 +85,11 @@ class OpenLedgers:
         clients are drawn by their sizes.
         """
         everybody = self._run.partition.local_test > 0 or self._run.sampling == "size"
-        charged = range(len(self._ledgers)) if everybody else participants
+        charged = range(len(self._budgets)) if everybody else participants
         for client in charged:
-            self._ledgers[client].check_writable()
+            self._budgets[client].check()
         for client in charged:
-            self._ledgers[client].charge(self._row(number))
-
-    def _row(self, number: int) -> Release:
-        """Nothing is clipped or noised, so that sensitivity and dimension say nothing."""
-        return Release(
-            round=number,
-            quantity=f"a round of {self._run.method.name}",
-            mechanism="none",
-            clipped="nothing",
-            noise_multiplier=0.0,
-            sensitivity=1.0,
-            sample_rate=1.0,
-            sampler="full",
-            steps=1,
-            dimension=1,
-            unaccounted="a run on the same data without differential privacy",
-        )
+            self._budgets[client].record(number)
 
 
 def data_set_id(run: RunSettings) -> str:

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fedsynth.core.client import ClientGroup, MakeSeries, OpenClients, PrivateClients
+from fedsynth.core.client import ClientGroup, OpenClients, PrivateClients
 from fedsynth.core.messages import Message
 from fedsynth.core.method import Memory, RoundContext, ServerState
 from fedsynth.core.validation import check_choice
@@ -36,17 +36,20 @@ from fedsynth.errors import DataError, DivergedError
 from fedsynth.evaluation.accuracy import accuracy_by_domain, correct
 from fedsynth.evaluation.fairness import local_metrics
 from fedsynth.evaluation.generated import GENERATOR
+from fedsynth.federation import privacy_words
 from fedsynth.federation.clients import Clients, OpenLedgers
 from fedsynth.federation.devices import check_compiler, resolve_device
 from fedsynth.federation.observer import Observer
 from fedsynth.federation.participation import Participation
 from fedsynth.federation.planning import public_context
-from fedsynth.federation.private_run import NO_TEST, PRIVATE, PUBLIC, PrivateRun, check_method
+from fedsynth.federation.privacy_plan import check_method
+from fedsynth.federation.privacy_words import NO_TEST, PRIVATE, PUBLIC
+from fedsynth.federation.private_run import PrivateRun
 from fedsynth.federation.run_folder import LOCAL, PRIVATE_TEST, RunFolder
 from fedsynth.federation.settings import RunSettings, to_toml
 from fedsynth.privacy.errors import BudgetExceededError, PrivacySettingError
 from fedsynth.privacy.ledger_folder import check_names
-from fedsynth.privacy.mechanisms import GaussianSums
+from fedsynth.privacy.plans import FIRST, MAIN
 from fedsynth.privacy.releases import USER
 from fedsynth.privacy.report import build_report, write_report
 from fedsynth.privacy.requests import check_request
@@ -227,11 +230,7 @@ def _divided(
 
 
 class Simulation:
-    """One run, from checked settings and resident data; `simulate` makes it.
-
-    Attributes:
-        make_series: private clients' charged series are made by it, see `PrivateClients`.
-    """
+    """One run, from checked settings and resident data; `simulate` makes it."""
 
     def __init__(
         self,
@@ -260,9 +259,9 @@ class Simulation:
         self.context = replace(self.context, note=observer.note)
         self.private, self.open_ledgers = None, None
         if settings.privacy is not None:
-            self.private = PrivateRun(settings, self.context, clients=clients, test=self.test_kind)
-            self.private.check_cap()
-            self.context = replace(self.context, privacy=self.private.privacy)
+            self.private = PrivateRun.of_clients(settings, self.context, clients)
+            self.private.plan.check_cap()
+            self.context = self.private.plan.in_context(self.context)
         elif settings.ledger is not None:
             self.open_ledgers = OpenLedgers(settings, settings.ledger, clients)
         # Where earlier runs have spent the budget, this one ends before it begins, and leaves
@@ -281,8 +280,10 @@ class Simulation:
                 count_matrix(labels, [part.numpy() for part in parts], train.spec.classes)
             )
             if self.private is not None:
-                self.private.keep_ledgers_in(self.folder.path / "ledger")
-                self.folder.write_private_start(self.private.start())
+                self.private.keep_ledgers_in(self.folder.path / "ledger", clients)
+                self.folder.write_private_start(
+                    privacy_words.start(self.private.plan, self.private.histories(), self.test_kind)
+                )
         self.train = train
         self.parts, self.tests = _divided(settings, parts, train)
         self.users = train.groups if _protects_users(settings) else None
@@ -298,7 +299,6 @@ class Simulation:
             )
         for line in headline:
             observer.note(line)
-        self.make_series: MakeSeries = GaussianSums
         self.state = ServerState(
             {
                 name: t.to(self.context.device)
@@ -313,7 +313,7 @@ class Simulation:
 
     def _headline(self) -> list[str]:
         if self.private is not None:
-            return self.private.headline()
+            return privacy_words.headline(self.private.plan)
         lines = [
             "no differential privacy: what clients send is not protected (--dp-epsilon protects it)"
         ]
@@ -327,8 +327,6 @@ class Simulation:
             try:
                 if self.private is not None:
                     self.private.check_round(number)
-                    self.private.check_ledgers(number)
-                    self.private.charge_unprotected(number)
                 participants = self.participation.in_round(number)
                 if self.open_ledgers is not None:
                     self.open_ledgers.charge(number, participants)
@@ -344,33 +342,31 @@ class Simulation:
             self._record(context, started)
         return self._finish()
 
-    def _groups(self, participants: Sequence[int]) -> list[ClientGroup]:
+    def _together(self, participants: Sequence[int]) -> list[Sequence[int]]:
+        """Which clients go through a step together."""
         each = self.method.client_bytes(self.context)
         at_once = 1 if each is None else max(1, self.context.memory_bytes // 2 // max(1, each))
-        groups: list[ClientGroup] = []
-        for first in range(0, len(participants), at_once):
-            ids = participants[first : first + at_once]
-            mine = [self.parts[k] for k in ids]
-            if self.private is None or not self.private.protects:
-                groups.append(OpenClients(ids, self.train, mine))
-            else:
-                guards, secrets = (
-                    [self.private.guards[k] for k in ids],
-                    [self.private.secrets[k] for k in ids],
-                )
-                groups.append(
-                    PrivateClients(
-                        ids,
-                        self.train,
-                        mine,
-                        guards,
-                        secrets,
-                        self.make_series,
-                        nominal_size=self.context.nominal_size,
-                        users=self.users,
-                    )
-                )
-        return groups
+        return [
+            participants[first : first + at_once] for first in range(0, len(participants), at_once)
+        ]
+
+    def _group(self, ids: Sequence[int], phase: str, context: RoundContext) -> ClientGroup:
+        """These clients, charged for the exchange."""
+        parts = [self.parts[k] for k in ids]
+        if self.private is None:
+            return OpenClients(ids, self.train, parts)
+        budgets = [self.private.budgets[k] for k in ids]
+        if not self.private.plan.facts.guaranteed:
+            noise = [budget.unaccounted(context, phase) for budget in budgets]
+            return OpenClients(ids, self.train, parts, noise)
+        return PrivateClients(
+            ids,
+            self.train,
+            parts,
+            [budget.authorise(context, phase) for budget in budgets],
+            nominal_size=self.context.nominal_size,
+            users=self.users,
+        )
 
     def _round(self, context: RoundContext) -> None:
         quiet = replace(
@@ -378,17 +374,16 @@ class Simulation:
             report=lambda phase, done, total: self.observer.step(context.round, phase, done, total),
         )
         state, kept = self.state, self.memories
-        self.groups = self._groups(context.participants or ())
         self.answers = {}
         question = self.method.question(state, context)
         if question is not None:
             self.answers, kept = self._ask(
-                self.method.answer, self.method.answers, question, kept, context
+                self.method.answer, self.method.answers, question, kept, FIRST, context
             )
             state = self.method.hear(state, list(self.answers.values()), quiet)
         message = self.method.broadcast(state, context)
         uploads, memories = self._ask(
-            self.method.client_step, self.method.upload, message, kept, context
+            self.method.client_step, self.method.upload, message, kept, MAIN, context
         )
         state = self.method.server_step(state, list(uploads.values()), quiet)
         _check_finite(state.parameters, "server's model", context.round)
@@ -403,6 +398,7 @@ class Simulation:
         declared: type[Message] | None,
         message: Message,
         kept: Mapping[int, Memory],
+        phase: str,
         context: RoundContext,
     ) -> tuple[dict[int, Message], dict[int, Memory]]:
         """One exchange with all clients, group by group: their messages and memories."""
@@ -410,7 +406,8 @@ class Simulation:
             check_request(message.numbers(), context.privacy.max_request_norm)
         sent: dict[int, Message] = {}
         memories: dict[int, Memory] = {}
-        for group in self.groups:
+        for ids in self._together(context.participants or ()):
+            group = self._group(ids, phase, context)
             report = _GroupReport(
                 self.observer,
                 context.round,
@@ -444,7 +441,7 @@ class Simulation:
         if missing:
             names = ", ".join(self.context.spec.class_names[c] for c in missing)
             why = "no client has min_examples examples of it (--set min_examples=1)"
-            if self.private is not None and self.private.protects:
+            if self.private is not None and self.private.plan.facts.guaranteed:
                 why = "no client's released count of it is clearly above the counts' noise (a larger budget helps)"
             self.observer.note(f"warning: nobody sends images of {names}: {why}")
 
@@ -458,8 +455,10 @@ class Simulation:
         }
         if number % self.settings.evaluate_every == 0 or number == self.settings.rounds:
             row.update(self._evaluate())
-        if self.private is not None and self.private.guaranteed:
-            row["epsilon"] = self.private.epsilon()
+        if self.private is not None:
+            histories = self.private.histories()
+            if self.private.plan.guaranteed(histories):
+                row["epsilon"] = self.private.plan.epsilon(histories)
         messages = [
             [u, *([self.answers[k]] if k in self.answers else [])] for k, u in self.uploads.items()
         ]
@@ -537,10 +536,14 @@ class Simulation:
         final = self._final_accuracy()
         report, summary, artefacts = None, self._summary(final), self.method.artefacts(self.state)
         if self.private is not None:
-            ledgers = {ledger.client: ledger for ledger in self.private.ledgers}
-            report = build_report(
-                self.private.report_context(len(self.metrics), self.deviations), ledgers
+            spoken = privacy_words.report_context(
+                self.private.plan,
+                len(self.metrics),
+                self.deviations,
+                test=self.test_kind,
+                secret=self.private.secret,
             )
+            report = build_report(spoken, self.private.histories())
         if self.folder is not None:
             self.folder.write_model(self.method.final_parameters(self.state))
             sets = [
@@ -608,7 +611,9 @@ class Simulation:
         if LOCAL in last and self.private is None:
             summary[LOCAL] = {name: last[LOCAL][name] for name in ("amp", "fm", "wlp")}
         if self.private is not None:
-            summary["differential_privacy"] = self.private.summary()
+            summary["differential_privacy"] = privacy_words.summary(
+                self.private.plan, self.private.histories()
+            )
         return summary
 
 

@@ -31,6 +31,7 @@ from fedsynth.methods.shared.class_sums import class_sums, sums_plans
 from fedsynth.methods.shared.union import TrainsOnUnion
 from fedsynth.models.batch_norm import has_batch_norm, with_grouped_statistics
 from fedsynth.privacy.dpsgd import refuse_batch_norm
+from fedsynth.privacy.plans import FIRST, MAIN
 from fedsynth.privacy.settings import PrivacySettings
 from fedsynth.seeding import torch_generator
 from fedsynth.synthesizer.condensation.distributions import (
@@ -60,6 +61,9 @@ from fedsynth.synthesizer.condensation.sets import (
     train_on_union,
     with_kept_images,
 )
+
+IMAGES, LOGITS = "images", "logit sums"
+"""The names of what a round releases, beside the class counts."""
 
 
 @dataclass(frozen=True)
@@ -362,6 +366,7 @@ class FedAF(TrainsOnUnion):
         classifier: Any = context.architecture.classifier
         width, classes = classifier.in_features, context.spec.classes
         images = PrivatePlan(
+            name=IMAGES,
             quantity="synthetic images",
             mechanism="residual",
             clipped="residual h(S) − h(x) of each example's embedding",
@@ -370,10 +375,17 @@ class FedAF(TrainsOnUnion):
             or min(1.0, self.batch * classes / context.nominal_size),
             steps=self.iterations,
             dimension=classes * width,
+            groups=classes,
         )
-        each, noise = "logits z(x) of each example", self.knowledge_noise
         return images, *sums_plans(
-            "logits (V and R)", each, self.logit_clip, classes, classes, noise
+            LOGITS,
+            "logits (V and R)",
+            "logits z(x) of each example",
+            clip=self.logit_clip,
+            width=classes,
+            classes=classes,
+            noise=self.knowledge_noise,
+            phase=FIRST if self.knowledge_from == "first-phase" else MAIN,
         )
 
     def _matcher(self, clients: ClientGroup, segments: Segments, context: RoundContext) -> Matcher:
@@ -395,12 +407,9 @@ class FedAF(TrainsOnUnion):
                 if self.matching == "mean"
                 else DistributionMatcher(exact, self.matching, self.blur, columns)
             )
-        privacy, sigma = context.protection()
-        plan = self.private_plans(privacy, context)[0]
-        series = clients.charge(plan.release(context.round, sigma), context.spec.classes)
-        return ResidualMatcher(
-            clients, series, plan.sample_rate * context.nominal_size / context.spec.classes, columns
-        )
+        rate = clients.plan(IMAGES).sample_rate
+        divisor = rate * context.nominal_size / context.spec.classes
+        return ResidualMatcher(clients, clients.series(IMAGES), divisor, columns)
 
     def _collaborative(
         self, matcher: Matcher, message: GlobalKnowledge, segments: Segments, context: RoundContext
@@ -426,13 +435,9 @@ class FedAF(TrainsOnUnion):
     ) -> tuple[Tensor, Tensor]:
         """(V_k [K, C, C], which rows exist [K, C]) of every client of the group (Eq. 5)."""
         classes = context.spec.classes
-        plans = None
-        if isinstance(clients, PrivateClients):
-            _, sums_plan, counts_plan = self.private_plans(context.protection()[0], context)
-            plans = sums_plan, counts_plan
         means, there = [], []
         for position in range(len(clients.ids)):
-            made = class_sums(clients, position, model, classes, plans, context)
+            made = class_sums(clients, position, model, classes, LOGITS, context)
             # a noisy count may be anything: below two deviations a class counts as absent
             floor = max(1.0, self.min_examples, 2 * made.deviation) if made.deviation else 1.0
             means.append(made.sums / made.counts.clamp_min(floor)[:, None])

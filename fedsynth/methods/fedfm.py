@@ -20,13 +20,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedsynth.core.client import ClientGroup, PrivateClients
+from fedsynth.core.client import ClientGroup
 from fedsynth.core.messages import Message, ModelParameters, parameters_of, public, released
-from fedsynth.core.method import Memory, PrivatePlan, RoundContext, ServerState
+from fedsynth.core.method import Memory, RoundContext, ServerState
 from fedsynth.core.validation import check_choice, check_embedding, check_ranges
 from fedsynth.errors import SettingError
-from fedsynth.methods.shared.class_sums import ClassSums, class_sums, sums_plans
+from fedsynth.methods.shared.class_sums import COUNTS, ClassSums, class_sums, sums_plans
 from fedsynth.methods.shared.local import Task, TrainsLocally
+from fedsynth.privacy.plans import FIRST, MAIN, PrivatePlan
 from fedsynth.privacy.settings import PrivacySettings
 
 
@@ -53,6 +54,9 @@ class ModelAndSums(ModelParameters):
     sums: Tensor = released()
     counts: Tensor = released()
 
+
+SUMS = "feature sums"
+"""The name of the sums' plan."""
 
 # A weight above which noisy anchors are warned of. The warning's figures: `fedsynth train --method fedfm --rounds 5 --set local_epochs=2 --set
 # lr=0.05 --set weight=… --dp-epsilon 8`, and the same with fedavg.
@@ -207,23 +211,23 @@ class FedFM(TrainsLocally):
         return *super().private_plans(privacy, context), *self._sums_plans(context)
 
     def _sums_plans(self, context: RoundContext) -> tuple[PrivatePlan, PrivatePlan]:
-        each = "features f(x) of each example"
         return sums_plans(
+            SUMS,
             "features (anchors)",
-            each,
-            self.anchor_clip,
-            _width(context),
-            context.spec.classes,
-            self.anchor_noise,
+            "features f(x) of each example",
+            clip=self.anchor_clip,
+            width=_width(context),
+            classes=context.spec.classes,
+            noise=self.anchor_noise,
+            phase=MAIN if self.answers is None else FIRST,
         )
 
     def feature_sums(
         self, model: nn.Module, clients: ClientGroup, position: int, context: RoundContext
     ) -> ClassSums:
         """Of one client of the group under `model`."""
-        plans = self._sums_plans(context) if isinstance(clients, PrivateClients) else None
         embed: Callable[[Tensor], Tensor] = model.embed  # type: ignore[assignment]
-        return class_sums(clients, position, embed, _width(context), plans, context)
+        return class_sums(clients, position, embed, _width(context), SUMS, context)
 
     def _anchors(
         self, state: ServerState, sent: Sequence[FeatureSums | ModelAndSums], context: RoundContext
@@ -233,11 +237,8 @@ class FedFM(TrainsLocally):
             torch.stack([a.counts for a in sent]).sum(dim=0),
             torch.stack([a.sums for a in sent]).sum(dim=0),
         )
-        floor = 1.0
-        if (
-            context.privacy is not None
-        ):  # deviations of the sum of the clients' noise: below that a class counts as absent
-            floor = max(1.0, CLEAR * self.anchor_noise * context.protection()[1] * sqrt(len(sent)))
+        # below so many deviations of the sum of the clients' noise a class counts as absent
+        floor = max(1.0, CLEAR * context.noise.get(COUNTS, 0.0) * sqrt(len(sent)))
         known, anchors = counts >= floor, sums / counts.clamp_min(floor)[:, None]
         if "known" in state.kept:
             anchors = torch.where(known[:, None], anchors, state.kept["anchors"])

@@ -22,16 +22,20 @@ from torch import Tensor, nn
 
 from fedsynth.core.client import ClientGroup, OpenClients, PrivateClients, chunk
 from fedsynth.core.messages import Message, ModelParameters, parameters_of
-from fedsynth.core.method import Memory, Method, PrivatePlan, RoundContext, ServerState
+from fedsynth.core.method import Memory, Method, RoundContext, ServerState
 from fedsynth.core.validation import check_choice, check_ranges
 from fedsynth.errors import SettingError
 from fedsynth.methods.shared.aggregation import average, cached, overall_average
 from fedsynth.models.registry import parameter_count
 from fedsynth.privacy.dpsgd import DpSgdSettings, ExampleLoss, Penalty, check_model
+from fedsynth.privacy.plans import PrivatePlan
 from fedsynth.privacy.settings import PrivacySettings
 from fedsynth.seeding import numpy_generator, torch_generator
 from fedsynth.training.many_clients import Learner, learner_bytes, pays, train_together
 from fedsynth.training.sgd import Pull, SgdSettings, steps_of, train_on
+
+MODEL = "model"
+"""The name of the trained model's plan."""
 
 
 @dataclass(frozen=True)
@@ -248,6 +252,7 @@ class TrainsLocally(Method):
             check_model(architecture)
         rate = privacy.sample_rate or min(1.0, self.batch / context.nominal_size)
         plan = PrivatePlan(
+            name=MODEL,
             quantity="model update",
             mechanism="dp-sgd",
             clipped="gradient of each example with respect to all parameters",
@@ -257,6 +262,23 @@ class TrainsLocally(Method):
             dimension=parameter_count(context.architecture),
         )
         return (plan,)
+
+    def client_plans(
+        self, plans: tuple[PrivatePlan, ...], client: int, context: RoundContext
+    ) -> tuple[PrivatePlan, ...]:
+        """Fewer steps for a straggler, and the dimension of the client's own network."""
+        passes = self.late(context).get(client)
+        dimension = parameter_count(context.architecture_of(client))
+
+        def own(plan: PrivatePlan) -> PrivatePlan:
+            if plan.name != MODEL:
+                return plan
+            steps = plan.steps
+            if passes is not None and not self.local_steps:
+                steps = math.ceil(passes / plan.sample_rate)
+            return replace(plan, steps=steps, dimension=dimension)
+
+        return tuple(own(plan) for plan in plans)
 
     def _steps(self, epochs: int, context: RoundContext) -> int | None:
         """Steps of so many passes, where every client takes the same; None: as many as its own data make."""
@@ -316,27 +338,18 @@ class TrainsLocally(Method):
         tasks: Sequence[Task],
         context: RoundContext,
     ) -> list[Trained]:
-        """By DP-SGD; each client is charged for the steps that it takes and the parameters that its network has."""
-        privacy, sigma = context.protection()
-        plan, late, trained = self.private_plans(privacy, context)[0], self.late(context), []
-        settings = DpSgdSettings(
-            self.lr, plan.sample_rate * context.nominal_size, self.momentum, self.weight_decay
-        )
-        release = plan.release(context.round, sigma)
-        for position, (client, model, task) in enumerate(
-            zip(clients.ids, models, tasks, strict=True)
-        ):
-            steps = (
-                plan.steps
-                if client not in late or self.local_steps
-                else math.ceil(late[client] / plan.sample_rate)
-            )
+        """By DP-SGD, as many steps as each client was charged for."""
+        trained = []
+        for position, (model, task) in enumerate(zip(models, tasks, strict=True)):
             alone = clients.alone(position)
-            series = alone.charge(
-                replace(release, steps=steps, dimension=parameter_count(model)), 1
+            plan = alone.plan(MODEL)
+            settings = DpSgdSettings(
+                self.lr, plan.sample_rate * context.nominal_size, self.momentum, self.weight_decay
             )
-            alone.fit(series, [model], steps, settings, [task.penalty], [task.loss])
-            trained.append(Trained(1.0, steps))
+            alone.fit(
+                alone.series(MODEL), [model], plan.steps, settings, [task.penalty], [task.loss]
+            )
+            trained.append(Trained(1.0, plan.steps))
             context.report("local training", position + 1, len(models))
         return trained
 
