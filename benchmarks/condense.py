@@ -30,6 +30,7 @@ from reference import client_step
 from torch import Tensor
 
 from fedsynth.cli.memory import keep_large_allocations
+from fedsynth.core.charging import charge_for
 from fedsynth.core.client import OpenClients, PrivateClients
 from fedsynth.core.method import RoundContext, ServerState
 from fedsynth.data.images import ImageData, from_arrays
@@ -114,12 +115,12 @@ class Case:
 
     def private(self, mechanism: str, precision: torch.dtype = torch.float32) -> None:
         """The private step of the same expected batch."""
-        context = replace(self.context, precision=precision)
         privacy = PrivacySettings(noise_multiplier=1.0, mechanism=mechanism)
-        guards = [Guard(Ledger(str(k)), 1e-5, None) for k in range(len(self.parts))]
-        secrets = [SecretGenerator() for _ in self.parts]
-        clients = PrivateClients(range(len(self.parts)), self.data, self.parts, guards, secrets)
-        self._step(clients, replace(context, privacy=privacy))
+        context = replace(self.context, precision=precision, privacy=privacy)
+        ids = range(len(self.parts))
+        guards = [Guard(Ledger(str(k)), 1e-5, None) for k in ids]
+        charged = charge_for(self.method, context, ids, guards, [SecretGenerator() for _ in ids])
+        self._step(PrivateClients(ids, self.data, self.parts, charged), context)
 
     def _step(self, clients: Any, context: RoundContext) -> None:
         message = self.method.broadcast(ServerState(context.architecture.state_dict()), context)

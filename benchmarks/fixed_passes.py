@@ -20,6 +20,7 @@ import torch
 from machine import arguments, machine, saver
 
 from fedsynth.cli.memory import keep_large_allocations
+from fedsynth.core.charging import charge_for
 from fedsynth.core.client import PrivateClients
 from fedsynth.core.method import Method, RoundContext, ServerState
 from fedsynth.data.images import ImageData
@@ -111,8 +112,8 @@ def step_of(case: Case, device: torch.device) -> Callable[[], object]:
     def step() -> None:
         ids = range(case.clients)
         guards = [Guard(Ledger(str(k)), 1e-5, None) for k in ids]
-        secrets = [SecretGenerator() for _ in ids]
-        group = PrivateClients(ids, data, parts, guards, secrets, nominal_size=float(case.records))
+        charged = charge_for(case.method, context, ids, guards, [SecretGenerator() for _ in ids])
+        group = PrivateClients(ids, data, parts, charged, nominal_size=float(case.records))
         case.method.client_step(message, group, [{}] * case.clients, context)
 
     return step
