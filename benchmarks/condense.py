@@ -31,7 +31,8 @@ from torch import Tensor
 
 from fedsynth.cli.memory import keep_large_allocations
 from fedsynth.core.client import OpenClients, PrivateClients
-from fedsynth.core.method import RoundContext, ServerState
+from fedsynth.core.context import RoundContext, round_context
+from fedsynth.core.state import ServerState
 from fedsynth.data.images import ImageData, from_arrays
 from fedsynth.data.registry import DatasetSpec, dataset_spec
 from fedsynth.methods.feddm import FedDM
@@ -98,7 +99,7 @@ class Case:
         model = build_model(ModelSettings(width=width), spec.image_shape, spec.classes, 0).to(
             device
         )
-        self.context = RoundContext(1, 0, device, spec, model, nominal_size=per_client)
+        self.context = round_context(1, 0, device, spec, model, nominal_size=per_client)
         self.method = FedDM(ipc=IPC, iterations=steps, batch=BATCH)
 
     def engine(self, precision: torch.dtype, compiled: bool = False) -> None:

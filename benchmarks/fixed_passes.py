@@ -21,7 +21,9 @@ from machine import arguments, machine, saver
 
 from fedsynth.cli.memory import keep_large_allocations
 from fedsynth.core.client import PrivateClients
-from fedsynth.core.method import Method, RoundContext, ServerState
+from fedsynth.core.context import round_context
+from fedsynth.core.method import Method
+from fedsynth.core.state import ServerState
 from fedsynth.data.images import ImageData
 from fedsynth.data.registry import dataset_spec
 from fedsynth.methods.fedavg import FedAvg
@@ -101,7 +103,7 @@ def step_of(case: Case, device: torch.device) -> Callable[[], object]:
     network = build_model(settings, spec.image_shape, spec.classes, 0)
     mechanism = None if case.mechanism == "dp-sgd" else case.mechanism
     privacy = PrivacySettings(noise_multiplier=3.0, mechanism=mechanism)
-    context = RoundContext(
+    context = round_context(
         1, 0, device, spec, network, float(case.records), privacy,
         precision=getattr(torch, case.precision),
     )  # fmt: skip

@@ -43,7 +43,8 @@ from torch import nn
 
 from fedsynth.cli.memory import keep_large_allocations
 from fedsynth.core.messages import ModelParameters
-from fedsynth.core.method import RoundContext, ServerState
+from fedsynth.core.context import RoundContext
+from fedsynth.core.state import ServerState
 from fedsynth.data.images import ImageData, normalise
 from fedsynth.data.load import load_dataset
 from fedsynth.data.partition import partition

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedsynth.core.client import OpenClients
+from fedsynth.core.context import RoundContext, round_context
 from fedsynth.core.messages import Message
-from fedsynth.core.method import RoundContext, ServerState
+from fedsynth.core.state import ServerState
 from fedsynth.data.images import ImageData, from_arrays
 from fedsynth.data.registry import DatasetSpec, dataset_spec
 from fedsynth.errors import SettingError
@@ -94,7 +95,7 @@ def context(
     active: tuple[int, ...] = (0, 1, 2),
     net: nn.Module | None = None,
 ) -> RoundContext:
-    return RoundContext(
+    return round_context(
         number,
         0,
         device,
@@ -500,7 +501,7 @@ def test_two_rounds_of_fedfa_plus_equal_plain_torch() -> None:
     )
     state, memories = ServerState(dict(start.state_dict())), [{}, {}]
     for number in (1, 2):
-        ctx = RoundContext(number, 0, cpu, spec, start, 4.0, clients=2)
+        ctx = round_context(number, 0, cpu, spec, start, 4.0, clients=2)
         results = method.client_step(method.broadcast(state, ctx), clients, memories, ctx)
         uploads, memories = [u for u, _ in results], [dict(m) for _, m in results]
         assert all(type(u) is StatisticsUp for u in uploads)

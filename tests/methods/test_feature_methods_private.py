@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from fedsynth.core.client import OpenClients, PrivateClients
-from fedsynth.core.method import RoundContext, ServerState
+from fedsynth.core.context import RoundContext, round_context
+from fedsynth.core.state import ServerState
 from fedsynth.data.images import ImageData, from_arrays
 from fedsynth.data.registry import dataset_spec
 from fedsynth.errors import SettingError
@@ -48,7 +49,7 @@ def context(
         if sigma is None
         else PrivacySettings(noise_multiplier=sigma, sample_rate=1.0, **privacy)
     )
-    return RoundContext(
+    return round_context(
         number,
         0,
         CPU,

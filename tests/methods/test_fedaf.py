@@ -13,8 +13,9 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from fedsynth.core.client import OpenClients, PrivateClients
+from fedsynth.core.context import RoundContext, round_context
 from fedsynth.core.messages import ModelParameters
-from fedsynth.core.method import RoundContext, ServerState
+from fedsynth.core.state import ServerState
 from fedsynth.data.images import ImageData, denormalise, from_arrays, normalise
 from fedsynth.data.registry import dataset_spec
 from fedsynth.errors import SettingError, UnknownNameError
@@ -56,7 +57,7 @@ def context(
     device: torch.device = CPU,
 ) -> RoundContext:
     architecture = build_model(ModelSettings(width=4, depth=2, norm=norm), SPEC.image_shape, 10, 0)
-    return RoundContext(number, 0, device, SPEC, architecture, 6.0, privacy)
+    return round_context(number, 0, device, SPEC, architecture, 6.0, privacy)
 
 
 def rounds(

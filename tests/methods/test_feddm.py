@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from fedsynth.core.client import OpenClients, PrivateClients
-from fedsynth.core.method import RoundContext, ServerState
+from fedsynth.core.context import RoundContext, round_context
+from fedsynth.core.state import ServerState
 from fedsynth.data.images import from_arrays
 from fedsynth.data.partition import PartitionSettings, count_matrix, partition
 from fedsynth.data.registry import dataset_spec
@@ -36,7 +37,7 @@ def images() -> np.ndarray:
 
 def context(privacy: PrivacySettings | None = None, seed: int = 0) -> RoundContext:
     architecture = build_model(ModelSettings(width=4, depth=2), SPEC.image_shape, 10, 0)
-    return RoundContext(
+    return round_context(
         1, seed, torch.device("cpu"), SPEC, architecture, nominal_size=30.0, privacy=privacy
     )
 

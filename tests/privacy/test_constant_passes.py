@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fedsynth.core.client import PrivateClients
-from fedsynth.core.method import RoundContext, ServerState
+from fedsynth.core.context import round_context
+from fedsynth.core.state import ServerState
 from fedsynth.data.images import ImageData, from_arrays, normalise
 from fedsynth.data.registry import dataset_spec
 from fedsynth.federation.settings import resolve
@@ -136,7 +137,7 @@ def test_no_kernels_shape_depends_on_the_number_of_records(
     network = build_model(ModelSettings(width=4, depth=2), SPEC.image_shape, 10, 0)
     method = method_class(name).from_mapping(values)
     settings = PrivacySettings(noise_multiplier=1.0, sample_rate=1.0, **privacy)
-    context = RoundContext(
+    context = round_context(
         1, 0, torch.device("cpu"), SPEC, network, 72.0, settings,
         precision=getattr(torch, precision),
     )  # fmt: skip
@@ -261,7 +262,7 @@ def test_hostile_weights_do_not_let_a_record_move_others(
         mechanism=None if name == "fedavg" else mechanism,
     )  # fmt: skip
     network = cancelling(records)
-    context = RoundContext(1, 0, torch.device(device), SPEC, network, 287.6, privacy)
+    context = round_context(1, 0, torch.device(device), SPEC, network, 287.6, privacy)
     message = method.broadcast(ServerState(network.to(device).state_dict()), context)
     sums: list[Tensor] = []
 

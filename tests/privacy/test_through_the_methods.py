@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fedsynth.core.client import OpenClients, PrivateClients
-from fedsynth.core.method import RoundContext, ServerState
+from fedsynth.core.context import RoundContext, round_context
+from fedsynth.core.state import ServerState
 from fedsynth.data.images import ImageData, from_arrays
 from fedsynth.data.partition import partition
 from fedsynth.data.registry import dataset_spec
@@ -51,7 +52,7 @@ def private(data: ImageData, part: Tensor) -> PrivateClients:
 
 def context(privacy: PrivacySettings | None, nominal: float) -> RoundContext:
     architecture = build_model(ModelSettings(width=4, depth=2), SPEC.image_shape, 10, 0)
-    return RoundContext(1, 0, torch.device("cpu"), SPEC, architecture, nominal, privacy)
+    return round_context(1, 0, torch.device("cpu"), SPEC, architecture, nominal, privacy)
 
 
 @pytest.mark.parametrize("mechanism", ["residual", "gradient"])

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fedsynth.core.client import OpenClients, PrivateClients
-from fedsynth.core.method import RoundContext, ServerState
+from fedsynth.core.context import RoundContext, round_context
+from fedsynth.core.state import ServerState
 from fedsynth.data.images import ImageData, from_arrays
 from fedsynth.data.registry import dataset_spec
 from fedsynth.federation.observer import Observer
@@ -172,7 +173,7 @@ def test_an_example_moves_sums_by_at_most_the_clip_and_counts_by_one(
 
 def context(privacy: PrivacySettings, nominal: float = 60.0) -> RoundContext:
     architecture = build_model(ModelSettings(width=4, depth=2), SPEC.image_shape, 10, 0)
-    return RoundContext(1, 0, torch.device("cpu"), SPEC, architecture, nominal, privacy)
+    return round_context(1, 0, torch.device("cpu"), SPEC, architecture, nominal, privacy)
 
 
 def test_classes_with_small_released_counts_are_not_sent_but_kept() -> None:
