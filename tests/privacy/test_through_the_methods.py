@@ -16,7 +16,6 @@ from torch import Tensor
 
 from fedsynth.core.client import OpenClients, PrivateClients
 from fedsynth.core.context import RoundContext, round_context
-from fedsynth.core.state import ServerState
 from fedsynth.data.images import ImageData, from_arrays
 from fedsynth.data.partition import partition
 from fedsynth.data.registry import dataset_spec
@@ -69,7 +68,7 @@ def test_feddm_divides_by_the_nominal_size_and_not_by_the_true_one(mechanism: st
         (context(None, nominal), OpenClients([0], data, [torch.arange(60)])),
         (context(privacy, nominal), private(data, torch.arange(60))),
     ):
-        message = method.broadcast(ServerState(ctx.architecture.state_dict()), ctx)
+        message = method.broadcast(method.initial_state(ctx.architecture.state_dict()), ctx)
         ((upload, _),) = method.client_step(message, clients, [{"images": start}], ctx)
         moved.append(dict(upload.arrays())["images"] - start)
     torch.testing.assert_close(moved[1], moved[0] * 60 / nominal, atol=1e-5, rtol=1e-3)
@@ -86,7 +85,7 @@ def test_fedavg_divides_by_the_nominal_size() -> None:
         (context(privacy, nominal), private(data, torch.arange(60))),
     ):
         start = ctx.architecture.state_dict()
-        message = method.broadcast(ServerState(start), ctx)
+        message = method.broadcast(method.initial_state(start), ctx)
         ((upload, _),) = method.client_step(message, clients, [{}], ctx)
         moved.append(
             {
