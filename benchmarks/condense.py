@@ -31,7 +31,7 @@ from torch import Tensor
 
 from fedsynth.cli.memory import keep_large_allocations
 from fedsynth.core.client import OpenClients, PrivateClients
-from fedsynth.core.context import RoundContext, round_context
+from fedsynth.core.context import Compute, RoundContext, round_context
 from fedsynth.core.state import ServerState
 from fedsynth.data.images import ImageData, from_arrays
 from fedsynth.data.registry import DatasetSpec, dataset_spec
@@ -105,7 +105,7 @@ class Case:
     def engine(self, precision: torch.dtype, compiled: bool = False) -> None:
         """All clients, as many at once as the memory bound allows."""
         context, ids = (
-            replace(self.context, precision=precision, compiled=compiled),
+            replace(self.context, compute=Compute(self.device, precision, compiled=compiled)),
             range(len(self.parts)),
         )
         at_once = max(1, context.memory_bytes // 2 // (self.method.client_bytes(context) or 1))
@@ -115,12 +115,13 @@ class Case:
 
     def private(self, mechanism: str, precision: torch.dtype = torch.float32) -> None:
         """The private step of the same expected batch."""
-        context = replace(self.context, precision=precision)
         privacy = PrivacySettings(noise_multiplier=1.0, mechanism=mechanism)
         guards = [Guard(Ledger(str(k)), 1e-5, None) for k in range(len(self.parts))]
         secrets = [SecretGenerator() for _ in self.parts]
         clients = PrivateClients(range(len(self.parts)), self.data, self.parts, guards, secrets)
-        self._step(clients, replace(context, privacy=privacy))
+        federation = replace(self.context.federation, privacy=privacy)
+        compute = Compute(self.device, precision)
+        self._step(clients, replace(self.context, federation=federation, compute=compute))
 
     def _step(self, clients: Any, context: RoundContext) -> None:
         message = self.method.broadcast(ServerState(context.architecture.state_dict()), context)
