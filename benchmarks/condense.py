@@ -106,7 +106,7 @@ class Case:
     def engine(self, precision: torch.dtype, compiled: bool = False) -> None:
         """All clients, as many at once as the memory bound allows."""
         context, ids = (
-            replace(self.context, compute=Compute(self.device, precision, compiled=compiled)),
+            self._at(precision, compiled),
             range(len(self.parts)),
         )
         at_once = max(1, context.memory_bytes // 2 // (self.method.client_bytes(context) or 1))
@@ -118,12 +118,15 @@ class Case:
         """The private step of the same expected batch."""
         privacy = PrivacySettings(noise_multiplier=1.0, mechanism=mechanism)
         federation = replace(self.context.federation, privacy=privacy)
-        compute = Compute(self.device, precision)
-        context = replace(self.context, federation=federation, compute=compute)
+        context = replace(self._at(precision), federation=federation)
         ids = range(len(self.parts))
         guards = [Guard(Ledger(str(k)), 1e-5, None) for k in ids]
         charged = charge_for(self.method, context, ids, guards, [SecretGenerator() for _ in ids])
         self._step(PrivateClients(ids, self.data, self.parts, charged), context)
+
+    def _at(self, precision: torch.dtype, compiled: bool = False) -> RoundContext:
+        compute = replace(self.context.compute, precision=precision, compiled=compiled)
+        return replace(self.context, compute=compute)
 
     def _step(self, clients: Any, context: RoundContext) -> None:
         message = self.method.broadcast(ServerState(context.architecture.state_dict()), context)
@@ -198,7 +201,8 @@ def measure_growth(options: argparse.Namespace) -> dict[str, Any]:
         dataset_spec("mnist"), classes=classes, class_names=tuple(str(c) for c in range(classes))
     )
     case = Case(spec, 8 if options.quick else 32, clients, 1, device)
-    case.context = replace(case.context, memory_bytes=memory_bytes(options.memory_gb, device))
+    compute = Compute(device, memory_bytes=memory_bytes(options.memory_gb, device))
+    case.context = replace(case.context, compute=compute)
     before = peak_memory(device)
     times = [
         seconds(lambda: case.engine(torch.float32), device)
