@@ -16,7 +16,6 @@ import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
-from functools import cache
 from types import UnionType
 from typing import Any, Self, Union, get_args, get_origin, get_type_hints
 
@@ -176,7 +175,6 @@ def _header(sent: bytes) -> dict[str, Any]:
         raise MessageError(f"these bytes are no message of fedsynth: {error!r:.80}") from None
 
 
-@cache
 def _forms(kind: type[Packed]) -> dict[str, tuple[type, ...]]:
     """What each field may be, by its annotation; a number may come as any."""
     hints = get_type_hints(kind)
