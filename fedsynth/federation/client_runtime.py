@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fedsynth.core.client import ClientGroup, OpenClients, PrivateClients
 from fedsynth.core.context import RoundContext
@@ -149,13 +149,14 @@ class ClientRuntime:
         self, models: Mapping[str, Mapping[str, Tensor]], context: RoundContext
     ) -> Evaluated:
         """Tests models on its own test split."""
-        test = self.data.resident.subset(self.data.held_out)
+        held_out = self.data.held_out
         right = dict.fromkeys(models, 0)
-        if len(test):
+        if len(held_out):
+            test = self.data.resident.subset(held_out)
             for name, parameters in models.items():
                 model = context.load(self.personal(parameters))
                 right[name] = int(correct(model, test).sum())
-        return Evaluated(self.number, len(self.data.records), len(test), right)
+        return Evaluated(self.number, len(self.data.records), len(held_out), right)
 
 
 def view(clients: Sequence[ClientRuntime], phase: str, context: RoundContext) -> ClientGroup:
@@ -223,14 +224,14 @@ def evaluate_together(
     context: RoundContext,
 ) -> list[Evaluated]:
     """`ClientRuntime.evaluate` of clients that share a device: a common model in one pass."""
-    if clients[0].method.personal:
+    tested = [len(client.data.held_out) for client in clients]
+    if clients[0].method.personal or not any(tested):
         return [client.evaluate(models, context) for client in clients]
     resident = clients[0].data.resident
     where = torch.cat([client.data.held_out for client in clients]).to(resident.labels.device)
-    tested = [len(client.data.held_out) for client in clients]
     test = resident.subset(where)
     right = {
-        name: [int(own.sum()) for own in _right(context.load(model), test).split(tested)]
+        name: [int(own.sum()) for own in correct(context.load(model), test).cpu().split(tested)]
         for name, model in models.items()
     }
     return [
@@ -242,7 +243,3 @@ def evaluate_together(
         )
         for position, client in enumerate(clients)
     ]
-
-
-def _right(model: nn.Module, test: ImageData) -> Tensor:
-    return correct(model, test).cpu() if len(test) else torch.zeros(0)
