@@ -31,7 +31,6 @@ from fedsynth.core.validation import check_choice
 from fedsynth.data.images import ImageData, require_all_classes
 from fedsynth.data.load import load_dataset
 from fedsynth.data.partition import GIVEN, IntArray, check_parts, count_matrix, hold_out, partition
-from fedsynth.data.proxy import NOISE, ProxyImages, noise_images
 from fedsynth.data.registry import DatasetSpec, is_published
 from fedsynth.data.users import bounded, check_one_client_each
 from fedsynth.errors import DataError
@@ -39,7 +38,7 @@ from fedsynth.federation import privacy_words
 from fedsynth.federation.client_runtime import ClientRuntime, OwnData
 from fedsynth.federation.clients import Clients
 from fedsynth.federation.devices import check_compiler, resolve_device
-from fedsynth.federation.exchange import REQUEST, Refusal, Terms
+from fedsynth.federation.exchange import Refusal
 from fedsynth.federation.in_process import InProcess
 from fedsynth.federation.measure import Measure
 from fedsynth.federation.observer import Observer
@@ -48,13 +47,13 @@ from fedsynth.federation.planning import public_context
 from fedsynth.federation.privacy_plan import PrivacyPlan, check_method
 from fedsynth.federation.privacy_words import NO_TEST, PRIVATE, PUBLIC
 from fedsynth.federation.result import RunResult, summarise
+from fedsynth.federation.rounds import agree, play_round, with_proxy
 from fedsynth.federation.run_folder import RunFolder
 from fedsynth.federation.server import Server
 from fedsynth.federation.settings import RunSettings, to_toml
-from fedsynth.privacy.errors import PrivacySettingError, RequestRefusedError
+from fedsynth.privacy.errors import PrivacySettingError
 from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.ledger_folder import check_names
-from fedsynth.privacy.plans import FIRST, MAIN
 from fedsynth.privacy.releases import USER
 from fedsynth.privacy.report import ReportContext, build_report, write_report
 from fedsynth.privacy.settings import NO_LEDGER
@@ -220,11 +219,17 @@ class Simulation:
         self.test_kind = test[1]
         context = public_context(settings, train.spec, train.labels.device)
         self.method.check_model(context.architecture)
-        self.context = _with_proxy(context, settings, download)
+        self.context = with_proxy(context, settings, download=download)
         if settings.privacy is not None:
             PrivacyPlan.checked(settings, self.context)
         self.exchange = self._clients(clients, train, parts)
-        self.terms = self._agree()
+        self.terms, self.context = agree(settings, self.context, self.exchange)
+        self.participation = Participation(
+            settings.seed,
+            settings.partition.clients,
+            settings.participation,
+            self.terms.sizes if settings.sampling == "size" else None,
+        )
         # Where earlier runs have spent the budget, this one ends before it begins, and leaves
         # nothing.
         first = self.round_context(1)
@@ -255,7 +260,7 @@ class Simulation:
             self.method, {name: t.to(self.context.device) for name, t in initial.items()}
         )
         self.uploads: dict[int, Message] = {}
-        self.sent: dict[int, list[Message]] = {}
+        self.sent: Mapping[int, tuple[Message, ...]] = {}
         self.metrics: list[dict[str, Any]] = []
         self.deviations: list[str] = []
 
@@ -297,29 +302,6 @@ class Simulation:
             private=self._private,
         )
 
-    def _agree(self) -> Terms:
-        """What follows from what the clients say when they join: σ, or the sizes."""
-        settings = self.settings
-        joined = self.exchange.join()
-        if settings.privacy is None:
-            terms = Terms(sizes=tuple(one.size or 0 for one in joined))
-            federation = replace(self.context.federation, sizes=terms.sizes)
-            self.context = replace(self.context, federation=federation)
-        else:
-            histories = [one.history for one in joined if one.history is not None]
-            terms = Terms(plan=PrivacyPlan.make(settings, self.context, histories))
-        if terms.plan is not None:
-            terms.plan.check_cap()
-            self.context = terms.plan.in_context(self.context)
-        self.exchange.start(terms)
-        self.participation = Participation(
-            settings.seed,
-            settings.partition.clients,
-            settings.participation,
-            terms.sizes if settings.sampling == "size" else None,
-        )
-        return terms
-
     def run(self) -> RunResult:
         """All rounds, and the result."""
         for number in range(1, self.settings.rounds + 1):
@@ -342,32 +324,13 @@ class Simulation:
         )
 
     def play(self, context: RoundContext) -> Refusal | None:
-        """One round, up to the server's next state; a client's refusal ends it.
-
-        Raises:
-            RequestRefusedError: a client refused the server's request as unsound.
-        """
-        refusals = self.exchange.prepare(context)
-        if refusals:
-            return refusals[0]
-        self.exchange.begin(context)
-        sent: dict[int, list[Message]] = {number: [] for number in context.active}
-        uploads: Mapping[int, Message] = {}
-        for phase in (FIRST, MAIN):
-            request = self.server.request(phase, context)
-            if request is None:
-                continue
-            replies = self.exchange.step(phase, request, context)
-            if replies.refusals:
-                return _checked(replies.refusals[0])
-            self.server.receive(phase, replies.messages, context)
-            uploads = replies.messages
-            for client, message in uploads.items():
-                sent[client].append(message)
-        self.uploads = dict(uploads)
-        self.sent = sent
-        self._after_uploads(context)
-        return None
+        """One round; a client's refusal ends it."""
+        played = play_round(self.server, self.exchange, context)
+        if played.refusal is None:
+            self.uploads = dict(played.uploads)
+            self.sent = played.sent
+            self._after_uploads(context)
+        return played.refusal
 
     def _new_folder(self, output: Path, clients: Clients, counts: Counts) -> RunFolder:
         """The run folder, with what is known before the first round; fresh ledgers go into it."""
@@ -507,30 +470,6 @@ class Simulation:
         folder.write_artefacts(artefacts)
         if report is not None:
             write_report(report, folder.path)
-
-
-def _with_proxy(context: RoundContext, settings: RunSettings, download: bool) -> RoundContext:
-    """The context with the public images that the method names, if it names any."""
-    name = getattr(settings.method, "proxy", "")
-    if not name:
-        return context
-    if name == NOISE:
-        proxy = noise_images(context.spec, settings.seed)
-    else:
-        proxy, _ = load_dataset(name, settings.data_root, download=download)
-    images = ProxyImages(proxy.to(context.device), context.spec)
-    return replace(context, federation=replace(context.federation, proxy=images))
-
-
-def _checked(refusal: Refusal) -> Refusal:
-    """A refusal that a run ends in order with.
-
-    Raises:
-        RequestRefusedError: it is none.
-    """
-    if refusal.kind == REQUEST:
-        raise RequestRefusedError(refusal.reason)
-    return refusal
 
 
 @dataclass(frozen=True)
