@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol, Self
 
 import torch
@@ -18,9 +18,9 @@ from torch import nn
 
 from fedsynth.core.client import ClientGroup
 from fedsynth.core.messages import Message
-from fedsynth.core.validation import convert
+from fedsynth.core.validation import from_mapping
 from fedsynth.data.registry import DatasetSpec
-from fedsynth.errors import SettingError, unknown_name
+from fedsynth.errors import SettingError
 from fedsynth.privacy.releases import Release
 from fedsynth.privacy.settings import PrivacySettings
 
@@ -95,7 +95,7 @@ class RoundContext:
             SettingError: there are none.
         """
         if self.privacy is None or self.privacy.noise_multiplier is None:
-            raise SettingError("private clients need privacy settings with a noise multiplier")
+            raise SettingError("privacy", "noise_multiplier", "must be set for private clients")
         return self.privacy, self.privacy.noise_multiplier
 
     def load(self, parameters: Mapping[str, torch.Tensor], client: int | None = None) -> nn.Module:
@@ -166,6 +166,7 @@ class Method:
     differential privacy, and `refusal` says why).
     """
 
+    section: ClassVar[str] = "method"  # of a config file
     name: ClassVar[str]
     summary: ClassVar[str]
     reference: ClassVar[str]
@@ -265,17 +266,10 @@ class Method:
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> Self:
-        """Settings from names and values as they come from TOML or `--set`; text is converted to the field's type.
+        """Settings from names and values as TOML or text gives them; text is converted to the field's type.
 
         Raises:
             UnknownNameError: no such setting (with the near matches).
             SettingError: a value of the wrong type or outside its range.
         """
-        defaults = cls()
-        known = {f.name: getattr(defaults, f.name) for f in fields(cls)}
-        converted = {}
-        for key, value in values.items():
-            if key not in known:
-                raise unknown_name(f"setting of {cls.name}", key, known)
-            converted[key] = convert(f"{cls.name}.{key}", value, type(known[key]))
-        return replace(defaults, **converted)
+        return from_mapping(cls, values, of=cls.name)

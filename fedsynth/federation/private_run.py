@@ -19,7 +19,7 @@ from fedsynth.core.messages import privacy_of_fields
 from fedsynth.core.method import Method, RoundContext
 from fedsynth.data.partition import clients_or_groups
 from fedsynth.data.registry import is_published
-from fedsynth.errors import SettingError, unknown_name
+from fedsynth.errors import Setting, SettingError, Text, unknown_value
 from fedsynth.federation.clients import Clients, planned_ledgers
 from fedsynth.federation.participation import Participation
 from fedsynth.federation.planned_rounds import PlannedEpsilon, shown_rounds
@@ -90,24 +90,35 @@ class PrivateRun:
     ) -> None:
         self._clients, self._test = clients, test
         if settings.privacy is None:
-            raise SettingError("a private run needs privacy settings")
+            raise SettingError(None, "privacy", "must be set for a private run")
         self.run, self.method, self.spec = settings, settings.method, context.spec
         check_method(self.method)
         if getattr(self.method, "proxy", "") == context.spec.name:
             raise UnaccountedReleaseError(
-                f"{self.method.name} cannot distil on {context.spec.name} with differential privacy: those are the clients' own images; name "
-                "public ones (--set proxy=noise, or another data set)"
+                Text(
+                    f"{self.method.name} cannot distil on {context.spec.name} with differential "
+                    "privacy: those are the clients' own images; name public ones (",
+                    Setting("method", "proxy", "noise"),
+                    ", or another data set)",
+                )
             )
         mechanism = settings.privacy.mechanism or self.method.protects[0]
         if mechanism not in self.method.protects:
-            raise unknown_name(
-                f"--dp-mechanism for {self.method.name}", mechanism, self.method.protects
+            raise unknown_value(
+                "privacy",
+                "mechanism",
+                mechanism,
+                self.method.protects,
+                f" for {self.method.name}",
             )
         given = settings.privacy.max_records
         self.max_records = context.spec.train_size if given is None else given
         if self.max_records < context.spec.train_size:
             raise PrivacySettingError(
-                f"--dp-max-records {self.max_records} is below the {context.spec.train_size} records that the data set declares"
+                "privacy",
+                "max_records",
+                f"is below the {context.spec.train_size} records that the data set declares",
+                value=self.max_records,
             )
         check_delta(settings.privacy.delta, self.max_records)
         self.protects = mechanism != "paper"
@@ -122,9 +133,13 @@ class PrivateRun:
         self._before = {ledger.client: len(ledger.releases) for ledger in self.ledgers}
         if self.protects and privacy.epsilon is not None and (reasons := self._spent_without()):
             raise UnaccountedReleaseError(
-                f"ε = {privacy.epsilon:g} cannot be kept to: a ledger in {privacy.ledger} holds a "
-                f"release without any guarantee ({reasons[0]}), which nothing takes back; with "
-                "--dp-sigma alone the run adds noise and states no ε"
+                Text(
+                    f"ε = {privacy.epsilon:g} cannot be kept to: a ledger in {privacy.ledger} "
+                    f"holds a release without any guarantee ({reasons[0]}), which nothing takes "
+                    "back; with ",
+                    Setting("privacy", "noise_multiplier"),
+                    " alone the run adds noise and states no ε",
+                )
             )
         self.privacy = privacy
         if privacy.noise_multiplier is None:
@@ -290,8 +305,13 @@ class PrivateRun:
             )
         if planned > 10 and cap is None:
             lines.append(
-                f"  warning: ε = {up(planned, 3)} is a weak guarantee: one example may change the odds of any outcome by a factor of "
-                f"e^{planned:.0f}; a smaller one: --dp-epsilon 8 in place of --dp-sigma"
+                Text(
+                    f"  warning: ε = {up(planned, 3)} is a weak guarantee: one example may change "
+                    f"the odds of any outcome by a factor of e^{planned:.0f}; a smaller one: ",
+                    Setting("privacy", "epsilon", "8"),
+                    " in place of ",
+                    Setting("privacy", "noise_multiplier"),
+                )
             )
         return lines
 

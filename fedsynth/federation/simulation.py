@@ -32,7 +32,7 @@ from fedsynth.data.partition import GIVEN, IntArray, check_parts, count_matrix, 
 from fedsynth.data.proxy import NOISE, ProxyImages, noise_images
 from fedsynth.data.registry import DatasetSpec, is_published
 from fedsynth.data.users import bounded, check_one_client_each
-from fedsynth.errors import DataError, DivergedError
+from fedsynth.errors import DataError, DivergedError, Setting, Text
 from fedsynth.evaluation.accuracy import accuracy_by_domain, correct
 from fedsynth.evaluation.fairness import local_metrics
 from fedsynth.evaluation.generated import GENERATOR
@@ -53,6 +53,11 @@ from fedsynth.privacy.requests import check_request
 from fedsynth.privacy.settings import NO_LEDGER
 from fedsynth.synthesizer.condensation.sets import SyntheticSet
 
+UNPROTECTED = Text(
+    "no differential privacy: what clients send is not protected (",
+    Setting("privacy", "epsilon"),
+    " protects it)",
+)
 NO_LATER_EPSILON = "no run on these data can have an ε afterwards"
 COMMON = "common_model_accuracy"
 """What the test accuracy of a method is called whose clients end with models of their own."""
@@ -186,7 +191,7 @@ def _checked_data(given: tuple[ImageData, ImageData | None]) -> tuple[ImageData,
 def _kind_of_test(spec: DatasetSpec, test: ImageData | None, declared: str | None) -> str:
     """What the test images are: "public", "private" or "none"."""
     if declared is not None:
-        check_choice("test", declared, (PUBLIC, PRIVATE))
+        check_choice(None, "test", declared, (PUBLIC, PRIVATE))
     if test is None:
         return NO_TEST
     return declared or (PUBLIC if is_published(spec) else PRIVATE)
@@ -196,9 +201,10 @@ def _require_a_ledger(settings: RunSettings, spec: DatasetSpec) -> None:
     """Own data are not public unless their owner says so: all runs on them have to be counted."""
     if settings.privacy is not None and settings.privacy.ledger is None and not is_published(spec):
         raise PrivacySettingError(
-            f"differential privacy on your own data ({spec.name!r}) needs a folder for their "
-            "ledgers, kept over all runs on them: PrivacySettings(ledger=...); or say "
-            f"ledger={NO_LEDGER!r}"
+            "privacy",
+            "ledger",
+            f"must name a folder for the ledgers of your own data ({spec.name!r}), kept over all "
+            f"runs on them; or say {NO_LEDGER!r}",
         )
 
 
@@ -294,7 +300,12 @@ class Simulation:
         )
         if self.method.personal and not settings.partition.local_test:
             headline.append(
-                f"warning: {self.method.name}'s clients keep models of their own, which nothing tests here (--local-test 0.2)"
+                Text(
+                    f"warning: {self.method.name}'s clients keep models of their own, which "
+                    "nothing tests here (",
+                    Setting("partition", "local_test", "0.2"),
+                    ")",
+                )
             )
         for line in headline:
             observer.note(line)
@@ -314,9 +325,7 @@ class Simulation:
     def _headline(self) -> list[str]:
         if self.private is not None:
             return self.private.headline()
-        lines = [
-            "no differential privacy: what clients send is not protected (--dp-epsilon protects it)"
-        ]
+        lines: list[str] = [UNPROTECTED]
         if self.open_ledgers is not None:
             lines.append(f"  the ledgers in {self.open_ledgers.folder} say so: {NO_LATER_EPSILON}")
         return lines
@@ -443,10 +452,14 @@ class Simulation:
         missing = sorted(set(range(self.context.spec.classes)) - sent) if sets else []
         if missing:
             names = ", ".join(self.context.spec.class_names[c] for c in missing)
-            why = "no client has min_examples examples of it (--set min_examples=1)"
+            enough = Setting("method", "min_examples", "1")
+            why = Text("no client has min_examples examples of it (", enough, ")")
             if self.private is not None and self.private.protects:
-                why = "no client's released count of it is clearly above the counts' noise (a larger budget helps)"
-            self.observer.note(f"warning: nobody sends images of {names}: {why}")
+                why = Text(
+                    "no client's released count of it is clearly above the counts' noise (a larger "
+                    "budget helps)"
+                )
+            self.observer.note(Text(f"warning: nobody sends images of {names}: ", why))
 
     def _record(self, context: RoundContext, started: float) -> None:
         number = context.round
@@ -617,8 +630,12 @@ def _check_finite(tensors: Mapping[str, Tensor], whose: str, number: int) -> Non
     for name, tensor in tensors.items():
         if not bool(torch.isfinite(tensor).all()):
             raise DivergedError(
-                f"round {number}: {name} of the {whose} is not finite: its optimisation diverged; lower the learning rate "
-                "(--set image_lr=…, lr=… or server_lr=…) or use a smaller --depth"
+                Text(
+                    f"round {number}: {name} of the {whose} is not finite: its optimisation "
+                    "diverged; lower the learning rate (the method's image_lr, lr or server_lr) or "
+                    "use a smaller ",
+                    Setting("model", "depth"),
+                )
             )
 
 

@@ -44,7 +44,7 @@ def method_class(name: str) -> type[Method]:
     """
     name = name.lower()
     if name not in METHODS:
-        raise unknown_name("method", name, METHODS)
+        raise unknown_name("method", name, METHODS, "run", "method")
     module, _, attribute = METHODS[name].partition(":")
     found: Any = getattr(import_module(module), attribute)
     return found  # type: ignore[no-any-return]

@@ -52,7 +52,9 @@ class FedDF(DistilsEnsemble):
     def check_model(self, model: nn.Module) -> None:
         if not self.proxy:
             raise SettingError(
-                "feddf needs public images: name their data set with --set proxy=NAME (noise: random pixels)"
+                "method",
+                "proxy",
+                "must name a data set of public images, or noise (random pixels), for feddf",
             )
 
     def distil(
@@ -64,7 +66,7 @@ class FedDF(DistilsEnsemble):
     ) -> ServerState:
         images = context.proxy
         if images is None:
-            raise SettingError("feddf needs public images (RoundContext.proxy)")
+            raise SettingError(None, "RoundContext.proxy", "must hold public images for feddf")
         for model in models:
             model.requires_grad_(False).eval()
         adam = torch.optim.Adam(student.parameters(), self.server_lr)

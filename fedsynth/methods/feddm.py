@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from fedsynth.core.client import ClientGroup, OpenClients, PrivateClients, Segments
 from fedsynth.core.messages import Message, parameters_of
 from fedsynth.core.method import Memory, PrivatePlan, RoundContext
-from fedsynth.core.validation import check_choice, check_embedding, check_ranges
+from fedsynth.core.validation import check_choices, check_embedding, check_ranges
 from fedsynth.methods.shared.union import TrainsInBall
 from fedsynth.models.batch_norm import has_batch_norm, with_grouped_statistics
 from fedsynth.privacy.dpsgd import refuse_batch_norm
@@ -130,11 +130,14 @@ class FedDM(TrainsInBall):
             count_noise=(0.01, inf),
         )
         check_ranges(self, image_lr=(0, inf), image_momentum=(0, 1), logit_weight=(0, inf))
-        check_choice("augment", self.augment, ("none", "siamese"))
-        check_choice("perturbation", self.perturbation, READINGS)
-        check_choice("small_class", self.small_class, SMALL_CLASS)
-        check_choice("batch_norm", self.batch_norm, ("client", "class"))
-        check_choice("matching", self.matching, MATCHINGS)
+        check_choices(
+            self,
+            augment=("none", "siamese"),
+            perturbation=READINGS,
+            small_class=SMALL_CLASS,
+            batch_norm=("client", "class"),
+            matching=MATCHINGS,
+        )
         check_ranges(self, blur=(1e-6, inf))
 
     def client_bytes(self, context: RoundContext) -> int:

@@ -25,8 +25,8 @@ from torch.nn import functional as F
 from fedsynth.core.client import ClientGroup, OpenClients, chunk
 from fedsynth.core.messages import Message, ModelParameters, public, unprotected
 from fedsynth.core.method import Memory, RoundContext, ServerState
-from fedsynth.core.validation import check_choice, check_embedding, check_ranges
-from fedsynth.errors import SettingError
+from fedsynth.core.validation import check_choices, check_embedding, check_ranges
+from fedsynth.errors import Setting, SettingError
 from fedsynth.methods.shared.aggregation import average
 from fedsynth.methods.shared.local import Task, Trained, TrainsLocally
 from fedsynth.seeding import torch_generator
@@ -85,7 +85,7 @@ class FedFAPlus(TrainsLocally):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_choice("parts", self.parts, ("both", "augmentation", "alignment"))
+        check_choices(self, parts=("both", "augmentation", "alignment"))
         check_ranges(
             self,
             probability=(0, 1),
@@ -98,7 +98,11 @@ class FedFAPlus(TrainsLocally):
         check_embedding(self.name, model)
         if self.parts != "alignment" and not getattr(model, "stage_names", ()):
             raise SettingError(
-                f"{self.name} augments feature maps after each stage: the network must name its stages (`stage_names`), or parts=alignment"
+                "model",
+                "name",
+                f"must be a network that names its stages (`stage_names`), after which {self.name} "
+                "augments feature maps; or ",
+                Setting("method", "parts", "alignment"),
             )
 
     def broadcast(self, state: ServerState, context: RoundContext) -> Message:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from fedsynth.core.method import RoundContext, ServerState
-from fedsynth.core.validation import check_choice, check_ranges
+from fedsynth.core.validation import check_choices, check_ranges
 from fedsynth.methods.dense import DistilsWithoutData
 from fedsynth.synthesizer.generation.ensembles import (
     Aggregate,
@@ -72,10 +72,13 @@ class FedHydra(DistilsWithoutData):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_choice("aggregation", self.aggregation, ("stratified", "clients", "average"))
-        check_choice("columns", self.columns, ("in-place", "raw"))
-        check_choice("outputs", self.outputs, ("logits", "probabilities"))
-        check_choice("lessons", self.lessons, ("ensemble", "average"))
+        check_choices(
+            self,
+            aggregation=("stratified", "clients", "average"),
+            columns=("in-place", "raw"),
+            outputs=("logits", "probabilities"),
+            lessons=("ensemble", "average"),
+        )
         check_ranges(
             self,
             stratification_steps=(2, inf),

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from fedsynth.core.messages import Message, ModelParameters, public
 from fedsynth.core.method import Memory, RoundContext, ServerState
-from fedsynth.core.validation import check_choice, check_embedding, check_ranges
+from fedsynth.core.validation import check_choices, check_embedding, check_ranges
 from fedsynth.evaluation.generated import GENERATOR, average, describe
 from fedsynth.methods.shared.local import Task, TrainsLocally, plain_upload, unprefixed
 from fedsynth.seeding import torch_generator
@@ -85,7 +85,7 @@ class FedKF(TrainsLocally):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_choice("teacher", self.teacher, ("oca", "aca"))
+        check_choices(self, teacher=("oca", "aca"))
         check_ranges(
             self,
             distillation=(0, inf),

@@ -13,8 +13,8 @@ from fedsynth.core.client import ClientGroup, OpenClients
 from fedsynth.core.messages import Message, unprotected
 from fedsynth.core.method import Memory, RoundContext
 from fedsynth.core.validation import check_ranges
-from fedsynth.errors import SettingError
 from fedsynth.methods.shared.union import TrainsInBall
+from fedsynth.privacy.errors import UnaccountedReleaseError
 from fedsynth.synthesizer.condensation.sets import SyntheticSet, real_start, split_uploads
 
 
@@ -59,7 +59,9 @@ class Real(TrainsInBall):
         context: RoundContext,
     ) -> list[tuple[Message, Memory]]:
         if not isinstance(clients, OpenClients):
-            raise SettingError(f"real cannot run with differential privacy: {self.refusal}")
+            raise UnaccountedReleaseError(
+                f"real cannot run with differential privacy: {self.refusal}"
+            )
         segments = clients.segments(self.min_examples)
         draw = context.round if self.resample else 0
         sets = split_uploads(

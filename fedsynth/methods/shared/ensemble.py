@@ -17,7 +17,7 @@ from torch import nn
 
 from fedsynth.core.messages import Message, ModelParameters
 from fedsynth.core.method import RoundContext, ServerState
-from fedsynth.core.validation import check_choice
+from fedsynth.core.validation import check_choices
 from fedsynth.errors import SettingError
 from fedsynth.methods.shared.aggregation import average
 from fedsynth.methods.shared.local import TrainsLocally
@@ -41,10 +41,13 @@ class DistilsEnsemble(TrainsLocally):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_choice("start", self.start, ("average", "server"))
+        check_choices(self, start=("average", "server"))
         if self.final == "oca":
             raise SettingError(
-                f"{self.name}'s final model is the distilled one: final=oca has no meaning here"
+                "method",
+                "final",
+                f"has no meaning for {self.name}, whose final model is the distilled one",
+                value="oca",
             )
 
     def distil(
