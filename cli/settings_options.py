@@ -105,10 +105,11 @@ def merged(
 def from_preset(sections: Sections) -> str:
     """What a data set's preset decides in a run with these sections, in words; empty for nothing."""
     from fedsynth.federation.settings import preset_of
+    from fedsynth.methods import method_class
 
     preset = preset_of(
         str(sections["data"].get("dataset", "digits")),
-        str(sections["run"].get("method", "feddm")).lower(),
+        method_class(str(sections["run"].get("method", "feddm"))),
     )
     free = [
         (f"{'' if section in ('method', 'run') else section + '.'}{key}", value)

@@ -156,6 +156,10 @@ class PrivatePlan:
         )
 
 
+Presets = Mapping[str, Mapping[str, Any]]
+"""A data set: the settings' values that are a method's defaults there, beside those of its bases."""
+
+
 @dataclass(frozen=True)
 class Method:
     """Base of all methods; a subclass is a frozen dataclass of validated settings.
@@ -163,7 +167,7 @@ class Method:
     Class attributes: `name`; `summary`, a line for people; `reference`; `upload`, the type of a client's message; `answers`, that of its
     message in a first phase, for methods that have one; `heterogeneous`, whether clients may have other architectures than the server;
     `personal`, whether clients end with models of their own; `protects`, the mechanisms that can protect it (empty: it cannot run with
-    differential privacy, and `refusal` says why).
+    differential privacy, and `refusal` says why); `presets`, by data set what it changes of these settings.
     """
 
     section: ClassVar[str] = "method"  # of a config file
@@ -176,6 +180,7 @@ class Method:
     answers: ClassVar[type[Message] | None] = None
     protects: ClassVar[tuple[str, ...]] = ()
     refusal: ClassVar[str] = ""
+    presets: ClassVar[Presets] = {}
 
     def question(self, state: ServerState, context: RoundContext) -> Message | None:
         """The server's message of a first phase; None: the round has none."""

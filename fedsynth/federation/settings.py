@@ -31,39 +31,15 @@ from fedsynth.privacy.settings import PrivacySettings, ledger_setting
 
 SECTIONS = ("run", "data", "partition", "model", "method", "privacy")
 
-# For the embedded 8×8 digits: a model that such images can feed, and few enough releases that σ = 3 means ε < 10. Found on the digits,
-# which are public.
-_SHORT_DISTILLATION: Mapping[str, Any] = {
-    "batch": 32, "local_epochs": 20, "server_epochs": 40, "generator_steps": 10, "generator_width": 8, "generator_batch": 64,
-    "generator_lr": 0.01, "replay": True, "start": "average",
-}  # fmt: skip
-_SMALL_BATCHES = (
-    "fedavg", "fedavgm", "fedbn", "feddyn", "fedfa-plus", "fedfm", "fedfm-lite", "fedgen", "fedgkd", "fednova", "fedprox", "moon",
-    "qffl", "scaffold", "solo",
-)  # fmt: skip
-DIGITS_PRESET: Mapping[str, Mapping[str, Any]] = {
-    "run": {"rounds": 3},
-    "partition": {"clients": 5},
-    "model": {"width": 32, "depth": 2},
-    "feddm": {"iterations": 10, "image_lr": 5.0, "server_epochs": 60},
-    "fedaf": {
-        "ipc": 10,
-        "iterations": 10,
-        "image_lr": 5.0,
-        "image_momentum": 0.0,
-        "server_epochs": 60,
-        "server_lr": 0.01,
-    },
-    "real": {"server_epochs": 60},
-    "feddf": {"batch": 32, "local_epochs": 20, "server_steps": 300, "proxy": "noise"},
-    "dense": _SHORT_DISTILLATION,
-    "fedhydra": {**_SHORT_DISTILLATION, "stratification_steps": 15, "stratification_batch": 16},
-    **{name: {"batch": 32} for name in _SMALL_BATCHES},
-    "fedkf": {"batch": 32, "lr": 0.2, "generator_width": 8, "generator_batch": 32},
-}
+# What a data set changes beside the method; what it changes of a method's settings stands with the
+# method (`Method.presets`). For the embedded 8×8 digits: a model that such images can feed, and few
+# enough releases that σ = 3 means ε < 10. Found on the digits, which are public.
 PRESETS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
-    "digits": DIGITS_PRESET,
-    "cifar100": {"feddm": {"ipc": 5}, "real": {"ipc": 5}},
+    "digits": {
+        "run": {"rounds": 3},
+        "partition": {"clients": 5},
+        "model": {"width": 32, "depth": 2},
+    },
     "synthetic": {"partition": {"kind": "natural", "clients": 30}, "model": {"name": "linear"}},
     "femnist": {"partition": {"kind": "natural"}},
     "office-caltech-10": {"partition": {"kind": "domain", "clients": 4}},
@@ -239,13 +215,14 @@ def _of_the_method(method: type[Method], values: Mapping[str, Any]) -> Mapping[s
     return values
 
 
-def preset_of(dataset: str, method: str) -> dict[str, dict[str, Any]]:
+def preset_of(dataset: str, method: type[Method]) -> dict[str, dict[str, Any]]:
     """The defaults that a data set changes, as sections of settings."""
-    preset = PRESETS.get(dataset.partition("(")[0], {})  # synthetic(1,1) and all its kind have one
-    sections = {
-        name: dict(preset[name]) for name in ("run", "partition", "model") if name in preset
-    }
-    return {**sections, **({"method": dict(preset[method])} if method in preset else {})}
+    family = dataset.partition("(")[0]  # synthetic(1,1) and all its kind have one preset
+    sections = {name: dict(values) for name, values in PRESETS.get(family, {}).items()}
+    own: dict[str, Any] = {}
+    for cls in reversed(method.__mro__):  # bases first
+        own.update(vars(cls).get("presets", {}).get(family, {}))
+    return {**sections, "method": own} if own else sections
 
 
 def resolve(
@@ -272,7 +249,7 @@ def resolve(
     name, dataset = str(run.pop("method", "feddm")), str(data.pop("dataset", "digits"))
     method = own_method or method_class(name)
     dataset = own_data or dataset_spec(dataset).name
-    preset = preset_of(dataset, name) if own_data is None else {}
+    preset = preset_of(dataset, method) if own_data is None else {}
     run = {**preset.get("run", {}), **run}
     partition = {**preset.get("partition", {}), **given.get("partition", {})}
     privacy = dict(given.get("privacy", {}))

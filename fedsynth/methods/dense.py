@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from fedsynth.core.method import RoundContext, ServerState
+from fedsynth.core.method import Presets, RoundContext, ServerState
 from fedsynth.core.validation import check_choices
 from fedsynth.errors import SettingError
 from fedsynth.evaluation.generated import GENERATOR, average, describe
@@ -46,6 +46,18 @@ class DistilsWithoutData(DistilsEnsemble):
             only_disagreement, student_images, replay, flips, crop, hard_weight, server_lr,
             server_momentum: see `OneShotDistillation` (λ1 is bn_weight, λ2 ad_weight, β hard_weight).
     """
+
+    presets: ClassVar[Presets] = {
+        "digits": {
+            "server_epochs": 40,
+            "generator_steps": 10,
+            "generator_width": 8,
+            "generator_batch": 64,
+            "generator_lr": 0.01,
+            "replay": True,
+            "start": "average",
+        }
+    }
 
     server_epochs: int = 200
     generator_steps: int = 30

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from fedsynth.core.client import ClientGroup, OpenClients, PrivateClients, Segments
 from fedsynth.core.messages import Message, ModelParameters, parameters_of, released
-from fedsynth.core.method import Memory, PrivatePlan, RoundContext, ServerState
+from fedsynth.core.method import Memory, Presets, PrivatePlan, RoundContext, ServerState
 from fedsynth.core.validation import check_choices, check_embedding, check_ranges
 from fedsynth.data.images import denormalise
 from fedsynth.methods.shared.class_sums import class_sums, sums_plans
@@ -126,6 +126,15 @@ class FedAF(TrainsOnUnion):
     upload: ClassVar[type[Message]] = CondensedSet
     answers: ClassVar[type[Message] | None] = LocalKnowledge
     protects: ClassVar[tuple[str, ...]] = ("residual",)
+    presets: ClassVar[Presets] = {
+        "digits": {
+            "ipc": 10,
+            "iterations": 10,
+            "image_lr": 5.0,
+            "image_momentum": 0.0,
+            "server_lr": 0.01,
+        }
+    }
 
     server_lr: float = 1e-3
     server_weight_decay: float = 0.0

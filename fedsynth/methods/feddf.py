@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from fedsynth.core.method import RoundContext, ServerState
+from fedsynth.core.method import Presets, RoundContext, ServerState
 from fedsynth.core.validation import check_ranges
 from fedsynth.errors import SettingError
 from fedsynth.methods.shared.ensemble import DistilsEnsemble
@@ -38,6 +38,7 @@ class FedDF(DistilsEnsemble):
         "the server distils the average of the clients' logits on public unlabelled images"
     )
     reference: ClassVar[str] = "Lin et al. 2020, FedDF, arXiv 2006.07242"
+    presets: ClassVar[Presets] = {"digits": {"server_steps": 300, "proxy": "noise"}}
 
     start: str = "average"
     proxy: str = ""

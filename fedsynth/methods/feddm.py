@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from fedsynth.core.client import ClientGroup, OpenClients, PrivateClients, Segments
 from fedsynth.core.messages import Message, parameters_of
-from fedsynth.core.method import Memory, PrivatePlan, RoundContext
+from fedsynth.core.method import Memory, Presets, PrivatePlan, RoundContext
 from fedsynth.core.validation import check_choices, check_embedding, check_ranges
 from fedsynth.methods.shared.union import TrainsInBall
 from fedsynth.models.batch_norm import has_batch_norm, with_grouped_statistics
@@ -98,6 +98,10 @@ class FedDM(TrainsInBall):
     reference: ClassVar[str] = "Xiong et al. 2023, FedDM, arXiv 2207.09653"
     upload: ClassVar[type[Message]] = SyntheticSet
     protects: ClassVar[tuple[str, ...]] = ("residual", "gradient", "features", "paper")
+    presets: ClassVar[Presets] = {
+        "digits": {"iterations": 10, "image_lr": 5.0},
+        "cifar100": {"ipc": 5},  # the paper's
+    }
 
     ipc: int = 10
     iterations: int = 1000

@@ -19,7 +19,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from fedsynth.core.method import RoundContext, ServerState
+from fedsynth.core.method import Presets, RoundContext, ServerState
 from fedsynth.core.validation import check_choices, check_ranges
 from fedsynth.methods.dense import DistilsWithoutData
 from fedsynth.synthesizer.generation.ensembles import (
@@ -60,6 +60,9 @@ class FedHydra(DistilsWithoutData):
     reference: ClassVar[str] = (
         "FedHydra (one-shot, stratified aggregation), Eqs. 2 to 19 of its paper"
     )
+    presets: ClassVar[Presets] = {
+        "digits": {"stratification_steps": 15, "stratification_batch": 16}
+    }
 
     aggregation: str = "stratified"
     columns: str = "in-place"

@@ -23,7 +23,7 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from fedsynth.core.messages import Message, ModelParameters, public
-from fedsynth.core.method import Memory, RoundContext, ServerState
+from fedsynth.core.method import Memory, Presets, RoundContext, ServerState
 from fedsynth.core.validation import check_choices, check_embedding, check_ranges
 from fedsynth.evaluation.generated import GENERATOR, average, describe
 from fedsynth.methods.shared.local import Task, TrainsLocally, plain_upload, unprefixed
@@ -68,6 +68,9 @@ class FedKF(TrainsLocally):
         "clients distil the average of all cached models into theirs, on images of a generator of their own"
     )
     reference: ClassVar[str] = "Zhou et al. 2023, FedKF, arXiv 2207.10447"
+    presets: ClassVar[Presets] = {
+        "digits": {"lr": 0.2, "generator_width": 8, "generator_batch": 32}
+    }
 
     batch: int = 64
     momentum: float = 0.0

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fedsynth.core.client import ClientGroup, OpenClients
 from fedsynth.core.messages import Message, unprotected
-from fedsynth.core.method import Memory, RoundContext
+from fedsynth.core.method import Memory, Presets, RoundContext
 from fedsynth.core.validation import check_ranges
 from fedsynth.methods.shared.union import TrainsInBall
 from fedsynth.privacy.errors import UnaccountedReleaseError
@@ -42,6 +42,7 @@ class Real(TrainsInBall):
     reference: ClassVar[str] = "Xiong et al. 2023, FedDM, Sec. 4.5, arXiv 2207.09653"
     upload: ClassVar[type[Message]] = RealImages
     refusal: ClassVar[str] = "it sends clients' own images, which no mechanism protects"
+    presets: ClassVar[Presets] = {"cifar100": {"ipc": 5}}  # the paper's
 
     ipc: int = 10
     min_examples: int = 10

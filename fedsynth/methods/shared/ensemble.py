@@ -16,7 +16,7 @@ from typing import ClassVar
 from torch import nn
 
 from fedsynth.core.messages import Message, ModelParameters
-from fedsynth.core.method import RoundContext, ServerState
+from fedsynth.core.method import Presets, RoundContext, ServerState
 from fedsynth.core.validation import check_choices
 from fedsynth.errors import SettingError
 from fedsynth.methods.shared.aggregation import average
@@ -33,6 +33,7 @@ class DistilsEnsemble(TrainsLocally):
     """
 
     heterogeneous: ClassVar[bool] = True
+    presets: ClassVar[Presets] = {"digits": {"local_epochs": 20}}
 
     local_epochs: int = 200
     batch: int = 128

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from fedsynth.core.client import ClientGroup, OpenClients, PrivateClients, chunk
 from fedsynth.core.messages import Message, ModelParameters, parameters_of
-from fedsynth.core.method import Memory, Method, PrivatePlan, RoundContext, ServerState
+from fedsynth.core.method import Memory, Method, Presets, PrivatePlan, RoundContext, ServerState
 from fedsynth.core.validation import check_choices, check_ranges
 from fedsynth.errors import Setting, SettingError
 from fedsynth.methods.shared.aggregation import average, cached, overall_average
@@ -91,6 +91,7 @@ class TrainsLocally(Method):
     upload: ClassVar[type[Message]] = ModelParameters
     protects: ClassVar[tuple[str, ...]] = ("dp-sgd",)
     one_pass: ClassVar[bool] = False
+    presets: ClassVar[Presets] = {"digits": {"batch": 32}}
     """Whether tasks are `plain`, so that clients with a dense network can share a step."""
 
     local_epochs: int = 10

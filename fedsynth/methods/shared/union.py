@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
+from typing import ClassVar
 
 from fedsynth.core.messages import Message, ModelParameters
-from fedsynth.core.method import Method, RoundContext, ServerState
+from fedsynth.core.method import Method, Presets, RoundContext, ServerState
 from fedsynth.core.validation import check_ranges
 from fedsynth.synthesizer.condensation.sets import train_on_union
 from fedsynth.training.sgd import SgdSettings
@@ -21,6 +22,8 @@ class TrainsOnUnion(Method):
         server_epochs, server_batch, server_lr: SGD on the union, with the paper's values.
         server_momentum, server_weight_decay: not in the paper; they follow distribution matching's public code.
     """
+
+    presets: ClassVar[Presets] = {"digits": {"server_epochs": 60}}
 
     server_epochs: int = 500
     server_batch: int = 256
