@@ -14,17 +14,17 @@ import json
 
 from dp_utility import CLIPS, METHODS, RATES, TUNE_ON, settings_for
 
-from fedsynth.federation.planning import private_run
-from fedsynth.federation.private_run import PrivateRun
+from fedsynth.federation.planning import privacy_plan
+from fedsynth.federation.privacy_plan import PrivacyPlan
 from fedsynth.privacy.accounting import epsilon
 from fedsynth.privacy.calibration import calibrate_noise_multiplier
 
 TARGET = 3.0
 
 
-def planned(mechanism: str) -> PrivateRun:
+def planned(mechanism: str) -> PrivacyPlan:
     """A tuning run at ε = 3, planned."""
-    return private_run(
+    return privacy_plan(
         settings_for(TUNE_ON, mechanism, 0, "cpu", {"epsilon": TARGET}, 1.0, 1.0, False)
     )
 

@@ -184,7 +184,8 @@ def _show_partition(
 def _dry_run(sections: dict[str, dict[str, Any]], names: given.OptionNames, as_json: bool) -> None:
     from fedsynth.cli.privacy_commands import print_plans
     from fedsynth.federation.devices import check_compiler, resolve_device
-    from fedsynth.federation.planning import long_draw, plan_of, private_run
+    from fedsynth.federation.planning import long_draw, plan_of, privacy_plan
+    from fedsynth.federation.privacy_words import headline
     from fedsynth.federation.settings import resolve
     from fedsynth.federation.simulation import NO_LATER_EPSILON, UNPROTECTED
 
@@ -202,30 +203,22 @@ def _dry_run(sections: dict[str, dict[str, Any]], names: given.OptionNames, as_j
         return
     if words := long_draw(settings):
         print(f"note: {words}", file=sys.stderr)
-    run = private_run(settings)
-    if run.guaranteed:
-        run.check_round(1)  # as the run itself would
+    planned = privacy_plan(settings)
+    guaranteed = planned.guaranteed(planned.histories)
+    if guaranteed:
+        planned.check_round(1, planned.histories)  # as the run itself would
     if as_json:
-        plan = (
-            {"epsilon": dict(run.planned_epsilon_by_round()), "delta": run.privacy.delta}
-            if run.guaranteed
-            else {}
-        )
-        print(
-            json.dumps(
-                {
-                    "guarantee": run.guaranteed,
-                    "noise_multiplier": run.privacy.noise_multiplier,
-                    **plan,
-                },
-                indent=2,
-            )
-        )
+        promise = {}
+        if guaranteed:
+            spent = dict(planned.planned_epsilon_by_round())
+            promise = {"epsilon": spent, "delta": planned.privacy.delta}
+        facts = {"guarantee": guaranteed, "noise_multiplier": planned.sigma, **promise}
+        print(json.dumps(facts, indent=2))
         return
-    for line in run.headline():
+    for line in headline(planned):
         print(names.text(line))
-    if run.guaranteed:
-        print_plans([plan_of(run, run.privacy.epsilon)])
+    if guaranteed:
+        print_plans([plan_of(planned, planned.privacy.epsilon)])
 
 
 def _run(

@@ -14,20 +14,20 @@ from fedsynth.methods import CLASSES
 from fedsynth.version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from fedsynth.core.context import RoundContext as RoundContext
     from fedsynth.core.messages import Message as Message
     from fedsynth.core.messages import ModelParameters as ModelParameters
     from fedsynth.core.method import Method as Method
-    from fedsynth.core.method import RoundContext as RoundContext
-    from fedsynth.core.method import ServerState as ServerState
+    from fedsynth.core.state import ServerState as ServerState
     from fedsynth.data.images import ImageData as ImageData
     from fedsynth.data.images import from_arrays as from_arrays
     from fedsynth.data.load import load_dataset as load_dataset
     from fedsynth.data.partition import PartitionSettings as PartitionSettings
     from fedsynth.data.registry import DatasetSpec as DatasetSpec
     from fedsynth.federation.observer import Observer as Observer
+    from fedsynth.federation.result import RunResult as RunResult
     from fedsynth.federation.settings import RunSettings as RunSettings
     from fedsynth.federation.settings import resolve as resolve
-    from fedsynth.federation.simulation import RunResult as RunResult
     from fedsynth.federation.simulation import simulate as simulate
     from fedsynth.methods.registry import *  # noqa: F403
     from fedsynth.methods.shared.local import Task as Task

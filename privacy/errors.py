@@ -24,6 +24,10 @@ class UnaccountedReleaseError(PrivacyError):
     """Something that no mechanism protects was asked to leave the client while differential privacy is on."""
 
 
+class UnplannedReleaseError(PrivacyError):
+    """A step asked for a release that its method does not plan, plans for the other exchange, or was given before."""
+
+
 class ForbiddenLayerError(PrivacyError):
     """The model has a layer that mixes examples (batch norm), which per-example clipping cannot bound."""
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from typing import Any
 from fedsynth.privacy import report_sections as sections
 from fedsynth.privacy.audit import NOT_RUN
 from fedsynth.privacy.errors import PrivacyError, PrivacySettingError
-from fedsynth.privacy.ledger import Ledger
+from fedsynth.privacy.history import History
 from fedsynth.privacy.releases import (
     ADD_REMOVE,
     RECORD,
@@ -120,21 +120,26 @@ class ReportContext:
                 )
 
 
-def build_report(context: ReportContext, ledgers: Mapping[str, Ledger]) -> dict[str, object]:
+def build_report(context: ReportContext, histories: Sequence[History]) -> dict[str, object]:
     """The report as a JSON-able dict (no NaN or infinity), schema version `SCHEMA_VERSION`.
+
+    Args:
+        context: what is public beside the ledgers.
+        histories: what each client's ledger holds.
 
     `guarantee` and `budget` are None where there is no guarantee, or where test-only randomness was used.
 
     Raises:
         PrivacySettingError: a guarantee is claimed without any ledger.
     """
-    rows = {name: ledger.releases for name, ledger in ledgers.items()}
+    rows = {one.client: one.releases for one in histories}
     heads = {
-        name: {
-            **sections.ledger_head(ledgers[name], len(some)),
-            "rows_before": context.rows_before.get(name, 0),
+        one.client: {
+            "rows": len(one.releases),
+            "chain": one.chain,
+            "rows_before": context.rows_before.get(one.client, 0),
         }
-        for name, some in rows.items()
+        for one in histories
     }
     reasons = [*context.no_guarantee, *sections.reasons_in_ledgers(rows)]
     reasons += [

@@ -10,8 +10,9 @@ from typing import ClassVar
 from torch import Tensor
 
 from fedsynth.core.client import ClientGroup, OpenClients
-from fedsynth.core.messages import Message, unprotected
-from fedsynth.core.method import Memory, Presets, RoundContext
+from fedsynth.core.context import RoundContext
+from fedsynth.core.messages import Message, ModelParameters, unprotected
+from fedsynth.core.method import Memory, Presets, Results
 from fedsynth.core.validation import check_ranges
 from fedsynth.methods.shared.union import TrainsInBall
 from fedsynth.privacy.errors import UnaccountedReleaseError
@@ -54,11 +55,11 @@ class Real(TrainsInBall):
 
     def client_step(
         self,
-        message: Message,
+        message: ModelParameters,
         clients: ClientGroup,
         memories: Sequence[Memory],
         context: RoundContext,
-    ) -> list[tuple[Message, Memory]]:
+    ) -> Results:
         if not isinstance(clients, OpenClients):
             raise UnaccountedReleaseError(
                 f"real cannot run with differential privacy: {self.refusal}"

@@ -11,9 +11,9 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
+from fedsynth.federation.private_run import PrivateRun
 
 from fedsynth import FedAvg, from_arrays, load_dataset
-from fedsynth.federation.private_run import PrivateRun
 from fedsynth.federation.settings import RunSettings, resolve
 from fedsynth.federation.simulation import RunResult, simulate
 from fedsynth.federation.verification import (
