@@ -14,8 +14,8 @@ computed from the released V. Batch norm is refused.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import inf, sqrt
 from typing import Any, ClassVar
 
@@ -23,14 +23,17 @@ import torch
 from torch import Tensor, nn
 
 from fedsynth.core.client import ClientGroup, OpenClients, PrivateClients, Segments
-from fedsynth.core.messages import Message, ModelParameters, parameters_of, released
-from fedsynth.core.method import Memory, PrivatePlan, RoundContext, ServerState
-from fedsynth.core.validation import check_choice, check_embedding, check_ranges
+from fedsynth.core.context import RoundContext
+from fedsynth.core.messages import Message, ModelParameters, released
+from fedsynth.core.method import Memory, Presets, PrivatePlan
+from fedsynth.core.state import ServerState
+from fedsynth.core.validation import check_choices, check_embedding, check_ranges
 from fedsynth.data.images import denormalise
 from fedsynth.methods.shared.class_sums import class_sums, sums_plans
 from fedsynth.methods.shared.union import TrainsOnUnion
 from fedsynth.models.batch_norm import has_batch_norm, with_grouped_statistics
 from fedsynth.privacy.dpsgd import refuse_batch_norm
+from fedsynth.privacy.plans import FIRST, MAIN
 from fedsynth.privacy.settings import PrivacySettings
 from fedsynth.seeding import torch_generator
 from fedsynth.synthesizer.condensation.distributions import (
@@ -61,6 +64,9 @@ from fedsynth.synthesizer.condensation.sets import (
     with_kept_images,
 )
 
+IMAGES, LOGITS = "images", "logit sums"
+"""The names of what a round releases, beside the class counts."""
+
 
 @dataclass(frozen=True)
 class GlobalKnowledge(ModelParameters):
@@ -86,6 +92,20 @@ class LocalKnowledge(Message):
 
     logits: Tensor = released()
     present: Tensor = released()
+
+
+@dataclass(frozen=True)
+class KnowledgeState(ServerState):
+    """The state, with V [C, C] and the classes that it exists for, bool [C].
+
+    Args:
+        soft, present: within a round, R [C, C] and its classes [C] of a first exchange.
+    """
+
+    logits: Tensor | None = None
+    known: Tensor | None = None
+    soft: Tensor | None = None
+    present: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -124,8 +144,20 @@ class FedAF(TrainsOnUnion):
     )
     reference: ClassVar[str] = "Wang et al. 2024, FedAF, arXiv 2404.18962"
     upload: ClassVar[type[Message]] = CondensedSet
-    answers: ClassVar[type[Message] | None] = LocalKnowledge
+    downlink: ClassVar[type[Message]] = GlobalKnowledge
+    first_downlink: ClassVar[type[Message] | None] = ModelParameters
+    first_upload: ClassVar[type[Message] | None] = LocalKnowledge
+    state: ClassVar[type[ServerState]] = KnowledgeState
     protects: ClassVar[tuple[str, ...]] = ("residual",)
+    presets: ClassVar[Presets] = {
+        "digits": {
+            "ipc": 10,
+            "iterations": 10,
+            "image_lr": 5.0,
+            "image_momentum": 0.0,
+            "server_lr": 0.01,
+        }
+    }
 
     server_lr: float = 1e-3
     server_weight_decay: float = 0.0
@@ -179,14 +211,17 @@ class FedAF(TrainsOnUnion):
             logit_clip=(1e-9, inf),
             knowledge_noise=(1e-3, inf),
         )
-        check_choice("distance", self.distance, DISTANCES)
-        check_choice("small_class", self.small_class, SMALL_CLASS)
-        check_choice("batch_norm", self.batch_norm, ("client", "class"))
-        check_choice("matching", self.matching, MATCHINGS)
-        check_choice("knowledge_from", self.knowledge_from, ("previous-round", "first-phase"))
-        check_choice("server_matching", self.server_matching, ("minibatch", "union", "epoch"))
-        check_choice("matching_reduction", self.matching_reduction, REDUCTIONS)
-        check_choice("matching_norm", self.matching_norm, ("batch", "running"))
+        check_choices(
+            self,
+            distance=DISTANCES,
+            small_class=SMALL_CLASS,
+            batch_norm=("client", "class"),
+            matching=MATCHINGS,
+            knowledge_from=("previous-round", "first-phase"),
+            server_matching=("minibatch", "union", "epoch"),
+            matching_reduction=REDUCTIONS,
+            matching_norm=("batch", "running"),
+        )
         check_ranges(self, blur=(1e-6, inf))
 
     def client_bytes(self, context: RoundContext) -> int:
@@ -195,53 +230,53 @@ class FedAF(TrainsOnUnion):
     def check_model(self, model: nn.Module) -> None:
         check_embedding(self.name, model)
 
-    def question(self, state: ServerState, context: RoundContext) -> Message | None:
+    def first_request(self, state: KnowledgeState, context: RoundContext) -> Message | None:
         return (
             ModelParameters(state.parameters, 1.0) if self.knowledge_from == "first-phase" else None
         )
 
-    def answer(
+    def first_step(
         self,
-        message: Message,
+        message: ModelParameters,
         clients: ClientGroup,
         memories: Sequence[Memory],
         context: RoundContext,
     ) -> list[tuple[Message, Memory]]:
-        model = context.load(parameters_of(message)).requires_grad_(False).eval()
+        model = context.load(message.parameters).requires_grad_(False).eval()
         logits, present = self._local_knowledge(model, clients, context)
         return [
             (LocalKnowledge(v, p), {**memory, "logits": v, "present": p})
             for v, p, memory in zip(logits, present, memories, strict=True)
         ]
 
-    def hear(
-        self, state: ServerState, answers: Sequence[Message], context: RoundContext
-    ) -> ServerState:
-        mine = [a for a in answers if isinstance(a, LocalKnowledge)]
+    def first_aggregate(
+        self, state: KnowledgeState, replies: Mapping[int, LocalKnowledge], context: RoundContext
+    ) -> KnowledgeState:
+        mine = list(replies.values())
         present = [a.present for a in mine]
         logits, known = average_over_holders([a.logits for a in mine], present)
         soft, _ = average_over_holders(
             [soft_labels(a.logits, self.temperature) for a in mine], present
         )
-        return ServerState(
-            state.parameters, {**_remembered(state, logits, known), "soft": soft, "present": known}
-        )
+        return replace(_remembered(state, logits, known), soft=soft, present=known)
 
-    def broadcast(self, state: ServerState, context: RoundContext) -> Message:
+    def broadcast(self, state: KnowledgeState, context: RoundContext) -> Message:
         classes, device = context.spec.classes, context.device
-        logits = state.kept.get("logits", torch.zeros(classes, classes, device=device))
-        known = state.kept.get("known", torch.zeros(classes, dtype=torch.bool, device=device))
+        logits = state.logits
+        if logits is None:
+            logits = torch.zeros(classes, classes, device=device)
+        known = state.known
+        if known is None:
+            known = torch.zeros(classes, dtype=torch.bool, device=device)
         return GlobalKnowledge(state.parameters, 1.0, logits, known)
 
     def client_step(
         self,
-        message: Message,
+        message: GlobalKnowledge,
         clients: ClientGroup,
         memories: Sequence[Memory],
         context: RoundContext,
     ) -> list[tuple[Message, Memory]]:
-        if not isinstance(message, GlobalKnowledge):
-            raise TypeError(f"expected GlobalKnowledge, got {type(message).__name__}")
         model = context.load(message.parameters).requires_grad_(False).eval()
         segments = (
             clients.segments()
@@ -294,28 +329,25 @@ class FedAF(TrainsOnUnion):
         return results
 
     def server_step(
-        self, state: ServerState, uploads: Sequence[Message], context: RoundContext
-    ) -> ServerState:
-        sets = [u for u in uploads if isinstance(u, CondensedSet)]
-        if self.knowledge_from == "first-phase":
-            kept, soft, known = (
-                {name: state.kept[name] for name in ("logits", "known")},
-                state.kept["soft"],
-                state.kept["present"],
-            )
+        self, state: KnowledgeState, uploads: Mapping[int, CondensedSet], context: RoundContext
+    ) -> KnowledgeState:
+        sets = list(uploads.values())
+        made = state
+        if state.soft is not None and state.present is not None:  # made in the first exchange
+            soft, known = state.soft, state.present
         else:
             present = [u.present for u in sets]
             logits, known = average_over_holders([u.logits for u in sets], present)
             soft, _ = average_over_holders([u.soft for u in sets], present)
-            kept = _remembered(state, logits, known)
+            made = _remembered(state, logits, known)
         model = context.load(state.parameters)
         self._train_server(model, uploads, soft, known, context)
-        return ServerState(model.state_dict(), kept)
+        return replace(made, parameters=model.state_dict(), soft=None, present=None)
 
     def _train_server(
         self,
         model: nn.Module,
-        uploads: Sequence[Message],
+        uploads: Mapping[int, CondensedSet],
         soft: Tensor,
         known: Tensor,
         context: RoundContext,
@@ -362,6 +394,7 @@ class FedAF(TrainsOnUnion):
         classifier: Any = context.architecture.classifier
         width, classes = classifier.in_features, context.spec.classes
         images = PrivatePlan(
+            name=IMAGES,
             quantity="synthetic images",
             mechanism="residual",
             clipped="residual h(S) − h(x) of each example's embedding",
@@ -370,10 +403,17 @@ class FedAF(TrainsOnUnion):
             or min(1.0, self.batch * classes / context.nominal_size),
             steps=self.iterations,
             dimension=classes * width,
+            groups=classes,
         )
-        each, noise = "logits z(x) of each example", self.knowledge_noise
         return images, *sums_plans(
-            "logits (V and R)", each, self.logit_clip, classes, classes, noise
+            LOGITS,
+            "logits (V and R)",
+            "logits z(x) of each example",
+            clip=self.logit_clip,
+            width=classes,
+            classes=classes,
+            noise=self.knowledge_noise,
+            phase=FIRST if self.knowledge_from == "first-phase" else MAIN,
         )
 
     def _matcher(self, clients: ClientGroup, segments: Segments, context: RoundContext) -> Matcher:
@@ -395,12 +435,9 @@ class FedAF(TrainsOnUnion):
                 if self.matching == "mean"
                 else DistributionMatcher(exact, self.matching, self.blur, columns)
             )
-        privacy, sigma = context.protection()
-        plan = self.private_plans(privacy, context)[0]
-        series = clients.charge(plan.release(context.round, sigma), context.spec.classes)
-        return ResidualMatcher(
-            clients, series, plan.sample_rate * context.nominal_size / context.spec.classes, columns
-        )
+        rate = clients.plan(IMAGES).sample_rate
+        divisor = rate * context.nominal_size / context.spec.classes
+        return ResidualMatcher(clients, clients.series(IMAGES), divisor, columns)
 
     def _collaborative(
         self, matcher: Matcher, message: GlobalKnowledge, segments: Segments, context: RoundContext
@@ -426,13 +463,9 @@ class FedAF(TrainsOnUnion):
     ) -> tuple[Tensor, Tensor]:
         """(V_k [K, C, C], which rows exist [K, C]) of every client of the group (Eq. 5)."""
         classes = context.spec.classes
-        plans = None
-        if isinstance(clients, PrivateClients):
-            _, sums_plan, counts_plan = self.private_plans(context.protection()[0], context)
-            plans = sums_plan, counts_plan
         means, there = [], []
         for position in range(len(clients.ids)):
-            made = class_sums(clients, position, model, classes, plans, context)
+            made = class_sums(clients, position, model, classes, LOGITS, context)
             # a noisy count may be anything: below two deviations a class counts as absent
             floor = max(1.0, self.min_examples, 2 * made.deviation) if made.deviation else 1.0
             means.append(made.sums / made.counts.clamp_min(floor)[:, None])
@@ -461,11 +494,12 @@ class FedAF(TrainsOnUnion):
         return averaged_start(clients, segments, self.ipc, self.start_average, context.seed)
 
 
-def _remembered(state: ServerState, logits: Tensor, known: Tensor) -> dict[str, Tensor]:
-    """V with the rows of an earlier round for classes that none of this round's clients has (partial participation)."""
-    if "known" not in state.kept:
-        return {"logits": logits, "known": known}
-    return {
-        "logits": torch.where(known[:, None], logits, state.kept["logits"]),
-        "known": known | state.kept["known"],
-    }
+def _remembered(state: KnowledgeState, logits: Tensor, known: Tensor) -> KnowledgeState:
+    """The state with V, with the rows of an earlier round for classes that none of this round's clients has (partial participation)."""
+    if state.logits is None or state.known is None:
+        return replace(state, logits=logits, known=known)
+    return replace(
+        state,
+        logits=torch.where(known[:, None], logits, state.logits),
+        known=known | state.known,
+    )

@@ -22,13 +22,13 @@ import torch
 from torch import Tensor, nn
 
 from fedsynth.core.client import ClientGroup, OpenClients, PrivateClients, Segments
-from fedsynth.core.messages import Message, parameters_of
-from fedsynth.core.method import Memory, PrivatePlan, RoundContext
-from fedsynth.core.validation import check_choice, check_embedding, check_ranges
+from fedsynth.core.context import RoundContext
+from fedsynth.core.messages import Message, ModelParameters
+from fedsynth.core.method import Memory, Presets, PrivatePlan
+from fedsynth.core.validation import check_choices, check_embedding, check_ranges
 from fedsynth.methods.shared.union import TrainsInBall
 from fedsynth.models.batch_norm import has_batch_norm, with_grouped_statistics
 from fedsynth.privacy.dpsgd import refuse_batch_norm
-from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.settings import PrivacySettings
 from fedsynth.seeding import torch_generator
 from fedsynth.synthesizer.condensation.distributions import (
@@ -57,6 +57,9 @@ from fedsynth.synthesizer.condensation.sets import (
     with_kept_images,
 )
 from fedsynth.synthesizer.condensation.siamese import SiameseAugmentation
+
+IMAGES, COUNTS = "images", "class counts"
+"""The names of what a round releases."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +101,10 @@ class FedDM(TrainsInBall):
     reference: ClassVar[str] = "Xiong et al. 2023, FedDM, arXiv 2207.09653"
     upload: ClassVar[type[Message]] = SyntheticSet
     protects: ClassVar[tuple[str, ...]] = ("residual", "gradient", "features", "paper")
+    presets: ClassVar[Presets] = {
+        "digits": {"iterations": 10, "image_lr": 5.0},
+        "cifar100": {"ipc": 5},  # the paper's
+    }
 
     ipc: int = 10
     iterations: int = 1000
@@ -130,11 +137,14 @@ class FedDM(TrainsInBall):
             count_noise=(0.01, inf),
         )
         check_ranges(self, image_lr=(0, inf), image_momentum=(0, 1), logit_weight=(0, inf))
-        check_choice("augment", self.augment, ("none", "siamese"))
-        check_choice("perturbation", self.perturbation, READINGS)
-        check_choice("small_class", self.small_class, SMALL_CLASS)
-        check_choice("batch_norm", self.batch_norm, ("client", "class"))
-        check_choice("matching", self.matching, MATCHINGS)
+        check_choices(
+            self,
+            augment=("none", "siamese"),
+            perturbation=READINGS,
+            small_class=SMALL_CLASS,
+            batch_norm=("client", "class"),
+            matching=MATCHINGS,
+        )
         check_ranges(self, blur=(1e-6, inf))
 
     def client_bytes(self, context: RoundContext) -> int:
@@ -145,12 +155,12 @@ class FedDM(TrainsInBall):
 
     def client_step(
         self,
-        message: Message,
+        message: ModelParameters,
         clients: ClientGroup,
         memories: Sequence[Memory],
         context: RoundContext,
     ) -> list[tuple[Message, Memory]]:
-        model = context.load(parameters_of(message))
+        model = context.load(message.parameters)
         batch_norm = has_batch_norm(model)
         model = with_grouped_statistics(model) if batch_norm else model
         segments = (
@@ -234,6 +244,7 @@ class FedDM(TrainsInBall):
             1.0 if once else min(1.0, self.batch * classes / context.nominal_size)
         )
         plan = PrivatePlan(
+            name=IMAGES,
             quantity="class sums of features" if once else "synthetic images",
             mechanism=mechanism,
             clipped=clipped,
@@ -241,13 +252,24 @@ class FedDM(TrainsInBall):
             sample_rate=rate,
             steps=self._networks if once else self.iterations,
             dimension=classes * columns,
+            groups=classes,
         )
         if not once:
             return (plan,)
         ratio = self.count_noise / sqrt(self._networks)
-        return plan, PrivatePlan(
-            "class counts", mechanism, "each example counts 1", 1.0, rate, 1, classes, ratio
+        counts = PrivatePlan(
+            name=COUNTS,
+            quantity="class counts",
+            mechanism=mechanism,
+            clipped="each example counts 1",
+            clip=1.0,
+            sample_rate=rate,
+            steps=1,
+            dimension=classes,
+            groups=classes,
+            noise_ratio=ratio,
         )
+        return plan, counts
 
     def _columns(self, context: RoundContext) -> tuple[int, int]:
         """Coordinates of an embedding and of its logits."""
@@ -305,7 +327,6 @@ class FedDM(TrainsInBall):
         return draw
 
     def _matcher(self, clients: ClientGroup, segments: Segments, context: RoundContext) -> Matcher:
-        privacy = context.privacy
         if isinstance(clients, OpenClients):
             batches = BatchIndices(
                 clients,
@@ -317,33 +338,17 @@ class FedDM(TrainsInBall):
                 round=context.round,
             )
             exact = ExactMatcher(clients, batches)
-            if privacy is None:
-                return (
-                    exact
-                    if self.matching == "mean"
-                    else DistributionMatcher(exact, self.matching, self.blur)
-                )
-            clip, noise_multiplier = (
-                self.private_plans(privacy, context)[0].clip,
-                privacy.noise_multiplier or 0.0,
-            )
-            return PaperMatcher(
-                exact,
-                segments,
-                batches,
-                [SecretGenerator() for _ in clients.ids],
-                noise_multiplier,
-                clip,
-            )
-        privacy, sigma = context.protection()
-        plan, *counts = self.private_plans(privacy, context)
-        series = clients.charge(plan.release(context.round, sigma), context.spec.classes)
-        if counts:
-            row = counts[0].release(context.round, sigma)
-            floor = max(1.0, self.min_examples * plan.sample_rate, 2 * row.noise_multiplier)
-            return FeatureSumMatcher(
-                clients, series, clients.charge(row, context.spec.classes), plan.steps, floor
-            )
+            if clients.adds_noise:
+                return PaperMatcher(exact, segments, batches, clients.noise(IMAGES))
+            if self.matching == "mean":
+                return exact
+            return DistributionMatcher(exact, self.matching, self.blur)
+        plan = clients.plan(IMAGES)
+        series = clients.series(IMAGES)
+        if plan.mechanism == "features":
+            counts = clients.series(COUNTS)
+            floor = max(1.0, self.min_examples * plan.sample_rate, 2 * counts[0].deviation)
+            return FeatureSumMatcher(clients, series, counts, plan.steps, floor)
         divisor = plan.sample_rate * context.nominal_size / context.spec.classes
         kind = ResidualMatcher if plan.mechanism == "residual" else GradientMatcher
         return kind(clients, series, divisor)
