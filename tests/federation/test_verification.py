@@ -198,7 +198,7 @@ def test_two_runs_that_share_a_kept_ledger_verify(
 
     def charged_meanwhile(self: PrivateRun, number: int) -> None:
         check(self, number)
-        for ledger in self.ledgers if number == 2 else ():
+        for ledger in [one.ledger for one in self.budgets] if number == 2 else ():
             Ledger(ledger.client, ledger.path, dataset=ledger.dataset).charge(
                 replace(ledger.releases[-1], quantity="something else", round=7)
             )
@@ -221,10 +221,10 @@ def test_noise_that_a_test_injected_leaves_its_verdict(
     def secret(**options: Any) -> Any:
         return original(test_only=np.random.default_rng(0))
 
-    import fedsynth.federation.private_run as private_run
+    import fedsynth.federation.client_budget as client_budget
 
-    original = private_run.SecretGenerator
-    monkeypatch.setattr(private_run, "SecretGenerator", secret)
+    original = client_budget.SecretGenerator
+    monkeypatch.setattr(client_budget, "SecretGenerator", secret)
     folder = run(tmp_path, settings())
     monkeypatch.undo()
     assert "not private" in (folder / "privacy_report.md").read_text()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from math import sqrt
 from typing import Any
 
@@ -10,8 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from fedsynth.core.charging import charge_for
 from fedsynth.core.client import OpenClients, PrivateClients
-from fedsynth.core.method import RoundContext, ServerState
+from fedsynth.core.method import Method, RoundContext, ServerState
 from fedsynth.data.images import ImageData, from_arrays
 from fedsynth.data.registry import dataset_spec
 from fedsynth.errors import SettingError
@@ -20,10 +23,13 @@ from fedsynth.federation.simulation import simulate
 from fedsynth.methods.fedfa_plus import FedFAPlus, StatisticsDown
 from fedsynth.methods.fedfm import CLEAR, FeatureSums, FedFM, FedFMLite
 from fedsynth.methods.fedgen import DECAY, FedGen, ModelAndCounts
-from fedsynth.methods.shared.class_sums import class_sums, sums_plans
+from fedsynth.methods.shared.class_sums import COUNTS, class_sums, sums_plans
 from fedsynth.methods.shared.local import TrainsLocally
 from fedsynth.models.registry import ModelSettings, build_model
+from fedsynth.privacy.allowance import Allowance, authorise
 from fedsynth.privacy.ledger import Guard, Ledger
+from fedsynth.privacy.mechanisms import GaussianSums
+from fedsynth.privacy.plans import FIRST, MAIN
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.settings import PrivacySettings
 from fedsynth.synthesizer.generation.generator_memory import PREFIX
@@ -62,14 +68,15 @@ def context(
     )
 
 
-def private(ledger: Ledger | None = None) -> PrivateClients:
-    return PrivateClients(
-        [0],
-        data(),
-        [torch.arange(24)],
-        [Guard(ledger or Ledger("0"), 1e-5, None)],
-        [SecretGenerator()],
-    )
+def group(charged: Sequence[Allowance[GaussianSums]]) -> PrivateClients:
+    return PrivateClients([0], data(), [torch.arange(24)], charged)
+
+
+def private(
+    method: Method, ctx: RoundContext, ledger: Ledger | None = None, phase: str = MAIN
+) -> PrivateClients:
+    guard = Guard(ledger or Ledger("0"), 1e-5, None)
+    return group(charge_for(method, ctx, [0], [guard], [SecretGenerator()], phase))
 
 
 def state() -> ServerState:
@@ -79,8 +86,13 @@ def state() -> ServerState:
 def test_without_noise_private_sums_are_the_exact_ones_and_rows_are_clipped() -> None:
     ctx = context(1e-12)
     for clip in (1e6, 0.5):
-        plans = sums_plans("features", "each", clip, NET.embedding_size, 10, 2.0)
-        found = class_sums(private(), 0, NET.embed, NET.embedding_size, plans, ctx)
+        width: int = NET.embedding_size
+        plans = sums_plans(
+            "sums", "features", "each", clip=clip, width=width, classes=10, noise=2.0, phase=MAIN
+        )
+        guard = Guard(Ledger("0"), 1e-5, None)
+        clients = group([authorise(plans, 1, 1e-12, guard, SecretGenerator())])
+        found = class_sums(clients, 0, NET.embed, width, "sums", ctx)
         with torch.no_grad():
             rows = NET.embed(OpenClients([0], data(), [torch.arange(24)]).images(torch.arange(24)))
         rows = rows * (clip / rows.norm(dim=1, keepdim=True)).clamp_max(1)
@@ -99,10 +111,12 @@ def test_without_noise_private_sums_are_the_exact_ones_and_rows_are_clipped() ->
 def test_each_round_is_charged_as_itself(kind: type[FedFM]) -> None:
     ledger, method, now = Ledger("0"), kind(**LOCAL), state()
     for number in (1, 2):
-        ctx, clients = context(1.0, number), private(ledger)
+        ctx = context(1.0, number)
         question = method.question(now, ctx)
         if question is not None:
+            clients = private(method, ctx, ledger, FIRST)
             now = method.hear(now, [a for a, _ in method.answer(question, clients, [{}], ctx)], ctx)
+        clients = private(method, ctx, ledger)
         now = method.server_step(
             now,
             [u for u, _ in method.client_step(method.broadcast(now, ctx), clients, [{}], ctx)],
@@ -127,7 +141,8 @@ def test_anchors_are_of_classes_that_stand_clear_of_the_noise() -> None:
         counts = torch.zeros(10)
         counts[:3] = torch.tensor([floor * 1.01, floor * 0.99, -floor]) / k
         sent = [FeatureSums(torch.ones(10, NET.embedding_size), counts) for _ in range(k)]
-        heard = method.hear(state(), sent, context(sigma))
+        noise = {COUNTS: 2.0 * sigma}
+        heard = method.hear(state(), sent, replace(context(sigma), noise=noise))
         assert heard.kept["known"].tolist() == [True] + [False] * 9
         torch.testing.assert_close(
             heard.kept["anchors"][0], torch.full((NET.embedding_size,), 1 / (floor * 1.01 / k))
@@ -135,7 +150,7 @@ def test_anchors_are_of_classes_that_stand_clear_of_the_noise() -> None:
         later = method.hear(
             heard,
             [FeatureSums(torch.zeros(10, NET.embedding_size), torch.zeros(10))],
-            context(sigma, 2),
+            replace(context(sigma, 2), noise=noise),
         )
         assert later.kept["known"].tolist() == heard.kept["known"].tolist()
         assert torch.equal(later.kept["anchors"][0], heard.kept["anchors"][0])
@@ -160,7 +175,8 @@ def test_private_training_has_the_methods_losses() -> None:
     for weight in (1e-9, 1.0):
         ctx = context(1e-9, **loud)
         message = FedFM().broadcast(ServerState(state().parameters, known), ctx)
-        ((upload, _),) = FedFM(**LOCAL, weight=weight).client_step(message, private(), [{}], ctx)
+        fm = FedFM(**LOCAL, weight=weight)
+        ((upload, _),) = fm.client_step(message, private(fm, ctx), [{}], ctx)
         found[weight] = vector(upload)
     assert float((found[1.0] - found[1e-9]).norm()) > 0.01
     trained = FedGen(**LOCAL, generator_steps=2)
@@ -174,7 +190,8 @@ def test_private_training_has_the_methods_losses() -> None:
     moved = {}
     for name, alpha, beta in (("neither", 0.0, 0.0), ("alpha", 5.0, 0.0), ("beta", 0.0, 5.0)):
         ctx, method = context(1e-9, 2, **loud), FedGen(**LOCAL, alpha=alpha, beta=beta)
-        ((upload, _),) = method.client_step(method.broadcast(after, ctx), private(), [{}], ctx)
+        message = method.broadcast(after, ctx)
+        ((upload, _),) = method.client_step(message, private(method, ctx), [{}], ctx)
         assert isinstance(upload, ModelAndCounts)
         assert upload.counts.tolist() == [1.0] * 10  # and not the client's own
         moved[name] = vector(upload)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from fedsynth.core.charging import charge_for
 from fedsynth.core.client import OpenClients, PrivateClients
 from fedsynth.core.messages import ModelParameters
 from fedsynth.core.method import RoundContext, ServerState
@@ -84,14 +85,11 @@ def test_private_uploads_do_not_show_sizes_and_steps_are_public() -> None:
     privacy = PrivacySettings(noise_multiplier=1.0, sample_rate=0.4)
     context = RoundContext(1, 0, torch.device("cpu"), SPEC, architecture, 15.0, privacy)
     ledgers = [Ledger("0"), Ledger("1")]
-    clients = PrivateClients(
-        [0, 1],
-        data(),
-        [torch.arange(4), torch.arange(4, 30)],
-        [Guard(x, 1e-5, None) for x in ledgers],
-        [SecretGenerator(), SecretGenerator()],
-    )
     method = FedAvg(local_epochs=1)
+    guards = [Guard(x, 1e-5, None) for x in ledgers]
+    charged = charge_for(method, context, [0, 1], guards, [SecretGenerator(), SecretGenerator()])
+    parts = [torch.arange(4), torch.arange(4, 30)]
+    clients = PrivateClients([0, 1], data(), parts, charged)
     state = ServerState(architecture.state_dict())
     uploads = [
         u
