@@ -44,7 +44,10 @@ def show_method(name: Annotated[str, typer.Argument(help="A method's name.")]) -
         print(f"\n{getdoc(cls)}")
         for other in explaining(cls):
             print(f"\n`{other.__name__}`: {getdoc(other)}")
-        for title, message in (("answers, in a first phase", cls.answers), ("uploads", cls.upload)):
+        for title, message in (
+            ("uploads in a first exchange", cls.first_upload),
+            ("uploads", cls.upload),
+        ):
             if message is not None:
                 print(f"\n{title} ({message.__name__}):")
                 for key, (kind, reason) in privacy_of_fields(message).items():

@@ -11,15 +11,18 @@ from typing import TYPE_CHECKING, Any
 from fedsynth.version import __version__
 
 if TYPE_CHECKING:
+    from fedsynth.core.context import RoundContext
     from fedsynth.core.messages import Message, ModelParameters
-    from fedsynth.core.method import Method, RoundContext, ServerState
+    from fedsynth.core.method import Method
+    from fedsynth.core.state import ServerState
     from fedsynth.data.images import ImageData, from_arrays
     from fedsynth.data.load import load_dataset
     from fedsynth.data.partition import PartitionSettings
     from fedsynth.data.registry import DatasetSpec
     from fedsynth.federation.observer import Observer
+    from fedsynth.federation.result import RunResult
     from fedsynth.federation.settings import RunSettings, resolve
-    from fedsynth.federation.simulation import RunResult, simulate
+    from fedsynth.federation.simulation import simulate
     from fedsynth.methods.dense import Dense
     from fedsynth.methods.fedaf import FedAF
     from fedsynth.methods.fedavg import FedAvg
@@ -77,11 +80,11 @@ _HOMES = {
     "PrivacySettings": "fedsynth.privacy.settings",
     "QFFL": "fedsynth.methods.qffl",
     "Real": "fedsynth.methods.real",
-    "RoundContext": "fedsynth.core.method",
-    "RunResult": "fedsynth.federation.simulation",
+    "RoundContext": "fedsynth.core.context",
+    "RunResult": "fedsynth.federation.result",
     "RunSettings": "fedsynth.federation.settings",
     "Scaffold": "fedsynth.methods.scaffold",
-    "ServerState": "fedsynth.core.method",
+    "ServerState": "fedsynth.core.state",
     "Solo": "fedsynth.methods.solo",
     "Task": "fedsynth.methods.shared.local",
     "TrainsLocally": "fedsynth.methods.shared.local",

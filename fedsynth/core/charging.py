@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fedsynth.core.method import Method, RoundContext
+from fedsynth.core.context import RoundContext
+from fedsynth.core.method import Method
 from fedsynth.errors import SettingError
 from fedsynth.privacy.allowance import Allowance, authorise
 from fedsynth.privacy.ledger import Guard

@@ -1,11 +1,13 @@
-"""Messages between server and clients: frozen dataclasses whose fields are tensors, numbers or mappings of names to tensors.
+"""Messages between server and clients: frozen dataclasses of named tensors and plain numbers.
 
-Any message flattens to named arrays, which gives byte counts, validation and serialisation for free. Every field says what it
-is under differential privacy: `released()` for what came out of a charged mechanism (or is computed from such values alone),
-`public(reason)` for what does not depend on private data. A field that says neither cannot be uploaded with DP on.
+Every field of an upload says what it is under differential privacy: `released()` for what came out
+of a charged mechanism (or is computed from such values alone), `public(reason)` for what does not
+depend on private data. A field that says neither cannot be uploaded with DP on.
 
-On a wire a message is one safetensors file: the tensors under their flat names, and a JSON header in its metadata with the type's name,
-the plain numbers, and the keys of mappings (so that empty ones come back). Nothing in it is executed.
+`Packed` gives any such dataclass byte counts and a form on a wire: one safetensors file, with the
+tensors under their flat names, and a JSON header in its metadata with the type's name, the plain
+numbers, the keys of mappings (so that empty ones come back) and the fields that are None. Nothing
+in it is executed. A server's state (`fedsynth.core.state`) is packed in the same way.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from torch import Tensor
 
 from fedsynth.errors import MessageError
 
-WIRE_FORMAT = "1"
+WIRE_FORMAT = "2"
 LENGTH_BYTES = 8  # of a safetensors header's length, little-endian
 
 
@@ -43,8 +45,8 @@ def unprotected() -> Any:
 
 
 @dataclass(frozen=True)
-class Message:
-    """Base of all messages."""
+class Packed:
+    """A frozen dataclass whose fields are tensors, numbers, mappings of names to tensors, or None."""
 
     def arrays(self) -> Iterator[tuple[str, Tensor]]:
         """All tensors with their names, mappings flattened as `field.key`."""
@@ -77,11 +79,10 @@ class Message:
         return sum(t.numel() for _, t in self.arrays() if t.is_floating_point())
 
     def to_bytes(self) -> bytes:
-        """The message as it goes over a wire; tensors go through the CPU, and arrive there.
+        """The dataclass as it goes over a wire; tensors go through the CPU, and arrive there.
 
         Raises:
-            MessageError: a number that is not finite, or a field that is none of tensor, number and
-                mapping of tensors.
+            MessageError: a number that is not finite, or a field of another type.
 
         >>> import torch
         >>> sent = ModelParameters({"weight": torch.ones(2, 3)}, weight=5.0).to_bytes()
@@ -90,22 +91,25 @@ class Message:
         """
         numbers: dict[str, float] = {}
         keys: dict[str, list[str]] = {}
+        none: list[str] = []
         for f in fields(self):
             value = getattr(self, f.name)
-            if isinstance(value, Mapping):
+            if value is None:
+                none.append(f.name)
+            elif isinstance(value, Mapping):
                 keys[f.name] = list(value)
             elif isinstance(value, int | float) and math.isfinite(value):
                 numbers[f.name] = value
             elif not isinstance(value, Tensor):
                 raise MessageError(f"{type(self).__name__}.{f.name} cannot be sent: {value!r:.80}")
-        header = {"type": type(self).__name__, "numbers": numbers, "keys": keys}
+        header = {"type": type(self).__name__, "numbers": numbers, "keys": keys, "none": none}
         tensors = {name: t.detach().cpu().contiguous().clone() for name, t in self.arrays()}
         metadata = {"fedsynth_message": WIRE_FORMAT, "header": json.dumps(header)}
         return safetensors.torch.save(tensors, metadata)
 
     @classmethod
     def from_bytes(cls, sent: bytes) -> Self:
-        """The message of this type that was sent.
+        """The dataclass of this type that was sent.
 
         Raises:
             MessageError: the bytes are not that: damaged, of another type, with a field too many or
@@ -114,8 +118,8 @@ class Message:
         header = _header(sent)
         if header.get("type") != cls.__name__:
             raise MessageError(f"expected a message {cls.__name__}, got {header.get('type')!r:.80}")
-        numbers, keys = header.get("numbers"), header.get("keys")
-        if not (isinstance(numbers, dict) and isinstance(keys, dict)):
+        numbers, keys, none = (header.get(part) for part in ("numbers", "keys", "none"))
+        if not (isinstance(numbers, dict) and isinstance(keys, dict) and isinstance(none, list)):
             raise MessageError(f"a message {cls.__name__} without its numbers and keys")
         try:
             tensors = safetensors.torch.load(sent)
@@ -123,11 +127,33 @@ class Message:
             raise MessageError(f"a damaged message {cls.__name__}: {error}") from None
         values: dict[str, Any] = {}
         for f in fields(cls):
+            optional = f.default is None
+            if optional and f.name in none:
+                none.remove(f.name)
+                values[f.name] = None
+                continue
             values[f.name] = _taken(f"{cls.__name__}.{f.name}", f.name, numbers, keys, tensors)
-        left = sorted({*tensors, *numbers, *keys})
+        left = sorted(map(str, [*tensors, *numbers, *keys, *none]))
         if left:
             raise MessageError(f"a message {cls.__name__} has no field {left[0]!r:.80}")
         return cls(**values)
+
+    def to(self, device: torch.device | str) -> Self:
+        """The same with all tensors on `device`."""
+        moved: dict[str, Any] = {}
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if isinstance(value, Tensor):
+                value = value.to(device)
+            elif isinstance(value, Mapping):
+                value = {key: tensor.to(device) for key, tensor in value.items()}
+            moved[f.name] = value
+        return type(self)(**moved)
+
+
+@dataclass(frozen=True)
+class Message(Packed):
+    """Base of all messages."""
 
 
 def _header(sent: bytes) -> dict[str, Any]:
@@ -181,10 +207,3 @@ class ModelParameters(Message):
     weight: float = public(
         "1 with DP on (0 for a straggler that is dropped, by a public draw), the number of examples with DP off"
     )
-
-
-def parameters_of(message: Message) -> Mapping[str, Tensor]:
-    """The parameters of a model message; TypeError for any other message, which would be a mistake of the method."""
-    if not isinstance(message, ModelParameters):
-        raise TypeError(f"expected ModelParameters, got {type(message).__name__}")
-    return message.parameters

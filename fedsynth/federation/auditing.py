@@ -19,13 +19,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedsynth.core.messages import Message
+from fedsynth.core.context import RoundContext
 from fedsynth.core.validation import check_choice
 from fedsynth.data.images import ImageData, from_arrays
 from fedsynth.data.partition import IntArray
 from fedsynth.data.registry import DatasetSpec, dataset_spec
 from fedsynth.errors import SettingError
 from fedsynth.federation.canaries import KINDS, Canaries
+from fedsynth.federation.client_budget import ClientBudget
 from fedsynth.federation.clients import Clients
 from fedsynth.federation.devices import resolve_device
 from fedsynth.federation.observer import Observer
@@ -35,7 +36,7 @@ from fedsynth.federation.privacy_words import PUBLIC, provenance
 from fedsynth.federation.settings import RunSettings
 from fedsynth.federation.simulation import Simulation
 from fedsynth.privacy.audit import audit_text, epsilon_lower_bound, guesses_for, right_guesses
-from fedsynth.privacy.errors import BudgetExceededError, PrivacyError, PrivacySettingError
+from fedsynth.privacy.errors import PrivacyError, PrivacySettingError
 from fedsynth.privacy.mechanism_facts import mechanism_facts
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.releases import USER
@@ -125,12 +126,12 @@ def audit_run(
     run = AuditedRun(
         _audited(settings, spec), spec, canaries, canaries_as, observer or Observer(), test_only
     )
-    run.play()
+    run.watch()
     correct = right_guesses(run.canaries.scores.numpy(), run.canaries.included.numpy(), guesses)
-    delta = run.protection.plan.privacy.delta
+    delta = run.plan.privacy.delta
     return AuditResult(
         method=run.method.name,
-        mechanism=run.protection.plan.chief.mechanism,
+        mechanism=run.plan.chief.mechanism,
         canaries=canaries,
         guesses=guesses,
         correct=correct,
@@ -179,7 +180,7 @@ class AuditedRun(Simulation):
     """A run of which nothing is kept but what its releases say of the canaries.
 
     Attributes:
-        canaries: with their scores. protection: the privacy side of the run.
+        canaries: with their scores.
     """
 
     def __init__(
@@ -216,32 +217,38 @@ class AuditedRun(Simulation):
             observer,
             None,
         )
-        if self.private is None:
-            raise SettingError("an audit needs privacy settings")
-        self.protection = self.private
         self.canaries.memory_bytes = self.context.memory_bytes
-        for budget in self.private.budgets:
-            if test_only is not None:
-                budget.secret = SecretGenerator(test_only=test_only)
-        self.private.budgets[self._client].make_series = self.canaries.series
+        for client in self.exchange.clients:
+            if client.budget is not None and test_only is not None:
+                client.budget.secret = SecretGenerator(test_only=test_only)
+        self.budget.make_series = self.canaries.series
 
-    def play(self) -> None:
+    @property
+    def budget(self) -> ClientBudget:
+        """The audited client's.
+
+        Raises:
+            SettingError: the run is not private.
+        """
+        budget = self.exchange.clients[self._client].budget
+        if budget is None:
+            raise SettingError("an audit needs privacy settings")
+        return budget
+
+    def watch(self) -> None:
         """All rounds, as `run` has them, up to a cap; nothing is evaluated or written."""
         for number in range(1, self.settings.rounds + 1):
-            participants = self.participation.in_round(number)
-            try:
-                self.protection.check_round(number)
-            except BudgetExceededError as error:
-                self.observer.note(f"the run ends after {number - 1} rounds: {error}")
+            refusal = self.play(self.round_context(number))
+            if refusal is not None:
+                self.observer.note(f"the run ends after {number - 1} rounds: {refusal.reason}")
                 return
-            self._round(replace(self.context, round=number, participants=participants))
 
-    def _note_missing_classes(self, uploads: Mapping[int, Message]) -> None:
+    def _after_uploads(self, context: RoundContext) -> None:
         """Nothing: which classes random images leave out is no news."""
 
     def claimed(self) -> float:
         """ε by the audited client's ledger."""
-        return self.protection.plan.epsilon([self.protection.budgets[self._client].history()])
+        return self.plan.epsilon([self.budget.history()])
 
 
 def _busiest(settings: RunSettings) -> int:

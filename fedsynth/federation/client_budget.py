@@ -6,7 +6,7 @@ nothing of other clients; whoever asks, it refuses what its cap does not allow.
 
 from __future__ import annotations
 
-from fedsynth.core.method import RoundContext
+from fedsynth.core.context import RoundContext
 from fedsynth.federation.privacy_plan import PrivacyPlan
 from fedsynth.privacy.allowance import Allowance, MakeSeries, UnaccountedNoise, authorise
 from fedsynth.privacy.errors import PrivacyError
@@ -47,6 +47,11 @@ class ClientBudget:
         self.make_series: MakeSeries = GaussianSums
         self._plan = plan
         self._guard = plan.guard(ledger)
+
+    @property
+    def guaranteed(self) -> bool:
+        """Whether the run's mechanism guarantees anything."""
+        return self._plan.facts.guaranteed
 
     def history(self) -> History:
         """What the ledger holds now."""

@@ -11,8 +11,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from fedsynth.core.context import Notes, Reporter, RoundContext, round_context
 from fedsynth.core.messages import ModelParameters
-from fedsynth.core.method import RoundContext, ServerState
 from fedsynth.data.load import load_dataset
 from fedsynth.data.registry import DatasetSpec, dataset_spec
 from fedsynth.errors import (
@@ -28,6 +28,7 @@ from fedsynth.evaluation.generated import GENERATOR, in_words
 from fedsynth.federation.devices import resolve_device
 from fedsynth.methods import method_class
 from fedsynth.methods.dense import DistilsWithoutData
+from fedsynth.methods.shared.ensemble import EnsembleState
 from fedsynth.models.convnet import NORMS
 from fedsynth.models.registry import ModelSettings, build_model
 
@@ -38,17 +39,23 @@ def distil_models(
     method: DistilsWithoutData,
     spec: DatasetSpec,
     seed: int = 0,
-    **context: Any,
-) -> ServerState:
+    reporter: Reporter | None = None,
+) -> EnsembleState:
     """The student's state after one shot, and what the method measured (FedHydra: U).
 
     Args:
-        models: trained classifiers, on the student's device. student: an untrained network; not changed.
-        context: further fields of `RoundContext`, such as `report` or `note`.
+        models: trained classifiers, on the student's device.
+        student: an untrained network; not changed.
+        method: with its settings.
+        spec: of the images that the models take.
+        seed: of the generator and of all draws.
+        reporter: told of progress.
     """
-    round_context = one_shot_context(models, student, spec, seed, **context)
-    uploads = [ModelParameters(model.state_dict(), 1.0) for model in models]
-    return method.server_step(ServerState(student.state_dict()), uploads, round_context)
+    context = one_shot_context(models, student, spec, seed, reporter)
+    uploads = {
+        client: ModelParameters(model.state_dict(), 1.0) for client, model in enumerate(models)
+    }
+    return method.server_step(EnsembleState(student.state_dict()), uploads, context)
 
 
 def one_shot_context(
@@ -56,19 +63,19 @@ def one_shot_context(
     student: nn.Module,
     spec: DatasetSpec,
     seed: int = 0,
-    **context: Any,
+    reporter: Reporter | None = None,
 ) -> RoundContext:
-    """The only round of a server that has these models; `context` are further fields."""
-    return RoundContext(
-        round=1,
-        seed=seed,
-        device=next(student.parameters()).device,
-        spec=spec,
-        architecture=student,
-        nominal_size=1.0,
+    """The only round of a server that has these models."""
+    return round_context(
+        1,
+        seed,
+        next(student.parameters()).device,
+        spec,
+        student,
+        1.0,
         clients=len(models),
         client_architectures=tuple(models),
-        **context,
+        reporter=reporter,
     )
 
 
@@ -108,9 +115,9 @@ def distil_files(
         for file, name in zip(files, names, strict=True)
     ]
     made = _network(student, size, spec, seed).to(where)
-    notes: list[str] = []
-    state = distil_models(models, made, chosen, spec, seed, note=notes.append)
-    yield from notes
+    notes = Notes()
+    state = distil_models(models, made, chosen, spec, seed, notes)
+    yield from notes.lines
     facts = chosen.facts(state, one_shot_context(models, made, spec, seed))
     if GENERATOR in facts:
         yield f"generated: {in_words(facts[GENERATOR])}"

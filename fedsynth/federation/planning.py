@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fedsynth.core.method import RoundContext
+from fedsynth.core.context import Compute, Federation, RoundContext
 from fedsynth.data.partition import clients_or_groups
 from fedsynth.data.registry import DatasetSpec, dataset_spec
 from fedsynth.errors import SettingError
@@ -85,26 +85,29 @@ def public_context(settings: RunSettings, spec: DatasetSpec, device: torch.devic
         * (1 - partition.local_test)
         / clients_or_groups(partition, spec)
     )
-    return RoundContext(
-        round=1,
+    architecture = build_model(settings.model, spec.image_shape, spec.classes, settings.seed)
+    federation = Federation(
         seed=settings.seed,
-        device=device,
         spec=spec,
-        architecture=build_model(settings.model, spec.image_shape, spec.classes, settings.seed),
-        precision={"fp32": torch.float32, "bf16": torch.bfloat16}[settings.precision],
+        architecture=architecture,
         nominal_size=declared or nominal,
-        clients=settings.partition.clients,
+        clients=partition.clients,
         client_architectures=build_client_models(
             settings.model,
             spec.image_shape,
             spec.classes,
             settings.seed,
-            settings.partition.clients,
+            partition.clients,
             private=privacy is not None,
         ),
-        compiled=settings.compile,
-        memory_bytes=memory_bytes(settings.memory_gb, device),
     )
+    compute = Compute(
+        device=device,
+        precision={"fp32": torch.float32, "bf16": torch.bfloat16}[settings.precision],
+        memory_bytes=memory_bytes(settings.memory_gb, device),
+        compiled=settings.compile,
+    )
+    return RoundContext(1, federation, compute)
 
 
 def long_draw(settings: RunSettings) -> str | None:

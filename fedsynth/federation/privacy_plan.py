@@ -12,8 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import privacy_of_fields
-from fedsynth.core.method import Method, RoundContext
+from fedsynth.core.method import Method
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.errors import SettingError, unknown_name
 from fedsynth.federation.participation import Participation
@@ -157,7 +158,8 @@ class PrivacyPlan:
 
     def in_context(self, context: RoundContext) -> RoundContext:
         """The context of the run's steps, which know what is public of the plan."""
-        return replace(context, privacy=self.privacy, noise=self.noise)
+        federation = replace(context.federation, privacy=self.privacy, noise=self.noise)
+        return replace(context, federation=federation)
 
     def planned(
         self, rounds: Sequence[int] | None = None, noise_multiplier: float | None = None
@@ -325,7 +327,7 @@ def check_method(method: Method) -> None:
     """
     declared: Mapping[str, tuple[str, str]] = {
         **privacy_of_fields(method.upload),
-        **(privacy_of_fields(method.answers) if method.answers else {}),
+        **(privacy_of_fields(method.first_upload) if method.first_upload else {}),
     }
     bad = [
         f"{name} ({kind})"

@@ -20,7 +20,8 @@ from typing import Any
 
 import torch
 
-from fedsynth.core.method import Method, RoundContext
+from fedsynth.core.context import RoundContext
+from fedsynth.core.method import Method
 from fedsynth.data.registry import DatasetSpec, dataset_spec
 from fedsynth.errors import FedsynthError, UnknownNameError
 from fedsynth.federation import privacy_words

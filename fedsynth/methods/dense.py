@@ -13,13 +13,11 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from fedsynth.core.method import RoundContext, ServerState
+from fedsynth.core.context import RoundContext
 from fedsynth.evaluation.generated import GENERATOR, average, describe
-from fedsynth.methods.shared.ensemble import DistilsEnsemble
+from fedsynth.methods.shared.ensemble import DistilsEnsemble, EnsembleState
 from fedsynth.synthesizer.generation.ensembles import Aggregate, average_of_logits
 from fedsynth.synthesizer.generation.many_teachers import OneShotDistillation
-
-TALLIES = "generated.tallies"
 
 
 @dataclass(frozen=True)
@@ -90,8 +88,8 @@ class DistilsWithoutData(DistilsEnsemble):
         aggregate: Aggregate,
         context: RoundContext,
         lessons: Aggregate | None = None,
-    ) -> dict[str, Tensor]:
-        """Trains the student; what the round's facts are made of, to be kept in the state.
+    ) -> Tensor:
+        """Trains the student; the tallies of the round's images, to be kept in the state.
 
         Args:
             lessons: see `OneShotDistillation.fit`.
@@ -108,19 +106,20 @@ class DistilsWithoutData(DistilsEnsemble):
         )
         for note in done.notes:
             context.note(note)
-        return {TALLIES: done.tallies}
+        return done.tallies
 
-    def facts(self, state: ServerState, context: RoundContext) -> Mapping[str, Any]:
+    def facts(self, state: EnsembleState, context: RoundContext) -> Mapping[str, Any]:
         """Under `GENERATOR`, see `generated_facts`: post-processing of uploads."""
         found = generated_facts(state)
         return {**super().facts(state, context), **({GENERATOR: found} if found else {})}
 
 
-def generated_facts(state: ServerState) -> dict[str, float]:
+def generated_facts(state: EnsembleState) -> dict[str, float]:
     """How far the ensemble gives the student's images the class that was asked for, and of how many
     classes an epoch's images are (`evaluation.generated`): means over the round's epochs; empty where
     no image was made."""
-    return average([describe(epoch) for epoch in state.kept.get(TALLIES, ())])
+    tallies = () if state.tallies is None else state.tallies
+    return average([describe(epoch) for epoch in tallies])
 
 
 @dataclass(frozen=True)
@@ -150,7 +149,8 @@ class Dense(DistilsWithoutData):
         self,
         models: Sequence[nn.Module],
         student: nn.Module,
-        state: ServerState,
+        state: EnsembleState,
         context: RoundContext,
-    ) -> ServerState:
-        return ServerState({}, self.fit_student(models, student, average_of_logits, context))
+    ) -> EnsembleState:
+        tallies = self.fit_student(models, student, average_of_logits, context)
+        return EnsembleState({}, tallies=tallies)

@@ -14,8 +14,8 @@ computed from the released V. Batch norm is refused.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import inf, sqrt
 from typing import Any, ClassVar
 
@@ -23,8 +23,10 @@ import torch
 from torch import Tensor, nn
 
 from fedsynth.core.client import ClientGroup, OpenClients, PrivateClients, Segments
-from fedsynth.core.messages import Message, ModelParameters, parameters_of, released
-from fedsynth.core.method import Memory, PrivatePlan, RoundContext, ServerState
+from fedsynth.core.context import RoundContext
+from fedsynth.core.messages import Message, ModelParameters, released
+from fedsynth.core.method import Memory, PrivatePlan
+from fedsynth.core.state import ServerState
 from fedsynth.core.validation import check_choice, check_embedding, check_ranges
 from fedsynth.data.images import denormalise
 from fedsynth.methods.shared.class_sums import class_sums, sums_plans
@@ -93,6 +95,20 @@ class LocalKnowledge(Message):
 
 
 @dataclass(frozen=True)
+class KnowledgeState(ServerState):
+    """The state, with V [C, C] and the classes that it exists for, bool [C].
+
+    Args:
+        soft, present: within a round, R [C, C] and its classes [C] of a first exchange.
+    """
+
+    logits: Tensor | None = None
+    known: Tensor | None = None
+    soft: Tensor | None = None
+    present: Tensor | None = None
+
+
+@dataclass(frozen=True)
 class FedAF(TrainsOnUnion):
     """Settings, with the paper's values; where it is silent, the reason.
 
@@ -128,7 +144,10 @@ class FedAF(TrainsOnUnion):
     )
     reference: ClassVar[str] = "Wang et al. 2024, FedAF, arXiv 2404.18962"
     upload: ClassVar[type[Message]] = CondensedSet
-    answers: ClassVar[type[Message] | None] = LocalKnowledge
+    downlink: ClassVar[type[Message]] = GlobalKnowledge
+    first_downlink: ClassVar[type[Message] | None] = ModelParameters
+    first_upload: ClassVar[type[Message] | None] = LocalKnowledge
+    state: ClassVar[type[ServerState]] = KnowledgeState
     protects: ClassVar[tuple[str, ...]] = ("residual",)
 
     server_lr: float = 1e-3
@@ -199,53 +218,53 @@ class FedAF(TrainsOnUnion):
     def check_model(self, model: nn.Module) -> None:
         check_embedding(self.name, model)
 
-    def question(self, state: ServerState, context: RoundContext) -> Message | None:
+    def first_request(self, state: KnowledgeState, context: RoundContext) -> Message | None:
         return (
             ModelParameters(state.parameters, 1.0) if self.knowledge_from == "first-phase" else None
         )
 
-    def answer(
+    def first_step(
         self,
-        message: Message,
+        message: ModelParameters,
         clients: ClientGroup,
         memories: Sequence[Memory],
         context: RoundContext,
     ) -> list[tuple[Message, Memory]]:
-        model = context.load(parameters_of(message)).requires_grad_(False).eval()
+        model = context.load(message.parameters).requires_grad_(False).eval()
         logits, present = self._local_knowledge(model, clients, context)
         return [
             (LocalKnowledge(v, p), {**memory, "logits": v, "present": p})
             for v, p, memory in zip(logits, present, memories, strict=True)
         ]
 
-    def hear(
-        self, state: ServerState, answers: Sequence[Message], context: RoundContext
-    ) -> ServerState:
-        mine = [a for a in answers if isinstance(a, LocalKnowledge)]
+    def first_aggregate(
+        self, state: KnowledgeState, replies: Mapping[int, LocalKnowledge], context: RoundContext
+    ) -> KnowledgeState:
+        mine = list(replies.values())
         present = [a.present for a in mine]
         logits, known = average_over_holders([a.logits for a in mine], present)
         soft, _ = average_over_holders(
             [soft_labels(a.logits, self.temperature) for a in mine], present
         )
-        return ServerState(
-            state.parameters, {**_remembered(state, logits, known), "soft": soft, "present": known}
-        )
+        return replace(_remembered(state, logits, known), soft=soft, present=known)
 
-    def broadcast(self, state: ServerState, context: RoundContext) -> Message:
+    def broadcast(self, state: KnowledgeState, context: RoundContext) -> Message:
         classes, device = context.spec.classes, context.device
-        logits = state.kept.get("logits", torch.zeros(classes, classes, device=device))
-        known = state.kept.get("known", torch.zeros(classes, dtype=torch.bool, device=device))
+        logits = state.logits
+        if logits is None:
+            logits = torch.zeros(classes, classes, device=device)
+        known = state.known
+        if known is None:
+            known = torch.zeros(classes, dtype=torch.bool, device=device)
         return GlobalKnowledge(state.parameters, 1.0, logits, known)
 
     def client_step(
         self,
-        message: Message,
+        message: GlobalKnowledge,
         clients: ClientGroup,
         memories: Sequence[Memory],
         context: RoundContext,
     ) -> list[tuple[Message, Memory]]:
-        if not isinstance(message, GlobalKnowledge):
-            raise TypeError(f"expected GlobalKnowledge, got {type(message).__name__}")
         model = context.load(message.parameters).requires_grad_(False).eval()
         segments = (
             clients.segments()
@@ -298,28 +317,25 @@ class FedAF(TrainsOnUnion):
         return results
 
     def server_step(
-        self, state: ServerState, uploads: Sequence[Message], context: RoundContext
-    ) -> ServerState:
-        sets = [u for u in uploads if isinstance(u, CondensedSet)]
-        if self.knowledge_from == "first-phase":
-            kept, soft, known = (
-                {name: state.kept[name] for name in ("logits", "known")},
-                state.kept["soft"],
-                state.kept["present"],
-            )
+        self, state: KnowledgeState, uploads: Mapping[int, CondensedSet], context: RoundContext
+    ) -> KnowledgeState:
+        sets = list(uploads.values())
+        made = state
+        if state.soft is not None and state.present is not None:  # made in the first exchange
+            soft, known = state.soft, state.present
         else:
             present = [u.present for u in sets]
             logits, known = average_over_holders([u.logits for u in sets], present)
             soft, _ = average_over_holders([u.soft for u in sets], present)
-            kept = _remembered(state, logits, known)
+            made = _remembered(state, logits, known)
         model = context.load(state.parameters)
         self._train_server(model, uploads, soft, known, context)
-        return ServerState(model.state_dict(), kept)
+        return replace(made, parameters=model.state_dict(), soft=None, present=None)
 
     def _train_server(
         self,
         model: nn.Module,
-        uploads: Sequence[Message],
+        uploads: Mapping[int, CondensedSet],
         soft: Tensor,
         known: Tensor,
         context: RoundContext,
@@ -466,11 +482,12 @@ class FedAF(TrainsOnUnion):
         return averaged_start(clients, segments, self.ipc, self.start_average, context.seed)
 
 
-def _remembered(state: ServerState, logits: Tensor, known: Tensor) -> dict[str, Tensor]:
-    """V with the rows of an earlier round for classes that none of this round's clients has (partial participation)."""
-    if "known" not in state.kept:
-        return {"logits": logits, "known": known}
-    return {
-        "logits": torch.where(known[:, None], logits, state.kept["logits"]),
-        "known": known | state.kept["known"],
-    }
+def _remembered(state: KnowledgeState, logits: Tensor, known: Tensor) -> KnowledgeState:
+    """The state with V, with the rows of an earlier round for classes that none of this round's clients has (partial participation)."""
+    if state.logits is None or state.known is None:
+        return replace(state, logits=logits, known=known)
+    return replace(
+        state,
+        logits=torch.where(known[:, None], logits, state.logits),
+        known=known | state.known,
+    )

@@ -8,16 +8,17 @@ its accuracy is none.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from torch import Tensor, nn
 
-from fedsynth.core.messages import Message, ModelParameters, parameters_of
-from fedsynth.core.method import Memory, RoundContext, ServerState
+from fedsynth.core.context import RoundContext
+from fedsynth.core.messages import Message, ModelParameters
+from fedsynth.core.method import Memory
 from fedsynth.errors import SettingError
-from fedsynth.methods.shared.aggregation import average
+from fedsynth.methods.shared.aggregation import AveragingState, average
 from fedsynth.methods.shared.local import Task, Trained, TrainsLocally
 
 
@@ -52,11 +53,13 @@ class FedBN(TrainsLocally):
             )
 
     def start_model(
-        self, client: int, message: Message, memory: Memory, context: RoundContext
+        self, client: int, message: ModelParameters, memory: Memory, context: RoundContext
     ) -> nn.Module:
-        return context.load({**parameters_of(message), **memory})
+        return context.load({**message.parameters, **memory})
 
-    def task(self, client: int, message: Message, memory: Memory, context: RoundContext) -> Task:
+    def task(
+        self, client: int, message: ModelParameters, memory: Memory, context: RoundContext
+    ) -> Task:
         mine = local_names(context.architecture)
 
         def finish(model: nn.Module, trained: Trained) -> tuple[Message, Memory]:
@@ -67,10 +70,11 @@ class FedBN(TrainsLocally):
         return Task(finish=finish)
 
     def combine(
-        self, state: ServerState, uploads: Sequence[ModelParameters], context: RoundContext
-    ) -> ServerState:
+        self, state: AveragingState, uploads: Mapping[int, ModelParameters], context: RoundContext
+    ) -> AveragingState:
         """Every client counts alike, 1/K (Algorithm 1); batch norms stay what they were."""
-        return ServerState({**state.parameters, **average(uploads, even=True)})
+        made = {**state.parameters, **average(uploads, even=True)}
+        return replace(state, parameters=made)
 
     def personal_parameters(
         self, parameters: Mapping[str, Tensor], memory: Memory

@@ -14,10 +14,10 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from fedsynth.core.method import RoundContext, ServerState
+from fedsynth.core.context import RoundContext
 from fedsynth.core.validation import check_ranges
 from fedsynth.errors import SettingError
-from fedsynth.methods.shared.ensemble import DistilsEnsemble
+from fedsynth.methods.shared.ensemble import DistilsEnsemble, EnsembleState
 from fedsynth.seeding import torch_generator
 from fedsynth.synthesizer.generation.generators import distillation_loss
 
@@ -59,9 +59,9 @@ class FedDF(DistilsEnsemble):
         self,
         models: Sequence[nn.Module],
         student: nn.Module,
-        state: ServerState,
+        state: EnsembleState,
         context: RoundContext,
-    ) -> ServerState:
+    ) -> EnsembleState:
         images = context.proxy
         if images is None:
             raise SettingError("feddf needs public images (RoundContext.proxy)")
@@ -84,4 +84,4 @@ class FedDF(DistilsEnsemble):
             schedule.step()
             context.report("distillation", done + 1, self.server_steps)
         student.eval()
-        return ServerState({})
+        return EnsembleState({})

@@ -22,8 +22,9 @@ import torch
 from torch import Tensor, nn
 
 from fedsynth.core.client import ClientGroup, OpenClients, PrivateClients, Segments
-from fedsynth.core.messages import Message, parameters_of
-from fedsynth.core.method import Memory, PrivatePlan, RoundContext
+from fedsynth.core.context import RoundContext
+from fedsynth.core.messages import Message, ModelParameters
+from fedsynth.core.method import Memory, PrivatePlan
 from fedsynth.core.validation import check_choice, check_embedding, check_ranges
 from fedsynth.methods.shared.union import TrainsInBall
 from fedsynth.models.batch_norm import has_batch_norm, with_grouped_statistics
@@ -147,12 +148,12 @@ class FedDM(TrainsInBall):
 
     def client_step(
         self,
-        message: Message,
+        message: ModelParameters,
         clients: ClientGroup,
         memories: Sequence[Memory],
         context: RoundContext,
     ) -> list[tuple[Message, Memory]]:
-        model = context.load(parameters_of(message))
+        model = context.load(message.parameters)
         batch_norm = has_batch_norm(model)
         model = with_grouped_statistics(model) if batch_norm else model
         segments = (

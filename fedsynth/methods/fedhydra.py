@@ -19,9 +19,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from fedsynth.core.method import RoundContext, ServerState
+from fedsynth.core.context import RoundContext
 from fedsynth.core.validation import check_choice, check_ranges
 from fedsynth.methods.dense import DistilsWithoutData
+from fedsynth.methods.shared.ensemble import EnsembleState
 from fedsynth.synthesizer.generation.ensembles import (
     Aggregate,
     Stratification,
@@ -110,16 +111,17 @@ class FedHydra(DistilsWithoutData):
         self,
         models: Sequence[nn.Module],
         student: nn.Module,
-        state: ServerState,
+        state: EnsembleState,
         context: RoundContext,
-    ) -> ServerState:
+    ) -> EnsembleState:
         for model in models:
             model.requires_grad_(False).eval()
         u = self.stratify(models, context)
         lessons = average_of_logits if self.lessons == "average" else None
         tallies = self.fit_student(models, student, self.aggregate(u), context, lessons)
         weights = stratified_weights(u, in_place=self.columns == "in-place")
-        return ServerState({}, {**tallies, **dict(zip(ARTEFACTS, (u, *weights), strict=True))})
+        matrices = dict(zip(ARTEFACTS, (u, *weights), strict=True))
+        return EnsembleState({}, tallies=tallies, matrices=matrices)
 
-    def artefacts(self, state: ServerState) -> Mapping[str, Tensor]:
-        return {name: state.kept[name] for name in ARTEFACTS if name in state.kept}
+    def artefacts(self, state: EnsembleState) -> Mapping[str, Tensor]:
+        return state.matrices

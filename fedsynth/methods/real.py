@@ -10,8 +10,9 @@ from typing import ClassVar
 from torch import Tensor
 
 from fedsynth.core.client import ClientGroup, OpenClients
-from fedsynth.core.messages import Message, unprotected
-from fedsynth.core.method import Memory, RoundContext
+from fedsynth.core.context import RoundContext
+from fedsynth.core.messages import Message, ModelParameters, unprotected
+from fedsynth.core.method import Memory, Results
 from fedsynth.core.validation import check_ranges
 from fedsynth.errors import SettingError
 from fedsynth.methods.shared.union import TrainsInBall
@@ -53,11 +54,11 @@ class Real(TrainsInBall):
 
     def client_step(
         self,
-        message: Message,
+        message: ModelParameters,
         clients: ClientGroup,
         memories: Sequence[Memory],
         context: RoundContext,
-    ) -> list[tuple[Message, Memory]]:
+    ) -> Results:
         if not isinstance(clients, OpenClients):
             raise SettingError(f"real cannot run with differential privacy: {self.refusal}")
         segments = clients.segments(self.min_examples)

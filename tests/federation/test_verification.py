@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from fedsynth import FedAvg, from_arrays, load_dataset
-from fedsynth.federation.private_run import PrivateRun
+from fedsynth.core.context import RoundContext
+from fedsynth.federation.in_process import InProcess
 from fedsynth.federation.settings import RunSettings, resolve
 from fedsynth.federation.simulation import RunResult, simulate
 from fedsynth.federation.verification import (
@@ -194,16 +195,18 @@ def test_two_runs_that_share_a_kept_ledger_verify(
     """The other run's rows come between this one's, and its cap ends this one in the middle of a
     round."""
     kept = tmp_path / "kept"
-    check = PrivateRun.check_round
+    prepare = InProcess.prepare
 
-    def charged_meanwhile(self: PrivateRun, number: int) -> None:
-        check(self, number)
-        for ledger in [one.ledger for one in self.budgets] if number == 2 else ():
+    def charged_meanwhile(self: InProcess, context: RoundContext) -> Any:
+        refusals = prepare(self, context)
+        budgets = [one.budget for one in self.clients if one.budget is not None]
+        for ledger in [one.ledger for one in budgets] if context.round == 2 else ():
             Ledger(ledger.client, ledger.path, dataset=ledger.dataset).charge(
                 replace(ledger.releases[-1], quantity="something else", round=7)
             )
+        return refusals
 
-    monkeypatch.setattr(PrivateRun, "check_round", charged_meanwhile)
+    monkeypatch.setattr(InProcess, "prepare", charged_meanwhile)
     capped = settings(ledger=str(kept), noise_multiplier=3.0, epsilon=4.0)
     folder = run(tmp_path, capped)
     monkeypatch.undo()

@@ -16,11 +16,12 @@ from torch import Tensor
 
 from fedsynth.core.charging import charge_for
 from fedsynth.core.client import ClientGroup, OpenClients, PrivateClients
-from fedsynth.core.method import Method, RoundContext, ServerState
+from fedsynth.core.context import RoundContext, round_context
+from fedsynth.core.method import Method
 from fedsynth.data.images import ImageData, from_arrays
 from fedsynth.data.partition import partition
 from fedsynth.data.registry import dataset_spec
-from fedsynth.federation.private_run import PrivateRun
+from fedsynth.federation.client_budget import ClientBudget
 from fedsynth.federation.settings import resolve
 from fedsynth.federation.simulation import simulate
 from fedsynth.methods.fedavg import FedAvg
@@ -53,7 +54,7 @@ def private(method: Method, ctx: RoundContext, data: ImageData) -> PrivateClient
 
 def context(privacy: PrivacySettings | None, nominal: float) -> RoundContext:
     architecture = build_model(ModelSettings(width=4, depth=2), SPEC.image_shape, 10, 0)
-    return RoundContext(1, 0, torch.device("cpu"), SPEC, architecture, nominal, privacy)
+    return round_context(1, 0, torch.device("cpu"), SPEC, architecture, nominal, privacy)
 
 
 @pytest.mark.parametrize("mechanism", ["residual", "gradient"])
@@ -71,7 +72,7 @@ def test_feddm_divides_by_the_nominal_size_and_not_by_the_true_one(mechanism: st
         clients: ClientGroup = OpenClients([0], data, [torch.arange(60)])
         if setting is not None:
             clients = private(method, ctx, data)
-        message = method.broadcast(ServerState(ctx.architecture.state_dict()), ctx)
+        message = method.broadcast(method.initial_state(ctx.architecture.state_dict()), ctx)
         ((upload, _),) = method.client_step(message, clients, [{"images": start}], ctx)
         moved.append(dict(upload.arrays())["images"] - start)
     torch.testing.assert_close(moved[1], moved[0] * 60 / nominal, atol=1e-5, rtol=1e-3)
@@ -89,7 +90,7 @@ def test_fedavg_divides_by_the_nominal_size() -> None:
         if setting is not None:
             clients = private(method, ctx, data)
         start = ctx.architecture.state_dict()
-        message = method.broadcast(ServerState(start), ctx)
+        message = method.broadcast(method.initial_state(start), ctx)
         ((upload, _),) = method.client_step(message, clients, [{}], ctx)
         moved.append(
             {
@@ -276,7 +277,7 @@ def test_a_cap_met_inside_a_round_still_ends_in_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another process may charge the same ledger between the check and the charge."""
-    monkeypatch.setattr(PrivateRun, "check_round", lambda self, number: None)
+    monkeypatch.setattr(ClientBudget, "check", lambda self, number: None)
     settings_, data = private_run(epsilon=0.2)
     result = simulate(settings_, data=(data, data), output=tmp_path)
     assert len(result.metrics) == 1

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fedsynth.core.client import ClientGroup, PrivateClients, chunk
-from fedsynth.core.method import RoundContext
+from fedsynth.core.context import RoundContext
 from fedsynth.privacy.plans import PrivatePlan
 
 COUNTS = "class counts"

@@ -21,11 +21,13 @@ import torch
 from torch import Tensor, nn
 
 from fedsynth.core.client import ClientGroup, OpenClients, PrivateClients, chunk
-from fedsynth.core.messages import Message, ModelParameters, parameters_of
-from fedsynth.core.method import Memory, Method, RoundContext, ServerState
+from fedsynth.core.context import RoundContext
+from fedsynth.core.messages import Message, ModelParameters
+from fedsynth.core.method import Down, Memory, Method, Results, State, Up
+from fedsynth.core.state import ServerState
 from fedsynth.core.validation import check_choice, check_ranges
 from fedsynth.errors import SettingError
-from fedsynth.methods.shared.aggregation import average, cached, overall_average
+from fedsynth.methods.shared.aggregation import AveragingState, average, cached
 from fedsynth.models.registry import parameter_count
 from fedsynth.privacy.dpsgd import DpSgdSettings, ExampleLoss, Penalty, check_model
 from fedsynth.privacy.plans import PrivatePlan
@@ -93,6 +95,7 @@ class TrainsLocally(Method):
     """
 
     upload: ClassVar[type[Message]] = ModelParameters
+    state: ClassVar[type[ServerState]] = AveragingState
     protects: ClassVar[tuple[str, ...]] = ("dp-sgd",)
     one_pass: ClassVar[bool] = False
     """Whether tasks are `plain`, so that clients with a dense network can share a step."""
@@ -130,28 +133,28 @@ class TrainsLocally(Method):
                 "stragglers manage fewer passes: they need local_epochs, and local_steps=0"
             )
 
-    def broadcast(self, state: ServerState, context: RoundContext) -> Message:
+    def broadcast(self, state: State, context: RoundContext) -> Message:
         return ModelParameters(state.parameters, 1.0)
 
-    def task(self, client: int, message: Message, memory: Memory, context: RoundContext) -> Task:
+    def task(self, client: int, message: Down, memory: Memory, context: RoundContext) -> Task:
         """What this client's training of this round adds."""
         return Task()
 
     def start_model(
-        self, client: int, message: Message, memory: Memory, context: RoundContext
+        self, client: int, message: Down, memory: Memory, context: RoundContext
     ) -> nn.Module:
         """The network that a client trains: the message's, or a fresh one of its own architecture."""
         if context.client_architectures is None:
-            return context.load(parameters_of(message))
+            return context.load(message.parameters)
         return copy.deepcopy(context.architecture_of(client)).to(context.device)
 
     def client_step(
         self,
-        message: Message,
+        message: Down,
         clients: ClientGroup,
         memories: Sequence[Memory],
         context: RoundContext,
-    ) -> list[tuple[Message, Memory]]:
+    ) -> Results:
         each = list(zip(clients.ids, memories, strict=True))
         models = [self.start_model(client, message, memory, context) for client, memory in each]
         tasks = [self.task(client, message, memory, context) for client, memory in each]
@@ -185,18 +188,19 @@ class TrainsLocally(Method):
 
     def complete(
         self,
-        upload: Message,
+        upload: Up,
         clients: ClientGroup,
         position: int,
-        message: Message,
+        message: Down,
         context: RoundContext,
     ) -> Message:
         """The upload of one client of the group with what else is made of its data, after its training."""
-        return upload
+        sent: Message = upload
+        return sent
 
     def late(self, context: RoundContext) -> dict[int, int]:
         """Clients of the round that do not finish, and the passes that they manage."""
-        active = context.participants or tuple(range(context.clients))
+        active = context.active
         rng = numpy_generator(context.seed, "stragglers", context.round)
         some = rng.choice(len(active), round(self.stragglers * len(active)), replace=False)
         return {
@@ -208,42 +212,38 @@ class TrainsLocally(Method):
         return self.final == "oca"
 
     def combine(
-        self, state: ServerState, uploads: Sequence[ModelParameters], context: RoundContext
-    ) -> ServerState:
-        """The next global model, and what the server keeps, from the uploads that count: at least one, with weights above zero."""
-        return ServerState(average(uploads))
+        self, state: State, uploads: Mapping[int, Up], context: RoundContext
+    ) -> AveragingState:
+        """The next state from the uploads that count, by client: at least one, with weights above
+        zero."""
+        before: AveragingState = state
+        return replace(before, parameters=average(uploads))
 
     def server_step(
-        self, state: ServerState, uploads: Sequence[Message], context: RoundContext
+        self, state: State, uploads: Mapping[int, Up], context: RoundContext
     ) -> ServerState:
-        models = [u for u in uploads if isinstance(u, ModelParameters)]
-        counting = [u for u in models if u.weight > 0]
-        if (
-            not counting
-        ):  # everybody was dropped, or is without an example: as if the round had not been
-            return state
-        made = self.combine(state, counting, context)
+        before: AveragingState = state
+        counting = {client: u for client, u in uploads.items() if u.weight > 0}
+        if not counting:  # everybody was dropped, or is without an example: no round at all
+            return before
+        made = self.combine(before, counting, context)
         if not self.keeps_cache():
             return made
-        cache = cached(state, models, context)
-        overall = overall_average(cache, context, everybody=self.oca == "all")
-        return ServerState(made.parameters, {**made.kept, **cache, **prefixed("oca.", overall)})
+        return cached(made, before, uploads, context, everybody=self.oca == "all")
 
-    def final_parameters(self, state: ServerState) -> Mapping[str, Tensor]:
-        return (
-            unprefixed("oca.", state.kept) or state.parameters
-            if self.final == "oca"
-            else state.parameters
-        )
+    def final_parameters(self, state: State) -> Mapping[str, Tensor]:
+        found: AveragingState = state
+        if self.final == "oca" and found.overall:
+            return found.overall
+        return found.parameters
 
-    def facts(self, state: ServerState, context: RoundContext) -> Mapping[str, Any]:
+    def facts(self, state: State, context: RoundContext) -> Mapping[str, Any]:
         """The passes of clients that do not finish, which are drawn publicly, and whether they are dropped."""
         late = {str(client): passes for client, passes in self.late(context).items()}
         return {"stragglers": late, "stragglers_dropped": self.drop_stragglers} if late else {}
 
-    def variants(self, state: ServerState) -> Mapping[str, Mapping[str, Tensor]]:
-        overall = unprefixed("oca.", state.kept)
-        return {"aca": state.parameters, "oca": overall} if overall else {}
+    def variants(self, state: State) -> Mapping[str, Mapping[str, Tensor]]:
+        return {"aca": state.parameters, "oca": state.overall} if state.overall else {}
 
     def private_plans(
         self, privacy: PrivacySettings, context: RoundContext
@@ -379,15 +379,3 @@ def mean_loss(model: nn.Module, clients: OpenClients, position: int) -> float:
                 )
             )
     return total / max(1, len(mine))
-
-
-def prefixed(prefix: str, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The same tensors under names that start with `prefix`."""
-    return {prefix + name: value for name, value in parameters.items()}
-
-
-def unprefixed(prefix: str, kept: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors whose names start with `prefix`, without it."""
-    return {
-        name.removeprefix(prefix): value for name, value in kept.items() if name.startswith(prefix)
-    }

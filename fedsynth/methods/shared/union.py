@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from math import inf
 
+from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message, ModelParameters
-from fedsynth.core.method import Method, RoundContext, ServerState
+from fedsynth.core.method import Method, State, Up
+from fedsynth.core.state import ServerState
 from fedsynth.core.validation import check_ranges
 from fedsynth.synthesizer.condensation.sets import train_on_union
 from fedsynth.training.sgd import SgdSettings
@@ -47,15 +49,16 @@ class TrainsOnUnion(Method):
             self.ball(),
         )
 
-    def broadcast(self, state: ServerState, context: RoundContext) -> Message:
+    def broadcast(self, state: State, context: RoundContext) -> Message:
         return ModelParameters(state.parameters, 1.0)
 
     def server_step(
-        self, state: ServerState, uploads: Sequence[Message], context: RoundContext
+        self, state: State, uploads: Mapping[int, Up], context: RoundContext
     ) -> ServerState:
-        model = context.load(state.parameters)
+        before: ServerState = state
+        model = context.load(before.parameters)
         train_on_union(model, uploads, self.union_sgd(), context)
-        return ServerState(model.state_dict())
+        return replace(before, parameters=model.state_dict())
 
 
 @dataclass(frozen=True)
