@@ -338,7 +338,7 @@ class FedDM(TrainsInBall):
                 round=context.round,
             )
             exact = ExactMatcher(clients, batches)
-            if clients.adds_noise:
+            if context.privacy is not None:
                 return PaperMatcher(exact, segments, batches, clients.noise(IMAGES))
             if self.matching == "mean":
                 return exact

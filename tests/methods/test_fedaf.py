@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from fedsynth.core.charging import charge_for
 from fedsynth.core.client import OpenClients, PrivateClients
 from fedsynth.core.context import RoundContext, round_context
 from fedsynth.data.images import ImageData, denormalise, from_arrays, normalise
@@ -352,9 +353,8 @@ def test_a_first_phase_charges_each_client_once(monkeypatch: pytest.MonkeyPatch)
 
 def private(sigma: float, privacy: PrivacySettings) -> tuple[CondensedSet, list[Any]]:
     ctx, ledger = context(privacy=privacy), Ledger("0")
-    clients = PrivateClients(
-        [0], data(), [torch.arange(12)], [Guard(ledger, 1e-5, None)], [SecretGenerator()]
-    )
+    charged = charge_for(FAST, ctx, [0], [Guard(ledger, 1e-5, None)], [SecretGenerator()])
+    clients = PrivateClients([0], data(), [torch.arange(12)], charged)
     message = FAST.broadcast(KnowledgeState(ctx.architecture.state_dict()), ctx)
     ((upload, _),) = FAST.client_step(message, clients, [{}], ctx)
     return upload, list(ledger.releases)  # type: ignore[return-value]

@@ -13,7 +13,9 @@ from fedsynth.core.client import OpenClients, PrivateClients, Segments
 from fedsynth.data.images import ImageData, from_arrays
 from fedsynth.data.registry import dataset_spec
 from fedsynth.models.convnet import ConvNet
+from fedsynth.privacy.allowance import UnaccountedNoise
 from fedsynth.privacy.ledger import Guard, Ledger
+from fedsynth.privacy.mechanisms import GaussianSums
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.releases import Release
 from fedsynth.synthesizer.condensation.loop import NetworkFeatures, condense
@@ -86,7 +88,7 @@ def private(
     secrets = [SecretGenerator() for _ in range(clients)]
     guards = [Guard(Ledger(str(k)), 1e-5, None) for k in range(clients)]
     parts = list(torch.arange(N).tensor_split(clients))
-    group = PrivateClients(range(clients), data(), parts, guards, secrets)
+    group = PrivateClients(range(clients), data(), parts, [])
     row = Release(
         1,
         "images",
@@ -99,7 +101,8 @@ def private(
         50,
         CLASSES * width,
     )
-    return mechanism(group, group.charge(row, CLASSES), divisor)  # type: ignore[no-any-return]
+    series = [GaussianSums(row, CLASSES, g, s) for g, s in zip(guards, secrets, strict=True)]
+    return mechanism(group, series, divisor)  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -217,14 +220,15 @@ def test_paper_mechanism_clips_the_batch_and_its_noise_shrinks_with_it() -> None
     segments, batches = all_batches(clients)
     exact = ExactMatcher(clients, batches)
     clip = float(exact.gradient(0, features, S).flatten(1).norm(dim=1).median())
-    clipped = PaperMatcher(exact, segments, batches, [SecretGenerator()], 0.0, clip).gradient(
-        0, features, S
-    )
+
+    def noise(sigma: float, clip: float) -> UnaccountedNoise:
+        row = Release(1, "images", "paper", "x", sigma, clip, 1.0, "full", 1, 1, "not private")
+        return UnaccountedNoise(row, SecretGenerator())
+
+    clipped = PaperMatcher(exact, segments, batches, [noise(0.0, clip)]).gradient(0, features, S)
     norms = clipped.flatten(1).norm(dim=1)
     assert norms.max() <= clip * (1 + 1e-5)
-    noisy = PaperMatcher(exact, segments, batches, [SecretGenerator()], 3.0, 5.0).gradient(
-        0, features, S
-    )
+    noisy = PaperMatcher(exact, segments, batches, [noise(3.0, 5.0)]).gradient(0, features, S)
     unclipped = exact.gradient(0, features, S)
     assert (noisy - unclipped).std() == pytest.approx(3.0 * 5.0 / (N / CLASSES), rel=0.1)
 
@@ -411,10 +415,9 @@ def test_pieces_of_the_batch_may_cut_classes_and_clients(
         [Guard(Ledger(str(k)), 1e-5, None) for k in range(3)],
         [SecretGenerator() for _ in range(3)],
     )
-    group = PrivateClients(range(3), data(), parts, guards, secrets)
-    series = group.charge(
-        Release(1, "x", "test", "x", 1e-12, 1e6, 1.0, "full", 1, CLASSES * width), CLASSES
-    )
+    group = PrivateClients(range(3), data(), parts, [])
+    row = Release(1, "x", "test", "x", 1e-12, 1e6, 1.0, "full", 1, CLASSES * width)
+    series = [GaussianSums(row, CLASSES, g, s) for g, s in zip(guards, secrets, strict=True)]
     sums = group.class_sums(series, lambda x, segment: features.real(x, segment))
     by_client = torch.zeros(3 * CLASSES, width)
     for position, part in enumerate(parts):
