@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any
 
 from fedsynth.core.client import ClientGroup
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message
-from fedsynth.core.method import FIRST, MAIN, Memory, Results
+from fedsynth.core.method import Memory, Results
 from fedsynth.federation.server import Server
+from fedsynth.privacy.plans import FIRST, PHASES
 
 
 def uploads_of(clients: ClientGroup, results: Results) -> dict[int, Message]:
@@ -19,7 +20,7 @@ def uploads_of(clients: ClientGroup, results: Results) -> dict[int, Message]:
 
 def play(
     server: Server,
-    groups: Sequence[ClientGroup],
+    groups: Sequence[ClientGroup] | Callable[[str], Sequence[ClientGroup]],
     memories: MutableMapping[int, Memory],
     context: RoundContext,
 ) -> dict[int, Any]:
@@ -27,19 +28,20 @@ def play(
 
     Args:
         server: its state is the next one afterwards.
-        groups: the clients of the round; the steps of each group are taken together.
+        groups: the clients of the round; the steps of each group are taken together. Where clients
+            are charged for each exchange, what makes the groups of a phase.
         memories: of the clients by number ({} for one that is not there); replaced by the new ones.
 
     Returns:
         The uploads by client number, of the types that the method declares.
     """
     replies: dict[int, Any] = {}
-    for phase in (FIRST, MAIN):
+    for phase in PHASES:
         request = server.request(phase, context)
         if request is None:
             continue
         replies = {}
-        for group in groups:
+        for group in groups(phase) if callable(groups) else groups:
             step = server.method.first_step if phase == FIRST else server.method.client_step
             own = [memories.get(k, {}) for k in group.ids]
             results = step(request, group, own, context)

@@ -14,6 +14,7 @@ import torch
 from fedsynth.federation.private_run import PrivateRun
 
 from fedsynth import FedAvg, from_arrays, load_dataset
+from fedsynth.federation import server
 from fedsynth.federation.settings import RunSettings, resolve
 from fedsynth.federation.simulation import RunResult, simulate
 from fedsynth.federation.verification import (
@@ -240,16 +241,14 @@ class StoppedError(Exception):
 
 def stopped(output: Path, chosen: RunSettings, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A run that ends in round 2 after the clients' releases, as a crash would end it."""
-    import fedsynth.federation.simulation as simulation
-
-    check = simulation._check_finite
+    check = server.check_finite
 
     def crash(tensors: Mapping[str, torch.Tensor], whose: str, number: int) -> None:
         if number == 2:
             raise StoppedError
         check(tensors, whose, number)
 
-    monkeypatch.setattr(simulation, "_check_finite", crash)
+    monkeypatch.setattr(server, "check_finite", crash)
     with pytest.raises(StoppedError):
         simulate(chosen, output=output)
     monkeypatch.undo()
