@@ -9,6 +9,7 @@ model.
 """
 
 from itertools import count
+from typing import Any
 
 import torch
 
@@ -35,7 +36,8 @@ def main() -> float:
     """Makes the set, trains a model on it and returns its test accuracy."""
     train, test = load_dataset("digits")
     spec, model = train.spec, ModelSettings(width=32, depth=2)
-    width = build_model(model, spec.image_shape, spec.classes, 0).embedding_size + spec.classes  # type: ignore[operator]
+    network: Any = build_model(model, spec.image_shape, spec.classes, 0)
+    width: int = network.embedding_size + spec.classes
 
     plan = PrivatePlan(
         name="images",

@@ -45,7 +45,7 @@ def main(
         if done % (total // 5) == 0:
             print(f"  step {done}/{total}", file=sys.stderr)
 
-    settings = {
+    values = {
         "batch": 256,
         "one_hot_weight": 0.05,
         "activation_weight": 0.0,
@@ -53,7 +53,7 @@ def main(
         "replay": 8,
         "width": 16,
     }
-    distiller = DataFreeDistiller(teacher, spec, steps=steps, **settings)  # type: ignore[arg-type]
+    distiller = DataFreeDistiller(teacher, spec, steps=steps, **values)  # type: ignore[arg-type]
     generator = distiller.fit(student, report)
     print(f"student {100 * accuracy(student, test):.2f} %, without any image")
     print(f"generated: {in_words(distiller.facts(generator))}")
