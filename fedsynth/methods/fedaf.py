@@ -60,6 +60,7 @@ from fedsynth.synthesizer.condensation.sets import (
     train_on_union,
     with_kept_images,
 )
+from fedsynth.training.optimisers import MomentumSgd
 
 
 @dataclass(frozen=True)
@@ -270,8 +271,7 @@ class FedAF(TrainsOnUnion):
             networks.draw,
             self._collaborative(matcher, message, segments, context),
             steps=self.iterations,
-            learning_rate=self.image_lr,
-            momentum=self.image_momentum,
+            optimiser=MomentumSgd(self.image_lr, self.image_momentum),
             precision=context.precision,
             statistics_S=groups.to(context.device) if batch_norm else None,
             memory_bytes=context.memory_bytes // 2,

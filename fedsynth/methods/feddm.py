@@ -57,6 +57,7 @@ from fedsynth.synthesizer.condensation.sets import (
     with_kept_images,
 )
 from fedsynth.synthesizer.condensation.siamese import SiameseAugmentation
+from fedsynth.training.optimisers import MomentumSgd
 
 
 @dataclass(frozen=True)
@@ -180,8 +181,7 @@ class FedDM(TrainsInBall):
             networks.draw,
             pull,
             steps=self.iterations,
-            learning_rate=self.image_lr,
-            momentum=self.image_momentum,
+            optimiser=MomentumSgd(self.image_lr, self.image_momentum),
             logit_weight=self.logit_weight,
             precision=context.precision,
             draw_augmentation=self._augmentation(segments, context, period),

@@ -31,6 +31,7 @@ from fedsynth.privacy.dpsgd import DpSgdSettings, ExampleLoss, Penalty, check_mo
 from fedsynth.privacy.settings import PrivacySettings
 from fedsynth.seeding import numpy_generator, torch_generator
 from fedsynth.training.many_clients import Learner, learner_bytes, pays, train_together
+from fedsynth.training.optimisers import MomentumSgd, Optimiser
 from fedsynth.training.sgd import Pull, SgdSettings, steps_of, train_on
 
 
@@ -132,6 +133,10 @@ class TrainsLocally(Method):
     def task(self, client: int, message: Message, memory: Memory, context: RoundContext) -> Task:
         """What this client's training of this round adds."""
         return Task()
+
+    def optimiser(self) -> Optimiser:
+        """What a client's step does with its gradient, open or private."""
+        return MomentumSgd(self.lr, self.momentum, self.weight_decay)
 
     def start_model(
         self, client: int, message: Message, memory: Memory, context: RoundContext
@@ -282,9 +287,7 @@ class TrainsLocally(Method):
             settings = SgdSettings(
                 epochs=epochs,
                 batch=self.batch,
-                learning_rate=self.lr,
-                momentum=self.momentum,
-                weight_decay=self.weight_decay,
+                optimiser=self.optimiser(),
                 steps=self._steps(epochs, context),
             )
             draws = torch_generator(context.seed, "local training", context.round, client)
@@ -319,9 +322,7 @@ class TrainsLocally(Method):
         """By DP-SGD; each client is charged for the steps that it takes and the parameters that its network has."""
         privacy, sigma = context.protection()
         plan, late, trained = self.private_plans(privacy, context)[0], self.late(context), []
-        settings = DpSgdSettings(
-            self.lr, plan.sample_rate * context.nominal_size, self.momentum, self.weight_decay
-        )
+        settings = DpSgdSettings(self.optimiser(), plan.sample_rate * context.nominal_size)
         release = plan.release(context.round, sigma)
         for position, (client, model, task) in enumerate(
             zip(clients.ids, models, tasks, strict=True)

@@ -10,6 +10,7 @@ from fedsynth.core.messages import Message, ModelParameters
 from fedsynth.core.method import Method, RoundContext, ServerState
 from fedsynth.core.validation import check_ranges
 from fedsynth.synthesizer.condensation.sets import train_on_union
+from fedsynth.training.optimisers import MomentumSgd
 from fedsynth.training.sgd import SgdSettings
 
 
@@ -41,9 +42,7 @@ class TrainsOnUnion(Method):
         return SgdSettings(
             self.server_epochs,
             self.server_batch,
-            self.server_lr,
-            self.server_momentum,
-            self.server_weight_decay,
+            MomentumSgd(self.server_lr, self.server_momentum, self.server_weight_decay),
             self.ball(),
         )
 
