@@ -20,7 +20,8 @@ from fedsynth.data.registry import dataset_spec
 from fedsynth.errors import SettingError, UnknownNameError
 from fedsynth.federation.settings import resolve
 from fedsynth.federation.simulation import simulate
-from fedsynth.methods.fedaf import CondensedSet, FedAF
+from fedsynth.methods.fedaf import FedAF
+from fedsynth.methods.shared.knowledge import CondensedSet
 from fedsynth.models.flat import flatten
 from fedsynth.models.registry import ModelSettings, build_model
 from fedsynth.privacy.errors import ForbiddenLayerError
