@@ -11,7 +11,7 @@ from fedsynth.core.method import Method, RoundContext, ServerState
 from fedsynth.core.validation import check_ranges
 from fedsynth.synthesizer.condensation.sets import train_on_union
 from fedsynth.training.optimisers import MomentumSgd
-from fedsynth.training.sgd import SgdSettings
+from fedsynth.training.sgd import Objective, SgdSettings
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,12 @@ class TrainsOnUnion(Method):
             self.ball(),
         )
 
+    def server_objective(
+        self, uploads: Sequence[Message], context: RoundContext
+    ) -> Objective | None:
+        """A minibatch's loss while the server trains; None: the cross-entropy alone."""
+        return None
+
     def broadcast(self, state: ServerState, context: RoundContext) -> Message:
         return ModelParameters(state.parameters, 1.0)
 
@@ -53,7 +59,8 @@ class TrainsOnUnion(Method):
         self, state: ServerState, uploads: Sequence[Message], context: RoundContext
     ) -> ServerState:
         model = context.load(state.parameters)
-        train_on_union(model, uploads, self.union_sgd(), context)
+        objective = self.server_objective(uploads, context)
+        train_on_union(model, uploads, self.union_sgd(), context, objective)
         return ServerState(model.state_dict())
 
 
