@@ -17,11 +17,12 @@ from typing import Any
 from unittest import mock
 
 import torch
-from machine import arguments, machine, saver
 
 from fedsynth.cli.memory import keep_large_allocations
+from fedsynth.core.charging import charge_for
 from fedsynth.core.client import PrivateClients
-from fedsynth.core.method import Method, RoundContext, ServerState
+from fedsynth.core.context import Compute, round_context
+from fedsynth.core.method import Method
 from fedsynth.data.images import ImageData
 from fedsynth.data.registry import dataset_spec
 from fedsynth.methods.fedavg import FedAvg
@@ -30,6 +31,7 @@ from fedsynth.models.registry import ModelSettings, build_model
 from fedsynth.privacy.ledger import Guard, Ledger
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.settings import PrivacySettings
+from library.machine import arguments, machine, saver
 
 
 @dataclass(frozen=True)
@@ -101,18 +103,20 @@ def step_of(case: Case, device: torch.device) -> Callable[[], object]:
     network = build_model(settings, spec.image_shape, spec.classes, 0)
     mechanism = None if case.mechanism == "dp-sgd" else case.mechanism
     privacy = PrivacySettings(noise_multiplier=3.0, mechanism=mechanism)
-    context = RoundContext(
+    context = round_context(
         1, 0, device, spec, network, float(case.records), privacy,
-        precision=getattr(torch, case.precision),
+        compute=Compute(device, getattr(torch, case.precision)),
     )  # fmt: skip
     parts = list(torch.arange(total).split(case.records))
-    message = case.method.broadcast(ServerState(network.to(device).state_dict()), context)
+    message = case.method.broadcast(
+        case.method.initial_state(network.to(device).state_dict()), context
+    )
 
     def step() -> None:
         ids = range(case.clients)
         guards = [Guard(Ledger(str(k)), 1e-5, None) for k in ids]
-        secrets = [SecretGenerator() for _ in ids]
-        group = PrivateClients(ids, data, parts, guards, secrets, nominal_size=float(case.records))
+        charged = charge_for(case.method, context, ids, guards, [SecretGenerator() for _ in ids])
+        group = PrivateClients(ids, data, parts, charged, nominal_size=float(case.records))
         case.method.client_step(message, group, [{}] * case.clients, context)
 
     return step

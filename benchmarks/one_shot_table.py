@@ -29,7 +29,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
 import time
 from collections.abc import Iterator
@@ -37,13 +36,11 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from fashion_table import RESULTS, fingerprint
-from machine import machine
 from torch import nn
 
 from fedsynth.cli.memory import keep_large_allocations
+from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import ModelParameters
-from fedsynth.core.method import RoundContext, ServerState
 from fedsynth.data.images import ImageData, normalise
 from fedsynth.data.load import load_dataset
 from fedsynth.data.partition import partition
@@ -55,19 +52,16 @@ from fedsynth.federation.settings import RunSettings, resolve
 from fedsynth.federation.simulation import simulate
 from fedsynth.methods.fedhydra import FedHydra
 from fedsynth.methods.shared.aggregation import average
-from fedsynth.methods.shared.ensemble import DistilsEnsemble
+from fedsynth.methods.shared.ensemble import DistilsEnsemble, EnsembleState
 from fedsynth.synthesizer.generation.ensembles import Aggregate
+from library import RESULTS
+from library.machine import machine
+from library.one_shot import SERVER
+from library.options import add_share, plain_options
+from library.results import fingerprint
 
 SEEDS = [0, 1, 2, 3, 4]
 LOCAL: dict[str, Any] = {"local_epochs": 60, "batch": 32, "lr": 0.01, "momentum": 0.9}
-SERVER: dict[str, Any] = {
-    "server_epochs": 15,
-    "generator_steps": 30,
-    "generator_batch": 32,
-    "generator_width": 8,
-    "generator_lr": 0.01,
-    "start": "average",
-}
 LIKE_DENSE: dict[str, Any] = {
     "generator_beta1": 0.5,
     "generator_reset": True,
@@ -125,6 +119,9 @@ def settings_for(
     )
 
 
+Trained = tuple[RoundContext, dict[int, ModelParameters], ImageData]
+
+
 class Row:
     """One data set, partition and seed: the trained clients, and what each method makes of them."""
 
@@ -132,7 +129,7 @@ class Row:
         self._where = dataset, where, seed, options.device
         self._quick: bool = options.quick
         self._steps = PAPER_STEPS if options.paper_steps else {}
-        self._trained: tuple[RoundContext, list[ModelParameters], ImageData] | None = None
+        self._trained: Trained | None = None
 
     def settings(self, name: str) -> RunSettings:
         """Of a method's run, or of the clients' alone: DENSE without an epoch on the server."""
@@ -150,21 +147,21 @@ class Row:
             few.update({"stratification_steps": 2} if method == "fedhydra" else {})
         return settings_for(*self._where, method, {**values, **few})
 
-    def ready(self) -> tuple[RoundContext, list[ModelParameters], ImageData]:
+    def ready(self) -> Trained:
         """The context of the server's step, the trained clients, and the test images."""
         if self._trained is None:
             self._trained = self._train()
         return self._trained
 
-    def _train(self) -> tuple[RoundContext, list[ModelParameters], ImageData]:
+    def _train(self) -> Trained:
         settings = self.settings("clients")
         train, test = load_dataset(settings.dataset)
         made = simulate(settings, data=(train, test))
         device = next(made.model.parameters()).device
         context = public_context(made.settings, train.spec, device)
         proxy = ProxyImages(load_dataset(PROXY[settings.dataset])[0].to(device), train.spec)
-        context = replace(context, participants=tuple(range(5)), proxy=proxy)
-        uploads = [u for u in made.uploads.values() if isinstance(u, ModelParameters)]
+        context = replace(context, federation=replace(context.federation, proxy=proxy))
+        uploads = {k: u for k, u in made.uploads.items() if isinstance(u, ModelParameters)}
         return context, uploads, test.to(device)
 
     def clients(self) -> dict[str, Any]:
@@ -184,7 +181,7 @@ class Row:
     def models(self) -> list[nn.Module]:
         """The trained clients, frozen, in evaluation mode."""
         context, uploads, _ = self.ready()
-        each = [context.load(u.parameters, client) for client, u in enumerate(uploads)]
+        each = [context.load(u.parameters, client) for client, u in uploads.items()]
         return [model.requires_grad_(False).eval() for model in each]
 
     def distilled(self, name: str) -> dict[str, Any]:
@@ -195,7 +192,7 @@ class Row:
             raise TypeError(f"{name} does not distil")
         device = context.device
         start = {k: v.to(device) for k, v in context.architecture.state_dict().items()}
-        state = method.server_step(ServerState(start), uploads, context)
+        state = method.server_step(EnsembleState(start), uploads, context)
         row: dict[str, Any] = {"accuracy": accuracy(context.load(state.parameters), test)}
         facts = method.facts(state, context)
         if GENERATOR in facts:
@@ -283,18 +280,15 @@ class Lines:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = plain_options(__doc__)
     parser.add_argument("--quick", action="store_true", help="few steps, to see that it runs")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--datasets", nargs="+", default=["fashion-mnist", "mnist"])
     parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS)
-    parser.add_argument("--only", default="", help="make only the rows whose name contains this")
     parser.add_argument("--paper-steps", action="store_true", help="200 epochs at rate 0.001")
     parser.add_argument("--partitions", nargs="+", choices=PARTITIONS, default=list(PARTITIONS))
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
-    parser.add_argument("--time-budget", type=float, default=math.inf, help="seconds")
+    add_share(parser, "rows")
     options = parser.parse_args()
     torch.set_num_threads(1)
     keep_large_allocations()

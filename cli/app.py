@@ -113,13 +113,13 @@ def train(
     Defaults are the method's (`fedsynth methods`), but for the embedded digits, which have a short preset; the run folder's config.toml
     shows what was used.
     """
-    with one_line_errors():
-        chosen = with_set_options(given.sections_of(context.params), settings or [], given.FLAGS)
+    with one_line_errors(context.command) as names:
+        chosen = with_set_options(given.sections_of(context.params), settings or [], names)
         sections = merged(read_config(config), chosen, lambda text: print(text, file=sys.stderr))
         if dry_run:
-            _dry_run(sections, as_json)
+            _dry_run(sections, names, as_json)
         else:
-            _run(sections, output, download, as_json, sign_key)
+            _run(sections, names, output, download, as_json, sign_key)
 
 
 @app.command()
@@ -149,8 +149,8 @@ def partition(
     ] = None,
 ) -> None:
     """Show who has what: examples of each class at each client, as `train` with the same options divides them."""
-    with one_line_errors():
-        chosen = with_set_options(given.sections_of(context.params), settings or [], given.FLAGS)
+    with one_line_errors(context.command) as names:
+        chosen = with_set_options(given.sections_of(context.params), settings or [], names)
         _show_partition(merged({}, chosen), download, picture)
 
 
@@ -181,12 +181,13 @@ def _show_partition(
         partition_png(counts, picture)
 
 
-def _dry_run(sections: dict[str, dict[str, Any]], as_json: bool) -> None:
+def _dry_run(sections: dict[str, dict[str, Any]], names: given.OptionNames, as_json: bool) -> None:
     from fedsynth.cli.privacy_commands import print_plans
     from fedsynth.federation.devices import check_compiler, resolve_device
-    from fedsynth.federation.planning import long_draw, plan_of, private_run
+    from fedsynth.federation.planning import long_draw, plan_of, privacy_plan
+    from fedsynth.federation.privacy_words import headline
     from fedsynth.federation.settings import resolve
-    from fedsynth.federation.simulation import NO_LATER_EPSILON
+    from fedsynth.federation.simulation import NO_LATER_EPSILON, UNPROTECTED
 
     settings = resolve(sections)
     device = resolve_device(settings.device)
@@ -196,42 +197,33 @@ def _dry_run(sections: dict[str, dict[str, Any]], as_json: bool) -> None:
         if as_json:
             print(json.dumps({"guarantee": False}))
             return
-        print(
-            "no differential privacy: what clients send is not protected (--dp-epsilon protects it)"
-        )
+        print(names.text(UNPROTECTED))
         if settings.ledger is not None:
             print(f"  the ledgers in {settings.ledger} would say so: {NO_LATER_EPSILON}")
         return
     if words := long_draw(settings):
         print(f"note: {words}", file=sys.stderr)
-    run = private_run(settings)
-    if run.guaranteed:
-        run.check_round(1)  # as the run itself would
+    planned = privacy_plan(settings)
+    guaranteed = planned.guaranteed(planned.histories)
+    if guaranteed:
+        planned.check_round(1, planned.histories)  # as the run itself would
     if as_json:
-        plan = (
-            {"epsilon": dict(run.planned_epsilon_by_round()), "delta": run.privacy.delta}
-            if run.guaranteed
-            else {}
-        )
-        print(
-            json.dumps(
-                {
-                    "guarantee": run.guaranteed,
-                    "noise_multiplier": run.privacy.noise_multiplier,
-                    **plan,
-                },
-                indent=2,
-            )
-        )
+        promise = {}
+        if guaranteed:
+            spent = dict(planned.planned_epsilon_by_round())
+            promise = {"epsilon": spent, "delta": planned.privacy.delta}
+        facts = {"guarantee": guaranteed, "noise_multiplier": planned.sigma, **promise}
+        print(json.dumps(facts, indent=2))
         return
-    for line in run.headline():
-        print(line)
-    if run.guaranteed:
-        print_plans([plan_of(run, run.privacy.epsilon)])
+    for line in headline(planned):
+        print(names.text(line))
+    if guaranteed:
+        print_plans([plan_of(planned, planned.privacy.epsilon)])
 
 
 def _run(
     sections: dict[str, dict[str, Any]],
+    names: given.OptionNames,
     output: Path,
     download: bool,
     as_json: bool,
@@ -251,7 +243,7 @@ def _run(
     first = (
         f"preset of {settings.dataset}, where nothing else is given: {changed}" if changed else ""
     )
-    with make_observer(settings, first) as observer:
+    with make_observer(settings, names, first) as observer:
         result = simulate(settings, output=output, observer=observer, download=download)
     if not result.metrics:
         raise BudgetExceededError(result.deviations[-1])

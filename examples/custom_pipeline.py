@@ -1,8 +1,11 @@
-"""Your own synthesis pipeline: one data owner makes a private synthetic set, without a federation and without the command line.
+"""Your own synthesis pipeline: one data owner makes a private synthetic set, without a federation
+and without the command line.
 
-The pieces are those that FedDM is made of. A guard keeps the owner's ledger and cap; charging it opens a series of private steps;
-the matcher is the only thing that touches the data; everything after it is post-processing. Here the networks are freshly
-initialised at each step (distribution matching as Zhao & Bilen 2021 have it), where FedDM perturbs a global model.
+The pieces are those that FedDM is made of. A guard keeps the owner's ledger and cap; what is planned
+is charged to it first, which opens a series of private steps; the matcher is the only thing that
+touches the data; everything after it is post-processing. Here the networks are freshly initialised
+at each step (distribution matching as Zhao & Bilen 2021 have it), where FedDM perturbs a global
+model.
 """
 
 from itertools import count
@@ -14,10 +17,11 @@ from fedsynth.core.client import PrivateClients
 from fedsynth.evaluation.accuracy import accuracy
 from fedsynth.models.registry import build_model
 from fedsynth.privacy.accounting import epsilon
+from fedsynth.privacy.allowance import authorise
 from fedsynth.privacy.calibration import calibrate_noise_multiplier
 from fedsynth.privacy.ledger import Guard, Ledger
+from fedsynth.privacy.plans import PrivatePlan
 from fedsynth.privacy.randomness import SecretGenerator
-from fedsynth.privacy.releases import Release
 from fedsynth.seeding import torch_generator
 from fedsynth.synthesizer.condensation.loop import condense
 from fedsynth.synthesizer.condensation.matchers import ResidualMatcher
@@ -34,14 +38,21 @@ def main() -> float:
     spec, model = train.spec, ModelSettings(width=32, depth=2)
     width = build_model(model, spec.image_shape, spec.classes, 0).embedding_size + spec.classes  # type: ignore[operator]
 
-    def plan(sigma: float) -> list[Release]:
-        words = ("synthetic images", "residual", "residual of each example")
-        return [Release(1, *words, sigma, CLIP, 1.0, "full", STEPS, spec.classes * width)]
-
-    (release,) = plan(calibrate_noise_multiplier(BUDGET, DELTA, plan))
-    guard = Guard(Ledger("owner"), DELTA, cap=BUDGET)
-    owner = PrivateClients([0], train, [torch.arange(len(train))], [guard], [SecretGenerator()])
-    series = owner.charge(release, spec.classes)
+    plan = PrivatePlan(
+        name="images",
+        quantity="synthetic images",
+        mechanism="residual",
+        clipped="residual of each example",
+        clip=CLIP,
+        sample_rate=1.0,
+        steps=STEPS,
+        dimension=spec.classes * width,
+        groups=spec.classes,
+    )
+    sigma = calibrate_noise_multiplier(BUDGET, DELTA, lambda sigma: [plan.release(1, sigma)])
+    ledger = Ledger("owner")
+    charged = authorise([plan], 1, sigma, Guard(ledger, DELTA, cap=BUDGET), SecretGenerator())
+    owner = PrivateClients([0], train, [torch.arange(len(train))], [charged])
 
     seeds = count(1)
     images = condense(
@@ -49,7 +60,7 @@ def main() -> float:
         lambda: build_model(model, spec.image_shape, spec.classes, next(seeds)).requires_grad_(
             False
         ),
-        ResidualMatcher(owner, series, divisor=spec.train_size / spec.classes),
+        ResidualMatcher(owner, owner.series("images"), divisor=spec.train_size / spec.classes),
         steps=STEPS,
         optimiser=MomentumSgd(5.0),
     )
@@ -61,7 +72,7 @@ def main() -> float:
         student, lambda i: synthetic.images[i], synthetic.labels, sgd, torch_generator(0, "student")
     )
     print(
-        f"ε = {epsilon([release], DELTA):.2f} at δ = {DELTA:g}, σ = {release.noise_multiplier:.2f}: ",
+        f"ε = {epsilon(ledger.releases, DELTA):.2f} at δ = {DELTA:g}, σ = {sigma:.2f}: ",
         end="",
     )
     result = accuracy(student, test)

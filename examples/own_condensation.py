@@ -8,14 +8,16 @@ A condensing method inherits `Condenses` (or, as here, FedDM) and says what is d
   vector of each example, as `class_means` does for private and open clients alike. The vector must
   be a function of its example alone (and of what was released), else the clip bounds nothing;
 - `make_upload`: the message, whose every field says what it is with differential privacy;
-- `private_plans`: a row for each thing that leaves, the images' first, known before any data are
-  read, so that σ can be found for a budget;
+- `private_plans`: a row for each thing that leaves, the images' first, by name. The engine charges
+  them before any data are read; what is not planned cannot be released;
 - `server_objective`: the loss that the server trains with on all clients' images.
 
 Here a client tells the class means of its embeddings under the global model, and while the server
 trains, embeddings of synthetic images are pulled to those of the real ones (the prototypes of
 FedProto, Tan et al. 2022, arXiv 2105.00243, on the server). Inside the package this would be a file
-of fedsynth/methods, and one line of the registry: "protodm": "fedsynth.methods.protodm:ProtoDM".
+of fedsynth/methods, and one line of the registry there, from which it gets its name, `protodm`:
+
+    from fedsynth.methods.protodm import ProtoDM as ProtoDM
 """
 
 from __future__ import annotations
@@ -29,11 +31,13 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from fedsynth import FedDM, Message, ModelSettings, PrivacySettings, RunSettings, simulate
-from fedsynth.core.client import ClientGroup, PrivateClients
+from fedsynth.core.client import ClientGroup
+from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import released
-from fedsynth.core.method import Memory, PrivatePlan, RoundContext
+from fedsynth.core.method import Memory, PrivatePlan
 from fedsynth.methods.shared.class_sums import class_means, sums_plans
 from fedsynth.methods.shared.private_condensation import feature_width
+from fedsynth.privacy.plans import MAIN
 from fedsynth.synthesizer.condensation.knowledge import average_over_holders
 from fedsynth.synthesizer.condensation.sets import SyntheticSet
 from fedsynth.training.sgd import Objective
@@ -72,12 +76,14 @@ class ProtoDM(FedDM):
         images = super().private_plans(privacy, context)
         width = feature_width(context, logits=False)
         sums, counts = sums_plans(
+            "prototypes",
             "embeddings",
             "embedding h(x) of each example",
-            self.prototype_clip,
-            width,
-            context.spec.classes,
-            self.prototype_noise,
+            clip=self.prototype_clip,
+            width=width,
+            classes=context.spec.classes,
+            noise=self.prototype_noise,
+            phase=MAIN,
         )
         return *images, sums, counts
 
@@ -88,12 +94,8 @@ class ProtoDM(FedDM):
         memories: Sequence[Memory],
         context: RoundContext,
     ) -> Sequence[Mapping[str, Tensor]]:
-        plans = None
-        if isinstance(clients, PrivateClients):
-            _, sums, counts = self.private_plans(context.protection()[0], context)
-            plans = sums, counts
         width = feature_width(context, logits=False)
-        means = class_means(clients, model.embed, width, plans, context, self.min_examples)
+        means = class_means(clients, model.embed, width, "prototypes", context, self.min_examples)
         return [{"prototypes": own, "present": there} for own, there in means]
 
     def make_upload(
@@ -101,10 +103,11 @@ class ProtoDM(FedDM):
     ) -> Message:
         return SetWithPrototypes(images.images, images.labels, **statistics)
 
-    def server_objective(self, uploads: Sequence[Message], context: RoundContext) -> Objective:
-        sets = [u for u in uploads if isinstance(u, SetWithPrototypes)]
-        present = [u.present for u in sets]
-        targets, known = average_over_holders([u.prototypes for u in sets], present)
+    def server_objective(
+        self, uploads: Mapping[int, SetWithPrototypes], context: RoundContext
+    ) -> Objective:
+        sent = [u.prototypes for u in uploads.values()]
+        targets, known = average_over_holders(sent, [u.present for u in uploads.values()])
 
         def loss(network: Any, images: Tensor, labels: Tensor) -> Tensor:
             h = network.embed(images)

@@ -2,18 +2,19 @@
 
 A method is a frozen dataclass: settings, checked in `__post_init__`, and steps that are pure functions of what they are given. Whatever
 trains locally inherits `TrainsLocally` and says what is different: here `combine`, the server's step; `task` would change the clients' loss.
-What the server keeps from round to round is in `ServerState.kept`, by name. With differential privacy nothing more is needed: clients'
+What the server keeps from round to round is a state of its own, `AdamState`. With differential privacy nothing more is needed: clients'
 training is DP-SGD then, and the server computes with what they released.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from math import inf
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 
 from fedsynth import (
     FedAvg,
@@ -28,7 +29,15 @@ from fedsynth import (
 )
 from fedsynth.core.method import Method
 from fedsynth.core.validation import check_ranges
-from fedsynth.methods.shared.aggregation import average
+from fedsynth.methods.shared.aggregation import AveragingState, average
+
+
+@dataclass(frozen=True)
+class AdamState(AveragingState):
+    """The state, with Adam's two moments by parameter (empty at first: zero)."""
+
+    m: Mapping[str, Tensor] = field(default_factory=dict)
+    v: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -43,6 +52,7 @@ class FedAdam(TrainsLocally):
     summary: ClassVar[str] = "FedAvg with Adam on the server"
     reference: ClassVar[str] = "Reddi et al. 2021, arXiv 2003.00295"
     one_pass: ClassVar[bool] = True  # clients' training is plain SGD
+    state: ClassVar[type[ServerState]] = AdamState
 
     server_lr: float = 0.03
     beta1: float = 0.9
@@ -54,23 +64,19 @@ class FedAdam(TrainsLocally):
         check_ranges(self, server_lr=(0, inf), beta1=(0, 1), beta2=(0, 1), adaptivity=(1e-12, inf))
 
     def combine(
-        self, state: ServerState, uploads: Sequence[ModelParameters], context: RoundContext
-    ) -> ServerState:
-        made, kept = average(uploads), {}
+        self, state: AdamState, uploads: Mapping[int, ModelParameters], context: RoundContext
+    ) -> AdamState:
+        made = average(uploads)
+        m: dict[str, Tensor] = {}
+        v: dict[str, Tensor] = {}
         for name, _ in context.architecture.named_parameters():
             old = state.parameters[name]
             change = made[name] - old
-            m = (
-                self.beta1 * state.kept.get(f"m.{name}", torch.zeros_like(old))
-                + (1 - self.beta1) * change
-            )
-            v = (
-                self.beta2 * state.kept.get(f"v.{name}", torch.zeros_like(old))
-                + (1 - self.beta2) * change.square()
-            )
-            made[name] = old + self.server_lr * m / (v.sqrt() + self.adaptivity)
-            kept.update({f"m.{name}": m, f"v.{name}": v})
-        return ServerState(made, kept)
+            zero = torch.zeros_like(old)
+            m[name] = self.beta1 * state.m.get(name, zero) + (1 - self.beta1) * change
+            v[name] = self.beta2 * state.v.get(name, zero) + (1 - self.beta2) * change.square()
+            made[name] = old + self.server_lr * m[name] / (v[name].sqrt() + self.adaptivity)
+        return replace(state, parameters=made, m=m, v=v)
 
 
 def main(rounds: int = 10) -> dict[str, float]:

@@ -31,7 +31,9 @@ from typing import Any
 from fedsynth.privacy.accounting import epsilon
 from fedsynth.privacy.errors import BudgetExceededError, LedgerError, PrivacySettingError
 from fedsynth.privacy.files import lock, open_regular, read_regular
+from fedsynth.privacy.history import History
 from fedsynth.privacy.releases import ADD_REMOVE, RECORD, Release, check_adjacency, check_delta
+from fedsynth.privacy.wording import Setting, Text
 
 LEDGER_SCHEMA = 2
 READABLE = (1, LEDGER_SCHEMA)  # schema 1 had a header and releases, and no fingerprint
@@ -136,6 +138,12 @@ class Ledger:
             with self._locked(self.path, writing=False) as file:
                 self._catch_up(file)
         return tuple(self._rows)
+
+    def history(self) -> History:
+        """What stands in the ledger now, with the chain hash over it."""
+        releases = self.releases
+        chain = None if self.path is None else chain_hashes(self.path)[len(releases)]
+        return History(self.client, releases, chain)
 
     def charge(self, release: Release) -> None:
         """Append one row; it is written and fsync'ed when this returns. Draw the noise only afterwards."""
@@ -462,14 +470,14 @@ class Guard:
         check_adjacency(adjacency)
         if cap is not None and not (cap > 0 and math.isfinite(cap)):
             raise PrivacySettingError(
-                f"the epsilon cap must be a finite number above 0, got {cap!r}"
+                "privacy", "epsilon", f"as a cap must be a finite number above 0, got {cap!r}"
             )
         self.ledger = ledger
         self.delta = delta
         self.cap = cap
         self.adjacency = adjacency
         self.unit = unit
-        self._refuse_other_units(ledger.releases)
+        self.check_unit(ledger.releases)
 
     def check(self, planned: Sequence[Release]) -> None:
         """Raise BudgetExceededError if `planned`, on top of the ledger, exceeds the cap. Charges nothing."""
@@ -481,7 +489,7 @@ class Guard:
 
     def refuse_beyond(self, rows: Sequence[Release], planned: Sequence[Release]) -> None:
         """`check`, against `rows` in place of the ledger's own."""
-        self._refuse_other_units(rows)
+        self.check_unit(rows)
         if self.cap is None:
             return
         after = epsilon([*rows, *planned], self.delta, self.adjacency)
@@ -492,12 +500,17 @@ class Guard:
                 f"release, above the cap {self.cap:.4g} (delta {self.delta:g})"
             )
 
-    def _refuse_other_units(self, rows: Sequence[Release]) -> None:
-        """A clip bounds one record's influence or one user's: rows of both do not compose into one ε."""
+    def check_unit(self, rows: Sequence[Release]) -> None:
+        """Refuse rows of another unit: a clip bounds one record's influence or one user's, and rows of both do not compose into one ε."""
         protecting = (row.unit for row in rows if row.unaccounted is None)
         other = next((unit for unit in protecting if unit != self.unit), None)
         if other is not None:
             raise LedgerError(
-                f"the ledger of client {self.ledger.client!r} holds releases that protect a {other}, and this run would protect "
-                f"a {self.unit}: their costs do not add up; protect the same unit (--dp-unit {other})"
+                Text(
+                    f"the ledger of client {self.ledger.client!r} holds releases that protect a "
+                    f"{other}, and this run would protect a {self.unit}: their costs do not add "
+                    "up; protect the same unit (",
+                    Setting("privacy", "unit", other),
+                    ")",
+                )
             )

@@ -148,6 +148,11 @@ class GaussianSums:
         """q, as charged."""
         return self._release.sample_rate
 
+    @property
+    def deviation(self) -> float:
+        """σ𝒞, the standard deviation of the noise in each coordinate of a release; public."""
+        return self._release.noise_multiplier * self._release.sensitivity
+
     def sample(self, units: int) -> Tensor:
         """Starts a step; indices (int64) of the records (or users) in its Poisson sample, possibly none."""
         self._refuse_forks()
@@ -198,8 +203,7 @@ class GaussianSums:
         self._users.close(self._sums)
         sums, self._sums = self._sums, None
         self.steps_left -= 1
-        deviation = self._release.noise_multiplier * self._release.sensitivity
-        noise = self._secret.normal((self._groups, self._width), deviation, sums.device)
+        noise = self._secret.normal((self._groups, self._width), self.deviation, sums.device)
         return Released((sums + noise).to(torch.float32))
 
     def _refuse_forks(self) -> None:

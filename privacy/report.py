@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from typing import Any
 from fedsynth.privacy import report_sections as sections
 from fedsynth.privacy.audit import NOT_RUN
 from fedsynth.privacy.errors import PrivacyError, PrivacySettingError
-from fedsynth.privacy.ledger import Ledger
+from fedsynth.privacy.history import History
 from fedsynth.privacy.releases import (
     ADD_REMOVE,
     RECORD,
@@ -114,25 +114,32 @@ class ReportContext:
         for what, status, _ in self.accesses:
             if status not in ACCESS_STATUSES:
                 raise PrivacySettingError(
-                    f"access {what!r} has status {status!r}, not one of {ACCESS_STATUSES}"
+                    None,
+                    "accesses",
+                    f"must each have a status of {ACCESS_STATUSES}; {what!r} has {status!r}",
                 )
 
 
-def build_report(context: ReportContext, ledgers: Mapping[str, Ledger]) -> dict[str, object]:
+def build_report(context: ReportContext, histories: Sequence[History]) -> dict[str, object]:
     """The report as a JSON-able dict (no NaN or infinity), schema version `SCHEMA_VERSION`.
+
+    Args:
+        context: what is public beside the ledgers.
+        histories: what each client's ledger holds.
 
     `guarantee` and `budget` are None where there is no guarantee, or where test-only randomness was used.
 
     Raises:
         PrivacySettingError: a guarantee is claimed without any ledger.
     """
-    rows = {name: ledger.releases for name, ledger in ledgers.items()}
+    rows = {one.client: one.releases for one in histories}
     heads = {
-        name: {
-            **sections.ledger_head(ledgers[name], len(some)),
-            "rows_before": context.rows_before.get(name, 0),
+        one.client: {
+            "rows": len(one.releases),
+            "chain": one.chain,
+            "rows_before": context.rows_before.get(one.client, 0),
         }
-        for name, some in rows.items()
+        for one in histories
     }
     reasons = [*context.no_guarantee, *sections.reasons_in_ledgers(rows)]
     reasons += [
@@ -140,7 +147,9 @@ def build_report(context: ReportContext, ledgers: Mapping[str, Ledger]) -> dict[
     ]
     private = not reasons and not context.test_only_randomness
     if private and not rows:
-        raise PrivacySettingError("a privacy report needs at least one client's ledger")
+        raise PrivacySettingError(
+            None, "ledgers", "must hold at least one client's for a privacy report"
+        )
     promise = sections.guarantee(rows, context.delta, context.adjacency) if private else None
     worst = None if promise is None else promise["worst_client"]
     spent = None if promise is None else promise["epsilon"]
@@ -223,7 +232,7 @@ def _verdict(context: ReportContext, reasons: list[str], spent: float | None) ->
     if context.fresh_ledger:
         because = f", since {context.no_ledger}" if context.no_ledger else ""
         assumptions.append(
-            f"no ledger was kept over runs (--dp-ledger){because}: this run began with an empty "
+            f"no ledger was kept over runs (privacy.ledger){because}: this run began with an empty "
             "ledger, and earlier and later runs on the same data are not counted"
         )
     else:
@@ -265,7 +274,7 @@ def protected_unit(private: bool, unit: str, user_records: int | None) -> dict[s
         "several": "examples",
         "protects": "ONE EXAMPLE OF ONE CLIENT (example level only)",
         "does_not_protect": "a person with several examples, or with examples at several clients; a client as a whole",
-        "records_per_user": "no bound was declared or enforced (--dp-unit user protects all examples of a person)",
+        "records_per_user": "no bound was declared or enforced (privacy.unit=user protects all examples of a person)",
         "group_privacy": "a person with j examples has the weaker guarantee of a group of j, which grows at least about "
         "j-fold; see 'groups' for what could be computed",
     }

@@ -18,7 +18,6 @@ from fedsynth.privacy.accounting import (
     epsilon_rdp,
 )
 from fedsynth.privacy.attacks import attack_success
-from fedsynth.privacy.ledger import Ledger, chain_hashes
 from fedsynth.privacy.releases import Release
 
 Rows = Sequence[Release]
@@ -165,17 +164,6 @@ def folded_ledger(ledgers: Mapping[str, Rows]) -> list[dict[str, Any]]:
     return folded
 
 
-def ledger_head(ledger: Ledger, rows: int) -> dict[str, Any]:
-    """Where a client's ledger stood when it had that many rows: their number, and the chain hash
-    over them.
-
-    The hash names exactly these rows, also where the file has grown since; it is None where the
-    ledger was only in memory.
-    """
-    chain = None if ledger.path is None else chain_hashes(ledger.path)[rows]
-    return {"rows": rows, "chain": chain}
-
-
 def accountant(
     ledgers: Mapping[str, Rows], worst: str | None, delta: float, adjacency: str
 ) -> dict[str, Any]:
@@ -227,5 +215,5 @@ def weakness(spent: float) -> list[str]:
     return [
         "This epsilon is above 10: the formal promise is weak. It does not rule out that somebody who sees the releases "
         "tells with near certainty whether a given example was used. More noise, fewer rounds and steps, or a smaller "
-        "sampling rate give a smaller one; --dp-epsilon finds the noise for a wanted value."
+        "sampling rate give a smaller one; privacy.epsilon finds the noise for a wanted value."
     ]

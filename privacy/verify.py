@@ -16,13 +16,14 @@ import math
 import re
 import reprlib
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from fedsynth.privacy import audit as audits
 from fedsynth.privacy.errors import LedgerError, PrivacyError
+from fedsynth.privacy.history import History
 from fedsynth.privacy.ledger import Ledger, chain_hashes, read_ledger
 from fedsynth.privacy.releases import Release
 from fedsynth.privacy.report import (
@@ -33,6 +34,7 @@ from fedsynth.privacy.report import (
     render_markdown,
 )
 from fedsynth.privacy.report_schema import schema_problems
+from fedsynth.privacy.wording import Setting, Text
 
 TOLERANCE = 1e-6  # of figures that another version of the libraries may round differently
 HOSTILE = (
@@ -212,7 +214,11 @@ def held_rows(report: Mapping[str, Any], files: Path | None, *, exact: bool) -> 
         if client not in heads
     ]
     if files is None:
-        note = "no ledger file was compared: the ledger is kept elsewhere (--ledger DIR)"
+        note = Text(
+            "no ledger file was compared: the ledger is kept elsewhere (",
+            Setting(None, "ledger", "DIR"),
+            ")",
+        )
         rows = {client: tuple(stated.get(client, ())) for client in heads}
         problems += [
             f"{client}: the report has {len(rows[client])} rows, and its ledger head {head['rows']}"
@@ -317,8 +323,8 @@ def report_problems(
         folder: holds its Markdown and HTML.
     """
     try:
-        ledgers = {client: _in_memory(client, rows) for client, rows in held.rows.items()}
-        expected = build_report(context, ledgers)
+        histories = [History(client, tuple(rows)) for client, rows in held.rows.items()]
+        expected = build_report(context, histories)
     except (PrivacyError, ArithmeticError) as error:  # ArithmeticError: of absurdly large figures
         return [f"no report follows from this: {error}"]
     for client, head in expected["ledger_heads"].items():  # type: ignore[attr-defined]
@@ -334,13 +340,6 @@ def taken_as_stated(report: Mapping[str, Any]) -> list[str]:
     facts = [f"versions ({', '.join(names)})"] if names else []
     facts += ["the counts of the audit"] if isinstance(report["audit"], dict) else []
     return facts
-
-
-def _in_memory(client: str, rows: Iterable[Release]) -> Ledger:
-    ledger = Ledger(client)
-    for row in rows:
-        ledger.charge(row)
-    return ledger
 
 
 def _as_stated(report: Mapping[str, Any], expected: dict[str, Any]) -> list[str]:

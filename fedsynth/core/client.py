@@ -6,6 +6,7 @@ through one `client_step` together.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -13,12 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from fedsynth.data.images import ImageData, normalise
+from fedsynth.privacy.allowance import Allowance, GroupAllowance, UnaccountedNoise
 from fedsynth.privacy.dpsgd import DpSgdSettings, ExampleLoss, Penalty, dp_sgd
-from fedsynth.privacy.ledger import Guard
 from fedsynth.privacy.mechanisms import GaussianSums, Released
 from fedsynth.privacy.passes import padded, pass_length
-from fedsynth.privacy.randomness import SecretGenerator
-from fedsynth.privacy.releases import Release
+from fedsynth.privacy.plans import PrivatePlan
 from fedsynth.privacy.units import Units
 
 CPU_CHUNK, GPU_CHUNK = 512, 4096
@@ -45,12 +45,39 @@ class Segments:
 
 
 class OpenClients:
-    """DP off: a method may look at everything."""
+    """No guarantee: a method may look at everything.
 
-    def __init__(self, ids: Sequence[int], data: ImageData, parts: Sequence[Tensor]) -> None:
+    Args:
+        ids: the clients' numbers.
+        data: resident; all clients' images.
+        parts: of each client the positions of its records.
+        allowances: of each client its noise, with a mechanism that guarantees nothing; else none.
+    """
+
+    def __init__(
+        self,
+        ids: Sequence[int],
+        data: ImageData,
+        parts: Sequence[Tensor],
+        allowances: Sequence[Allowance[UnaccountedNoise]] = (),
+    ) -> None:
         self.ids, self.data, self.spec = tuple(ids), data, data.spec
         self._parts = [part.to(data.labels.device) for part in parts]
         self._labels = [data.labels[part].cpu() for part in self._parts]
+        self._allowance = GroupAllowance(allowances)
+
+    @property
+    def adds_noise(self) -> bool:
+        """Whether the run's mechanism adds noise, though it guarantees nothing."""
+        return len(self._allowance) > 0
+
+    def noise(self, name: str) -> list[UnaccountedNoise]:
+        """Each client's noise for the plan with this name, handed out once; where `adds_noise`.
+
+        Raises:
+            UnplannedReleaseError: as `PrivateClients.series`.
+        """
+        return self._allowance.take(name)
 
     def sizes(self) -> list[int]:
         """n_k of each client."""
@@ -82,23 +109,27 @@ class OpenClients:
         return self.data.labels[indices]
 
 
-MakeSeries = Callable[[Release, int, Guard, SecretGenerator], GaussianSums]
-"""(release, groups, a client's guard, its secret) -> a charged series, as `GaussianSums` makes it."""
-
-
 class PrivateClients:
-    """DP on: a method gets noisy sums and privately trained models, each charged to the client's ledger first; no data, no counts.
+    """DP on: a method gets noisy sums and privately trained models; no data, no counts.
 
-    `make_series` makes a client's charged series; an audit watches them (`federation.canaries`).
+    What it may release was charged to each client's ledger before: `series` hands it out by the
+    name of its plan, and there is no other way to noise or to a client's ledger from here.
 
-    The one function of data that a method passes in, `rows` of `class_sums`, is called with images, and its result goes into a charged
-    sum and nowhere else. That it keeps nothing for itself is the method author's promise, which Python cannot enforce.
+    The one function of data that a method passes in, `rows` of `class_sums`, is called with images,
+    and its result goes into a charged sum and nowhere else. That it keeps nothing for itself is the
+    method author's promise, which Python cannot enforce.
 
     Args:
-        nominal_size: the public number of records that each client is supposed to have; decides how long passes are, and nothing else
-            (`fedsynth.privacy.passes`). None: as long as memory allows.
-        users: whose each of `data`'s records is [len(data)], where users are protected and not records (`fedsynth.privacy.units`);
-            `nominal_size`, and all public sizes, then count users.
+        ids: the clients' numbers.
+        data: resident; all clients' images.
+        parts: of each client the positions of its records.
+        allowances: of each client what was charged for this exchange (`ClientBudget.authorise`).
+        nominal_size: the public number of records that each client is supposed to have; decides how
+            long passes are, and nothing else (`fedsynth.privacy.passes`). None: as long as memory
+            allows.
+        users: whose each of `data`'s records is [len(data)], where users are protected and not
+            records (`fedsynth.privacy.units`); `nominal_size`, and all public sizes, then count
+            users.
     """
 
     def __init__(
@@ -106,16 +137,14 @@ class PrivateClients:
         ids: Sequence[int],
         data: ImageData,
         parts: Sequence[Tensor],
-        guards: Sequence[Guard],
-        secrets: Sequence[SecretGenerator],
-        make_series: MakeSeries = GaussianSums,
+        allowances: Sequence[Allowance[GaussianSums]],
         *,
         nominal_size: float | None = None,
         users: Tensor | None = None,
     ) -> None:
         self.ids, self.spec = tuple(ids), data.spec
-        self._data, self._guards, self._secrets = data, guards, secrets
-        self._make_series = make_series
+        self._data = data
+        self._allowance = GroupAllowance(allowances)
         self._nominal_size = nominal_size
         self._parts = [part.to(data.labels.device) for part in parts]
         self._records, self._labels = [part.cpu() for part in parts], data.labels.cpu()
@@ -133,28 +162,30 @@ class PrivateClients:
         )
 
     def alone(self, position: int) -> PrivateClients:
-        """A group of this client only, with the same ledger and secret."""
-        guards, secrets = [self._guards[position]], [self._secrets[position]]
-        parts = [self._parts[position]]
-        return PrivateClients(
-            [self.ids[position]],
-            self._data,
-            parts,
-            guards,
-            secrets,
-            self._make_series,
-            nominal_size=self._nominal_size,
-            users=self._users,
-        )
+        """A group of this client only: a series that either hands out is gone for both."""
+        only = copy.copy(self)
+        only.ids = (self.ids[position],)
+        only._allowance = self._allowance.alone(position)
+        only._parts = [self._parts[position]]
+        only._records = [self._records[position]]
+        only._units = [self._units[position]]
+        return only
 
-    def charge(self, release: Release, groups: int) -> list[GaussianSums]:
-        """Charges every client of the group for a series of releases; only then can noise be drawn.
+    def plan(self, name: str) -> PrivatePlan:
+        """What the clients were charged for under this name: clip, rate, steps, ….
 
         Raises:
-            BudgetExceededError: some client's cap would be exceeded; the clients before it stay charged.
+            UnplannedReleaseError: nothing in this exchange, or not the same for all of them.
         """
-        pairs = zip(self._guards, self._secrets, strict=True)
-        return [self._make_series(release, groups, guard, secret) for guard, secret in pairs]
+        return self._allowance.plan(name)
+
+    def series(self, name: str) -> list[GaussianSums]:
+        """The charged series of each client of the group for the plan with this name.
+
+        Raises:
+            UnplannedReleaseError: no such plan in this exchange, or it was handed out before.
+        """
+        return self._allowance.take(name)
 
     def class_sums(
         self,

@@ -1,11 +1,13 @@
-"""Messages between server and clients: frozen dataclasses whose fields are tensors, numbers or mappings of names to tensors.
+"""Messages between server and clients: frozen dataclasses of named tensors and plain numbers.
 
-Any message flattens to named arrays, which gives byte counts, validation and serialisation for free. Every field says what it
-is under differential privacy: `released()` for what came out of a charged mechanism (or is computed from such values alone),
-`public(reason)` for what does not depend on private data. A field that says neither cannot be uploaded with DP on.
+Every field of an upload says what it is under differential privacy: `released()` for what came out
+of a charged mechanism (or is computed from such values alone), `public(reason)` for what does not
+depend on private data. A field that says neither cannot be uploaded with DP on.
 
-On a wire a message is one safetensors file: the tensors under their flat names, and a JSON header in its metadata with the type's name,
-the plain numbers, and the keys of mappings (so that empty ones come back). Nothing in it is executed.
+`Packed` gives any such dataclass byte counts and a form on a wire: one safetensors file, with the
+tensors under their flat names, and a JSON header in its metadata with the type's name, the plain
+numbers, the keys of mappings (so that empty ones come back) and the fields that are None. Nothing
+in it is executed. A server's state (`fedsynth.core.state`) is packed in the same way.
 """
 
 from __future__ import annotations
@@ -14,7 +16,8 @@ import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Self
+from types import UnionType
+from typing import Any, Self, Union, get_args, get_origin, get_type_hints
 
 import safetensors
 import safetensors.torch
@@ -23,7 +26,7 @@ from torch import Tensor
 
 from fedsynth.errors import MessageError
 
-WIRE_FORMAT = "1"
+WIRE_FORMAT = "2"
 LENGTH_BYTES = 8  # of a safetensors header's length, little-endian
 
 
@@ -43,8 +46,8 @@ def unprotected() -> Any:
 
 
 @dataclass(frozen=True)
-class Message:
-    """Base of all messages."""
+class Packed:
+    """A frozen dataclass whose fields are tensors, numbers, mappings of names to tensors, or None."""
 
     def arrays(self) -> Iterator[tuple[str, Tensor]]:
         """All tensors with their names, mappings flattened as `field.key`."""
@@ -77,11 +80,10 @@ class Message:
         return sum(t.numel() for _, t in self.arrays() if t.is_floating_point())
 
     def to_bytes(self) -> bytes:
-        """The message as it goes over a wire; tensors go through the CPU, and arrive there.
+        """The dataclass as it goes over a wire; tensors go through the CPU, and arrive there.
 
         Raises:
-            MessageError: a number that is not finite, or a field that is none of tensor, number and
-                mapping of tensors.
+            MessageError: a number that is not finite, or a field of another type.
 
         >>> import torch
         >>> sent = ModelParameters({"weight": torch.ones(2, 3)}, weight=5.0).to_bytes()
@@ -90,44 +92,74 @@ class Message:
         """
         numbers: dict[str, float] = {}
         keys: dict[str, list[str]] = {}
+        none: list[str] = []
         for f in fields(self):
             value = getattr(self, f.name)
-            if isinstance(value, Mapping):
+            if value is None:
+                none.append(f.name)
+            elif isinstance(value, Mapping):
                 keys[f.name] = list(value)
             elif isinstance(value, int | float) and math.isfinite(value):
                 numbers[f.name] = value
             elif not isinstance(value, Tensor):
                 raise MessageError(f"{type(self).__name__}.{f.name} cannot be sent: {value!r:.80}")
-        header = {"type": type(self).__name__, "numbers": numbers, "keys": keys}
+        header = {"type": type(self).__name__, "numbers": numbers, "keys": keys, "none": none}
         tensors = {name: t.detach().cpu().contiguous().clone() for name, t in self.arrays()}
         metadata = {"fedsynth_message": WIRE_FORMAT, "header": json.dumps(header)}
         return safetensors.torch.save(tensors, metadata)
 
     @classmethod
     def from_bytes(cls, sent: bytes) -> Self:
-        """The message of this type that was sent.
+        """The dataclass of this type that was sent.
 
         Raises:
             MessageError: the bytes are not that: damaged, of another type, with a field too many or
-                too few, or with a number that is none.
+                too few or of another type, or with a number that is none.
         """
         header = _header(sent)
         if header.get("type") != cls.__name__:
             raise MessageError(f"expected a message {cls.__name__}, got {header.get('type')!r:.80}")
-        numbers, keys = header.get("numbers"), header.get("keys")
-        if not (isinstance(numbers, dict) and isinstance(keys, dict)):
+        numbers, keys, none = (header.get(part) for part in ("numbers", "keys", "none"))
+        if not (isinstance(numbers, dict) and isinstance(keys, dict) and isinstance(none, list)):
             raise MessageError(f"a message {cls.__name__} without its numbers and keys")
         try:
             tensors = safetensors.torch.load(sent)
         except safetensors.SafetensorError as error:
             raise MessageError(f"a damaged message {cls.__name__}: {error}") from None
         values: dict[str, Any] = {}
+        forms = _forms(cls)
         for f in fields(cls):
-            values[f.name] = _taken(f"{cls.__name__}.{f.name}", f.name, numbers, keys, tensors)
-        left = sorted({*tensors, *numbers, *keys})
+            optional = f.default is None
+            if optional and f.name in none:
+                none.remove(f.name)
+                values[f.name] = None
+                continue
+            value = _taken(f"{cls.__name__}.{f.name}", f.name, numbers, keys, tensors)
+            if not isinstance(value, forms[f.name]):
+                found = type(value).__name__
+                raise MessageError(f"{cls.__name__}.{f.name} cannot be a {found}")
+            values[f.name] = value
+        left = sorted(map(str, [*tensors, *numbers, *keys, *none]))
         if left:
             raise MessageError(f"a message {cls.__name__} has no field {left[0]!r:.80}")
         return cls(**values)
+
+    def to(self, device: torch.device | str) -> Self:
+        """The same with all tensors on `device`."""
+        moved: dict[str, Any] = {}
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if isinstance(value, Tensor):
+                value = value.to(device)
+            elif isinstance(value, Mapping):
+                value = {key: tensor.to(device) for key, tensor in value.items()}
+            moved[f.name] = value
+        return type(self)(**moved)
+
+
+@dataclass(frozen=True)
+class Message(Packed):
+    """Base of all messages."""
 
 
 def _header(sent: bytes) -> dict[str, Any]:
@@ -141,6 +173,28 @@ def _header(sent: bytes) -> dict[str, Any]:
         return found
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise MessageError(f"these bytes are no message of fedsynth: {error!r:.80}") from None
+
+
+def _forms(kind: type[Packed]) -> dict[str, tuple[type, ...]]:
+    """What each field may be, by its annotation; a number may come as any."""
+    hints = get_type_hints(kind)
+    forms: dict[str, tuple[type, ...]] = {}
+    for f in fields(kind):
+        parts = get_args(hints[f.name]) if _is_union(hints[f.name]) else (hints[f.name],)
+        allowed: list[type] = []
+        for part in parts:
+            if part is Any:
+                allowed.append(object)
+            elif part in (int, float):
+                allowed.extend((int, float))
+            else:
+                allowed.append(get_origin(part) or part)
+        forms[f.name] = tuple(allowed)
+    return forms
+
+
+def _is_union(hint: Any) -> bool:
+    return get_origin(hint) in (Union, UnionType)
 
 
 def _taken(
@@ -181,10 +235,3 @@ class ModelParameters(Message):
     weight: float = public(
         "1 with DP on (0 for a straggler that is dropped, by a public draw), the number of examples with DP off"
     )
-
-
-def parameters_of(message: Message) -> Mapping[str, Tensor]:
-    """The parameters of a model message; TypeError for any other message, which would be a mistake of the method."""
-    if not isinstance(message, ModelParameters):
-        raise TypeError(f"expected ModelParameters, got {type(message).__name__}")
-    return message.parameters

@@ -5,14 +5,8 @@ a_k is the model's accuracy on client k's own test split, n_k the number of its 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
-
-import torch
-from torch import Tensor, nn
-
-from fedsynth.data.images import ImageData
-from fedsynth.evaluation.accuracy import correct
 
 
 def average_model_performance(accuracies: Sequence[float], sizes: Sequence[float]) -> float:
@@ -32,28 +26,18 @@ def worst_local_performance(accuracies: Sequence[float]) -> float:
 
 
 def local_metrics(
-    models: nn.Module | Iterable[nn.Module],
-    data: ImageData,
-    tests: Sequence[Tensor],
-    sizes: Sequence[float],
+    right: Sequence[int], tested: Sequence[int], sizes: Sequence[float]
 ) -> dict[str, Any]:
-    """AMP, FM, WLP and the a_k of one model, or of each client's own, on the clients' own test splits.
+    """AMP, FM, WLP and the a_k of a model on the clients' own test splits.
 
     Exact functions of private data: for simulations only.
 
     Args:
-        tests: positions in `data` of each client's test split; a client without one counts nowhere (its a_k is None).
+        right: of each client's test split, how many examples the model gets right.
+        tested: how many there are; a client without any counts nowhere (its a_k is None).
         sizes: n_k.
     """
-    if isinstance(models, nn.Module):  # in one pass
-        where = torch.cat([torch.as_tensor(t) for t in tests]).to(data.labels.device)
-        right = correct(models, data.subset(where)).cpu().split([len(t) for t in tests])
-    else:
-        right = [
-            correct(model, data.subset(test)).cpu() if len(test) else torch.zeros(0)
-            for model, test in zip(models, tests, strict=True)
-        ]
-    accuracies = [float(mine.double().mean()) if len(mine) else None for mine in right]
+    accuracies = [r / n if n else None for r, n in zip(right, tested, strict=True)]
     there = [(a, n) for a, n in zip(accuracies, sizes, strict=True) if a is not None]
     known = [a for a, _ in there]
     return {

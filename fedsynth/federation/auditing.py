@@ -19,28 +19,27 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedsynth.core.messages import Message
+from fedsynth.core.context import RoundContext
 from fedsynth.core.validation import check_choice
 from fedsynth.data.images import ImageData, from_arrays
 from fedsynth.data.partition import IntArray
 from fedsynth.data.registry import DatasetSpec, dataset_spec
-from fedsynth.errors import SettingError
+from fedsynth.errors import Setting, SettingError
 from fedsynth.federation.canaries import KINDS, Canaries
+from fedsynth.federation.client_budget import ClientBudget
 from fedsynth.federation.clients import Clients
 from fedsynth.federation.devices import resolve_device
 from fedsynth.federation.observer import Observer
 from fedsynth.federation.participation import Participation
-from fedsynth.federation.planning import private_run, public_context
-from fedsynth.federation.private_run import PUBLIC, provenance
+from fedsynth.federation.planning import privacy_plan, public_context
+from fedsynth.federation.privacy_words import PUBLIC, provenance
 from fedsynth.federation.settings import RunSettings
 from fedsynth.federation.simulation import Simulation
-from fedsynth.privacy import accounting
 from fedsynth.privacy.audit import audit_text, epsilon_lower_bound, guesses_for, right_guesses
-from fedsynth.privacy.errors import BudgetExceededError, PrivacyError, PrivacySettingError
-from fedsynth.privacy.ledger import Guard
-from fedsynth.privacy.mechanisms import GaussianSums
+from fedsynth.privacy.errors import PrivacyError, PrivacySettingError
+from fedsynth.privacy.mechanism_facts import mechanism_facts
 from fedsynth.privacy.randomness import SecretGenerator
-from fedsynth.privacy.releases import USER, Release
+from fedsynth.privacy.releases import USER
 from fedsynth.privacy.report import write_report
 from fedsynth.privacy.verify import read_report
 from fedsynth.seeding import numpy_generator, torch_generator
@@ -121,18 +120,18 @@ def audit_run(
     Raises:
         SettingError, PrivacyError: no privacy settings, nothing claimed, or numbers out of range.
     """
-    check_choice("--canaries-as", canaries_as, KINDS)
+    check_choice(None, "canaries_as", canaries_as, KINDS)
     guesses = guesses_for(canaries) if guesses is None else guesses
     _check_numbers(canaries, guesses, confidence)
     run = AuditedRun(
         _audited(settings, spec), spec, canaries, canaries_as, observer or Observer(), test_only
     )
-    run.play()
+    run.watch()
     correct = right_guesses(run.canaries.scores.numpy(), run.canaries.included.numpy(), guesses)
-    delta = run.protection.privacy.delta
+    delta = run.plan.privacy.delta
     return AuditResult(
         method=run.method.name,
-        mechanism=run.protection.plan.mechanism,
+        mechanism=run.plan.chief.mechanism,
         canaries=canaries,
         guesses=guesses,
         correct=correct,
@@ -145,27 +144,35 @@ def audit_run(
 
 def _check_numbers(canaries: int, guesses: int, confidence: float) -> None:
     if canaries < 2:
-        raise SettingError(f"an audit needs at least 2 canaries, got {canaries}")
+        raise SettingError(None, "canaries", f"must be at least 2, got {canaries}")
     if not 2 <= guesses <= canaries or guesses % 2:
         raise SettingError(
-            f"--guesses must be an even number from 2 to the {canaries} canaries, got {guesses}"
+            None,
+            "guesses",
+            f"must be an even number from 2 to the {canaries} canaries, got {guesses}",
         )
     if not 0 < confidence < 1:
-        raise SettingError(f"--confidence must be in (0, 1), got {confidence}")
+        raise SettingError(None, "confidence", f"must be in (0, 1), got {confidence}")
 
 
 def _audited(settings: RunSettings, spec: DatasetSpec | None) -> RunSettings:
     """The settings with fresh ledgers, and public sizes as they are, though none is held out."""
     if settings.privacy is None:
         raise SettingError(
-            "an audit tests a claim of differential privacy: give --dp-sigma or --dp-epsilon, or "
-            "--run FOLDER of a private run"
+            "privacy",
+            "noise_multiplier",
+            "or ",
+            Setting("privacy", "epsilon"),
+            " must be set: an audit tests a claim of differential privacy",
         )
-    if settings.privacy.mechanism == "paper":
-        raise PrivacySettingError("--dp-mechanism paper claims no ε, so there is nothing to audit")
+    mechanism = settings.privacy.mechanism
+    if mechanism is not None and not mechanism_facts(mechanism).guaranteed:
+        raise PrivacySettingError(
+            "privacy", "mechanism", "claims no ε, so there is nothing to audit", value=mechanism
+        )
     found, privacy = spec or dataset_spec(settings.dataset), settings.privacy
     if privacy.ledger is not None:  # σ for what is left in the kept ledger, which is only read
-        privacy = replace(private_run(settings).privacy, epsilon=None, ledger=None)
+        privacy = replace(privacy_plan(settings).privacy, epsilon=None, ledger=None)
     nominal = public_context(settings, found, torch.device("cpu")).nominal_size
     return replace(
         settings,
@@ -178,7 +185,7 @@ class AuditedRun(Simulation):
     """A run of which nothing is kept but what its releases say of the canaries.
 
     Attributes:
-        canaries: with their scores. protection: the privacy side of the run.
+        canaries: with their scores.
     """
 
     def __init__(
@@ -215,39 +222,38 @@ class AuditedRun(Simulation):
             observer,
             None,
         )
-        if self.private is None:
-            raise SettingError("an audit needs privacy settings")
-        self.protection = self.private
         self.canaries.memory_bytes = self.context.memory_bytes
-        if test_only is not None:
-            self.private.secrets = [SecretGenerator(test_only=test_only) for _ in parts]
-        self.make_series = self._watched
+        for client in self.exchange.clients:
+            if client.budget is not None and test_only is not None:
+                client.budget.secret = SecretGenerator(test_only=test_only)
+        self.budget.make_series = self.canaries.series
 
-    def _watched(
-        self, release: Release, groups: int, guard: Guard, secret: SecretGenerator
-    ) -> GaussianSums:
-        if guard is self.protection.guards[self._client]:
-            return self.canaries.series(release, groups, guard, secret)
-        return GaussianSums(release, groups, guard, secret)
+    @property
+    def budget(self) -> ClientBudget:
+        """The audited client's.
 
-    def play(self) -> None:
+        Raises:
+            SettingError: the run is not private.
+        """
+        budget = self.exchange.clients[self._client].budget
+        if budget is None:
+            raise SettingError(None, "privacy", "must be set for an audit")
+        return budget
+
+    def watch(self) -> None:
         """All rounds, as `run` has them, up to a cap; nothing is evaluated or written."""
         for number in range(1, self.settings.rounds + 1):
-            participants = self.participation.in_round(number)
-            try:
-                self.protection.check_round(number)
-            except BudgetExceededError as error:
-                self.observer.note(f"the run ends after {number - 1} rounds: {error}")
+            refusal = self.play(self.round_context(number))
+            if refusal is not None:
+                self.observer.note(f"the run ends after {number - 1} rounds: {refusal.reason}")
                 return
-            self._round(replace(self.context, round=number, participants=participants))
 
-    def _note_missing_classes(self, uploads: Mapping[int, Message]) -> None:
+    def _after_uploads(self, context: RoundContext) -> None:
         """Nothing: which classes random images leave out is no news."""
 
     def claimed(self) -> float:
         """ε by the audited client's ledger."""
-        privacy, ledger = self.protection.privacy, self.protection.ledgers[self._client]
-        return accounting.epsilon(ledger.releases, privacy.delta, privacy.adjacency)
+        return self.plan.epsilon([self.budget.history()])
 
 
 def _busiest(settings: RunSettings) -> int:
@@ -291,9 +297,13 @@ def settings_of_run(folder: Path, settings: RunSettings) -> RunSettings:
         sigma = float(summary["differential_privacy"]["noise_multiplier"])
         rounds = int(summary["rounds"])
     except (OSError, ValueError, KeyError, TypeError):
-        raise SettingError(f"{folder} is no folder of a finished private run") from None
+        raise SettingError(
+            None, "folder", "is no folder of a finished private run", value=folder
+        ) from None
     if settings.privacy is None or rounds < 1:
-        raise SettingError(f"the run in {folder} released nothing that could be audited")
+        raise SettingError(
+            None, "folder", "is of a run that released nothing that could be audited", value=folder
+        )
     _report(folder, settings)
     privacy = replace(settings.privacy, noise_multiplier=sigma, epsilon=None, ledger=None)
     return replace(settings, privacy=privacy, rounds=rounds)

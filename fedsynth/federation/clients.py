@@ -14,7 +14,6 @@ from fedsynth.data.partition import GIVEN, IntArray
 from fedsynth.federation.settings import RunSettings
 from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.ledger_folder import Digests, LedgerFolder, default_names
-from fedsynth.privacy.releases import Release
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,6 +44,14 @@ class Clients:
         """
         return LedgerFolder(folder).open(self.names, self.digests, data_set_id(run))
 
+    def ledgers(self, folder: Path | None, run: RunSettings) -> list[Ledger]:
+        """Those kept in `folder`; None: empty ones in memory.
+
+        Raises:
+            LedgerError: one is for other records.
+        """
+        return self.fresh_ledgers(None, run) if folder is None else self.kept_ledgers(folder, run)
+
     def fresh_ledgers(self, folder: Path | None, run: RunSettings) -> list[Ledger]:
         """Empty ledgers, in memory or in a run folder: public, so without any fingerprint."""
         return [
@@ -64,47 +71,6 @@ def planned_ledgers(run: RunSettings, folder: Path | None) -> list[Ledger]:
         Ledger(name, file if file is not None and file.exists() else None, dataset=dataset)
         for name, file in files.items()
     ]
-
-
-class OpenLedgers:
-    """The kept ledgers of a run without differential privacy: each round makes ε infinite.
-
-    Raises:
-        LedgerError: as `Clients.kept_ledgers`.
-    """
-
-    def __init__(self, run: RunSettings, folder: Path, clients: Clients) -> None:
-        self._run, self.folder = run, folder
-        self._ledgers = clients.kept_ledgers(folder, run)
-
-    def charge(self, number: int, participants: Sequence[int]) -> None:
-        """Records a round before it runs.
-
-        Everybody's data are in what is shown where all clients' own test splits are measured, or
-        clients are drawn by their sizes.
-        """
-        everybody = self._run.partition.local_test > 0 or self._run.sampling == "size"
-        charged = range(len(self._ledgers)) if everybody else participants
-        for client in charged:
-            self._ledgers[client].check_writable()
-        for client in charged:
-            self._ledgers[client].charge(self._row(number))
-
-    def _row(self, number: int) -> Release:
-        """Nothing is clipped or noised, so that sensitivity and dimension say nothing."""
-        return Release(
-            round=number,
-            quantity=f"a round of {self._run.method.name}",
-            mechanism="none",
-            clipped="nothing",
-            noise_multiplier=0.0,
-            sensitivity=1.0,
-            sample_rate=1.0,
-            sampler="full",
-            steps=1,
-            dimension=1,
-            unaccounted="a run on the same data without differential privacy",
-        )
 
 
 def data_set_id(run: RunSettings) -> str:

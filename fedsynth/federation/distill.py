@@ -11,8 +11,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from fedsynth.core.context import Notes, Reporter, RoundContext, round_context
 from fedsynth.core.messages import ModelParameters
-from fedsynth.core.method import RoundContext, ServerState
 from fedsynth.data.load import load_dataset
 from fedsynth.data.registry import DatasetSpec, dataset_spec
 from fedsynth.errors import (
@@ -21,13 +21,14 @@ from fedsynth.errors import (
     OutputError,
     SettingError,
     UnknownNameError,
-    unknown_name,
+    unknown_value,
 )
 from fedsynth.evaluation.accuracy import accuracy
 from fedsynth.evaluation.generated import GENERATOR, in_words
 from fedsynth.federation.devices import resolve_device
 from fedsynth.methods import method_class
 from fedsynth.methods.dense import DistilsWithoutData
+from fedsynth.methods.shared.ensemble import EnsembleState
 from fedsynth.models.convnet import NORMS
 from fedsynth.models.registry import ModelSettings, build_model
 
@@ -38,17 +39,23 @@ def distil_models(
     method: DistilsWithoutData,
     spec: DatasetSpec,
     seed: int = 0,
-    **context: Any,
-) -> ServerState:
+    reporter: Reporter | None = None,
+) -> EnsembleState:
     """The student's state after one shot, and what the method measured (FedHydra: U).
 
     Args:
-        models: trained classifiers, on the student's device. student: an untrained network; not changed.
-        context: further fields of `RoundContext`, such as `report` or `note`.
+        models: trained classifiers, on the student's device.
+        student: an untrained network; not changed.
+        method: with its settings.
+        spec: of the images that the models take.
+        seed: of the generator and of all draws.
+        reporter: told of progress.
     """
-    round_context = one_shot_context(models, student, spec, seed, **context)
-    uploads = [ModelParameters(model.state_dict(), 1.0) for model in models]
-    return method.server_step(ServerState(student.state_dict()), uploads, round_context)
+    context = one_shot_context(models, student, spec, seed, reporter)
+    uploads = {
+        client: ModelParameters(model.state_dict(), 1.0) for client, model in enumerate(models)
+    }
+    return method.server_step(EnsembleState(student.state_dict()), uploads, context)
 
 
 def one_shot_context(
@@ -56,19 +63,19 @@ def one_shot_context(
     student: nn.Module,
     spec: DatasetSpec,
     seed: int = 0,
-    **context: Any,
+    reporter: Reporter | None = None,
 ) -> RoundContext:
-    """The only round of a server that has these models; `context` are further fields."""
-    return RoundContext(
-        round=1,
-        seed=seed,
-        device=next(student.parameters()).device,
-        spec=spec,
-        architecture=student,
-        nominal_size=1.0,
+    """The only round of a server that has these models."""
+    return round_context(
+        1,
+        seed,
+        next(student.parameters()).device,
+        spec,
+        student,
+        1.0,
         clients=len(models),
         client_architectures=tuple(models),
-        **context,
+        reporter=reporter,
     )
 
 
@@ -94,23 +101,31 @@ def distil_files(
     """
     spec, where, kind = dataset_spec(dataset), resolve_device(device), method_class(method)
     if not issubclass(kind, DistilsWithoutData):
-        raise SettingError(f"{method} does not distil without data: use fedhydra or dense")
+        raise SettingError(
+            "run",
+            "method",
+            "does not distil without data: use fedhydra or dense",
+            value=method,
+        )
     chosen = kind.from_mapping(settings)
     if not files:
-        raise SettingError("there must be at least one model file")
+        raise SettingError(None, "files", "must name at least one model file")
     names = list(architectures) * len(files) if len(architectures) == 1 else list(architectures)
     if len(names) != len(files):
         raise SettingError(
-            f"{len(files)} model files need one architecture, or one each; got {len(architectures)}"
+            None,
+            "architectures",
+            f"must be one name for all {len(files)} model files, or one each; got "
+            f"{len(architectures)}",
         )
     models = [
         _read(file, _network(name, size, spec, seed)).to(where).eval()
         for file, name in zip(files, names, strict=True)
     ]
     made = _network(student, size, spec, seed).to(where)
-    notes: list[str] = []
-    state = distil_models(models, made, chosen, spec, seed, note=notes.append)
-    yield from notes
+    notes = Notes()
+    state = distil_models(models, made, chosen, spec, seed, notes)
+    yield from notes.lines
     facts = chosen.facts(state, one_shot_context(models, made, spec, seed))
     if GENERATOR in facts:
         yield f"generated: {in_words(facts[GENERATOR])}"
@@ -135,7 +150,7 @@ def _network(name: str, size: tuple[int, int, str], spec: DatasetSpec, seed: int
     width, depth, norm = size
     own = ModelSettings(name).norm
     if norm and norm not in NORMS:
-        raise unknown_name("norm", norm, NORMS)
+        raise unknown_value("model", "norm", norm, NORMS)
     try:
         settings = ModelSettings(name, width, depth, norm or own)
     except UnknownNameError:  # this architecture has no such norm: its own

@@ -8,16 +8,19 @@ from typing import Any
 
 import torch
 
-from fedsynth.core.method import RoundContext
+from fedsynth.core.context import Compute, Federation, RoundContext
 from fedsynth.data.partition import clients_or_groups
 from fedsynth.data.registry import DatasetSpec, dataset_spec
-from fedsynth.errors import SettingError
+from fedsynth.errors import Setting, SettingError
+from fedsynth.federation.clients import planned_ledgers
 from fedsynth.federation.devices import memory_bytes
-from fedsynth.federation.private_run import PrivateRun
+from fedsynth.federation.privacy_plan import PrivacyPlan
 from fedsynth.federation.settings import RunSettings, resolve
 from fedsynth.models.registry import build_client_models, build_model
 from fedsynth.privacy.errors import PrivacySettingError
+from fedsynth.privacy.mechanism_facts import mechanism_facts
 from fedsynth.privacy.plots import line_plot
+from fedsynth.privacy.settings import needs_a_budget
 
 LONG, LONGEST = 200_000, 10_000_000
 """Rounds with partial participation whose draw is announced; the most that are drawn for a plan."""
@@ -46,30 +49,29 @@ class Plan:
     rows: tuple[Mapping[str, Any], ...]
 
 
-def plan_of(run: PrivateRun, target: float | None) -> Plan:
+def plan_of(plan: PrivacyPlan, target: float | None) -> Plan:
     """What a planned run costs."""
-    sigma, chief = run.privacy.noise_multiplier or 0.0, run.plan
     rows = tuple(
         {
-            "quantity": plan.quantity,
-            "noise_multiplier": sigma * plan.noise_ratio,
-            "clip": plan.clip,
-            "sample_rate": plan.sample_rate,
-            "releases": plan.steps,
+            "quantity": one.quantity,
+            "noise_multiplier": plan.sigma * one.noise_ratio,
+            "clip": one.clip,
+            "sample_rate": one.sample_rate,
+            "releases": one.steps,
         }
-        for plan in run.plans
+        for one in plan.plans
     )
-    releases, spent = sum(plan.steps for plan in run.plans), run.planned_epsilon_by_round()
+    chief = plan.chief
     return Plan(
-        chief.mechanism,
-        sigma,
-        chief.clip,
-        chief.sample_rate,
-        releases,
-        spent,
-        run.privacy.delta,
-        target,
-        rows,
+        mechanism=chief.mechanism,
+        noise_multiplier=plan.sigma,
+        clip=chief.clip,
+        sample_rate=chief.sample_rate,
+        releases=plan.releases,
+        epsilon=plan.planned_epsilon_by_round(),
+        delta=plan.privacy.delta,
+        target=target,
+        rows=rows,
     )
 
 
@@ -84,26 +86,29 @@ def public_context(settings: RunSettings, spec: DatasetSpec, device: torch.devic
         * (1 - partition.local_test)
         / clients_or_groups(partition, spec)
     )
-    return RoundContext(
-        round=1,
+    architecture = build_model(settings.model, spec.image_shape, spec.classes, settings.seed)
+    federation = Federation(
         seed=settings.seed,
-        device=device,
         spec=spec,
-        architecture=build_model(settings.model, spec.image_shape, spec.classes, settings.seed),
-        precision={"fp32": torch.float32, "bf16": torch.bfloat16}[settings.precision],
+        architecture=architecture,
         nominal_size=declared or nominal,
-        clients=settings.partition.clients,
+        clients=partition.clients,
         client_architectures=build_client_models(
             settings.model,
             spec.image_shape,
             spec.classes,
             settings.seed,
-            settings.partition.clients,
+            partition.clients,
             private=privacy is not None,
         ),
-        compiled=settings.compile,
-        memory_bytes=memory_bytes(settings.memory_gb, device),
     )
+    compute = Compute(
+        device=device,
+        precision={"fp32": torch.float32, "bf16": torch.bfloat16}[settings.precision],
+        memory_bytes=memory_bytes(settings.memory_gb, device),
+        compiled=settings.compile,
+    )
+    return RoundContext(1, federation, compute)
 
 
 def long_draw(settings: RunSettings) -> str | None:
@@ -117,23 +122,30 @@ def long_draw(settings: RunSettings) -> str | None:
     seconds = settings.rounds * DRAW_SECONDS
     if settings.rounds > LONGEST:
         raise SettingError(
-            f"a plan draws who takes part in each round, and for {settings.rounds:,} rounds that takes "
-            f"some {seconds / 3600:,.1f} hours: plan for at most {LONGEST:,} rounds, or for "
-            "participation 1, which is an upper bound"
+            "run",
+            "rounds",
+            f"must be at most {LONGEST:,} for a plan, which draws who takes part in each round, and "
+            f"for {settings.rounds:,} of them takes some {seconds / 3600:,.1f} hours; or plan with ",
+            Setting("run", "participation", "1"),
+            ", which is an upper bound",
         )
     return f"drawing who takes part in each of {settings.rounds:,} rounds: some {seconds:.0f} s"
 
 
-def private_run(settings: RunSettings) -> PrivateRun:
-    """The privacy side of the run that `settings` describe, with σ found; no data are read.
+def privacy_plan(settings: RunSettings) -> PrivacyPlan:
+    """The plan of the private run that `settings` describe; no data are read, and of kept ledgers
+    only what they hold.
 
     Raises:
         SettingError: as `long_draw`.
+        LedgerError: a ledger cannot be read, or holds releases of another unit.
     """
     long_draw(settings)
     context = public_context(settings, dataset_spec(settings.dataset), torch.device("cpu"))
     settings.method.check_model(context.architecture)
-    return PrivateRun(settings, context)
+    privacy = PrivacyPlan.checked(settings, context).privacy
+    ledgers = planned_ledgers(settings, privacy.ledger_folder)
+    return PrivacyPlan.make(settings, context, [ledger.history() for ledger in ledgers])
 
 
 def make_plans(
@@ -147,22 +159,30 @@ def make_plans(
     """
     privacy = dict(given.get("privacy", {}))
     method = resolve({**given, "privacy": {}}).method
-    names = [m for m in method.protects if m != "paper"]
+    names = [name for name in method.protects if mechanism_facts(name).guaranteed]
     if not names:
-        raise SettingError(f"{method.name} cannot run with differential privacy: {method.refusal}")
+        raise SettingError(
+            "run",
+            "method",
+            f"cannot run with differential privacy: {method.refusal}",
+            value=method.name,
+        )
     if "mechanism" in privacy:
         names = [str(privacy["mechanism"])]
-    if names == ["paper"]:
-        raise PrivacySettingError("mechanism paper gives no guarantee, so there is nothing to plan")
+    if not all(mechanism_facts(name).guaranteed for name in names):
+        raise PrivacySettingError(
+            "privacy",
+            "mechanism",
+            "gives no guarantee, so there is nothing to plan",
+            value=names[0],
+        )
     plans: list[Plan] = []
     for name in names:
         settings = resolve({**given, "privacy": {**privacy, "mechanism": name}})
         if (words := long_draw(settings)) is not None and not plans:
             note(words)
         if settings.privacy is None:
-            raise PrivacySettingError(
-                "a plan needs a budget (--epsilon) or a noise multiplier (--sigma)"
-            )
+            raise needs_a_budget()
         # a cap beside σ would only cut the table: the plan shows where the budget goes
         free = (
             replace(settings.privacy, epsilon=None)
@@ -170,7 +190,7 @@ def make_plans(
             else settings.privacy
         )
         plans.append(
-            plan_of(private_run(replace(settings, privacy=free)), settings.privacy.epsilon)
+            plan_of(privacy_plan(replace(settings, privacy=free)), settings.privacy.epsilon)
         )
     return plans
 

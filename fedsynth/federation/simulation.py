@@ -1,93 +1,71 @@
-"""A federation on one machine: the round loop.
+"""A federation on one machine: `simulate`, and the loop of its rounds.
 
-    1. every client gets the server's message (in methods with a first phase, after one more such exchange);
-    2. the clients' steps run in groups, as many at once as the method allows;
-    3. the server makes the next state from all uploads;
-    4. the model is evaluated on the test set, if there is one, and the round's row is written.
+    1. every client of the round is asked whether it can take part; with differential privacy one
+       whose cap would be exceeded refuses, and the run ends in order with what it has;
+    2. in each exchange of the round the server's request goes to the clients, whose steps run in
+       groups, and the server makes its next state from their replies;
+    3. the models are measured, and the round's row is written.
 
-With differential privacy the guards are asked before step 1: where a round would exceed a cap, the
-run ends in order with what it has. A run without it charges the ledgers that it was given, so that
-later reports know.
+The parts know no more than they would in a real federation: `Server` sees messages, each
+`ClientRuntime` its own records, memory and ledger, and an `Exchange` carries what passes between
+them. What only a simulation can do (a partition of one data set, measuring on clients' own test
+splits, pictures of who has what) is done here.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from fedsynth.core.client import ClientGroup, MakeSeries, OpenClients, PrivateClients
+from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message
-from fedsynth.core.method import Memory, RoundContext, ServerState
 from fedsynth.core.validation import check_choice
 from fedsynth.data.images import ImageData, require_all_classes
 from fedsynth.data.load import load_dataset
 from fedsynth.data.partition import GIVEN, IntArray, check_parts, count_matrix, hold_out, partition
-from fedsynth.data.proxy import NOISE, ProxyImages, noise_images
 from fedsynth.data.registry import DatasetSpec, is_published
 from fedsynth.data.users import bounded, check_one_client_each
-from fedsynth.errors import DataError, DivergedError
-from fedsynth.evaluation.accuracy import accuracy_by_domain, correct
-from fedsynth.evaluation.fairness import local_metrics
-from fedsynth.evaluation.generated import GENERATOR
-from fedsynth.federation.clients import Clients, OpenLedgers
+from fedsynth.errors import DataError, Setting, Text
+from fedsynth.federation import privacy_words
+from fedsynth.federation.client_runtime import ClientRuntime, OwnData
+from fedsynth.federation.clients import Clients
 from fedsynth.federation.devices import check_compiler, resolve_device
+from fedsynth.federation.exchange import Refusal
+from fedsynth.federation.in_process import InProcess
+from fedsynth.federation.measure import Measure
 from fedsynth.federation.observer import Observer
 from fedsynth.federation.participation import Participation
 from fedsynth.federation.planning import public_context
-from fedsynth.federation.private_run import NO_TEST, PRIVATE, PUBLIC, PrivateRun, check_method
-from fedsynth.federation.run_folder import LOCAL, PRIVATE_TEST, RunFolder
+from fedsynth.federation.privacy_plan import PrivacyPlan, check_method
+from fedsynth.federation.privacy_words import NO_TEST, PRIVATE, PUBLIC
+from fedsynth.federation.result import RunResult, summarise
+from fedsynth.federation.rounds import agree, play_round, with_proxy
+from fedsynth.federation.run_folder import RunFolder
+from fedsynth.federation.server import Server
 from fedsynth.federation.settings import RunSettings, to_toml
-from fedsynth.privacy.errors import BudgetExceededError, PrivacySettingError
+from fedsynth.privacy.errors import PrivacySettingError
+from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.ledger_folder import check_names
-from fedsynth.privacy.mechanisms import GaussianSums
 from fedsynth.privacy.releases import USER
-from fedsynth.privacy.report import build_report, write_report
-from fedsynth.privacy.requests import check_request
+from fedsynth.privacy.report import ReportContext, build_report, write_report
 from fedsynth.privacy.settings import NO_LEDGER
 from fedsynth.synthesizer.condensation.sets import SyntheticSet
 
+UNPROTECTED = Text(
+    "no differential privacy: what clients send is not protected (",
+    Setting("privacy", "epsilon"),
+    " protects it)",
+)
+Counts = npt.NDArray[np.int64]
 NO_LATER_EPSILON = "no run on these data can have an ε afterwards"
-COMMON = "common_model_accuracy"
-"""What the test accuracy of a method is called whose clients end with models of their own."""
-
-Step = Callable[
-    [Message, ClientGroup, Sequence[Memory], RoundContext], list[tuple[Message, Memory]]
-]
-
-
-@dataclass(frozen=True)
-class RunResult:
-    """What a run ends with.
-
-    Attributes:
-        accuracy: of the global model on the test set, in [0, 1]; None without a test set, or
-            without any round; no result of a method whose clients have models of their own (FedBN,
-            SOLO): theirs is AMP, in the last row's `local`. On a private test set it is an exact
-            function of private data: here for whoever runs the simulation, and in no file outside
-            `simulation_only`.
-        metrics: a row for each round. uploads: the last round's, by client.
-        privacy: the privacy report, None without differential privacy. folder: None if nothing was written.
-        artefacts: matrices [classes, clients] that the server measured, such as FedHydra's stratification.
-        deviations: what went otherwise than planned: why the run ended early.
-    """
-
-    settings: RunSettings
-    accuracy: float | None
-    metrics: list[dict[str, Any]]
-    model: nn.Module
-    uploads: dict[int, Message]
-    privacy: dict[str, object] | None
-    folder: Path | None
-    summary: dict[str, Any]
-    artefacts: Mapping[str, Tensor] = field(default_factory=dict)
-    deviations: tuple[str, ...] = ()
 
 
 def simulate(
@@ -186,7 +164,7 @@ def _checked_data(given: tuple[ImageData, ImageData | None]) -> tuple[ImageData,
 def _kind_of_test(spec: DatasetSpec, test: ImageData | None, declared: str | None) -> str:
     """What the test images are: "public", "private" or "none"."""
     if declared is not None:
-        check_choice("test", declared, (PUBLIC, PRIVATE))
+        check_choice(None, "test", declared, (PUBLIC, PRIVATE))
     if test is None:
         return NO_TEST
     return declared or (PUBLIC if is_published(spec) else PRIVATE)
@@ -196,9 +174,10 @@ def _require_a_ledger(settings: RunSettings, spec: DatasetSpec) -> None:
     """Own data are not public unless their owner says so: all runs on them have to be counted."""
     if settings.privacy is not None and settings.privacy.ledger is None and not is_published(spec):
         raise PrivacySettingError(
-            f"differential privacy on your own data ({spec.name!r}) needs a folder for their "
-            "ledgers, kept over all runs on them: PrivacySettings(ledger=...); or say "
-            f"ledger={NO_LEDGER!r}"
+            "privacy",
+            "ledger",
+            f"must name a folder for the ledgers of your own data ({spec.name!r}), kept over all "
+            f"runs on them; or say {NO_LEDGER!r}",
         )
 
 
@@ -209,14 +188,14 @@ def _protects_users(settings: RunSettings) -> bool:
 def _divided(
     settings: RunSettings, parts: Sequence[Tensor], data: ImageData
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """What each client trains on, and its own test split (none without `local_test`).
+    """What each client trains on, and its own test split (empty without `local_test`).
 
     Where users are protected they are not cut in two, and at most `user_records` records of each train.
     """
     seed = settings.resolved_partition.seed or 0
     by_user = _protects_users(settings)
     training: Sequence[IntArray] = [part.numpy() for part in parts]
-    testing: Sequence[IntArray] = []
+    testing: Sequence[IntArray] = [np.zeros(0, np.int64) for _ in parts]
     share = settings.partition.local_test
     if share > 0:
         training, testing = hold_out(training, share, seed, data, by_user)
@@ -227,11 +206,7 @@ def _divided(
 
 
 class Simulation:
-    """One run, from checked settings and resident data; `simulate` makes it.
-
-    Attributes:
-        make_series: private clients' charged series are made by it, see `PrivateClients`.
-    """
+    """One run, from checked settings and resident data; `simulate` makes it."""
 
     def __init__(
         self,
@@ -244,229 +219,199 @@ class Simulation:
         output: Path | None,
         download: bool = False,
     ) -> None:
-        self.settings, self.method, self.observer = settings, settings.method, observer
-        self.test, self.test_kind = test
-        self.context = public_context(settings, train.spec, train.labels.device)
-        self.method.check_model(self.context.architecture)
-        name = getattr(self.method, "proxy", "")
-        if name:
-            if name == NOISE:
-                proxy = noise_images(train.spec, settings.seed)
-            else:
-                proxy, _ = load_dataset(name, settings.data_root, download=download)
-            self.context = replace(
-                self.context, proxy=ProxyImages(proxy.to(train.labels.device), train.spec)
-            )
-        self.context = replace(self.context, note=observer.note)
-        self.private, self.open_ledgers = None, None
+        self.settings = settings
+        self.method = settings.method
+        self.observer = observer
+        self.test_kind = test[1]
+        context = public_context(settings, train.spec, train.labels.device)
+        self.method.check_model(context.architecture)
+        self.context = with_proxy(context, settings, download=download)
         if settings.privacy is not None:
-            self.private = PrivateRun(settings, self.context, clients=clients, test=self.test_kind)
-            self.private.check_cap()
-            self.context = replace(self.context, privacy=self.private.privacy)
-        elif settings.ledger is not None:
-            self.open_ledgers = OpenLedgers(settings, settings.ledger, clients)
+            PrivacyPlan.checked(settings, self.context)
+        self.exchange = self._clients(clients, train, parts)
+        self.terms, self.context = agree(settings, self.context, self.exchange)
+        self.participation = Participation(
+            settings.seed,
+            settings.partition.clients,
+            settings.participation,
+            self.terms.sizes if settings.sampling == "size" else None,
+        )
         # Where earlier runs have spent the budget, this one ends before it begins, and leaves
         # nothing.
-        self.over = self.private is not None and not self.private.allows_round(1)
+        first = self.round_context(1)
+        self.over = self._private and bool(self.exchange.prepare(first))
         headline = [] if self.over else self._headline()
-        self.folder = None
+        self.folder: RunFolder | None = None
         if output is not None and not self.over:
-            self.folder = RunFolder(
-                output, f"{self.method.name}-{train.spec.name}", private=self.private is not None
+            counts = count_matrix(
+                train.labels.cpu().numpy(), [part.numpy() for part in parts], train.spec.classes
             )
-        if self.folder is not None:
-            self.folder.write_config(to_toml(settings.to_mapping()))
-            labels = train.labels.cpu().numpy()
-            self.folder.write_partition(
-                count_matrix(labels, [part.numpy() for part in parts], train.spec.classes)
-            )
-            if self.private is not None:
-                self.private.keep_ledgers_in(self.folder.path / "ledger")
-                self.folder.write_private_start(self.private.start())
-        self.train = train
-        self.parts, self.tests = _divided(settings, parts, train)
-        self.users = train.groups if _protects_users(settings) else None
-        if self.private is None:
-            self.context = replace(self.context, sizes=tuple(len(part) for part in self.parts))
-        sizes = self.context.sizes if settings.sampling == "size" else None
-        self.participation = Participation(
-            settings.seed, settings.partition.clients, settings.participation, sizes
+            self.folder = self._new_folder(output, clients, counts)
+        self.measure = Measure(
+            self.method,
+            self.exchange,
+            test[0],
+            self._private and self.test_kind == PRIVATE,
+            settings.partition.local_test > 0,
         )
         if self.method.personal and not settings.partition.local_test:
             headline.append(
-                f"warning: {self.method.name}'s clients keep models of their own, which nothing tests here (--local-test 0.2)"
+                Text(
+                    f"warning: {self.method.name}'s clients keep models of their own, which "
+                    "nothing tests here (",
+                    Setting("partition", "local_test", "0.2"),
+                    ")",
+                )
             )
         for line in headline:
             observer.note(line)
-        self.make_series: MakeSeries = GaussianSums
-        self.state = ServerState(
-            {
-                name: t.to(self.context.device)
-                for name, t in self.context.architecture.state_dict().items()
-            }
+        initial = self.context.architecture.state_dict()
+        self.server = Server(
+            self.method, {name: t.to(self.context.device) for name, t in initial.items()}
         )
-        self.memories: dict[int, Memory] = {}
         self.uploads: dict[int, Message] = {}
-        self.answers: dict[int, Message] = {}
+        self.sent: Mapping[int, tuple[Message, ...]] = {}
         self.metrics: list[dict[str, Any]] = []
         self.deviations: list[str] = []
 
-    def _headline(self) -> list[str]:
-        if self.private is not None:
-            return self.private.headline()
-        lines = [
-            "no differential privacy: what clients send is not protected (--dp-epsilon protects it)"
-        ]
-        if self.open_ledgers is not None:
-            lines.append(f"  the ledgers in {self.open_ledgers.folder} say so: {NO_LATER_EPSILON}")
-        return lines
+    @property
+    def _private(self) -> bool:
+        return self.settings.privacy is not None
+
+    @property
+    def plan(self) -> PrivacyPlan:
+        """The plan of a private run.
+
+        Raises:
+            PrivacySettingError: the run is not private.
+        """
+        if self.terms.plan is None:
+            raise PrivacySettingError(
+                None, "privacy", "is not set: this run has no differential privacy, and so no plan"
+            )
+        return self.terms.plan
+
+    def _clients(self, clients: Clients, train: ImageData, parts: list[Tensor]) -> InProcess:
+        """All clients, with what is theirs."""
+        settings = self.settings
+        training, held_out = _divided(settings, parts, train)
+        ledgers: Sequence[Ledger | None] = [None] * len(parts)
+        if settings.privacy is not None:
+            ledgers = clients.ledgers(settings.privacy.ledger_folder, settings)
+        elif settings.ledger is not None:
+            ledgers = clients.ledgers(settings.ledger, settings)
+        return InProcess(
+            [
+                ClientRuntime(
+                    number,
+                    self.method,
+                    OwnData(train, training[number], held_out[number]),
+                    ledgers[number],
+                    shows_always=settings.partition.local_test > 0 or settings.sampling == "size",
+                )
+                for number in range(len(parts))
+            ],
+            private=self._private,
+        )
 
     def run(self) -> RunResult:
+        """All rounds, and the result."""
         for number in range(1, self.settings.rounds + 1):
             started = time.perf_counter()
-            try:
-                if self.private is not None:
-                    self.private.check_round(number)
-                    self.private.check_ledgers(number)
-                    self.private.charge_unprotected(number)
-                participants = self.participation.in_round(number)
-                if self.open_ledgers is not None:
-                    self.open_ledgers.charge(number, participants)
-                context = replace(self.context, round=number, participants=participants)
-                self._round(context)
-            except BudgetExceededError as error:  # in the round itself only if another process charged the same ledger meanwhile
-                self.deviations.append(
-                    f"ended after {number - 1} of {self.settings.rounds} rounds: {error}"
-                )
-                if not self.over:
-                    self.observer.note(self.deviations[-1])
+            context = self.round_context(number)
+            refusal = self.play(context)
+            if refusal is not None:
+                self._end_early(number, refusal)
                 break
             self._record(context, started)
         return self._finish()
 
-    def _groups(self, participants: Sequence[int]) -> list[ClientGroup]:
-        each = self.method.client_bytes(self.context)
-        at_once = 1 if each is None else max(1, self.context.memory_bytes // 2 // max(1, each))
-        groups: list[ClientGroup] = []
-        for first in range(0, len(participants), at_once):
-            ids = participants[first : first + at_once]
-            mine = [self.parts[k] for k in ids]
-            if self.private is None or not self.private.protects:
-                groups.append(OpenClients(ids, self.train, mine))
-            else:
-                guards, secrets = (
-                    [self.private.guards[k] for k in ids],
-                    [self.private.secrets[k] for k in ids],
-                )
-                groups.append(
-                    PrivateClients(
-                        ids,
-                        self.train,
-                        mine,
-                        guards,
-                        secrets,
-                        self.make_series,
-                        nominal_size=self.context.nominal_size,
-                        users=self.users,
-                    )
-                )
-        return groups
-
-    def _round(self, context: RoundContext) -> None:
-        quiet = replace(
-            context,
-            report=lambda phase, done, total: self.observer.step(context.round, phase, done, total),
+    def round_context(self, number: int) -> RoundContext:
+        """What the steps of this round know."""
+        return replace(
+            self.context,
+            round=number,
+            participants=self.participation.in_round(number),
+            reporter=_RoundReporter(self.observer, number),
         )
-        state, kept = self.state, self.memories
-        self.groups = self._groups(context.participants or ())
-        self.answers = {}
-        question = self.method.question(state, context)
-        if question is not None:
-            self.answers, kept = self._ask(
-                self.method.answer, self.method.answers, question, kept, context
-            )
-            state = self.method.hear(state, list(self.answers.values()), quiet)
-        message = self.method.broadcast(state, context)
-        uploads, memories = self._ask(
-            self.method.client_step, self.method.upload, message, kept, context
+
+    def play(self, context: RoundContext) -> Refusal | None:
+        """One round; a client's refusal ends it."""
+        played = play_round(self.server, self.exchange, context)
+        if played.refusal is None:
+            self.uploads = dict(played.uploads)
+            self.sent = played.sent
+            self._after_uploads(context)
+        return played.refusal
+
+    def _new_folder(self, output: Path, clients: Clients, counts: Counts) -> RunFolder:
+        """The run folder, with what is known before the first round; fresh ledgers go into it."""
+        name = f"{self.method.name}-{self.context.spec.name}"
+        folder = RunFolder(output, name, private=self._private)
+        folder.write_config(to_toml(self.settings.to_mapping()))
+        if self._private:
+            if self.plan.privacy.ledger_folder is None:
+                moved = clients.fresh_ledgers(folder.path / "ledger", self.settings)
+                for client, ledger in zip(self.exchange.clients, moved, strict=True):
+                    client.move_ledger(ledger, self.terms)
+            histories = self.exchange.histories()
+            folder.write_private_start(privacy_words.start(self.plan, histories, self.test_kind))
+        folder.write_partition(counts)
+        return folder
+
+    def _headline(self) -> list[str]:
+        if self._private:
+            return privacy_words.headline(self.plan)
+        lines: list[str] = [UNPROTECTED]
+        if self.settings.ledger is not None:
+            lines.append(f"  the ledgers in {self.settings.ledger} say so: {NO_LATER_EPSILON}")
+        return lines
+
+    def _end_early(self, number: int, refusal: Refusal) -> None:
+        done = number - 1
+        self.deviations.append(
+            f"ended after {done} of {self.settings.rounds} rounds: {refusal.reason}"
         )
-        state = self.method.server_step(state, list(uploads.values()), quiet)
-        _check_finite(state.parameters, "server's model", context.round)
-        if context.round == 1 and len(uploads) == context.clients:
-            self._note_missing_classes(uploads)
-        self.state, self.uploads = state, uploads
-        self.memories.update(memories)
+        if not self.over:
+            self.observer.note(self.deviations[-1])
 
-    def _ask(
-        self,
-        step: Step,
-        declared: type[Message] | None,
-        message: Message,
-        kept: Mapping[int, Memory],
-        context: RoundContext,
-    ) -> tuple[dict[int, Message], dict[int, Memory]]:
-        """One exchange with all clients, group by group: their messages and memories."""
-        if context.privacy is not None:
-            check_request(message.numbers(), context.privacy.max_request_norm)
-        sent: dict[int, Message] = {}
-        memories: dict[int, Memory] = {}
-        for group in self.groups:
-            report = _GroupReport(
-                self.observer,
-                context.round,
-                len(sent),
-                len(group.ids),
-                len(context.participants or ()),
-            )
-            results = step(
-                message,
-                group,
-                [kept.get(k, {}) for k in group.ids],
-                replace(context, report=report),
-            )
-            for k, (upload, memory) in zip(group.ids, results, strict=True):
-                if type(upload) is not declared:  # what was declared, and checked, is what is sent
-                    expected = "nothing" if declared is None else declared.__name__
-                    raise TypeError(
-                        f"{self.method.name} declares messages of type {expected}, got {type(upload).__name__}"
-                    )
-                _check_finite(dict(upload.arrays()), f"client {k}", context.round)
-                if self.method.personal:  # what is tested stays with the client
-                    _check_finite(memory, f"client {k}", context.round)
-                sent[k], memories[k] = upload, memory
-        return sent, memories
-
-    def _note_missing_classes(self, uploads: Mapping[int, Message]) -> None:
+    def _after_uploads(self, context: RoundContext) -> None:
         """A class that is too rare at every client would otherwise vanish without a word."""
-        sets = [u for u in uploads.values() if isinstance(u, SyntheticSet)]
+        if context.round > 1 or len(self.uploads) < context.clients:
+            return
+        sets = [u for u in self.uploads.values() if isinstance(u, SyntheticSet)]
         sent = {label for u in sets for label in u.labels.unique().tolist()}
-        missing = sorted(set(range(self.context.spec.classes)) - sent) if sets else []
+        missing = sorted(set(range(context.spec.classes)) - sent) if sets else []
         if missing:
-            names = ", ".join(self.context.spec.class_names[c] for c in missing)
-            why = "no client has min_examples examples of it (--set min_examples=1)"
-            if self.private is not None and self.private.protects:
-                why = "no client's released count of it is clearly above the counts' noise (a larger budget helps)"
-            self.observer.note(f"warning: nobody sends images of {names}: {why}")
+            names = ", ".join(context.spec.class_names[c] for c in missing)
+            enough = Setting("method", "min_examples", "1")
+            why = Text("no client has min_examples examples of it (", enough, ")")
+            if self._private and self.plan.facts.guaranteed:
+                why = Text(
+                    "no client's released count of it is clearly above the counts' noise "
+                    "(a larger budget helps)"
+                )
+            self.observer.note(Text(f"warning: nobody sends images of {names}: ", why))
 
     def _record(self, context: RoundContext, started: float) -> None:
+        """The round's row."""
         number = context.round
-        kept = [self.memories[client] for client in self.uploads]
+        state = self.server.state
         row: dict[str, Any] = {
             "round": number,
-            **self.method.facts(self.state, context),
-            **self.method.client_facts(kept, context),
+            **self.method.facts(state, context),
+            **self.method.merge_facts(self.exchange.facts(context)),
         }
         if number % self.settings.evaluate_every == 0 or number == self.settings.rounds:
-            row.update(self._evaluate())
-        if self.private is not None and self.private.guaranteed:
-            row["epsilon"] = self.private.epsilon()
-        messages = [
-            [u, *([self.answers[k]] if k in self.answers else [])] for k, u in self.uploads.items()
-        ]
-        row["upload_floats"] = sum(m.floats for sent in messages for m in sent)
-        row["client_upload_bytes"] = [sum(m.nbytes for m in sent) for sent in messages]
+            row.update(self.measure.row(state, context))
+        if self._private:
+            histories = self.exchange.histories()
+            if self.plan.guaranteed(histories):
+                row["epsilon"] = self.plan.epsilon(histories)
+        row["upload_floats"] = sum(m.floats for sent in self.sent.values() for m in sent)
+        row["client_upload_bytes"] = [sum(m.nbytes for m in sent) for sent in self.sent.values()]
         row["upload_bytes"] = sum(row["client_upload_bytes"])
-        if len(self.uploads) < self.context.clients:
+        if len(self.uploads) < context.clients:
             row["participants"] = list(self.uploads)
         row["seconds"] = round(time.perf_counter() - started, 3)
         self.metrics.append(row)
@@ -474,165 +419,79 @@ class Simulation:
             self.folder.append_metrics(row)
         self.observer.round_ended(row)
 
-    def _evaluate(self) -> dict[str, Any]:
-        """What a round's row says of the model, and under `models` of each of the method's variants."""
-        final, variants = self.method.final_parameters(self.state), self.method.variants(self.state)
-        models = {name: self._evaluate_one(parameters) for name, parameters in variants.items()}
-        same = [
-            name
-            for name, one in variants.items()
-            if all(one[key] is value for key, value in final.items())
-        ]
-        row = models[same[0]] if same else self._evaluate_one(final)
-        return {**row, "models": models} if models else row
-
-    def _evaluate_one(self, parameters: Mapping[str, Tensor]) -> dict[str, Any]:
-        """What is measured on the test set and on the clients' own test splits, if there are."""
-        model = self.context.load(parameters)
-        row: dict[str, Any] = {}
-        if self.test is not None:
-            measured = self._measured(correct(model, self.test), self.test)
-            row = {PRIVATE_TEST: measured} if self._hides_the_test else measured
-        if sum(map(len, self.tests)):
-            own = (
-                self.method.personal_parameters(parameters, self.memories.get(k, {}))
-                for k in range(len(self.parts))
-            )
-            personal = (model if one is None else self.context.load(one) for one in own)
-            row[LOCAL] = local_metrics(
-                personal if self.method.personal else model,
-                self.train,
-                self.tests,
-                [len(part) for part in self.parts],
-            )
-        return row
-
-    def _measured(self, right: Tensor, test: ImageData) -> dict[str, Any]:
-        """Accuracy on the test set; where it has domains also each one's, and their plain average,
-        as papers on feature skew report.
-
-        Where clients have models of their own, the common one is no result, and its accuracy has
-        another name."""
-        row: dict[str, Any] = {self._accuracy_name: int(right.sum()) / len(right)}
-        domains = {} if self.method.personal else accuracy_by_domain(right, test)
-        if domains:
-            row["domain_accuracy"] = domains
-            row["domain_average"] = sum(domains.values()) / len(domains)
-        return row
-
-    @property
-    def _accuracy_name(self) -> str:
-        return COMMON if self.method.personal else "test_accuracy"
-
-    def _final_accuracy(self) -> float | None:
-        """The last round's accuracy, measured now if it was not; None if it cannot be."""
-        if not self.metrics or self.test is None:
-            return None
-        last = self.metrics[-1]
-        if not {self._accuracy_name, PRIVATE_TEST} & last.keys():
-            last = self._evaluate()
-        return float(last.get(PRIVATE_TEST, last)[self._accuracy_name])
-
     def _finish(self) -> RunResult:
-        final = self._final_accuracy()
-        report, summary, artefacts = None, self._summary(final), self.method.artefacts(self.state)
-        if self.private is not None:
-            ledgers = {ledger.client: ledger for ledger in self.private.ledgers}
-            report = build_report(
-                self.private.report_context(len(self.metrics), self.deviations), ledgers
-            )
-        if self.folder is not None:
-            self.folder.write_model(self.method.final_parameters(self.state))
-            sets = [
-                (k, u.images, u.labels)
-                for k, u in self.uploads.items()
-                if isinstance(u, SyntheticSet)
-            ]
-            if sets:
-                self.folder.write_synthetic(sets, self.context.spec)
-            self.folder.write_artefacts(artefacts)
-            if report is not None:
-                write_report(report, self.folder.path)
-            summary["folder"] = str(self.folder.finish(summary))
-        model, folder = (
-            self.context.load(self.method.final_parameters(self.state)),
-            self.folder.path if self.folder else None,
+        state = self.server.state
+        accuracy = self.measure.final_accuracy(self.metrics, state, self.context)
+        artefacts = self.method.artefacts(state)
+        report = None
+        promised = None
+        if self._private:
+            histories = self.exchange.histories()
+            report = build_report(self._report_context(), histories)
+            promised = privacy_words.summary(self.plan, histories)
+        summary = summarise(
+            self.settings,
+            self.metrics,
+            accuracy,
+            device=str(self.context.device),
+            test=self.test_kind,
+            hidden=self.measure.hidden,
+            privacy=promised,
         )
+        if self.folder is not None:
+            self._write_results(self.folder, artefacts, report)
+            summary["folder"] = str(self.folder.finish(summary))
         return RunResult(
             self.settings,
-            final,
+            accuracy,
             self.metrics,
-            model,
+            self.context.load(self.server.final_parameters()),
             self.uploads,
             report,
-            folder,
+            self.folder.path if self.folder else None,
             summary,
             artefacts,
             tuple(self.deviations),
         )
 
-    @property
-    def _hides_the_test(self) -> bool:
-        """Whether accuracies on the test set are exact functions of data that privacy protects."""
-        return self.private is not None and self.test_kind == PRIVATE
+    def _report_context(self) -> ReportContext:
+        budgets = [client.budget for client in self.exchange.clients]
+        return privacy_words.report_context(
+            self.plan,
+            len(self.metrics),
+            self.deviations,
+            test=self.test_kind,
+            secret=all(budget.secret.is_secret for budget in budgets if budget is not None),
+        )
 
-    def _summary(self, final: float | None) -> dict[str, Any]:
-        summary: dict[str, Any] = {
-            "method": self.method.name,
-            "settings": {f.name: getattr(self.method, f.name) for f in fields(self.method)},
-            "dataset": self.context.spec.name,
-            "rounds": len(self.metrics),
-            "test_accuracy": None if self._hides_the_test or self.method.personal else final,
-            **({COMMON: final} if self.method.personal and not self._hides_the_test else {}),
-            "upload_bytes": sum(row["upload_bytes"] for row in self.metrics),
-            "upload_floats_per_round": self.metrics[-1]["upload_floats"] if self.metrics else 0,
-            "device": str(self.context.device),
-            "seed": self.settings.seed,
-        }
-        if self.test is None or self._hides_the_test:
-            summary["test_data"] = self.test_kind
-        if self.private is None:
-            summary["seconds"] = round(sum(row["seconds"] for row in self.metrics), 3)
-        last = self.metrics[-1] if self.metrics else {}
-        if "domain_average" in last:
-            summary["domain_average"] = last["domain_average"]
-        if "models" in last:
-            summary["models"] = {
-                name: {"test_accuracy": one["test_accuracy"]}
-                for name, one in last["models"].items()
-                if "test_accuracy" in one
-            }
-        generators = [row[GENERATOR] for row in self.metrics if GENERATOR in row]
-        if generators:
-            summary[GENERATOR] = generators[-1]
-        if LOCAL in last and self.private is None:
-            summary[LOCAL] = {name: last[LOCAL][name] for name in ("amp", "fm", "wlp")}
-        if self.private is not None:
-            summary["differential_privacy"] = self.private.summary()
-        return summary
-
-
-def _check_finite(tensors: Mapping[str, Tensor], whose: str, number: int) -> None:
-    """One look at each result, outside the hot loops; a NaN would otherwise spread over the whole federation unseen."""
-    for name, tensor in tensors.items():
-        if not bool(torch.isfinite(tensor).all()):
-            raise DivergedError(
-                f"round {number}: {name} of the {whose} is not finite: its optimisation diverged; lower the learning rate "
-                "(--set image_lr=…, lr=… or server_lr=…) or use a smaller --depth"
-            )
+    def _write_results(
+        self,
+        folder: RunFolder,
+        artefacts: Mapping[str, Tensor],
+        report: dict[str, Any] | None,
+    ) -> None:
+        folder.write_model(self.server.final_parameters())
+        sets = [
+            (client, upload.images, upload.labels)
+            for client, upload in self.uploads.items()
+            if isinstance(upload, SyntheticSet)
+        ]
+        if sets:
+            folder.write_synthetic(sets, self.context.spec)
+        folder.write_artefacts(artefacts)
+        if report is not None:
+            write_report(report, folder.path)
 
 
 @dataclass(frozen=True)
-class _GroupReport:
-    """Turns one group's steps into the round's: `before` clients are done, `share` are in the group."""
+class _RoundReporter:
+    """Tells an observer of one round's steps."""
 
     observer: Observer
     number: int
-    before: int
-    share: int
-    clients: int
 
-    def __call__(self, phase: str, done: int, total: int) -> None:
-        self.observer.step(
-            self.number, phase, self.before * total + done * self.share, self.clients * total
-        )
+    def report(self, phase: str, done: int, total: int) -> None:
+        self.observer.step(self.number, phase, done, total)
+
+    def note(self, text: str) -> None:
+        self.observer.note(text)

@@ -1,10 +1,10 @@
 """What a private run's report must say, made again from its folder: from config.toml,
 privacy_start.json and the ledgers.
 
-The run's privacy side is built as the run built it (`PrivateRun`), on ledgers as they stood when it
-began. The rows since then must be those that this plan charges, and the report, summary.json and
-the ε of metrics.jsonl must follow from them. What rebuilds a report also makes the report of a run
-that was killed.
+The run's plan is made as the run made it (`PrivacyPlan`), from what its ledgers held when it began.
+The rows since then must be those that this plan charges, and the report, summary.json and the ε of
+metrics.jsonl must follow from them. What rebuilds a report also makes the report of a run that was
+killed.
 """
 
 from __future__ import annotations
@@ -20,17 +20,20 @@ from typing import Any
 
 import torch
 
+from fedsynth.core.context import RoundContext
 from fedsynth.core.method import Method
 from fedsynth.data.registry import DatasetSpec, dataset_spec
-from fedsynth.errors import FedsynthError, UnknownNameError
+from fedsynth.errors import FedsynthError, Setting, Text, UnknownNameError
+from fedsynth.federation import privacy_words
 from fedsynth.federation.clients import data_set_id
 from fedsynth.federation.planning import public_context
-from fedsynth.federation.private_run import PrivateRun
+from fedsynth.federation.privacy_plan import PrivacyPlan
 from fedsynth.federation.run_folder import PRIVATE_START
 from fedsynth.federation.settings import RunSettings, resolve
 from fedsynth.privacy.accounting import epsilon_by_round
 from fedsynth.privacy.errors import BudgetExceededError, PrivacyError
-from fedsynth.privacy.ledger import Ledger, read_ledger
+from fedsynth.privacy.history import History
+from fedsynth.privacy.ledger import read_ledger
 from fedsynth.privacy.releases import Release
 from fedsynth.privacy.report import (
     NOT_PRIVATE,
@@ -39,7 +42,7 @@ from fedsynth.privacy.report import (
     build_report,
 )
 from fedsynth.privacy.report_schema import Start, schema_problems
-from fedsynth.privacy.report_sections import over_clients, reasons_in_ledgers
+from fedsynth.privacy.report_sections import over_clients
 from fedsynth.privacy.verify import (
     HOSTILE,
     Held,
@@ -269,29 +272,29 @@ def _ledger_files(folder: Path, run: RunFiles, ledger: Path | None) -> tuple[Pat
 # -------------------------------------------------------------------------------------- rebuilding
 
 
-def rebuilt(run: RunFiles, before: Rows) -> PrivateRun:
-    """The privacy side of the run, as it was when the run began with these rows in its clients'
-    ledgers."""
-    ledgers = [_in_memory(client, before[client]) for client in run.start["ledgers"]]
-    context = public_context(run.settings, run.spec, torch.device("cpu"))
+def context_of(run: RunFiles) -> RoundContext:
+    """The public context of the run's first round."""
+    return public_context(run.settings, run.spec, torch.device("cpu"))
+
+
+def rebuilt(run: RunFiles, before: Rows) -> PrivacyPlan:
+    """The run's plan, as it was when the run began with these rows in its clients' ledgers."""
+    context = context_of(run)
     run.settings.method.check_model(context.architecture)
-    private = PrivateRun(run.settings, context, ledgers=ledgers, test=run.start["test_images"])
-    stated, found = run.start["noise_multiplier"], private.privacy.noise_multiplier
+    plan = PrivacyPlan.make(run.settings, context, _histories(run, before))
+    stated, found = run.start["noise_multiplier"], plan.privacy.noise_multiplier
     given = run.settings.privacy and run.settings.privacy.noise_multiplier
     tolerance = 0.0 if given else CALIBRATED
     if stated is None or found is None or not math.isclose(stated, found, rel_tol=tolerance):
         raise MismatchError(
             f"{PRIVATE_START} says σ = {stated}, and config.toml and the ledgers give {found}"
         )
-    private.privacy = replace(private.privacy, noise_multiplier=stated)
-    return private
+    return replace(plan, privacy=replace(plan.privacy, noise_multiplier=stated))
 
 
-def _in_memory(client: str, rows: Sequence[Release]) -> Ledger:
-    ledger = Ledger(client)
-    for row in rows:
-        ledger.charge(row)
-    return ledger
+def _histories(run: RunFiles, rows: Rows) -> list[History]:
+    """What these rows are of, in the clients' order."""
+    return [History(client, tuple(rows[client])) for client in run.start["ledgers"]]
 
 
 class Evidence:
@@ -313,10 +316,9 @@ class Evidence:
         self.held = replace(held, rows={client: held.rows[client] for client in start})
         self.before = {client: held.rows[client][: start[client]["rows"]] for client in start}
         self.since = {client: held.rows[client][start[client]["rows"] :] for client in start}
-        self.private = rebuilt(run, self.before)
-        for ledger in self.private.ledgers:
-            for row in self.since[ledger.client]:
-                ledger.charge(row)
+        self.plan = rebuilt(run, self.before)
+        self.context = context_of(run)
+        self.now = _histories(run, self.held.rows)
         self.own: dict[str, list[Release]] = {}
         self.foreign: dict[str, list[Release]] = {}
         self.lacking: dict[str, list[Release]] = {}
@@ -346,9 +348,16 @@ class Evidence:
     def _context(self, report: Mapping[str, Any]) -> ReportContext:
         """The context that the report was made in."""
         deviations = self._deviations(report["deviations"])
-        context = self.private.report_context(self.done, deviations, abandoned=self.abandoned)
         # noise that a test injected leaves no other trace than this verdict
-        return replace(context, test_only_randomness=report["verdict"]["text"] == NOT_PRIVATE)
+        secret = report["verdict"]["text"] != NOT_PRIVATE
+        return privacy_words.report_context(
+            self.plan,
+            self.done,
+            deviations,
+            test=self.run.start["test_images"],
+            secret=secret,
+            abandoned=self.abandoned,
+        )
 
     # ----------------------------------------------------------------- ledger rows against the plan
 
@@ -357,9 +366,8 @@ class Evidence:
         round under way, and others."""
         left = list(self.since[client])
         self.own[client], self.lacking[client] = [], []
-        mine = self.private.rounds_of(number, min(self.done + 1, self.rounds))
-        for planned in self.private.charges(mine):
-            match = next((row for row in left if self._fits(row, planned)), None)
+        for planned in self._planned_rows(number):
+            match = next((row for row in left if _fits(row, planned)), None)
             if match is not None:
                 left.remove(match)
                 self.own[client].append(match)
@@ -367,17 +375,15 @@ class Evidence:
                 self.lacking[client].append(planned)
         self.foreign[client] = left
 
-    def _fits(self, row: Release, planned: Release) -> bool:
-        """Whether a row is what was planned: a straggler takes fewer steps, and a client's own
-        architecture has its own size."""
-        settings = self.run.settings
-        late = getattr(settings.method, "stragglers", 0) and row.steps <= planned.steps
-        same = replace(
-            row,
-            steps=planned.steps if late else row.steps,
-            dimension=planned.dimension if settings.model.client_names else row.dimension,
-        )
-        return differences("", asdict(planned), asdict(same)) == []
+    def _planned_rows(self, client: int) -> list[Release]:
+        """What the plan charges this client for until the end of the round under way."""
+        rows: list[Release] = []
+        drawn = self.plan.participation
+        for number in drawn.rounds_of(client, min(self.done + 1, self.rounds)):
+            there = drawn.in_round(number)
+            context = replace(self.context, round=number, participants=there)
+            rows += self.plan.client_rows(client, context)
+        return rows
 
     def _ledger_problems(self) -> list[str]:
         problems = []
@@ -406,7 +412,7 @@ class Evidence:
     def _refusal(self) -> str | None:
         """Why no round more would have been allowed; None if it would have been."""
         try:
-            self.private.check_round(self.done + 1)
+            self.plan.check_round(self.done + 1, self.now)
         except BudgetExceededError as error:
             return f"ended after {self.done} of {self.rounds} rounds: {error}"
         return None
@@ -435,7 +441,7 @@ class Evidence:
 
     def _metrics_problems(self) -> list[str]:
         """The ε of each round, from the rows that were charged until its end."""
-        if not self.private.protects or reasons_in_ledgers(self.before):
+        if not self.plan.guaranteed(self.plan.histories):
             return [
                 f"metrics.jsonl gives an epsilon in round {row['round']}, where no figure would be "
                 "true"
@@ -443,7 +449,7 @@ class Evidence:
                 if "epsilon" in row
             ]
         table, alone = self._epsilon_by_round(), not any(self.foreign.values())
-        problems, spent, most = [], table.get(0, 0.0), self.private.epsilon()
+        problems, spent, most = [], table.get(0, 0.0), self.plan.epsilon(self.now)
         for row in self.run.rows:
             spent, stated = table.get(row["round"], spent), row.get("epsilon")
             if stated is None and math.isinf(most):  # another run's release had no guarantee
@@ -462,7 +468,7 @@ class Evidence:
     def _epsilon_by_round(self) -> dict[int, float]:
         """The worst client's ε after each round, and as round 0 from before the run; of this
         run's own rows."""
-        privacy, histories = self.private.privacy, {}
+        privacy, histories = self.plan.privacy, {}
         for client, before in self.before.items():
             earlier = [replace(row, round=0) for row in before]
             rows = [*earlier, *self.own[client]]
@@ -480,7 +486,7 @@ class Evidence:
             "dataset": settings.dataset,
             "rounds": self.done,
             "seed": settings.seed,
-            "differential_privacy": self.private.summary(),
+            "differential_privacy": privacy_words.summary(self.plan, self.now),
         }
         unknown = [key for key in self.run.summary if key not in (*expected, *MEASURED)]
         return [
@@ -508,6 +514,11 @@ class Evidence:
             for row in self.run.rows
             if "test_accuracy" in row
         ]
+
+
+def _fits(row: Release, planned: Release) -> bool:
+    """Whether a row is what was planned, but for rounding."""
+    return differences("", asdict(planned), asdict(row)) == []
 
 
 def _row(row: Release) -> str:
@@ -572,13 +583,22 @@ def unfinished_report(
         files, _ = _ledger_files(folder, run, ledger)
         if files is None:
             raise PrivacyError(
-                f"the run's ledgers are not where {folder / 'config.toml'} says: give their folder "
-                "with --ledger"
+                Text(
+                    f"the run's ledgers are not where {folder / 'config.toml'} says: give their "
+                    "folder with ",
+                    Setting(None, "ledger"),
+                )
             )
         start = run.start["ledgers"]
-        ledgers = {client: read_ledger(files / f"{client}.jsonl") for client in start}
-        before = {c: held.releases[: start[c]["rows"]] for c, held in ledgers.items()}
-        context = rebuilt(run, before).report_context(len(run.rows), [], abandoned=True)
-        return build_report(context, ledgers)
+        held = [read_ledger(files / f"{client}.jsonl").history() for client in start]
+        before = {one.client: one.releases[: start[one.client]["rows"]] for one in held}
+        context = privacy_words.report_context(
+            rebuilt(run, before),
+            len(run.rows),
+            [],
+            test=run.start["test_images"],
+            abandoned=True,
+        )
+        return build_report(context, held)
     except (*HOSTILE, RuntimeError) as error:
         raise PrivacyError(f"the run in {folder} is damaged: {error!r}") from None

@@ -8,18 +8,30 @@ average on all images made so far.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from fedsynth.core.method import RoundContext, ServerState
+from fedsynth.core.context import RoundContext
+from fedsynth.core.method import Presets
+from fedsynth.core.validation import check_choices
+from fedsynth.errors import SettingError
 from fedsynth.evaluation.generated import GENERATOR, average, describe
-from fedsynth.methods.shared.ensemble import DistilsEnsemble
+from fedsynth.methods.shared.ensemble import DistilsEnsemble, EnsembleState
 from fedsynth.synthesizer.generation.ensembles import Aggregate, average_of_logits
-from fedsynth.synthesizer.generation.many_teachers import OneShotDistillation
+from fedsynth.synthesizer.generation.many_teachers import IMAGES, OneShotDistillation
 
-TALLIES = "generated.tallies"
+_OWN_NAMES = {
+    "epochs": "server_epochs",
+    "batch": "generator_batch",
+    "width": "generator_width",
+    "reset": "generator_reset",
+    "images": "student_images",
+    "learning_rate": "server_lr",
+    "momentum": "server_momentum",
+}
+"""A field of `OneShotDistillation`: its name among the method's settings, where that is another."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +44,18 @@ class DistilsWithoutData(DistilsEnsemble):
             only_disagreement, student_images, replay, flips, crop, hard_weight, server_lr,
             server_momentum: see `OneShotDistillation` (λ1 is bn_weight, λ2 ad_weight, β hard_weight).
     """
+
+    presets: ClassVar[Presets] = {
+        "digits": {
+            "server_epochs": 40,
+            "generator_steps": 10,
+            "generator_width": 8,
+            "generator_batch": 64,
+            "generator_lr": 0.01,
+            "replay": True,
+            "start": "average",
+        }
+    }
 
     server_epochs: int = 200
     generator_steps: int = 30
@@ -56,32 +80,20 @@ class DistilsWithoutData(DistilsEnsemble):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_choices(self, student_images=IMAGES)
         self.distillation()
 
     def distillation(self) -> OneShotDistillation:
-        """The server's distillation, checked."""
-        return OneShotDistillation(
-            epochs=self.server_epochs,
-            generator_steps=self.generator_steps,
-            generator_lr=self.generator_lr,
-            generator_beta1=self.generator_beta1,
-            batch=self.generator_batch,
-            latent=self.latent,
-            width=self.generator_width,
-            conditional=self.conditional,
-            reset=self.generator_reset,
-            learn_noise=self.learn_noise,
-            bn_weight=self.bn_weight,
-            ad_weight=self.ad_weight,
-            only_disagreement=self.only_disagreement,
-            images=self.student_images,
-            replay=self.replay,
-            flips=self.flips,
-            crop=self.crop,
-            hard_weight=self.hard_weight,
-            learning_rate=self.server_lr,
-            momentum=self.server_momentum,
-        )
+        """The server's distillation, checked.
+
+        Raises:
+            SettingError: names the method's own setting.
+        """
+        names = {f.name: _OWN_NAMES.get(f.name, f.name) for f in fields(OneShotDistillation)}
+        try:
+            return OneShotDistillation(**{name: getattr(self, own) for name, own in names.items()})
+        except SettingError as error:
+            raise error.of("method", names[error.key]) from None
 
     def fit_student(
         self,
@@ -90,8 +102,8 @@ class DistilsWithoutData(DistilsEnsemble):
         aggregate: Aggregate,
         context: RoundContext,
         lessons: Aggregate | None = None,
-    ) -> dict[str, Tensor]:
-        """Trains the student; what the round's facts are made of, to be kept in the state.
+    ) -> Tensor:
+        """Trains the student; the tallies of the round's images, to be kept in the state.
 
         Args:
             lessons: see `OneShotDistillation.fit`.
@@ -108,19 +120,20 @@ class DistilsWithoutData(DistilsEnsemble):
         )
         for note in done.notes:
             context.note(note)
-        return {TALLIES: done.tallies}
+        return done.tallies
 
-    def facts(self, state: ServerState, context: RoundContext) -> Mapping[str, Any]:
+    def facts(self, state: EnsembleState, context: RoundContext) -> Mapping[str, Any]:
         """Under `GENERATOR`, see `generated_facts`: post-processing of uploads."""
         found = generated_facts(state)
         return {**super().facts(state, context), **({GENERATOR: found} if found else {})}
 
 
-def generated_facts(state: ServerState) -> dict[str, float]:
+def generated_facts(state: EnsembleState) -> dict[str, float]:
     """How far the ensemble gives the student's images the class that was asked for, and of how many
     classes an epoch's images are (`evaluation.generated`): means over the round's epochs; empty where
     no image was made."""
-    return average([describe(epoch) for epoch in state.kept.get(TALLIES, ())])
+    tallies = () if state.tallies is None else state.tallies
+    return average([describe(epoch) for epoch in tallies])
 
 
 @dataclass(frozen=True)
@@ -150,7 +163,8 @@ class Dense(DistilsWithoutData):
         self,
         models: Sequence[nn.Module],
         student: nn.Module,
-        state: ServerState,
+        state: EnsembleState,
         context: RoundContext,
-    ) -> ServerState:
-        return ServerState({}, self.fit_student(models, student, average_of_logits, context))
+    ) -> EnsembleState:
+        tallies = self.fit_student(models, student, average_of_logits, context)
+        return EnsembleState({}, tallies=tallies)

@@ -17,8 +17,8 @@ of clipped logits and noisy counts; R is computed from the released V. Batch nor
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
 from typing import ClassVar
@@ -26,11 +26,16 @@ from typing import ClassVar
 from torch import Tensor, nn
 
 from fedsynth.core.client import OpenClients, Segments
-from fedsynth.core.messages import Message
-from fedsynth.core.method import RoundContext, ServerState
-from fedsynth.core.validation import check_choice, check_ranges
+from fedsynth.core.context import RoundContext
+from fedsynth.core.method import Presets
+from fedsynth.core.validation import check_choices, check_ranges
 from fedsynth.methods.shared.condensing import FeatureMaps
-from fedsynth.methods.shared.knowledge import GlobalKnowledge, SharesKnowledge
+from fedsynth.methods.shared.knowledge import (
+    CondensedSet,
+    GlobalKnowledge,
+    KnowledgeState,
+    SharesKnowledge,
+)
 from fedsynth.seeding import torch_generator
 from fedsynth.synthesizer.condensation.knowledge import (
     DISTANCES,
@@ -80,6 +85,15 @@ class FedAF(SharesKnowledge):
     )
     reference: ClassVar[str] = "Wang et al. 2024, FedAF, arXiv 2404.18962"
     matches_logits: ClassVar[bool] = False
+    presets: ClassVar[Presets] = {
+        "digits": {
+            "ipc": 10,
+            "iterations": 10,
+            "image_lr": 5.0,
+            "image_momentum": 0.0,
+            "server_lr": 0.01,
+        }
+    }
 
     server_lr: float = 1e-3
     server_weight_decay: float = 0.0
@@ -100,10 +114,13 @@ class FedAF(SharesKnowledge):
         super().__post_init__()
         check_ranges(self, gamma=(0, 1), local_weight=(0, inf), global_weight=(0, inf))
         check_ranges(self, directions=(1, inf))
-        check_choice("distance", self.distance, DISTANCES)
-        check_choice("server_matching", self.server_matching, ("minibatch", "union", "epoch"))
-        check_choice("matching_reduction", self.matching_reduction, REDUCTIONS)
-        check_choice("matching_norm", self.matching_norm, ("batch", "running"))
+        check_choices(
+            self,
+            distance=DISTANCES,
+            server_matching=("minibatch", "union", "epoch"),
+            matching_reduction=REDUCTIONS,
+            matching_norm=("batch", "running"),
+        )
 
     def open_start(self, clients: OpenClients, segments: Segments, context: RoundContext) -> Tensor:
         return averaged_start(clients, segments, self.ipc, self.start_average, context.seed)
@@ -123,11 +140,9 @@ class FedAF(SharesKnowledge):
         return FeatureMaps(networks.draw)
 
     def objective(
-        self, matcher: Matcher, message: Message, segments: Segments, context: RoundContext
+        self, matcher: Matcher, message: GlobalKnowledge, segments: Segments, context: RoundContext
     ) -> Matcher:
         """Distribution matching of embeddings (Eq. 4), and the collaborative term (Eq. 10)."""
-        if not isinstance(message, GlobalKnowledge):
-            raise TypeError(f"expected GlobalKnowledge, got {type(message).__name__}")
         if self.local_weight == 0 or not bool(message.known.any()):
             return matcher
         label = segments.label.to(context.device)
@@ -146,18 +161,17 @@ class FedAF(SharesKnowledge):
         )
 
     def server_step(
-        self, state: ServerState, uploads: Sequence[Message], context: RoundContext
-    ) -> ServerState:
-        knowledge = self.averaged(state, uploads)
+        self, state: KnowledgeState, uploads: Mapping[int, CondensedSet], context: RoundContext
+    ) -> KnowledgeState:
+        state, soft, known = self.averaged(state, uploads)
         model = context.load(state.parameters)
-        self._train_server(model, uploads, knowledge["soft"], knowledge["present"], context)
-        kept = {name: knowledge[name] for name in ("logits", "known")}
-        return ServerState(model.state_dict(), kept)
+        self._train_server(model, uploads, soft, known, context)
+        return replace(state, parameters=model.state_dict())
 
     def _train_server(
         self,
         model: nn.Module,
-        uploads: Sequence[Message],
+        uploads: Mapping[int, CondensedSet],
         soft: Tensor,
         known: Tensor,
         context: RoundContext,

@@ -5,16 +5,26 @@ Server: Δ = w_t − Σ_k n_k/n w_k; v ← β·v + Δ; w_{t+1} = w_t − η_s·v
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from math import inf
 from typing import ClassVar
 
+from torch import Tensor
+
+from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import ModelParameters
-from fedsynth.core.method import RoundContext, ServerState
+from fedsynth.core.state import ServerState
 from fedsynth.core.validation import check_ranges
-from fedsynth.methods.shared.aggregation import average, trainable
-from fedsynth.methods.shared.local import TrainsLocally, prefixed, unprefixed
+from fedsynth.methods.shared.aggregation import AveragingState, average, trainable
+from fedsynth.methods.shared.local import TrainsLocally
+
+
+@dataclass(frozen=True)
+class VelocityState(AveragingState):
+    """The state, with v (empty at first: zero)."""
+
+    velocity: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -29,6 +39,7 @@ class FedAvgM(TrainsLocally):
     summary: ClassVar[str] = "FedAvg with momentum on the server"
     reference: ClassVar[str] = "Hsu, Qi and Brown 2019, arXiv 1909.06335"
     one_pass: ClassVar[bool] = True
+    state: ClassVar[type[ServerState]] = VelocityState
 
     server_momentum: float = 0.9
     server_lr: float = 1.0
@@ -38,12 +49,15 @@ class FedAvgM(TrainsLocally):
         check_ranges(self, server_momentum=(0, 1), server_lr=(0, inf))
 
     def combine(
-        self, state: ServerState, uploads: Sequence[ModelParameters], context: RoundContext
-    ) -> ServerState:
-        mean, velocity = average(uploads), unprefixed("velocity.", state.kept)
-        made, kept = dict(mean), {}
+        self, state: VelocityState, uploads: Mapping[int, ModelParameters], context: RoundContext
+    ) -> VelocityState:
+        mean = average(uploads)
+        made = dict(mean)
+        velocity: dict[str, Tensor] = {}
         for name in trainable(context):
             step = state.parameters[name] - mean[name]
-            kept[name] = self.server_momentum * velocity[name] + step if velocity else step
-            made[name] = state.parameters[name] - self.server_lr * kept[name]
-        return ServerState(made, prefixed("velocity.", kept))
+            if state.velocity:
+                step = self.server_momentum * state.velocity[name] + step
+            velocity[name] = step
+            made[name] = state.parameters[name] - self.server_lr * step
+        return replace(state, parameters=made, velocity=velocity)

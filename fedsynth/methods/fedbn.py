@@ -8,16 +8,17 @@ its accuracy is none.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from torch import Tensor, nn
 
-from fedsynth.core.messages import Message, ModelParameters, parameters_of
-from fedsynth.core.method import Memory, RoundContext, ServerState
+from fedsynth.core.context import RoundContext
+from fedsynth.core.messages import Message, ModelParameters
+from fedsynth.core.method import Memory
 from fedsynth.errors import SettingError
-from fedsynth.methods.shared.aggregation import average
+from fedsynth.methods.shared.aggregation import AveragingState, average
 from fedsynth.methods.shared.local import Task, Trained, TrainsLocally
 
 
@@ -33,7 +34,7 @@ def local_names(model: nn.Module) -> set[str]:
 
 @dataclass(frozen=True)
 class FedBN(TrainsLocally):
-    """Settings: see `TrainsLocally`. It is for networks with batch norm (`--norm batch`), and refuses
+    """Settings: see `TrainsLocally`. It is for networks with batch norm (`model.norm=batch`), and refuses
     others, for which it would be FedAvg with equal weights."""
 
     name: ClassVar[str] = "fedbn"
@@ -48,15 +49,19 @@ class FedBN(TrainsLocally):
     def check_model(self, model: nn.Module) -> None:
         if not local_names(model):
             raise SettingError(
-                "fedbn keeps batch norms local, and this network has none: use --norm batch"
+                "model",
+                "norm",
+                "must be batch: fedbn keeps batch norms local, and this network has none",
             )
 
     def start_model(
-        self, client: int, message: Message, memory: Memory, context: RoundContext
+        self, client: int, message: ModelParameters, memory: Memory, context: RoundContext
     ) -> nn.Module:
-        return context.load({**parameters_of(message), **memory})
+        return context.load({**message.parameters, **memory})
 
-    def task(self, client: int, message: Message, memory: Memory, context: RoundContext) -> Task:
+    def task(
+        self, client: int, message: ModelParameters, memory: Memory, context: RoundContext
+    ) -> Task:
         mine = local_names(context.architecture)
 
         def finish(model: nn.Module, trained: Trained) -> tuple[Message, Memory]:
@@ -67,10 +72,11 @@ class FedBN(TrainsLocally):
         return Task(finish=finish)
 
     def combine(
-        self, state: ServerState, uploads: Sequence[ModelParameters], context: RoundContext
-    ) -> ServerState:
+        self, state: AveragingState, uploads: Mapping[int, ModelParameters], context: RoundContext
+    ) -> AveragingState:
         """Every client counts alike, 1/K (Algorithm 1); batch norms stay what they were."""
-        return ServerState({**state.parameters, **average(uploads, even=True)})
+        made = {**state.parameters, **average(uploads, even=True)}
+        return replace(state, parameters=made)
 
     def personal_parameters(
         self, parameters: Mapping[str, Tensor], memory: Memory

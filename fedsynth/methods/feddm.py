@@ -20,9 +20,9 @@ from typing import ClassVar
 from torch import nn
 
 from fedsynth.core.client import Segments
-from fedsynth.core.messages import Message
-from fedsynth.core.method import PrivatePlan, RoundContext
-from fedsynth.core.validation import check_choice, check_ranges
+from fedsynth.core.context import RoundContext
+from fedsynth.core.method import Down, Presets, PrivatePlan
+from fedsynth.core.validation import check_choices, check_ranges
 from fedsynth.methods.shared.condensing import Condenses, FeatureMaps
 from fedsynth.methods.shared.private_condensation import feature_plans
 from fedsynth.methods.shared.union import TrainsInBall
@@ -64,6 +64,10 @@ class FedDM(Condenses, TrainsInBall):
     )
     reference: ClassVar[str] = "Xiong et al. 2023, FedDM, arXiv 2207.09653"
     protects: ClassVar[tuple[str, ...]] = ("residual", "gradient", "features", "paper")
+    presets: ClassVar[Presets] = {
+        "digits": {"iterations": 10, "image_lr": 5.0},
+        "cifar100": {"ipc": 5},  # the paper's
+    }
 
     perturbation: str = "sphere"
     augment: str = "none"
@@ -77,8 +81,7 @@ class FedDM(Condenses, TrainsInBall):
         super().__post_init__()
         check_ranges(self, logit_weight=(0, inf), image_clip=(0, inf))
         check_ranges(self, networks=(1, inf), count_noise=(0.01, inf))
-        check_choice("augment", self.augment, ("none", "siamese"))
-        check_choice("perturbation", self.perturbation, READINGS)
+        check_choices(self, augment=("none", "siamese"), perturbation=READINGS)
 
     def feature_maps(
         self, model: nn.Module, segments: Segments, context: RoundContext, period: int | None
@@ -105,7 +108,7 @@ class FedDM(Condenses, TrainsInBall):
         return FeatureMaps(networks.draw, augmentations.draw, self.logit_weight)
 
     def objective(
-        self, matcher: Matcher, message: Message, segments: Segments, context: RoundContext
+        self, matcher: Matcher, message: Down, segments: Segments, context: RoundContext
     ) -> Matcher:
         if not self.image_clip:
             return matcher

@@ -8,20 +8,29 @@ With differential privacy g_k is computed from released iterates and stays at th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from math import inf
 from typing import ClassVar
 
-from torch import nn
+from torch import Tensor, nn
 
-from fedsynth.core.messages import Message, ModelParameters, parameters_of
-from fedsynth.core.method import Memory, RoundContext, ServerState
+from fedsynth.core.context import RoundContext
+from fedsynth.core.messages import Message, ModelParameters
+from fedsynth.core.method import Memory
+from fedsynth.core.state import ServerState
 from fedsynth.core.validation import check_ranges
-from fedsynth.methods.shared.aggregation import average, trainable
-from fedsynth.methods.shared.local import Task, Trained, TrainsLocally, prefixed, unprefixed
+from fedsynth.methods.shared.aggregation import AveragingState, average, trainable
+from fedsynth.methods.shared.local import Task, Trained, TrainsLocally
 from fedsynth.models.flat import flatten_named
 from fedsynth.training.sgd import Pull
+
+
+@dataclass(frozen=True)
+class DriftState(AveragingState):
+    """The state, with h (empty at first: zero)."""
+
+    h: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -38,6 +47,7 @@ class FedDyn(TrainsLocally):
     )
     reference: ClassVar[str] = "Acar et al. 2021, FedDyn, arXiv 2111.04263"
     one_pass: ClassVar[bool] = True
+    state: ClassVar[type[ServerState]] = DriftState
 
     alpha: float = 0.01
 
@@ -45,8 +55,10 @@ class FedDyn(TrainsLocally):
         super().__post_init__()
         check_ranges(self, alpha=(0, inf))
 
-    def task(self, client: int, message: Message, memory: Memory, context: RoundContext) -> Task:
-        start = {name: parameters_of(message)[name] for name in trainable(context)}
+    def task(
+        self, client: int, message: ModelParameters, memory: Memory, context: RoundContext
+    ) -> Task:
+        start = {name: message.parameters[name] for name in trainable(context)}
         g = {name: memory.get(name, value * 0) for name, value in start.items()}
 
         center, linear = (flatten_named(values, context.architecture) for values in (start, g))
@@ -62,17 +74,18 @@ class FedDyn(TrainsLocally):
         return Task(penalty=pull if self.alpha else None, finish=finish)
 
     def combine(
-        self, state: ServerState, uploads: Sequence[ModelParameters], context: RoundContext
-    ) -> ServerState:
+        self, state: DriftState, uploads: Mapping[int, ModelParameters], context: RoundContext
+    ) -> DriftState:
         made = average(uploads, even=True)
         if self.alpha == 0:
-            return ServerState(made)
-        old, h = unprefixed("h.", state.kept), {}
+            return replace(state, parameters=made)
+        old = state.h
+        h: dict[str, Tensor] = {}
         for name in trainable(context):
             moved = sum(
-                (u.parameters[name] - state.parameters[name] for u in uploads),
+                (u.parameters[name] - state.parameters[name] for u in uploads.values()),
                 start=state.parameters[name] * 0,
             )
             h[name] = (old[name] if old else 0) - self.alpha / context.clients * moved
             made[name] = made[name] - h[name] / self.alpha
-        return ServerState(made, prefixed("h.", h))
+        return replace(state, parameters=made, h=h)

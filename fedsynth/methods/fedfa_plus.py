@@ -14,7 +14,7 @@ No differential privacy: Σ² and the batch's histogram mix the examples of a ba
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import inf
 from typing import ClassVar
 
@@ -23,11 +23,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedsynth.core.client import ClientGroup, OpenClients, chunk
+from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message, ModelParameters, public, unprotected
-from fedsynth.core.method import Memory, RoundContext, ServerState
-from fedsynth.core.validation import check_choice, check_embedding, check_ranges
-from fedsynth.errors import SettingError
-from fedsynth.methods.shared.aggregation import average
+from fedsynth.core.method import Memory
+from fedsynth.core.state import ServerState
+from fedsynth.core.validation import check_choices, check_embedding, check_ranges
+from fedsynth.errors import Setting, SettingError
+from fedsynth.methods.shared.aggregation import AveragingState, average
 from fedsynth.methods.shared.local import Task, Trained, TrainsLocally
 from fedsynth.seeding import torch_generator
 from fedsynth.training.feature_statistics import (
@@ -56,6 +58,13 @@ class StatisticsUp(ModelParameters):
 
 
 @dataclass(frozen=True)
+class StatisticsState(AveragingState):
+    """The state, with γ of each layer and π (empty at first)."""
+
+    statistics: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class FedFAPlus(TrainsLocally):
     """Settings: see `TrainsLocally`, and
 
@@ -70,7 +79,9 @@ class FedFAPlus(TrainsLocally):
     reference: ClassVar[str] = (
         "Zhou, Yuan, Wang and Konukoglu 2024, Federated Feature Augmentation and Alignment, TPAMI"
     )
+    downlink: ClassVar[type[Message]] = StatisticsDown
     upload: ClassVar[type[Message]] = StatisticsUp
+    state: ClassVar[type[ServerState]] = StatisticsState
     refusal: ClassVar[str] = (
         "its losses mix the examples of a batch, so one example's influence on a step cannot be bounded, and it uploads channel statistics "
         "and histograms of features that no mechanism protects"
@@ -85,7 +96,7 @@ class FedFAPlus(TrainsLocally):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_choice("parts", self.parts, ("both", "augmentation", "alignment"))
+        check_choices(self, parts=("both", "augmentation", "alignment"))
         check_ranges(
             self,
             probability=(0, 1),
@@ -98,15 +109,19 @@ class FedFAPlus(TrainsLocally):
         check_embedding(self.name, model)
         if self.parts != "alignment" and not getattr(model, "stage_names", ()):
             raise SettingError(
-                f"{self.name} augments feature maps after each stage: the network must name its stages (`stage_names`), or parts=alignment"
+                "model",
+                "name",
+                f"must be a network that names its stages (`stage_names`), after which {self.name} "
+                "augments feature maps; or ",
+                Setting("method", "parts", "alignment"),
             )
 
-    def broadcast(self, state: ServerState, context: RoundContext) -> Message:
-        return StatisticsDown(state.parameters, 1.0, _statistics(state.kept))
+    def broadcast(self, state: StatisticsState, context: RoundContext) -> Message:
+        return StatisticsDown(state.parameters, 1.0, state.statistics)
 
-    def task(self, client: int, message: Message, memory: Memory, context: RoundContext) -> Task:
-        if not isinstance(message, StatisticsDown):
-            raise TypeError(f"expected StatisticsDown, got {type(message).__name__}")
+    def task(
+        self, client: int, message: StatisticsDown, memory: Memory, context: RoundContext
+    ) -> Task:
         layers = (
             {}
             if self.parts == "alignment"
@@ -133,14 +148,14 @@ class FedFAPlus(TrainsLocally):
 
     def complete(
         self,
-        upload: Message,
+        upload: StatisticsUp,
         clients: ClientGroup,
         position: int,
-        message: Message,
+        message: StatisticsDown,
         context: RoundContext,
     ) -> Message:
-        if not isinstance(upload, StatisticsUp) or not isinstance(clients, OpenClients):
-            raise TypeError(f"expected StatisticsUp of open clients, got {type(upload).__name__}")
+        if not isinstance(clients, OpenClients):
+            raise TypeError(self.refusal)
         if self.parts == "augmentation" or not len(clients.examples(position)):
             return upload
         model = context.load(upload.parameters).eval()
@@ -150,14 +165,15 @@ class FedFAPlus(TrainsLocally):
         )
 
     def combine(
-        self, state: ServerState, uploads: Sequence[ModelParameters], context: RoundContext
-    ) -> ServerState:
-        sent = [u for u in uploads if isinstance(u, StatisticsUp)]
-        kept: dict[str, Tensor] = {}
+        self, state: StatisticsState, uploads: Mapping[int, StatisticsUp], context: RoundContext
+    ) -> StatisticsState:
+        sent = list(uploads.values())
+        statistics: dict[str, Tensor] = {}
         for name in sent[0].statistics:
             of_all = torch.stack([u.statistics[name] for u in sent])
-            kept[name] = of_all.mean(dim=0) if name == HISTOGRAM else modulation(of_all)
-        return ServerState(average(sent, even=True), kept)
+            statistics[name] = of_all.mean(dim=0) if name == HISTOGRAM else modulation(of_all)
+        made = average(uploads, even=True)
+        return replace(state, parameters=made, statistics=statistics)
 
     def _layers(
         self, client: int, statistics: Mapping[str, Tensor], memory: Memory, context: RoundContext
@@ -192,12 +208,3 @@ class FedFAPlus(TrainsLocally):
                     embed(clients.images(part)), self.bins, self.bin_temperature
                 )
         return total
-
-
-def _statistics(kept: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What of a server's memory is γ or π, and not the cache of clients' models."""
-    return {
-        name: value
-        for name, value in kept.items()
-        if name == HISTOGRAM or name.startswith(("mean.", "std."))
-    }

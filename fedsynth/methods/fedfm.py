@@ -11,8 +11,8 @@ that example and on released anchors alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import inf, sqrt
 from typing import Any, ClassVar
 
@@ -20,13 +20,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedsynth.core.client import ClientGroup, PrivateClients
-from fedsynth.core.messages import Message, ModelParameters, parameters_of, public, released
-from fedsynth.core.method import Memory, PrivatePlan, RoundContext, ServerState
-from fedsynth.core.validation import check_choice, check_embedding, check_ranges
-from fedsynth.errors import SettingError
-from fedsynth.methods.shared.class_sums import ClassSums, class_sums, sums_plans
+from fedsynth.core.client import ClientGroup
+from fedsynth.core.context import RoundContext
+from fedsynth.core.messages import Message, ModelParameters, public, released
+from fedsynth.core.method import Memory, Results
+from fedsynth.core.state import ServerState
+from fedsynth.core.validation import check_choices, check_embedding, check_ranges
+from fedsynth.errors import Setting, SettingError, Text
+from fedsynth.methods.shared.aggregation import AveragingState, average
+from fedsynth.methods.shared.class_sums import COUNTS, ClassSums, class_sums, sums_plans
 from fedsynth.methods.shared.local import Task, TrainsLocally
+from fedsynth.privacy.plans import FIRST, MAIN, PrivatePlan
 from fedsynth.privacy.settings import PrivacySettings
 
 
@@ -53,6 +57,9 @@ class ModelAndSums(ModelParameters):
     sums: Tensor = released()
     counts: Tensor = released()
 
+
+SUMS = "feature sums"
+"""The name of the sums' plan."""
 
 # A weight above which noisy anchors are warned of. The warning's figures: `fedsynth train --method fedfm --rounds 5 --set local_epochs=2 --set
 # lr=0.05 --set weight=… --dp-epsilon 8`, and the same with fedavg.
@@ -89,6 +96,14 @@ def anchor_losses(
 
 
 @dataclass(frozen=True)
+class AnchorState(AveragingState):
+    """The state, with the anchors [C, D] and the classes that have one, bool [C]; None: not yet."""
+
+    anchors: Tensor | None = None
+    known: Tensor | None = None
+
+
+@dataclass(frozen=True)
 class FedFM(TrainsLocally):
     """Settings: see `TrainsLocally`, and
 
@@ -110,7 +125,10 @@ class FedFM(TrainsLocally):
         "features pulled to shared anchors, the class means of all clients' features"
     )
     reference: ClassVar[str] = "Ye et al. 2023, FedFM, arXiv 2210.07615"
-    answers: ClassVar[type[Message] | None] = FeatureSums
+    downlink: ClassVar[type[Message]] = AnchorsDown
+    first_downlink: ClassVar[type[Message] | None] = ModelParameters
+    first_upload: ClassVar[type[Message] | None] = FeatureSums
+    state: ClassVar[type[ServerState]] = AnchorState
 
     weight: float = 50.0
     matching: str = "contrastive"
@@ -124,22 +142,22 @@ class FedFM(TrainsLocally):
         super().__post_init__()
         check_ranges(self, weight=(0, inf), temperature=(1e-6, inf), start_round=(1, inf))
         check_ranges(self, anchor_clip=(1e-9, inf), anchor_noise=(1e-3, inf))
-        check_choice("matching", self.matching, ("contrastive", "l2"))
+        check_choices(self, matching=("contrastive", "l2"))
 
     def check_model(self, model: nn.Module) -> None:
         check_embedding(self.name, model)
 
-    def question(self, state: ServerState, context: RoundContext) -> Message | None:
+    def first_request(self, state: AnchorState, context: RoundContext) -> Message | None:
         return ModelParameters(state.parameters, 1.0) if context.round >= self.start_round else None
 
-    def answer(
+    def first_step(
         self,
-        message: Message,
+        message: ModelParameters,
         clients: ClientGroup,
         memories: Sequence[Memory],
         context: RoundContext,
-    ) -> list[tuple[Message, Memory]]:
-        model = context.load(parameters_of(message)).requires_grad_(False).eval()
+    ) -> Results:
+        model = context.load(message.parameters).requires_grad_(False).eval()
         made = [
             self.feature_sums(model, clients, position, context)
             for position in range(len(clients.ids))
@@ -149,28 +167,34 @@ class FedFM(TrainsLocally):
             for m, memory in zip(made, memories, strict=True)
         ]
 
-    def hear(
-        self, state: ServerState, answers: Sequence[Message], context: RoundContext
-    ) -> ServerState:
-        sent = [a for a in answers if isinstance(a, FeatureSums)]
-        return ServerState(state.parameters, {**state.kept, **self._anchors(state, sent, context)})
+    def first_aggregate(
+        self, state: AnchorState, replies: Mapping[int, FeatureSums], context: RoundContext
+    ) -> AnchorState:
+        return self._with_anchors(state, list(replies.values()), context)
 
-    def broadcast(self, state: ServerState, context: RoundContext) -> Message:
+    def broadcast(self, state: AnchorState, context: RoundContext) -> Message:
         if context.round == 1 and context.privacy is not None and self.weight > LOUD:
             context.note(
-                f"warning: weight = {self.weight:g} pulls features to anchors that carry privacy's noise: on the digits at ε = 8, in single "
-                "runs, 50 gave 16 % and 0.5 gave 72 %, where fedavg had 84 % (--set weight=0.5)"
+                Text(
+                    f"warning: weight = {self.weight:g} pulls features to anchors that carry "
+                    "privacy's noise: on the digits at ε = 8, in single runs, 50 gave 16 % and 0.5 "
+                    "gave 72 %, where fedavg had 84 % (",
+                    Setting("method", "weight", "0.5"),
+                    ")",
+                )
             )
         classes, width = context.spec.classes, _width(context)
-        anchors = state.kept.get("anchors", torch.zeros(classes, width, device=context.device))
-        known = state.kept.get(
-            "known", torch.zeros(classes, dtype=torch.bool, device=context.device)
-        )
+        anchors = state.anchors
+        if anchors is None:
+            anchors = torch.zeros(classes, width, device=context.device)
+        known = state.known
+        if known is None:
+            known = torch.zeros(classes, dtype=torch.bool, device=context.device)
         return AnchorsDown(state.parameters, 1.0, anchors, known)
 
-    def task(self, client: int, message: Message, memory: Memory, context: RoundContext) -> Task:
-        if not isinstance(message, AnchorsDown):
-            raise TypeError(f"expected AnchorsDown, got {type(message).__name__}")
+    def task(
+        self, client: int, message: AnchorsDown, memory: Memory, context: RoundContext
+    ) -> Task:
         if not self.weight or context.round < self.start_round or not bool(message.known.any()):
             return Task()
         temperature = self.temperature if self.matching == "contrastive" else None
@@ -190,59 +214,54 @@ class FedFM(TrainsLocally):
 
         return Task(loss=loss)
 
-    def combine(
-        self, state: ServerState, uploads: Sequence[ModelParameters], context: RoundContext
-    ) -> ServerState:
-        kept = {name: state.kept[name] for name in ("anchors", "known") if name in state.kept}
-        return ServerState(super().combine(state, uploads, context).parameters, kept)
-
     def private_plans(
         self, privacy: PrivacySettings, context: RoundContext
     ) -> tuple[PrivatePlan, ...]:
         """DP-SGD, the sums of features, and the counts."""
         if self.start_round > 1 or self.weight == 0:
             raise SettingError(
-                f"{self.name} with differential privacy needs start_round=1 and a weight above 0: anchors are charged in every round"
+                "method",
+                "start_round",
+                f"must be 1 with differential privacy, and {self.name}'s ",
+                Setting("method", "weight"),
+                " above 0: anchors are charged in every round",
             )
         return *super().private_plans(privacy, context), *self._sums_plans(context)
 
     def _sums_plans(self, context: RoundContext) -> tuple[PrivatePlan, PrivatePlan]:
-        each = "features f(x) of each example"
         return sums_plans(
+            SUMS,
             "features (anchors)",
-            each,
-            self.anchor_clip,
-            _width(context),
-            context.spec.classes,
-            self.anchor_noise,
+            "features f(x) of each example",
+            clip=self.anchor_clip,
+            width=_width(context),
+            classes=context.spec.classes,
+            noise=self.anchor_noise,
+            phase=MAIN if self.first_upload is None else FIRST,
         )
 
     def feature_sums(
         self, model: nn.Module, clients: ClientGroup, position: int, context: RoundContext
     ) -> ClassSums:
         """Of one client of the group under `model`."""
-        plans = self._sums_plans(context) if isinstance(clients, PrivateClients) else None
         embed: Callable[[Tensor], Tensor] = model.embed  # type: ignore[assignment]
-        return class_sums(clients, position, embed, _width(context), plans, context)
+        return class_sums(clients, position, embed, _width(context), SUMS, context)
 
-    def _anchors(
-        self, state: ServerState, sent: Sequence[FeatureSums | ModelAndSums], context: RoundContext
-    ) -> dict[str, Tensor]:
-        """Anchors of this round; a class that none of its clients has keeps the last one."""
+    def _with_anchors(
+        self, state: AnchorState, sent: Sequence[FeatureSums | ModelAndSums], context: RoundContext
+    ) -> AnchorState:
+        """The state with this round's anchors; a class that none of its clients has keeps the last one."""
         counts, sums = (
             torch.stack([a.counts for a in sent]).sum(dim=0),
             torch.stack([a.sums for a in sent]).sum(dim=0),
         )
-        floor = 1.0
-        if (
-            context.privacy is not None
-        ):  # deviations of the sum of the clients' noise: below that a class counts as absent
-            floor = max(1.0, CLEAR * self.anchor_noise * context.protection()[1] * sqrt(len(sent)))
+        # below so many deviations of the sum of the clients' noise a class counts as absent
+        floor = max(1.0, CLEAR * context.noise.get(COUNTS, 0.0) * sqrt(len(sent)))
         known, anchors = counts >= floor, sums / counts.clamp_min(floor)[:, None]
-        if "known" in state.kept:
-            anchors = torch.where(known[:, None], anchors, state.kept["anchors"])
-            known = known | state.kept["known"]
-        return {"anchors": anchors, "known": known}
+        if state.known is not None and state.anchors is not None:
+            anchors = torch.where(known[:, None], anchors, state.anchors)
+            known = known | state.known
+        return replace(state, anchors=anchors, known=known)
 
 
 @dataclass(frozen=True)
@@ -252,31 +271,29 @@ class FedFMLite(FedFM):
     name: ClassVar[str] = "fedfm-lite"
     summary: ClassVar[str] = "FedFM with anchors made after local training and sent with the model"
     upload: ClassVar[type[Message]] = ModelAndSums
-    answers: ClassVar[type[Message] | None] = None
+    first_downlink: ClassVar[type[Message] | None] = None
+    first_upload: ClassVar[type[Message] | None] = None
 
-    def question(self, state: ServerState, context: RoundContext) -> Message | None:
+    def first_request(self, state: AnchorState, context: RoundContext) -> Message | None:
         return None
 
     def complete(
         self,
-        upload: Message,
+        upload: ModelParameters,
         clients: ClientGroup,
         position: int,
-        message: Message,
+        message: AnchorsDown,
         context: RoundContext,
     ) -> Message:
-        if not isinstance(upload, ModelParameters):
-            raise TypeError(f"expected ModelParameters, got {type(upload).__name__}")
         trained = context.load(upload.parameters).requires_grad_(False).eval()
         made = self.feature_sums(trained, clients, position, context)
         return ModelAndSums(upload.parameters, upload.weight, made.sums, made.counts)
 
     def combine(
-        self, state: ServerState, uploads: Sequence[ModelParameters], context: RoundContext
-    ) -> ServerState:
-        made = super().combine(state, uploads, context)
-        sent = [u for u in uploads if isinstance(u, ModelAndSums)]
-        return ServerState(made.parameters, self._anchors(state, sent, context))
+        self, state: AnchorState, uploads: Mapping[int, ModelAndSums], context: RoundContext
+    ) -> AnchorState:
+        anchored = self._with_anchors(state, list(uploads.values()), context)
+        return replace(anchored, parameters=average(uploads))
 
 
 def _width(context: RoundContext) -> int:

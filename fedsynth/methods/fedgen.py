@@ -16,7 +16,7 @@ more change others' gradients. The middle term sees no data. Label counts are pr
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Any, ClassVar
 
@@ -25,11 +25,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedsynth.core.client import ClientGroup, OpenClients
+from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message, ModelParameters, public
-from fedsynth.core.method import Memory, RoundContext, ServerState
+from fedsynth.core.method import Memory
+from fedsynth.core.state import ServerState
 from fedsynth.core.validation import check_embedding, check_ranges
 from fedsynth.evaluation.generated import GENERATOR, describe, tally
-from fedsynth.methods.shared.aggregation import average
+from fedsynth.methods.shared.aggregation import AveragingState, average
 from fedsynth.methods.shared.local import Task, TrainsLocally
 from fedsynth.seeding import torch_generator
 from fedsynth.synthesizer.generation.generator_memory import PREFIX, remembered, restore
@@ -72,6 +74,19 @@ def ensemble_loss(
 
 
 @dataclass(frozen=True)
+class GeneratorState(AveragingState):
+    """The state, with the generator in training.
+
+    Args:
+        learner: the generator and its Adam (`remembered`); {}: not trained yet.
+        known: which classes any client has had, bool [C]; None: not known yet.
+    """
+
+    learner: Mapping[str, Tensor] = field(default_factory=dict)
+    known: Tensor | None = None
+
+
+@dataclass(frozen=True)
 class FedGen(TrainsLocally):
     """Settings: see `TrainsLocally`, and
 
@@ -86,7 +101,9 @@ class FedGen(TrainsLocally):
         "a generator of embeddings, learned from the clients' classifiers, regularises local training"
     )
     reference: ClassVar[str] = "Zhu, Hong and Zhou 2021, FedGen, arXiv 2105.10056"
+    downlink: ClassVar[type[Message]] = GeneratorDown
     upload: ClassVar[type[Message]] = ModelAndCounts
+    state: ClassVar[type[ServerState]] = GeneratorState
 
     alpha: float = 10.0
     beta: float = 10.0
@@ -115,14 +132,17 @@ class FedGen(TrainsLocally):
     def check_model(self, model: nn.Module) -> None:
         check_embedding(self.name, model)
 
-    def broadcast(self, state: ServerState, context: RoundContext) -> Message:
-        generator = {name: value for name, value in state.kept.items() if name.startswith(PREFIX)}
-        none = torch.zeros(context.spec.classes, dtype=torch.bool, device=context.device)
-        return GeneratorDown(state.parameters, 1.0, generator, state.kept.get("known", none))
+    def broadcast(self, state: GeneratorState, context: RoundContext) -> Message:
+        learner = state.learner.items()
+        generator = {name: value for name, value in learner if name.startswith(PREFIX)}
+        known = state.known
+        if known is None:
+            known = torch.zeros(context.spec.classes, dtype=torch.bool, device=context.device)
+        return GeneratorDown(state.parameters, 1.0, generator, known)
 
-    def task(self, client: int, message: Message, memory: Memory, context: RoundContext) -> Task:
-        if not isinstance(message, GeneratorDown):
-            raise TypeError(f"expected GeneratorDown, got {type(message).__name__}")
+    def task(
+        self, client: int, message: GeneratorDown, memory: Memory, context: RoundContext
+    ) -> Task:
         if not message.generator or not bool(message.known.any()):
             return Task()
         generator, device = self._generator(context).requires_grad_(False), context.device
@@ -158,14 +178,12 @@ class FedGen(TrainsLocally):
 
     def complete(
         self,
-        upload: Message,
+        upload: ModelParameters,
         clients: ClientGroup,
         position: int,
-        message: Message,
+        message: GeneratorDown,
         context: RoundContext,
     ) -> Message:
-        if not isinstance(upload, ModelParameters):
-            raise TypeError(f"expected ModelParameters, got {type(upload).__name__}")
         counts = torch.ones(context.spec.classes, device=context.device)
         if isinstance(clients, OpenClients):
             labels = clients.labels(clients.examples(position))
@@ -173,23 +191,26 @@ class FedGen(TrainsLocally):
         return ModelAndCounts(upload.parameters, upload.weight, counts)
 
     def combine(
-        self, state: ServerState, uploads: Sequence[ModelParameters], context: RoundContext
-    ) -> ServerState:
-        sent = [u for u in uploads if isinstance(u, ModelAndCounts)]
-        return ServerState(average(sent), self._train_generator(state, sent, context))
+        self,
+        state: GeneratorState,
+        uploads: Mapping[int, ModelAndCounts],
+        context: RoundContext,
+    ) -> GeneratorState:
+        learner, known = self._train_generator(state, list(uploads.values()), context)
+        return replace(state, parameters=average(uploads), learner=learner, known=known)
 
-    def facts(self, state: ServerState, context: RoundContext) -> Mapping[str, Any]:
+    def facts(self, state: GeneratorState, context: RoundContext) -> Mapping[str, Any]:
         """What the new model's classifier makes of the generator's embeddings, as clients will have them.
 
         The same number is asked for of each class that any client has had. Post-processing: the generator
         comes from the uploaded models.
         """
         facts = super().facts(state, context)
-        if not any(name.startswith(PREFIX) for name in state.kept):
+        if not state.learner or state.known is None:
             return facts
         generator, device = self._generator(context), context.device
-        restore(generator, None, state.kept)
-        asked = state.kept["known"].nonzero()[:, 0].repeat_interleave(ASKED)
+        restore(generator, None, state.learner)
+        asked = state.known.nonzero()[:, 0].repeat_interleave(ASKED)
         draws = torch_generator(0, "tally of generated embeddings", device=device)
         with torch.no_grad():
             noise = torch.randn(len(asked), self.noise, generator=draws, device=device)
@@ -205,14 +226,14 @@ class FedGen(TrainsLocally):
         return made.to(context.device)
 
     def _train_generator(
-        self, state: ServerState, sent: Sequence[ModelAndCounts], context: RoundContext
-    ) -> dict[str, Tensor]:
+        self, state: GeneratorState, sent: Sequence[ModelAndCounts], context: RoundContext
+    ) -> tuple[dict[str, Tensor], Tensor]:
         """The generator and its Adam after this round, and which classes any client has had so far."""
         generator, device = self._generator(context).train(), context.device
         rate = self.generator_lr * DECAY ** (context.round - 1)
         adam = torch.optim.Adam(generator.parameters(), rate, weight_decay=self.generator_decay)
-        if any(name.startswith(PREFIX) for name in state.kept):
-            restore(generator, adam, state.kept)
+        if state.learner:
+            restore(generator, adam, state.learner)
         models = [context.load(u.parameters).classifier for u in sent]
         weights, biases = (
             torch.stack([getattr(m, name).detach() for m in models]) for name in ("weight", "bias")
@@ -234,4 +255,5 @@ class FedGen(TrainsLocally):
             total.backward()
             adam.step()
             context.report("generator", done + 1, self.generator_steps)
-        return {**remembered(generator, adam), "known": here | state.kept.get("known", here)}
+        known = here if state.known is None else here | state.known
+        return remembered(generator, adam), known

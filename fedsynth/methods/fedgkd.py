@@ -7,8 +7,8 @@ The loss of an example depends on that example and on released models alone, so 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from math import inf
 from typing import ClassVar
 
@@ -16,11 +16,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message, ModelParameters, public
-from fedsynth.core.method import Memory, RoundContext, ServerState
+from fedsynth.core.method import Memory
+from fedsynth.core.state import ServerState
 from fedsynth.core.validation import check_ranges
-from fedsynth.methods.shared.aggregation import average
-from fedsynth.methods.shared.local import Task, TrainsLocally, prefixed, unprefixed
+from fedsynth.methods.shared.aggregation import AveragingState, average
+from fedsynth.methods.shared.local import Task, TrainsLocally
 from fedsynth.privacy.dpsgd import cross_entropies
 
 
@@ -29,6 +31,13 @@ class TeacherDown(ModelParameters):
     """Down: w_t, and the average of the last M global models."""
 
     teacher: Mapping[str, Tensor] = public("goes down, not up")
+
+
+@dataclass(frozen=True)
+class PastState(AveragingState):
+    """The state, with the last M global models, [M, …] for each parameter (empty at first)."""
+
+    past: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -41,6 +50,8 @@ class FedGKD(TrainsLocally):
 
     name: ClassVar[str] = "fedgkd"
     summary: ClassVar[str] = "local training distilled from the average of the last global models"
+    downlink: ClassVar[type[Message]] = TeacherDown
+    state: ClassVar[type[ServerState]] = PastState
     reference: ClassVar[str] = "Yao et al. 2021, FedGKD, arXiv 2107.00051"
 
     gamma: float = 0.2
@@ -50,18 +61,17 @@ class FedGKD(TrainsLocally):
         super().__post_init__()
         check_ranges(self, gamma=(0, inf), buffer=(1, inf))
 
-    def broadcast(self, state: ServerState, context: RoundContext) -> Message:
-        past = unprefixed("past.", state.kept)
+    def broadcast(self, state: PastState, context: RoundContext) -> Message:
         floats = {
             name: value.double().mean(dim=0).to(value.dtype)
-            for name, value in past.items()
+            for name, value in state.past.items()
             if value.is_floating_point()
         }
         return TeacherDown(state.parameters, 1.0, {**state.parameters, **floats})
 
-    def task(self, client: int, message: Message, memory: Memory, context: RoundContext) -> Task:
-        if not isinstance(message, TeacherDown):
-            raise TypeError(f"expected TeacherDown, got {type(message).__name__}")
+    def task(
+        self, client: int, message: TeacherDown, memory: Memory, context: RoundContext
+    ) -> Task:
         teacher = context.load(message.teacher).requires_grad_(False).eval()
 
         def loss(network: nn.Module, x: Tensor, y: Tensor) -> Tensor:
@@ -76,12 +86,11 @@ class FedGKD(TrainsLocally):
         return Task(loss=loss if self.gamma else cross_entropies)
 
     def combine(
-        self, state: ServerState, uploads: Sequence[ModelParameters], context: RoundContext
-    ) -> ServerState:
-        made, past = average(uploads), unprefixed("past.", state.kept)
-        first = {name: value[None] for name, value in state.parameters.items()}
-        kept = {
-            name: torch.cat([past.get(name, first[name]), value[None]])[-self.buffer :]
-            for name, value in made.items()
-        }
-        return ServerState(made, prefixed("past.", kept))
+        self, state: PastState, uploads: Mapping[int, ModelParameters], context: RoundContext
+    ) -> PastState:
+        made = average(uploads)
+        past: dict[str, Tensor] = {}
+        for name, value in made.items():
+            before = state.past.get(name, state.parameters[name][None])
+            past[name] = torch.cat([before, value[None]])[-self.buffer :]
+        return replace(state, parameters=made, past=past)

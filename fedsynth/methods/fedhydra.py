@@ -19,9 +19,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from fedsynth.core.method import RoundContext, ServerState
-from fedsynth.core.validation import check_choice, check_ranges
+from fedsynth.core.context import RoundContext
+from fedsynth.core.method import Presets
+from fedsynth.core.validation import check_choices, check_ranges
 from fedsynth.methods.dense import DistilsWithoutData
+from fedsynth.methods.shared.ensemble import EnsembleState
 from fedsynth.synthesizer.generation.ensembles import (
     Aggregate,
     Stratification,
@@ -60,6 +62,9 @@ class FedHydra(DistilsWithoutData):
     reference: ClassVar[str] = (
         "FedHydra (one-shot, stratified aggregation), Eqs. 2 to 19 of its paper"
     )
+    presets: ClassVar[Presets] = {
+        "digits": {"stratification_steps": 15, "stratification_batch": 16}
+    }
 
     aggregation: str = "stratified"
     columns: str = "in-place"
@@ -72,10 +77,13 @@ class FedHydra(DistilsWithoutData):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_choice("aggregation", self.aggregation, ("stratified", "clients", "average"))
-        check_choice("columns", self.columns, ("in-place", "raw"))
-        check_choice("outputs", self.outputs, ("logits", "probabilities"))
-        check_choice("lessons", self.lessons, ("ensemble", "average"))
+        check_choices(
+            self,
+            aggregation=("stratified", "clients", "average"),
+            columns=("in-place", "raw"),
+            outputs=("logits", "probabilities"),
+            lessons=("ensemble", "average"),
+        )
         check_ranges(
             self,
             stratification_steps=(2, inf),
@@ -110,16 +118,17 @@ class FedHydra(DistilsWithoutData):
         self,
         models: Sequence[nn.Module],
         student: nn.Module,
-        state: ServerState,
+        state: EnsembleState,
         context: RoundContext,
-    ) -> ServerState:
+    ) -> EnsembleState:
         for model in models:
             model.requires_grad_(False).eval()
         u = self.stratify(models, context)
         lessons = average_of_logits if self.lessons == "average" else None
         tallies = self.fit_student(models, student, self.aggregate(u), context, lessons)
         weights = stratified_weights(u, in_place=self.columns == "in-place")
-        return ServerState({}, {**tallies, **dict(zip(ARTEFACTS, (u, *weights), strict=True))})
+        matrices = dict(zip(ARTEFACTS, (u, *weights), strict=True))
+        return EnsembleState({}, tallies=tallies, matrices=matrices)
 
-    def artefacts(self, state: ServerState) -> Mapping[str, Tensor]:
-        return {name: state.kept[name] for name in ARTEFACTS if name in state.kept}
+    def artefacts(self, state: EnsembleState) -> Mapping[str, Tensor]:
+        return state.matrices

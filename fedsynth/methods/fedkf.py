@@ -22,11 +22,13 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
+from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message, ModelParameters, public
-from fedsynth.core.method import Memory, RoundContext, ServerState
-from fedsynth.core.validation import check_choice, check_embedding, check_ranges
+from fedsynth.core.method import Memory, Presets
+from fedsynth.core.validation import check_choices, check_embedding, check_ranges
 from fedsynth.evaluation.generated import GENERATOR, average, describe
-from fedsynth.methods.shared.local import Task, TrainsLocally, plain_upload, unprefixed
+from fedsynth.methods.shared.aggregation import AveragingState
+from fedsynth.methods.shared.local import Task, TrainsLocally, plain_upload
 from fedsynth.seeding import torch_generator
 from fedsynth.synthesizer.generation.generator_memory import PREFIX
 from fedsynth.synthesizer.generation.generators import make_generator
@@ -68,6 +70,11 @@ class FedKF(TrainsLocally):
         "clients distil the average of all cached models into theirs, on images of a generator of their own"
     )
     reference: ClassVar[str] = "Zhou et al. 2023, FedKF, arXiv 2207.10447"
+    presets: ClassVar[Presets] = {
+        "digits": {"lr": 0.2, "generator_width": 8, "generator_batch": 32}
+    }
+
+    downlink: ClassVar[type[Message]] = TwoModels
 
     batch: int = 64
     momentum: float = 0.0
@@ -85,7 +92,7 @@ class FedKF(TrainsLocally):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_choice("teacher", self.teacher, ("oca", "aca"))
+        check_choices(self, teacher=("oca", "aca"))
         check_ranges(
             self,
             distillation=(0, inf),
@@ -107,14 +114,11 @@ class FedKF(TrainsLocally):
     def keeps_cache(self) -> bool:
         return True
 
-    def broadcast(self, state: ServerState, context: RoundContext) -> Message:
-        return TwoModels(
-            state.parameters, 1.0, unprefixed("oca.", state.kept) if self.teacher == "oca" else {}
-        )
+    def broadcast(self, state: AveragingState, context: RoundContext) -> Message:
+        teacher = state.overall if self.teacher == "oca" else {}
+        return TwoModels(state.parameters, 1.0, teacher)
 
-    def task(self, client: int, message: Message, memory: Memory, context: RoundContext) -> Task:
-        if not isinstance(message, TwoModels):
-            raise TypeError(f"expected TwoModels, got {type(message).__name__}")
+    def task(self, client: int, message: TwoModels, memory: Memory, context: RoundContext) -> Task:
         if context.round <= self.plain_rounds or self.distillation == 0:
             return Task(finish=lambda model, trained: (plain_upload(model, trained)[0], memory))
         device = context.device
@@ -144,7 +148,11 @@ class FedKF(TrainsLocally):
             ),
         )
 
-    def client_facts(self, memories: Sequence[Memory], context: RoundContext) -> Mapping[str, Any]:
-        """The generators' facts, averaged over the round's clients that have one."""
-        facts = average([describe(memory[TALLY]) for memory in memories if TALLY in memory])
-        return {GENERATOR: facts} if facts else {}
+    def client_facts(self, memory: Memory, context: RoundContext) -> Mapping[str, Any]:
+        """The facts of the client's generator, if it has one."""
+        return {GENERATOR: describe(memory[TALLY])} if TALLY in memory else {}
+
+    def merge_facts(self, facts: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+        """Averaged over the round's clients that have a generator."""
+        merged = average([one[GENERATOR] for one in facts if GENERATOR in one])
+        return {GENERATOR: merged} if merged else {}

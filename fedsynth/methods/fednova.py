@@ -6,16 +6,17 @@ Client: τ_k steps of SGD with momentum ρ make w_k; ‖a_k‖₁ = (τ_k − ρ
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from torch import nn
 
+from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message, ModelParameters, public
-from fedsynth.core.method import Memory, RoundContext, ServerState
+from fedsynth.core.method import Memory
 from fedsynth.errors import SettingError
-from fedsynth.methods.shared.aggregation import average, trainable
+from fedsynth.methods.shared.aggregation import AveragingState, average, trainable
 from fedsynth.methods.shared.local import Task, Trained, TrainsLocally
 
 
@@ -39,9 +40,11 @@ class FedNova(TrainsLocally):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.momentum >= 1:
-            raise SettingError(f"fednova needs momentum below 1, got {self.momentum}")
+            raise SettingError("method", "momentum", f"must be below 1, got {self.momentum}")
 
-    def task(self, client: int, message: Message, memory: Memory, context: RoundContext) -> Task:
+    def task(
+        self, client: int, message: ModelParameters, memory: Memory, context: RoundContext
+    ) -> Task:
         def finish(model: nn.Module, trained: Trained) -> tuple[Message, Memory]:
             return NormalisedModel(
                 model.state_dict(), trained.weight, reach(trained.steps, self.momentum)
@@ -50,10 +53,11 @@ class FedNova(TrainsLocally):
         return Task(finish=finish)
 
     def combine(
-        self, state: ServerState, uploads: Sequence[ModelParameters], context: RoundContext
-    ) -> ServerState:
-        sent = [u for u in uploads if isinstance(u, NormalisedModel)]
-        made, total = average(sent), sum(u.weight for u in sent)
+        self, state: AveragingState, uploads: Mapping[int, NormalisedModel], context: RoundContext
+    ) -> AveragingState:
+        sent = uploads.values()
+        made = average(uploads)
+        total = sum(u.weight for u in sent)
         effective = sum(u.weight / total * u.norm for u in sent)
         for name in trainable(context):
             old = state.parameters[name]
@@ -62,7 +66,7 @@ class FedNova(TrainsLocally):
                 start=old.double() * 0,
             )
             made[name] = (old.double() - effective * step).to(old.dtype)
-        return ServerState(made)
+        return replace(state, parameters=made)
 
 
 def reach(steps: int, momentum: float) -> float:

@@ -7,7 +7,7 @@ rises, lowered by 0.1 after five falls in a row.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import inf
 from typing import Any, ClassVar
@@ -16,11 +16,13 @@ import torch
 from torch import nn
 
 from fedsynth.core.client import ClientGroup, OpenClients
-from fedsynth.core.messages import Message, ModelParameters, parameters_of, public
-from fedsynth.core.method import Memory, PrivatePlan, RoundContext, ServerState
+from fedsynth.core.context import RoundContext
+from fedsynth.core.messages import Message, ModelParameters, public
+from fedsynth.core.method import Memory, PrivatePlan
+from fedsynth.core.state import ServerState
 from fedsynth.core.validation import check_ranges
 from fedsynth.errors import SettingError
-from fedsynth.methods.shared.aggregation import average
+from fedsynth.methods.shared.aggregation import AveragingState, average
 from fedsynth.methods.shared.local import Task, Trained, TrainsLocally, mean_loss
 from fedsynth.models.flat import flatten_named
 from fedsynth.privacy.settings import PrivacySettings
@@ -44,6 +46,21 @@ class LossModel(ModelParameters):
 
 
 @dataclass(frozen=True)
+class ProxState(AveragingState):
+    """The state, with what adaptive μ goes by.
+
+    Args:
+        mu: the next round's μ; None: the setting's.
+        loss: the clients' mean loss in the last round; None: there was none.
+        falls: rounds in a row in which it fell.
+    """
+
+    mu: float | None = None
+    loss: float | None = None
+    falls: int = 0
+
+
+@dataclass(frozen=True)
 class FedProx(TrainsLocally):
     """Settings: see `TrainsLocally`, and
 
@@ -59,7 +76,9 @@ class FedProx(TrainsLocally):
     summary: ClassVar[str] = "FedAvg with a proximal term, and stragglers' partial work kept"
     reference: ClassVar[str] = "Li et al. 2020, FedProx, arXiv 1812.06127"
     one_pass: ClassVar[bool] = True
+    downlink: ClassVar[type[Message]] = ProxMessage
     upload: ClassVar[type[Message]] = LossModel
+    state: ClassVar[type[ServerState]] = ProxState
 
     mu: float = 0.01
     adaptive: bool = False
@@ -74,33 +93,32 @@ class FedProx(TrainsLocally):
     ) -> tuple[PrivatePlan, ...]:
         if self.adaptive:
             raise SettingError(
-                "adaptive μ needs the clients' losses, which no mechanism here protects: adaptive=false with differential privacy"
+                "method",
+                "adaptive",
+                "must be false with differential privacy: an adaptive μ needs the clients' losses, "
+                "which no mechanism here protects",
             )
         return super().private_plans(privacy, context)
 
-    def broadcast(self, state: ServerState, context: RoundContext) -> Message:
-        return ProxMessage(
-            state.parameters, 1.0, float(state.kept["mu"]) if "mu" in state.kept else self.mu
-        )
+    def broadcast(self, state: ProxState, context: RoundContext) -> Message:
+        return ProxMessage(state.parameters, 1.0, self.mu if state.mu is None else state.mu)
 
     def complete(
         self,
-        upload: Message,
+        upload: LossModel,
         clients: ClientGroup,
         position: int,
-        message: Message,
+        message: ProxMessage,
         context: RoundContext,
     ) -> Message:
-        if not (
-            self.adaptive and isinstance(upload, LossModel) and isinstance(clients, OpenClients)
-        ):
+        if not (self.adaptive and isinstance(clients, OpenClients)):
             return upload
-        model = context.load(parameters_of(message)).eval()
+        model = context.load(message.parameters).eval()
         return replace(upload, loss=mean_loss(model, clients, position))
 
-    def task(self, client: int, message: Message, memory: Memory, context: RoundContext) -> Task:
-        if not isinstance(message, ProxMessage):
-            raise TypeError(f"expected ProxMessage, got {type(message).__name__}")
+    def task(
+        self, client: int, message: ProxMessage, memory: Memory, context: RoundContext
+    ) -> Task:
         center = flatten_named(message.parameters, context.architecture)
         pull = Pull(message.mu, center, torch.zeros_like(center))
 
@@ -109,33 +127,27 @@ class FedProx(TrainsLocally):
 
         return Task(penalty=pull if message.mu else None, finish=finish)
 
-    def facts(self, state: ServerState, context: RoundContext) -> Mapping[str, Any]:
+    def facts(self, state: ProxState, context: RoundContext) -> Mapping[str, Any]:
         """Also the μ that the next round has, where it adapts."""
-        return {
-            **super().facts(state, context),
-            **({"mu": float(state.kept["mu"])} if "mu" in state.kept else {}),
-        }
+        facts = super().facts(state, context)
+        return facts if state.mu is None else {**facts, "mu": state.mu}
 
     def combine(
-        self, state: ServerState, uploads: Sequence[ModelParameters], context: RoundContext
-    ) -> ServerState:
+        self, state: ProxState, uploads: Mapping[int, LossModel], context: RoundContext
+    ) -> ProxState:
         made = average(uploads, even=not self.by_size)
         if not self.adaptive:
-            return ServerState(made)
-        sizes = sum(u.weight for u in uploads)
-        loss = sum(u.loss * u.weight for u in uploads if isinstance(u, LossModel)) / sizes
-        before = {
-            name: float(value)
-            for name, value in state.kept.items()
-            if name in ("mu", "loss", "falls")
-        }
-        mu, falls = before.get("mu", self.mu), before.get("falls", 0.0)
-        if "loss" in before:
-            falls = 0.0 if loss > before["loss"] else falls + 1
-            mu = mu + CHANGE if loss > before["loss"] else mu
-            if falls == PATIENCE:
-                mu, falls = max(0.0, mu - CHANGE), 0.0
-        kept = {"mu": mu, "loss": loss, "falls": falls}
-        return ServerState(
-            made, {name: torch.tensor(value, dtype=torch.float64) for name, value in kept.items()}
-        )
+            return replace(state, parameters=made)
+        sizes = sum(u.weight for u in uploads.values())
+        loss = sum(u.loss * u.weight for u in uploads.values()) / sizes
+        mu = self.mu if state.mu is None else state.mu
+        falls = state.falls
+        if state.loss is not None:
+            rises = loss > state.loss
+            falls = 0 if rises else falls + 1
+            if rises:
+                mu += CHANGE
+            elif falls == PATIENCE:
+                mu = max(0.0, mu - CHANGE)
+                falls = 0
+        return replace(state, parameters=made, mu=mu, loss=loss, falls=falls)

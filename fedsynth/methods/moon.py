@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedsynth.core.messages import Message, ModelParameters, parameters_of
-from fedsynth.core.method import Memory, RoundContext
+from fedsynth.core.context import RoundContext
+from fedsynth.core.messages import Message, ModelParameters
+from fedsynth.core.method import Memory
 from fedsynth.core.validation import check_embedding, check_ranges
 from fedsynth.methods.shared.local import Task, Trained, TrainsLocally
 
@@ -38,7 +39,7 @@ class Moon(TrainsLocally):
     Args:
         mu: weight of ℓ_con: 1 in FedAF's comparison (the paper tunes it over {0.1, 1, 5, 10}). 0 is FedAvg, weighted by n_k.
         temperature: τ, 0.5 as in the paper. The representation is the embedding; the paper's networks have a projection head there:
-            `--set model.projection=256` (for all methods of a comparison: it is a larger model, and more bytes).
+            `model.projection=256` (for all methods of a comparison: it is a larger model, and more bytes).
     """
 
     name: ClassVar[str] = "moon"
@@ -57,9 +58,11 @@ class Moon(TrainsLocally):
     def check_model(self, model: nn.Module) -> None:
         check_embedding(self.name, model)
 
-    def task(self, client: int, message: Message, memory: Memory, context: RoundContext) -> Task:
-        whole = context.load(parameters_of(message)).requires_grad_(False).eval()
-        last = context.load(memory or parameters_of(message)).requires_grad_(False).eval()
+    def task(
+        self, client: int, message: ModelParameters, memory: Memory, context: RoundContext
+    ) -> Task:
+        whole = context.load(message.parameters).requires_grad_(False).eval()
+        last = context.load(memory or message.parameters).requires_grad_(False).eval()
 
         def loss(network: nn.Module, x: Tensor, y: Tensor) -> Tensor:
             z = network.embed(x)  # type: ignore[operator]

@@ -6,16 +6,16 @@ h_k = q·F_k^{q−1}·‖Δw_k‖² + L·F_k^q.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from math import inf
 from typing import ClassVar
 
 from fedsynth.core.client import ClientGroup, OpenClients
-from fedsynth.core.messages import Message, ModelParameters, parameters_of, unprotected
-from fedsynth.core.method import RoundContext, ServerState
+from fedsynth.core.context import RoundContext
+from fedsynth.core.messages import Message, ModelParameters, unprotected
 from fedsynth.core.validation import check_ranges
-from fedsynth.methods.shared.aggregation import average, trainable
+from fedsynth.methods.shared.aggregation import AveragingState, average, trainable
 from fedsynth.methods.shared.local import TrainsLocally, mean_loss
 
 TINY = 1e-10  # the public code's guard of F_k
@@ -55,23 +55,23 @@ class QFFL(TrainsLocally):
 
     def complete(
         self,
-        upload: Message,
+        upload: ModelParameters,
         clients: ClientGroup,
         position: int,
-        message: Message,
+        message: ModelParameters,
         context: RoundContext,
     ) -> Message:
-        if not isinstance(clients, OpenClients) or not isinstance(upload, ModelParameters):
+        if not isinstance(clients, OpenClients):
             raise TypeError(self.refusal)
-        model = context.load(parameters_of(message)).eval()
+        model = context.load(message.parameters).eval()
         return FairModel(upload.parameters, upload.weight, mean_loss(model, clients, position))
 
     def combine(
-        self, state: ServerState, uploads: Sequence[ModelParameters], context: RoundContext
-    ) -> ServerState:
-        sent = [u for u in uploads if isinstance(u, FairModel)]
+        self, state: AveragingState, uploads: Mapping[int, FairModel], context: RoundContext
+    ) -> AveragingState:
+        sent = list(uploads.values())
         names, lipschitz = trainable(context), 1 / self.lr
-        made = average(sent, even=True)
+        made = average(uploads, even=True)
         steps = [
             {n: lipschitz * (state.parameters[n] - u.parameters[n]).double() for n in names}
             for u in sent
@@ -93,4 +93,4 @@ class QFFL(TrainsLocally):
             made[name] = (state.parameters[name].double() - step / total).to(
                 state.parameters[name].dtype
             )
-        return ServerState(made)
+        return replace(state, parameters=made)

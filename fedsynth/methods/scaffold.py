@@ -8,19 +8,21 @@ With differential privacy y's iterates are releases, and c_k is computed from th
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from math import inf
 from typing import ClassVar
 
 from torch import Tensor, nn
 
+from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message, ModelParameters, public, released
-from fedsynth.core.method import Memory, RoundContext, ServerState
+from fedsynth.core.method import Memory
+from fedsynth.core.state import ServerState
 from fedsynth.core.validation import check_ranges
 from fedsynth.errors import SettingError
-from fedsynth.methods.shared.aggregation import average, trainable
-from fedsynth.methods.shared.local import Task, Trained, TrainsLocally, prefixed, unprefixed
+from fedsynth.methods.shared.aggregation import AveragingState, average, trainable
+from fedsynth.methods.shared.local import Task, Trained, TrainsLocally
 from fedsynth.models.flat import flatten_named
 from fedsynth.training.sgd import Pull
 
@@ -40,6 +42,13 @@ class ControlUp(ModelParameters):
 
 
 @dataclass(frozen=True)
+class ControlState(AveragingState):
+    """The state, with c (empty at first: zero)."""
+
+    control: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Scaffold(TrainsLocally):
     """Settings: see `TrainsLocally`, and
 
@@ -52,7 +61,9 @@ class Scaffold(TrainsLocally):
     summary: ClassVar[str] = "control variates correct the drift of local training"
     reference: ClassVar[str] = "Karimireddy et al. 2020, SCAFFOLD, arXiv 1910.06378"
     one_pass: ClassVar[bool] = True
+    downlink: ClassVar[type[Message]] = ControlDown
     upload: ClassVar[type[Message]] = ControlUp
+    state: ClassVar[type[ServerState]] = ControlState
 
     momentum: float = 0.0
     server_lr: float = 1.0
@@ -62,15 +73,18 @@ class Scaffold(TrainsLocally):
         check_ranges(self, server_lr=(0, inf), lr=(1e-12, inf))
         if self.momentum:
             raise SettingError(
-                f"scaffold takes plain steps, as option II reads its control from them: momentum must be 0, got {self.momentum}"
+                "method",
+                "momentum",
+                f"must be 0, got {self.momentum}: scaffold's option II reads its control from "
+                "plain steps",
             )
 
-    def broadcast(self, state: ServerState, context: RoundContext) -> Message:
-        return ControlDown(state.parameters, 1.0, unprefixed("control.", state.kept))
+    def broadcast(self, state: ControlState, context: RoundContext) -> Message:
+        return ControlDown(state.parameters, 1.0, state.control)
 
-    def task(self, client: int, message: Message, memory: Memory, context: RoundContext) -> Task:
-        if not isinstance(message, ControlDown):
-            raise TypeError(f"expected ControlDown, got {type(message).__name__}")
+    def task(
+        self, client: int, message: ControlDown, memory: Memory, context: RoundContext
+    ) -> Task:
         x = {name: message.parameters[name] for name in trainable(context)}
         c = {name: message.control.get(name, value * 0) for name, value in x.items()}
         mine = {name: memory.get(name, value * 0) for name, value in x.items()}
@@ -94,19 +108,19 @@ class Scaffold(TrainsLocally):
         return Task(penalty=correction, finish=finish)
 
     def combine(
-        self, state: ServerState, uploads: Sequence[ModelParameters], context: RoundContext
-    ) -> ServerState:
-        sent = [u for u in uploads if isinstance(u, ControlUp)]
-        mean = average(sent, even=True)
-        old, control = unprefixed("control.", state.kept), {}
+        self, state: ControlState, uploads: Mapping[int, ControlUp], context: RoundContext
+    ) -> ControlState:
+        mean = average(uploads, even=True)
+        old = state.control
+        control: dict[str, Tensor] = {}
         made = dict(mean)
         for name in trainable(context):
             made[name] = state.parameters[name] + self.server_lr * (
                 mean[name] - state.parameters[name]
             )
             change = (
-                sum((u.control[name] for u in sent), start=state.parameters[name] * 0)
+                sum((u.control[name] for u in uploads.values()), start=state.parameters[name] * 0)
                 / context.clients
             )
             control[name] = old[name] + change if old else change
-        return ServerState(made, prefixed("control.", control))
+        return replace(state, parameters=made, control=control)

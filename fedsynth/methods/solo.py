@@ -6,14 +6,16 @@ splits (`--local-test`), on which each is tested with its own model.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import Tensor, nn
 
-from fedsynth.core.messages import Message, parameters_of
-from fedsynth.core.method import Memory, RoundContext, ServerState
+from fedsynth.core.context import RoundContext
+from fedsynth.core.messages import Message, ModelParameters
+from fedsynth.core.method import Memory
+from fedsynth.core.state import ServerState
 from fedsynth.errors import SettingError
 from fedsynth.methods.shared.local import Task, Trained, TrainsLocally
 
@@ -41,21 +43,25 @@ class Solo(TrainsLocally):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.final == "oca":
-            raise SettingError("solo has no common model: final=oca has no meaning here")
+            raise SettingError(
+                "method", "final", "has no meaning for solo, which has no common model", value="oca"
+            )
 
     def start_model(
-        self, client: int, message: Message, memory: Memory, context: RoundContext
+        self, client: int, message: ModelParameters, memory: Memory, context: RoundContext
     ) -> nn.Module:
-        return context.load(memory or parameters_of(message))
+        return context.load(memory or message.parameters)
 
-    def task(self, client: int, message: Message, memory: Memory, context: RoundContext) -> Task:
+    def task(
+        self, client: int, message: ModelParameters, memory: Memory, context: RoundContext
+    ) -> Task:
         def finish(model: nn.Module, trained: Trained) -> tuple[Message, Memory]:
             return Nothing(), {name: value.clone() for name, value in model.state_dict().items()}
 
         return Task(finish=finish)
 
     def server_step(
-        self, state: ServerState, uploads: Sequence[Message], context: RoundContext
+        self, state: ServerState, uploads: Mapping[int, Nothing], context: RoundContext
     ) -> ServerState:
         return state
 

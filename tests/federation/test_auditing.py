@@ -222,13 +222,13 @@ def test_the_client_is_one_that_takes_part_most_often() -> None:
 @pytest.mark.parametrize(
     ("change", "options", "message"),
     [
-        ({"privacy": None}, {}, "--dp-sigma or --dp-epsilon"),
-        ({}, {"canaries": 1}, "at least 2 canaries"),
+        ({"privacy": None}, {}, "privacy.noise_multiplier or privacy.epsilon must be set"),
+        ({}, {"canaries": 1}, "canaries must be at least 2"),
         ({}, {"guesses": 7}, "even number"),
         ({}, {"guesses": 1002}, "even number"),
-        ({}, {"confidence": 1.0}, "--confidence"),
+        ({}, {"confidence": 1.0}, "confidence must be in"),
         ({}, {"canaries_as": "vector"}, "vectors"),
-        ({"memory_gb": 1e-6}, {"canaries_as": "images"}, "fewer canaries"),
+        ({"memory_gb": 1e-6}, {"canaries_as": "images"}, "canaries are too many"),
     ],
 )
 def test_what_cannot_be_audited_is_refused_by_name(

@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 import torch
-
 from fedsynth.federation.private_run import provenance
+
 from fedsynth.federation.settings import resolve, to_toml
 from fedsynth.federation.simulation import simulate
 from fedsynth.federation.verification import _same_refusal, verify_run

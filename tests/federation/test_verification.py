@@ -11,9 +11,10 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
+from fedsynth.federation.private_run import PrivateRun
 
 from fedsynth import FedAvg, from_arrays, load_dataset
-from fedsynth.federation.private_run import PrivateRun
+from fedsynth.federation import server
 from fedsynth.federation.settings import RunSettings, resolve
 from fedsynth.federation.simulation import RunResult, simulate
 from fedsynth.federation.verification import (
@@ -240,16 +241,14 @@ class StoppedError(Exception):
 
 def stopped(output: Path, chosen: RunSettings, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A run that ends in round 2 after the clients' releases, as a crash would end it."""
-    import fedsynth.federation.simulation as simulation
-
-    check = simulation._check_finite
+    check = server.check_finite
 
     def crash(tensors: Mapping[str, torch.Tensor], whose: str, number: int) -> None:
         if number == 2:
             raise StoppedError
         check(tensors, whose, number)
 
-    monkeypatch.setattr(simulation, "_check_finite", crash)
+    monkeypatch.setattr(server, "check_finite", crash)
     with pytest.raises(StoppedError):
         simulate(chosen, output=output)
     monkeypatch.undo()
@@ -289,7 +288,7 @@ def test_an_abandoned_runs_metrics_may_be_torn_and_its_ledgers_elsewhere(
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"round": 2, "epsi')
     kept.rename(tmp_path / "moved")
-    with pytest.raises(PrivacyError, match="--ledger"):
+    with pytest.raises(PrivacyError, match="with ledger"):
         unfinished_report(folder)
     write_report(unfinished_report(folder, ledger=tmp_path / "moved"), folder)
     assert found(folder, ledger=tmp_path / "moved") == []

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from fedsynth.core.client import OpenClients
-from fedsynth.core.messages import Message
-from fedsynth.core.method import RoundContext, ServerState
+from fedsynth.core.context import RoundContext, round_context
 from fedsynth.data.images import ImageData, from_arrays
 from fedsynth.data.registry import DatasetSpec, dataset_spec
 from fedsynth.errors import SettingError
 from fedsynth.federation.participation import Participation
+from fedsynth.federation.server import Server
 from fedsynth.federation.settings import resolve
 from fedsynth.federation.simulation import simulate
 from fedsynth.methods.fedavg import FedAvg
@@ -29,15 +29,17 @@ from fedsynth.methods.fedbn import FedBN, local_names
 from fedsynth.methods.feddyn import FedDyn
 from fedsynth.methods.fedgkd import FedGKD
 from fedsynth.methods.fednova import FedNova, reach
-from fedsynth.methods.fedprox import FedProx
+from fedsynth.methods.fedprox import FedProx, LossModel, ProxState
 from fedsynth.methods.moon import Moon, contrastive
 from fedsynth.methods.qffl import QFFL
 from fedsynth.methods.scaffold import Scaffold
+from fedsynth.methods.shared.aggregation import AveragingState
 from fedsynth.methods.shared.local import TrainsLocally
 from fedsynth.models.flat import flatten
 from fedsynth.models.registry import ModelSettings, build_model
 from fedsynth.privacy.errors import UnaccountedReleaseError
 from fedsynth.seeding import torch_generator
+from tests.rounds import play
 
 Array = npt.NDArray[np.float64]
 SPEC = DatasetSpec("tiny", 1, 2, 2, 3, 9, 3, (0.0,), (1.0,), ("a", "b", "c"), "made up")
@@ -84,7 +86,7 @@ def data(device: torch.device) -> ImageData:
 
 
 def context(number: int, device: torch.device, active: tuple[int, ...] = (0, 1, 2)) -> RoundContext:
-    return RoundContext(
+    return round_context(
         number, 0, device, SPEC, Linear(), 3.0, clients=3, participants=active, sizes=SIZES
     )
 
@@ -106,21 +108,16 @@ def each_round(
     method: TrainsLocally, device: torch.device, active: tuple[tuple[int, ...], ...], grouped: bool
 ) -> list[Array]:
     """The global model after each round, with all clients in a group, or each alone."""
-    state = ServerState({name: value.to(device) for name, value in Linear().state_dict().items()})
-    memories: dict[int, Any] = {0: {}, 1: {}, 2: {}}
+    server = Server(method, {n: value.to(device) for n, value in Linear().state_dict().items()})
+    memories: dict[int, Any] = {}
     found = []
     for number, ids in enumerate(active, 1):
-        ctx, uploads = context(number, device, ids), list[Message]()
-        message = method.broadcast(state, ctx)
-        for some in [ids] if grouped else [(k,) for k in ids]:
-            clients = OpenClients(some, data(device), [PARTS[k] for k in some])
-            results = method.client_step(message, clients, [memories[k] for k in some], ctx)
-            for k, (upload, memory) in zip(some, results, strict=True):
-                assert type(upload) is method.upload
-                uploads.append(upload)
-                memories[k] = memory
-        state = method.server_step(state, uploads, ctx)
-        found.append(as_array(state.parameters))
+        groups = [
+            OpenClients(some, data(device), [PARTS[k] for k in some])
+            for some in ([ids] if grouped else [(k,) for k in ids])
+        ]
+        play(server, groups, memories, context(number, device, ids))
+        found.append(as_array(server.state.parameters))
     return found
 
 
@@ -215,11 +212,12 @@ def test_fedprox_keeps_partial_work_and_fedavg_drops_it(device: torch.device) ->
 def test_fedproxs_mu_adapts_to_the_loss() -> None:
     """Raised when the loss rises, lowered after five falls in a row."""
     method = FedProx(mu=0.5, adaptive=True)
-    state, ctx, seen = ServerState(dict(Linear().state_dict())), context(1, torch.device("cpu")), []
+    state = ProxState(dict(Linear().state_dict()))
+    ctx, seen = context(1, torch.device("cpu")), []
     for value in (1.0, 2.0, 1.9, 1.8, 1.7, 1.6, 1.5, 1.4):
-        upload = method.upload(state.parameters, 1.0, value)  # type: ignore[call-arg]
-        state = method.server_step(state, [upload], ctx)
-        seen.append(round(float(state.kept["mu"]), 6))
+        state = method.combine(state, {0: LossModel(state.parameters, 1.0, value)}, ctx)
+        assert state.mu is not None
+        seen.append(round(state.mu, 6))
     assert seen == [0.5, 0.6, 0.6, 0.6, 0.6, 0.6, 0.5, 0.5]
     message: Any = method.broadcast(state, ctx)
     assert message.mu == pytest.approx(0.5)
@@ -228,7 +226,7 @@ def test_fedproxs_mu_adapts_to_the_loss() -> None:
 def test_adaptive_fedprox_uploads_the_loss_of_the_global_model(device: torch.device) -> None:
     method, ctx = FedProx(**FULL, adaptive=True), context(1, device)
     message = method.broadcast(
-        ServerState({n: v.to(device) for n, v in Linear().state_dict().items()}), ctx
+        ProxState({n: v.to(device) for n, v in Linear().state_dict().items()}), ctx
     )
     results = method.client_step(
         message, OpenClients((0, 1, 2), data(device), PARTS), [{}, {}, {}], ctx
@@ -367,9 +365,9 @@ def test_two_rounds_of_moon_equal_plain_torch() -> None:
         parameters: Any = {name: value.to(device) for name, value in start.state_dict().items()}
         memory: Any = {}
         for number in (1, 2):
-            ctx = RoundContext(number, 0, device, spec, start, 6.0, clients=1)
+            ctx = round_context(number, 0, device, spec, start, 6.0, clients=1)
             ((upload, memory),) = method.client_step(
-                method.broadcast(ServerState(parameters), ctx), clients, [memory], ctx
+                method.broadcast(method.initial_state(parameters), ctx), clients, [memory], ctx
             )
             parameters = {name: 0.5 * value for name, value in upload.parameters.items()}  # type: ignore[attr-defined]  # another model
         return torch.cat(
@@ -413,14 +411,14 @@ def test_fedbn_keeps_batch_norms_and_averages_the_rest(device: torch.device) -> 
         [torch.arange(3), torch.arange(3, 8)],
     )
     method = FedBN(**{**FULL, "lr": 0.1})
-    ctx = RoundContext(1, 0, device, spec, start, 4.0, clients=2)
-    state = ServerState({name: value.to(device) for name, value in start.state_dict().items()})
+    ctx = round_context(1, 0, device, spec, start, 4.0, clients=2)
+    state = AveragingState({name: value.to(device) for name, value in start.state_dict().items()})
     (a, mine), (b, _) = method.client_step(method.broadcast(state, ctx), clients, [{}, {}], ctx)
     kept = local_names(start)
     assert len(kept) == 2 * 5  # two layers: weight, bias, mean, variance, counter
     assert not kept & set(a.parameters)  # type: ignore[attr-defined]
     assert set(mine) == kept
-    made = method.server_step(state, [a, b], ctx)
+    made = method.server_step(state, {0: a, 1: b}, ctx)
     for name, value in made.parameters.items():
         if name in kept:
             assert torch.equal(value, state.parameters[name])
@@ -432,7 +430,7 @@ def test_fedbn_keeps_batch_norms_and_averages_the_rest(device: torch.device) -> 
     torch.testing.assert_close(
         again.get_buffer("features.1.running_mean"), mine["features.1.running_mean"]
     )
-    with pytest.raises(SettingError, match="--norm batch"):
+    with pytest.raises(SettingError, match=r"model\.norm must be batch"):
         method.check_model(Linear())
 
 
@@ -494,23 +492,13 @@ def test_a_dropped_straggler_is_as_if_it_had_not_taken_part() -> None:
         found, expected = rounds(some, cpu), rounds(whole, cpu, (others, then))
         np.testing.assert_allclose(found, expected, atol=1e-6, err_msg=some.name)
     method, ctx = FedDyn(**FULL, stragglers=0.34, drop_stragglers=True), context(1, cpu)
-    state = ServerState(dict(Linear().state_dict()))
-    results = method.client_step(
-        method.broadcast(state, ctx), OpenClients((0, 1, 2), data(cpu), PARTS), [{}, {}, {}], ctx
-    )
-    assert [bool(memory) for _, memory in results] == [k != dropped for k in range(3)]
-    oca = FedAvg(**FULL, stragglers=1.0, drop_stragglers=True, final="oca")
-    made = oca.server_step(
-        state,
-        [
-            u
-            for u, _ in oca.client_step(
-                oca.broadcast(state, ctx), OpenClients((0, 1, 2), data(cpu), PARTS), [{}] * 3, ctx
-            )
-        ],
-        ctx,
-    )
-    np.testing.assert_allclose(as_array(oca.final_parameters(made)), START, atol=1e-6)
+    start, clients = dict(Linear().state_dict()), OpenClients((0, 1, 2), data(cpu), PARTS)
+    memories: dict[int, Any] = {}
+    play(Server(method, start), [clients], memories, ctx)
+    assert [bool(memories[k]) for k in range(3)] == [k != dropped for k in range(3)]
+    oca = Server(FedAvg(**FULL, stragglers=1.0, drop_stragglers=True, final="oca"), start)
+    play(oca, [clients], {}, ctx)
+    np.testing.assert_allclose(as_array(oca.final_parameters()), START, atol=1e-6)
 
 
 def test_stragglers_are_charged_for_the_steps_that_they_take() -> None:

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from fedsynth.cli.progress import round_line
+from fedsynth.core.context import RoundContext, round_context
 from fedsynth.core.messages import ModelParameters
-from fedsynth.core.method import RoundContext, ServerState
 from fedsynth.data.images import from_arrays
 from fedsynth.data.proxy import ProxyImages
 from fedsynth.data.registry import dataset_spec
@@ -25,7 +25,7 @@ from fedsynth.methods.dense import Dense, generated_facts
 from fedsynth.methods.feddf import FedDF
 from fedsynth.methods.fedhydra import FedHydra
 from fedsynth.methods.shared.aggregation import average
-from fedsynth.methods.shared.ensemble import DistilsEnsemble
+from fedsynth.methods.shared.ensemble import DistilsEnsemble, EnsembleState
 from fedsynth.models.registry import ModelSettings, build_model
 from fedsynth.privacy.errors import ForbiddenLayerError, UnaccountedReleaseError
 from fedsynth.synthesizer.generation.ensembles import average_of_logits
@@ -106,7 +106,7 @@ def test_batch_norm_statistics_are_refused_with_privacy(method: str) -> None:
 
 def context(**changes: Any) -> RoundContext:
     architecture = build_model(ModelSettings(width=4, depth=2), SPEC.image_shape, 10, 0)
-    return RoundContext(
+    return round_context(
         1,
         0,
         torch.device("cpu"),
@@ -117,14 +117,14 @@ def context(**changes: Any) -> RoundContext:
     )
 
 
-def uploads() -> list[ModelParameters]:
-    return [
-        ModelParameters(
+def uploads() -> dict[int, ModelParameters]:
+    return {
+        client: ModelParameters(
             build_model(ModelSettings(width=4, depth=2), SPEC.image_shape, 10, seed).state_dict(),
             weight,
         )
-        for seed, weight in ((1, 1.0), (2, 3.0))
-    ]
+        for client, (seed, weight) in enumerate(((1, 1.0), (2, 3.0)))
+    }
 
 
 @pytest.mark.parametrize("method", [Dense(server_epochs=0), FedDF(server_steps=0, proxy="noise")])
@@ -132,7 +132,7 @@ def test_without_a_step_the_student_is_where_it_starts(method: DistilsEnsemble) 
     """The n_k-weighted average (FedAvg, one shot), or the server's model."""
     pixels = np.zeros((4, 8, 8), np.uint8)
     proxy = ProxyImages(from_arrays(pixels, np.zeros(4, np.int64), SPEC), SPEC)
-    state = ServerState(context().architecture.state_dict())
+    state = EnsembleState(context().architecture.state_dict())
     starts = {
         kind: type(method)(**{**vars(method), "start": kind}) for kind in ("average", "server")
     }
@@ -160,10 +160,9 @@ def test_the_kept_columns_are_of_the_rows_shares() -> None:
     for columns in ("in-place", "raw"):
         small = {**TINY, "stratification_steps": 3, "stratification_batch": 4}
         method = FedHydra(**small, columns=columns)  # type: ignore[arg-type]
-        state = ServerState(context().architecture.state_dict())
-        kept = {
-            k: v.numpy() for k, v in method.server_step(state, uploads(), context()).kept.items()
-        }
+        state = EnsembleState(context().architecture.state_dict())
+        made = method.server_step(state, uploads(), context())
+        kept = {name: matrix.numpy() for name, matrix in method.artefacts(made).items()}
         u = kept["stratification"]
         rows = u / u.sum(1, keepdims=True)
         base = rows if columns == "in-place" else u
@@ -200,7 +199,7 @@ def test_the_student_may_learn_the_average_on_images_of_p(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(OneShotDistillation, "fit", look)
     small: dict[str, Any] = {**TINY, "stratification_steps": 2, "stratification_batch": 4}
-    state = ServerState(context().architecture.state_dict())
+    state = EnsembleState(context().architecture.state_dict())
     for lessons in ("ensemble", "average"):
         FedHydra(**small, lessons=lessons).server_step(state, uploads(), context())
     assert given == [False, True]
@@ -234,8 +233,8 @@ def test_agreement_is_of_the_student_s_images() -> None:
 
     student = build_model(ModelSettings(width=4, depth=2), SPEC.image_shape, 10, 0)
     method = Dense(**{**TINY, "server_epochs": 3, "generator_batch": 200})
-    kept = method.fit_student([Three()], student, average_of_logits, context())
-    said = generated_facts(ServerState({}, kept))
+    tallies = method.fit_student([Three()], student, average_of_logits, context())
+    said = generated_facts(EnsembleState({}, tallies=tallies))
     assert said["agreement"] == pytest.approx(0.1, abs=0.05)
     assert (said["class_entropy"], said["classes"]) == (0, 1)
 
@@ -245,7 +244,7 @@ def test_stratified_and_averaged_aggregation_differ() -> None:
         FedHydra(
             **{**TINY, "stratification_steps": 3, "stratification_batch": 4, "aggregation": kind}
         )  # type: ignore[arg-type]
-        .server_step(ServerState(context().architecture.state_dict()), uploads(), context())
+        .server_step(EnsembleState(context().architecture.state_dict()), uploads(), context())
         .parameters["classifier.weight"]
         for kind in ("stratified", "average")
     ]
@@ -256,7 +255,7 @@ def test_feddf_moves_the_student_to_the_ensemble_on_its_proxy() -> None:
     pixels = np.random.default_rng(0).integers(0, 256, (64, 8, 8)).astype(np.uint8)
     proxy = ProxyImages(from_arrays(pixels, np.zeros(64, np.int64), SPEC), SPEC)
     ctx = context(proxy=proxy)
-    clients = [ctx.load(u.parameters).eval() for u in uploads()]
+    clients = [ctx.load(u.parameters).eval() for u in uploads().values()]
     x = proxy(torch.arange(64))
 
     def apart(parameters: Any) -> float:
@@ -265,14 +264,14 @@ def test_feddf_moves_the_student_to_the_ensemble_on_its_proxy() -> None:
             answer = torch.stack([c(x) for c in clients]).mean(0).softmax(1)
             return float((answer * (answer.log() - student(x).log_softmax(1))).sum(1).mean())
 
-    state = ServerState(ctx.architecture.state_dict())
+    state = EnsembleState(ctx.architecture.state_dict())
     before = apart(average(uploads()))
     made = FedDF(server_steps=30, server_batch=32, server_lr=1e-2).server_step(
         state, uploads(), ctx
     )
     assert apart(made.parameters) < before / 2
     with pytest.raises(
-        SettingError, match="--set proxy=NAME"
+        SettingError, match=r"method\.proxy must name"
     ):  # before anything is trained or charged
         simulate(resolve({"run": {"method": "feddf", "rounds": 1}, "method": {"proxy": ""}}))
 
@@ -294,16 +293,14 @@ def test_models_that_do_not_count_are_not_in_the_ensemble(monkeypatch: pytest.Mo
     monkeypatch.setattr(
         Dense,
         "distil",
-        lambda self, models, student, state, ctx: seen.append(len(models)) or ServerState({}),
+        lambda self, models, student, state, ctx: seen.append(len(models)) or EnsembleState({}),
     )
-    one, two = uploads()
-    state = ServerState(context().architecture.state_dict())
-    Dense().server_step(state, [one, replace(two, weight=0.0)], context())
+    one, two = uploads().values()
+    state = EnsembleState(context().architecture.state_dict())
+    Dense().server_step(state, {0: one, 1: replace(two, weight=0.0)}, context())
     assert seen == [1]
-    assert (
-        Dense().server_step(state, [replace(one, weight=0.0), replace(two, weight=0.0)], context())
-        is state
-    )
+    nobody = {0: replace(one, weight=0.0), 1: replace(two, weight=0.0)}
+    assert Dense().server_step(state, nobody, context()) is state
     with pytest.raises(SettingError, match="no meaning"):
         Dense(final="oca")
 

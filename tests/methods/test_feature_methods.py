@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,16 +14,24 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedsynth.core.client import OpenClients
-from fedsynth.core.messages import Message
-from fedsynth.core.method import RoundContext, ServerState
+from fedsynth.core.context import RoundContext, round_context
 from fedsynth.data.images import ImageData, from_arrays
 from fedsynth.data.registry import DatasetSpec, dataset_spec
 from fedsynth.errors import SettingError
+from fedsynth.federation.server import Server
 from fedsynth.federation.settings import resolve
 from fedsynth.federation.simulation import simulate
 from fedsynth.methods.fedfa_plus import FedFAPlus, StatisticsUp
-from fedsynth.methods.fedfm import FedFM, FedFMLite, anchor_losses
-from fedsynth.methods.fedgen import ASKED, DECAY, POOL, FedGen, GeneratorDown, ensemble_loss
+from fedsynth.methods.fedfm import AnchorState, FedFM, FedFMLite, anchor_losses
+from fedsynth.methods.fedgen import (
+    ASKED,
+    DECAY,
+    POOL,
+    FedGen,
+    GeneratorDown,
+    GeneratorState,
+    ensemble_loss,
+)
 from fedsynth.methods.shared.local import TrainsLocally
 from fedsynth.models.flat import flatten
 from fedsynth.models.registry import ModelSettings, build_model
@@ -39,6 +48,7 @@ from fedsynth.training.feature_statistics import (
     soft_histogram,
     symmetric_divergence,
 )
+from tests.rounds import play
 
 Array = npt.NDArray[np.float64]
 Weights = tuple[Array, Array]  # V [3, 4] and W [3, 4]: f = V x, z = W [f; 1]
@@ -94,7 +104,7 @@ def context(
     active: tuple[int, ...] = (0, 1, 2),
     net: nn.Module | None = None,
 ) -> RoundContext:
-    return RoundContext(
+    return round_context(
         number,
         0,
         device,
@@ -111,31 +121,16 @@ def rounds(
     method: TrainsLocally,
     device: torch.device,
     active: Sequence[tuple[int, ...]] = ((0, 1, 2), (0, 1, 2)),
-) -> tuple[list[Weights], ServerState]:
+) -> tuple[list[Weights], Any]:
     """The global model after each round, and the last state."""
-    state = ServerState(
-        {name: value.to(device) for name, value in TwoLayers().state_dict().items()}
-    )
-    memories: dict[int, Any] = {0: {}, 1: {}, 2: {}}
+    server = Server(method, {n: value.to(device) for n, value in TwoLayers().state_dict().items()})
+    memories: dict[int, Any] = {}
     found = []
     for number, ids in enumerate(active, 1):
-        ctx, uploads = context(number, device, ids), list[Message]()
         clients = OpenClients(ids, data(device), [PARTS[k] for k in ids])
-        question = method.question(state, ctx)
-        if question is not None:
-            answers = method.answer(question, clients, [memories[k] for k in ids], ctx)
-            assert method.answers is not None
-            assert all(type(a) is method.answers for a, _ in answers)
-            state = method.hear(state, [a for a, _ in answers], ctx)
-        message = method.broadcast(state, ctx)
-        for k, (upload, memory) in zip(
-            ids, method.client_step(message, clients, [memories[k] for k in ids], ctx), strict=True
-        ):
-            uploads.append(upload)
-            memories[k] = memory
-        state = method.server_step(state, uploads, ctx)
-        found.append(as_arrays(state.parameters))
-    return found, state
+        play(server, [clients], memories, context(number, device, ids))
+        found.append(as_arrays(server.state.parameters))
+    return found, server.state
 
 
 def features(V: Array, rows: npt.NDArray[np.int64]) -> Array:
@@ -244,7 +239,7 @@ def test_two_rounds_of_fedfm(kind: str, normalise: bool, device: torch.device) -
         expected.append(W)
     found, state = rounds(method, device, ((0, 1, 2), (0,)))
     close(found, expected)
-    np.testing.assert_allclose(state.kept["anchors"].cpu().numpy(), anchors, atol=1e-5)
+    np.testing.assert_allclose(state.anchors.cpu().numpy(), anchors, atol=1e-5)
 
 
 def test_fedfm_lite_makes_its_anchors_after_training(device: torch.device) -> None:
@@ -255,7 +250,7 @@ def test_fedfm_lite_makes_its_anchors_after_training(device: torch.device) -> No
     pull = guided(anchors, "contrastive", 0.7, 0.4, True)
     second = mean([local(first, k, pull) for k in range(3)], SIZES)
     method = FedFMLite(**FULL, weight=0.7, temperature=0.4)
-    assert method.question(ServerState({}), context(1, device)) is None
+    assert method.first_request(AnchorState({}), context(1, device)) is None
     close(rounds(method, device)[0], [first, second])
 
 
@@ -388,7 +383,7 @@ def test_fedgens_generator_is_trained_as_in_plain_torch(device: torch.device) ->
         total.backward()
         adam.step()
     for name, value in generator.state_dict().items():
-        torch.testing.assert_close(state.kept[PREFIX + name], value, atol=2e-4, rtol=1e-2)
+        torch.testing.assert_close(state.learner[PREFIX + name], value, atol=2e-4, rtol=1e-2)
 
 
 def test_fedgens_facts_are_what_the_new_classifier_makes_of_embeddings(
@@ -399,7 +394,7 @@ def test_fedgens_facts_are_what_the_new_classifier_makes_of_embeddings(
     ctx, state = rounds(method, device, ((0, 1, 2),))
     ctx = context(1, device)
     generator = make_latent_generator(3, 3, 0).to(device)
-    weights = {n.removeprefix(PREFIX): v for n, v in state.kept.items() if n.startswith(PREFIX)}
+    weights = {n.removeprefix(PREFIX): v for n, v in state.learner.items() if n.startswith(PREFIX)}
     generator.load_state_dict(weights)
     asked = torch.arange(3, device=device).repeat_interleave(ASKED)
     draws = torch_generator(0, "tally of generated embeddings", device=device)
@@ -411,10 +406,10 @@ def test_fedgens_facts_are_what_the_new_classifier_makes_of_embeddings(
     assert facts["classes"] == len(given.unique())
     always = {n: torch.zeros_like(v) for n, v in state.parameters.items()}
     always["classifier.bias"] = torch.tensor([0.0, 0.0, 1.0], device=device)
-    facts = method.facts(ServerState(always, state.kept), ctx)["generator"]
+    facts = method.facts(replace(state, parameters=always), ctx)["generator"]
     assert facts["agreement"] == pytest.approx(1 / 3)
     assert facts["class_entropy"] == 0
-    assert "generator" not in method.facts(ServerState(always), ctx)
+    assert "generator" not in method.facts(GeneratorState(always), ctx)
 
 
 def test_a_fedgen_example_s_loss_depends_on_itself_alone() -> None:
@@ -498,13 +493,11 @@ def test_two_rounds_of_fedfa_plus_equal_plain_torch() -> None:
     method = FedFAPlus(
         **{**FULL, "lr": 0.05}, probability=1.0, align_weight=0.5, bins=4, bin_temperature=0.1
     )
-    state, memories = ServerState(dict(start.state_dict())), [{}, {}]
+    server, memories = Server(method, dict(start.state_dict())), dict[int, Any]()
     for number in (1, 2):
-        ctx = RoundContext(number, 0, cpu, spec, start, 4.0, clients=2)
-        results = method.client_step(method.broadcast(state, ctx), clients, memories, ctx)
-        uploads, memories = [u for u, _ in results], [dict(m) for _, m in results]
-        assert all(type(u) is StatisticsUp for u in uploads)
-        state = method.server_step(state, uploads, ctx)
+        ctx = round_context(number, 0, cpu, spec, start, 4.0, clients=2)
+        uploads = play(server, [clients], memories, ctx)
+        assert all(type(u) is StatisticsUp for u in uploads.values())
 
     net, gammas, pi, kept = (
         start,
@@ -566,9 +559,10 @@ def test_two_rounds_of_fedfa_plus_equal_plain_torch() -> None:
                 for n in net.state_dict()
             }
         )
+    state: Any = server.state
     made = torch.cat([state.parameters[name].flatten() for name, _ in start.named_parameters()])
     torch.testing.assert_close(made, flatten(net), atol=1e-4, rtol=1e-3)
-    assert set(state.kept) == {
+    assert set(state.statistics) == {
         "histogram",
         *(f"{s}.features.{m}" for s in ("mean", "std") for m in (3, 7)),
     }
@@ -623,7 +617,7 @@ def test_what_cannot_be_run_is_refused() -> None:
             resolve({"run": {"method": "fedfa-plus", "rounds": 1}, "privacy": {"epsilon": 8.0}})
         )
     private = {"privacy": {"epsilon": 8.0}, "method": {"start_round": 2}}
-    with pytest.raises(SettingError, match="start_round=1"):
+    with pytest.raises(SettingError, match=r"method\.start_round must be 1"):
         simulate(resolve({"run": {"method": "fedfm", "rounds": 1}, **private}))
 
 

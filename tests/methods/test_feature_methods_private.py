@@ -11,14 +11,15 @@ import torch
 from torch import Tensor
 
 from fedsynth.core.client import OpenClients, PrivateClients
-from fedsynth.core.method import RoundContext, ServerState
+from fedsynth.core.context import RoundContext, round_context
 from fedsynth.data.images import ImageData, from_arrays
 from fedsynth.data.registry import dataset_spec
 from fedsynth.errors import SettingError
+from fedsynth.federation.server import Server
 from fedsynth.federation.settings import resolve
 from fedsynth.federation.simulation import simulate
-from fedsynth.methods.fedfa_plus import FedFAPlus, StatisticsDown
-from fedsynth.methods.fedfm import CLEAR, FeatureSums, FedFM, FedFMLite
+from fedsynth.methods.fedfa_plus import FedFAPlus
+from fedsynth.methods.fedfm import CLEAR, AnchorState, FeatureSums, FedFM, FedFMLite
 from fedsynth.methods.fedgen import DECAY, FedGen, ModelAndCounts
 from fedsynth.methods.shared.class_sums import class_sums, sums_plans
 from fedsynth.methods.shared.local import TrainsLocally
@@ -27,6 +28,7 @@ from fedsynth.privacy.ledger import Guard, Ledger
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.settings import PrivacySettings
 from fedsynth.synthesizer.generation.generator_memory import PREFIX
+from tests.rounds import play
 
 SPEC, CPU = dataset_spec("digits"), torch.device("cpu")
 NET: Any = build_model(ModelSettings(width=4, depth=2), SPEC.image_shape, 10, 0)
@@ -48,7 +50,7 @@ def context(
         if sigma is None
         else PrivacySettings(noise_multiplier=sigma, sample_rate=1.0, **privacy)
     )
-    return RoundContext(
+    return round_context(
         number,
         0,
         CPU,
@@ -72,8 +74,8 @@ def private(ledger: Ledger | None = None) -> PrivateClients:
     )
 
 
-def state() -> ServerState:
-    return ServerState({name: value.clone() for name, value in NET.state_dict().items()})
+def start() -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in NET.state_dict().items()}
 
 
 def test_without_noise_private_sums_are_the_exact_ones_and_rows_are_clipped() -> None:
@@ -97,17 +99,9 @@ def test_without_noise_private_sums_are_the_exact_ones_and_rows_are_clipped() ->
 
 @pytest.mark.parametrize("kind", [FedFM, FedFMLite])
 def test_each_round_is_charged_as_itself(kind: type[FedFM]) -> None:
-    ledger, method, now = Ledger("0"), kind(**LOCAL), state()
+    ledger, server = Ledger("0"), Server(kind(**LOCAL), start())
     for number in (1, 2):
-        ctx, clients = context(1.0, number), private(ledger)
-        question = method.question(now, ctx)
-        if question is not None:
-            now = method.hear(now, [a for a, _ in method.answer(question, clients, [{}], ctx)], ctx)
-        now = method.server_step(
-            now,
-            [u for u, _ in method.client_step(method.broadcast(now, ctx), clients, [{}], ctx)],
-            ctx,
-        )
+        play(server, [private(ledger)], {}, context(1.0, number))
     charged = sorted((row.round, row.quantity) for row in ledger.releases)
     each = ["class counts", "class sums of features (anchors)", "model update"]
     assert charged == [(number, quantity) for number in (1, 2) for quantity in each]
@@ -126,23 +120,24 @@ def test_anchors_are_of_classes_that_stand_clear_of_the_noise() -> None:
         floor = CLEAR * 2.0 * sigma * sqrt(k)
         counts = torch.zeros(10)
         counts[:3] = torch.tensor([floor * 1.01, floor * 0.99, -floor]) / k
-        sent = [FeatureSums(torch.ones(10, NET.embedding_size), counts) for _ in range(k)]
-        heard = method.hear(state(), sent, context(sigma))
-        assert heard.kept["known"].tolist() == [True] + [False] * 9
+        sent = {i: FeatureSums(torch.ones(10, NET.embedding_size), counts) for i in range(k)}
+        heard = method.first_aggregate(AnchorState(start()), sent, context(sigma))
+        assert heard.known is not None
+        assert heard.anchors is not None
+        assert heard.known.tolist() == [True] + [False] * 9
         torch.testing.assert_close(
-            heard.kept["anchors"][0], torch.full((NET.embedding_size,), 1 / (floor * 1.01 / k))
+            heard.anchors[0], torch.full((NET.embedding_size,), 1 / (floor * 1.01 / k))
         )
-        later = method.hear(
-            heard,
-            [FeatureSums(torch.zeros(10, NET.embedding_size), torch.zeros(10))],
-            context(sigma, 2),
-        )
-        assert later.kept["known"].tolist() == heard.kept["known"].tolist()
-        assert torch.equal(later.kept["anchors"][0], heard.kept["anchors"][0])
-    exact = method.hear(
-        state(), [FeatureSums(torch.ones(10, NET.embedding_size), torch.eye(10)[0])], context()
-    )
-    assert exact.kept["known"].tolist() == [True] + [False] * 9
+        nothing = FeatureSums(torch.zeros(10, NET.embedding_size), torch.zeros(10))
+        later = method.first_aggregate(heard, {0: nothing}, context(sigma, 2))
+        assert later.known is not None
+        assert later.anchors is not None
+        assert later.known.tolist() == heard.known.tolist()
+        assert torch.equal(later.anchors[0], heard.anchors[0])
+    one = FeatureSums(torch.ones(10, NET.embedding_size), torch.eye(10)[0])
+    exact = method.first_aggregate(AnchorState(start()), {0: one}, context())
+    assert exact.known is not None
+    assert exact.known.tolist() == [True] + [False] * 9
 
 
 def vector(upload: Any) -> Tensor:
@@ -152,25 +147,19 @@ def vector(upload: Any) -> Tensor:
 def test_private_training_has_the_methods_losses() -> None:
     """Catches: a loss or penalty that is left out with privacy on. Without noise or clipping, each moves the upload."""
     loud: dict[str, Any] = {"clip": 1e6}
-    known = {
-        "anchors": torch.randn(10, NET.embedding_size, generator=torch.Generator().manual_seed(0))
-    }
-    known["known"] = torch.ones(10, dtype=torch.bool)
+    draws = torch.Generator().manual_seed(0)
+    anchors = torch.randn(10, NET.embedding_size, generator=draws)
+    anchored = AnchorState(start(), anchors=anchors, known=torch.ones(10, dtype=torch.bool))
     found = {}
     for weight in (1e-9, 1.0):
         ctx = context(1e-9, **loud)
-        message = FedFM().broadcast(ServerState(state().parameters, known), ctx)
+        message = FedFM().broadcast(anchored, ctx)
         ((upload, _),) = FedFM(**LOCAL, weight=weight).client_step(message, private(), [{}], ctx)
         found[weight] = vector(upload)
     assert float((found[1.0] - found[1e-9]).norm()) > 0.01
-    trained = FedGen(**LOCAL, generator_steps=2)
-    up = trained.client_step(
-        trained.broadcast(state(), context()),
-        OpenClients([0], data(), [torch.arange(24)]),
-        [{}],
-        context(),
-    )
-    after = trained.server_step(state(), [u for u, _ in up], context(active=(0,)))
+    trained = Server(FedGen(**LOCAL, generator_steps=2), start())
+    play(trained, [OpenClients([0], data(), [torch.arange(24)])], {}, context(active=(0,)))
+    after: Any = trained.state
     moved = {}
     for name, alpha, beta in (("neither", 0.0, 0.0), ("alpha", 5.0, 0.0), ("beta", 0.0, 5.0)):
         ctx, method = context(1e-9, 2, **loud), FedGen(**LOCAL, alpha=alpha, beta=beta)
@@ -183,7 +172,7 @@ def test_private_training_has_the_methods_losses() -> None:
 
 
 def test_anchors_that_nobody_uses_are_not_paid_for() -> None:
-    with pytest.raises(SettingError, match="a weight above 0"):
+    with pytest.raises(SettingError, match=r"method\.weight above 0"):
         simulate(
             resolve(
                 {
@@ -198,15 +187,13 @@ def test_anchors_that_nobody_uses_are_not_paid_for() -> None:
 def test_fedgen_asks_for_classes_that_clients_have_had() -> None:
     """Round 1: clients 0 and 1 with classes 0–3; round 2: client 2 with 4–7. Nobody has 8 and 9, whose examples add nothing."""
     low, high = torch.tensor(np.flatnonzero(LABELS < 4)), torch.tensor(np.flatnonzero(LABELS >= 4))
-    method, now = FedGen(**LOCAL, generator_steps=2, generator_batch=16), state()
+    method = FedGen(**LOCAL, generator_steps=2, generator_batch=16)
+    server = Server(method, start())
     seen = []
     for number, (ids, parts) in enumerate([((0, 1), [low[:6], low[6:]]), ((2,), [high])], 1):
-        ctx = context(None, number, ids)
-        ups = method.client_step(
-            method.broadcast(now, ctx), OpenClients(ids, data(), parts), [{}] * len(ids), ctx
-        )
-        now = method.server_step(now, [u for u, _ in ups], ctx)
-        seen.append(now.kept["known"].tolist())
+        play(server, [OpenClients(ids, data(), parts)], {}, context(None, number, ids))
+        now: Any = server.state
+        seen.append(now.known.tolist())
     assert seen == [[True] * 4 + [False] * 6, [True] * 8 + [False] * 2]
     ctx = context(None, 3)
     task = method.task(0, method.broadcast(now, ctx), {}, ctx)
@@ -225,17 +212,13 @@ def test_fedgens_generator_goes_on_with_its_adam_at_a_falling_rate() -> None:
     method = FedGen(**LOCAL, generator_steps=20, generator_batch=16, generator_decay=0.0)
     one = FedGen(**LOCAL, generator_steps=1, generator_batch=16, generator_decay=0.0)
     clients = OpenClients([0], data(), [torch.arange(24)])
-    ups = [
-        u
-        for u, _ in method.client_step(
-            method.broadcast(state(), context()), clients, [{}], context()
-        )
-    ]
-    first = method.server_step(state(), ups, context(active=(0,)))
-    second = one.server_step(first, ups, context(None, 2, (0,)))
-    assert int(second.kept["adam.0.step"]) == 21
-    step = (second.kept[PREFIX + "out.bias"] - first.kept[PREFIX + "out.bias"]).abs()
-    mean, square = second.kept["adam.5.exp_avg"], second.kept["adam.5.exp_avg_sq"]
+    server = Server(method, start())
+    ups = play(server, [clients], {}, context(active=(0,)))
+    first: Any = server.state
+    second: Any = one.server_step(first, ups, context(None, 2, (0,)))
+    assert int(second.learner["adam.0.step"]) == 21
+    step = (second.learner[PREFIX + "out.bias"] - first.learner[PREFIX + "out.bias"]).abs()
+    mean, square = second.learner["adam.5.exp_avg"], second.learner["adam.5.exp_avg_sq"]
     expected = (
         3e-4 * DECAY * (mean / (1 - 0.9**21)).abs() / ((square / (1 - 0.999**21)).sqrt() + 1e-8)
     )
@@ -245,21 +228,16 @@ def test_fedgens_generator_goes_on_with_its_adam_at_a_falling_rate() -> None:
 @pytest.mark.parametrize("kind", [FedFM, FedFMLite, FedGen, FedFAPlus])
 def test_a_first_round_in_which_nobody_counts(kind: type[TrainsLocally]) -> None:
     """With every client's last model kept (final=oca), what the server keeps is not only the method's."""
-    method, now = kind(**LOCAL, final="oca"), state()
+    method = kind(**LOCAL, final="oca")
+    server = Server(method, start())
     sizes = []
     for number, part in ((1, torch.arange(0)), (2, torch.arange(12)), (3, torch.arange(12))):
         ctx = context(None, number, (0,))
-        clients = OpenClients([0], data(), [part])
-        question = method.question(now, ctx)
-        if question is not None:
-            now = method.hear(now, [a for a, _ in method.answer(question, clients, [{}], ctx)], ctx)
-        message: Any = method.broadcast(now, ctx)
-        if isinstance(message, StatisticsDown):
+        if kind is FedFAPlus:
+            message: Any = method.broadcast(server.state, ctx)
             sizes.append(set(message.statistics))
-        now = method.server_step(
-            now, [u for u, _ in method.client_step(message, clients, [{}], ctx)], ctx
-        )
-        assert method.final_parameters(now).keys() == now.parameters.keys()
+        play(server, [OpenClients([0], data(), [part])], {}, ctx)
+        assert server.final_parameters().keys() == server.state.parameters.keys()
     own = {"histogram", "mean.features.3", "std.features.3", "mean.features.7", "std.features.7"}
     assert sizes == (
         [set(), set(), own] if kind is FedFAPlus else []

@@ -13,15 +13,15 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from fedsynth.core.client import OpenClients, PrivateClients
-from fedsynth.core.messages import ModelParameters
-from fedsynth.core.method import RoundContext, ServerState
+from fedsynth.core.context import RoundContext, round_context
 from fedsynth.data.images import ImageData, denormalise, from_arrays, normalise
 from fedsynth.data.registry import dataset_spec
 from fedsynth.errors import SettingError, UnknownNameError
+from fedsynth.federation.server import Server
 from fedsynth.federation.settings import resolve
 from fedsynth.federation.simulation import simulate
 from fedsynth.methods.fedaf import FedAF
-from fedsynth.methods.shared.knowledge import CondensedSet
+from fedsynth.methods.shared.knowledge import CondensedSet, KnowledgeState
 from fedsynth.models.flat import flatten
 from fedsynth.models.registry import ModelSettings, build_model
 from fedsynth.privacy.errors import ForbiddenLayerError
@@ -32,6 +32,7 @@ from fedsynth.privacy.settings import PrivacySettings
 from fedsynth.seeding import torch_generator
 from fedsynth.synthesizer.condensation.resampling import ResampledNetworks
 from fedsynth.synthesizer.condensation.sets import SyntheticSet
+from tests.rounds import play
 
 SPEC = dataset_spec("digits")
 LABELS = np.array([0, 0, 0, 1, 1, 1, 1, 2, 0, 0, 1, 1])
@@ -57,7 +58,7 @@ def context(
     device: torch.device = CPU,
 ) -> RoundContext:
     architecture = build_model(ModelSettings(width=4, depth=2, norm=norm), SPEC.image_shape, 10, 0)
-    return RoundContext(number, 0, device, SPEC, architecture, 6.0, privacy)
+    return round_context(number, 0, device, SPEC, architecture, 6.0, privacy, clients=2)
 
 
 def rounds(
@@ -65,34 +66,14 @@ def rounds(
     count: int,
     groups: tuple[tuple[int, ...], ...] = ((0, 1),),
     device: torch.device = CPU,
-) -> tuple[ServerState, list[CondensedSet]]:
-    start = context().architecture.to(device).state_dict()
-    state, memories, uploads = ServerState(start), {0: {}, 1: {}}, {}
+) -> tuple[KnowledgeState, list[CondensedSet]]:
+    server = Server(method, context().architecture.to(device).state_dict())
+    memories: dict[int, Any] = {}
     for number in range(1, count + 1):
-        ctx = context(number, device=device)
-        question = method.question(state, ctx)
-        if question is not None:
-            answers = {}
-            for ids in groups:
-                clients = OpenClients(ids, data(device), [PARTS[k] for k in ids])
-                for k, (answer, memory) in zip(
-                    ids,
-                    method.answer(question, clients, [memories[k] for k in ids], ctx),
-                    strict=True,
-                ):
-                    answers[k], memories[k] = answer, memory  # type: ignore[assignment]
-            state = method.hear(state, [answers[0], answers[1]], ctx)
-        message = method.broadcast(state, ctx)
-        for ids in groups:
-            clients = OpenClients(ids, data(device), [PARTS[k] for k in ids])
-            for k, (upload, memory) in zip(
-                ids,
-                method.client_step(message, clients, [memories[k] for k in ids], ctx),
-                strict=True,
-            ):
-                uploads[k], memories[k] = upload, memory  # type: ignore[assignment]
-        state = method.server_step(state, [uploads[0], uploads[1]], ctx)
-    return state, [uploads[0], uploads[1]]  # type: ignore[list-item]
+        views = [OpenClients(ids, data(device), [PARTS[k] for k in ids]) for ids in groups]
+        uploads = play(server, views, memories, context(number, device=device))
+    assert isinstance(server.state, KnowledgeState)
+    return server.state, [uploads[0], uploads[1]]
 
 
 def plain_rounds(method: FedAF, count: int) -> tuple[Tensor, list[Tensor]]:
@@ -252,7 +233,7 @@ def test_a_server_step_with_batch_norm_equals_plain_torch(
     model = ctx.load(ctx.architecture.state_dict())
     plain = ctx.load(ctx.architecture.state_dict()).train()
     known = torch.arange(10) != 1
-    method._train_server(model, [SyntheticSet(images, labels)], soft, known, ctx)
+    method._train_server(model, {0: SyntheticSet(images, labels)}, soft, known, ctx)
     loss = nn.functional.cross_entropy(plain(images), labels)
     logits = plain.train(matching_norm == "batch")(images)
     for c in (0, 2):  # class 1 is not known, the others are not there
@@ -267,15 +248,13 @@ def test_a_server_step_with_batch_norm_equals_plain_torch(
 
 def test_classes_that_some_or_none_have() -> None:
     state, uploads = rounds(FAST, 1)
+    assert state.known is not None
+    assert state.logits is not None
     assert uploads[0].present.tolist() == [True] * 3 + [False] * 7
     assert uploads[1].present.tolist() == [True] * 2 + [False] * 8
-    assert state.kept["known"].tolist() == [True] * 3 + [False] * 7
-    torch.testing.assert_close(
-        state.kept["logits"][2], uploads[0].logits[2]
-    )  # client 1's row is not in it
-    torch.testing.assert_close(
-        state.kept["logits"][0], (uploads[0].logits[0] + uploads[1].logits[0]) / 2
-    )
+    assert state.known.tolist() == [True] * 3 + [False] * 7
+    torch.testing.assert_close(state.logits[2], uploads[0].logits[2])  # client 1's row is not in it
+    torch.testing.assert_close(state.logits[0], (uploads[0].logits[0] + uploads[1].logits[0]) / 2)
     assert uploads[0].labels.tolist() == [0, 0, 1, 1, 2, 2]
 
 
@@ -343,23 +322,13 @@ def test_a_first_phase_through_the_engine_is_an_exchange_more_and_no_charge_more
 def test_classes_of_absent_clients_are_remembered() -> None:
     """Client 0 alone, then client 1 alone, who lacks class 2."""
     for method in (FAST, replace(FAST, knowledge_from="first-phase")):
-        state = ServerState(context().architecture.state_dict())
+        server = Server(method, context().architecture.state_dict())
         known = []
         for number, k in ((1, 0), (2, 1)):
-            ctx = replace(context(number), clients=2, participants=(k,))
             clients = OpenClients([k], data(), [PARTS[k]])
-            memory: Any = {}
-            question = method.question(state, ctx)
-            if question is not None:
-                ((answer, memory),) = method.answer(question, clients, [{}], ctx)
-                state = method.hear(state, [answer], ctx)
-            ((upload, _),) = method.client_step(
-                method.broadcast(state, ctx), clients, [memory], ctx
-            )
-            state = method.server_step(state, [upload], ctx)
-            known.append(
-                (state.kept["known"].nonzero().flatten().tolist(), state.kept["logits"][2].clone())
-            )
+            play(server, [clients], {}, replace(context(number), participants=(k,)))
+            state: Any = server.state
+            known.append((state.known.nonzero().flatten().tolist(), state.logits[2].clone()))
         assert known[0][0] == known[1][0] == [0, 1, 2]
         assert torch.equal(known[0][1], known[1][1])
 
@@ -387,7 +356,7 @@ def private(sigma: float, privacy: PrivacySettings) -> tuple[CondensedSet, list[
     clients = PrivateClients(
         [0], data(), [torch.arange(12)], [Guard(ledger, 1e-5, None)], [SecretGenerator()]
     )
-    message = FAST.broadcast(ServerState(ctx.architecture.state_dict()), ctx)
+    message = FAST.broadcast(KnowledgeState(ctx.architecture.state_dict()), ctx)
     ((upload, _),) = FAST.client_step(message, clients, [{}], ctx)
     return upload, list(ledger.releases)  # type: ignore[return-value]
 
@@ -483,6 +452,3 @@ def test_settings_are_the_papers_and_validated() -> None:
             FedAF(**bad)  # type: ignore[arg-type]
     with pytest.raises(UnknownNameError, match="did you mean rows"):
         FedAF(distance="row")
-    clients, ctx = OpenClients([0], data(), [PARTS[0]]), context()
-    with pytest.raises(TypeError, match="GlobalKnowledge"):
-        FAST.client_step(ModelParameters({}, 1.0), clients, [{}], ctx)

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from fedsynth.core.client import OpenClients, PrivateClients
+from fedsynth.core.context import round_context
 from fedsynth.core.messages import ModelParameters
-from fedsynth.core.method import RoundContext, ServerState
 from fedsynth.data.images import ImageData, from_arrays, normalise
 from fedsynth.data.registry import dataset_spec
+from fedsynth.federation.server import Server
 from fedsynth.methods.fedavg import FedAvg
 from fedsynth.methods.shared.aggregation import average
 from fedsynth.models.registry import ModelSettings, build_model
 from fedsynth.privacy.ledger import Guard, Ledger
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.settings import PrivacySettings
+from tests.rounds import play
 
 SPEC = dataset_spec("digits")
 
@@ -45,7 +49,7 @@ def test_two_rounds_on_a_linear_model_equal_numpy(momentum: float, decay: float)
     with torch.random.fork_rng():
         torch.manual_seed(0)  # noqa: TID251
         model = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
-    context = RoundContext(1, 0, torch.device("cpu"), SPEC, model, 15.0)
+    context = round_context(1, 0, torch.device("cpu"), SPEC, model, 15.0, clients=2)
     method, clients = (
         FedAvg(local_epochs=3, batch=100, lr=0.1, momentum=momentum, weight_decay=decay),
         OpenClients([0, 1], images, parts),
@@ -55,15 +59,9 @@ def test_two_rounds_on_a_linear_model_equal_numpy(momentum: float, decay: float)
         normalise(images.images, SPEC).flatten(1).numpy().astype(np.float64),
         images.labels.numpy(),
     )
-    state = ServerState(model.state_dict())
+    server = Server(method, model.state_dict())
     for _ in range(2):
-        uploads = [
-            u
-            for u, _ in method.client_step(
-                method.broadcast(state, context), clients, [{}, {}], context
-            )
-        ]
-        state = method.server_step(state, uploads, context)
+        play(server, [clients], {}, context)
         locals_ = []
         for part in parts:
             wk, bk, vw, vb = w.copy(), b.copy(), np.zeros_like(w), np.zeros_like(b)
@@ -74,15 +72,15 @@ def test_two_rounds_on_a_linear_model_equal_numpy(momentum: float, decay: float)
             locals_.append((wk, bk))
         w = (8 * locals_[0][0] + 22 * locals_[1][0]) / 30
         b = (8 * locals_[0][1] + 22 * locals_[1][1]) / 30
-    np.testing.assert_allclose(state.parameters["1.weight"].numpy(), w, atol=1e-5)
-    np.testing.assert_allclose(state.parameters["1.bias"].numpy(), b, atol=1e-5)
+    np.testing.assert_allclose(server.state.parameters["1.weight"].numpy(), w, atol=1e-5)
+    np.testing.assert_allclose(server.state.parameters["1.bias"].numpy(), b, atol=1e-5)
 
 
 def test_private_uploads_do_not_show_sizes_and_steps_are_public() -> None:
     """n_k is private: uniform weights, ceil(epochs / q) steps for a client of 4 and one of 26 examples alike."""
     architecture = build_model(ModelSettings(width=4, depth=1), SPEC.image_shape, 10, 0)
     privacy = PrivacySettings(noise_multiplier=1.0, sample_rate=0.4)
-    context = RoundContext(1, 0, torch.device("cpu"), SPEC, architecture, 15.0, privacy)
+    context = round_context(1, 0, torch.device("cpu"), SPEC, architecture, 15.0, privacy, clients=2)
     ledgers = [Ledger("0"), Ledger("1")]
     clients = PrivateClients(
         [0, 1],
@@ -92,12 +90,9 @@ def test_private_uploads_do_not_show_sizes_and_steps_are_public() -> None:
         [SecretGenerator(), SecretGenerator()],
     )
     method = FedAvg(local_epochs=1)
-    state = ServerState(architecture.state_dict())
-    uploads = [
-        u
-        for u, _ in method.client_step(method.broadcast(state, context), clients, [{}, {}], context)
-    ]
-    assert [u.weight for u in uploads if isinstance(u, ModelParameters)] == [1.0, 1.0]
+    message = method.broadcast(method.initial_state(architecture.state_dict()), context)
+    uploads: list[Any] = [u for u, _ in method.client_step(message, clients, [{}, {}], context)]
+    assert [u.weight for u in uploads] == [1.0, 1.0]
     assert [[r.steps for r in ledger.releases] for ledger in ledgers] == [[3], [3]]
     assert uploads[0].floats == sum(p.numel() for p in architecture.parameters())
 
@@ -105,6 +100,6 @@ def test_private_uploads_do_not_show_sizes_and_steps_are_public() -> None:
 def test_average_keeps_counters_and_weighs() -> None:
     a = ModelParameters({"w": torch.tensor([1.0, 0]), "n": torch.tensor(3)}, 1.0)
     b = ModelParameters({"w": torch.tensor([5.0, 4]), "n": torch.tensor(9)}, 3.0)
-    out = average([a, b])
+    out = average({0: a, 1: b})
     torch.testing.assert_close(out["w"], torch.tensor([4.0, 3.0]))
     assert out["n"] == 3

@@ -9,12 +9,15 @@ import pytest
 import torch
 
 from fedsynth.core.client import OpenClients, PrivateClients
-from fedsynth.core.method import RoundContext, ServerState
+from fedsynth.core.context import RoundContext, round_context
+from fedsynth.core.method import Memory
+from fedsynth.core.state import ServerState
 from fedsynth.data.images import from_arrays
 from fedsynth.data.partition import PartitionSettings, count_matrix, partition
 from fedsynth.data.registry import dataset_spec
 from fedsynth.errors import SettingError, UnknownNameError
 from fedsynth.evaluation.volume import condensation_floats
+from fedsynth.federation.server import Server
 from fedsynth.federation.settings import resolve
 from fedsynth.federation.simulation import simulate
 from fedsynth.methods.feddm import FedDM
@@ -23,6 +26,7 @@ from fedsynth.privacy.ledger import Guard, Ledger
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.settings import PrivacySettings
 from fedsynth.synthesizer.condensation.sets import SyntheticSet
+from tests.rounds import play
 
 SPEC = dataset_spec("digits")
 LABELS = np.array([0] * 25 + [1] * 12 + [2] * 3 + [7] * 20)
@@ -36,7 +40,7 @@ def images() -> np.ndarray:
 
 def context(privacy: PrivacySettings | None = None, seed: int = 0) -> RoundContext:
     architecture = build_model(ModelSettings(width=4, depth=2), SPEC.image_shape, 10, 0)
-    return RoundContext(
+    return round_context(
         1, seed, torch.device("cpu"), SPEC, architecture, nominal_size=30.0, privacy=privacy
     )
 
@@ -161,7 +165,7 @@ def test_the_server_stays_in_the_ball() -> None:
     ctx = context()
     state = ServerState(ctx.architecture.state_dict())
     method = replace(FAST, server_epochs=30, server_lr=1.0, radius=0.5)
-    after = method.server_step(state, [upload(method, ctx, open_clients())], ctx)
+    after = method.server_step(state, {0: upload(method, ctx, open_clients())}, ctx)
     distance = (
         sum((after.parameters[k] - v).square().sum() for k, v in state.parameters.items()) ** 0.5
     )
@@ -221,7 +225,7 @@ def test_settings_are_validated() -> None:
             FedDM(**choice)  # type: ignore[arg-type]
     with pytest.raises(UnknownNameError, match="iterations"):
         FedDM.from_mapping({"iteration": 5})
-    with pytest.raises(SettingError, match="must be of type int"):
+    with pytest.raises(SettingError, match=r"method\.ipc must be a whole number"):
         FedDM.from_mapping({"ipc": "many"})
     assert FedDM.from_mapping({"ipc": "5", "restart": "true"}) == FedDM(ipc=5, restart=True)
 
@@ -275,16 +279,13 @@ def test_a_whole_round_equals_plain_torch(change: dict[str, float]) -> None:
     clients, base = open_clients((0, 1)), context()
     data, spec = from_arrays(images(), LABELS, SPEC), SPEC
     x = (data.images.float() / 255 - torch.tensor(spec.mean)) / torch.tensor(spec.std)
-    state = ServerState(base.architecture.state_dict())
-    memories: list[dict[str, torch.Tensor]] = [{}, {}]
-    model = base.load(state.parameters)
+    server = Server(method, base.architecture.state_dict())
+    memories: dict[int, Memory] = {}
+    model = base.load(server.state.parameters)
     segments = clients.segments(1)
     S = [s.clone() for s in real_start(clients, segments, 2, 0)]
     for number in (1, 2):
-        ctx = replace(base, round=number)
-        results = method.client_step(method.broadcast(state, ctx), clients, memories, ctx)
-        memories = [dict(memory) for _, memory in results]
-        state = method.server_step(state, [u for u, _ in results], ctx)
+        uploads = play(server, [clients], memories, replace(base, round=number))
         generator, velocity = (
             torch_generator(0, "parameter perturbation", number),
             [torch.zeros_like(s) for s in S],
@@ -323,10 +324,10 @@ def test_a_whole_round_equals_plain_torch(change: dict[str, float]) -> None:
                     start + offset * min(1.0, method.radius / float(offset.norm())),
                     model.parameters(),
                 )
-    sent = torch.cat([dict(u.arrays())["images"] for u, _ in results])
+    sent = torch.cat([dict(u.arrays())["images"] for u in uploads.values()])
     torch.testing.assert_close(sent, torch.cat(S), atol=1e-4, rtol=1e-3)
     for name, expected in model.state_dict().items():
-        torch.testing.assert_close(state.parameters[name], expected, atol=1e-4, rtol=1e-3)
+        torch.testing.assert_close(server.state.parameters[name], expected, atol=1e-4, rtol=1e-3)
 
 
 def test_siamese_augmentation_reaches_the_matching() -> None:

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from fedsynth.core.client import OpenClients, PrivateClients
+from fedsynth.core.context import RoundContext, round_context
 from fedsynth.core.messages import ModelParameters
-from fedsynth.core.method import RoundContext, ServerState
 from fedsynth.data.images import from_arrays, normalise
 from fedsynth.data.registry import dataset_spec
 from fedsynth.errors import SettingError, UnknownNameError
@@ -20,7 +20,8 @@ from fedsynth.federation.settings import resolve
 from fedsynth.federation.simulation import simulate
 from fedsynth.methods.fedavg import FedAvg
 from fedsynth.methods.fedkf import FedKF, TwoModels
-from fedsynth.methods.shared.local import TrainsLocally, unprefixed
+from fedsynth.methods.shared.aggregation import AveragingState
+from fedsynth.methods.shared.local import TrainsLocally
 from fedsynth.models.flat import flatten
 from fedsynth.models.registry import ModelSettings, build_model
 from fedsynth.privacy.ledger import Guard, Ledger
@@ -38,7 +39,7 @@ FAST = FedKF(
 
 def context(number: int = 1, device: torch.device = CPU, **changes: Any) -> RoundContext:
     architecture = build_model(ModelSettings(width=4, depth=2), SPEC.image_shape, 10, 0)
-    return RoundContext(
+    return round_context(
         number,
         0,
         device,
@@ -71,16 +72,14 @@ def test_both_aggregates_over_rounds_with_absent_clients(
 
     Client 2's slot counts nothing (official code), or its 30 examples with w⁰ (Algorithm 1).
     """
-    state = ServerState(
-        {"w": torch.tensor([1.0], device=device), "count": torch.tensor(3, device=device)}
-    )
+    state = AveragingState(scalar(1.0, 0.0, device).parameters)
     every = 30 + unseen
 
     def after(number: int, active: tuple[int, ...], *values: float) -> tuple[float, float]:
         nonlocal state
-        uploads = [
-            scalar(v, (10.0, 20.0, 30.0)[k], device) for k, v in zip(active, values, strict=True)
-        ]
+        uploads = {
+            k: scalar(v, (10.0, 20.0, 30.0)[k], device) for k, v in zip(active, values, strict=True)
+        }
         state = method.server_step(state, uploads, context(number, device, participants=active))
         variants = method.variants(state)
         assert torch.equal(variants["aca"]["w"], state.parameters["w"])
@@ -98,32 +97,29 @@ def test_both_aggregates_over_rounds_with_absent_clients(
 
 
 def test_a_client_that_was_dropped_has_not_been_seen() -> None:
-    state = ServerState({"w": torch.tensor([1.0])})
-    sent = [
-        ModelParameters({"w": torch.tensor([4.0])}, 10.0),
-        ModelParameters({"w": torch.tensor([9.0])}, 0.0),
-    ]
+    state = AveragingState(scalar(1.0, 0.0).parameters)
+    sent = {0: scalar(4.0, 10.0), 1: scalar(9.0, 0.0)}
     state = FedKF().server_step(state, sent, context(participants=(0, 1)))
-    assert float(unprefixed("oca.", state.kept)["w"]) == 4.0
+    assert float(state.overall["w"]) == 4.0
+    assert state.seen is not None
+    assert state.seen.tolist() == [True, False, False]
 
 
 @pytest.mark.parametrize(("oca", "value"), [("seen", (5 + 4) / 2), ("all", (5 + 1 + 4) / 3)])
 def test_with_privacy_every_slot_counts_alike(oca: str, value: float) -> None:
     state = FedKF(oca=oca).server_step(
-        ServerState({"w": torch.tensor([1.0])}),
-        [ModelParameters({"w": torch.tensor([v])}, 1.0) for v in (5.0, 4.0)],
+        AveragingState(scalar(1.0, 0.0).parameters),
+        {0: scalar(5.0, 1.0), 2: scalar(4.0, 1.0)},
         context(participants=(0, 2), sizes=None),
     )
-    assert float(unprefixed("oca.", state.kept)["w"]) == pytest.approx(value)
+    assert float(state.overall["w"]) == pytest.approx(value)
 
 
 def test_fedavg_without_the_cache_keeps_nothing() -> None:
     state = FedAvg().server_step(
-        ServerState({"w": torch.tensor([1.0])}),
-        [ModelParameters({"w": torch.tensor([4.0])}, 1.0)],
-        context(),
+        AveragingState(scalar(1.0, 0.0).parameters), {0: scalar(4.0, 1.0)}, context()
     )
-    assert state.kept == {}
+    assert state == AveragingState(state.parameters)
     assert FedAvg().variants(state) == {}
 
 
@@ -189,9 +185,9 @@ def test_two_rounds_of_a_client_equal_plain_torch(
     start, other = (
         build_model(ModelSettings(width=4, depth=2), SPEC.image_shape, 10, seed) for seed in (0, 5)
     )
-    state = ServerState(
-        {name: v.to(device) for name, v in start.state_dict().items()},
-        {f"oca.{name}": v.to(device) for name, v in other.state_dict().items()},
+    overall = {name: v.to(device) for name, v in other.state_dict().items()}
+    state = AveragingState(
+        {name: v.to(device) for name, v in start.state_dict().items()}, overall=overall
     )
     memory: Any = {}
     for number in (1, 2):
@@ -205,21 +201,21 @@ def test_two_rounds_of_a_client_equal_plain_torch(
 
 
 def test_fedkf_minus_halves_the_downlink_and_plain_rounds_are_fedavg() -> None:
-    state = ServerState({"w": torch.ones(4)}, {"oca.w": torch.zeros(4)})
+    state = AveragingState({"w": torch.ones(4)}, overall={"w": torch.zeros(4)})
     both, one = (
         FAST.broadcast(state, context()),
         replace(FAST, teacher="aca").broadcast(state, context()),
     )
     assert both.floats == 2 * one.floats == 8
     ctx = context()
-    message = FAST.broadcast(ServerState(ctx.architecture.state_dict()), ctx)
+    message = FAST.broadcast(AveragingState(ctx.architecture.state_dict()), ctx)
     plain, average = (
         replace(FAST, plain_rounds=1),
         FedAvg(local_epochs=2, batch=4, lr=0.1, momentum=0.0),
     )
     ((a, memory),) = plain.client_step(message, clients(), [{"kept": torch.ones(1)}], ctx)
     ((b, _),) = average.client_step(
-        average.broadcast(ServerState(ctx.architecture.state_dict()), ctx), clients(), [{}], ctx
+        average.broadcast(AveragingState(ctx.architecture.state_dict()), ctx), clients(), [{}], ctx
     )
     assert all(torch.equal(a.parameters[n], b.parameters[n]) for n in a.parameters)  # type: ignore[attr-defined]
     assert "kept" in memory
@@ -231,7 +227,7 @@ def test_equal_steps_are_those_of_a_client_of_mean_size() -> None:
     parts = [torch.arange(4), torch.arange(4, 14), torch.arange(14, 30)]
     group = OpenClients([0, 1, 2], from_arrays(images, np.arange(30) % 3, SPEC), parts)
     ctx = context(sizes=(4, 10, 16))
-    message = FedAvg().broadcast(ServerState(ctx.architecture.state_dict()), ctx)
+    message = FedAvg().broadcast(AveragingState(ctx.architecture.state_dict()), ctx)
 
     def trained(**settings: Any) -> list[Tensor]:
         method = FedAvg(lr=0.1, momentum=0.0, batch=4, **settings)
@@ -247,14 +243,14 @@ def test_equal_steps_are_those_of_a_client_of_mean_size() -> None:
     passes = late.late(ctx)
     steps = [late._steps(passes[k], ctx) for k in range(3)]
     assert steps == [2 * passes[k] for k in range(3)]
-    with pytest.raises(SettingError, match="leave out equal_steps"):
+    with pytest.raises(SettingError, match=r"equal_steps needs method\.local_steps=0"):
         FedAvg(equal_steps=True, local_steps=3)
 
 
 def test_local_steps_may_end_within_a_pass() -> None:
     """Ten examples in batches of four are three steps a pass; five steps are a pass and two batches."""
     ctx = context()
-    message = FedAvg().broadcast(ServerState(ctx.architecture.state_dict()), ctx)
+    message = FedAvg().broadcast(AveragingState(ctx.architecture.state_dict()), ctx)
     runs = [
         FedAvg(lr=0.1, momentum=0.0, batch=4, **steps).client_step(message, clients(), [{}], ctx)[
             0
@@ -300,7 +296,9 @@ def test_the_facts_of_a_round_are_the_generators_averaged_over_its_clients() -> 
     one[0, 4], two[0, 7] = 256, 256
 
     def facts(*tallies: Tensor) -> Any:
-        return FedKF().client_facts([*({"tally": t} for t in tallies), {}], context())
+        method, ctx = FedKF(), context()
+        memories: list[Any] = [*({"tally": t} for t in tallies), {}]
+        return method.merge_facts([method.client_facts(memory, ctx) for memory in memories])
 
     collapsed, half = facts(one, two)["generator"], facts(one, even)["generator"]
     assert collapsed["class_entropy_share"] == 0
@@ -326,9 +324,7 @@ def test_settings_are_the_papers_and_validated() -> None:
         FedKF(generator_batch=1)
     with pytest.raises(SettingError, match="embed"):
         FedKF().check_model(nn.Linear(3, 3))
-    with pytest.raises(TypeError, match="TwoModels"):
-        FAST.task(0, ModelParameters({}, 1.0), {}, context())
-    assert isinstance(FAST.broadcast(ServerState({}), context()), TwoModels)
+    assert type(FAST.broadcast(AveragingState({}), context())) is FAST.downlink is TwoModels
 
 
 def test_with_privacy_the_distillation_term_is_there() -> None:
@@ -346,9 +342,7 @@ def test_with_privacy_the_distillation_term_is_there() -> None:
         )
         method = replace(FAST, distillation=gamma)
         other = build_model(ModelSettings(width=4, depth=2), SPEC.image_shape, 10, 5)
-        state = ServerState(
-            ctx.architecture.state_dict(), {f"oca.{n}": v for n, v in other.state_dict().items()}
-        )
+        state = AveragingState(ctx.architecture.state_dict(), overall=other.state_dict())
         ((upload, memory),) = method.client_step(method.broadcast(state, ctx), private, [{}], ctx)
         uploads.append(torch.cat([v.flatten() for v in upload.parameters.values()]))  # type: ignore[attr-defined]
         assert ("generator.start.weight" in memory) == (gamma > 0)
@@ -370,11 +364,9 @@ def test_with_privacy_the_generator_and_its_facts_are_the_same_whatever_the_data
             [Guard(Ledger("0"), 1e-5, None)],
             [SecretGenerator()],
         )
-        state = ServerState(
-            ctx.architecture.state_dict(), {f"oca.{n}": v for n, v in other.state_dict().items()}
-        )
+        state = AveragingState(ctx.architecture.state_dict(), overall=other.state_dict())
         ((_, memory),) = FAST.client_step(FAST.broadcast(state, ctx), private, [{}], ctx)
-        kept.append((memory, FAST.client_facts([memory], ctx)))
+        kept.append((memory, FAST.client_facts(memory, ctx)))
     (one, facts), (two, same) = kept
     assert facts == same
     assert set(one) == set(two)

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from fedsynth.core.client import OpenClients, PrivateClients
-from fedsynth.core.messages import ModelParameters
-from fedsynth.core.method import RoundContext, ServerState
+from fedsynth.core.context import RoundContext, round_context
 from fedsynth.data.images import ImageData, from_arrays
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.errors import DivergedError
+from fedsynth.federation.server import Server
 from fedsynth.federation.settings import resolve
 from fedsynth.federation.simulation import simulate
 from fedsynth.methods import METHODS, method_class
@@ -27,9 +27,10 @@ from fedsynth.methods.feddyn import FedDyn
 from fedsynth.methods.fedgen import FedGen
 from fedsynth.methods.fedgkd import FedGKD
 from fedsynth.methods.fednova import FedNova
-from fedsynth.methods.fedprox import FedProx
+from fedsynth.methods.fedprox import FedProx, ProxState
 from fedsynth.methods.qffl import QFFL, TINY, FairModel
 from fedsynth.methods.scaffold import Scaffold
+from fedsynth.methods.shared.aggregation import AveragingState
 from fedsynth.methods.shared.local import TrainsLocally
 from fedsynth.methods.solo import Solo
 from fedsynth.models.convnet import ConvNet
@@ -38,6 +39,7 @@ from fedsynth.privacy.ledger import Guard, Ledger
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.settings import PrivacySettings
 from fedsynth.training.many_clients import Learner, train_together
+from tests.rounds import play
 
 SPEC, CPU = (
     DatasetSpec("tiny", 1, 4, 4, 3, 40, 3, (0.5,), (0.3,), ("a", "b", "c"), "made up"),
@@ -57,24 +59,21 @@ def data() -> ImageData:
 
 def context(number: int = 1, clients: int = 5, **others: Any) -> RoundContext:
     sizes = tuple(len(part) for part in PARTS[:clients])
-    made = RoundContext(
-        number,
-        0,
-        CPU,
-        SPEC,
-        Linear((1, 4, 4), 3),
-        8.0,
-        clients=clients,
-        participants=tuple(range(clients)),
-        sizes=sizes,
-    )
-    return replace(made, **others)
+    given = {
+        "architecture": Linear((1, 4, 4), 3),
+        "nominal_size": 8.0,
+        "clients": clients,
+        "participants": tuple(range(clients)),
+        "sizes": sizes,
+        **others,
+    }
+    return round_context(number, 0, CPU, SPEC, **given)
 
 
-def start() -> ServerState:
+def start() -> AveragingState:
     draws = torch.Generator().manual_seed(0)
     shapes = {name: value.shape for name, value in Linear((1, 4, 4), 3).state_dict().items()}
-    return ServerState(
+    return AveragingState(
         {name: 0.1 * torch.randn(shape, generator=draws) for name, shape in shapes.items()}
     )
 
@@ -99,11 +98,21 @@ def test_dense_networks_are_trained_in_one_pass(monkeypatch: pytest.MonkeyPatch)
     for kind in PLAIN:
         passes.clear()
         method: TrainsLocally = kind(**LOCAL, stragglers=0.4)
-        method.client_step(method.broadcast(start(), context()), group(), [{}] * 5, context())
+        method.client_step(
+            method.broadcast(method.initial_state(start().parameters), context()),
+            group(),
+            [{}] * 5,
+            context(),
+        )
         assert passes == [5], method.name
     passes.clear()
     teacher = FedGKD(**LOCAL)
-    teacher.client_step(teacher.broadcast(start(), context()), group(), [{}] * 5, context())
+    teacher.client_step(
+        teacher.broadcast(teacher.initial_state(start().parameters), context()),
+        group(),
+        [{}] * 5,
+        context(),
+    )
     assert passes == []
 
 
@@ -127,44 +136,45 @@ def test_only_where_it_pays_do_clients_share_memory() -> None:
     "kind", [FedAvg, FedAvgM, FedProx, FedNova, FedDyn, Scaffold, QFFL, FedGKD, FedGen]
 )
 def test_a_round_in_which_nobody_counts_changes_nothing(kind: type[TrainsLocally]) -> None:
-    method, state = kind(**LOCAL), start()
+    method = kind(**LOCAL)
     if kind is FedProx:
         method = FedProx(**LOCAL, adaptive=True)
-    memories: list[Any] = [{}] * 5
+    server = Server(method, start().parameters)
+    memories: dict[int, Any] = {}
     for number in (1, 2):
-        results = method.client_step(
-            method.broadcast(state, context(number)), group(), memories, context(number)
-        )
-        uploads, memories = [u for u, _ in results], [m for _, m in results]
-        state = method.server_step(state, uploads, context(number))
-    dropped = [replace(u, weight=0.0) for u in uploads if isinstance(u, ModelParameters)]
-    after = method.server_step(state, dropped, context(3))
+        uploads = play(server, [group()], memories, context(number))
+    dropped = {k: replace(u, weight=0.0) for k, u in uploads.items()}
+    after = method.server_step(server.state, dropped, context(3))
     assert len(dropped) == 5
-    for old, new in ((state.parameters, after.parameters), (state.kept, after.kept)):
-        assert set(old) == set(new)
-        assert all(torch.equal(new[name], value) for name, value in old.items())
+    old, new = (dict(state.numbers()) for state in (server.state, after))
+    assert set(old) == set(new)
+    assert all(torch.equal(new[name], value) for name, value in old.items())
 
 
 def test_the_rounds_own_mu_reaches_the_clients() -> None:
     method, ctx = FedProx(**LOCAL, mu=0.1, adaptive=True), context()
-    raised = ServerState(
-        start().parameters, {name: torch.tensor(2.0) for name in ("mu", "loss", "falls")}
-    )
+    raised = ProxState(start().parameters, mu=2.0, loss=2.0, falls=2)
     ((upload, _), *_) = method.client_step(method.broadcast(raised, ctx), group(), [{}] * 5, ctx)
     fixed = FedProx(**LOCAL, mu=2.0)
-    ((expected, _), *_) = fixed.client_step(fixed.broadcast(start(), ctx), group(), [{}] * 5, ctx)
+    first = fixed.initial_state(start().parameters)
+    ((expected, _), *_) = fixed.client_step(fixed.broadcast(first, ctx), group(), [{}] * 5, ctx)
     torch.testing.assert_close(vector(upload), vector(expected))
 
 
 def test_local_steps_are_the_same_for_every_client() -> None:
     """Whatever their sizes; and a client without an example takes none, and keeps SCAFFOLD's control."""
     method, ctx, taken = FedNova(**{**LOCAL, "local_steps": 3}), context(), []
-    for upload, _ in method.client_step(method.broadcast(start(), ctx), group(), [{}] * 5, ctx):
+    for upload, _ in method.client_step(
+        method.broadcast(method.initial_state(start().parameters), ctx), group(), [{}] * 5, ctx
+    ):
         taken.append(upload.norm)  # type: ignore[attr-defined]
     assert taken == [3.0] * 5
     one = FedAvg(**{**LOCAL, "local_steps": 1, "batch": 40})
     ((upload, _),) = one.client_step(
-        one.broadcast(start(), ctx), group(1), [{}], context(clients=1)
+        one.broadcast(one.initial_state(start().parameters), ctx),
+        group(1),
+        [{}],
+        context(clients=1),
     )
     net = Linear((1, 4, 4), 3)
     net.load_state_dict(dict(start().parameters))
@@ -178,7 +188,10 @@ def test_local_steps_are_the_same_for_every_client() -> None:
     empty = OpenClients((0,), data(), [torch.arange(0)])
     scaffold = Scaffold(**{**LOCAL, "local_steps": 3})
     ((nothing, memory),) = scaffold.client_step(
-        scaffold.broadcast(start(), ctx), empty, [control], context(clients=1)
+        scaffold.broadcast(scaffold.initial_state(start().parameters), ctx),
+        empty,
+        [control],
+        context(clients=1),
     )
     assert all(torch.equal(memory[name], control[name]) for name in control)
     assert nothing.weight == 0  # type: ignore[attr-defined]
@@ -191,7 +204,7 @@ def test_a_large_q_does_not_overflow() -> None:
         FairModel({n: v + 0.01 * (k + 1) for n, v in state.parameters.items()}, 1.0, 4.0 + k / 100)
         for k in range(3)
     ]
-    made = QFFL(lr=0.5, q=q).server_step(state, sent, context(clients=3))
+    made = QFFL(lr=0.5, q=q).server_step(state, dict(enumerate(sent)), context(clients=3))
     F = np.array([u.loss for u in sent], dtype=np.longdouble) + TINY
     delta = [2.0 * -0.01 * (k + 1) * np.ones(51) for k in range(3)]
     h = sum(q * f ** (q - 1) * (d**2).sum() + 2.0 * f**q for f, d in zip(F, delta, strict=True))
@@ -237,7 +250,7 @@ def test_each_private_client_has_its_own_terms(kind: type[TrainsLocally]) -> Non
             [SecretGenerator() for _ in ids],
         )
 
-    message = method.broadcast(start(), ctx)
+    message = method.broadcast(method.initial_state(start().parameters), ctx)
     together = method.client_step(message, clients((0, 1, 2)), memories, ctx)
     for k in range(3):
         ((alone, _),) = method.client_step(message, clients((k,)), [memories[k]], ctx)
@@ -261,7 +274,9 @@ def test_each_client_is_charged_for_its_own_network() -> None:
         [SecretGenerator()] * 2,
     )
     method = Dense(**{**LOCAL, "local_epochs": 1})
-    method.client_step(method.broadcast(start(), ctx), clients, [{}, {}], ctx)
+    method.client_step(
+        method.broadcast(method.initial_state(start().parameters), ctx), clients, [{}, {}], ctx
+    )
     assert [[row.dimension for row in ledger.releases] for ledger in ledgers] == [
         [51],
         [16 * 5 + 5 + 5 * 3 + 3],

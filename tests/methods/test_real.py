@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from fedsynth.core.client import OpenClients
-from fedsynth.core.method import RoundContext, ServerState
+from fedsynth.core.context import round_context
+from fedsynth.core.state import ServerState
 from fedsynth.data.images import ImageData, from_arrays, normalise
 from fedsynth.data.registry import dataset_spec
 from fedsynth.methods.feddm import FedDM
@@ -26,7 +27,7 @@ def data(n: int = 60) -> ImageData:
 
 def test_real_and_feddm_start_from_the_same_images() -> None:
     architecture = build_model(ModelSettings(width=4, depth=1), SPEC.image_shape, 10, 0)
-    context = RoundContext(1, 3, torch.device("cpu"), SPEC, architecture, 15.0)
+    context = round_context(1, 3, torch.device("cpu"), SPEC, architecture, 15.0)
     state = ServerState(architecture.state_dict())
     clients = OpenClients([0, 1], data(), [torch.arange(30), torch.arange(30, 60)])
     sent = []
@@ -58,7 +59,7 @@ def test_real_sends_the_clients_own_images(resample: bool) -> None:
     )
     sent = []
     for round in (1, 2):
-        context = RoundContext(round, 0, torch.device("cpu"), SPEC, architecture, 15.0)
+        context = round_context(round, 0, torch.device("cpu"), SPEC, architecture, 15.0)
         ((upload, _),) = method.client_step(
             method.broadcast(state, context), clients, [{}], context
         )

@@ -11,13 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from fedsynth.core.client import OpenClients
-from fedsynth.core.method import RoundContext, ServerState
+from fedsynth.core.context import round_context
 from fedsynth.data.images import from_arrays
 from fedsynth.data.registry import DatasetSpec
+from fedsynth.federation.server import Server
 from fedsynth.methods.fedbn import FedBN
 from fedsynth.methods.moon import Moon
 from fedsynth.methods.shared.local import TrainsLocally
 from fedsynth.methods.solo import Solo
+from tests.rounds import play
 
 Array = npt.NDArray[np.float64]
 SPEC = DatasetSpec("tiny", 1, 2, 2, 3, 9, 3, (0.0,), (1.0,), ("a", "b", "c"), "made up")
@@ -75,23 +77,20 @@ def two_rounds(
     method: TrainsLocally, model: nn.Module, device: torch.device
 ) -> tuple[list[dict[str, Array]], list[list[Any]]]:
     """The global model and the clients' memories after each round."""
-    state = ServerState(
-        {name: value.clone().to(device) for name, value in model.state_dict().items()}
-    )
+    start = {name: value.clone().to(device) for name, value in model.state_dict().items()}
+    server = Server(method, start)
     clients = OpenClients(
         (0, 1), from_arrays(PIXELS, Y, SPEC).to(device), [torch.as_tensor(part) for part in PARTS]
     )
-    memories: list[Any] = [{}, {}]
+    memories: dict[int, Any] = {}
     models, remembered = [], []
     for number in (1, 2):
-        ctx = RoundContext(
+        ctx = round_context(
             number, 0, device, SPEC, model, 4.5, clients=2, participants=(0, 1), sizes=SIZES
         )
-        results = method.client_step(method.broadcast(state, ctx), clients, memories, ctx)
-        memories = [memory for _, memory in results]
-        state = method.server_step(state, [upload for upload, _ in results], ctx)
-        models.append(as_arrays(state.parameters))
-        remembered.append([as_arrays(memory) for memory in memories])
+        play(server, [clients], memories, ctx)
+        models.append(as_arrays(server.state.parameters))
+        remembered.append([as_arrays(memories[k]) for k in (0, 1)])
     return models, remembered
 
 

@@ -84,16 +84,16 @@ def test_a_plain_number_is_looked_at_too(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_question_of_the_first_phase_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    question = FedAF.question
+    first_request = FedAF.first_request
 
     def hostile(self: FedAF, state: object, context: object) -> object:
-        asked = question(self, state, context)  # type: ignore[arg-type]
+        asked = first_request(self, state, context)  # type: ignore[arg-type]
         assert asked is not None
         next(tensor for _, tensor in asked.arrays()).fill_(float("inf"))
         return asked
 
-    monkeypatch.setattr(FedAF, "question", hostile)
-    monkeypatch.setattr(FedAF, "answer", None)  # nobody answers
+    monkeypatch.setattr(FedAF, "first_request", hostile)
+    monkeypatch.setattr(FedAF, "first_step", None)  # nobody answers
     sections = {
         "run": {"method": "fedaf", "rounds": 1},
         "method": {"knowledge_from": "first-phase"},

@@ -10,16 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from fedsynth.federation.private_run import PrivateRun
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from fedsynth.core.client import OpenClients, PrivateClients
-from fedsynth.core.method import RoundContext, ServerState
+from fedsynth.core.context import RoundContext, round_context
 from fedsynth.data.images import ImageData, from_arrays
 from fedsynth.data.partition import partition
 from fedsynth.data.registry import dataset_spec
-from fedsynth.federation.private_run import PrivateRun
 from fedsynth.federation.settings import resolve
 from fedsynth.federation.simulation import simulate
 from fedsynth.methods.fedavg import FedAvg
@@ -51,7 +51,7 @@ def private(data: ImageData, part: Tensor) -> PrivateClients:
 
 def context(privacy: PrivacySettings | None, nominal: float) -> RoundContext:
     architecture = build_model(ModelSettings(width=4, depth=2), SPEC.image_shape, 10, 0)
-    return RoundContext(1, 0, torch.device("cpu"), SPEC, architecture, nominal, privacy)
+    return round_context(1, 0, torch.device("cpu"), SPEC, architecture, nominal, privacy)
 
 
 @pytest.mark.parametrize("mechanism", ["residual", "gradient"])
@@ -68,7 +68,7 @@ def test_feddm_divides_by_the_nominal_size_and_not_by_the_true_one(mechanism: st
         (context(None, nominal), OpenClients([0], data, [torch.arange(60)])),
         (context(privacy, nominal), private(data, torch.arange(60))),
     ):
-        message = method.broadcast(ServerState(ctx.architecture.state_dict()), ctx)
+        message = method.broadcast(method.initial_state(ctx.architecture.state_dict()), ctx)
         ((upload, _),) = method.client_step(message, clients, [{"images": start}], ctx)
         moved.append(dict(upload.arrays())["images"] - start)
     torch.testing.assert_close(moved[1], moved[0] * 60 / nominal, atol=1e-5, rtol=1e-3)
@@ -85,7 +85,7 @@ def test_fedavg_divides_by_the_nominal_size() -> None:
         (context(privacy, nominal), private(data, torch.arange(60))),
     ):
         start = ctx.architecture.state_dict()
-        message = method.broadcast(ServerState(start), ctx)
+        message = method.broadcast(method.initial_state(start), ctx)
         ((upload, _),) = method.client_step(message, clients, [{}], ctx)
         moved.append(
             {

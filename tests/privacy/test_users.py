@@ -13,7 +13,7 @@ from hypothesis.extra.numpy import arrays
 from torch import Tensor
 
 from fedsynth.core.client import PrivateClients
-from fedsynth.core.method import RoundContext, ServerState
+from fedsynth.core.context import round_context
 from fedsynth.data.images import ImageData, from_arrays
 from fedsynth.data.registry import dataset_spec
 from fedsynth.methods import method_class
@@ -200,8 +200,8 @@ def test_a_user_moves_every_sum_of_every_method_by_at_most_the_clip(
     method = method_class(name).from_mapping(values)
     settings_ = PrivacySettings(noise_multiplier=1.0, sample_rate=1.0, **privacy)
     network = build_model(ModelSettings(width=4, depth=2), SPEC.image_shape, 10, 0)
-    context = RoundContext(1, 0, torch.device("cpu"), SPEC, network, nominal, settings_)
-    message = method.broadcast(ServerState(network.state_dict()), context)
+    context = round_context(1, 0, torch.device("cpu"), SPEC, network, nominal, settings_)
+    message = method.broadcast(method.initial_state(network.state_dict()), context)
     users = torch.arange(90).clamp(max=40)
     sums: list[list[tuple[Tensor, float]]] = []
 
@@ -235,8 +235,8 @@ def test_one_record_for_each_user_is_as_records_are(monkeypatch: pytest.MonkeyPa
     method = method_class("feddm").from_mapping({"iterations": 2, "ipc": 2})
     privacy = PrivacySettings(noise_multiplier=1e-9, sample_rate=1.0, mechanism="residual")
     network = build_model(ModelSettings(width=4, depth=2), SPEC.image_shape, 10, 0)
-    context = RoundContext(1, 0, torch.device("cpu"), SPEC, network, 90.0, privacy)
-    message = method.broadcast(ServerState(network.state_dict()), context)
+    context = round_context(1, 0, torch.device("cpu"), SPEC, network, 90.0, privacy)
+    message = method.broadcast(method.initial_state(network.state_dict()), context)
     images = []
     for unit, users in ((RECORD, None), (USER, torch.randperm(90))):
         guard = Guard(Ledger("0"), 1e-5, None, unit=unit)
@@ -261,7 +261,7 @@ def test_a_ledger_holds_one_unit() -> None:
     ledger = Ledger("c")
     Guard(ledger, 1e-5, None, unit=USER).charge(row())
     assert ledger.releases[0].unit == USER
-    with pytest.raises(LedgerError, match="--dp-unit user"):
+    with pytest.raises(LedgerError, match=r"privacy\.unit=user"):
         Guard(ledger, 1e-5, None)
     guard = Guard(Ledger("d"), 1e-5, 10.0)
     guard.ledger.charge(Release.from_json({**row().to_json(), "unit": USER}))  # by another process

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fedsynth.core.client import OpenClients, PrivateClients
-from fedsynth.core.method import RoundContext, ServerState
+from fedsynth.core.context import Compute, RoundContext, round_context
+from fedsynth.core.state import ServerState
 from fedsynth.data.images import ImageData, from_arrays
 from fedsynth.data.registry import dataset_spec
 from fedsynth.federation.observer import Observer
@@ -170,9 +171,9 @@ def test_an_example_moves_sums_by_at_most_the_clip_and_counts_by_one(
     assert moved[[c for c in range(10) if c != label]].abs().max() < 1e-6
 
 
-def context(privacy: PrivacySettings, nominal: float = 60.0) -> RoundContext:
+def context(privacy: PrivacySettings | None, nominal: float = 60.0) -> RoundContext:
     architecture = build_model(ModelSettings(width=4, depth=2), SPEC.image_shape, 10, 0)
-    return RoundContext(1, 0, torch.device("cpu"), SPEC, architecture, nominal, privacy)
+    return round_context(1, 0, torch.device("cpu"), SPEC, architecture, nominal, privacy)
 
 
 def test_classes_with_small_released_counts_are_not_sent_but_kept() -> None:
@@ -227,7 +228,7 @@ def test_private_clients_are_never_compiled(
     monkeypatch.setattr(NetworkFeatures, "__init__", spy)
     method = FedDM(ipc=1, iterations=1, min_examples=1)
     for privacy in (PrivacySettings(noise_multiplier=1.0, mechanism=mechanism), None):
-        ctx = replace(context(privacy), compiled=True)  # type: ignore[arg-type]
+        ctx = replace(context(privacy), compute=Compute(torch.device("cpu"), compiled=True))
         clients = (
             group(data(), [torch.arange(N)])
             if privacy

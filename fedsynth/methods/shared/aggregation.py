@@ -1,40 +1,60 @@
-"""Averages of models on the server: over the clients of a round (ACA), and over the last model of every client (OCA; FedKF, Algorithm 1)."""
+"""Averages of models on the server: over the clients of a round (ACA), and over the last model of
+every client (OCA; FedKF, Algorithm 1)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import ModelParameters
-from fedsynth.core.method import RoundContext, ServerState
-
-SLOT = "cache."
-SEEN = "cached clients"
+from fedsynth.core.state import ServerState
 
 
-def average(uploads: Sequence[ModelParameters], *, even: bool = False) -> dict[str, Tensor]:
-    """Σ_k weight_k · parameters_k / Σ_k weight_k, in float64; counters (integer buffers) are taken from the first upload.
+@dataclass(frozen=True)
+class AveragingState(ServerState):
+    """The state of a method that averages models.
 
     Args:
-        uploads: with a weight above zero, all in all. even: all with the same weight instead.
+        cache: of every client the last model, [K, …] for each parameter; {}: not kept. The slot of
+            a client that has sent none holds w⁰ (FedKF, Algorithm 1, line 2).
+        seen: which clients have sent a model, bool [K].
+        overall: OCA; {}: not kept.
     """
-    weights = [1.0 if even else u.weight for u in uploads]
+
+    cache: Mapping[str, Tensor] = field(default_factory=dict)
+    seen: Tensor | None = None
+    overall: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+Averaging = TypeVar("Averaging", bound=AveragingState)
+
+
+def average(uploads: Mapping[int, ModelParameters], *, even: bool = False) -> dict[str, Tensor]:
+    """Σ_k weight_k · parameters_k / Σ_k weight_k, in float64; counters (integer buffers) are taken
+    from the first upload.
+
+    Args:
+        uploads: by client, with a weight above zero, all in all.
+        even: all with the same weight instead.
+    """
+    sent = list(uploads.values())
+    weights = [1.0 if even else u.weight for u in sent]
     total = sum(weights)
-    return {
-        name: torch.stack(
-            [
-                u.parameters[name].double() * (w / total)
-                for u, w in zip(uploads, weights, strict=True)
-            ]
-        )
-        .sum(dim=0)
-        .to(value.dtype)
-        if value.is_floating_point()
-        else value
-        for name, value in uploads[0].parameters.items()
-    }
+    mean: dict[str, Tensor] = {}
+    for name, value in sent[0].parameters.items():
+        if not value.is_floating_point():
+            mean[name] = value
+            continue
+        shares = [
+            u.parameters[name].double() * (w / total) for u, w in zip(sent, weights, strict=True)
+        ]
+        mean[name] = torch.stack(shares).sum(dim=0).to(value.dtype)
+    return mean
 
 
 def trainable(context: RoundContext) -> list[str]:
@@ -43,52 +63,61 @@ def trainable(context: RoundContext) -> list[str]:
 
 
 def cached(
-    state: ServerState, uploads: Sequence[ModelParameters], context: RoundContext
-) -> dict[str, Tensor]:
-    """The server's cache after a round, to be kept: one slot a client, [K, …] for each parameter, and which
-    clients have sent a model [K].
+    state: Averaging,
+    before: AveragingState,
+    uploads: Mapping[int, ModelParameters],
+    context: RoundContext,
+    *,
+    everybody: bool = False,
+) -> Averaging:
+    """`state` with the cache after a round, and OCA of it.
 
-    The slot of a client that has sent none holds w⁰ (FedKF, Algorithm 1, line 2).
+    Args:
+        before: the state before the round.
+        uploads: of the round; those of weight 0 (dropped, or without an example) do not count.
+        everybody: see `overall_average`.
     """
-    cache = {name: value for name, value in state.kept.items() if name.startswith(SLOT)}
-    device = next(iter(state.parameters.values())).device
-    seen = state.kept.get(SEEN, torch.zeros(context.clients, dtype=torch.bool, device=device))
-    if not cache:
-        cache = {
-            SLOT + name: value[None].repeat(context.clients, *[1] * value.dim())
-            for name, value in state.parameters.items()
-        }
-    active = context.participants or range(context.clients)
-    fresh = {name: slots.clone() for name, slots in {**cache, SEEN: seen}.items()}
-    for client, upload in zip(active, uploads, strict=True):
-        if upload.weight == 0:  # dropped, or without an example: it has trained nothing that counts
+    device = next(iter(before.parameters.values())).device
+    seen = before.seen
+    if seen is None:
+        seen = torch.zeros(context.clients, dtype=torch.bool, device=device)
+    slots = before.cache or {
+        name: value[None].repeat(context.clients, *[1] * value.dim())
+        for name, value in before.parameters.items()
+    }
+    seen = seen.clone()
+    cache = {name: value.clone() for name, value in slots.items()}
+    for client, upload in uploads.items():
+        if upload.weight == 0:
             continue
-        fresh[SEEN][client] = True
+        seen[client] = True
         for name, value in upload.parameters.items():
-            fresh[SLOT + name][client] = value
-    return fresh
+            cache[name][client] = value
+    overall = overall_average(cache, seen, context, everybody=everybody)
+    return replace(state, cache=cache, seen=seen, overall=overall)
 
 
 def overall_average(
-    kept: Mapping[str, Tensor], context: RoundContext, *, everybody: bool = False
+    cache: Mapping[str, Tensor], seen: Tensor, context: RoundContext, *, everybody: bool = False
 ) -> dict[str, Tensor]:
     """OCA: the average of the slots of all clients that have sent a model so far, weighted by n_k.
 
     Args:
-        kept: what `cached` gave; somebody has sent a model. everybody: all K slots count, also those that hold
-            w⁰ (FedKF, Algorithm 1, line 10). The official code averages those that it has seen.
+        cache, seen: see `AveragingState`; somebody has sent a model.
+        everybody: all K slots count, also those that hold w⁰ (FedKF, Algorithm 1, line 10). The
+            official code averages those that it has seen.
 
-    With differential privacy, where n_k is private, clients count alike; who has taken part is public.
+    With differential privacy, where n_k is private, clients count alike; who has taken part is
+    public.
     """
     sizes = torch.tensor(context.sizes or [1] * context.clients, dtype=torch.float64)
-    counted = sizes if everybody else sizes * kept[SEEN].to(sizes)
+    counted = sizes if everybody else sizes * seen.to(sizes)
     weights = counted / counted.sum().clamp_min(1)
-    return {
-        name.removeprefix(SLOT): torch.tensordot(
-            weights.to(slots.device), slots.double(), dims=1
-        ).to(slots.dtype)
-        if slots.is_floating_point()
-        else slots[0]
-        for name, slots in kept.items()
-        if name.startswith(SLOT)
-    }
+    overall: dict[str, Tensor] = {}
+    for name, slots in cache.items():
+        if not slots.is_floating_point():
+            overall[name] = slots[0]
+            continue
+        mean = torch.tensordot(weights.to(slots.device), slots.double(), dims=1)
+        overall[name] = mean.to(slots.dtype)
+    return overall

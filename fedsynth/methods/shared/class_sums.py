@@ -13,7 +13,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fedsynth.core.client import ClientGroup, PrivateClients, chunk
-from fedsynth.core.method import PrivatePlan, RoundContext
+from fedsynth.core.context import RoundContext
+from fedsynth.privacy.plans import PrivatePlan
+
+COUNTS = "class counts"
+"""The name of the counts' plan."""
 
 Rows = Callable[[Tensor], Tensor]
 """Normalised images [N, C, H, W] -> a vector of each [N, D], which depends on that image alone; called without graph."""
@@ -29,13 +33,55 @@ class ClassSums:
 
 
 def sums_plans(
-    what: str, each: str, clip: float, width: int, classes: int, noise: float
+    name: str,
+    what: str,
+    each: str,
+    *,
+    clip: float,
+    width: int,
+    classes: int,
+    noise: float,
+    phase: str,
 ) -> tuple[PrivatePlan, PrivatePlan]:
-    """Of the sums and of the counts, without sampling; `noise`: their noise multiplier over the run's σ."""
-    sums = PrivatePlan(f"class sums of {what}", "sums", each, clip, 1.0, 1, classes * width, noise)
-    return sums, PrivatePlan(
-        "class counts", "sums", "each example counts 1", 1.0, 1.0, 1, classes, noise
+    """Of the sums and of the counts, without sampling.
+
+    Args:
+        name: of the sums' plan; that of the counts is `COUNTS`.
+        what: whose class sums they are, in words.
+        each: what is clipped, in words.
+        clip: L2 bound of one example's vector.
+        width: D of the vectors.
+        classes: how many sums there are.
+        noise: noise multiplier of sums and counts over the run's σ.
+        phase: the exchange that they are released in.
+    """
+    sums = PrivatePlan(
+        name=name,
+        quantity=f"class sums of {what}",
+        mechanism="sums",
+        clipped=each,
+        clip=clip,
+        sample_rate=1.0,
+        steps=1,
+        dimension=classes * width,
+        groups=classes,
+        noise_ratio=noise,
+        phase=phase,
     )
+    counts = PrivatePlan(
+        name=COUNTS,
+        quantity="class counts",
+        mechanism="sums",
+        clipped="each example counts 1",
+        clip=1.0,
+        sample_rate=1.0,
+        steps=1,
+        dimension=classes,
+        groups=classes,
+        noise_ratio=noise,
+        phase=phase,
+    )
+    return sums, counts
 
 
 def class_sums(
@@ -43,26 +89,26 @@ def class_sums(
     position: int,
     rows: Rows,
     width: int,
-    plans: tuple[PrivatePlan, PrivatePlan] | None,
+    name: str,
     context: RoundContext,
 ) -> ClassSums:
     """The sums of one client of the group.
 
     Args:
-        width: D. plans: of the sums and of the counts; for private clients, whose ledger is charged for one release of each.
+        clients: private ones were charged for the two plans of `sums_plans`.
+        position: which client.
+        rows: makes the vectors.
+        width: D.
+        name: of the sums' plan.
+        context: the round's.
     """
     classes = context.spec.classes
     if isinstance(clients, PrivateClients):
-        if plans is None:
-            raise TypeError("private clients need plans")
-        (sums_plan, counts_plan), (_, sigma) = plans, context.protection()
-        alone, row = clients.alone(position), counts_plan.release(context.round, sigma)
-        held = alone.class_sums(
-            alone.charge(row, classes), lambda x_NCHW, segment_N: x_NCHW.new_ones(len(x_NCHW), 1)
-        )
-        series = alone.charge(sums_plan.release(context.round, sigma), classes)
-        noisy = alone.class_sums(series, lambda x_NCHW, segment_N: rows(x_NCHW))
-        return ClassSums(noisy, held[:, 0], row.noise_multiplier)
+        alone = clients.alone(position)
+        counting = alone.series(COUNTS)
+        held = alone.class_sums(counting, lambda x_NCHW, segment_N: x_NCHW.new_ones(len(x_NCHW), 1))
+        noisy = alone.class_sums(alone.series(name), lambda x_NCHW, segment_N: rows(x_NCHW))
+        return ClassSums(noisy, held[:, 0], counting[0].deviation)
     mine = clients.examples(position)
     sums, counts = (
         torch.zeros(classes, width, device=context.device),
@@ -83,7 +129,7 @@ def class_means(
     clients: ClientGroup,
     rows: Rows,
     width: int,
-    plans: tuple[PrivatePlan, PrivatePlan] | None,
+    name: str,
     context: RoundContext,
     least: float = 1.0,
 ) -> Sequence[tuple[Tensor, Tensor]]:
@@ -92,13 +138,13 @@ def class_means(
     The rows of other classes are near zero, and must not be used.
 
     Args:
-        rows, width, plans: see `class_sums`.
+        clients, rows, width, name, context: see `class_sums`.
         least: private clients have the classes whose noisy count is at least this, at least 1, and
             at least two deviations of its noise, as noise may make any count.
     """
     found = []
     for position in range(len(clients.ids)):
-        own = class_sums(clients, position, rows, width, plans, context)
+        own = class_sums(clients, position, rows, width, name, context)
         floor = max(1.0, least, 2 * own.deviation) if own.deviation else 1.0
         found.append((own.sums / own.counts.clamp_min(floor)[:, None], own.counts >= floor))
     return found

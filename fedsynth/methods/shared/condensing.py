@@ -21,14 +21,15 @@ import torch
 from torch import Tensor, nn
 
 from fedsynth.core.client import ClientGroup, OpenClients, PrivateClients, Segments
-from fedsynth.core.messages import Message, ModelParameters, parameters_of
-from fedsynth.core.method import Memory, PrivatePlan, RoundContext
-from fedsynth.core.validation import check_choice, check_embedding, check_ranges
+from fedsynth.core.context import RoundContext
+from fedsynth.core.messages import Message, ModelParameters
+from fedsynth.core.method import Down, Memory, PrivatePlan, Results
+from fedsynth.core.validation import check_choices, check_embedding, check_ranges
 from fedsynth.methods.shared.private_condensation import (
+    IMAGES,
     Matching,
     feature_width,
     image_plan,
-    paper_matching,
     private_matching,
 )
 from fedsynth.methods.shared.union import TrainsOnUnion
@@ -41,7 +42,7 @@ from fedsynth.synthesizer.condensation.distributions import (
     refuse_private,
 )
 from fedsynth.synthesizer.condensation.loop import Augmentation, client_bytes, condense
-from fedsynth.synthesizer.condensation.matchers import ExactMatcher, Matcher
+from fedsynth.synthesizer.condensation.matchers import ExactMatcher, Matcher, PaperMatcher
 from fedsynth.synthesizer.condensation.real_batches import SMALL_CLASS, BatchIndices
 from fedsynth.synthesizer.condensation.sets import (
     SyntheticSet,
@@ -100,7 +101,6 @@ class Condenses(TrainsOnUnion):
     """
 
     upload: ClassVar[type[Message]] = SyntheticSet
-    downlink: ClassVar[type[ModelParameters]] = ModelParameters
     protects: ClassVar[tuple[str, ...]] = ("residual",)
     matches_logits: ClassVar[bool] = True
     """Whether logits are matched beside embeddings, or embeddings alone."""
@@ -123,9 +123,8 @@ class Condenses(TrainsOnUnion):
         check_ranges(self, ipc=(1, inf), iterations=(1, inf), batch=(1, inf))
         check_ranges(self, image_lr=(0, inf), image_momentum=(0, 1), blur=(1e-6, inf))
         check_ranges(self, min_examples=(0, inf), start_average=(1, inf))
-        check_choice("small_class", self.small_class, SMALL_CLASS)
-        check_choice("batch_norm", self.batch_norm, ("client", "class"))
-        check_choice("matching", self.matching, MATCHINGS)
+        check_choices(self, small_class=SMALL_CLASS, batch_norm=("client", "class"))
+        check_choices(self, matching=MATCHINGS)
 
     # ------------------------------------------------------------------ what methods differ in
 
@@ -141,7 +140,7 @@ class Condenses(TrainsOnUnion):
         raise NotImplementedError  # abstract
 
     def objective(
-        self, matcher: Matcher, message: Message, segments: Segments, context: RoundContext
+        self, matcher: Matcher, message: Down, segments: Segments, context: RoundContext
     ) -> Matcher:
         """What pulls the images: the given matcher alone, or with more that sees no data."""
         return matcher
@@ -211,14 +210,12 @@ class Condenses(TrainsOnUnion):
 
     def client_step(
         self,
-        message: Message,
+        message: ModelParameters,
         clients: ClientGroup,
         memories: Sequence[Memory],
         context: RoundContext,
-    ) -> list[tuple[Message, Memory]]:
-        if not isinstance(message, self.downlink):
-            raise TypeError(f"expected {self.downlink.__name__}, got {type(message).__name__}")
-        model = context.load(parameters_of(message)).requires_grad_(False).eval()
+    ) -> Results:
+        model = context.load(message.parameters).requires_grad_(False).eval()
         segments = self._segments(clients)
         start = self._start(clients, segments, memories, context)
         matching = self._matching(clients, segments, context)
@@ -276,9 +273,8 @@ class Condenses(TrainsOnUnion):
     ) -> Matching:
         columns = None if self.matches_logits else feature_width(context, logits=False)
         if isinstance(clients, PrivateClients):
-            plans = self.private_plans(context.protection()[0], context)
             return private_matching(
-                clients, plans, context, columns=columns, min_examples=self.min_examples
+                clients, context, columns=columns, min_examples=self.min_examples
             )
         batches = BatchIndices(
             clients,
@@ -290,11 +286,8 @@ class Condenses(TrainsOnUnion):
             round=context.round,
         )
         exact = ExactMatcher(clients, batches, columns)
-        privacy = context.privacy
-        if privacy is not None:
-            plan = self.private_plans(privacy, context)[0]
-            sigma = privacy.noise_multiplier or 0.0
-            return paper_matching(clients, exact, segments, batches, plan, sigma)
+        if clients.adds_noise:
+            return Matching(PaperMatcher(exact, segments, batches, clients.noise(IMAGES)))
         if self.matching == "mean":
             return Matching(exact)
         return Matching(DistributionMatcher(exact, self.matching, self.blur, columns))

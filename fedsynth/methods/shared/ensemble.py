@@ -9,18 +9,33 @@ batch-norm statistics would be a release without noise, so batch norm is refused
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
-from torch import nn
+from torch import Tensor, nn
 
-from fedsynth.core.messages import Message, ModelParameters
-from fedsynth.core.method import RoundContext, ServerState
-from fedsynth.core.validation import check_choice
+from fedsynth.core.context import RoundContext
+from fedsynth.core.messages import ModelParameters
+from fedsynth.core.method import Presets
+from fedsynth.core.state import ServerState
+from fedsynth.core.validation import check_choices
 from fedsynth.errors import SettingError
-from fedsynth.methods.shared.aggregation import average
+from fedsynth.methods.shared.aggregation import AveragingState, average
 from fedsynth.methods.shared.local import TrainsLocally
+
+
+@dataclass(frozen=True)
+class EnsembleState(AveragingState):
+    """What a distilling server has of its last round.
+
+    Args:
+        tallies: of the generated images, for the round's facts [epochs, C, C]; None: none were made.
+        matrices: what it measured of its clients, each [C, clients].
+    """
+
+    tallies: Tensor | None = None
+    matrices: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -33,6 +48,8 @@ class DistilsEnsemble(TrainsLocally):
     """
 
     heterogeneous: ClassVar[bool] = True
+    state: ClassVar[type[ServerState]] = EnsembleState
+    presets: ClassVar[Presets] = {"digits": {"local_epochs": 20}}
 
     local_epochs: int = 200
     batch: int = 128
@@ -41,37 +58,39 @@ class DistilsEnsemble(TrainsLocally):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_choice("start", self.start, ("average", "server"))
+        check_choices(self, start=("average", "server"))
         if self.final == "oca":
             raise SettingError(
-                f"{self.name}'s final model is the distilled one: final=oca has no meaning here"
+                "method",
+                "final",
+                f"has no meaning for {self.name}, whose final model is the distilled one",
+                value="oca",
             )
 
     def distil(
         self,
         models: Sequence[nn.Module],
         student: nn.Module,
-        state: ServerState,
+        state: EnsembleState,
         context: RoundContext,
-    ) -> ServerState:
-        """Trains `student` in place, and returns what the server keeps beside it (its parameters are filled in)."""
+    ) -> EnsembleState:
+        """Trains `student` in place, and returns the state without its parameters."""
         raise NotImplementedError  # abstract
 
     def server_step(
-        self, state: ServerState, uploads: Sequence[Message], context: RoundContext
-    ) -> ServerState:
-        sent = [u for u in uploads if isinstance(u, ModelParameters)]
-        active = context.participants or range(len(sent))
+        self,
+        state: EnsembleState,
+        uploads: Mapping[int, ModelParameters],
+        context: RoundContext,
+    ) -> EnsembleState:
         models = [
-            context.load(u.parameters, client)
-            for client, u in zip(active, sent, strict=True)
-            if u.weight > 0
+            context.load(u.parameters, client) for client, u in uploads.items() if u.weight > 0
         ]
         if not models:
             return state
         alike = context.client_architectures is None
         student = context.load(
-            average(sent) if alike and self.start == "average" else state.parameters
+            average(uploads) if alike and self.start == "average" else state.parameters
         )
-        kept = self.distil(models, student, state, context)
-        return ServerState(student.state_dict(), kept.kept)
+        made = self.distil(models, student, state, context)
+        return replace(made, parameters=student.state_dict())

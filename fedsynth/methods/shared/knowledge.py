@@ -11,23 +11,29 @@ computed from that.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from fedsynth.core.client import ClientGroup, PrivateClients
-from fedsynth.core.messages import Message, ModelParameters, parameters_of, released
-from fedsynth.core.method import Memory, PrivatePlan, RoundContext, ServerState
-from fedsynth.core.validation import check_choice, check_ranges
+from fedsynth.core.client import ClientGroup
+from fedsynth.core.context import RoundContext
+from fedsynth.core.messages import Message, ModelParameters, released
+from fedsynth.core.method import Memory, PrivatePlan, Results
+from fedsynth.core.state import ServerState
+from fedsynth.core.validation import check_choices, check_ranges
 from fedsynth.data.images import denormalise
 from fedsynth.methods.shared.class_sums import class_means, sums_plans
 from fedsynth.methods.shared.condensing import Condenses
+from fedsynth.privacy.plans import FIRST, MAIN
 from fedsynth.privacy.settings import PrivacySettings
 from fedsynth.synthesizer.condensation.knowledge import average_over_holders, soft_labels
 from fedsynth.synthesizer.condensation.sets import SyntheticSet
+
+LOGITS = "logit sums"
+"""The name of the plan of what V_k is made of, beside the class counts'."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +63,20 @@ class LocalKnowledge(Message):
 
 
 @dataclass(frozen=True)
+class KnowledgeState(ServerState):
+    """The state, with V [C, C] and the classes that it exists for, bool [C].
+
+    Args:
+        soft, present: within a round, R [C, C] and its classes [C] of a first exchange.
+    """
+
+    logits: Tensor | None = None
+    known: Tensor | None = None
+    soft: Tensor | None = None
+    present: Tensor | None = None
+
+
+@dataclass(frozen=True)
 class SharesKnowledge(Condenses):
     """Condensation whose clients also tell class-mean logits.
 
@@ -72,8 +92,10 @@ class SharesKnowledge(Condenses):
     """
 
     upload: ClassVar[type[Message]] = CondensedSet
-    answers: ClassVar[type[Message] | None] = LocalKnowledge
-    downlink: ClassVar[type[ModelParameters]] = GlobalKnowledge
+    downlink: ClassVar[type[Message]] = GlobalKnowledge
+    first_downlink: ClassVar[type[Message] | None] = ModelParameters
+    first_upload: ClassVar[type[Message] | None] = LocalKnowledge
+    state: ClassVar[type[ServerState]] = KnowledgeState
 
     temperature: float = 1.0
     knowledge_from: str = "previous-round"
@@ -84,41 +106,44 @@ class SharesKnowledge(Condenses):
         super().__post_init__()
         check_ranges(self, temperature=(1e-6, inf))
         check_ranges(self, logit_clip=(1e-9, inf), knowledge_noise=(1e-3, inf))
-        check_choice("knowledge_from", self.knowledge_from, ("previous-round", "first-phase"))
+        check_choices(self, knowledge_from=("previous-round", "first-phase"))
 
-    def question(self, state: ServerState, context: RoundContext) -> Message | None:
+    def first_request(self, state: KnowledgeState, context: RoundContext) -> Message | None:
         if self.knowledge_from == "first-phase":
             return ModelParameters(state.parameters, 1.0)
         return None
 
-    def answer(
+    def first_step(
         self,
-        message: Message,
+        message: ModelParameters,
         clients: ClientGroup,
         memories: Sequence[Memory],
         context: RoundContext,
-    ) -> list[tuple[Message, Memory]]:
-        model = context.load(parameters_of(message)).requires_grad_(False).eval()
+    ) -> Results:
+        model = context.load(message.parameters).requires_grad_(False).eval()
         told = self.statistics(model, clients, memories, context)
         return [
             (LocalKnowledge(own["logits"], own["present"]), {**memory, **own})
             for own, memory in zip(told, memories, strict=True)
         ]
 
-    def hear(
-        self, state: ServerState, answers: Sequence[Message], context: RoundContext
-    ) -> ServerState:
-        sent = [
-            (a.logits, soft_labels(a.logits, self.temperature), a.present)
-            for a in answers
-            if isinstance(a, LocalKnowledge)
-        ]
-        return ServerState(state.parameters, _averaged(state, sent))
+    def first_aggregate(
+        self, state: KnowledgeState, replies: Mapping[int, LocalKnowledge], context: RoundContext
+    ) -> KnowledgeState:
+        logits = [reply.logits for reply in replies.values()]
+        soft = [soft_labels(own, self.temperature) for own in logits]
+        present = [reply.present for reply in replies.values()]
+        state, mean_soft, now = _averaged(state, logits, soft, present)
+        return replace(state, soft=mean_soft, present=now)
 
-    def broadcast(self, state: ServerState, context: RoundContext) -> Message:
+    def broadcast(self, state: KnowledgeState, context: RoundContext) -> Message:
         classes, device = context.spec.classes, context.device
-        logits = state.kept.get("logits", torch.zeros(classes, classes, device=device))
-        known = state.kept.get("known", torch.zeros(classes, dtype=torch.bool, device=device))
+        logits = state.logits
+        if logits is None:
+            logits = torch.zeros(classes, classes, device=device)
+        known = state.known
+        if known is None:
+            known = torch.zeros(classes, dtype=torch.bool, device=device)
         return GlobalKnowledge(state.parameters, 1.0, logits, known)
 
     def statistics(
@@ -131,12 +156,8 @@ class SharesKnowledge(Condenses):
         """V_k [C, C] as "logits" (Eq. 5), and which of its rows exist [C] as "present"."""
         if all("logits" in memory for memory in memories):  # released in the first phase
             return memories
-        plans = None
-        if isinstance(clients, PrivateClients):
-            _, sums, counts = self.private_plans(context.protection()[0], context)
-            plans = sums, counts
         classes = context.spec.classes
-        means = class_means(clients, model, classes, plans, context, least=self.min_examples)
+        means = class_means(clients, model, classes, LOGITS, context, least=self.min_examples)
         return [{"logits": logits, "present": present} for logits, present in means]
 
     def make_upload(
@@ -149,34 +170,48 @@ class SharesKnowledge(Condenses):
         soft = soft_labels(logits, self.temperature)
         return CondensedSet(pixels, images.labels, logits, soft, present)
 
-    def averaged(self, state: ServerState, uploads: Sequence[Message]) -> Mapping[str, Tensor]:
-        """V and R after all uploads of a round, see `_averaged`."""
-        if self.knowledge_from == "first-phase":
-            return state.kept
-        sets = [u for u in uploads if isinstance(u, CondensedSet)]
-        return _averaged(state, [(u.logits, u.soft, u.present) for u in sets])
+    def averaged(
+        self, state: KnowledgeState, uploads: Mapping[int, CondensedSet]
+    ) -> tuple[KnowledgeState, Tensor, Tensor]:
+        """After all uploads of a round: the state with V, and R [C, C] with its classes [C] (Eqs. 8, 12)."""
+        if state.soft is not None and state.present is not None:  # of a first exchange
+            return replace(state, soft=None, present=None), state.soft, state.present
+        sets = uploads.values()
+        return _averaged(
+            state, [u.logits for u in sets], [u.soft for u in sets], [u.present for u in sets]
+        )
 
     def private_plans(
         self, privacy: PrivacySettings, context: RoundContext
     ) -> tuple[PrivatePlan, ...]:
         """The images' T releases, the sums of logits, and the counts."""
-        each, noise = "logits z(x) of each example", self.knowledge_noise
-        classes = context.spec.classes
-        return *super().private_plans(privacy, context), *sums_plans(
-            "logits (V and R)", each, self.logit_clip, classes, classes, noise
+        images = super().private_plans(privacy, context)
+        return *images, *sums_plans(
+            LOGITS,
+            "logits (V and R)",
+            "logits z(x) of each example",
+            clip=self.logit_clip,
+            width=context.spec.classes,
+            classes=context.spec.classes,
+            noise=self.knowledge_noise,
+            phase=FIRST if self.knowledge_from == "first-phase" else MAIN,
         )
 
 
 def _averaged(
-    state: ServerState, sent: Sequence[tuple[Tensor, Tensor, Tensor]]
-) -> dict[str, Tensor]:
-    """Eqs. 8 and 12, of what clients sent (V_k, R_k, which rows exist): R as "soft" with the classes "present" now; V as
-    "logits" with the classes "known", where classes that none of them has keep an earlier round's row (partial participation)."""
-    holders = [present for _, _, present in sent]
-    logits, now = average_over_holders([v for v, _, _ in sent], holders)
-    soft, _ = average_over_holders([r for _, r, _ in sent], holders)
+    state: KnowledgeState,
+    logits: Sequence[Tensor],
+    soft: Sequence[Tensor],
+    present: Sequence[Tensor],
+) -> tuple[KnowledgeState, Tensor, Tensor]:
+    """The state with V, and R with its classes, from all V_k, R_k and which of their rows exist.
+
+    Classes that none of these clients has keep V's row of an earlier round (partial participation).
+    """
+    mean, now = average_over_holders(logits, present)
+    mean_soft, _ = average_over_holders(soft, present)
     known = now
-    if "known" in state.kept:
-        logits = torch.where(now[:, None], logits, state.kept["logits"])
-        known = now | state.kept["known"]
-    return {"logits": logits, "known": known, "soft": soft, "present": now}
+    if state.logits is not None and state.known is not None:
+        mean = torch.where(now[:, None], mean, state.logits)
+        known = now | state.known
+    return replace(state, logits=mean, known=known), mean_soft, now

@@ -21,18 +21,24 @@ import torch
 from torch import Tensor, nn
 
 from fedsynth.core.client import ClientGroup, OpenClients, PrivateClients, chunk
-from fedsynth.core.messages import Message, ModelParameters, parameters_of
-from fedsynth.core.method import Memory, Method, PrivatePlan, RoundContext, ServerState
-from fedsynth.core.validation import check_choice, check_ranges
-from fedsynth.errors import SettingError
-from fedsynth.methods.shared.aggregation import average, cached, overall_average
+from fedsynth.core.context import RoundContext
+from fedsynth.core.messages import Message, ModelParameters
+from fedsynth.core.method import Down, Memory, Method, Presets, Results, State, Up
+from fedsynth.core.state import ServerState
+from fedsynth.core.validation import check_choices, check_ranges
+from fedsynth.errors import Setting, SettingError
+from fedsynth.methods.shared.aggregation import AveragingState, average, cached
 from fedsynth.models.registry import parameter_count
 from fedsynth.privacy.dpsgd import DpSgdSettings, ExampleLoss, Penalty, check_model
+from fedsynth.privacy.plans import PrivatePlan
 from fedsynth.privacy.settings import PrivacySettings
 from fedsynth.seeding import numpy_generator, torch_generator
 from fedsynth.training.many_clients import Learner, learner_bytes, pays, train_together
 from fedsynth.training.optimisers import MomentumSgd, Optimiser
 from fedsynth.training.sgd import Pull, SgdSettings, steps_of, train_on
+
+MODEL = "model"
+"""The name of the trained model's plan."""
 
 
 @dataclass(frozen=True)
@@ -90,8 +96,10 @@ class TrainsLocally(Method):
     """
 
     upload: ClassVar[type[Message]] = ModelParameters
+    state: ClassVar[type[ServerState]] = AveragingState
     protects: ClassVar[tuple[str, ...]] = ("dp-sgd",)
     one_pass: ClassVar[bool] = False
+    presets: ClassVar[Presets] = {"digits": {"batch": 32}}
     """Whether tasks are `plain`, so that clients with a dense network can share a step."""
 
     local_epochs: int = 10
@@ -116,21 +124,29 @@ class TrainsLocally(Method):
             weight_decay=(0, inf),
         )
         check_ranges(self, local_steps=(0, inf), stragglers=(0, 1))
-        check_choice("final", self.final, ("aca", "oca"))
-        check_choice("oca", self.oca, ("seen", "all"))
+        check_choices(self, final=("aca", "oca"), oca=("seen", "all"))
+        no_steps = Setting("method", "local_steps", "0")
         if self.equal_steps and self.local_steps:
             raise SettingError(
-                "local_steps is already the same for every client: leave out equal_steps, or local_steps"
+                "method",
+                "equal_steps",
+                "needs ",
+                no_steps,
+                ": these are already the same for every client",
             )
         if self.stragglers and self.local_steps:
             raise SettingError(
-                "stragglers manage fewer passes: they need local_epochs, and local_steps=0"
+                "method",
+                "stragglers",
+                "needs ",
+                no_steps,
+                ": stragglers manage fewer passes over their data",
             )
 
-    def broadcast(self, state: ServerState, context: RoundContext) -> Message:
+    def broadcast(self, state: State, context: RoundContext) -> Message:
         return ModelParameters(state.parameters, 1.0)
 
-    def task(self, client: int, message: Message, memory: Memory, context: RoundContext) -> Task:
+    def task(self, client: int, message: Down, memory: Memory, context: RoundContext) -> Task:
         """What this client's training of this round adds."""
         return Task()
 
@@ -139,20 +155,20 @@ class TrainsLocally(Method):
         return MomentumSgd(self.lr, self.momentum, self.weight_decay)
 
     def start_model(
-        self, client: int, message: Message, memory: Memory, context: RoundContext
+        self, client: int, message: Down, memory: Memory, context: RoundContext
     ) -> nn.Module:
         """The network that a client trains: the message's, or a fresh one of its own architecture."""
         if context.client_architectures is None:
-            return context.load(parameters_of(message))
+            return context.load(message.parameters)
         return copy.deepcopy(context.architecture_of(client)).to(context.device)
 
     def client_step(
         self,
-        message: Message,
+        message: Down,
         clients: ClientGroup,
         memories: Sequence[Memory],
         context: RoundContext,
-    ) -> list[tuple[Message, Memory]]:
+    ) -> Results:
         each = list(zip(clients.ids, memories, strict=True))
         models = [self.start_model(client, message, memory, context) for client, memory in each]
         tasks = [self.task(client, message, memory, context) for client, memory in each]
@@ -186,18 +202,19 @@ class TrainsLocally(Method):
 
     def complete(
         self,
-        upload: Message,
+        upload: Up,
         clients: ClientGroup,
         position: int,
-        message: Message,
+        message: Down,
         context: RoundContext,
     ) -> Message:
         """The upload of one client of the group with what else is made of its data, after its training."""
-        return upload
+        sent: Message = upload
+        return sent
 
     def late(self, context: RoundContext) -> dict[int, int]:
         """Clients of the round that do not finish, and the passes that they manage."""
-        active = context.participants or tuple(range(context.clients))
+        active = context.active
         rng = numpy_generator(context.seed, "stragglers", context.round)
         some = rng.choice(len(active), round(self.stragglers * len(active)), replace=False)
         return {
@@ -209,42 +226,38 @@ class TrainsLocally(Method):
         return self.final == "oca"
 
     def combine(
-        self, state: ServerState, uploads: Sequence[ModelParameters], context: RoundContext
-    ) -> ServerState:
-        """The next global model, and what the server keeps, from the uploads that count: at least one, with weights above zero."""
-        return ServerState(average(uploads))
+        self, state: State, uploads: Mapping[int, Up], context: RoundContext
+    ) -> AveragingState:
+        """The next state from the uploads that count, by client: at least one, with weights above
+        zero."""
+        before: AveragingState = state
+        return replace(before, parameters=average(uploads))
 
     def server_step(
-        self, state: ServerState, uploads: Sequence[Message], context: RoundContext
+        self, state: State, uploads: Mapping[int, Up], context: RoundContext
     ) -> ServerState:
-        models = [u for u in uploads if isinstance(u, ModelParameters)]
-        counting = [u for u in models if u.weight > 0]
-        if (
-            not counting
-        ):  # everybody was dropped, or is without an example: as if the round had not been
-            return state
-        made = self.combine(state, counting, context)
+        before: AveragingState = state
+        counting = {client: u for client, u in uploads.items() if u.weight > 0}
+        if not counting:  # everybody was dropped, or is without an example: no round at all
+            return before
+        made = self.combine(before, counting, context)
         if not self.keeps_cache():
             return made
-        cache = cached(state, models, context)
-        overall = overall_average(cache, context, everybody=self.oca == "all")
-        return ServerState(made.parameters, {**made.kept, **cache, **prefixed("oca.", overall)})
+        return cached(made, before, uploads, context, everybody=self.oca == "all")
 
-    def final_parameters(self, state: ServerState) -> Mapping[str, Tensor]:
-        return (
-            unprefixed("oca.", state.kept) or state.parameters
-            if self.final == "oca"
-            else state.parameters
-        )
+    def final_parameters(self, state: State) -> Mapping[str, Tensor]:
+        found: AveragingState = state
+        if self.final == "oca" and found.overall:
+            return found.overall
+        return found.parameters
 
-    def facts(self, state: ServerState, context: RoundContext) -> Mapping[str, Any]:
+    def facts(self, state: State, context: RoundContext) -> Mapping[str, Any]:
         """The passes of clients that do not finish, which are drawn publicly, and whether they are dropped."""
         late = {str(client): passes for client, passes in self.late(context).items()}
         return {"stragglers": late, "stragglers_dropped": self.drop_stragglers} if late else {}
 
-    def variants(self, state: ServerState) -> Mapping[str, Mapping[str, Tensor]]:
-        overall = unprefixed("oca.", state.kept)
-        return {"aca": state.parameters, "oca": overall} if overall else {}
+    def variants(self, state: State) -> Mapping[str, Mapping[str, Tensor]]:
+        return {"aca": state.parameters, "oca": state.overall} if state.overall else {}
 
     def private_plans(
         self, privacy: PrivacySettings, context: RoundContext
@@ -253,6 +266,7 @@ class TrainsLocally(Method):
             check_model(architecture)
         rate = privacy.sample_rate or min(1.0, self.batch / context.nominal_size)
         plan = PrivatePlan(
+            name=MODEL,
             quantity="model update",
             mechanism="dp-sgd",
             clipped="gradient of each example with respect to all parameters",
@@ -262,6 +276,23 @@ class TrainsLocally(Method):
             dimension=parameter_count(context.architecture),
         )
         return (plan,)
+
+    def client_plans(
+        self, plans: tuple[PrivatePlan, ...], client: int, context: RoundContext
+    ) -> tuple[PrivatePlan, ...]:
+        """Fewer steps for a straggler, and the dimension of the client's own network."""
+        passes = self.late(context).get(client)
+        dimension = parameter_count(context.architecture_of(client))
+
+        def own(plan: PrivatePlan) -> PrivatePlan:
+            if plan.name != MODEL:
+                return plan
+            steps = plan.steps
+            if passes is not None and not self.local_steps:
+                steps = math.ceil(passes / plan.sample_rate)
+            return replace(plan, steps=steps, dimension=dimension)
+
+        return tuple(own(plan) for plan in plans)
 
     def _steps(self, epochs: int, context: RoundContext) -> int | None:
         """Steps of so many passes, where every client takes the same; None: as many as its own data make."""
@@ -319,25 +350,16 @@ class TrainsLocally(Method):
         tasks: Sequence[Task],
         context: RoundContext,
     ) -> list[Trained]:
-        """By DP-SGD; each client is charged for the steps that it takes and the parameters that its network has."""
-        privacy, sigma = context.protection()
-        plan, late, trained = self.private_plans(privacy, context)[0], self.late(context), []
-        settings = DpSgdSettings(self.optimiser(), plan.sample_rate * context.nominal_size)
-        release = plan.release(context.round, sigma)
-        for position, (client, model, task) in enumerate(
-            zip(clients.ids, models, tasks, strict=True)
-        ):
-            steps = (
-                plan.steps
-                if client not in late or self.local_steps
-                else math.ceil(late[client] / plan.sample_rate)
-            )
+        """By DP-SGD, as many steps as each client was charged for."""
+        trained = []
+        for position, (model, task) in enumerate(zip(models, tasks, strict=True)):
             alone = clients.alone(position)
-            series = alone.charge(
-                replace(release, steps=steps, dimension=parameter_count(model)), 1
+            plan = alone.plan(MODEL)
+            settings = DpSgdSettings(self.optimiser(), plan.sample_rate * context.nominal_size)
+            alone.fit(
+                alone.series(MODEL), [model], plan.steps, settings, [task.penalty], [task.loss]
             )
-            alone.fit(series, [model], steps, settings, [task.penalty], [task.loss])
-            trained.append(Trained(1.0, steps))
+            trained.append(Trained(1.0, plan.steps))
             context.report("local training", position + 1, len(models))
         return trained
 
@@ -367,15 +389,3 @@ def mean_loss(model: nn.Module, clients: OpenClients, position: int) -> float:
                 )
             )
     return total / max(1, len(mine))
-
-
-def prefixed(prefix: str, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The same tensors under names that start with `prefix`."""
-    return {prefix + name: value for name, value in parameters.items()}
-
-
-def unprefixed(prefix: str, kept: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors whose names start with `prefix`, without it."""
-    return {
-        name.removeprefix(prefix): value for name, value in kept.items() if name.startswith(prefix)
-    }

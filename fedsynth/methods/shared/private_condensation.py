@@ -9,25 +9,25 @@ printed: it works on open clients, and guarantees nothing.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
-from fedsynth.core.client import OpenClients, PrivateClients, Segments
-from fedsynth.core.method import PrivatePlan, RoundContext
-from fedsynth.privacy.randomness import SecretGenerator
+from fedsynth.core.client import PrivateClients
+from fedsynth.core.context import RoundContext
+from fedsynth.methods.shared.class_sums import COUNTS
+from fedsynth.privacy.plans import PrivatePlan
 from fedsynth.privacy.settings import PrivacySettings
 from fedsynth.synthesizer.condensation.feature_sums import FeatureSumMatcher
 from fedsynth.synthesizer.condensation.matchers import (
-    ExactMatcher,
     GradientMatcher,
     Matcher,
-    PaperMatcher,
     ResidualMatcher,
 )
-from fedsynth.synthesizer.condensation.real_batches import BatchIndices
+
+IMAGES = "images"
+"""The name of the plan that images are pulled by; mechanism `features` has `COUNTS` beside it."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +93,7 @@ def image_plan(
     }[mechanism]
     classes = context.spec.classes
     return PrivatePlan(
+        name=IMAGES,
         quantity="synthetic images",
         mechanism=mechanism,
         clipped=clipped,
@@ -100,6 +101,7 @@ def image_plan(
         sample_rate=privacy.sample_rate or min(1.0, batch * classes / context.nominal_size),
         steps=steps,
         dimension=classes * coordinates,
+        groups=classes,
     )
 
 
@@ -115,6 +117,7 @@ def feature_plans(
     width = feature_width(context, logits=True)
     classes = context.spec.classes
     sums = PrivatePlan(
+        name=IMAGES,
         quantity="class sums of features",
         mechanism="features",
         clipped="features [h(x); z(x)] of each example about the synthetic images' mean, "
@@ -123,8 +126,10 @@ def feature_plans(
         sample_rate=privacy.sample_rate or 1.0,
         steps=networks,
         dimension=classes * width,
+        groups=classes,
     )
     counts = PrivatePlan(
+        name=COUNTS,
         quantity="class counts",
         mechanism="features",
         clipped="each example counts 1",
@@ -132,49 +137,31 @@ def feature_plans(
         sample_rate=sums.sample_rate,
         steps=1,
         dimension=classes,
+        groups=classes,
         noise_ratio=count_noise / math.sqrt(networks),
     )
     return sums, counts
 
 
 def private_matching(
-    clients: PrivateClients,
-    plans: Sequence[PrivatePlan],
-    context: RoundContext,
-    *,
-    columns: int | None,
-    min_examples: float,
+    clients: PrivateClients, context: RoundContext, *, columns: int | None, min_examples: float
 ) -> Matching:
-    """Charges all clients of the group for the images' releases, and matches on them.
+    """The matcher on what the group was charged for.
 
     Args:
-        plans: the images' first (`image_plan`, or both `feature_plans`); others are left alone.
+        clients: charged for `image_plan`, or for both `feature_plans`.
+        context: the round's.
         columns: of "residual": how many of the features' first coordinates it matches; None: all.
         min_examples: of "features": the least released count of a class that is sent.
     """
-    plan, classes = plans[0], context.spec.classes
-    _, sigma = context.protection()
-    series = clients.charge(plan.release(context.round, sigma), classes)
-    divisor = plan.sample_rate * context.nominal_size / classes
+    plan = clients.plan(IMAGES)
+    series = clients.series(IMAGES)
+    divisor = plan.sample_rate * context.nominal_size / context.spec.classes
     if plan.mechanism == "residual":
         return Matching(ResidualMatcher(clients, series, divisor, columns))
     if plan.mechanism == "gradient":
         return Matching(GradientMatcher(clients, series, divisor))
-    row = plans[1].release(context.round, sigma)
-    floor = max(1.0, min_examples * plan.sample_rate, 2 * row.noise_multiplier)
-    counts = clients.charge(row, classes)
+    counts = clients.series(COUNTS)
+    floor = max(1.0, min_examples * plan.sample_rate, 2 * counts[0].deviation)
     matcher = FeatureSumMatcher(clients, series, counts, plan.steps, floor)
     return Matching(matcher, period=plan.steps, kept=matcher.kept)
-
-
-def paper_matching(
-    clients: OpenClients,
-    exact: ExactMatcher,
-    segments: Segments,
-    batches: BatchIndices,
-    plan: PrivatePlan,
-    noise_multiplier: float,
-) -> Matching:
-    """Mechanism `paper`, on open clients: clips and noise that guarantee nothing."""
-    secrets = [SecretGenerator() for _ in clients.ids]
-    return Matching(PaperMatcher(exact, segments, batches, secrets, noise_multiplier, plan.clip))

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from math import inf
+from typing import ClassVar
 
+from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message, ModelParameters
-from fedsynth.core.method import Method, RoundContext, ServerState
+from fedsynth.core.method import Method, Presets, State, Up
+from fedsynth.core.state import ServerState
 from fedsynth.core.validation import check_ranges
 from fedsynth.synthesizer.condensation.sets import train_on_union
 from fedsynth.training.optimisers import MomentumSgd
@@ -22,6 +25,8 @@ class TrainsOnUnion(Method):
         server_epochs, server_batch, server_lr: SGD on the union, with the paper's values.
         server_momentum, server_weight_decay: not in the paper; they follow distribution matching's public code.
     """
+
+    presets: ClassVar[Presets] = {"digits": {"server_epochs": 60}}
 
     server_epochs: int = 500
     server_batch: int = 256
@@ -47,21 +52,22 @@ class TrainsOnUnion(Method):
         )
 
     def server_objective(
-        self, uploads: Sequence[Message], context: RoundContext
+        self, uploads: Mapping[int, Up], context: RoundContext
     ) -> Objective | None:
         """A minibatch's loss while the server trains; None: the cross-entropy alone."""
         return None
 
-    def broadcast(self, state: ServerState, context: RoundContext) -> Message:
+    def broadcast(self, state: State, context: RoundContext) -> Message:
         return ModelParameters(state.parameters, 1.0)
 
     def server_step(
-        self, state: ServerState, uploads: Sequence[Message], context: RoundContext
+        self, state: State, uploads: Mapping[int, Up], context: RoundContext
     ) -> ServerState:
-        model = context.load(state.parameters)
+        before: ServerState = state
+        model = context.load(before.parameters)
         objective = self.server_objective(uploads, context)
         train_on_union(model, uploads, self.union_sgd(), context, objective)
-        return ServerState(model.state_dict())
+        return replace(before, parameters=model.state_dict())
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fedsynth.core.client import chunk
-from fedsynth.core.method import RoundContext
+from fedsynth.core.context import RoundContext
 from fedsynth.models.batch_norm import SharedStatistics, has_batch_norm
 from fedsynth.models.frozen import VectorJacobian
 from fedsynth.privacy.passes import power_of_two

@@ -21,9 +21,9 @@ from torch import Tensor
 
 from fedsynth.core.client import OpenClients, PrivateClients, Segments, chunk
 from fedsynth.models.frozen import VectorJacobian
+from fedsynth.privacy.allowance import UnaccountedNoise
 from fedsynth.privacy.mechanisms import GaussianSums
 from fedsynth.privacy.passes import padded, power_of_two
-from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.synthesizer.condensation.real_batches import BatchIndices
 
 PASSES, PULLED = 4, 8
@@ -340,13 +340,13 @@ class PaperMatcher:
         exact: ExactMatcher,
         segments: Segments,
         batches: BatchIndices,
-        secrets: Sequence[SecretGenerator],
-        noise_multiplier: float,
-        clip: float,
+        noise: Sequence[UnaccountedNoise],
     ) -> None:
-        self._exact, self._segments, self._secrets = exact, segments, secrets
-        self._deviation = noise_multiplier * clip / batches.sizes.to(torch.float64)
-        self._clip = clip
+        self._exact = exact
+        self._segments = segments
+        self._secrets = [one.secret for one in noise]
+        self._deviation = noise[0].deviation / batches.sizes.to(torch.float64)
+        self._clip = noise[0].release.sensitivity
 
     def gradient(self, step: int, features: FeatureMap, synthetic: Tensor) -> Tensor:
         gradient = self._exact.gradient(step, features, synthetic)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 
@@ -10,11 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from fedsynth.core.client import OpenClients, Segments
+from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message, public, released
-from fedsynth.core.method import Memory, RoundContext
+from fedsynth.core.method import Memory
 from fedsynth.data.images import normalise
 from fedsynth.data.registry import DatasetSpec
-from fedsynth.errors import SettingError
+from fedsynth.errors import Setting, SettingError
 from fedsynth.seeding import torch_generator
 from fedsynth.training.sgd import Objective, SgdSettings, train_on
 
@@ -122,7 +123,7 @@ def split_uploads(
 
 def train_on_union(
     model: nn.Module,
-    uploads: Sequence[Message],
+    uploads: Mapping[int, SyntheticSet],
     settings: SgdSettings,
     context: RoundContext,
     objective: Objective | None = None,
@@ -135,13 +136,18 @@ def train_on_union(
         objective: (the network in training, a minibatch's images, labels) -> its loss, in place of the cross-entropy.
         on_all: the same of the whole union, added to each step's loss, or, `once_an_epoch`, to that of every epoch's first step.
     """
-    sets = [u for u in uploads if isinstance(u, SyntheticSet)]
+    sets = list(uploads.values())
     if not any(len(u.labels) for u in sets):
         # No released count was large enough, or a round's few clients have little: no mistake, go on with w_r.
         if context.privacy is not None or len(uploads) < context.clients:
             return
         raise SettingError(
-            "no client sent any image: none has min_examples examples of a class; lower it, or use fewer clients"
+            "method",
+            "min_examples",
+            "is more than any client has of any class, so that nobody sends an image: lower it, or "
+            "use fewer clients (",
+            Setting("partition", "clients"),
+            ")",
         )
     images = torch.cat([u.normalised(context.spec) for u in sets])
     labels = torch.cat([u.labels for u in sets])

@@ -1,0 +1,57 @@
+"""Charging clients for a method's step outside a run: for benchmarks, tests and pipelines of one's own.
+
+In a run each client's budget does this (`fedsynth.federation.client_budget`), from the run's plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fedsynth.core.context import RoundContext
+from fedsynth.core.method import Method
+from fedsynth.errors import SettingError
+from fedsynth.privacy.allowance import Allowance, authorise
+from fedsynth.privacy.ledger import Guard
+from fedsynth.privacy.mechanisms import GaussianSums
+from fedsynth.privacy.plans import MAIN
+from fedsynth.privacy.randomness import SecretGenerator
+
+
+def charge_for(
+    method: Method,
+    context: RoundContext,
+    clients: Sequence[int],
+    guards: Sequence[Guard],
+    secrets: Sequence[SecretGenerator],
+    phase: str = MAIN,
+) -> list[Allowance[GaussianSums]]:
+    """Charges each client for what one exchange of the method releases.
+
+    Args:
+        method: plans the releases.
+        context: the round's, with privacy settings that have a noise multiplier.
+        clients: their numbers.
+        guards: their ledgers and caps.
+        secrets: their secret generators.
+        phase: the exchange.
+
+    Raises:
+        SettingError: no privacy settings, or no noise multiplier.
+        BudgetExceededError: a client's cap would be exceeded; clients before it stay charged.
+    """
+    privacy = context.privacy
+    if privacy is None or privacy.noise_multiplier is None:
+        raise SettingError("privacy", "noise_multiplier", "must be set for private clients")
+    plans = method.private_plans(privacy, context)
+    sigma = privacy.noise_multiplier
+    return [
+        authorise(
+            method.client_plans(plans, client, context),
+            context.round,
+            sigma,
+            guard,
+            secret,
+            phase=phase,
+        )
+        for client, guard, secret in zip(clients, guards, secrets, strict=True)
+    ]

@@ -1,0 +1,24 @@
+"""What a method's server keeps between rounds: frozen dataclasses that pack as messages do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from fedsynth.core.messages import Packed
+
+
+@dataclass(frozen=True)
+class ServerState(Packed):
+    """The global model, and in a method's own subclass what else its server keeps.
+
+    A subclass gives each further field a default, which is its value before the first round: {}, a
+    number, or None.
+
+    Args:
+        parameters: the model's parameters and buffers by name, on the run's device.
+    """
+
+    parameters: Mapping[str, Tensor]

@@ -1,0 +1,150 @@
+"""One client's budget: its ledger, the guard of its cap, and its secret.
+
+It belongs to the client. It holds the public plan, its own ledger and its own secret, and knows
+nothing of other clients; whoever asks, it refuses what its cap does not allow.
+"""
+
+from __future__ import annotations
+
+from fedsynth.core.context import RoundContext
+from fedsynth.federation.privacy_plan import PrivacyPlan
+from fedsynth.privacy.allowance import Allowance, MakeSeries, UnaccountedNoise, authorise
+from fedsynth.privacy.errors import PrivacyError
+from fedsynth.privacy.history import History
+from fedsynth.privacy.ledger import Ledger
+from fedsynth.privacy.mechanisms import GaussianSums
+from fedsynth.privacy.plans import MAIN
+from fedsynth.privacy.randomness import SecretGenerator
+from fedsynth.privacy.releases import Release
+
+
+class ClientBudget:
+    """What a client of a private run may still release, and what charges it.
+
+    Args:
+        client: its number in the federation, which says what the plan has for it.
+        ledger: its own.
+        plan: the run's.
+        secret: its own; None makes one with a fresh key.
+
+    Attributes:
+        make_series: what charges and makes its series; an audit watches them.
+
+    Raises:
+        LedgerError: the ledger holds releases of another unit.
+    """
+
+    def __init__(
+        self,
+        client: int,
+        ledger: Ledger,
+        plan: PrivacyPlan,
+        secret: SecretGenerator | None = None,
+    ) -> None:
+        self.client = client
+        self.ledger = ledger
+        self.secret = secret or SecretGenerator(four_sums=plan.privacy.four_sums)
+        self.make_series: MakeSeries = GaussianSums
+        self._plan = plan
+        self._guard = plan.guard(ledger)
+
+    @property
+    def guaranteed(self) -> bool:
+        """Whether the run's mechanism guarantees anything."""
+        return self._plan.facts.guaranteed
+
+    def history(self) -> History:
+        """What the ledger holds now."""
+        return self.ledger.history()
+
+    def check(self, number: int) -> None:
+        """Asks whether the round with this number can be charged; before anybody is charged for
+        it, else some would pay for a round that releases nothing.
+
+        Raises:
+            BudgetExceededError: it would exceed the cap.
+            LedgerError: the ledger cannot be written.
+        """
+        if self._plan.facts.guaranteed:
+            self._guard.check(self._plan.planned([number]))
+        self.ledger.check_writable()
+
+    def authorise(self, context: RoundContext, phase: str = MAIN) -> Allowance[GaussianSums]:
+        """Charges the ledger for all that this client releases in one exchange of a round.
+
+        Raises:
+            BudgetExceededError: the cap would be exceeded: another run has charged the ledger
+                since `check`. What was charged before it stays charged.
+            PrivacyError: the mechanism guarantees nothing.
+        """
+        if not self._plan.facts.guaranteed:
+            raise PrivacyError(f"mechanism {self._plan.facts.name} has no series to charge for")
+        return authorise(
+            self._plan.client_plans(self.client, context),
+            context.round,
+            self._plan.sigma,
+            self._guard,
+            self.secret,
+            phase=phase,
+            make_series=self.make_series,
+        )
+
+    def unaccounted(self, context: RoundContext, phase: str = MAIN) -> Allowance[UnaccountedNoise]:
+        """Records what a mechanism without any guarantee releases in one exchange: from then on
+        the ledger's ε is infinite.
+
+        Raises:
+            PrivacyError: the mechanism has a guarantee.
+        """
+        if self._plan.facts.guaranteed:
+            raise PrivacyError(f"releases of mechanism {self._plan.facts.name} are accounted for")
+        plans = self._plan.client_plans(self.client, context)
+        rows = self._plan.client_rows(self.client, context)
+        granted = []
+        for plan, row in zip(plans, rows, strict=True):
+            if plan.phase == phase:
+                self.ledger.charge(row)
+                granted.append((plan, UnaccountedNoise(row, self.secret)))
+        return Allowance(phase, granted, [plan for plan in plans if plan.phase != phase])
+
+
+class OpenBudget:
+    """The kept ledger of a client in a run without differential privacy.
+
+    Args:
+        ledger: its own.
+        method: the name of the run's method.
+    """
+
+    def __init__(self, ledger: Ledger, method: str) -> None:
+        self.ledger = ledger
+        self._method = method
+
+    def check(self) -> None:
+        """Asks whether the ledger can be written, before anybody's is.
+
+        Raises:
+            LedgerError: it cannot.
+        """
+        self.ledger.check_writable()
+
+    def record(self, number: int) -> None:
+        """Records a round before it runs: from then on the ledger's ε is infinite.
+
+        Nothing is clipped or noised, so that sensitivity and dimension say nothing.
+        """
+        self.ledger.charge(
+            Release(
+                round=number,
+                quantity=f"a round of {self._method}",
+                mechanism="none",
+                clipped="nothing",
+                noise_multiplier=0.0,
+                sensitivity=1.0,
+                sample_rate=1.0,
+                sampler="full",
+                steps=1,
+                dimension=1,
+                unaccounted="a run on the same data without differential privacy",
+            )
+        )

@@ -1,0 +1,121 @@
+"""What passes between a server and its clients, whatever carries it.
+
+A server asks all clients to `join`, tells them the `Terms`, asks the clients of each round whether
+they can take part (`prepare`), says that it begins (`begin`), and asks for a step (`step`) in each
+exchange of the round. `evaluate` and `facts` are a simulation's questions. A client that cannot, or
+must not, answers with a `Refusal`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from fedsynth.core.context import RoundContext
+from fedsynth.core.messages import Message
+from fedsynth.federation.privacy_plan import PrivacyPlan
+from fedsynth.privacy.history import History
+
+BUDGET, REQUEST = "budget", "request"
+"""Why clients refuse: their privacy budget would be exceeded; the server's request is not sound."""
+
+
+@dataclass(frozen=True)
+class Joined:
+    """What a client says when it joins.
+
+    Args:
+        client: its number.
+        size: n_k; None with differential privacy: private.
+        history: what its ledger holds, of earlier runs on the same records; None: it has no ledger.
+    """
+
+    client: int
+    size: int | None = None
+    history: History | None = None
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What a server tells all clients before the first round; all of it is public.
+
+    Args:
+        sizes: n_k of all clients; None with differential privacy.
+        plan: what each client will be charged for; None without.
+    """
+
+    sizes: tuple[int, ...] | None = None
+    plan: PrivacyPlan | None = None
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A client's answer in place of what it was asked for.
+
+    Args:
+        client: its number.
+        reason: for people.
+        kind: BUDGET, with which a run ends in order, or REQUEST, which is an error.
+    """
+
+    client: int
+    reason: str
+    kind: str = BUDGET
+
+
+@dataclass(frozen=True)
+class Replies:
+    """Answers of a round's clients, by client number."""
+
+    messages: Mapping[int, Message] = field(default_factory=dict)
+    refusals: tuple[Refusal, ...] = ()
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """How models do on one client's own test split: exact functions of private data.
+
+    Args:
+        client: its number.
+        size: n_k.
+        tested: examples of its test split.
+        right: of each model, how many of them it gets right.
+    """
+
+    client: int
+    size: int
+    tested: int
+    right: Mapping[str, int]
+
+
+class Exchange(Protocol):
+    """Carries requests to clients and brings their answers."""
+
+    def join(self) -> Sequence[Joined]:
+        """All clients, by number, ascending."""
+
+    def start(self, terms: Terms) -> None:
+        """Tells every client the terms."""
+
+    def prepare(self, context: RoundContext) -> Sequence[Refusal]:
+        """Asks the clients of a round whether they can take part, before any of them is charged."""
+
+    def begin(self, context: RoundContext) -> None:
+        """Tells all clients that the round begins, as nobody has refused."""
+
+    def step(self, phase: str, message: Message, context: RoundContext) -> Replies:
+        """Sends a request to the clients of a round, and brings their replies."""
+
+    def facts(self, context: RoundContext) -> Sequence[Mapping[str, Any]]:
+        """What the clients of a round say for its row of metrics (`Method.client_facts`)."""
+
+    def histories(self) -> Sequence[History]:
+        """What the clients' ledgers hold now, by client number; empty: they have none."""
+
+    def evaluate(
+        self, models: Mapping[str, Mapping[str, Tensor]], context: RoundContext
+    ) -> Sequence[Evaluated]:
+        """Tests models by name on all clients' own test splits; for simulations alone."""

@@ -1,0 +1,98 @@
+"""An exchange without a wire: all clients in this process, those of a round in groups.
+
+How many clients share a group is decided by what one more of them takes in memory
+(`Method.client_bytes`) and the run's bound; it has no influence on what is computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+from fedsynth.core.context import Reporter, RoundContext
+from fedsynth.core.messages import Message
+from fedsynth.federation.client_runtime import ClientRuntime, evaluate_together, step_together
+from fedsynth.federation.exchange import Evaluated, Joined, Refusal, Replies, Terms
+from fedsynth.privacy.history import History
+
+
+class InProcess:
+    """The exchange of a simulation.
+
+    Args:
+        clients: all, by number.
+        private: whether the run is.
+    """
+
+    def __init__(self, clients: Sequence[ClientRuntime], *, private: bool) -> None:
+        self.clients = list(clients)
+        self._private = private
+
+    def join(self) -> list[Joined]:
+        return [client.join(private=self._private) for client in self.clients]
+
+    def start(self, terms: Terms) -> None:
+        for client in self.clients:
+            client.start(terms)
+
+    def histories(self) -> list[History]:
+        stated = [client.history() for client in self.clients]
+        return [history for history in stated if history is not None]
+
+    def prepare(self, context: RoundContext) -> list[Refusal]:
+        answers = [client.prepare(context) for client in self._concerned(context)]
+        return [answer for answer in answers if answer is not None]
+
+    def begin(self, context: RoundContext) -> None:
+        for client in self._concerned(context):
+            client.begin(context)
+
+    def step(self, phase: str, message: Message, context: RoundContext) -> Replies:
+        messages: dict[int, Message] = {}
+        for group in self._groups(context):
+            reporter = _GroupReporter(
+                context.reporter, len(messages), len(group), len(context.active)
+            )
+            replies = step_together(group, phase, message, replace(context, reporter=reporter))
+            if replies.refusals:
+                return Replies(messages, replies.refusals)
+            messages.update(replies.messages)
+        return Replies(messages)
+
+    def facts(self, context: RoundContext) -> list[Mapping[str, Any]]:
+        return [self.clients[number].facts(context) for number in context.active]
+
+    def evaluate(
+        self, models: Mapping[str, Mapping[str, Tensor]], context: RoundContext
+    ) -> list[Evaluated]:
+        return evaluate_together(self.clients, models, context)
+
+    def _concerned(self, context: RoundContext) -> list[ClientRuntime]:
+        """The round's clients, and those whose data are shown in every round."""
+        active = set(context.active)
+        return [c for c in self.clients if c.number in active or c.shows_always]
+
+    def _groups(self, context: RoundContext) -> Iterator[list[ClientRuntime]]:
+        each = self.clients[0].method.client_bytes(context)
+        at_once = 1 if each is None else max(1, context.memory_bytes // 2 // max(1, each))
+        for start in range(0, len(context.active), at_once):
+            yield [self.clients[k] for k in context.active[start : start + at_once]]
+
+
+@dataclass(frozen=True)
+class _GroupReporter:
+    """Turns one group's steps into the round's: `before` clients are done, `share` are in it."""
+
+    reporter: Reporter
+    before: int
+    share: int
+    clients: int
+
+    def report(self, phase: str, done: int, total: int) -> None:
+        self.reporter.report(phase, self.before * total + done * self.share, self.clients * total)
+
+    def note(self, text: str) -> None:
+        self.reporter.note(text)

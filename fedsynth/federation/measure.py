@@ -1,0 +1,115 @@
+"""What is measured of a federation's models: on the test set, and on the clients' own test splits.
+
+Accuracies on the clients' own splits, and on a test set that is private, are exact functions of
+private data: with differential privacy they go into `simulation_only` and nowhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from fedsynth.core.context import RoundContext
+from fedsynth.core.method import Method
+from fedsynth.core.state import ServerState
+from fedsynth.data.images import ImageData
+from fedsynth.evaluation.accuracy import accuracy_by_domain, correct
+from fedsynth.evaluation.fairness import local_metrics
+from fedsynth.federation.exchange import Exchange
+from fedsynth.federation.run_folder import LOCAL, PRIVATE_TEST
+
+COMMON = "common_model_accuracy"
+"""What the test accuracy of a method is called whose clients end with models of their own."""
+ONE = "model"
+
+
+@dataclass(frozen=True)
+class Measure:
+    """Measures the models of one run.
+
+    Args:
+        method: decides which models there are.
+        exchange: to the clients.
+        test: on the run's device; None: there is none.
+        hidden: whether the test set is one that privacy protects.
+        local: whether clients have test splits of their own.
+    """
+
+    method: Method
+    exchange: Exchange
+    test: ImageData | None
+    hidden: bool
+    local: bool
+
+    @property
+    def accuracy_name(self) -> str:
+        """What the accuracy on the test set is called in a row."""
+        return COMMON if self.method.personal else "test_accuracy"
+
+    def row(self, state: ServerState, context: RoundContext) -> dict[str, Any]:
+        """What a round's row says of the model, and under `models` of each of its variants."""
+        final = self.method.final_parameters(state)
+        models = dict(self.method.variants(state))
+        same = [name for name, one in models.items() if _is(one, final)]
+        if not same:
+            models[ONE] = final
+        rows = self._rows(models, context)
+        if same:
+            return {**rows[same[0]], "models": rows}
+        row = rows.pop(ONE)
+        return {**row, "models": rows} if rows else row
+
+    def final_accuracy(
+        self, metrics: Sequence[Mapping[str, Any]], state: ServerState, context: RoundContext
+    ) -> float | None:
+        """The last round's accuracy, measured now if it was not; None if it cannot be."""
+        if not metrics or self.test is None:
+            return None
+        last: Mapping[str, Any] = metrics[-1]
+        if not {self.accuracy_name, PRIVATE_TEST} & last.keys():
+            last = self.row(state, context)
+        return float(last.get(PRIVATE_TEST, last)[self.accuracy_name])
+
+    def _rows(
+        self, models: Mapping[str, Mapping[str, Tensor]], context: RoundContext
+    ) -> dict[str, dict[str, Any]]:
+        """Of each model what is measured on the test set and on the clients' own splits."""
+        rows: dict[str, dict[str, Any]] = {name: {} for name in models}
+        if self.test is not None:
+            for name, parameters in models.items():
+                measured = self._on_test(context, parameters, self.test)
+                rows[name] = {PRIVATE_TEST: measured} if self.hidden else measured
+        if self.local:
+            clients = self.exchange.evaluate(models, context)
+            if not sum(one.tested for one in clients):
+                return rows
+            for name, row in rows.items():
+                right = [one.right[name] for one in clients]
+                tested = [one.tested for one in clients]
+                row[LOCAL] = local_metrics(right, tested, [one.size for one in clients])
+        return rows
+
+    def _on_test(
+        self, context: RoundContext, parameters: Mapping[str, Tensor], test: ImageData
+    ) -> dict[str, Any]:
+        """Accuracy on the test set; where it has domains also each one's, and their plain average,
+        as papers on feature skew report.
+
+        Where clients have models of their own, the common one is no result, and its accuracy has
+        another name.
+        """
+        right = correct(context.load(parameters), test)
+        row: dict[str, Any] = {self.accuracy_name: int(right.sum()) / len(right)}
+        domains = {} if self.method.personal else accuracy_by_domain(right, test)
+        if domains:
+            row["domain_accuracy"] = domains
+            row["domain_average"] = sum(domains.values()) / len(domains)
+        return row
+
+
+def _is(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
+    """Whether the two are the same tensors."""
+    return all(one[key] is value for key, value in other.items())

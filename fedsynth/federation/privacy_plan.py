@@ -1,0 +1,363 @@
+"""What a private run will release and what that costs, from public values alone.
+
+A server makes the plan before its first round, and needs no client's data or ledger object for it:
+public settings, the public context, and the history of releases that each client states when it
+joins. It is fixed then, and public: clients charge themselves by it (`ClientBudget`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from fedsynth.core.context import RoundContext
+from fedsynth.core.messages import privacy_of_fields
+from fedsynth.core.method import Method
+from fedsynth.data.registry import DatasetSpec
+from fedsynth.errors import Setting, SettingError, Text, unknown_value
+from fedsynth.federation.participation import Participation
+from fedsynth.federation.planned_rounds import PlannedEpsilon, shown_rounds
+from fedsynth.federation.settings import RunSettings
+from fedsynth.privacy import accounting
+from fedsynth.privacy.accounting import Totals, totals
+from fedsynth.privacy.calibration import calibrate_noise_multiplier
+from fedsynth.privacy.errors import (
+    BudgetExceededError,
+    PrivacySettingError,
+    UnaccountedReleaseError,
+    UnplannedReleaseError,
+)
+from fedsynth.privacy.history import History
+from fedsynth.privacy.ledger import Guard, Ledger
+from fedsynth.privacy.mechanism_facts import MechanismFacts, mechanism_facts
+from fedsynth.privacy.plans import PrivatePlan, check_plans
+from fedsynth.privacy.releases import Release, check_delta
+from fedsynth.privacy.report_sections import reasons_in_ledgers
+from fedsynth.privacy.settings import PrivacySettings
+
+
+@dataclass(frozen=True)
+class PrivacyPlan:
+    """A private run's plan; `make` makes it.
+
+    Attributes:
+        run: the run's settings, as they were given.
+        spec: the data set's specification, which is public.
+        nominal_size: the public number of records (or users) that a client is supposed to have.
+        privacy: the privacy settings with mechanism and σ found.
+        plans: each kind of release of a round, the chief one first.
+        max_records: the public bound on the records of all clients.
+        histories: what each client's ledger held when it joined, in the clients' order.
+    """
+
+    run: RunSettings
+    spec: DatasetSpec
+    nominal_size: float
+    privacy: PrivacySettings
+    plans: tuple[PrivatePlan, ...]
+    max_records: int
+    histories: tuple[History, ...] = ()
+
+    @classmethod
+    def checked(cls, settings: RunSettings, context: RoundContext) -> PrivacyPlan:
+        """The plan before any client has joined: without histories, and without σ where a budget
+        is given. So what is wrong with the settings is known before a ledger is opened.
+
+        Raises:
+            UnaccountedReleaseError: the method uploads something that no mechanism protects.
+            PrivacySettingError: δ too large for the declared number of records, ….
+        """
+        given, method, spec = settings.privacy, settings.method, context.spec
+        if given is None:
+            raise SettingError(None, "privacy", "must be set for a private run")
+        check_method(method)
+        _refuse_own_proxy(method, spec)
+        mechanism = given.mechanism or method.protects[0]
+        if mechanism not in method.protects:
+            raise unknown_value(
+                "privacy", "mechanism", mechanism, method.protects, f" for {method.name}"
+            )
+        most = spec.train_size if given.max_records is None else given.max_records
+        if most < spec.train_size:
+            raise PrivacySettingError(
+                "privacy",
+                "max_records",
+                f"is below the {spec.train_size} records that the data set declares",
+                value=most,
+            )
+        check_delta(given.delta, most)
+        privacy = replace(given, mechanism=mechanism)
+        plans = tuple(method.private_plans(privacy, context))
+        check_plans(plans)
+        return cls(settings, spec, context.nominal_size, privacy, plans, most)
+
+    @classmethod
+    def make(
+        cls, settings: RunSettings, context: RoundContext, histories: Sequence[History]
+    ) -> PrivacyPlan:
+        """The plan of a run of these clients, with σ found.
+
+        Args:
+            settings: with `privacy` set.
+            context: round 1's, which is public.
+            histories: what each client's ledger holds, in the clients' order.
+
+        Raises:
+            UnaccountedReleaseError: the method uploads something that no mechanism protects, or a
+                ledger holds a release without any guarantee and there is a budget to keep to.
+            PrivacySettingError: δ too large for the declared number of records, no σ reaches ε, ….
+            BudgetExceededError: a client's earlier releases have spent the budget.
+            LedgerError: a ledger holds releases that protect another unit.
+        """
+        plan = replace(cls.checked(settings, context), histories=tuple(histories))
+        privacy = plan.privacy
+        reasons = plan.reasons(plan.histories)
+        if plan.facts.guaranteed and privacy.epsilon is not None and reasons:
+            raise UnaccountedReleaseError(
+                Text(
+                    f"ε = {privacy.epsilon:g} cannot be kept to: a ledger in {privacy.ledger} "
+                    f"holds a release without any guarantee ({reasons[0]}), which nothing takes "
+                    "back; with ",
+                    Setting("privacy", "noise_multiplier"),
+                    " alone the run adds noise and states no ε",
+                )
+            )
+        if privacy.noise_multiplier is None:
+            privacy = replace(privacy, noise_multiplier=plan._calibrated())
+        for one in plan.histories:
+            plan.guard(Ledger(one.client)).check_unit(one.releases)
+        return replace(plan, privacy=privacy)
+
+    # -------------------------------------------------------------------------- what is released
+
+    @property
+    def chief(self) -> PrivatePlan:
+        """The round's most important release, which headlines speak of."""
+        return self.plans[0]
+
+    @property
+    def facts(self) -> MechanismFacts:
+        """What the run's mechanism guarantees, or why it guarantees nothing."""
+        return mechanism_facts(self.privacy.mechanism or self.chief.mechanism)
+
+    @property
+    def sigma(self) -> float:
+        """σ.
+
+        Raises:
+            SettingError: it is not found yet (`checked`).
+        """
+        if self.privacy.noise_multiplier is None:
+            raise SettingError(
+                "privacy", "noise_multiplier", "is not found yet: no client has joined"
+            )
+        return self.privacy.noise_multiplier
+
+    @property
+    def releases(self) -> int:
+        """Noisy releases of a client in a round."""
+        return sum(plan.steps for plan in self.plans)
+
+    @property
+    def noise(self) -> dict[str, float]:
+        """The standard deviation of the noise in each coordinate of a release, by plan."""
+        rows = {plan.name: self._row(plan, 1, self.sigma) for plan in self.plans}
+        return {name: row.noise_multiplier * row.sensitivity for name, row in rows.items()}
+
+    def in_context(self, context: RoundContext) -> RoundContext:
+        """The context of the run's steps, which know what is public of the plan."""
+        federation = replace(context.federation, privacy=self.privacy, noise=self.noise)
+        return replace(context, federation=federation)
+
+    def planned(
+        self, rounds: Sequence[int] | None = None, noise_multiplier: float | None = None
+    ) -> list[Release]:
+        """The rows that a client's ledger gets if it takes part, and is no exception
+        (`client_rows`).
+
+        Args:
+            rounds: their numbers; None: all of the run.
+            noise_multiplier: another σ than the plan's.
+        """
+        sigma = self.sigma if noise_multiplier is None else noise_multiplier
+        numbers = range(1, self.run.rounds + 1) if rounds is None else rounds
+        return [self._row(plan, number, sigma) for number in numbers for plan in self.plans]
+
+    def client_plans(self, client: int, context: RoundContext) -> tuple[PrivatePlan, ...]:
+        """What one client releases in the context's round: the plans, but for what the method
+        says of that client.
+
+        Raises:
+            UnplannedReleaseError: the method says anything else than fewer steps and another
+                dimension.
+        """
+        own = tuple(self.run.method.client_plans(self.plans, client, context))
+        if len(own) != len(self.plans):
+            raise UnplannedReleaseError(
+                f"{self.run.method.name} plans {len(self.plans)} releases, and {len(own)} for "
+                f"client {client}"
+            )
+        for plan, one in zip(self.plans, own, strict=True):
+            same = replace(one, steps=plan.steps, dimension=plan.dimension, groups=plan.groups)
+            if same != plan or one.steps > plan.steps:
+                raise UnplannedReleaseError(
+                    f"{self.run.method.name} may plan fewer steps and another dimension for a "
+                    f"client, and no more: {one} of client {client} is not in the plan {plan}"
+                )
+        return own
+
+    def client_rows(self, client: int, context: RoundContext) -> list[Release]:
+        """The rows that a client's ledger gets for the context's round."""
+        own = self.client_plans(client, context)
+        return [self._row(plan, context.round, self.sigma) for plan in own]
+
+    def _row(self, plan: PrivatePlan, number: int, sigma: float) -> Release:
+        return plan.release(
+            number, sigma, unit=self.privacy.unit, unaccounted=self.facts.unaccounted
+        )
+
+    # ---------------------------------------------------------------------------- what it costs
+
+    @cached_property
+    def participation(self) -> Participation:
+        """Who takes part in which round, which is public."""
+        run = self.run
+        return Participation(run.seed, run.partition.clients, run.participation)
+
+    def reasons(self, histories: Sequence[History]) -> list[str]:
+        """What stands in ledgers without any guarantee, with the reasons."""
+        return reasons_in_ledgers({one.client: one.releases for one in histories})
+
+    def guaranteed(self, histories: Sequence[History]) -> bool:
+        """Whether an ε can be stated: the mechanism has a guarantee, and so has all that the
+        clients' ledgers hold by now."""
+        return self.facts.guaranteed and not self.reasons(histories)
+
+    def epsilon(self, histories: Sequence[History]) -> float:
+        """ε of the worst client, from what the clients' ledgers hold by now."""
+        return max(self._spent(spent) for spent in _distinct(histories)[0])
+
+    def planned_epsilon(self) -> float:
+        """ε of the worst client after the whole run, on top of what its ledger held."""
+        return self.planned_epsilon_by_round()[self.run.rounds]
+
+    def planned_epsilon_by_round(self) -> PlannedEpsilon:
+        """ε of the worst client after each round, on top of what its ledger held; of a long run
+        after its `shown_rounds`."""
+        one = totals(self.planned([1]))
+
+        def after(position: int) -> float:
+            return max(
+                self._spent(spent + one.times(rounds[position]))
+                for spent, rounds in self._attendance
+            )
+
+        return PlannedEpsilon(shown_rounds(self.run.rounds), after)
+
+    def most_rounds(self) -> int:
+        """How many of the run's rounds the busiest client takes part in."""
+        return max(rounds[-1] for _, rounds in self._attendance)
+
+    def guard(self, ledger: Ledger) -> Guard:
+        """What refuses a release from this ledger that would exceed the plan's cap."""
+        privacy = self.privacy
+        return Guard(ledger, privacy.delta, privacy.epsilon, privacy.adjacency, privacy.unit)
+
+    def check_cap(self) -> None:
+        """Refuses a cap that allows no round even where nothing was spent before.
+
+        Raises:
+            BudgetExceededError: that is a mistake in the settings, and not a run that ends early.
+        """
+        nothing_spent = [replace(one, releases=()) for one in self.histories]
+        self.check_round(1, nothing_spent)
+
+    def check_round(self, number: int, histories: Sequence[History]) -> None:
+        """Asks of every client of a round whether it may be charged for it, by what its ledger
+        holds; each client asks itself, too (`ClientBudget.check`).
+
+        Raises:
+            BudgetExceededError: some client's cap would be exceeded.
+        """
+        if not self.facts.guaranteed:
+            return
+        planned = self.planned([number])
+        for client in self.participation.in_round(number):
+            held = histories[client]
+            self.guard(Ledger(held.client)).refuse_beyond(held.releases, planned)
+
+    @cached_property
+    def _attendance(self) -> list[tuple[Totals, list[int]]]:
+        """(what a ledger held, in how many of the first n rounds its client takes part, for each n
+        of the run's `shown_rounds`), without clients that others exceed."""
+        held, groups = _distinct(self.histories)
+        most = self.participation.most_rounds(groups, shown_rounds(self.run.rounds))
+        return list(zip(held, most.T.tolist(), strict=True))
+
+    def _spent(self, rows: Totals) -> float:
+        return accounting.epsilon(rows, self.privacy.delta, self.privacy.adjacency)
+
+    def _calibrated(self) -> float:
+        """σ for which the planned run, on top of what each ledger held, reaches ε at the client
+        that needs most noise."""
+        privacy = self.privacy
+        target, found = privacy.epsilon or math.inf, 0.0
+        for spent, attended in self._attendance:
+            rounds = attended[-1]
+            if not rounds:
+                continue
+            if self._spent(spent) >= target:
+                raise BudgetExceededError(
+                    f"the budget ε = {target:g} is already spent: a client's ledger stands at "
+                    f"{self._spent(spent):.4g}"
+                )
+
+            def after(sigma: float, spent: Totals = spent, rounds: int = rounds) -> Totals:
+                return spent + totals(self.planned([1], sigma)).times(rounds)
+
+            needed = calibrate_noise_multiplier(target, privacy.delta, after, privacy.adjacency)
+            found = max(found, needed)
+        return found
+
+
+def _distinct(histories: Sequence[History]) -> tuple[list[Totals], list[int]]:
+    """What histories hold, each sum once, and which of these each history holds."""
+    found: dict[Totals, int] = {}
+    groups = [found.setdefault(totals(one.releases), len(found)) for one in histories]
+    return list(found), groups
+
+
+def check_method(method: Method) -> None:
+    """Refuses a method that uploads anything which is neither released nor public.
+
+    Raises:
+        UnaccountedReleaseError: names the method, the field and the reason.
+    """
+    declared: Mapping[str, tuple[str, str]] = {
+        **privacy_of_fields(method.upload),
+        **(privacy_of_fields(method.first_upload) if method.first_upload else {}),
+    }
+    bad = [
+        f"{name} ({kind})"
+        for name, (kind, _) in declared.items()
+        if kind not in ("released", "public")
+    ]
+    if bad or not method.protects:
+        why = (
+            method.refusal or f"its upload has fields that no mechanism protects: {', '.join(bad)}"
+        )
+        raise UnaccountedReleaseError(f"{method.name} cannot run with differential privacy: {why}")
+
+
+def _refuse_own_proxy(method: Method, spec: DatasetSpec) -> None:
+    if getattr(method, "proxy", "") == spec.name:
+        raise UnaccountedReleaseError(
+            Text(
+                f"{method.name} cannot distil on {spec.name} with differential privacy: those are "
+                "the clients' own images; name public ones (",
+                Setting("method", "proxy", "noise"),
+                ", or another data set)",
+            )
+        )

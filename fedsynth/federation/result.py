@@ -1,0 +1,103 @@
+"""What a run ends with, and what its summary.json says."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from fedsynth.core.messages import Message
+from fedsynth.evaluation.generated import GENERATOR
+from fedsynth.federation.measure import COMMON
+from fedsynth.federation.privacy_words import NO_TEST
+from fedsynth.federation.run_folder import LOCAL
+from fedsynth.federation.settings import RunSettings
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """What a run ends with.
+
+    Attributes:
+        accuracy: of the global model on the test set, in [0, 1]; None without a test set, or
+            without any round; no result of a method whose clients have models of their own (FedBN,
+            SOLO): theirs is AMP, in the last row's `local`. On a private test set it is an exact
+            function of private data: here for whoever runs the simulation, and in no file outside
+            `simulation_only`.
+        metrics: a row for each round. uploads: the last round's, by client.
+        privacy: the privacy report, None without differential privacy. folder: None if nothing was written.
+        artefacts: matrices [classes, clients] that the server measured, such as FedHydra's stratification.
+        deviations: what went otherwise than planned: why the run ended early.
+    """
+
+    settings: RunSettings
+    accuracy: float | None
+    metrics: list[dict[str, Any]]
+    model: nn.Module
+    uploads: dict[int, Message]
+    privacy: dict[str, object] | None
+    folder: Path | None
+    summary: dict[str, Any]
+    artefacts: Mapping[str, Tensor] = field(default_factory=dict)
+    deviations: tuple[str, ...] = ()
+
+
+def summarise(
+    settings: RunSettings,
+    metrics: Sequence[Mapping[str, Any]],
+    accuracy: float | None,
+    *,
+    device: str,
+    test: str,
+    hidden: bool,
+    privacy: Mapping[str, Any] | None,
+) -> dict[str, Any]:
+    """What summary.json says, but for the folder.
+
+    Args:
+        metrics: the rows.
+        accuracy: of the last model.
+        device: as torch names it.
+        test: what the test images are: "public", "private" or "none".
+        hidden: whether privacy protects the test images.
+        privacy: what the summary says of the run's privacy; None: there is none.
+    """
+    method = settings.method
+    personal = method.personal
+    last: Mapping[str, Any] = metrics[-1] if metrics else {}
+    summary: dict[str, Any] = {
+        "method": method.name,
+        "settings": {f.name: getattr(method, f.name) for f in fields(method)},
+        "dataset": settings.dataset,
+        "rounds": len(metrics),
+        "test_accuracy": None if hidden or personal else accuracy,
+    }
+    if personal and not hidden:
+        summary[COMMON] = accuracy
+    summary["upload_bytes"] = sum(row["upload_bytes"] for row in metrics)
+    summary["upload_floats_per_round"] = last.get("upload_floats", 0)
+    summary["device"] = device
+    summary["seed"] = settings.seed
+    if test == NO_TEST or hidden:
+        summary["test_data"] = test
+    if privacy is None:
+        summary["seconds"] = round(sum(row["seconds"] for row in metrics), 3)
+    if "domain_average" in last:
+        summary["domain_average"] = last["domain_average"]
+    if "models" in last:
+        summary["models"] = {
+            name: {"test_accuracy": one["test_accuracy"]}
+            for name, one in last["models"].items()
+            if "test_accuracy" in one
+        }
+    generators = [row[GENERATOR] for row in metrics if GENERATOR in row]
+    if generators:
+        summary[GENERATOR] = generators[-1]
+    if LOCAL in last and privacy is None:
+        summary[LOCAL] = {name: last[LOCAL][name] for name in ("amp", "fm", "wlp")}
+    if privacy is not None:
+        summary["differential_privacy"] = privacy
+    return summary

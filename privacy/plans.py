@@ -1,0 +1,113 @@
+"""What a method will release of each client in a round, known before any data are read.
+
+A method names its plans once (`Method.private_plans`). A client's ledger is charged for them by
+these, and a step gets the charged series by the plan's name (`fedsynth.privacy.allowance`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fedsynth.privacy.errors import PrivacySettingError
+from fedsynth.privacy.releases import RECORD, Release
+
+FIRST, MAIN = "first", "main"
+PHASES = (FIRST, MAIN)
+"""The exchanges of a round: some methods have one before the main one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrivatePlan:
+    """One kind of release of a round: a series of noisy sums.
+
+    Args:
+        name: what a step asks for the series by, such as "images".
+        quantity: what leaves the client, in words for ledger and report.
+        mechanism: its name.
+        clipped: what is clipped, in words.
+        clip: L2 bound 𝒞 of one example's contribution.
+        sample_rate: q of Poisson sampling.
+        steps: releases in a round.
+        dimension: coordinates of one release.
+        groups: the sums that these coordinates are: one for each class, or one.
+        noise_ratio: the release's noise multiplier over the run's σ.
+        phase: the exchange that it is made in, "main" or "first".
+
+    Raises:
+        PrivacySettingError: an unknown phase, or a dimension that is not of equal groups.
+    """
+
+    name: str
+    quantity: str
+    mechanism: str
+    clipped: str
+    clip: float
+    sample_rate: float
+    steps: int
+    dimension: int
+    groups: int = 1
+    noise_ratio: float = 1.0
+    phase: str = MAIN
+
+    def __post_init__(self) -> None:
+        if self.phase not in PHASES:
+            raise PrivacySettingError(
+                None,
+                "phase",
+                f"of plan {self.name!r} must be one of {', '.join(PHASES)}, got {self.phase!r}",
+            )
+        if self.groups < 1 or self.dimension % self.groups:
+            raise PrivacySettingError(
+                None,
+                "groups",
+                f"of plan {self.name!r}, {self.groups}, must divide its {self.dimension} "
+                "coordinates evenly",
+            )
+
+    def release(
+        self,
+        round: int,
+        noise_multiplier: float,
+        *,
+        unit: str = RECORD,
+        unaccounted: str | None = None,
+    ) -> Release:
+        """The ledger's row.
+
+        Args:
+            round: its number.
+            noise_multiplier: the run's σ.
+            unit: who is protected, one of `releases.UNITS`.
+            unaccounted: why nothing is guaranteed, where nothing is.
+        """
+        return Release(
+            round=round,
+            quantity=self.quantity,
+            mechanism=self.mechanism,
+            clipped=self.clipped,
+            noise_multiplier=noise_multiplier * self.noise_ratio,
+            sensitivity=self.clip,
+            sample_rate=self.sample_rate,
+            sampler="poisson" if self.sample_rate < 1 else "full",
+            steps=self.steps,
+            dimension=self.dimension,
+            unaccounted=unaccounted,
+            unit=unit,
+        )
+
+
+def check_plans(plans: Sequence[PrivatePlan]) -> None:
+    """Refuses what no step could ask for by name.
+
+    Raises:
+        PrivacySettingError: there is no plan, or two have the same name.
+    """
+    if not plans:
+        raise PrivacySettingError(None, "plans", "must hold at least one: what a round releases")
+    names = [plan.name for plan in plans]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise PrivacySettingError(
+            None, "plans", f"of a round must have different names; two have {twice!r}"
+        )

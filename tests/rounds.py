@@ -1,0 +1,51 @@
+"""What tests of methods share: rounds of a server and of clients without an engine between them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, MutableMapping, Sequence
+from typing import Any
+
+from fedsynth.core.client import ClientGroup
+from fedsynth.core.context import RoundContext
+from fedsynth.core.messages import Message
+from fedsynth.core.method import Memory, Results
+from fedsynth.federation.server import Server
+from fedsynth.privacy.plans import FIRST, PHASES
+
+
+def uploads_of(clients: ClientGroup, results: Results) -> dict[int, Message]:
+    """The messages of a group's step by client number."""
+    return {k: message for k, (message, _) in zip(clients.ids, results, strict=True)}
+
+
+def play(
+    server: Server,
+    groups: Sequence[ClientGroup] | Callable[[str], Sequence[ClientGroup]],
+    memories: MutableMapping[int, Memory],
+    context: RoundContext,
+) -> dict[int, Any]:
+    """One round, with its first exchange if it has one.
+
+    Args:
+        server: its state is the next one afterwards.
+        groups: the clients of the round; the steps of each group are taken together. Where clients
+            are charged for each exchange, what makes the groups of a phase.
+        memories: of the clients by number ({} for one that is not there); replaced by the new ones.
+
+    Returns:
+        The uploads by client number, of the types that the method declares.
+    """
+    replies: dict[int, Any] = {}
+    for phase in PHASES:
+        request = server.request(phase, context)
+        if request is None:
+            continue
+        replies = {}
+        for group in groups(phase) if callable(groups) else groups:
+            step = server.method.first_step if phase == FIRST else server.method.client_step
+            own = [memories.get(k, {}) for k in group.ids]
+            results = step(request, group, own, context)
+            replies.update(uploads_of(group, results))
+            memories.update(zip(group.ids, (memory for _, memory in results), strict=True))
+        server.receive(phase, replies, context)
+    return replies
