@@ -8,14 +8,14 @@ A condensing method inherits `Condenses` (or, as here, FedDM) and says what is d
   vector of each example, as `class_means` does for private and open clients alike. The vector must
   be a function of its example alone (and of what was released), else the clip bounds nothing;
 - `make_upload`: the message, whose every field says what it is with differential privacy;
-- `private_plans`: a row for each thing that leaves, the images' first, by name. The engine charges
-  them before any data are read; what is not planned cannot be released;
+- `private_plans`: a row for each thing that leaves, the images' first. The engine charges for them
+  before any data are read, and hands them out by name: nothing else can be released;
 - `server_objective`: the loss that the server trains with on all clients' images.
 
 Here a client tells the class means of its embeddings under the global model, and while the server
 trains, embeddings of synthetic images are pulled to those of the real ones (the prototypes of
 FedProto, Tan et al. 2022, arXiv 2105.00243, on the server). Inside the package this would be a file
-of fedsynth/methods, and one line of the registry there, from which it gets its name, `protodm`:
+of fedsynth/methods, and one line of its registry:
 
     from fedsynth.methods.protodm import ProtoDM as ProtoDM
 """
@@ -74,18 +74,16 @@ class ProtoDM(FedDM):
         self, privacy: PrivacySettings, context: RoundContext
     ) -> tuple[PrivatePlan, ...]:
         images = super().private_plans(privacy, context)
-        width = feature_width(context, logits=False)
-        sums, counts = sums_plans(
+        return *images, *sums_plans(
             "prototypes",
             "embeddings",
             "embedding h(x) of each example",
             clip=self.prototype_clip,
-            width=width,
+            width=feature_width(context, logits=False),
             classes=context.spec.classes,
             noise=self.prototype_noise,
             phase=MAIN,
         )
-        return *images, sums, counts
 
     def statistics(
         self,

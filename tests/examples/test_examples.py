@@ -81,8 +81,8 @@ def test_a_condensing_method_of_ones_own(capsys: pytest.CaptureFixture[str]) -> 
     assert accuracies[1] > 70  # about 88
     assert re.findall(r"  ([\w ]+): (\d+) a round", out) == [
         ("synthetic images", "10"),
-        ("class counts", "1"),
         ("class sums of embeddings", "1"),
+        ("class counts", "1"),
     ]
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import runpy
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -15,8 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from fedsynth.core.charging import charge_for
 from fedsynth.core.client import ClientGroup, OpenClients, PrivateClients, Segments
-from fedsynth.core.method import RoundContext, ServerState
+from fedsynth.core.context import Compute, RoundContext, round_context
+from fedsynth.core.method import Method
 from fedsynth.data.images import ImageData, from_arrays, normalise
 from fedsynth.data.registry import dataset_spec
 from fedsynth.errors import SettingError, UnknownNameError
@@ -26,6 +29,7 @@ from fedsynth.methods import METHODS, method_class
 from fedsynth.methods.shared.class_sums import class_means
 from fedsynth.methods.shared.condensing import Condenses, FeatureMaps
 from fedsynth.models.registry import ModelSettings, build_model
+from fedsynth.privacy.allowance import authorise
 from fedsynth.privacy.ledger import Guard, Ledger
 from fedsynth.privacy.mechanisms import GaussianSums
 from fedsynth.privacy.randomness import SecretGenerator
@@ -48,23 +52,27 @@ def data(extra: np.ndarray | None = None, label: int = 0) -> ImageData:
     return from_arrays(np.concatenate([images, extra]), np.append(LABELS, label), SPEC)
 
 
-def context(privacy: PrivacySettings | None = None, norm: str = "instance") -> RoundContext:
-    network = build_model(ModelSettings(width=4, depth=2, norm=norm), SPEC.image_shape, 10, 0)
-    return RoundContext(1, 0, torch.device("cpu"), SPEC, network, 30.0, privacy)
+def context(privacy: PrivacySettings | None = None, *, compiled: bool = False) -> RoundContext:
+    network = build_model(ModelSettings(width=4, depth=2), SPEC.image_shape, 10, 0)
+    compute = Compute(torch.device("cpu"), compiled=compiled)
+    return round_context(1, 0, torch.device("cpu"), SPEC, network, 30.0, privacy, compute=compute)
 
 
 def open_clients() -> OpenClients:
     return OpenClients([0], data(), [torch.arange(30)])
 
 
-def private_clients(ledger: Ledger, records: ImageData | None = None) -> PrivateClients:
+def private_clients(
+    method: Method, ctx: RoundContext, ledger: Ledger, records: ImageData | None = None
+) -> PrivateClients:
     records = records or data()
     guards = [Guard(ledger, 1e-5, None)]
-    return PrivateClients([0], records, [torch.arange(len(records))], guards, [SecretGenerator()])
+    charged = charge_for(method, ctx, [0], guards, [SecretGenerator()])
+    return PrivateClients([0], records, [torch.arange(len(records))], charged)
 
 
 def upload(method: Condenses, clients: ClientGroup, ctx: RoundContext) -> Any:
-    message = method.broadcast(ServerState(ctx.architecture.state_dict()), ctx)
+    message = method.broadcast(method.initial_state(ctx.architecture.state_dict()), ctx)
     ((sent, _),) = method.client_step(message, clients, [{}], ctx)
     return sent
 
@@ -81,12 +89,12 @@ def test_private_clients_are_never_compiled(name: str, monkeypatch: pytest.Monke
     for mechanism in method.protects:
         privacy = PrivacySettings(noise_multiplier=1.0, mechanism=mechanism)
         if mechanism != "paper":  # which sees open clients, and guarantees nothing
-            ctx = replace(context(privacy), compiled=True)
-            upload(method, private_clients(Ledger("0")), ctx)
+            ctx = context(privacy, compiled=True)
+            upload(method, private_clients(method, ctx, Ledger("0")), ctx)
     assert compiled == []
     upload(method, open_clients(), context())
     assert compiled == []  # nor anybody who did not ask for it
-    upload(method, open_clients(), replace(context(), compiled=True))
+    upload(method, open_clients(), context(compiled=True))
     assert len(compiled) == 1
 
 
@@ -155,7 +163,7 @@ def test_the_servers_loss_is_the_cross_entropy_and_the_prototypes_pull() -> None
     sent = upload(method, open_clients(), ctx)
     images = normalise(data().images[:4], SPEC)
     labels = torch.tensor([0, 1, 1, 2])  # class 2 has no prototype: no pull
-    loss = method.server_objective([sent], ctx)(ctx.architecture, images, labels)
+    loss = method.server_objective({0: sent}, ctx)(ctx.architecture, images, labels)
     with torch.no_grad():
         h = ctx.architecture.embed(images).double().numpy()  # type: ignore[operator]
         logits = ctx.architecture(images).double().numpy()
@@ -175,7 +183,7 @@ def test_what_it_charges_is_what_leaves(monkeypatch: pytest.MonkeyPatch) -> None
     ledger = Ledger("0")
     method = OWN["ProtoDM"].from_mapping(TINY)
     ctx = context(PrivacySettings(noise_multiplier=2.0))
-    upload(method, private_clients(ledger), ctx)
+    upload(method, private_clients(method, ctx, ledger), ctx)
     assert sorted((r.quantity, r.steps, r.sensitivity) for r in ledger.releases) == [
         ("class counts", 1, 1.0),
         ("class sums of embeddings", 1, 5.0),
@@ -198,10 +206,9 @@ def released_sums(
             sums[self._release.quantity] = self._sums.clone().cpu()
             return super().release()
 
-    privacy = PrivacySettings(noise_multiplier=1e-9, sample_rate=1.0)
-    ctx = context(privacy)
-    clients = private_clients(Ledger("0"), records)
-    clients._make_series = Spy
+    monkeypatch.setattr("fedsynth.core.charging.authorise", partial(authorise, make_series=Spy))
+    ctx = context(PrivacySettings(noise_multiplier=1e-9, sample_rate=1.0))
+    clients = private_clients(method, ctx, Ledger("0"), records)
     model = ctx.load(ctx.architecture.state_dict()).requires_grad_(False).eval()
     method.statistics(model, clients, [{}], ctx)
     return sums
@@ -241,8 +248,8 @@ def test_a_vector_that_looks_at_other_examples_is_found_out() -> None:
                 h = model.embed(x)
                 return h - h.mean(dim=0)
 
-            _, *plans = self.private_plans(context.protection()[0], context)
-            return class_means(clients, about_the_mean, 16, tuple(plans), context)
+            means = class_means(clients, about_the_mean, 16, "prototypes", context)
+            return [{"prototypes": own, "present": there} for own, there in means]
 
     with pytest.MonkeyPatch.context() as patch:
         norm, others = moved(Broken(prototype_clip=0.1), 1, 5, patch)["class sums of embeddings"]
