@@ -4,20 +4,18 @@ A condensing method inherits `Condenses` (or, as here, FedDM) and says what is d
 
 - `feature_maps`: through which networks a step looks at real and synthetic images (FedDM's here);
 - `objective`: what pulls the images, beside the matching; it sees no data;
-- `statistics`: what else a client tells of its data; of private clients made of charged sums of a
-  vector of each example, as `class_means` does for private and open clients alike. The vector must
-  be a function of its example alone (and of what was released), else the clip bounds nothing;
+- `statistics`: what else a client tells of its data; with privacy made of charged sums of a vector
+  of each example, as by `class_means`. The vector must be a function of its example alone (and of
+  what was released), else the clip bounds nothing;
 - `make_upload`: the message, whose every field says what it is with differential privacy;
 - `private_plans`: a row for each thing that leaves, the images' first. The engine charges for them
   before any data are read, and hands them out by name: nothing else can be released;
 - `server_objective`: the loss that the server trains with on all clients' images.
 
 Here a client tells the class means of its embeddings under the global model, and while the server
-trains, embeddings of synthetic images are pulled to those of the real ones (the prototypes of
-FedProto, Tan et al. 2022, arXiv 2105.00243, on the server). Inside the package this would be a file
-of fedsynth/methods, and one line of its registry:
-
-    from fedsynth.methods.protodm import ProtoDM as ProtoDM
+trains, embeddings of synthetic images are pulled to those of the real ones (prototypes as in
+FedProto, Tan et al. 2022, arXiv 2105.00243). Inside the package this would be a file of
+fedsynth/methods and a line of its registry: from fedsynth.methods.protodm import ProtoDM as ProtoDM
 """
 
 from __future__ import annotations
@@ -104,8 +102,8 @@ class ProtoDM(FedDM):
     def server_objective(
         self, uploads: Mapping[int, SetWithPrototypes], context: RoundContext
     ) -> Objective:
-        sent = [u.prototypes for u in uploads.values()]
-        targets, known = average_over_holders(sent, [u.present for u in uploads.values()])
+        present = [u.present for u in uploads.values()]
+        targets, known = average_over_holders([u.prototypes for u in uploads.values()], present)
 
         def loss(network: Any, images: Tensor, labels: Tensor) -> Tensor:
             h = network.embed(images)
