@@ -61,7 +61,7 @@ class FeatureMaps:
 
     Args:
         draw_network: the next step's network, with weights frozen.
-        draw_augmentation: the next step's augmentation of real and synthetic images alike; None: none.
+        draw_augmentation: the next step's, of real and synthetic images alike; None: none.
         logit_weight: b.
     """
 
@@ -98,6 +98,10 @@ class Condenses(TrainsOnUnion):
             classes' distributions of features by that loss
             (`fedsynth.synthesizer.condensation.distributions`); not with differential privacy.
         blur: of those losses, in their units.
+
+    >>> from fedsynth import FedAF
+    >>> FedAF(image_lr=0.2).image_optimiser()
+    MomentumSgd(learning_rate=0.2, momentum=0.9, weight_decay=0.0)
     """
 
     upload: ClassVar[type[Message]] = SyntheticSet
@@ -135,6 +139,8 @@ class Condenses(TrainsOnUnion):
 
         Args:
             model: w_r, frozen; with batch norm, one with grouped statistics.
+            segments: of the images, (client, class) pairs.
+            context: the round's.
             period: after so many steps the same draws must come again; None: never.
         """
         raise NotImplementedError  # abstract
@@ -142,7 +148,14 @@ class Condenses(TrainsOnUnion):
     def objective(
         self, matcher: Matcher, message: Down, segments: Segments, context: RoundContext
     ) -> Matcher:
-        """What pulls the images: the given matcher alone, or with more that sees no data."""
+        """What pulls the images: the matcher, which alone meets data, or that and more.
+
+        Args:
+            matcher: of the setting `matching`, or of the mechanism.
+            message: what the server sent.
+            segments: of the images, (client, class) pairs.
+            context: the round's.
+        """
         return matcher
 
     def statistics(
@@ -152,21 +165,33 @@ class Condenses(TrainsOnUnion):
         memories: Sequence[Memory],
         context: RoundContext,
     ) -> Sequence[Mapping[str, Tensor]]:
-        """What else each client of the group tells of its data, by name; of private clients released.
+        """What else each client of the group tells of its data, by name.
+
+        Of private clients it is made of charged series (`class_sums`). It is asked for before the
+        images are condensed.
 
         Args:
             model: w_r, frozen, in evaluation mode.
+            clients: the group.
+            memories: of its clients.
+            context: the round's.
         """
         return [{} for _ in clients.ids]
 
     def make_upload(
         self, images: SyntheticSet, statistics: Mapping[str, Tensor], context: RoundContext
     ) -> Message:
-        """What a client sends."""
+        """What a client sends.
+
+        Args:
+            images: its condensed images, normalised, with labels.
+            statistics: what `statistics` gave for it.
+            context: the round's.
+        """
         return images
 
     def open_start(self, clients: OpenClients, segments: Segments, context: RoundContext) -> Tensor:
-        """The images [S, ipc, C, H, W] that condensation starts from, without privacy."""
+        """The images [S, ipc, C, H, W] that open clients start from."""
         if self.start_average > 1:
             return averaged_start(clients, segments, self.ipc, self.start_average, context.seed)
         return real_start(clients, segments, self.ipc, context.seed)
@@ -203,7 +228,8 @@ class Condenses(TrainsOnUnion):
         """Refuses what no mechanism protects.
 
         Raises:
-            ForbiddenLayerError: batch norm. SettingError: a matching of whole distributions.
+            ForbiddenLayerError: batch norm.
+            SettingError: a matching of whole distributions.
         """
         refuse_batch_norm(context.architecture)
         refuse_private(self.matching)
@@ -299,7 +325,7 @@ class Condenses(TrainsOnUnion):
 
 
 def may_compile(clients: ClientGroup, context: RoundContext) -> bool:
-    """Whether torch.compile may make the real pass: where it is asked for, and never of private clients.
+    """Whether torch.compile may make the real pass: never that of private clients.
 
     There one record more would move others to another kernel, which in bf16 shows in the sums.
     """
