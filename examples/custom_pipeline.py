@@ -27,6 +27,7 @@ from fedsynth.seeding import torch_generator
 from fedsynth.synthesizer.condensation.loop import condense
 from fedsynth.synthesizer.condensation.matchers import ResidualMatcher
 from fedsynth.synthesizer.condensation.sets import noise_start, split_uploads
+from fedsynth.training.optimisers import MomentumSgd
 from fedsynth.training.sgd import SgdSettings, train_on
 
 STEPS, IPC, CLIP, DELTA, BUDGET = 30, 10, 3.0, 1e-5, 5.0
@@ -63,12 +64,12 @@ def main() -> float:
         ),
         ResidualMatcher(owner, owner.series("images"), divisor=spec.train_size / spec.classes),
         steps=STEPS,
-        learning_rate=5.0,
+        optimiser=MomentumSgd(5.0),
     )
     (synthetic,) = split_uploads(images, owner.segments(), clients=1)
 
     student = build_model(model, spec.image_shape, spec.classes, 0)
-    sgd = SgdSettings(epochs=200, batch=50, learning_rate=0.01, momentum=0.9)
+    sgd = SgdSettings(epochs=200, batch=50, optimiser=MomentumSgd(0.01, 0.9))
     train_on(
         student, lambda i: synthetic.images[i], synthetic.labels, sgd, torch_generator(0, "student")
     )

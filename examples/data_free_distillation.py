@@ -19,6 +19,7 @@ from fedsynth.evaluation.accuracy import accuracy
 from fedsynth.evaluation.generated import in_words
 from fedsynth.models.registry import build_model
 from fedsynth.seeding import torch_generator
+from fedsynth.training.optimisers import MomentumSgd
 from fedsynth.training.sgd import SgdSettings, train_on
 
 
@@ -31,7 +32,7 @@ def main(
     teacher, student = (
         build_model(settings, spec.image_shape, spec.classes, seed) for seed in (0, 1)
     )
-    sgd = SgdSettings(epochs, batch=128, learning_rate=0.05, momentum=0.9, weight_decay=5e-4)
+    sgd = SgdSettings(epochs, batch=128, optimiser=MomentumSgd(0.05, 0.9, 5e-4))
     train_on(
         teacher,
         lambda i: normalise(train.images[i], spec),
