@@ -104,9 +104,6 @@ class GroupAllowance(Generic[S]):
     def __init__(self, each: Sequence[Allowance[S]]) -> None:
         self._each = tuple(each)
 
-    def __len__(self) -> int:
-        return len(self._each)
-
     def plan(self, name: str) -> PrivatePlan:
         """The plan with this name, the same for all clients of the group.
 
@@ -114,6 +111,7 @@ class GroupAllowance(Generic[S]):
             UnplannedReleaseError: there is none, or it differs between clients (in steps, or in
                 dimension): each then has to be asked alone.
         """
+        self._refuse_nothing(name)
         first, *others = [one.plan(name) for one in self._each]
         if any(other != first for other in others):
             raise UnplannedReleaseError(
@@ -123,13 +121,18 @@ class GroupAllowance(Generic[S]):
 
     def take(self, name: str) -> list[S]:
         """What was charged for the plan with this name, of each client; none where one refuses."""
+        self._refuse_nothing(name)
         for one in self._each:
             one.check(name)
         return [one.take(name) for one in self._each]
 
     def alone(self, position: int) -> GroupAllowance[S]:
         """Of one client of the group: what either hands out is gone for both."""
-        return GroupAllowance([self._each[position]])
+        return GroupAllowance(self._each[position : position + 1])
+
+    def _refuse_nothing(self, name: str) -> None:
+        if not self._each:
+            raise UnplannedReleaseError(f"release {name!r}: these clients were charged for nothing")
 
 
 def authorise(

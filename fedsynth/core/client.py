@@ -66,16 +66,12 @@ class OpenClients:
         self._labels = [data.labels[part].cpu() for part in self._parts]
         self._allowance = GroupAllowance(allowances)
 
-    @property
-    def adds_noise(self) -> bool:
-        """Whether the run's mechanism adds noise, though it guarantees nothing."""
-        return len(self._allowance) > 0
-
     def noise(self, name: str) -> list[UnaccountedNoise]:
-        """Each client's noise for the plan with this name, handed out once; where `adds_noise`.
+        """Each client's noise for the plan with this name, where the run's mechanism adds noise
+        though it guarantees nothing.
 
         Raises:
-            UnplannedReleaseError: as `PrivateClients.series`.
+            UnplannedReleaseError: as `PrivateClients.series`; the run has no such mechanism.
         """
         return self._allowance.take(name)
 

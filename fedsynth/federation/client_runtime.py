@@ -23,9 +23,11 @@ from fedsynth.evaluation.accuracy import correct
 from fedsynth.federation.client_budget import ClientBudget, OpenBudget
 from fedsynth.federation.exchange import REQUEST, Evaluated, Joined, Refusal, Replies, Terms
 from fedsynth.federation.server import check_declared, check_finite
+from fedsynth.privacy.allowance import Allowance
 from fedsynth.privacy.errors import BudgetExceededError, LedgerError, RequestRefusedError
 from fedsynth.privacy.history import History
 from fedsynth.privacy.ledger import Ledger
+from fedsynth.privacy.mechanisms import GaussianSums
 from fedsynth.privacy.plans import FIRST
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.releases import USER
@@ -46,6 +48,18 @@ class OwnData:
     resident: ImageData
     records: Tensor
     held_out: Tensor
+
+
+class RefusedError(Exception):
+    """A client refuses what was asked of its group.
+
+    Attributes:
+        refusal: its answer.
+    """
+
+    def __init__(self, refusal: Refusal) -> None:
+        super().__init__(refusal.reason)
+        self.refusal = refusal
 
 
 class ClientRuntime:
@@ -163,8 +177,8 @@ def view(clients: Sequence[ClientRuntime], phase: str, context: RoundContext) ->
     """What a method may see of these clients in one exchange; with privacy each is charged for it.
 
     Raises:
-        BudgetExceededError: a client's cap would be exceeded: another run has charged its ledger
-            since `prepare`. The clients before it stay charged.
+        RefusedError: a client's cap would be exceeded: another run has charged its ledger since
+            `prepare`. The clients before it stay charged.
     """
     ids = [client.number for client in clients]
     resident = clients[0].data.resident
@@ -180,10 +194,22 @@ def view(clients: Sequence[ClientRuntime], phase: str, context: RoundContext) ->
         ids,
         resident,
         records,
-        [budget.authorise(context, phase) for budget in budgets],
+        [_authorised(client, phase, context) for client in clients],
         nominal_size=context.nominal_size,
         users=resident.groups if protects_users else None,
     )
+
+
+def _authorised(
+    client: ClientRuntime, phase: str, context: RoundContext
+) -> Allowance[GaussianSums]:
+    """What the client is charged for."""
+    if client.budget is None:
+        raise LedgerError(f"client {client.number} was not told the terms of a private run")
+    try:
+        return client.budget.authorise(context, phase)
+    except BudgetExceededError as error:
+        raise RefusedError(Refusal(client.number, str(error))) from None
 
 
 def step_together(
@@ -207,8 +233,8 @@ def step_together(
         results = step(message, group, [client.memory for client in clients], context)
     except RequestRefusedError as error:
         return Replies(refusals=(Refusal(numbers[0], str(error), REQUEST),))
-    except BudgetExceededError as error:
-        return Replies(refusals=(Refusal(numbers[0], str(error)),))
+    except RefusedError as error:
+        return Replies(refusals=(error.refusal,))
     replies: dict[int, Message] = {}
     for client, (reply, memory) in zip(clients, results, strict=True):
         if method.personal:  # what is tested stays with the client

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fedsynth.errors import FedsynthError
 from fedsynth.federation.auditing import AuditedRun, AuditResult, audit_run
-from fedsynth.federation.planning import private_run
+from fedsynth.federation.planning import privacy_plan
 from fedsynth.federation.settings import RunSettings, resolve
 from fedsynth.federation.simulation import simulate
 from fedsynth.privacy.errors import PrivacyError
@@ -56,7 +56,7 @@ def settings_with(mechanism: str, **privacy: Any) -> RunSettings:
 @cache
 def settings_of(mechanism: str, epsilon: float, **privacy: Any) -> RunSettings:
     """With the σ that ε takes, found once."""
-    found = private_run(settings_with(mechanism, epsilon=epsilon, **privacy)).privacy
+    found = privacy_plan(settings_with(mechanism, epsilon=epsilon, **privacy)).privacy
     return settings_with(mechanism, noise_multiplier=found.noise_multiplier, **privacy)
 
 
@@ -195,13 +195,13 @@ def test_an_audit_plans_what_the_run_plans_and_leaves_a_kept_ledger_alone(tmp_pa
     original = AuditedRun.claimed
 
     def claimed(self: AuditedRun) -> float:
-        rows.extend(self.protection.ledgers[0].releases)
+        rows.extend(self.protection.budgets[0].history().releases)
         return original(self)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(AuditedRun, "claimed", claimed)
         found = seeded(given_settings, canaries=50)
-    assert rows == private_run(given_settings).planned()
+    assert rows == privacy_plan(given_settings).planned()
     assert 0 < found.epsilon < 2
     assert files() == before
 
@@ -216,7 +216,7 @@ def test_the_client_is_one_that_takes_part_most_often() -> None:
         method=replace(few.method, iterations=1, ipc=1),
     )
     found = seeded(few, canaries=20)
-    assert found.epsilon == pytest.approx(private_run(few).planned_epsilon())
+    assert found.epsilon == pytest.approx(privacy_plan(few).planned_epsilon())
 
 
 @pytest.mark.parametrize(

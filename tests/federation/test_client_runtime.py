@@ -24,8 +24,9 @@ from fedsynth.federation.client_runtime import (
     evaluate_together,
     step_together,
 )
-from fedsynth.federation.exchange import REQUEST
+from fedsynth.federation.exchange import BUDGET, REQUEST, Terms
 from fedsynth.federation.planning import public_context
+from fedsynth.federation.privacy_plan import PrivacyPlan
 from fedsynth.federation.server import Server
 from fedsynth.federation.settings import resolve
 from fedsynth.methods import METHODS, method_class
@@ -33,6 +34,7 @@ from fedsynth.methods.fedavg import FedAvg
 from fedsynth.methods.shared.local import Task, TrainsLocally
 from fedsynth.methods.solo import Solo
 from fedsynth.models.small import Linear
+from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.plans import FIRST, MAIN, PHASES
 from fedsynth.privacy.settings import PrivacySettings
 from tests.federation.test_unchanged import case
@@ -262,3 +264,26 @@ def test_bytes_are_all_that_has_to_pass(name: str) -> None:
 def test_local_training_of_every_kind_is_in_it() -> None:
     kinds = [method_class(name) for name in METHODS]
     assert sum(issubclass(kind, TrainsLocally) for kind in kinds) > 10
+
+
+def test_the_client_whose_budget_is_spent_is_the_one_that_refuses() -> None:
+    """Another run charges client 1 between `prepare` and the step: 0 is charged, 1 says no."""
+    given = {"run": {"method": "fedavg", "rounds": 1}, "method": {"local_epochs": 1}}
+    settings = resolve({**given, "privacy": {"epsilon": 1.0}})
+    public = public_context(settings, SPEC, CPU)
+    ledgers = [Ledger(f"client-{k}") for k in range(5)]
+    plan = PrivacyPlan.make(settings, public, [ledger.history() for ledger in ledgers])
+    own = [OwnData(data(), PARTS[k], torch.arange(0)) for k in range(3)]
+    clients = [ClientRuntime(k, settings.method, own[k], ledgers[k]) for k in range(3)]
+    for client in clients:
+        client.start(Terms(plan=plan))
+    ctx = plan.in_context(public)
+    assert [client.prepare(ctx) for client in clients] == [None] * 3
+    for row in plan.planned():
+        ledgers[1].charge(row)
+    message = ModelParameters(ctx.architecture.state_dict(), 1.0)
+    replies = step_together(clients, MAIN, message, ctx)
+    (refusal,) = replies.refusals
+    assert (refusal.client, refusal.kind) == (1, BUDGET)
+    assert [len(ledger.releases) for ledger in ledgers[:3]] == [1, 1, 0]
+    assert replies.messages == {}

@@ -18,7 +18,8 @@ from fedsynth.errors import SettingError
 from fedsynth.federation.clients import data_set_id
 from fedsynth.federation.participation import Participation
 from fedsynth.federation.planned_rounds import PlannedEpsilon, shown_rounds
-from fedsynth.federation.planning import private_run
+from fedsynth.federation.planning import privacy_plan
+from fedsynth.federation.privacy_words import headline
 from fedsynth.federation.settings import RunSettings, resolve
 from fedsynth.federation.simulation import simulate
 from fedsynth.federation.verification import verify_run
@@ -69,12 +70,12 @@ def test_a_plan_is_that_of_every_clients_own_rows(tmp_path: Path) -> None:
         )  # fmt: skip
         for _ in range(times):
             ledger.charge(spent)
-    run = private_run(settings)
+    run = privacy_plan(settings)
     who = Participation(0, 4, 0.5)
     for number, found in run.planned_epsilon_by_round().items():
         rows = [
-            [*ledger.releases, *run.planned(who.rounds_of(k, number))]
-            for k, ledger in enumerate(run.ledgers)
+            [*held.releases, *run.planned(who.rounds_of(k, number))]
+            for k, held in enumerate(run.histories)
         ]
         assert found == pytest.approx(max(epsilon(each, 1e-5) for each in rows), rel=1e-12)
     assert run.planned_epsilon() == run.planned_epsilon_by_round()[6]
@@ -108,8 +109,8 @@ def test_planning_draws_each_round_once(monkeypatch: pytest.MonkeyPatch) -> None
         partition={"clients": 200},
         privacy={"epsilon": 8.0},
     )
-    run = private_run(settings)
-    run.headline()
+    run = privacy_plan(settings)
+    headline(run)
     assert len(dict(run.planned_epsilon_by_round())) == 40
     assert sorted(drawn[:40]) == list(range(1, 41))
     assert len(drawn) == 40

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fedsynth.federation.private_run import check_method
 
 from fedsynth.data.images import from_arrays
 from fedsynth.data.registry import dataset_spec
 from fedsynth.errors import DataError, DivergedError, PartitionError, SettingError
 from fedsynth.federation.observer import Observer
+from fedsynth.federation.privacy_plan import check_method
 from fedsynth.federation.settings import RunSettings, resolve
 from fedsynth.federation.simulation import simulate
 from fedsynth.methods.feddm import FedDM

@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 import torch
-from fedsynth.federation.private_run import provenance
 
+from fedsynth.federation.privacy_words import provenance
 from fedsynth.federation.settings import resolve, to_toml
 from fedsynth.federation.simulation import simulate
 from fedsynth.federation.verification import _same_refusal, verify_run
@@ -239,7 +239,7 @@ def rewritten_ledger(folder: Path) -> None:
         made = Ledger(old.client, path, dataset=old.dataset)
         for row in rows:
             made.charge(replace(row, steps=1))
-        report["ledger_heads"][old.client]["chain"] = sections.ledger_head(made, 2)["chain"]
+        report["ledger_heads"][old.client]["chain"] = made.history().chain
     for entry in report["ledger"]:
         entry["steps"] = 1
     computed(report)

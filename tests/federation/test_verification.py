@@ -11,10 +11,11 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
-from fedsynth.federation.private_run import PrivateRun
 
 from fedsynth import FedAvg, from_arrays, load_dataset
+from fedsynth.core.context import RoundContext
 from fedsynth.federation import server
+from fedsynth.federation.in_process import InProcess
 from fedsynth.federation.settings import RunSettings, resolve
 from fedsynth.federation.simulation import RunResult, simulate
 from fedsynth.federation.verification import (
@@ -195,16 +196,18 @@ def test_two_runs_that_share_a_kept_ledger_verify(
     """The other run's rows come between this one's, and its cap ends this one in the middle of a
     round."""
     kept = tmp_path / "kept"
-    check = PrivateRun.check_round
+    prepare = InProcess.prepare
 
-    def charged_meanwhile(self: PrivateRun, number: int) -> None:
-        check(self, number)
-        for ledger in self.ledgers if number == 2 else ():
+    def charged_meanwhile(self: InProcess, context: RoundContext) -> Any:
+        refusals = prepare(self, context)
+        budgets = [one.budget for one in self.clients if one.budget is not None]
+        for ledger in [one.ledger for one in budgets] if context.round == 2 else ():
             Ledger(ledger.client, ledger.path, dataset=ledger.dataset).charge(
                 replace(ledger.releases[-1], quantity="something else", round=7)
             )
+        return refusals
 
-    monkeypatch.setattr(PrivateRun, "check_round", charged_meanwhile)
+    monkeypatch.setattr(InProcess, "prepare", charged_meanwhile)
     capped = settings(ledger=str(kept), noise_multiplier=3.0, epsilon=4.0)
     folder = run(tmp_path, capped)
     monkeypatch.undo()
@@ -222,10 +225,10 @@ def test_noise_that_a_test_injected_leaves_its_verdict(
     def secret(**options: Any) -> Any:
         return original(test_only=np.random.default_rng(0))
 
-    import fedsynth.federation.private_run as private_run
+    import fedsynth.federation.client_budget as client_budget
 
-    original = private_run.SecretGenerator
-    monkeypatch.setattr(private_run, "SecretGenerator", secret)
+    original = client_budget.SecretGenerator
+    monkeypatch.setattr(client_budget, "SecretGenerator", secret)
     folder = run(tmp_path, settings())
     monkeypatch.undo()
     assert "not private" in (folder / "privacy_report.md").read_text()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from math import sqrt
 from typing import Any
 
@@ -10,8 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from fedsynth.core.charging import charge_for
 from fedsynth.core.client import OpenClients, PrivateClients
 from fedsynth.core.context import RoundContext, round_context
+from fedsynth.core.method import Method
 from fedsynth.data.images import ImageData, from_arrays
 from fedsynth.data.registry import dataset_spec
 from fedsynth.errors import SettingError
@@ -21,10 +24,13 @@ from fedsynth.federation.simulation import simulate
 from fedsynth.methods.fedfa_plus import FedFAPlus
 from fedsynth.methods.fedfm import CLEAR, AnchorState, FeatureSums, FedFM, FedFMLite
 from fedsynth.methods.fedgen import DECAY, FedGen, ModelAndCounts
-from fedsynth.methods.shared.class_sums import class_sums, sums_plans
+from fedsynth.methods.shared.class_sums import COUNTS, class_sums, sums_plans
 from fedsynth.methods.shared.local import TrainsLocally
 from fedsynth.models.registry import ModelSettings, build_model
+from fedsynth.privacy.allowance import Allowance, authorise
 from fedsynth.privacy.ledger import Guard, Ledger
+from fedsynth.privacy.mechanisms import GaussianSums
+from fedsynth.privacy.plans import MAIN, PHASES
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.settings import PrivacySettings
 from fedsynth.synthesizer.generation.generator_memory import PREFIX
@@ -43,7 +49,11 @@ def data() -> ImageData:
 
 
 def context(
-    sigma: float | None = None, number: int = 1, active: tuple[int, ...] = (0, 1, 2), **privacy: Any
+    sigma: float | None = None,
+    number: int = 1,
+    active: tuple[int, ...] = (0, 1, 2),
+    noise: Mapping[str, float] | None = None,
+    **privacy: Any,
 ) -> RoundContext:
     settings = (
         None
@@ -61,17 +71,19 @@ def context(
         clients=3,
         participants=active,
         sizes=(24, 12, 12),
+        noise=noise or {},
     )
 
 
-def private(ledger: Ledger | None = None) -> PrivateClients:
-    return PrivateClients(
-        [0],
-        data(),
-        [torch.arange(24)],
-        [Guard(ledger or Ledger("0"), 1e-5, None)],
-        [SecretGenerator()],
-    )
+def group(charged: Sequence[Allowance[GaussianSums]]) -> PrivateClients:
+    return PrivateClients([0], data(), [torch.arange(24)], charged)
+
+
+def private(
+    method: Method, ctx: RoundContext, ledger: Ledger | None = None, phase: str = MAIN
+) -> PrivateClients:
+    guard = Guard(ledger or Ledger("0"), 1e-5, None)
+    return group(charge_for(method, ctx, [0], [guard], [SecretGenerator()], phase))
 
 
 def start() -> dict[str, Tensor]:
@@ -81,8 +93,13 @@ def start() -> dict[str, Tensor]:
 def test_without_noise_private_sums_are_the_exact_ones_and_rows_are_clipped() -> None:
     ctx = context(1e-12)
     for clip in (1e6, 0.5):
-        plans = sums_plans("features", "each", clip, NET.embedding_size, 10, 2.0)
-        found = class_sums(private(), 0, NET.embed, NET.embedding_size, plans, ctx)
+        width: int = NET.embedding_size
+        plans = sums_plans(
+            "sums", "features", "each", clip=clip, width=width, classes=10, noise=2.0, phase=MAIN
+        )
+        guard = Guard(Ledger("0"), 1e-5, None)
+        clients = group([authorise(plans, 1, 1e-12, guard, SecretGenerator())])
+        found = class_sums(clients, 0, NET.embed, width, "sums", ctx)
         with torch.no_grad():
             rows = NET.embed(OpenClients([0], data(), [torch.arange(24)]).images(torch.arange(24)))
         rows = rows * (clip / rows.norm(dim=1, keepdim=True)).clamp_max(1)
@@ -101,10 +118,12 @@ def test_without_noise_private_sums_are_the_exact_ones_and_rows_are_clipped() ->
 def test_each_round_is_charged_as_itself(kind: type[FedFM]) -> None:
     ledger, server = Ledger("0"), Server(kind(**LOCAL), start())
     for number in (1, 2):
-        play(server, [private(ledger)], {}, context(1.0, number))
-    charged = sorted((row.round, row.quantity) for row in ledger.releases)
+        ctx = context(1.0, number)
+        charged = {phase: [private(server.method, ctx, ledger, phase)] for phase in PHASES}
+        play(server, charged.__getitem__, {}, ctx)
+    rows = sorted((row.round, row.quantity) for row in ledger.releases)
     each = ["class counts", "class sums of features (anchors)", "model update"]
-    assert charged == [(number, quantity) for number in (1, 2) for quantity in each]
+    assert rows == [(number, quantity) for number in (1, 2) for quantity in each]
     noise = {row.quantity: row.noise_multiplier for row in ledger.releases}
     assert noise == {
         "class counts": 5.0,
@@ -121,7 +140,8 @@ def test_anchors_are_of_classes_that_stand_clear_of_the_noise() -> None:
         counts = torch.zeros(10)
         counts[:3] = torch.tensor([floor * 1.01, floor * 0.99, -floor]) / k
         sent = {i: FeatureSums(torch.ones(10, NET.embedding_size), counts) for i in range(k)}
-        heard = method.first_aggregate(AnchorState(start()), sent, context(sigma))
+        noise = {COUNTS: 2.0 * sigma}
+        heard = method.first_aggregate(AnchorState(start()), sent, context(sigma, noise=noise))
         assert heard.known is not None
         assert heard.anchors is not None
         assert heard.known.tolist() == [True] + [False] * 9
@@ -129,7 +149,7 @@ def test_anchors_are_of_classes_that_stand_clear_of_the_noise() -> None:
             heard.anchors[0], torch.full((NET.embedding_size,), 1 / (floor * 1.01 / k))
         )
         nothing = FeatureSums(torch.zeros(10, NET.embedding_size), torch.zeros(10))
-        later = method.first_aggregate(heard, {0: nothing}, context(sigma, 2))
+        later = method.first_aggregate(heard, {0: nothing}, context(sigma, 2, noise=noise))
         assert later.known is not None
         assert later.anchors is not None
         assert later.known.tolist() == heard.known.tolist()
@@ -154,7 +174,8 @@ def test_private_training_has_the_methods_losses() -> None:
     for weight in (1e-9, 1.0):
         ctx = context(1e-9, **loud)
         message = FedFM().broadcast(anchored, ctx)
-        ((upload, _),) = FedFM(**LOCAL, weight=weight).client_step(message, private(), [{}], ctx)
+        fm = FedFM(**LOCAL, weight=weight)
+        ((upload, _),) = fm.client_step(message, private(fm, ctx), [{}], ctx)
         found[weight] = vector(upload)
     assert float((found[1.0] - found[1e-9]).norm()) > 0.01
     trained = Server(FedGen(**LOCAL, generator_steps=2), start())
@@ -163,7 +184,8 @@ def test_private_training_has_the_methods_losses() -> None:
     moved = {}
     for name, alpha, beta in (("neither", 0.0, 0.0), ("alpha", 5.0, 0.0), ("beta", 0.0, 5.0)):
         ctx, method = context(1e-9, 2, **loud), FedGen(**LOCAL, alpha=alpha, beta=beta)
-        ((upload, _),) = method.client_step(method.broadcast(after, ctx), private(), [{}], ctx)
+        message = method.broadcast(after, ctx)
+        ((upload, _),) = method.client_step(message, private(method, ctx), [{}], ctx)
         assert isinstance(upload, ModelAndCounts)
         assert upload.counts.tolist() == [1.0] * 10  # and not the client's own
         moved[name] = vector(upload)

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from fedsynth.core.charging import charge_for
 from fedsynth.core.client import OpenClients, PrivateClients
 from fedsynth.core.context import RoundContext, round_context
 from fedsynth.data.images import ImageData, denormalise, from_arrays, normalise
@@ -20,7 +21,8 @@ from fedsynth.errors import SettingError, UnknownNameError
 from fedsynth.federation.server import Server
 from fedsynth.federation.settings import resolve
 from fedsynth.federation.simulation import simulate
-from fedsynth.methods.fedaf import CondensedSet, FedAF, KnowledgeState
+from fedsynth.methods.fedaf import FedAF
+from fedsynth.methods.shared.knowledge import CondensedSet, KnowledgeState
 from fedsynth.models.flat import flatten
 from fedsynth.models.registry import ModelSettings, build_model
 from fedsynth.privacy.errors import ForbiddenLayerError
@@ -352,9 +354,8 @@ def test_a_first_phase_charges_each_client_once(monkeypatch: pytest.MonkeyPatch)
 
 def private(sigma: float, privacy: PrivacySettings) -> tuple[CondensedSet, list[Any]]:
     ctx, ledger = context(privacy=privacy), Ledger("0")
-    clients = PrivateClients(
-        [0], data(), [torch.arange(12)], [Guard(ledger, 1e-5, None)], [SecretGenerator()]
-    )
+    charged = charge_for(FAST, ctx, [0], [Guard(ledger, 1e-5, None)], [SecretGenerator()])
+    clients = PrivateClients([0], data(), [torch.arange(12)], charged)
     message = FAST.broadcast(KnowledgeState(ctx.architecture.state_dict()), ctx)
     ((upload, _),) = FAST.client_step(message, clients, [{}], ctx)
     return upload, list(ledger.releases)  # type: ignore[return-value]

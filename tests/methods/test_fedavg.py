@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from fedsynth.core.charging import charge_for
 from fedsynth.core.client import OpenClients, PrivateClients
 from fedsynth.core.context import round_context
 from fedsynth.core.messages import ModelParameters
@@ -82,14 +83,11 @@ def test_private_uploads_do_not_show_sizes_and_steps_are_public() -> None:
     privacy = PrivacySettings(noise_multiplier=1.0, sample_rate=0.4)
     context = round_context(1, 0, torch.device("cpu"), SPEC, architecture, 15.0, privacy, clients=2)
     ledgers = [Ledger("0"), Ledger("1")]
-    clients = PrivateClients(
-        [0, 1],
-        data(),
-        [torch.arange(4), torch.arange(4, 30)],
-        [Guard(x, 1e-5, None) for x in ledgers],
-        [SecretGenerator(), SecretGenerator()],
-    )
     method = FedAvg(local_epochs=1)
+    guards = [Guard(x, 1e-5, None) for x in ledgers]
+    charged = charge_for(method, context, [0, 1], guards, [SecretGenerator(), SecretGenerator()])
+    parts = [torch.arange(4), torch.arange(4, 30)]
+    clients = PrivateClients([0, 1], data(), parts, charged)
     message = method.broadcast(method.initial_state(architecture.state_dict()), context)
     uploads: list[Any] = [u for u, _ in method.client_step(message, clients, [{}, {}], context)]
     assert [u.weight for u in uploads] == [1.0, 1.0]

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 import torch
 
+from fedsynth.core.charging import charge_for
 from fedsynth.core.client import OpenClients, PrivateClients
 from fedsynth.core.context import RoundContext, round_context
 from fedsynth.core.method import Memory
 from fedsynth.core.state import ServerState
-from fedsynth.data.images import from_arrays
+from fedsynth.data.images import ImageData, from_arrays
 from fedsynth.data.partition import PartitionSettings, count_matrix, partition
 from fedsynth.data.registry import dataset_spec
 from fedsynth.errors import SettingError, UnknownNameError
@@ -22,7 +23,9 @@ from fedsynth.federation.settings import resolve
 from fedsynth.federation.simulation import simulate
 from fedsynth.methods.feddm import FedDM
 from fedsynth.models.registry import ModelSettings, build_model
+from fedsynth.privacy.allowance import Allowance, UnaccountedNoise
 from fedsynth.privacy.ledger import Guard, Ledger
+from fedsynth.privacy.plans import MAIN
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.settings import PrivacySettings
 from fedsynth.synthesizer.condensation.sets import SyntheticSet
@@ -63,11 +66,16 @@ def open_clients(ids: tuple[int, ...] = (0,)) -> OpenClients:
     return OpenClients(ids, from_arrays(images(), LABELS, SPEC), [PARTS[k] for k in ids])
 
 
-def private_clients(ledger: Ledger | None = None) -> PrivateClients:
+def private_clients(
+    method: FedDM,
+    ctx: RoundContext,
+    ledger: Ledger | None = None,
+    data: ImageData | None = None,
+    part: torch.Tensor = PARTS[0],
+) -> PrivateClients:
     guards = [Guard(ledger or Ledger("0"), 1e-5, None)]
-    return PrivateClients(
-        [0], from_arrays(images(), LABELS, SPEC), PARTS[:1], guards, [SecretGenerator()]
-    )
+    charged = charge_for(method, ctx, [0], guards, [SecretGenerator()])
+    return PrivateClients([0], data or from_arrays(images(), LABELS, SPEC), [part], charged)
 
 
 def test_open_clients_send_the_classes_with_at_least_ten_examples() -> None:
@@ -86,7 +94,8 @@ def test_private_clients_send_every_class_whatever_they_have(mechanism: str) -> 
     """Catches: exact class list. One charged row a round, of T steps; nothing in the upload shows the minimum count rule."""
     ledger = Ledger("0")
     privacy = PrivacySettings(noise_multiplier=3.0, mechanism=mechanism)
-    sent = upload(FAST, context(privacy), private_clients(ledger))
+    ctx = context(privacy)
+    sent = upload(FAST, ctx, private_clients(FAST, ctx, ledger))
     assert sent.labels.tolist() == [c for c in range(10) for _ in range(2)]
     assert [(r.round, r.mechanism, r.steps, r.noise_multiplier) for r in ledger.releases] == [
         (1, mechanism, 2, 3.0)
@@ -97,15 +106,11 @@ def test_private_start_has_nothing_of_the_data() -> None:
     """Catches: real-image start. With no step the upload is the public noise, equal for other data."""
     privacy = PrivacySettings(noise_multiplier=3.0)
     method = replace(FAST, iterations=1, image_lr=0.0)
-    first = upload(method, context(privacy), private_clients())
-    other = PrivateClients(
-        [0],
-        from_arrays(255 - images(), LABELS, SPEC),
-        PARTS[1:],
-        [Guard(Ledger("0"), 1e-5, None)],
-        [SecretGenerator()],
-    )
-    assert torch.equal(first.images, upload(method, context(privacy), other).images)
+    ctx = context(privacy)
+    first = upload(method, ctx, private_clients(method, ctx))
+    others = from_arrays(255 - images(), LABELS, SPEC)
+    other = private_clients(method, ctx, data=others, part=PARTS[1])
+    assert torch.equal(first.images, upload(method, ctx, other).images)
 
 
 def test_the_private_plan_depends_on_public_sizes_alone() -> None:
@@ -128,9 +133,10 @@ def test_the_same_seed_repeats_open_uploads_and_never_private_ones() -> None:
         upload(FAST, context(seed=1), open_clients()).images,
     )
     privacy = PrivacySettings(noise_multiplier=3.0)
+    ctx = context(privacy)
     assert not torch.equal(
-        upload(FAST, context(privacy), private_clients()).images,
-        upload(FAST, context(privacy), private_clients()).images,
+        upload(FAST, ctx, private_clients(FAST, ctx)).images,
+        upload(FAST, ctx, private_clients(FAST, ctx)).images,
     )
 
 
@@ -341,8 +347,13 @@ def test_siamese_augmentation_reaches_the_matching() -> None:
 def test_the_paper_mechanism_uses_the_clip_that_was_asked_for() -> None:
     privacy = PrivacySettings(noise_multiplier=1e-9, mechanism="paper", clip=1e-3)
     method = replace(FAST, iterations=1)
+    ctx = context(privacy)
+    (plan,) = method.private_plans(privacy, ctx)
+    noise = UnaccountedNoise(plan.release(1, 1e-9, unaccounted="as printed"), SecretGenerator())
+    data = from_arrays(images(), LABELS, SPEC)
+    noisy = OpenClients([0], data, PARTS[:1], [Allowance(MAIN, [(plan, noise)])])
     moved = (
-        upload(method, context(privacy), open_clients()).images
+        upload(method, ctx, noisy).images
         - upload(replace(method, image_lr=0.0), context(), open_clients()).images
     )
     norms = moved.view(2, -1).norm(dim=1)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from fedsynth.core.charging import charge_for
 from fedsynth.core.client import OpenClients, PrivateClients
 from fedsynth.core.context import RoundContext, round_context
 from fedsynth.core.messages import ModelParameters
@@ -333,14 +334,11 @@ def test_with_privacy_the_distillation_term_is_there() -> None:
     for gamma in (0.0, 5.0):
         privacy = PrivacySettings(noise_multiplier=1e-9, clip=1e6, sample_rate=1.0)
         ctx = context(2, privacy=privacy, sizes=None)
-        private = PrivateClients(
-            [1],
-            clients().data,
-            [torch.arange(10)],
-            [Guard(Ledger("0"), 1e-5, None)],
-            [SecretGenerator()],
-        )
         method = replace(FAST, distillation=gamma)
+        charged = charge_for(
+            method, ctx, [1], [Guard(Ledger("0"), 1e-5, None)], [SecretGenerator()]
+        )
+        private = PrivateClients([1], clients().data, [torch.arange(10)], charged)
         other = build_model(ModelSettings(width=4, depth=2), SPEC.image_shape, 10, 5)
         state = AveragingState(ctx.architecture.state_dict(), overall=other.state_dict())
         ((upload, memory),) = method.client_step(method.broadcast(state, ctx), private, [{}], ctx)
@@ -357,13 +355,9 @@ def test_with_privacy_the_generator_and_its_facts_are_the_same_whatever_the_data
         privacy = PrivacySettings(noise_multiplier=1.0, clip=1.0, sample_rate=0.5)
         ctx = context(2, privacy=privacy, sizes=None)
         images = np.random.default_rng(size).integers(0, 256, (size, 1, 8, 8)).astype(np.uint8)
-        private = PrivateClients(
-            [1],
-            from_arrays(images, np.arange(size) % 2, SPEC),
-            [torch.arange(size)],
-            [Guard(Ledger("0"), 1e-5, None)],
-            [SecretGenerator()],
-        )
+        charged = charge_for(FAST, ctx, [1], [Guard(Ledger("0"), 1e-5, None)], [SecretGenerator()])
+        data = from_arrays(images, np.arange(size) % 2, SPEC)
+        private = PrivateClients([1], data, [torch.arange(size)], charged)
         state = AveragingState(ctx.architecture.state_dict(), overall=other.state_dict())
         ((_, memory),) = FAST.client_step(FAST.broadcast(state, ctx), private, [{}], ctx)
         kept.append((memory, FAST.client_facts(memory, ctx)))

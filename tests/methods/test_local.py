@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from fedsynth.core.charging import charge_for
 from fedsynth.core.client import OpenClients, PrivateClients
 from fedsynth.core.context import RoundContext, round_context
 from fedsynth.data.images import ImageData, from_arrays
@@ -242,13 +243,9 @@ def test_each_private_client_has_its_own_terms(kind: type[TrainsLocally]) -> Non
 
     def clients(ids: tuple[int, ...]) -> PrivateClients:
         parts = [PARTS[k] for k in ids]
-        return PrivateClients(
-            ids,
-            data(),
-            parts,
-            [Guard(Ledger(str(k)), 1e-5, None) for k in ids],
-            [SecretGenerator() for _ in ids],
-        )
+        guards = [Guard(Ledger(str(k)), 1e-5, None) for k in ids]
+        charged = charge_for(method, ctx, ids, guards, [SecretGenerator() for _ in ids])
+        return PrivateClients(ids, data(), parts, charged)
 
     message = method.broadcast(method.initial_state(start().parameters), ctx)
     together = method.client_step(message, clients((0, 1, 2)), memories, ctx)
@@ -266,14 +263,10 @@ def test_each_client_is_charged_for_its_own_network() -> None:
     privacy = PrivacySettings(noise_multiplier=1.0, sample_rate=1.0)
     ctx = context(clients=2, client_architectures=nets, privacy=privacy)
     ledgers = [Ledger("0"), Ledger("1")]
-    clients = PrivateClients(
-        (0, 1),
-        data(),
-        PARTS[:2],
-        [Guard(ledger, 1e-5, None) for ledger in ledgers],
-        [SecretGenerator()] * 2,
-    )
     method = Dense(**{**LOCAL, "local_epochs": 1})
+    guards = [Guard(ledger, 1e-5, None) for ledger in ledgers]
+    charged = charge_for(method, ctx, (0, 1), guards, [SecretGenerator()] * 2)
+    clients = PrivateClients((0, 1), data(), PARTS[:2], charged)
     method.client_step(
         method.broadcast(method.initial_state(start().parameters), ctx), clients, [{}, {}], ctx
     )

@@ -23,6 +23,7 @@ from fedsynth.privacy.audit import (
 from fedsynth.privacy.calibration import calibrate_noise_multiplier
 from fedsynth.privacy.errors import PrivacySettingError
 from fedsynth.privacy.ledger import Guard, Ledger
+from fedsynth.privacy.mechanisms import GaussianSums
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.releases import Release
 
@@ -80,7 +81,7 @@ def released_scores(
 
     secret = Noise(test_only=np.random.default_rng(seed + 1))
     part = torch.from_numpy(np.flatnonzero(included))
-    clients = PrivateClients([0], data, [part], [Guard(Ledger("0"), DELTA, None)], [secret])
+    clients = PrivateClients([0], data, [part], [])
     row = Release(1, "x", "audit", "x", sigma, CLIP, 1.0, "full", 1, 10 * CANARIES)
 
     def unit_vectors(x_NCHW: Tensor, segment_N: Tensor) -> Tensor:
@@ -88,7 +89,8 @@ def released_scores(
         number = 256 * back[:, 0, 0, 0] + back[:, 0, 0, 1]
         return 10 * CLIP * torch.nn.functional.one_hot(number, CANARIES).float()  # clipped to 𝒞
 
-    sums = clients.class_sums(clients.charge(row, 10), unit_vectors)
+    series = GaussianSums(row, 10, Guard(Ledger("0"), DELTA, None), secret)
+    sums = clients.class_sums([series], unit_vectors)
     return sums[torch.from_numpy(labels), torch.arange(CANARIES)].double().numpy(), included
 
 

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fedsynth.core.charging import charge_for
 from fedsynth.core.client import PrivateClients
 from fedsynth.core.context import Compute, round_context
 from fedsynth.data.images import ImageData, from_arrays, normalise
@@ -144,9 +145,8 @@ def test_no_kernels_shape_depends_on_the_number_of_records(
     seen = []
     for records in (20, 70, 75):
         guard, secret = Guard(Ledger("0"), 1e-5, None), SecretGenerator()
-        clients = PrivateClients(
-            [0], data, [torch.arange(records)], [guard], [secret], nominal_size=72.0
-        )
+        charged = charge_for(method, context, [0], [guard], [secret])
+        clients = PrivateClients([0], data, [torch.arange(records)], charged, nominal_size=72.0)
         with Shapes() as shapes:
             method.client_step(message, clients, [{}], context)
         seen.append(shapes.seen)
@@ -275,9 +275,8 @@ def test_hostile_weights_do_not_let_a_record_move_others(
     everyone = torch.arange(records + 1)
     for part in (everyone, everyone[1:] if place == "first" else everyone[:-1]):
         guard = Guard(Ledger("0"), 1e-5, None)
-        clients = PrivateClients(
-            [0], data, [part], [guard], [SecretGenerator()], nominal_size=287.6
-        )
+        charged = charge_for(method, context, [0], [guard], [SecretGenerator()])
+        clients = PrivateClients([0], data, [part], charged, nominal_size=287.6)
         method.client_step(message, clients, [{}], context)
     assert len(sums) == 2
     assert float((sums[0] - sums[1]).norm()) <= 1 + 1e-9

@@ -212,27 +212,26 @@ def test_a_secret_cannot_be_copied_or_saved_and_tests_are_marked() -> None:
     assert "key" not in repr(secret)
 
 
-def clients(secrets: list[SecretGenerator], parts: list[list[int]]) -> PrivateClients:
+def clients(parts: list[list[int]]) -> PrivateClients:
     rng = np.random.default_rng(0)
     data = from_arrays(
         rng.integers(0, 256, (40, 1, 8, 8)).astype(np.uint8),
         np.arange(40) % 10,
         dataset_spec("digits"),
     )
-    guards = [Guard(Ledger(str(k)), 1e-5, None) for k in range(len(parts))]
     return PrivateClients(
-        range(len(parts)),
-        data,
-        [torch.tensor(p, dtype=torch.int64) for p in parts],
-        guards,
-        secrets,
+        range(len(parts)), data, [torch.tensor(p, dtype=torch.int64) for p in parts], []
     )
+
+
+def charged_series(row: Release, secrets: list[SecretGenerator]) -> list[GaussianSums]:
+    return [GaussianSums(row, 10, Guard(Ledger("c"), 1e-5, None), secret) for secret in secrets]
 
 
 def test_clients_in_one_group_have_their_own_noise() -> None:
     """Catches: noise shared between clients in a batched step. All classes of all clients are emitted, also of an empty client."""
-    group = clients([SecretGenerator(), SecretGenerator()], [[], []])
-    charged = group.charge(release(groups=10, width=300), 10)
+    group = clients([[], []])
+    charged = charged_series(release(groups=10, width=300), [SecretGenerator(), SecretGenerator()])
     out = group.class_sums(charged, lambda x, segment: x.flatten(1)[:, :1].repeat(1, 300))
     assert out.shape == (20, 300)
     assert torch.corrcoef(torch.stack([out[:10].flatten(), out[10:].flatten()]))[0, 1].abs() < 0.1
@@ -241,8 +240,8 @@ def test_clients_in_one_group_have_their_own_noise() -> None:
 
 def test_class_sums_equal_a_loop_over_clients_and_classes() -> None:
     secrets = [SecretGenerator(test_only=np.random.default_rng(k)) for k in range(2)]
-    group = clients(secrets, [list(range(0, 25)), list(range(25, 40))])
-    charged = group.charge(release(sigma=1e-12, clip=1e6, groups=10, width=64), 10)
+    group = clients([list(range(0, 25)), list(range(25, 40))])
+    charged = charged_series(release(sigma=1e-12, clip=1e6, groups=10, width=64), secrets)
     out = group.class_sums(charged, lambda x, segment: x.flatten(1) + segment[:, None])
     data = group._data
     for client, part in enumerate((range(0, 25), range(25, 40))):
@@ -295,12 +294,9 @@ def test_no_batch_is_capped_and_every_mask_is_the_secrets(monkeypatch: pytest.Mo
         return masks[-1][2]
 
     monkeypatch.setattr(SecretGenerator, "poisson_sample", spy)
-    group = PrivateClients(
-        [0], data, [torch.arange(records)], [Guard(Ledger("0"), 1e-5, None)], [SecretGenerator()]
-    )
-    charged = group.charge(
-        release(sigma=1e-12, clip=1e6, rate=0.9, steps=3, groups=10, width=1), 10
-    )
+    group = PrivateClients([0], data, [torch.arange(records)], [])
+    row = release(sigma=1e-12, clip=1e6, rate=0.9, steps=3, groups=10, width=1)
+    charged = charged_series(row, [SecretGenerator()])
     for step in range(3):
         out = group.class_sums(charged, lambda x, segment: torch.ones(len(x), 1))
         n, rate, mask = masks[step]

@@ -74,7 +74,8 @@ CONTEXT = ReportContext(
 
 
 def build(context: ReportContext = CONTEXT, ledgers: dict[str, Ledger] = LEDGERS) -> dict[str, Any]:
-    return dict(build_report(context, ledgers))
+    held = [replace(one.history(), client=name) for name, one in ledgers.items()]
+    return dict(build_report(context, held))
 
 
 def walk(value: object, path: str = "") -> Iterator[tuple[str, object]]:
@@ -373,7 +374,7 @@ def test_the_curve_and_the_attacks_are_those_of_the_client_that_is_worst_there()
     ledgers = {"a": Ledger("a"), "b": Ledger("b")}
     ledgers["a"].charge(replace(row(0, 0.9, 0.01), steps=600))
     ledgers["b"].charge(replace(row(0, 2.2), steps=1))
-    made: Any = build_report(CONTEXT, ledgers)
+    made: Any = build_report(CONTEXT, [one.history() for one in ledgers.values()])
     promise = made["guarantee"]
     for point in promise["epsilon_of_delta"]:
         assert point["epsilon"] == max(

@@ -38,7 +38,8 @@ def report(unaccounted: str | None = None) -> dict[str, object]:
                 )
             )
     return build_report(
-        ReportContext("feddm", "features", 1e-5, 1000, None, 3, 3, {"x": "<script>"}), ledgers
+        ReportContext("feddm", "features", 1e-5, 1000, None, 3, 3, {"x": "<script>"}),
+        [one.history() for one in ledgers.values()],
     )
 
 

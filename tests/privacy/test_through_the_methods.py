@@ -10,16 +10,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fedsynth.federation.private_run import PrivateRun
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fedsynth.core.client import OpenClients, PrivateClients
+from fedsynth.core.charging import charge_for
+from fedsynth.core.client import ClientGroup, OpenClients, PrivateClients
 from fedsynth.core.context import RoundContext, round_context
+from fedsynth.core.method import Method
 from fedsynth.data.images import ImageData, from_arrays
 from fedsynth.data.partition import partition
 from fedsynth.data.registry import dataset_spec
+from fedsynth.federation.client_budget import ClientBudget
 from fedsynth.federation.settings import resolve
 from fedsynth.federation.simulation import simulate
 from fedsynth.methods.fedavg import FedAvg
@@ -45,8 +47,9 @@ def images(n: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 256, (n, 1, 8, 8)).astype(np.uint8)
 
 
-def private(data: ImageData, part: Tensor) -> PrivateClients:
-    return PrivateClients([0], data, [part], [Guard(Ledger("0"), 1e-5, None)], [SecretGenerator()])
+def private(method: Method, ctx: RoundContext, data: ImageData) -> PrivateClients:
+    charged = charge_for(method, ctx, [0], [Guard(Ledger("0"), 1e-5, None)], [SecretGenerator()])
+    return PrivateClients([0], data, [torch.arange(len(data))], charged)
 
 
 def context(privacy: PrivacySettings | None, nominal: float) -> RoundContext:
@@ -64,10 +67,11 @@ def test_feddm_divides_by_the_nominal_size_and_not_by_the_true_one(mechanism: st
     method = FedDM(ipc=2, iterations=1, image_lr=1.0, min_examples=1)
     start = torch.randn(20, 1, 8, 8, generator=torch.Generator().manual_seed(0))
     moved = []
-    for ctx, clients in (
-        (context(None, nominal), OpenClients([0], data, [torch.arange(60)])),
-        (context(privacy, nominal), private(data, torch.arange(60))),
-    ):
+    for setting in (None, privacy):
+        ctx = context(setting, nominal)
+        clients: ClientGroup = OpenClients([0], data, [torch.arange(60)])
+        if setting is not None:
+            clients = private(method, ctx, data)
         message = method.broadcast(method.initial_state(ctx.architecture.state_dict()), ctx)
         ((upload, _),) = method.client_step(message, clients, [{"images": start}], ctx)
         moved.append(dict(upload.arrays())["images"] - start)
@@ -80,10 +84,11 @@ def test_fedavg_divides_by_the_nominal_size() -> None:
     privacy = PrivacySettings(noise_multiplier=1e-12, clip=1e6, sample_rate=1.0)
     method = FedAvg(local_epochs=1, batch=100, lr=0.1, momentum=0.0)
     moved = []
-    for ctx, clients in (
-        (context(None, nominal), OpenClients([0], data, [torch.arange(60)])),
-        (context(privacy, nominal), private(data, torch.arange(60))),
-    ):
+    for setting in (None, privacy):
+        ctx = context(setting, nominal)
+        clients: ClientGroup = OpenClients([0], data, [torch.arange(60)])
+        if setting is not None:
+            clients = private(method, ctx, data)
         start = ctx.architecture.state_dict()
         message = method.broadcast(method.initial_state(start), ctx)
         ((upload, _),) = method.client_step(message, clients, [{}], ctx)
@@ -133,7 +138,7 @@ def test_adding_an_example_moves_the_released_sums_by_at_most_the_clip(
     for part in (torch.arange(records), torch.cat([torch.arange(records), torch.tensor([12])])):
         row = Release(1, "i", "m", "c", 1e-9, clip, 1.0, "full", 1, 10 * width)
         series = Spy(row, 10, Guard(Ledger("0"), 1e-5, None), SecretGenerator())
-        matcher(private(data, part), [series], 1.0).gradient(0, features, S)
+        matcher(PrivateClients([0], data, [part], []), [series], 1.0).gradient(0, features, S)
     moved = sums[1].cpu() - sums[0].cpu()
     assert 0.9 * clip < moved.norm() <= clip * (1 + 1e-4)
     assert moved[[c for c in range(10) if c != label]].abs().max() < 1e-6
@@ -272,7 +277,7 @@ def test_a_cap_met_inside_a_round_still_ends_in_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another process may charge the same ledger between the check and the charge."""
-    monkeypatch.setattr(PrivateRun, "check_round", lambda self, number: None)
+    monkeypatch.setattr(ClientBudget, "check", lambda self, number: None)
     settings_, data = private_run(epsilon=0.2)
     result = simulate(settings_, data=(data, data), output=tmp_path)
     assert len(result.metrics) == 1

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from torch import Tensor
 
+from fedsynth.core.charging import charge_for
 from fedsynth.core.client import PrivateClients
 from fedsynth.core.context import round_context
 from fedsynth.data.images import ImageData, from_arrays
@@ -221,9 +222,8 @@ def test_a_user_moves_every_sum_of_every_method_by_at_most_the_clip(
     ):  # without the large user; without a small one
         sums.append([])
         guard = Guard(Ledger("0"), 1e-5, None, unit=USER)
-        clients = PrivateClients(
-            [0], data(90), [part], [guard], [SecretGenerator()], nominal_size=nominal, users=users
-        )
+        charged = charge_for(method, context, [0], [guard], [SecretGenerator()])
+        clients = PrivateClients([0], data(90), [part], charged, nominal_size=nominal, users=users)
         method.client_step(message, clients, [{}], context)
         assert {r.unit for r in guard.ledger.releases} == {USER}
     for other in sums[1:]:
@@ -240,14 +240,9 @@ def test_one_record_for_each_user_is_as_records_are(monkeypatch: pytest.MonkeyPa
     images = []
     for unit, users in ((RECORD, None), (USER, torch.randperm(90))):
         guard = Guard(Ledger("0"), 1e-5, None, unit=unit)
+        charged = charge_for(method, context, [0], [guard], [SecretGenerator()])
         clients = PrivateClients(
-            [0],
-            data(90),
-            [torch.arange(90)],
-            [guard],
-            [SecretGenerator()],
-            nominal_size=90.0,
-            users=users,
+            [0], data(90), [torch.arange(90)], charged, nominal_size=90.0, users=users
         )
         ((upload, _),) = method.client_step(message, clients, [{}], context)
         images.append(dict(upload.arrays())["images"])

@@ -68,7 +68,9 @@ class Case:
         for number in (1, 2, 2):  # a round charged twice
             self.ledgers["client-000"].charge(row(number, q=q))
         self.ledgers["client-001"].charge(row(1, q=q))
-        write_report(build_report(context, self.ledgers), folder)
+        write_report(
+            build_report(context, [one.history() for one in self.ledgers.values()]), folder
+        )
 
     def problems(self, ledger: Path | None = None, *, exact: bool = True) -> list[str]:
         report = read_report(self.folder)
@@ -427,7 +429,9 @@ def test_rows_out_of_the_rounds_order_fold_to_the_same_report(tmp_path: Path) ->
         ledgers["a"].charge(each)
     for each in (row(1, 7.0, "counts"), row(3)):
         ledgers["b"].charge(each)
-    report = json.loads(json.dumps(build_report(CONTEXT, ledgers)))
+    report = json.loads(
+        json.dumps(build_report(CONTEXT, [one.history() for one in ledgers.values()]))
+    )
     held = held_rows(report, None, exact=False)
     assert report_problems(report, CONTEXT, held) == []
 
@@ -439,7 +443,7 @@ def test_a_report_without_a_guarantee_verifies_and_cannot_be_given_one(tmp_path:
         run.ledgers[name].charge(
             Release(3, "images", "paper", "batch", 1.0, 5.0, 1.0, "full", 10, 10, "as printed")
         )
-    write_report(build_report(context, run.ledgers), tmp_path)
+    write_report(build_report(context, [one.history() for one in run.ledgers.values()]), tmp_path)
     assert run.problems() == []
     formal = "formal differential privacy, under the assumptions below"
     found = run.edited(lambda r: r["verdict"].update(text=formal, formal=True))

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from fedsynth.core.charging import charge_for
 from fedsynth.core.client import OpenClients, PrivateClients
 from fedsynth.core.context import Compute, RoundContext, round_context
 from fedsynth.core.state import ServerState
@@ -50,10 +51,13 @@ def network() -> Any:
 
 
 def group(images: ImageData, parts: list[Tensor]) -> PrivateClients:
-    guards = [Guard(Ledger(str(k)), 1e-5, None) for k in range(len(parts))]
-    return PrivateClients(
-        range(len(parts)), images, parts, guards, [SecretGenerator() for _ in parts]
-    )
+    return PrivateClients(range(len(parts)), images, parts, [])
+
+
+def charged_group(method: FedDM, ctx: RoundContext, images: ImageData, n: int) -> PrivateClients:
+    guard = Guard(Ledger("0"), 1e-5, None)
+    charged = charge_for(method, ctx, [0], [guard], [SecretGenerator()])
+    return PrivateClients([0], images, [torch.arange(n)], charged)
 
 
 def matcher(
@@ -61,9 +65,12 @@ def matcher(
 ) -> FeatureSumMatcher:
     sums = Release(1, "sums", "features", "x", sigma, clip, 1.0, "full", networks, 10 * WIDTH)
     counts = Release(1, "counts", "features", "1", sigma, 1.0, 1.0, "full", 1, 10)
-    return FeatureSumMatcher(
-        clients, clients.charge(sums, 10), clients.charge(counts, 10), networks, floor
+    guards = [Guard(Ledger(str(k)), 1e-5, None) for k in clients.ids]
+    series, counted = (
+        [GaussianSums(row, 10, guard, SecretGenerator()) for guard in guards]
+        for row in (sums, counts)
     )
+    return FeatureSumMatcher(clients, series, counted, networks, floor)
 
 
 def synthetic(segments: int = 10) -> Tensor:
@@ -182,7 +189,9 @@ def test_classes_with_small_released_counts_are_not_sent_but_kept() -> None:
     method = FedDM(ipc=IPC, iterations=4, networks=2, min_examples=10)
     ctx = context(PrivacySettings(noise_multiplier=0.01, mechanism="features"))
     message = method.broadcast(ServerState(ctx.architecture.state_dict()), ctx)
-    ((upload, memory),) = method.client_step(message, group(images, [torch.arange(200)]), [{}], ctx)
+    ((upload, memory),) = method.client_step(
+        message, charged_group(method, ctx, images, 200), [{}], ctx
+    )
     assert dict(upload.arrays())["labels"].tolist() == [c for c in range(5) for _ in range(IPC)]
     assert memory["images"].shape == (10 * IPC, 1, 8, 8)
     assert torch.isfinite(memory["images"]).all()
@@ -230,7 +239,7 @@ def test_private_clients_are_never_compiled(
     for privacy in (PrivacySettings(noise_multiplier=1.0, mechanism=mechanism), None):
         ctx = replace(context(privacy), compute=Compute(torch.device("cpu"), compiled=True))
         clients = (
-            group(data(), [torch.arange(N)])
+            charged_group(method, ctx, data(), N)
             if privacy
             else OpenClients([0], data(), [torch.arange(N)])
         )

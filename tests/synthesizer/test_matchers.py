@@ -13,7 +13,9 @@ from fedsynth.core.client import OpenClients, PrivateClients, Segments
 from fedsynth.data.images import ImageData, from_arrays
 from fedsynth.data.registry import dataset_spec
 from fedsynth.models.convnet import ConvNet
+from fedsynth.privacy.allowance import UnaccountedNoise
 from fedsynth.privacy.ledger import Guard, Ledger
+from fedsynth.privacy.mechanisms import GaussianSums
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.releases import Release
 from fedsynth.synthesizer.condensation.loop import NetworkFeatures, condense
@@ -31,6 +33,7 @@ from fedsynth.synthesizer.condensation.matchers import (
 )
 from fedsynth.synthesizer.condensation.real_batches import BatchIndices
 from fedsynth.synthesizer.condensation.siamese import SiameseAugmentation
+from fedsynth.training.optimisers import MomentumSgd
 
 DEVICES = [
     "cpu",
@@ -86,7 +89,7 @@ def private(
     secrets = [SecretGenerator() for _ in range(clients)]
     guards = [Guard(Ledger(str(k)), 1e-5, None) for k in range(clients)]
     parts = list(torch.arange(N).tensor_split(clients))
-    group = PrivateClients(range(clients), data(), parts, guards, secrets)
+    group = PrivateClients(range(clients), data(), parts, [])
     row = Release(
         1,
         "images",
@@ -99,7 +102,8 @@ def private(
         50,
         CLASSES * width,
     )
-    return mechanism(group, group.charge(row, CLASSES), divisor)  # type: ignore[no-any-return]
+    series = [GaussianSums(row, CLASSES, g, s) for g, s in zip(guards, secrets, strict=True)]
+    return mechanism(group, series, divisor)  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -217,14 +221,15 @@ def test_paper_mechanism_clips_the_batch_and_its_noise_shrinks_with_it() -> None
     segments, batches = all_batches(clients)
     exact = ExactMatcher(clients, batches)
     clip = float(exact.gradient(0, features, S).flatten(1).norm(dim=1).median())
-    clipped = PaperMatcher(exact, segments, batches, [SecretGenerator()], 0.0, clip).gradient(
-        0, features, S
-    )
+
+    def noise(sigma: float, clip: float) -> UnaccountedNoise:
+        row = Release(1, "images", "paper", "x", sigma, clip, 1.0, "full", 1, 1, "not private")
+        return UnaccountedNoise(row, SecretGenerator())
+
+    clipped = PaperMatcher(exact, segments, batches, [noise(0.0, clip)]).gradient(0, features, S)
     norms = clipped.flatten(1).norm(dim=1)
     assert norms.max() <= clip * (1 + 1e-5)
-    noisy = PaperMatcher(exact, segments, batches, [SecretGenerator()], 3.0, 5.0).gradient(
-        0, features, S
-    )
+    noisy = PaperMatcher(exact, segments, batches, [noise(3.0, 5.0)]).gradient(0, features, S)
     unclipped = exact.gradient(0, features, S)
     assert (noisy - unclipped).std() == pytest.approx(3.0 * 5.0 / (N / CLASSES), rel=0.1)
 
@@ -240,7 +245,11 @@ def test_clients_batched_or_alone_make_the_same_images() -> None:
             clients, BatchIndices(clients, segments, 1, 5, small_class="all", seed=0, round=1)
         )
         return condense(
-            torch.zeros(len(segments), IPC, 1, 8, 8), network, matcher, steps=5, learning_rate=1.0
+            torch.zeros(len(segments), IPC, 1, 8, 8),
+            network,
+            matcher,
+            steps=5,
+            optimiser=MomentumSgd(1.0),
         )
 
     together = images([0, 1, 2])
@@ -262,7 +271,7 @@ def test_condensation_lowers_the_loss_and_keeps_the_start() -> None:
             (synthetic_means(features, S) - matcher.real_means(0, features, CLASSES)).square().sum()
         )
 
-    after = condense(start, network, matcher, steps=30, learning_rate=1.0)
+    after = condense(start, network, matcher, steps=30, optimiser=MomentumSgd(1.0))
     assert torch.equal(start, before)
     assert loss(after) < 0.7 * loss(start)
 
@@ -289,7 +298,7 @@ def test_momentum_is_heavy_ball() -> None:
             return torch.ones_like(synthetic)
 
     out = condense(
-        torch.zeros(1, 1, 1, 2, 2), network, Constant(), steps=3, learning_rate=0.1, momentum=0.5
+        torch.zeros(1, 1, 1, 2, 2), network, Constant(), steps=3, optimiser=MomentumSgd(0.1, 0.5)
     )  # type: ignore[arg-type]
     assert torch.allclose(out, torch.full_like(out, -0.1 * (1 + 1.5 + 1.75)))
 
@@ -411,10 +420,9 @@ def test_pieces_of_the_batch_may_cut_classes_and_clients(
         [Guard(Ledger(str(k)), 1e-5, None) for k in range(3)],
         [SecretGenerator() for _ in range(3)],
     )
-    group = PrivateClients(range(3), data(), parts, guards, secrets)
-    series = group.charge(
-        Release(1, "x", "test", "x", 1e-12, 1e6, 1.0, "full", 1, CLASSES * width), CLASSES
-    )
+    group = PrivateClients(range(3), data(), parts, [])
+    row = Release(1, "x", "test", "x", 1e-12, 1e6, 1.0, "full", 1, CLASSES * width)
+    series = [GaussianSums(row, CLASSES, g, s) for g, s in zip(guards, secrets, strict=True)]
     sums = group.class_sums(series, lambda x, segment: features.real(x, segment))
     by_client = torch.zeros(3 * CLASSES, width)
     for position, part in enumerate(parts):
