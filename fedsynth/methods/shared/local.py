@@ -123,8 +123,7 @@ class TrainsLocally(Method):
     ...         each = [upload.parameters for upload in uploads.values()]
     ...         middle = {n: torch.stack([p[n] for p in each]).median(0)[0] for n in each[0]}
     ...         return replace(state, parameters=middle)
-    >>> result = simulate(RunSettings(Median(lr=0.1), rounds=1, model=ModelSettings("linear")))
-    >>> result.accuracy > 0.5
+    >>> simulate(RunSettings(Median(), rounds=3, model=ModelSettings("linear"))).accuracy > 0.5
     True
     """
 
