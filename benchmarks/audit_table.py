@@ -17,11 +17,12 @@ import statistics
 import time
 from typing import Any
 
-from machine import RESULTS, machine
-
 from fedsynth.cli.memory import keep_large_allocations
 from fedsynth.federation.auditing import audit_run
 from fedsynth.federation.settings import resolve
+from library import RESULTS
+from library.machine import machine
+from library.options import table_options
 
 EPSILONS = (1.0, 3.0, 10.0)
 MECHANISMS: dict[str, dict[str, dict[str, Any]]] = {
@@ -77,12 +78,7 @@ def audits(name: str, epsilon: float, kind: str, options: argparse.Namespace) ->
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="one round, 100 canaries")
-    parser.add_argument("--json", action="store_true", help="print the table as JSON")
-    parser.add_argument("--device", default="auto")
+    parser = table_options(__doc__, "one round, 100 canaries")
     parser.add_argument("--kinds", nargs="+", default=["vectors", "images"])
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--mechanisms", nargs="+", default=list(MECHANISMS), choices=MECHANISMS)

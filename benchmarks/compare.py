@@ -19,68 +19,30 @@ results/compare.jsonl, and `--only` shares the work among processes; `tables.py`
 
 from __future__ import annotations
 
-import argparse
 import json
-import math
 from typing import Any
 
 import torch
-from fashion_table import RESULTS, Results, summarise
-from one_shot_table import SERVER
 
 from fedsynth.cli.memory import keep_large_allocations
 from fedsynth.data.images import ImageData
 from fedsynth.data.load import load_dataset
 from fedsynth.federation.settings import RunSettings, resolve
+from library import RESULTS
+from library.compared import METHODS, PERSONAL, SINGLE_ROUND, TAKE_FEDAVGS_RATE
+from library.options import add_share, table_options
+from library.results import Results, summarise
 
 LADDER = (0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 GRIDS = {"lr": (0.003, 0.01, 0.03, 0.1, 0.3), "image_lr": (0.1, 0.3, 1.0, 3.0, 10.0)}
-LOCAL: dict[str, Any] = {"local_epochs": 5, "batch": 32, "momentum": 0.0}
-CONDENSE: dict[str, Any] = {"ipc": 10, "iterations": 50, "batch": 64, "server_epochs": 100}
-ONCE: dict[str, Any] = {**LOCAL, "local_epochs": 100}
-ONE_SHOT: dict[str, Any] = {**ONCE, **SERVER}
-# name in the table: method, settings
-METHODS: dict[str, tuple[str, dict[str, Any]]] = {
-    **{
-        name: (name, LOCAL)
-        for name in ("fedavg", "fedavgm", "fedprox", "fednova", "feddyn", "fedgkd", "qffl")
-    },
-    "scaffold": ("scaffold", LOCAL),
-    "moon": ("moon", LOCAL),
-    "fedfm": ("fedfm", LOCAL),
-    "fedfm, l2": ("fedfm", {**LOCAL, "matching": "l2"}),
-    "fedfm, from round 3": ("fedfm", {**LOCAL, "start_round": 3}),
-    "fedfm-lite": ("fedfm-lite", LOCAL),
-    "fedgen": ("fedgen", LOCAL),
-    "fedgen, α = β = 1": ("fedgen", {**LOCAL, "alpha": 1.0, "beta": 1.0}),
-    "fedfa-l": ("fedfa-plus", {**LOCAL, "parts": "augmentation"}),
-    "fedfa-h": ("fedfa-plus", {**LOCAL, "parts": "alignment"}),
-    "fedfa+": ("fedfa-plus", LOCAL),
-    "fedkf": ("fedkf", {**LOCAL, "generator_width": 8, "generator_batch": 32}),
-    "feddm": ("feddm", CONDENSE),
-    "fedaf": (
-        "fedaf",
-        {**CONDENSE, "server_lr": 0.01, "local_weight": 1e-3, "global_weight": 2.0},
-    ),
-    "real": ("real", {"ipc": 10, "server_epochs": 100}),
-    "fedavg, one shot": ("fedavg", ONCE),
-    "feddf": ("feddf", {**ONCE, "server_steps": 200, "server_batch": 64, "proxy": "mnist"}),
-    "dense": ("dense", ONE_SHOT),
-    "fedhydra": ("fedhydra", ONE_SHOT),
-    "solo": ("solo", LOCAL),
-    "fedbn": ("fedbn", LOCAL),
-}
-PERSONAL = ("solo", "fedbn")
-SINGLE_ROUND = ("fedavg, one shot", "feddf", "dense", "fedhydra")
-TAKE_FEDAVGS_RATE = (*PERSONAL, *SINGLE_ROUND)
 
 
 def knob(name: str) -> str | None:
     """The rate that is tuned: of local training, or of images; None: there is none."""
-    method, values = METHODS[name]
+    _, values = METHODS[name]
     if "local_epochs" in values:
         return "lr"
-    return "image_lr" if method in ("feddm", "fedaf") else None
+    return "image_lr" if "iterations" in values else None
 
 
 def settings_for(name: str, seed: int, device: str, quick: bool, rate: float | None) -> RunSettings:
@@ -135,18 +97,10 @@ def best_rate(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--quick", action="store_true", help="one round and few steps, to see that it runs"
-    )
-    parser.add_argument("--json", action="store_true", help="print the table as JSON")
-    parser.add_argument("--device", default="auto")
+    parser = table_options(__doc__)
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--seeds", type=int, nargs="+", default=None, help="of every method")
-    parser.add_argument("--only", default="", help="make only the runs whose name contains this")
-    parser.add_argument("--time-budget", type=float, default=math.inf, help="seconds")
+    add_share(parser)
     options = parser.parse_args()
     torch.set_num_threads(1)
     keep_large_allocations()

@@ -1,4 +1,4 @@
-"""Condensation speed beside a straightforward implementation (benchmarks/reference.py), timed alternately in one run.
+"""Condensation speed beside a straightforward implementation (library/reference.py), timed alternately in one run.
 
     python benchmarks/condense.py [--quick] [--json] [--device cuda] [--cases mnist cifar10] [--repeats 5]
 
@@ -23,27 +23,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from machine import alternating, arguments, machine, saver, seconds
-from reference import client_step
-from torch import Tensor
 
 from fedsynth.cli.memory import keep_large_allocations
-from fedsynth.core.charging import charge_for
-from fedsynth.core.client import OpenClients, PrivateClients
-from fedsynth.core.context import Compute, RoundContext, round_context
-from fedsynth.core.state import ServerState
-from fedsynth.data.images import ImageData, from_arrays
-from fedsynth.data.registry import DatasetSpec, dataset_spec
-from fedsynth.methods.feddm import FedDM
-from fedsynth.models.convnet import ConvNet
-from fedsynth.models.registry import ModelSettings, build_model
-from fedsynth.privacy.ledger import Guard, Ledger
-from fedsynth.privacy.randomness import SecretGenerator
-from fedsynth.privacy.settings import PrivacySettings
+from fedsynth.data.registry import dataset_spec
+from library.cases import BATCH, IPC, Case, forward_flops, peak_flops
+from library.machine import alternating, arguments, machine, saver, seconds
 
-IPC, BATCH = 10, 256
 GROWTH = [
     (1, 10, None),
     (10, 10, None),
@@ -53,95 +39,6 @@ GROWTH = [
     (100, 10, 0.5),
 ]
 """(clients, classes, --memory-gb)"""
-
-
-def peak_flops(dtype: torch.dtype, device: torch.device) -> float:
-    """Floating-point operations a second of a large square matrix product: the best of ten."""
-    n = 8192 if device.type == "cuda" else 2048
-    torch.backends.cuda.matmul.allow_tf32 = (
-        torch.backends.cudnn.allow_tf32
-    )  # as the convolutions do
-    a = torch.randn(n, n, device=device).to(dtype)
-    return 2 * n**3 / min(seconds(lambda: a @ a, device) for _ in range(10))
-
-
-def forward_flops(network: ConvNet, shape: tuple[int, int, int]) -> float:
-    """Multiply-adds × 2 of one image's forward pass, from the layers' own output sizes."""
-    total = 0.0
-
-    def count(layer: Any, inputs: Any, output: Tensor) -> None:
-        nonlocal total
-        total += 2 * output[0].numel() * layer.weight[0].numel()
-
-    layers = [m for m in network.modules() if isinstance(m, torch.nn.Conv2d | torch.nn.Linear)]
-    hooks = [layer.register_forward_hook(count) for layer in layers]
-    with torch.no_grad():
-        network(torch.zeros(1, *shape, device=next(network.parameters()).device))
-    for hook in hooks:
-        hook.remove()
-    return total
-
-
-class Case:
-    """One shape: data, model and the steps to time; every step is a whole client step of `steps` iterations."""
-
-    def __init__(
-        self, spec: DatasetSpec, width: int, clients: int, steps: int, device: torch.device
-    ) -> None:
-        rng, per_client = (
-            np.random.default_rng(0),
-            spec.classes * (BATCH + 44),
-        )  # more than a batch, as in real runs
-        n = clients * per_client
-        images = rng.integers(0, 256, (n, *spec.image_shape), dtype=np.uint8)
-        self.data: ImageData = from_arrays(images, np.arange(n) % spec.classes, spec).to(device)
-        self.parts = list(torch.arange(n).split(per_client))
-        self.spec, self.steps, self.device = spec, steps, device
-        model = build_model(ModelSettings(width=width), spec.image_shape, spec.classes, 0).to(
-            device
-        )
-        self.context = round_context(1, 0, device, spec, model, nominal_size=per_client)
-        self.method = FedDM(ipc=IPC, iterations=steps, batch=BATCH)
-
-    def engine(self, precision: torch.dtype, compiled: bool = False) -> None:
-        """All clients, as many at once as the memory bound allows."""
-        context, ids = (
-            replace(self.context, compute=Compute(self.device, precision, compiled=compiled)),
-            range(len(self.parts)),
-        )
-        at_once = max(1, context.memory_bytes // 2 // (self.method.client_bytes(context) or 1))
-        for first in ids[::at_once]:
-            mine = ids[first : first + at_once]
-            self._step(OpenClients(mine, self.data, [self.parts[k] for k in mine]), context)
-
-    def private(self, mechanism: str, precision: torch.dtype = torch.float32) -> None:
-        """The private step of the same expected batch."""
-        privacy = PrivacySettings(noise_multiplier=1.0, mechanism=mechanism)
-        federation = replace(self.context.federation, privacy=privacy)
-        compute = Compute(self.device, precision)
-        context = replace(self.context, federation=federation, compute=compute)
-        ids = range(len(self.parts))
-        guards = [Guard(Ledger(str(k)), 1e-5, None) for k in ids]
-        charged = charge_for(self.method, context, ids, guards, [SecretGenerator() for _ in ids])
-        self._step(PrivateClients(ids, self.data, self.parts, charged), context)
-
-    def _step(self, clients: Any, context: RoundContext) -> None:
-        message = self.method.broadcast(ServerState(context.architecture.state_dict()), context)
-        self.method.client_step(message, clients, [{}] * len(clients.ids), context)
-
-    def reference(self) -> None:
-        """One client after the other."""
-        everything = OpenClients(range(len(self.parts)), self.data, self.parts)
-        generator = torch.Generator(self.device).manual_seed(0)
-        for position in range(len(self.parts)):
-            classes = [
-                everything.images(everything.examples(position, c))
-                for c in range(self.spec.classes)
-            ]
-            client_step(
-                self.context.architecture, classes, [x[:IPC] for x in classes], steps=self.steps, batch=BATCH, learning_rate=1.0, radius=5.0,
-                generator=generator,
-            )  # fmt: skip
 
 
 def measure(name: str, clients: int, options: argparse.Namespace) -> dict[str, Any]:

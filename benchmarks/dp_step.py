@@ -1,4 +1,4 @@
-"""What privacy costs: FedDM's private steps and DP-SGD, beside the non-private step and loops over examples (benchmarks/reference.py).
+"""What privacy costs: FedDM's private steps and DP-SGD, beside the non-private step and loops over examples (library/reference.py).
 
     python benchmarks/dp_step.py [--quick] [--json] [--device cuda]
 
@@ -17,9 +17,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from condense import Case
-from machine import alternating, arguments, machine, saver
-from reference import dp_sgd_step, gradient_step
 
 from fedsynth.cli.memory import keep_large_allocations
 from fedsynth.core.client import OpenClients
@@ -31,6 +28,9 @@ from fedsynth.privacy.ledger import Guard, Ledger
 from fedsynth.privacy.mechanisms import GaussianSums
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.releases import Release
+from library.cases import Case
+from library.machine import alternating, arguments, machine, saver
+from library.reference import dp_sgd_step, gradient_step
 
 EXAMPLES = 64  # of a class, in the comparison with loops
 

@@ -16,59 +16,14 @@ import json
 from dataclasses import replace
 from typing import Any
 
-from fashion_table import RESULTS, TUNING_SEED, Results, held_out, summarise
-
 from fedsynth.cli.memory import keep_large_allocations
 from fedsynth.data.images import ImageData
 from fedsynth.data.load import load_dataset
-from fedsynth.federation.settings import RunSettings, resolve
-
-EPSILONS = (1.0, 3.0, 10.0)
-CLIPS, RATES = (0.5, 1.0, 2.0), (1.0, 3.0)
-TUNE_ON = "fashion-mnist"
-FEDDM: dict[str, Any] = {"ipc": 5, "server_epochs": 60, "image_lr": 20.0}
-METHODS: dict[str, dict[str, Any]] = {
-    "features": {**FEDDM, "iterations": 40, "networks": 4},
-    "residual": {**FEDDM, "iterations": 40, "batch": 32},
-    "gradient": {**FEDDM, "iterations": 15, "batch": 6},
-    "dp-sgd": {"local_epochs": 1, "batch": 256, "lr": 0.1},
-}
-CLIP: dict[str, float] = {"features": 6.0, "residual": 6.0, "gradient": 1.0, "dp-sgd": 1.0}
-
-
-def settings_for(
-    dataset: str,
-    mechanism: str,
-    seed: int,
-    device: str,
-    budget: dict[str, float],
-    clip: float,
-    rate: float,
-    quick: bool,
-) -> RunSettings:
-    """One run; `clip` and `rate` multiply the mechanism's own."""
-    method = dict(METHODS[mechanism])
-    key = "lr" if mechanism == "dp-sgd" else "image_lr"
-    method[key] *= rate
-    if quick:
-        method |= (
-            {"local_epochs": 1} if mechanism == "dp-sgd" else {"iterations": 2, "server_epochs": 1}
-        )
-    return resolve(
-        {
-            "run": {
-                "method": "fedavg" if mechanism == "dp-sgd" else "feddm",
-                "rounds": 1 if quick else 2,
-                "seed": seed,
-                "device": device,
-            },
-            "data": {"dataset": dataset},
-            "partition": {"kind": "dirichlet", "alpha": 0.5, "clients": 10},
-            "model": {"width": 16},
-            "method": method,
-            "privacy": {"mechanism": mechanism, "clip": CLIP[mechanism] * clip, **budget},
-        }
-    )
+from library import RESULTS
+from library.fashion import TUNING_SEED
+from library.options import table_options
+from library.private import CLIP, CLIPS, EPSILONS, METHODS, RATES, TUNE_ON, settings_for
+from library.results import Results, held_out, summarise
 
 
 class Table:
@@ -127,14 +82,7 @@ class Table:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--quick", action="store_true", help="one round and few steps, to see that it runs"
-    )
-    parser.add_argument("--json", action="store_true", help="print the table as JSON")
-    parser.add_argument("--device", default="auto")
+    parser = table_options(__doc__)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--datasets", nargs="+", default=["fashion-mnist", "mnist"])
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=list(METHODS))

@@ -16,85 +16,24 @@ results/fedaf_table.jsonl, `--only` shares the work among processes, and after `
 
 from __future__ import annotations
 
-import argparse
 import json
-import math
 from dataclasses import replace
 from typing import Any
 
-from fashion_table import RESULTS, Results, summarise
-
 from fedsynth.cli.memory import keep_large_allocations
 from fedsynth.data.load import load_dataset
-from fedsynth.federation.settings import RunSettings, resolve
-
-SIZE: dict[str, Any] = {
-    "ipc": 10, "iterations": 50, "batch": 64, "server_epochs": 60, "server_lr": 0.01, "server_weight_decay": 0.0,
-    "start_average": 10, "min_examples": 1, "image_momentum": 0.9, "restart": True,
-}  # fmt: skip
-RATES = {  # of images, by data and method: the best on held-out images (`fedaf_readings.py --group rates`)
-    "fashion": {"feddm": 1.0, "fedaf": 1.0},
-    "office": {"feddm": 1.0, "fedaf": 1.0},
-}
-FEDDM: dict[str, Any] = {**SIZE, "image_clip": 2.0, "radius": 5.0}
-FEDAF: dict[str, dict[str, Any]] = {
-    "fashion": {**SIZE, "local_weight": 1e-3, "global_weight": 2.0},
-    "office": {**SIZE, "local_weight": 1e-2, "global_weight": 0.1},
-}
-ROUNDS = {"fashion": 10, "office": 5}
-ROWS: dict[str, dict[str, Any] | None] = {  # what differs from FedAF's settings; None: FedDM
-    "FedDM": None,
-    "FedAF": {},
-    "without CDC": {"local_weight": 0.0},
-    "without LGKM": {"global_weight": 0.0},
-    "γ = 0.5": {"gamma": 0.5},
-    "γ = 1": {"gamma": 1.0},
-}
-# Four times as many pixels: a narrower network, fewer steps.
-SMALLER: dict[str, dict[str, int]] = {
-    "fashion": {},
-    "office": {"iterations": 20, "batch": 24, "server_epochs": 40},
-}
-DATASETS = {"fashion": "fashion-mnist", "office": "office-caltech-10"}
-
-
-def settings_for(
-    data: str, name: str, alpha: float, seed: int, device: str, quick: bool
-) -> RunSettings:
-    changes = ROWS[name]
-    method, values = ("feddm", FEDDM) if changes is None else ("fedaf", {**FEDAF[data], **changes})
-    dirichlet = {"kind": "dirichlet", "alpha": alpha, "clients": 10}
-    small = {"iterations": 2, "server_epochs": 1} if quick else SMALLER[data]
-    return resolve(
-        {
-            "run": {
-                "method": method,
-                "rounds": 1 if quick else ROUNDS[data],
-                "seed": seed,
-                "device": device,
-            },
-            "data": {"dataset": DATASETS[data]},
-            "partition": dirichlet if data == "fashion" else {"kind": "domain", "clients": 4},
-            "model": {"width": 16 if data == "fashion" else 8, "norm": "batch"},
-            "method": {"image_lr": RATES[data][method], **values, **small},
-        }
-    )
+from library import RESULTS
+from library.fedaf import DATASETS, ROWS, settings_for
+from library.options import add_share, table_options
+from library.results import Results, summarise
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--quick", action="store_true", help="one round and few steps, to see that it runs"
-    )
+    parser = table_options(__doc__)
     parser.add_argument("--data", choices=DATASETS, default="fashion")
-    parser.add_argument("--json", action="store_true", help="print the table as JSON")
-    parser.add_argument("--device", default="auto")
     parser.add_argument("--alphas", type=float, nargs="+", default=[0.1, 0.02])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
-    parser.add_argument("--only", default="", help="make only the runs whose name contains this")
-    parser.add_argument("--time-budget", type=float, default=math.inf, help="seconds")
+    add_share(parser)
     options = parser.parse_args()
     keep_large_allocations()
     data = load_dataset(DATASETS[options.data])

@@ -7,14 +7,15 @@ Accuracy is that on 5,000 training images held out of the run: the test set is n
 
 from __future__ import annotations
 
-import argparse
 import json
 from dataclasses import replace
 
-from fashion_table import RESULTS, Results, held_out, settings_for, summarise
-
 from fedsynth.cli.memory import keep_large_allocations
 from fedsynth.data.load import load_dataset
+from library import RESULTS
+from library.fashion import settings_for
+from library.options import table_options
+from library.results import Results, held_out, summarise
 
 READINGS: dict[str, dict[str, object]] = {
     "defaults": {},
@@ -28,14 +29,7 @@ READINGS: dict[str, dict[str, object]] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--quick", action="store_true", help="one round and few steps, to see that it runs"
-    )
-    parser.add_argument("--json", action="store_true", help="print the table as JSON")
-    parser.add_argument("--device", default="auto")
+    parser = table_options(__doc__)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
     options = parser.parse_args()
     keep_large_allocations()

@@ -15,18 +15,17 @@ results/fedkf_table.jsonl, `--only` shares the work among processes, and after `
 
 from __future__ import annotations
 
-import argparse
 import json
-import math
 import statistics
 from typing import Any
-
-from fashion_table import RESULTS, Results
 
 from fedsynth.cli.memory import keep_large_allocations
 from fedsynth.data.load import load_dataset
 from fedsynth.evaluation.fairness import first_to_reach
 from fedsynth.federation.settings import RunSettings, resolve
+from library import RESULTS
+from library.options import add_share, table_options
+from library.results import Results
 
 SIZE: dict[str, Any] = {
     "local_epochs": 10, "batch": 64, "lr": 0.02, "momentum": 0.0, "final": "oca", "equal_steps": True,
@@ -75,19 +74,11 @@ def settings_for(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--quick", action="store_true", help="two rounds and few steps, to see that it runs"
-    )
+    parser = table_options(__doc__, "two rounds and few steps, to see that it runs")
     parser.add_argument("--paper", action="store_true", help="the paper's size")
-    parser.add_argument("--json", action="store_true", help="print the table as JSON")
-    parser.add_argument("--device", default="auto")
     parser.add_argument("--alphas", type=float, nargs="+")
     parser.add_argument("--seeds", type=int, nargs="+")
-    parser.add_argument("--only", default="", help="make only the runs whose name contains this")
-    parser.add_argument("--time-budget", type=float, default=math.inf, help="seconds")
+    add_share(parser)
     options = parser.parse_args()
     alphas = options.alphas or ([0.1] if options.paper else [0.1, 0.01])
     seeds = options.seeds or ([0] if options.paper else [0, 1, 2, 3, 4])

@@ -17,7 +17,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-from machine import arguments, machine, saver
 
 from fedsynth.cli.memory import keep_large_allocations
 from fedsynth.core.charging import charge_for
@@ -32,6 +31,7 @@ from fedsynth.models.registry import ModelSettings, build_model
 from fedsynth.privacy.ledger import Guard, Ledger
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.settings import PrivacySettings
+from library.machine import arguments, machine, saver
 
 
 @dataclass(frozen=True)

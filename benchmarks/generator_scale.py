@@ -16,7 +16,6 @@ Finished rows are lines of results/generator_scale.jsonl.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import sys
@@ -24,9 +23,6 @@ import time
 from dataclasses import replace
 from functools import cache
 from typing import Any
-
-from fashion_table import held_out, summarise
-from machine import RESULTS, machine
 
 from fedsynth.cli.memory import keep_large_allocations
 from fedsynth.data.images import ImageData, normalise
@@ -37,6 +33,10 @@ from fedsynth.models.small import LeNet5
 from fedsynth.seeding import torch_generator
 from fedsynth.synthesizer.generation.one_teacher import DataFreeDistiller
 from fedsynth.training.sgd import SgdSettings, train_on
+from library import RESULTS
+from library.machine import machine
+from library.options import add_share, plain_options
+from library.results import held_out, summarise
 
 FEATURES, CLASSES = 84, 10
 RATES = (
@@ -117,15 +117,12 @@ def one(group: str, name: str, seed: int, quick: bool) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = plain_options(__doc__)
     parser.add_argument("--quick", action="store_true", help="few steps, to see that it runs")
     parser.add_argument("--json", action="store_true", help="print the table as JSON")
     parser.add_argument("--group", choices=STUDENTS, nargs="+", default=list(STUDENTS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--only", default="", help="make only the rows whose name contains this")
-    parser.add_argument("--time-budget", type=float, default=math.inf, help="seconds")
+    add_share(parser, "rows")
     options = parser.parse_args()
     keep_large_allocations()
     end = time.monotonic() + options.time_budget

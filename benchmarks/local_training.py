@@ -17,13 +17,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from machine import alternating, arguments, machine, saver
 from torch import Tensor, nn
 
 from fedsynth.cli.memory import keep_large_allocations
 from fedsynth.models.registry import ModelSettings, build_model
 from fedsynth.training.many_clients import FEW, Learner, pays, train_together
 from fedsynth.training.sgd import SgdSettings, train_on
+from library.machine import alternating, arguments, machine, saver
 
 
 def uneven(clients: int) -> list[int]:

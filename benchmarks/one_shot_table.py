@@ -29,7 +29,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
 import time
 from collections.abc import Iterator
@@ -37,8 +36,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from fashion_table import RESULTS, fingerprint
-from machine import machine
 from torch import nn
 
 from fedsynth.cli.memory import keep_large_allocations
@@ -57,17 +54,14 @@ from fedsynth.methods.fedhydra import FedHydra
 from fedsynth.methods.shared.aggregation import average
 from fedsynth.methods.shared.ensemble import DistilsEnsemble, EnsembleState
 from fedsynth.synthesizer.generation.ensembles import Aggregate
+from library import RESULTS
+from library.machine import machine
+from library.one_shot import SERVER
+from library.options import add_share, plain_options
+from library.results import fingerprint
 
 SEEDS = [0, 1, 2, 3, 4]
 LOCAL: dict[str, Any] = {"local_epochs": 60, "batch": 32, "lr": 0.01, "momentum": 0.9}
-SERVER: dict[str, Any] = {
-    "server_epochs": 15,
-    "generator_steps": 30,
-    "generator_batch": 32,
-    "generator_width": 8,
-    "generator_lr": 0.01,
-    "start": "average",
-}
 LIKE_DENSE: dict[str, Any] = {
     "generator_beta1": 0.5,
     "generator_reset": True,
@@ -286,18 +280,15 @@ class Lines:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = plain_options(__doc__)
     parser.add_argument("--quick", action="store_true", help="few steps, to see that it runs")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--datasets", nargs="+", default=["fashion-mnist", "mnist"])
     parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS)
-    parser.add_argument("--only", default="", help="make only the rows whose name contains this")
     parser.add_argument("--paper-steps", action="store_true", help="200 epochs at rate 0.001")
     parser.add_argument("--partitions", nargs="+", choices=PARTITIONS, default=list(PARTITIONS))
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
-    parser.add_argument("--time-budget", type=float, default=math.inf, help="seconds")
+    add_share(parser, "rows")
     options = parser.parse_args()
     torch.set_num_threads(1)
     keep_large_allocations()

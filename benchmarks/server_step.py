@@ -1,4 +1,4 @@
-"""The server's training on synthetic images, beside a DataLoader with torch's SGD (benchmarks/reference.py), alternately in one run.
+"""The server's training on synthetic images, beside a DataLoader with torch's SGD (library/reference.py), alternately in one run.
 
     python benchmarks/server_step.py [--quick] [--json] [--device cuda]
 
@@ -15,14 +15,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from condense import forward_flops, peak_flops
-from machine import alternating, arguments, machine, saver
-from reference import server_step
 
 from fedsynth.cli.memory import keep_large_allocations
 from fedsynth.data.registry import dataset_spec
 from fedsynth.models.registry import ModelSettings, build_model
 from fedsynth.training.sgd import SgdSettings, train_on
+from library.cases import forward_flops, peak_flops
+from library.machine import alternating, arguments, machine, saver
+from library.reference import server_step
 
 IMAGES, BATCH = 810, 256
 

@@ -23,9 +23,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import method_tables
-import speed_tables
-from rows import RowsError
+from library import method_tables, speed_tables
+from library.rows import RowsError
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = ("README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")))

@@ -9,15 +9,14 @@ same rows in the ledger. No data are read.
 
 from __future__ import annotations
 
-import argparse
 import json
-
-from dp_utility import CLIPS, METHODS, RATES, TUNE_ON, settings_for
 
 from fedsynth.federation.planning import privacy_plan
 from fedsynth.federation.privacy_plan import PrivacyPlan
 from fedsynth.privacy.accounting import epsilon
 from fedsynth.privacy.calibration import calibrate_noise_multiplier
+from library.options import plain_options
+from library.private import CLIPS, METHODS, RATES, TUNE_ON, settings_for
 
 TARGET = 3.0
 
@@ -45,9 +44,7 @@ def cost(mechanism: str, candidates: int) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = plain_options(__doc__)
     parser.add_argument("--json", action="store_true", help="print the table as JSON")
     parser.add_argument("--candidates", type=int, default=len(CLIPS) * len(RATES))
     options = parser.parse_args()

@@ -113,13 +113,13 @@ def train(
     Defaults are the method's (`fedsynth methods`), but for the embedded digits, which have a short preset; the run folder's config.toml
     shows what was used.
     """
-    with one_line_errors():
-        chosen = with_set_options(given.sections_of(context.params), settings or [], given.FLAGS)
+    with one_line_errors(context.command) as names:
+        chosen = with_set_options(given.sections_of(context.params), settings or [], names)
         sections = merged(read_config(config), chosen, lambda text: print(text, file=sys.stderr))
         if dry_run:
-            _dry_run(sections, as_json)
+            _dry_run(sections, names, as_json)
         else:
-            _run(sections, output, download, as_json, sign_key)
+            _run(sections, names, output, download, as_json, sign_key)
 
 
 @app.command()
@@ -149,8 +149,8 @@ def partition(
     ] = None,
 ) -> None:
     """Show who has what: examples of each class at each client, as `train` with the same options divides them."""
-    with one_line_errors():
-        chosen = with_set_options(given.sections_of(context.params), settings or [], given.FLAGS)
+    with one_line_errors(context.command) as names:
+        chosen = with_set_options(given.sections_of(context.params), settings or [], names)
         _show_partition(merged({}, chosen), download, picture)
 
 
@@ -181,13 +181,13 @@ def _show_partition(
         partition_png(counts, picture)
 
 
-def _dry_run(sections: dict[str, dict[str, Any]], as_json: bool) -> None:
+def _dry_run(sections: dict[str, dict[str, Any]], names: given.OptionNames, as_json: bool) -> None:
     from fedsynth.cli.privacy_commands import print_plans
     from fedsynth.federation.devices import check_compiler, resolve_device
     from fedsynth.federation.planning import long_draw, plan_of, privacy_plan
     from fedsynth.federation.privacy_words import headline
     from fedsynth.federation.settings import resolve
-    from fedsynth.federation.simulation import NO_LATER_EPSILON
+    from fedsynth.federation.simulation import NO_LATER_EPSILON, UNPROTECTED
 
     settings = resolve(sections)
     device = resolve_device(settings.device)
@@ -197,9 +197,7 @@ def _dry_run(sections: dict[str, dict[str, Any]], as_json: bool) -> None:
         if as_json:
             print(json.dumps({"guarantee": False}))
             return
-        print(
-            "no differential privacy: what clients send is not protected (--dp-epsilon protects it)"
-        )
+        print(names.text(UNPROTECTED))
         if settings.ledger is not None:
             print(f"  the ledgers in {settings.ledger} would say so: {NO_LATER_EPSILON}")
         return
@@ -218,13 +216,14 @@ def _dry_run(sections: dict[str, dict[str, Any]], as_json: bool) -> None:
         print(json.dumps(facts, indent=2))
         return
     for line in headline(planned):
-        print(line)
+        print(names.text(line))
     if guaranteed:
         print_plans([plan_of(planned, planned.privacy.epsilon)])
 
 
 def _run(
     sections: dict[str, dict[str, Any]],
+    names: given.OptionNames,
     output: Path,
     download: bool,
     as_json: bool,
@@ -244,7 +243,7 @@ def _run(
     first = (
         f"preset of {settings.dataset}, where nothing else is given: {changed}" if changed else ""
     )
-    with make_observer(settings, first) as observer:
+    with make_observer(settings, names, first) as observer:
         result = simulate(settings, output=output, observer=observer, download=download)
     if not result.metrics:
         raise BudgetExceededError(result.deviations[-1])

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fedsynth.cli import options as given
-from fedsynth.cli.errors import one_line_errors
+from fedsynth.cli.errors import OptionError, one_line_errors
 from fedsynth.cli.settings_options import (
     Sections,
     from_preset,
@@ -19,7 +19,6 @@ from fedsynth.cli.settings_options import (
     read_config,
     with_set_options,
 )
-from fedsynth.errors import SettingError
 
 if TYPE_CHECKING:
     from fedsynth.federation.auditing import AuditResult
@@ -106,21 +105,21 @@ def audit(
     Examples: `fedsynth privacy audit --method feddm --dp-sigma 3`,
     `fedsynth privacy audit --run runs/… --canaries 1000`.
     """
-    with one_line_errors():
-        chosen = with_set_options(given.sections_of(context.params), settings or [], given.FLAGS)
+    with one_line_errors(context.command) as names:
+        chosen = with_set_options(given.sections_of(context.params), settings or [], names)
         chosen = {name: values for name, values in chosen.items() if values}
         numbers = {"canaries": canaries, "canaries_as": canaries_as, "confidence": confidence}
         if guesses is not None:
             numbers["guesses"] = guesses
         if run is None:
-            found, command = _audit_options(config, chosen, numbers)
+            found, command = _audit_options(config, chosen, numbers, names)
         else:
-            found, command = _audit_folder(run, config, chosen, numbers)
+            found, command = _audit_folder(run, config, chosen, numbers, names)
         _show(found, command, as_json)
 
 
 def _audit_options(
-    config: Path | None, chosen: Sections, numbers: dict[str, Any]
+    config: Path | None, chosen: Sections, numbers: dict[str, Any], names: given.OptionNames
 ) -> tuple[AuditResult, str]:
     """The audit of the given options, and the command as it was typed."""
     from fedsynth.federation.settings import resolve
@@ -128,26 +127,35 @@ def _audit_options(
     chosen = {"run": {}, "data": {}, **chosen}
     sections = merged(read_config(config), chosen, lambda text: print(text, file=sys.stderr))
     settings = resolve(sections)
+    if settings.privacy is None:
+        raise OptionError(
+            "an audit tests a claim of differential privacy: give --dp-sigma or --dp-epsilon, or "
+            "--run FOLDER of a private run"
+        )
     changed = from_preset(sections)
     first = (
         f"preset of {settings.dataset}, where nothing else is given: {changed}" if changed else ""
     )
-    return _audited(settings, numbers, first), shlex.join(["fedsynth", *sys.argv[1:]])
+    return _audited(settings, numbers, first, names), shlex.join(["fedsynth", *sys.argv[1:]])
 
 
 def _audit_folder(
-    run: Path, config: Path | None, chosen: Sections, numbers: dict[str, Any]
+    run: Path,
+    config: Path | None,
+    chosen: Sections,
+    numbers: dict[str, Any],
+    names: given.OptionNames,
 ) -> tuple[AuditResult, str]:
     """The audit of a finished run's settings, which goes into its report, and what repeats it."""
     from fedsynth.federation.auditing import settings_of_run, write_audit
     from fedsynth.federation.settings import resolve
 
     if config is not None:
-        raise SettingError("--run audits the run's own config.toml: leave --config out")
+        raise OptionError("--run audits the run's own config.toml: leave --config out")
     sections = read_config(run / "config.toml")
     settings = resolve(sections)
     _same(settings, resolve(merged(sections, {"run": {}, **chosen})), run)
-    found = _audited(settings_of_run(run, settings), numbers, f"settings of {run}")
+    found = _audited(settings_of_run(run, settings), numbers, f"settings of {run}", names)
     said = {"--run": run.resolve().name, "--canaries": found.canaries, "--guesses": found.guesses}
     said |= {"--canaries-as": numbers["canaries_as"], "--confidence": found.confidence}
     words = [str(word) for option in said.items() for word in option]
@@ -166,19 +174,21 @@ def _same(settings: RunSettings, wanted: RunSettings, run: Path) -> None:
         if ours.get(section, {}).get(key) != theirs.get(section, {}).get(key)
     ]
     if differ:
-        raise SettingError(
+        raise OptionError(
             f"the run in {run} has other settings ({', '.join(differ)}): --run audits its own; "
             "leave out these options, or --run"
         )
 
 
-def _audited(settings: RunSettings, numbers: dict[str, Any], first: str) -> AuditResult:
+def _audited(
+    settings: RunSettings, numbers: dict[str, Any], first: str, names: given.OptionNames
+) -> AuditResult:
     from fedsynth.cli.memory import keep_large_allocations
     from fedsynth.cli.progress import make_observer
     from fedsynth.federation.auditing import audit_run
 
     keep_large_allocations()
-    with make_observer(settings, first) as observer:
+    with make_observer(settings, names, first) as observer:
         return audit_run(settings, observer=observer, **numbers)
 
 

@@ -11,11 +11,16 @@ from typing import Any, NoReturn
 import typer
 from typer.core import TyperGroup
 
+from fedsynth.cli.options import OptionNames, option_names
 from fedsynth.errors import FedsynthError, OutputError
 from fedsynth.privacy.errors import PrivacyError
 
 # The parser's own errors (an unknown option, text in place of a number). Where they live depends on typer's version.
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
+
+
+class OptionError(FedsynthError):
+    """Options that contradict each other, or what --set or --config cannot take."""
 
 
 class OneLineGroup(TyperGroup):
@@ -48,12 +53,18 @@ def write_text(path: Path, text: str) -> None:
 
 
 @contextmanager
-def one_line_errors() -> Iterator[None]:
-    """Around a command's work."""
+def one_line_errors(command: Any, names: OptionNames | None = None) -> Iterator[OptionNames]:
+    """Around a command's work; what it gives says settings as the command's options.
+
+    Args:
+        command: the running one, `context.command`.
+        names: of its options, where the table of all commands is not its own.
+    """
+    names = names or option_names(command)
     try:
-        yield
+        yield names
     except (FedsynthError, PrivacyError) as error:
-        fail(str(error))
+        fail(names.text(error.args[0]) if error.args else str(error))
     except KeyboardInterrupt:
         print("fedsynth: interrupted; the run folder keeps its .incomplete ending", file=sys.stderr)
         raise typer.Exit(130) from None

@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from fedsynth.cli.errors import one_line_errors
+from fedsynth.cli.options import OptionNames, option_names
 
 methods_app = typer.Typer(help="The methods: a line each, or one in full.", no_args_is_help=False)
 
@@ -26,9 +27,11 @@ def methods(context: typer.Context) -> None:
 
 
 @methods_app.command("show")
-def show_method(name: Annotated[str, typer.Argument(help="A method's name.")]) -> None:
+def show_method(
+    context: typer.Context, name: Annotated[str, typer.Argument(help="A method's name.")]
+) -> None:
     """Settings with defaults, what is uploaded, what of that is private, and the reference."""
-    with one_line_errors():
+    with one_line_errors(context.command):
         from dataclasses import fields
         from inspect import getdoc
 
@@ -81,7 +84,13 @@ def explaining(cls: type) -> list[type]:
     return found
 
 
+def method_settings_alone(command: Any) -> OptionNames:
+    """How a command says settings whose --set takes nothing but the method's."""
+    return option_names(command, set_sections=("method",))
+
+
 def distill(
+    context: typer.Context,
     models: Annotated[str, typer.Option(help="Model files (.safetensors), comma-separated.")],
     arch: Annotated[
         str, typer.Option(help="Their architectures: one for all, or one each, comma-separated.")
@@ -124,7 +133,7 @@ def distill(
     """
     from fedsynth.cli.settings_options import method_settings
 
-    with one_line_errors():
+    with one_line_errors(context.command, method_settings_alone(context.command)) as names:
         from fedsynth.federation.distill import distil_files
 
         files = [Path(name.strip()).expanduser() for name in models.split(",") if name.strip()]
@@ -143,4 +152,4 @@ def distill(
             output=output,
         )
         for line in lines:
-            print(line)
+            print(names.text(line))

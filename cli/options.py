@@ -1,12 +1,19 @@
-"""The options of `train` and `partition`: what each is called, its help, and the setting that it is (`SETTINGS`)."""
+"""The options of `train` and `partition`: what each is called, its help, and the setting that it is.
+
+`SETTINGS` is the table; `option_names` reads it backwards: a setting that the library's texts name is
+shown as the running command's own option.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+
+from fedsynth.privacy.wording import Setting, Text
 
 DATA, PRIVACY, MODEL = "Data and partition", "Differential privacy", "Model"
 
@@ -208,6 +215,79 @@ SETTINGS: dict[str, tuple[str, str]] = {
 """A command's parameter: section and key of the setting. Parameters that are none of these are not settings of a run."""
 
 
+ARGUMENTS: dict[str, str] = {
+    "download": "download",
+    "ledger": "ledger",
+    "canaries": "canaries",
+    "canaries_as": "canaries_as",
+    "guesses": "guesses",
+    "confidence": "confidence",
+    "run": "folder",
+    "models": "files",
+    "arch": "architectures",
+    "form": "format",
+}
+"""A command's parameter: the argument of the library's function, where it is no setting of a run."""
+Place = tuple[str | None, str]  # section and key of a setting, as in `Setting`
+NAMED: tuple[tuple[str, Place], ...] = (
+    *SETTINGS.items(),
+    *((parameter, (None, argument)) for parameter, argument in ARGUMENTS.items()),
+)
+"""Parameters of all commands, each with the setting that it gives."""
+SET_SECTIONS = ("method", "run", "data", "partition", "model", "privacy")
+
+
+@dataclass(frozen=True)
+class OptionNames:
+    """How one command says a setting: with its own option, or with --set.
+
+    Args:
+        options: setting: its option ("--ipc").
+        flags: settings whose option takes no value.
+        set_sections: sections whose settings the command's --set takes.
+    """
+
+    options: Mapping[Place, str]
+    flags: frozenset[Place]
+    set_sections: tuple[str, ...]
+
+    def __call__(self, setting: Setting) -> str:
+        place = (setting.section, setting.key)
+        option = self.options.get(place)
+        if option is not None and setting.value is None:
+            return option
+        if option is not None and place not in self.flags:
+            return f"{option} {setting.value}"
+        if option is not None and setting.value == "True":
+            return option
+        return f"--set {setting}" if setting.section in self.set_sections else str(setting)
+
+    def text(self, text: str) -> str:
+        """A text of the library as this command says it."""
+        return text.worded(self) if isinstance(text, Text) else text
+
+
+def option_names(
+    command: Any,
+    named: Iterable[tuple[str, Place]] = NAMED,
+    set_sections: tuple[str, ...] = SET_SECTIONS,
+) -> OptionNames:
+    """How this command (of typer, with its parameters) says settings.
+
+    Args:
+        command: the running one is `context.command`.
+        named: a parameter's name, and a setting that it gives.
+        set_sections: what --set takes, if the command has it.
+    """
+    options = {p.name: p for p in command.params if p.opts[0].startswith("--")}
+    found = [(place, options[name]) for name, place in named if name in options]
+    return OptionNames(
+        {place: option.opts[0] for place, option in found},
+        frozenset(place for place, option in found if getattr(option, "is_flag", False)),
+        set_sections if any("--set" in option.opts for option in options.values()) else (),
+    )
+
+
 def sections_of(
     parameters: Mapping[str, Any], settings: Mapping[str, tuple[str, str]] = SETTINGS
 ) -> dict[str, dict[str, Any]]:
@@ -217,7 +297,3 @@ def sections_of(
         value = parameters.get(name)
         found[section][key] = str(value) if isinstance(value, Path) else value
     return found
-
-
-FLAGS = {setting: name.replace("_", "-") for name, setting in SETTINGS.items()}
-"""Section and key of a setting: its option."""

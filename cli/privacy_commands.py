@@ -11,12 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fedsynth.cli.audit_command import audit
-from fedsynth.cli.errors import one_line_errors, write_text
-from fedsynth.cli.options import sections_of
+from fedsynth.cli.errors import OptionError, one_line_errors, write_text
+from fedsynth.cli.options import Place, option_names, sections_of
 from fedsynth.cli.report_commands import report, sign, verify
 from fedsynth.cli.settings_options import with_set_options
-from fedsynth.errors import SettingError
-from fedsynth.privacy.errors import PrivacyError
 
 if TYPE_CHECKING:
     from fedsynth.federation.planning import Plan
@@ -40,12 +38,11 @@ PLAN_SETTINGS = {
     "sigma": ("privacy", "noise_multiplier"),
     "records": ("privacy", "nominal_size"),
 }
-PLAN_FLAGS = {
-    **{setting: name.replace("_", "-") for name, setting in PLAN_SETTINGS.items()},
-    ("privacy", "nominal_size"): "n",
-    ("method", "iterations"): "steps",
-    ("method", "local_epochs"): "steps",
-}
+PLAN_NAMED: tuple[tuple[str, Place], ...] = (
+    *PLAN_SETTINGS.items(),
+    ("steps", ("method", "iterations")),
+    ("steps", ("method", "local_epochs")),
+)
 
 privacy_app = typer.Typer(
     help="Plan a privacy budget; read, verify, sign and audit what a run claims.",
@@ -121,20 +118,18 @@ def plan(
 
     Examples: `fedsynth privacy plan --epsilon 8 --rounds 5`, `fedsynth privacy plan --sigma 3 --method fedavg --n 6000`.
     """
-    with one_line_errors():
+    own = option_names(context.command, PLAN_NAMED)
+    with one_line_errors(context.command, own) as names:
         from fedsynth.federation.planning import make_plans, plan_plot
 
         given = {
             **sections_of(context.params, PLAN_SETTINGS),
             "method": _steps_setting(method, steps),
         }
-        sections = with_set_options(given, settings or [], PLAN_FLAGS)
+        sections = with_set_options(given, settings or [], names)
         if not sections["privacy"].keys() & {"epsilon", "noise_multiplier"}:
-            raise SettingError("a plan needs --epsilon (a budget, gives σ) or --sigma (gives ε)")
-        try:
-            plans = make_plans(sections, lambda words: print(f"note: {words}", file=sys.stderr))
-        except PrivacyError as error:  # whose text has the options of `train`
-            raise type(error)(_plan_options(str(error))) from None
+            raise OptionError("a plan needs --epsilon (a budget, gives σ) or --sigma (gives ε)")
+        plans = make_plans(sections, lambda words: print(f"note: {words}", file=sys.stderr))
         if plot is not None:
             write_text(plot, plan_plot(plans))
         if as_json:
@@ -179,18 +174,6 @@ def _first_beyond(plan: Plan) -> int | None:
         return None
     first = bisect_left(rounds, True, key=lambda number: plan.epsilon[number] > target * (1 + 1e-9))
     return rounds[first] if first < len(rounds) else None
-
-
-def _plan_options(text: str) -> str:
-    names = {
-        "--dp-sigma": "--sigma",
-        "--dp-epsilon": "--epsilon",
-        "--dp-nominal-size": "--n",
-        "--dp-mechanism": "--mechanism",
-    }
-    for there, here in {**names, "--dp-": "--"}.items():
-        text = text.replace(there, here)
-    return text
 
 
 def print_plans(plans: list[Plan]) -> None:
@@ -238,6 +221,7 @@ def print_plans(plans: list[Plan]) -> None:
 
 @privacy_app.command(name="carry-over")
 def carry_over(
+    context: typer.Context,
     folder: Annotated[Path, typer.Argument(help="Folder of the ledgers (--dp-ledger).")],
     client: Annotated[str, typer.Argument(help="The client's name.")],
 ) -> None:
@@ -245,7 +229,7 @@ def carry_over(
 
     What was spent stays spent: it counts for every record of the client, also for new ones.
     """
-    with one_line_errors():
+    with one_line_errors(context.command):
         from fedsynth.privacy.ledger_folder import LedgerFolder
 
         rows = LedgerFolder(folder).carry_over(client)
@@ -257,6 +241,7 @@ def carry_over(
 
 @privacy_app.command()
 def repair(
+    context: typer.Context,
     ledger: Annotated[Path, typer.Argument(help="The ledger file, NAME.jsonl.")],
 ) -> None:
     """Take a torn last line (a power cut, a full disk) out of a ledger; the file as it was is kept.
@@ -264,7 +249,7 @@ def repair(
     No release belongs to a torn line, for noise is drawn only once the line is whole and on the disk.
     If something else cut the file, such as a copy that broke off, bring it back from a backup instead.
     """
-    with one_line_errors():
+    with one_line_errors(context.command):
         from fedsynth.privacy.ledger import repair_ledger
 
         done = repair_ledger(ledger)

@@ -13,6 +13,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from fedsynth.cli.options import OptionNames
 from fedsynth.evaluation.generated import GENERATOR, in_words
 from fedsynth.federation.observer import Observer
 from fedsynth.federation.result import RunResult
@@ -79,8 +80,11 @@ class PlainObserver(Observer):
     long phase brings it.
     """
 
-    def __init__(self, settings: RunSettings, first: str) -> None:
-        self._settings, self._first, self._last = settings, first, time.monotonic()
+    def __init__(self, settings: RunSettings, names: OptionNames, first: str) -> None:
+        self._settings = settings
+        self._names = names
+        self._first = first
+        self._last = time.monotonic()
         self._tenth = 0
 
     def step(self, round: int, phase: str, done: int, total: int) -> None:
@@ -94,7 +98,8 @@ class PlainObserver(Observer):
     def note(self, text: str) -> None:
         self._last = time.monotonic()
         first, self._first = self._first, ""
-        print(*([first] if first else []), text, sep="\n", file=sys.stderr, flush=True)
+        lines = [first, self._names.text(text)] if first else [self._names.text(text)]
+        print(*lines, sep="\n", file=sys.stderr, flush=True)
 
     def round_ended(self, row: Mapping[str, Any]) -> None:
         self.note(round_line(row, self._settings))
@@ -103,15 +108,19 @@ class PlainObserver(Observer):
 class LiveObserver(Observer):
     """A progress bar on stderr; finished rounds stay above it as lines."""
 
-    def __init__(self, settings: RunSettings, first: str, progress: Progress) -> None:
-        self._settings, self._first, self._progress = settings, first, progress
+    def __init__(
+        self, settings: RunSettings, names: OptionNames, first: str, progress: Progress
+    ) -> None:
+        self._settings = settings
+        self._names = names
+        self._first = first
+        self._progress = progress
         self._task = progress.add_task("starting", total=None)
 
     def note(self, text: str) -> None:
         first, self._first = self._first, ""
-        self._progress.console.print(
-            *([first] if first else []), text, sep="\n", markup=False, highlight=False
-        )
+        lines = [first, self._names.text(text)] if first else [self._names.text(text)]
+        self._progress.console.print(*lines, sep="\n", markup=False, highlight=False)
 
     def step(self, round: int, phase: str, done: int, total: int) -> None:
         self._progress.update(
@@ -126,11 +135,17 @@ class LiveObserver(Observer):
 
 
 @contextmanager
-def make_observer(settings: RunSettings, first: str = "") -> Iterator[Observer]:
-    """The observer that fits stderr; it says `first` when it has something to say, so that an error before that stays one line."""
+def make_observer(settings: RunSettings, names: OptionNames, first: str = "") -> Iterator[Observer]:
+    """The observer that fits stderr.
+
+    Args:
+        settings: of the run.
+        names: how the command says settings.
+        first: is said when there is something to say, so that an error before stays one line.
+    """
     console = Console(stderr=True)
     if not console.is_terminal:
-        yield PlainObserver(settings, first)
+        yield PlainObserver(settings, names, first)
         return
     columns = (
         TextColumn("{task.description}"),
@@ -139,7 +154,7 @@ def make_observer(settings: RunSettings, first: str = "") -> Iterator[Observer]:
         *(() if settings.privacy is not None else (TimeElapsedColumn(),)),
     )
     with Progress(*columns, console=console, transient=True) as progress:
-        yield LiveObserver(settings, first, progress)
+        yield LiveObserver(settings, names, first, progress)
 
 
 def print_summary(result: RunResult) -> None:

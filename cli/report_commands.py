@@ -11,8 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fedsynth.cli.errors import one_line_errors, write_text
-from fedsynth.errors import SettingError
+from fedsynth.cli.errors import OptionError, one_line_errors, write_text
 
 SHOWN = 40  # mismatches
 
@@ -30,6 +29,7 @@ LedgerFolder = Annotated[
 
 
 def report(
+    context: typer.Context,
     run: Run,
     form: Annotated[str, typer.Option("--format", help="markdown, json or html.")] = "markdown",
     output: Annotated[Path | None, typer.Option(help="Write there, and not to the screen.")] = None,
@@ -40,13 +40,13 @@ def report(
     A run that was killed has none yet: its report is built from its ledgers, and written into its
     folder.
     """
-    with one_line_errors():
+    with one_line_errors(context.command):
         from fedsynth.core.validation import check_choice
         from fedsynth.privacy.errors import PrivacyError
         from fedsynth.privacy.report import render_html, render_markdown
         from fedsynth.privacy.verify import HOSTILE, sound_report
 
-        check_choice("format", form, ("markdown", "json", "html"))
+        check_choice(None, "format", form, ("markdown", "json", "html"))
         _report_unfinished(run, ledger)
         found = sound_report(run)
         render = {"markdown": render_markdown, "html": render_html, "json": _json}
@@ -83,6 +83,7 @@ def _report_unfinished(run: Path, ledger: Path | None) -> None:
 
 
 def verify(
+    context: typer.Context,
     run: Run,
     ledger: LedgerFolder = None,
     public_key: Annotated[
@@ -96,7 +97,7 @@ def verify(
     summary.json and metrics.jsonl must give the same ε. This checks bookkeeping. It does not attest
     that noise was added.
     """
-    with one_line_errors():
+    with one_line_errors(context.command) as names:
         from fedsynth.federation.verification import verify_run
         from fedsynth.privacy.report_text import printable
 
@@ -116,7 +117,7 @@ def verify(
             "(bookkeeping only: this does not attest that noise was added)"
         )
         for text in (*found.notes, note):
-            print(printable(text))
+            print(printable(names.text(text)))
 
 
 def _public_key(path: Path | None) -> Any:
@@ -139,6 +140,7 @@ def _signature(folder: Path, key: Any) -> tuple[list[str], str]:
 
 
 def sign(
+    context: typer.Context,
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
     key: Annotated[Path, typer.Option(help="A private Ed25519 key in PEM.")],
 ) -> None:
@@ -147,7 +149,7 @@ def sign(
     Keys: `openssl genpkey -algorithm ed25519 -out key.pem`, `openssl pkey -in key.pem -pubout -out
     key.pub`.
     """
-    with one_line_errors():
+    with one_line_errors(context.command):
         signer(key, True)(run)
 
 
@@ -160,7 +162,7 @@ def signer(key: Path | None, private: bool) -> Callable[[Path], None]:
     if key is None:
         return lambda folder: None
     if not private:
-        raise SettingError(
+        raise OptionError(
             "--sign-key signs a run's privacy report and what belongs to it, and this run has no "
             "differential privacy"
         )

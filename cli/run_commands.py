@@ -9,9 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
-from fedsynth.cli.errors import one_line_errors
+from fedsynth.cli.errors import OptionError, one_line_errors
 from fedsynth.cli.settings_options import read_config
-from fedsynth.errors import SettingError
 
 QUIET = (
     "run.method",
@@ -23,6 +22,7 @@ QUIET = (
 
 
 def runs(
+    context: typer.Context,
     folders: Annotated[
         list[Path] | None, typer.Argument(help="Run folders, or folders of such; default: runs.")
     ] = None,
@@ -35,11 +35,11 @@ def runs(
 
     Example: `for mu in 0.01 0.1 1; do fedsynth train --method fedprox --set mu=$mu; done; fedsynth runs`.
     """
-    with one_line_errors():
+    with one_line_errors(context.command):
         given = folders or [Path("runs")]
         found = [run for folder in given for run in run_folders(folder)]
         if not found:
-            raise SettingError(f"no finished run in {', '.join(str(folder) for folder in given)}")
+            raise OptionError(f"no finished run in {', '.join(str(folder) for folder in given)}")
         rows = compared(found)
         if as_json:
             print(json.dumps(rows, indent=2, ensure_ascii=False))
@@ -96,9 +96,9 @@ def _summary(folder: Path) -> dict[str, Any]:
     try:
         found = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise SettingError(f"cannot read {folder / 'summary.json'}: {error}") from None
+        raise OptionError(f"cannot read {folder / 'summary.json'}: {error}") from None
     if not isinstance(found, dict):
-        raise SettingError(f"{folder / 'summary.json'} is no run's summary")
+        raise OptionError(f"{folder / 'summary.json'} is no run's summary")
     return found
 
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from fedsynth.errors import SettingError
+from fedsynth.cli.errors import OptionError
+from fedsynth.cli.options import SET_SECTIONS
+from fedsynth.errors import Setting
 
 Sections = dict[str, dict[str, Any]]
-OTHER_SECTIONS = ("run", "data", "partition", "model", "privacy")
 
 
 def set_options(texts: list[str]) -> Sections:
@@ -20,10 +21,11 @@ def set_options(texts: list[str]) -> Sections:
         section, dot, name = key.strip().partition(".")
         if not dot:
             section, name = "method", section
-        if not equals or not name or (dot and section not in OTHER_SECTIONS):
-            sections = ", ".join(OTHER_SECTIONS)
-            raise SettingError(
-                f"--set takes KEY=VALUE of the method, or SECTION.KEY=VALUE of {sections}; got {text!r}"
+        if not equals or not name or section not in SET_SECTIONS:
+            sections = ", ".join(SET_SECTIONS)
+            raise OptionError(
+                f"--set takes KEY=VALUE of the method, or SECTION.KEY=VALUE of {sections}; "
+                f"got {text!r}"
             )
         found.setdefault(section, {})[name] = value.strip()
     return found
@@ -33,17 +35,22 @@ def method_settings(texts: list[str]) -> dict[str, Any]:
     """What --set says where nothing but a method has settings."""
     found = set_options(texts)
     if len(found) > 1:
-        raise SettingError(f"--set takes a setting of the method here, got one of {list(found)[1]}")
+        raise OptionError(f"--set takes a setting of the method here, got one of {list(found)[1]}")
     return found["method"]
 
 
 def with_set_options(
-    given: Sections, texts: list[str], flags: Mapping[tuple[str, str], str] | None = None
+    given: Sections, texts: list[str], names: Callable[[Setting], str]
 ) -> Sections:
-    """`given` (None: not given) and what --set says; SettingError for what both say.
+    """What options and --set say together.
 
     Args:
-        flags: section and key of a setting: its option, where that has another name.
+        given: what options say; None is not given.
+        texts: what --set says.
+        names: a setting's option.
+
+    Raises:
+        OptionError: an option and --set give the same setting.
     """
     together = {
         section: {k: v for k, v in values.items() if v is not None}
@@ -52,9 +59,8 @@ def with_set_options(
     for section, values in set_options(texts).items():
         for name, value in values.items():
             if name in together.setdefault(section, {}):
-                raise SettingError(
-                    f"{name} is given twice, by --{(flags or {}).get((section, name), name).replace('_', '-')} and by --set"
-                )
+                option = names(Setting(section, name))
+                raise OptionError(f"{name} is given twice, by {option} and by --set")
             together[section][name] = value
     return together
 
@@ -68,12 +74,12 @@ def read_config(path: Path | None) -> Sections:
     try:
         read = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise SettingError(f"cannot read the config {path}: {error.strerror}") from None
+        raise OptionError(f"cannot read the config {path}: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise SettingError(f"{path} is not valid TOML: {error}") from None
+        raise OptionError(f"{path} is not valid TOML: {error}") from None
     loose = [name for name, values in read.items() if not isinstance(values, dict)]
     if loose:
-        raise SettingError(f"{path}: {loose[0]!r} stands outside every section")
+        raise OptionError(f"{path}: {loose[0]!r} stands outside every section")
     return read
 
 
@@ -99,10 +105,11 @@ def merged(
 def from_preset(sections: Sections) -> str:
     """What a data set's preset decides in a run with these sections, in words; empty for nothing."""
     from fedsynth.federation.settings import preset_of
+    from fedsynth.methods import method_class
 
     preset = preset_of(
         str(sections["data"].get("dataset", "digits")),
-        str(sections["run"].get("method", "feddm")).lower(),
+        method_class(str(sections["run"].get("method", "feddm"))),
     )
     free = [
         (f"{'' if section in ('method', 'run') else section + '.'}{key}", value)

@@ -8,6 +8,27 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from typing import Any
+
+from fedsynth.privacy.wording import NamedSettingError, Setting, Text
+
+__all__ = [
+    "DataError",
+    "DataFilesCorruptError",
+    "DataFilesMissingError",
+    "DeviceError",
+    "DivergedError",
+    "FedsynthError",
+    "MessageError",
+    "OutputError",
+    "PartitionError",
+    "Setting",
+    "SettingError",
+    "Text",
+    "UnknownNameError",
+    "unknown_name",
+    "unknown_value",
+]
 
 
 class FedsynthError(Exception):
@@ -15,11 +36,36 @@ class FedsynthError(Exception):
 
 
 class UnknownNameError(FedsynthError):
-    """A method, data set, model or option value that does not exist."""
+    """A method, data set, model or setting's value that does not exist.
+
+    Args:
+        text: one line, with what would be right.
+        section, key: the setting that has this value, where it is one's.
+    """
+
+    def __init__(self, text: str, section: str | None = None, key: str | None = None) -> None:
+        self.section = section
+        self.key = key
+        super().__init__(text)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.args[0], self.section, self.key)
 
 
-class SettingError(FedsynthError):
-    """A setting outside its range, or two settings that contradict each other."""
+class SettingError(NamedSettingError, FedsynthError):
+    """A setting outside its range, or two settings that contradict each other.
+
+    Args:
+        section: of a config file ("run", "data", "partition", "model", "method", "privacy"); None
+            for an argument of a function or class that no config file has.
+        key: the setting's name there.
+        reason: the rest of the sentence that begins with the setting; where it names other
+            settings, these are `Setting`s.
+        value: what the setting is set to, where the sentence is about this value.
+
+    >>> str(SettingError("method", "ipc", "must be at least 1, got 0"))
+    'method.ipc must be at least 1, got 0'
+    """
 
 
 class DataError(FedsynthError):
@@ -54,9 +100,37 @@ class DeviceError(FedsynthError):
     """The device that was asked for is not there."""
 
 
-def unknown_name(kind: str, given: str, known: Iterable[str]) -> UnknownNameError:
-    """The error for a name that is not in `known`, with the near matches (or, without any, all of them)."""
+def unknown_name(
+    kind: str, given: str, known: Iterable[str], section: str | None = None, key: str | None = None
+) -> UnknownNameError:
+    """The error for a name that is not in `known`.
+
+    Args:
+        kind: what it should be the name of.
+        given: the name.
+        known: the right ones: the near matches are offered, or without any all of them.
+        section, key: the setting that is this name.
+    """
+    return UnknownNameError(f"unknown {kind} {given!r}; {_hint(given, known)}", section, key)
+
+
+def unknown_value(
+    section: str | None, key: str, given: str, known: Iterable[str], where: str = ""
+) -> UnknownNameError:
+    """The error for a setting whose value is not in `known`.
+
+    Args:
+        section, key: the setting.
+        given: its value.
+        known: the right ones: the near matches are offered, or without any all of them.
+        where: more words on where that is so (" for convnet").
+    """
+    hint = _hint(given, known)
+    text = Text(Setting(section, key), f" cannot be {given!r}{where}; {hint}")
+    return UnknownNameError(text, section, key)
+
+
+def _hint(given: str, known: Iterable[str]) -> str:
     names = sorted(known)
     near = difflib.get_close_matches(given.lower(), names, n=3, cutoff=0.5)
-    hint = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(names)}"
-    return UnknownNameError(f"unknown {kind} {given!r}; {hint}")
+    return f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(names)}"

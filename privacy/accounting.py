@@ -195,8 +195,14 @@ def delta_of(merged: Merged, epsilon: float) -> float:
 def epsilon_of(merged: Merged, delta: float) -> float:
     """ε(δ) of folded rows."""
     if merged.interval is not None:
-        require(delta >= SMALLEST_DELTA, f"with subsampling, delta must be at least {SMALLEST_DELTA:g} (the "
-                 "accountant's numerical accuracy)", delta)  # fmt: skip
+        require(
+            delta >= SMALLEST_DELTA,
+            "delta",
+            f"must be at least {SMALLEST_DELTA:g} with subsampling (the accountant's numerical "
+            "accuracy)",
+            delta,
+            "privacy",
+        )
         return float(_composed(merged).get_epsilon_for_delta(delta - FFT_SLACK))
     mu, low, high = merged.without_sampling, 0.0, 1.0
     if gaussian_delta(mu, 0.0) <= delta:
@@ -274,7 +280,8 @@ def deltas_at(
     """δ(ε) at each of `epsilons` (≥ 0), from one composition; all 1 where no guarantee holds."""
     require(
         all(is_real(e) and e >= 0 for e in epsilons),
-        "epsilons must be finite and at least 0",
+        "epsilons",
+        "must be finite and at least 0",
         list(epsilons),
     )
     merged = merge(releases, adjacency)

@@ -26,7 +26,7 @@ def attack_success(
     from scipy.special import ndtr, ndtri
 
     possible = all(is_real(a) and 0 < a < 1 for a in false_positive_rates)
-    require(possible, "false-positive rates must be in (0, 1)", false_positive_rates)
+    require(possible, "false_positive_rates", "must be in (0, 1)", false_positive_rates)
     merged = merge(releases, adjacency)
     if merged is None:
         return dict.fromkeys(false_positive_rates, 1.0)

@@ -33,7 +33,10 @@ def p_value(correct: int, guesses: int, canaries: int, epsilon: float, delta: fl
 
     if not 0 <= correct <= guesses <= canaries:
         raise PrivacySettingError(
-            f"need 0 <= correct <= guesses <= canaries, got {correct}, {guesses}, {canaries}"
+            None,
+            "correct",
+            f"must be from 0 to guesses, and these at most canaries; got {correct}, {guesses}, "
+            f"{canaries}",
         )
     probability = 1 / (1 + exp(-epsilon))
     tail = float(binom.sf(correct - 1, guesses, probability))

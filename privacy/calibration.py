@@ -25,7 +25,7 @@ def calibrate_noise_multiplier(
         PrivacySettingError: target not finite and positive, bad δ, or no σ up to 1e6 reaches the target.
     """
     possible = is_real(target_epsilon) and target_epsilon > 0
-    require(possible, "the target epsilon must be finite and above 0", target_epsilon)
+    require(possible, "epsilon", "must be finite and above 0", target_epsilon, "privacy")
     check_delta(delta, None)
 
     def excess(σ: float) -> float:
@@ -37,8 +37,11 @@ def calibrate_noise_multiplier(
     while at_high > 0:
         if high > 1e6:
             raise PrivacySettingError(
-                f"no noise multiplier up to 1e6 reaches epsilon {target_epsilon:g}: a release that does not depend on "
-                "it costs more, or has no guarantee"
+                "privacy",
+                "epsilon",
+                "is reached with no noise multiplier up to 1e6: a release that does not depend on "
+                "it costs more, or has no guarantee",
+                value=f"{target_epsilon:g}",
             )
         low, at_low, high = high, at_high, 4 * high
         at_high = excess(high)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from fedsynth.privacy.wording import NamedSettingError
+
 
 class PrivacyError(Exception):
     """Base: a setting, request or file that would break, or misstate, a privacy guarantee."""
 
 
-class PrivacySettingError(PrivacyError):
-    """A privacy parameter outside its range (negative σ, δ outside (0, 1), clip 0, …)."""
+class PrivacySettingError(NamedSettingError, PrivacyError):
+    """A privacy parameter outside its range (negative σ, δ outside (0, 1), clip 0, …).
+
+    It takes section, key and reason, as `SettingError` does.
+    """
 
 
 class BudgetExceededError(PrivacyError):

@@ -33,6 +33,7 @@ from fedsynth.privacy.errors import BudgetExceededError, LedgerError, PrivacySet
 from fedsynth.privacy.files import lock, open_regular, read_regular
 from fedsynth.privacy.history import History
 from fedsynth.privacy.releases import ADD_REMOVE, RECORD, Release, check_adjacency, check_delta
+from fedsynth.privacy.wording import Setting, Text
 
 LEDGER_SCHEMA = 2
 READABLE = (1, LEDGER_SCHEMA)  # schema 1 had a header and releases, and no fingerprint
@@ -469,7 +470,7 @@ class Guard:
         check_adjacency(adjacency)
         if cap is not None and not (cap > 0 and math.isfinite(cap)):
             raise PrivacySettingError(
-                f"the epsilon cap must be a finite number above 0, got {cap!r}"
+                "privacy", "epsilon", f"as a cap must be a finite number above 0, got {cap!r}"
             )
         self.ledger = ledger
         self.delta = delta
@@ -505,6 +506,11 @@ class Guard:
         other = next((unit for unit in protecting if unit != self.unit), None)
         if other is not None:
             raise LedgerError(
-                f"the ledger of client {self.ledger.client!r} holds releases that protect a {other}, and this run would protect "
-                f"a {self.unit}: their costs do not add up; protect the same unit (--dp-unit {other})"
+                Text(
+                    f"the ledger of client {self.ledger.client!r} holds releases that protect a "
+                    f"{other}, and this run would protect a {self.unit}: their costs do not add "
+                    "up; protect the same unit (",
+                    Setting("privacy", "unit", other),
+                    ")",
+                )
             )

@@ -59,17 +59,23 @@ def check_names(names: Sequence[str], clients: int) -> tuple[str, ...]:
         PrivacySettingError: names the first that cannot.
     """
     if isinstance(names, str) or len(names) != clients:
-        raise PrivacySettingError(f"names must be a list of {clients} names, one for each client")
+        raise PrivacySettingError(
+            None, "names", f"must be a list of {clients} names, one for each client"
+        )
     for name in names:
         if not isinstance(name, str) or not _NAME.fullmatch(name):
             raise PrivacySettingError(
-                "a client's name must be 1 to 64 letters, digits, dots, hyphens or underscores, "
-                f"the first a letter or digit; got {name!r}"
+                None,
+                "names",
+                "must be of 1 to 64 letters, digits, dots, hyphens or underscores, the first a "
+                f"letter or digit; got {name!r}",
             )
     folded = [name.casefold() for name in names]  # some file systems do not tell A from a
     for number, name in enumerate(folded):
         if name in folded[:number]:
-            raise PrivacySettingError(f"two clients have the name {names[number]!r}")
+            raise PrivacySettingError(
+                None, "names", f"must differ: two clients have the name {names[number]!r}"
+            )
     return tuple(names)
 
 

@@ -53,13 +53,16 @@ class PrivatePlan:
     def __post_init__(self) -> None:
         if self.phase not in PHASES:
             raise PrivacySettingError(
-                f"plan {self.name!r}: the phase must be one of {', '.join(PHASES)}, got "
-                f"{self.phase!r}"
+                None,
+                "phase",
+                f"of plan {self.name!r} must be one of {', '.join(PHASES)}, got {self.phase!r}",
             )
         if self.groups < 1 or self.dimension % self.groups:
             raise PrivacySettingError(
-                f"plan {self.name!r}: {self.dimension} coordinates cannot be {self.groups} groups "
-                "of equal width"
+                None,
+                "groups",
+                f"of plan {self.name!r}, {self.groups}, must divide its {self.dimension} "
+                "coordinates evenly",
             )
 
     def release(
@@ -101,8 +104,10 @@ def check_plans(plans: Sequence[PrivatePlan]) -> None:
         PrivacySettingError: there is no plan, or two have the same name.
     """
     if not plans:
-        raise PrivacySettingError("a method that releases nothing has nothing to plan")
+        raise PrivacySettingError(None, "plans", "must hold at least one: what a round releases")
     names = [plan.name for plan in plans]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
-        raise PrivacySettingError(f"two plans of a round have the name {twice!r}")
+        raise PrivacySettingError(
+            None, "plans", f"of a round must have different names; two have {twice!r}"
+        )

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from fedsynth.privacy.errors import PrivacySettingError
+from fedsynth.privacy.wording import Setting
 
 ADJACENCIES = {
     "add-remove": "add or remove one example (dp-accounting ADD_OR_REMOVE_ONE)",
@@ -68,35 +69,42 @@ class Release:
             value = getattr(self, name)
             require(
                 type(value) is int and value >= least,
-                f"{name} must be a whole number of at least {least}",
+                name,
+                f"must be a whole number of at least {least}",
                 value,
             )
-        require(self.unit in UNITS, f"the unit must be one of {', '.join(UNITS)}", self.unit)
+        require(self.unit in UNITS, "unit", f"must be one of {', '.join(UNITS)}", self.unit)
         for name in ("quantity", "mechanism", "clipped"):
-            require(
-                isinstance(getattr(self, name), str), f"{name} must be text", getattr(self, name)
-            )
+            require(isinstance(getattr(self, name), str), name, "must be text", getattr(self, name))
         reason = self.unaccounted
         require(
             reason is None or (isinstance(reason, str) and bool(reason)),
-            "unaccounted must give a reason or be None",
+            "unaccounted",
+            "must give a reason or be None",
             reason,
         )
         σ, clip, q = self.noise_multiplier, self.sensitivity, self.sample_rate
         require(
-            is_real(σ) and σ >= 0, "the noise multiplier must be a finite number of at least 0", σ
+            is_real(σ) and σ >= 0, "noise_multiplier", "must be a finite number of at least 0", σ
         )
         require(
             is_real(clip) and clip > 0,
-            "the sensitivity (clip) must be a finite number above 0",
+            "sensitivity",
+            "(the clip) must be a finite number above 0",
             clip,
         )
-        require(is_real(q) and 0 < q <= 1, "the sample rate must be in (0, 1]", q)
-        require(self.sampler in SAMPLERS, "the sampler must be 'poisson' or 'full' (fixed-size batches have no "
-                 "valid accounting under add/remove)", self.sampler)  # fmt: skip
+        require(is_real(q) and 0 < q <= 1, "sample_rate", "must be in (0, 1]", q)
+        require(
+            self.sampler in SAMPLERS,
+            "sampler",
+            "must be 'poisson' or 'full' (fixed-size batches have no valid accounting under "
+            "add/remove)",
+            self.sampler,
+        )
         require(
             self.sampler != "full" or q == 1,
-            "the sampler 'full' uses all data, so the sample rate must be 1",
+            "sample_rate",
+            "must be 1 with the sampler 'full', which uses all data",
             q,
         )
 
@@ -110,7 +118,7 @@ class Release:
         names = {f.name for f in fields(cls)}
         if not names - {"unaccounted", "unit"} <= set(row) <= names:
             raise PrivacySettingError(
-                f"a ledger row must have exactly the fields {sorted(names)}, got {sorted(row)}"
+                None, "row", f"must have exactly the fields {sorted(names)}, got {sorted(row)}"
             )
         return cls(**row)
 
@@ -125,9 +133,10 @@ def is_real(value: object) -> bool:
         return False
 
 
-def require(ok: bool, rule: str, value: object) -> None:
+def require(ok: bool, key: str, rule: str, value: object, section: str | None = None) -> None:
+    """Refuses the value of what is called `key` (in `section` of a config file, if it has one)."""
     if not ok:
-        raise PrivacySettingError(f"{rule}, got {value!r}")
+        raise PrivacySettingError(section, key, f"{rule}, got {value!r}")
 
 
 def adjacency_words(adjacency: str, unit: str) -> str:
@@ -137,11 +146,8 @@ def adjacency_words(adjacency: str, unit: str) -> str:
 
 def check_adjacency(adjacency: str) -> None:
     """Refuse what is not one of `ADJACENCIES`."""
-    require(
-        adjacency in ADJACENCIES,
-        f"the adjacency must be one of {', '.join(ADJACENCIES)}",
-        adjacency,
-    )
+    known = ", ".join(ADJACENCIES)
+    require(adjacency in ADJACENCIES, "adjacency", f"must be one of {known}", adjacency, "privacy")
 
 
 def check_delta(delta: float, max_records: int | None) -> None:
@@ -149,13 +155,16 @@ def check_delta(delta: float, max_records: int | None) -> None:
 
     `max_records` is a declared public bound on the federation's records, never the true number; None skips that check.
     """
-    require(is_real(delta) and 0 < delta < 1, "delta must be in (0, 1)", delta)
+    require(is_real(delta) and 0 < delta < 1, "delta", "must be in (0, 1)", delta, "privacy")
     if max_records is None:
         return
     known = type(max_records) is int and max_records >= 1
-    require(known, "max-records must be a whole number of at least 1", max_records)
-    require(
-        delta * max_records <= 1,
-        f"delta must be at most 1/max-records = {1 / max_records:.3g}",
-        delta,
-    )
+    require(known, "max_records", "must be a whole number of at least 1", max_records, "privacy")
+    if delta * max_records > 1:
+        raise PrivacySettingError(
+            "privacy",
+            "delta",
+            "must be at most 1 / ",
+            Setting("privacy", "max_records"),
+            f" = {1 / max_records:.3g}, got {delta!r}",
+        )

@@ -114,7 +114,9 @@ class ReportContext:
         for what, status, _ in self.accesses:
             if status not in ACCESS_STATUSES:
                 raise PrivacySettingError(
-                    f"access {what!r} has status {status!r}, not one of {ACCESS_STATUSES}"
+                    None,
+                    "accesses",
+                    f"must each have a status of {ACCESS_STATUSES}; {what!r} has {status!r}",
                 )
 
 
@@ -145,7 +147,9 @@ def build_report(context: ReportContext, histories: Sequence[History]) -> dict[s
     ]
     private = not reasons and not context.test_only_randomness
     if private and not rows:
-        raise PrivacySettingError("a privacy report needs at least one client's ledger")
+        raise PrivacySettingError(
+            None, "ledgers", "must hold at least one client's for a privacy report"
+        )
     promise = sections.guarantee(rows, context.delta, context.adjacency) if private else None
     worst = None if promise is None else promise["worst_client"]
     spent = None if promise is None else promise["epsilon"]
@@ -228,7 +232,7 @@ def _verdict(context: ReportContext, reasons: list[str], spent: float | None) ->
     if context.fresh_ledger:
         because = f", since {context.no_ledger}" if context.no_ledger else ""
         assumptions.append(
-            f"no ledger was kept over runs (--dp-ledger){because}: this run began with an empty "
+            f"no ledger was kept over runs (privacy.ledger){because}: this run began with an empty "
             "ledger, and earlier and later runs on the same data are not counted"
         )
     else:
@@ -270,7 +274,7 @@ def protected_unit(private: bool, unit: str, user_records: int | None) -> dict[s
         "several": "examples",
         "protects": "ONE EXAMPLE OF ONE CLIENT (example level only)",
         "does_not_protect": "a person with several examples, or with examples at several clients; a client as a whole",
-        "records_per_user": "no bound was declared or enforced (--dp-unit user protects all examples of a person)",
+        "records_per_user": "no bound was declared or enforced (privacy.unit=user protects all examples of a person)",
         "group_privacy": "a person with j examples has the weaker guarantee of a group of j, which grows at least about "
         "j-fold; see 'groups' for what could be computed",
     }

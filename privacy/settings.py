@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 from fedsynth.privacy.errors import PrivacySettingError
-from fedsynth.privacy.releases import ADD_REMOVE, RECORD, UNITS, USER, check_adjacency
+from fedsynth.privacy.releases import ADD_REMOVE, RECORD, UNITS, USER, check_adjacency, check_delta
+from fedsynth.privacy.wording import Setting
 
 NO_LEDGER = "none: this data set is public"
 
@@ -25,12 +27,25 @@ def ledger_setting(given: Path | str) -> Path | str:
     if words.casefold().split(":")[0] in ("none", ""):
         hint = "" if words else " (a variable that is not set?)"
         raise PrivacySettingError(
-            f"--dp-ledger must be a folder, or exactly {NO_LEDGER!r}; got {words!r}{hint}"
+            "privacy", "ledger", f"must be a folder, or exactly {NO_LEDGER!r}; got {words!r}{hint}"
         )
     try:
         return Path(given).expanduser().absolute()
     except RuntimeError as error:
-        raise PrivacySettingError(f"--dp-ledger {words!r} names no folder: {error}") from None
+        raise PrivacySettingError(
+            "privacy", "ledger", f"names no folder: {error}", value=words
+        ) from None
+
+
+def needs_a_budget() -> PrivacySettingError:
+    """The error of settings that say neither how much noise nor for what budget."""
+    return PrivacySettingError(
+        "privacy",
+        "noise_multiplier",
+        "or a budget, ",
+        Setting("privacy", "epsilon"),
+        ", must be given: differential privacy needs one",
+    )
 
 
 @dataclass(frozen=True)
@@ -63,6 +78,8 @@ class PrivacySettings:
             public") where that is so.
     """
 
+    section: ClassVar[str] = "privacy"  # of a config file
+
     noise_multiplier: float | None = None
     epsilon: float | None = None
     mechanism: str | None = None
@@ -84,50 +101,62 @@ class PrivacySettings:
         if self.ledger is not None:
             object.__setattr__(self, "ledger", ledger_setting(self.ledger))
         check_adjacency(self.adjacency)
+        check_delta(self.delta, self.max_records)
         if self.noise_multiplier is None and self.epsilon is None:
-            raise PrivacySettingError(
-                "differential privacy needs a noise multiplier (--dp-sigma) or a budget (--dp-epsilon)"
-            )
-        for name, value in (
-            ("--dp-sigma", self.noise_multiplier),
-            ("--dp-epsilon", self.epsilon),
-            ("--dp-clip", self.clip),
-        ):
+            raise needs_a_budget()
+        for name in ("noise_multiplier", "epsilon", "clip"):
+            value = getattr(self, name)
             if value is not None and not (math.isfinite(value) and value > 0):
-                raise PrivacySettingError(f"{name} must be a positive number, got {value}")
+                raise PrivacySettingError(
+                    "privacy", name, f"must be a positive number, got {value}"
+                )
         if self.sample_rate is not None and not 0 < self.sample_rate <= 1:
-            raise PrivacySettingError(f"--dp-sample-rate must be in (0, 1], got {self.sample_rate}")
-        if self.nominal_size is not None and not self.nominal_size > 0:
             raise PrivacySettingError(
-                f"--dp-nominal-size must be positive, got {self.nominal_size}"
+                "privacy", "sample_rate", f"must be in (0, 1], got {self.sample_rate}"
             )
+        for name in ("nominal_size", "max_request_norm"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise PrivacySettingError("privacy", name, f"must be positive, got {value}")
         self._check_unit()
-        if self.max_request_norm is not None and not self.max_request_norm > 0:
-            raise PrivacySettingError(
-                f"max_request_norm must be positive, got {self.max_request_norm}"
-            )
         if self.mechanism == "paper" and (
             self.epsilon is not None or self.noise_multiplier is None
         ):
             raise PrivacySettingError(
-                "--dp-mechanism paper gives no differential privacy guarantee, so it has no ε: give --dp-sigma alone"
+                "privacy",
+                "mechanism",
+                "gives no differential privacy guarantee, so it has no ε: give ",
+                Setting("privacy", "noise_multiplier"),
+                " alone",
+                value="paper",
             )
 
     def _check_unit(self) -> None:
         if self.unit not in UNITS:
             raise PrivacySettingError(
-                f"--dp-unit must be one of {', '.join(UNITS)}, got {self.unit!r}"
+                "privacy", "unit", f"must be one of {', '.join(UNITS)}, got {self.unit!r}"
             )
         if self.unit == USER and self.nominal_size is None:
             raise PrivacySettingError(
-                "--dp-unit user needs --dp-nominal-size: the public number of users that a client is supposed to have"
+                "privacy",
+                "unit",
+                "needs ",
+                Setting("privacy", "nominal_size"),
+                ": the public number of users that a client is supposed to have",
+                value=USER,
             )
         if self.user_records is not None and (self.unit != USER or self.user_records < 1):
             raise PrivacySettingError(
-                "user_records bounds a user's records: a whole number of at least 1, with --dp-unit user"
+                "privacy",
+                "user_records",
+                "must be a whole number of at least 1, with ",
+                Setting("privacy", "unit", USER),
+                f", got {self.user_records}",
             )
         if self.unit == USER and self.mechanism == "paper":
-            raise PrivacySettingError("--dp-mechanism paper protects nobody: no record and no user")
+            raise PrivacySettingError(
+                "privacy", "mechanism", "protects nobody: no record and no user", value="paper"
+            )
 
     @property
     def ledger_folder(self) -> Path | None:

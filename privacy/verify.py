@@ -34,6 +34,7 @@ from fedsynth.privacy.report import (
     render_markdown,
 )
 from fedsynth.privacy.report_schema import schema_problems
+from fedsynth.privacy.wording import Setting, Text
 
 TOLERANCE = 1e-6  # of figures that another version of the libraries may round differently
 HOSTILE = (
@@ -213,7 +214,11 @@ def held_rows(report: Mapping[str, Any], files: Path | None, *, exact: bool) -> 
         if client not in heads
     ]
     if files is None:
-        note = "no ledger file was compared: the ledger is kept elsewhere (--ledger DIR)"
+        note = Text(
+            "no ledger file was compared: the ledger is kept elsewhere (",
+            Setting(None, "ledger", "DIR"),
+            ")",
+        )
         rows = {client: tuple(stated.get(client, ())) for client in heads}
         problems += [
             f"{client}: the report has {len(rows[client])} rows, and its ledger head {head['rows']}"

@@ -10,7 +10,7 @@ from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message
 from fedsynth.core.method import Memory, Results
 from fedsynth.federation.server import Server
-from fedsynth.privacy.plans import FIRST, MAIN
+from fedsynth.privacy.plans import FIRST, PHASES
 
 
 def uploads_of(clients: ClientGroup, results: Results) -> dict[int, Message]:
@@ -28,15 +28,15 @@ def play(
 
     Args:
         server: its state is the next one afterwards.
-        groups: the clients of the round, or from an exchange's phase to those who are charged for
-            it; the steps of each group are taken together.
+        groups: the clients of the round; the steps of each group are taken together. Where clients
+            are charged for each exchange, what makes the groups of a phase.
         memories: of the clients by number ({} for one that is not there); replaced by the new ones.
 
     Returns:
         The uploads by client number, of the types that the method declares.
     """
     replies: dict[int, Any] = {}
-    for phase in (FIRST, MAIN):
+    for phase in PHASES:
         request = server.request(phase, context)
         if request is None:
             continue

@@ -41,7 +41,7 @@ def charge_for(
     """
     privacy = context.privacy
     if privacy is None or privacy.noise_multiplier is None:
-        raise SettingError("private clients need privacy settings with a noise multiplier")
+        raise SettingError("privacy", "noise_multiplier", "must be set for private clients")
     plans = method.private_plans(privacy, context)
     sigma = privacy.noise_multiplier
     return [

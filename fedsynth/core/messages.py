@@ -16,7 +16,8 @@ import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Self
+from types import UnionType
+from typing import Any, Self, Union, get_args, get_origin, get_type_hints
 
 import safetensors
 import safetensors.torch
@@ -113,7 +114,7 @@ class Packed:
 
         Raises:
             MessageError: the bytes are not that: damaged, of another type, with a field too many or
-                too few, or with a number that is none.
+                too few or of another type, or with a number that is none.
         """
         header = _header(sent)
         if header.get("type") != cls.__name__:
@@ -126,13 +127,18 @@ class Packed:
         except safetensors.SafetensorError as error:
             raise MessageError(f"a damaged message {cls.__name__}: {error}") from None
         values: dict[str, Any] = {}
+        forms = _forms(cls)
         for f in fields(cls):
             optional = f.default is None
             if optional and f.name in none:
                 none.remove(f.name)
                 values[f.name] = None
                 continue
-            values[f.name] = _taken(f"{cls.__name__}.{f.name}", f.name, numbers, keys, tensors)
+            value = _taken(f"{cls.__name__}.{f.name}", f.name, numbers, keys, tensors)
+            if not isinstance(value, forms[f.name]):
+                found = type(value).__name__
+                raise MessageError(f"{cls.__name__}.{f.name} cannot be a {found}")
+            values[f.name] = value
         left = sorted(map(str, [*tensors, *numbers, *keys, *none]))
         if left:
             raise MessageError(f"a message {cls.__name__} has no field {left[0]!r:.80}")
@@ -167,6 +173,28 @@ def _header(sent: bytes) -> dict[str, Any]:
         return found
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise MessageError(f"these bytes are no message of fedsynth: {error!r:.80}") from None
+
+
+def _forms(kind: type[Packed]) -> dict[str, tuple[type, ...]]:
+    """What each field may be, by its annotation; a number may come as any."""
+    hints = get_type_hints(kind)
+    forms: dict[str, tuple[type, ...]] = {}
+    for f in fields(kind):
+        parts = get_args(hints[f.name]) if _is_union(hints[f.name]) else (hints[f.name],)
+        allowed: list[type] = []
+        for part in parts:
+            if part is Any:
+                allowed.append(object)
+            elif part in (int, float):
+                allowed.extend((int, float))
+            else:
+                allowed.append(get_origin(part) or part)
+        forms[f.name] = tuple(allowed)
+    return forms
+
+
+def _is_union(hint: Any) -> bool:
+    return get_origin(hint) in (Union, UnionType)
 
 
 def _taken(

@@ -16,7 +16,7 @@ sees it, so a step names the type that it declared in its signature, and asks no
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 import torch
@@ -26,8 +26,7 @@ from fedsynth.core.client import ClientGroup
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message, ModelParameters
 from fedsynth.core.state import ServerState
-from fedsynth.core.validation import convert
-from fedsynth.errors import unknown_name
+from fedsynth.core.validation import from_mapping
 from fedsynth.privacy.plans import PrivatePlan as PrivatePlan  # part of the seam
 from fedsynth.privacy.settings import PrivacySettings
 
@@ -41,6 +40,9 @@ Results = list[tuple[Message, Memory]]
 Down = Any
 Up = Any
 State = Any
+
+Presets = Mapping[str, Mapping[str, Any]]
+"""A data set: the settings' values that are a method's defaults there, beside those of its bases."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +58,10 @@ class Method:
         personal: whether clients end with models of their own.
         protects: the mechanisms that can protect it; empty: it cannot run with differential
             privacy, and `refusal` says why.
+        presets: by data set, what it changes of these settings' defaults.
     """
 
+    section: ClassVar[str] = "method"  # of a config file
     name: ClassVar[str]
     summary: ClassVar[str]
     reference: ClassVar[str]
@@ -70,6 +74,7 @@ class Method:
     state: ClassVar[type[ServerState]] = ServerState
     protects: ClassVar[tuple[str, ...]] = ()
     refusal: ClassVar[str] = ""
+    presets: ClassVar[Presets] = {}
 
     def initial_state(self, parameters: Mapping[str, torch.Tensor]) -> ServerState:
         """The state before the first round, from the initial model."""
@@ -183,17 +188,10 @@ class Method:
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> Self:
-        """Settings from names and values as they come from TOML or `--set`; text is converted to the field's type.
+        """Settings from names and values as TOML or text gives them; text is converted to the field's type.
 
         Raises:
             UnknownNameError: no such setting (with the near matches).
             SettingError: a value of the wrong type or outside its range.
         """
-        defaults = cls()
-        known = {f.name: getattr(defaults, f.name) for f in fields(cls)}
-        converted = {}
-        for key, value in values.items():
-            if key not in known:
-                raise unknown_name(f"setting of {cls.name}", key, known)
-            converted[key] = convert(f"{cls.name}.{key}", value, type(known[key]))
-        return replace(defaults, **converted)
+        return from_mapping(cls, values, of=cls.name)

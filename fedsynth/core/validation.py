@@ -1,26 +1,37 @@
-"""Settings as people give them: converted to their fields' types, and checked against their ranges."""
+"""Settings as people give them: converted to their fields' types, and checked against their ranges.
+
+A settings class says with `section` where its fields stand in a config file; errors name both.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from typing import Any
+from types import UnionType
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from torch import nn
 
-from fedsynth.errors import SettingError, unknown_name
+from fedsynth.errors import SettingError, unknown_name, unknown_value
+
+T = TypeVar("T")
+
+_TRUTH = {"true": True, "false": False, "1": True, "0": False, "yes": True, "no": False}
+_IN_WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 
 
-def _whole(value: Any) -> int:
-    """Whole numbers and text of them, exactly; 3.0 is one too, True is not."""
-    if isinstance(value, bool) or (isinstance(value, float) and not value.is_integer()):
-        raise ValueError
-    return int(value)
+def section_of(settings: Any) -> str | None:
+    """The section of a config file that these settings (or this class) are; None for none."""
+    return getattr(settings, "section", None)
 
 
 def check_ranges(settings: Any, **ranges: tuple[float, float]) -> None:
-    """Refuses a setting outside its closed range [least, most], not a number, or not whole where its field is an int.
+    """Refuses a setting outside its closed range, not a number, or not whole where it must be.
+
+    Args:
+        settings: a dataclass.
+        ranges: field: (least, most). A field of type int takes whole numbers alone.
 
     Raises:
         SettingError: names the setting, its range and what was given.
@@ -29,38 +40,114 @@ def check_ranges(settings: Any, **ranges: tuple[float, float]) -> None:
     for name, (least, most) in ranges.items():
         value = getattr(settings, name)
         if name in whole and type(value) is not int:
-            raise SettingError(f"{name} must be a whole number, got {value!r}")
+            raise SettingError(section_of(settings), name, f"must be a whole number, got {value!r}")
         if not least <= value <= most:
-            allowed = (
-                f"at least {least:g}" if most == math.inf else f"between {least:g} and {most:g}"
-            )
-            raise SettingError(f"{name} must be {allowed}, got {value}")
+            allowed = f"between {least:g} and {most:g}"
+            if most == math.inf:
+                allowed = f"at least {least:g}"
+            raise SettingError(section_of(settings), name, f"must be {allowed}, got {value}")
 
 
-def check_choice(name: str, value: str, known: Sequence[str]) -> None:
-    """Refuses an option value that does not exist, with the near matches."""
+def check_choices(settings: Any, **choices: Sequence[str]) -> None:
+    """Refuses a setting that is none of its choices.
+
+    Args:
+        settings: a dataclass.
+        choices: field: its possible values.
+
+    Raises:
+        UnknownNameError: names the setting and the near matches.
+    """
+    for name, known in choices.items():
+        check_choice(section_of(settings), name, getattr(settings, name), known)
+
+
+def check_choice(section: str | None, key: str, value: str, known: Sequence[str]) -> None:
+    """Refuses a value that is not among the known ones, with the near matches.
+
+    Args:
+        section, key: the setting, see `SettingError`.
+        value: what was given.
+        known: the possible values.
+
+    Raises:
+        UnknownNameError: names the setting and the near matches.
+    """
     if value not in known:
-        raise unknown_name(name, value, known)
+        raise unknown_value(section, key, value, known)
 
 
 def check_embedding(method: str, model: nn.Module) -> None:
     """Refuses a network without `embed` and a linear `classifier`, which together make its logits."""
     if not (hasattr(model, "embed") and isinstance(getattr(model, "classifier", None), nn.Linear)):
         raise SettingError(
-            f"{method} looks at embeddings and logits: the network needs `embed` and a linear `classifier`"
+            "model",
+            "name",
+            f"must be a network with `embed` and a linear `classifier`: {method} looks at "
+            "embeddings and logits",
         )
 
 
-def convert(name: str, value: Any, kind: type) -> Any:
-    """`value` as `kind` (bool, int, float or str), or a SettingError that names the setting."""
+def from_mapping(cls: type[T], values: Mapping[str, Any], of: str = "") -> T:
+    """Settings of a dataclass from names and values as they come from TOML or as text.
+
+    Args:
+        cls: a dataclass whose fields are bool, int, float or str, or one of these or None.
+        values: field: value; what is left out has its default.
+        of: whose settings they are, in the text on an unknown one; default: the section.
+
+    Raises:
+        UnknownNameError: no such setting (with the near matches).
+        SettingError: a value of the wrong type or outside its range.
+    """
+    section = section_of(cls)
+    return cls(**converted(section, values, field_types(cls), of or str(section)))
+
+
+def field_types(cls: Any) -> dict[str, type]:
+    """The types of a dataclass's fields by name; `X | None` is X, and of `X | Y` the first."""
+    try:
+        hints = get_type_hints(cls)
+    except NameError:  # some annotation is for type checkers alone: defaults tell the types
+        hints = {}
+    return {f.name: _first_type(hints.get(f.name, type(f.default))) for f in fields(cls)}
+
+
+def _first_type(hint: Any) -> type:
+    found: type = get_args(hint)[0] if get_origin(hint) in (Union, UnionType) else hint
+    return found
+
+
+def converted(
+    section: str | None, values: Mapping[str, Any], types: Mapping[str, type], of: str
+) -> dict[str, Any]:
+    """`values` as their `types`; errors as `from_mapping`."""
+    for key in values:
+        if key not in types:
+            raise unknown_name(f"setting of {of}", key, types, section, key)
+    return {key: convert(section, key, value, types[key]) for key, value in values.items()}
+
+
+def convert(section: str | None, key: str, value: Any, kind: type) -> Any:
+    """`value` as `kind`, which is bool, int, float or str.
+
+    Raises:
+        SettingError: it is none, or not finite.
+    """
     try:
         if kind is bool:
-            return {"true": True, "false": False, "1": True, "0": False, "yes": True, "no": False}[
-                str(value).lower()
-            ]
-        converted = _whole(value) if kind is int else kind(value)
-        if kind is float and not math.isfinite(converted):
-            raise SettingError(f"{name} must be a finite number, got {value!r}")
-        return converted
+            return _TRUTH[str(value).lower()]
+        found = _whole(value) if kind is int else kind(value)
     except (ValueError, KeyError, OverflowError, TypeError):
-        raise SettingError(f"{name} must be of type {kind.__name__}, got {value!r}") from None
+        wanted = _IN_WORDS.get(kind, f"of type {kind.__name__}")
+        raise SettingError(section, key, f"must be {wanted}, got {value!r}") from None
+    if kind is float and not math.isfinite(found):
+        raise SettingError(section, key, f"must be a finite number, got {value!r}")
+    return found
+
+
+def _whole(value: Any) -> int:
+    """Whole numbers and text of them, exactly; 3.0 is one too, True is not."""
+    if isinstance(value, bool) or (isinstance(value, float) and not value.is_integer()):
+        raise ValueError
+    return int(value)

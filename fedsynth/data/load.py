@@ -27,8 +27,10 @@ from fedsynth.data.leaf import LEAF_READERS
 from fedsynth.data.registry import DatasetSpec, dataset_spec, synthetic_parameters
 from fedsynth.data.svhn import read_svhn
 from fedsynth.data.synthetic import make_synthetic
-from fedsynth.errors import DataError, DataFilesCorruptError, DataFilesMissingError
+from fedsynth.errors import DataError, DataFilesCorruptError, DataFilesMissingError, Setting, Text
 
+_ROOT = Setting("data", "data_root")
+_DOWNLOAD = Setting(None, "download", "True")
 ROOT_VARIABLE = "FEDSYNTH_DATA"
 READERS: dict[str, Reader] = {**DOMAIN_READERS, **CLASS_FOLDER_READERS, **LEAF_READERS}
 
@@ -62,13 +64,11 @@ def load_dataset(
     if name in READERS:
         missing = missing_files(name, folder)
         if missing:
-            hint = (
-                "; torchvision cannot fetch it"
-                if download
-                else f" (--data-root or {ROOT_VARIABLE} says where to look)"
-            )
+            hint = Text(" (", _ROOT, f" or {ROOT_VARIABLE} says where to look)")
+            if download:
+                hint = Text("; torchvision cannot fetch it")
             raise DataFilesMissingError(
-                f"{name}: no {missing[0]} in {folder}; {READERS[name].where}{hint}"
+                Text(f"{name}: no {missing[0]} in {folder}; {READERS[name].where}", hint)
             )
         return _of_both(READERS[name].read(spec, folder), spec)
     if download and missing_files(name, folder):
@@ -76,8 +76,13 @@ def load_dataset(
     missing = missing_files(name, folder)
     if missing:
         raise DataFilesMissingError(
-            f"{name}: no {missing[0]} in {folder}; fetch it with --download, or say where it is with --data-root or "
-            f"{ROOT_VARIABLE}"
+            Text(
+                f"{name}: no {missing[0]} in {folder}; fetch it with ",
+                _DOWNLOAD,
+                ", or say where it is with ",
+                _ROOT,
+                f" or {ROOT_VARIABLE}",
+            )
         )
     train_files, test_files = _FILES[name]
     return _load_split(spec, folder, train_files), _load_split(spec, folder, test_files)
@@ -87,8 +92,14 @@ def _data_folder(name: str, root: Path | None) -> Path:
     given = os.environ.get(ROOT_VARIABLE) if root is None else root
     if not given:
         raise DataFilesMissingError(
-            f"{name}: no data folder was given to look for {_first_file(name)} in; say where with --data-root or "
-            f"{ROOT_VARIABLE} ({READERS[name].where if name in READERS else 'and --download to fetch it there'})"
+            Text(
+                f"{name}: no data folder was given to look for {_first_file(name)} in; say where "
+                "with ",
+                _ROOT,
+                f" or {ROOT_VARIABLE} (",
+                READERS[name].where if name in READERS else Text("and ", _DOWNLOAD, " to fetch it"),
+                ")",
+            )
         )
     return expanded(given)
 

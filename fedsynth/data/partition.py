@@ -12,6 +12,7 @@ import hashlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +22,7 @@ from fedsynth.data.images import ImageData
 from fedsynth.data.label_skew import dominant_classes, dominated_dirichlet, held_classes
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.data.users import user_digests
-from fedsynth.errors import DataError, PartitionError, SettingError, unknown_name
+from fedsynth.errors import DataError, PartitionError, SettingError, unknown_value
 from fedsynth.seeding import numpy_generator
 
 IntArray = npt.NDArray[np.int64]
@@ -69,6 +70,8 @@ class PartitionSettings:
         UnknownNameError: for `kind`. SettingError: a number outside its range.
     """
 
+    section: ClassVar[str] = "partition"  # of a config file
+
     kind: str = "dirichlet"
     clients: int = 10
     alpha: float = 0.5
@@ -83,20 +86,25 @@ class PartitionSettings:
 
     def __post_init__(self) -> None:
         if self.kind not in (*_RULES, DOMAIN, NATURAL, GIVEN):
-            raise unknown_name("partition", self.kind, (*_RULES, DOMAIN, NATURAL))
+            raise unknown_value("partition", "kind", self.kind, (*_RULES, DOMAIN, NATURAL))
         if not (math.isfinite(self.alpha) and self.alpha > 0):
-            raise SettingError(f"alpha must be a positive number, got {self.alpha}")
+            raise SettingError("partition", "alpha", f"must be a positive number, got {self.alpha}")
         for name in ("clients", "classes_per_client", "missing_classes", "dominant_classes"):
             if getattr(self, name) < 1:
-                raise SettingError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if not 0 < self.dominant_share < 1:
-            raise SettingError(f"dominant_share must be in (0, 1), got {self.dominant_share}")
+                raise SettingError(
+                    "partition", name, f"must be at least 1, got {getattr(self, name)}"
+                )
+        for name, inside, interval in (
+            ("dominant_share", 0 < self.dominant_share < 1, "(0, 1)"),
+            ("subset", 0 < self.subset <= 1, "(0, 1]"),
+            ("local_test", 0 <= self.local_test < 1, "[0, 1)"),
+        ):
+            if not inside:
+                raise SettingError(
+                    "partition", name, f"must be in {interval}, got {getattr(self, name)}"
+                )
         if self.min_size < 0:
-            raise SettingError(f"min_size must not be negative, got {self.min_size}")
-        if not (0 < self.subset <= 1 and 0 <= self.local_test < 1):
-            raise SettingError(
-                f"subset must be in (0, 1] and local_test in [0, 1), got {self.subset} and {self.local_test}"
-            )
+            raise SettingError("partition", "min_size", f"must be at least 0, got {self.min_size}")
 
 
 def clients_or_groups(settings: PartitionSettings, spec: DatasetSpec) -> int:

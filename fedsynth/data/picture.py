@@ -121,7 +121,7 @@ def image_grid_png(
         OutputError: `path` cannot be written.
     """
     if columns < 1:
-        raise SettingError(f"columns must be at least 1, got {columns}")
+        raise SettingError(None, "columns", f"must be at least 1, got {columns}")
     given = images_uint8_NCHW
     x = given.detach().cpu().numpy() if isinstance(given, Tensor) else np.asarray(given)
     if x.dtype != np.uint8 or x.ndim != 4 or x.shape[1] not in (1, 3) or x.size == 0:

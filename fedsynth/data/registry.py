@@ -44,24 +44,26 @@ class DatasetSpec:
     groups: int = 0
 
     def __post_init__(self) -> None:
+        of = f"of data set {self.name!r}"
         for field in ("channels", "height", "width", "classes", "train_size", "test_size"):
             if getattr(self, field) < 1:
+                got = getattr(self, field)
+                raise SettingError(None, field, f"{of} must be at least 1, got {got}")
+        for field in ("mean", "std"):
+            values = getattr(self, field)
+            if len(values) != self.channels:
                 raise SettingError(
-                    f"data set {self.name!r}: {field} must be at least 1, got {getattr(self, field)}"
+                    None,
+                    field,
+                    f"{of} needs one number for each of the {self.channels} channels, got {len(values)}",
                 )
-        if len(self.mean) != self.channels or len(self.std) != self.channels:
-            raise SettingError(
-                f"data set {self.name!r}: mean and std need one number for each of the {self.channels} channels, "
-                f"got {len(self.mean)} and {len(self.std)}"
-            )
-        if not all(map(math.isfinite, (*self.mean, *self.std))) or min(self.std) <= 0:
-            raise SettingError(
-                f"data set {self.name!r}: mean and std must be finite and std positive, got {self.std}"
-            )
+            if not all(map(math.isfinite, values)):
+                raise SettingError(None, field, f"{of} must be finite, got {values}")
+        if min(self.std) <= 0:
+            raise SettingError(None, "std", f"{of} must be positive, got {self.std}")
         if len(self.class_names) != self.classes:
-            raise SettingError(
-                f"data set {self.name!r}: needs {self.classes} class names, got {len(self.class_names)}"
-            )
+            got = len(self.class_names)
+            raise SettingError(None, "class_names", f"{of} must be {self.classes} names, got {got}")
 
     @property
     def image_shape(self) -> tuple[int, int, int]:
@@ -361,4 +363,4 @@ def dataset_spec(name: str) -> DatasetSpec:
     try:
         return DATASETS[name]
     except KeyError:
-        raise unknown_name("data set", name, DATASETS) from None
+        raise unknown_name("data set", name, DATASETS, "data", "dataset") from None

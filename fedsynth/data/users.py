@@ -19,7 +19,7 @@ import numpy.typing as npt
 from fedsynth.data.files import MOST_LIST_BYTES, one_line, read_regular
 from fedsynth.data.fingerprints import record_digests
 from fedsynth.data.images import ImageData, IntArray
-from fedsynth.errors import DataError, DataFilesCorruptError, PartitionError
+from fedsynth.errors import DataError, DataFilesCorruptError, PartitionError, Setting, Text
 
 USERS_FILE = "users.csv"
 
@@ -53,8 +53,12 @@ def check_one_client_each(parts: Sequence[IntArray], data: ImageData) -> None:
             other = home.setdefault(user, client)
             if other != client:
                 raise PartitionError(
-                    f"clients {other} and {client} both have records of one user, who would be protected at each of them alone: divide "
-                    "the data by user (--partition natural, domain, or parts=)"
+                    Text(
+                        f"clients {other} and {client} both have records of one user, who would be "
+                        "protected at each of them alone: divide the data by user (",
+                        Setting("partition", "kind", "natural"),
+                        " or domain, or `parts` of your own)",
+                    )
                 )
 
 

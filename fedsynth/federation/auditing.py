@@ -24,7 +24,7 @@ from fedsynth.core.validation import check_choice
 from fedsynth.data.images import ImageData, from_arrays
 from fedsynth.data.partition import IntArray
 from fedsynth.data.registry import DatasetSpec, dataset_spec
-from fedsynth.errors import SettingError
+from fedsynth.errors import Setting, SettingError
 from fedsynth.federation.canaries import KINDS, Canaries
 from fedsynth.federation.client_budget import ClientBudget
 from fedsynth.federation.clients import Clients
@@ -120,7 +120,7 @@ def audit_run(
     Raises:
         SettingError, PrivacyError: no privacy settings, nothing claimed, or numbers out of range.
     """
-    check_choice("--canaries-as", canaries_as, KINDS)
+    check_choice(None, "canaries_as", canaries_as, KINDS)
     guesses = guesses_for(canaries) if guesses is None else guesses
     _check_numbers(canaries, guesses, confidence)
     run = AuditedRun(
@@ -144,26 +144,31 @@ def audit_run(
 
 def _check_numbers(canaries: int, guesses: int, confidence: float) -> None:
     if canaries < 2:
-        raise SettingError(f"an audit needs at least 2 canaries, got {canaries}")
+        raise SettingError(None, "canaries", f"must be at least 2, got {canaries}")
     if not 2 <= guesses <= canaries or guesses % 2:
         raise SettingError(
-            f"--guesses must be an even number from 2 to the {canaries} canaries, got {guesses}"
+            None,
+            "guesses",
+            f"must be an even number from 2 to the {canaries} canaries, got {guesses}",
         )
     if not 0 < confidence < 1:
-        raise SettingError(f"--confidence must be in (0, 1), got {confidence}")
+        raise SettingError(None, "confidence", f"must be in (0, 1), got {confidence}")
 
 
 def _audited(settings: RunSettings, spec: DatasetSpec | None) -> RunSettings:
     """The settings with fresh ledgers, and public sizes as they are, though none is held out."""
     if settings.privacy is None:
         raise SettingError(
-            "an audit tests a claim of differential privacy: give --dp-sigma or --dp-epsilon, or "
-            "--run FOLDER of a private run"
+            "privacy",
+            "noise_multiplier",
+            "or ",
+            Setting("privacy", "epsilon"),
+            " must be set: an audit tests a claim of differential privacy",
         )
     mechanism = settings.privacy.mechanism
     if mechanism is not None and not mechanism_facts(mechanism).guaranteed:
         raise PrivacySettingError(
-            f"--dp-mechanism {mechanism} claims no ε, so there is nothing to audit"
+            "privacy", "mechanism", "claims no ε, so there is nothing to audit", value=mechanism
         )
     found, privacy = spec or dataset_spec(settings.dataset), settings.privacy
     if privacy.ledger is not None:  # σ for what is left in the kept ledger, which is only read
@@ -232,7 +237,7 @@ class AuditedRun(Simulation):
         """
         budget = self.exchange.clients[self._client].budget
         if budget is None:
-            raise SettingError("an audit needs privacy settings")
+            raise SettingError(None, "privacy", "must be set for an audit")
         return budget
 
     def watch(self) -> None:
@@ -292,9 +297,13 @@ def settings_of_run(folder: Path, settings: RunSettings) -> RunSettings:
         sigma = float(summary["differential_privacy"]["noise_multiplier"])
         rounds = int(summary["rounds"])
     except (OSError, ValueError, KeyError, TypeError):
-        raise SettingError(f"{folder} is no folder of a finished private run") from None
+        raise SettingError(
+            None, "folder", "is no folder of a finished private run", value=folder
+        ) from None
     if settings.privacy is None or rounds < 1:
-        raise SettingError(f"the run in {folder} released nothing that could be audited")
+        raise SettingError(
+            None, "folder", "is of a run that released nothing that could be audited", value=folder
+        )
     _report(folder, settings)
     privacy = replace(settings.privacy, noise_multiplier=sigma, epsilon=None, ledger=None)
     return replace(settings, privacy=privacy, rounds=rounds)

@@ -27,6 +27,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from fedsynth.errors import Setting
 from fedsynth.privacy.errors import PrivacyError, PrivacySettingError
 from fedsynth.privacy.ledger import Guard
 from fedsynth.privacy.mechanisms import GaussianSums, Released
@@ -315,9 +316,13 @@ class ImageSums(AuditedSums):
         needed = 4 * len(canaries) * (release.dimension // groups)
         if needed > canaries.memory_bytes:
             raise PrivacySettingError(
-                f"what {len(canaries)} images contribute to one release takes "
-                f"{needed / 2**30:.1f} GiB: audit with fewer canaries, --canaries-as vectors, or more "
-                "--memory-gb"
+                None,
+                "canaries",
+                f"are too many: what {len(canaries)} images contribute to one release takes "
+                f"{needed / 2**30:.1f} GiB; audit with fewer, ",
+                Setting(None, "canaries_as", "vectors"),
+                ", or more ",
+                Setting("run", "memory_gb"),
             )
         super().__init__(release, groups, guard, secret, canaries)
 

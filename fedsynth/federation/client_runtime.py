@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fedsynth.core.client import ClientGroup, OpenClients, PrivateClients
 from fedsynth.core.context import RoundContext
@@ -23,9 +23,11 @@ from fedsynth.evaluation.accuracy import correct
 from fedsynth.federation.client_budget import ClientBudget, OpenBudget
 from fedsynth.federation.exchange import REQUEST, Evaluated, Joined, Refusal, Replies, Terms
 from fedsynth.federation.server import check_declared, check_finite
+from fedsynth.privacy.allowance import Allowance
 from fedsynth.privacy.errors import BudgetExceededError, LedgerError, RequestRefusedError
 from fedsynth.privacy.history import History
 from fedsynth.privacy.ledger import Ledger
+from fedsynth.privacy.mechanisms import GaussianSums
 from fedsynth.privacy.plans import FIRST
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.releases import USER
@@ -46,6 +48,18 @@ class OwnData:
     resident: ImageData
     records: Tensor
     held_out: Tensor
+
+
+class RefusedError(Exception):
+    """A client refuses what was asked of its group.
+
+    Attributes:
+        refusal: its answer.
+    """
+
+    def __init__(self, refusal: Refusal) -> None:
+        super().__init__(refusal.reason)
+        self.refusal = refusal
 
 
 class ClientRuntime:
@@ -149,21 +163,22 @@ class ClientRuntime:
         self, models: Mapping[str, Mapping[str, Tensor]], context: RoundContext
     ) -> Evaluated:
         """Tests models on its own test split."""
-        test = self.data.resident.subset(self.data.held_out)
+        held_out = self.data.held_out
         right = dict.fromkeys(models, 0)
-        if len(test):
+        if len(held_out):
+            test = self.data.resident.subset(held_out)
             for name, parameters in models.items():
                 model = context.load(self.personal(parameters))
                 right[name] = int(correct(model, test).sum())
-        return Evaluated(self.number, len(self.data.records), len(test), right)
+        return Evaluated(self.number, len(self.data.records), len(held_out), right)
 
 
 def view(clients: Sequence[ClientRuntime], phase: str, context: RoundContext) -> ClientGroup:
     """What a method may see of these clients in one exchange; with privacy each is charged for it.
 
     Raises:
-        BudgetExceededError: a client's cap would be exceeded: another run has charged its ledger
-            since `prepare`. The clients before it stay charged.
+        RefusedError: a client's cap would be exceeded: another run has charged its ledger since
+            `prepare`. The clients before it stay charged.
     """
     ids = [client.number for client in clients]
     resident = clients[0].data.resident
@@ -179,10 +194,22 @@ def view(clients: Sequence[ClientRuntime], phase: str, context: RoundContext) ->
         ids,
         resident,
         records,
-        [budget.authorise(context, phase) for budget in budgets],
+        [_authorised(client, phase, context) for client in clients],
         nominal_size=context.nominal_size,
         users=resident.groups if protects_users else None,
     )
+
+
+def _authorised(
+    client: ClientRuntime, phase: str, context: RoundContext
+) -> Allowance[GaussianSums]:
+    """What the client is charged for."""
+    if client.budget is None:
+        raise LedgerError(f"client {client.number} was not told the terms of a private run")
+    try:
+        return client.budget.authorise(context, phase)
+    except BudgetExceededError as error:
+        raise RefusedError(Refusal(client.number, str(error))) from None
 
 
 def step_together(
@@ -206,8 +233,8 @@ def step_together(
         results = step(message, group, [client.memory for client in clients], context)
     except RequestRefusedError as error:
         return Replies(refusals=(Refusal(numbers[0], str(error), REQUEST),))
-    except BudgetExceededError as error:
-        return Replies(refusals=(Refusal(numbers[0], str(error)),))
+    except RefusedError as error:
+        return Replies(refusals=(error.refusal,))
     replies: dict[int, Message] = {}
     for client, (reply, memory) in zip(clients, results, strict=True):
         if method.personal:  # what is tested stays with the client
@@ -223,14 +250,14 @@ def evaluate_together(
     context: RoundContext,
 ) -> list[Evaluated]:
     """`ClientRuntime.evaluate` of clients that share a device: a common model in one pass."""
-    if clients[0].method.personal:
+    tested = [len(client.data.held_out) for client in clients]
+    if clients[0].method.personal or not any(tested):
         return [client.evaluate(models, context) for client in clients]
     resident = clients[0].data.resident
     where = torch.cat([client.data.held_out for client in clients]).to(resident.labels.device)
-    tested = [len(client.data.held_out) for client in clients]
     test = resident.subset(where)
     right = {
-        name: [int(own.sum()) for own in _right(context.load(model), test).split(tested)]
+        name: [int(own.sum()) for own in correct(context.load(model), test).cpu().split(tested)]
         for name, model in models.items()
     }
     return [
@@ -242,7 +269,3 @@ def evaluate_together(
         )
         for position, client in enumerate(clients)
     ]
-
-
-def _right(model: nn.Module, test: ImageData) -> Tensor:
-    return correct(model, test).cpu() if len(test) else torch.zeros(0)

@@ -8,7 +8,7 @@ import shutil
 
 import torch
 
-from fedsynth.errors import DeviceError, SettingError, unknown_name
+from fedsynth.errors import DeviceError, Setting, SettingError, Text, unknown_value
 
 DEVICES = ("auto", "cpu", "cuda")
 
@@ -18,15 +18,20 @@ def resolve_device(name: str) -> torch.device:
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if name.split(":")[0] not in DEVICES:
-        raise unknown_name("device", name, DEVICES)
+        raise unknown_value("run", "device", name, DEVICES)
     if name != "cpu" and not torch.cuda.is_available():
         raise DeviceError(
-            f"--device {name} was asked for, but torch {torch.__version__} finds no CUDA device here; use --device cpu"
+            Text(
+                Setting("run", "device", name),
+                f" was asked for, but torch {torch.__version__} finds no CUDA device here; use ",
+                Setting("run", "device", "cpu"),
+            )
         )
     try:
         return torch.empty(0, device=name).device
     except RuntimeError as error:
-        raise DeviceError(f"--device {name} cannot be used: {str(error).splitlines()[0]}") from None
+        why = str(error).splitlines()[0]
+        raise DeviceError(Text(Setting("run", "device", name), f" cannot be used: {why}")) from None
 
 
 def check_compiler(device: torch.device) -> None:
@@ -38,13 +43,17 @@ def check_compiler(device: torch.device) -> None:
     if device.type == "cuda":
         if importlib.util.find_spec("triton") is None:
             raise SettingError(
-                "--compile on a GPU needs the triton package, which is not installed; leave it out"
+                "run",
+                "compile",
+                "on a GPU needs the triton package, which is not installed; leave it out",
             )
     elif not any(
         shutil.which(name) for name in (os.environ.get("CXX", ""), "g++", "clang++", "c++") if name
     ):
         raise SettingError(
-            "--compile needs a C++ compiler (g++ or clang++, or $CXX), and none is on the path; leave it out"
+            "run",
+            "compile",
+            "needs a C++ compiler (g++ or clang++, or $CXX), and none is on the path; leave it out",
         )
 
 

@@ -21,7 +21,7 @@ from fedsynth.errors import (
     OutputError,
     SettingError,
     UnknownNameError,
-    unknown_name,
+    unknown_value,
 )
 from fedsynth.evaluation.accuracy import accuracy
 from fedsynth.evaluation.generated import GENERATOR, in_words
@@ -101,14 +101,22 @@ def distil_files(
     """
     spec, where, kind = dataset_spec(dataset), resolve_device(device), method_class(method)
     if not issubclass(kind, DistilsWithoutData):
-        raise SettingError(f"{method} does not distil without data: use fedhydra or dense")
+        raise SettingError(
+            "run",
+            "method",
+            "does not distil without data: use fedhydra or dense",
+            value=method,
+        )
     chosen = kind.from_mapping(settings)
     if not files:
-        raise SettingError("there must be at least one model file")
+        raise SettingError(None, "files", "must name at least one model file")
     names = list(architectures) * len(files) if len(architectures) == 1 else list(architectures)
     if len(names) != len(files):
         raise SettingError(
-            f"{len(files)} model files need one architecture, or one each; got {len(architectures)}"
+            None,
+            "architectures",
+            f"must be one name for all {len(files)} model files, or one each; got "
+            f"{len(architectures)}",
         )
     models = [
         _read(file, _network(name, size, spec, seed)).to(where).eval()
@@ -142,7 +150,7 @@ def _network(name: str, size: tuple[int, int, str], spec: DatasetSpec, seed: int
     width, depth, norm = size
     own = ModelSettings(name).norm
     if norm and norm not in NORMS:
-        raise unknown_name("norm", norm, NORMS)
+        raise unknown_value("model", "norm", norm, NORMS)
     try:
         settings = ModelSettings(name, width, depth, norm or own)
     except UnknownNameError:  # this architecture has no such norm: its own

@@ -11,7 +11,7 @@ import torch
 from fedsynth.core.context import Compute, Federation, RoundContext
 from fedsynth.data.partition import clients_or_groups
 from fedsynth.data.registry import DatasetSpec, dataset_spec
-from fedsynth.errors import SettingError
+from fedsynth.errors import Setting, SettingError
 from fedsynth.federation.clients import planned_ledgers
 from fedsynth.federation.devices import memory_bytes
 from fedsynth.federation.privacy_plan import PrivacyPlan
@@ -20,6 +20,7 @@ from fedsynth.models.registry import build_client_models, build_model
 from fedsynth.privacy.errors import PrivacySettingError
 from fedsynth.privacy.mechanism_facts import mechanism_facts
 from fedsynth.privacy.plots import line_plot
+from fedsynth.privacy.settings import needs_a_budget
 
 LONG, LONGEST = 200_000, 10_000_000
 """Rounds with partial participation whose draw is announced; the most that are drawn for a plan."""
@@ -121,9 +122,12 @@ def long_draw(settings: RunSettings) -> str | None:
     seconds = settings.rounds * DRAW_SECONDS
     if settings.rounds > LONGEST:
         raise SettingError(
-            f"a plan draws who takes part in each round, and for {settings.rounds:,} rounds that takes "
-            f"some {seconds / 3600:,.1f} hours: plan for at most {LONGEST:,} rounds, or for "
-            "participation 1, which is an upper bound"
+            "run",
+            "rounds",
+            f"must be at most {LONGEST:,} for a plan, which draws who takes part in each round, and "
+            f"for {settings.rounds:,} of them takes some {seconds / 3600:,.1f} hours; or plan with ",
+            Setting("run", "participation", "1"),
+            ", which is an upper bound",
         )
     return f"drawing who takes part in each of {settings.rounds:,} rounds: some {seconds:.0f} s"
 
@@ -157,12 +161,20 @@ def make_plans(
     method = resolve({**given, "privacy": {}}).method
     names = [name for name in method.protects if mechanism_facts(name).guaranteed]
     if not names:
-        raise SettingError(f"{method.name} cannot run with differential privacy: {method.refusal}")
+        raise SettingError(
+            "run",
+            "method",
+            f"cannot run with differential privacy: {method.refusal}",
+            value=method.name,
+        )
     if "mechanism" in privacy:
         names = [str(privacy["mechanism"])]
     if not all(mechanism_facts(name).guaranteed for name in names):
         raise PrivacySettingError(
-            f"mechanism {names[0]} gives no guarantee, so there is nothing to plan"
+            "privacy",
+            "mechanism",
+            "gives no guarantee, so there is nothing to plan",
+            value=names[0],
         )
     plans: list[Plan] = []
     for name in names:
@@ -170,9 +182,7 @@ def make_plans(
         if (words := long_draw(settings)) is not None and not plans:
             note(words)
         if settings.privacy is None:
-            raise PrivacySettingError(
-                "a plan needs a budget (--epsilon) or a noise multiplier (--sigma)"
-            )
+            raise needs_a_budget()
         # a cap beside σ would only cut the table: the plan shows where the budget goes
         free = (
             replace(settings.privacy, epsilon=None)

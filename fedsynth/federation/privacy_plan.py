@@ -16,7 +16,7 @@ from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import privacy_of_fields
 from fedsynth.core.method import Method
 from fedsynth.data.registry import DatasetSpec
-from fedsynth.errors import SettingError, unknown_name
+from fedsynth.errors import Setting, SettingError, Text, unknown_value
 from fedsynth.federation.participation import Participation
 from fedsynth.federation.planned_rounds import PlannedEpsilon, shown_rounds
 from fedsynth.federation.settings import RunSettings
@@ -71,17 +71,21 @@ class PrivacyPlan:
         """
         given, method, spec = settings.privacy, settings.method, context.spec
         if given is None:
-            raise SettingError("a private run needs privacy settings")
+            raise SettingError(None, "privacy", "must be set for a private run")
         check_method(method)
         _refuse_own_proxy(method, spec)
         mechanism = given.mechanism or method.protects[0]
         if mechanism not in method.protects:
-            raise unknown_name(f"--dp-mechanism for {method.name}", mechanism, method.protects)
+            raise unknown_value(
+                "privacy", "mechanism", mechanism, method.protects, f" for {method.name}"
+            )
         most = spec.train_size if given.max_records is None else given.max_records
         if most < spec.train_size:
             raise PrivacySettingError(
-                f"--dp-max-records {most} is below the {spec.train_size} records that the data set "
-                "declares"
+                "privacy",
+                "max_records",
+                f"is below the {spec.train_size} records that the data set declares",
+                value=most,
             )
         check_delta(given.delta, most)
         privacy = replace(given, mechanism=mechanism)
@@ -112,9 +116,13 @@ class PrivacyPlan:
         reasons = plan.reasons(plan.histories)
         if plan.facts.guaranteed and privacy.epsilon is not None and reasons:
             raise UnaccountedReleaseError(
-                f"ε = {privacy.epsilon:g} cannot be kept to: a ledger in {privacy.ledger} holds a "
-                f"release without any guarantee ({reasons[0]}), which nothing takes back; with "
-                "--dp-sigma alone the run adds noise and states no ε"
+                Text(
+                    f"ε = {privacy.epsilon:g} cannot be kept to: a ledger in {privacy.ledger} "
+                    f"holds a release without any guarantee ({reasons[0]}), which nothing takes "
+                    "back; with ",
+                    Setting("privacy", "noise_multiplier"),
+                    " alone the run adds noise and states no ε",
+                )
             )
         if privacy.noise_multiplier is None:
             privacy = replace(privacy, noise_multiplier=plan._calibrated())
@@ -142,7 +150,9 @@ class PrivacyPlan:
             SettingError: it is not found yet (`checked`).
         """
         if self.privacy.noise_multiplier is None:
-            raise SettingError("this plan has no noise multiplier yet: no client has joined")
+            raise SettingError(
+                "privacy", "noise_multiplier", "is not found yet: no client has joined"
+            )
         return self.privacy.noise_multiplier
 
     @property
@@ -344,6 +354,10 @@ def check_method(method: Method) -> None:
 def _refuse_own_proxy(method: Method, spec: DatasetSpec) -> None:
     if getattr(method, "proxy", "") == spec.name:
         raise UnaccountedReleaseError(
-            f"{method.name} cannot distil on {spec.name} with differential privacy: those are the "
-            "clients' own images; name public ones (--set proxy=noise, or another data set)"
+            Text(
+                f"{method.name} cannot distil on {spec.name} with differential privacy: those are "
+                "the clients' own images; name public ones (",
+                Setting("method", "proxy", "noise"),
+                ", or another data set)",
+            )
         )

@@ -17,6 +17,7 @@ from typing import Any
 from fedsynth.core.messages import privacy_of_fields
 from fedsynth.data.partition import clients_or_groups
 from fedsynth.data.registry import is_published
+from fedsynth.errors import Setting, Text
 from fedsynth.federation.privacy_plan import PrivacyPlan
 from fedsynth.federation.settings import RunSettings
 from fedsynth.privacy.history import History
@@ -84,9 +85,13 @@ def _of_the_cap(plan: PrivacyPlan, planned: float) -> list[str]:
         if planned <= WEAK:
             return []
         return [
-            f"  warning: ε = {up(planned, 3)} is a weak guarantee: one example may change the odds "
-            f"of any outcome by a factor of e^{planned:.0f}; a smaller one: --dp-epsilon 8 in "
-            "place of --dp-sigma"
+            Text(
+                f"  warning: ε = {up(planned, 3)} is a weak guarantee: one example may change the "
+                f"odds of any outcome by a factor of e^{planned:.0f}; a smaller one: ",
+                Setting("privacy", "epsilon", "8"),
+                " in place of ",
+                Setting("privacy", "noise_multiplier"),
+            )
         ]
     if planned <= cap * (1 + 1e-9):
         return []

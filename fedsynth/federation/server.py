@@ -15,7 +15,7 @@ from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message
 from fedsynth.core.method import Method
 from fedsynth.core.state import ServerState
-from fedsynth.errors import DivergedError
+from fedsynth.errors import DivergedError, Setting, Text
 from fedsynth.privacy.plans import FIRST
 
 
@@ -100,7 +100,10 @@ def check_finite(tensors: Mapping[str, Tensor], whose: str, number: int) -> None
     for name, tensor in tensors.items():
         if not bool(torch.isfinite(tensor).all()):
             raise DivergedError(
-                f"round {number}: {name} of the {whose} is not finite: its optimisation diverged; "
-                "lower the learning rate (--set image_lr=…, lr=… or server_lr=…) or use a smaller "
-                "--depth"
+                Text(
+                    f"round {number}: {name} of the {whose} is not finite: its optimisation "
+                    "diverged; lower the learning rate (the method's image_lr, lr or server_lr) or "
+                    "use a smaller ",
+                    Setting("model", "depth"),
+                )
             )

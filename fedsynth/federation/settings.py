@@ -11,54 +11,35 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from types import UnionType
-from typing import Any, TypeVar, get_args, get_type_hints
+from typing import Any, ClassVar
 
 from fedsynth.core.method import Method
-from fedsynth.core.validation import check_choice, convert
+from fedsynth.core.validation import (
+    check_choices,
+    check_ranges,
+    converted,
+    field_types,
+    from_mapping,
+)
 from fedsynth.data.files import expanded
 from fedsynth.data.partition import PartitionSettings
 from fedsynth.data.registry import dataset_spec
-from fedsynth.errors import SettingError, unknown_name
+from fedsynth.errors import Setting, SettingError, unknown_name
 from fedsynth.methods import method_class
 from fedsynth.models.registry import ModelSettings
 from fedsynth.privacy.settings import PrivacySettings, ledger_setting
 
 SECTIONS = ("run", "data", "partition", "model", "method", "privacy")
 
-# For the embedded 8×8 digits: a model that such images can feed, and few enough releases that σ = 3 means ε < 10. Found on the digits,
-# which are public.
-_SHORT_DISTILLATION: Mapping[str, Any] = {
-    "batch": 32, "local_epochs": 20, "server_epochs": 40, "generator_steps": 10, "generator_width": 8, "generator_batch": 64,
-    "generator_lr": 0.01, "replay": True, "start": "average",
-}  # fmt: skip
-_SMALL_BATCHES = (
-    "fedavg", "fedavgm", "fedbn", "feddyn", "fedfa-plus", "fedfm", "fedfm-lite", "fedgen", "fedgkd", "fednova", "fedprox", "moon",
-    "qffl", "scaffold", "solo",
-)  # fmt: skip
-DIGITS_PRESET: Mapping[str, Mapping[str, Any]] = {
-    "run": {"rounds": 3},
-    "partition": {"clients": 5},
-    "model": {"width": 32, "depth": 2},
-    "feddm": {"iterations": 10, "image_lr": 5.0, "server_epochs": 60},
-    "fedaf": {
-        "ipc": 10,
-        "iterations": 10,
-        "image_lr": 5.0,
-        "image_momentum": 0.0,
-        "server_epochs": 60,
-        "server_lr": 0.01,
-    },
-    "real": {"server_epochs": 60},
-    "feddf": {"batch": 32, "local_epochs": 20, "server_steps": 300, "proxy": "noise"},
-    "dense": _SHORT_DISTILLATION,
-    "fedhydra": {**_SHORT_DISTILLATION, "stratification_steps": 15, "stratification_batch": 16},
-    **{name: {"batch": 32} for name in _SMALL_BATCHES},
-    "fedkf": {"batch": 32, "lr": 0.2, "generator_width": 8, "generator_batch": 32},
-}
+# What a data set changes beside the method; what it changes of a method's settings stands with the
+# method (`Method.presets`). For the embedded 8×8 digits: a model that such images can feed, and few
+# enough releases that σ = 3 means ε < 10. Found on the digits, which are public.
 PRESETS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
-    "digits": DIGITS_PRESET,
-    "cifar100": {"feddm": {"ipc": 5}, "real": {"ipc": 5}},
+    "digits": {
+        "run": {"rounds": 3},
+        "partition": {"clients": 5},
+        "model": {"width": 32, "depth": 2},
+    },
     "synthetic": {"partition": {"kind": "natural", "clients": 30}, "model": {"name": "linear"}},
     "femnist": {"partition": {"kind": "natural"}},
     "office-caltech-10": {"partition": {"kind": "domain", "clients": 4}},
@@ -71,7 +52,6 @@ _KINDS: Mapping[str, tuple[type, str]] = {
     "model": (ModelSettings, "ModelSettings(width=64)"),
     "privacy": (PrivacySettings, "PrivacySettings(epsilon=8.0)"),
 }
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -92,6 +72,8 @@ class RunSettings:
         ledger: without privacy, the folder of the clients' kept ledgers, which then say that no
             later run on the same data can have an ε. With privacy the folder is named there.
     """
+
+    section: ClassVar[str] = "run"  # of a config file; data set, partition, … have their own
 
     method: Method
     dataset: str = "digits"
@@ -114,39 +96,63 @@ class RunSettings:
         if self.ledger is not None:
             if self.privacy is not None:
                 raise SettingError(
-                    "with privacy the ledgers' folder is PrivacySettings(ledger=...)"
+                    None,
+                    "RunSettings.ledger",
+                    "is that of a run without privacy; with privacy it is ",
+                    Setting("privacy", "ledger"),
                 )
             object.__setattr__(self, "ledger", _folder(ledger_setting(self.ledger)))
         for name, (kind, example) in _KINDS.items():
             value = getattr(self, name)
             if not (isinstance(value, kind) or (name == "privacy" and value is None)):
-                raise SettingError(f"{name} must be an object such as {example}, got {value!r}")
-        if self.rounds < 1 or self.evaluate_every < 1:
-            raise SettingError(
-                f"rounds and evaluate_every must be at least 1, got {self.rounds} and {self.evaluate_every}"
-            )
+                raise SettingError(
+                    None, name, f"must be an object such as {example}, got {value!r}"
+                )
+        check_ranges(self, rounds=(1, math.inf), evaluate_every=(1, math.inf))
         if self.memory_gb is not None and not 0 < self.memory_gb < math.inf:
-            raise SettingError(f"memory_gb must be above 0, got {self.memory_gb}")
+            raise SettingError("run", "memory_gb", f"must be above 0, got {self.memory_gb}")
         if not 0 < self.participation <= 1:
-            raise SettingError(f"participation must be in (0, 1], got {self.participation}")
-        check_choice("sampling", self.sampling, ("uniform", "size"))
-        if self.sampling == "size" and self.privacy is not None:
             raise SettingError(
-                "sampling by size shows how many examples a client has: use sampling=uniform with differential privacy"
+                "run", "participation", f"must be in (0, 1], got {self.participation}"
             )
-        if self.sampling == "size" and self.participation == 1:
+        check_choices(self, sampling=("uniform", "size"), precision=("fp32", "bf16"))
+        if self.sampling == "size":
+            self._check_sampling_by_size()
+        if self.model.client_names:
+            self._check_client_models()
+
+    def _check_sampling_by_size(self) -> None:
+        if self.privacy is not None:
             raise SettingError(
-                "sampling by size draws some of the clients: it needs a participation below 1"
+                "run",
+                "sampling",
+                "must be uniform with differential privacy: sampling by size shows how many "
+                "examples a client has",
             )
-        if self.model.client_names and not self.method.heterogeneous:
+        if self.participation == 1:
             raise SettingError(
-                f"{self.method.name} needs one architecture for all: leave --client-models out"
+                "run",
+                "sampling",
+                "by size draws some of the clients: it needs ",
+                Setting("run", "participation"),
+                " below 1",
             )
-        if self.model.client_names and self.rounds > 1:
+
+    def _check_client_models(self) -> None:
+        if not self.method.heterogeneous:
             raise SettingError(
-                "clients of their own architectures cannot start from the server's model: use one round, --rounds 1"
+                "model",
+                "clients",
+                f"must be left out: {self.method.name} needs one architecture for all",
             )
-        check_choice("precision", self.precision, ("fp32", "bf16"))
+        if self.rounds > 1:
+            raise SettingError(
+                "model",
+                "clients",
+                "needs one round (",
+                Setting("run", "rounds", "1"),
+                "): clients of their own architectures cannot start from the server's model",
+            )
 
     @property
     def resolved_partition(self) -> PartitionSettings:
@@ -187,43 +193,36 @@ class RunSettings:
         return {name: values for name, values in plain.items() if values}
 
 
+_OTHER_SECTIONS = ("method", "dataset", "data_root", "partition", "model", "privacy", "ledger")
 RUN_KINDS: Mapping[str, type] = {
-    "rounds": int,
-    "seed": int,
-    "device": str,
-    "precision": str,
-    "compile": bool,
-    "memory_gb": float,
-    "evaluate_every": int,
-    "participation": float,
-    "sampling": str,
+    name: kind for name, kind in field_types(RunSettings).items() if name not in _OTHER_SECTIONS
 }
+"""The fields of `RunSettings` that stand in the section "run", with their types."""
 
 
 def _of_the_method(method: type[Method], values: Mapping[str, Any]) -> Mapping[str, Any]:
     """The values, unless one is no setting of the method but of another section: then that is said."""
-    types = {"partition": PartitionSettings, "model": ModelSettings, "privacy": PrivacySettings}
     homes = {**{key: "run" for key in RUN_KINDS}, "dataset": "data", "data_root": "data"}
-    for section, kind in types.items():
-        homes.update(
-            {field.name: section for field in dataclasses.fields(kind) if field.name not in homes}
-        )
-    known = {field.name for field in dataclasses.fields(method)}
+    for kind in (PartitionSettings, ModelSettings, PrivacySettings):
+        homes.update({f.name: kind.section for f in fields(kind) if f.name not in homes})
+    known = {field.name for field in fields(method)}
     for key in values:
         if key not in known and key in homes:
+            there = Setting(homes[key], key)
             raise SettingError(
-                f"{key} is no setting of {method.name} but of [{homes[key]}]: --set {homes[key]}.{key}=…"
+                "method", key, f"is no setting of {method.name}, but ", there, " is one"
             )
     return values
 
 
-def preset_of(dataset: str, method: str) -> dict[str, dict[str, Any]]:
+def preset_of(dataset: str, method: type[Method]) -> dict[str, dict[str, Any]]:
     """The defaults that a data set changes, as sections of settings."""
-    preset = PRESETS.get(dataset.partition("(")[0], {})  # synthetic(1,1) and all its kind have one
-    sections = {
-        name: dict(preset[name]) for name in ("run", "partition", "model") if name in preset
-    }
-    return {**sections, **({"method": dict(preset[method])} if method in preset else {})}
+    family = dataset.partition("(")[0]  # synthetic(1,1) and all its kind have one preset
+    sections = {name: dict(values) for name, values in PRESETS.get(family, {}).items()}
+    own: dict[str, Any] = {}
+    for cls in reversed(method.__mro__):  # bases first
+        own.update(vars(cls).get("presets", {}).get(family, {}))
+    return {**sections, "method": own} if own else sections
 
 
 def resolve(
@@ -250,7 +249,7 @@ def resolve(
     name, dataset = str(run.pop("method", "feddm")), str(data.pop("dataset", "digits"))
     method = own_method or method_class(name)
     dataset = own_data or dataset_spec(dataset).name
-    preset = preset_of(dataset, name) if own_data is None else {}
+    preset = preset_of(dataset, method) if own_data is None else {}
     run = {**preset.get("run", {}), **run}
     partition = {**preset.get("partition", {}), **given.get("partition", {})}
     privacy = dict(given.get("privacy", {}))
@@ -259,20 +258,16 @@ def resolve(
     root = data.pop("data_root", None)
     if data:
         raise unknown_name("setting of data", next(iter(data)), ("dataset", "data_root"))
-    values = {}
-    for key, value in run.items():
-        if key not in RUN_KINDS:
-            raise unknown_name("setting of run", key, ("method", *RUN_KINDS))
-        values[key] = convert(f"run.{key}", value, RUN_KINDS[key])
+    values = converted("run", run, RUN_KINDS, "run")
     return RunSettings(
         method=method.from_mapping(
             {**preset.get("method", {}), **_of_the_method(method, given.get("method", {}))}
         ),
         dataset=dataset,
         data_root=expanded(str(root)).absolute() if root else None,
-        partition=_build(PartitionSettings, "partition", partition),
-        model=_build(ModelSettings, "model", {**preset.get("model", {}), **given.get("model", {})}),
-        privacy=_build(PrivacySettings, "privacy", privacy) if privacy else None,
+        partition=from_mapping(PartitionSettings, partition),
+        model=from_mapping(ModelSettings, {**preset.get("model", {}), **given.get("model", {})}),
+        privacy=from_mapping(PrivacySettings, privacy) if privacy else None,
         ledger=None if ledger is None else _folder(ledger_setting(str(ledger))),
         **values,
     )
@@ -280,20 +275,6 @@ def resolve(
 
 def _folder(ledger: Path | str) -> Path | None:
     return ledger if isinstance(ledger, Path) else None
-
-
-def _build(cls: type[T], section: str, values: Mapping[str, Any]) -> T:
-    """A settings dataclass from text or plain values, converted to the fields' types."""
-    hints = get_type_hints(cls)
-    known = [f.name for f in fields(cls)]  # type: ignore[arg-type]
-    converted = {}
-    for key, value in values.items():
-        if key not in known:
-            raise unknown_name(f"setting of {section}", key, known)
-        kind = hints[key]
-        kind = get_args(kind)[0] if isinstance(kind, UnionType) else kind
-        converted[key] = convert(f"{section}.{key}", value, kind)
-    return cls(**converted)
 
 
 def _plain(value: Any) -> Any:

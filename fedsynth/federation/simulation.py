@@ -33,7 +33,7 @@ from fedsynth.data.load import load_dataset
 from fedsynth.data.partition import GIVEN, IntArray, check_parts, count_matrix, hold_out, partition
 from fedsynth.data.registry import DatasetSpec, is_published
 from fedsynth.data.users import bounded, check_one_client_each
-from fedsynth.errors import DataError
+from fedsynth.errors import DataError, Setting, Text
 from fedsynth.federation import privacy_words
 from fedsynth.federation.client_runtime import ClientRuntime, OwnData
 from fedsynth.federation.clients import Clients
@@ -59,6 +59,11 @@ from fedsynth.privacy.report import ReportContext, build_report, write_report
 from fedsynth.privacy.settings import NO_LEDGER
 from fedsynth.synthesizer.condensation.sets import SyntheticSet
 
+UNPROTECTED = Text(
+    "no differential privacy: what clients send is not protected (",
+    Setting("privacy", "epsilon"),
+    " protects it)",
+)
 Counts = npt.NDArray[np.int64]
 NO_LATER_EPSILON = "no run on these data can have an ε afterwards"
 
@@ -159,7 +164,7 @@ def _checked_data(given: tuple[ImageData, ImageData | None]) -> tuple[ImageData,
 def _kind_of_test(spec: DatasetSpec, test: ImageData | None, declared: str | None) -> str:
     """What the test images are: "public", "private" or "none"."""
     if declared is not None:
-        check_choice("test", declared, (PUBLIC, PRIVATE))
+        check_choice(None, "test", declared, (PUBLIC, PRIVATE))
     if test is None:
         return NO_TEST
     return declared or (PUBLIC if is_published(spec) else PRIVATE)
@@ -169,9 +174,10 @@ def _require_a_ledger(settings: RunSettings, spec: DatasetSpec) -> None:
     """Own data are not public unless their owner says so: all runs on them have to be counted."""
     if settings.privacy is not None and settings.privacy.ledger is None and not is_published(spec):
         raise PrivacySettingError(
-            f"differential privacy on your own data ({spec.name!r}) needs a folder for their "
-            "ledgers, kept over all runs on them: PrivacySettings(ledger=...); or say "
-            f"ledger={NO_LEDGER!r}"
+            "privacy",
+            "ledger",
+            f"must name a folder for the ledgers of your own data ({spec.name!r}), kept over all "
+            f"runs on them; or say {NO_LEDGER!r}",
         )
 
 
@@ -250,8 +256,12 @@ class Simulation:
         )
         if self.method.personal and not settings.partition.local_test:
             headline.append(
-                f"warning: {self.method.name}'s clients keep models of their own, which nothing "
-                "tests here (--local-test 0.2)"
+                Text(
+                    f"warning: {self.method.name}'s clients keep models of their own, which "
+                    "nothing tests here (",
+                    Setting("partition", "local_test", "0.2"),
+                    ")",
+                )
             )
         for line in headline:
             observer.note(line)
@@ -276,7 +286,9 @@ class Simulation:
             PrivacySettingError: the run is not private.
         """
         if self.terms.plan is None:
-            raise PrivacySettingError("this run has no differential privacy, and so no plan")
+            raise PrivacySettingError(
+                None, "privacy", "is not set: this run has no differential privacy, and so no plan"
+            )
         return self.terms.plan
 
     def _clients(self, clients: Clients, train: ImageData, parts: list[Tensor]) -> InProcess:
@@ -350,9 +362,7 @@ class Simulation:
     def _headline(self) -> list[str]:
         if self._private:
             return privacy_words.headline(self.plan)
-        lines = [
-            "no differential privacy: what clients send is not protected (--dp-epsilon protects it)"
-        ]
+        lines: list[str] = [UNPROTECTED]
         if self.settings.ledger is not None:
             lines.append(f"  the ledgers in {self.settings.ledger} say so: {NO_LATER_EPSILON}")
         return lines
@@ -374,13 +384,14 @@ class Simulation:
         missing = sorted(set(range(context.spec.classes)) - sent) if sets else []
         if missing:
             names = ", ".join(context.spec.class_names[c] for c in missing)
-            why = "no client has min_examples examples of it (--set min_examples=1)"
+            enough = Setting("method", "min_examples", "1")
+            why = Text("no client has min_examples examples of it (", enough, ")")
             if self._private and self.plan.facts.guaranteed:
-                why = (
+                why = Text(
                     "no client's released count of it is clearly above the counts' noise "
                     "(a larger budget helps)"
                 )
-            self.observer.note(f"warning: nobody sends images of {names}: {why}")
+            self.observer.note(Text(f"warning: nobody sends images of {names}: ", why))
 
     def _record(self, context: RoundContext, started: float) -> None:
         """The round's row."""

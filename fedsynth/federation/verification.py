@@ -23,7 +23,7 @@ import torch
 from fedsynth.core.context import RoundContext
 from fedsynth.core.method import Method
 from fedsynth.data.registry import DatasetSpec, dataset_spec
-from fedsynth.errors import FedsynthError, UnknownNameError
+from fedsynth.errors import FedsynthError, Setting, Text, UnknownNameError
 from fedsynth.federation import privacy_words
 from fedsynth.federation.clients import data_set_id
 from fedsynth.federation.planning import public_context
@@ -583,8 +583,11 @@ def unfinished_report(
         files, _ = _ledger_files(folder, run, ledger)
         if files is None:
             raise PrivacyError(
-                f"the run's ledgers are not where {folder / 'config.toml'} says: give their folder "
-                "with --ledger"
+                Text(
+                    f"the run's ledgers are not where {folder / 'config.toml'} says: give their "
+                    "folder with ",
+                    Setting(None, "ledger"),
+                )
             )
         start = run.start["ledgers"]
         held = [read_ledger(files / f"{client}.jsonl").history() for client in start]

@@ -1,39 +1,37 @@
-"""Methods by name. The registry holds strings, so that listing methods imports neither torch nor any method."""
+"""Methods by name. Listing them imports neither torch nor any method; `registry.py` has the list."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from importlib import import_module
+from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from fedsynth.errors import unknown_name
+from fedsynth.lazily import homes
 
 if TYPE_CHECKING:
     from fedsynth.core.method import Method
 
-METHODS = {
-    "feddm": "fedsynth.methods.feddm:FedDM",
-    "fedaf": "fedsynth.methods.fedaf:FedAF",
-    "fedavg": "fedsynth.methods.fedavg:FedAvg",
-    "fedavgm": "fedsynth.methods.fedavgm:FedAvgM",
-    "fedbn": "fedsynth.methods.fedbn:FedBN",
-    "feddyn": "fedsynth.methods.feddyn:FedDyn",
-    "fedfm": "fedsynth.methods.fedfm:FedFM",
-    "fedfm-lite": "fedsynth.methods.fedfm:FedFMLite",
-    "fedgen": "fedsynth.methods.fedgen:FedGen",
-    "fedfa-plus": "fedsynth.methods.fedfa_plus:FedFAPlus",
-    "fedgkd": "fedsynth.methods.fedgkd:FedGKD",
-    "fednova": "fedsynth.methods.fednova:FedNova",
-    "fedprox": "fedsynth.methods.fedprox:FedProx",
-    "moon": "fedsynth.methods.moon:Moon",
-    "qffl": "fedsynth.methods.qffl:QFFL",
-    "scaffold": "fedsynth.methods.scaffold:Scaffold",
-    "solo": "fedsynth.methods.solo:Solo",
-    "dense": "fedsynth.methods.dense:Dense",
-    "feddf": "fedsynth.methods.feddf:FedDF",
-    "fedhydra": "fedsynth.methods.fedhydra:FedHydra",
-    "fedkf": "fedsynth.methods.fedkf:FedKF",
-    "real": "fedsynth.methods.real:Real",
-}
+CLASSES: Mapping[str, str] = MappingProxyType(homes(Path(__file__).with_name("registry.py")))
+"""A registered class: its module."""
+
+
+def name_of(class_name: str) -> str:
+    """The name of a method with this class.
+
+    >>> name_of("FedDM"), name_of("FedFMLite")
+    ('feddm', 'fedfm-lite')
+    """
+    return re.sub(r"(?<=[A-Z])(?=[A-Z][a-z])", "-", class_name).lower()
+
+
+METHODS: Mapping[str, str] = MappingProxyType(
+    {name_of(name): f"{module}:{name}" for name, module in CLASSES.items()}
+)
+"""A method's name: its module and class."""
 
 
 def method_class(name: str) -> type[Method]:
@@ -44,7 +42,7 @@ def method_class(name: str) -> type[Method]:
     """
     name = name.lower()
     if name not in METHODS:
-        raise unknown_name("method", name, METHODS)
+        raise unknown_name("method", name, METHODS, "run", "method")
     module, _, attribute = METHODS[name].partition(":")
     found: Any = getattr(import_module(module), attribute)
     return found  # type: ignore[no-any-return]

@@ -8,16 +8,30 @@ average on all images made so far.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
 from fedsynth.core.context import RoundContext
+from fedsynth.core.method import Presets
+from fedsynth.core.validation import check_choices
+from fedsynth.errors import SettingError
 from fedsynth.evaluation.generated import GENERATOR, average, describe
 from fedsynth.methods.shared.ensemble import DistilsEnsemble, EnsembleState
 from fedsynth.synthesizer.generation.ensembles import Aggregate, average_of_logits
-from fedsynth.synthesizer.generation.many_teachers import OneShotDistillation
+from fedsynth.synthesizer.generation.many_teachers import IMAGES, OneShotDistillation
+
+_OWN_NAMES = {
+    "epochs": "server_epochs",
+    "batch": "generator_batch",
+    "width": "generator_width",
+    "reset": "generator_reset",
+    "images": "student_images",
+    "learning_rate": "server_lr",
+    "momentum": "server_momentum",
+}
+"""A field of `OneShotDistillation`: its name among the method's settings, where that is another."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +44,18 @@ class DistilsWithoutData(DistilsEnsemble):
             only_disagreement, student_images, replay, flips, crop, hard_weight, server_lr,
             server_momentum: see `OneShotDistillation` (λ1 is bn_weight, λ2 ad_weight, β hard_weight).
     """
+
+    presets: ClassVar[Presets] = {
+        "digits": {
+            "server_epochs": 40,
+            "generator_steps": 10,
+            "generator_width": 8,
+            "generator_batch": 64,
+            "generator_lr": 0.01,
+            "replay": True,
+            "start": "average",
+        }
+    }
 
     server_epochs: int = 200
     generator_steps: int = 30
@@ -54,32 +80,20 @@ class DistilsWithoutData(DistilsEnsemble):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_choices(self, student_images=IMAGES)
         self.distillation()
 
     def distillation(self) -> OneShotDistillation:
-        """The server's distillation, checked."""
-        return OneShotDistillation(
-            epochs=self.server_epochs,
-            generator_steps=self.generator_steps,
-            generator_lr=self.generator_lr,
-            generator_beta1=self.generator_beta1,
-            batch=self.generator_batch,
-            latent=self.latent,
-            width=self.generator_width,
-            conditional=self.conditional,
-            reset=self.generator_reset,
-            learn_noise=self.learn_noise,
-            bn_weight=self.bn_weight,
-            ad_weight=self.ad_weight,
-            only_disagreement=self.only_disagreement,
-            images=self.student_images,
-            replay=self.replay,
-            flips=self.flips,
-            crop=self.crop,
-            hard_weight=self.hard_weight,
-            learning_rate=self.server_lr,
-            momentum=self.server_momentum,
-        )
+        """The server's distillation, checked.
+
+        Raises:
+            SettingError: names the method's own setting.
+        """
+        names = {f.name: _OWN_NAMES.get(f.name, f.name) for f in fields(OneShotDistillation)}
+        try:
+            return OneShotDistillation(**{name: getattr(self, own) for name, own in names.items()})
+        except SettingError as error:
+            raise error.of("method", names[error.key]) from None
 
     def fit_student(
         self,

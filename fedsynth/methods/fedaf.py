@@ -25,9 +25,9 @@ from torch import Tensor, nn
 from fedsynth.core.client import ClientGroup, OpenClients, PrivateClients, Segments
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message, ModelParameters, released
-from fedsynth.core.method import Memory, PrivatePlan
+from fedsynth.core.method import Memory, Presets, PrivatePlan
 from fedsynth.core.state import ServerState
-from fedsynth.core.validation import check_choice, check_embedding, check_ranges
+from fedsynth.core.validation import check_choices, check_embedding, check_ranges
 from fedsynth.data.images import denormalise
 from fedsynth.methods.shared.class_sums import class_sums, sums_plans
 from fedsynth.methods.shared.union import TrainsOnUnion
@@ -149,6 +149,15 @@ class FedAF(TrainsOnUnion):
     first_upload: ClassVar[type[Message] | None] = LocalKnowledge
     state: ClassVar[type[ServerState]] = KnowledgeState
     protects: ClassVar[tuple[str, ...]] = ("residual",)
+    presets: ClassVar[Presets] = {
+        "digits": {
+            "ipc": 10,
+            "iterations": 10,
+            "image_lr": 5.0,
+            "image_momentum": 0.0,
+            "server_lr": 0.01,
+        }
+    }
 
     server_lr: float = 1e-3
     server_weight_decay: float = 0.0
@@ -202,14 +211,17 @@ class FedAF(TrainsOnUnion):
             logit_clip=(1e-9, inf),
             knowledge_noise=(1e-3, inf),
         )
-        check_choice("distance", self.distance, DISTANCES)
-        check_choice("small_class", self.small_class, SMALL_CLASS)
-        check_choice("batch_norm", self.batch_norm, ("client", "class"))
-        check_choice("matching", self.matching, MATCHINGS)
-        check_choice("knowledge_from", self.knowledge_from, ("previous-round", "first-phase"))
-        check_choice("server_matching", self.server_matching, ("minibatch", "union", "epoch"))
-        check_choice("matching_reduction", self.matching_reduction, REDUCTIONS)
-        check_choice("matching_norm", self.matching_norm, ("batch", "running"))
+        check_choices(
+            self,
+            distance=DISTANCES,
+            small_class=SMALL_CLASS,
+            batch_norm=("client", "class"),
+            matching=MATCHINGS,
+            knowledge_from=("previous-round", "first-phase"),
+            server_matching=("minibatch", "union", "epoch"),
+            matching_reduction=REDUCTIONS,
+            matching_norm=("batch", "running"),
+        )
         check_ranges(self, blur=(1e-6, inf))
 
     def client_bytes(self, context: RoundContext) -> int:

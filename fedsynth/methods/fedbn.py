@@ -34,7 +34,7 @@ def local_names(model: nn.Module) -> set[str]:
 
 @dataclass(frozen=True)
 class FedBN(TrainsLocally):
-    """Settings: see `TrainsLocally`. It is for networks with batch norm (`--norm batch`), and refuses
+    """Settings: see `TrainsLocally`. It is for networks with batch norm (`model.norm=batch`), and refuses
     others, for which it would be FedAvg with equal weights."""
 
     name: ClassVar[str] = "fedbn"
@@ -49,7 +49,9 @@ class FedBN(TrainsLocally):
     def check_model(self, model: nn.Module) -> None:
         if not local_names(model):
             raise SettingError(
-                "fedbn keeps batch norms local, and this network has none: use --norm batch"
+                "model",
+                "norm",
+                "must be batch: fedbn keeps batch norms local, and this network has none",
             )
 
     def start_model(

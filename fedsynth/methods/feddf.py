@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from fedsynth.core.context import RoundContext
+from fedsynth.core.method import Presets
 from fedsynth.core.validation import check_ranges
 from fedsynth.errors import SettingError
 from fedsynth.methods.shared.ensemble import DistilsEnsemble, EnsembleState
@@ -38,6 +39,7 @@ class FedDF(DistilsEnsemble):
         "the server distils the average of the clients' logits on public unlabelled images"
     )
     reference: ClassVar[str] = "Lin et al. 2020, FedDF, arXiv 2006.07242"
+    presets: ClassVar[Presets] = {"digits": {"server_steps": 300, "proxy": "noise"}}
 
     start: str = "average"
     proxy: str = ""
@@ -52,7 +54,9 @@ class FedDF(DistilsEnsemble):
     def check_model(self, model: nn.Module) -> None:
         if not self.proxy:
             raise SettingError(
-                "feddf needs public images: name their data set with --set proxy=NAME (noise: random pixels)"
+                "method",
+                "proxy",
+                "must name a data set of public images, or noise (random pixels), for feddf",
             )
 
     def distil(
@@ -64,7 +68,7 @@ class FedDF(DistilsEnsemble):
     ) -> EnsembleState:
         images = context.proxy
         if images is None:
-            raise SettingError("feddf needs public images (RoundContext.proxy)")
+            raise SettingError(None, "RoundContext.proxy", "must hold public images for feddf")
         for model in models:
             model.requires_grad_(False).eval()
         adam = torch.optim.Adam(student.parameters(), self.server_lr)

@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from fedsynth.core.client import ClientGroup, OpenClients, PrivateClients, Segments
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message, ModelParameters
-from fedsynth.core.method import Memory, PrivatePlan
-from fedsynth.core.validation import check_choice, check_embedding, check_ranges
+from fedsynth.core.method import Memory, Presets, PrivatePlan
+from fedsynth.core.validation import check_choices, check_embedding, check_ranges
 from fedsynth.methods.shared.union import TrainsInBall
 from fedsynth.models.batch_norm import has_batch_norm, with_grouped_statistics
 from fedsynth.privacy.dpsgd import refuse_batch_norm
@@ -101,6 +101,10 @@ class FedDM(TrainsInBall):
     reference: ClassVar[str] = "Xiong et al. 2023, FedDM, arXiv 2207.09653"
     upload: ClassVar[type[Message]] = SyntheticSet
     protects: ClassVar[tuple[str, ...]] = ("residual", "gradient", "features", "paper")
+    presets: ClassVar[Presets] = {
+        "digits": {"iterations": 10, "image_lr": 5.0},
+        "cifar100": {"ipc": 5},  # the paper's
+    }
 
     ipc: int = 10
     iterations: int = 1000
@@ -133,11 +137,14 @@ class FedDM(TrainsInBall):
             count_noise=(0.01, inf),
         )
         check_ranges(self, image_lr=(0, inf), image_momentum=(0, 1), logit_weight=(0, inf))
-        check_choice("augment", self.augment, ("none", "siamese"))
-        check_choice("perturbation", self.perturbation, READINGS)
-        check_choice("small_class", self.small_class, SMALL_CLASS)
-        check_choice("batch_norm", self.batch_norm, ("client", "class"))
-        check_choice("matching", self.matching, MATCHINGS)
+        check_choices(
+            self,
+            augment=("none", "siamese"),
+            perturbation=READINGS,
+            small_class=SMALL_CLASS,
+            batch_norm=("client", "class"),
+            matching=MATCHINGS,
+        )
         check_ranges(self, blur=(1e-6, inf))
 
     def client_bytes(self, context: RoundContext) -> int:

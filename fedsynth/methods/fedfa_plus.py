@@ -27,8 +27,8 @@ from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message, ModelParameters, public, unprotected
 from fedsynth.core.method import Memory
 from fedsynth.core.state import ServerState
-from fedsynth.core.validation import check_choice, check_embedding, check_ranges
-from fedsynth.errors import SettingError
+from fedsynth.core.validation import check_choices, check_embedding, check_ranges
+from fedsynth.errors import Setting, SettingError
 from fedsynth.methods.shared.aggregation import AveragingState, average
 from fedsynth.methods.shared.local import Task, Trained, TrainsLocally
 from fedsynth.seeding import torch_generator
@@ -96,7 +96,7 @@ class FedFAPlus(TrainsLocally):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_choice("parts", self.parts, ("both", "augmentation", "alignment"))
+        check_choices(self, parts=("both", "augmentation", "alignment"))
         check_ranges(
             self,
             probability=(0, 1),
@@ -109,7 +109,11 @@ class FedFAPlus(TrainsLocally):
         check_embedding(self.name, model)
         if self.parts != "alignment" and not getattr(model, "stage_names", ()):
             raise SettingError(
-                f"{self.name} augments feature maps after each stage: the network must name its stages (`stage_names`), or parts=alignment"
+                "model",
+                "name",
+                f"must be a network that names its stages (`stage_names`), after which {self.name} "
+                "augments feature maps; or ",
+                Setting("method", "parts", "alignment"),
             )
 
     def broadcast(self, state: StatisticsState, context: RoundContext) -> Message:

@@ -25,8 +25,8 @@ from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message, ModelParameters, public, released
 from fedsynth.core.method import Memory, Results
 from fedsynth.core.state import ServerState
-from fedsynth.core.validation import check_choice, check_embedding, check_ranges
-from fedsynth.errors import SettingError
+from fedsynth.core.validation import check_choices, check_embedding, check_ranges
+from fedsynth.errors import Setting, SettingError, Text
 from fedsynth.methods.shared.aggregation import AveragingState, average
 from fedsynth.methods.shared.class_sums import COUNTS, ClassSums, class_sums, sums_plans
 from fedsynth.methods.shared.local import Task, TrainsLocally
@@ -142,7 +142,7 @@ class FedFM(TrainsLocally):
         super().__post_init__()
         check_ranges(self, weight=(0, inf), temperature=(1e-6, inf), start_round=(1, inf))
         check_ranges(self, anchor_clip=(1e-9, inf), anchor_noise=(1e-3, inf))
-        check_choice("matching", self.matching, ("contrastive", "l2"))
+        check_choices(self, matching=("contrastive", "l2"))
 
     def check_model(self, model: nn.Module) -> None:
         check_embedding(self.name, model)
@@ -175,8 +175,13 @@ class FedFM(TrainsLocally):
     def broadcast(self, state: AnchorState, context: RoundContext) -> Message:
         if context.round == 1 and context.privacy is not None and self.weight > LOUD:
             context.note(
-                f"warning: weight = {self.weight:g} pulls features to anchors that carry privacy's noise: on the digits at ε = 8, in single "
-                "runs, 50 gave 16 % and 0.5 gave 72 %, where fedavg had 84 % (--set weight=0.5)"
+                Text(
+                    f"warning: weight = {self.weight:g} pulls features to anchors that carry "
+                    "privacy's noise: on the digits at ε = 8, in single runs, 50 gave 16 % and 0.5 "
+                    "gave 72 %, where fedavg had 84 % (",
+                    Setting("method", "weight", "0.5"),
+                    ")",
+                )
             )
         classes, width = context.spec.classes, _width(context)
         anchors = state.anchors
@@ -215,7 +220,11 @@ class FedFM(TrainsLocally):
         """DP-SGD, the sums of features, and the counts."""
         if self.start_round > 1 or self.weight == 0:
             raise SettingError(
-                f"{self.name} with differential privacy needs start_round=1 and a weight above 0: anchors are charged in every round"
+                "method",
+                "start_round",
+                f"must be 1 with differential privacy, and {self.name}'s ",
+                Setting("method", "weight"),
+                " above 0: anchors are charged in every round",
             )
         return *super().private_plans(privacy, context), *self._sums_plans(context)
 

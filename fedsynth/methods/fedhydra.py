@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from fedsynth.core.context import RoundContext
-from fedsynth.core.validation import check_choice, check_ranges
+from fedsynth.core.method import Presets
+from fedsynth.core.validation import check_choices, check_ranges
 from fedsynth.methods.dense import DistilsWithoutData
 from fedsynth.methods.shared.ensemble import EnsembleState
 from fedsynth.synthesizer.generation.ensembles import (
@@ -61,6 +62,9 @@ class FedHydra(DistilsWithoutData):
     reference: ClassVar[str] = (
         "FedHydra (one-shot, stratified aggregation), Eqs. 2 to 19 of its paper"
     )
+    presets: ClassVar[Presets] = {
+        "digits": {"stratification_steps": 15, "stratification_batch": 16}
+    }
 
     aggregation: str = "stratified"
     columns: str = "in-place"
@@ -73,10 +77,13 @@ class FedHydra(DistilsWithoutData):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_choice("aggregation", self.aggregation, ("stratified", "clients", "average"))
-        check_choice("columns", self.columns, ("in-place", "raw"))
-        check_choice("outputs", self.outputs, ("logits", "probabilities"))
-        check_choice("lessons", self.lessons, ("ensemble", "average"))
+        check_choices(
+            self,
+            aggregation=("stratified", "clients", "average"),
+            columns=("in-place", "raw"),
+            outputs=("logits", "probabilities"),
+            lessons=("ensemble", "average"),
+        )
         check_ranges(
             self,
             stratification_steps=(2, inf),

@@ -24,8 +24,8 @@ from torch import Tensor, nn
 
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message, ModelParameters, public
-from fedsynth.core.method import Memory
-from fedsynth.core.validation import check_choice, check_embedding, check_ranges
+from fedsynth.core.method import Memory, Presets
+from fedsynth.core.validation import check_choices, check_embedding, check_ranges
 from fedsynth.evaluation.generated import GENERATOR, average, describe
 from fedsynth.methods.shared.aggregation import AveragingState
 from fedsynth.methods.shared.local import Task, TrainsLocally, plain_upload
@@ -70,6 +70,9 @@ class FedKF(TrainsLocally):
         "clients distil the average of all cached models into theirs, on images of a generator of their own"
     )
     reference: ClassVar[str] = "Zhou et al. 2023, FedKF, arXiv 2207.10447"
+    presets: ClassVar[Presets] = {
+        "digits": {"lr": 0.2, "generator_width": 8, "generator_batch": 32}
+    }
 
     downlink: ClassVar[type[Message]] = TwoModels
 
@@ -89,7 +92,7 @@ class FedKF(TrainsLocally):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_choice("teacher", self.teacher, ("oca", "aca"))
+        check_choices(self, teacher=("oca", "aca"))
         check_ranges(
             self,
             distillation=(0, inf),

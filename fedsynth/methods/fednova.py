@@ -40,7 +40,7 @@ class FedNova(TrainsLocally):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.momentum >= 1:
-            raise SettingError(f"fednova needs momentum below 1, got {self.momentum}")
+            raise SettingError("method", "momentum", f"must be below 1, got {self.momentum}")
 
     def task(
         self, client: int, message: ModelParameters, memory: Memory, context: RoundContext

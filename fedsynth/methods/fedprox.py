@@ -93,7 +93,10 @@ class FedProx(TrainsLocally):
     ) -> tuple[PrivatePlan, ...]:
         if self.adaptive:
             raise SettingError(
-                "adaptive μ needs the clients' losses, which no mechanism here protects: adaptive=false with differential privacy"
+                "method",
+                "adaptive",
+                "must be false with differential privacy: an adaptive μ needs the clients' losses, "
+                "which no mechanism here protects",
             )
         return super().private_plans(privacy, context)
 

@@ -39,7 +39,7 @@ class Moon(TrainsLocally):
     Args:
         mu: weight of ℓ_con: 1 in FedAF's comparison (the paper tunes it over {0.1, 1, 5, 10}). 0 is FedAvg, weighted by n_k.
         temperature: τ, 0.5 as in the paper. The representation is the embedding; the paper's networks have a projection head there:
-            `--set model.projection=256` (for all methods of a comparison: it is a larger model, and more bytes).
+            `model.projection=256` (for all methods of a comparison: it is a larger model, and more bytes).
     """
 
     name: ClassVar[str] = "moon"

@@ -12,10 +12,10 @@ from torch import Tensor
 from fedsynth.core.client import ClientGroup, OpenClients
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message, ModelParameters, unprotected
-from fedsynth.core.method import Memory, Results
+from fedsynth.core.method import Memory, Presets, Results
 from fedsynth.core.validation import check_ranges
-from fedsynth.errors import SettingError
 from fedsynth.methods.shared.union import TrainsInBall
+from fedsynth.privacy.errors import UnaccountedReleaseError
 from fedsynth.synthesizer.condensation.sets import SyntheticSet, real_start, split_uploads
 
 
@@ -43,6 +43,7 @@ class Real(TrainsInBall):
     reference: ClassVar[str] = "Xiong et al. 2023, FedDM, Sec. 4.5, arXiv 2207.09653"
     upload: ClassVar[type[Message]] = RealImages
     refusal: ClassVar[str] = "it sends clients' own images, which no mechanism protects"
+    presets: ClassVar[Presets] = {"cifar100": {"ipc": 5}}  # the paper's
 
     ipc: int = 10
     min_examples: int = 10
@@ -60,7 +61,9 @@ class Real(TrainsInBall):
         context: RoundContext,
     ) -> Results:
         if not isinstance(clients, OpenClients):
-            raise SettingError(f"real cannot run with differential privacy: {self.refusal}")
+            raise UnaccountedReleaseError(
+                f"real cannot run with differential privacy: {self.refusal}"
+            )
         segments = clients.segments(self.min_examples)
         draw = context.round if self.resample else 0
         sets = split_uploads(

@@ -73,7 +73,10 @@ class Scaffold(TrainsLocally):
         check_ranges(self, server_lr=(0, inf), lr=(1e-12, inf))
         if self.momentum:
             raise SettingError(
-                f"scaffold takes plain steps, as option II reads its control from them: momentum must be 0, got {self.momentum}"
+                "method",
+                "momentum",
+                f"must be 0, got {self.momentum}: scaffold's option II reads its control from "
+                "plain steps",
             )
 
     def broadcast(self, state: ControlState, context: RoundContext) -> Message:

@@ -43,7 +43,9 @@ class Solo(TrainsLocally):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.final == "oca":
-            raise SettingError("solo has no common model: final=oca has no meaning here")
+            raise SettingError(
+                "method", "final", "has no meaning for solo, which has no common model", value="oca"
+            )
 
     def start_model(
         self, client: int, message: ModelParameters, memory: Memory, context: RoundContext

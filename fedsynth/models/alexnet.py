@@ -33,7 +33,10 @@ class AlexNet(nn.Module):
         channels, height, width = image_shape
         if min(height, width) < LEAST:
             raise SettingError(
-                f"alexnet needs images of at least {LEAST}×{LEAST}, got {height}×{width}"
+                "model",
+                "name",
+                f"needs images of at least {LEAST}×{LEAST}, got {height}×{width}",
+                value="alexnet",
             )
         grouped = norm == "group"
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from fedsynth.errors import SettingError, unknown_name
+from fedsynth.errors import SettingError, unknown_value
 from fedsynth.models.frozen import VectorJacobian, block_chain_vjp
 from fedsynth.models.resnet import group_norm
 
@@ -78,18 +78,20 @@ class ConvNet(nn.Module):
         norm: str = "instance",
     ) -> None:
         super().__init__()
-        if width < 1 or depth < 1:
-            raise SettingError(
-                f"a ConvNet needs width and depth of at least 1, got width {width} and depth {depth}"
-            )
+        for name, value in (("width", width), ("depth", depth)):
+            if value < 1:
+                raise SettingError("model", name, f"must be at least 1, got {value}")
         if norm not in NORMS:
-            raise unknown_name("norm", norm, NORMS)
+            raise unknown_value("model", "norm", norm, NORMS)
         channels, height, side = image_shape
         first_padding = 3 if (height, side) == (28, 28) else 1
         height, side = height + 2 * (first_padding - 1), side + 2 * (first_padding - 1)
         if min(height, side) >> depth < 1:
             raise SettingError(
-                f"depth {depth} halves a {height}×{side} image to nothing; use a smaller depth"
+                "model",
+                "depth",
+                f"halves a {height}×{side} image to nothing; use a smaller one",
+                value=depth,
             )
         blocks: list[nn.Module] = []
         for block in range(depth):

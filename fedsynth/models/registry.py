@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import inf
+from typing import ClassVar
 
 from torch import nn
 
-from fedsynth.errors import SettingError, unknown_name
+from fedsynth.core.validation import check_ranges
+from fedsynth.errors import unknown_name, unknown_value
 from fedsynth.models.alexnet import AlexNet
 from fedsynth.models.convnet import NORMS, ConvNet
 from fedsynth.models.googlenet import googlenet
@@ -81,6 +84,8 @@ class ModelSettings:
         projection: size of a projection head before the last layer (MOON: 256), whose outcome is then the embedding; 0: none.
     """
 
+    section: ClassVar[str] = "model"  # of a config file
+
     name: str = "convnet"
     width: int = 128
     depth: int = 3
@@ -90,17 +95,16 @@ class ModelSettings:
 
     def __post_init__(self) -> None:
         if self.name not in _MODELS:
-            raise unknown_name("model", self.name, _MODELS)
+            raise unknown_name("model", self.name, _MODELS, "model", "name")
         norms = _MODELS[self.name].norms
         if not self.norm:
             object.__setattr__(self, "norm", norms[0])
         if self.norm not in norms:
-            raise unknown_name(f"norm of {self.name}", self.norm, norms)
-        if self.projection < 0:
-            raise SettingError(f"projection must not be negative, got {self.projection}")
+            raise unknown_value("model", "norm", self.norm, norms, f" for {self.name}")
+        check_ranges(self, width=(1, inf), depth=(1, inf), projection=(0, inf))
         for name in self.client_names:
             if name not in _MODELS:
-                raise unknown_name("client model", name, _MODELS)
+                raise unknown_name("client model", name, _MODELS, "model", "clients")
 
     @property
     def client_names(self) -> tuple[str, ...]:

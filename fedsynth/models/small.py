@@ -49,7 +49,12 @@ class LeNet5(nn.Module):
         padding = 2 if (height, width) == (28, 28) else 0
         rows, columns = (((side + 2 * padding - 4) // 2 - 4) // 2 for side in (height, width))
         if min(rows, columns) < 1:
-            raise SettingError(f"lenet5 needs images of at least 16×16, got {height}×{width}")
+            raise SettingError(
+                "model",
+                "name",
+                f"needs images of at least 16×16, got {height}×{width}",
+                value="lenet5",
+            )
         self.conv1, self.conv2 = nn.Conv2d(channels, 6, 5, padding=padding), nn.Conv2d(6, 16, 5)
         self.pool1, self.pool2 = nn.MaxPool2d(2), nn.MaxPool2d(2)
         self.fc1, self.fc2 = nn.Linear(16 * rows * columns, 120), nn.Linear(120, 84)
@@ -89,7 +94,11 @@ class Cnn(nn.Module):
         super().__init__()
         inside, height, width = image_shape
         if min(height, width) >> len(channels) < 1:
-            raise SettingError(f"{len(channels)} blocks halve a {height}×{width} image to nothing")
+            raise SettingError(
+                "model",
+                "name",
+                f"halves a {height}×{width} image to nothing in its {len(channels)} blocks",
+            )
         layers: list[nn.Module] = []
         for outside in channels:
             layers += [
@@ -152,7 +161,12 @@ class ResNet8(nn.Module):
         super().__init__()
         channels, height, width = image_shape
         if min(height, width) < 8:
-            raise SettingError(f"resnet8 needs images of at least 8×8, got {height}×{width}")
+            raise SettingError(
+                "model",
+                "name",
+                f"needs images of at least 8×8, got {height}×{width}",
+                value="resnet8",
+            )
         self.conv, self.norm = nn.Conv2d(channels, 16, 3, 1, 1, bias=False), make_norm(norm, 16)
         self.stages = nn.Sequential(
             _Block(16, 16, 1, norm), _Block(16, 32, 2, norm), _Block(32, 64, 2, norm)

@@ -11,6 +11,8 @@ import torch
 from typer.testing import CliRunner
 
 from fedsynth.cli.app import app
+from fedsynth.methods import METHODS, method_class
+from fedsynth.methods.shared.local import TrainsLocally
 
 _LOCAL = ("--set", "local_epochs=1", "--set", "batch=128")
 _DISTIL = (
@@ -23,23 +25,7 @@ _DISTIL = (
     "generator_width=4",
 )
 SMALL: dict[str, tuple[str, ...]] = {
-    **{
-        name: _LOCAL
-        for name in (
-            "fedavgm",
-            "feddyn",
-            "fedfm",
-            "fedfm-lite",
-            "fedgkd",
-            "fednova",
-            "fedprox",
-            "moon",
-            "qffl",
-            "scaffold",
-            "solo",
-        )
-    },
-    "fedfa-plus": _LOCAL,
+    **{name: _LOCAL for name in METHODS if issubclass(method_class(name), TrainsLocally)},
     "fedgen": (*_LOCAL, "--set", "generator_steps=2"),
     "fedbn": (*_LOCAL, "--norm", "batch"),
     "fedkf": (*_LOCAL, "--set", "generator_width=4", "--set", "generator_batch=16"),
@@ -49,7 +35,6 @@ SMALL: dict[str, tuple[str, ...]] = {
     "feddm": ("--set", "iterations=1", "--set", "server_epochs=1", "--ipc", "2"),
     "fedaf": ("--set", "iterations=1", "--set", "server_epochs=1", "--ipc", "2"),
     "real": ("--set", "server_epochs=1", "--ipc", "2"),
-    "fedavg": _LOCAL,
 }
 
 

@@ -109,7 +109,7 @@ def test_an_interrupted_run_says_so(
     def interrupt(*args: object, **kwargs: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("fedsynth.federation.simulation.Simulation._round", interrupt)
+    monkeypatch.setattr("fedsynth.federation.simulation.Simulation.play", interrupt)
     run = fedsynth("train", "--device", "cpu", "--output", str(tmp_path / "out"))
     assert run.code == 130
     assert run.stderr.endswith(

@@ -119,18 +119,17 @@ def test_stragglers_and_the_adapted_mu_leave_a_trace(train: Callable[..., Any]) 
 
 
 def test_a_setting_of_another_section_is_named(fedsynth: Callable[..., Any]) -> None:
-    for given, home in (
-        ("participation=0.5", "run"),
-        ("projection=8", "model"),
-        ("missing_classes=1", "partition"),
-        ("delta=1", "privacy"),
+    for given, there in (
+        ("participation=0.5", "--participation"),
+        ("projection=8", "--set model.projection"),
+        ("missing_classes=1", "--set partition.missing_classes"),
+        ("delta=1", "--dp-delta"),
     ):
         wrong = fedsynth("train", "--method", "fedavg", "--set", given)
         assert wrong.code == 2
         key = given.partition("=")[0]
-        assert (
-            f"{key} is no setting of fedavg but of [{home}]: --set {home}.{key}=…" in wrong.stderr
-        )
+        said = f"--set method.{key} is no setting of fedavg, but {there} is one"
+        assert said in wrong.stderr
 
 
 def test_fedfms_weight_with_noisy_anchors_is_warned_of(train: Callable[..., Any]) -> None:

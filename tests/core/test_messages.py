@@ -1,4 +1,5 @@
-"""Every message of every method goes to bytes and back, and bytes that are none are refused by name."""
+"""Every message and state of every method goes to bytes and back, and bytes that are none are
+refused by name."""
 
 from __future__ import annotations
 
@@ -6,7 +7,8 @@ import json
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
-from typing import Any, get_origin, get_type_hints
+from types import NoneType, UnionType
+from typing import Any, get_args, get_origin, get_type_hints
 
 import pytest
 import torch
@@ -14,15 +16,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fedsynth.core.messages import Message, ModelParameters, public, released
+from fedsynth.core.messages import Message, ModelParameters, Packed, public, released
+from fedsynth.core.state import ServerState
 from fedsynth.errors import MessageError
 from fedsynth.methods import METHODS, method_class
+from fedsynth.methods.fedfm import AnchorState
+from fedsynth.methods.fedprox import ProxState
+from fedsynth.models.registry import ModelSettings, build_model
 
 for _name in METHODS:
     method_class(_name)
 
 
-def kinds(of: type[Message] = Message) -> Iterator[type[Message]]:
+def kinds(of: type[Packed] = Packed) -> Iterator[type[Packed]]:
     for kind in of.__subclasses__():
         if kind.__module__.startswith("fedsynth"):
             yield kind
@@ -48,44 +54,85 @@ NUMBERS = st.one_of(st.floats(allow_nan=False, allow_infinity=False), st.integer
 MAPPINGS = st.dictionaries(st.text(max_size=6), tensors(), max_size=3)
 
 
+def of_type(hint: Any, where: str) -> st.SearchStrategy[Any]:
+    """Values of a field with this annotation."""
+    if get_origin(hint) is UnionType:
+        return st.one_of([of_type(part, where) for part in get_args(hint)])
+    if hint is NoneType:
+        return st.none()
+    if hint is Tensor:
+        return tensors()
+    if get_origin(hint) is Mapping:
+        return MAPPINGS
+    assert hint in (int, float), f"{where} has no way over a wire"
+    return NUMBERS
+
+
 @st.composite
-def messages(draw: st.DrawFn, kind: type[Message]) -> Message:
+def messages(draw: st.DrawFn, kind: type[Packed]) -> Packed:
     hints = get_type_hints(kind)
-    values: dict[str, Any] = {}
-    for f in fields(kind):
-        hint = hints[f.name]
-        if hint is Tensor:
-            values[f.name] = draw(tensors())
-        elif get_origin(hint) is Mapping:
-            values[f.name] = draw(MAPPINGS)
-        else:
-            assert hint in (int, float), f"{kind.__name__}.{f.name} has no way over a wire"
-            values[f.name] = draw(NUMBERS)
-    return kind(**values)
+    names = [f.name for f in fields(kind)]
+    return kind(**{n: draw(of_type(hints[n], f"{kind.__name__}.{n}")) for n in names})
 
 
-def assert_same(a: Message, b: Message) -> None:
+def assert_same(a: Packed, b: Packed) -> None:
     assert type(a) is type(b)
     for (name, x), (other, y) in zip(a.arrays(), b.arrays(), strict=True):
         assert name == other
         assert x.dtype == y.dtype
         assert torch.equal(x, y)
     for f in fields(a):
-        if isinstance(getattr(a, f.name), int | float):
-            assert getattr(a, f.name) == getattr(b, f.name)
+        one = getattr(a, f.name)
+        other = getattr(b, f.name)
+        if isinstance(one, Mapping):
+            assert list(one) == list(other)
+        elif not isinstance(one, Tensor):
+            assert one == other
+            assert (one is None) == (other is None)
     assert a.nbytes == b.nbytes
 
 
-def test_all_methods_messages_are_known() -> None:
-    assert len(set(kinds())) >= 17
-    declared = {method_class(name).upload for name in METHODS}
-    assert declared <= set(kinds())
+def declared(name: str) -> set[type[Packed]]:
+    """What a method declares to be sent and kept."""
+    cls = method_class(name)
+    some = {cls.downlink, cls.upload, cls.first_downlink, cls.first_upload, cls.state}
+    return {kind for kind in some if kind is not None}
+
+
+def test_all_that_methods_declare_is_known_and_has_a_name_of_its_own() -> None:
+    """A type is told by its name: two with one name could be taken for each other."""
+    known = set(kinds())
+    assert set().union(*(declared(name) for name in METHODS)) <= known
+    assert len({kind.__name__ for kind in known}) == len(known)
+    assert sum(issubclass(kind, ServerState) for kind in known) >= 10
+    assert sum(issubclass(kind, Message) for kind in known) >= 17
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_first_state_comes_back(name: str) -> None:
+    """Every field but the model has a value before the first round; it is of the declared type."""
+    model = build_model(ModelSettings(width=4, depth=1, norm="batch"), (1, 8, 8), 10, 0)
+    cls = method_class(name)
+    state = cls().initial_state(model.state_dict())
+    assert type(state) is cls.state
+    assert_same(state, cls.state.from_bytes(state.to_bytes()))
+
+
+def test_what_is_moved_is_the_same_elsewhere() -> None:
+    state = AnchorState({"w": torch.ones(2)}, anchors=torch.eye(3))
+    moved = state.to("meta")
+    assert type(moved) is AnchorState
+    assert moved.known is None
+    assert moved.cache == {}
+    assert {t.device.type for _, t in moved.arrays()} == {"meta"}
+    assert_same(state.to("cpu"), state)
+    assert ProxState({}, mu=0.5).to("meta").mu == 0.5
 
 
 @pytest.mark.parametrize("kind", sorted(set(kinds()), key=lambda k: k.__name__))
 @settings(deadline=None, max_examples=30)
 @given(data=st.data())
-def test_what_is_sent_arrives(kind: type[Message], data: st.DataObject) -> None:
+def test_what_is_sent_arrives(kind: type[Packed], data: st.DataObject) -> None:
     message = data.draw(messages(kind))
     assert_same(message, kind.from_bytes(message.to_bytes()))
 
@@ -110,23 +157,28 @@ class One(Message):
 
 
 def test_what_cannot_be_sent() -> None:
-    for value in ("words", None, float("nan"), float("inf"), [torch.ones(1)]):
+    for value in ("words", float("nan"), float("inf"), [torch.ones(1)]):
         with pytest.raises(MessageError, match=r"Words\.text cannot be sent"):
             Words(value).to_bytes()
+    with pytest.raises(MessageError, match=r"Words\.text is missing"):
+        Words.from_bytes(Words(None).to_bytes())  # only a field whose default is None may be None
 
 
 GOOD = ModelParameters({"w": torch.ones(2)}, 3.0).to_bytes()
+STATE = AnchorState({"w": torch.ones(2)}, anchors=torch.eye(2)).to_bytes()
+LOSSES = ProxState({"w": torch.ones(2)}, mu=0.5).to_bytes()
 
 
-def changed(**header: Any) -> bytes:
-    """GOOD with its JSON header changed."""
-    length = struct.unpack("<Q", GOOD[:8])[0]
-    outer = json.loads(GOOD[8 : 8 + length])
+def changed(good: bytes = GOOD, version: str = "", **header: Any) -> bytes:
+    """`good` with its JSON header changed, and its version, if one is given."""
+    length = struct.unpack("<Q", good[:8])[0]
+    outer = json.loads(good[8 : 8 + length])
     inner = {**json.loads(outer["__metadata__"]["header"]), **header}
     outer["__metadata__"]["header"] = json.dumps(inner)
+    outer["__metadata__"]["fedsynth_message"] = version or outer["__metadata__"]["fedsynth_message"]
     text = json.dumps(outer).encode()
     text += b" " * (-len(text) % 8)
-    return struct.pack("<Q", len(text)) + text + GOOD[8 + length :]
+    return struct.pack("<Q", len(text)) + text + good[8 + length :]
 
 
 @pytest.mark.parametrize(("sent", "match"), [
@@ -148,20 +200,60 @@ def changed(**header: Any) -> bytes:
     (changed(keys={"parameters": ["w", "w"]}), "once each"),
     (changed(keys={"parameters": "w"}), "once each"),
     (changed(keys={}), r"ModelParameters\.parameters is missing"),
+    (changed(version="1"), "no message of fedsynth"),
+    (changed(none=None), "without its numbers"),
+    (changed(none={"weight": 1}), "without its numbers"),
+    (changed(none=["weight"]), "no field 'weight'"),
+    (changed(none=["weight"], numbers={}), r"ModelParameters\.weight is missing"),
+    (changed(none=[["weight"]]), "no field"),
+    (changed(numbers={"weight": 3, "parameters": 1}), r"parameters cannot be a int"),
+    (changed(numbers={}, keys={"parameters": ["w"], "weight": []}), r"weight cannot be a dict"),
 ])  # fmt: skip
 def test_bytes_that_are_no_such_message(sent: bytes, match: str) -> None:
     with pytest.raises(MessageError, match=match):
         ModelParameters.from_bytes(sent)
 
 
+@pytest.mark.parametrize(("kind", "sent", "match"), [
+    (AnchorState, changed(STATE, none=[]), r"AnchorState\.seen is missing"),
+    (AnchorState, changed(STATE, none=["seen", "known", "known"]), "no field 'known'"),
+    (AnchorState, changed(STATE, none=["seen", "known", "anchors"]), "no field 'anchors'"),
+    (AnchorState, changed(STATE, none=["seen", "known", "cache"]), "no field 'cache'"),
+    (AnchorState, changed(STATE, none=["seen"], numbers={"known": 1}), "known cannot be a int"),
+    (ProxState, changed(LOSSES, numbers={"mu": "1", "falls": 0}), "finite number"),
+    (ProxState, changed(LOSSES, none=["seen", "loss", "falls"]), "no field 'falls'"),
+    (ServerState, STATE, "expected a message ServerState, got 'AnchorState'"),
+])  # fmt: skip
+def test_bytes_that_are_no_such_state(kind: type[Packed], sent: bytes, match: str) -> None:
+    """None is for fields that may be None, once each, and in place of a value."""
+    with pytest.raises(MessageError, match=match):
+        kind.from_bytes(sent)
+
+
+def test_a_tensor_in_a_numbers_place_is_refused() -> None:
+    """A step reckons with what its message declares: a weight is no tensor."""
+
+    @dataclass(frozen=True)
+    class Forged(Message):
+        parameters: Mapping[str, Tensor] = released()
+        weight: Tensor = released()
+
+    forged = changed(Forged({}, torch.ones(1)).to_bytes(), type="ModelParameters")
+    with pytest.raises(MessageError, match=r"ModelParameters\.weight cannot be a Tensor"):
+        ModelParameters.from_bytes(forged)
+
+
 @settings(deadline=None, max_examples=200)
-@given(st.integers(0, len(GOOD) - 1), st.integers(0, 255))
-def test_a_changed_byte_is_refused_or_is_another_message(place: int, value: int) -> None:
+@given(st.sampled_from([(ModelParameters, GOOD), (AnchorState, STATE)]), st.data())
+def test_a_changed_byte_is_refused_or_is_another_message(
+    good: tuple[type[Packed], bytes], data: st.DataObject
+) -> None:
     """Never anything but MessageError; never more than was there."""
-    sent = bytearray(GOOD)
-    sent[place] = value
+    kind, whole = good
+    sent = bytearray(whole)
+    sent[data.draw(st.integers(0, len(whole) - 1))] = data.draw(st.integers(0, 255))
     try:
-        got = ModelParameters.from_bytes(bytes(sent))
+        got = kind.from_bytes(bytes(sent))
     except MessageError:
         return
-    assert sum(t.numel() for _, t in got.arrays()) <= len(GOOD)
+    assert sum(t.numel() for _, t in got.arrays()) <= len(whole)

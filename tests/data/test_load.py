@@ -140,7 +140,7 @@ def one_line(error: pytest.ExceptionInfo[Exception]) -> str:
 def test_no_folder_at_all() -> None:
     with pytest.raises(DataFilesMissingError) as error:
         load_dataset("mnist")
-    assert re.search("no data folder .* --data-root or FEDSYNTH_DATA", one_line(error))
+    assert re.search("no data folder .* data.data_root or FEDSYNTH_DATA", one_line(error))
 
 
 @pytest.mark.parametrize(
@@ -160,7 +160,14 @@ def test_what_was_looked_for_where_and_how_to_get_it(
     with pytest.raises(DataFilesMissingError) as error:
         load_dataset(name, tmp_path)
     text = one_line(error)
-    for part in (name, looked_for, str(tmp_path), "--download", "--data-root", "FEDSYNTH_DATA"):
+    for part in (
+        name,
+        looked_for,
+        str(tmp_path),
+        "download=True",
+        "data.data_root",
+        "FEDSYNTH_DATA",
+    ):
         assert part in text
 
 

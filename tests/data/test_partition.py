@@ -251,7 +251,7 @@ def test_unreachable_minimum_sizes_are_refused_with_advice() -> None:
         ({"dominant_share": 0.0}, r"dominant_share must be in \(0, 1\), got 0.0"),
         ({"dominant_share": 1.0}, r"dominant_share must be in \(0, 1\), got 1.0"),
         ({"dominant_share": float("nan")}, "dominant_share must be in"),
-        ({"min_size": -1}, "min_size must not be negative"),
+        ({"min_size": -1}, "min_size must be at least 0"),
     ],
 )
 def test_settings_outside_their_range(wrong: dict[str, float], message: str) -> None:

@@ -85,7 +85,7 @@ class Listener(Observer):
 def test_own_data_need_a_ledger_or_a_word(tmp_path: Path) -> None:
     """Catches: 'the data are declared public' of data that nobody declared public."""
     with pytest.raises(
-        PrivacySettingError, match=r"'scans'.* needs a folder .* or say ledger="
+        PrivacySettingError, match=r"privacy.ledger must name a folder .*'scans'.* or say 'none"
     ) as caught:
         simulate(tiny(privacy=private()), data=(scans(), None), output=tmp_path / "runs")
     assert "\n" not in str(caught.value)

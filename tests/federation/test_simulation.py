@@ -142,7 +142,7 @@ def test_real_is_refused_with_differential_privacy() -> None:
 
 def test_delta_is_checked_against_the_public_bound() -> None:
     simulate(tiny(noise_multiplier=3.0, delta=5e-4))
-    with pytest.raises(PrivacySettingError, match="1/max-records"):
+    with pytest.raises(PrivacySettingError, match=r"1 / privacy\.max_records"):
         simulate(tiny(noise_multiplier=3.0, delta=5e-4, max_records=10_000))
     for bound in (0, 1000):
         with pytest.raises(PrivacySettingError, match="below the 1438 records"):

@@ -14,6 +14,7 @@ import torch
 
 from fedsynth import FedAvg, from_arrays, load_dataset
 from fedsynth.core.context import RoundContext
+from fedsynth.federation import server
 from fedsynth.federation.in_process import InProcess
 from fedsynth.federation.settings import RunSettings, resolve
 from fedsynth.federation.simulation import RunResult, simulate
@@ -243,16 +244,14 @@ class StoppedError(Exception):
 
 def stopped(output: Path, chosen: RunSettings, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A run that ends in round 2 after the clients' releases, as a crash would end it."""
-    import fedsynth.federation.simulation as simulation
-
-    check = simulation._check_finite
+    check = server.check_finite
 
     def crash(tensors: Mapping[str, torch.Tensor], whose: str, number: int) -> None:
         if number == 2:
             raise StoppedError
         check(tensors, whose, number)
 
-    monkeypatch.setattr(simulation, "_check_finite", crash)
+    monkeypatch.setattr(server, "check_finite", crash)
     with pytest.raises(StoppedError):
         simulate(chosen, output=output)
     monkeypatch.undo()
@@ -292,7 +291,7 @@ def test_an_abandoned_runs_metrics_may_be_torn_and_its_ledgers_elsewhere(
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"round": 2, "epsi')
     kept.rename(tmp_path / "moved")
-    with pytest.raises(PrivacyError, match="--ledger"):
+    with pytest.raises(PrivacyError, match="with ledger"):
         unfinished_report(folder)
     write_report(unfinished_report(folder, ledger=tmp_path / "moved"), folder)
     assert found(folder, ledger=tmp_path / "moved") == []

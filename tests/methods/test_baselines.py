@@ -430,7 +430,7 @@ def test_fedbn_keeps_batch_norms_and_averages_the_rest(device: torch.device) -> 
     torch.testing.assert_close(
         again.get_buffer("features.1.running_mean"), mine["features.1.running_mean"]
     )
-    with pytest.raises(SettingError, match="--norm batch"):
+    with pytest.raises(SettingError, match=r"model\.norm must be batch"):
         method.check_model(Linear())
 
 

@@ -271,7 +271,7 @@ def test_feddf_moves_the_student_to_the_ensemble_on_its_proxy() -> None:
     )
     assert apart(made.parameters) < before / 2
     with pytest.raises(
-        SettingError, match="--set proxy=NAME"
+        SettingError, match=r"method\.proxy must name"
     ):  # before anything is trained or charged
         simulate(resolve({"run": {"method": "feddf", "rounds": 1}, "method": {"proxy": ""}}))
 

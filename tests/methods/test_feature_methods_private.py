@@ -194,7 +194,7 @@ def test_private_training_has_the_methods_losses() -> None:
 
 
 def test_anchors_that_nobody_uses_are_not_paid_for() -> None:
-    with pytest.raises(SettingError, match="a weight above 0"):
+    with pytest.raises(SettingError, match=r"method\.weight above 0"):
         simulate(
             resolve(
                 {

@@ -53,7 +53,7 @@ def test_the_seed_decides_and_the_global_generator_is_untouched() -> None:
 
 
 def test_bad_architectures_are_one_clear_line() -> None:
-    with pytest.raises(SettingError, match="depth 4 halves a 8×8 image to nothing"):
+    with pytest.raises(SettingError, match="depth=4 halves a 8×8 image to nothing"):
         ConvNet((1, 8, 8), 10, depth=4)
     with pytest.raises(SettingError, match="at least 1"):
         ConvNet((1, 8, 8), 10, width=0)

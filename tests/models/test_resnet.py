@@ -38,7 +38,7 @@ def test_group_norm_for_differential_privacy_and_one_channel() -> None:
 def test_norms_are_the_architectures() -> None:
     assert ModelSettings().norm == "instance"
     assert ModelSettings("resnet18").norm == "batch"
-    with pytest.raises(UnknownNameError, match="norm of resnet18"):
+    with pytest.raises(UnknownNameError, match="cannot be 'instance' for resnet18"):
         ModelSettings("resnet18", norm="instance")
     with pytest.raises(UnknownNameError, match="did you mean resnet18"):
         ModelSettings("resnet-18")

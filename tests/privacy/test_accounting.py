@@ -288,7 +288,7 @@ def test_calibration_with_a_fixed_release_beside() -> None:
 
 def test_ill_posed_calibration() -> None:
     for target in (0.0, -1.0, math.inf, math.nan):
-        with pytest.raises(PrivacySettingError, match="target epsilon"):
+        with pytest.raises(PrivacySettingError, match=r"privacy\.epsilon must"):
             calibrate_noise_multiplier(target, DELTA, lambda s: [row(s)])
     with pytest.raises(PrivacySettingError, match="no noise multiplier"):
         calibrate_noise_multiplier(1.0, DELTA, lambda s: [row(s), row(0.5)])
@@ -310,10 +310,10 @@ def test_delta_out_of_range(delta: float) -> None:
 def test_delta_against_max_records() -> None:
     check_delta(1e-5, 100_000)
     check_delta(1e-5, None)
-    with pytest.raises(PrivacySettingError, match="1/max-records"):
+    with pytest.raises(PrivacySettingError, match=r"1 / privacy\.max_records"):
         check_delta(1e-5, 100_001)
     for records in (0, -3):
-        with pytest.raises(PrivacySettingError, match="max-records"):
+        with pytest.raises(PrivacySettingError, match="max_records"):
             check_delta(1e-5, records)
 
 

@@ -128,7 +128,9 @@ def test_one_bad_example_does_not_poison_the_others() -> None:
 
 
 def test_batch_norm_is_named_and_group_norm_offered() -> None:
-    with pytest.raises(ForbiddenLayerError, match=r"'features\.1' is BatchNorm2d.*--norm group"):
+    with pytest.raises(
+        ForbiddenLayerError, match=r"'features\.1' is BatchNorm2d.*model.norm=group"
+    ):
         check_model(ConvNet((1, 8, 8), 10, width=4, depth=1, norm="batch"))
     check_model(ConvNet((1, 8, 8), 10, width=4, depth=1, norm="group"))
 

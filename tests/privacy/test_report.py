@@ -297,7 +297,7 @@ def test_texts_stay_texts() -> None:
 def test_undeclared_max_records_is_said() -> None:
     report = build(replace(CONTEXT, max_records=None))
     assert "not checked" in report["verdict"]["warnings"][0]
-    with pytest.raises(PrivacySettingError, match="max-records"):
+    with pytest.raises(PrivacySettingError, match="max_records"):
         replace(CONTEXT, max_records=10_000_000)
 
 

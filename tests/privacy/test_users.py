@@ -256,7 +256,7 @@ def test_a_ledger_holds_one_unit() -> None:
     ledger = Ledger("c")
     Guard(ledger, 1e-5, None, unit=USER).charge(row())
     assert ledger.releases[0].unit == USER
-    with pytest.raises(LedgerError, match="--dp-unit user"):
+    with pytest.raises(LedgerError, match=r"privacy\.unit=user"):
         Guard(ledger, 1e-5, None)
     guard = Guard(Ledger("d"), 1e-5, 10.0)
     guard.ledger.charge(Release.from_json({**row().to_json(), "unit": USER}))  # by another process

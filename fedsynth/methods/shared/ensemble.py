@@ -17,8 +17,9 @@ from torch import Tensor, nn
 
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import ModelParameters
+from fedsynth.core.method import Presets
 from fedsynth.core.state import ServerState
-from fedsynth.core.validation import check_choice
+from fedsynth.core.validation import check_choices
 from fedsynth.errors import SettingError
 from fedsynth.methods.shared.aggregation import AveragingState, average
 from fedsynth.methods.shared.local import TrainsLocally
@@ -48,6 +49,7 @@ class DistilsEnsemble(TrainsLocally):
 
     heterogeneous: ClassVar[bool] = True
     state: ClassVar[type[ServerState]] = EnsembleState
+    presets: ClassVar[Presets] = {"digits": {"local_epochs": 20}}
 
     local_epochs: int = 200
     batch: int = 128
@@ -56,10 +58,13 @@ class DistilsEnsemble(TrainsLocally):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_choice("start", self.start, ("average", "server"))
+        check_choices(self, start=("average", "server"))
         if self.final == "oca":
             raise SettingError(
-                f"{self.name}'s final model is the distilled one: final=oca has no meaning here"
+                "method",
+                "final",
+                f"has no meaning for {self.name}, whose final model is the distilled one",
+                value="oca",
             )
 
     def distil(

@@ -23,10 +23,10 @@ from torch import Tensor, nn
 from fedsynth.core.client import ClientGroup, OpenClients, PrivateClients, chunk
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message, ModelParameters
-from fedsynth.core.method import Down, Memory, Method, Results, State, Up
+from fedsynth.core.method import Down, Memory, Method, Presets, Results, State, Up
 from fedsynth.core.state import ServerState
-from fedsynth.core.validation import check_choice, check_ranges
-from fedsynth.errors import SettingError
+from fedsynth.core.validation import check_choices, check_ranges
+from fedsynth.errors import Setting, SettingError
 from fedsynth.methods.shared.aggregation import AveragingState, average, cached
 from fedsynth.models.registry import parameter_count
 from fedsynth.privacy.dpsgd import DpSgdSettings, ExampleLoss, Penalty, check_model
@@ -98,6 +98,7 @@ class TrainsLocally(Method):
     state: ClassVar[type[ServerState]] = AveragingState
     protects: ClassVar[tuple[str, ...]] = ("dp-sgd",)
     one_pass: ClassVar[bool] = False
+    presets: ClassVar[Presets] = {"digits": {"batch": 32}}
     """Whether tasks are `plain`, so that clients with a dense network can share a step."""
 
     local_epochs: int = 10
@@ -122,15 +123,23 @@ class TrainsLocally(Method):
             weight_decay=(0, inf),
         )
         check_ranges(self, local_steps=(0, inf), stragglers=(0, 1))
-        check_choice("final", self.final, ("aca", "oca"))
-        check_choice("oca", self.oca, ("seen", "all"))
+        check_choices(self, final=("aca", "oca"), oca=("seen", "all"))
+        no_steps = Setting("method", "local_steps", "0")
         if self.equal_steps and self.local_steps:
             raise SettingError(
-                "local_steps is already the same for every client: leave out equal_steps, or local_steps"
+                "method",
+                "equal_steps",
+                "needs ",
+                no_steps,
+                ": these are already the same for every client",
             )
         if self.stragglers and self.local_steps:
             raise SettingError(
-                "stragglers manage fewer passes: they need local_epochs, and local_steps=0"
+                "method",
+                "stragglers",
+                "needs ",
+                no_steps,
+                ": stragglers manage fewer passes over their data",
             )
 
     def broadcast(self, state: State, context: RoundContext) -> Message:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import inf
+from typing import ClassVar
 
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message, ModelParameters
-from fedsynth.core.method import Method, State, Up
+from fedsynth.core.method import Method, Presets, State, Up
 from fedsynth.core.state import ServerState
 from fedsynth.core.validation import check_ranges
 from fedsynth.synthesizer.condensation.sets import train_on_union
@@ -23,6 +24,8 @@ class TrainsOnUnion(Method):
         server_epochs, server_batch, server_lr: SGD on the union, with the paper's values.
         server_momentum, server_weight_decay: not in the paper; they follow distribution matching's public code.
     """
+
+    presets: ClassVar[Presets] = {"digits": {"server_epochs": 60}}
 
     server_epochs: int = 500
     server_batch: int = 256

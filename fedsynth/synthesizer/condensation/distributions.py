@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fedsynth.errors import SettingError
+from fedsynth.errors import Setting, SettingError
 from fedsynth.synthesizer.condensation.matchers import ExactMatcher, FeatureMap, passes
 
 SCALE = 4.0  # in units of √D: several times the spread of instance-normalised features
@@ -23,7 +23,12 @@ def refuse_private(matching: str) -> None:
     """Raises SettingError for a matching that no mechanism protects."""
     if matching != "mean":
         raise SettingError(
-            f"matching={matching!r} needs each example's features, which no mechanism here protects: use matching=mean with differential privacy"
+            "method",
+            "matching",
+            "needs each example's features, which no mechanism here protects: use ",
+            Setting("method", "matching", "mean"),
+            " with differential privacy",
+            value=matching,
         )
 
 

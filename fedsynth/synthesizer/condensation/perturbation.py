@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from fedsynth.errors import SettingError
+from fedsynth.core.validation import check_choice
 from fedsynth.models.flat import FlatNetwork
 from fedsynth.seeding import torch_generator
 
@@ -37,10 +37,7 @@ class Perturbations:
         device: torch.device,
         period: int | None = None,
     ) -> None:
-        if reading not in READINGS:
-            raise SettingError(
-                f"perturbation must be one of {', '.join(READINGS)}, got {reading!r}"
-            )
+        check_choice("method", "perturbation", reading, READINGS)
         self._network = FlatNetwork(model, device)
         self._network.module.eval()
         self._center = self._network.flat.clone()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fedsynth.core.client import OpenClients, Segments
-from fedsynth.errors import SettingError
+from fedsynth.core.validation import check_choice
 from fedsynth.seeding import torch_generator
 
 SMALL_CLASS = ("all", "resample")
@@ -40,10 +40,7 @@ class BatchIndices:
         seed: int,
         round: int,
     ) -> None:
-        if small_class not in SMALL_CLASS:
-            raise SettingError(
-                f"small_class must be one of {', '.join(SMALL_CLASS)}, got {small_class!r}"
-            )
+        check_choice("method", "small_class", small_class, SMALL_CLASS)
         blocks: list[Tensor] = []
         for position, client in enumerate(clients.ids):
             generator = torch_generator(seed, "condensation batches", round, client)

@@ -15,7 +15,7 @@ from fedsynth.core.messages import Message, public, released
 from fedsynth.core.method import Memory
 from fedsynth.data.images import normalise
 from fedsynth.data.registry import DatasetSpec
-from fedsynth.errors import SettingError
+from fedsynth.errors import Setting, SettingError
 from fedsynth.seeding import torch_generator
 from fedsynth.training.sgd import Objective, SgdSettings, train_on
 
@@ -142,7 +142,12 @@ def train_on_union(
         if context.privacy is not None or len(uploads) < context.clients:
             return
         raise SettingError(
-            "no client sent any image: none has min_examples examples of a class; lower it, or use fewer clients"
+            "method",
+            "min_examples",
+            "is more than any client has of any class, so that nobody sends an image: lower it, or "
+            "use fewer clients (",
+            Setting("partition", "clients"),
+            ")",
         )
     images = torch.cat([u.normalised(context.spec) for u in sets])
     labels = torch.cat([u.labels for u in sets])

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedsynth.core.validation import check_choice, check_ranges
+from fedsynth.core.validation import check_choices, check_ranges
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.evaluation.generated import tally
 from fedsynth.seeding import torch_generator
@@ -119,7 +119,7 @@ class OneShotDistillation:
     momentum: float = 0.9
 
     def __post_init__(self) -> None:
-        check_choice("student_images", self.images, IMAGES)
+        check_choices(self, images=IMAGES)
         check_ranges(
             self,
             epochs=(0, inf),

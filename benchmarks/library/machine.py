@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-RESULTS = Path(__file__).parent / "results"
+from library import RESULTS
 
 
 def machine() -> dict[str, Any]:

@@ -7,8 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from fedaf_readings import READINGS
-from rows import NOTHING, apart, by_key, lines, percents, spread, table
+from library.compared import PERSONAL, TAKE_FEDAVGS_RATE
+from library.fedaf import READINGS
+from library.rows import NOTHING, apart, by_key, lines, percents, spread, table
 
 SEEDS = range(3)
 MORE_SEEDS = range(5)
@@ -322,8 +323,6 @@ def _asked(rows: Sequence[Row], reading: str) -> str:
 
 # --- all methods at one budget -------------------------------------------------------------------
 
-PERSONAL = ("solo", "fedbn")
-
 
 def _compare(personal: bool) -> str:
     rows = by_key("compare")
@@ -354,16 +353,12 @@ def _compare(personal: bool) -> str:
 
 def best_rate(rows: Mapping[str, Row], name: str) -> str:
     """The tuned rate of a method, or of the method whose rate it takes; – if none is tuned."""
-    prefix = f"rate {TAKES.get(name, name)} "
+    prefix = f"rate {'fedavg' if name in TAKE_FEDAVGS_RATE else name} "
     tried = {key.removeprefix(prefix): row for key, row in rows.items() if key.startswith(prefix)}
     if not tried:
         return NOTHING
     return max(tried, key=lambda rate: tried[rate]["accuracy"])
 
-
-TAKES = {
-    name: "fedavg" for name in (*PERSONAL, "fedavg, one shot", "feddf", "dense", "fedhydra")
-}  # whose clients train at FedAvg's rate
 
 TABLES: dict[str, Callable[[], str]] = {
     "fashion": _first_table,

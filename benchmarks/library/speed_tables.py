@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from rows import by_key, case, lines, percents, spread, table
+from library.rows import by_key, case, lines, percents, spread, table
 
 SEEDS = range(3)
 MECHANISMS = {

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-RESULTS = Path(__file__).parent / "results"
+from library import RESULTS
+
 NOTHING = "–"
 
 

@@ -1,0 +1,26 @@
+"""The Fashion-MNIST table's settings, which other tables share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fedsynth.federation.settings import RunSettings, resolve
+
+PRESET: dict[str, dict[str, Any]] = {
+    "run": {"rounds": 5, "evaluate_every": 1},
+    "data": {"dataset": "fashion-mnist"},
+    "partition": {"kind": "dirichlet", "alpha": 0.1, "clients": 10},
+    "model": {"width": 16},
+}
+METHODS: dict[str, dict[str, Any]] = {
+    "feddm": {"ipc": 10, "iterations": 100, "batch": 64, "server_epochs": 100},
+    "real": {"ipc": 10, "server_epochs": 100},
+    "fedavg": {"local_epochs": 10, "batch": 256},
+}
+TUNING_SEED = 1000
+
+
+def settings_for(method: str, seed: int, device: str, **changes: Any) -> RunSettings:
+    """The table's settings of one run."""
+    run = {**PRESET["run"], "method": method, "seed": seed, "device": device}
+    return resolve({**PRESET, "run": run, "method": {**METHODS[method], **changes}})

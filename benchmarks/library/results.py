@@ -1,0 +1,135 @@
+"""Finished runs as JSON lines, by name and a hash of the settings: a further call goes on from there."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fedsynth.data.images import ImageData
+from fedsynth.errors import DivergedError
+from fedsynth.evaluation.generated import GENERATOR
+from fedsynth.federation.settings import RunSettings
+from fedsynth.federation.simulation import simulate
+from fedsynth.privacy.settings import PrivacySettings
+from library.machine import machine
+
+
+def held_out(train: ImageData, size: int) -> tuple[ImageData, ImageData]:
+    """(the rest, `size` random training images) for choosing learning rates."""
+    order = np.random.default_rng(0).permutation(len(train))
+    return train.subset(np.sort(order[size:])), train.subset(np.sort(order[:size]))
+
+
+class Results:
+    """A JSON-lines file of finished runs, by name and settings.
+
+    Args:
+        only: make only the runs whose name contains this.
+        budget: seconds after which no further run is begun; the table then shows what is finished.
+    """
+
+    def __init__(self, path: Path, only: str, budget: float = math.inf) -> None:
+        self.path, self._only, self._machine = path, only, machine()
+        self._end = time.monotonic() + budget
+
+    def get(
+        self, name: str, settings: RunSettings, data: tuple[ImageData, ImageData]
+    ) -> dict[str, Any] | None:
+        """The run's row, made if need be; None if `only` or the time leaves it to another call."""
+        key = f"{name} {fingerprint(settings)}"
+        lines = self.path.read_text().splitlines() if self.path.exists() else []
+        rows: dict[str, dict[str, Any]] = {row["key"]: row for row in map(json.loads, lines)}
+        if key in rows or self._only not in name or time.monotonic() > self._end:
+            return rows.get(key)
+        row = {"key": key, **one_run(settings, data), **self._machine}
+        with self.path.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+        print(json.dumps(row), file=sys.stderr, flush=True)
+        return row
+
+
+def fingerprint(settings: RunSettings) -> str:
+    """Eight hexadecimal digits of the settings that decide a result."""
+    config = json.dumps(_distinctive(settings), sort_keys=True)
+    return hashlib.blake2b(config.encode(), digest_size=4).hexdigest()
+
+
+def _distinctive(settings: RunSettings) -> dict[str, dict[str, Any]]:
+    """What differs from defaults and decides the result: a setting that a later version adds does not make old rows strangers.
+
+    So who changes a default deletes the rows that were made with the old one.
+    """
+    method = type(settings.method)()
+    defaults = RunSettings(
+        method, privacy=None if settings.privacy is None else PrivacySettings(epsilon=1.0)
+    ).to_mapping()
+    speed = ("compile", "memory_gb", "device")
+    return {
+        section: {
+            k: v
+            for k, v in values.items()
+            if k not in speed and (k == "method" or v != defaults.get(section, {}).get(k))
+        }
+        for section, values in settings.to_mapping().items()
+    }
+
+
+def one_run(settings: RunSettings, data: tuple[ImageData, ImageData]) -> dict[str, Any]:
+    try:
+        result = simulate(settings, data=data)
+    except DivergedError as error:  # a rate that is too high is an answer, too
+        return {"accuracy": 0.0, "diverged": str(error)}
+    curve = [row["test_accuracy"] for row in result.metrics if "test_accuracy" in row]
+    domains = {
+        key: result.metrics[-1][key]
+        for key in ("domain_average", "domain_accuracy")
+        if key in result.metrics[-1]
+    }
+    rows = (
+        {"rows": [_kept(row) for row in result.metrics]} if "models" in result.metrics[-1] else {}
+    )
+    generator = {key: result.summary[key] for key in (GENERATOR,) if key in result.summary}
+    return {
+        "accuracy": result.accuracy,
+        **domains,
+        **generator,
+        **rows,
+        **(
+            {"local": _without_clients(result.metrics[-1]["local"])}
+            if "local" in result.metrics[-1]
+            else {}
+        ),
+        "bytes": result.summary["upload_bytes"],
+        "curve": curve,
+        "floats": result.summary["upload_floats_per_round"],
+        "seconds": round(sum(row["seconds"] for row in result.metrics), 3),
+    }
+
+
+def _kept(row: dict[str, Any]) -> dict[str, Any]:
+    """A round's figures of each variant, without the clients' own."""
+    models = {
+        name: {**one, "local": _without_clients(one.get("local", {}))}
+        for name, one in row.get("models", {}).items()
+    }
+    shown = {"models": models} if models else {}
+    facts = {GENERATOR: row[GENERATOR]} if GENERATOR in row else {}
+    return {"round": row["round"], "seconds": row["seconds"], **shown, **facts}
+
+
+def _without_clients(local: dict[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in local.items() if k != "client_accuracy"}
+
+
+def summarise(values: list[float]) -> dict[str, Any]:
+    """Mean and sample standard deviation over seeds."""
+    sd = statistics.stdev(values) if len(values) > 1 else 0.0
+    return {"mean": statistics.mean(values), "sd": sd, "values": [round(v, 2) for v in values]}

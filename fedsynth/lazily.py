@@ -1,0 +1,26 @@
+"""Names that a package offers without importing what they stand for until they are used.
+
+They are written once, as imports that type checkers follow (`from module import Name as Name`), in
+a file whose text is read when the package is imported.
+"""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+
+def homes(file: Path) -> dict[str, str]:
+    """Each name that a Python file imports as itself, and its module, in the file's order.
+
+    Only `from module import Name as Name` counts, which is how a type checker is told that a name
+    is offered to others.
+    """
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    return {
+        alias.name: node.module
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.module is not None
+        for alias in node.names
+        if alias.asname == alias.name
+    }

@@ -1,0 +1,29 @@
+"""The methods: one line each. All that lists methods derives its list from these lines.
+
+A method's name is its class's in lower case, and a word after capitals is set off by a hyphen:
+`FedDM` is "feddm", `FedFMLite` is "fedfm-lite". `fedsynth.methods` reads this file's text, so that
+listing methods imports none; type checkers take the names from here.
+"""
+
+from fedsynth.methods.dense import Dense as Dense
+from fedsynth.methods.fedaf import FedAF as FedAF
+from fedsynth.methods.fedavg import FedAvg as FedAvg
+from fedsynth.methods.fedavgm import FedAvgM as FedAvgM
+from fedsynth.methods.fedbn import FedBN as FedBN
+from fedsynth.methods.feddf import FedDF as FedDF
+from fedsynth.methods.feddm import FedDM as FedDM
+from fedsynth.methods.feddyn import FedDyn as FedDyn
+from fedsynth.methods.fedfa_plus import FedFAPlus as FedFAPlus
+from fedsynth.methods.fedfm import FedFM as FedFM
+from fedsynth.methods.fedfm import FedFMLite as FedFMLite
+from fedsynth.methods.fedgen import FedGen as FedGen
+from fedsynth.methods.fedgkd import FedGKD as FedGKD
+from fedsynth.methods.fedhydra import FedHydra as FedHydra
+from fedsynth.methods.fedkf import FedKF as FedKF
+from fedsynth.methods.fednova import FedNova as FedNova
+from fedsynth.methods.fedprox import FedProx as FedProx
+from fedsynth.methods.moon import Moon as Moon
+from fedsynth.methods.qffl import QFFL as QFFL
+from fedsynth.methods.real import Real as Real
+from fedsynth.methods.scaffold import Scaffold as Scaffold
+from fedsynth.methods.solo import Solo as Solo

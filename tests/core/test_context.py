@@ -1,0 +1,147 @@
+"""What steps know of their round: made without a run, changed by parts, and pickled with all it has."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from fedsynth.core.context import Compute, Federation, Notes, RoundContext, Silent, round_context
+from fedsynth.data.images import from_arrays
+from fedsynth.data.proxy import ProxyImages
+from fedsynth.data.registry import dataset_spec
+from fedsynth.federation.planning import public_context
+from fedsynth.federation.settings import resolve
+from fedsynth.models.registry import ModelSettings, build_model
+from fedsynth.privacy.settings import PrivacySettings
+
+SPEC, CPU = dataset_spec("digits"), torch.device("cpu")
+
+
+def network(seed: int = 0, name: str = "convnet") -> torch.nn.Module:
+    return build_model(ModelSettings(name, width=4, depth=2), SPEC.image_shape, 10, seed)
+
+
+def proxy() -> ProxyImages:
+    pixels = np.random.default_rng(0).integers(0, 256, (6, 3, 8, 8)).astype(np.uint8)
+    colours = replace(SPEC, channels=3, mean=(0.5,) * 3, std=(0.5,) * 3)
+    return ProxyImages(from_arrays(pixels, np.zeros(6, np.int64), colours), SPEC)
+
+
+def whole() -> RoundContext:
+    """With everything that a context may have."""
+    return round_context(
+        3,
+        7,
+        CPU,
+        SPEC,
+        network(),
+        12.5,
+        PrivacySettings(noise_multiplier=2.0, max_request_norm=9.0),
+        participants=(0, 2),
+        reporter=Notes(),
+        compute=Compute(CPU, torch.bfloat16, 123, compiled=True),
+        clients=3,
+        client_architectures=(network(1), network(2, "resnet8"), network(3)),
+        noise={"model update": 0.5},
+        sizes=(4, 5, 6),
+        proxy=proxy(),
+    )
+
+
+def test_a_context_pickles_with_all_that_it_has() -> None:
+    """Networks, proxy images, privacy settings, notes: another process gets the same context."""
+    context = whole()
+    context.note("before")
+    arrived = pickle.loads(pickle.dumps(context))
+    assert type(arrived) is RoundContext
+    assert (arrived.round, arrived.participants) == (3, (0, 2))
+    assert arrived.compute == context.compute
+    plain = ("seed", "spec", "nominal_size", "clients", "privacy", "noise", "sizes")
+    for name in plain:
+        assert getattr(arrived, name) == getattr(context, name), name
+    for mine, theirs in (
+        (context.architecture, arrived.architecture),
+        *((context.architecture_of(k), arrived.architecture_of(k)) for k in range(3)),
+    ):
+        assert type(mine) is type(theirs)
+        for name, value in mine.state_dict().items():
+            assert torch.equal(theirs.state_dict()[name], value), name
+    assert context.proxy is not None
+    assert len(arrived.proxy) == 6
+    where = torch.tensor([5, 0])
+    assert torch.equal(arrived.proxy(where), context.proxy(where))
+    assert arrived.reporter.lines == ["before"]
+
+
+@pytest.mark.parametrize("sections", [
+    {"run": {"method": "fedavg"}},
+    {"run": {"method": "dense", "rounds": 1}, "model": {"clients": "cnn1,resnet8"}},
+    {"run": {"method": "feddm"}, "privacy": {"epsilon": 8.0}},
+])  # fmt: skip
+def test_a_runs_context_pickles(sections: dict[str, dict[str, object]]) -> None:
+    context = public_context(resolve(sections), SPEC, CPU)
+    arrived = pickle.loads(pickle.dumps(context))
+    for k in range(context.clients):
+        for name, value in context.architecture_of(k).state_dict().items():
+            assert torch.equal(arrived.architecture_of(k).state_dict()[name], value)
+    same = ("round", "active", "seed", "spec", "nominal_size", "privacy", "compute")
+    assert all(getattr(arrived, name) == getattr(context, name) for name in same)
+
+
+def test_the_parts_can_be_read_in_one_place() -> None:
+    context = whole()
+    for part in (context.federation, context.compute):
+        for name in type(part).__dataclass_fields__:
+            assert getattr(context, name) is getattr(part, name), name
+
+
+def test_all_clients_are_active_unless_some_are_named() -> None:
+    context = round_context(1, 0, CPU, SPEC, network(), 5.0, clients=3)
+    assert context.active == (0, 1, 2)
+    assert replace(context, participants=(1,)).active == (1,)
+    assert replace(context, participants=()).active == ()
+
+
+def test_a_part_is_changed_alone() -> None:
+    context = whole()
+    changed = replace(context, federation=replace(context.federation, privacy=None))
+    assert changed.privacy is None
+    assert context.privacy is not None
+    assert changed.compute is context.compute
+    assert (changed.seed, changed.proxy) == (context.seed, context.proxy)
+
+
+def test_a_reporter_hears_what_a_step_says() -> None:
+    heard: list[tuple[str, int, int]] = []
+
+    class Ear(Notes):
+        def report(self, phase: str, done: int, total: int) -> None:
+            heard.append((phase, done, total))
+
+    ear = Ear()
+    context = replace(whole(), reporter=ear)
+    context.report("condense", 2, 9)
+    context.note("a class is missing")
+    assert heard == [("condense", 2, 9)]
+    assert ear.lines == ["a class is missing"]
+    silent = RoundContext(1, Federation(0, SPEC, network(), 5.0), Compute(CPU))
+    assert type(silent.reporter) is Silent
+    silent.report("condense", 1, 1)
+    silent.note("nobody hears")
+
+
+def test_a_loaded_network_is_a_copy_of_the_clients_own_architecture() -> None:
+    context = whole()
+    parameters = {n: torch.ones_like(v) for n, v in network(2, "resnet8").state_dict().items()}
+    before = {n: v.clone() for n, v in context.architecture_of(1).state_dict().items()}
+    loaded = context.load(parameters, 1)
+    assert type(loaded) is type(context.architecture_of(1))
+    assert all(torch.equal(v, parameters[n]) for n, v in loaded.state_dict().items())
+    after = context.architecture_of(1).state_dict()
+    assert all(torch.equal(after[n], v) for n, v in before.items())
+    with pytest.raises(RuntimeError):
+        context.load(parameters)  # the server's architecture has no such parameters

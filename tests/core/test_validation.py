@@ -1,0 +1,218 @@
+"""Settings' conversion, their checks, and errors that name section and key: of every setting there is."""
+
+from __future__ import annotations
+
+import math
+import pickle
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fedsynth import ModelSettings, PartitionSettings, PrivacySettings, RunSettings
+from fedsynth.core.validation import check_ranges, field_types, from_mapping
+from fedsynth.errors import (
+    FedsynthError,
+    Setting,
+    SettingError,
+    Text,
+    UnknownNameError,
+    unknown_name,
+    unknown_value,
+)
+from fedsynth.federation.settings import RUN_KINDS, resolve
+from fedsynth.methods import METHODS, method_class
+from fedsynth.privacy.errors import PrivacyError, PrivacySettingError
+
+CLASSES: tuple[tuple[Any, dict[str, Any]], ...] = (
+    *((method_class(name), {}) for name in METHODS),
+    (PartitionSettings, {}),
+    (ModelSettings, {}),
+    (PrivacySettings, {"noise_multiplier": 1.0}),
+    (RunSettings, {"method": method_class("feddm")()}),
+)
+BAD: dict[type, tuple[Any, ...]] = {
+    int: (-(10**9),),
+    float: (-1e9, math.nan),
+    str: ("no such thing",),
+}
+ANYTHING = {  # what is right for these is known only when the run has its data, method and machine
+    ("method", "proxy"),
+    ("partition", "seed"),
+    ("privacy", "ledger"),
+    ("privacy", "mechanism"),
+    ("run", "dataset"),
+    ("run", "device"),
+    ("run", "seed"),
+}
+NAMED = (SettingError, PrivacySettingError, UnknownNameError)
+
+
+def cases() -> list[Any]:
+    return [
+        pytest.param(
+            cls, base, name, bad, id=f"{getattr(cls, 'name', '')} {cls.section}.{name}={bad}"
+        )
+        for cls, base in CLASSES
+        for name, kind in field_types(cls).items()
+        if (cls.section, name) not in ANYTHING
+        for bad in BAD.get(kind, ())
+    ]
+
+
+@pytest.mark.parametrize(("cls", "base", "name", "bad"), cases())
+def test_every_range_and_choice_names_section_and_key(
+    cls: Any, base: dict[str, Any], name: str, bad: Any
+) -> None:
+    """Catches: an error that says "ipc" and not whose, or the name of an inner object's field."""
+    with pytest.raises(NAMED) as caught:
+        cls(**{**base, name: bad})
+    assert (caught.value.section, caught.value.key) == (cls.section, name)
+    assert str(bad) in str(caught.value)
+    if not str(caught.value).startswith("unknown "):  # names of things that stand for themselves
+        assert str(caught.value).startswith(f"{cls.section}.{name} ")
+
+
+@pytest.mark.parametrize(("cls", "base"), CLASSES[:-1])
+def test_every_conversion_names_section_and_key(cls: Any, base: dict[str, Any]) -> None:
+    kinds = field_types(cls)
+    for name, kind in kinds.items():
+        if kind in (bool, int, float):
+            with pytest.raises(SettingError, match=rf"^{cls.section}\.{name} must be ") as caught:
+                from_mapping(cls, {**base, name: "no such thing"})
+            assert (caught.value.section, caught.value.key) == (cls.section, name)
+    with pytest.raises(UnknownNameError) as missing:
+        from_mapping(cls, {**base, "no_such_setting": 1})
+    assert (missing.value.section, missing.value.key) == (cls.section, "no_such_setting")
+
+
+def test_a_runs_own_conversions_name_them_too() -> None:
+    assert set(RUN_KINDS) == set(field_types(RunSettings)) - {
+        *("method", "dataset", "data_root", "partition", "model", "privacy", "ledger")
+    }
+    for name, kind in RUN_KINDS.items():
+        if kind is not str:
+            with pytest.raises(SettingError, match=rf"^run\.{name} must be ") as caught:
+                resolve({"run": {name: "no such thing"}})
+            assert (caught.value.section, caught.value.key) == ("run", name)
+    with pytest.raises(UnknownNameError) as missing:
+        resolve({"run": {"no_such_setting": 1}})
+    assert (missing.value.section, missing.value.key) == ("run", "no_such_setting")
+
+
+@dataclass(frozen=True)
+class Own:
+    """Settings with every type that there is."""
+
+    section: ClassVar[str] = "own"
+
+    number: int = 1
+    rate: float = 1
+    flag: bool = False
+    text: str = ""
+    bound: float | None = None
+
+
+values = st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.booleans()
+
+
+@given(st.integers(-(10**15), 10**15), values, st.booleans(), st.text(max_size=20))
+def test_text_and_values_are_converted_alike(
+    number: int, rate: float, flag: bool, text: str
+) -> None:
+    """Catches: a float field whose default is written 1 and is then taken for an int."""
+    as_text = {"number": str(number), "rate": str(float(rate)), "flag": str(flag), "text": text}
+    wanted = Own(number, float(rate), flag, text)
+    assert from_mapping(Own, as_text) == wanted
+    assert from_mapping(Own, {**as_text, "rate": float(rate), "flag": flag}) == wanted
+
+
+@pytest.mark.parametrize("given", [1.5, "1.5", True, "one", None, [1], math.inf, "1e3"])
+def test_what_is_no_whole_number(given: Any) -> None:
+    with pytest.raises(SettingError, match=r"^own\.number must be a whole number, got "):
+        from_mapping(Own, {"number": given})
+
+
+def test_what_is_no_finite_number_and_what_is_optional() -> None:
+    for bad in ("nan", "inf", math.nan, "1e999"):
+        with pytest.raises(SettingError, match=r"^own\.bound must be a finite number, got "):
+            from_mapping(Own, {"bound": bad})
+    assert from_mapping(Own, {"bound": "2"}).bound == 2.0
+    assert from_mapping(Own, {"number": 3.0}).number == 3
+    assert from_mapping(Own, {}) == Own()
+
+
+def test_annotations_for_type_checkers_alone_do_not_stand_in_the_way() -> None:
+    @dataclass(frozen=True)
+    class Odd:
+        section: ClassVar[str] = "odd"
+        only_there: ClassVar[NoSuchName]  # type: ignore[name-defined]  # noqa: F821
+        number: int = 1
+
+    assert from_mapping(Odd, {"number": "4"}) == Odd(4)
+
+
+def test_ranges() -> None:
+    with pytest.raises(SettingError, match=r"^own\.number must be between 2 and 5, got 1$"):
+        check_ranges(Own(), number=(2, 5))
+    with pytest.raises(SettingError, match=r"^own\.number must be a whole number, got 2.5$"):
+        check_ranges(Own(2.5), number=(2, 5))  # type: ignore[arg-type]
+    with pytest.raises(SettingError, match=r"^own\.rate must be at least 2, got 1$"):
+        check_ranges(Own(), rate=(2, math.inf))
+    check_ranges(Own(), number=(1, 1), rate=(1, math.inf))
+
+
+def test_an_error_is_a_text_that_remembers_its_settings() -> None:
+    error = SettingError("a", "b", "needs ", Setting("c", "d", "1"), ": so", value=5)
+    assert str(error) == "a.b=5 needs c.d=1: so"
+    spoken = error.args[0].worded(lambda s: f"<{s.section} {s.key} {s.value}>")
+    assert spoken == "<a b 5> needs <c d 1>: so"
+    moved = error.of("x", "y")
+    assert (type(moved), str(moved)) == (SettingError, "x.y=5 needs c.d=1: so")
+    assert isinstance(error, FedsynthError)
+    assert isinstance(PrivacySettingError("privacy", "clip", "is odd"), PrivacyError)
+    assert str(SettingError(None, "columns", "must be odd")) == "columns must be odd"
+
+
+def test_names_that_are_not_known() -> None:
+    near = unknown_value("run", "device", "cpuu", ("cpu", "gpu"), " here")
+    assert str(near) == "run.device cannot be 'cpuu' here; did you mean cpu or gpu?"
+    far = unknown_name("method", "zzzz", ("b", "a"), "run", "method")
+    assert str(far) == "unknown method 'zzzz'; known: a, b"
+    assert (near.section, near.key, far.section, far.key) == ("run", "device", "run", "method")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        SettingError("a", "b", "needs ", Setting("c", "d")),
+        PrivacySettingError("privacy", "unit", "is odd", value="user"),
+        unknown_value("run", "device", "cpuu", ("cpu",)),
+        FedsynthError(Text("with ", Setting("e", "f", "2"))),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_errors_reach_another_process_whole(error: Any) -> None:
+    again = pickle.loads(pickle.dumps(error))
+    assert type(again) is type(error)
+    assert str(again) == str(error)
+    assert again.args[0].parts == error.args[0].parts
+    assert getattr(again, "key", None) == getattr(error, "key", None)
+
+
+@given(
+    st.lists(
+        st.text(max_size=5)
+        | st.builds(Setting, st.none() | st.text(max_size=3), st.text(max_size=3)),
+        max_size=6,
+    )
+)
+def test_a_text_is_its_parts(parts: list[str | Setting]) -> None:
+    """Also where a text holds a text: nothing is lost, and braces or signs mean nothing."""
+    text = Text(*parts)
+    nested = Text("(", text, ")")
+    assert nested == "(" + "".join(map(str, parts)) + ")"
+    assert nested.worded(lambda s: "§") == "(" + text.worded(lambda s: "§") + ")"
+    assert text.worded(str) == text

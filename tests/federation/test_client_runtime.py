@@ -1,0 +1,289 @@
+"""Clients alone: what they take, what they answer, and that bytes are all that has to pass."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fedsynth.core.context import RoundContext, round_context
+from fedsynth.core.messages import Message, ModelParameters
+from fedsynth.core.state import ServerState
+from fedsynth.data.images import ImageData, from_arrays
+from fedsynth.data.proxy import ProxyImages, noise_images
+from fedsynth.data.registry import dataset_spec
+from fedsynth.errors import DivergedError
+from fedsynth.federation.client_runtime import (
+    ClientRuntime,
+    OwnData,
+    evaluate_together,
+    step_together,
+)
+from fedsynth.federation.exchange import BUDGET, REQUEST, Terms
+from fedsynth.federation.planning import public_context
+from fedsynth.federation.privacy_plan import PrivacyPlan
+from fedsynth.federation.server import Server
+from fedsynth.federation.settings import resolve
+from fedsynth.methods import METHODS, method_class
+from fedsynth.methods.fedavg import FedAvg
+from fedsynth.methods.shared.local import Task, TrainsLocally
+from fedsynth.methods.solo import Solo
+from fedsynth.models.small import Linear
+from fedsynth.privacy.ledger import Ledger
+from fedsynth.privacy.plans import FIRST, MAIN, PHASES
+from fedsynth.privacy.settings import PrivacySettings
+from tests.federation.test_unchanged import case
+
+SPEC, CPU = dataset_spec("digits"), torch.device("cpu")
+PARTS = [torch.arange(0, 30), torch.arange(30, 70), torch.arange(70, 90), torch.arange(90, 120)]
+
+
+def data() -> ImageData:
+    rng = np.random.default_rng(0)
+    pixels = rng.integers(0, 256, (150, 1, 8, 8)).astype(np.uint8)
+    return from_arrays(pixels, np.arange(150) % 10, SPEC)
+
+
+def context(**named: Any) -> RoundContext:
+    given = {"clients": 4, "sizes": tuple(len(part) for part in PARTS), **named}
+    return round_context(1, 0, CPU, SPEC, Linear(SPEC.image_shape, 10), 30.0, **given)
+
+
+def runtimes(method: Any, held_out: list[Tensor] | None = None) -> list[ClientRuntime]:
+    nothing = [torch.arange(0)] * len(PARTS)
+    resident = data()
+    own = [
+        OwnData(resident, part, test) for part, test in zip(PARTS, held_out or nothing, strict=True)
+    ]
+    return [ClientRuntime(k, method, mine) for k, mine in enumerate(own)]
+
+
+def request(ctx: RoundContext) -> ModelParameters:
+    return ModelParameters(ctx.architecture.state_dict(), 1.0)
+
+
+# ------------------------------------------------------------------------------------------ steps
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_request_of_another_type_is_refused_before_any_data_are_read(name: str) -> None:
+    """What each step took on itself before; no data are there that could be read."""
+    method = method_class(name)()
+    nobody: Any = None
+    client = ClientRuntime(0, method, nobody)
+
+    class Stranger(Message):
+        """Of no method."""
+
+    for message in (Stranger(), ModelParameters({}, 1.0)):
+        declared = {MAIN: method.downlink, FIRST: method.first_downlink}
+        for phase in PHASES:
+            if type(message) is not declared[phase]:
+                with pytest.raises(
+                    TypeError, match=rf"{name} declares .* got {type(message).__name__}"
+                ):
+                    step_together([client], phase, message, context())
+                assert client.memory == {}
+
+
+def test_replies_are_by_number_and_those_of_clients_alone() -> None:
+    ctx = context()
+    method = FedAvg(local_epochs=2, batch=8, lr=0.1)
+    some = runtimes(method)[1:]
+    together = step_together(some, MAIN, request(ctx), ctx)
+    assert list(together.messages) == [1, 2, 3]
+    assert together.refusals == ()
+    for client in runtimes(method)[1:]:
+        reply = client.step(MAIN, request(ctx), ctx)
+        assert isinstance(reply, ModelParameters)
+        group: Any = together.messages[client.number]
+        for name, value in reply.parameters.items():
+            torch.testing.assert_close(group.parameters[name], value, atol=1e-6, rtol=1e-5)
+        assert group.weight == reply.weight == len(PARTS[client.number])
+
+
+def test_a_client_keeps_its_own_memory() -> None:
+    ctx = context()
+    clients = runtimes(Solo(local_epochs=1, batch=8, lr=0.1))
+    step_together(clients[:2], MAIN, request(ctx), ctx)
+    assert clients[2].memory == {}
+    one, other = (clients[k].memory for k in (0, 1))
+    assert set(one) == set(request(ctx).parameters)
+    assert not any(torch.equal(one[name], other[name]) for name in one)
+    assert clients[0].personal({}) is one
+
+
+class Broken(FedAvg):
+    """Its second client's memory is not finite."""
+
+    name = "broken"
+    personal = True
+
+    def task(self, client: int, message: Any, memory: Any, context: RoundContext) -> Task:
+        def finish(model: nn.Module, trained: Any) -> Any:
+            bad = torch.tensor([float("nan") if client == 1 else 1.0])
+            return ModelParameters(model.state_dict(), trained.weight), {"own": bad}
+
+        return Task(finish=finish)
+
+
+def test_a_personal_model_that_is_not_finite_is_named() -> None:
+    clients = runtimes(Broken(local_steps=1))
+    with pytest.raises(DivergedError, match="round 1: own of the client 1 is not finite"):
+        step_together(clients, MAIN, request(context()), context())
+
+
+def test_an_unsound_request_is_refused_by_an_answer() -> None:
+    """Not by an exception: the server is elsewhere. Nothing was asked of the data."""
+    ctx = context(privacy=PrivacySettings(noise_multiplier=1.0, max_request_norm=1.0), sizes=None)
+    nobody: Any = None
+    client = ClientRuntime(2, FedAvg(), nobody)
+    for value, reason in ((5.0, "max_request_norm"), (float("nan"), "not finite")):
+        message = ModelParameters({"w": torch.full((2,), value)}, 1.0)
+        replies = step_together([client], MAIN, message, ctx)
+        assert replies.messages == {}
+        (refusal,) = replies.refusals
+        assert (refusal.client, refusal.kind) == (2, REQUEST)
+        assert reason in refusal.reason
+        assert client.step(MAIN, message, ctx) == refusal
+
+
+def test_a_client_says_its_size_only_where_it_is_no_secret() -> None:
+    (client, *_) = runtimes(FedAvg())
+    assert client.join(private=False).size == 30
+    assert client.join(private=True).size is None
+    assert client.join(private=False).history is None
+
+
+# ------------------------------------------------------------------------------------- evaluation
+
+
+class SaysZero(nn.Module):
+    """Class 0, whatever it is shown."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.eye(10)[0])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.bias.expand(len(x), 10)
+
+
+def test_models_are_tested_on_each_clients_own_split() -> None:
+    """Of consecutive labels every tenth is 0: by hand; a client without a split has none right."""
+    splits = [
+        torch.arange(0),
+        torch.arange(120, 131),
+        torch.arange(121, 125),
+        torch.arange(130, 150),
+    ]
+    ctx = replace(context(), federation=replace(context().federation, architecture=SaysZero()))
+    clients = runtimes(FedAvg(), splits)
+    models = {"global": SaysZero().state_dict(), "one": {"bias": torch.eye(10)[1]}}
+    found = evaluate_together(clients, models, ctx)
+    assert [e.client for e in found] == [0, 1, 2, 3]
+    assert [e.size for e in found] == [30, 40, 20, 30]
+    assert [e.tested for e in found] == [0, 11, 4, 20]
+    assert [e.right["global"] for e in found] == [0, 2, 0, 2]
+    assert [e.right["one"] for e in found] == [0, 1, 1, 2]
+    assert [client.evaluate(models, ctx) for client in clients] == found
+    assert [e.tested for e in evaluate_together(runtimes(FedAvg()), models, ctx)] == [0] * 4
+
+
+def test_a_personal_model_is_tested_with_what_its_client_keeps() -> None:
+    splits = [torch.arange(120, 131)] * 4
+    ctx = replace(context(), federation=replace(context().federation, architecture=SaysZero()))
+    clients = runtimes(Solo(), splits)
+    clients[1].memory = {"bias": torch.eye(10)[5]}
+    found = evaluate_together(clients, {"global": SaysZero().state_dict()}, ctx)
+    assert [e.right["global"] for e in found] == [2, 1, 2, 2]
+
+
+# ------------------------------------------------------------------------------------------ bytes
+
+
+def run(name: str, *, over_bytes: bool, rounds: int = 2) -> tuple[Server, list[ClientRuntime]]:
+    """A federation of `name` in this process; over bytes nothing else passes, from round to round
+    the server's state neither."""
+    few = {"min_examples": 1} if name in ("feddm", "real") else {}
+    settings = resolve(case(name, method=few))
+    base = public_context(settings, SPEC, CPU)
+    sizes = tuple(len(part) for part in PARTS)
+    base = replace(base, federation=replace(base.federation, sizes=sizes))
+    if name == "feddf":
+        proxy = ProxyImages(noise_images(SPEC, 0), SPEC)
+        base = replace(base, federation=replace(base.federation, proxy=proxy))
+    clients = runtimes(settings.method)
+    server = Server(settings.method, base.architecture.state_dict())
+
+    def passed(message: Any) -> Any:
+        return type(message).from_bytes(message.to_bytes()) if over_bytes else message
+
+    for number in range(1, rounds + 1):
+        ctx = replace(base, round=number)
+        elsewhere = pickle.loads(pickle.dumps(ctx)) if over_bytes else ctx
+        for phase in PHASES:
+            asked = server.request(phase, ctx)
+            if asked is None:
+                continue
+            replies: dict[int, Message] = {}
+            for client in reversed(clients):
+                replies[client.number] = passed(client.step(phase, passed(asked), elsewhere))
+            server.receive(phase, replies, ctx)
+        resumed = Server(settings.method, {})
+        resumed.state = passed(server.state)
+        server = resumed
+    return server, clients
+
+
+def tensors(kept: ServerState) -> dict[str, Tensor]:
+    return dict(kept.numbers())
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_bytes_are_all_that_has_to_pass(name: str) -> None:
+    """Two rounds of every method: messages, contexts and the state from round to round as bytes,
+    replies in another order; and the same state, and memories, as without."""
+    server, clients = run(name, over_bytes=True)
+    plain, others = run(name, over_bytes=False)
+    found, expected = tensors(server.state), tensors(plain.state)
+    assert set(found) == set(expected)
+    for key, value in expected.items():
+        assert torch.equal(found[key], value), key
+    assert type(server.state) is type(plain.state) is method_class(name).state
+    for one, other in zip(clients, others, strict=True):
+        assert set(one.memory) == set(other.memory)
+        assert all(torch.equal(one.memory[key], value) for key, value in other.memory.items())
+
+
+def test_local_training_of_every_kind_is_in_it() -> None:
+    kinds = [method_class(name) for name in METHODS]
+    assert sum(issubclass(kind, TrainsLocally) for kind in kinds) > 10
+
+
+def test_the_client_whose_budget_is_spent_is_the_one_that_refuses() -> None:
+    """Another run charges client 1 between `prepare` and the step: 0 is charged, 1 says no."""
+    given = {"run": {"method": "fedavg", "rounds": 1}, "method": {"local_epochs": 1}}
+    settings = resolve({**given, "privacy": {"epsilon": 1.0}})
+    public = public_context(settings, SPEC, CPU)
+    ledgers = [Ledger(f"client-{k}") for k in range(5)]
+    plan = PrivacyPlan.make(settings, public, [ledger.history() for ledger in ledgers])
+    own = [OwnData(data(), PARTS[k], torch.arange(0)) for k in range(3)]
+    clients = [ClientRuntime(k, settings.method, own[k], ledgers[k]) for k in range(3)]
+    for client in clients:
+        client.start(Terms(plan=plan))
+    ctx = plan.in_context(public)
+    assert [client.prepare(ctx) for client in clients] == [None] * 3
+    for row in plan.planned():
+        ledgers[1].charge(row)
+    message = ModelParameters(ctx.architecture.state_dict(), 1.0)
+    replies = step_together(clients, MAIN, message, ctx)
+    (refusal,) = replies.refusals
+    assert (refusal.client, refusal.kind) == (1, BUDGET)
+    assert [len(ledger.releases) for ledger in ledgers[:3]] == [1, 1, 0]
+    assert replies.messages == {}

@@ -1,0 +1,106 @@
+"""The registry is the one list of methods: names, `import fedsynth`, type checkers and presets follow it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import fedsynth
+from fedsynth.core.method import Method
+from fedsynth.federation.settings import resolve
+from fedsynth.lazily import homes
+from fedsynth.methods import CLASSES, METHODS, method_class, name_of
+from fedsynth.methods.shared.local import TrainsLocally
+
+PACKAGE = Path(fedsynth.__file__).parent
+NEW_METHOD = '''
+from dataclasses import dataclass
+from typing import ClassVar
+from fedsynth.methods.shared.local import TrainsLocally
+
+@dataclass(frozen=True)
+class FedSAM(TrainsLocally):
+    """A method that nothing else knows of."""
+    name: ClassVar[str] = "fedsam"
+    summary: ClassVar[str] = "one line"
+    reference: ClassVar[str] = "a paper"
+    presets: ClassVar = {"digits": {"lr": 0.5}}
+'''
+CHECK = """
+import sys
+import fedsynth
+from fedsynth.methods import METHODS
+assert "torch" not in sys.modules
+assert METHODS["fedsam"] == "fedsynth.methods.fedsam:FedSAM"
+assert "FedSAM" in fedsynth.__all__ and "FedSAM" in dir(fedsynth)
+assert fedsynth.FedSAM.name == "fedsam"
+method = fedsynth.resolve({"run": {"method": "fedsam"}}).method
+assert type(method) is fedsynth.FedSAM
+assert (method.batch, method.lr, method.momentum) == (32, 0.5, 0.9), method
+"""
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_the_names_are_the_classes_own(name: str) -> None:
+    """Catches: a class whose `name` is not what the registry makes of it, or a line for another module."""
+    cls = method_class(name)
+    assert cls.name == name == name_of(cls.__name__)
+    assert issubclass(cls, Method)
+    assert cls.__module__ == CLASSES[cls.__name__]
+    assert getattr(fedsynth, cls.__name__) is cls
+    assert cls.__name__ in fedsynth.__all__
+
+
+def test_every_method_in_the_package_is_registered() -> None:
+    """Catches: a new file without its line."""
+    files = {p.stem for p in (PACKAGE / "methods").glob("*.py")} - {"__init__", "registry"}
+    assert {module.rpartition(".")[2] for module in CLASSES.values()} == files
+
+
+def test_what_is_offered_is_what_type_checkers_see(tmp_path: Path) -> None:
+    """`homes` reads the same statements that a type checker follows, and nothing else."""
+    file = tmp_path / "some.py"
+    file.write_text(
+        "import os as os\nfrom a import B\nfrom c.d import E as E\nfrom f import G as H\n"
+        "if True:\n    from i import J as J, k as k\nfrom . import L as L\n"
+    )
+    assert homes(file) == {"E": "c.d", "J": "i", "k": "i"}
+    offered = homes(PACKAGE / "__init__.py")
+    assert set(fedsynth.__all__) == set(offered) | set(CLASSES)
+    assert {"RunSettings", "simulate", "__version__"} <= set(offered)
+    for name in fedsynth.__all__:
+        assert getattr(fedsynth, name) is not None
+
+
+def test_adding_a_method_is_one_file_and_one_line(tmp_path: Path) -> None:
+    copy = tmp_path / "fedsynth"
+    shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    (copy / "methods" / "fedsam.py").write_text(NEW_METHOD)
+    with (copy / "methods" / "registry.py").open("a") as registry:
+        registry.write("from fedsynth.methods.fedsam import FedSAM as FedSAM\n")
+    run = subprocess.run(
+        [sys.executable, "-c", CHECK],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert run.returncode == 0, run.stderr
+
+
+def test_presets_add_to_those_of_the_bases() -> None:
+    """Catches: a preset of a method's own that takes the digits' batch away from it."""
+    for name, own in (("fedkf", {"lr": 0.2}), ("feddf", {"server_steps": 300, "local_epochs": 20})):
+        method = resolve({"run": {"method": name}}).method
+        assert isinstance(method, TrainsLocally)
+        values = resolve({"run": {"method": name}}).to_mapping()["method"]
+        assert values["batch"] == 32
+        assert own.items() <= values.items()
+    for name in ("feddm", "fedaf", "real"):
+        assert resolve({"run": {"method": name}}).to_mapping()["method"]["server_epochs"] == 60
