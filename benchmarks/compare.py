@@ -50,8 +50,8 @@ def settings_for(name: str, seed: int, device: str, quick: bool, rate: float | N
     tuned = knob(name)
     if rate is not None and tuned is not None:
         values = {**values, tuned: rate}
-    small = {key: 1 for key in ("local_epochs", "server_epochs", "server_steps") if key in values}
-    small.update({"iterations": 2} if "iterations" in values else {})
+    few = {"local_epochs": 1, "server_epochs": 1, "server_steps": 1, "iterations": 2}
+    small = {key: number for key, number in few.items() if key in values}
     own = {"local_test": 0.2} if name in PERSONAL else {}
     return resolve(
         {

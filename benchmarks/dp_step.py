@@ -28,6 +28,7 @@ from fedsynth.privacy.ledger import Guard, Ledger
 from fedsynth.privacy.mechanisms import GaussianSums
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.releases import Release
+from fedsynth.training.optimisers import MomentumSgd
 from library.cases import Case
 from library.machine import alternating, arguments, machine, saver
 from library.reference import dp_sgd_step, gradient_step
@@ -99,7 +100,7 @@ def local_training(options: argparse.Namespace) -> dict[str, Any]:
             case.data.labels,
             series,
             1,
-            DpSgdSettings(FedAvg().lr, batch),
+            DpSgdSettings(MomentumSgd(FedAvg().lr), batch),
         )
 
     x, y = data.images(torch.arange(batch)), case.data.labels[:batch]

@@ -8,12 +8,11 @@ Accuracy is that on 5,000 training images held out of the run: the test set is n
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 
 from fedsynth.cli.memory import keep_large_allocations
 from fedsynth.data.load import load_dataset
 from library import RESULTS
-from library.fashion import settings_for
+from library.fashion import settings_for, short
 from library.options import table_options
 from library.results import Results, held_out, summarise
 
@@ -41,11 +40,7 @@ def main() -> None:
         for seed in options.seeds:
             settings = settings_for("feddm", seed, options.device, **changes)
             if options.quick:
-                settings = replace(
-                    settings,
-                    rounds=1,
-                    method=replace(settings.method, iterations=2, server_epochs=2),
-                )  # type: ignore[call-arg]
+                settings = short(settings)
             row = results.get(f"{name} seed={seed}", settings, data)
             if row is not None:
                 values.append(100 * row["accuracy"])

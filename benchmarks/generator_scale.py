@@ -32,6 +32,7 @@ from fedsynth.models.registry import ModelSettings, build_model
 from fedsynth.models.small import LeNet5
 from fedsynth.seeding import torch_generator
 from fedsynth.synthesizer.generation.one_teacher import DataFreeDistiller
+from fedsynth.training.optimisers import MomentumSgd
 from fedsynth.training.sgd import SgdSettings, train_on
 from library import RESULTS
 from library.machine import machine
@@ -45,8 +46,8 @@ RATES = (
     0.2,
 )  # the generator's; FedKF's own in a federation is the first, on EMNIST without data the last
 TEACHERS = {
-    "scale": SgdSettings(epochs=1, batch=64, learning_rate=0.05, momentum=0.9, steps=420),
-    "table": SgdSettings(8, batch=128, learning_rate=0.05, momentum=0.9, weight_decay=5e-4),
+    "scale": SgdSettings(epochs=1, batch=64, optimiser=MomentumSgd(0.05, 0.9), steps=420),
+    "table": SgdSettings(8, batch=128, optimiser=MomentumSgd(0.05, 0.9, 5e-4)),
 }
 SCALE: dict[str, Any] = {"steps": 600, "batch": 64, "learning_rate": 0.05, "width": 8}
 TABLE: dict[str, Any] = {"steps": 2500, "batch": 128, "learning_rate": 0.1, "width": 16}

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from fedsynth.cli.memory import keep_large_allocations
 from fedsynth.models.registry import ModelSettings, build_model
 from fedsynth.training.many_clients import FEW, Learner, pays, train_together
+from fedsynth.training.optimisers import MomentumSgd
 from fedsynth.training.sgd import SgdSettings, train_on
 from library.machine import alternating, arguments, machine, saver
 
@@ -79,7 +80,7 @@ CASES: tuple[tuple[str, ModelSettings, tuple[int, int, int], list[int], int], ..
 def learners(model: nn.Module, sizes: list[int], batch: int) -> list[Learner]:
     """Clients whose examples are consecutive ones."""
     parts = torch.arange(sum(sizes), device=next(model.parameters()).device).split(sizes)
-    sgd = SgdSettings(epochs=2, batch=batch, learning_rate=0.01, momentum=0.9)
+    sgd = SgdSettings(epochs=2, batch=batch, optimiser=MomentumSgd(0.01, 0.9))
     return [
         Learner(copy.deepcopy(model), part, sgd, torch.Generator().manual_seed(k))
         for k, part in enumerate(parts)

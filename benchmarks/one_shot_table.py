@@ -207,7 +207,7 @@ class Row:
             found = {}
             measured = None
             for reading in READINGS:
-                method = replace(self.settings(reading).method, **values)  # type: ignore[arg-type]
+                method = replace(self.settings(reading).method, **values)
                 if not isinstance(method, FedHydra):
                     raise TypeError(f"{reading} does not stratify")
                 if measured is None:  # U does not depend on the reading

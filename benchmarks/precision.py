@@ -13,7 +13,7 @@ from dataclasses import replace
 from fedsynth.cli.memory import keep_large_allocations
 from fedsynth.data.load import load_dataset
 from library import RESULTS
-from library.fashion import settings_for
+from library.fashion import settings_for, short
 from library.options import table_options
 from library.results import Results, summarise
 
@@ -30,11 +30,7 @@ def main() -> None:
         for precision, values in accuracy.items():
             settings = replace(settings_for("feddm", seed, options.device), precision=precision)
             if options.quick:
-                settings = replace(
-                    settings,
-                    rounds=1,
-                    method=replace(settings.method, iterations=2, server_epochs=2),
-                )  # type: ignore[call-arg]
+                settings = short(settings)
             row = results.get(f"{precision} seed={seed}", settings, data)
             if row is not None:
                 values.append(100 * row["accuracy"])

@@ -19,6 +19,7 @@ import torch
 from fedsynth.cli.memory import keep_large_allocations
 from fedsynth.data.registry import dataset_spec
 from fedsynth.models.registry import ModelSettings, build_model
+from fedsynth.training.optimisers import MomentumSgd
 from fedsynth.training.sgd import SgdSettings, train_on
 from library.cases import forward_flops, peak_flops
 from library.machine import alternating, arguments, machine, saver
@@ -36,7 +37,7 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
         torch.arange(IMAGES, device=device) % spec.classes,
     )
     epochs = 1 if options.quick else options.epochs
-    sgd = SgdSettings(epochs, BATCH, 0.01, 0.9, 5e-4, 5.0)
+    sgd = SgdSettings(epochs, BATCH, MomentumSgd(0.01, 0.9, 5e-4), radius=5.0)
     plain = {"epochs": epochs, "batch": BATCH, "learning_rate": 0.01, "radius": 5.0}
     runs: dict[str, Callable[[], object]] = {
         "reference": lambda: server_step(copy.deepcopy(model), x, y, **plain),  # type: ignore[arg-type]

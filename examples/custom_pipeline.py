@@ -9,6 +9,7 @@ model.
 """
 
 from itertools import count
+from typing import Any
 
 import torch
 
@@ -26,6 +27,7 @@ from fedsynth.seeding import torch_generator
 from fedsynth.synthesizer.condensation.loop import condense
 from fedsynth.synthesizer.condensation.matchers import ResidualMatcher
 from fedsynth.synthesizer.condensation.sets import noise_start, split_uploads
+from fedsynth.training.optimisers import MomentumSgd
 from fedsynth.training.sgd import SgdSettings, train_on
 
 STEPS, IPC, CLIP, DELTA, BUDGET = 30, 10, 3.0, 1e-5, 5.0
@@ -35,7 +37,8 @@ def main() -> float:
     """Makes the set, trains a model on it and returns its test accuracy."""
     train, test = load_dataset("digits")
     spec, model = train.spec, ModelSettings(width=32, depth=2)
-    width = build_model(model, spec.image_shape, spec.classes, 0).embedding_size + spec.classes  # type: ignore[operator]
+    network: Any = build_model(model, spec.image_shape, spec.classes, 0)
+    width: int = network.embedding_size + spec.classes
 
     plan = PrivatePlan(
         name="images",
@@ -61,12 +64,12 @@ def main() -> float:
         ),
         ResidualMatcher(owner, owner.series("images"), divisor=spec.train_size / spec.classes),
         steps=STEPS,
-        learning_rate=5.0,
+        optimiser=MomentumSgd(5.0),
     )
     (synthetic,) = split_uploads(images, owner.segments(), clients=1)
 
     student = build_model(model, spec.image_shape, spec.classes, 0)
-    sgd = SgdSettings(epochs=200, batch=50, learning_rate=0.01, momentum=0.9)
+    sgd = SgdSettings(epochs=200, batch=50, optimiser=MomentumSgd(0.01, 0.9))
     train_on(
         student, lambda i: synthetic.images[i], synthetic.labels, sgd, torch_generator(0, "student")
     )

@@ -19,6 +19,7 @@ from fedsynth.evaluation.accuracy import accuracy
 from fedsynth.evaluation.generated import in_words
 from fedsynth.models.registry import build_model
 from fedsynth.seeding import torch_generator
+from fedsynth.training.optimisers import MomentumSgd
 from fedsynth.training.sgd import SgdSettings, train_on
 
 
@@ -31,7 +32,7 @@ def main(
     teacher, student = (
         build_model(settings, spec.image_shape, spec.classes, seed) for seed in (0, 1)
     )
-    sgd = SgdSettings(epochs, batch=128, learning_rate=0.05, momentum=0.9, weight_decay=5e-4)
+    sgd = SgdSettings(epochs, batch=128, optimiser=MomentumSgd(0.05, 0.9, 5e-4))
     train_on(
         teacher,
         lambda i: normalise(train.images[i], spec),
@@ -45,7 +46,7 @@ def main(
         if done % (total // 5) == 0:
             print(f"  step {done}/{total}", file=sys.stderr)
 
-    settings = {
+    values = {
         "batch": 256,
         "one_hot_weight": 0.05,
         "activation_weight": 0.0,
@@ -53,7 +54,7 @@ def main(
         "replay": 8,
         "width": 16,
     }
-    distiller = DataFreeDistiller(teacher, spec, steps=steps, **settings)  # type: ignore[arg-type]
+    distiller = DataFreeDistiller(teacher, spec, steps=steps, **values)  # type: ignore[arg-type]
     generator = distiller.fit(student, report)
     print(f"student {100 * accuracy(student, test):.2f} %, without any image")
     print(f"generated: {in_words(distiller.facts(generator))}")

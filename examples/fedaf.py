@@ -26,7 +26,9 @@ def settings(privacy: PrivacySettings | None) -> RunSettings:
 if __name__ == "__main__":
     for privacy in (None, PrivacySettings(epsilon=10.0, delta=1e-5)):
         result = simulate(settings(privacy))
-        print(f"{'private' if privacy else 'open   '}: test accuracy {100 * result.accuracy:.1f} %")
+        print(
+            f"{'private' if privacy else 'open   '}: test accuracy {100 * result.summary['test_accuracy']:.1f} %"
+        )
         if result.privacy is not None:
             for release in result.privacy["guarantee"]["epsilon_of_each_release_alone"]:  # type: ignore[index]
                 print(

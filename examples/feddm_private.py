@@ -14,5 +14,5 @@ if __name__ == "__main__":
     result = simulate(settings)
     spent = result.summary["differential_privacy"]["epsilon"]
     print(
-        f"test accuracy {100 * result.accuracy:.1f} % at ε = {spent:.2f}, {result.summary['upload_bytes'] / 1e6:.2f} MB uploaded"
+        f"test accuracy {100 * result.summary['test_accuracy']:.1f} % at ε = {spent:.2f}, {result.summary['upload_bytes'] / 1e6:.2f} MB uploaded"
     )

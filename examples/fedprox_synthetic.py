@@ -70,7 +70,7 @@ def main(rounds: int = 20, passes: int = 20) -> dict[str, float]:
     }
     accuracy = {}
     for name, method in methods.items():
-        accuracy[name] = simulate(settings(method, rounds)).accuracy
+        accuracy[name] = simulate(settings(method, rounds)).summary["test_accuracy"]
         mu = method.mu if isinstance(method, FedProx) else 0.0
         near = gammas(settings(method, 1), mu)
         print(

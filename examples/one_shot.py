@@ -56,7 +56,7 @@ if __name__ == "__main__":
         for method in methods():
             result = simulate(settings(method, privacy))
             print(
-                f"{method.name:9} {'ε = 10' if privacy else 'open  '}  test accuracy {100 * result.accuracy:.1f} %"
+                f"{method.name:9} {'ε = 10' if privacy else 'open  '}  test accuracy {100 * result.summary['test_accuracy']:.1f} %"
             )
             if result.artefacts and not privacy:
                 print("  share of each client in teaching each digit:")

@@ -98,8 +98,8 @@ def main(rounds: int = 10) -> dict[str, float]:
                 evaluate_every=rounds,
             )
         )
-        accuracy[name] = result.accuracy
-        print(f"{name:16} {100 * result.accuracy:.1f} %")
+        accuracy[name] = result.summary["test_accuracy"]
+        print(f"{name:16} {100 * accuracy[name]:.1f} %")
     return accuracy
 
 

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from fedsynth.federation.settings import resolve as resolve
     from fedsynth.federation.simulation import simulate as simulate
     from fedsynth.methods.registry import *  # noqa: F403
+    from fedsynth.methods.shared.condensing import Condenses as Condenses
     from fedsynth.methods.shared.local import Task as Task
     from fedsynth.methods.shared.local import TrainsLocally as TrainsLocally
     from fedsynth.models.registry import ModelSettings as ModelSettings

@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -39,14 +39,31 @@ PASS_START = 2**18
 """What a pass costs by itself, in units of a row's parameters (Opacus' hooks and bookkeeping, measured on a CPU for ConvNets)."""
 
 
+class Optimiser(Protocol):
+    """How a step moves weights [..., P] by a gradient of the same shape.
+
+    Leading axes are networks trained side by side: what happens to one does not depend on the others.
+    DP-SGD shows it released gradients alone, so that whatever it does is post-processing.
+    """
+
+    def init(self, w: Tensor) -> tuple[Tensor, ...]:
+        """What is remembered between steps; all tensors have the leading axes of `w`."""
+
+    def update(self, w: Tensor, gradient: Tensor, state: tuple[Tensor, ...]) -> None:
+        """Moves `w` and `state` in place, and not `gradient`; waits for nothing on the device."""
+
+
 @dataclass(frozen=True)
 class DpSgdSettings:
-    """Local training; `expected_batch_size` is q times the public nominal size, the divisor of every step."""
+    """Local training.
 
-    learning_rate: float
+    Args:
+        optimiser: what is done with each step's noisy mean gradient.
+        expected_batch_size: q times the public nominal size, the divisor of every step.
+    """
+
+    optimiser: Optimiser
     expected_batch_size: float
-    momentum: float = 0.0
-    weight_decay: float = 0.0
 
 
 def refuse_batch_norm(model: nn.Module) -> None:
@@ -134,13 +151,8 @@ def dp_sgd(
     check_model(model)
     wrapped = GradSampleModule(model, loss_reduction="sum")
     parameters = [p for p in model.parameters() if p.requires_grad]
-    optimiser = torch.optim.SGD(
-        parameters,
-        lr=settings.learning_rate,
-        momentum=settings.momentum,
-        weight_decay=settings.weight_decay,
-    )
-    size = sum(p.numel() for p in parameters)
+    flat = torch.cat([p.detach().flatten() for p in parameters])
+    state, size = settings.optimiser.init(flat), len(flat)
     at_most = min(PHYSICAL_BATCH, PHYSICAL_BYTES // (2 * 4 * size))  # by layer, and joined
     members = Units(len(labels_N)) if units is None else units
     length = pass_length(settings.expected_batch_size, PASS_START / size, max(1, at_most))
@@ -153,32 +165,36 @@ def dp_sgd(
                 rows = _per_example_gradients(model, parameters, x, y, loss or cross_entropies)
                 one_group = torch.zeros(len(part), dtype=torch.int64, device=rows.device)
                 series.add(rows[: len(part)], one_group, sample)
-            mean = series.release()[0] / settings.expected_batch_size
-            offset = 0
-            for p in parameters:
-                p.grad = mean[offset : offset + p.numel()].view_as(p).to(p.device, p.dtype)
-                offset += p.numel()
+            gradient = (series.release()[0] / settings.expected_batch_size).to(flat)
             if penalty is not None:
-                _add_public_gradient(wrapped, model, parameters, penalty)
-            optimiser.step()
-            optimiser.zero_grad()
+                gradient += _public_gradient(wrapped, model, parameters, penalty)
+            settings.optimiser.update(flat, gradient, state)
+            _write(flat, parameters)
     finally:
         wrapped.to_standard_module()
 
 
-def _add_public_gradient(
+def _write(flat_P: Tensor, parameters: list[nn.Parameter]) -> None:
+    """Copies the vector into the parameters."""
+    parts = flat_P.split([p.numel() for p in parameters])
+    with torch.no_grad():
+        for p, part in zip(parameters, parts, strict=True):
+            p.copy_(part.view_as(p))
+
+
+def _public_gradient(
     wrapped: Any, model: nn.Module, parameters: list[nn.Parameter], penalty: Penalty
-) -> None:
-    """Adds the penalty's gradient to `grad`; Opacus' hooks, which would record it as an example's, are off meanwhile."""
+) -> Tensor:
+    """The penalty's gradient [P]; Opacus' hooks, which would record it as an example's, are off meanwhile."""
     wrapped.disable_hooks()
     try:
         with _quiet_hooks():
-            gradients = torch.autograd.grad(penalty(model), parameters, allow_unused=True)
+            gradients = torch.autograd.grad(
+                penalty(model), parameters, allow_unused=True, materialize_grads=True
+            )
     finally:
         wrapped.enable_hooks()
-    for p, gradient in zip(parameters, gradients, strict=True):
-        if gradient is not None and p.grad is not None:
-            p.grad += gradient
+    return torch.cat([gradient.flatten() for gradient in gradients])
 
 
 @contextmanager

@@ -78,7 +78,7 @@ def test_what_may_stand_freely(tables: Any) -> None:
 def test_stale_rows_are_refused(
     tables: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import rows
+    from library import rows
 
     monkeypatch.setattr(rows, "RESULTS", tmp_path)
     kept = [
@@ -93,7 +93,7 @@ def test_stale_rows_are_refused(
 
 
 def test_cells(tables: Any) -> None:
-    import rows
+    from library import rows
 
     assert rows.spread([70.0, 72.0, 74.0], 3) == "72.00 ± 2.00"
     assert rows.spread([70.0, 72.0], 3, 1) == "71.0 ± 1.4 (2)"

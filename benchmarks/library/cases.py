@@ -98,7 +98,9 @@ class Case:
         self._step(PrivateClients(ids, self.data, self.parts, charged), context)
 
     def _step(self, clients: Any, context: RoundContext) -> None:
-        message = self.method.broadcast(ServerState(context.architecture.state_dict()), context)
+        message: Any = self.method.broadcast(
+            ServerState(context.architecture.state_dict()), context
+        )
         self.method.client_step(message, clients, [{}] * len(clients.ids), context)
 
     def reference(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from fedsynth.federation.settings import RunSettings, resolve
@@ -24,3 +25,9 @@ def settings_for(method: str, seed: int, device: str, **changes: Any) -> RunSett
     """The table's settings of one run."""
     run = {**PRESET["run"], "method": method, "seed": seed, "device": device}
     return resolve({**PRESET, "run": run, "method": {**METHODS[method], **changes}})
+
+
+def short(settings: RunSettings) -> RunSettings:
+    """FedDM's run with one round and few steps, for --quick."""
+    method: Any = settings.method
+    return replace(settings, rounds=1, method=replace(method, iterations=2, server_epochs=2))

@@ -63,7 +63,7 @@ READING_SEEDS = range(2)
 
 
 def _best(row: Row) -> float:
-    return max(row["curve"])
+    return float(max(row["curve"]))
 
 
 def _fedaf(alphas: Sequence[str]) -> str:
@@ -144,7 +144,9 @@ def _fedkf_paper() -> str:
     body = []
     for name, title in FEDKF_ROWS.items():
         found = rows.get(f"paper {name} alpha=0.1 seed=0")
-        for final in ("aca", "oca") if found else ():
+        if found is None:
+            continue
+        for final in ("aca", "oca"):
             figures = (("amp", 1, 2), ("fm", 10, 1), ("wlp", 1, 1))
             cells = [
                 f"{100 * _local(found, final, figure, scale):.{digits}f}"

@@ -64,7 +64,7 @@ def client_step(
             chosen = torch.randperm(len(real), generator=generator, device=real.device)[:batch]
             loss = loss + class_loss(network, real[chosen], images)
         optimiser.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         optimiser.step()
     return [s.detach() for s in synthetic]
 
@@ -110,7 +110,7 @@ def dp_sgd_step(
             t += g / (norm / clip).clamp_min(1)
     with torch.no_grad():
         for p, t in zip(parameters, total, strict=True):
-            p -= learning_rate * (t + noise * clip * torch.randn_like(t)) / len(labels_N)
+            p.sub_(learning_rate * (t + noise * clip * torch.randn_like(t)) / len(labels_N))
 
 
 def server_step(

@@ -88,25 +88,20 @@ def one_run(settings: RunSettings, data: tuple[ImageData, ImageData]) -> dict[st
     except DivergedError as error:  # a rate that is too high is an answer, too
         return {"accuracy": 0.0, "diverged": str(error)}
     curve = [row["test_accuracy"] for row in result.metrics if "test_accuracy" in row]
-    domains = {
-        key: result.metrics[-1][key]
-        for key in ("domain_average", "domain_accuracy")
-        if key in result.metrics[-1]
-    }
-    rows = (
-        {"rows": [_kept(row) for row in result.metrics]} if "models" in result.metrics[-1] else {}
-    )
-    generator = {key: result.summary[key] for key in (GENERATOR,) if key in result.summary}
+    last = result.metrics[-1]
+    found: dict[str, Any] = {}
+    for key in ("domain_average", "domain_accuracy"):
+        if key in last:
+            found[key] = last[key]
+    if GENERATOR in result.summary:
+        found[GENERATOR] = result.summary[GENERATOR]
+    if "models" in last:
+        found["rows"] = [_kept(row) for row in result.metrics]
+    if "local" in last:
+        found["local"] = _without_clients(last["local"])
     return {
         "accuracy": result.accuracy,
-        **domains,
-        **generator,
-        **rows,
-        **(
-            {"local": _without_clients(result.metrics[-1]["local"])}
-            if "local" in result.metrics[-1]
-            else {}
-        ),
+        **found,
         "bytes": result.summary["upload_bytes"],
         "curve": curve,
         "floats": result.summary["upload_floats_per_round"],

@@ -25,7 +25,9 @@ from fedsynth.training.sgd import Penalty, Pull, SgdSettings, make_step, steps_o
 FEW = 4  # clients below which a pass costs more than it saves
 LARGE_BATCH = 2**15  # numbers in a batch, above which arithmetic outweighs Python
 BLOCK = 32  # steps whose batches are laid out at a time
-COPIES = 15  # of a network's parameters while a client trains: weights, gradient, velocity, a pull, intermediate values, the upload
+COPIES = 15
+"""Of a network's parameters while a client trains: weights, gradient, velocity, a pull, intermediate
+values, the upload."""
 DENSE = (nn.Linear, nn.Flatten, nn.Identity, nn.ReLU, nn.Tanh, nn.Sigmoid, nn.GELU, nn.Sequential)
 
 
@@ -91,15 +93,13 @@ def train_together(
         replace(one.settings, epochs=common.epochs, steps=common.steps) != common
         for one in learners
     ):
-        raise ValueError(
-            "learners in one pass share batch, learning rate, momentum and weight decay, and have no radius"
-        )
+        raise ValueError("learners in one pass share batch and optimiser, and have no radius")
     queues = sorted((_Queue(learner) for learner in learners), key=lambda queue: -queue.steps)
     flat_KP, pulls = (
         torch.stack([flatten(queue.learner.model) for queue in queues]),
         _joined([queue.learner for queue in queues]),
     )
-    velocity_KP = torch.zeros_like(flat_KP)
+    state = common.optimiser.init(flat_KP)
     done, total, step = 0, sum(queue.steps for queue in queues), 0
     while (
         active := bisect_left(queues, -step, key=lambda queue: -queue.steps)
@@ -107,7 +107,7 @@ def train_together(
         which_ASB, share_ASB = _lay_out(queues[:active], BLOCK)
         for position in range(which_ASB.shape[1]):
             now = bisect_left(queues, -step, hi=active, key=lambda queue: -queue.steps)
-            which, w, velocity = which_ASB[:now, position], flat_KP[:now], velocity_KP[:now]
+            which, w = which_ASB[:now, position], flat_KP[:now]
             x = images(which.flatten())
             grad = _gradients(
                 learners[0].model,
@@ -119,14 +119,12 @@ def train_together(
             if pulls is not None:
                 weight, center, linear = (part[:now] for part in pulls)
                 grad += linear + weight * (w - center)
-            w.sub_(
-                velocity.mul_(common.momentum).add_(grad).add_(w, alpha=common.weight_decay),
-                alpha=common.learning_rate,
-            )
+            common.optimiser.update(w, grad, tuple(rows[:now] for rows in state))
             done, step = done + now, step + 1
         report(done, total)
-    for queue, flat, velocity in zip(queues, flat_KP, velocity_KP, strict=True):
-        _finish(queue, flat, velocity, images, labels)
+    for number, queue in enumerate(queues):
+        own = tuple(rows[number] for rows in state)
+        _finish(queue, flat_KP[number], own, images, labels)
     report(total, total)
 
 
@@ -166,7 +164,7 @@ def _lay_out(queues: Sequence[_Queue], steps: int) -> tuple[Tensor, Tensor]:
 def _finish(
     queue: _Queue,
     flat: Tensor,
-    velocity: Tensor,
+    state: tuple[Tensor, ...],
     images: Callable[[Tensor], Tensor],
     labels: Callable[[Tensor], Tensor],
 ) -> None:
@@ -178,7 +176,7 @@ def _finish(
         return
     network = FlatNetwork(learner.model, requires_grad=True)
     network.module.train()
-    step = make_step(network, velocity, images, labels, learner.settings, penalty=learner.penalty)
+    step = make_step(network, state, images, labels, learner.settings, penalty=learner.penalty)
     each = -(
         -len(learner.where) // learner.settings.batch
     )  # batches of a pass, of which the last may not be full

@@ -1,5 +1,5 @@
-"""SGD on images that are resident on the device: the server's training on synthetic sets, and clients' local training (`together.py`: of
-many clients in one pass)."""
+"""SGD on images that are resident on the device: the server's training on synthetic sets, and clients' local training
+(`many_clients.py`: of many clients in one pass)."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from fedsynth.models.batch_norm import has_batch_norm
 from fedsynth.models.flat import FlatNetwork, load_flat
 from fedsynth.training.cuda_graphs import recorded
+from fedsynth.training.optimisers import Optimiser
 
 WORTH_RECORDING = 20  # steps
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -21,18 +22,21 @@ Objective = Callable[[nn.Module, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class SgdSettings:
-    """Plain SGD with cross-entropy.
+    """Training in shuffled minibatches.
 
     Args:
-        steps: stop after so many, however many passes over the data they are; None: after `epochs` passes.
-        radius: project onto the ball ‖w − w_start‖₂ ≤ radius after every step (FedDM, Eqs. 3 and 23); None: no projection.
+        epochs: passes over the data.
+        batch: examples of a step.
+        optimiser: what a step does with its gradient.
+        radius: project onto the ball ‖w − w_start‖₂ ≤ radius after every step (FedDM, Eqs. 3 and
+            23); None: no projection.
+        steps: stop after so many, however many passes over the data they are; None: after
+            `epochs` passes.
     """
 
     epochs: int
     batch: int
-    learning_rate: float
-    momentum: float = 0.0
-    weight_decay: float = 0.0
+    optimiser: Optimiser
     radius: float | None = None
     steps: int | None = None
 
@@ -85,9 +89,9 @@ def train_on(
         return
     network = FlatNetwork(model, requires_grad=True)
     network.module.train()
-    velocity = torch.zeros_like(network.flat)
+    state = settings.optimiser.init(network.flat)
     step = make_step(
-        network, velocity, images, labels_N.__getitem__, settings, loss, penalty, objective
+        network, state, images, labels_N.__getitem__, settings, loss, penalty, objective
     )
     full: Callable[[Tensor], None] = step
     plain = (penalty is None or isinstance(penalty, Pull)) and not stateful
@@ -96,8 +100,8 @@ def train_on(
         and labels_N.is_cuda
         and settings.epochs * (len(labels_N) // settings.batch) >= WORTH_RECORDING
     ):
-        state = [network.flat, velocity, network.grad, *network.module.buffers()]
-        full = _recorded(step, settings.batch, state, labels_N.device)
+        changed = [network.flat, *state, network.grad, *network.module.buffers()]
+        full = _recorded(step, settings.batch, changed, labels_N.device)
     each = -(-len(labels_N) // settings.batch)
     # a last piece of one example goes in twice: the same mean loss, and batch norm has the two values that it needs
     normalises = has_batch_norm(network.module)
@@ -115,7 +119,7 @@ def train_on(
 
 def make_step(
     network: FlatNetwork,
-    velocity: Tensor,
+    state: tuple[Tensor, ...],
     images: Callable[[Tensor], Tensor],
     labels: Callable[[Tensor], Tensor],
     settings: SgdSettings,
@@ -123,8 +127,10 @@ def make_step(
     penalty: Penalty | None = None,
     objective: Objective | None = None,
 ) -> Callable[[Tensor], None]:
-    """A step on the given examples, which changes `network` and `velocity` [P] in place; arguments as of `train_on`, but for `labels`, which
-    are asked for as images are."""
+    """A step on the given examples, which changes `network` and the optimiser's `state` in place.
+
+    Arguments are as of `train_on`, but for `labels`, which are asked for as images are.
+    """
     flat, grad = network.flat, network.grad
     start = flat.clone()
     pull = penalty if isinstance(penalty, Pull) else None
@@ -141,8 +147,7 @@ def make_step(
         with torch.no_grad():
             if pull is not None:
                 pull.add_gradient(grad, flat)
-            velocity.mul_(settings.momentum).add_(grad).add_(flat, alpha=settings.weight_decay)
-            flat.add_(velocity, alpha=-settings.learning_rate)
+            settings.optimiser.update(flat, grad, state)
             if settings.radius is not None:
                 project_to_ball(flat, start, settings.radius)
 

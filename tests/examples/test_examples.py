@@ -73,6 +73,19 @@ def test_a_method_of_ones_own() -> None:
     assert accuracy["FedAdam, ε = 8"] > 0.7  # about 0.85
 
 
+def test_a_condensing_method_of_ones_own(capsys: pytest.CaptureFixture[str]) -> None:
+    runpy.run_path(str(EXAMPLES / "own_condensation.py"), run_name="__main__")
+    out = capsys.readouterr().out
+    accuracies = [float(a) for a in re.findall(r"accuracy ([\d.]+) %", out)]
+    assert accuracies[0] > 90  # about 97; chance is 10
+    assert accuracies[1] > 70  # about 88
+    assert re.findall(r"  ([\w ]+): (\d+) a round", out) == [
+        ("synthetic images", "10"),
+        ("class sums of embeddings", "1"),
+        ("class counts", "1"),
+    ]
+
+
 def test_fedkf_with_and_without_privacy(capsys: pytest.CaptureFixture[str]) -> None:
     runpy.run_path(str(EXAMPLES / "fedkf.py"), run_name="__main__")
     amp = [float(a) for a in re.findall(r"AMP ([\d.]+) %", capsys.readouterr().out)]

@@ -21,7 +21,8 @@ from fedsynth.errors import SettingError, UnknownNameError
 from fedsynth.federation.server import Server
 from fedsynth.federation.settings import resolve
 from fedsynth.federation.simulation import simulate
-from fedsynth.methods.fedaf import CondensedSet, FedAF, KnowledgeState
+from fedsynth.methods.fedaf import FedAF
+from fedsynth.methods.shared.knowledge import CondensedSet, KnowledgeState
 from fedsynth.models.flat import flatten
 from fedsynth.models.registry import ModelSettings, build_model
 from fedsynth.privacy.errors import ForbiddenLayerError

@@ -21,6 +21,7 @@ from fedsynth.models.flat import flatten
 from fedsynth.synthesizer.condensation.loop import NetworkFeatures, condense
 from fedsynth.synthesizer.condensation.matchers import ExactMatcher, pull_back
 from fedsynth.synthesizer.condensation.real_batches import BatchIndices
+from fedsynth.training.optimisers import MomentumSgd
 
 N, IPC = 60, 3
 
@@ -130,7 +131,7 @@ def test_batched_clients_make_the_images_that_they_make_alone(precision: torch.d
             lambda: converted,
             matcher,
             steps=3,
-            learning_rate=1.0,
+            optimiser=MomentumSgd(1.0),
             precision=precision,
             statistics_S=segments.position,
         )

@@ -16,6 +16,7 @@ from fedsynth.privacy.ledger import Guard, Ledger
 from fedsynth.privacy.mechanisms import GaussianSums
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.releases import Release
+from fedsynth.training.optimisers import MomentumSgd
 
 
 def test_lenet5_has_its_known_size() -> None:
@@ -103,7 +104,7 @@ def test_every_architecture_takes_a_private_step(name: str) -> None:
     release = Release(1, "m", "dp-sgd", "g", 1e-9, 1.0, 1.0, "full", 1, len(before))
     series = GaussianSums(release, 1, Guard(Ledger("0"), 1e-5, None), SecretGenerator())
     x = torch.randn(3, 1, side, side, generator=torch.Generator().manual_seed(0))
-    dp_sgd(model, lambda i: x[i], torch.arange(3), series, 1, DpSgdSettings(0.1, 3.0))
+    dp_sgd(model, lambda i: x[i], torch.arange(3), series, 1, DpSgdSettings(MomentumSgd(0.1), 3.0))
     assert (
         0 < float((flatten(model) - before).norm()) <= 0.1 * 1.01
     )  # three clipped gradients of norm 1, over 3, times the rate

@@ -16,6 +16,7 @@ from fedsynth.privacy.ledger import Guard, Ledger
 from fedsynth.privacy.mechanisms import GaussianSums
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.releases import Release
+from fedsynth.training.optimisers import MomentumSgd
 
 
 def linear() -> nn.Module:
@@ -50,7 +51,7 @@ def run(
         size,
     )
     series = GaussianSums(row, 1, Guard(Ledger("c"), 1e-5, None), SecretGenerator())
-    dp_sgd(model, lambda i: x[i], y, series, steps, DpSgdSettings(0.5, expected))
+    dp_sgd(model, lambda i: x[i], y, series, steps, DpSgdSettings(MomentumSgd(0.5), expected))
     assert series.steps_left == 0
 
 
@@ -167,7 +168,7 @@ def test_a_penalty_adds_its_gradient_and_is_no_examples() -> None:
         start = flatten(model)
         release = Release(1, "m", "dp-sgd", "g", 1e-9, 1.0, 1.0, "full", 1, len(start))
         series = GaussianSums(release, 1, Guard(Ledger("0"), 1e-5, None), SecretGenerator())
-        dp_sgd(model, lambda i: x[i], y, series, 1, DpSgdSettings(0.01, 8.0), penalty)
+        dp_sgd(model, lambda i: x[i], y, series, 1, DpSgdSettings(MomentumSgd(0.01), 8.0), penalty)
         results.append(flatten(model))
     torch.testing.assert_close(results[1] - results[0], -0.01 * 200 * start, atol=1e-5, rtol=1e-4)
 
@@ -194,5 +195,5 @@ def test_a_loss_of_ones_own_is_clipped_example_by_example() -> None:
         total += row * min(1.0, 0.5 / float(row.norm()))
     release = Release(1, "m", "dp-sgd", "g", 1e-9, 0.5, 1.0, "full", 1, len(before))
     series = GaussianSums(release, 1, Guard(Ledger("0"), 1e-5, None), SecretGenerator())
-    dp_sgd(model, lambda i: x[i], y, series, 1, DpSgdSettings(0.1, 5.0), None, loss)
+    dp_sgd(model, lambda i: x[i], y, series, 1, DpSgdSettings(MomentumSgd(0.1), 5.0), None, loss)
     torch.testing.assert_close(flatten(model) - before, -0.1 * total / 5, atol=1e-6, rtol=1e-3)

@@ -31,6 +31,7 @@ from fedsynth.synthesizer.generation.one_teacher import (
     Distillation,
     generated_tally,
 )
+from fedsynth.training.optimisers import MomentumSgd
 from fedsynth.training.sgd import SgdSettings, train_on
 
 DIGITS = dataset_spec("digits")
@@ -276,7 +277,7 @@ def test_a_student_learns_the_digits_without_any() -> None:
         teacher,
         lambda i: normalise(train.images[i], train.spec),
         train.labels,
-        SgdSettings(15, 32, 0.05, 0.9),
+        SgdSettings(15, 32, MomentumSgd(0.05, 0.9)),
         draws,
     )
     before = accuracy(student, test)

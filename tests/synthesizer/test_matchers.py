@@ -33,6 +33,7 @@ from fedsynth.synthesizer.condensation.matchers import (
 )
 from fedsynth.synthesizer.condensation.real_batches import BatchIndices
 from fedsynth.synthesizer.condensation.siamese import SiameseAugmentation
+from fedsynth.training.optimisers import MomentumSgd
 
 DEVICES = [
     "cpu",
@@ -244,7 +245,11 @@ def test_clients_batched_or_alone_make_the_same_images() -> None:
             clients, BatchIndices(clients, segments, 1, 5, small_class="all", seed=0, round=1)
         )
         return condense(
-            torch.zeros(len(segments), IPC, 1, 8, 8), network, matcher, steps=5, learning_rate=1.0
+            torch.zeros(len(segments), IPC, 1, 8, 8),
+            network,
+            matcher,
+            steps=5,
+            optimiser=MomentumSgd(1.0),
         )
 
     together = images([0, 1, 2])
@@ -266,7 +271,7 @@ def test_condensation_lowers_the_loss_and_keeps_the_start() -> None:
             (synthetic_means(features, S) - matcher.real_means(0, features, CLASSES)).square().sum()
         )
 
-    after = condense(start, network, matcher, steps=30, learning_rate=1.0)
+    after = condense(start, network, matcher, steps=30, optimiser=MomentumSgd(1.0))
     assert torch.equal(start, before)
     assert loss(after) < 0.7 * loss(start)
 
@@ -293,7 +298,7 @@ def test_momentum_is_heavy_ball() -> None:
             return torch.ones_like(synthetic)
 
     out = condense(
-        torch.zeros(1, 1, 1, 2, 2), network, Constant(), steps=3, learning_rate=0.1, momentum=0.5
+        torch.zeros(1, 1, 1, 2, 2), network, Constant(), steps=3, optimiser=MomentumSgd(0.1, 0.5)
     )  # type: ignore[arg-type]
     assert torch.allclose(out, torch.full_like(out, -0.1 * (1 + 1.5 + 1.75)))
 

@@ -21,6 +21,7 @@ from fedsynth.training.many_clients import (
     train_together,
     trains_together,
 )
+from fedsynth.training.optimisers import MomentumSgd
 from fedsynth.training.sgd import Pull, SgdSettings, train_on
 
 SIZES = (7, 1, 0, 23, 10, 5)
@@ -79,10 +80,10 @@ def apart(each: list[Learner], images: Tensor, labels: Tensor) -> list[Tensor]:
 @pytest.mark.parametrize(
     "settings",
     [
-        lambda k: SgdSettings(3, 5, 0.1, 0.9, 1e-2),
-        lambda k: SgdSettings(1 + 2 * k % 5, 5, 0.1, 0.9),  # stragglers
-        lambda k: SgdSettings(1, 5, 0.1, 0.9, 1e-2, steps=7),
-        lambda k: SgdSettings(2, 64, 0.1),
+        lambda k: SgdSettings(3, 5, MomentumSgd(0.1, 0.9, 1e-2)),
+        lambda k: SgdSettings(1 + 2 * k % 5, 5, MomentumSgd(0.1, 0.9)),  # stragglers
+        lambda k: SgdSettings(1, 5, MomentumSgd(0.1, 0.9, 1e-2), steps=7),
+        lambda k: SgdSettings(2, 64, MomentumSgd(0.1)),
     ],
 )
 @pytest.mark.parametrize("few", [1, 4])
@@ -113,7 +114,9 @@ def test_equals_each_clients_own_training(
 def test_clients_do_not_touch_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches: a filler, or a step that a client no longer takes, which counts for it."""
     monkeypatch.setattr("fedsynth.training.many_clients.FEW", 1)
-    alone = learners(torch.device("cpu"), lambda k: SgdSettings(2, 5, 0.1, 0.9, 1e-2), True)
+    alone = learners(
+        torch.device("cpu"), lambda k: SgdSettings(2, 5, MomentumSgd(0.1, 0.9, 1e-2)), True
+    )
     many = copy.deepcopy(alone)  # generators are copied with their state
     train_together(alone[1:2], IMAGES.__getitem__, LABELS.__getitem__)
     train_together(many, IMAGES.__getitem__, LABELS.__getitem__)
@@ -126,14 +129,18 @@ def test_clients_do_not_touch_each_other(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_nobody_with_data_and_progress(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fedsynth.training.many_clients.FEW", few)
     monkeypatch.setattr("fedsynth.training.many_clients.BLOCK", 1)
-    each = learners(torch.device("cpu"), lambda k: SgdSettings(2, 5, 0.1), False, (0, 0))
+    each = learners(
+        torch.device("cpu"), lambda k: SgdSettings(2, 5, MomentumSgd(0.1)), False, (0, 0)
+    )
     before = [flatten(one.model) for one in each]
     train_together(each, IMAGES.__getitem__, LABELS.__getitem__)
     assert all(
         torch.equal(flatten(one.model), start) for one, start in zip(each, before, strict=True)
     )
     seen: list[tuple[int, int]] = []
-    each = learners(torch.device("cpu"), lambda k: SgdSettings(1 + k, 5, 0.1), False, (3, 8))
+    each = learners(
+        torch.device("cpu"), lambda k: SgdSettings(1 + k, 5, MomentumSgd(0.1)), False, (3, 8)
+    )
     train_together(
         each, IMAGES.__getitem__, LABELS.__getitem__, lambda done, total: seen.append((done, total))
     )
@@ -152,9 +159,9 @@ def test_a_pulls_gradient_is_that_of_its_value() -> None:
 
 def test_what_is_not_common_is_refused() -> None:
     for settings in (
-        lambda k: SgdSettings(1, 5, 0.1 + k),
-        lambda k: SgdSettings(1, 5 + k, 0.1),
-        lambda k: SgdSettings(1, 5, 0.1, radius=1.0),
+        lambda k: SgdSettings(1, 5, MomentumSgd(0.1 + k)),
+        lambda k: SgdSettings(1, 5 + k, MomentumSgd(0.1)),
+        lambda k: SgdSettings(1, 5, MomentumSgd(0.1), radius=1.0),
     ):
         with pytest.raises(ValueError, match="learners in one pass share"):
             train_together(
@@ -162,7 +169,7 @@ def test_what_is_not_common_is_refused() -> None:
                 IMAGES.__getitem__,
                 LABELS.__getitem__,
             )
-    odd = learners(torch.device("cpu"), lambda k: SgdSettings(1, 5, 0.1), False)[:1]
+    odd = learners(torch.device("cpu"), lambda k: SgdSettings(1, 5, MomentumSgd(0.1)), False)[:1]
     odd[0] = Learner(
         odd[0].model, odd[0].where, odd[0].settings, odd[0].generator, lambda net: torch.zeros(())
     )
@@ -200,7 +207,10 @@ def test_memory_that_is_said() -> None:
     """What a pass takes at most, counted by torch's profiler, stays within what is said of it."""
     for penalties in (False, True):
         each = learners(
-            torch.device("cpu"), lambda k: SgdSettings(2, 5, 0.1, 0.9), penalties, (10,) * 6
+            torch.device("cpu"),
+            lambda k: SgdSettings(2, 5, MomentumSgd(0.1, 0.9)),
+            penalties,
+            (10,) * 6,
         )
         said = sum(learner_bytes(one.model, 5, 16) for one in each)
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:

@@ -12,6 +12,7 @@ from torch import nn
 from fedsynth.models.convnet import ConvNet
 from fedsynth.models.flat import flatten
 from fedsynth.training.cuda_graphs import recorded
+from fedsynth.training.optimisers import MomentumSgd
 from fedsynth.training.sgd import SgdSettings, train_on
 
 
@@ -29,7 +30,7 @@ def test_equals_torch_sgd_with_momentum_and_weight_decay() -> None:
         model,
         lambda i: x[i],
         y,
-        SgdSettings(3, 8, 0.1, 0.9, 1e-2),
+        SgdSettings(3, 8, MomentumSgd(0.1, 0.9, 1e-2)),
         torch.Generator().manual_seed(5),
     )
     optimiser = torch.optim.SGD(oracle.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-2)
@@ -49,7 +50,7 @@ def test_projection_holds_after_training() -> None:
         model,
         lambda i: x[i],
         y,
-        SgdSettings(20, 8, 0.5, radius=0.3),
+        SgdSettings(20, 8, MomentumSgd(0.5), radius=0.3),
         torch.Generator().manual_seed(5),
     )
     distance = (flatten(model) - start).norm()
@@ -59,14 +60,20 @@ def test_projection_holds_after_training() -> None:
 def test_no_examples_means_no_step() -> None:
     model, x, y = problem()
     start = flatten(model)
-    train_on(model, lambda i: x[i], y[:0], SgdSettings(2, 8, 0.5), torch.Generator())
+    train_on(model, lambda i: x[i], y[:0], SgdSettings(2, 8, MomentumSgd(0.5)), torch.Generator())
     assert torch.equal(flatten(model), start)
 
 
 def test_batch_norm_statistics_come_back() -> None:
     _, x, y = problem()
     model = ConvNet((1, 8, 8), 4, width=4, depth=1, norm="batch")
-    train_on(model, lambda i: x[i], y, SgdSettings(1, 8, 0.1), torch.Generator().manual_seed(0))
+    train_on(
+        model,
+        lambda i: x[i],
+        y,
+        SgdSettings(1, 8, MomentumSgd(0.1)),
+        torch.Generator().manual_seed(0),
+    )
     assert int(model.get_buffer("features.1.num_batches_tracked")) == 4
 
 
@@ -82,7 +89,7 @@ def test_a_recorded_step_is_the_same_step(norm: str, monkeypatch: pytest.MonkeyP
             torch.manual_seed(0)  # noqa: TID251
             model = ConvNet((1, 8, 8), 4, width=4, depth=2, norm=norm).cuda()
         monkeypatch.setattr("fedsynth.training.sgd.WORTH_RECORDING", worth)
-        settings = SgdSettings(4, 8, 0.1, 0.9, 1e-2, radius=1.0)
+        settings = SgdSettings(4, 8, MomentumSgd(0.1, 0.9, 1e-2), radius=1.0)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             train_on(model, lambda i: x[i], y, settings, torch.Generator().manual_seed(5))
@@ -120,7 +127,13 @@ def test_a_last_piece_of_one_example_goes_through_batch_norm_twice(examples: int
         torch.arange(examples) % 3,
     )
     theirs = copy.deepcopy(net)
-    train_on(net, lambda i: x[i], y, SgdSettings(1, 2, 0.1), torch.Generator().manual_seed(1))
+    train_on(
+        net,
+        lambda i: x[i],
+        y,
+        SgdSettings(1, 2, MomentumSgd(0.1)),
+        torch.Generator().manual_seed(1),
+    )
     sgd = torch.optim.SGD(theirs.parameters(), 0.1)
     for part in torch.randperm(examples, generator=torch.Generator().manual_seed(1)).split(2):
         part = part if len(part) == 2 else torch.cat([part, part])

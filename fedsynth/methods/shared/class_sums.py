@@ -5,7 +5,7 @@ FedAF's class-mean logits and FedFM's anchors are both made of these.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -123,3 +123,28 @@ def class_sums(
                     counts + members.sum(dim=0),
                 )
     return ClassSums(sums, counts, 0.0)
+
+
+def class_means(
+    clients: ClientGroup,
+    rows: Rows,
+    width: int,
+    name: str,
+    context: RoundContext,
+    least: float = 1.0,
+) -> Sequence[tuple[Tensor, Tensor]]:
+    """Of each client of the group: the mean vector of each class [classes, D], and which classes it has [classes].
+
+    The rows of other classes are near zero, and must not be used.
+
+    Args:
+        clients, rows, width, name, context: see `class_sums`.
+        least: private clients have the classes whose noisy count is at least this, at least 1, and
+            at least two deviations of its noise, as noise may make any count.
+    """
+    found = []
+    for position in range(len(clients.ids)):
+        own = class_sums(clients, position, rows, width, name, context)
+        floor = max(1.0, least, 2 * own.deviation) if own.deviation else 1.0
+        found.append((own.sums / own.counts.clamp_min(floor)[:, None], own.counts >= floor))
+    return found

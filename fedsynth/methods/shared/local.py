@@ -34,6 +34,7 @@ from fedsynth.privacy.plans import PrivatePlan
 from fedsynth.privacy.settings import PrivacySettings
 from fedsynth.seeding import numpy_generator, torch_generator
 from fedsynth.training.many_clients import Learner, learner_bytes, pays, train_together
+from fedsynth.training.optimisers import MomentumSgd, Optimiser
 from fedsynth.training.sgd import Pull, SgdSettings, steps_of, train_on
 
 MODEL = "model"
@@ -148,6 +149,10 @@ class TrainsLocally(Method):
     def task(self, client: int, message: Down, memory: Memory, context: RoundContext) -> Task:
         """What this client's training of this round adds."""
         return Task()
+
+    def optimiser(self) -> Optimiser:
+        """What a client's step does with its gradient, open or private."""
+        return MomentumSgd(self.lr, self.momentum, self.weight_decay)
 
     def start_model(
         self, client: int, message: Down, memory: Memory, context: RoundContext
@@ -313,9 +318,7 @@ class TrainsLocally(Method):
             settings = SgdSettings(
                 epochs=epochs,
                 batch=self.batch,
-                learning_rate=self.lr,
-                momentum=self.momentum,
-                weight_decay=self.weight_decay,
+                optimiser=self.optimiser(),
                 steps=self._steps(epochs, context),
             )
             draws = torch_generator(context.seed, "local training", context.round, client)
@@ -352,9 +355,7 @@ class TrainsLocally(Method):
         for position, (model, task) in enumerate(zip(models, tasks, strict=True)):
             alone = clients.alone(position)
             plan = alone.plan(MODEL)
-            settings = DpSgdSettings(
-                self.lr, plan.sample_rate * context.nominal_size, self.momentum, self.weight_decay
-            )
+            settings = DpSgdSettings(self.optimiser(), plan.sample_rate * context.nominal_size)
             alone.fit(
                 alone.series(MODEL), [model], plan.steps, settings, [task.penalty], [task.loss]
             )

@@ -13,7 +13,8 @@ from fedsynth.core.method import Method, Presets, State, Up
 from fedsynth.core.state import ServerState
 from fedsynth.core.validation import check_ranges
 from fedsynth.synthesizer.condensation.sets import train_on_union
-from fedsynth.training.sgd import SgdSettings
+from fedsynth.training.optimisers import MomentumSgd
+from fedsynth.training.sgd import Objective, SgdSettings
 
 
 @dataclass(frozen=True)
@@ -46,11 +47,15 @@ class TrainsOnUnion(Method):
         return SgdSettings(
             self.server_epochs,
             self.server_batch,
-            self.server_lr,
-            self.server_momentum,
-            self.server_weight_decay,
+            MomentumSgd(self.server_lr, self.server_momentum, self.server_weight_decay),
             self.ball(),
         )
+
+    def server_objective(
+        self, uploads: Mapping[int, Up], context: RoundContext
+    ) -> Objective | None:
+        """A minibatch's loss while the server trains; None: the cross-entropy alone."""
+        return None
 
     def broadcast(self, state: State, context: RoundContext) -> Message:
         return ModelParameters(state.parameters, 1.0)
@@ -60,7 +65,8 @@ class TrainsOnUnion(Method):
     ) -> ServerState:
         before: ServerState = state
         model = context.load(before.parameters)
-        train_on_union(model, uploads, self.union_sgd(), context)
+        objective = self.server_objective(uploads, context)
+        train_on_union(model, uploads, self.union_sgd(), context, objective)
         return replace(before, parameters=model.state_dict())
 
 

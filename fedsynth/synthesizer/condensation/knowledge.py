@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedsynth.synthesizer.condensation.matchers import FeatureMap, Matcher, frozen_means, pull_back
@@ -175,6 +176,50 @@ def knowledge_matching(
     both = ((soft_CC - log_t.exp()) * (log_r - log_t)).sum(dim=1) / 2
     total = torch.where(usable_C, both, 0.0).sum()
     return total if reduction == "sum" else total / usable_C.sum().clamp_min(1)
+
+
+@dataclass(frozen=True)
+class KnowledgeTerm:
+    """λ_glob·L_LGKM beside the cross-entropy, while the server trains (Eqs. 13-15).
+
+    Args:
+        soft: R [C, C].
+        known: which of its rows exist [C].
+        weight: λ_glob.
+        temperature: τ of T.
+        reduction: see `knowledge_matching`.
+        running: batch norm of the pass that T comes from goes by running statistics, as in the pass
+            that R came from, and not by the batch's, as in training.
+    """
+
+    soft: Tensor
+    known: Tensor
+    weight: float
+    temperature: float
+    reduction: str = "mean"
+    running: bool = False
+
+    def with_cross_entropy(self, network: nn.Module, images: Tensor, labels_N: Tensor) -> Tensor:
+        """The loss of a minibatch, with t_c over its own images."""
+        logits: Tensor = network(images)
+        plain = F.cross_entropy(logits, labels_N)
+        if self.running:
+            return plain + self(network, images, labels_N)
+        return plain + self._of_logits(logits, labels_N)
+
+    def __call__(self, network: nn.Module, images: Tensor, labels_N: Tensor) -> Tensor:
+        """The term alone, with t_c over these images; they need not be those of the step."""
+        network.train(not self.running)
+        logits: Tensor = network(images)
+        network.train()
+        return self._of_logits(logits, labels_N)
+
+    def _of_logits(self, logits_NC: Tensor, labels_N: Tensor) -> Tensor:
+        means, there = class_means(logits_NC, labels_N, len(self.known))
+        usable = there & self.known
+        return self.weight * knowledge_matching(
+            means, self.soft, usable, self.temperature, self.reduction
+        )
 
 
 def _norms(rows: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from fedsynth.models.batch_norm import SharedStatistics, has_batch_norm
 from fedsynth.models.frozen import VectorJacobian
 from fedsynth.privacy.passes import power_of_two
 from fedsynth.synthesizer.condensation.matchers import Matcher
+from fedsynth.training.optimisers import Optimiser
 
 Augmentation = Callable[[Tensor, Tensor], Tensor]
 """(images, segment of each) -> transformed images."""
@@ -181,8 +182,7 @@ def condense(
     matcher: Matcher,
     *,
     steps: int,
-    learning_rate: float,
-    momentum: float = 0.0,
+    optimiser: Optimiser,
     logit_weight: float = 1.0,
     precision: torch.dtype = torch.float32,
     draw_augmentation: Callable[[], Augmentation] | None = None,
@@ -197,13 +197,14 @@ def condense(
         synthetic_SICHW: start images, in normalised pixel units; not changed.
         draw_network: a network with `embed` and `classifier` and frozen weights, drawn anew for each step.
         matcher: makes the gradient; with DP on it is the only thing that touches private data.
+        optimiser: moves the images by it; leading axes, which stay apart, are segments and images.
         precision, statistics_S, memory_bytes, compiled: see `NetworkFeatures`; sums and updates are float32.
         report: hears the number of steps done; the loop itself never waits for the device.
     """
     synthetic = synthetic_SICHW.detach().clone()
     if not len(synthetic):  # no client of the group has a class to send
         return synthetic
-    velocity, features = torch.zeros_like(synthetic), None
+    state, features = optimiser.init(synthetic), None
     for step in range(steps):
         network, augment = (
             draw_network(),
@@ -221,7 +222,6 @@ def condense(
             )
         else:
             features.use(network, augment)
-        velocity.mul_(momentum).add_(matcher.gradient(step, features, synthetic))
-        synthetic.add_(velocity, alpha=-learning_rate)
+        optimiser.update(synthetic, matcher.gradient(step, features, synthetic), state)
         report(step + 1)
     return synthetic

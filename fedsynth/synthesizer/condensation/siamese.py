@@ -8,10 +8,13 @@ saturation and contrast are pointwise; cutout is a mask. Strengths follow the DS
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from fedsynth.seeding import torch_generator
 
 SHIFT, SCALE, ROTATE_DEGREES, CUTOUT = 0.125, 1.2, 15.0, 0.5
 
@@ -65,3 +68,40 @@ class SiameseAugmentation:
         hole = self._hole[:, segment_N].view(2, -1, 1, 1)
         inside = ((rows - hole[0]).abs() < CUTOUT) & ((columns - hole[1]).abs() < CUTOUT)
         return (~inside).unsqueeze(1).to(x.dtype)
+
+
+class SiameseDraws:
+    """Draws each step's transformations by class, from the round's public seed: clients share them, as they share the networks.
+
+    Args:
+        label_S: class of each segment, on the images' device.
+        classes: how many there are.
+        flip: see `SiameseAugmentation`.
+        period: after so many steps the same ones come again; None: never.
+    """
+
+    def __init__(
+        self,
+        label_S: Tensor,
+        classes: int,
+        *,
+        flip: bool,
+        seed: int,
+        round: int,
+        period: int | None = None,
+    ) -> None:
+        self._label, self._classes, self._flip = label_S, classes, flip
+        self._key, self._period, self._drawn = (seed, round), period, 0
+        self._generator = self._stream()
+
+    def _stream(self) -> torch.Generator:
+        seed, round = self._key
+        return torch_generator(seed, "siamese augmentation", round, device=self._label.device)
+
+    def draw(self) -> Callable[[Tensor, Tensor], Tensor]:
+        """The next step's: (images, segment of each) -> transformed images."""
+        if self._period is not None and self._drawn % self._period == 0:
+            self._generator = self._stream()
+        self._drawn += 1
+        transform = SiameseAugmentation(self._classes, self._generator, flip=self._flip)
+        return lambda x_NCHW, segment_N: transform(x_NCHW, self._label[segment_N])

@@ -1,0 +1,129 @@
+"""A condensing method of your own, with its own upload and private charge: FedDM with prototypes.
+
+A condensing method inherits `Condenses` (or, as here, FedDM) and says what is different:
+
+- `feature_maps`: through which networks a step looks at real and synthetic images (FedDM's here);
+- `objective`: what pulls the images, beside the matching; it sees no data;
+- `statistics`: what else a client tells of its data; with privacy made of charged sums of a vector
+  of each example, as by `class_means`. The vector must be a function of its example alone (and of
+  what was released), else the clip bounds nothing;
+- `make_upload`: the message, whose every field says what it is with differential privacy;
+- `private_plans`: a row for each thing that leaves, the images' first. The engine charges for them
+  before any data are read, and hands them out by name: nothing else can be released;
+- `server_objective`: the loss that the server trains with on all clients' images.
+
+Here a client tells the class means of its embeddings under the global model, and while the server
+trains, embeddings of synthetic images are pulled to those of the real ones (prototypes as in
+FedProto, Tan et al. 2022, arXiv 2105.00243). Inside the package this would be a file of
+fedsynth/methods and a line of its registry: from fedsynth.methods.protodm import ProtoDM as ProtoDM
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from fedsynth import FedDM, Message, ModelSettings, PrivacySettings, RunSettings, simulate
+from fedsynth.core.client import ClientGroup
+from fedsynth.core.context import RoundContext
+from fedsynth.core.messages import released
+from fedsynth.core.method import Memory, PrivatePlan
+from fedsynth.methods.shared.class_sums import class_means, sums_plans
+from fedsynth.methods.shared.private_condensation import feature_width
+from fedsynth.privacy.plans import MAIN
+from fedsynth.synthesizer.condensation.knowledge import average_over_holders
+from fedsynth.synthesizer.condensation.sets import SyntheticSet
+from fedsynth.training.sgd import Objective
+
+
+@dataclass(frozen=True)
+class SetWithPrototypes(SyntheticSet):
+    """Up: images and labels, the class means of embeddings [C, D], and which of them exist [C]."""
+
+    prototypes: Tensor = released()
+    present: Tensor = released()
+
+
+@dataclass(frozen=True)
+class ProtoDM(FedDM):
+    """Settings: see `FedDM`, and
+
+    Args:
+        alignment: weight of mean ‖h(x) − p_y‖²/D beside the server's cross-entropy.
+        prototype_clip: with differential privacy: L2 bound of an example's embedding.
+        prototype_noise: the noise multiplier of their sums and of the counts over the images'.
+    """
+
+    name: ClassVar[str] = "protodm"
+    summary: ClassVar[str] = "FedDM whose server also trains towards the clients' prototypes"
+    upload: ClassVar[type[Message]] = SetWithPrototypes
+    protects: ClassVar[tuple[str, ...]] = ("residual", "gradient")
+
+    alignment: float = 0.2
+    prototype_clip: float = 5.0
+    prototype_noise: float = 1.0
+
+    def private_plans(
+        self, privacy: PrivacySettings, context: RoundContext
+    ) -> tuple[PrivatePlan, ...]:
+        images = super().private_plans(privacy, context)
+        return *images, *sums_plans(
+            "prototypes",
+            "embeddings",
+            "embedding h(x) of each example",
+            clip=self.prototype_clip,
+            width=feature_width(context, logits=False),
+            classes=context.spec.classes,
+            noise=self.prototype_noise,
+            phase=MAIN,
+        )
+
+    def statistics(
+        self,
+        model: Any,
+        clients: ClientGroup,
+        memories: Sequence[Memory],
+        context: RoundContext,
+    ) -> Sequence[Mapping[str, Tensor]]:
+        width = feature_width(context, logits=False)
+        means = class_means(clients, model.embed, width, "prototypes", context, self.min_examples)
+        return [{"prototypes": own, "present": there} for own, there in means]
+
+    def make_upload(
+        self, images: SyntheticSet, statistics: Mapping[str, Tensor], context: RoundContext
+    ) -> Message:
+        return SetWithPrototypes(images.images, images.labels, **statistics)
+
+    def server_objective(
+        self, uploads: Mapping[int, SetWithPrototypes], context: RoundContext
+    ) -> Objective:
+        present = [u.present for u in uploads.values()]
+        targets, known = average_over_holders([u.prototypes for u in uploads.values()], present)
+
+        def loss(network: Any, images: Tensor, labels: Tensor) -> Tensor:
+            h = network.embed(images)
+            apart = (h - targets[labels]).square().mean(dim=1)
+            pull = torch.where(known[labels], apart, 0.0).mean()
+            return cross_entropy(network.classifier(h), labels) + self.alignment * pull
+
+        return loss
+
+
+def main(privacy: PrivacySettings | None) -> Any:
+    """The result of two rounds on the digits."""
+    method = ProtoDM(iterations=10, image_lr=5.0, server_epochs=60)
+    model = ModelSettings(width=32, depth=2)
+    return simulate(RunSettings(method, rounds=2, model=model, privacy=privacy))
+
+
+if __name__ == "__main__":
+    for privacy in (None, PrivacySettings(epsilon=8.0)):
+        result = main(privacy)
+        print(f"test accuracy {100 * result.accuracy:.1f} %")
+        for row in result.privacy["ledger"] if privacy else []:
+            print(f"  {row['quantity']}: {row['steps']} a round, clip {row['sensitivity']:.3g}")

@@ -1,0 +1,167 @@
+"""Condensation with differential privacy: what a round releases of a client, and what matches on that.
+
+A mechanism is a row of plans and a matcher on them: `residual` and `gradient` release noisy sums by
+class at each of T steps (`synthesizer.condensation.matchers`), `features` those of M networks and
+the counts, once (`synthesizer.condensation.feature_sums`). `paper` is FedDM's Algorithm 1 as
+printed: it works on open clients, and guarantees nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from fedsynth.core.client import PrivateClients
+from fedsynth.core.context import RoundContext
+from fedsynth.methods.shared.class_sums import COUNTS
+from fedsynth.privacy.plans import PrivatePlan
+from fedsynth.privacy.settings import PrivacySettings
+from fedsynth.synthesizer.condensation.feature_sums import FeatureSumMatcher
+from fedsynth.synthesizer.condensation.matchers import (
+    GradientMatcher,
+    Matcher,
+    ResidualMatcher,
+)
+
+IMAGES = "images"
+"""The name of the plan that images are pulled by; mechanism `features` has `COUNTS` beside it."""
+
+
+@dataclass(frozen=True)
+class Matching:
+    """What pulls a round's images, and what comes with it.
+
+    Args:
+        matcher: makes the gradient.
+        period: after so many steps the same networks and augmentations come again; None: never.
+        kept: which segments are sent; None: all.
+    """
+
+    matcher: Matcher
+    period: int | None = None
+    kept: Tensor | None = None
+
+
+def feature_width(context: RoundContext, logits: bool) -> int:
+    """Coordinates of what is matched: of an embedding, and of its logits beside it."""
+    classifier: Any = context.architecture.classifier
+    width: int = classifier.in_features
+    return width + classifier.out_features if logits else width
+
+
+def default_clip(width: int) -> float:
+    """About the norm of a matched residual of instance-normalised features: a public constant.
+
+    Their spread in a coordinate is roughly the same for all networks, so it grows as √width.
+    """
+    return 0.25 * math.sqrt(width)
+
+
+def image_plan(
+    mechanism: str,
+    privacy: PrivacySettings,
+    context: RoundContext,
+    *,
+    ipc: int,
+    steps: int,
+    batch: int,
+    logits: bool,
+) -> PrivatePlan:
+    """T releases a round, of which each moves the synthetic images by a step.
+
+    Args:
+        mechanism: "residual", "gradient" or "paper".
+        ipc: images of a class.
+        steps: T.
+        batch: examples of a class that a step expects; decides the default sampling rate.
+        logits: whether they are matched beside embeddings.
+    """
+    width = feature_width(context, logits)
+    pixels = ipc * math.prod(context.spec.image_shape)
+    residual = "residual h(S) − h(x) of each example's embedding"
+    if logits:
+        residual = (
+            "residual [h(S) − h(x); z(S) − z(x)] of each example, embedding and logits jointly"
+        )
+    clipped, clip, coordinates = {
+        "residual": (residual, default_clip(width), width),
+        "gradient": ("image gradient g̃(x) of each example (FedDM, Eq. 15)", 1.0, pixels),
+        "paper": ("gradient of each class's batch, not of an example", 5.0, pixels),  # the paper's
+    }[mechanism]
+    classes = context.spec.classes
+    return PrivatePlan(
+        name=IMAGES,
+        quantity="synthetic images",
+        mechanism=mechanism,
+        clipped=clipped,
+        clip=privacy.clip or clip,
+        sample_rate=privacy.sample_rate or min(1.0, batch * classes / context.nominal_size),
+        steps=steps,
+        dimension=classes * coordinates,
+        groups=classes,
+    )
+
+
+def feature_plans(
+    privacy: PrivacySettings, context: RoundContext, *, networks: int, count_noise: float
+) -> tuple[PrivatePlan, PrivatePlan]:
+    """Mechanism `features`: M releases a round of class sums, and one of the counts.
+
+    Args:
+        networks: M.
+        count_noise: the counts' noise multiplier over that of the M sums together, σ/√M.
+    """
+    width = feature_width(context, logits=True)
+    classes = context.spec.classes
+    sums = PrivatePlan(
+        name=IMAGES,
+        quantity="class sums of features",
+        mechanism="features",
+        clipped="features [h(x); z(x)] of each example about the synthetic images' mean, "
+        "embedding and logits jointly",
+        clip=privacy.clip or default_clip(width),
+        sample_rate=privacy.sample_rate or 1.0,
+        steps=networks,
+        dimension=classes * width,
+        groups=classes,
+    )
+    counts = PrivatePlan(
+        name=COUNTS,
+        quantity="class counts",
+        mechanism="features",
+        clipped="each example counts 1",
+        clip=1.0,
+        sample_rate=sums.sample_rate,
+        steps=1,
+        dimension=classes,
+        groups=classes,
+        noise_ratio=count_noise / math.sqrt(networks),
+    )
+    return sums, counts
+
+
+def private_matching(
+    clients: PrivateClients, context: RoundContext, *, columns: int | None, min_examples: float
+) -> Matching:
+    """The matcher on what the group was charged for.
+
+    Args:
+        clients: charged for `image_plan`, or for both `feature_plans`.
+        context: the round's.
+        columns: of "residual": how many of the features' first coordinates it matches; None: all.
+        min_examples: of "features": the least released count of a class that is sent.
+    """
+    plan = clients.plan(IMAGES)
+    series = clients.series(IMAGES)
+    divisor = plan.sample_rate * context.nominal_size / context.spec.classes
+    if plan.mechanism == "residual":
+        return Matching(ResidualMatcher(clients, series, divisor, columns))
+    if plan.mechanism == "gradient":
+        return Matching(GradientMatcher(clients, series, divisor))
+    counts = clients.series(COUNTS)
+    floor = max(1.0, min_examples * plan.sample_rate, 2 * counts[0].deviation)
+    matcher = FeatureSumMatcher(clients, series, counts, plan.steps, floor)
+    return Matching(matcher, period=plan.steps, kept=matcher.kept)

@@ -1,0 +1,274 @@
+"""What condensing methods share: the compile rule, and a method of one's own with its own upload and charge."""
+
+from __future__ import annotations
+
+import runpy
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from fedsynth.core.charging import charge_for
+from fedsynth.core.client import ClientGroup, OpenClients, PrivateClients, Segments
+from fedsynth.core.context import Compute, RoundContext, round_context
+from fedsynth.core.method import Method
+from fedsynth.data.images import ImageData, from_arrays, normalise
+from fedsynth.data.registry import dataset_spec
+from fedsynth.errors import SettingError, UnknownNameError
+from fedsynth.federation.settings import RunSettings
+from fedsynth.federation.simulation import simulate
+from fedsynth.methods import METHODS, method_class
+from fedsynth.methods.shared.class_sums import class_means
+from fedsynth.methods.shared.condensing import Condenses, FeatureMaps
+from fedsynth.models.registry import ModelSettings, build_model
+from fedsynth.privacy.allowance import authorise
+from fedsynth.privacy.ledger import Guard, Ledger
+from fedsynth.privacy.mechanisms import GaussianSums
+from fedsynth.privacy.randomness import SecretGenerator
+from fedsynth.privacy.settings import PrivacySettings
+from fedsynth.synthesizer.condensation.siamese import SiameseDraws
+
+OWN: dict[str, Any] = runpy.run_path(
+    str(Path(__file__).parents[2] / "examples" / "own_condensation.py")
+)
+SPEC = dataset_spec("digits")
+LABELS = np.array([0] * 12 + [1] * 15 + [3] * 3)
+CONDENSING = [name for name in METHODS if issubclass(method_class(name), Condenses)]
+TINY: dict[str, Any] = {"ipc": 2, "iterations": 2, "server_epochs": 1}
+
+
+def data(extra: np.ndarray | None = None, label: int = 0) -> ImageData:
+    images = np.random.default_rng(0).integers(0, 256, (30, 1, 8, 8)).astype(np.uint8)
+    if extra is None:
+        return from_arrays(images, LABELS, SPEC)
+    return from_arrays(np.concatenate([images, extra]), np.append(LABELS, label), SPEC)
+
+
+def context(privacy: PrivacySettings | None = None, *, compiled: bool = False) -> RoundContext:
+    network = build_model(ModelSettings(width=4, depth=2), SPEC.image_shape, 10, 0)
+    compute = Compute(torch.device("cpu"), compiled=compiled)
+    return round_context(1, 0, torch.device("cpu"), SPEC, network, 30.0, privacy, compute=compute)
+
+
+def open_clients() -> OpenClients:
+    return OpenClients([0], data(), [torch.arange(30)])
+
+
+def private_clients(
+    method: Method, ctx: RoundContext, ledger: Ledger, records: ImageData | None = None
+) -> PrivateClients:
+    records = records or data()
+    guards = [Guard(ledger, 1e-5, None)]
+    charged = charge_for(method, ctx, [0], guards, [SecretGenerator()])
+    return PrivateClients([0], records, [torch.arange(len(records))], charged)
+
+
+def upload(method: Condenses, clients: ClientGroup, ctx: RoundContext) -> Any:
+    message = method.broadcast(method.initial_state(ctx.architecture.state_dict()), ctx)
+    ((sent, _),) = method.client_step(message, clients, [{}], ctx)
+    return sent
+
+
+# -------------------------------------------------------------------------------- the compile rule
+
+
+@pytest.mark.parametrize("name", [*CONDENSING, "own"])
+def test_private_clients_are_never_compiled(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One record more would move others to another kernel. Catches: a method with a rule of its own."""
+    compiled: list[Callable[..., Any]] = []
+    monkeypatch.setattr(torch, "compile", lambda function: compiled.append(function) or function)
+    method = (OWN["ProtoDM"] if name == "own" else method_class(name)).from_mapping(TINY)
+    for mechanism in method.protects:
+        privacy = PrivacySettings(noise_multiplier=1.0, mechanism=mechanism)
+        if mechanism != "paper":  # which sees open clients, and guarantees nothing
+            ctx = context(privacy, compiled=True)
+            upload(method, private_clients(method, ctx, Ledger("0")), ctx)
+    assert compiled == []
+    upload(method, open_clients(), context())
+    assert compiled == []  # nor anybody who did not ask for it
+    upload(method, open_clients(), context(compiled=True))
+    assert len(compiled) == 1
+
+
+def test_the_registrys_condensing_methods_share_one_home() -> None:
+    assert {"feddm", "fedaf"} <= set(CONDENSING)
+    for name in CONDENSING:
+        assert method_class(name).client_step is Condenses.client_step
+
+
+# ------------------------------------------------------------------------- a method of one's own
+
+
+@dataclass(frozen=True)
+class Least(Condenses):
+    """As little as a condensing method can say: it looks through the global model itself."""
+
+    name: ClassVar[str] = "least"
+    summary: ClassVar[str] = "distribution matching at the global model"
+    reference: ClassVar[str] = "none"
+
+    def feature_maps(
+        self, model: nn.Module, segments: Segments, context: RoundContext, period: int | None
+    ) -> FeatureMaps:
+        return FeatureMaps(lambda: model)
+
+
+@pytest.mark.parametrize("norm", ["instance", "batch"])
+def test_the_least_that_a_method_says_is_enough(norm: str) -> None:
+    method = Least(ipc=2, iterations=5, image_lr=2.0, server_epochs=30, server_batch=32)
+    model = ModelSettings(width=16, depth=2, norm=norm)
+    result = simulate(RunSettings(method, rounds=2, model=model))
+    assert result.accuracy is not None
+    assert result.accuracy > 0.6  # about 0.87 and 0.78; chance is 0.1
+    if norm == "instance":
+        private = simulate(
+            RunSettings(method, rounds=1, model=model, privacy=PrivacySettings(epsilon=8.0))
+        )
+        report: Any = private.privacy
+        assert {row["quantity"] for row in report["ledger"]} == {"synthetic images"}
+
+
+def test_shared_settings_are_checked_in_one_place() -> None:
+    for bad in ({"ipc": 0}, {"blur": 0.0}, {"image_momentum": 1.5}, {"start_average": 0}):
+        with pytest.raises(SettingError):
+            Least(**bad)  # type: ignore[arg-type]
+    for choice in ({"matching": "means"}, {"small_class": "al"}, {"batch_norm": "clients"}):
+        with pytest.raises(UnknownNameError, match="did you mean"):
+            Least(**choice)
+
+
+def test_statistics_of_open_clients_are_the_class_means() -> None:
+    """NumPy: prototypes of the classes with examples; open classes are there from one example on."""
+    ctx = context()
+    sent = upload(OWN["ProtoDM"].from_mapping(TINY), open_clients(), ctx)
+    with torch.no_grad():
+        h = ctx.architecture.embed(normalise(data().images, SPEC)).double().numpy()  # type: ignore[operator]
+    assert sent.present.nonzero().flatten().tolist() == [0, 1, 3]
+    for label in (0, 1, 3):
+        expected = h[label == LABELS].mean(axis=0)
+        np.testing.assert_allclose(sent.prototypes[label].numpy(), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_the_servers_loss_is_the_cross_entropy_and_the_prototypes_pull() -> None:
+    ctx = context()
+    method = OWN["ProtoDM"](alignment=0.7, ipc=2, iterations=2)
+    sent = upload(method, open_clients(), ctx)
+    images = normalise(data().images[:4], SPEC)
+    labels = torch.tensor([0, 1, 1, 2])  # class 2 has no prototype: no pull
+    loss = method.server_objective({0: sent}, ctx)(ctx.architecture, images, labels)
+    with torch.no_grad():
+        h = ctx.architecture.embed(images).double().numpy()  # type: ignore[operator]
+        logits = ctx.architecture(images).double().numpy()
+    p = np.exp(logits)
+    p /= p.sum(axis=1, keepdims=True)
+    plain = -np.log(p[np.arange(4), labels.numpy()]).mean()
+    target = sent.prototypes.double().numpy()
+    pull = sum(((h[i] - target[labels[i]]) ** 2).mean() for i in range(3)) / 4
+    assert loss.item() == pytest.approx(plain + 0.7 * pull, rel=1e-4)
+
+
+def test_what_it_charges_is_what_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two steps of images, one sum of embeddings, one of counts; charged before they are drawn."""
+    released: list[int] = []
+    original = GaussianSums.release
+    monkeypatch.setattr(GaussianSums, "release", lambda self: released.append(1) or original(self))
+    ledger = Ledger("0")
+    method = OWN["ProtoDM"].from_mapping(TINY)
+    ctx = context(PrivacySettings(noise_multiplier=2.0))
+    upload(method, private_clients(method, ctx, ledger), ctx)
+    assert sorted((r.quantity, r.steps, r.sensitivity) for r in ledger.releases) == [
+        ("class counts", 1, 1.0),
+        ("class sums of embeddings", 1, 5.0),
+        ("synthetic images", 2, 0.25 * 26**0.5),
+    ]
+    assert len(released) == sum(r.steps for r in ledger.releases)
+    planned = method.private_plans(PrivacySettings(noise_multiplier=2.0), ctx)
+    assert {plan.release(1, 2.0) for plan in planned} == set(ledger.releases)
+
+
+def released_sums(
+    method: Condenses, records: ImageData, monkeypatch: pytest.MonkeyPatch
+) -> dict[str, Tensor]:
+    """What goes into the noise, by quantity, in a client's step on these records."""
+    sums: dict[str, Tensor] = {}
+
+    class Spy(GaussianSums):
+        def release(self) -> Any:
+            assert self._sums is not None
+            sums[self._release.quantity] = self._sums.clone().cpu()
+            return super().release()
+
+    monkeypatch.setattr("fedsynth.core.charging.authorise", partial(authorise, make_series=Spy))
+    ctx = context(PrivacySettings(noise_multiplier=1e-9, sample_rate=1.0))
+    clients = private_clients(method, ctx, Ledger("0"), records)
+    model = ctx.load(ctx.architecture.state_dict()).requires_grad_(False).eval()
+    method.statistics(model, clients, [{}], ctx)
+    return sums
+
+
+def moved(method: Condenses, extra: int, label: int, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """How far one example more moves the sums, and how far the classes that are not its own."""
+    random = np.random.default_rng(extra).integers(0, 256, (1, 1, 8, 8))
+    image = [np.zeros((1, 1, 8, 8)), np.full((1, 1, 8, 8), 255), random][extra].astype(np.uint8)
+    without = released_sums(method, data(), monkeypatch)
+    with_it = released_sums(method, data(image, label), monkeypatch)
+    move = {name: with_it[name] - without[name] for name in without}
+    others = [c for c in range(10) if c != label]
+    return {name: (float(m.norm()), float(m[others].abs().max())) for name, m in move.items()}
+
+
+@given(extra=st.integers(0, 2), label=st.integers(0, 9))
+@settings(max_examples=12, deadline=None)
+def test_an_example_moves_its_own_release_by_at_most_the_clip(extra: int, label: int) -> None:
+    """Sensitivity of what `own_condensation` adds, on D and D + x, where every embedding is clipped."""
+    clip = 0.1
+    method = OWN["ProtoDM"](prototype_clip=clip)
+    with pytest.MonkeyPatch.context() as patch:
+        found = moved(method, extra, label, patch)
+    norm, others = found["class sums of embeddings"]
+    assert 0.99 * clip < norm <= clip * (1 + 1e-6)
+    assert others == 0
+    assert found["class counts"] == (1.0, 0.0)
+
+
+def test_a_vector_that_looks_at_other_examples_is_found_out() -> None:
+    """The broken twin: embeddings about their batch's mean, as batch norm would have them."""
+
+    class Broken(OWN["ProtoDM"]):  # type: ignore[misc]
+        def statistics(self, model: Any, clients: Any, memories: Any, context: Any) -> Any:
+            def about_the_mean(x: Tensor) -> Tensor:
+                h = model.embed(x)
+                return h - h.mean(dim=0)
+
+            means = class_means(clients, about_the_mean, 16, "prototypes", context)
+            return [{"prototypes": own, "present": there} for own, there in means]
+
+    with pytest.MonkeyPatch.context() as patch:
+        norm, others = moved(Broken(prototype_clip=0.1), 1, 5, patch)["class sums of embeddings"]
+    assert norm > 0.1 * (1 + 1e-5)
+    assert others > 1e-4
+
+
+# ------------------------------------------------------------------------------------ shared draws
+
+
+def test_augmentations_come_again_after_a_period() -> None:
+    labels = torch.tensor([0, 1, 1])
+    x = torch.randn(3, 1, 8, 8, generator=torch.Generator().manual_seed(0))
+
+    def seen(period: int | None, steps: int) -> list[Tensor]:
+        draws = SiameseDraws(labels, 2, flip=False, seed=0, round=1, period=period)
+        return [draws.draw()(x, torch.arange(3)) for _ in range(steps)]
+
+    free, again = seen(None, 4), seen(2, 4)
+    assert all(torch.equal(a, b) for a, b in zip(free[:2], again[:2], strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(again[:2], again[2:], strict=True))
+    assert not torch.equal(free[0], free[2])

@@ -1,0 +1,134 @@
+"""Benchmarks share a library and not each other; finished rows are found again; compare has every method."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedsynth.methods import METHODS
+
+BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
+SCRIPTS = sorted(path.stem for path in BENCHMARKS.glob("*.py"))
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Imports a script as it imports itself: with its own folder on the path."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return importlib.import_module
+
+
+def imports(path: Path) -> set[str]:
+    """The first words of what a file imports."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    modules = {n.module for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and n.module}
+    names = {a.name for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names}
+    return {name.split(".")[0] for name in modules | names}
+
+
+def test_no_script_is_imported() -> None:
+    files = [*BENCHMARKS.glob("*.py"), *(BENCHMARKS / "library").glob("*.py")]
+    assert len(SCRIPTS) > 15
+    for path in files:
+        assert not imports(path) & set(SCRIPTS), path
+
+
+def keys(name: str) -> set[str]:
+    """Of finished rows."""
+    lines = (BENCHMARKS / "results" / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
+    return {json.loads(line)["key"] for line in lines}
+
+
+def test_settings_still_have_the_hash_of_finished_rows(script: Any) -> None:
+    """Catches: a default or a setting that moved without its rows being deleted or made again."""
+    fingerprint = script("library.results").fingerprint
+    reading = script("library.fedaf").reading
+    for rate in (0.2, 1.0):
+        name = f"image rate = {rate:g}"
+        made = fingerprint(reading("rates", name, 0.1, 0, "auto", False))
+        assert f"{name}, Dir(0.1) seed=0 {made}" in keys("fedaf_readings")
+    compare, fedkf = script("compare"), script("fedkf_table")
+    for name, rate in (("fedavg", 0.3), ("fedavg", 0.003)):
+        made = fingerprint(compare.settings_for(name, 0, "auto", False, rate))
+        assert f"rate {name} {rate:g} {made}" in keys("compare")
+    made = fingerprint(compare.settings_for("real", 1, "cuda", False, None))
+    assert f"real seed=1 {made}" in keys("compare")
+    made = fingerprint(fedkf.settings_for("FedAvg", 0.1, 0, "auto", False))
+    assert f"FedAvg alpha=0.1 seed=0 {made}" in keys("fedkf_table")
+    other = fingerprint(compare.settings_for("real", 2, "auto", False, None))
+    assert f"real seed=1 {other}" not in keys("compare")
+
+
+def test_compare_has_every_method_with_its_familys_settings(script: Any) -> None:
+    """Catches: a method that the registry has and the comparison does not."""
+    compared = script("library.compared")
+    assert {method for method, _ in compared.METHODS.values()} == set(METHODS)
+    assert compared.METHODS["fedprox"] == ("fedprox", compared.LOCAL)
+    assert compared.METHODS["feddm"] == ("feddm", compared.CONDENSE)
+    assert compared.METHODS["dense"][1] == {**compared.ONCE, **compared.SERVER}
+    assert set(compared.PERSONAL) == {"solo", "fedbn"}
+    assert set(compared.SINGLE_ROUND) == {"fedavg, one shot", "feddf", "dense", "fedhydra"}
+    compare = script("compare")
+    assert {compare.knob(name) for name in ("feddm", "fedaf")} == {"image_lr"}
+    assert (compare.knob("moon"), compare.knob("real")) == ("lr", None)
+
+
+def test_rows_are_made_once(script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    results = script("library.results")
+    settings = script("compare").settings_for("real", 0, "cpu", True, None)
+    made: list[Any] = []
+
+    def one_run(run: Any, data: Any) -> dict[str, Any]:
+        made.append(run)
+        return {"accuracy": 0.5}
+
+    monkeypatch.setattr(results, "one_run", one_run)
+    path = tmp_path / "some.jsonl"
+    data: Any = (None, None)
+    assert results.Results(path, "other").get("real seed=0", settings, data) is None
+    assert results.Results(path, "", budget=-1.0).get("real seed=0", settings, data) is None
+    first = results.Results(path, "seed=0").get("real seed=0", settings, data)
+    again = results.Results(path, "", math.inf).get("real seed=0", settings, data)
+    assert again == first
+    assert len(made) == 1
+    assert first["key"] == f"real seed=0 {results.fingerprint(settings)}"
+    assert {"accuracy", "date", "machine", "torch", "commit", "command"} < set(first)
+
+
+def test_the_options_that_scripts_share(script: Any) -> None:
+    options = script("library.options")
+    parser = options.table_options("what it does")
+    options.add_share(parser, "rows")
+    given = parser.parse_args(["--quick", "--only", "seed=1", "--time-budget", "5"])
+    assert vars(given) == {
+        **{"quick": True, "json": False, "device": "auto"},
+        **{"only": "seed=1", "time_budget": 5.0},
+    }
+    assert parser.parse_args([]).time_budget == math.inf
+    assert "make only the rows whose name" in " ".join(parser.format_help().split())
+
+
+@pytest.mark.data
+def test_finished_rows_are_shown_and_nothing_is_started() -> None:
+    before = keys("fedaf_readings")
+    words = ["--group", "rates", "--seeds", "0", "--time-budget", "0"]
+    run = subprocess.run(
+        [sys.executable, str(BENCHMARKS / "fedaf_readings.py"), *words],
+        env={**os.environ, "PYTHONPATH": str(BENCHMARKS.parent)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert run.returncode == 0, run.stderr
+    assert len(run.stdout.splitlines()) == sum("image rate" in key for key in before)
+    assert run.stderr == ""
+    assert keys("fedaf_readings") == before
