@@ -106,7 +106,7 @@ def features_and_logits_clipped_apart(patch: pytest.MonkeyPatch) -> None:
 def the_same_noise_in_every_round(patch: pytest.MonkeyPatch) -> None:
     drawn: dict[tuple[int, int], Tensor] = {}
     calls: Counter[int] = Counter()
-    original, one_round = SecretGenerator.normal, AuditedRun._round
+    original, one_round = SecretGenerator.normal, AuditedRun.play
 
     def normal(self: SecretGenerator, *args: Any) -> Tensor:
         calls[id(self)] += 1
@@ -115,12 +115,12 @@ def the_same_noise_in_every_round(patch: pytest.MonkeyPatch) -> None:
             drawn[key] = original(self, *args)
         return drawn[key]
 
-    def start_again(self: AuditedRun, context: Any) -> None:
+    def start_again(self: AuditedRun, context: Any) -> Any:
         calls.clear()
-        one_round(self, context)
+        return one_round(self, context)
 
     patch.setattr(SecretGenerator, "normal", normal)
-    patch.setattr(AuditedRun, "_round", start_again)
+    patch.setattr(AuditedRun, "play", start_again)
 
 
 def one_release_of_each_series_charged(patch: pytest.MonkeyPatch) -> None:
@@ -195,7 +195,7 @@ def test_an_audit_plans_what_the_run_plans_and_leaves_a_kept_ledger_alone(tmp_pa
     original = AuditedRun.claimed
 
     def claimed(self: AuditedRun) -> float:
-        rows.extend(self.protection.budgets[0].history().releases)
+        rows.extend(self.budget.history().releases)
         return original(self)
 
     with pytest.MonkeyPatch.context() as patch:
