@@ -1,5 +1,11 @@
 """fedsynth: private dataset condensation and data-free distillation for federated learning.
 
+>>> from fedsynth import resolve, simulate
+>>> run, model = {"method": "feddm", "rounds": 1}, {"width": 8}
+>>> result = simulate(resolve({"run": run, "model": model, "privacy": {"epsilon": 8}}))
+>>> result.privacy["guarantee"]["epsilon"] <= 8
+True
+
 The names below are loaded when first used, so that importing fedsynth does not import torch.
 """
 

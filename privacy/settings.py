@@ -54,29 +54,47 @@ class PrivacySettings:
     """Differential privacy of one run, for one example (or one user) of one client.
 
     Args:
-        noise_multiplier: σ of each release, relative to the clip. None: found from `epsilon` for the planned run.
-        epsilon: the budget of each client; with `noise_multiplier` a hard cap, alone the target that σ is found for.
-        mechanism: None takes the method's default. For methods that condense: "residual", "gradient", "features", or
-            "paper" (FedDM as printed: no guarantee). For methods that train models: "dp-sgd".
-        clip: L2 bound of one example's contribution; None takes the method's default, a public constant.
+        noise_multiplier: σ of each release, relative to the clip. None: found from `epsilon` for
+            the planned run.
+        epsilon: the budget of each client; with `noise_multiplier` a hard cap, alone the target
+            that σ is found for.
+        mechanism: None takes the method's default. For methods that condense: "residual",
+            "gradient", "features", or "paper" (FedDM as printed: no guarantee). For methods that
+            train models: "dp-sgd".
+        clip: L2 bound of one example's contribution; None takes the method's default, a public
+            constant.
         delta: δ, a constant; at most 1 / `max_records`.
-        max_records: a public upper bound on the number of records of all clients together; None takes the data set's published size.
-        sample_rate: q of Poisson sampling; None takes the rate at which a step's expected batch is the method's batch, from
-            public sizes alone.
-        nominal_size: the public number of records that a client is supposed to have, for divisors; None takes the data set's
-            published size over the number of clients.
-        unit: "record": one example is protected. "user": one user with all records of theirs at a client; needs data that say whose each
-            record is, a partition by user, and `nominal_size`. All sizes then count users: a step samples users, and each contributes the
-            mean of their records' vectors, clipped as one.
-        user_records: with unit "user", at most so many records of each user take part, chosen by a public keyed hash; None: all.
-        adjacency: "add-remove" one example; "zero-out" (the same cost, and the number of a client's examples public); "replace-one" (every
-            sensitivity doubled).
-        four_sums: each noise value from four Gaussians, against one known floating-point attack (`SecretGenerator`): a mitigation, no proof.
-        max_request_norm: L2 norm of a server's message above which clients do not answer it (messages with numbers that are not finite are
-            refused in any case); None bounds nothing.
+        max_records: a public upper bound on the number of records of all clients together; None
+            takes the data set's published size.
+        sample_rate: q of Poisson sampling, in (0, 1]; None takes the rate at which a step's
+            expected batch is the method's batch, from public sizes alone.
+        nominal_size: the public number of records that a client is supposed to have, for divisors;
+            None takes the data set's published size over the number of clients.
+        unit: "record": one example is protected. "user": one user with all records of theirs at a
+            client; needs data that say whose each record is, a partition by user, and
+            `nominal_size`. All sizes then count users: a step samples users, and each contributes
+            the mean of their records' vectors, clipped as one.
+        user_records: with unit "user", at most so many records of each user take part, chosen by a
+            public keyed hash; None: all.
+        adjacency: "add-remove" one example; "zero-out" (the same cost, and the number of a client's
+            examples public); "replace-one" (every sensitivity doubled).
+        four_sums: each noise value from four Gaussians, against one known floating-point attack
+            (`SecretGenerator`): a mitigation, no proof.
+        max_request_norm: L2 norm of a server's message above which clients do not answer it
+            (messages with numbers that are not finite are refused in any case); None bounds
+            nothing.
         ledger: folder of the clients' ledgers, kept over runs. None starts afresh, which only
             published data sets allow; on your own data say `NO_LEDGER` ("none: this data set is
             public") where that is so.
+
+    Raises:
+        PrivacySettingError: neither noise nor budget, or a value outside its range.
+
+    >>> from fedsynth import FedAvg, ModelSettings, RunSettings, simulate
+    >>> budget, linear = PrivacySettings(epsilon=8.0), ModelSettings("linear")
+    >>> report = simulate(RunSettings(FedAvg(), rounds=2, model=linear, privacy=budget)).privacy
+    >>> 7.9 < report["guarantee"]["epsilon"] <= 8, report["noise_multiplier"] > 0.5
+    (True, True)
     """
 
     section: ClassVar[str] = "privacy"  # of a config file

@@ -122,9 +122,19 @@ class RoundContext:
 
     Args:
         round: 1, 2, …
-        federation, compute: see there; their fields can be read here, too.
+        federation: what is public and the same in all rounds; its fields can be read here, too.
+        compute: where and how this process computes; likewise.
         participants: numbers of this round's clients, ascending; None: all.
         reporter: told of progress.
+
+    >>> from fedsynth.data.registry import dataset_spec
+    >>> network = nn.Linear(64, 10)
+    >>> federation = Federation(0, dataset_spec("digits"), network, nominal_size=480.0, clients=3)
+    >>> context = RoundContext(1, federation, Compute(torch.device("cpu")))
+    >>> context.active, context.spec.classes
+    ((0, 1, 2), 10)
+    >>> context.load(network.state_dict()) is network  # a copy, with these parameters
+    False
     """
 
     round: int

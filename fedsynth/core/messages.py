@@ -159,7 +159,18 @@ class Packed:
 
 @dataclass(frozen=True)
 class Message(Packed):
-    """Base of all messages."""
+    """Base of all messages.
+
+    >>> @dataclass(frozen=True)
+    ... class ClassSums(Message):
+    ...     sums: Tensor = released()
+    ...     classes: int = public("the data set's")
+    >>> sent = ClassSums(torch.zeros(10, 64), classes=10)
+    >>> sent.floats, sent.nbytes  # four bytes each, and eight for the plain number
+    (640, 2568)
+    >>> ClassSums.from_bytes(sent.to_bytes()).classes
+    10
+    """
 
 
 def _header(sent: bytes) -> dict[str, Any]:
@@ -229,7 +240,18 @@ def privacy_of_fields(message: type[Message]) -> dict[str, tuple[str, str]]:
 
 @dataclass(frozen=True)
 class ModelParameters(Message):
-    """A model on the wire: parameters and buffers by name."""
+    """A model on the wire: parameters and buffers by name.
+
+    Args:
+        parameters: as in the model's `state_dict`.
+        weight: in the server's average: the number of the client's examples; with differential
+            privacy 1 (0 for a straggler that is dropped).
+
+    >>> model = torch.nn.Linear(64, 10)
+    >>> sent = ModelParameters(model.state_dict(), weight=480.0)
+    >>> sent.floats, [name for name, _ in sent.arrays()]
+    (650, ['parameters.weight', 'parameters.bias'])
+    """
 
     parameters: Mapping[str, Tensor] = released()
     weight: float = public(

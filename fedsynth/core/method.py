@@ -50,15 +50,30 @@ class Method:
     """Base of all methods; a subclass is a frozen dataclass of validated settings.
 
     Class attributes:
-        name, summary, reference: for people; `summary` is one line.
-        downlink, upload: types of the messages of a round's main exchange.
-        first_downlink, first_upload: of its first one; None: the method never has one.
+        name: for people, and for config files and the command line.
+        summary: one line.
+        reference: the paper.
+        downlink: type of the server's message in a round's main exchange.
+        upload: type of a client's.
+        first_downlink: type of the server's message in a first exchange; None: the method never has
+            one.
+        first_upload: type of a client's, likewise.
         state: type of the server's state.
         heterogeneous: whether clients may have other architectures than the server.
         personal: whether clients end with models of their own.
         protects: the mechanisms that can protect it; empty: it cannot run with differential
             privacy, and `refusal` says why.
         presets: by data set, what it changes of these settings' defaults.
+
+    >>> from fedsynth import ModelParameters, RunSettings, simulate
+    >>> class Untrained(Method):
+    ...     name, upload = "untrained", ModelParameters
+    ...     def broadcast(self, state, context): return ModelParameters(state.parameters, 1.0)
+    ...     def client_step(self, message, clients, memories, context):
+    ...         return [(message, memory) for memory in memories]
+    ...     def server_step(self, state, uploads, context): return state
+    >>> len(simulate(RunSettings(Untrained(), rounds=1)).uploads)
+    10
     """
 
     section: ClassVar[str] = "method"  # of a config file

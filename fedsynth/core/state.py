@@ -19,6 +19,14 @@ class ServerState(Packed):
 
     Args:
         parameters: the model's parameters and buffers by name, on the run's device.
+
+    >>> import torch
+    >>> @dataclass(frozen=True)
+    ... class Averaged(ServerState):
+    ...     rounds: int = 0
+    >>> state = Averaged({"weight": torch.ones(2, 3)}, rounds=4)
+    >>> Averaged.from_bytes(state.to_bytes()).rounds
+    4
     """
 
     parameters: Mapping[str, Tensor]

@@ -21,14 +21,29 @@ IntArray = np.ndarray[Any, np.dtype[np.int64]]
 class ImageData:
     """uint8 images [N, C, H, W] and int64 labels [N] on one device, checked when made.
 
-    Where examples come from, as far as a data set says: `domains` [N] are positions in `spec.domains` (a few, with names); `groups` [N] are
-    numbers ≥ 0 of writers, devices or patients (many, without names), which need not all occur. Both become int64.
+    Two objects are equal only when they are the same object (comparing tensors has no single
+    answer).
 
-    Two objects are equal only when they are the same object (comparing tensors has no single answer).
+    Args:
+        images: uint8 [N, C, H, W].
+        labels: integers [N] in [0, classes); become int64.
+        spec: what the images are.
+        domains: positions [N] in `spec.domains` (a few, with names), where the data set says so;
+            become int64.
+        groups: numbers [N] ≥ 0 of writers, devices or patients (many, without names), which need
+            not all occur; become int64.
 
     Raises:
-        DataError: shapes that do not fit each other or `spec`, wrong types, two devices, labels outside [0, classes), domains or groups
-            outside their range, or no example at all.
+        DataError: shapes that do not fit each other or `spec`, wrong types, two devices, labels
+            outside [0, classes), domains or groups outside their range, or no example at all.
+
+    >>> from fedsynth import load_dataset
+    >>> train, test = load_dataset("digits")
+    >>> few = train.subset([0, 1, 2, 2])
+    >>> few, few.labels.tolist()
+    (ImageData(4 images of 'digits' on cpu), [0, 1, 2, 2])
+    >>> few.class_counts().tolist()
+    [1, 1, 2, 0, 0, 0, 0, 0, 0, 0]
     """
 
     images: Tensor
@@ -120,15 +135,25 @@ def from_arrays(
     """Your own images as `ImageData`.
 
     Args:
-        images: [N, C, H, W], or [N, H, W] when the spec has one channel. uint8, or floating point in [0, 1] (rounded to
-            the nearest of the 256 levels).
+        images: [N, C, H, W], or [N, H, W] when the spec has one channel. uint8, or floating point
+            in [0, 1] (rounded to the nearest of the 256 levels).
         labels: integers [N] in [0, classes).
         spec: what the images are; they must fit it.
-        domains: integers [N], positions in `spec.domains`: the hospital, scanner or style that each image comes from.
-        groups: integers [N] ≥ 0: the writer, device or patient that each image comes from; partition `natural` makes each a client.
+        domains: integers [N], positions in `spec.domains`: the hospital, scanner or style that each
+            image comes from.
+        groups: integers [N] ≥ 0: the writer, device or patient that each image comes from;
+            partition `natural` makes each a client.
 
     Raises:
-        DataError: anything else, also NaN or infinite pixels (with their number); it says what was got and expected.
+        DataError: anything else, also NaN or infinite pixels (with their number); it says what was
+            got and expected.
+
+    >>> import numpy as np
+    >>> from fedsynth.data.registry import dataset_spec
+    >>> grey = np.full((2, 8, 8), 0.5)
+    >>> data = from_arrays(grey, [3, 7], dataset_spec("digits"))
+    >>> list(data.images.shape), int(data.images.max())
+    ([2, 1, 8, 8], 128)
     """
     x = _as_tensor(images, f"{spec.name}: images")
     if x.dim() == 3 and spec.channels == 1:

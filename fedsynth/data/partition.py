@@ -40,34 +40,49 @@ _ALPHA_CAP = 1e12
 class PartitionSettings:
     """How to divide the examples.
 
-    Attributes:
+    Args:
         kind: the rule.
             `iid`: at random, sizes equal (±1).
-            `dirichlet`: Dirichlet shares of each class, with balance mask and redraws; `dirichlet-plain`: with neither.
-            `dirichlet-dominant`: Dirichlet shares of each class, the largest for a client that dominates none yet
-            (FedKF's public code, and so its paper's tables).
+            `dirichlet`: Dirichlet shares of each class, with balance mask and redraws;
+            `dirichlet-plain`: with neither.
+            `dirichlet-dominant`: Dirichlet shares of each class, the largest for a client that
+            dominates none yet (FedKF's public code, and so its paper's tables).
             `classes`: c classes per client, each class split evenly among those that have it.
-            `missing`: the complement: m classes are missing at each client, every class at about equally many clients.
-            `dominant`: clients of one size, a share of it of the client's few dominant classes and the rest of all others.
+            `missing`: the complement: m classes are missing at each client, every class at about
+            equally many clients.
+            `dominant`: clients of one size, a share of it of the client's few dominant classes and
+            the rest of all others.
             `quantity`: quantity skew: Dirichlet sizes, classes mixed alike.
-            `domain`: feature skew: each client has examples of one domain; several clients of a domain share its examples evenly.
-            `natural`: clients come with the data (writers, devices; domains where the data set has no such groups): each is one group. With
-            fewer clients than groups, groups are drawn by the seed and the others are left out, as LEAF subsamples writers.
+            `domain`: feature skew: each client has examples of one domain; several clients of a
+            domain share its examples evenly.
+            `natural`: clients come with the data (writers, devices; domains where the data set has
+            no such groups): each is one group. With fewer clients than groups, groups are drawn by
+            the seed and the others are left out, as LEAF subsamples writers.
         clients: number of clients K ≥ 1.
         alpha: concentration of the three Dirichlet kinds and of `quantity`, > 0; small is skewed.
         classes_per_client: c of `classes`, ≥ 1.
         missing_classes: m of `missing`, ≥ 1.
         dominant_classes: number of a client's dominant classes in `dominant`, ≥ 1.
-        dominant_share: share in (0, 1) of a client's examples that is of its dominant classes. FedFM's public code, for 10 clients: 0.46 of
-            1, 10 and 20 classes on CIFAR-10, CIFAR-100 and Tiny-ImageNet, 0.5 of 1 class on CINIC-10.
+        dominant_share: share in (0, 1) of a client's examples that is of its dominant classes.
+            FedFM's public code, for 10 clients: 0.46 of 1, 10 and 20 classes on CIFAR-10, CIFAR-100
+            and Tiny-ImageNet, 0.5 of 1 class on CINIC-10.
         min_size: `dirichlet` and `quantity` only: the fewest examples a client may have, ≥ 0.
-        subset: share of each class's examples that are divided at all, drawn at random (FedKF takes 10 % of EMNIST).
-        local_test: share of each client's examples, drawn one by one, that are its own test split; FedKF: 0.2. The data set's test set stays as
-            it is (the paper does not say whether it pools the two).
+        subset: share of each class's examples that are divided at all, drawn at random (FedKF takes
+            10 % of EMNIST).
+        local_test: share of each client's examples, drawn one by one, that are its own test split;
+            FedKF: 0.2. The data set's test set stays as it is (the paper does not say whether it
+            pools the two).
         seed: None takes the run's seed (0 outside a run).
 
     Raises:
-        UnknownNameError: for `kind`. SettingError: a number outside its range.
+        UnknownNameError: for `kind`.
+        SettingError: a number outside its range.
+
+    >>> import numpy as np
+    >>> labels = np.repeat(np.arange(4), 100)
+    >>> two_of_four = PartitionSettings("classes", clients=4, classes_per_client=2)
+    >>> [np.unique(labels[part]).size for part in partition(labels, two_of_four, classes=4)]
+    [2, 2, 2, 2]
     """
 
     section: ClassVar[str] = "partition"  # of a config file

@@ -19,14 +19,35 @@ from fedsynth.errors import SettingError, UnknownNameError, unknown_name
 
 @dataclass(frozen=True)
 class DatasetSpec:
-    """The shape, sizes and constants of one data set; make one to use `from_arrays` with your own images.
+    """The shape, sizes and constants of one data set; make one to use `from_arrays` with your own
+    images.
 
-    `train_size` and `test_size` are the published sizes of the splits, never read from the data. `mean` and `std` are
-    per channel, for pixels in [0, 1]. `domains` names where examples come from, in data sets that say so; `groups` is the published number
-    of writers or devices (0: none is known), from which the nominal size of one of them follows.
+    Args:
+        name: for reports and file names.
+        channels: C of an image [C, H, W].
+        height: H, pixels.
+        width: W, pixels.
+        classes: number of classes.
+        train_size: published number of training examples, never read from the data.
+        test_size: published number of test examples, likewise.
+        mean: of each channel, for pixels in [0, 1].
+        std: of each channel, for pixels in [0, 1].
+        class_names: one for each class.
+        source: where the data come from.
+        domains: names of where examples come from, in data sets that say so.
+        groups: the published number of writers or devices (0: none is known), from which the
+            nominal size of one of them follows.
 
     Raises:
-        SettingError: a size that is not positive, or constants and names that do not fit `channels` and `classes`.
+        SettingError: a size that is not positive, or constants and names that do not fit `channels`
+            and `classes`.
+
+    >>> sizes = {"channels": 3, "height": 32, "width": 32, "train_size": 5000, "test_size": 500}
+    >>> half = (0.5, 0.5, 0.5)
+    >>> two = {"classes": 2, "class_names": ("healthy", "ill")}
+    >>> spec = DatasetSpec("scans", **sizes, **two, mean=half, std=half, source="our clinic")
+    >>> spec.image_shape
+    (3, 32, 32)
     """
 
     name: str

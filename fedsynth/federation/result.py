@@ -21,16 +21,30 @@ from fedsynth.federation.settings import RunSettings
 class RunResult:
     """What a run ends with.
 
-    Attributes:
+    Args:
+        settings: the run's, with the data set's name and the kind of partition that it really had.
         accuracy: of the global model on the test set, in [0, 1]; None without a test set, or
             without any round; no result of a method whose clients have models of their own (FedBN,
             SOLO): theirs is AMP, in the last row's `local`. On a private test set it is an exact
             function of private data: here for whoever runs the simulation, and in no file outside
             `simulation_only`.
-        metrics: a row for each round. uploads: the last round's, by client.
-        privacy: the privacy report, None without differential privacy. folder: None if nothing was written.
-        artefacts: matrices [classes, clients] that the server measured, such as FedHydra's stratification.
+        metrics: a row for each round.
+        model: the final one, on the run's device.
+        uploads: the last round's, by client.
+        privacy: the privacy report; None without differential privacy.
+        folder: None if nothing was written.
+        summary: what summary.json says.
+        artefacts: matrices [classes, clients] that the server measured, such as FedHydra's
+            stratification.
         deviations: what went otherwise than planned: why the run ended early.
+
+    >>> from fedsynth import FedAvg, ModelSettings, RunSettings, simulate
+    >>> settings = RunSettings(FedAvg(local_steps=1), rounds=2, model=ModelSettings("linear"))
+    >>> result = simulate(settings)
+    >>> len(result.uploads), result.uploads[0].floats, result.metrics[-1]["upload_floats"]
+    (10, 650, 6500)
+    >>> result.accuracy == result.metrics[-1]["test_accuracy"], result.privacy, result.folder
+    (True, None, None)
     """
 
     settings: RunSettings

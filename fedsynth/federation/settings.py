@@ -56,21 +56,42 @@ _KINDS: Mapping[str, tuple[type, str]] = {
 
 @dataclass(frozen=True)
 class RunSettings:
-    """One run. `privacy` None means no differential privacy.
+    """One run.
 
     Args:
+        method: its settings, which name it.
+        dataset: name of the data set.
+        data_root: the data folder; None takes the environment variable FEDSYNTH_DATA.
+        rounds: number of rounds.
+        seed: of everything that is reproducible.
         device: "auto" (CUDA if there is one), "cpu" or "cuda".
-        precision: "fp32" or "bf16", of condensation's passes over real images (and of what mechanism `gradient` pulls back for each of them);
-            all else is fp32.
-        compile: let torch.compile make condensation's passes over real images: nearly twice as fast on a CPU, after some seconds of
-            compiling. Needs a C++ compiler (on a GPU, Triton). Not used for private clients, nor with batch norm.
-        memory_gb: what a round's steps should stay within, beside the data set itself: 2^30 bytes each. Fewer clients then share a step.
-            None: 4 on a CPU, half of the card's memory on a GPU.
-        participation: share C of the clients that take part in a round, drawn from the seed (`fedsynth.federation.participation`).
-        sampling: of those clients: "uniform", or in proportion to their "size" n_k (FedProx; not with differential privacy).
-        evaluate_every: rounds between evaluations on the test set; the last round is always evaluated.
+        precision: "fp32" or "bf16", of condensation's passes over real images (and of what
+            mechanism `gradient` pulls back for each of them); all else is fp32.
+        compile: let torch.compile make condensation's passes over real images: nearly twice as fast
+            on a CPU, after some seconds of compiling. Needs a C++ compiler (on a GPU, Triton). Not
+            used for private clients, nor with batch norm.
+        memory_gb: what a round's steps should stay within, beside the data set itself: 2^30 bytes
+            each. Fewer clients then share a step. None: 4 on a CPU, half of the card's memory on a
+            GPU.
+        evaluate_every: rounds between evaluations on the test set; the last round is always
+            evaluated.
+        participation: share C of the clients that take part in a round, drawn from the seed
+            (`fedsynth.federation.participation`).
+        sampling: of those clients: "uniform", or in proportion to their "size" n_k (FedProx; not
+            with differential privacy).
+        partition: who has which examples.
+        model: the architecture.
+        privacy: None means no differential privacy.
         ledger: without privacy, the folder of the clients' kept ledgers, which then say that no
             later run on the same data can have an ε. With privacy the folder is named there.
+
+    >>> from fedsynth import FedProx
+    >>> settings = RunSettings(FedProx(mu=0.1), rounds=5, participation=0.3)
+    >>> settings.to_mapping()["run"]["method"], settings.method.lr, settings.partition.clients
+    ('fedprox', 0.01, 10)
+    >>> from fedsynth import resolve
+    >>> resolve(settings.to_mapping()) == settings
+    True
     """
 
     section: ClassVar[str] = "run"  # of a config file; data set, partition, … have their own
@@ -231,16 +252,26 @@ def resolve(
     own_method: type[Method] | None = None,
     own_data: str | None = None,
 ) -> RunSettings:
-    """Settings from sections such as `{"run": {"method": "feddm"}, "method": {"ipc": 5}}`.
+    """Settings from sections of plain values, over the data set's preset and the method's defaults.
 
     Args:
+        given: sections such as `{"run": {"method": "feddm"}, "method": {"ipc": 5}}`; text is
+            converted to a setting's type.
         own_method: a class outside the package, in place of the method that `given` names.
         own_data: the name of images of your own, in place of the data set that `given` names; it
             has no preset.
 
     Raises:
-        UnknownNameError: an unknown section, setting, method, data set or model (with the near matches).
+        UnknownNameError: an unknown section, setting, method, data set or model (with the near
+            matches).
         SettingError, PrivacySettingError: a value of the wrong type or outside its range.
+
+    >>> settings = resolve({"run": {"method": "fedkf", "rounds": "5"}, "method": {"lr": 0.1}})
+    >>> settings.rounds, settings.method.lr, settings.method.generator_width  # of digits' preset
+    (5, 0.1, 8)
+    >>> resolve({"method": {"ipcs": 5}})
+    Traceback (most recent call last):
+    fedsynth.errors.UnknownNameError: ...
     """
     for name in given:
         if name not in SECTIONS:

@@ -82,12 +82,13 @@ def simulate(
     """Runs a federation.
 
     Args:
+        settings: the run's.
         data: (train, test) of your own, where test may be None; None loads `settings.dataset`. With
             differential privacy all of `train.spec` is public: declare a round `train_size`, not
             the true one, or set `nominal_size` and `max_records`. Unless it is the specification of
             a published data set, differential privacy then needs `PrivacySettings(ledger=...)`.
-        parts: your own clients: for each the positions of its examples in the training data; of `settings.partition` only `local_test` is
-            then used.
+        parts: your own clients: for each the positions of its examples in the training data; of
+            `settings.partition` only `local_test` is then used.
         names: the clients' names, one for each part: a kept ledger, and the privacy report, know
             them by these. They are public. None: client-000, client-001, … (a client whose records
             a kept ledger is for goes by that ledger's name).
@@ -95,7 +96,7 @@ def simulate(
             are public, your own are private. With differential privacy, what is measured on private
             ones stands in `simulation_only` alone.
         output: the folder that run folders go into; None writes nothing.
-        observer: hears of progress.
+        observer: told of progress.
         download: let torchvision fetch the data set if it is not there.
 
     Returns:
@@ -104,6 +105,15 @@ def simulate(
 
     Raises:
         FedsynthError, PrivacyError: bad input, before the run folder is made; DivergedError, later.
+
+    >>> from fedsynth import FedAvg, ModelSettings, RunSettings, load_dataset
+    >>> method = FedAvg(local_epochs=2, batch=32, lr=0.1)
+    >>> settings = RunSettings(method, rounds=2, model=ModelSettings("linear"))
+    >>> train, test = load_dataset("digits")
+    >>> two_clients = [np.arange(700), np.arange(700, 1438)]  # positions in the training data
+    >>> result = simulate(settings, data=(train, test), parts=two_clients)
+    >>> len(result.metrics), result.accuracy > 0.8
+    (2, True)
     """
     if settings.privacy is not None:
         check_method(settings.method)

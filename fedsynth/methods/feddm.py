@@ -34,13 +34,14 @@ from fedsynth.synthesizer.condensation.siamese import SiameseDraws
 
 @dataclass(frozen=True)
 class FedDM(Condenses, TrainsInBall):
-    """Settings, with the paper's values; those that the paper leaves open say why they are as they are.
+    """Settings, with the paper's values; those that the paper leaves open say why they are as they
+    are. What is not named here is `Condenses`'s or `TrainsInBall`'s.
 
     Args:
-        ipc, iterations, batch, image_lr, min_examples, start_average, small_class, matching, blur,
-            batch_norm, server_*: see `Condenses` and `TrainsInBall`. ipc is 10 on MNIST and
-            CIFAR-10, 5 on CIFAR-100; min_examples is inferred from the paper's Table 3, and with
-            mechanism `features` the least released count; matching="mean" is Eq. 9.
+        ipc: images per class: 10 on MNIST and CIFAR-10, 5 on CIFAR-100.
+        min_examples: inferred from the paper's Table 3; with mechanism `features` the least
+            released count.
+        matching: "mean" is Eq. 9.
         image_momentum: 0, as Algorithm 1 has plain gradient steps (distribution matching's code
             uses 0.5).
         restart: False, as Algorithm 1's ClientUpdate has no initialisation.
@@ -55,7 +56,15 @@ class FedDM(Condenses, TrainsInBall):
             mechanism.
         networks: M of mechanism `features`.
         count_noise: of mechanism `features`: the counts' noise multiplier over that of the M
-            networks' sums together, σ/√M, so that counts take 1/(1 + count_noise²) of the budget μ².
+            networks' sums together, σ/√M, so that counts take 1/(1 + count_noise²) of the budget
+            μ².
+
+    >>> from fedsynth import FedDM, ModelSettings, PartitionSettings, RunSettings, simulate
+    >>> method = FedDM(ipc=5, iterations=5, image_lr=5.0, server_epochs=50)
+    >>> model, iid = ModelSettings(width=16, depth=2), PartitionSettings("iid", clients=2)
+    >>> result = simulate(RunSettings(method, rounds=1, model=model, partition=iid))
+    >>> list(result.uploads[0].images.shape), result.accuracy > 0.6  # five images of each class
+    ([50, 1, 8, 8], True)
     """
 
     name: ClassVar[str] = "feddm"

@@ -70,8 +70,19 @@ class FedFAPlus(TrainsLocally):
 
     Args:
         parts: "both" (FedFA+), "augmentation" (FedFA-l) or "alignment" (FedFA-h).
-        probability: that a stage augments a batch, 0.5. 0, without alignment, is FedAvg, averaged uniformly.
-        align_weight: λ. bins, bin_temperature: of the histograms. Ours: the slides give none.
+        probability: that a stage augments a batch, 0.5. 0, without alignment, is FedAvg, averaged
+            uniformly.
+        align_weight: λ. Ours, as are `bins` and `bin_temperature`: the slides give none.
+        bins: of a histogram.
+        bin_temperature: softness of a bin's edges.
+
+    >>> from fedsynth import FedFAPlus, ModelSettings, RunSettings, simulate
+    >>> method, model = FedFAPlus(local_epochs=1, bins=8), ModelSettings(width=16, depth=2)
+    >>> sent = simulate(RunSettings(method, rounds=1, model=model)).uploads[0].statistics
+    >>> list(sent["histogram"].shape)  # of 64 features, eight bins each
+    [64, 8]
+    >>> [name for name in sent if name.startswith("mean")]  # of two stages' channels
+    ['mean.features.3', 'mean.features.7']
     """
 
     name: ClassVar[str] = "fedfa-plus"

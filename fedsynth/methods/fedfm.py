@@ -108,16 +108,26 @@ class FedFM(TrainsLocally):
     """Settings: see `TrainsLocally`, and
 
     Args:
-        weight: λ, 50 as in the public code. 0 is FedAvg, weighted by n_k. With differential privacy anchors carry noise, and 50 learns
-            nearly nothing: try 0.5.
-        matching: q: "contrastive" guiding, or "l2": the squared distance, averaged over the D features as in the public code, to whose λ that
-            belongs. (The paper's sum with λ = 50 leaves nothing but the anchors: 20 % on Fashion-MNIST, where this has 73 %.)
+        weight: λ, 50 as in the public code. 0 is FedAvg, weighted by n_k. With differential privacy
+            anchors carry noise, and 50 learns nearly nothing: try 0.5.
+        matching: q: "contrastive" guiding, or "l2": the squared distance, averaged over the D
+            features as in the public code, to whose λ that belongs. (The paper's sum with λ = 50
+            leaves nothing but the anchors: 20 % on Fashion-MNIST, where this has 73 %.)
         temperature: α, 0.1, the paper's best.
-        normalise: features and anchors have length 1 in q, as in the public code, and as α and λ want it; the paper's formulas do not say so.
-        start_round: first round with q. The public code starts in round 21 of 100; 1 here, as runs may be shorter. With differential
-            privacy: 1, as anchors that are not used would be charged too.
-        anchor_clip, anchor_noise: with differential privacy: L2 bound of an example's features, and the noise multiplier of their sums and of
+        normalise: features and anchors have length 1 in q, as in the public code, and as α and λ
+            want it; the paper's formulas do not say so.
+        start_round: first round with q. The public code starts in round 21 of 100; 1 here, as runs
+            may be shorter. With differential privacy: 1, as anchors that are not used would be
+            charged too.
+        anchor_clip: with differential privacy: L2 bound of an example's features.
+        anchor_noise: with differential privacy: the noise multiplier of the features' sums and of
             the counts over σ. A public choice, not tuned.
+
+    >>> from fedsynth import FedFM, ModelSettings, RunSettings, simulate
+    >>> method = FedFM(weight=1.0, local_epochs=2, batch=32, lr=0.05)
+    >>> result = simulate(RunSettings(method, rounds=2, model=ModelSettings(width=16, depth=2)))
+    >>> result.accuracy > 0.4
+    True
     """
 
     name: ClassVar[str] = "fedfm"
@@ -266,7 +276,17 @@ class FedFM(TrainsLocally):
 
 @dataclass(frozen=True)
 class FedFMLite(FedFM):
-    """Settings: see `FedFM`. One exchange a round; the first has no anchors yet, and `start_round` starts where there are some."""
+    """Settings: see `FedFM`.
+
+    One exchange a round; the first has no anchors yet, and `start_round` starts where there are
+    some.
+
+    >>> from fedsynth import FedFMLite, ModelSettings, RunSettings, simulate
+    >>> method, model = FedFMLite(local_epochs=1), ModelSettings(width=16, depth=2)
+    >>> sent = simulate(RunSettings(method, rounds=1, model=model)).uploads[0]
+    >>> list(sent.sums.shape), list(sent.counts.shape)  # of 64 features, for each of ten classes
+    ([10, 64], [10])
+    """
 
     name: ClassVar[str] = "fedfm-lite"
     summary: ClassVar[str] = "FedFM with anchors made after local training and sent with the model"

@@ -45,7 +45,14 @@ class FedGKD(TrainsLocally):
     """Settings: see `TrainsLocally`, and
 
     Args:
-        gamma: γ: 0.2 on CIFAR, 0.001 on EMNIST in FedKF's comparison. 0 is FedAvg, weighted by n_k. buffer: M, 5 there.
+        gamma: γ: 0.2 on CIFAR, 0.001 on EMNIST in FedKF's comparison. 0 is FedAvg, weighted by n_k.
+        buffer: M, the number of global models whose average teaches, 5 there.
+
+    >>> from fedsynth import FedGKD, ModelSettings, RunSettings, simulate
+    >>> method = FedGKD(gamma=0.2, buffer=2, local_epochs=2, batch=32, lr=0.1)
+    >>> result = simulate(RunSettings(method, rounds=3, model=ModelSettings("linear")))
+    >>> result.accuracy > 0.7
+    True
     """
 
     name: ClassVar[str] = "fedgkd"

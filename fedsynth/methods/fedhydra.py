@@ -42,17 +42,28 @@ class FedHydra(DistilsWithoutData):
 
     Args:
         aggregation: "stratified" (SA), or "average" (AE), which is DENSE's ensemble in FedHydra's
-            training. "clients" weighs clients for the asked class (Ū_r) and leaves a client's logits as
-            they are: not in the paper, to see what weighing classes within a client (Ū_c) does.
+            training. "clients" weighs clients for the asked class (Ū_r) and leaves a client's
+            logits as they are: not in the paper, to see what weighing classes within a client (Ū_c)
+            does.
         columns: what Ū_c normalises: "in-place", the rows' shares, or "raw", U itself, as Eq. 6 is
-            printed; see `stratified_weights`. The values of the paper's Fig. 6 can only be row shares,
-            and P of the raw reading gives most real images another class (docs/results.md).
+            printed; see `stratified_weights`. The values of the paper's Fig. 6 can only be row
+            shares, and P of the raw reading gives most real images another class
+            (docs/results.md).
         outputs: what SA weighs of a client: its "logits", the paper's word, or its "probabilities".
-        lessons: what the student learns: "ensemble", P, which depends on the class that was asked for, or
-            "average", the plain mean of the clients' logits, on the images of P's generator. Not in the
-            paper, to see through which of the two P acts.
-        stratification_steps, stratification_batch, stratification_lr, stratification_floor: see
-            `Stratification`.
+        lessons: what the student learns: "ensemble", P, which depends on the class that was asked
+            for, or "average", the plain mean of the clients' logits, on the images of P's
+            generator. Not in the paper, to see through which of the two P acts.
+        stratification_steps: of a pair's generator, as the three that follow see `Stratification`.
+        stratification_batch: images of such a step.
+        stratification_lr: of such a generator.
+        stratification_floor: the least denominator of Eq. 2.
+
+    >>> from fedsynth import resolve, simulate
+    >>> run, split = {"method": "fedhydra", "rounds": 1}, {"kind": "iid", "clients": 3}
+    >>> quick = {"local_epochs": 2, "server_epochs": 1, "stratification_steps": 2}
+    >>> result = simulate(resolve({"run": run, "partition": split, "method": quick}))
+    >>> list(result.artefacts["stratification"].shape)  # U: ten classes, three clients
+    [10, 3]
     """
 
     name: ClassVar[str] = "fedhydra"

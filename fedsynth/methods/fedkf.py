@@ -49,20 +49,32 @@ class TwoModels(ModelParameters):
 class FedKF(TrainsLocally):
     """Settings, with the paper's values; where it is silent, the reason.
 
-    A run evaluates both final models, ACA and OCA; with `teacher` that makes the paper's four variants of two trainings.
+    A run evaluates both final models, ACA and OCA; with `teacher` that makes the paper's four
+    variants of two trainings. What is not named here is `TrainsLocally`'s: lr is 0.01 for LeNet-5,
+    0.1 for ResNet-8; no momentum is named. `equal_steps` gives every client equally many steps, as
+    the official code does; Algorithm 1 passes over the client's own data.
 
     Args:
-        local_*, batch, lr, …: see `TrainsLocally`. lr is 0.01 for LeNet-5, 0.1 for ResNet-8; no momentum is
-            named. `equal_steps` gives every client equally many steps, as the official code does; Algorithm
-            1 passes over the client's own data.
-        teacher: "oca", or "aca" (FedKF⁻: half the downlink). oca: see `TrainsLocally`.
-        distillation: γ. one_hot_weight, activation_weight: λ1, λ2, of losses scaled as in the official code
-            (`synthesizer/generation/generators.py`); features are the classifier's inputs (that code's LeNet-5 has them
-            one layer earlier).
-        use_kl: the generator also seeks images on which the local model differs from the teacher: its loss
-            less γ·KL. Not in the paper; the official code does so on CIFAR, not on EMNIST.
-        generator_lr: Adam. generator_batch: images of a step; the paper names none: the local batch. latent, generator_width: DAFL's.
-        plain_rounds: rounds of plain cross-entropy at first, as the teacher is then w⁰, untrained; the official code has one.
+        teacher: "oca", or "aca" (FedKF⁻: half the downlink).
+        distillation: γ.
+        one_hot_weight: λ1, of a loss scaled as in the official code
+            (`synthesizer/generation/generators.py`).
+        activation_weight: λ2, likewise; features are the classifier's inputs (that code's LeNet-5
+            has them one layer earlier).
+        use_kl: the generator also seeks images on which the local model differs from the teacher:
+            its loss less γ·KL. Not in the paper; the official code does so on CIFAR, not on EMNIST.
+        generator_lr: Adam's.
+        generator_batch: images of a step; the paper names none: the local batch.
+        latent: length of the generator's noise, DAFL's.
+        generator_width: channels of its widest layer over two, DAFL's.
+        plain_rounds: rounds of plain cross-entropy at first, as the teacher is then w⁰, untrained;
+            the official code has one.
+
+    >>> from fedsynth import resolve, simulate
+    >>> run = {"method": "fedkf", "rounds": 2, "participation": 0.4}
+    >>> result = simulate(resolve({"run": run, "method": {"local_epochs": 1}}))
+    >>> sorted(result.metrics[-1]["models"])  # of the active clients, and of all seen so far
+    ['aca', 'oca']
     """
 
     name: ClassVar[str] = "fedkf"

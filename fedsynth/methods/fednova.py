@@ -29,7 +29,16 @@ class NormalisedModel(ModelParameters):
 
 @dataclass(frozen=True)
 class FedNova(TrainsLocally):
-    """Settings: see `TrainsLocally`. With equally many steps at each client it is FedAvg, weighted by n_k."""
+    """Settings: see `TrainsLocally`.
+
+    With equally many steps at each client it is FedAvg, weighted by n_k.
+
+    >>> from fedsynth import FedNova, ModelSettings, RunSettings, simulate
+    >>> method = FedNova(local_steps=2, momentum=0.5)
+    >>> result = simulate(RunSettings(method, rounds=1, model=ModelSettings("linear")))
+    >>> result.uploads[0].norm  # the first step moves the model by 1 + 0.5, the second by 1
+    2.5
+    """
 
     name: ClassVar[str] = "fednova"
     summary: ClassVar[str] = "FedAvg with updates normalised by each client's number of steps"
@@ -70,7 +79,11 @@ class FedNova(TrainsLocally):
 
 
 def reach(steps: int, momentum: float) -> float:
-    """‖a_k‖₁ of so many steps of SGD with momentum."""
+    """‖a_k‖₁ of so many steps of SGD with momentum.
+
+    >>> reach(3, 0.0), reach(2, 0.5)
+    (3.0, 2.5)
+    """
     if momentum == 0:
         return float(steps)
     return (steps - momentum * (1 - momentum**steps) / (1 - momentum)) / (1 - momentum)

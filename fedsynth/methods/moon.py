@@ -37,9 +37,17 @@ class Moon(TrainsLocally):
     """Settings: see `TrainsLocally`, and
 
     Args:
-        mu: weight of ℓ_con: 1 in FedAF's comparison (the paper tunes it over {0.1, 1, 5, 10}). 0 is FedAvg, weighted by n_k.
-        temperature: τ, 0.5 as in the paper. The representation is the embedding; the paper's networks have a projection head there:
-            `model.projection=256` (for all methods of a comparison: it is a larger model, and more bytes).
+        mu: weight of ℓ_con: 1 in FedAF's comparison (the paper tunes it over {0.1, 1, 5, 10}). 0 is
+            FedAvg, weighted by n_k.
+        temperature: τ, 0.5 as in the paper. The representation is the embedding; the paper's
+            networks have a projection head there: `model.projection=256` (for all methods of a
+            comparison: it is a larger model, and more bytes).
+
+    >>> from fedsynth import ModelSettings, Moon, RunSettings, simulate
+    >>> method = Moon(local_epochs=2, batch=32, lr=0.1)
+    >>> model = ModelSettings(width=16, depth=2, projection=32)
+    >>> simulate(RunSettings(method, rounds=2, model=model)).accuracy > 0.3
+    True
     """
 
     name: ClassVar[str] = "moon"

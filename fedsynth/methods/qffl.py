@@ -33,7 +33,16 @@ class QFFL(TrainsLocally):
     """Settings: see `TrainsLocally`, and
 
     Args:
-        q: 1e-4 in FedKF's comparison. 0 is FedAvg, averaged uniformly. momentum: 0: the update is read as a gradient.
+        q: 1e-4 in FedKF's comparison. 0 is FedAvg, averaged uniformly.
+        momentum: 0, as the update is read as a gradient.
+
+    >>> from fedsynth import QFFL, ModelSettings, RunSettings, simulate
+    >>> method = QFFL(q=0.1, local_epochs=2, batch=32, lr=0.1)
+    >>> result = simulate(RunSettings(method, rounds=3, model=ModelSettings("linear")))
+    >>> result.accuracy > 0.6
+    True
+    >>> min(upload.loss for upload in result.uploads.values()) > 0  # they decide clients' weights
+    True
     """
 
     name: ClassVar[str] = "qffl"

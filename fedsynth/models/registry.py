@@ -76,12 +76,19 @@ class ModelSettings:
 
     Args:
         name: see `model_names`.
-        width, depth: of "convnet"; the others have their published sizes.
-        clients: for methods that allow it, the clients' own architectures by name, comma-separated, dealt out in turn ("lenet5,resnet8"), with
-            their own norms; empty: the server's.
-        norm: empty takes the architecture's own: instance norm for the ConvNet and ResNet-8, batch norm for the others; LeNet-5 and "linear"
-            have none.
-        projection: size of a projection head before the last layer (MOON: 256), whose outcome is then the embedding; 0: none.
+        width: channels of a layer of "convnet"; the others have their published sizes.
+        depth: blocks of "convnet", each of which halves the image.
+        norm: empty takes the architecture's own: instance norm for the ConvNet and ResNet-8, batch
+            norm for the others; LeNet-5 and "linear" have none.
+        clients: for methods that allow it, the clients' own architectures by name, comma-separated,
+            dealt out in turn ("lenet5,resnet8"), with their own norms; empty: the server's.
+        projection: size of a projection head before the last layer (MOON: 256), whose outcome is
+            then the embedding; 0: none.
+
+    >>> def size(settings):
+    ...     return parameter_count(build_model(settings, (1, 8, 8), classes=10, seed=0))
+    >>> size(ModelSettings("linear")), size(ModelSettings(width=16, depth=2))
+    (650, 3194)
     """
 
     section: ClassVar[str] = "model"  # of a config file

@@ -279,5 +279,5 @@ def test_settings_are_checked() -> None:
         OneShotDistillation(generator_steps=0)
     with pytest.raises(SettingError, match="crop"):
         OneShotDistillation(crop=0.6)
-    with pytest.raises(UnknownNameError, match="student_images"):
+    with pytest.raises(UnknownNameError, match="images cannot be"):
         OneShotDistillation(images="some")

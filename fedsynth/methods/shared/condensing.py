@@ -75,10 +75,9 @@ class Condenses(TrainsOnUnion):
     """Condensation on the clients, and training on the union of their sets on the server.
 
     A step uses all synthetic images of a class: with ipc of 10 there is nothing to sample, and its
-    gradient is the exact one.
+    gradient is the exact one. The server's settings are `TrainsOnUnion`'s.
 
     Args:
-        server_*: see `TrainsOnUnion`.
         ipc: images per class.
         iterations: T, condensation steps in a round.
         image_lr: η_c, of the images.
@@ -99,9 +98,17 @@ class Condenses(TrainsOnUnion):
             (`fedsynth.synthesizer.condensation.distributions`); not with differential privacy.
         blur: of those losses, in their units.
 
-    >>> from fedsynth import FedAF
-    >>> FedAF(image_lr=0.2).image_optimiser()
-    MomentumSgd(learning_rate=0.2, momentum=0.9, weight_decay=0.0)
+    A method of one's own says through which networks a step looks at the images:
+
+    >>> from fedsynth import ModelSettings, RunSettings, simulate
+    >>> class OneNetwork(Condenses):
+    ...     name = "one-network"
+    ...     def feature_maps(self, model, segments, context, period):
+    ...         return FeatureMaps(lambda: model)
+    >>> method = OneNetwork(ipc=2, iterations=5, image_lr=5.0, server_epochs=50)
+    >>> result = simulate(RunSettings(method, rounds=1, model=ModelSettings(width=16, depth=2)))
+    >>> result.accuracy > 0.5
+    True
     """
 
     upload: ClassVar[type[Message]] = SyntheticSet

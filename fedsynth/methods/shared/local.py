@@ -56,13 +56,25 @@ def plain_upload(model: nn.Module, trained: Trained) -> tuple[Message, Memory]:
 
 @dataclass(frozen=True)
 class Task:
-    """What one client's training of a round adds to plain SGD on its cross-entropy, and what becomes of the result.
+    """What one client's training of a round adds to plain SGD on its cross-entropy, and what
+    becomes of the result.
 
     Args:
-        penalty: (the network in training) -> a scalar added to each step's loss; sees no data of the client.
-        loss: of each example, in place of its cross-entropy; with differential privacy it looks at no other example.
+        penalty: (the network in training) -> a scalar added to each step's loss; sees no data of
+            the client.
+        loss: (network, x [N, C, H, W], y [N]) -> the loss of each example [N], in place of its
+            cross-entropy; with differential privacy it looks at no other example.
         stateful: the loss draws or keeps state, so that its steps cannot be recorded.
         finish: (the trained model, how) -> upload and memory.
+
+    >>> from fedsynth import ModelSettings, RunSettings, simulate
+    >>> class Ridge(TrainsLocally):
+    ...     name = "ridge"
+    ...     def task(self, client, message, memory, context):
+    ...         return Task(penalty=lambda model: 0.01 * model.classifier.weight.square().sum())
+    >>> result = simulate(RunSettings(Ridge(lr=0.1), rounds=1, model=ModelSettings("linear")))
+    >>> result.accuracy > 0.5
+    True
     """
 
     penalty: Penalty | None = None
@@ -81,18 +93,38 @@ class TrainsLocally(Method):
     """Local training, and averaging on the server.
 
     Args:
-        local_epochs, batch, lr, momentum, weight_decay: local SGD.
-        local_steps: 0: `local_epochs` passes over the client's own data; else so many steps, the same for every client.
-        equal_steps: every client takes local_epochs · ⌊N/(K·batch)⌋ steps, as many as passes over data of
-            mean size are, whatever it has itself: FedKF's official code, and so its paper's tables. With
-            differential privacy steps are equal in any case.
-        stragglers: share of a round's clients that only manage a random 1 … local_epochs passes (FedProx, Sec. 5.2), drawn publicly.
-        drop_stragglers: their uploads do not count, as FedAvg has it there; else the partial work is kept.
-        final: the model that the run ends with: "aca", the average of the round's active clients, or "oca", that of every client's last
-            model (FedKF's T1; the server then keeps a model of each client). Clients start from ACA in any case.
-        oca: whose models OCA averages: of the clients "seen" so far (FedKF's official code), or of "all" K,
-            where those never active hold w⁰ (its Algorithm 1): in early rounds most of that average is
-            untrained.
+        local_epochs: passes over the client's own data.
+        batch: examples of a step.
+        lr: of local SGD.
+        momentum: of local SGD.
+        weight_decay: of local SGD.
+        local_steps: 0: `local_epochs` passes over the client's own data; else so many steps, the
+            same for every client.
+        equal_steps: every client takes local_epochs · ⌊N/(K·batch)⌋ steps, as many as passes over
+            data of mean size are, whatever it has itself: FedKF's official code, and so its paper's
+            tables. With differential privacy steps are equal in any case.
+        stragglers: share of a round's clients that only manage a random 1 … local_epochs passes
+            (FedProx, Sec. 5.2), drawn publicly.
+        drop_stragglers: their uploads do not count, as FedAvg has it there; else the partial work
+            is kept.
+        final: the model that the run ends with: "aca", the average of the round's active clients,
+            or "oca", that of every client's last model (FedKF's T1; the server then keeps a model
+            of each client). Clients start from ACA in any case.
+        oca: whose models OCA averages: of the clients "seen" so far (FedKF's official code), or of
+            "all" K, where those never active hold w⁰ (its Algorithm 1): in early rounds most of
+            that average is untrained.
+
+    A method of one's own says what is different, such as the server's step:
+
+    >>> from fedsynth import ModelSettings, RunSettings, simulate
+    >>> class Median(TrainsLocally):
+    ...     name = "median"
+    ...     def combine(self, state, uploads, context):
+    ...         each = [upload.parameters for upload in uploads.values()]
+    ...         middle = {n: torch.stack([p[n] for p in each]).median(0)[0] for n in each[0]}
+    ...         return replace(state, parameters=middle)
+    >>> simulate(RunSettings(Median(), rounds=3, model=ModelSettings("linear"))).accuracy > 0.5
+    True
     """
 
     upload: ClassVar[type[Message]] = ModelParameters

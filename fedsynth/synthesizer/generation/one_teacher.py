@@ -157,18 +157,39 @@ class DataFreeDistiller:
     """Trains students of a teacher without any data (FedKF, Table IV).
 
     Args:
-        teacher: a trained network with `embed` and `classifier`. spec: what its images are; only public facts of it are used.
-        steps: of generator and student. batch: images of a step; the paper gives none.
-        learning_rate, momentum: the student's SGD (0.01 for LeNet-5, 0.1 for ResNet-8); it decays to zero by a cosine.
-        generator_lr: Adam's, 0.2 on EMNIST and 0.02 on CIFAR; 0.001 to 0.2 do alike (docs/results.md).
-        one_hot_weight, activation_weight: λ1, λ2: (0.2, 0.02) on EMNIST, (0.01, 0.002) on CIFAR.
-        kl_weight: of −KL(teacher ‖ student) in the generator's loss (the official code's `g_use_kl`, which it
-            sets to γ = 1 on CIFAR and leaves out on EMNIST).
-        bn_weight, ad_weight: DENSE's two terms of the generator's loss beside FedKF's: the teacher's batch-norm statistics, if it has any, and
-            disagreement with the student. 0 leaves them out, as FedKF does.
-        latent, width: of the generator.
-        replay, kept: student steps, in each step, on random earlier batches of the last `kept`; 0 is the paper's. A student's step costs little
-            beside a generator's, and old images are still a teacher's answers.
+        teacher: a trained network with `embed` and `classifier`.
+        spec: what its images are; only public facts of it are used.
+        steps: of generator and student.
+        batch: images of a step; the paper gives none.
+        learning_rate: of the student's SGD (0.01 for LeNet-5, 0.1 for ResNet-8); it decays to zero
+            by a cosine.
+        momentum: of the student's SGD.
+        generator_lr: Adam's, 0.2 on EMNIST and 0.02 on CIFAR; 0.001 to 0.2 do alike
+            (docs/results.md).
+        one_hot_weight: λ1: 0.2 on EMNIST, 0.01 on CIFAR.
+        activation_weight: λ2: 0.02 on EMNIST, 0.002 on CIFAR.
+        kl_weight: of −KL(teacher ‖ student) in the generator's loss (the official code's
+            `g_use_kl`, which it sets to γ = 1 on CIFAR and leaves out on EMNIST).
+        bn_weight: of DENSE's term on the teacher's batch-norm statistics, if it has any; 0 leaves
+            it out, as FedKF does.
+        ad_weight: of DENSE's term on disagreement with the student; 0 leaves it out, likewise.
+        latent: length of the generator's noise.
+        width: of the generator.
+        replay: student steps, in each step, on random earlier batches; 0 is the paper's. A
+            student's step costs little beside a generator's, and old images are still a teacher's
+            answers.
+        kept: number of the last batches that `replay` draws from.
+        seed: of the generator's weights and noise.
+
+    >>> from fedsynth import load_dataset, resolve, simulate
+    >>> from fedsynth.evaluation.accuracy import accuracy
+    >>> model = simulate(resolve({"run": {"method": "fedavg"}, "model": {"name": "linear"}})).model
+    >>> test = load_dataset("digits")[1]
+    >>> student = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
+    >>> distiller = DataFreeDistiller(model, test.spec, steps=50, batch=32, width=8, replay=9)
+    >>> generator = distiller.fit(student)
+    >>> accuracy(student, test) > 0.5  # of a student that has seen no image of the data set
+    True
     """
 
     teacher: nn.Module
