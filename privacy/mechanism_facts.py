@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from fedsynth.privacy.disclosure import ACCOUNTED, UNACCOUNTED
+
 
 @dataclass(frozen=True)
 class MechanismFacts:
@@ -34,6 +36,11 @@ class MechanismFacts:
     def guaranteed(self) -> bool:
         """Whether its releases have an ε."""
         return not self.reasons
+
+    @property
+    def status(self) -> str:
+        """How its releases are covered, for the report."""
+        return ACCOUNTED if self.guaranteed else UNACCOUNTED
 
 
 PAPER = MechanismFacts(

@@ -1,7 +1,7 @@
 """The privacy budget report: what was promised, on which assumptions, and what was left out.
 
-The report is itself a release, so it is built from public settings and ledger rows alone: no counts, no losses.
-Where there is no guarantee it says so and why, and states no ε at all.
+The report is itself a release, so it is built from public settings and ledger rows alone: no
+counts, no losses. Where there is no guarantee it says so and why, and states no ε at all.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from fedsynth.privacy import report_sections as sections
 from fedsynth.privacy.audit import NOT_RUN
+from fedsynth.privacy.disclosure import ACCOUNTED, PUBLIC, SIMULATION_ONLY, UNACCOUNTED
 from fedsynth.privacy.errors import PrivacyError, PrivacySettingError
 from fedsynth.privacy.history import History
 from fedsynth.privacy.releases import (
@@ -27,6 +28,17 @@ from fedsynth.privacy.releases import (
     check_delta,
 )
 from fedsynth.privacy.report_html import render_html
+from fedsynth.privacy.report_schema import (
+    Access,
+    Budget,
+    Guarantee,
+    LedgerHead,
+    NotCovered,
+    Report,
+    TrustModel,
+    Unit,
+    Verdict,
+)
 from fedsynth.privacy.report_text import render_markdown, summary_rows
 
 __all__ = [
@@ -42,17 +54,31 @@ __all__ = [
 SCHEMA_VERSION = 3
 ABANDONED = (
     "This run did not finish: the report was built from what it left. Every charged release "
-    "counts, whether or not it left the "
-    "client; a run that is still going spends more."
+    "counts, whether or not it left the client; a run that is still going spends more."
 )
-ACCESS_STATUSES = ("accounted", "public", "simulation-only", "unaccounted")
+ACCESS_STATUSES = (ACCOUNTED, PUBLIC, SIMULATION_ONLY, UNACCOUNTED)
 FORMAL = "formal differential privacy, under the assumptions below"
 NO_GUARANTEE = "no differential privacy guarantee"
 _HELD_BY_ONE = {
     RECORD: "the partition is fixed, and each example is held by one client",
-    USER: "the partition is fixed, all examples of a user are held by one client, and the data say rightly whose each is",
+    USER: "the partition is fixed, all examples of a user are held by one client, and the data say "
+    "rightly whose each is",
 }
 NOT_PRIVATE = "not private: a test-only source of randomness was used"
+
+
+class PrivateAccess(NamedTuple):
+    """Something that touches private data.
+
+    Attributes:
+        what: it is.
+        status: how it is covered, one of `ACCESS_STATUSES`.
+        note: by what, or why not.
+    """
+
+    what: str
+    status: str
+    note: str
 
 
 @dataclass(frozen=True)
@@ -60,16 +86,24 @@ class ReportContext:
     """Everything public that the report needs beside the ledgers.
 
     Attributes:
-        method, mechanism: their names. delta: δ. max_records: declared public bound on all records, None if undeclared.
-        epsilon_cap: the cap, None without one. planned_rounds, rounds_done: of this run.
+        method: its name.
+        mechanism: its name.
+        delta: δ.
+        max_records: declared public bound on all records, None if undeclared.
+        epsilon_cap: the cap, None without one.
+        planned_rounds: of this run.
+        rounds_done: how many of them have ended.
         public_items: item → its value, or why it is public.
         no_guarantee: reasons; if there is any, the report states no ε.
-        deviations: lost clients, resumed rounds and the like. randomness: where noise and masks came from.
-        fresh_ledger: the run began with an empty ledger; no_ledger: why it may, as half a sentence
-            ("digits is a published data set").
+        deviations: lost clients, resumed rounds and the like.
+        fresh_ledger: the run began with an empty ledger.
+        no_ledger: why it may, as half a sentence ("digits is a published data set").
+        randomness: where noise and masks came from.
         published: rows that set a paper's printed figure beside ours, all with the same keys.
-        accesses: (what touched private data, "accounted" | "public" | "simulation-only" | "unaccounted", note).
-        adjacency: one of `releases.ADJACENCIES`. unit: one of `releases.UNITS`; user_records: the bound on a user's, None without one.
+        accesses: everything that touched private data.
+        adjacency: one of `releases.ADJACENCIES`.
+        unit: one of `releases.UNITS`.
+        user_records: the bound on a user's records, None without one.
         test_only_randomness: noise or masks were injected; the verdict is then "not private".
         provenance: config hash, versions.
         noise_multiplier: the run's σ, of which each release's is a fixed multiple; None where there
@@ -97,7 +131,7 @@ class ReportContext:
     no_ledger: str = ""
     randomness: str = "not stated"
     published: tuple[Mapping[str, str], ...] = ()
-    accesses: tuple[tuple[str, str, str], ...] = ()
+    accesses: tuple[PrivateAccess, ...] = ()
     adjacency: str = ADD_REMOVE
     unit: str = RECORD
     user_records: int | None = None
@@ -111,12 +145,13 @@ class ReportContext:
     def __post_init__(self) -> None:
         check_delta(self.delta, self.max_records)
         check_adjacency(self.adjacency)
-        for what, status, _ in self.accesses:
-            if status not in ACCESS_STATUSES:
+        for one in self.accesses:
+            if one.status not in ACCESS_STATUSES:
                 raise PrivacySettingError(
                     None,
                     "accesses",
-                    f"must each have a status of {ACCESS_STATUSES}; {what!r} has {status!r}",
+                    f"must each have a status of {ACCESS_STATUSES}; {one.what!r} has "
+                    f"{one.status!r}",
                 )
 
 
@@ -127,65 +162,70 @@ def build_report(context: ReportContext, histories: Sequence[History]) -> dict[s
         context: what is public beside the ledgers.
         histories: what each client's ledger holds.
 
-    `guarantee` and `budget` are None where there is no guarantee, or where test-only randomness was used.
+    `guarantee` and `budget` are None where there is no guarantee, or where test-only randomness was
+    used.
 
     Raises:
         PrivacySettingError: a guarantee is claimed without any ledger.
     """
     rows = {one.client: one.releases for one in histories}
-    heads = {
-        one.client: {
-            "rows": len(one.releases),
-            "chain": one.chain,
-            "rows_before": context.rows_before.get(one.client, 0),
-        }
-        for one in histories
-    }
     reasons = [*context.no_guarantee, *sections.reasons_in_ledgers(rows)]
-    reasons += [
-        f"{what}: {note}" for what, status, note in context.accesses if status == "unaccounted"
-    ]
+    reasons += [f"{one.what}: {one.note}" for one in context.accesses if one.status == UNACCOUNTED]
     private = not reasons and not context.test_only_randomness
     if private and not rows:
         raise PrivacySettingError(
             None, "ledgers", "must hold at least one client's for a privacy report"
         )
     promise = sections.guarantee(rows, context.delta, context.adjacency) if private else None
-    worst = None if promise is None else promise["worst_client"]
-    spent = None if promise is None else promise["epsilon"]
-    return {
-        "schema_version": SCHEMA_VERSION,
-        "verdict": _verdict(context, reasons, spent),
-        "method": context.method,
-        "mechanism": context.mechanism,
-        "noise_multiplier": context.noise_multiplier,
-        "guarantee": promise,
-        "unit": protected_unit(private, context.unit, context.user_records),
-        "adjacency": adjacency_words(context.adjacency, context.unit),
-        "max_records": context.max_records,
-        "data_set": json.loads(json.dumps(dict(context.data_set))),  # lists in place of tuples
-        "trust_model": _trust_model(private, context.unit),
-        "public_items": dict(context.public_items),
-        "scope": [
-            {"access": what, "status": status, "note": note}
-            for what, status, note in context.accesses
+    worst = None if promise is None else promise.worst_client
+    return Report(
+        schema_version=SCHEMA_VERSION,
+        verdict=_verdict(context, reasons, promise),
+        method=context.method,
+        mechanism=context.mechanism,
+        noise_multiplier=context.noise_multiplier,
+        guarantee=promise,
+        unit=protected_unit(private, context.unit, context.user_records),
+        adjacency=adjacency_words(context.adjacency, context.unit),
+        max_records=context.max_records,
+        data_set=as_lists(context.data_set),
+        trust_model=_trust_model(private, context.unit),
+        public_items=dict(context.public_items),
+        scope=[
+            Access(access=one.what, status=one.status, note=one.note) for one in context.accesses
         ],
-        "ledger": sections.folded_ledger(rows),
-        "ledger_kept": not context.fresh_ledger,
-        "ledger_heads": heads,
-        "accountant": sections.accountant(rows, worst, context.delta, context.adjacency),
-        "budget": None
-        if spent is None
-        else sections.budget(
-            spent, context.epsilon_cap, context.planned_rounds, context.rounds_done
-        ),
-        "published": [dict(row) for row in context.published] if private else [],
-        "randomness": context.randomness,
-        "deviations": [*_abandoned(context), *context.deviations],
-        "not_covered": _not_covered(),
-        "audit": NOT_RUN,
-        "provenance": dict(context.provenance),
-    }
+        ledger=sections.folded_ledger(rows),
+        ledger_kept=not context.fresh_ledger,
+        ledger_heads={one.client: _head(context, one) for one in histories},
+        accountant=sections.accountant(rows, worst, context.delta, context.adjacency),
+        budget=_budget(context, promise),
+        published=[dict(row) for row in context.published] if private else [],
+        randomness=context.randomness,
+        deviations=[*_abandoned(context), *context.deviations],
+        not_covered=NOT_COVERED,
+        audit=NOT_RUN,
+        provenance=dict(context.provenance),
+    ).to_json()
+
+
+def as_lists(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """The same mapping as JSON has it: with lists in place of tuples."""
+    found: dict[str, Any] = json.loads(json.dumps(dict(facts)))
+    return found
+
+
+def _head(context: ReportContext, held: History) -> LedgerHead:
+    """Where a client's ledger stands."""
+    before = context.rows_before.get(held.client, 0)
+    return LedgerHead(rows=len(held.releases), chain=held.chain, rows_before=before)
+
+
+def _budget(context: ReportContext, promise: Guarantee | None) -> Budget | None:
+    if promise is None:
+        return None
+    return sections.budget(
+        promise.epsilon, context.epsilon_cap, context.planned_rounds, context.rounds_done
+    )
 
 
 def _abandoned(context: ReportContext) -> list[str]:
@@ -197,33 +237,40 @@ def _abandoned(context: ReportContext) -> list[str]:
     ]
 
 
-def _verdict(context: ReportContext, reasons: list[str], spent: float | None) -> dict[str, Any]:
+def _verdict(context: ReportContext, reasons: list[str], promise: Guarantee | None) -> Verdict:
     abandoned = [ABANDONED] if context.abandoned else []
-    if spent is None:
+    if promise is None:
         text = NO_GUARANTEE if reasons else NOT_PRIVATE
         if context.test_only_randomness:
-            reasons = [
-                *reasons,
-                "noise or sampling masks were injected by a test, so they are known",
-            ]
-        return {
-            "text": text,
-            "formal": False,
-            "reasons": reasons,
-            "assumptions": [],
-            "warnings": abandoned,
-        }
-    warnings = [*abandoned, *sections.weakness(spent)]
+            injected = "noise or sampling masks were injected by a test, so they are known"
+            reasons = [*reasons, injected]
+        return Verdict(text=text, formal=False, reasons=reasons, assumptions=[], warnings=abandoned)
+    warnings = [*abandoned, *sections.weakness(promise.epsilon)]
     if context.max_records is None:
         warnings.append(
-            "No public bound on the number of records was declared, so delta was not checked against it."
+            "No public bound on the number of records was declared, so delta was not checked "
+            "against it."
         )
+    return Verdict(
+        text=FORMAL,
+        formal=True,
+        reasons=[],
+        assumptions=_assumptions(context),
+        warnings=warnings,
+    )
+
+
+def _assumptions(context: ReportContext) -> list[str]:
+    """What a guarantee rests on."""
     assumptions = [
-        "the code that ran is this code, and it drew the noise and the sampling masks that the ledger lists",
+        "the code that ran is this code, and it drew the noise and the sampling masks that the "
+        "ledger lists",
         "every item under 'public' was fixed before the private data were read",
         _HELD_BY_ONE[context.unit],
-        "all else that leaves a client is computed from the accounted releases and public items alone",
-        "Gaussian noise in floating point stands for the exact one; attacks on its low-order bits are not ruled out",
+        "all else that leaves a client is computed from the accounted releases and public items "
+        "alone",
+        "Gaussian noise in floating point stands for the exact one; attacks on its low-order bits "
+        "are not ruled out",
     ]
     if context.max_records is not None:
         assumptions.append(
@@ -237,74 +284,72 @@ def _verdict(context: ReportContext, reasons: list[str], spent: float | None) ->
         )
     else:
         assumptions.append(
-            "the ledger files hold every earlier release from the same data: what stands in them is counted, and a file that was "
-            "empty when this run began counts from then on"
+            "the ledger files hold every earlier release from the same data: what stands in them "
+            "is counted, and a file that was empty when this run began counts from then on"
         )
-    return {
-        "text": FORMAL,
-        "formal": True,
-        "reasons": [],
-        "assumptions": assumptions,
-        "warnings": warnings,
-    }
+    return assumptions
 
 
-def protected_unit(private: bool, unit: str, user_records: int | None) -> dict[str, str]:
-    """Who is protected, and who is not; `one` and `several` name the unit."""
+def protected_unit(private: bool, unit: str, user_records: int | None) -> Unit:
+    """Who is protected, and who is not."""
     if not private:
-        return {
-            "one": "nobody",
-            "several": "examples",
-            "protects": "nothing that could be proved",
-            "does_not_protect": "examples, persons or clients",
-        }
+        return Unit(
+            one="nobody",
+            several="examples",
+            protects="nothing that could be proved",
+            does_not_protect="examples, persons or clients",
+        )
     if unit == USER:
         bound = f"at most {user_records}, by a public choice" if user_records else "any number"
-        return {
-            "one": "one user of one client",
-            "several": "users",
-            "protects": "ONE USER OF ONE CLIENT (all examples of theirs there together)",
-            "does_not_protect": "a person with examples at several clients, or under several user ids; a client as a whole",
-            "records_per_user": f"{bound}; a user contributes the mean of their examples' vectors, clipped as one",
-            "group_privacy": "j users together have the weaker guarantee of a group of j, which grows at least about j-fold; "
-            "see 'groups' for what could be computed",
-        }
-    return {
-        "one": "one example of one client",
-        "several": "examples",
-        "protects": "ONE EXAMPLE OF ONE CLIENT (example level only)",
-        "does_not_protect": "a person with several examples, or with examples at several clients; a client as a whole",
-        "records_per_user": "no bound was declared or enforced (privacy.unit=user protects all examples of a person)",
-        "group_privacy": "a person with j examples has the weaker guarantee of a group of j, which grows at least about "
-        "j-fold; see 'groups' for what could be computed",
-    }
+        return Unit(
+            one="one user of one client",
+            several="users",
+            protects="ONE USER OF ONE CLIENT (all examples of theirs there together)",
+            does_not_protect="a person with examples at several clients, or under several user "
+            "ids; a client as a whole",
+            records_per_user=f"{bound}; a user contributes the mean of their examples' vectors, "
+            "clipped as one",
+            group_privacy="j users together have the weaker guarantee of a group of j, which grows "
+            "at least about j-fold; see 'groups' for what could be computed",
+        )
+    return Unit(
+        one="one example of one client",
+        several="examples",
+        protects="ONE EXAMPLE OF ONE CLIENT (example level only)",
+        does_not_protect="a person with several examples, or with examples at several clients; a "
+        "client as a whole",
+        records_per_user="no bound was declared or enforced (privacy.unit=user protects all "
+        "examples of a person)",
+        group_privacy="a person with j examples has the weaker guarantee of a group of j, which "
+        "grows at least about j-fold; see 'groups' for what could be computed",
+    )
 
 
-def _trust_model(private: bool, unit: str) -> dict[str, str]:
-    model = {
-        "trusted": "each client trusts its own machine and this software, and nobody else",
-        "adversary": "the server, the other clients and everybody else; they know all settings and code, every other "
-        "example, and see every upload of every round",
-        "secure_aggregation": "none",
-        "client_sampling": "no amplification is claimed",
-    }
-    if private:
-        one = "user" if unit == USER else "example"
-        model["federation"] = f"epsilon is the worst client's, for one {one} held by one client"
-    return model
+def _trust_model(private: bool, unit: str) -> TrustModel:
+    model = TrustModel(
+        trusted="each client trusts its own machine and this software, and nobody else",
+        adversary="the server, the other clients and everybody else; they know all settings and "
+        "code, every other example, and see every upload of every round",
+        secure_aggregation="none",
+        client_sampling="no amplification is claimed",
+    )
+    if not private:
+        return model
+    one = "user" if unit == USER else "example"
+    whose = f"epsilon is the worst client's, for one {one} held by one client"
+    return model.model_copy(update={"federation": whose})
 
 
-def _not_covered() -> dict[str, str]:
-    return {
-        "tuning_and_selection": "not covered: choosing settings, methods or rounds by results on private data costs "
-        "privacy that this report does not count",
-        "public_data_and_pretraining": "not covered: what is declared public, pretrained weights included, gets no "
-        "protection here",
-        "timing": "not covered: how long a client takes can depend on its data",
-        "drop_outs": "not covered: whether a client answers can depend on its data",
-        "simulation": "losses, accuracies per client, partitions and true counts that a simulation shows are exact "
-        "functions of the data and stand outside any guarantee",
-    }
+NOT_COVERED = NotCovered(
+    tuning_and_selection="not covered: choosing settings, methods or rounds by results on private "
+    "data costs privacy that this report does not count",
+    public_data_and_pretraining="not covered: what is declared public, pretrained weights "
+    "included, gets no protection here",
+    timing="not covered: how long a client takes can depend on its data",
+    drop_outs="not covered: whether a client answers can depend on its data",
+    simulation="losses, accuracies per client, partitions and true counts that a simulation shows "
+    "are exact functions of the data and stand outside any guarantee",
+)
 
 
 def write_report(report: Mapping[str, object], folder: Path) -> tuple[Path, Path, Path]:

@@ -1,8 +1,8 @@
 """The shape of a privacy report of schema 3: every key, and the type of what stands under it;
 nothing else may be there.
 
-What the values are is `verify`'s business. Reports come from strangers, so the shape is checked
-before anything looks inside.
+Reports are made of these types (`fedsynth.privacy.report`), and a stranger's is checked against
+them before anything looks inside. What its values are is `verify`'s business.
 """
 
 from __future__ import annotations
@@ -19,11 +19,17 @@ SHOWN = 10  # of a report's faults
 DataSet = dict[str, str | int | list[str] | list[float]]
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+class Part(BaseModel):
+    """A part of a report: a value that is `None` by default is missing where it says nothing."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, frozen=True)
+
+    def to_json(self) -> dict[str, Any]:
+        """As a JSON-able mapping, without what was left out."""
+        return self.model_dump(exclude_unset=True)
 
 
-class Verdict(_Part):
+class Verdict(Part):
     text: str
     formal: bool
     reasons: list[str]
@@ -31,48 +37,48 @@ class Verdict(_Part):
     warnings: list[str]
 
 
-class Spread(_Part):
+class Spread(Part):
     number: int
     epsilon_min: float
     epsilon_median: float
     epsilon_max: float
 
 
-class WorstAfterRound(_Part):
+class WorstAfterRound(Part):
     round: int
     epsilon: float
 
 
-class AfterRound(_Part):
+class AfterRound(Part):
     round: int
     worst: float
     median: float
     clients: dict[str, float]
 
 
-class KindAlone(_Part):
+class KindAlone(Part):
     quantity: str
     mechanism: str
     epsilon: float
 
 
-class CurvePoint(_Part):
+class CurvePoint(Part):
     delta: float
     epsilon: float
 
 
-class Attack(_Part):
+class Attack(Part):
     false_positive_rate: float
     true_positive_rate_at_most: float
 
 
-class Group(_Part):
+class Group(Part):
     units: int
     epsilon: float | None
     note: str
 
 
-class Guarantee(_Part):
+class Guarantee(Part):
     epsilon: float
     delta: float
     worst_client: str
@@ -86,13 +92,40 @@ class Guarantee(_Part):
     groups: list[Group]
 
 
-class Access(_Part):
+class Unit(Part):
+    """Who is protected; `one` and `several` name the unit."""
+
+    one: str
+    several: str
+    protects: str
+    does_not_protect: str
+    records_per_user: str | None = None  # missing, where there is no guarantee
+    group_privacy: str | None = None  # the same
+
+
+class TrustModel(Part):
+    trusted: str
+    adversary: str
+    secure_aggregation: str
+    client_sampling: str
+    federation: str | None = None  # missing, where there is no guarantee
+
+
+class NotCovered(Part):
+    tuning_and_selection: str
+    public_data_and_pretraining: str
+    timing: str
+    drop_outs: str
+    simulation: str
+
+
+class Access(Part):
     access: str
     status: str
     note: str
 
 
-class LedgerEntry(_Part):
+class LedgerEntry(Part):
     """Rows of a ledger that differ in round and client alone."""
 
     rounds: list[int]
@@ -111,7 +144,7 @@ class LedgerEntry(_Part):
     noise_standard_deviation: float
 
 
-class LedgerStart(_Part):
+class LedgerStart(Part):
     """Where a client's ledger stood: its rows, and the chain hash over them (None: only in
     memory)."""
 
@@ -123,13 +156,13 @@ class LedgerHead(LedgerStart):
     rows_before: int = Field(ge=0)
 
 
-class CrossCheck(_Part):
+class CrossCheck(Part):
     name: str
     epsilon: float | None
     note: str
 
 
-class Accountant(_Part):
+class Accountant(Part):
     name: str
     library: str
     computation: str
@@ -138,7 +171,7 @@ class Accountant(_Part):
     cross_check: CrossCheck | None = None  # missing, where there is no guarantee
 
 
-class Budget(_Part):
+class Budget(Part):
     epsilon_cap: float | None
     epsilon_spent: float
     epsilon_left: float | None
@@ -148,7 +181,7 @@ class Budget(_Part):
     note: str
 
 
-class Audit(_Part):
+class Audit(Part):
     """A canary audit: counts, and the bound that follows from them."""
 
     text: str
@@ -163,18 +196,18 @@ class Audit(_Part):
     epsilon_lower_bound: float
 
 
-class Report(_Part):
+class Report(Part):
     schema_version: int
     verdict: Verdict
     method: str
     mechanism: str
     noise_multiplier: float | None
     guarantee: Guarantee | None
-    unit: dict[str, str]
+    unit: Unit
     adjacency: str
     max_records: int | None
     data_set: DataSet
-    trust_model: dict[str, str]
+    trust_model: TrustModel
     public_items: dict[str, str]
     scope: list[Access]
     ledger: list[LedgerEntry]
@@ -185,12 +218,22 @@ class Report(_Part):
     published: list[dict[str, str]]
     randomness: str
     deviations: list[str]
-    not_covered: dict[str, str]
+    not_covered: NotCovered
     audit: str | Audit
     provenance: dict[str, str]
 
 
-class Start(_Part):
+class Promise(Part):
+    """What summary.json says of a run's privacy."""
+
+    guarantee: bool
+    epsilon: float | None = None  # missing, where there is no guarantee
+    delta: float | None = None  # the same
+    noise_multiplier: float | None
+    mechanism: str
+
+
+class Start(Part):
     """A run folder's privacy_start.json."""
 
     schema_version: int
@@ -200,7 +243,7 @@ class Start(_Part):
     ledgers: dict[str, LedgerStart]
 
 
-class Signature(_Part):
+class Signature(Part):
     """A run folder's signature.json: base64 of key and signature, SHA-256 by file."""
 
     fedsynth_signature: int
@@ -216,10 +259,15 @@ def schema_problems(value: Any, shape: type[BaseModel] = Report) -> list[str]:
     try:
         shape.model_validate(value)
     except ValidationError as error:
-        found = error.errors(include_url=False, include_context=False, include_input=False)
-        lines = [_line(one["loc"], one["type"], one["msg"]) for one in found[:SHOWN]]
-        return [*lines, f"and {len(found) - SHOWN} more"] if len(found) > SHOWN else lines
+        return faults(error)
     return []
+
+
+def faults(error: ValidationError) -> list[str]:
+    """What is wrong with a value, a line each."""
+    found = error.errors(include_url=False, include_context=False, include_input=False)
+    lines = [_line(one["loc"], one["type"], one["msg"]) for one in found[:SHOWN]]
+    return [*lines, f"and {len(found) - SHOWN} more"] if len(found) > SHOWN else lines
 
 
 def _line(where: Sequence[int | str], kind: str, message: str) -> str:

@@ -7,7 +7,6 @@ import statistics
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 from fedsynth.privacy.accounting import (
     FFT_SLACK,
@@ -19,6 +18,20 @@ from fedsynth.privacy.accounting import (
 )
 from fedsynth.privacy.attacks import attack_success
 from fedsynth.privacy.releases import Release
+from fedsynth.privacy.report_schema import (
+    Accountant,
+    AfterRound,
+    Attack,
+    Budget,
+    CrossCheck,
+    CurvePoint,
+    Group,
+    Guarantee,
+    KindAlone,
+    LedgerEntry,
+    Spread,
+    WorstAfterRound,
+)
 
 Rows = Sequence[Release]
 CURVE_DELTAS = (1e-3, 1e-4, 1e-5, 1e-6, 1e-7, 1e-8, 1e-9)
@@ -38,84 +51,98 @@ def reasons_in_ledgers(ledgers: Mapping[str, Rows]) -> list[str]:
     return list(reasons)
 
 
-def guarantee(ledgers: Mapping[str, Rows], delta: float, adjacency: str) -> dict[str, Any]:
-    """(ε, δ) of the worst client, the spread over clients, ε by round, ε(δ) and what an attacker can gain."""
+def guarantee(ledgers: Mapping[str, Rows], delta: float, adjacency: str) -> Guarantee:
+    """(ε, δ) of the worst client, the spread over clients, ε by round, ε(δ) and what an attacker
+    can gain."""
     by_client = {name: epsilon(rows, delta, adjacency) for name, rows in ledgers.items()}
     worst = max(by_client, key=lambda name: by_client[name])
     rows = ledgers[worst]
     histories = {name: epsilon_by_round(each, delta, adjacency) for name, each in ledgers.items()}
+    # who is worst may depend on δ and on the attack
+    different = list({tuple(each) for each in ledgers.values()})
+    return Guarantee(
+        epsilon=by_client[worst],
+        delta=delta,
+        worst_client=worst,
+        clients=Spread(
+            number=len(by_client),
+            epsilon_min=min(by_client.values()),
+            epsilon_median=statistics.median(by_client.values()),
+            epsilon_max=by_client[worst],
+        ),
+        epsilon_by_client=by_client,
+        epsilon_by_round_worst_client=[
+            WorstAfterRound(round=number, epsilon=spent)
+            for number, spent in histories[worst].items()
+        ],
+        epsilon_by_round=over_clients(histories),
+        epsilon_of_each_release_alone=alone(rows, delta, adjacency),
+        epsilon_of_delta=_curve(different, delta, adjacency),
+        attack_success=_attacks(different, adjacency),
+        groups=[group(rows, delta, size, adjacency) for size in GROUPS],
+    )
+
+
+def _curve(ledgers: Sequence[Rows], delta: float, adjacency: str) -> list[CurvePoint]:
+    """The worst client's ε at some δ, and at the run's own."""
     deltas = sorted({*CURVE_DELTAS, delta}, reverse=True)
-    different = list(
-        {tuple(each) for each in ledgers.values()}
-    )  # who is worst may depend on δ and on the attack
-    attacks = [attack_success(each, adjacency=adjacency) for each in different]
-    return {
-        "epsilon": by_client[worst],
-        "delta": delta,
-        "worst_client": worst,
-        "clients": {
-            "number": len(by_client),
-            "epsilon_min": min(by_client.values()),
-            "epsilon_median": statistics.median(by_client.values()),
-            "epsilon_max": by_client[worst],
-        },
-        "epsilon_by_client": by_client,
-        "epsilon_by_round_worst_client": [
-            {"round": number, "epsilon": spent} for number, spent in histories[worst].items()
-        ],
-        "epsilon_by_round": over_clients(histories),
-        "epsilon_of_each_release_alone": alone(rows, delta, adjacency),
-        "epsilon_of_delta": [
-            {"delta": d, "epsilon": max(epsilon(each, d, adjacency) for each in different)}
-            for d in deltas
-        ],
-        "attack_success": [
-            {
-                "false_positive_rate": rate,
-                "true_positive_rate_at_most": max(attack[rate] for attack in attacks),
-            }
-            for rate in attacks[0]
-        ],
-        "groups": [group(rows, delta, size, adjacency) for size in GROUPS],
-    }
+    return [
+        CurvePoint(delta=d, epsilon=max(epsilon(rows, d, adjacency) for rows in ledgers))
+        for d in deltas
+    ]
 
 
-def over_clients(histories: Mapping[str, Mapping[int, float]]) -> list[dict[str, Any]]:
-    """After each round: the worst client's ε, the median's, and every client's; one without a release since keeps its own."""
-    table, now = [], dict.fromkeys(histories, 0.0)
+def _attacks(ledgers: Sequence[Rows], adjacency: str) -> list[Attack]:
+    """The most that a membership test finds of any client's records."""
+    found = [attack_success(rows, adjacency=adjacency) for rows in ledgers]
+    return [
+        Attack(
+            false_positive_rate=rate,
+            true_positive_rate_at_most=max(attack[rate] for attack in found),
+        )
+        for rate in found[0]
+    ]
+
+
+def over_clients(histories: Mapping[str, Mapping[int, float]]) -> list[AfterRound]:
+    """After each round: the worst client's ε, the median's, and every client's; one without a
+    release since keeps its own."""
+    table: list[AfterRound] = []
+    now = dict.fromkeys(histories, 0.0)
     for number in sorted({number for history in histories.values() for number in history}):
         now = {name: history.get(number, now[name]) for name, history in histories.items()}
-        worst, median = max(now.values()), statistics.median(now.values())
-        table.append({"round": number, "worst": worst, "median": median, "clients": now})
+        worst = max(now.values())
+        median = statistics.median(now.values())
+        table.append(AfterRound(round=number, worst=worst, median=median, clients=now))
     return table
 
 
-def alone(rows: Rows, delta: float, adjacency: str) -> list[dict[str, Any]]:
-    """The ε of each kind of release if it were the only one: they do not add up to the whole, which is less."""
+def alone(rows: Rows, delta: float, adjacency: str) -> list[KindAlone]:
+    """The ε of each kind of release if it were the only one: they do not add up to the whole, which
+    is less."""
     kinds: dict[tuple[str, str], list[Release]] = defaultdict(list)
     for row in rows:
         kinds[row.quantity, row.mechanism].append(row)
     return [
-        {"quantity": quantity, "mechanism": mechanism, "epsilon": epsilon(some, delta, adjacency)}
+        KindAlone(quantity=quantity, mechanism=mechanism, epsilon=epsilon(some, delta, adjacency))
         for (quantity, mechanism), some in sorted(kinds.items())
     ]
 
 
-def group(rows: Rows, delta: float, size: int, adjacency: str) -> dict[str, Any]:
-    """ε that holds for `size` units (examples, or users) of one client together, at the same δ; `epsilon` is None where not computed.
+def group(rows: Rows, delta: float, size: int, adjacency: str) -> Group:
+    """ε that holds for `size` units (examples, or users) of one client together, at the same δ;
+    `epsilon` is None where not computed.
 
-    Without subsampling, `size` units move each sum by at most size·clip, so ε is that of noise multiplier σ/size:
-    exact. With subsampling, an (ε', δ') guarantee for one unit gives size·ε' at δ'·(1 + e^ε' + … + e^{(size−1)ε'})
-    (Dwork & Roth 2014, Theorem 2.2's chain of neighbours); the smallest such ε' on a grid is used. It is often out of
-    the accountant's numerical reach, since δ' must be tiny.
+    Without subsampling, `size` units move each sum by at most size·clip, so ε is that of noise
+    multiplier σ/size: exact. With subsampling, an (ε', δ') guarantee for one unit gives size·ε' at
+    δ'·(1 + e^ε' + … + e^{(size−1)ε'}) (Dwork & Roth 2014, Theorem 2.2's chain of neighbours); the
+    smallest such ε' on a grid is used. It is often out of the accountant's numerical reach, since
+    δ' must be tiny.
     """
     if all(row.sample_rate == 1 for row in rows):
         scaled = [replace(row, noise_multiplier=row.noise_multiplier / size) for row in rows]
-        return {
-            "units": size,
-            "epsilon": epsilon(scaled, delta, adjacency),
-            "note": "exact for this mechanism",
-        }
+        exact = epsilon(scaled, delta, adjacency)
+        return Group(units=size, epsilon=exact, note="exact for this mechanism")
     least = epsilon(rows, delta, adjacency)
     for factor in range(40):
         each = least * (1 + factor / 10)
@@ -123,23 +150,18 @@ def group(rows: Rows, delta: float, size: int, adjacency: str) -> dict[str, Any]
         if spread * FFT_SLACK > delta:  # below the accountant's accuracy from here on
             break
         if deltas_at(rows, [each], adjacency)[0] * spread <= delta:
-            return {
-                "units": size,
-                "epsilon": size * each,
-                "note": "upper bound by chaining neighbours",
-            }
-    return {
-        "units": size,
-        "epsilon": None,
-        "note": "not computed: out of the accountant's numerical reach",
-    }
+            note = "upper bound by chaining neighbours"
+            return Group(units=size, epsilon=size * each, note=note)
+    note = "not computed: out of the accountant's numerical reach"
+    return Group(units=size, epsilon=None, note=note)
 
 
-def folded_ledger(ledgers: Mapping[str, Rows]) -> list[dict[str, Any]]:
-    """Rows equal but for the round are one entry with its rounds; clients with the same entries share it.
+def folded_ledger(ledgers: Mapping[str, Rows]) -> list[LedgerEntry]:
+    """Rows equal but for the round are one entry with its rounds; clients with the same entries
+    share it.
 
-    A round that stands twice in `rounds` was charged twice (a resumed or repeated round). The list holds all that is
-    needed to compute ε again.
+    A round that stands twice in `rounds` was charged twice (a resumed or repeated round). The list
+    holds all that is needed to compute ε again.
     """
     entries: dict[tuple[Release, tuple[int, ...]], list[str]] = defaultdict(list)
     for client, rows in ledgers.items():
@@ -148,64 +170,63 @@ def folded_ledger(ledgers: Mapping[str, Rows]) -> list[dict[str, Any]]:
             rounds[replace(row, round=0)].append(row.round)
         for row, charged in rounds.items():
             entries[row, tuple(sorted(charged))].append(client)
-    folded = []
-    for (row, numbers), clients in entries.items():
-        fields = row.to_json()
-        del fields["round"]
-        absolute = row.noise_multiplier * row.sensitivity
-        folded.append(
-            {
-                "rounds": list(numbers),
-                "clients": clients,
-                **fields,
-                "noise_standard_deviation": absolute,
-            }
-        )
-    return folded
+    return [_entry(row, numbers, clients) for (row, numbers), clients in entries.items()]
+
+
+def _entry(row: Release, numbers: Sequence[int], clients: list[str]) -> LedgerEntry:
+    fields = row.to_json()
+    del fields["round"]
+    return LedgerEntry(
+        rounds=list(numbers),
+        clients=clients,
+        **fields,
+        noise_standard_deviation=row.noise_multiplier * row.sensitivity,
+    )
 
 
 def accountant(
     ledgers: Mapping[str, Rows], worst: str | None, delta: float, adjacency: str
-) -> dict[str, Any]:
-    """Which accountant, version and discretisation; with RDP's figure for the worst client beside it, if there is one."""
+) -> Accountant:
+    """Which accountant, version and discretisation; with RDP's figure for the worst client beside
+    it, if there is one."""
     rows = ledgers[worst] if worst is not None else ()
     described = describe_accountant(rows, adjacency)
     if worst is None:
-        return {**described, "computation": "none: no guarantee to compute"}
+        return Accountant(**{**described, "computation": "none: no guarantee to compute"})
+    return Accountant(**described, cross_check=_cross_check(rows, delta, adjacency))
+
+
+def _cross_check(rows: Rows, delta: float, adjacency: str) -> CrossCheck:
     rdp = epsilon_rdp(rows, delta, adjacency)
     if rdp is None:
         note = "the library has no Rényi accountant for replace-one with subsampling"
-        return {**described, "cross_check": {"name": "none", "epsilon": None, "note": note}}
-    return {
-        **described,
-        "cross_check": {
-            "name": "Rényi differential privacy (RDP), same library",
-            "epsilon": rdp if math.isfinite(rdp) else None,
-            "note": "an independent, looser bound: it should not be below the figure above, and is far above it where "
-            "epsilon is large and the data are subsampled",
-        },
-    }
+        return CrossCheck(name="none", epsilon=None, note=note)
+    return CrossCheck(
+        name="Rényi differential privacy (RDP), same library",
+        epsilon=rdp if math.isfinite(rdp) else None,
+        note="an independent, looser bound: it should not be below the figure above, and is far "
+        "above it where epsilon is large and the data are subsampled",
+    )
 
 
-def budget(
-    spent: float, cap: float | None, planned_rounds: int, rounds_done: int
-) -> dict[str, Any]:
+def budget(spent: float, cap: float | None, planned_rounds: int, rounds_done: int) -> Budget:
     """What is left, and what happens at the end of it."""
     end = "there is no cap: nothing stops the budget from growing with every further round or run"
     if cap is not None:
         end = (
-            "a release that would exceed the cap is refused before it happens, and the run ends with what it has; the "
-            "schedule is public, so stopping tells nothing about the data"
+            "a release that would exceed the cap is refused before it happens, and the run ends "
+            "with what it has; the schedule is public, so stopping tells nothing about the data"
         )
-    return {
-        "epsilon_cap": cap,
-        "epsilon_spent": spent,
-        "epsilon_left": None if cap is None else max(0.0, cap - spent),
-        "planned_rounds": planned_rounds,
-        "rounds_done": rounds_done,
-        "at_the_end": end,
-        "note": "epsilons of several releases do not simply add up: what is left buys more than the difference suggests",
-    }
+    return Budget(
+        epsilon_cap=cap,
+        epsilon_spent=spent,
+        epsilon_left=None if cap is None else max(0.0, cap - spent),
+        planned_rounds=planned_rounds,
+        rounds_done=rounds_done,
+        at_the_end=end,
+        note="epsilons of several releases do not simply add up: what is left buys more than the "
+        "difference suggests",
+    )
 
 
 def weakness(spent: float) -> list[str]:

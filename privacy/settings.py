@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from fedsynth.privacy.errors import PrivacySettingError
+from fedsynth.privacy.mechanism_facts import mechanism_facts
 from fedsynth.privacy.releases import ADD_REMOVE, RECORD, UNITS, USER, check_adjacency, check_delta
 from fedsynth.privacy.wording import Setting
 
@@ -137,16 +138,22 @@ class PrivacySettings:
             if value is not None and not value > 0:
                 raise PrivacySettingError("privacy", name, f"must be positive, got {value}")
         self._check_unit()
-        if self.mechanism == "paper" and (
-            self.epsilon is not None or self.noise_multiplier is None
-        ):
+        if self.mechanism is not None and not mechanism_facts(self.mechanism).guaranteed:
+            self._check_without_guarantee(self.mechanism)
+
+    def _check_without_guarantee(self, mechanism: str) -> None:
+        if self.unit == USER:
+            raise PrivacySettingError(
+                "privacy", "mechanism", "protects nobody: no record and no user", value=mechanism
+            )
+        if self.epsilon is not None or self.noise_multiplier is None:
             raise PrivacySettingError(
                 "privacy",
                 "mechanism",
                 "gives no differential privacy guarantee, so it has no ε: give ",
                 Setting("privacy", "noise_multiplier"),
                 " alone",
-                value="paper",
+                value=mechanism,
             )
 
     def _check_unit(self) -> None:
@@ -170,10 +177,6 @@ class PrivacySettings:
                 "must be a whole number of at least 1, with ",
                 Setting("privacy", "unit", USER),
                 f", got {self.user_records}",
-            )
-        if self.unit == USER and self.mechanism == "paper":
-            raise PrivacySettingError(
-                "privacy", "mechanism", "protects nobody: no record and no user", value="paper"
             )
 
     @property

@@ -21,6 +21,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from fedsynth.privacy import audit as audits
 from fedsynth.privacy.errors import LedgerError, PrivacyError
 from fedsynth.privacy.history import History
@@ -33,7 +35,7 @@ from fedsynth.privacy.report import (
     render_html,
     render_markdown,
 )
-from fedsynth.privacy.report_schema import schema_problems
+from fedsynth.privacy.report_schema import faults, schema_problems
 from fedsynth.privacy.wording import Setting, Text
 
 TOLERANCE = 1e-6  # of figures that another version of the libraries may round differently
@@ -327,6 +329,8 @@ def report_problems(
         expected = build_report(context, histories)
     except (PrivacyError, ArithmeticError) as error:  # ArithmeticError: of absurdly large figures
         return [f"no report follows from this: {error}"]
+    except ValidationError as error:  # the same, where they come out infinite
+        return [f"no report follows from this: {line}" for line in faults(error)]
     for client, head in expected["ledger_heads"].items():  # type: ignore[attr-defined]
         head["chain"] = held.chains.get(client, report["ledger_heads"][client]["chain"])
     problems = [*_as_stated(report, expected), *differences("", expected, report)]

@@ -20,10 +20,12 @@ from fedsynth.data.registry import is_published
 from fedsynth.errors import Setting, Text
 from fedsynth.federation.privacy_plan import PrivacyPlan
 from fedsynth.federation.settings import RunSettings
+from fedsynth.privacy import disclosure
 from fedsynth.privacy.history import History
 from fedsynth.privacy.randomness import DESCRIPTION
 from fedsynth.privacy.releases import RECORD, USER
-from fedsynth.privacy.report import SCHEMA_VERSION, ReportContext
+from fedsynth.privacy.report import SCHEMA_VERSION, PrivateAccess, ReportContext, as_lists
+from fedsynth.privacy.report_schema import LedgerStart, Promise, Start
 from fedsynth.privacy.report_text import up
 from fedsynth.version import __version__
 
@@ -101,7 +103,7 @@ def _of_the_cap(plan: PrivacyPlan, planned: float) -> list[str]:
     ]
 
 
-def start(plan: PrivacyPlan, histories: Sequence[History], test: str) -> dict[str, Any]:
+def start(plan: PrivacyPlan, histories: Sequence[History], test: str) -> Start:
     """What is public and fixed when the run begins: written down then, so that a run that is
     killed can still be reported.
 
@@ -110,36 +112,37 @@ def start(plan: PrivacyPlan, histories: Sequence[History], test: str) -> dict[st
         histories: of the ledgers that the run charges, as they stand when it begins.
         test: what the test images are: "public", "private" or "none".
     """
-    return {
-        "schema_version": SCHEMA_VERSION,
-        "noise_multiplier": plan.privacy.noise_multiplier,
-        "data_set": asdict(plan.spec),
-        "test_images": test,
-        "ledgers": {
-            one.client: {"rows": len(one.releases), "chain": one.chain} for one in histories
+    return Start(
+        schema_version=SCHEMA_VERSION,
+        noise_multiplier=plan.privacy.noise_multiplier,
+        data_set=as_lists(asdict(plan.spec)),
+        test_images=test,  # type: ignore[arg-type]  # checked, as all of it is
+        ledgers={
+            one.client: LedgerStart(rows=len(one.releases), chain=one.chain) for one in histories
         },
-    }
+    )
 
 
 # ------------------------------------------------------------------------------ when it has ended
 
 
-def summary(plan: PrivacyPlan, histories: Sequence[History]) -> dict[str, Any]:
+def summary(plan: PrivacyPlan, histories: Sequence[History]) -> Promise:
     """What summary.json says of the run's privacy.
 
     Args:
         plan: the run's.
         histories: what the ledgers hold now.
     """
-    promise = {}
-    if plan.guaranteed(histories):
-        promise = {"epsilon": plan.epsilon(histories), "delta": plan.privacy.delta}
-    return {
-        "guarantee": bool(promise),
-        **promise,
-        "noise_multiplier": plan.privacy.noise_multiplier,
-        "mechanism": plan.chief.mechanism,
-    }
+    sigma, mechanism = plan.privacy.noise_multiplier, plan.chief.mechanism
+    if not plan.guaranteed(histories):
+        return Promise(guarantee=False, noise_multiplier=sigma, mechanism=mechanism)
+    return Promise(
+        guarantee=True,
+        epsilon=plan.epsilon(histories),
+        delta=plan.privacy.delta,
+        noise_multiplier=sigma,
+        mechanism=mechanism,
+    )
 
 
 def report_context(
@@ -274,42 +277,54 @@ def _data_set(plan: PrivacyPlan) -> str:
     return f"{spec.name}: the user's own; its specification is public, its records are not"
 
 
-def accesses(plan: PrivacyPlan, test: str) -> tuple[tuple[str, str, str], ...]:
-    """Everything that touches private data: what, how it is covered, and a note."""
+def accesses(plan: PrivacyPlan, test: str) -> tuple[PrivateAccess, ...]:
+    """Everything that touches private data.
+
+    Args:
+        plan: the run's.
+        test: what the test images are: "public", "private" or "none".
+    """
     facts = plan.facts
-    status = "accounted" if facts.guaranteed else "unaccounted"
     found = [
-        (
+        PrivateAccess(
             f"{one.quantity}: {one.clipped}",
-            status,
+            facts.status,
             f"mechanism {one.mechanism}, {_many(one.steps, 'release')} a round",
         )
         for one in plan.plans
     ]
-    found += [(what, "unaccounted", note) for what, note in facts.accesses]
+    found += [PrivateAccess(what, disclosure.UNACCOUNTED, note) for what, note in facts.accesses]
     if plan.privacy.ledger_folder is not None:
-        compared = "by a keyed hash that stays with the ledgers; it decides whether the run begins"
-        found.append(("records, compared with those of the ledgers", "simulation-only", compared))
-    simulation = (
-        "folder simulation_only, and the message of a partition that cannot be made; outside the "
-        "guarantee"
-    )
+        found.append(COMPARED_RECORDS)
     if plan.run.partition.local_test:
-        splits = "clients' own test splits, and accuracies on them"
-        found.append((splits, "simulation-only", simulation))
-    found.append(("partition into clients, true counts, seconds", "simulation-only", simulation))
-    return (*found, *_test_access(plan, test, simulation))
-
-
-def _test_access(plan: PrivacyPlan, test: str, simulation: str) -> tuple[tuple[str, str, str], ...]:
-    if test == NO_TEST:
-        return ()
+        found.append(_simulated("clients' own test splits, and accuracies on them"))
+    found.append(_simulated("partition into clients, true counts, seconds"))
     if test == PRIVATE:
-        return (("test set, and accuracies on it", "simulation-only", simulation),)
-    whose = f"of the published data set {plan.spec.name}"
-    if not is_published(plan.spec):
-        whose = "declared public by the user"
-    return (("test set", "public", f"{whose}; test accuracy is computed from released models"),)
+        found.append(_simulated("test set, and accuracies on it"))
+    if test == PUBLIC:
+        whose = f"of the published data set {plan.spec.name}"
+        if not is_published(plan.spec):
+            whose = "declared public by the user"
+        note = f"{whose}; test accuracy is computed from released models"
+        found.append(PrivateAccess("test set", disclosure.PUBLIC, note))
+    return tuple(found)
+
+
+COMPARED_RECORDS = PrivateAccess(
+    "records, compared with those of the ledgers",
+    disclosure.SIMULATION_ONLY,
+    "by a keyed hash that stays with the ledgers; it decides whether the run begins",
+)
+
+
+def _simulated(what: str) -> PrivateAccess:
+    """What only a simulation may show."""
+    return PrivateAccess(
+        what,
+        disclosure.SIMULATION_ONLY,
+        "folder simulation_only, and the message of a partition that cannot be made; outside the "
+        "guarantee",
+    )
 
 
 def _published(plan: PrivacyPlan) -> tuple[Mapping[str, str], ...]:

@@ -365,7 +365,8 @@ class Simulation:
                 for client, ledger in zip(self.exchange.clients, moved, strict=True):
                     client.move_ledger(ledger, self.terms)
             histories = self.exchange.histories()
-            folder.write_private_start(privacy_words.start(self.plan, histories, self.test_kind))
+            start = privacy_words.start(self.plan, histories, self.test_kind)
+            folder.write_private_start(start.to_json())
         folder.write_partition(counts)
         return folder
 
@@ -438,7 +439,7 @@ class Simulation:
         if self._private:
             histories = self.exchange.histories()
             report = build_report(self._report_context(), histories)
-            promised = privacy_words.summary(self.plan, histories)
+            promised = privacy_words.summary(self.plan, histories).to_json()
         summary = summarise(
             self.settings,
             self.metrics,

@@ -473,7 +473,7 @@ class Evidence:
             earlier = [replace(row, round=0) for row in before]
             rows = [*earlier, *self.own[client]]
             histories[client] = epsilon_by_round(rows, privacy.delta, privacy.adjacency)
-        return {point["round"]: point["worst"] for point in over_clients(histories)}
+        return {point.round: point.worst for point in over_clients(histories)}
 
     def _summary_problems(self) -> list[str]:
         if self.run.summary is None:
@@ -486,7 +486,7 @@ class Evidence:
             "dataset": settings.dataset,
             "rounds": self.done,
             "seed": settings.seed,
-            "differential_privacy": privacy_words.summary(self.plan, self.now),
+            "differential_privacy": privacy_words.summary(self.plan, self.now).to_json(),
         }
         unknown = [key for key in self.run.summary if key not in (*expected, *MEASURED)]
         return [

@@ -85,13 +85,14 @@ def computed(report: Report) -> None:
     """Makes all figures fit the report's own rows, δ and adjacency."""
     rows, promise, budget = unfolded(report), report["guarantee"], report["budget"]
     adjacency = next(name for name, words in ADJACENCIES.items() if words == report["adjacency"])
-    promise = sections.guarantee(rows, promise["delta"], adjacency)
+    promise = sections.guarantee(rows, promise["delta"], adjacency).to_json()
     report["guarantee"] = promise
     worst = promise["worst_client"]
-    report["accountant"] = sections.accountant(rows, worst, promise["delta"], adjacency)
+    accountant = sections.accountant(rows, worst, promise["delta"], adjacency)
+    report["accountant"] = accountant.to_json()
     report["budget"] = sections.budget(
         promise["epsilon"], budget["epsilon_cap"], budget["planned_rounds"], budget["rounds_done"]
-    )
+    ).to_json()
 
 
 def edit(change: Callable[[Report], Any]) -> Tamper:
@@ -190,7 +191,7 @@ def delete(name: str) -> Tamper:
 def hide_last_rows(report: Report) -> None:
     report["ledger_kept"] = True
     rows = {client: some[:1] for client, some in unfolded(report).items()}
-    report["ledger"] = sections.folded_ledger(rows)
+    report["ledger"] = [entry.to_json() for entry in sections.folded_ledger(rows)]
 
 
 def without_client(report: Report) -> None:
@@ -306,7 +307,7 @@ REPORT: dict[str, tuple[Tamper, str]] = {
     "the mechanism's name": (edit(renamed_mechanism), "mechanism says 'gradient'"),
     "the method's name": (put("method", "fedavg"), "method says 'fedavg'"),
     "who is protected": (put("unit/protects", "EVERY PERSON"), "unit.protects says"),
-    "what is not covered": (drop("not_covered/timing"), "not_covered.timing says nothing"),
+    "what is not covered": (drop("not_covered/timing"), "not_covered.timing is missing"),
     "rows from before the run": (put("ledger_heads/client-000/rows_before", 1), "rows_before says"),
     "a head's rows": (put("ledger_heads/client-000/rows", 1), "the report speaks of 1"),
     "a head's chain hash": (put("ledger_heads/client-000/chain", None), "the chain hash"),

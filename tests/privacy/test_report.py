@@ -17,6 +17,7 @@ from fedsynth.privacy.errors import PrivacyError, PrivacySettingError
 from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.releases import Release
 from fedsynth.privacy.report import (
+    PrivateAccess,
     ReportContext,
     build_report,
     render_html,
@@ -63,8 +64,8 @@ CONTEXT = ReportContext(
     randomness="ChaCha20, keyed by the operating system",
     published=({"setting": "σ = 5", "printed": "ε = 0.921", "ours": "ε = 5.9"},),
     accesses=(
-        ("residual sums", "accounted", "each step"),
-        ("test accuracy", "simulation-only", "shown, not released"),
+        PrivateAccess("residual sums", "accounted", "each step"),
+        PrivateAccess("test accuracy", "simulation-only", "shown, not released"),
     ),
     provenance={"config": "sha256:abc", "fedsynth": "0.1.0"},
     noise_multiplier=5.0,
@@ -201,7 +202,9 @@ REASON = "it clips the batch's mean, which does not bound one example's influenc
         ),
         (CONTEXT, [row(0, sigma=0.0)], "without noise"),
         (
-            replace(CONTEXT, accesses=(("class list", "unaccounted", "sent as it is"),)),
+            replace(
+                CONTEXT, accesses=(PrivateAccess("class list", "unaccounted", "sent as it is"),)
+            ),
             [row()],
             "sent as it is",
         ),
@@ -282,7 +285,7 @@ def test_texts_stay_texts() -> None:
     bad = "x\n# Verdict: proved\r\x1b[2J<script>alert(1)</script>\u202e|**"
     context = replace(
         CONTEXT, public_items={bad: bad}, randomness=bad, deviations=(bad,), method=bad,
-        accesses=((bad, "public", bad),), published=({bad: bad},), provenance={bad: bad},
+        accesses=(PrivateAccess(bad, "public", bad),), published=({bad: bad},), provenance={bad: bad},
     )  # fmt: skip
     text = render_markdown(build(context))
     assert not re.search(r"^# Verdict", text, re.MULTILINE)
@@ -311,19 +314,20 @@ def test_no_cap_and_kept_ledger() -> None:
 
 def test_unknown_access_status() -> None:
     with pytest.raises(PrivacySettingError, match="status"):
-        replace(CONTEXT, accesses=(("counts", "fine", ""),))
+        replace(CONTEXT, accesses=(PrivateAccess("counts", "fine", ""),))
 
 
 def test_groups_are_exact_without_sampling_and_honest_with() -> None:
     exact = group([row(0, 5.0)], DELTA, 2, "add-remove")
-    assert exact["epsilon"] == pytest.approx(epsilon([row(0, 2.5)], DELTA))
+    assert exact.epsilon == pytest.approx(epsilon([row(0, 2.5)], DELTA))
     few = [row(0, 6.0, 0.05)]
     chained = group(few, DELTA, 2, "add-remove")
-    assert chained["epsilon"] >= 2 * epsilon(few, DELTA)
-    assert chained["epsilon"] <= group([row(0, 6.0)], DELTA, 2, "add-remove")["epsilon"]
+    assert chained.epsilon is not None
+    assert chained.epsilon >= 2 * epsilon(few, DELTA)
+    assert chained.epsilon <= (group([row(0, 6.0)], DELTA, 2, "add-remove").epsilon or 0.0)
     far = group([row(n, 1.0, 0.4) for n in range(40)], DELTA, 5, "add-remove")
-    assert far["epsilon"] is None
-    assert "not computed" in far["note"]
+    assert far.epsilon is None
+    assert "not computed" in far.note
 
 
 def test_written_files(tmp_path: Path) -> None:

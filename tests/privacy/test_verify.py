@@ -16,6 +16,7 @@ from fedsynth.privacy.errors import PrivacyError
 from fedsynth.privacy.ledger import Ledger, chain_hashes, read_ledger
 from fedsynth.privacy.releases import Release
 from fedsynth.privacy.report import (
+    PrivateAccess,
     ReportContext,
     build_report,
     render_html,
@@ -43,7 +44,7 @@ CONTEXT = ReportContext(
     rounds_done=2,
     public_items={"classes": "10"},
     provenance={"config": "c0", "numpy": "2.4.6"},
-    accesses=(("sums", "accounted", "each step"),),
+    accesses=(PrivateAccess("sums", "accounted", "each step"),),
     published=({"source": "a paper", "published": "ε = 1"},),
     noise_multiplier=5.0,
     data_set={"name": "digits", "train_size": 1438},
@@ -191,7 +192,7 @@ def test_every_edit_is_found(run: Case, path: str, value: Any, text: str) -> Non
         ("guarantee/worst_client", "guarantee.worst_client is missing"),
         ("guarantee/groups", "guarantee.groups is missing"),
         ("guarantee/groups/0", "guarantee.groups has 1 entries"),
-        ("not_covered/timing", "not_covered.timing says nothing"),
+        ("not_covered/timing", "not_covered.timing is missing"),
         ("ledger/1", "the report lacks images of round"),
         ("ledger_heads/client-001", "a ledger of client-001, whom the report does not name"),
         ("provenance/numpy", "provenance.numpy says nothing"),
