@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from fedsynth.privacy.errors import ForbiddenLayerError
+from fedsynth.privacy.errors import ForbiddenLayerError, PrivacyError
 from fedsynth.privacy.mechanisms import GaussianSums
 from fedsynth.privacy.passes import padded, pass_length
 from fedsynth.privacy.units import Units
@@ -221,7 +221,12 @@ def _per_example_gradients(
     for p in parameters:
         p.grad_sample = None  # type: ignore[attr-defined]
     with _quiet_hooks():
-        loss(model, x_NCHW, labels_N).sum().backward()
+        each = loss(model, x_NCHW, labels_N)
+        if each.shape != (len(x_NCHW),):  # else a request of odd shapes could mix the examples
+            raise PrivacyError(
+                f"a loss of each example must have shape [{len(x_NCHW)}], got {list(each.shape)}"
+            )
+        each.sum().backward()
     rows = torch.cat([p.grad_sample.flatten(1) for p in parameters], dim=1)  # type: ignore[attr-defined]
     for p in parameters:
         p.grad_sample = p.grad = None  # type: ignore[attr-defined]

@@ -13,7 +13,7 @@ then gives out exactly as many releases as were charged.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NewType
+from typing import TYPE_CHECKING, NewType, NoReturn
 
 import torch
 from torch import Tensor
@@ -142,6 +142,12 @@ class GaussianSums:
         self._process = this_process()
         self._users = UserSums(groups, self._width, release.sensitivity)
         self._sums: Tensor | None = None
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a charged series must not be copied: it would give out more than it paid")
+
+    def __copy__(self) -> NoReturn:
+        self.__reduce__()
 
     @property
     def sample_rate(self) -> float:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from fedsynth.data.images import ImageData, normalise
 from fedsynth.privacy.allowance import Allowance, GroupAllowance, UnaccountedNoise
 from fedsynth.privacy.dpsgd import DpSgdSettings, ExampleLoss, Penalty, dp_sgd
+from fedsynth.privacy.errors import UnplannedReleaseError
 from fedsynth.privacy.mechanisms import GaussianSums, Released
 from fedsynth.privacy.passes import padded, pass_length
 from fedsynth.privacy.plans import PrivatePlan
@@ -141,6 +142,7 @@ class PrivateClients:
         self.ids, self.spec = tuple(ids), data.spec
         self._data = data
         self._allowance = GroupAllowance(allowances)
+        self._owners: dict[int, tuple[GaussianSums, int]] = {}
         self._nominal_size = nominal_size
         self._parts = [part.to(data.labels.device) for part in parts]
         self._records, self._labels = [part.cpu() for part in parts], data.labels.cpu()
@@ -181,7 +183,22 @@ class PrivateClients:
         Raises:
             UnplannedReleaseError: no such plan in this exchange, or it was handed out before.
         """
-        return self._allowance.take(name)
+        taken = self._allowance.take(name)
+        for number, one in zip(self.ids, taken, strict=True):
+            self._owners[id(one)] = (one, number)
+        return taken
+
+    def _check_owners(self, series: Sequence[GaussianSums]) -> None:
+        """Each client's records go into its own series, and no other's.
+
+        Raises:
+            UnplannedReleaseError: a series of another client, or of none of them.
+        """
+        owners = [self._owners.get(id(one), (None, None))[1] for one in series]
+        if owners != list(self.ids):
+            raise UnplannedReleaseError(
+                f"series of clients {owners} were given for the records of clients {list(self.ids)}"
+            )
 
     def class_sums(
         self,
@@ -204,6 +221,7 @@ class PrivateClients:
         Returns:
             [clients · classes, D]
         """
+        self._check_owners(series)
         samples = [units.sample(s) for units, s in zip(self._units, series, strict=True)]
         records = torch.cat(
             [own[sample.records] for own, sample in zip(self._records, samples, strict=True)]
@@ -251,6 +269,7 @@ class PrivateClients:
     ) -> None:
         """Trains one model for each client, in place, by DP-SGD with series charged for `steps` releases of one group; `penalties` see no
         data, `losses` are of each example (`dp_sgd`)."""
+        self._check_owners(series)
         extra, own = penalties or [None] * len(models), losses or [None] * len(models)
         each = zip(self._parts, self._units, series, models, extra, own, strict=True)
         for done, (part, units, s, model, penalty, loss) in enumerate(each, start=1):

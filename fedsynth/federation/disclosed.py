@@ -21,6 +21,8 @@ PRIVATE_TEST = "private_test"
 """What it says of a test set that is private."""
 COMMON = "common_model_accuracy"
 """The test accuracy of the common model, where clients end with models of their own."""
+ON_TEST = ("test_accuracy", COMMON, "domain_accuracy", "domain_average")
+"""What is measured on the test set."""
 MODELS = "models"
 """A row for each of the method's variants, by name."""
 
@@ -63,13 +65,31 @@ SUMMARISED = (GENERATOR,)
 
 def declared_row(method: type[Method]) -> Declared:
     """What may stand in a round's row of this method."""
-    return {**ROW, **method.discloses}
+    return {**method.discloses, **ROW}
 
 
 def declared_summary(method: type[Method]) -> Declared:
     """What may stand in its summary."""
     facts = {key: one for key, one in method.discloses.items() if key in SUMMARISED}
-    return {**SUMMARY, **facts}
+    return {**facts, **SUMMARY}
+
+
+def check_facts(facts: Mapping[str, Any], declared: Declared | None) -> Mapping[str, Any]:
+    """A method's facts, which may not stand under keys of the engine's own.
+
+    Args:
+        facts: by name.
+        declared: by the method (`Method.discloses`); None: the run has no differential privacy.
+
+    Raises:
+        UnaccountedReleaseError: a key that is the engine's, or that the method did not declare.
+    """
+    taken = sorted(ROW.keys() & facts.keys())
+    undeclared = [] if declared is None else sorted(facts.keys() - declared.keys())
+    for key in (*taken, *undeclared):
+        why = "is the engine's own" if key in ROW else "is declared nowhere (`Method.discloses`)"
+        raise UnaccountedReleaseError(f"a method's fact {key!r} {why}")
+    return facts
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ from fedsynth.federation import privacy_words
 from fedsynth.federation.client_runtime import ClientRuntime, OwnData
 from fedsynth.federation.clients import Clients
 from fedsynth.federation.devices import check_compiler, resolve_device
-from fedsynth.federation.disclosed import declared_row, declared_summary, disclosed
+from fedsynth.federation.disclosed import check_facts, declared_row, declared_summary, disclosed
 from fedsynth.federation.exchange import Refusal
 from fedsynth.federation.in_process import InProcess
 from fedsynth.federation.measure import Measure
@@ -240,12 +240,13 @@ class Simulation:
         if settings.privacy is not None:
             PrivacyPlan.checked(settings, self.context)
         self.exchange = self._clients(clients, train, parts)
-        self.terms, self.context = agree(settings, self.context, self.exchange)
+        self.agreed = agree(settings, self.context, self.exchange)
+        self.context = self.agreed.context
         self.participation = Participation(
             settings.seed,
             settings.partition.clients,
             settings.participation,
-            self.terms.sizes if settings.sampling == "size" else None,
+            self.agreed.terms.sizes if settings.sampling == "size" else None,
         )
         # Where earlier runs have spent the budget, this one ends before it begins, and leaves
         # nothing.
@@ -296,11 +297,11 @@ class Simulation:
         Raises:
             PrivacySettingError: the run is not private.
         """
-        if self.terms.plan is None:
+        if self.agreed.plan is None:
             raise PrivacySettingError(
                 None, "privacy", "is not set: this run has no differential privacy, and so no plan"
             )
-        return self.terms.plan
+        return self.agreed.plan
 
     def _clients(self, clients: Clients, train: ImageData, parts: list[Tensor]) -> InProcess:
         """All clients, with what is theirs."""
@@ -315,14 +316,13 @@ class Simulation:
             [
                 ClientRuntime(
                     number,
-                    self.method,
+                    settings,
+                    self.context,
                     OwnData(train, training[number], held_out[number]),
                     ledgers[number],
-                    shows_always=settings.partition.local_test > 0 or settings.sampling == "size",
                 )
                 for number in range(len(parts))
-            ],
-            private=self._private,
+            ]
         )
 
     def run(self) -> RunResult:
@@ -364,7 +364,7 @@ class Simulation:
             if self.plan.privacy.ledger_folder is None:
                 moved = clients.fresh_ledgers(folder.path / "ledger", self.settings)
                 for client, ledger in zip(self.exchange.clients, moved, strict=True):
-                    client.move_ledger(ledger, self.terms)
+                    client.move_ledger(ledger)
             histories = self.exchange.histories()
             start = privacy_words.start(self.plan, histories, self.test_kind)
             folder.write_private_start(start.to_json())
@@ -409,10 +409,11 @@ class Simulation:
         """The round's row."""
         number = context.round
         state = self.server.state
+        facts = self.method.discloses if self._private else None
         row: dict[str, Any] = {
             "round": number,
-            **self.method.facts(state, context),
-            **self.method.merge_facts(self.exchange.facts(context)),
+            **check_facts(self.method.facts(state, context), facts),
+            **check_facts(self.method.merge_facts(self.exchange.facts(context)), facts),
         }
         if number % self.settings.evaluate_every == 0 or number == self.settings.rounds:
             row.update(self.measure.row(state, context))

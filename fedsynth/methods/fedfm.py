@@ -31,6 +31,7 @@ from fedsynth.methods.shared.aggregation import AveragingState, average
 from fedsynth.methods.shared.class_sums import COUNTS, ClassSums, class_sums, sums_plans
 from fedsynth.methods.shared.local import Task, TrainsLocally
 from fedsynth.privacy.plans import FIRST, MAIN, PrivatePlan
+from fedsynth.privacy.requests import check_tensor
 from fedsynth.privacy.settings import PrivacySettings
 
 
@@ -156,6 +157,12 @@ class FedFM(TrainsLocally):
 
     def check_model(self, model: nn.Module) -> None:
         check_embedding(self.name, model)
+
+    def check_request(self, message: ModelParameters, context: RoundContext) -> None:
+        if isinstance(message, AnchorsDown):  # and not the first exchange's model alone
+            classes = context.spec.classes
+            check_tensor("anchors", message.anchors, (classes, _width(context)), torch.float32)
+            check_tensor("known", message.known, (classes,), torch.bool)
 
     def first_request(self, state: AnchorState, context: RoundContext) -> Message | None:
         return ModelParameters(state.parameters, 1.0) if context.round >= self.start_round else None

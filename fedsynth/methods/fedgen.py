@@ -34,6 +34,7 @@ from fedsynth.evaluation.generated import GENERATOR, describe, tally
 from fedsynth.methods.shared.aggregation import AveragingState, average
 from fedsynth.methods.shared.local import Task, TrainsLocally
 from fedsynth.privacy.disclosure import Disclosure, released
+from fedsynth.privacy.requests import check_named, check_tensor
 from fedsynth.seeding import torch_generator
 from fedsynth.synthesizer.generation.generator_memory import PREFIX, remembered, restore
 from fedsynth.synthesizer.generation.generators import (
@@ -148,6 +149,11 @@ class FedGen(TrainsLocally):
 
     def check_model(self, model: nn.Module) -> None:
         check_embedding(self.name, model)
+
+    def check_request(self, message: GeneratorDown, context: RoundContext) -> None:
+        check_tensor("known", message.known, (context.spec.classes,), torch.bool)
+        expected = self._generator(context).state_dict()
+        check_named("generator", message.generator, {PREFIX + k: v for k, v in expected.items()})
 
     def broadcast(self, state: GeneratorState, context: RoundContext) -> Message:
         learner = state.learner.items()

@@ -24,6 +24,7 @@ from fedsynth.core.validation import check_ranges
 from fedsynth.methods.shared.aggregation import AveragingState, average
 from fedsynth.methods.shared.local import Task, TrainsLocally
 from fedsynth.privacy.dpsgd import cross_entropies
+from fedsynth.privacy.requests import check_named
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,9 @@ class FedGKD(TrainsLocally):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_ranges(self, gamma=(0, inf), buffer=(1, inf))
+
+    def check_request(self, message: TeacherDown, context: RoundContext) -> None:
+        check_named("teacher", message.teacher, context.architecture.state_dict())
 
     def broadcast(self, state: PastState, context: RoundContext) -> Message:
         floats = {

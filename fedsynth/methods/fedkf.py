@@ -30,6 +30,7 @@ from fedsynth.evaluation.generated import GENERATOR, average, describe
 from fedsynth.methods.shared.aggregation import AveragingState
 from fedsynth.methods.shared.local import Task, TrainsLocally, plain_upload
 from fedsynth.privacy.disclosure import Disclosure, released
+from fedsynth.privacy.requests import check_named
 from fedsynth.seeding import torch_generator
 from fedsynth.synthesizer.generation.generator_memory import PREFIX
 from fedsynth.synthesizer.generation.generators import make_generator
@@ -130,6 +131,9 @@ class FedKF(TrainsLocally):
 
     def keeps_cache(self) -> bool:
         return True
+
+    def check_request(self, message: TwoModels, context: RoundContext) -> None:
+        check_named("teacher", message.teacher, context.architecture.state_dict())
 
     def broadcast(self, state: AveragingState, context: RoundContext) -> Message:
         teacher = state.overall if self.teacher == "oca" else {}

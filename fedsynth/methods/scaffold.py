@@ -24,6 +24,7 @@ from fedsynth.errors import SettingError
 from fedsynth.methods.shared.aggregation import AveragingState, average, trainable
 from fedsynth.methods.shared.local import Task, Trained, TrainsLocally
 from fedsynth.models.flat import flatten_named
+from fedsynth.privacy.requests import check_named
 from fedsynth.training.sgd import Pull
 
 
@@ -86,6 +87,10 @@ class Scaffold(TrainsLocally):
                 f"must be 0, got {self.momentum}: scaffold's option II reads its control from "
                 "plain steps",
             )
+
+    def check_request(self, message: ControlDown, context: RoundContext) -> None:
+        own = dict(context.architecture.named_parameters())
+        check_named("control", message.control, own)
 
     def broadcast(self, state: ControlState, context: RoundContext) -> Message:
         return ControlDown(state.parameters, 1.0, state.control)

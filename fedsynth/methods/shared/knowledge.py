@@ -28,6 +28,7 @@ from fedsynth.data.images import denormalise
 from fedsynth.methods.shared.class_sums import class_means, sums_plans
 from fedsynth.methods.shared.condensing import Condenses
 from fedsynth.privacy.plans import FIRST, MAIN
+from fedsynth.privacy.requests import check_tensor
 from fedsynth.privacy.settings import PrivacySettings
 from fedsynth.synthesizer.condensation.knowledge import average_over_holders, soft_labels
 from fedsynth.synthesizer.condensation.sets import SyntheticSet
@@ -135,6 +136,12 @@ class SharesKnowledge(Condenses):
         present = [reply.present for reply in replies.values()]
         state, mean_soft, now = _averaged(state, logits, soft, present)
         return replace(state, soft=mean_soft, present=now)
+
+    def check_request(self, message: ModelParameters, context: RoundContext) -> None:
+        if isinstance(message, GlobalKnowledge):  # and not the first exchange's model alone
+            classes = context.spec.classes
+            check_tensor("logits", message.logits, (classes, classes), torch.float32)
+            check_tensor("known", message.known, (classes,), torch.bool)
 
     def broadcast(self, state: KnowledgeState, context: RoundContext) -> Message:
         classes, device = context.spec.classes, context.device
