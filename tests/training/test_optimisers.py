@@ -1,4 +1,4 @@
-"""One rule moves all weights: momentum SGD against NumPy, and rules of one's own wherever it stands."""
+"""One rule moves all weights: momentum SGD against NumPy, and others wherever it stands."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ def test_training_of_many_clients(
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
 def test_training_with_dp_sgd(rule: Optimiser) -> None:
-    """σ → 0, a clip that nothing reaches, all records at every step: the same rule on the mean gradient."""
+    """σ → 0, a clip that nothing reaches, all records at every step: steps on the mean gradient."""
     model = network()
     size = flatten(model).numel()
     row = Release(1, "u", "dp-sgd", "g", 1e-12, 1e6, 1.0, "full", 3, size)
