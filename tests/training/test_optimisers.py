@@ -167,6 +167,7 @@ def test_training_of_many_clients(
 ) -> None:
     """Ragged: rules keep rows apart, also where the last clients go on alone with what was kept."""
     monkeypatch.setattr("fedsynth.training.many_clients.FEW", few)
+    monkeypatch.setattr("fedsynth.training.many_clients.BLOCK", 1)
     parts = torch.arange(24).split([9, 3, 12])
     learners = [
         Learner(network(), part, SgdSettings(2, 4, rule), torch.Generator().manual_seed(k))
