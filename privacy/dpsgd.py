@@ -42,7 +42,7 @@ PASS_START = 2**18
 class Optimiser(Protocol):
     """How a step moves weights [..., P] by a gradient of the same shape.
 
-    Leading axes are networks trained side by side: what happens to one does not depend on the others.
+    Leading axes are networks trained side by side: what happens to one depends on itself alone.
     DP-SGD shows it released gradients alone, so that whatever it does is post-processing.
     """
 
@@ -185,7 +185,7 @@ def _write(flat_P: Tensor, parameters: list[nn.Parameter]) -> None:
 def _public_gradient(
     wrapped: Any, model: nn.Module, parameters: list[nn.Parameter], penalty: Penalty
 ) -> Tensor:
-    """The penalty's gradient [P]; Opacus' hooks, which would record it as an example's, are off meanwhile."""
+    """The penalty's gradient [P], without Opacus' hooks, which would record it as an example's."""
     wrapped.disable_hooks()
     try:
         with _quiet_hooks():

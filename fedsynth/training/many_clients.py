@@ -26,8 +26,8 @@ FEW = 4  # clients below which a pass costs more than it saves
 LARGE_BATCH = 2**15  # numbers in a batch, above which arithmetic outweighs Python
 BLOCK = 32  # steps whose batches are laid out at a time
 COPIES = 15
-"""Of a network's parameters while a client trains: weights, gradient, velocity, a pull, intermediate
-values, the upload."""
+"""Of a network's parameters while a client trains: weights, gradient, velocity, a pull, values in
+between, the upload."""
 DENSE = (nn.Linear, nn.Flatten, nn.Identity, nn.ReLU, nn.Tanh, nn.Sigmoid, nn.GELU, nn.Sequential)
 
 

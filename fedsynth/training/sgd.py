@@ -1,5 +1,7 @@
-"""SGD on images that are resident on the device: the server's training on synthetic sets, and clients' local training
-(`many_clients.py`: of many clients in one pass)."""
+"""SGD on images that are resident on the device: the server's on synthetic sets, and clients'.
+
+(`many_clients.py` trains many clients in one pass.)
+"""
 
 from __future__ import annotations
 

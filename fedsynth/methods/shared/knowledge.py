@@ -1,4 +1,4 @@
-"""Knowledge in logit space beside images: clients tell the class means of their logits, the server averages them.
+"""Knowledge in logit space beside images: clients tell class-mean logits, the server averages.
 
 V_k, the class-mean logits of client k's data under w_r (Eq. 5 of FedAF, arXiv 2404.18962), and its
 soft labels R_k go up; the server averages V and R over the clients that have a class (Eqs. 8, 12),
@@ -39,7 +39,10 @@ LOGITS = "logit sums"
 
 @dataclass(frozen=True)
 class GlobalKnowledge(ModelParameters):
-    """Down: w_r, and the averaged logits V [C, C] with the classes that they exist for [C] (none in round 1)."""
+    """Down: w_r, and the averaged logits V [C, C] with the classes that they exist for [C].
+
+    In round 1 there are none, unless a first exchange made them.
+    """
 
     logits: Tensor = released()
     known: Tensor = released()
@@ -180,7 +183,7 @@ class SharesKnowledge(Condenses):
     def averaged(
         self, state: KnowledgeState, uploads: Mapping[int, CondensedSet]
     ) -> tuple[KnowledgeState, Tensor, Tensor]:
-        """After all uploads of a round: the state with V, and R [C, C] with its classes [C] (Eqs. 8, 12)."""
+        """The state with V, and R [C, C] with its classes [C], after a round's uploads (Eqs. 8, 12)."""
         if state.soft is not None and state.present is not None:  # of a first exchange
             return replace(state, soft=None, present=None), state.soft, state.present
         sets = uploads.values()

@@ -71,7 +71,9 @@ class SiameseAugmentation:
 
 
 class SiameseDraws:
-    """Draws each step's transformations by class, from the round's public seed: clients share them, as they share the networks.
+    """Draws each step's transformations by class, from the round's public seed.
+
+    All clients share them, as they share the networks.
 
     Args:
         label_S: class of each segment, on the images' device.
