@@ -1,4 +1,4 @@
-"""Every measured number of README.md and docs/*.md, printed from the committed rows of results/*.jsonl.
+"""Every measured number of README.md and docs/**/*.md, printed from the committed rows of results/*.jsonl.
 
     python benchmarks/tables.py            prints all tables and sentences
     python benchmarks/tables.py --check    compares the documents with the rows; exit code 1 if they differ
@@ -10,7 +10,7 @@ so, whatever its line breaks. Every other decimal number, and every whole number
 an error, unless it is no measurement: in code, after a name of a setting or a reference (`FREE`), or between
 `<!-- given -->` and `<!-- end -->`, as papers' figures are.
 
-The tables are in `method_tables.py` and `speed_tables.py`.
+The tables are in `library/method_tables.py` and `library/speed_tables.py`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,10 @@ from library import method_tables, speed_tables
 from library.rows import RowsError
 
 ROOT = Path(__file__).resolve().parent.parent
-DOCUMENTS = ("README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")))
+DOCUMENTS = (
+    "README.md",
+    *sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md")),
+)
 TABLES: dict[str, Callable[[], str]] = {**method_tables.TABLES, **speed_tables.TABLES}
 BLOCK = re.compile(r"<!-- table: (\S+) -->\n(.*?)<!-- end -->", re.DOTALL)
 HIDDEN = (

@@ -33,7 +33,6 @@ def show_method(
     """Settings with defaults, what is uploaded, what of that is private, and the reference."""
     with one_line_errors(context.command):
         from dataclasses import fields
-        from inspect import getdoc
 
         from fedsynth.core.messages import privacy_of_fields
         from fedsynth.methods import method_class
@@ -44,9 +43,9 @@ def show_method(
         )
         for field in fields(cls):
             print(f"  {field.name} = {field.default}")
-        print(f"\n{getdoc(cls)}")
+        print(f"\n{explanation(cls)}")
         for other in explaining(cls):
-            print(f"\n`{other.__name__}`: {getdoc(other)}")
+            print(f"\n`{other.__name__}`: {explanation(other)}")
         for title, message in (
             ("uploads in a first exchange", cls.first_upload),
             ("uploads", cls.upload),
@@ -59,6 +58,14 @@ def show_method(
             "\nwith differential privacy: "
             + (", ".join(cls.protects) if cls.protects else f"refused: {cls.refusal}")
         )
+
+
+def explanation(cls: type) -> str:
+    """A class's text, without the paragraphs that are examples in Python."""
+    from inspect import getdoc
+
+    paragraphs = (getdoc(cls) or "").split("\n\n")
+    return "\n\n".join(text for text in paragraphs if ">>> " not in text)
 
 
 def explaining(cls: type) -> list[type]:

@@ -55,6 +55,17 @@ def _closest() -> list[str]:
     return [f"{min(a - b for a, b in zip(one, other, strict=True)):.2f}"]
 
 
+def _feddm_readings() -> str:
+    """Held-out accuracy of each reading that is measured."""
+    rows = by_key("feddm_readings")
+    names = dict.fromkeys(key.rsplit(" seed=", 1)[0] for key in rows)
+    body = []
+    for name in names:
+        made = percents(rows, name, READING_SEEDS)
+        body.append([name, spread(made, len(made)), str(len(made))])
+    return table(["reading", "held-out accuracy", "seeds"], body)
+
+
 # --- FedAF ---------------------------------------------------------------------------------------
 
 FEDAF_ROWS = ("FedDM", "FedAF", "without CDC", "without LGKM", "γ = 0.5", "γ = 1")
@@ -364,6 +375,7 @@ def best_rate(rows: Mapping[str, Row], name: str) -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     "fashion": _first_table,
+    "feddm-readings": _feddm_readings,
     "fedaf": partial(_fedaf, ("0.1", "0.02")),
     "fedaf-domains": _fedaf_domains,
     **{f"fedaf-{group}": partial(_fedaf_readings, group) for group in READINGS},

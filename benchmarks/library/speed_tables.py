@@ -176,8 +176,24 @@ def _fixed_passes() -> str:
     return table(["private step", "time over passes as long as the sample"], body)
 
 
+def _local_training() -> str:
+    """How many times as fast clients are trained together, and whether the rule takes it."""
+    body = [
+        [
+            row["case"],
+            str(row["batch"]),
+            f"{row['ratio']:.1f}",
+            "yes" if row["used together"] else "no",
+        ]
+        for row in lines("local_training")
+        if row["machine"].startswith("CPU")
+    ]
+    return table(["clients and network", "batch", "times as fast", "together"], body)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "audit": _audit,
+    "local-training": _local_training,
     "fixed-passes": _fixed_passes,
     "private-accuracy": partial(_utility, ("1", "10"), 1, False),
     "dp-utility": partial(_utility, ("1", "3", "10"), 2, True),

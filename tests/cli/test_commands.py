@@ -53,10 +53,12 @@ def test_methods_lists_each_with_a_line_and_show_says_all(fedsynth: Callable[...
     assert "images: released" in feddm
     assert "arXiv 2207.09653" in feddm
     fedfm = fedsynth("methods", "show", "fedfm").stdout
-    assert "answers, in a first phase (FeatureSums):\n  sums: released\n  counts: released" in fedfm
+    first = "uploads in a first exchange (FeatureSums):\n  sums: released\n  counts: released"
+    assert first in fedfm
     assert "refused: it sends clients' own images" in fedsynth("methods", "show", "real").stdout
     for name in METHODS:  # what a setting is, and not only that it is there
         settings, explained = fedsynth("methods", "show", name).stdout.split("\n\n", 2)[1:]
+        assert ">>>" not in explained  # examples are for who writes Python
         for line in settings.splitlines()[1:]:
             assert re.search(rf"\b{line.split()[0]}\b", explained), (name, line)
     wrong = fedsynth("methods", "show", "fedpro")

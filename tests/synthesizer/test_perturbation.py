@@ -52,7 +52,7 @@ def test_draws_depend_on_seed_and_round_alone() -> None:
 
 
 def test_weights_are_frozen_and_unknown_readings_refused() -> None:
-    with pytest.raises(UnknownNameError, match="perturbation cannot be .*: ball, sphere"):
+    with pytest.raises(UnknownNameError, match=r"perturbation cannot be .*: ball, sphere"):
         draws("cube")
     model = ConvNet((1, 8, 8), 10, width=4, depth=1)
     drawn = Perturbations(model, 1.0, seed=0, round=1, device=torch.device("cpu")).draw()

@@ -99,7 +99,6 @@ class Condenses(TrainsOnUnion):
         blur: of those losses, in their units.
 
     A method of one's own says through which networks a step looks at the images:
-
     >>> from fedsynth import ModelSettings, RunSettings, simulate
     >>> class OneNetwork(Condenses):
     ...     name = "one-network"

@@ -116,7 +116,6 @@ class TrainsLocally(Method):
             that average is untrained.
 
     A method of one's own says what is different, such as the server's step:
-
     >>> from fedsynth import ModelSettings, RunSettings, simulate
     >>> class Median(TrainsLocally):
     ...     name = "median"
