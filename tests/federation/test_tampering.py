@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from fedsynth.federation.privacy_words import provenance
+from fedsynth.federation.report_context import provenance
 from fedsynth.federation.settings import resolve, to_toml
 from fedsynth.federation.simulation import simulate
 from fedsynth.federation.verification import _same_refusal, verify_run
