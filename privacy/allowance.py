@@ -1,8 +1,8 @@
 """What one client may spend in one exchange of a round: series that are charged already, by name.
 
 The client's budget charges its ledger for everything that the plan names, and only then there is an
-`Allowance`. A step takes each series by its plan's name, once. It holds neither ledger nor guard nor
-secret, so that a release outside the plan cannot be written down in a step.
+`Allowance`. A step takes each series by its plan's name, once. It holds no ledger and no guard, so
+that a release outside the plan cannot be written down in a step.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fedsynth.privacy.releases import Release
 S = TypeVar("S")
 
 MakeSeries = Callable[[Release, int, Guard, SecretGenerator], GaussianSums]
-"""(release, groups, a client's guard, its secret) -> a charged series, as `GaussianSums` makes it."""
+"""(release, groups, a client's guard, its secret) -> a charged series, as of `GaussianSums`."""
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """How what a private run gives out is covered: by the ledger, because it is public, or not at all.
 
-Whoever makes a value declares it, with the reason. What nobody declared does not leave a private run.
+Whoever makes a value declares it, with the reason. What nobody declared does not leave a private
+run.
 """
 
 from __future__ import annotations

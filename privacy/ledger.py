@@ -501,7 +501,8 @@ class Guard:
             )
 
     def check_unit(self, rows: Sequence[Release]) -> None:
-        """Refuse rows of another unit: a clip bounds one record's influence or one user's, and rows of both do not compose into one ε."""
+        """Refuse rows of another unit: a clip bounds one record's influence or one user's, and rows
+        of both do not compose into one ε."""
         protecting = (row.unit for row in rows if row.unaccounted is None)
         other = next((unit for unit in protecting if unit != self.unit), None)
         if other is not None:

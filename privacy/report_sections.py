@@ -234,7 +234,8 @@ def weakness(spent: float) -> list[str]:
     if spent <= WEAK_EPSILON:
         return []
     return [
-        "This epsilon is above 10: the formal promise is weak. It does not rule out that somebody who sees the releases "
-        "tells with near certainty whether a given example was used. More noise, fewer rounds and steps, or a smaller "
+        "This epsilon is above 10: the formal promise is weak. It does not rule out that somebody "
+        "who sees the releases tells with near certainty whether a given example was used. More "
+        "noise, fewer rounds and steps, or a smaller "
         "sampling rate give a smaller one; privacy.epsilon finds the noise for a wanted value."
     ]

@@ -1,4 +1,4 @@
-"""Charging clients for a method's step outside a run: for benchmarks, tests and pipelines of one's own.
+"""Charging clients for a method's step outside a run: for benchmarks, tests and own pipelines.
 
 In a run each client's budget does this (`fedsynth.federation.client_budget`), from the run's plan.
 """

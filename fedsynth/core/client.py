@@ -1,7 +1,8 @@
-"""A group of clients as a method may see it: exact statistics with DP off, charged releases and nothing else with DP on.
+"""A group of clients as a method may see it: exact statistics with DP off, charged releases and
+nothing else with DP on.
 
-Images of all clients stay on the device as uint8, in one tensor; a client is a vector of indices into it. A group is what goes
-through one `client_step` together.
+Images of all clients stay on the device as uint8, in one tensor; a client is a vector of indices
+into it. A group is what goes through one `client_step` together.
 """
 
 from __future__ import annotations
@@ -26,13 +27,19 @@ CPU_CHUNK, GPU_CHUNK = 512, 4096
 
 
 def chunk(device: torch.device) -> int:
-    """Real images that are held as floats at a time: a memory bound; features are per example, so it moves results by rounding only."""
+    """Real images that are held as floats at a time: a memory bound. Features are per example, so it
+    moves results by rounding only."""
     return GPU_CHUNK if device.type == "cuda" else CPU_CHUNK
 
 
 @dataclass(frozen=True)
 class Segments:
-    """Which (client, class) pairs a group's tensors speak of: `position` [S] in the group and `label` [S], both int64 on the CPU."""
+    """Which (client, class) pairs a group's tensors speak of.
+
+    Args:
+        position: the client's in the group, int64 [S] on the CPU.
+        label: the class, int64 [S] on the CPU.
+    """
 
     position: Tensor
     label: Tensor

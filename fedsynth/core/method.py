@@ -74,6 +74,8 @@ class Method:
         protects: the mechanisms that can protect it; empty: it cannot run with differential
             privacy, and `refusal` says why.
         presets: by data set, what it changes of these settings' defaults.
+        discloses: of each key of its facts what it is with differential privacy; a key that is not
+            declared ends a private run.
 
     >>> from fedsynth import ModelParameters, RunSettings, simulate
     >>> class Untrained(Method):
@@ -176,8 +178,8 @@ class Method:
         return parameters
 
     def facts(self, state: State, context: RoundContext) -> Mapping[str, Any]:
-        """What else a round's row of metrics says, by name: public values, or with differential
-        privacy off any."""
+        """What else a round's row of metrics says, by name; with differential privacy what
+        `discloses` declares."""
         return {}
 
     def client_facts(self, memory: Memory, context: RoundContext) -> Mapping[str, Any]:
@@ -214,16 +216,19 @@ class Method:
     def private_plans(
         self, privacy: PrivacySettings, context: RoundContext
     ) -> tuple[PrivatePlan, ...]:
-        """What a round releases of each client under `privacy`, the chief release first; asked before any data are read.
+        """What a round releases of each client under `privacy`, the chief release first; asked
+        before any data are read.
 
-        The client's ledger is charged for each of them; a step gets the charged series by name (`PrivateClients.series`).
+        Each client is charged for each of them, and a step gets the charged series by name
+        (`PrivateClients.series`).
         """
         raise NotImplementedError  # abstract
 
     def client_plans(
         self, plans: tuple[PrivatePlan, ...], client: int, context: RoundContext
     ) -> tuple[PrivatePlan, ...]:
-        """What this client releases in this round, where public values make it another than `plans`, which `private_plans` gave.
+        """What this client releases in this round, where public values make it another than
+        `plans`, which `private_plans` gave.
 
         It may take fewer steps, and have another dimension; it is charged for that.
         """

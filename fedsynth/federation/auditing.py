@@ -32,7 +32,8 @@ from fedsynth.federation.devices import resolve_device
 from fedsynth.federation.observer import Observer
 from fedsynth.federation.participation import Participation
 from fedsynth.federation.planning import privacy_plan, public_context
-from fedsynth.federation.privacy_words import PUBLIC, provenance
+from fedsynth.federation.privacy_words import PUBLIC
+from fedsynth.federation.report_context import provenance
 from fedsynth.federation.settings import RunSettings
 from fedsynth.federation.simulation import Simulation
 from fedsynth.privacy.audit import audit_text, epsilon_lower_bound, guesses_for, right_guesses

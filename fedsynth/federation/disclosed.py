@@ -1,4 +1,4 @@
-"""What a private run's rows of metrics, and its summary, may say: what is declared, and nothing else.
+"""What a private run's rows of metrics, and its summary, may say: what is declared, and no more.
 
 The engine declares its own keys here, a method those of its facts (`Method.discloses`). A key that
 nobody declared is refused; one that only a simulation may show goes into `simulation_only` alone.

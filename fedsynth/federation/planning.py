@@ -1,4 +1,5 @@
-"""What a private run will cost, before any data are touched: from settings and a data set's public specification alone."""
+"""What a private run will cost, before any data are touched: from settings and a data set's public
+specification alone."""
 
 from __future__ import annotations
 
@@ -33,9 +34,16 @@ class Plan:
     """One mechanism's plan.
 
     Attributes:
-        noise_multiplier, clip, sample_rate: of the chief release. releases: of a client in a round, all in all. epsilon: after each round (of
-            more than 1,000 after `shown_rounds`), at `delta`. target: the budget that was asked for, if one was.
-        rows: each thing that a client releases in a round, by `quantity`, with its own σ, clip, q and number.
+        mechanism: its name.
+        noise_multiplier: σ of the chief release.
+        clip: its 𝒞.
+        sample_rate: its q.
+        releases: of a client in a round, all in all.
+        epsilon: after each round (of more than 1,000 after `shown_rounds`), at `delta`.
+        delta: δ.
+        target: the budget that was asked for, if one was.
+        rows: each thing that a client releases in a round, by `quantity`, with its own σ, clip, q
+            and number.
     """
 
     mechanism: str
@@ -151,8 +159,11 @@ def privacy_plan(settings: RunSettings) -> PrivacyPlan:
 def make_plans(
     given: Mapping[str, Mapping[str, Any]], note: Callable[[str], None] = lambda _: None
 ) -> list[Plan]:
-    """A plan for each mechanism that can protect the method (or for the one that `given` names), as `resolve` takes settings.
-    `note` is told what takes long.
+    """A plan for each mechanism that can protect the method, or for the one that is named.
+
+    Args:
+        given: settings as `resolve` takes them.
+        note: told what takes long.
 
     Raises:
         SettingError: the method has no private mechanism, or no budget and no σ is given. As `resolve`.

@@ -47,6 +47,7 @@ from fedsynth.federation.participation import Participation
 from fedsynth.federation.planning import public_context
 from fedsynth.federation.privacy_plan import PrivacyPlan, check_method
 from fedsynth.federation.privacy_words import NO_TEST, PRIVATE, PUBLIC
+from fedsynth.federation.report_context import report_context
 from fedsynth.federation.result import RunResult, summarise
 from fedsynth.federation.rounds import agree, play_round, with_proxy
 from fedsynth.federation.run_folder import RunFolder
@@ -473,7 +474,7 @@ class Simulation:
 
     def _report_context(self) -> ReportContext:
         budgets = [client.budget for client in self.exchange.clients]
-        return privacy_words.report_context(
+        return report_context(
             self.plan,
             len(self.metrics),
             self.deviations,

@@ -29,6 +29,7 @@ from fedsynth.federation.clients import data_set_id
 from fedsynth.federation.disclosed import MODELS, ON_TEST, Declared, declared_row, declared_summary
 from fedsynth.federation.planning import public_context
 from fedsynth.federation.privacy_plan import PrivacyPlan
+from fedsynth.federation.report_context import report_context
 from fedsynth.federation.run_folder import PRIVATE_START
 from fedsynth.federation.settings import RunSettings, resolve
 from fedsynth.privacy.accounting import epsilon_by_round
@@ -347,7 +348,7 @@ class Evidence:
         deviations = self._deviations(report["deviations"])
         # noise that a test injected leaves no other trace than this verdict
         secret = report["verdict"]["text"] != NOT_PRIVATE
-        return privacy_words.report_context(
+        return report_context(
             self.plan,
             self.done,
             deviations,
@@ -619,7 +620,7 @@ def unfinished_report(
         start = run.start["ledgers"]
         held = [read_ledger(files / f"{client}.jsonl").history() for client in start]
         before = {one.client: one.releases[: start[one.client]["rows"]] for one in held}
-        context = privacy_words.report_context(
+        context = report_context(
             rebuilt(run, before),
             len(run.rows),
             [],

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from fedsynth.federation.privacy_words import provenance
+from fedsynth.federation.report_context import provenance
 from fedsynth.federation.settings import resolve, to_toml
 from fedsynth.federation.simulation import simulate
 from fedsynth.federation.verification import _same_refusal, verify_run
@@ -531,3 +531,33 @@ def test_a_refusal_is_the_same_but_for_rounding() -> None:
     assert _same_refusal(said.replace("3.052", "3.152").replace("'a'", "'b'"), said, exact=False)
     assert not _same_refusal(said.replace("3.052", "little"), said, exact=False)
     assert not _same_refusal(said.replace("1 of", "0 of"), said, exact=False)
+
+
+def test_fewer_steps_than_a_straggler_has_are_noticed(tmp_path: Path) -> None:
+    """Who is late, and by how much, is drawn publicly. Old form: with stragglers any smaller number of
+    steps passed, at any client."""
+    chosen = {
+        "run": {"method": "fedprox", "rounds": 2, "device": "cpu"},
+        "partition": {"clients": 3},
+        "model": {"width": 4, "depth": 2},
+        "method": {"local_epochs": 4, "batch": 128, "stragglers": 0.7},
+        "privacy": {"noise_multiplier": 3.0},
+    }
+    folder = simulate(resolve(chosen), output=tmp_path).folder
+    assert folder is not None
+    assert found(folder) == []
+    rewritten_ledger(folder)
+    assert sum("is charged, and the ledger has no such row" in text for text in found(folder)) == 6
+
+
+def test_what_only_a_simulation_may_show_is_noticed(folder: Path) -> None:
+    """Old form: whatever a row said passed, and a summary with figures of generated images did not."""
+    file = folder / "metrics.jsonl"
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    rows[0]["seconds"] = 1.5
+    rows[1]["models"] = {"aca": {"test_accuracy": 0.5, "local": {"amp": 0.5}}}
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert found(folder) == [
+        "metrics.jsonl: round 1 says seconds, which may not be shown",
+        "metrics.jsonl: round 2 says local, which may not be shown",
+    ]

@@ -1,4 +1,5 @@
-"""Sums by class of a vector of each example, and how many there are: exact with DP off, charged and noisy with DP on.
+"""Sums by class of a vector of each example, and how many there are: exact with DP off, charged and
+noisy with DP on.
 
 FedAF's class-mean logits and FedFM's anchors are both made of these.
 """
@@ -20,12 +21,19 @@ COUNTS = "class counts"
 """The name of the counts' plan."""
 
 Rows = Callable[[Tensor], Tensor]
-"""Normalised images [N, C, H, W] -> a vector of each [N, D], which depends on that image alone; called without graph."""
+"""Normalised images [N, C, H, W] -> a vector of each [N, D], which depends on that image alone;
+called without graph."""
 
 
 @dataclass(frozen=True)
 class ClassSums:
-    """`sums` [classes, D] and `counts` [classes] of one client, and the standard deviation of a count's noise (0: exact)."""
+    """What `class_sums` finds of one client.
+
+    Args:
+        sums: [classes, D].
+        counts: [classes].
+        deviation: the standard deviation of a count's noise; 0: exact.
+    """
 
     sums: Tensor
     counts: Tensor

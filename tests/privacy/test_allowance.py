@@ -1,0 +1,210 @@
+"""What a step may spend: what its client was charged for, by name, once, in its own exchange."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from fedsynth.core.client import OpenClients, PrivateClients
+from fedsynth.data.images import ImageData, from_arrays
+from fedsynth.data.registry import dataset_spec
+from fedsynth.privacy.allowance import Allowance, UnaccountedNoise, authorise
+from fedsynth.privacy.errors import (
+    BudgetExceededError,
+    PrivacyError,
+    PrivacySettingError,
+    UnplannedReleaseError,
+)
+from fedsynth.privacy.ledger import Guard, Ledger
+from fedsynth.privacy.mechanisms import GaussianSums
+from fedsynth.privacy.plans import FIRST, MAIN, PrivatePlan, check_plans
+from fedsynth.privacy.randomness import SecretGenerator
+from fedsynth.privacy.releases import USER
+
+SPEC = dataset_spec("digits")
+IMAGES = PrivatePlan(
+    name="images",
+    quantity="synthetic images",
+    mechanism="residual",
+    clipped="residual",
+    clip=2.0,
+    sample_rate=0.5,
+    steps=3,
+    dimension=40,
+    groups=10,
+)
+COUNTS = replace(
+    IMAGES, name="counts", quantity="class counts", clip=1.0, steps=1, dimension=10, noise_ratio=4.0
+)
+LOGITS = replace(COUNTS, name="logits", quantity="sums of logits", phase=FIRST)
+PLANS = (IMAGES, COUNTS, LOGITS)
+
+
+def charged(
+    ledger: Ledger, phase: str = MAIN, plans: tuple[PrivatePlan, ...] = PLANS, cap: float = 1e6
+) -> Allowance[GaussianSums]:
+    return authorise(plans, 4, 3.0, Guard(ledger, 1e-5, cap), SecretGenerator(), phase=phase)
+
+
+def data() -> ImageData:
+    pixels = np.random.default_rng(0).integers(0, 256, (20, 1, 8, 8)).astype(np.uint8)
+    return from_arrays(pixels, np.arange(20) % 10, SPEC)
+
+
+def group(*allowances: Allowance[GaussianSums]) -> PrivateClients:
+    parts = list(torch.arange(20).tensor_split(len(allowances)))
+    return PrivateClients(range(len(allowances)), data(), parts, allowances)
+
+
+def test_an_exchange_is_charged_for_all_that_it_plans_and_for_nothing_else() -> None:
+    ledger = Ledger("a")
+    charged(ledger)
+    rows = [
+        (r.round, r.quantity, r.noise_multiplier, r.steps, r.dimension) for r in ledger.releases
+    ]
+    assert rows == [(4, "synthetic images", 3.0, 3, 40), (4, "class counts", 12.0, 1, 10)]
+    charged(ledger, FIRST)
+    assert [row.quantity for row in ledger.releases[2:]] == ["sums of logits"]
+
+
+def test_a_refused_charge_gives_no_series() -> None:
+    ledger = Ledger("a")
+    with pytest.raises(BudgetExceededError):
+        charged(ledger, cap=0.1)
+    assert ledger.releases == ()
+
+
+def test_series_are_handed_out_by_name_and_once() -> None:
+    """Old form: `charge(release, groups)` made a series of whatever a step wrote down, as often as it
+    was asked."""
+    clients = group(charged(Ledger("a")), charged(Ledger("b")))
+    images = clients.series("images")
+    assert [one.steps_left for one in images] == [3, 3]
+    assert [one.deviation for one in images] == [6.0, 6.0]
+    assert clients.series("counts")[0].deviation == 12.0
+    with pytest.raises(UnplannedReleaseError, match="'images' was handed out before"):
+        clients.series("images")
+    with pytest.raises(UnplannedReleaseError, match=r"no release 'weights' is planned .*'counts'"):
+        clients.series("weights")
+    with pytest.raises(UnplannedReleaseError, match=r"planned for the first phase .* main one"):
+        clients.series("logits")
+    first = group(charged(Ledger("a"), FIRST))
+    with pytest.raises(UnplannedReleaseError, match=r"planned for the main phase .* first one"):
+        first.series("images")
+    assert first.series("logits")[0].steps_left == 1
+
+
+def test_what_a_client_takes_alone_is_gone_for_its_group() -> None:
+    clients = group(charged(Ledger("a")), charged(Ledger("b")))
+    (own,) = clients.alone(1).series("images")
+    with pytest.raises(UnplannedReleaseError, match="handed out before"):
+        clients.alone(1).series("images")
+    with pytest.raises(UnplannedReleaseError, match="handed out before"):
+        clients.series("images")
+    (other,) = clients.alone(0).series("images")  # the refusal before took nothing from it
+    assert own is not other
+
+
+def test_a_step_reads_the_plan_that_its_clients_were_charged_for() -> None:
+    late = replace(IMAGES, steps=1)
+    clients = group(charged(Ledger("a")), charged(Ledger("b"), plans=(late, COUNTS, LOGITS)))
+    assert clients.plan("counts") == COUNTS
+    assert [clients.alone(k).plan("images").steps for k in (0, 1)] == [3, 1]
+    assert [one.steps_left for one in clients.series("images")] == [3, 1]
+    with pytest.raises(UnplannedReleaseError, match="different plans 'images'"):
+        clients.plan("images")
+
+
+def test_a_group_that_was_charged_for_nothing_has_nothing() -> None:
+    with pytest.raises(UnplannedReleaseError, match="charged for nothing"):
+        PrivateClients([0], data(), [torch.arange(20)], []).series("images")
+    with pytest.raises(UnplannedReleaseError, match="charged for nothing"):
+        OpenClients([0], data(), [torch.arange(20)]).noise("images")
+
+
+def test_noise_that_nothing_accounts_for_is_handed_out_likewise() -> None:
+    row = IMAGES.release(1, 3.0, unaccounted="as printed")
+    given = Allowance(MAIN, [(IMAGES, UnaccountedNoise(row, SecretGenerator()))])
+    clients = OpenClients([0], data(), [torch.arange(20)], [given])
+    assert clients.noise("images")[0].deviation == 6.0
+    with pytest.raises(UnplannedReleaseError, match="handed out before"):
+        clients.noise("images")
+
+
+def reachable(found: Any, kinds: tuple[type, ...]) -> list[Any]:
+    """Everything of these kinds that can be reached from an object by whatever refers to what."""
+    seen = {id(found)}
+    left = [found]
+    met = []
+    while left:
+        for one in gc.get_referents(left.pop()):
+            if id(one) not in seen and not isinstance(one, type) and not callable(one):
+                seen.add(id(one))
+                left.append(one)
+                if isinstance(one, kinds):
+                    met.append(one)
+    return met
+
+
+def test_no_ledger_and_no_guard_can_be_reached_from_what_a_step_gets() -> None:
+    """A release outside the plan cannot be charged, and so not be made: `GaussianSums` needs a guard.
+
+    Old form: the group held its clients' guards. (That the search finds them where they are, the
+    second assertion shows.)
+    """
+    ledger = Ledger("a")
+    guard = Guard(ledger, 1e-5, None)
+    clients = group(authorise(PLANS, 4, 3.0, guard, SecretGenerator()))
+    assert reachable(clients, (Ledger, Guard)) == []
+    assert reachable([clients, guard], (Ledger, Guard)) == [guard, ledger]
+
+
+def test_allowances_cannot_be_copied() -> None:
+    """A copy would hand out a second series for one charge; a shallow one shares what is left."""
+    given = charged(Ledger("a"))
+    for attempt in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match="must not be copied"):
+            attempt(given)
+    again = copy.copy(given)
+    given.take("images")
+    with pytest.raises(UnplannedReleaseError):
+        again.take("images")
+
+
+def test_a_series_gives_out_as_many_releases_as_were_charged() -> None:
+    (series,) = group(charged(Ledger("a"))).series("counts")
+    series.sample(0)
+    assert series.release().shape == (10, 1)
+    with pytest.raises(PrivacyError, match="all 1 charged steps"):
+        series.sample(0)
+
+
+def test_plans_are_rows_of_the_ledger() -> None:
+    row = COUNTS.release(7, 2.5, unit=USER)
+    assert (row.round, row.noise_multiplier, row.sensitivity, row.unit) == (7, 10.0, 1.0, USER)
+    assert (row.sampler, row.unaccounted) == ("poisson", None)
+    assert replace(COUNTS, sample_rate=1.0).release(7, 2.5).sampler == "full"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [({"phase": "last"}, "phase"), ({"groups": 3}, "evenly"), ({"groups": 0}, "evenly")],
+)
+def test_plans_that_cannot_be_are_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(PrivacySettingError, match=message):
+        replace(IMAGES, **change)
+
+
+def test_a_rounds_plans_have_names_of_their_own() -> None:
+    check_plans(PLANS)
+    with pytest.raises(PrivacySettingError, match="'images'"):
+        check_plans((IMAGES, COUNTS, IMAGES))
+    with pytest.raises(PrivacySettingError, match="at least one"):
+        check_plans(())
