@@ -52,13 +52,8 @@ def accuracies(row: Mapping[str, Any], personal: bool) -> list[tuple[str, str]]:
 
 
 def round_line(row: Mapping[str, Any], settings: RunSettings) -> str:
-    """One round in words; with differential privacy without what depends on the data: seconds."""
-    shown = (
-        row
-        if settings.privacy is None
-        else {key: value for key, value in row.items() if key != "local"}
-    )
-    each = accuracies(shown, settings.method.personal)
+    """One round in words; its row has nothing that may not be shown."""
+    each = accuracies(row, settings.method.personal)
     parts = [
         f"round {row['round']}/{settings.rounds}",
         *(f"{name} {value}" for name, value in each),
@@ -68,7 +63,7 @@ def round_line(row: Mapping[str, Any], settings: RunSettings) -> str:
     if GENERATOR in row:
         parts.append(f"generated: {in_words(row[GENERATOR])}")
     parts.append(f"uploads {row['upload_bytes'] / 1e6:.2f} MB")
-    if settings.privacy is None:
+    if "seconds" in row:
         parts.append(f"{row['seconds']:.1f} s")
     return " · ".join(parts)
 

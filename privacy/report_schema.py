@@ -14,6 +14,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 SHOWN = 10  # of a report's faults
+LONGEST = 80  # of a key that is shown as it is
 
 
 DataSet = dict[str, str | int | list[str] | list[float]]
@@ -271,9 +272,12 @@ def faults(error: ValidationError) -> list[str]:
 
 
 def _line(where: Sequence[int | str], kind: str, message: str) -> str:
-    names = (str(part) for part in where)
-    path = ".".join(
-        name if name.isalnum() or name.isidentifier() else reprlib.repr(name) for name in names
-    )
+    path = ".".join(_shown(str(part)) for part in where)
     words = {"missing": "is missing", "extra_forbidden": "is no key of a report"}
     return f"{path or 'it'} {words.get(kind, 'is wrong: ' + message)}"
+
+
+def _shown(name: str) -> str:
+    """A key, which may come from anybody, on the line that names it."""
+    plain = name.isalnum() or name.isidentifier()
+    return name if plain and len(name) <= LONGEST else reprlib.repr(name)

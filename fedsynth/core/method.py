@@ -27,6 +27,7 @@ from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message, ModelParameters
 from fedsynth.core.state import ServerState
 from fedsynth.core.validation import from_mapping
+from fedsynth.privacy.disclosure import Disclosure
 from fedsynth.privacy.plans import PrivatePlan as PrivatePlan  # part of the seam
 from fedsynth.privacy.settings import PrivacySettings
 
@@ -90,6 +91,7 @@ class Method:
     protects: ClassVar[tuple[str, ...]] = ()
     refusal: ClassVar[str] = ""
     presets: ClassVar[Presets] = {}
+    discloses: ClassVar[Mapping[str, Disclosure]] = {}
 
     def initial_state(self, parameters: Mapping[str, torch.Tensor]) -> ServerState:
         """The state before the first round, from the initial model."""

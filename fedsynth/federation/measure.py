@@ -18,11 +18,9 @@ from fedsynth.core.state import ServerState
 from fedsynth.data.images import ImageData
 from fedsynth.evaluation.accuracy import accuracy_by_domain, correct
 from fedsynth.evaluation.fairness import local_metrics
+from fedsynth.federation.disclosed import COMMON, LOCAL, MODELS, PRIVATE_TEST
 from fedsynth.federation.exchange import Exchange
-from fedsynth.federation.run_folder import LOCAL, PRIVATE_TEST
 
-COMMON = "common_model_accuracy"
-"""What the test accuracy of a method is called whose clients end with models of their own."""
 ONE = "model"
 
 
@@ -58,9 +56,9 @@ class Measure:
             models[ONE] = final
         rows = self._rows(models, context)
         if same:
-            return {**rows[same[0]], "models": rows}
+            return {**rows[same[0]], MODELS: rows}
         row = rows.pop(ONE)
-        return {**row, "models": rows} if rows else row
+        return {**row, MODELS: rows} if rows else row
 
     def final_accuracy(
         self, metrics: Sequence[Mapping[str, Any]], state: ServerState, context: RoundContext

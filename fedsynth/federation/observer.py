@@ -26,4 +26,5 @@ class Observer:
         """Inside a round: `done` of `total` steps of a phase. Called often; must be cheap."""
 
     def round_ended(self, row: Mapping[str, Any]) -> None:
-        """A round's metrics, as they go to metrics.jsonl."""
+        """A round's metrics, as they go to metrics.jsonl: with differential privacy without what
+        only a simulation may show."""

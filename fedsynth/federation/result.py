@@ -11,9 +11,8 @@ from torch import Tensor, nn
 
 from fedsynth.core.messages import Message
 from fedsynth.evaluation.generated import GENERATOR
-from fedsynth.federation.measure import COMMON
+from fedsynth.federation.disclosed import COMMON, LOCAL, MODELS
 from fedsynth.federation.privacy_words import NO_TEST
-from fedsynth.federation.run_folder import LOCAL
 from fedsynth.federation.settings import RunSettings
 
 
@@ -69,7 +68,8 @@ def summarise(
     hidden: bool,
     privacy: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
-    """What summary.json says, but for the folder.
+    """What summary.json says, but for the folder; of a private run with what only a simulation may
+    show (`federation.disclosed`).
 
     Args:
         metrics: the rows.
@@ -97,20 +97,19 @@ def summarise(
     summary["seed"] = settings.seed
     if test == NO_TEST or hidden:
         summary["test_data"] = test
-    if privacy is None:
-        summary["seconds"] = round(sum(row["seconds"] for row in metrics), 3)
+    summary["seconds"] = round(sum(row["seconds"] for row in metrics), 3)
     if "domain_average" in last:
         summary["domain_average"] = last["domain_average"]
-    if "models" in last:
-        summary["models"] = {
+    if MODELS in last:
+        summary[MODELS] = {
             name: {"test_accuracy": one["test_accuracy"]}
-            for name, one in last["models"].items()
+            for name, one in last[MODELS].items()
             if "test_accuracy" in one
         }
     generators = [row[GENERATOR] for row in metrics if GENERATOR in row]
     if generators:
         summary[GENERATOR] = generators[-1]
-    if LOCAL in last and privacy is None:
+    if LOCAL in last:
         summary[LOCAL] = {name: last[LOCAL][name] for name in ("amp", "fm", "wlp")}
     if privacy is not None:
         summary["differential_privacy"] = privacy

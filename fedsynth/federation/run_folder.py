@@ -34,31 +34,26 @@ from fedsynth.data.images import denormalise
 from fedsynth.data.picture import image_grid_png, partition_png, partition_table, shares_png
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.errors import OutputError
+from fedsynth.federation.disclosed import Disclosed
 
 SIMULATION_ONLY_NOTE = (
     "Everything in this folder is an exact function of the clients' data. A simulation may show it; it is outside every privacy\n"
     "guarantee, and on a real network it would not exist.\n"
 )
 PRIVATE_START = "privacy_start.json"
-LOCAL = "local"  # what a row says of the clients' own test splits
-PRIVATE_TEST = "private_test"  # and of a test set that is private
-HIDDEN = ("seconds", LOCAL, PRIVATE_TEST)
 GRID_LIMIT = 400  # images in the picture; all of them are in synthetic.safetensors
 
 
 class RunFolder:
     """A folder being written; `finish` gives it its name.
 
-    Args:
-        private: seconds, clients' own accuracies and those on a private test set, which depend on
-            the data, stand in `simulation_only` alone.
+    What of a row may stand outside `simulation_only`, `federation.disclosed` decides.
 
     Raises:
         OutputError: the folder cannot be made or written.
     """
 
-    def __init__(self, base: Path, name: str, *, private: bool = False) -> None:
-        self._private = private
+    def __init__(self, base: Path, name: str) -> None:
         with _writing(base):
             base.mkdir(parents=True, exist_ok=True)
             self._final, self.path = _fresh(base, f"{datetime.now():%Y%m%d-%H%M%S}-{name}")
@@ -72,21 +67,12 @@ class RunFolder:
             text = json.dumps(facts, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
             (self.path / PRIVATE_START).write_text(text, encoding="utf-8")
 
-    def append_metrics(self, row: Mapping[str, Any]) -> None:
-        self._append("metrics.jsonl", self._public(row))
-        if self._private:
-            hidden = {k: v for k, v in row.items() if k in (*HIDDEN, "models")}
-            self._append("simulation_only/rounds.jsonl", {"round": row["round"], **hidden})
-
-    def _public(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """What may stand outside `simulation_only`."""
-        if not self._private:
-            return dict(row)
-        kept = {k: v for k, v in row.items() if k not in HIDDEN}
-        return {
-            k: {name: self._public(one) for name, one in v.items()} if k == "models" else v
-            for k, v in kept.items()
-        }
+    def append_metrics(self, row: Disclosed) -> None:
+        """A round's row."""
+        self._append("metrics.jsonl", row.shown)
+        if row.hidden:
+            hidden = {"round": row.shown["round"], **row.hidden}
+            self._append("simulation_only/rounds.jsonl", hidden)
 
     def _append(self, name: str, row: Mapping[str, Any]) -> None:
         with _writing(self.path), (self.path / name).open("a", encoding="utf-8") as file:
@@ -143,14 +129,10 @@ class RunFolder:
                     matrix.cpu().double().numpy(), self.path / f"{name}.png", name.replace("_", " ")
                 )
 
-    def finish(self, summary: Mapping[str, Any]) -> Path:
+    def finish(self, summary: Disclosed) -> Path:
         """Writes the summary, gives the folder its final name and returns it."""
-        text = (
-            json.dumps(
-                {**self._public(summary), "folder": str(self._final)}, indent=2, allow_nan=False
-            )
-            + "\n"
-        )
+        shown = {**summary.shown, "folder": str(self._final)}
+        text = json.dumps(shown, indent=2, allow_nan=False) + "\n"
         with _writing(self.path):
             (self.path / "summary.json").write_text(text, encoding="utf-8")
             self.path.rename(self._final)

@@ -38,6 +38,7 @@ from fedsynth.federation import privacy_words
 from fedsynth.federation.client_runtime import ClientRuntime, OwnData
 from fedsynth.federation.clients import Clients
 from fedsynth.federation.devices import check_compiler, resolve_device
+from fedsynth.federation.disclosed import declared_row, declared_summary, disclosed
 from fedsynth.federation.exchange import Refusal
 from fedsynth.federation.in_process import InProcess
 from fedsynth.federation.measure import Measure
@@ -357,7 +358,7 @@ class Simulation:
     def _new_folder(self, output: Path, clients: Clients, counts: Counts) -> RunFolder:
         """The run folder, with what is known before the first round; fresh ledgers go into it."""
         name = f"{self.method.name}-{self.context.spec.name}"
-        folder = RunFolder(output, name, private=self._private)
+        folder = RunFolder(output, name)
         folder.write_config(to_toml(self.settings.to_mapping()))
         if self._private:
             if self.plan.privacy.ledger_folder is None:
@@ -425,10 +426,11 @@ class Simulation:
         if len(self.uploads) < context.clients:
             row["participants"] = list(self.uploads)
         row["seconds"] = round(time.perf_counter() - started, 3)
+        told = disclosed(row, declared_row(type(self.method)) if self._private else None)
         self.metrics.append(row)
         if self.folder is not None:
-            self.folder.append_metrics(row)
-        self.observer.round_ended(row)
+            self.folder.append_metrics(told)
+        self.observer.round_ended(told.shown)
 
     def _finish(self) -> RunResult:
         state = self.server.state
@@ -449,9 +451,12 @@ class Simulation:
             hidden=self.measure.hidden,
             privacy=promised,
         )
+        declared = declared_summary(type(self.method)) if self._private else None
+        told = disclosed(summary, declared)
+        summary = dict(told.shown)
         if self.folder is not None:
             self._write_results(self.folder, artefacts, report)
-            summary["folder"] = str(self.folder.finish(summary))
+            summary["folder"] = str(self.folder.finish(told))
         return RunResult(
             self.settings,
             accuracy,

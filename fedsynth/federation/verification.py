@@ -26,6 +26,7 @@ from fedsynth.data.registry import DatasetSpec, dataset_spec
 from fedsynth.errors import FedsynthError, Setting, Text, UnknownNameError
 from fedsynth.federation import privacy_words
 from fedsynth.federation.clients import data_set_id
+from fedsynth.federation.disclosed import MODELS, Declared, declared_row, declared_summary
 from fedsynth.federation.planning import public_context
 from fedsynth.federation.privacy_plan import PrivacyPlan
 from fedsynth.federation.run_folder import PRIVATE_START
@@ -62,10 +63,6 @@ INCOMPLETE = ".incomplete"
 OWN_METHOD = (
     "a method of your own: fedsynth.federation.verification.verify_run(folder, method=TheClass)"
 )
-MEASURED = (
-    *("test_accuracy", "test_data", "domain_average", "models", "upload_bytes"),
-    *("upload_floats_per_round", "device", "folder"),
-)  # of summary.json, beside what follows from settings and ledgers
 CALIBRATED = 2e-3  # σ is found to 0.1 %: another version of the libraries may end elsewhere in that
 Rows = Mapping[str, Sequence[Release]]
 
@@ -440,6 +437,16 @@ class Evidence:
     # ------------------------------------------------------------------ metrics.jsonl, summary.json
 
     def _metrics_problems(self) -> list[str]:
+        """Nothing but what may be shown, and the ε of each round."""
+        declared = declared_row(type(self.run.settings.method))
+        problems = [
+            f"metrics.jsonl: round {row['round']} says {key}, which may not be shown"
+            for row in self.run.rows
+            for key in _not_shown(row, declared)
+        ]
+        return problems + self._epsilon_problems()
+
+    def _epsilon_problems(self) -> list[str]:
         """The ε of each round, from the rows that were charged until its end."""
         if not self.plan.guaranteed(self.plan.histories):
             return [
@@ -488,7 +495,7 @@ class Evidence:
             "seed": settings.seed,
             "differential_privacy": privacy_words.summary(self.plan, self.now).to_json(),
         }
-        unknown = [key for key in self.run.summary if key not in (*expected, *MEASURED)]
+        unknown = _not_shown(self.run.summary, declared_summary(type(method)))
         return [
             *self._accuracy_problems(),
             *(f"summary.json: {key} is no key of a summary" for key in unknown),
@@ -514,6 +521,14 @@ class Evidence:
             for row in self.run.rows
             if "test_accuracy" in row
         ]
+
+
+def _not_shown(row: Mapping[str, Any], declared: Declared) -> list[str]:
+    """Keys of a row, or of one of its models' rows, that no private run may show."""
+    models = row.get(MODELS, {})
+    within = models.values() if isinstance(models, dict) else ()
+    keys = [*row, *(key for one in within if isinstance(one, dict) for key in one)]
+    return sorted({key for key in keys if key not in declared or not declared[key].shown})
 
 
 def _fits(row: Release, planned: Release) -> bool:

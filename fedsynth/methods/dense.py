@@ -19,6 +19,7 @@ from fedsynth.core.validation import check_choices
 from fedsynth.errors import SettingError
 from fedsynth.evaluation.generated import GENERATOR, average, describe
 from fedsynth.methods.shared.ensemble import DistilsEnsemble, EnsembleState
+from fedsynth.privacy.disclosure import Disclosure, released
 from fedsynth.synthesizer.generation.ensembles import Aggregate, average_of_logits
 from fedsynth.synthesizer.generation.many_teachers import IMAGES, OneShotDistillation
 
@@ -45,6 +46,10 @@ class DistilsWithoutData(DistilsEnsemble):
             server_momentum: see `OneShotDistillation` (λ1 is bn_weight, λ2 ad_weight, β hard_weight).
     """
 
+    discloses: ClassVar[Mapping[str, Disclosure]] = {
+        **DistilsEnsemble.discloses,
+        GENERATOR: released("the server makes the generators from uploaded models"),
+    }
     presets: ClassVar[Presets] = {
         "digits": {
             "server_epochs": 40,

@@ -33,6 +33,7 @@ from fedsynth.core.validation import check_embedding, check_ranges
 from fedsynth.evaluation.generated import GENERATOR, describe, tally
 from fedsynth.methods.shared.aggregation import AveragingState, average
 from fedsynth.methods.shared.local import Task, TrainsLocally
+from fedsynth.privacy.disclosure import Disclosure, released
 from fedsynth.seeding import torch_generator
 from fedsynth.synthesizer.generation.generator_memory import PREFIX, remembered, restore
 from fedsynth.synthesizer.generation.generators import (
@@ -116,6 +117,10 @@ class FedGen(TrainsLocally):
     downlink: ClassVar[type[Message]] = GeneratorDown
     upload: ClassVar[type[Message]] = ModelAndCounts
     state: ClassVar[type[ServerState]] = GeneratorState
+    discloses: ClassVar[Mapping[str, Disclosure]] = {
+        **TrainsLocally.discloses,
+        GENERATOR: released("the server makes the generator from uploaded models"),
+    }
 
     alpha: float = 10.0
     beta: float = 10.0

@@ -29,6 +29,7 @@ from fedsynth.core.validation import check_choices, check_embedding, check_range
 from fedsynth.evaluation.generated import GENERATOR, average, describe
 from fedsynth.methods.shared.aggregation import AveragingState
 from fedsynth.methods.shared.local import Task, TrainsLocally, plain_upload
+from fedsynth.privacy.disclosure import Disclosure, released
 from fedsynth.seeding import torch_generator
 from fedsynth.synthesizer.generation.generator_memory import PREFIX
 from fedsynth.synthesizer.generation.generators import make_generator
@@ -87,6 +88,10 @@ class FedKF(TrainsLocally):
     }
 
     downlink: ClassVar[type[Message]] = TwoModels
+    discloses: ClassVar[Mapping[str, Disclosure]] = {
+        **TrainsLocally.discloses,
+        GENERATOR: released("made from the server's message and public noise"),
+    }
 
     batch: int = 64
     momentum: float = 0.0

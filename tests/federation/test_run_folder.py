@@ -19,10 +19,17 @@ from fedsynth.data.images import ImageData, from_arrays
 from fedsynth.data.load import load_dataset
 from fedsynth.data.registry import DatasetSpec, dataset_spec
 from fedsynth.errors import DataError, OutputError
+from fedsynth.federation.disclosed import (
+    Disclosed,
+    declared_row,
+    declared_summary,
+    disclosed,
+)
 from fedsynth.federation.observer import Observer
 from fedsynth.federation.run_folder import RunFolder
 from fedsynth.federation.settings import resolve
 from fedsynth.federation.simulation import simulate
+from fedsynth.methods.feddm import FedDM
 from fedsynth.privacy.errors import BudgetExceededError
 from fedsynth.privacy.settings import NO_LEDGER
 
@@ -56,7 +63,7 @@ def names(folder: Path) -> set[str]:
 def test_a_folder_is_incomplete_until_it_is_finished(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path, "feddm-digits")
     assert folder.path.name.endswith("-feddm-digits.incomplete")
-    finished = folder.finish({"rounds": 1})
+    finished = folder.finish(Disclosed({"rounds": 1}))
     assert names(tmp_path) == {finished.name}
     assert f"{finished.name}.incomplete" not in names(tmp_path)
     assert json.loads((finished / "summary.json").read_text()) == {
@@ -67,10 +74,10 @@ def test_a_folder_is_incomplete_until_it_is_finished(tmp_path: Path) -> None:
 
 def test_runs_of_the_same_second_do_not_share_a_folder(tmp_path: Path) -> None:
     folders = [RunFolder(tmp_path, "a") for _ in range(3)]
-    first = folders[0].finish({})
+    first = folders[0].finish(Disclosed({}))
     folders += [RunFolder(tmp_path, "a") for _ in range(2)]
     assert len({folder.path for folder in folders}) == 5
-    assert len({first, *(folder.finish({}) for folder in folders[1:])}) == 5
+    assert len({first, *(folder.finish(Disclosed({})) for folder in folders[1:])}) == 5
 
 
 @pytest.mark.parametrize("base", ["file", "file/below"])
@@ -86,11 +93,11 @@ def test_a_folder_that_vanishes_is_one_clear_error(tmp_path: Path) -> None:
     shutil.rmtree(folder.path)
     writes = (
         lambda: folder.write_config(""),
-        lambda: folder.append_metrics({"round": 1}),
+        lambda: folder.append_metrics(Disclosed({"round": 1})),
         lambda: folder.write_partition(np.ones((2, 3), dtype=np.int64)),
         lambda: folder.write_model({"w": torch.zeros(2)}),
         lambda: folder.write_synthetic([(0, torch.zeros(1, 1, 8, 8), torch.zeros(1).long())], SPEC),
-        lambda: folder.finish({}),
+        lambda: folder.finish(Disclosed({})),
     )
     for write in writes:
         with pytest.raises(OutputError, match="cannot write the run folder"):
@@ -102,7 +109,7 @@ def test_metrics_are_a_line_a_round(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path, "a")
     rows = [{"round": 1, "test_accuracy": 0.5}, {"round": 2}]
     for row in rows:
-        folder.append_metrics(row)
+        folder.append_metrics(Disclosed(row))
     assert [
         json.loads(line) for line in (folder.path / "metrics.jsonl").read_text().splitlines()
     ] == rows
@@ -215,10 +222,12 @@ def test_a_cap_that_allows_no_round_leaves_nothing(tmp_path: Path, method: str) 
 
 
 def test_private_folders_keep_seconds_apart(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path, "feddm-digits", private=True)
+    folder = RunFolder(tmp_path, "feddm-digits")
     folder.write_partition(np.ones((2, 3), dtype=np.int64))
-    folder.append_metrics({"round": 1, "epsilon": 0.5, "seconds": 1.25})
-    finished = folder.finish({"rounds": 1, "seconds": 1.25})
+    row = {"round": 1, "epsilon": 0.5, "seconds": 1.25}
+    folder.append_metrics(disclosed(row, declared_row(FedDM)))
+    summary = {"rounds": 1, "seconds": 1.25}
+    finished = folder.finish(disclosed(summary, declared_summary(FedDM)))
     assert json.loads((finished / "metrics.jsonl").read_text()) == {"round": 1, "epsilon": 0.5}
     assert "seconds" not in json.loads((finished / "summary.json").read_text())
     assert json.loads((finished / "simulation_only" / "rounds.jsonl").read_text()) == {

@@ -223,7 +223,7 @@ def audit(**values: Any) -> dict[str, Any]:
     [
         ({"epsilon_lower_bound": 0.01}, "audit.epsilon_lower_bound says 0.01, its counts give"),
         ({"correct": 200}, "audit.epsilon_lower_bound"),
-        ({"correct": 401}, "audit: need 0 <= correct <= guesses <= canaries"),
+        ({"correct": 401}, "audit: correct must be from 0 to guesses"),
         ({"canaries": 10**400}, "audit.Audit.canaries is wrong"),
         ({"text": "proves privacy"}, "audit.text says 'proves privacy'"),
         ({"command": "rm -rf /"}, "audit.command is no audit's command"),

@@ -29,6 +29,7 @@ from fedsynth.core.validation import check_choices, check_ranges
 from fedsynth.errors import Setting, SettingError
 from fedsynth.methods.shared.aggregation import AveragingState, average, cached
 from fedsynth.models.registry import parameter_count
+from fedsynth.privacy.disclosure import Disclosure, public
 from fedsynth.privacy.dpsgd import DpSgdSettings, ExampleLoss, Penalty, check_model
 from fedsynth.privacy.plans import PrivatePlan
 from fedsynth.privacy.settings import PrivacySettings
@@ -129,6 +130,10 @@ class TrainsLocally(Method):
     upload: ClassVar[type[Message]] = ModelParameters
     state: ClassVar[type[ServerState]] = AveragingState
     protects: ClassVar[tuple[str, ...]] = ("dp-sgd",)
+    discloses: ClassVar[Mapping[str, Disclosure]] = {
+        "stragglers": public("drawn from the run's seed"),
+        "stragglers_dropped": public("a setting"),
+    }
     one_pass: ClassVar[bool] = False
     presets: ClassVar[Presets] = {"digits": {"batch": 32}}
     """Whether tasks are `plain`, so that clients with a dense network can share a step."""

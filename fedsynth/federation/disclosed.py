@@ -1,0 +1,118 @@
+"""What a private run's rows of metrics, and its summary, may say: what is declared, and nothing else.
+
+The engine declares its own keys here, a method those of its facts (`Method.discloses`). A key that
+nobody declared is refused; one that only a simulation may show goes into `simulation_only` alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from fedsynth.core.method import Method
+from fedsynth.evaluation.generated import GENERATOR
+from fedsynth.privacy.disclosure import Disclosure, public, released, simulation_only
+from fedsynth.privacy.errors import UnaccountedReleaseError
+
+LOCAL = "local"
+"""What a row says of the clients' own test splits."""
+PRIVATE_TEST = "private_test"
+"""What it says of a test set that is private."""
+COMMON = "common_model_accuracy"
+"""The test accuracy of the common model, where clients end with models of their own."""
+MODELS = "models"
+"""A row for each of the method's variants, by name."""
+
+Declared = Mapping[str, Disclosure]
+
+_MEASURED = released("measured of released models, on public test images")
+_SIZES = released("the size of what was released")
+_SETTING = public("a setting of the run")
+ROW: Declared = {
+    "round": public("the schedule is fixed before data are read"),
+    "epsilon": public("computed from the ledgers' rows, which are public"),
+    "participants": public("drawn from the run's seed"),
+    "test_accuracy": _MEASURED,
+    COMMON: _MEASURED,
+    "domain_accuracy": _MEASURED,
+    "domain_average": _MEASURED,
+    MODELS: released("rows of their own, of which the same holds"),
+    "upload_floats": _SIZES,
+    "upload_bytes": _SIZES,
+    "client_upload_bytes": _SIZES,
+    "seconds": simulation_only("how long a step takes goes by the records"),
+    LOCAL: simulation_only("accuracies on the clients' own records"),
+    PRIVATE_TEST: simulation_only("accuracies on private test images"),
+}
+"""Of a round's row, beside what the method declares."""
+SUMMARY: Declared = {
+    **{key: ROW[key] for key in ("test_accuracy", COMMON, "domain_average", MODELS)},
+    **{key: ROW[key] for key in ("upload_bytes", "seconds", LOCAL)},
+    **{key: _SETTING for key in ("method", "settings", "dataset", "seed", "test_data")},
+    "rounds": public("how many the schedule and the cap allow"),
+    "upload_floats_per_round": _SIZES,
+    "device": public("the machine that ran it"),
+    "folder": public("where the run's files are"),
+    "differential_privacy": public("computed from the plan and the ledgers' rows"),
+}
+"""Of summary.json, beside what the method declares."""
+SUMMARISED = (GENERATOR,)
+"""The methods' facts that a summary has, too."""
+
+
+def declared_row(method: type[Method]) -> Declared:
+    """What may stand in a round's row of this method."""
+    return {**ROW, **method.discloses}
+
+
+def declared_summary(method: type[Method]) -> Declared:
+    """What may stand in its summary."""
+    facts = {key: one for key, one in method.discloses.items() if key in SUMMARISED}
+    return {**SUMMARY, **facts}
+
+
+@dataclass(frozen=True)
+class Disclosed:
+    """A row of metrics, or a summary, as a run may write it.
+
+    Attributes:
+        shown: what may be shown to anybody.
+        hidden: what only a simulation may show; empty without privacy, where all may be shown.
+    """
+
+    shown: Mapping[str, Any]
+    hidden: Mapping[str, Any] = field(default_factory=dict)
+
+
+def disclosed(values: Mapping[str, Any], declared: Declared | None) -> Disclosed:
+    """What may be shown of a row, and what only a simulation may show.
+
+    The rows of variants are split likewise: what may be shown has what may be shown of each, and
+    the other has them whole.
+
+    Args:
+        values: the row.
+        declared: of each key what it is; None: the run has no differential privacy.
+
+    Raises:
+        UnaccountedReleaseError: names a key that nobody has declared.
+    """
+    if declared is None:
+        return Disclosed(dict(values))
+    shown: dict[str, Any] = {}
+    hidden: dict[str, Any] = {}
+    for key, value in values.items():
+        if key not in declared:
+            raise UnaccountedReleaseError(
+                f"{key!r} stands in a private run's metrics, and nobody has declared what it is: "
+                "a method declares its facts in `discloses`, as released or public"
+            )
+        if not declared[key].shown:
+            hidden[key] = value
+        elif key == MODELS:
+            shown[key] = {name: dict(disclosed(one, declared).shown) for name, one in value.items()}
+            hidden[key] = value
+        else:
+            shown[key] = value
+    return Disclosed(shown, hidden)
