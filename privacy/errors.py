@@ -21,15 +21,21 @@ class BudgetExceededError(PrivacyError):
 
 
 class UnaccountedReleaseError(PrivacyError):
-    """Something that no mechanism protects was asked to leave the client while differential privacy is on."""
+    """Something that no mechanism protects was asked to leave the client while differential privacy
+    is on.
+    """
 
 
 class UnplannedReleaseError(PrivacyError):
-    """A step asked for a release that its method does not plan, plans for the other exchange, or was given before."""
+    """A step asked for a release that its method does not plan, plans for the other exchange, or
+    was given before.
+    """
 
 
 class ForbiddenLayerError(PrivacyError):
-    """The model has a layer that mixes examples (batch norm), which per-example clipping cannot bound."""
+    """The model has a layer that mixes examples (batch norm), which per-example clipping cannot
+    bound.
+    """
 
 
 class SigningError(PrivacyError):
@@ -41,4 +47,6 @@ class LedgerError(PrivacyError):
 
 
 class RequestRefusedError(PrivacyError):
-    """A server's message that a private client does not answer: not finite, or beyond the declared norm."""
+    """A server's message that a private client does not answer: not finite, or beyond the declared
+    norm.
+    """

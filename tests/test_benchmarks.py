@@ -1,4 +1,6 @@
-"""Benchmarks share a library and not each other; finished rows are found again; compare has every method."""
+"""Benchmarks share a library and not each other; finished rows are found again; compare has every
+method.
+"""
 
 from __future__ import annotations
 
