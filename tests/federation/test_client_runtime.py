@@ -336,7 +336,7 @@ def test_a_series_is_of_its_own_client_and_is_not_copied() -> None:
     group = view(clients, MAIN, ctx)
     assert isinstance(group, PrivateClients)
     other = group.alone(1).series(COUNTS)
-    with pytest.raises(UnplannedReleaseError, match="clients \\[1\\] .* of clients \\[0\\]"):
+    with pytest.raises(UnplannedReleaseError, match=r"clients \[1\] .* of clients \[0\]"):
         group.alone(0).class_sums(other, lambda x, segment: x.new_ones(len(x), 1))
     for copied in (copy.copy, copy.deepcopy, pickle.dumps):
         with pytest.raises(TypeError, match="must not be"):
