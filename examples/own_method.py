@@ -48,7 +48,9 @@ class FedAdam(TrainsLocally):
     (Algorithm 2 there).
 
     Args:
-        server_lr: η. beta1, beta2: of the two moments. adaptivity: τ.
+        server_lr: η.
+        beta1, beta2: of the two moments.
+        adaptivity: τ.
     """
 
     name: ClassVar[str] = "fedadam"

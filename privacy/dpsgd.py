@@ -1,12 +1,14 @@
-"""DP-SGD on a client's model: Opacus' per-example gradients, our sampler, clipping, secret noise and public divisor.
+"""DP-SGD on a client's model: Opacus' per-example gradients, our sampler, clipping, secret noise
+and public divisor.
 
-Opacus' own optimiser and loader are not used, for four reasons: its loader takes the sampling rate and the divisor from
-len(dataset), both private; its noise comes from torch's generator; a non-finite gradient of one example would poison the batch's
-sum; and it clips in float32. Its `GradSampleModule` does what it does best, the per-example gradients of any architecture, and
-the sum goes through `GaussianSums` like every other private statistic.
+Opacus' own optimiser and loader are not used, for four reasons: its loader takes the sampling rate
+and the divisor from len(dataset), both private; its noise comes from torch's generator; a
+non-finite gradient of one example would poison the batch's sum; and it clips in float32. Its
+`GradSampleModule` does what it does best, the per-example gradients of any architecture, and the
+sum goes through `GaussianSums` like every other private statistic.
 
-Adjacency: add/remove one example. Sampling: Poisson at the public rate q, one mask a step. Composition: the ledger's row holds
-all steps of the round.
+Adjacency: add/remove one example. Sampling: Poisson at the public rate q, one mask a step.
+Composition: the ledger's row holds all steps of the round.
 """
 
 from __future__ import annotations
@@ -27,16 +29,19 @@ from fedsynth.privacy.units import Units
 from fedsynth.privacy.wording import Setting, Text
 
 Penalty = Callable[[nn.Module], Tensor]
-"""(the network in training) -> a scalar whose gradient is added to a step's; it must not see private data."""
+"""(the network in training) -> a scalar whose gradient is added to a step's; it must not see
+private data."""
 
 ExampleLoss = Callable[[nn.Module, Tensor, Tensor], Tensor]
-"""(network, images [N, C, H, W], labels [N]) -> the loss of each example [N], which depends on that example alone."""
+"""(network, images [N, C, H, W], labels [N]) -> the loss of each example [N], which depends on that
+example alone."""
 
 PHYSICAL_BATCH, PHYSICAL_BYTES = 128, 2**30
 """Per-example gradients held at a time, at most."""
 
 PASS_START = 2**18
-"""What a pass costs by itself, in units of a row's parameters (Opacus' hooks and bookkeeping, measured on a CPU for ConvNets)."""
+"""What a pass costs by itself, in units of a row's parameters (Opacus' hooks and bookkeeping,
+measured on a CPU for ConvNets)."""
 
 
 class Optimiser(Protocol):
@@ -87,7 +92,8 @@ def refuse_batch_norm(model: nn.Module) -> None:
 
 
 def group_norm_twin(model: nn.Module) -> nn.Module:
-    """A copy whose batch norms are group norms (by Opacus' ModuleValidator); all other weights are the model's.
+    """A copy whose batch norms are group norms (by Opacus' ModuleValidator); all other weights are
+    the model's.
 
     Raises:
         ForbiddenLayerError: something else in it cannot be trained by DP-SGD.
@@ -103,7 +109,8 @@ def group_norm_twin(model: nn.Module) -> nn.Module:
 
 
 def check_model(model: nn.Module) -> None:
-    """Refuses what DP-SGD cannot train: batch norm, dropout, and buffers, which would be sent without noise.
+    """Refuses what DP-SGD cannot train: batch norm, dropout, and buffers, which would be sent
+    without noise.
 
     Raises:
         ForbiddenLayerError: names the layer or buffer.
@@ -136,15 +143,19 @@ def dp_sgd(
     """Trains `model` in place for `steps` private steps.
 
     Args:
-        images: normalised images [M, C, H, W] of the records with the given indices [M]. (All passes through the network have one public
-            length, `fedsynth.privacy.passes`: they are filled up here.)
+        images: normalised images [M, C, H, W] of the records with the given indices [M]. (All
+            passes through the network have one public length, `fedsynth.privacy.passes`: they are
+            filled up here.)
         labels_N: labels of all the client's records.
-        series: charged for `steps` releases of one group with as many coordinates as the model has parameters.
-        penalty: its gradient at the iterate is added to the noisy mean gradient. The iterate is computed from earlier releases, so this is
-            post-processing and costs nothing, as long as the penalty depends on released and public values alone.
-        loss: of each example, in place of its cross-entropy; clipped as that is. It may look at released models, and at no other example.
-        units: of the client's records; None: each is one. Where users are the units, a user's mean gradient is clipped, and
-            `expected_batch_size` counts users.
+        series: charged for `steps` releases of one group with as many coordinates as the model has
+            parameters.
+        penalty: its gradient at the iterate is added to the noisy mean gradient. The iterate is
+            computed from earlier releases, so this is post-processing and costs nothing, as long as
+            the penalty depends on released and public values alone.
+        loss: of each example, in place of its cross-entropy; clipped as that is. It may look at
+            released models, and at no other example.
+        units: of the client's records; None: each is one. Where users are the units, a user's mean
+            gradient is clipped, and `expected_batch_size` counts users.
     """
     from opacus.grad_sample import GradSampleModule
 
@@ -217,7 +228,8 @@ def _per_example_gradients(
     labels_N: Tensor,
     loss: ExampleLoss,
 ) -> Tensor:
-    """[N, P]: the gradient of each example's loss; Opacus' hooks, which sit on the model's own layers, fill `grad_sample`, which is emptied."""
+    """[N, P]: the gradient of each example's loss; Opacus' hooks, which sit on the model's own
+    layers, fill `grad_sample`, which is emptied."""
     for p in parameters:
         p.grad_sample = None  # type: ignore[attr-defined]
     with _quiet_hooks():

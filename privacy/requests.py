@@ -1,8 +1,8 @@
 """What a client checks of a server's message before it answers with private data.
 
-A guarantee that holds for every message needs no such check. It is a second line: weights that are not
-finite, or larger than any trained network's, serve nobody but a server that wants to amplify what
-rounding leaves over (docs/privacy.md, "Active servers").
+A guarantee that holds for every message needs no such check. It is a second line: weights that are
+not finite, or larger than any trained network's, serve nobody but a server that wants to amplify
+what rounding leaves over (docs/privacy.md, "Active servers").
 """
 
 from __future__ import annotations

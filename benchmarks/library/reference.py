@@ -55,8 +55,8 @@ def client_step(
     """One client's condensation.
 
     Args:
-        images_by_class: normalised images [n_c, C, H, W] of each class. synthetic: [ipc, C, H, W]
-            of each class.
+        images_by_class: normalised images [n_c, C, H, W] of each class.
+        synthetic: [ipc, C, H, W] of each class.
     """
     synthetic = [s.clone().requires_grad_() for s in synthetic]
     optimiser = torch.optim.SGD(synthetic, lr=learning_rate)

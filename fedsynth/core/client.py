@@ -27,8 +27,8 @@ CPU_CHUNK, GPU_CHUNK = 512, 4096
 
 
 def chunk(device: torch.device) -> int:
-    """Real images that are held as floats at a time: a memory bound. Features are per example, so it
-    moves results by rounding only."""
+    """Real images that are held as floats at a time: a memory bound. Features are per example, so
+    it moves results by rounding only."""
     return GPU_CHUNK if device.type == "cuda" else CPU_CHUNK
 
 
@@ -218,12 +218,13 @@ class PrivateClients:
 
         Args:
             series: charged, one for each client of the group.
-            rows: (images [N, C, H, W], segment [N] on the CPU) -> [N, D]. It must be a function of each
-                example alone (and of released values). N is the same at every call; what fills the last
-                one up are black images in segment −1, and what is made of them is thrown away.
-                Clients' examples share its calls, and meet again only in their own client's sum.
-            start_over_row: what a call of `rows` costs by itself, in rows; with the public expected size
-                of the sample it decides N (`fedsynth.privacy.passes`).
+            rows: (images [N, C, H, W], segment [N] on the CPU) -> [N, D]. It must be a function of
+                each example alone (and of released values). N is the same at every call; what fills
+                the last one up are black images in segment −1, and what is made of them is thrown
+                away. Clients' examples share its calls, and meet again only in their own client's
+                sum.
+            start_over_row: what a call of `rows` costs by itself, in rows; with the public expected
+                size of the sample it decides N (`fedsynth.privacy.passes`).
 
         Returns:
             [clients · classes, D]
@@ -274,8 +275,8 @@ class PrivateClients:
         losses: Sequence[ExampleLoss | None] | None = None,
         report: Callable[[int], None] = lambda done: None,
     ) -> None:
-        """Trains one model for each client, in place, by DP-SGD with series charged for `steps` releases of one group; `penalties` see no
-        data, `losses` are of each example (`dp_sgd`)."""
+        """Trains one model for each client, in place, by DP-SGD with series charged for `steps`
+        releases of one group; `penalties` see no data, `losses` are of each example (`dp_sgd`)."""
         self._check_owners(series)
         extra, own = penalties or [None] * len(models), losses or [None] * len(models)
         each = zip(self._parts, self._units, series, models, extra, own, strict=True)

@@ -44,7 +44,8 @@ Up = Any
 State = Any
 
 Presets = Mapping[str, Mapping[str, Any]]
-"""A data set: the settings' values that are a method's defaults there, beside those of its bases."""
+"""A data set: the settings' values that are a method's defaults there, beside those of its
+bases."""
 
 
 @dataclass(frozen=True)
@@ -236,7 +237,8 @@ class Method:
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> Self:
-        """Settings from names and values as TOML or text gives them; text is converted to the field's type.
+        """Settings from names and values as TOML or text gives them; text is converted to the
+        field's type.
 
         Raises:
             UnknownNameError: no such setting (with the near matches).

@@ -202,7 +202,8 @@ def _divided(
 ) -> tuple[list[Tensor], list[Tensor]]:
     """What each client trains on, and its own test split (empty without `local_test`).
 
-    Where users are protected they are not cut in two, and at most `user_records` records of each train.
+    Where users are protected they are not cut in two, and at most `user_records` records of each
+    train.
     """
     seed = settings.resolved_partition.seed or 0
     by_user = _protects_users(settings)

@@ -144,9 +144,11 @@ class RunFiles:
     """What a run folder says of its run, as far as the run's report follows from it.
 
     Attributes:
-        settings: of config.toml. spec: the data set's.
+        settings: of config.toml.
+        spec: the data set's.
         start: privacy_start.json, of a sound shape.
-        rows: of metrics.jsonl. summary: None, where there is none.
+        rows: of metrics.jsonl.
+        summary: None, where there is none.
     """
 
     settings: RunSettings

@@ -1,8 +1,11 @@
-"""FedGKD: local training is distilled from the average of the last global models (Yao et al. 2021, arXiv 2107.00051).
+"""FedGKD: local training is distilled from the average of the last global models (Yao et al. 2021,
+arXiv 2107.00051).
 
-Server: keeps the last M global models and sends w_t with their average w̄. Client: CE + γ/2·KL(p(x; w̄) ‖ p(x; w)) on its own examples.
+Server: keeps the last M global models and sends w_t with their average w̄. Client: CE + γ/2·KL(p(x;
+w̄) ‖ p(x; w)) on its own examples.
 
-The loss of an example depends on that example and on released models alone, so DP-SGD clips and charges it as any other.
+The loss of an example depends on that example and on released models alone, so DP-SGD clips and
+charges it as any other.
 """
 
 from __future__ import annotations

@@ -1,9 +1,11 @@
-"""SCAFFOLD: control variates correct the clients' drift (Karimireddy et al. 2020, arXiv 1910.06378, Algorithm 1 with option II).
+"""SCAFFOLD: control variates correct the clients' drift (Karimireddy et al. 2020, arXiv 1910.06378,
+Algorithm 1 with option II).
 
-Client: y ← y − η(g_k(y) − c_k + c) for K steps; c_k⁺ = c_k − c + (x − y)/(K·η). It sends y and Δc = c_k⁺ − c_k. Server:
-x ← x + η_g·mean(y − x), c ← c + |S|/N·mean(Δc).
+Client: y ← y − η(g_k(y) − c_k + c) for K steps; c_k⁺ = c_k − c + (x − y)/(K·η). It sends y and Δc =
+c_k⁺ − c_k. Server: x ← x + η_g·mean(y − x), c ← c + |S|/N·mean(Δc).
 
-With differential privacy y's iterates are releases, and c_k is computed from them alone: sending it costs nothing.
+With differential privacy y's iterates are releases, and c_k is computed from them alone: sending it
+costs nothing.
 """
 
 from __future__ import annotations

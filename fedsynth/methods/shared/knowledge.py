@@ -183,7 +183,8 @@ class SharesKnowledge(Condenses):
     def averaged(
         self, state: KnowledgeState, uploads: Mapping[int, CondensedSet]
     ) -> tuple[KnowledgeState, Tensor, Tensor]:
-        """The state with V, and R [C, C] with its classes [C], after a round's uploads (Eqs. 8, 12)."""
+        """The state with V, and R [C, C] with its classes [C], after a round's uploads (Eqs. 8,
+        12)."""
         if state.soft is not None and state.present is not None:  # of a first exchange
             return replace(state, soft=None, present=None), state.soft, state.present
         sets = uploads.values()
