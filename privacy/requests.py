@@ -37,6 +37,8 @@ def check_request(arrays: Iterable[tuple[str, Tensor]], max_norm: float | None) 
     for name, value in arrays:
         if value.is_complex():
             raise RequestRefusedError(f"the server's message has complex numbers in {name}")
+        if not value.is_floating_point():
+            continue  # masks and counters, whose names and types are checked (`check_tensor`)
         if not bool(torch.isfinite(value).all()):
             raise RequestRefusedError(
                 f"the server's message has numbers in {name} that are not finite"
