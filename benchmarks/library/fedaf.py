@@ -110,10 +110,10 @@ READINGS: dict[
     },
     "matching": {
         **{
-            f"condensed: {name}": ("FedAF", 5, MATCHING[name])
-            for name in (*FEW, "sum", "mean, τ = 16")
+            f"condensed: {name}": ("FedAF", 10, MATCHING[name])
+            for name in (*FEW, "mean, once an epoch", "sum", "mean, τ = 16")
         },
-        "condensed: mean, V from a first phase": ("FedAF", 5, {"knowledge_from": "first-phase"}),
+        "condensed: mean, V from a first phase": ("FedAF", 10, {"knowledge_from": "first-phase"}),
     },
     "steps": {
         f"condensed, long: {name}": ("FedAF", 10, {**LONG, **MATCHING[name]}) for name in FEW
