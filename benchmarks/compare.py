@@ -78,7 +78,8 @@ def best_rate(
     """The best rate on held-out training images; None: not known yet, as another call makes it."""
     chosen = "fedavg" if name in TAKE_FEDAVGS_RATE else name
     grid = GRIDS[knob(chosen) or "lr"]
-    first, last = LADDER.index(grid[0]), LADDER.index(grid[-1])
+    first = LADDER.index(grid[0])
+    last = LADDER.index(grid[-1])
     found: dict[int, float] = {}
     while True:
         for step in range(first, last + 1):
@@ -138,7 +139,8 @@ def main() -> None:
         print(json.dumps(table, indent=2, ensure_ascii=False))
         return
     for name, row in table.items():
-        mean, sd = row["mean"], row["sd"]
+        mean = row["mean"]
+        sd = row["sd"]
         print(f"{name:23} {mean:6.2f} ± {sd:.2f}  rate {row['rate']}  {row['values']}")
 
 

@@ -64,7 +64,8 @@ def measure(name: str, clients: int, options: argparse.Namespace) -> dict[str, A
     times = alternating(runs, 1 if options.quick else options.repeats, device)
     medians = {key: statistics.median(values) / steps for key, values in times.items()}
     network: Any = case.context.architecture
-    real, synthetic = clients * case.spec.classes * BATCH, clients * case.spec.classes * IPC
+    real = clients * case.spec.classes * BATCH
+    synthetic = clients * case.spec.classes * IPC
     flops = forward_flops(network, case.spec.image_shape)
     peaks = {"fp32": peak_flops(torch.float32, device), "bf16": peak_flops(torch.bfloat16, device)}
     floors = {

@@ -87,8 +87,10 @@ def gradient(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def local_training(options: argparse.Namespace) -> dict[str, Any]:
-    case, batch = feddm(options, 256), 16 if options.quick else 256
-    model, size = case.context.architecture, len(case.data.labels)
+    case = feddm(options, 256)
+    batch = 16 if options.quick else 256
+    model = case.context.architecture
+    size = len(case.data.labels)
     data = OpenClients([0], case.data, case.parts)
     release = Release(
         1, "model", "dp-sgd", "x", 1.0, 1.0, batch / size, "poisson", 1, parameter_count(model)
@@ -105,7 +107,8 @@ def local_training(options: argparse.Namespace) -> dict[str, Any]:
             DpSgdSettings(MomentumSgd(FedAvg().lr), batch),
         )
 
-    x, y = data.images(torch.arange(batch)), case.data.labels[:batch]
+    x = data.images(torch.arange(batch))
+    y = case.data.labels[:batch]
     loop = lambda: dp_sgd_step(copy.deepcopy(model), x, y, 1.0, 1.0, 0.01)  # noqa: E731
     medians = measure({"loop": loop, "dp-sgd": ours}, case, options)
     return {

@@ -34,7 +34,8 @@ class Table:
     """Runs on one data set."""
 
     def __init__(self, dataset: str, options: argparse.Namespace) -> None:
-        self.dataset, self.options = dataset, options
+        self.dataset = dataset
+        self.options = options
         self.train, self.test = load_dataset(dataset)
         self.results = Results(RESULTS / f"dp_utility{'_quick' if options.quick else ''}.jsonl", "")
 
@@ -52,7 +53,8 @@ class Table:
 
     def tuned(self, mechanism: str) -> tuple[float, float]:
         """(clip, rate) of the best run on held-out training images."""
-        data, budget = held_out(self.train, 5000), {"epsilon": 3.0}
+        data = held_out(self.train, 5000)
+        budget = {"epsilon": 3.0}
         tried = {
             (c, r): self.run(
                 f"tune {mechanism} clip={c} rate={r}",

@@ -57,7 +57,8 @@ def main() -> None:
         print(json.dumps(shown, indent=2))
         return
     for title, columns in shown.items():
-        last, best = columns["last"], columns["best"]
+        last = columns["last"]
+        best = columns["best"]
         print(
             f"{title:48} last {last['mean']:6.2f} ± {last['sd']:.2f}   best {best['mean']:6.2f} ± "
             f"{best['sd']:.2f}   {last['values']}"

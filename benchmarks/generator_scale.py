@@ -111,7 +111,8 @@ def one(group: str, name: str, seed: int, quick: bool) -> dict[str, Any]:
     teacher, held, right = teacher_of(group, seed, quick)
     settings = {**STUDENTS[group][name], **({"steps": 5} if quick else {})}
     distiller = DataFreeDistiller(teacher, held.spec, seed=seed, **settings)
-    student, started = lenet(held, seed + 100), time.perf_counter()
+    student = lenet(held, seed + 100)
+    started = time.perf_counter()
     generator = distiller.fit(student)
     return {
         "accuracy": accuracy(student, held),

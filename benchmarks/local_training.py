@@ -5,7 +5,7 @@ another, alternately in one run.
 
 Clients of log-normal sizes with mean 60 ("uneven"), of one size, or one that has a hundred times
 what the others have; two passes, momentum 0.9, random images: only time is measured. Rows that are
-not "used together" say why: `pays` and `FEW` decide.
+not "used together" say why: `worth_batching` and `FEW` decide.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from fedsynth.cli.memory import keep_large_allocations
 from fedsynth.models.registry import ModelSettings, build_model
-from fedsynth.training.many_clients import FEW, Learner, pays, train_together
+from fedsynth.training.many_clients import FEW, Learner, train_together, worth_batching
 from fedsynth.training.optimisers import MomentumSgd
 from fedsynth.training.sgd import SgdSettings, train_on
 from library.machine import alternating, arguments, machine, saver
@@ -103,12 +103,11 @@ def measure(
     batch: int,
     options: argparse.Namespace,
 ) -> dict[str, Any]:
-    device, sizes = torch.device(options.device), sizes[:3] if options.quick else sizes
+    device = torch.device(options.device)
+    sizes = sizes[:3] if options.quick else sizes
     model = build_model(settings, shape, 10, 0).to(device)
-    x, y = (
-        torch.randn(sum(sizes), *shape, device=device),
-        torch.arange(sum(sizes), device=device) % 10,
-    )
+    x = torch.randn(sum(sizes), *shape, device=device)
+    y = torch.arange(sum(sizes), device=device) % 10
     runs: dict[str, Callable[[], object]] = {
         "one after another": lambda: one_after_another(learners(model, sizes, batch), x, y),
         "together": lambda: train_together(
@@ -117,7 +116,7 @@ def measure(
     }
     times = alternating(runs, 1 if options.quick else options.repeats, device)
     medians = {key: statistics.median(values) for key, values in times.items()}
-    used = len(sizes) >= FEW and pays(model, batch, math.prod(shape))
+    used = len(sizes) >= FEW and worth_batching(model, batch, math.prod(shape))
     row = {
         "case": name,
         "clients": len(sizes),

@@ -171,7 +171,8 @@ class Row:
         context, uploads, test = self.ready()
         settings = self.settings("clients")
         train, _ = load_dataset(settings.dataset)
-        classes, origins = train.spec.classes, train.origins()
+        classes = train.spec.classes
+        origins = train.origins()
         parts = partition(train.labels.numpy(), settings.resolved_partition, classes, *origins)
         own = [train.subset(torch.as_tensor(part)).to(context.device) for part in parts]
         fit = [accuracy(model, mine) for model, mine in zip(self.models(), own, strict=True)]

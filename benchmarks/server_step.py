@@ -31,13 +31,12 @@ IMAGES, BATCH = 810, 256
 
 
 def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
-    device, width = torch.device(options.device), 8 if options.quick else 128
+    device = torch.device(options.device)
+    width = 8 if options.quick else 128
     spec = dataset_spec(name)
     model = build_model(ModelSettings(width=width), spec.image_shape, spec.classes, 0).to(device)
-    x, y = (
-        torch.randn(IMAGES, *spec.image_shape, device=device),
-        torch.arange(IMAGES, device=device) % spec.classes,
-    )
+    x = torch.randn(IMAGES, *spec.image_shape, device=device)
+    y = torch.arange(IMAGES, device=device) % spec.classes
     epochs = 1 if options.quick else options.epochs
     sgd = SgdSettings(epochs, BATCH, MomentumSgd(0.01, 0.9, 5e-4), radius=5.0)
     plain = {"epochs": epochs, "batch": BATCH, "learning_rate": 0.01, "radius": 5.0}

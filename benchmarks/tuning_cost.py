@@ -31,7 +31,8 @@ def planned(mechanism: str) -> PrivacyPlan:
 def cost(mechanism: str, candidates: int) -> dict[str, float]:
     """ε of one run, of all candidates, of those and one more; and of each if all together had 3."""
     run = planned(mechanism)
-    rows, delta = run.planned(), run.privacy.delta
+    rows = run.planned()
+    delta = run.privacy.delta
     sigma = calibrate_noise_multiplier(
         TARGET, delta, lambda s: (candidates + 1) * run.planned(None, s), run.privacy.adjacency
     )

@@ -166,7 +166,8 @@ def _audit_folder(
 
 def _same(settings: RunSettings, wanted: RunSettings, run: Path) -> None:
     """Refuses options that say something else than the run's config."""
-    ours, theirs = wanted.to_mapping(), settings.to_mapping()
+    ours = wanted.to_mapping()
+    theirs = settings.to_mapping()
     differ = [
         f"{section}.{key}"
         for section in {**ours, **theirs}

@@ -76,7 +76,8 @@ def explaining(cls: type) -> list[type]:
     from dataclasses import fields, is_dataclass
     from inspect import getdoc
 
-    found, open_ = [], [cls]
+    found = []
+    open_ = [cls]
     for one in open_:  # which grows
         named = [
             getattr(sys.modules[one.__module__], name, None)

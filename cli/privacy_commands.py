@@ -174,7 +174,8 @@ def _warn(plans: list[Plan]) -> None:
 def _first_beyond(plan: Plan) -> int | None:
     """The first of the plan's rounds after which ε is above the target; ε only grows, and each
     takes a composition, so it is found by halving."""
-    rounds, target = list(plan.epsilon), plan.target
+    rounds = list(plan.epsilon)
+    target = plan.target
     if target is None:
         return None
     first = bisect_left(rounds, True, key=lambda number: plan.epsilon[number] > target * (1 + 1e-9))

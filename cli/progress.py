@@ -85,7 +85,8 @@ class PlainObserver(Observer):
         self._tenth = 0
 
     def step(self, round: int, phase: str, done: int, total: int) -> None:
-        before, self._tenth = self._tenth, 10 * done // max(1, total)
+        before = self._tenth
+        self._tenth = 10 * done // max(1, total)
         due = time.monotonic() - self._last > 30
         if self._settings.privacy is not None:
             due = total >= LONG_PHASE and 0 < self._tenth != before
@@ -94,7 +95,8 @@ class PlainObserver(Observer):
 
     def note(self, text: str) -> None:
         self._last = time.monotonic()
-        first, self._first = self._first, ""
+        first = self._first
+        self._first = ""
         lines = [first, self._names.text(text)] if first else [self._names.text(text)]
         print(*lines, sep="\n", file=sys.stderr, flush=True)
 
@@ -115,7 +117,8 @@ class LiveObserver(Observer):
         self._task = progress.add_task("starting", total=None)
 
     def note(self, text: str) -> None:
-        first, self._first = self._first, ""
+        first = self._first
+        self._first = ""
         lines = [first, self._names.text(text)] if first else [self._names.text(text)]
         self._progress.console.print(*lines, sep="\n", markup=False, highlight=False)
 

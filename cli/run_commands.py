@@ -79,7 +79,8 @@ def compared(folders: list[Path]) -> list[dict[str, Any]]:
             ]
             if key not in QUIET and any(s.get(key, value) != value for s in alike):
                 differ[key.removeprefix("method.").removeprefix("run.")] = value
-        local, private = summary.get("local", {}), summary.get("differential_privacy", {})
+        local = summary.get("local", {})
+        private = summary.get("differential_privacy", {})
         rows.append(
             {
                 "run": folder.name,

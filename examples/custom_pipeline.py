@@ -36,7 +36,8 @@ STEPS, IPC, CLIP, DELTA, BUDGET = 30, 10, 3.0, 1e-5, 5.0
 def main() -> float:
     """Makes the set, trains a model on it and returns its test accuracy."""
     train, test = load_dataset("digits")
-    spec, model = train.spec, ModelSettings(width=32, depth=2)
+    spec = train.spec
+    model = ModelSettings(width=32, depth=2)
     network: Any = build_model(model, spec.image_shape, spec.classes, 0)
     width: int = network.embedding_size + spec.classes
 

@@ -29,7 +29,8 @@ def main(
 ) -> tuple[float, float]:
     """(teacher's, student's) test accuracy."""
     train, test = load_dataset(dataset)
-    spec, settings = train.spec, ModelSettings(model, width=16, depth=2)
+    spec = train.spec
+    settings = ModelSettings(model, width=16, depth=2)
     teacher, student = (
         build_model(settings, spec.image_shape, spec.classes, seed) for seed in (0, 1)
     )

@@ -49,7 +49,8 @@ def scans(n: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
     sides; labels [n].
     """
     rng = np.random.default_rng(seed)
-    images, labels = rng.integers(0, 120, (n, 1, 16, 16)), rng.integers(0, 3, n)
+    images = rng.integers(0, 120, (n, 1, 16, 16))
+    labels = rng.integers(0, 3, n)
     images[labels != 1, :, :, 2:5] += 120
     images[labels != 0, :, :, 11:14] += 120
     return images.astype(np.uint8), labels

@@ -114,12 +114,14 @@ def main(out: Path) -> dict[str, Tensor]:
     """Draws the curves into `out` (PNG), prints their gaps to f and minimisers over |w| ≤ 5, and
     returns them.
     """
-    figure, lines = new_figure(), curves()
+    figure = new_figure()
+    lines = curves()
     axes = figure.subplots()
     for (name, values), style in zip(lines.items(), ("k-", "C1-", "C0--", "C2:"), strict=True):
         axes.plot(W, values, style, label=name)
         gap = (values - lines["objective f"]).abs()
-        near, least = gap[W.abs() <= 2].max(), W[values.argmin()]
+        near = gap[W.abs() <= 2].max()
+        least = W[values.argmin()]
         print(
             f"{name:26} largest gap to f {gap.max():.3f} ({near:.3f} for |w| ≤ 2), smallest at w "
             f"= {least:.2f}"

@@ -212,11 +212,14 @@ def epsilon_of(merged: Merged, delta: float) -> float:
             "privacy",
         )
         return float(_composed(merged).get_epsilon_for_delta(delta - FFT_SLACK))
-    mu, low, high = merged.without_sampling, 0.0, 1.0
+    mu = merged.without_sampling
+    low = 0.0
+    high = 1.0
     if gaussian_delta(mu, 0.0) <= delta:
         return 0.0
     while gaussian_delta(mu, high) > delta:
-        low, high = high, 2 * high
+        low = high
+        high = 2 * high
     while high - low > 1e-9 * max(1.0, high):
         middle = (low + high) / 2
         low, high = (low, middle) if gaussian_delta(mu, middle) <= delta else (middle, high)
@@ -308,7 +311,8 @@ def epsilon_by_round(
     rounds: dict[int, list[Release]] = {}
     for r in releases:
         rounds.setdefault(r.round, []).append(r)
-    table, so_far = {}, Totals()
+    table = {}
+    so_far = Totals()
     for n in sorted(rounds):
         so_far = so_far + totals(rounds[n])
         table[n] = epsilon(so_far, delta, adjacency)

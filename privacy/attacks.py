@@ -33,10 +33,8 @@ def attack_success(
         return dict.fromkeys(false_positive_rates, 1.0)
     if merged.interval is None:
         return {a: float(ndtr(ndtri(a) + merged.without_sampling)) for a in false_positive_rates}
-    curve, furthest = (
-        lru_cache(maxsize=None)(lambda e: delta_of(merged, e)),
-        epsilon_of(merged, 1e-8),
-    )
+    curve = lru_cache(maxsize=None)(lambda e: delta_of(merged, e))
+    furthest = epsilon_of(merged, 1e-8)
     return {a: _largest_power(curve, a, furthest) for a in false_positive_rates}
 
 
@@ -48,17 +46,24 @@ def _largest_power(curve: Callable[[float], float], alpha: float, furthest: floa
 
 def _golden(bound: Callable[[float], float], high: float, iterations: int = 16) -> float:
     """Smallest value met in a golden-section search of a unimodal function on [0, high]."""
-    ratio, low = (math.sqrt(5) - 1) / 2, 0.0
-    left, right = high - ratio * high, ratio * high
-    at_left, at_right = bound(left), bound(right)
+    ratio = (math.sqrt(5) - 1) / 2
+    low = 0.0
+    left = high - ratio * high
+    right = ratio * high
+    at_left = bound(left)
+    at_right = bound(right)
     best = min(bound(0.0), at_left, at_right)
     for _ in range(iterations):
         if at_left <= at_right:
-            high, right, at_right = right, left, at_left
+            high = right
+            right = left
+            at_right = at_left
             left = high - ratio * (high - low)
             at_left = bound(left)
         else:
-            low, left, at_left = left, right, at_right
+            low = left
+            left = right
+            at_left = at_right
             right = low + ratio * (high - low)
             at_right = bound(right)
         best = min(best, at_left, at_right)

@@ -54,11 +54,13 @@ def epsilon_lower_bound(
     correct: int, guesses: int, canaries: int, delta: float, confidence: float
 ) -> float:
     """The largest ε (to 1e-4) that `correct` right guesses refute at this confidence; 0 if none."""
-    low, high = 0.0, 1.0
+    low = 0.0
+    high = 1.0
     if p_value(correct, guesses, canaries, 0.0, delta) > 1 - confidence:
         return 0.0
     while p_value(correct, guesses, canaries, high, delta) <= 1 - confidence and high < 64:
-        low, high = high, 2 * high
+        low = high
+        high = 2 * high
     while high - low > 1e-4:
         middle = (low + high) / 2
         refuted = p_value(correct, guesses, canaries, middle, delta) <= 1 - confidence
@@ -93,7 +95,8 @@ def right_guesses(
     scores: npt.NDArray[np.float64], included: npt.NDArray[np.bool_], guesses: int
 ) -> int:
     """How many of `guesses` (even) guesses are right: "in" for the highest half, else "out"."""
-    order, half = np.argsort(scores), guesses // 2
+    order = np.argsort(scores)
+    half = guesses // 2
     return int(included[order[len(order) - half :]].sum() + (~included[order[:half]]).sum())
 
 

@@ -35,8 +35,10 @@ def calibrate_noise_multiplier(
         spent = epsilon(plan(σ), delta, adjacency)
         return math.inf if math.isinf(spent) else math.log(max(spent, 1e-12) / target_epsilon)
 
-    high, at_high = 1.0, excess(1.0)
-    low, at_low = high, at_high
+    high = 1.0
+    at_high = excess(1.0)
+    low = high
+    at_low = at_high
     while at_high > 0:
         if high > 1e6:
             raise PrivacySettingError(
@@ -46,12 +48,16 @@ def calibrate_noise_multiplier(
                 "it costs more, or has no guarantee",
                 value=f"{target_epsilon:g}",
             )
-        low, at_low, high = high, at_high, 4 * high
+        low = high
+        at_low = at_high
+        high = 4 * high
         at_high = excess(high)
     while at_low <= 0:
         if low < 1e-3:
             return low  # any noise at all is enough
-        high, at_high, low = low, at_low, low / 4
+        high = low
+        at_high = at_low
+        low = low / 4
         at_low = excess(low)
     for turn in count():
         if high <= 1.001 * low:

@@ -163,7 +163,8 @@ def dp_sgd(
     wrapped = GradSampleModule(model, loss_reduction="sum")
     parameters = [p for p in model.parameters() if p.requires_grad]
     flat = torch.cat([p.detach().flatten() for p in parameters])
-    state, size = settings.optimiser.init(flat), len(flat)
+    state = settings.optimiser.init(flat)
+    size = len(flat)
     at_most = min(PHYSICAL_BATCH, PHYSICAL_BYTES // (2 * 4 * size))  # by layer, and joined
     members = Units(len(labels_N)) if units is None else units
     length = pass_length(settings.expected_batch_size, PASS_START / size, max(1, at_most))

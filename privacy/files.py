@@ -44,7 +44,8 @@ def lock(file: FileIO, path: Path, *, shared: bool = False) -> None:
         LedgerError: the lock cannot be had, or not within `LOCK_SECONDS`.
     """
     kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
-    until, pause = time.monotonic() + LOCK_SECONDS, 0.001
+    until = time.monotonic() + LOCK_SECONDS
+    pause = 0.001
     while True:
         try:
             fcntl.flock(file, kind | fcntl.LOCK_NB)

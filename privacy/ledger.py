@@ -289,7 +289,10 @@ class Ledger:
                 f"{_repair_command(self.path)} takes it out"
             )
         # Kept aside until all is read, so that an error leaves this object as it was.
-        chain, rows, facts, lines = self._chain, list(self._rows), self._facts, data.splitlines()
+        chain = self._chain
+        rows = list(self._rows)
+        facts = self._facts
+        lines = data.splitlines()
         for number, line in enumerate(lines):
             entry, chain = self._decode(line, chain)
             if self._size == 0 and number == 0:
@@ -298,7 +301,9 @@ class Ledger:
                 facts = self._with(facts, entry, spent=bool(rows))
             else:
                 rows.append(self._row(entry, len(rows) + 2))
-        self._chain, self._rows, self._facts = chain, rows, facts
+        self._chain = chain
+        self._rows = rows
+        self._facts = facts
         self._size += len(data)
 
     def _header(self, header: dict[str, Any]) -> _Facts:

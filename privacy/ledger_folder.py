@@ -178,7 +178,8 @@ class LedgerFolder:
 
     def _check(self, name: str, known: _Known, here: Mapping[str, Records]) -> None:
         """Refuses records that are not the ledger's, and those of another ledger."""
-        ledger, present = known.ledgers.get(name), here[name]
+        ledger = known.ledgers.get(name)
+        present = here[name]
         if ledger is not None and ledger.bound and known.is_current(name, present):
             return
         before: Records = Counter()
@@ -226,7 +227,8 @@ class LedgerFolder:
                 )
 
     def _opened(self, name: str, present: Records, known: _Known, dataset: str) -> Ledger:
-        records, ledger = known.fingerprint(name, present), known.ledgers.get(name)
+        records = known.fingerprint(name, present)
+        ledger = known.ledgers.get(name)
         known.keep(records, present)
         if ledger is None:
             return Ledger(name, self._file(name), dataset=dataset, records=records)
@@ -273,7 +275,9 @@ class _Known:
     """What a folder knows of records: those of each ledger, now and ever."""
 
     def __init__(self, folder: Path, key: bytes, ledgers: Mapping[str, Ledger]) -> None:
-        self._folder, self._key, self.ledgers = folder, key, ledgers
+        self._folder = folder
+        self._key = key
+        self.ledgers = ledgers
         self._current: dict[str, Records] = {}
         stated = {KEY, *(f for ledger in ledgers.values() for f in ledger.records)}
         lists = [p for p in folder.iterdir() if p.name not in stated and not p.name.startswith(".")]

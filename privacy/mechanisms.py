@@ -134,6 +134,10 @@ class GaussianSums:
         guard: the client's ledger and cap.
         secret: the client's secret generator.
 
+    Attributes:
+        steps_left: releases that are still to be given out.
+        owner: the number of the client that it was handed out for; None: it was made by hand.
+
     Raises:
         BudgetExceededError: the series would exceed the client's cap; nothing was charged and
             nothing drawn.
@@ -149,9 +153,12 @@ class GaussianSums:
                 f"a release of {release.dimension} coordinates cannot be {groups} groups of equal width"
             )
         guard.charge(release)
-        self._release, self._groups, self._secret = release, groups, secret
+        self._release = release
+        self._groups = groups
+        self._secret = secret
         self._width = release.dimension // groups
         self.steps_left = release.steps
+        self.owner: int | None = None
         self._unit = guard.unit
         self._process = this_process()
         self._users = UserSums(groups, self._width, release.sensitivity)
@@ -224,7 +231,8 @@ class GaussianSums:
         if self._sums is None:
             raise PrivacyError("no step is open: nothing to release")
         self._users.close(self._sums)
-        sums, self._sums = self._sums, None
+        sums = self._sums
+        self._sums = None
         self.steps_left -= 1
         noise = self._secret.normal((self._groups, self._width), self.deviation, sums.device)
         return Released((sums + noise).to(torch.float32))

@@ -28,7 +28,9 @@ def line_plot(
     above = 16 * len(series)  # the legend stands over the axes
     scale = math.log10 if log_x else float
     xs = [scale(a) for a, _ in everything]
-    low, high, top = min(xs), max(xs), max(b for _, b in everything) or 1.0
+    low = min(xs)
+    high = max(xs)
+    top = max(b for _, b in everything) or 1.0
     low, high = (low - 0.5, high + 0.5) if low == high else (low, high)
     top *= 1.05
 
@@ -66,7 +68,8 @@ def bar_plot(bars: Sequence[tuple[str, float]], *, y: str) -> str:
     most = max((value for _, value in bars), default=0.0) or 1.0
     parts = []
     for number, (name, value) in enumerate(bars):
-        top, length = 8 + 44 * number, value / most * (WIDTH - 120)
+        top = 8 + 44 * number
+        length = value / most * (WIDTH - 120)
         parts.append(f'<text x="4" y="{top + 12}">{escape(name)}</text>')
         parts.append(
             f'<rect x="4" y="{top + 18}" width="{length:.1f}" height="14" fill="{COLOURS[number % len(COLOURS)]}"/>'
@@ -81,7 +84,8 @@ def _few(points: Points) -> list[float]:
 
 
 def _axes(x: str, y: str, top: float) -> str:
-    base, right = HEIGHT - BOTTOM, WIDTH - RIGHT
+    base = HEIGHT - BOTTOM
+    right = WIDTH - RIGHT
     parts = [f'<path d="M{LEFT} {TOP}V{base}H{right}" fill="none" stroke="#444"/>']
     for share in (0.0, 0.25, 0.5, 0.75, 1.0):
         down = base - share * (HEIGHT - TOP - BOTTOM)

@@ -93,7 +93,9 @@ class Release:
             "must give a reason or be None",
             reason,
         )
-        σ, clip, q = self.noise_multiplier, self.sensitivity, self.sample_rate
+        σ = self.noise_multiplier
+        clip = self.sensitivity
+        q = self.sample_rate
         require(
             is_real(σ) and σ >= 0, "noise_multiplier", "must be a finite number of at least 0", σ
         )

@@ -36,7 +36,8 @@ def render_html(report: Mapping[str, Any]) -> str:
 def _plots(report: Mapping[str, Any]) -> dict[str, str]:
     """Figures, by the heading that they stand under."""
     promise = report["guarantee"]
-    rounds, faint = promise["epsilon_by_round"], []
+    rounds = promise["epsilon_by_round"]
+    faint = []
     if len(promise["epsilon_by_client"]) <= CLIENT_LINES:
         faint = [
             [(row["round"], row["clients"][name]) for row in rounds]

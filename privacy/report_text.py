@@ -69,7 +69,9 @@ def _sampling(row: Mapping[str, Any]) -> str:
 def summary_rows(report: Mapping[str, Any]) -> list[tuple[str, str]]:
     """The short table on the terminal: ε first, then δ, and what they rest on; without a guarantee,
     the reasons."""
-    verdict, promise, ledger = report["verdict"], report["guarantee"], report["ledger"]
+    verdict = report["verdict"]
+    promise = report["guarantee"]
+    ledger = report["ledger"]
     table = [("verdict", verdict["text"])] if promise is None else []
     table += [("why", reason) for reason in verdict["reasons"]]
     if promise is not None:
@@ -88,7 +90,8 @@ def summary_rows(report: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("steps a round", _distinct(str(row["steps"]) for row in ledger)),
     ]
     if promise is not None:
-        clients, cap = promise["clients"], report["budget"]["epsilon_cap"]
+        clients = promise["clients"]
+        cap = report["budget"]["epsilon_cap"]
         table += [
             (
                 "ε over clients",
@@ -111,7 +114,8 @@ def render_markdown(report: Mapping[str, Any]) -> str:
     lines = ["# Privacy budget report", ""]
     lines += _headline(report)
     lines += _promise(report)
-    unit, trust = report["unit"], report["trust_model"]
+    unit = report["unit"]
+    trust = report["trust_model"]
     lines += _section("Who is protected", [*_bullets(unit), f"- adjacency: {report['adjacency']}"])
     lines += _section("Trust model", _bullets(trust))
     lines += _section(
@@ -139,7 +143,8 @@ def render_markdown(report: Mapping[str, Any]) -> str:
 
 
 def _headline(report: Mapping[str, Any]) -> list[str]:
-    verdict, promise = report["verdict"], report["guarantee"]
+    verdict = report["verdict"]
+    promise = report["guarantee"]
     lines = [f"**Verdict: {verdict['text']}.**", ""]
     if promise is not None:
         lines = [f"**ε = {up(promise['epsilon'])} at δ = {promise['delta']:g}** (worst client), for "
@@ -231,7 +236,8 @@ def _accountant(facts: Mapping[str, Any]) -> list[str]:
 
 def _audit(report: Mapping[str, Any]) -> list[str]:
     """What a canary audit found (`fedsynth privacy audit --run`), or that none was made."""
-    found, promise = report["audit"], report["guarantee"]
+    found = report["audit"]
+    promise = report["guarantee"]
     if isinstance(found, str):
         return [found]
     lines = [found["text"], "", f"- command: {found['command']}"]

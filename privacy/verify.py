@@ -210,7 +210,8 @@ def held_rows(report: Mapping[str, Any], files: Path | None, *, exact: bool) -> 
     Raises:
         PrivacyError: the report's own ledger section is damaged.
     """
-    heads, stated = report["ledger_heads"], _stated_rows(report)
+    heads = report["ledger_heads"]
+    stated = _stated_rows(report)
     problems = [
         f"the report's ledger names {client}, its ledger_heads do not"
         for client in stated
@@ -260,7 +261,8 @@ def _ledgers_in(folder: Path) -> tuple[dict[str, tuple[Ledger, list[str]]], list
     problems: list[str] = []
     for path in sorted(folder.glob("*.jsonl")):
         try:
-            ledger, hashes = read_ledger(path), chain_hashes(path)
+            ledger = read_ledger(path)
+            hashes = chain_hashes(path)
         except LedgerError as error:
             problems.append(str(error))
             continue
@@ -281,7 +283,8 @@ def _compare_file(
     exact: bool,
 ) -> None:
     """One client's file against the report's rows and head; fills in `held`."""
-    count, before = head["rows"], head["rows_before"]
+    count = head["rows"]
+    before = head["rows_before"]
     held.rows[client] = stated
     if count > len(file) or (exact and count != len(file)):
         held.problems.append(
@@ -297,7 +300,8 @@ def _compare_file(
     if before <= min(count, len(file)):
         held.starts[client] = hashes[before]
     own = file if exact else file[:count]
-    missing, more = Counter(stated) - Counter(own), Counter(own) - Counter(stated)
+    missing = Counter(stated) - Counter(own)
+    more = Counter(own) - Counter(stated)
     held.problems.extend(
         f"{client}: the ledger file lacks {_row(row)}" for row in missing.elements()
     )
@@ -350,7 +354,8 @@ def taken_as_stated(report: Mapping[str, Any]) -> list[str]:
 def _as_stated(report: Mapping[str, Any], expected: dict[str, Any]) -> list[str]:
     """Moves into `expected` what can only be stated, and says where that is not what such a thing
     may be."""
-    problems, versions = [], dict(report["provenance"])
+    problems = []
+    versions = dict(report["provenance"])
     if set(versions) == set(expected["provenance"]):
         for name, value in versions.items():
             if name != "config" and not _VERSION.fullmatch(value):

@@ -70,7 +70,9 @@ class Case:
         images = rng.integers(0, 256, (n, *spec.image_shape), dtype=np.uint8)
         self.data: ImageData = from_arrays(images, np.arange(n) % spec.classes, spec).to(device)
         self.parts = list(torch.arange(n).split(per_client))
-        self.spec, self.steps, self.device = spec, steps, device
+        self.spec = spec
+        self.steps = steps
+        self.device = device
         model = build_model(ModelSettings(width=width), spec.image_shape, spec.classes, 0).to(
             device
         )
@@ -79,10 +81,8 @@ class Case:
 
     def engine(self, precision: torch.dtype, compiled: bool = False) -> None:
         """All clients, as many at once as the memory bound allows."""
-        context, ids = (
-            replace(self.context, compute=Compute(self.device, precision, compiled=compiled)),
-            range(len(self.parts)),
-        )
+        context = replace(self.context, compute=Compute(self.device, precision, compiled=compiled))
+        ids = range(len(self.parts))
         at_once = max(1, context.memory_bytes // 2 // (self.method.client_bytes(context) or 1))
         for first in ids[::at_once]:
             mine = ids[first : first + at_once]

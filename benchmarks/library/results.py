@@ -39,7 +39,9 @@ class Results:
     """
 
     def __init__(self, path: Path, only: str, budget: float = math.inf) -> None:
-        self.path, self._only, self._machine = path, only, machine()
+        self.path = path
+        self._only = only
+        self._machine = machine()
         self._end = time.monotonic() + budget
 
     def get(

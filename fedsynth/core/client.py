@@ -69,7 +69,9 @@ class OpenClients:
         parts: Sequence[Tensor],
         allowances: Sequence[Allowance[UnaccountedNoise]] = (),
     ) -> None:
-        self.ids, self.data, self.spec = tuple(ids), data, data.spec
+        self.ids = tuple(ids)
+        self.data = data
+        self.spec = data.spec
         self._parts = [part.to(data.labels.device) for part in parts]
         self._labels = [data.labels[part].cpu() for part in self._parts]
         self._allowance = GroupAllowance(allowances)
@@ -146,13 +148,14 @@ class PrivateClients:
         nominal_size: float | None = None,
         users: Tensor | None = None,
     ) -> None:
-        self.ids, self.spec = tuple(ids), data.spec
+        self.ids = tuple(ids)
+        self.spec = data.spec
         self._data = data
         self._allowance = GroupAllowance(allowances)
-        self._owners: dict[int, tuple[GaussianSums, int]] = {}
         self._nominal_size = nominal_size
         self._parts = [part.to(data.labels.device) for part in parts]
-        self._records, self._labels = [part.cpu() for part in parts], data.labels.cpu()
+        self._records = [part.cpu() for part in parts]
+        self._labels = data.labels.cpu()
         self._users = None if users is None else users.cpu()
         self._units = [
             Units(len(own), None if self._users is None else self._users[own])
@@ -161,7 +164,8 @@ class PrivateClients:
 
     def segments(self) -> Segments:
         """All classes of all clients: which classes a client has is private."""
-        count, classes = len(self.ids), self.spec.classes
+        count = len(self.ids)
+        classes = self.spec.classes
         return Segments(
             torch.arange(count).repeat_interleave(classes), torch.arange(classes).repeat(count)
         )
@@ -192,16 +196,19 @@ class PrivateClients:
         """
         taken = self._allowance.take(name)
         for number, one in zip(self.ids, taken, strict=True):
-            self._owners[id(one)] = (one, number)
+            one.owner = number
         return taken
 
     def _check_owners(self, series: Sequence[GaussianSums]) -> None:
         """Each client's records go into its own series, and no other's.
 
         Raises:
-            UnplannedReleaseError: a series of another client, or of none of them.
+            UnplannedReleaseError: a series that was handed out for another client.
         """
-        owners = [self._owners.get(id(one), (None, None))[1] for one in series]
+        owners = [
+            number if one.owner is None else one.owner
+            for one, number in zip(series, self.ids, strict=True)
+        ]
         if owners != list(self.ids):
             raise UnplannedReleaseError(
                 f"series of clients {owners} were given for the records of clients {list(self.ids)}"
@@ -278,7 +285,8 @@ class PrivateClients:
         """Trains one model for each client, in place, by DP-SGD with series charged for `steps`
         releases of one group; `penalties` see no data, `losses` are of each example (`dp_sgd`)."""
         self._check_owners(series)
-        extra, own = penalties or [None] * len(models), losses or [None] * len(models)
+        extra = penalties or [None] * len(models)
+        own = losses or [None] * len(models)
         each = zip(self._parts, self._units, series, models, extra, own, strict=True)
         for done, (part, units, s, model, penalty, loss) in enumerate(each, start=1):
 

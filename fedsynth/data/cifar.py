@@ -36,7 +36,8 @@ def read_cifar_batch(
         raise DataFilesCorruptError(
             f"{path} is no CIFAR batch: it holds a {type(batch).__name__}, not a dict"
         )
-    data, labels = _entry(batch, "data", path), _entry(batch, label_key, path)
+    data = _entry(batch, "data", path)
+    labels = _entry(batch, label_key, path)
     if not (
         isinstance(data, PickledArray)
         and data.code == "u1"

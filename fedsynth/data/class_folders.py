@@ -84,8 +84,10 @@ def _by_class(folders: list[Path], spec: DatasetSpec, where: str) -> Split:
 def _annotated(folder: Path, names: list[str], spec: DatasetSpec) -> Split:
     """The images that val_annotations.txt lists, in its order: a line is FILE, WNID and a box,
     separated by tabs."""
-    path, number_of = folder / "val_annotations.txt", {name: c for c, name in enumerate(names)}
-    paths, labels = [], []
+    path = folder / "val_annotations.txt"
+    number_of = {name: c for c, name in enumerate(names)}
+    paths = []
+    labels = []
     for number, line in enumerate(read_lines(path, spec.name, _TINY), 1):
         if not line.strip():
             continue

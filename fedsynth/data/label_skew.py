@@ -36,7 +36,8 @@ def held_classes(sizes: IntArray, clients: int, each: int, rng: Rng, advice: str
     places = _places(clients, each, len(present), rng)
     short = np.flatnonzero(sizes[present] < places)
     if len(short):
-        label, holders = int(present[short[0]]), int(places[short[0]])
+        label = int(present[short[0]])
+        holders = int(places[short[0]])
         raise PartitionError(
             f"class {label} has {int(sizes[label])} examples for the {holders} clients that must hold it: {advice}"
         )
@@ -63,7 +64,9 @@ def dominant_classes(sizes: IntArray, clients: int, each: int, share: float, rng
             be had.
     """
     present = np.flatnonzero(sizes)
-    C, totals, size = len(present), sizes[present], sizes.sum() / clients
+    C = len(present)
+    totals = sizes[present]
+    size = sizes.sum() / clients
     if each >= C:
         raise PartitionError(
             f"dominant_classes is {each} but there are examples of {C} classes only: lower it"
@@ -153,7 +156,8 @@ def _take(places: IntArray, clients: int, each: int, rng: Rng) -> npt.NDArray[np
     places left within one of each other, so nobody lacks `each` different classes. With K·c = C the
     clients' classes are disjoint.
     """
-    left, classes = places.copy(), len(places)
+    left = places.copy()
+    classes = len(places)
     holds = np.zeros((clients, classes), dtype=bool)
     for k in rng.permutation(clients):
         taken = np.lexsort((rng.random(classes), -left))[:each]
@@ -197,8 +201,11 @@ def _rounded(x: Floats, columns: IntArray) -> IntArray:
 
     (K, C), total = x.shape, int(columns.sum())
     down = np.floor(x + _WHOLE).astype(np.int64)
-    source, extra, sink = 0, 1, K + C + 2
-    clients, classes = slice(2, K + 2), slice(K + 2, sink)
+    source = 0
+    extra = 1
+    sink = K + C + 2
+    clients = slice(2, K + 2)
+    classes = slice(K + 2, sink)
     capacity = np.zeros((sink + 1, sink + 1), dtype=np.int32)
     capacity[source, clients] = total // K - down.sum(axis=1)
     capacity[source, extra] = total % K

@@ -113,7 +113,8 @@ def _one_writer(
     """Pixels uint8 [n, 1, 28, 28], rint(255x), and labels [n]."""
     if not (isinstance(data, dict) and "x" in data and "y" in data):
         raise DataFilesCorruptError(f"{where}: must have x and y")
-    x, y = _numbers(data["x"], "x", where), _numbers(data["y"], "y", where)
+    x = _numbers(data["x"], "x", where)
+    y = _numbers(data["y"], "y", where)
     pixels = spec.height * spec.width
     count = size if type(size) in (int, float) else type(size).__name__
     if x.ndim != 2 or x.shape[1] != pixels or y.shape != (len(x),) or count != len(x):

@@ -148,7 +148,8 @@ def _element(content: memoryview, at: int, order: Order) -> tuple[int, memoryvie
     """The type and the bytes of the element at `at`, and where the next one starts."""
     word = int.from_bytes(content[at : at + 4], order)
     if word >> 16:  # up to four bytes stand in the tag itself
-        kind, length = word & 0xFFFF, word >> 16
+        kind = word & 0xFFFF
+        length = word >> 16
         start = at + 4
         after = at + 8
     else:

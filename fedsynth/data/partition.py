@@ -288,7 +288,8 @@ def _redrawn(
     draw: Callable[[], IntArray], total: int, settings: PartitionSettings, instead: str = ""
 ) -> IntArray:
     """The first counts [K, ...] of `draw` that give every client at least `min_size` examples."""
-    K, least = settings.clients, settings.min_size
+    K = settings.clients
+    least = settings.min_size
     if K * least > total:
         raise PartitionError(
             f"{K} clients of at least {least} examples need {K * least}, there are {total}: lower min_size or clients"
@@ -326,7 +327,8 @@ def _dirichlet_counts(
 ) -> IntArray:
     """[K, C]: for each class p ~ Dir(α·1_K), cut at ⌊cumsum(p)·n_c⌋. `masked`: p = 0 for those with
     ≥ N/K examples."""
-    K, total = settings.clients, int(sizes.sum())
+    K = settings.clients
+    total = int(sizes.sum())
     counts = np.zeros((K, len(sizes)), dtype=np.int64)
     held = np.zeros(K, dtype=np.int64)
     concentration = np.full(K, min(settings.alpha, _ALPHA_CAP))
@@ -352,7 +354,9 @@ def _dirichlet_counts(
 def _classes(y: IntArray, settings: PartitionSettings, classes: int, rng: Rng) -> list[IntArray]:
     """Exactly c classes per client (`held_classes`)."""
     sizes = np.bincount(y, minlength=classes)
-    K, c, C = settings.clients, settings.classes_per_client, int(np.count_nonzero(sizes))
+    K = settings.clients
+    c = settings.classes_per_client
+    C = int(np.count_nonzero(sizes))
     if c > C:
         raise PartitionError(
             f"classes_per_client is {c} but there are examples of {C} classes only: lower it"
@@ -369,7 +373,9 @@ def _missing(y: IntArray, settings: PartitionSettings, classes: int, rng: Rng) -
     """No example of m classes: a client has C − m, so that a class is missing at ⌊Km/C⌋ or ⌈Km/C⌉
     clients and never at all of them."""
     sizes = np.bincount(y, minlength=classes)
-    K, m, C = settings.clients, settings.missing_classes, int(np.count_nonzero(sizes))
+    K = settings.clients
+    m = settings.missing_classes
+    C = int(np.count_nonzero(sizes))
     if m >= C:
         raise PartitionError(
             f"missing_classes is {m} but there are examples of {C} classes only: lower it"

@@ -31,12 +31,14 @@ def partition_table(counts: Counts) -> str:
     """
     matrix = _checked_counts(counts)
     body = _wide_rows(matrix) if matrix.shape[1] <= MAX_COLUMNS else _largest_rows(matrix)
-    head, rows = body[0], body[1:]
+    head = body[0]
+    rows = body[1:]
     if len(rows) > MAX_ROWS:
         hidden = len(rows) - MAX_ROWS
         half = MAX_ROWS // 2
         rows = [*rows[:half], [f"… {hidden} more"], *rows[-half:]]
-    sizes, held = matrix.sum(axis=1), (matrix > 0).sum(axis=1)
+    sizes = matrix.sum(axis=1)
+    held = (matrix > 0).sum(axis=1)
     summary = (
         f"{len(matrix)} clients, {int(sizes.sum())} examples: {_spread(sizes)} each, of {_spread(held)} classes "
         "(fewest – median – most)"
@@ -60,7 +62,8 @@ def partition_png(counts: Counts, path: Path) -> None:
     with_numbers = C * number_width <= 1000 and K * 16 <= 1600
     side = max(4, min(16, 1000 // max(K, C)))
     w, h = (max(number_width, 20), 16) if with_numbers else (side, side)
-    left, top = 40, 34
+    left = 40
+    top = 34
     picture = Image.new("RGB", (max(left + C * w + 10, 330), top + K * h + 10), "white")
     draw = ImageDraw.Draw(picture)
     draw.text(
@@ -71,7 +74,8 @@ def partition_png(counts: Counts, path: Path) -> None:
     )
     for k, c in np.ndindex(K, C):
         n = int(matrix[k, c])
-        x, y = left + c * w, top + k * h
+        x = left + c * w
+        y = top + k * h
         # The square root keeps small counts visible beside large ones.
         share = math.sqrt(n / most) if most else 0.0
         draw.rectangle(
@@ -96,14 +100,19 @@ def shares_png(matrix_CM: npt.NDArray[Any], path: Path, title: str) -> None:
     """A heat map of non-negative numbers, [classes, clients]: classes are rows; the darker, the
     larger; with two digits."""
     C, M = matrix_CM.shape
-    font, most = ImageFont.load_default(), float(matrix_CM.max(initial=0.0)) or 1.0
-    w, h, left, top = 40, 18, 40, 34
+    font = ImageFont.load_default()
+    most = float(matrix_CM.max(initial=0.0)) or 1.0
+    w = 40
+    h = 18
+    left = 40
+    top = 34
     picture = Image.new("RGB", (max(left + M * w + 10, 330), top + C * h + 10), "white")
     draw = ImageDraw.Draw(picture)
     draw.text((6, 4), f"{title}: {C} classes (rows), {M} clients (columns)", "black", font)
     for c, k in np.ndindex(C, M):
         share = float(matrix_CM[c, k]) / most
-        x, y = left + k * w, top + c * h
+        x = left + k * w
+        y = top + c * h
         draw.rectangle((x, y, x + w - 2, y + h - 2), fill=_blue(share))
         draw.text(
             (x + 4, y + 2), f"{matrix_CM[c, k]:.2g}", "white" if share > 0.5 else "black", font
@@ -136,12 +145,14 @@ def image_grid_png(
     scale = max(1, math.ceil(48 / max(h, w)))
     tiles = x.transpose(0, 2, 3, 1).repeat(scale, axis=1).repeat(scale, axis=2)
     columns = min(columns, n)
-    step_y, step_x = h * scale + 1, w * scale + 1
+    step_y = h * scale + 1
+    step_x = w * scale + 1
     canvas = np.full(
         (math.ceil(n / columns) * step_y + 1, columns * step_x + 1, 3), _GREY, np.uint8
     )
     for i, tile in enumerate(tiles):
-        y, left = (i // columns) * step_y + 1, (i % columns) * step_x + 1
+        y = (i // columns) * step_y + 1
+        left = (i % columns) * step_x + 1
         canvas[y : y + h * scale, left : left + w * scale] = tile
     _save(Image.fromarray(canvas), path)
 
@@ -206,7 +217,8 @@ def _spread(values: npt.NDArray[Any]) -> str:
 
 def _blue(share: float) -> tuple[int, int, int]:
     """White at 0, dark blue at 1."""
-    white, dark = (255, 255, 255), (8, 48, 107)
+    white = (255, 255, 255)
+    dark = (8, 48, 107)
     r, g, b = (round(a + (z - a) * share) for a, z in zip(white, dark, strict=True))
     return r, g, b
 

@@ -27,7 +27,8 @@ class ProxyImages:
     601), resized, normalised by `spec`."""
 
     def __init__(self, data: ImageData, spec: DatasetSpec) -> None:
-        self._pixels, self._spec = data.images, spec
+        self._pixels = data.images
+        self._spec = spec
 
     def __len__(self) -> int:
         return len(self._pixels)

@@ -32,7 +32,8 @@ def read_svhn(path: Path, spec: DatasetSpec) -> tuple[npt.NDArray[np.uint8], npt
         raise DataFilesCorruptError(
             f"{path} cannot be read as an SVHN file: {one_line(error)}"
         ) from None
-    x, y = variables["X"], variables["y"]
+    x = variables["X"]
+    y = variables["y"]
     if x.dtype != np.uint8 or x.ndim != 4 or y.size != x.shape[3]:
         raise DataFilesCorruptError(
             f"{path} must hold X uint8 [32, 32, 3, N] and y [N, 1], got {x.dtype} {list(x.shape)} and "

@@ -79,11 +79,14 @@ def draw_device(
     rng = numpy_generator(SEED, "synthetic device", device)
     if alpha is None or beta is None:
         shared = numpy_generator(SEED, "synthetic iid model")
-        W, b = shared.standard_normal((FEATURES, CLASSES)), shared.standard_normal(CLASSES)
+        W = shared.standard_normal((FEATURES, CLASSES))
+        b = shared.standard_normal(CLASSES)
         return DEVIATIONS * rng.standard_normal((n, FEATURES)), W, b
-    u, B = alpha * rng.standard_normal(), beta * rng.standard_normal()
+    u = alpha * rng.standard_normal()
+    B = beta * rng.standard_normal()
     v = B + rng.standard_normal(FEATURES)
-    W, b = u + rng.standard_normal((FEATURES, CLASSES)), u + rng.standard_normal(CLASSES)
+    W = u + rng.standard_normal((FEATURES, CLASSES))
+    b = u + rng.standard_normal(CLASSES)
     return v + DEVIATIONS * rng.standard_normal((n, FEATURES)), W, b
 
 
@@ -98,10 +101,8 @@ def from_levels(levels: npt.NDArray[np.uint8], spec: DatasetSpec) -> Floats:
 
 
 def _joined(splits: list[Split]) -> Split:
-    images, labels = (
-        np.concatenate([s.images for s in splits]),
-        np.concatenate([s.labels for s in splits]),
-    )
+    images = np.concatenate([s.images for s in splits])
+    labels = np.concatenate([s.labels for s in splits])
     return Split(
         images,
         labels.astype(np.int64),

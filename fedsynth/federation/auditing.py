@@ -172,7 +172,8 @@ def _audited(settings: RunSettings, spec: DatasetSpec | None) -> RunSettings:
         raise PrivacySettingError(
             "privacy", "mechanism", "claims no ε, so there is nothing to audit", value=mechanism
         )
-    found, privacy = spec or dataset_spec(settings.dataset), settings.privacy
+    found = spec or dataset_spec(settings.dataset)
+    privacy = settings.privacy
     if privacy.ledger is not None:  # σ for what is left in the kept ledger, which is only read
         privacy = replace(privacy_plan(settings).privacy, epsilon=None, ledger=None)
     nominal = public_context(settings, found, torch.device("cpu")).nominal_size
@@ -272,14 +273,16 @@ def _random_federation(
     nominal = settings.privacy.nominal_size if settings.privacy is not None else None
     most = [REST if k == client else OTHERS for k in range(settings.partition.clients)]
     sizes = [max(spec.classes, min(round(nominal or 0), size)) for size in most]
-    rng, classes = numpy_generator(settings.seed, "audit"), np.arange(spec.classes)
+    rng = numpy_generator(settings.seed, "audit")
+    classes = np.arange(spec.classes)
 
     def images(labels: IntArray) -> ImageData:
         pixels = rng.integers(0, 256, (len(labels), *spec.image_shape), dtype=np.uint8)
         return from_arrays(pixels, labels, spec)
 
     labels = [np.resize(classes, size) for size in [*sizes, canaries]]
-    train, test = images(np.concatenate(labels)), images(classes)
+    train = images(np.concatenate(labels))
+    test = images(classes)
     return train, test, list(torch.arange(sum(sizes)).split(sizes))
 
 

@@ -58,12 +58,14 @@ def log_likelihood_ratios(
         rate: q.
         orthogonal: the contributions are, so that there is nothing to decorrelate.
     """
-    u, variance = contributions_ND, deviation**2
+    u = contributions_ND
+    variance = deviation**2
     if orthogonal:
         k = u.square().sum(dim=1).double() / variance
         z = (u @ y_D).double() / variance
     else:
-        half, gram = rate / 2, (u @ u.T).double()
+        half = rate / 2
+        gram = (u @ u.T).double()
         spread = half * (1 - half)
         variance = max(variance, 1e-6 * float(gram.trace()))  # float32's rounding of `gram`
         noise = variance * torch.eye(len(u), dtype=gram.dtype, device=u.device)
@@ -188,7 +190,8 @@ class AuditedSums(GaussianSums):
         canaries: Canaries,
     ) -> None:
         super().__init__(release, groups, guard, secret)
-        self._canaries, self._members = canaries, canaries.members(groups)
+        self._canaries = canaries
+        self._members = canaries.members(groups)
         # the canary at each of the client's records, −1 for the rest
         self._records = torch.cat([torch.full((canaries.rest,), -1), canaries.among_records()])
 
@@ -211,7 +214,8 @@ class AuditedSums(GaussianSums):
                 f"an audit of {len(self._records)} records was asked to sample {records}"
             )
         given, self._taken = self._give_out(super().sample(records))
-        self._given, self._at = self._records[given], 0
+        self._given = self._records[given]
+        self._at = 0
         self._rest = torch.zeros(self._groups, self._width, dtype=torch.float64)
         return given
 
@@ -221,8 +225,10 @@ class AuditedSums(GaussianSums):
         here = slice(self._at, self._at + len(rows_ND))
         self._at = here.stop
         left = None if sample is None else sample.where(self._taken[here])
-        canary, taken = self._given[here].to(rows_ND.device), self._taken[here].to(rows_ND.device)
-        rows, other = self._vectors(rows_ND.detach(), canary), canary < 0
+        canary = self._given[here].to(rows_ND.device)
+        taken = self._taken[here].to(rows_ND.device)
+        rows = self._vectors(rows_ND.detach(), canary)
+        other = canary < 0
         known = clipped(rows[other], self._release.sensitivity)
         self._rest = self._rest.to(rows.device).index_add(0, groups_N[other], known)
         super().add(rows[taken], groups_N[taken], left)

@@ -66,7 +66,8 @@ def planned_ledgers(run: RunSettings, folder: Path | None) -> list[Ledger]:
 
     They go by default names.
     """
-    names, dataset = default_names(run.partition.clients), data_set_id(run)
+    names = default_names(run.partition.clients)
+    dataset = data_set_id(run)
     files = {name: folder / f"{name}.jsonl" if folder else None for name in names}
     return [
         Ledger(name, file if file is not None and file.exists() else None, dataset=dataset)

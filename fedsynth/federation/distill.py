@@ -102,7 +102,9 @@ def distil_files(
         DataFilesCorruptError: a file that is not there, or is not a model of its architecture.
             OutputError: the student cannot be written.
     """
-    spec, where, kind = dataset_spec(dataset), resolve_device(device), method_class(method)
+    spec = dataset_spec(dataset)
+    where = resolve_device(device)
+    kind = method_class(method)
     if not issubclass(kind, DistilsWithoutData):
         raise SettingError(
             "run",

@@ -69,7 +69,9 @@ class PrivacyPlan:
             UnaccountedReleaseError: the method uploads something that no mechanism protects.
             PrivacySettingError: δ too large for the declared number of records, ….
         """
-        given, method, spec = settings.privacy, settings.method, context.spec
+        given = settings.privacy
+        method = settings.method
+        spec = context.spec
         if given is None:
             raise SettingError(None, "privacy", "must be set for a private run")
         check_method(method)
@@ -303,7 +305,8 @@ class PrivacyPlan:
         """σ for which the planned run, on top of what each ledger held, reaches ε at the client
         that needs most noise."""
         privacy = self.privacy
-        target, found = privacy.epsilon or math.inf, 0.0
+        target = privacy.epsilon or math.inf
+        found = 0.0
         for spent, attended in self._attendance:
             rounds = attended[-1]
             if not rounds:

@@ -29,7 +29,8 @@ WEAK = 10.0
 
 def headline(plan: PrivacyPlan) -> list[str]:
     """What the run is about to do, ε first."""
-    facts, delta = plan.facts, plan.privacy.delta
+    facts = plan.facts
+    delta = plan.privacy.delta
     if not facts.guaranteed:
         return [f"no differential privacy guarantee: {facts.reasons[0]}"]
     chief = plan.chief
@@ -109,7 +110,8 @@ def summary(plan: PrivacyPlan, histories: Sequence[History]) -> Promise:
         plan: the run's.
         histories: what the ledgers hold now.
     """
-    sigma, mechanism = plan.privacy.noise_multiplier, plan.chief.mechanism
+    sigma = plan.privacy.noise_multiplier
+    mechanism = plan.chief.mechanism
     if not plan.guaranteed(histories):
         return Promise(guarantee=False, noise_multiplier=sigma, mechanism=mechanism)
     return Promise(

@@ -52,7 +52,8 @@ def report_context(
         secret: whether all clients' noise came from the operating system's keys.
         abandoned: the run did not finish.
     """
-    privacy, facts = plan.privacy, plan.facts
+    privacy = plan.privacy
+    facts = plan.facts
     randomness = DESCRIPTION + (FOUR_SUMS if privacy.four_sums else "")
     return ReportContext(
         method=plan.run.method.name,
@@ -84,7 +85,8 @@ def report_context(
 
 def public_items(plan: PrivacyPlan) -> dict[str, str]:
     """What was fixed before any data were read, and why it is public."""
-    spec, run = plan.spec, plan.run
+    spec = plan.spec
+    run = plan.run
     items = {
         "data set": _data_set(plan),
         "classes and image shape": (

@@ -101,7 +101,8 @@ class RunFolder:
         """(client, images [N, C, H, W], normalised or uint8 pixels, labels [N]) of the last round:
         exactly what was sent, and a picture."""
         sets = [(client, images.cpu(), labels.cpu()) for client, images, labels in sets]
-        images, labels = torch.cat([s[1] for s in sets]), torch.cat([s[2] for s in sets])
+        images = torch.cat([s[1] for s in sets])
+        labels = torch.cat([s[2] for s in sets])
         client = torch.cat([torch.full((len(s[2]),), s[0]) for s in sets])
         metadata = {
             "dataset": spec.name,

@@ -281,8 +281,10 @@ def resolve(
     for name in given:
         if name not in SECTIONS:
             raise unknown_name("section", name, SECTIONS)
-    run, data = dict(given.get("run", {})), dict(given.get("data", {}))
-    name, dataset = str(run.pop("method", "feddm")), str(data.pop("dataset", "digits"))
+    run = dict(given.get("run", {}))
+    data = dict(given.get("data", {}))
+    name = str(run.pop("method", "feddm"))
+    dataset = str(data.pop("dataset", "digits"))
     method = own_method or method_class(name)
     dataset = own_data or dataset_spec(dataset).name
     preset = preset_of(dataset, method) if own_data is None else {}

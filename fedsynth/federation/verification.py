@@ -91,7 +91,8 @@ def verify_run(
             f"the run in {path} did not finish and has no report yet: fedsynth privacy report "
             f"{path} builds it"
         )
-    report, folder = read_report(path), path if path.is_dir() else path.parent
+    report = read_report(path)
+    folder = path if path.is_dir() else path.parent
     problems = schema_problems(report)
     if problems:
         return Verification(problems)
@@ -259,7 +260,8 @@ def _ledger_files(folder: Path, run: RunFiles, ledger: Path | None) -> tuple[Pat
 
     Files beside the report are the run's own; a kept ledger may have grown since.
     """
-    privacy, beside = run.settings.privacy, folder / "ledger"
+    privacy = run.settings.privacy
+    beside = folder / "ledger"
     kept_in = privacy.ledger_folder if privacy is not None else None
     files = ledger or (beside if beside.is_dir() or kept_in is None else kept_in)
     if not files.is_dir():
@@ -282,7 +284,8 @@ def rebuilt(run: RunFiles, before: Rows) -> PrivacyPlan:
     context = context_of(run)
     run.settings.method.check_model(context.architecture)
     plan = PrivacyPlan.make(run.settings, context, _histories(run, before))
-    stated, found = run.start["noise_multiplier"], plan.privacy.noise_multiplier
+    stated = run.start["noise_multiplier"]
+    found = plan.privacy.noise_multiplier
     given = run.settings.privacy and run.settings.privacy.noise_multiplier
     tolerance = 0.0 if given else CALIBRATED
     if stated is None or found is None or not math.isclose(stated, found, rel_tol=tolerance):
@@ -306,10 +309,13 @@ class Evidence:
     """
 
     def __init__(self, run: RunFiles, held: Held, folder: Path, *, abandoned: bool) -> None:
-        self.run, self.folder, self.abandoned = run, folder, abandoned
+        self.run = run
+        self.folder = folder
+        self.abandoned = abandoned
         privacy = run.settings.privacy
         self.kept = privacy is not None and privacy.ledger_folder is not None
-        self.done, self.rounds = len(run.rows), run.settings.rounds
+        self.done = len(run.rows)
+        self.rounds = run.settings.rounds
         start = run.start["ledgers"]
         if set(held.rows) != set(start):
             raise MismatchError(f"the report has other clients than {PRIVATE_START}")
@@ -458,10 +464,14 @@ class Evidence:
                 for row in self.run.rows
                 if "epsilon" in row
             ]
-        table, alone = self._epsilon_by_round(), not any(self.foreign.values())
-        problems, spent, most = [], table.get(0, 0.0), self.plan.epsilon(self.now)
+        table = self._epsilon_by_round()
+        alone = not any(self.foreign.values())
+        problems = []
+        spent = table.get(0, 0.0)
+        most = self.plan.epsilon(self.now)
         for row in self.run.rows:
-            spent, stated = table.get(row["round"], spent), row.get("epsilon")
+            spent = table.get(row["round"], spent)
+            stated = row.get("epsilon")
             if stated is None and math.isinf(most):  # another run's release had no guarantee
                 continue
             if alone:
@@ -478,7 +488,8 @@ class Evidence:
     def _epsilon_by_round(self) -> dict[int, float]:
         """The worst client's ε after each round, and as round 0 from before the run; of this
         run's own rows."""
-        privacy, histories = self.plan.privacy, {}
+        privacy = self.plan.privacy
+        histories = {}
         for client, before in self.before.items():
             earlier = [replace(row, round=0) for row in before]
             rows = [*earlier, *self.own[client]]
@@ -488,7 +499,8 @@ class Evidence:
     def _summary_problems(self) -> list[str]:
         if self.run.summary is None:
             return []
-        settings, method = self.run.settings, self.run.settings.method
+        settings = self.run.settings
+        method = self.run.settings.method
         values = {f.name: getattr(method, f.name) for f in fields(method)}
         expected = {
             "method": method.name,
@@ -511,7 +523,8 @@ class Evidence:
 
     def _accuracy_problems(self) -> list[str]:
         """Accuracies on test images that are private, or that are none, stand nowhere here."""
-        summary, test = self.run.summary or {}, self.run.start["test_images"]
+        summary = self.run.summary or {}
+        test = self.run.start["test_images"]
         if test == "public":
             measured = type(summary.get("test_accuracy")) is float
             if "test_data" not in summary and (measured or not self.done):
@@ -564,7 +577,8 @@ _REFUSAL = re.compile(
 def _same_refusal(stated: str, expected: str, *, exact: bool) -> bool:
     """Whether two refusals say the same but for rounding; or, if not `exact`, but for the client
     and its figures at that time."""
-    one, other = _REFUSAL.fullmatch(stated), _REFUSAL.fullmatch(expected)
+    one = _REFUSAL.fullmatch(stated)
+    other = _REFUSAL.fullmatch(expected)
     if one is None or other is None:
         return stated == expected
     if any(one[part] != other[part] for part in (1, 3, 5, 7)):

@@ -216,7 +216,8 @@ class FedFAPlus(TrainsLocally):
 
     def _histogram(self, model: nn.Module, clients: OpenClients, position: int) -> Tensor:
         """π_k of all examples of a client, by its own trained model, without augmentation."""
-        mine, total = clients.examples(position), torch.zeros(())
+        mine = clients.examples(position)
+        total = torch.zeros(())
         embed: Callable[[Tensor], Tensor] = model.embed  # type: ignore[assignment]
         with torch.no_grad():
             for part in mine.split(chunk(mine.device)):

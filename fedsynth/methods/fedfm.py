@@ -67,7 +67,7 @@ SUMS = "feature sums"
 # A weight above which noisy anchors are warned of. The warning's figures: `fedsynth train --method
 # fedfm --rounds 5 --set local_epochs=2 --set lr=0.05 --set weight=… --dp-epsilon 8`, and the same
 # with fedavg.
-LOUD = 1.0
+HEAVY = 1.0
 CLEAR = 4
 """Deviations of noise above which a noisy count is one. An anchor stays, so that a class that
 nobody has gets one in 3 of 100,000 rounds."""
@@ -90,7 +90,8 @@ def anchor_losses(
         normalise: features and anchors to length 1 first.
     """
     if normalise:
-        features_ND, anchors_CD = F.normalize(features_ND, dim=1), F.normalize(anchors_CD, dim=1)
+        features_ND = F.normalize(features_ND, dim=1)
+        anchors_CD = F.normalize(anchors_CD, dim=1)
     if temperature is None:
         apart = (features_ND - anchors_CD[labels_N]).square().mean(dim=1)
     else:
@@ -195,7 +196,7 @@ class FedFM(TrainsLocally):
         return self._with_anchors(state, list(replies.values()), context)
 
     def broadcast(self, state: AnchorState, context: RoundContext) -> Message:
-        if context.round == 1 and context.privacy is not None and self.weight > LOUD:
+        if context.round == 1 and context.privacy is not None and self.weight > HEAVY:
             context.note(
                 Text(
                     f"warning: weight = {self.weight:g} pulls features to anchors that carry "
@@ -205,7 +206,8 @@ class FedFM(TrainsLocally):
                     ")",
                 )
             )
-        classes, width = context.spec.classes, _width(context)
+        classes = context.spec.classes
+        width = _width(context)
         anchors = state.anchors
         if anchors is None:
             anchors = torch.zeros(classes, width, device=context.device)
@@ -274,13 +276,12 @@ class FedFM(TrainsLocally):
     ) -> AnchorState:
         """The state with this round's anchors; a class that none of its clients has keeps the last
         one."""
-        counts, sums = (
-            torch.stack([a.counts for a in sent]).sum(dim=0),
-            torch.stack([a.sums for a in sent]).sum(dim=0),
-        )
+        counts = torch.stack([a.counts for a in sent]).sum(dim=0)
+        sums = torch.stack([a.sums for a in sent]).sum(dim=0)
         # below so many deviations of the sum of the clients' noise a class counts as absent
         floor = max(1.0, CLEAR * context.noise.get(COUNTS, 0.0) * sqrt(len(sent)))
-        known, anchors = counts >= floor, sums / counts.clamp_min(floor)[:, None]
+        known = counts >= floor
+        anchors = sums / counts.clamp_min(floor)[:, None]
         if state.known is not None and state.anchors is not None:
             anchors = torch.where(known[:, None], anchors, state.anchors)
             known = known | state.known

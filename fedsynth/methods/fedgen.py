@@ -174,10 +174,12 @@ class FedGen(TrainsLocally):
     ) -> Task:
         if not message.generator or not bool(message.known.any()):
             return Task()
-        generator, device = self._generator(context).requires_grad_(False), context.device
+        generator = self._generator(context).requires_grad_(False)
+        device = context.device
         restore(generator, None, message.generator)
         generator.eval()
-        faded, classes = DECAY ** (context.round - 1), context.spec.classes
+        faded = DECAY ** (context.round - 1)
+        classes = context.spec.classes
         labels = torch.arange(classes, device=device).repeat_interleave(POOL)
         fixed = torch_generator(context.seed, "fedgen pool", context.round, client, device=device)
         pool = generator(
@@ -194,7 +196,8 @@ class FedGen(TrainsLocally):
             return self.alpha * faded * F.cross_entropy(network.classifier(made), y)  # type: ignore[operator]
 
         def loss(network: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-            logits, last = network(x), network.classifier
+            logits = network(x)
+            last = network.classifier
             target = F.linear(pool, last.weight.detach(), last.bias.detach()).softmax(dim=1)  # type: ignore[union-attr,operator]
             target = target.view(classes, POOL, classes).mean(dim=1)[y]
             apart = F.kl_div(logits.log_softmax(dim=1), target, reduction="none").sum(dim=1)
@@ -238,7 +241,8 @@ class FedGen(TrainsLocally):
         facts = super().facts(state, context)
         if not state.learner or state.known is None:
             return facts
-        generator, device = self._generator(context), context.device
+        generator = self._generator(context)
+        device = context.device
         restore(generator, None, state.learner)
         asked = state.known.nonzero()[:, 0].repeat_interleave(ASKED)
         draws = torch_generator(0, "tally of generated embeddings", device=device)
@@ -260,7 +264,8 @@ class FedGen(TrainsLocally):
     ) -> tuple[dict[str, Tensor], Tensor]:
         """The generator and its Adam after this round, and which classes any client has had so
         far."""
-        generator, device = self._generator(context).train(), context.device
+        generator = self._generator(context).train()
+        device = context.device
         rate = self.generator_lr * DECAY ** (context.round - 1)
         adam = torch.optim.Adam(generator.parameters(), rate, weight_decay=self.generator_decay)
         if state.learner:

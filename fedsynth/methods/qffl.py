@@ -80,7 +80,8 @@ class QFFL(TrainsLocally):
         self, state: AveragingState, uploads: Mapping[int, FairModel], context: RoundContext
     ) -> AveragingState:
         sent = list(uploads.values())
-        names, lipschitz = trainable(context), 1 / self.lr
+        names = trainable(context)
+        lipschitz = 1 / self.lr
         made = average(uploads, even=True)
         steps = [
             {n: lipschitz * (state.parameters[n] - u.parameters[n]).double() for n in names}

@@ -111,7 +111,8 @@ class Scaffold(TrainsLocally):
         )
 
         def finish(model: nn.Module, trained: Trained) -> tuple[Message, Memory]:
-            y, far = dict(model.named_parameters()), max(1, trained.steps) * self.lr
+            y = dict(model.named_parameters())
+            far = max(1, trained.steps) * self.lr
             after = (
                 {name: mine[name] - c[name] + (x[name] - y[name].detach()) / far for name in x}
                 if trained.steps

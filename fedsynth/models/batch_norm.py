@@ -47,7 +47,10 @@ class GroupedBatchNorm(nn.Module):
 
     def __init__(self, layer: nn.BatchNorm1d | nn.BatchNorm2d, shared: SharedStatistics) -> None:
         super().__init__()
-        self.weight, self.bias, self.eps, self.shared = layer.weight, layer.bias, layer.eps, shared
+        self.weight = layer.weight
+        self.bias = layer.bias
+        self.eps = layer.eps
+        self.shared = shared
 
     def forward(self, x: Tensor) -> Tensor:
         x_NCHW = x if x.dim() == 4 else x[:, :, None, None]
@@ -72,7 +75,8 @@ def has_batch_norm(network: nn.Module) -> bool:
 def with_grouped_statistics(network: nn.Module) -> nn.Module:
     """A copy whose every batch norm is a `GroupedBatchNorm`; its parameters are in the same
     order."""
-    network, shared = copy.deepcopy(network), SharedStatistics()
+    network = copy.deepcopy(network)
+    shared = SharedStatistics()
     for parent in list(network.modules()):
         for name, layer in list(parent.named_children()):
             if isinstance(layer, nn.BatchNorm1d | nn.BatchNorm2d):

@@ -88,7 +88,8 @@ class ConvNet(nn.Module):
             raise unknown_value("model", "norm", norm, NORMS)
         channels, height, side = image_shape
         first_padding = 3 if (height, side) == (28, 28) else 1
-        height, side = height + 2 * (first_padding - 1), side + 2 * (first_padding - 1)
+        height = height + 2 * (first_padding - 1)
+        side = side + 2 * (first_padding - 1)
         if min(height, side) >> depth < 1:
             raise SettingError(
                 "model",

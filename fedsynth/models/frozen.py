@@ -97,7 +97,9 @@ def _forward(
         memory_format=torch.channels_last
     )
     n, c, height, width = y.shape
-    h, w, pixels = height // 2, width // 2, height * width
+    h = height // 2
+    w = width // 2
+    pixels = height * width
     y_NPC = y.permute(0, 2, 3, 1).reshape(n, pixels, c)
     y_NPC = y_NPC - _pixel_sums(y_NPC, 1 / pixels)
     scale = torch.rsqrt(_pixel_sums(y_NPC.square(), 1 / pixels) + norm.eps)

@@ -27,10 +27,8 @@ class Projected(nn.Module):
         name = next(name for name, child in body.named_children() if child is last)
         setattr(body, name, nn.Identity())
         self.body = body
-        self.hidden, self.projection = (
-            nn.Linear(last.in_features, last.in_features),
-            nn.Linear(last.in_features, size),
-        )
+        self.hidden = nn.Linear(last.in_features, last.in_features)
+        self.projection = nn.Linear(last.in_features, size)
         self.classifier = nn.Linear(size, classes)
         self.embedding_size = size
         self.largest_activation = body.largest_activation

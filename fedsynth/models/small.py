@@ -58,9 +58,12 @@ class LeNet5(nn.Module):
                 f"needs images of at least 16×16, got {height}×{width}",
                 value="lenet5",
             )
-        self.conv1, self.conv2 = nn.Conv2d(channels, 6, 5, padding=padding), nn.Conv2d(6, 16, 5)
-        self.pool1, self.pool2 = nn.MaxPool2d(2), nn.MaxPool2d(2)
-        self.fc1, self.fc2 = nn.Linear(16 * rows * columns, 120), nn.Linear(120, 84)
+        self.conv1 = nn.Conv2d(channels, 6, 5, padding=padding)
+        self.conv2 = nn.Conv2d(6, 16, 5)
+        self.pool1 = nn.MaxPool2d(2)
+        self.pool2 = nn.MaxPool2d(2)
+        self.fc1 = nn.Linear(16 * rows * columns, 120)
+        self.fc2 = nn.Linear(120, 84)
         self.classifier = nn.Linear(84, classes)
         self.embedding_size = 84
         self.largest_activation = 6 * (height + 2 * padding - 4) * (width + 2 * padding - 4)
@@ -136,7 +139,8 @@ class _Block(nn.Module):
         super().__init__()
         self.conv1 = nn.Conv2d(inside, outside, 3, stride, 1, bias=False)
         self.conv2 = nn.Conv2d(outside, outside, 3, 1, 1, bias=False)
-        self.norm1, self.norm2 = make_norm(norm, outside), make_norm(norm, outside)
+        self.norm1 = make_norm(norm, outside)
+        self.norm2 = make_norm(norm, outside)
         self.shortcut: nn.Module = nn.Identity()
         if stride != 1 or inside != outside:
             self.shortcut = nn.Sequential(
@@ -172,7 +176,8 @@ class ResNet8(nn.Module):
                 f"needs images of at least 8×8, got {height}×{width}",
                 value="resnet8",
             )
-        self.conv, self.norm = nn.Conv2d(channels, 16, 3, 1, 1, bias=False), make_norm(norm, 16)
+        self.conv = nn.Conv2d(channels, 16, 3, 1, 1, bias=False)
+        self.norm = make_norm(norm, 16)
         self.stages = nn.Sequential(
             _Block(16, 16, 1, norm), _Block(16, 32, 2, norm), _Block(32, 64, 2, norm)
         )

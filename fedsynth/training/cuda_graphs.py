@@ -36,7 +36,8 @@ def recorded(step: Callable[[], None], state: Sequence[Tensor]) -> Callable[[], 
 
 def _record(step: Callable[[], None], device: torch.device) -> Callable[[], object]:
     with torch.cuda.device(device):
-        here, stream = torch.cuda.current_stream(), torch.cuda.Stream()
+        here = torch.cuda.current_stream()
+        stream = torch.cuda.Stream()
         stream.wait_stream(here)
         with torch.cuda.stream(stream):
             for _ in range(WARM_UP):

@@ -47,14 +47,18 @@ class Augmentation:
         mean: Tensor | None = None,
         std: Tensor | None = None,
     ) -> None:
-        self._probability, self._coin, self._noise = probability, coin, noise
+        self._probability = probability
+        self._coin = coin
+        self._noise = noise
         self._gammas = gamma_mean, gamma_std
-        self.mean, self.std = mean, std
+        self.mean = mean
+        self.std = std
 
     def __call__(self, x_NCHW: Tensor) -> Tensor:
         mean = x_NCHW.mean(dim=(2, 3))
         std = (x_NCHW.var(dim=(2, 3), correction=0) + EPS).sqrt()
-        self.mean, self.std = _moved(self.mean, mean), _moved(self.std, std)
+        self.mean = _moved(self.mean, mean)
+        self.std = _moved(self.std, std)
         if float(torch.rand((), generator=self._coin)) >= self._probability:
             return x_NCHW
         new_mean, new_std = (

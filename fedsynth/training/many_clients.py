@@ -62,7 +62,7 @@ def trains_together(model: nn.Module) -> bool:
     )
 
 
-def pays(model: nn.Module, batch: int, scalars: int) -> bool:
+def worth_batching(model: nn.Module, batch: int, scalars: int) -> bool:
     """Whether one pass is faster: with images of so many `scalars`."""
     return trains_together(model) and batch * scalars <= LARGE_BATCH
 
@@ -102,19 +102,20 @@ def train_together(
     ):
         raise ValueError("learners in one pass share batch and optimiser, and have no radius")
     queues = sorted((_Queue(learner) for learner in learners), key=lambda queue: -queue.steps)
-    flat_KP, pulls = (
-        torch.stack([flatten(queue.learner.model) for queue in queues]),
-        _joined([queue.learner for queue in queues]),
-    )
+    flat_KP = torch.stack([flatten(queue.learner.model) for queue in queues])
+    pulls = _joined([queue.learner for queue in queues])
     state = common.optimiser.init(flat_KP)
-    done, total, step = 0, sum(queue.steps for queue in queues), 0
+    done = 0
+    total = sum(queue.steps for queue in queues)
+    step = 0
     while (
         active := bisect_left(queues, -step, key=lambda queue: -queue.steps)
     ) >= FEW:  # the first so many have steps left
         which_ASB, share_ASB = _lay_out(queues[:active], BLOCK)
         for position in range(which_ASB.shape[1]):
             now = bisect_left(queues, -step, hi=active, key=lambda queue: -queue.steps)
-            which, w = which_ASB[:now, position], flat_KP[:now]
+            which = which_ASB[:now, position]
+            w = flat_KP[:now]
             x = images(which.flatten())
             grad = _gradients(
                 learners[0].model,
@@ -127,7 +128,8 @@ def train_together(
                 weight, center, linear = (part[:now] for part in pulls)
                 grad += linear + weight * (w - center)
             common.optimiser.update(w, grad, tuple(rows[:now] for rows in state))
-            done, step = done + now, step + 1
+            done = done + now
+            step = step + 1
         report(done, total)
     for number, queue in enumerate(queues):
         own = tuple(rows[number] for rows in state)
@@ -146,7 +148,8 @@ class _Queue:
 
     def take(self, most: int) -> Tensor:
         """The next batches, at most so many: [S, B], with −1 where a batch is not full."""
-        where, size = self.learner.where, self.learner.settings.batch
+        where = self.learner.where
+        size = self.learner.settings.batch
         while len(self._drawn) < most and self._undrawn:
             order = torch.randperm(len(where), generator=self.learner.generator).to(where.device)
             batches = nn.functional.pad(where[order], (0, -len(where) % size), value=-1).view(
@@ -154,7 +157,8 @@ class _Queue:
             )[: self._undrawn]
             self._undrawn -= len(batches)
             self._drawn = torch.cat([self._drawn, batches])
-        taken, self._drawn = self._drawn[:most], self._drawn[most:]
+        taken = self._drawn[:most]
+        self._drawn = self._drawn[most:]
         return taken
 
 
@@ -224,7 +228,8 @@ def _gradients(
 ) -> Tensor:
     """The gradient of each learner's mean cross-entropy with respect to its own row, [A, P]."""
     named = dict(network.named_parameters())
-    sizes, shapes = [p.numel() for p in named.values()], [p.shape for p in named.values()]
+    sizes = [p.numel() for p in named.values()]
+    shapes = [p.shape for p in named.values()]
 
     def logits(flat_P: Tensor, x_BCHW: Tensor) -> Tensor:
         parts = zip(named, flat_P.split(sizes), shapes, strict=True)

@@ -138,7 +138,8 @@ def make_step(
 
     Arguments are as of `train_on`, but for `labels`, which are asked for as images are.
     """
-    flat, grad = network.flat, network.grad
+    flat = network.flat
+    grad = network.grad
     start = flat.clone()
     pull = penalty if isinstance(penalty, Pull) else None
 

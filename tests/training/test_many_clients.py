@@ -17,9 +17,9 @@ from fedsynth.models.small import Linear
 from fedsynth.training.many_clients import (
     Learner,
     learner_bytes,
-    pays,
     train_together,
     trains_together,
+    worth_batching,
 )
 from fedsynth.training.optimisers import MomentumSgd
 from fedsynth.training.sgd import Pull, SgdSettings, train_on
@@ -199,8 +199,8 @@ def test_which_networks() -> None:
     named = type("Named", (nn.Sequential,), {})(dense)
     named.dense = nn.Linear(3, 3)  # a layer of that name says nothing
     assert not trains_together(named)
-    assert pays(dense, 2**15 // 4, 4)
-    assert not pays(dense, 2**15 // 4 + 1, 4)
+    assert worth_batching(dense, 2**15 // 4, 4)
+    assert not worth_batching(dense, 2**15 // 4 + 1, 4)
 
 
 def test_memory_that_is_said() -> None:

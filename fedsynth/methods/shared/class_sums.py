@@ -118,18 +118,14 @@ def class_sums(
         noisy = alone.class_sums(alone.series(name), lambda x_NCHW, segment_N: rows(x_NCHW))
         return ClassSums(noisy, held[:, 0], counting[0].deviation)
     mine = clients.examples(position)
-    sums, counts = (
-        torch.zeros(classes, width, device=context.device),
-        torch.zeros(classes, device=context.device),
-    )
+    sums = torch.zeros(classes, width, device=context.device)
+    counts = torch.zeros(classes, device=context.device)
     with torch.no_grad():
         for part in mine.split(chunk(mine.device)):
             if len(part):
                 members = F.one_hot(clients.labels(part), classes).to(sums.dtype)
-                sums, counts = (
-                    sums + members.T @ rows(clients.images(part)),
-                    counts + members.sum(dim=0),
-                )
+                sums = sums + members.T @ rows(clients.images(part))
+                counts = counts + members.sum(dim=0)
     return ClassSums(sums, counts, 0.0)
 
 

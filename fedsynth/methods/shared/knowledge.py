@@ -147,7 +147,8 @@ class SharesKnowledge(Condenses):
             check_tensor("known", message.known, (classes,), torch.bool)
 
     def broadcast(self, state: KnowledgeState, context: RoundContext) -> Message:
-        classes, device = context.spec.classes, context.device
+        classes = context.spec.classes
+        device = context.device
         logits = state.logits
         if logits is None:
             logits = torch.zeros(classes, classes, device=device)
@@ -173,9 +174,11 @@ class SharesKnowledge(Condenses):
     def make_upload(
         self, images: SyntheticSet, statistics: Mapping[str, Tensor], context: RoundContext
     ) -> Message:
-        logits, present = statistics["logits"], statistics["present"]
+        logits = statistics["logits"]
+        present = statistics["present"]
         if self.knowledge_from == "first-phase":  # the server has V, and makes R of it
-            logits, present = logits[:0], present[:0]
+            logits = logits[:0]
+            present = present[:0]
         pixels = denormalise(images.images, context.spec)
         soft = soft_labels(logits, self.temperature)
         return CondensedSet(pixels, images.labels, logits, soft, present)

@@ -36,7 +36,7 @@ from fedsynth.privacy.dpsgd import DpSgdSettings, ExampleLoss, Penalty, check_mo
 from fedsynth.privacy.plans import PrivatePlan
 from fedsynth.privacy.settings import PrivacySettings
 from fedsynth.seeding import numpy_generator, torch_generator
-from fedsynth.training.many_clients import Learner, learner_bytes, pays, train_together
+from fedsynth.training.many_clients import Learner, learner_bytes, train_together, worth_batching
 from fedsynth.training.optimisers import MomentumSgd, Optimiser
 from fedsynth.training.sgd import Pull, SgdSettings, steps_of, train_on
 
@@ -216,9 +216,12 @@ class TrainsLocally(Method):
             trained = self._train_privately(models, clients, tasks, context)
         else:
             trained = self._train(models, clients, tasks, context)
-        results, late = [], self.late(context) if self.drop_stragglers else {}
+        results = []
+        late = self.late(context) if self.drop_stragglers else {}
         for position, (client, memory) in enumerate(each):
-            model, task, how = models[position], tasks[position], trained[position]
+            model = models[position]
+            task = tasks[position]
+            how = trained[position]
             if client in late:  # as if it had not taken part
                 upload = task.finish(model, replace(how, weight=0.0))[0]
             else:
@@ -236,7 +239,7 @@ class TrainsLocally(Method):
             return None
         return (
             learner_bytes(context.architecture, self.batch, scalars)
-            if pays(context.architecture, self.batch, scalars)
+            if worth_batching(context.architecture, self.batch, scalars)
             else None
         )
 
@@ -354,7 +357,8 @@ class TrainsLocally(Method):
     ) -> list[Trained]:
         """Trains the models in place: all in one pass where their network and tasks allow it, else
         one after another."""
-        late, learners = self.late(context), []
+        late = self.late(context)
+        learners = []
         for position, (client, model, task) in enumerate(
             zip(clients.ids, models, tasks, strict=True)
         ):
@@ -409,7 +413,8 @@ class TrainsLocally(Method):
 
 
 def _train_alone(learner: Learner, clients: OpenClients, task: Task) -> None:
-    mine, loss = learner.where, task.loss
+    mine = learner.where
+    loss = task.loss
     train_on(
         learner.model,
         lambda where: clients.images(mine[where]),
@@ -424,7 +429,8 @@ def _train_alone(learner: Learner, clients: OpenClients, task: Task) -> None:
 
 def mean_loss(model: nn.Module, clients: OpenClients, position: int) -> float:
     """The mean cross-entropy of a model on all examples of one client of the group; 0 for none."""
-    mine, total = clients.examples(position), 0.0
+    mine = clients.examples(position)
+    total = 0.0
     with torch.no_grad():
         for part in mine.split(chunk(mine.device)):
             total += float(

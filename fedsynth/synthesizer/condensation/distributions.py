@@ -51,7 +51,8 @@ class DistributionMatcher:
     ) -> None:
         from geomloss import SamplesLoss
 
-        self._exact, self._columns = exact, columns
+        self._exact = exact
+        self._columns = columns
         # A fixed scale to begin with: geomloss would else take one of all segments, so that a
         # client's images depended on its neighbours.
         self._loss = SamplesLoss(matching, p=2, blur=blur, diameter=SCALE, backend="tensorized")
@@ -59,7 +60,9 @@ class DistributionMatcher:
 
     def gradient(self, step: int, features: FeatureMap, synthetic: Tensor) -> Tensor:
         rows, weights = _padded(*self._exact.real_rows(step, features), len(synthetic))
-        rows, ipc, out = rows[..., : self._columns], synthetic.shape[1], torch.empty_like(synthetic)
+        rows = rows[..., : self._columns]
+        ipc = synthetic.shape[1]
+        out = torch.empty_like(synthetic)
         for numbers in passes(features, synthetic):
             u, pull = features.vjp(synthetic[numbers].flatten(0, 1), numbers.repeat_interleave(ipc))
             pulled = pull(

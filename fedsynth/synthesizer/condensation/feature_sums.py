@@ -49,7 +49,9 @@ class FeatureSumMatcher:
         networks: int,
         floor: float,
     ) -> None:
-        self._clients, self._series, self._networks = clients, series, networks
+        self._clients = clients
+        self._series = series
+        self._networks = networks
         ones = clients.class_sums(
             count_series, lambda x_NCHW, segment_N: x_NCHW.new_ones(len(x_NCHW), 1)
         )

@@ -37,7 +37,8 @@ def average_over_holders(
     undefined; here only holders count. The row of a class that nobody has is zero, and must not be
     used.
     """
-    values, present = torch.stack(list(values_KCC)), torch.stack(list(present_KC)).to(torch.bool)
+    values = torch.stack(list(values_KCC))
+    present = torch.stack(list(present_KC)).to(torch.bool)
     weights = present.to(values.dtype)
     count = weights.sum(dim=0)
     mean = (
@@ -70,7 +71,8 @@ def sliced_wasserstein(
     if distance == "sorted":
         apart: Tensor = u_SC.sort(dim=1).values - v_SC.sort(dim=1).values
         return apart.abs().mean(dim=1).sum()
-    along_u, along_v = u_SC @ directions_PC.T, v_SC @ directions_PC.T
+    along_u = u_SC @ directions_PC.T
+    along_v = v_SC @ directions_PC.T
     total = u_SC.new_zeros(())
     for client in client_S.unique():
         mine = client_S == client
@@ -117,18 +119,14 @@ class KnowledgeMatcher:
         distance: str,
         directions: Callable[[], Tensor],
     ) -> None:
-        self._inner, self._weight, self._logit_weight, self._distance = (
-            inner,
-            weight,
-            logit_weight,
-            distance,
-        )
-        self._global, self._client, self._known, self._directions = (
-            global_SC,
-            client_S,
-            known_S,
-            directions,
-        )
+        self._inner = inner
+        self._weight = weight
+        self._logit_weight = logit_weight
+        self._distance = distance
+        self._global = global_SC
+        self._client = client_S
+        self._known = known_S
+        self._directions = directions
 
     def gradient(self, step: int, features: FeatureMap, synthetic: Tensor) -> Tensor:
         matched = self._inner.gradient(step, features, synthetic)

@@ -55,11 +55,15 @@ class NetworkFeatures:
         memory_bytes: int = 2**32,
         compiled: bool = False,
     ) -> None:
-        self._logit_weight, self._precision = logit_weight, precision
-        self._statistics, self._memory_bytes = statistics_S, memory_bytes
+        self._logit_weight = logit_weight
+        self._precision = precision
+        self._statistics = statistics_S
+        self._memory_bytes = memory_bytes
         self._compiled = torch.compile(self._embed) if compiled and statistics_S is None else None
         self.mixes = statistics_S is not None
-        self._network, self._augment, self._real = network, augment, self._reduced(network)
+        self._network = network
+        self._augment = augment
+        self._real = self._reduced(network)
 
     def use(self, network: nn.Module, augment: Augmentation | None) -> None:
         """Goes on with this network; if it is the same object as before, its new weights."""
@@ -69,7 +73,8 @@ class NetworkFeatures:
                     mine.copy_(new)
         else:
             self._real = self._reduced(network)
-        self._network, self._augment = network, augment
+        self._network = network
+        self._augment = augment
 
     def _reduced(self, network: nn.Module) -> nn.Module:
         return (
@@ -209,17 +214,16 @@ def condense(
         optimiser: moves the images by it; leading axes, which stay apart, are segments and images.
         precision, statistics_S, memory_bytes, compiled: see `NetworkFeatures`; sums and updates are
             float32.
-        report: hears the number of steps done; the loop itself never waits for the device.
+        report: told the number of steps done; the loop itself never waits for the device.
     """
     synthetic = synthetic_SICHW.detach().clone()
     if not len(synthetic):  # no client of the group has a class to send
         return synthetic
-    state, features = optimiser.init(synthetic), None
+    state = optimiser.init(synthetic)
+    features = None
     for step in range(steps):
-        network, augment = (
-            draw_network(),
-            draw_augmentation() if draw_augmentation is not None else None,
-        )
+        network = draw_network()
+        augment = draw_augmentation() if draw_augmentation is not None else None
         if features is None:
             features = NetworkFeatures(
                 network,

@@ -181,7 +181,9 @@ class ExactMatcher:
     def __init__(
         self, clients: OpenClients, batches: BatchIndices, columns: int | None = None
     ) -> None:
-        self._clients, self._batches, self._columns = clients, batches, columns
+        self._clients = clients
+        self._batches = batches
+        self._columns = columns
 
     def real_means(self, step: int, features: FeatureMap, segments: int) -> Tensor:
         """mean_{B_c} u_w of this step's batch for every segment, [segments, D], without graph."""
@@ -190,7 +192,8 @@ class ExactMatcher:
         for piece in self._batches.pieces(
             len(indices) if features.mixes else chunk(indices.device)
         ):
-            part, where = indices[piece.rows], self._batches.segment[piece.rows]
+            part = indices[piece.rows]
+            where = self._batches.segment[piece.rows]
             u = features.real(self._clients.images(part), where)
             sums = u.new_zeros(segments, u.shape[1]) if sums is None else sums
             sums[piece.segments] += segment_sums(
@@ -247,12 +250,10 @@ class ResidualMatcher:
         divisor: float,
         columns: int | None = None,
     ) -> None:
-        self._clients, self._series, self._divisor, self._columns = (
-            clients,
-            series,
-            divisor,
-            columns,
-        )
+        self._clients = clients
+        self._series = series
+        self._divisor = divisor
+        self._columns = columns
 
     def gradient(self, step: int, features: FeatureMap, synthetic: Tensor) -> Tensor:
         fixed = frozen_means(features, synthetic)[:, : self._columns]
@@ -283,7 +284,9 @@ class GradientMatcher:
     def __init__(
         self, clients: PrivateClients, series: Sequence[GaussianSums], divisor: float
     ) -> None:
-        self._clients, self._series, self._divisor = clients, series, divisor
+        self._clients = clients
+        self._series = series
+        self._divisor = divisor
 
     def gradient(self, step: int, features: FeatureMap, synthetic: Tensor) -> Tensor:
         def rows(x_NCHW: Tensor, segment_N: Tensor) -> Tensor:
@@ -311,7 +314,8 @@ def per_example_gradients(
             for nothing. Segments are best on the CPU, where the passes are planned.
     """
     segment_N = segment_N.cpu()
-    device, segments = x_NCHW.device, len(synthetic_SICHW)
+    device = x_NCHW.device
+    segments = len(synthetic_SICHW)
     u = features.real(x_NCHW, segment_N.to(device))
     at_once = vectors_at_once(features, synthetic_SICHW, len(x_NCHW) / segments)
     out = u.new_zeros(len(x_NCHW), synthetic_SICHW[0].numel())
@@ -343,7 +347,9 @@ class ClippedMatcher:
     """
 
     def __init__(self, inner: Matcher, client_S: Tensor, bound: float) -> None:
-        self._inner, self._client, self._bound = inner, client_S, bound
+        self._inner = inner
+        self._client = client_S
+        self._bound = bound
 
     def gradient(self, step: int, features: FeatureMap, synthetic: Tensor) -> Tensor:
         gradient = self._inner.gradient(step, features, synthetic)

@@ -45,8 +45,11 @@ class Perturbations:
         self._network.module.eval()
         self._center = self._network.flat.clone()
         self._noise = torch.empty_like(self._center)
-        self._radius, self._reading = radius, reading
-        self._key, self._period, self._drawn = (seed, round, device), period, 0
+        self._radius = radius
+        self._reading = reading
+        self._key = (seed, round, device)
+        self._period = period
+        self._drawn = 0
         self._generator = self._stream()
 
     def _stream(self) -> torch.Generator:

@@ -41,9 +41,13 @@ class ResampledNetworks:
     ) -> None:
         self._network = FlatNetwork(model, device)
         self._network.module.eval()
-        self._center, self._gamma = self._network.flat.clone(), gamma
+        self._center = self._network.flat.clone()
+        self._gamma = gamma
         self._scratch = copy.deepcopy(architecture).cpu()
-        self._seed, self._round, self._period, self._drawn = seed, round, period, 0
+        self._seed = seed
+        self._round = round
+        self._period = period
+        self._drawn = 0
 
     def draw(self) -> nn.Module:
         """The next network; it is the same object each time, with other weights."""

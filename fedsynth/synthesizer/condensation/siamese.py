@@ -95,8 +95,12 @@ class SiameseDraws:
         round: int,
         period: int | None = None,
     ) -> None:
-        self._label, self._classes, self._flip = label_S, classes, flip
-        self._key, self._period, self._drawn = (seed, round), period, 0
+        self._label = label_S
+        self._classes = classes
+        self._flip = flip
+        self._key = (seed, round)
+        self._period = period
+        self._drawn = 0
         self._generator = self._stream()
 
     def _stream(self) -> torch.Generator:

@@ -34,7 +34,8 @@ def guidance(losses_TCM: Tensor, floor: float) -> Tensor:
         losses_TCM: loss of every step, class and client.
         floor: least denominator, as a minimum near zero would outweigh all others.
     """
-    least, most = losses_TCM.amin(dim=0), losses_TCM.amax(dim=0)
+    least = losses_TCM.amin(dim=0)
+    most = losses_TCM.amax(dim=0)
     return (most - least) / least.clamp_min(floor)
 
 
@@ -152,7 +153,8 @@ class Stratification:
         batched: bool,
     ) -> Tensor:
         """Losses of every step, [T_G, C, m], of some clients."""
-        classes, m = spec.classes, len(models)
+        classes = spec.classes
+        m = len(models)
         generator = make_generator(
             spec, seed, latent=self.latent, width=self.width, running=False
         ).to(device)

@@ -40,8 +40,11 @@ class Generator(nn.Module):
         running: bool = True,
     ) -> None:
         super().__init__()
-        self.latent, self.classes, self._spec = latent, classes, spec
-        self._rows, self._columns = -(-spec.height // 4), -(-spec.width // 4)
+        self.latent = latent
+        self.classes = classes
+        self._spec = spec
+        self._rows = -(-spec.height // 4)
+        self._columns = -(-spec.width // 4)
         self._wide = 2 * width
         self.start = nn.Linear(latent + classes, self._wide * self._rows * self._columns)
         self.body = nn.Sequential(
@@ -81,7 +84,8 @@ class LatentGenerator(nn.Module):
 
     def __init__(self, classes: int, size: int, noise: int = 32, hidden: int = 256) -> None:
         super().__init__()
-        self.classes, self.noise = classes, noise
+        self.classes = classes
+        self.noise = noise
         self.hidden = nn.Sequential(
             nn.Linear(noise + classes, hidden), nn.BatchNorm1d(hidden), nn.ReLU()
         )

@@ -30,7 +30,8 @@ IMAGES = ("all", "last", "best")
 def adversarial_loss(ensemble_NC: Tensor, student_NC: Tensor, *, only_disagreement: bool) -> Tensor:
     """−KL(P ‖ F_g), averaged over the batch (FedHydra, Eq. 15); DENSE (Eq. 4) counts only images on
     which the two disagree."""
-    log_p, log_q = ensemble_NC.log_softmax(dim=1), student_NC.log_softmax(dim=1)
+    log_p = ensemble_NC.log_softmax(dim=1)
+    log_q = student_NC.log_softmax(dim=1)
     each = (log_p.exp() * (log_p - log_q)).sum(dim=1)
     if only_disagreement:
         each = torch.where(ensemble_NC.argmax(dim=1) != student_NC.argmax(dim=1), each, 0.0)

@@ -80,10 +80,13 @@ class Distillation:
         ad_weight: float = 0.0,
     ) -> None:
         self._teacher = copy.deepcopy(teacher).requires_grad_(False).eval()
-        self.generator, self._draws, self._batch = generator.train(), draws, batch
+        self.generator = generator.train()
+        self._draws = draws
+        self._batch = batch
         self._weights = one_hot_weight, activation_weight
         self._kl_weight = kl_weight
-        self._bn_weight, self._ad_weight = bn_weight, ad_weight
+        self._bn_weight = bn_weight
+        self._ad_weight = ad_weight
         # hooks on this object's own copy of the teacher: they go with it, and the stack, which
         # would take them off when collected, stays
         self._hooks = ExitStack()
@@ -245,7 +248,7 @@ class DataFreeDistiller:
 
         Args:
             student: any classifier of the same classes.
-            report: hears of (steps done, steps).
+            report: told of (steps done, steps).
         """
         device = next(self.teacher.parameters()).device
         generator = make_generator(self.spec, self.seed, latent=self.latent, width=self.width).to(
