@@ -62,14 +62,25 @@ SUMMARISED = (GENERATOR,)
 
 
 def declared_row(method: type[Method]) -> Declared:
-    """What may stand in a round's row of this method."""
-    return {**ROW, **method.discloses}
+    """What may stand in a round's row of this method; of the engine's keys the engine decides."""
+    return {**method.discloses, **ROW}
 
 
 def declared_summary(method: type[Method]) -> Declared:
     """What may stand in its summary."""
     facts = {key: one for key, one in method.discloses.items() if key in SUMMARISED}
-    return {**SUMMARY, **facts}
+    return {**facts, **SUMMARY}
+
+
+def refuse_undeclared(facts: Mapping[str, Any], method: type[Method]) -> None:
+    """Refuses a method's facts that it has not declared; the engine's own keys are not its to fill.
+
+    Raises:
+        UnaccountedReleaseError: names the key.
+    """
+    for key in facts:
+        if key not in method.discloses or key in ROW:
+            raise _undeclared(key)
 
 
 @dataclass(frozen=True)
@@ -104,10 +115,7 @@ def disclosed(values: Mapping[str, Any], declared: Declared | None) -> Disclosed
     hidden: dict[str, Any] = {}
     for key, value in values.items():
         if key not in declared:
-            raise UnaccountedReleaseError(
-                f"{key!r} stands in a private run's metrics, and nobody has declared what it is: "
-                "a method declares its facts in `discloses`, as released or public"
-            )
+            raise _undeclared(key)
         if not declared[key].shown:
             hidden[key] = value
         elif key == MODELS:
@@ -116,3 +124,10 @@ def disclosed(values: Mapping[str, Any], declared: Declared | None) -> Disclosed
         else:
             shown[key] = value
     return Disclosed(shown, hidden)
+
+
+def _undeclared(key: str) -> UnaccountedReleaseError:
+    return UnaccountedReleaseError(
+        f"{key!r} stands in a private run's metrics, and nobody has declared what it is: a method "
+        "declares its facts in `discloses`, as released or public"
+    )

@@ -38,7 +38,12 @@ from fedsynth.federation import privacy_words
 from fedsynth.federation.client_runtime import ClientRuntime, OwnData
 from fedsynth.federation.clients import Clients
 from fedsynth.federation.devices import check_compiler, resolve_device
-from fedsynth.federation.disclosed import declared_row, declared_summary, disclosed
+from fedsynth.federation.disclosed import (
+    declared_row,
+    declared_summary,
+    disclosed,
+    refuse_undeclared,
+)
 from fedsynth.federation.exchange import Refusal
 from fedsynth.federation.in_process import InProcess
 from fedsynth.federation.measure import Measure
@@ -410,11 +415,13 @@ class Simulation:
         """The round's row."""
         number = context.round
         state = self.server.state
-        row: dict[str, Any] = {
-            "round": number,
+        facts = {
             **self.method.facts(state, context),
             **self.method.merge_facts(self.exchange.facts(context)),
         }
+        if self._private:
+            refuse_undeclared(facts, type(self.method))
+        row: dict[str, Any] = {"round": number, **facts}
         if number % self.settings.evaluate_every == 0 or number == self.settings.rounds:
             row.update(self.measure.row(state, context))
         if self._private:

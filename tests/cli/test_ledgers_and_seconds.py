@@ -16,6 +16,7 @@ import pytest
 from fedsynth.cli.progress import LONG_PHASE, PlainObserver, print_summary, round_line
 from fedsynth.data.images import from_arrays
 from fedsynth.data.registry import dataset_spec
+from fedsynth.federation.disclosed import declared_row, disclosed
 from fedsynth.federation.settings import resolve
 from fedsynth.federation.simulation import simulate
 from fedsynth.privacy.ledger import Ledger, read_ledger
@@ -145,7 +146,8 @@ def test_a_row_without_accuracy_is_a_line() -> None:
     assert round_line(row, resolve({})) == "round 1/3 · uploads 1.00 MB · 2.0 s"
     hidden = {**row, "epsilon": 1.0, "private_test": {"test_accuracy": 0.5}}
     private = resolve({"privacy": {"noise_multiplier": 3.0}})
-    assert round_line(hidden, private) == "round 1/3 · ε 1 · uploads 1.00 MB"
+    shown = disclosed(hidden, declared_row(type(private.method))).shown
+    assert round_line(shown, private) == "round 1/3 · ε 1 · uploads 1.00 MB"
 
 
 def test_runs_without_accuracy_stand_beside_others(fedsynth: Train, tmp_path: Path) -> None:
