@@ -5,8 +5,8 @@
 
 Each audit is what `fedsynth privacy audit --method METHOD --dp-epsilon ε` makes (for FedFM with
 `--set weight=0.5`), with its own coins, masks and noise, which are secret: the bounds differ from
-call to call.
-Resumes: finished audits are lines of results/audit_table.jsonl, and `--repeats` counts them.
+call to call. Resumes: finished audits are lines of results/audit_table.jsonl, and `--repeats`
+counts them.
 """
 
 from __future__ import annotations

@@ -1,20 +1,22 @@
-"""All methods on Fashion-MNIST, 10 clients, Dir(0.1), at one budget, for one CPU core: accuracy, bytes and seconds.
+"""All methods on Fashion-MNIST, 10 clients, Dir(0.1), at one budget, for one CPU core: accuracy,
+bytes and seconds.
 
     FEDSYNTH_DATA=... python benchmarks/compare.py [--quick] [--json] [--device cuda]
         [--methods fedprox moon] [--only 'seed=1'] [--time-budget SECONDS]
 
-A tenth of each class, a ConvNet of width 16. The budget is passes over a client's own data: 5 rounds of 5
-for methods that send models, batches of 32, SGD without momentum, as SCAFFOLD and q-FFL have none. The
-rate of each is the best on 5,000 held-out training images with seed 0 (rows "rate …"), of 0.003, 0.01,
-0.03, 0.1 and 0.3, and further ones as long as the best is at an end. FedBN and SOLO take FedAvg's, and so
-do one-shot methods, whose clients train once, 100 passes, until they fit their data; their servers are
-those of `one_shot_table.py`. Methods that condense take 5 rounds of 50 steps, ipc 10; FedDM's and FedAF's
-image rates are found in the same way, of 0.1, 0.3, 1, 3 and 10. FedAF has the weights that its paper
-gives for Fashion-MNIST (1e-3 and 2.0). All else that is not named here is each paper's, but for
-generators, which are small. FedBN and SOLO have no common model: their figure is AMP, the average over the
-clients' own models on the clients' own test splits, a fifth of their data, which is another, easier
-question at Dir(0.1). Three seeds, and five of one-shot methods. Resumes: finished runs are lines of
-results/compare.jsonl, and `--only` shares the work among processes; `tables.py` prints the table.
+A tenth of each class, a ConvNet of width 16. The budget is passes over a client's own data: 5
+rounds of 5 for methods that send models, batches of 32, SGD without momentum, as SCAFFOLD and q-FFL
+have none. The rate of each is the best on 5,000 held-out training images with seed 0 (rows "rate
+…"), of 0.003, 0.01, 0.03, 0.1 and 0.3, and further ones as long as the best is at an end. FedBN and
+SOLO take FedAvg's, and so do one-shot methods, whose clients train once, 100 passes, until they fit
+their data; their servers are those of `one_shot_table.py`. Methods that condense take 5 rounds of
+50 steps, ipc 10; FedDM's and FedAF's image rates are found in the same way, of 0.1, 0.3, 1, 3 and
+10. FedAF has the weights that its paper gives for Fashion-MNIST (1e-3 and 2.0). All else that is
+not named here is each paper's, but for generators, which are small. FedBN and SOLO have no common
+model: their figure is AMP, the average over the clients' own models on the clients' own test
+splits, a fifth of their data, which is another, easier question at Dir(0.1). Three seeds, and five
+of one-shot methods. Resumes: finished runs are lines of results/compare.jsonl, and `--only` shares
+the work among processes; `tables.py` prints the table.
 """
 
 from __future__ import annotations

@@ -1,12 +1,16 @@
-"""Condensation speed beside a straightforward implementation (library/reference.py), timed alternately in one run.
+"""Condensation speed beside a straightforward implementation (library/reference.py), timed
+alternately in one run.
 
-    python benchmarks/condense.py [--quick] [--json] [--device cuda] [--cases mnist cifar10] [--repeats 5]
+    python benchmarks/condense.py [--quick] [--json] [--device cuda] [--cases mnist cifar10]
+        [--repeats 5]
 
-At the paper's shape: 10 classes, 256 real and 10 synthetic images a class, ConvNet-128, 1×28×28 and 3×32×32. For each case: seconds a
-step of the reference and of the engine in fp32 and with bf16 real passes, eager and compiled; medians over alternating repeats; images a
-second; the ratio; and the floor: operations over the machine's measured matrix-product peak. Then how time and peak memory grow with
-clients (1, 10, 100) and classes (10, 100), each in a process of its own, with a narrower network. Random images: only time is measured.
-On Linux the allocator is left as it is: `--keep-allocations` gives the reference, too, what `fedsynth train` asks of it (cli/memory.py).
+At the paper's shape: 10 classes, 256 real and 10 synthetic images a class, ConvNet-128, 1×28×28 and
+3×32×32. For each case: seconds a step of the reference and of the engine in fp32 and with bf16 real
+passes, eager and compiled; medians over alternating repeats; images a second; the ratio; and the
+floor: operations over the machine's measured matrix-product peak. Then how time and peak memory
+grow with clients (1, 10, 100) and classes (10, 100), each in a process of its own, with a narrower
+network. Random images: only time is measured. On Linux the allocator is left as it is:
+`--keep-allocations` gives the reference, too, what `fedsynth train` asks of it (cli/memory.py).
 Results are appended to benchmarks/results/condense.jsonl.
 """
 

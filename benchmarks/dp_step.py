@@ -1,10 +1,12 @@
-"""What privacy costs: FedDM's private steps and DP-SGD, beside the non-private step and loops over examples (library/reference.py).
+"""What privacy costs: FedDM's private steps and DP-SGD, beside the non-private step and loops over
+examples (library/reference.py).
 
     python benchmarks/dp_step.py [--quick] [--json] [--device cuda]
 
-MNIST's shape, one client, ConvNet-128. `residual` against the engine's non-private step at the paper's batch of 256 a class; the `gradient`
-step, all of it (sampling, clipping in float64, secret noise), against the loop; DP-SGD at an expected batch of 256 against its loop.
-Medians over alternating repeats; charging the ledger is part of the private steps.
+MNIST's shape, one client, ConvNet-128. `residual` against the engine's non-private step at the
+paper's batch of 256 a class; the `gradient` step, all of it (sampling, clipping in float64, secret
+noise), against the loop; DP-SGD at an expected batch of 256 against its loop. Medians over
+alternating repeats; charging the ledger is part of the private steps.
 """
 
 from __future__ import annotations

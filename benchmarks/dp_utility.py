@@ -1,12 +1,16 @@
-"""What accuracy an honest ε buys: FedDM's three mechanisms and DP-FedAvg on MNIST and Fashion-MNIST, 10 clients, Dir(0.5), δ = 1e-5.
+"""What accuracy an honest ε buys: FedDM's three mechanisms and DP-FedAvg on MNIST and
+Fashion-MNIST, 10 clients, Dir(0.5), δ = 1e-5.
 
-    FEDSYNTH_DATA=... python benchmarks/dp_utility.py [--quick] [--json] [--device cuda] [--methods features residual]
+    FEDSYNTH_DATA=... python benchmarks/dp_utility.py [--quick] [--json] [--device cuda]
+        [--methods features residual]
 
-All have the same rounds and the same model, at a size that two CPU cores can do. For each method, clip and learning rate are chosen from one
-grid (multiples of the method's own) on 5,000 Fashion-MNIST training images held out of the run, at ε = 3, with a seed that the table does not
-use, and then serve both data sets; the choice is not accounted for (the data are public). σ is found for the whole run before it starts. The
-row "noiseless" is `features` as chosen, with σ = 1e-3. Resumes: finished runs are lines of results/dp_utility.jsonl; `--methods` shares the
-work among processes.
+All have the same rounds and the same model, at a size that two CPU cores can do. For each method,
+clip and learning rate are chosen from one grid (multiples of the method's own) on 5,000
+Fashion-MNIST training images held out of the run, at ε = 3, with a seed that the table does not
+use, and then serve both data sets; the choice is not accounted for (the data are public). σ is
+found for the whole run before it starts. The row "noiseless" is `features` as chosen, with σ =
+1e-3. Resumes: finished runs are lines of results/dp_utility.jsonl; `--methods` shares the work
+among processes.
 """
 
 from __future__ import annotations
@@ -103,7 +107,8 @@ def main() -> None:
         print(dataset)
         for name, row in rows.items():
             print(
-                f"  {name:26} {row['mean']:6.2f} ± {row['sd']:.2f}   {row['values']}  clip {row['clip']:g}, rate ×{row['rate']:g}"
+                f"  {name:26} {row['mean']:6.2f} ± {row['sd']:.2f}   {row['values']}  clip "
+                f"{row['clip']:g}, rate ×{row['rate']:g}"
             )
 
 

@@ -1,11 +1,14 @@
-"""FedDM, REAL and FedAvg on Fashion-MNIST, 10 clients, Dir(0.1): the README's table, at a size that two CPU cores can do.
+"""FedDM, REAL and FedAvg on Fashion-MNIST, 10 clients, Dir(0.1): the README's table, at a size that
+two CPU cores can do.
 
     FEDSYNTH_DATA=... python benchmarks/fashion_table.py [--quick] [--json] [--device cuda]
 
-FedAvg's learning rate is chosen from the comparison papers' grid by 5,000 training images held out of everything else, with a seed that
-the table does not use and the table's number of rounds. The test set is read after each round, for the curves; nothing is chosen by it.
-FedDM and REAL keep the papers' settings where two cores allow, and start from the same real images. Each finished run is a line in the
-results file, under its name and a hash of its settings; a second call goes on from there, and `--only` shares the work among processes.
+FedAvg's learning rate is chosen from the comparison papers' grid by 5,000 training images held out
+of everything else, with a seed that the table does not use and the table's number of rounds. The
+test set is read after each round, for the curves; nothing is chosen by it. FedDM and REAL keep the
+papers' settings where two cores allow, and start from the same real images. Each finished run is a
+line in the results file, under its name and a hash of its settings; a second call goes on from
+there, and `--only` shares the work among processes.
 """
 
 from __future__ import annotations

@@ -1,13 +1,16 @@
-"""FedAF's readings of what its paper leaves open, one changed at a time: Fashion-MNIST at the size of `fedaf_table.py`.
+"""FedAF's readings of what its paper leaves open, one changed at a time: Fashion-MNIST at the size
+of `fedaf_table.py`.
 
-    FEDSYNTH_DATA=... python benchmarks/fedaf_readings.py [--group matching] [--quick] [--json] [--alphas 0.1]
-        [--seeds 0 1] [--only 'τ = 4'] [--time-budget 3600]
+    FEDSYNTH_DATA=... python benchmarks/fedaf_readings.py [--group matching] [--quick] [--json]
+        [--alphas 0.1] [--seeds 0 1] [--only 'τ = 4'] [--time-budget 3600]
 
-Groups: `rates` (the image rate at the table's number of steps, of FedAF and of FedDM, which the table takes), `real` (how strong knowledge
-matching is, how soft, when, and by which batch norm, and as many server steps as the paper has: on random real images in place of condensed
-ones, kept over the rounds, at width 8, so that a row costs a minute), `matching` (the same for few readings with condensed images, at the
-table's size), `steps` (with as many server steps as the paper has and four times the condensation steps, at width 8). Accuracy is that on
-5,000 training images held out of the run: the test set is not read. Finished runs are lines of results/fedaf_readings.jsonl.
+Groups: `rates` (the image rate at the table's number of steps, of FedAF and of FedDM, which the
+table takes), `real` (how strong knowledge matching is, how soft, when, and by which batch norm, and
+as many server steps as the paper has: on random real images in place of condensed ones, kept over
+the rounds, at width 8, so that a row costs a minute), `matching` (the same for few readings with
+condensed images, at the table's size), `steps` (with as many server steps as the paper has and four
+times the condensation steps, at width 8). Accuracy is that on 5,000 training images held out of the
+run: the test set is not read. Finished runs are lines of results/fedaf_readings.jsonl.
 """
 
 from __future__ import annotations

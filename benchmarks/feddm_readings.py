@@ -1,6 +1,8 @@
-"""What FedDM's open readings are worth: each one changed alone, on Fashion-MNIST at the size of `fashion_table.py`.
+"""What FedDM's open readings are worth: each one changed alone, on Fashion-MNIST at the size of
+`fashion_table.py`.
 
-    FEDSYNTH_DATA=... python benchmarks/feddm_readings.py [--quick] [--json] [--device cuda] [--seeds 0 1]
+    FEDSYNTH_DATA=... python benchmarks/feddm_readings.py [--quick] [--json] [--device cuda]
+        [--seeds 0 1]
 
 Accuracy is that on 5,000 training images held out of the run: the test set is not read.
 """

@@ -1,16 +1,21 @@
-"""FedAvg, FedAvg (OCA) and FedKF's four variants on a tenth of EMNIST letters, 4 of 20 clients a round, for two CPU cores.
+"""FedAvg, FedAvg (OCA) and FedKF's four variants on a tenth of EMNIST letters, 4 of 20 clients a
+round, for two CPU cores.
 
-    FEDSYNTH_DATA=... python benchmarks/fedkf_table.py [--paper] [--quick] [--json] [--alphas 0.1] [--seeds 0] [--only 'seed=1']
-        [--time-budget 3600]
+    FEDSYNTH_DATA=... python benchmarks/fedkf_table.py [--paper] [--quick] [--json] [--alphas 0.1]
+        [--seeds 0] [--only 'seed=1'] [--time-budget 3600]
 
-The paper's Table V setting as its official code has it: LeNet-5, batch 64, 10 local epochs, every client with the same number of steps, the
-code's own partition, 20 % of each client's data test, 10 % of each class is used. What differs: 50 rounds where the paper has 100, so the
-learning rate is twice the paper's, 0.02, for every row; and generators of width 8 (the paper's: 64). Nothing is chosen by the test splits.
-`--paper` has neither difference: 100 rounds, rate 0.01, width 64 (hours a run; Dir(0.1) and one seed unless others are named).
+The paper's Table V setting as its official code has it: LeNet-5, batch 64, 10 local epochs, every
+client with the same number of steps, the code's own partition, 20 % of each client's data test, 10
+% of each class is used. What differs: 50 rounds where the paper has 100, so the learning rate is
+twice the paper's, 0.02, for every row; and generators of width 8 (the paper's: 64). Nothing is
+chosen by the test splits. `--paper` has neither difference: 100 rounds, rate 0.01, width 64 (hours
+a run; Dir(0.1) and one seed unless others are named).
 
-One training of FedAvg, FedKF and FedKF⁻ each gives both final models. AMP and WLP in %, FM in 10⁻³, of the last round; the rounds until AMP
-reaches FedAvg's last one (evaluated every fifth round); what the last round's generators made. Resumes: finished runs are lines of
-results/fedkf_table.jsonl, `--only` shares the work among processes, and after `--time-budget` seconds no further run is begun.
+One training of FedAvg, FedKF and FedKF⁻ each gives both final models. AMP and WLP in %, FM in 10⁻³,
+of the last round; the rounds until AMP reaches FedAvg's last one (evaluated every fifth round);
+what the last round's generators made. Resumes: finished runs are lines of
+results/fedkf_table.jsonl, `--only` shares the work among processes, and after `--time-budget`
+seconds no further run is begun.
 """
 
 from __future__ import annotations
@@ -28,8 +33,13 @@ from library.options import add_share, table_options
 from library.results import Results
 
 SIZE: dict[str, Any] = {
-    "local_epochs": 10, "batch": 64, "lr": 0.02, "momentum": 0.0, "final": "oca", "equal_steps": True,
-}  # fmt: skip
+    "local_epochs": 10,
+    "batch": 64,
+    "lr": 0.02,
+    "momentum": 0.0,
+    "final": "oca",
+    "equal_steps": True,
+}
 GENERATOR: dict[str, Any] = {"generator_width": 8}
 ROUNDS = 50
 PAPER: dict[str, Any] = {"lr": 0.01}
@@ -116,7 +126,9 @@ def main() -> None:
 
 
 def summary(rows: list[dict[str, Any]], fedavg: list[dict[str, Any]], kind: str) -> dict[str, str]:
-    """A row of the table, from a run and FedAvg's run of each seed: mean ± standard deviation over seeds."""
+    """A row of the table, from a run and FedAvg's run of each seed: mean ± standard deviation over
+    seeds.
+    """
     last = [row["rows"][-1]["models"][kind]["local"] for row in rows]
     target = [row["rows"][-1]["models"]["aca"]["local"]["amp"] for row in fedavg]
     reached = [

@@ -3,7 +3,8 @@
     python benchmarks/fixed_passes.py [--quick] [--json] [--device cuda] [--only NAME]
 
 Each private step as it is, beside the same step in passes as long as the sample: no rows are filled
-up, and shapes go by the data. One thread; medians of alternating repeats, in processor time on a CPU.
+up, and shapes go by the data. One thread; medians of alternating repeats, in processor time on a
+CPU.
 """
 
 from __future__ import annotations
@@ -104,9 +105,15 @@ def step_of(case: Case, device: torch.device) -> Callable[[], object]:
     mechanism = None if case.mechanism == "dp-sgd" else case.mechanism
     privacy = PrivacySettings(noise_multiplier=3.0, mechanism=mechanism)
     context = round_context(
-        1, 0, device, spec, network, float(case.records), privacy,
+        1,
+        0,
+        device,
+        spec,
+        network,
+        float(case.records),
+        privacy,
         compute=Compute(device, getattr(torch, case.precision)),
-    )  # fmt: skip
+    )
     parts = list(torch.arange(total).split(case.records))
     message = case.method.broadcast(
         case.method.initial_state(network.to(device).state_dict()), context

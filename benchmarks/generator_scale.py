@@ -1,17 +1,21 @@
-"""Distillation without data: what the scale of the generator's activation loss does, and Table IV of FedKF at small size.
+"""Distillation without data: what the scale of the generator's activation loss does, and Table IV
+of FedKF at small size.
 
-    FEDSYNTH_DATA=... python benchmarks/generator_scale.py [--group scale] [--quick] [--json] [--seeds 0 1 2] [--only 'rate = 0.2']
-        [--time-budget 600]
+    FEDSYNTH_DATA=... python benchmarks/generator_scale.py [--group scale] [--quick] [--json]
+        [--seeds 0 1 2] [--only 'rate = 0.2'] [--time-budget 600]
 
-The official code of FedKF takes the mean of |f| over the features and divides the information entropy by log C; Eqs. 3 and 4 as printed
-sum over the features and do not divide. Adam does not see a loss's scale, so the printed form is the same loss with the weights
-λ1/log C and λ2·D/log C (D features, C classes), and that is how it is made here.
+The official code of FedKF takes the mean of |f| over the features and divides the information
+entropy by log C; Eqs. 3 and 4 as printed sum over the features and do not divide. Adam does not see
+a loss's scale, so the printed form is the same loss with the weights λ1/log C and λ2·D/log C (D
+features, C classes), and that is how it is made here.
 
-Group `scale`: a LeNet-5 learns from a LeNet-5 teacher of Fashion-MNIST (trained for half a pass, some 82 %) on 600 batches of a generator
-of width 8, at λ1 = λ2 = 0.1 (FedKF's). Group `table`: from a teacher of 8 passes, on more batches of a generator of width 16, at the
-weights that the paper has on EMNIST and others, with replay (ours) and with the official code's −KL. Each row is a student, with the
-facts of its generator in the end. Accuracy is that on 5,000 training images held out of the teacher's training: the test set is not read.
-Finished rows are lines of results/generator_scale.jsonl.
+Group `scale`: a LeNet-5 learns from a LeNet-5 teacher of Fashion-MNIST (trained for half a pass,
+some 82 %) on 600 batches of a generator of width 8, at λ1 = λ2 = 0.1 (FedKF's). Group `table`: from
+a teacher of 8 passes, on more batches of a generator of width 16, at the weights that the paper has
+on EMNIST and others, with replay (ours) and with the official code's −KL. Each row is a student,
+with the facts of its generator in the end. Accuracy is that on 5,000 training images held out of
+the teacher's training: the test set is not read. Finished rows are lines of
+results/generator_scale.jsonl.
 """
 
 from __future__ import annotations

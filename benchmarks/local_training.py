@@ -1,9 +1,11 @@
-"""Local training of many clients in one pass (`training/many_clients.py`) beside one client after another, alternately in one run.
+"""Local training of many clients in one pass (`training/many_clients.py`) beside one client after
+another, alternately in one run.
 
     python benchmarks/local_training.py [--quick] [--json] [--device cuda]
 
-Clients of log-normal sizes with mean 60 ("uneven"), of one size, or one that has a hundred times what the others have; two passes, momentum
-0.9, random images: only time is measured. Rows that are not "used together" say why: `pays` and `FEW` decide.
+Clients of log-normal sizes with mean 60 ("uneven"), of one size, or one that has a hundred times
+what the others have; two passes, momentum 0.9, random images: only time is measured. Rows that are
+not "used together" say why: `pays` and `FEW` decide.
 """
 
 from __future__ import annotations

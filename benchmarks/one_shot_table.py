@@ -4,25 +4,26 @@
         [--datasets mnist] [--partitions 2c/c] [--methods DENSE] [--seeds 0 1] [--only 'seed=1']
         [--time-budget SECONDS] [--paper-steps]
 
-The papers' setting (5 clients; Dir(0.5), Dir(0.1), and 2c/c: two disjoint classes a client; SGD 0.01) but
-for the size: a twentieth of each class, ConvNets of width 8 with batch norm, 60 local epochs of batch 32,
-after which every client gives nearly all its own examples their class (`fit`, in the rows "clients"); 15
-epochs of the papers' 30 generator steps with batch 32 and a generator of width 8, whose rate is 0.01 as
-it has a thirteenth of the paper's steps; the student starts from the clients' average, as FedDF's does.
-All else is each method's own: FedHydra's student sees the images of every generator step of the epoch,
-DENSE's the best batch of every epoch so far. FedDF distils 200 steps on the other of the two data sets.
-The clients are trained once for each row and seed, and every method distils the same models.
-Heterogeneous: lenet5, cnn1, cnn2, resnet8 and the ConvNet at Dir(0.5), a ConvNet student; FedAvg cannot
-average those. Accuracy of the last epoch; nothing is chosen by the test set.
+The papers' setting (5 clients; Dir(0.5), Dir(0.1), and 2c/c: two disjoint classes a client; SGD
+0.01) but for the size: a twentieth of each class, ConvNets of width 8 with batch norm, 60 local
+epochs of batch 32, after which every client gives nearly all its own examples their class (`fit`,
+in the rows "clients"); 15 epochs of the papers' 30 generator steps with batch 32 and a generator of
+width 8, whose rate is 0.01 as it has a thirteenth of the paper's steps; the student starts from the
+clients' average, as FedDF's does. All else is each method's own: FedHydra's student sees the images
+of every generator step of the epoch, DENSE's the best batch of every epoch so far. FedDF distils
+200 steps on the other of the two data sets. The clients are trained once for each row and seed, and
+every method distils the same models. Heterogeneous: lenet5, cnn1, cnn2, resnet8 and the ConvNet at
+Dir(0.5), a ConvNet student; FedAvg cannot average those. Accuracy of the last epoch; nothing is
+chosen by the test set.
 
-Rows "P": what P says of real test images, for each reading of Ū_c and several stratifications (figures for
-the benchmark alone, as a server has no such images): `right`, the share that P, asked for an image's own
-class, gives that class; `obeyed`, the share that P, asked for another class, gives that other class, though
-the image is not of it; `truth`, the share that it then still gives the image's own.
-`--paper-steps`: 200 epochs and the paper's rate of 0.001, rows of their own.
+Rows "P": what P says of real test images, for each reading of Ū_c and several stratifications
+(figures for the benchmark alone, as a server has no such images): `right`, the share that P, asked
+for an image's own class, gives that class; `obeyed`, the share that P, asked for another class,
+gives that other class, though the image is not of it; `truth`, the share that it then still gives
+the image's own. `--paper-steps`: 200 epochs and the paper's rate of 0.001, rows of their own.
 
-One line of results/one_shot_table.jsonl for each method of a row, so that a further call goes on where
-this one ended; nothing is begun after `--time-budget` seconds. `tables.py` prints the tables.
+One line of results/one_shot_table.jsonl for each method of a row, so that a further call goes on
+where this one ended; nothing is begun after `--time-budget` seconds. `tables.py` prints the tables.
 """
 
 from __future__ import annotations
@@ -165,8 +166,8 @@ class Row:
         return context, uploads, test.to(device)
 
     def clients(self) -> dict[str, Any]:
-        """The accuracy of the clients' average, where there is one, and the share of its own examples
-        that each client gives the right class."""
+        """The accuracy of the clients' average, where there is one, and the share of its own
+        examples that each client gives the right class."""
         context, uploads, test = self.ready()
         settings = self.settings("clients")
         train, _ = load_dataset(settings.dataset)

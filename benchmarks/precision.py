@@ -1,6 +1,8 @@
-"""Does a bf16 real pass cost accuracy? FedDM on Fashion-MNIST at the size of `fashion_table.py`, fp32 against bf16, the same seeds.
+"""Does a bf16 real pass cost accuracy? FedDM on Fashion-MNIST at the size of `fashion_table.py`,
+fp32 against bf16, the same seeds.
 
-    FEDSYNTH_DATA=... python benchmarks/precision.py [--quick] [--json] [--device cuda] [--seeds 0 1 2]
+    FEDSYNTH_DATA=... python benchmarks/precision.py [--quick] [--json] [--device cuda]
+        [--seeds 0 1 2]
 
 Resumes: finished runs are lines of results/precision.jsonl.
 """

@@ -1,9 +1,11 @@
-"""The server's training on synthetic images, beside a DataLoader with torch's SGD (library/reference.py), alternately in one run.
+"""The server's training on synthetic images, beside a DataLoader with torch's SGD
+(library/reference.py), alternately in one run.
 
     python benchmarks/server_step.py [--quick] [--json] [--device cuda]
 
-FedDM's shape: 810 images (81 client classes of 10, as in the paper's Table 3 for MNIST at alpha 0.5), batch 256, ConvNet-128, projection
-after every step. Random images: only time is measured. The floor is operations over the measured matrix-product peak in fp32.
+FedDM's shape: 810 images (81 client classes of 10, as in the paper's Table 3 for MNIST at alpha
+0.5), batch 256, ConvNet-128, projection after every step. Random images: only time is measured. The
+floor is operations over the measured matrix-product peak in fp32.
 """
 
 from __future__ import annotations

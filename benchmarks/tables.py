@@ -1,14 +1,16 @@
-"""Every measured number of README.md and docs/**/*.md, printed from the committed rows of results/*.jsonl.
+"""Every measured number of README.md and docs/**/*.md, printed from the committed rows of
+results/*.jsonl.
 
     python benchmarks/tables.py            prints all tables and sentences
-    python benchmarks/tables.py --check    compares the documents with the rows; exit code 1 if they differ
+    python benchmarks/tables.py --check    compares the documents with the rows; exit code 1 if
+                                           they differ
     python benchmarks/tables.py --write    puts the rows' numbers into the documents
 
-In a document a table stands between `<!-- table: NAME -->` and `<!-- end -->`, and is generated as a whole.
-A number in a sentence is a `Sentence`: its text with {} for each number, which must stand in the document
-so, whatever its line breaks. Every other decimal number, and every whole number of %, points or times, is
-an error, unless it is no measurement: in code, after a name of a setting or a reference (`FREE`), or between
-`<!-- given -->` and `<!-- end -->`, as papers' figures are.
+In a document a table stands between `<!-- table: NAME -->` and `<!-- end -->`, and is generated as
+a whole. A number in a sentence is a `Sentence`: its text with {} for each number, which must stand
+in the document so, whatever its line breaks. Every other decimal number, and every whole number of
+%, points or times, is an error, unless it is no measurement: in code, after a name of a setting or
+a reference (`FREE`), or between `<!-- given -->` and `<!-- end -->`, as papers' figures are.
 
 The tables are in `library/method_tables.py` and `library/speed_tables.py`.
 """

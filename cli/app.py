@@ -1,4 +1,5 @@
-"""The command line: it turns options into settings, calls the library and shows what happens. No logic of its own.
+"""The command line: it turns options into settings, calls the library and shows what happens. No
+logic of its own.
 
 torch is imported by the commands, not here, so that `fedsynth --help` answers at once.
 """
@@ -110,8 +111,8 @@ def train(
 ) -> None:
     """Simulate a federation on this machine and leave a run folder.
 
-    Defaults are the method's (`fedsynth methods`), but for the embedded digits, which have a short preset; the run folder's config.toml
-    shows what was used.
+    Defaults are the method's (`fedsynth methods`), but for the embedded digits, which have a short
+    preset; the run folder's config.toml shows what was used.
     """
     with one_line_errors(context.command) as names:
         chosen = with_set_options(given.sections_of(context.params), settings or [], names)
@@ -148,7 +149,9 @@ def partition(
         Path | None, typer.Option(help="Also write the picture to this PNG file.")
     ] = None,
 ) -> None:
-    """Show who has what: examples of each class at each client, as `train` with the same options divides them."""
+    """Show who has what: examples of each class at each client, as `train` with the same options
+    divides them.
+    """
     with one_line_errors(context.command) as names:
         chosen = with_set_options(given.sections_of(context.params), settings or [], names)
         _show_partition(merged({}, chosen), download, picture)
@@ -175,7 +178,8 @@ def _show_partition(
     if isinstance(feddm, FedDM):
         floats = condensation_floats(counts, feddm.ipc, data.spec.image_shape, feddm.min_examples)
         print(
-            f"\nFedDM with ipc {feddm.ipc} and min_examples {feddm.min_examples} uploads {floats:,} floats a round"
+            f"\nFedDM with ipc {feddm.ipc} and min_examples {feddm.min_examples} uploads "
+            f"{floats:,} floats a round"
         )
     if picture is not None:
         partition_png(counts, picture)

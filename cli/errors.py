@@ -15,7 +15,8 @@ from fedsynth.cli.options import OptionNames, option_names
 from fedsynth.errors import FedsynthError, OutputError
 from fedsynth.privacy.errors import PrivacyError
 
-# The parser's own errors (an unknown option, text in place of a number). Where they live depends on typer's version.
+# The parser's own errors (an unknown option, text in place of a number). Where they live depends on
+# typer's version.
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 
 
@@ -24,15 +25,19 @@ class OptionError(FedsynthError):
 
 
 class OneLineGroup(TyperGroup):
-    """Like every other mistake of a user, a mistyped option is one line and exit code 2, not a box of several."""
+    """Like every other mistake of a user, a mistyped option is one line and exit code 2, not a box
+    of several.
+    """
 
     def main(self, *args: Any, **options: Any) -> Any:
         standalone = options.pop("standalone_mode", True)
         try:
-            code = super().main(*args, **options, standalone_mode=False)  # type: ignore[misc]  # nobody gives it by position
+            # nobody gives standalone_mode by position
+            code = super().main(*args, **options, standalone_mode=False)  # type: ignore[misc]
         except _UsageError as error:
             where = getattr(getattr(error, "ctx", None), "command_path", self.name)
-            fail(f"{error.format_message().rstrip('.')} (see {where} --help)")  # type: ignore[attr-defined]
+            what: Any = error
+            fail(f"{what.format_message().rstrip('.')} (see {where} --help)")
         if standalone:
             sys.exit(code)
         return code

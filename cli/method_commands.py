@@ -39,7 +39,8 @@ def show_method(
 
         cls = method_class(name)
         print(
-            f"{name}: {cls.summary}\nreference: {cls.reference}\n\nsettings (--set KEY=VALUE), with defaults:"
+            f"{name}: {cls.summary}\nreference: {cls.reference}\n\nsettings (--set KEY=VALUE), "
+            "with defaults:"
         )
         for field in fields(cls):
             print(f"  {field.name} = {field.default}")
@@ -69,7 +70,9 @@ def explanation(cls: type) -> str:
 
 
 def explaining(cls: type) -> list[type]:
-    """The classes whose texts explain a method's settings beside its own: its bases, and what texts refer to by `Name`."""
+    """The classes whose texts explain a method's settings beside its own: its bases, and what texts
+    refer to by `Name`.
+    """
     from dataclasses import fields, is_dataclass
     from inspect import getdoc
 
@@ -136,7 +139,8 @@ def distill(
 ) -> None:
     """Distil trained models into one, in one shot and without data.
 
-    Example: `fedsynth distill --models a.safetensors,b.safetensors --arch lenet5,cnn1 --student resnet18 --dataset mnist`.
+    Example: `fedsynth distill --models a.safetensors,b.safetensors --arch lenet5,cnn1 --student
+    resnet18 --dataset mnist`.
     """
     from fedsynth.cli.settings_options import method_settings
 

@@ -1,7 +1,8 @@
-"""The options of `train` and `partition`: what each is called, its help, and the setting that it is.
+"""The options of `train` and `partition`: what each is called, its help, and the setting that it
+is.
 
-`SETTINGS` is the table; `option_names` reads it backwards: a setting that the library's texts name is
-shown as the running command's own option.
+`SETTINGS` is the table; `option_names` reads it backwards: a setting that the library's texts name
+is shown as the running command's own option.
 """
 
 from __future__ import annotations
@@ -41,21 +42,24 @@ Set = Annotated[
     list[str] | None,
     typer.Option(
         "--set",
-        help="A setting of the method, KEY=VALUE, or of another section, model.projection=256; may be repeated.",
+        help="A setting of the method, KEY=VALUE, or of another section, model.projection=256; "
+        "may be repeated.",
     ),
 ]
 Ipc = Annotated[int | None, typer.Option(help="Synthetic images per class (same as --set ipc=N).")]
 Matching = Annotated[
     str | None,
     typer.Option(
-        help="mean (the papers'), gaussian, energy or sinkhorn: what condensation matches (same as --set matching=…)."
+        help="mean (the papers'), gaussian, energy or sinkhorn: what condensation matches (same "
+        "as --set matching=…)."
     ),
 ]
 Rounds = Annotated[int | None, typer.Option(help="Communication rounds.")]
 Seed = Annotated[
     int | None,
     typer.Option(
-        help="Seed of everything but privacy's noise and masks (a config's own partition seed stays)."
+        help="Seed of everything but privacy's noise and masks (a config's own partition seed "
+        "stays)."
     ),
 ]
 Device = Annotated[str | None, typer.Option(help="auto, cpu or cuda.")]
@@ -72,7 +76,8 @@ Compile = Annotated[
 MemoryGb = Annotated[
     float | None,
     typer.Option(
-        help="Memory that steps stay within, by letting fewer clients share one; default 4, on a GPU half of it."
+        help="Memory that steps stay within, by letting fewer clients share one; default 4, on a "
+        "GPU half of it."
     ),
 ]
 Output = Annotated[Path, typer.Option(help="Where run folders go.")]
@@ -87,7 +92,8 @@ DryRun = Annotated[
 Dataset = Annotated[
     str | None,
     _data(
-        help="digits (embedded), mnist, fashion-mnist, emnist-letters, cifar10, cifar100, svhn, cinic10, tiny-imagenet, femnist, "
+        help="digits (embedded), mnist, fashion-mnist, emnist-letters, cifar10, cifar100, svhn, "
+        "cinic10, tiny-imagenet, femnist, "
         "office-caltech-10, domainnet-10, 'synthetic(1,1)'."
     ),
 ]
@@ -97,8 +103,10 @@ Partition = Annotated[
     str | None,
     _data(
         "--partition",
-        help="iid, dirichlet, dirichlet-plain, dirichlet-dominant, classes, missing, dominant, quantity, "
-        "domain or natural (as the data come); more by --set partition.missing_classes=, dominant_classes=, dominant_share=.",
+        help="iid, dirichlet, dirichlet-plain, dirichlet-dominant, classes, missing, dominant, "
+        "quantity, "
+        "domain or natural (as the data come); more by --set partition.missing_classes=, "
+        "dominant_classes=, dominant_share=.",
     ),
 ]
 Clients = Annotated[int | None, _data(help="Number of clients.")]
@@ -120,13 +128,15 @@ Model = Annotated[
     _model(
         "--model",
         "--server-model",
-        help="convnet, linear, lenet5, cnn1, cnn2, resnet8, resnet18, resnet50, alexnet or googlenet.",
+        help="convnet, linear, lenet5, cnn1, cnn2, resnet8, resnet18, resnet50, alexnet or "
+        "googlenet.",
     ),
 ]
 ClientModels = Annotated[
     str | None,
     _model(
-        help="The clients' own architectures, comma-separated, dealt out in turn (one-shot methods)."
+        help="The clients' own architectures, comma-separated, dealt out in turn (one-shot "
+        "methods)."
     ),
 ]
 Width = Annotated[int | None, _model(help="Channels of a block.")]
@@ -153,7 +163,8 @@ DpMaxRecords = Annotated[
 DpMechanism = Annotated[
     str | None,
     _privacy(
-        help="residual (default), gradient, features, or paper (no guarantee); dp-sgd for methods that send models."
+        help="residual (default), gradient, features, or paper (no guarantee); dp-sgd for methods "
+        "that send models."
     ),
 ]
 DpSampleRate = Annotated[float | None, _privacy(help="Public rate q of Poisson sampling.")]
@@ -164,7 +175,8 @@ DpAdjacency = Annotated[str | None, _privacy(help="add-remove (default), zero-ou
 DpUnit = Annotated[
     str | None,
     _privacy(
-        help="Who is protected: record (one example, default) or user (all examples of a person at a client; "
+        help="Who is protected: record (one example, default) or user (all examples of a person "
+        "at a client; "
         "--dp-nominal-size then counts users)."
     ),
 ]
@@ -194,12 +206,24 @@ SignKey = Annotated[
 SETTINGS: dict[str, tuple[str, str]] = {
     **{
         name: ("run", name)
-        for name in ("method", "rounds", "seed", "device", "precision", "compile", "memory_gb", "participation")
+        for name in (
+            "method",
+            "rounds",
+            "seed",
+            "device",
+            "precision",
+            "compile",
+            "memory_gb",
+            "participation",
+        )
     },
     "dataset": ("data", "dataset"),
     "data_root": ("data", "data_root"),
     "partition": ("partition", "kind"),
-    **{name: ("partition", name) for name in ("clients", "alpha", "classes_per_client", "min_size", "subset", "local_test")},
+    **{
+        name: ("partition", name)
+        for name in ("clients", "alpha", "classes_per_client", "min_size", "subset", "local_test")
+    },
     "model": ("model", "name"),
     "client_models": ("model", "clients"),
     **{name: ("model", name) for name in ("width", "depth", "norm")},
@@ -208,11 +232,23 @@ SETTINGS: dict[str, tuple[str, str]] = {
     **{
         f"dp_{name}": ("privacy", name)
         for name in (
-            "epsilon", "clip", "delta", "max_records", "mechanism", "sample_rate", "nominal_size", "adjacency", "unit", "four_sums", "ledger",
+            "epsilon",
+            "clip",
+            "delta",
+            "max_records",
+            "mechanism",
+            "sample_rate",
+            "nominal_size",
+            "adjacency",
+            "unit",
+            "four_sums",
+            "ledger",
         )
     },
-}  # fmt: skip
-"""A command's parameter: section and key of the setting. Parameters that are none of these are not settings of a run."""
+}
+"""A command's parameter: section and key of the setting. Parameters that are none of these are not
+settings of a run.
+"""
 
 
 ARGUMENTS: dict[str, str] = {
@@ -227,7 +263,9 @@ ARGUMENTS: dict[str, str] = {
     "arch": "architectures",
     "form": "format",
 }
-"""A command's parameter: the argument of the library's function, where it is no setting of a run."""
+"""A command's parameter: the argument of the library's function, where it is no setting of a
+run.
+"""
 Place = tuple[str | None, str]  # section and key of a setting, as in `Setting`
 NAMED: tuple[tuple[str, Place], ...] = (
     *SETTINGS.items(),

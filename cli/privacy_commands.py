@@ -1,4 +1,6 @@
-"""`fedsynth privacy …`: planning; reports and signatures are `report_commands`', the audit is `audit_command`'s."""
+"""`fedsynth privacy …`: planning; reports and signatures are `report_commands`', the audit is
+`audit_command`'s.
+"""
 
 from __future__ import annotations
 
@@ -106,7 +108,8 @@ def plan(
         list[str] | None,
         typer.Option(
             "--set",
-            help="Any setting of the method, as KEY=VALUE, or of another section (partition.subset=0.1).",
+            help="Any setting of the method, as KEY=VALUE, or of another section "
+            "(partition.subset=0.1).",
         ),
     ] = None,
     plot: Annotated[
@@ -116,7 +119,8 @@ def plan(
 ) -> None:
     """What a budget buys, or a σ costs: before any data are touched, from public numbers alone.
 
-    Examples: `fedsynth privacy plan --epsilon 8 --rounds 5`, `fedsynth privacy plan --sigma 3 --method fedavg --n 6000`.
+    Examples: `fedsynth privacy plan --epsilon 8 --rounds 5`, `fedsynth privacy plan --sigma 3
+    --method fedavg --n 6000`.
     """
     own = option_names(context.command, PLAN_NAMED)
     with one_line_errors(context.command, own) as names:
@@ -161,7 +165,8 @@ def _warn(plans: list[Plan]) -> None:
             )
     if any(p.epsilon[max(p.epsilon)] > 10 for p in plans):
         print(
-            "warning: ε above 10 is a weak guarantee; --epsilon 8 finds the noise for a stronger one",
+            "warning: ε above 10 is a weak guarantee; --epsilon 8 finds the noise for a stronger "
+            "one",
             file=sys.stderr,
         )
 
@@ -246,8 +251,9 @@ def repair(
 ) -> None:
     """Take a torn last line (a power cut, a full disk) out of a ledger; the file as it was is kept.
 
-    No release belongs to a torn line, for noise is drawn only once the line is whole and on the disk.
-    If something else cut the file, such as a copy that broke off, bring it back from a backup instead.
+    No release belongs to a torn line, for noise is drawn only once the line is whole and on the
+    disk. If something else cut the file, such as a copy that broke off, bring it back from a backup
+    instead.
     """
     with one_line_errors(context.command):
         from fedsynth.privacy.ledger import repair_ledger

@@ -1,4 +1,6 @@
-"""What a run looks like: a live bar where stderr is a terminal, a plain line for each round where it is not."""
+"""What a run looks like: a live bar where stderr is a terminal, a plain line for each round where
+it is not.
+"""
 
 from __future__ import annotations
 
@@ -166,7 +168,8 @@ def print_summary(result: RunResult) -> None:
     table.add_row("rounds", str(summary["rounds"]))
     table.add_row(
         "uploaded",
-        f"{summary['upload_bytes'] / 1e6:.2f} MB, {summary['upload_floats_per_round']:,} floats a round",
+        f"{summary['upload_bytes'] / 1e6:.2f} MB, {summary['upload_floats_per_round']:,} floats a "
+        "round",
     )
     if result.privacy is not None:
         table.add_row("device", summary["device"])

@@ -1,5 +1,6 @@
-"""`fedsynth privacy report | verify | sign`: what a run folder says of its privacy, and whether
-it holds."""
+"""`fedsynth privacy report | verify | sign`: what a run folder says of its privacy, and whether it
+holds.
+"""
 
 from __future__ import annotations
 

@@ -30,10 +30,12 @@ def runs(
 ) -> None:
     """Finished runs beside each other: in what their settings differ, and what came out.
 
-    Of methods with a generator also what the teacher (or ensemble) says of its images in the last round:
-    the share that it gives the class asked for, and the entropy of the classes that it gives, over log C.
+    Of methods with a generator also what the teacher (or ensemble) says of its images in the last
+    round: the share that it gives the class asked for, and the entropy of the classes that it
+    gives, over log C.
 
-    Example: `for mu in 0.01 0.1 1; do fedsynth train --method fedprox --set mu=$mu; done; fedsynth runs`.
+    Example: `for mu in 0.01 0.1 1; do fedsynth train --method fedprox --set mu=$mu; done; fedsynth
+    runs`.
     """
     with one_line_errors(context.command):
         given = folders or [Path("runs")]
@@ -48,7 +50,9 @@ def runs(
 
 
 def run_folders(folder: Path) -> list[Path]:
-    """A finished run's folder itself, or those right below it, by time: the stamp in the name, and within a second the summary's file."""
+    """A finished run's folder itself, or those right below it, by time: the stamp in the name, and
+    within a second the summary's file.
+    """
     if (folder / "summary.json").is_file():
         return [folder]
     found = [path for path in folder.glob("*/summary.json") if path.parent.suffix != ".incomplete"]
@@ -59,7 +63,9 @@ def run_folders(folder: Path) -> list[Path]:
 
 
 def compared(folders: list[Path]) -> list[dict[str, Any]]:
-    """A row for each run. Of its settings those that differ: the method's between runs of the same method, all others between all runs."""
+    """A row for each run. Of its settings those that differ: the method's between runs of the same
+    method, all others between all runs.
+    """
     read = [(folder, _summary(folder), _settings(folder)) for folder in folders]
     rows = []
     for folder, summary, settings in read:
@@ -113,7 +119,9 @@ def _settings(folder: Path) -> dict[str, Any]:
 
 
 def _print(rows: list[dict[str, Any]]) -> None:
-    """Aligned columns, as wide as they are: nothing is cut. A column that no run has something in is left out."""
+    """Aligned columns, as wide as they are: nothing is cut. A column that no run has something in
+    is left out.
+    """
     from fedsynth.privacy.report_text import up
 
     columns: list[tuple[str, Callable[[dict[str, Any]], str | None]]] = [

@@ -14,7 +14,9 @@ Sections = dict[str, dict[str, Any]]
 
 
 def set_options(texts: list[str]) -> Sections:
-    """What --set says: KEY=VALUE of the method, SECTION.KEY=VALUE of another section of a config file."""
+    """What --set says: KEY=VALUE of the method, SECTION.KEY=VALUE of another section of a config
+    file.
+    """
     found: Sections = {"method": {}}
     for text in texts:
         key, equals, value = text.partition("=")
@@ -86,7 +88,9 @@ def read_config(path: Path | None) -> Sections:
 def merged(
     config: Sections, given: Sections, note: Callable[[str], None] = lambda text: None
 ) -> Sections:
-    """Options over the config file; another method than the config's drops the settings of the old one, which `note` says."""
+    """Options over the config file; another method than the config's drops the settings of the old
+    one, which `note` says.
+    """
     options = {
         name: {k: v for k, v in values.items() if v is not None} for name, values in given.items()
     }
@@ -95,7 +99,8 @@ def merged(
         if config.get("method"):
             new = options["run"]["method"]
             note(
-                f"note: the config's method settings are {old}'s and are left out; {new} has its defaults, or what options say"
+                f"note: the config's method settings are {old}'s and are left out; {new} has its "
+                "defaults, or what options say"
             )
         config = {name: values for name, values in config.items() if name != "method"}
     names = [*config, *(name for name in options if name not in config)]
@@ -103,7 +108,9 @@ def merged(
 
 
 def from_preset(sections: Sections) -> str:
-    """What a data set's preset decides in a run with these sections, in words; empty for nothing."""
+    """What a data set's preset decides in a run with these sections, in words; empty for
+    nothing.
+    """
     from fedsynth.federation.settings import preset_of
     from fedsynth.methods import method_class
 

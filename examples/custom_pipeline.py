@@ -1,11 +1,11 @@
 """Your own synthesis pipeline: one data owner makes a private synthetic set, without a federation
 and without the command line.
 
-The pieces are those that FedDM is made of. A guard keeps the owner's ledger and cap; what is planned
-is charged to it first, which opens a series of private steps; the matcher is the only thing that
-touches the data; everything after it is post-processing. Here the networks are freshly initialised
-at each step (distribution matching as Zhao & Bilen 2021 have it), where FedDM perturbs a global
-model.
+The pieces are those that FedDM is made of. A guard keeps the owner's ledger and cap; what is
+planned is charged to it first, which opens a series of private steps; the matcher is the only thing
+that touches the data; everything after it is post-processing. Here the networks are freshly
+initialised at each step (distribution matching as Zhao & Bilen 2021 have it), where FedDM perturbs
+a global model.
 """
 
 from itertools import count

@@ -2,10 +2,11 @@
 
     FEDSYNTH_DATA=DIR python examples/data_free_distillation.py [--steps 3000]
 
-The teacher, a LeNet-5, is trained as usual. The student learns from a generator's images alone, which the
-generator makes by asking the teacher: all classes alike, and a little certain. In the end the teacher says
-which classes it sees in a batch of them; a generator that has collapsed makes one or two. On a CPU core some
-half an hour. `benchmarks/generator_scale.py` compares weights, rates and replay on held-out images.
+The teacher, a LeNet-5, is trained as usual. The student learns from a generator's images alone,
+which the generator makes by asking the teacher: all classes alike, and a little certain. In the end
+the teacher says which classes it sees in a batch of them; a generator that has collapsed makes one
+or two. On a CPU core some half an hour. `benchmarks/generator_scale.py` compares weights, rates and
+replay on held-out images.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""FedAF on the embedded digits, without privacy and with a budget of ε = 10: what its shared logits cost beside the images."""
+"""FedAF on the embedded digits, without privacy and with a budget of ε = 10: what its shared logits
+cost beside the images.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,9 @@ from fedsynth import FedAF, ModelSettings, PartitionSettings, PrivacySettings, R
 
 
 def settings(privacy: PrivacySettings | None) -> RunSettings:
-    """A short run. λ_loc and λ_glob are the paper's for CIFAR-10: Fashion-MNIST's λ_glob = 2 holds a young model to near uniform labels."""
+    """A short run. λ_loc and λ_glob are the paper's for CIFAR-10: Fashion-MNIST's λ_glob = 2 holds
+    a young model to near uniform labels.
+    """
     return RunSettings(
         method=FedAF(
             ipc=10,
@@ -27,10 +31,12 @@ if __name__ == "__main__":
     for privacy in (None, PrivacySettings(epsilon=10.0, delta=1e-5)):
         result = simulate(settings(privacy))
         print(
-            f"{'private' if privacy else 'open   '}: test accuracy {100 * result.summary['test_accuracy']:.1f} %"
+            f"{'private' if privacy else 'open   '}: test accuracy "
+            f"{100 * result.summary['test_accuracy']:.1f} %"
         )
         if result.privacy is not None:
             for release in result.privacy["guarantee"]["epsilon_of_each_release_alone"]:  # type: ignore[index]
                 print(
-                    f"  {release['quantity']}: ε = {release['epsilon']:.2f} if it were the only release"
+                    f"  {release['quantity']}: ε = {release['epsilon']:.2f} if it were the only "
+                    "release"
                 )

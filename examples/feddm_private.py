@@ -1,4 +1,6 @@
-"""A private federation in ten lines: FedDM on the embedded digits with a budget of ε = 8 for each client."""
+"""A private federation in ten lines: FedDM on the embedded digits with a budget of ε = 8 for each
+client.
+"""
 
 from fedsynth import FedDM, ModelSettings, PartitionSettings, PrivacySettings, RunSettings, simulate
 
@@ -14,5 +16,6 @@ if __name__ == "__main__":
     result = simulate(settings)
     spent = result.summary["differential_privacy"]["epsilon"]
     print(
-        f"test accuracy {100 * result.summary['test_accuracy']:.1f} % at ε = {spent:.2f}, {result.summary['upload_bytes'] / 1e6:.2f} MB uploaded"
+        f"test accuracy {100 * result.summary['test_accuracy']:.1f} % at ε = {spent:.2f}, "
+        f"{result.summary['upload_bytes'] / 1e6:.2f} MB uploaded"
     )

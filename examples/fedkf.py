@@ -1,4 +1,6 @@
-"""FedKF on the embedded digits, 4 of 10 clients a round, without privacy and with a budget of ε = 10: both final models, and fairness."""
+"""FedKF on the embedded digits, 4 of 10 clients a round, without privacy and with a budget of ε =
+10: both final models, and fairness.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,9 @@ from fedsynth import FedKF, ModelSettings, PartitionSettings, PrivacySettings, R
 
 
 def settings(privacy: PrivacySettings | None) -> RunSettings:
-    """Clients hold a fifth of their data back, on which AMP (mean accuracy), FM (variance) and WLP (worst client) are measured."""
+    """Clients hold a fifth of their data back, on which AMP (mean accuracy), FM (variance) and WLP
+    (worst client) are measured.
+    """
     return RunSettings(
         method=FedKF(local_epochs=5, batch=32, lr=0.2, generator_width=8, generator_batch=32),
         rounds=5,
@@ -26,5 +30,6 @@ if __name__ == "__main__":
                 "local"
             ]  # a simulation may show it: with privacy it is outside the guarantee
             print(
-                f"  {name}: AMP {100 * local['amp']:.1f} %, FM {local['fm']:.4f}, WLP {100 * local['wlp']:.1f} %"
+                f"  {name}: AMP {100 * local['amp']:.1f} %, FM {local['fm']:.4f}, WLP "
+                f"{100 * local['wlp']:.1f} %"
             )

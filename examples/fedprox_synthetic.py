@@ -1,8 +1,10 @@
-"""FedProx on its own data, Synthetic(1, 1), where nine tenths of a round's devices do not finish (arXiv 1812.06127, Fig. 1 at small size).
+"""FedProx on its own data, Synthetic(1, 1), where nine tenths of a round's devices do not finish
+(arXiv 1812.06127, Fig. 1 at small size).
 
-FedAvg drops those devices; FedProx keeps what they did, with a proximal term (μ = 1) and without. Softmax regression, 10 of 30 devices a
-round, up to 20 passes. Printed: test accuracy after 20 rounds, and how exactly the devices of a first round solve their subproblems (γ: 0 is
-exactly, 1 not at all).
+FedAvg drops those devices; FedProx keeps what they did, with a proximal term (μ = 1) and without.
+Softmax regression, 10 of 30 devices a round, up to 20 passes. Printed: test accuracy after 20
+rounds, and how exactly the devices of a first round solve their subproblems (γ: 0 is exactly, 1 not
+at all).
 """
 
 from __future__ import annotations
@@ -74,7 +76,8 @@ def main(rounds: int = 20, passes: int = 20) -> dict[str, float]:
         mu = method.mu if isinstance(method, FedProx) else 0.0
         near = gammas(settings(method, 1), mu)
         print(
-            f"{name:32} {100 * accuracy[name]:.1f} %, γ of round 1: median {median(near):.2f}, largest {max(near):.2f}"
+            f"{name:32} {100 * accuracy[name]:.1f} %, γ of round 1: median {median(near):.2f}, "
+            f"largest {max(near):.2f}"
         )
     return accuracy
 

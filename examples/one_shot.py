@@ -1,7 +1,9 @@
-"""One-shot federated learning on the embedded digits: FedHydra, DENSE and FedDF distil what five clients know, each of two digits.
+"""One-shot federated learning on the embedded digits: FedHydra, DENSE and FedDF distil what five
+clients know, each of two digits.
 
-Without privacy, and with ε = 10. FedDF distils on public images: here random pixels, for want of better ones; name a data set that is like the
-clients' (`proxy="emnist-letters"`). FedHydra's U, who can teach what, is printed for the open run.
+Without privacy, and with ε = 10. FedDF distils on public images: here random pixels, for want of
+better ones; name a data set that is like the clients' (`proxy="emnist-letters"`). FedHydra's U, who
+can teach what, is printed for the open run.
 """
 
 from __future__ import annotations
@@ -41,7 +43,9 @@ def methods() -> list[Method]:
 
 
 def settings(method: Method, privacy: PrivacySettings | None) -> RunSettings:
-    """2c/c: two disjoint digits at each of five clients; batch norm is refused with privacy, so group norm takes its place."""
+    """2c/c: two disjoint digits at each of five clients; batch norm is refused with privacy, so
+    group norm takes its place.
+    """
     return RunSettings(
         method=method,
         rounds=1,
@@ -56,7 +60,8 @@ if __name__ == "__main__":
         for method in methods():
             result = simulate(settings(method, privacy))
             print(
-                f"{method.name:9} {'ε = 10' if privacy else 'open  '}  test accuracy {100 * result.summary['test_accuracy']:.1f} %"
+                f"{method.name:9} {'ε = 10' if privacy else 'open  '}  test accuracy "
+                f"{100 * result.summary['test_accuracy']:.1f} %"
             )
             if result.artefacts and not privacy:
                 print("  share of each client in teaching each digit:")

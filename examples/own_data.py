@@ -1,7 +1,7 @@
 """Your own images and your own clients: what to declare, and what it means for privacy.
 
-First of all, say whom ε is to hold for. By default that is ONE IMAGE, and a patient with five images
-has the much weaker guarantee of a group of five. Here `groups` say whose each image is, and
+First of all, say whom ε is to hold for. By default that is ONE IMAGE, and a patient with five
+images has the much weaker guarantee of a group of five. Here `groups` say whose each image is, and
 `unit="user"` protects each patient with all images of theirs at a hospital; `nominal_size` is then
 the public number of patients that a hospital is supposed to have.
 
@@ -45,7 +45,9 @@ IMAGES_OF_A_PATIENT = 3
 
 
 def scans(n: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Noisy images [n, 1, 16, 16] (uint8) with a bright bar on the left, on the right, or on both sides; labels [n]."""
+    """Noisy images [n, 1, 16, 16] (uint8) with a bright bar on the left, on the right, or on both
+    sides; labels [n].
+    """
     rng = np.random.default_rng(seed)
     images, labels = rng.integers(0, 120, (n, 1, 16, 16)), rng.integers(0, 3, n)
     images[labels != 1, :, :, 2:5] += 120
@@ -54,7 +56,9 @@ def scans(n: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def main(output: Path | None = None, ledger: Path = Path("ledgers")) -> float:
-    """Three hospitals of different sizes, ε = 8 for each; returns the accuracy on public test images."""
+    """Three hospitals of different sizes, ε = 8 for each; returns the accuracy on public test
+    images.
+    """
     train = from_arrays(*scans(570, 0), SPEC, groups=np.arange(570) // IMAGES_OF_A_PATIENT)
     test = from_arrays(*scans(90, 1), SPEC)
     hospitals = np.split(np.arange(570), [120, 300])

@@ -1,9 +1,11 @@
-"""A method of your own, outside the package: FedAvg whose server takes Adam's steps (FedAdam, Reddi et al. 2021, arXiv 2003.00295).
+"""A method of your own, outside the package: FedAvg whose server takes Adam's steps (FedAdam, Reddi
+et al. 2021, arXiv 2003.00295).
 
-A method is a frozen dataclass: settings, checked in `__post_init__`, and steps that are pure functions of what they are given. Whatever
-trains locally inherits `TrainsLocally` and says what is different: here `combine`, the server's step; `task` would change the clients' loss.
-What the server keeps from round to round is a state of its own, `AdamState`. With differential privacy nothing more is needed: clients'
-training is DP-SGD then, and the server computes with what they released.
+A method is a frozen dataclass: settings, checked in `__post_init__`, and steps that are pure
+functions of what they are given. Whatever trains locally inherits `TrainsLocally` and says what is
+different: here `combine`, the server's step; `task` would change the clients' loss. What the server
+keeps from round to round is a state of its own, `AdamState`. With differential privacy nothing more
+is needed: clients' training is DP-SGD then, and the server computes with what they released.
 """
 
 from __future__ import annotations
@@ -42,10 +44,13 @@ class AdamState(AveragingState):
 
 @dataclass(frozen=True)
 class FedAdam(TrainsLocally):
-    """Server: Δ = mean(w_k) − w; m ← β₁m + (1 − β₁)Δ; v ← β₂v + (1 − β₂)Δ²; w ← w + η·m/(√v + τ) (Algorithm 2 there).
+    """Server: Δ = mean(w_k) − w; m ← β₁m + (1 − β₁)Δ; v ← β₂v + (1 − β₂)Δ²; w ← w + η·m/(√v + τ)
+    (Algorithm 2 there).
 
     Args:
-        server_lr: η. beta1, beta2: of the two moments. adaptivity: τ.
+        server_lr: η.
+        beta1, beta2: of the two moments.
+        adaptivity: τ.
     """
 
     name: ClassVar[str] = "fedadam"
@@ -80,7 +85,9 @@ class FedAdam(TrainsLocally):
 
 
 def main(rounds: int = 10) -> dict[str, float]:
-    """Test accuracy of FedAvg and FedAdam on the digits with softmax regression, and of FedAdam at ε = 8."""
+    """Test accuracy of FedAvg and FedAdam on the digits with softmax regression, and of FedAdam at
+    ε = 8.
+    """
     local = {"batch": 32, "local_epochs": 2}
     methods: dict[str, tuple[Method, PrivacySettings | None]] = {
         "FedAvg": (FedAvg(**local), None),  # type: ignore[arg-type]

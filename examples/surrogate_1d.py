@@ -1,23 +1,27 @@
-"""FedDM's surrogate in one dimension: Appendix A and Figure 1 of the paper (arXiv 2207.09653), and what it leaves out.
+"""FedDM's surrogate in one dimension: Appendix A and Figure 1 of the paper (arXiv 2207.09653), and
+what it leaves out.
 
     python examples/surrogate_1d.py surrogate.png
 
-A client's objective f(w) is a mean over its examples. A gradient tells the server f's tangent at the current w; FedDM's
-synthetic examples tell it a whole curve, the surrogate. Here n = 100 numbers x ~ N(0, 1) have labels y, the model
-predicts sigmoid(w·x), f is the mean cross-entropy (Eq. 18), w is 0 now, and n' = 20 synthetic numbers start at random.
+A client's objective f(w) is a mean over its examples. A gradient tells the server f's tangent at
+the current w; FedDM's synthetic examples tell it a whole curve, the surrogate. Here n = 100 numbers
+x ~ N(0, 1) have labels y, the model predicts sigmoid(w·x), f is the mean cross-entropy (Eq. 18), w
+is 0 now, and n' = 20 synthetic numbers start at random.
 
-The labels. As printed, Eq. 17 gives y = 1 if (x ≥ 0 and p ≥ 0.9) or (x < 0 and p < 0.1), p uniform: a tenth of *both*
-halves, so y does not depend on x, and f is smallest near w = 0. That must be a misprint for "p < 0.9": y is the sign of
-x, with a tenth of the labels flipped. This is the default here; `printed=True` takes the formula as it stands.
+The labels. As printed, Eq. 17 gives y = 1 if (x ≥ 0 and p ≥ 0.9) or (x < 0 and p < 0.1), p uniform:
+a tenth of *both* halves, so y does not depend on x, and f is smallest near w = 0. That must be a
+misprint for "p < 0.9": y is the sign of x, with a tenth of the labels flipped. This is the default
+here; `printed=True` takes the formula as it stands.
 
-The matching. With a number for input and no hidden layer, Eq. 9's embedding is h = x and its logit z = w·x. Both means
-agree for every w as soon as the class's mean of x does, so Eq. 9 moves a class's numbers by one amount and leaves
-their spread as it started. That fixes the slope at 0: f'(0) = mean(x·(1/2 − y)) has only the classes' means in it.
-It does not fix the curvature f''(0) = mean(x²)/4: with numbers that start from N(0, 1) it comes out about 1.3 times too
-large (the second moment to be expected is 0.64² + 0.9, not 1), and the surrogate's minimum lies too near 0. In a deep
-network the features change with w, so there means say more. Eq. 7, for which Eq. 9 stands in, compares the losses
-themselves at random w near 0 (here class by class): so made, the surrogate follows f closely, also farther out, as the
-paper says of its Figure 1. Both are drawn.
+The matching. With a number for input and no hidden layer, Eq. 9's embedding is h = x and its logit
+z = w·x. Both means agree for every w as soon as the class's mean of x does, so Eq. 9 moves a
+class's numbers by one amount and leaves their spread as it started. That fixes the slope at 0:
+f'(0) = mean(x·(1/2 − y)) has only the classes' means in it. It does not fix the curvature f''(0) =
+mean(x²)/4: with numbers that start from N(0, 1) it comes out about 1.3 times too large (the second
+moment to be expected is 0.64² + 0.9, not 1), and the surrogate's minimum lies too near 0. In a deep
+network the features change with w, so there means say more. Eq. 7, for which Eq. 9 stands in,
+compares the losses themselves at random w near 0 (here class by class): so made, the surrogate
+follows f closely, also farther out, as the paper says of its Figure 1. Both are drawn.
 """
 
 from __future__ import annotations
@@ -48,7 +52,9 @@ def make_data(n: int = 100, *, seed: int = 0, printed: bool = False) -> tuple[Te
 
 
 def class_loss(w: Tensor, x: Tensor, y: int) -> Tensor:
-    """Mean cross-entropy of sigmoid(w·x) on examples x [m] that all have label y, for each w [M] (Eq. 18)."""
+    """Mean cross-entropy of sigmoid(w·x) on examples x [m] that all have label y, for each w [M]
+    (Eq. 18).
+    """
     z = w[:, None] * x
     return (F.softplus(z) - y * z).mean(1)
 
@@ -98,13 +104,16 @@ def new_figure() -> Any:
         from matplotlib.figure import Figure
     except ImportError:
         sys.exit(
-            "this example draws with matplotlib, which is not installed: pip install 'fedsynth[plots]'"
+            "this example draws with matplotlib, which is not installed: pip install "
+            "'fedsynth[plots]'"
         )
     return Figure(figsize=(7, 4.5), layout="constrained")
 
 
 def main(out: Path) -> dict[str, Tensor]:
-    """Draws the curves into `out` (PNG), prints their gaps to f and minimisers over |w| ≤ 5, and returns them."""
+    """Draws the curves into `out` (PNG), prints their gaps to f and minimisers over |w| ≤ 5, and
+    returns them.
+    """
     figure, lines = new_figure(), curves()
     axes = figure.subplots()
     for (name, values), style in zip(lines.items(), ("k-", "C1-", "C0--", "C2:"), strict=True):
@@ -112,7 +121,8 @@ def main(out: Path) -> dict[str, Tensor]:
         gap = (values - lines["objective f"]).abs()
         near, least = gap[W.abs() <= 2].max(), W[values.argmin()]
         print(
-            f"{name:26} largest gap to f {gap.max():.3f} ({near:.3f} for |w| ≤ 2), smallest at w = {least:.2f}"
+            f"{name:26} largest gap to f {gap.max():.3f} ({near:.3f} for |w| ≤ 2), smallest at w "
+            f"= {least:.2f}"
         )
     axes.set(
         xlabel="w",

@@ -1,7 +1,7 @@
 """Named errors. Each carries one clear line that says what was wrong and what would be right.
 
-The command line prints that line and exits with code 2; the library raises it. Privacy errors live with the mechanisms, in
-`fedsynth.privacy.errors`.
+The command line prints that line and exits with code 2; the library raises it. Privacy errors live
+with the mechanisms, in `fedsynth.privacy.errors`.
 """
 
 from __future__ import annotations

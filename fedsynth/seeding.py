@@ -1,8 +1,9 @@
-"""Reproducible randomness: every stream is derived from (run seed, purpose, numbers such as round and client).
+"""Reproducible randomness: every stream is derived from (run seed, purpose, numbers such as round
+and client).
 
-Two streams of one run never share state, so adding a client, a round or a consumer does not shift anybody else's draws, and
-nothing reads or writes the global generators. The noise and the sampling masks of differential privacy do *not* come from here:
-see `fedsynth.privacy.randomness`.
+Two streams of one run never share state, so adding a client, a round or a consumer does not shift
+anybody else's draws, and nothing reads or writes the global generators. The noise and the sampling
+masks of differential privacy do *not* come from here: see `fedsynth.privacy.randomness`.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ def numpy_generator(seed: int, purpose: str, *numbers: int) -> np.random.Generat
 
 @contextmanager
 def forked_rng(seed: int, purpose: str, *numbers: int) -> Iterator[None]:
-    """Runs what takes no generator (module constructors, dropout) under a derived seed, and restores the global state after.
+    """Runs what takes no generator (module constructors, dropout) under a derived seed, and
+    restores the global state after.
 
     Module constructors draw on the CPU, so only the CPU generator is forked.
     """

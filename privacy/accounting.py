@@ -1,9 +1,10 @@
 """What releases cost: ε and δ(ε), for a chosen adjacency (one example added or removed by default).
 
-Adaptively composed Gaussian mechanisms without subsampling are exactly one Gaussian mechanism with μ² = Σ steps/σ²
-(Dong, Roth & Su, "Gaussian differential privacy", 2022, Cor. 3.3), so they are folded exactly. Poisson-subsampled rows
-go through dp-accounting's privacy loss distributions (PLD), rounded so that ε comes out too large, never too small.
-dp_accounting and scipy are imported where they are used: they are slow to load.
+Adaptively composed Gaussian mechanisms without subsampling are exactly one Gaussian mechanism with
+μ² = Σ steps/σ² (Dong, Roth & Su, "Gaussian differential privacy", 2022, Cor. 3.3), so they are
+folded exactly. Poisson-subsampled rows go through dp-accounting's privacy loss distributions (PLD),
+rounded so that ε comes out too large, never too small. dp_accounting and scipy are imported where
+they are used: they are slow to load.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ _LADDER = tuple(m * 10.0**k for k in range(-6, 0) for m in (1, 2, 5) if m * 10.0
 
 @dataclass(frozen=True)
 class Merged:
-    """Rows folded: all unsubsampled ones into one Gaussian, equal subsampled ones into (σ, q, steps)."""
+    """Rows folded: all unsubsampled ones into one Gaussian, equal subsampled ones into (σ, q,
+    steps)."""
 
     mu: float = 0.0
     sampled: tuple[tuple[float, float, int], ...] = ()
@@ -51,10 +53,12 @@ class Merged:
 
     @property
     def interval(self) -> float | None:
-        """PLD grid step; None where `without_sampling` is used: exact without subsampled rows, else a (huge) bound.
+        """PLD grid step; None where `without_sampling` is used: exact without subsampled rows, else
+        a (huge) bound.
 
-        Fine enough to resolve one step's loss (its standard deviation is about q·√(e^{1/σ²} − 1)), and coarse enough
-        that one step has ≤ 6e4 and the composition ≤ 1.5e6 points (well under a second). Coarser only makes ε larger.
+        Fine enough to resolve one step's loss (its standard deviation is about q·√(e^{1/σ²} − 1)),
+        and coarse enough that one step has ≤ 6e4 and the composition ≤ 1.5e6 points (well under a
+        second). Coarser only makes ε larger.
         """
         if not self.sampled or any(steps > MOST_STEPS for _, _, steps in self.sampled):
             return None
@@ -79,7 +83,8 @@ class Merged:
 
     @property
     def without_sampling(self) -> float:
-        """μ if every subsampled row used all data: an upper bound, as subsampling never increases δ(ε)."""
+        """μ if every subsampled row used all data: an upper bound, as subsampling never increases
+        δ(ε)."""
         influence = 2 if self.replace else 1
         return math.hypot(
             self.mu, *(influence * math.sqrt(steps) / σ for σ, _, steps in self.sampled)
@@ -88,10 +93,12 @@ class Merged:
 
 @dataclass(frozen=True)
 class Totals:
-    """What of some rows decides their ε: for each (σ, q) the steps. Equal rows are one entry, however many they are.
+    """What of some rows decides their ε: for each (σ, q) the steps. Equal rows are one entry,
+    however many they are.
 
     Attributes:
-        steps: (σ, q, number of steps), ascending. unbounded: whether a row has no finite ε.
+        steps: (σ, q, number of steps), ascending.
+        unbounded: whether a row has no finite ε.
     """
 
     steps: tuple[tuple[float, float, int], ...] = ()
@@ -149,8 +156,8 @@ def _one_step(σ: float, q: float, interval: float, replace: bool = False) -> An
 
 
 def _dense(one: Any, steps: int) -> Any:
-    """What dp-accounting makes of one step before it composes many; it decides that by points to the power of steps,
-    a number of a million digits and more."""
+    """What dp-accounting makes of one step before it composes many; it decides that by points to
+    the power of steps, a number of a million digits and more."""
     from dp_accounting.pld import privacy_loss_distribution as pld
 
     if steps < 10_000:  # then the number is small
@@ -175,7 +182,8 @@ def _composed(merged: Merged) -> Any:
 
 
 def gaussian_delta(mu: float, epsilon: float) -> float:
-    """δ(ε) = Φ(μ/2 − ε/μ) − e^ε Φ(−μ/2 − ε/μ), exact for a Gaussian with sensitivity/noise μ (Balle & Wang 2018)."""
+    """δ(ε) = Φ(μ/2 − ε/μ) − e^ε Φ(−μ/2 − ε/μ), exact for a Gaussian with sensitivity/noise μ (Balle
+    & Wang 2018)."""
     from scipy.special import log_ndtr
 
     if mu == 0:
@@ -218,14 +226,16 @@ def epsilon_of(merged: Merged, delta: float) -> float:
 def epsilon(
     releases: Sequence[Release] | Totals, delta: float, adjacency: str = ADD_REMOVE
 ) -> float:
-    """The ε that holds with δ = `delta` for all `releases` (or their `totals`) on one data set, adaptively composed.
+    """The ε that holds with δ = `delta` for all `releases` (or their `totals`) on one data set,
+    adaptively composed.
 
     Rows hold sensitivities under add-remove; `adjacency` is one of `ADJACENCIES`.
 
     No release: 0. An unaccounted row or one without noise: infinity.
 
     Raises:
-        PrivacySettingError: δ outside (0, 1), or below 1e-10 with subsampled rows (beyond the accountant's accuracy).
+        PrivacySettingError: δ outside (0, 1), or below 1e-10 with subsampled rows (beyond the
+            accountant's accuracy).
     """
     check_delta(delta, None)
     merged = merge(releases, adjacency)
@@ -264,7 +274,8 @@ def epsilon_rdp(
 
 @contextmanager
 def _quiet_absl() -> Iterator[None]:
-    """dp-accounting logs every Rényi order whose series does not converge; it leaves that order out, which is safe."""
+    """dp-accounting logs every Rényi order whose series does not converge; it leaves that order
+    out, which is safe."""
     logger = logging.getLogger("absl")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -305,7 +316,8 @@ def epsilon_by_round(
 
 
 def describe_accountant(releases: Sequence[Release], adjacency: str = ADD_REMOVE) -> dict[str, Any]:
-    """Name, library version, discretisation interval (None: exact) and neighbouring relation, for the report."""
+    """Name, library version, discretisation interval (None: exact) and neighbouring relation, for
+    the report."""
     from importlib.metadata import version
 
     unit = USER if any(row.unit == USER for row in releases) else RECORD

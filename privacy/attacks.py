@@ -17,11 +17,12 @@ def attack_success(
 ) -> dict[float, float]:
     """Upper bound on the true-positive rate of *any* membership test at each false-positive rate α.
 
-    If (ε, δ(ε)) holds for the pair (without, with) and for its reverse, a test's rates obey, for every ε ≥ 0,
-    TPR ≤ e^ε·α + δ(ε), and, with the complements' rates, 1 − α ≤ e^ε·(1 − TPR) + δ(ε), that is
-    TPR ≤ 1 − e^{−ε}·(1 − α − δ(ε)). The smallest of these over ε is 1 − f(α), f the trade-off function (f-DP: Dong,
-    Roth & Su 2022, Prop. 2.12). Each bound is convex, the first in e^ε and the second in e^{−ε}, hence the golden-
-    section search; wherever it stops the bound is valid. For Gaussians it is Φ(Φ⁻¹(α) + μ), used directly.
+    If (ε, δ(ε)) holds for the pair (without, with) and for its reverse, a test's rates obey, for
+    every ε ≥ 0, TPR ≤ e^ε·α + δ(ε), and, with the complements' rates, 1 − α ≤ e^ε·(1 − TPR) + δ(ε),
+    that is TPR ≤ 1 − e^{−ε}·(1 − α − δ(ε)). The smallest of these over ε is 1 − f(α), f the
+    trade-off function (f-DP: Dong, Roth & Su 2022, Prop. 2.12). Each bound is convex, the first in
+    e^ε and the second in e^{−ε}, hence the golden- section search; wherever it stops the bound is
+    valid. For Gaussians it is Φ(Φ⁻¹(α) + μ), used directly.
     """
     from scipy.special import ndtr, ndtri
 

@@ -1,8 +1,10 @@
-"""A canary audit: a lower bound on ε from one run with many canaries. It can find a fault; it cannot prove privacy.
+"""A canary audit: a lower bound on ε from one run with many canaries. It can find a fault; it
+cannot prove privacy.
 
-Each of m canaries is in the data or not by a fair coin. An auditor who sees the release guesses for r of them (the highest scores "in",
-the lowest "out"). If the mechanism is (ε, δ)-DP, v or more right guesses are improbable (Steinke, Nasr & Jagielski, "Privacy auditing with
-one (1) training run", 2023, Theorem 5.2): with p = e^ε/(1 + e^ε) and W ~ Binomial(r, p),
+Each of m canaries is in the data or not by a fair coin. An auditor who sees the release guesses for
+r of them (the highest scores "in", the lowest "out"). If the mechanism is (ε, δ)-DP, v or more
+right guesses are improbable (Steinke, Nasr & Jagielski, "Privacy auditing with one (1) training
+run", 2023, Theorem 5.2): with p = e^ε/(1 + e^ε) and W ~ Binomial(r, p),
 
     P[V ≥ v] ≤ P[W ≥ v] + 2·m·δ·max_{1 ≤ i ≤ m} P[v − i ≤ W < v] / i.
 
@@ -75,9 +77,12 @@ def audit(
     """A lower bound on ε from one run.
 
     Args:
-        scores: of each canary [m]; higher means "more likely in". included: the fair coins [m].
-        confidence: that the bound does not exceed the true ε. Several audits need it higher: it is of one.
-        guesses: how many canaries the auditor speaks of, half of them with the highest scores; fixed before the run.
+        scores: of each canary [m]; higher means "more likely in".
+        included: the fair coins [m].
+        confidence: that the bound does not exceed the true ε. Several audits need it higher: it is
+            of one.
+        guesses: how many canaries the auditor speaks of, half of them with the highest scores;
+            fixed before the run.
     """
     made = 2 * (min(guesses, len(scores)) // 2)
     correct = right_guesses(scores, included, made)

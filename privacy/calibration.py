@@ -1,4 +1,5 @@
-"""How much noise a budget takes: the smallest noise multiplier with which a whole run stays within ε."""
+"""How much noise a budget takes: the smallest noise multiplier with which a whole run stays within
+ε."""
 
 from __future__ import annotations
 
@@ -19,10 +20,12 @@ def calibrate_noise_multiplier(
 ) -> float:
     """Smallest σ (to 0.1 %, on the safe side) with epsilon(plan(σ), delta) ≤ `target_epsilon`.
 
-    `plan` must give the releases of the *whole* run for a σ, or their `totals`, with an ε that does not grow with σ.
+    `plan` must give the releases of the *whole* run for a σ, or their `totals`, with an ε that does
+    not grow with σ.
 
     Raises:
-        PrivacySettingError: target not finite and positive, bad δ, or no σ up to 1e6 reaches the target.
+        PrivacySettingError: target not finite and positive, bad δ, or no σ up to 1e6 reaches the
+            target.
     """
     possible = is_real(target_epsilon) and target_epsilon > 0
     require(possible, "epsilon", "must be finite and above 0", target_epsilon, "privacy")
@@ -53,8 +56,8 @@ def calibrate_noise_multiplier(
     for turn in count():
         if high <= 1.001 * low:
             break
-        # log ε is nearly linear in log σ: interpolate, a little to the safe side so that both ends close in; every
-        # third turn halves the bracket, in case it is not
+        # log ε is nearly linear in log σ: interpolate, a little to the safe side so that both ends
+        # close in; every third turn halves the bracket, in case it is not
         share = 0.5 if turn % 3 == 2 or math.isinf(at_low) else at_low / (at_low - at_high)
         aim = math.exp(math.log(low) + share * math.log(high / low)) * 1.0004
         σ = min(max(aim, low * 1.0009), high / 1.0009)

@@ -1,12 +1,14 @@
-"""DP-SGD on a client's model: Opacus' per-example gradients, our sampler, clipping, secret noise and public divisor.
+"""DP-SGD on a client's model: Opacus' per-example gradients, our sampler, clipping, secret noise
+and public divisor.
 
-Opacus' own optimiser and loader are not used, for four reasons: its loader takes the sampling rate and the divisor from
-len(dataset), both private; its noise comes from torch's generator; a non-finite gradient of one example would poison the batch's
-sum; and it clips in float32. Its `GradSampleModule` does what it does best, the per-example gradients of any architecture, and
-the sum goes through `GaussianSums` like every other private statistic.
+Opacus' own optimiser and loader are not used, for four reasons: its loader takes the sampling rate
+and the divisor from len(dataset), both private; its noise comes from torch's generator; a
+non-finite gradient of one example would poison the batch's sum; and it clips in float32. Its
+`GradSampleModule` does what it does best, the per-example gradients of any architecture, and the
+sum goes through `GaussianSums` like every other private statistic.
 
-Adjacency: add/remove one example. Sampling: Poisson at the public rate q, one mask a step. Composition: the ledger's row holds
-all steps of the round.
+Adjacency: add/remove one example. Sampling: Poisson at the public rate q, one mask a step.
+Composition: the ledger's row holds all steps of the round.
 """
 
 from __future__ import annotations
@@ -20,29 +22,32 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from fedsynth.privacy.errors import ForbiddenLayerError
+from fedsynth.privacy.errors import ForbiddenLayerError, PrivacyError
 from fedsynth.privacy.mechanisms import GaussianSums
 from fedsynth.privacy.passes import padded, pass_length
 from fedsynth.privacy.units import Units
 from fedsynth.privacy.wording import Setting, Text
 
 Penalty = Callable[[nn.Module], Tensor]
-"""(the network in training) -> a scalar whose gradient is added to a step's; it must not see private data."""
+"""(the network in training) -> a scalar whose gradient is added to a step's; it must not see
+private data."""
 
 ExampleLoss = Callable[[nn.Module, Tensor, Tensor], Tensor]
-"""(network, images [N, C, H, W], labels [N]) -> the loss of each example [N], which depends on that example alone."""
+"""(network, images [N, C, H, W], labels [N]) -> the loss of each example [N], which depends on that
+example alone."""
 
 PHYSICAL_BATCH, PHYSICAL_BYTES = 128, 2**30
 """Per-example gradients held at a time, at most."""
 
 PASS_START = 2**18
-"""What a pass costs by itself, in units of a row's parameters (Opacus' hooks and bookkeeping, measured on a CPU for ConvNets)."""
+"""What a pass costs by itself, in units of a row's parameters (Opacus' hooks and bookkeeping,
+measured on a CPU for ConvNets)."""
 
 
 class Optimiser(Protocol):
     """How a step moves weights [..., P] by a gradient of the same shape.
 
-    Leading axes are networks trained side by side: what happens to one does not depend on the others.
+    Leading axes are networks trained side by side: what happens to one depends on itself alone.
     DP-SGD shows it released gradients alone, so that whatever it does is post-processing.
     """
 
@@ -87,7 +92,8 @@ def refuse_batch_norm(model: nn.Module) -> None:
 
 
 def group_norm_twin(model: nn.Module) -> nn.Module:
-    """A copy whose batch norms are group norms (by Opacus' ModuleValidator); all other weights are the model's.
+    """A copy whose batch norms are group norms (by Opacus' ModuleValidator); all other weights are
+    the model's.
 
     Raises:
         ForbiddenLayerError: something else in it cannot be trained by DP-SGD.
@@ -103,7 +109,8 @@ def group_norm_twin(model: nn.Module) -> nn.Module:
 
 
 def check_model(model: nn.Module) -> None:
-    """Refuses what DP-SGD cannot train: batch norm, dropout, and buffers, which would be sent without noise.
+    """Refuses what DP-SGD cannot train: batch norm, dropout, and buffers, which would be sent
+    without noise.
 
     Raises:
         ForbiddenLayerError: names the layer or buffer.
@@ -136,15 +143,19 @@ def dp_sgd(
     """Trains `model` in place for `steps` private steps.
 
     Args:
-        images: normalised images [M, C, H, W] of the records with the given indices [M]. (All passes through the network have one public
-            length, `fedsynth.privacy.passes`: they are filled up here.)
+        images: normalised images [M, C, H, W] of the records with the given indices [M]. (All
+            passes through the network have one public length, `fedsynth.privacy.passes`: they are
+            filled up here.)
         labels_N: labels of all the client's records.
-        series: charged for `steps` releases of one group with as many coordinates as the model has parameters.
-        penalty: its gradient at the iterate is added to the noisy mean gradient. The iterate is computed from earlier releases, so this is
-            post-processing and costs nothing, as long as the penalty depends on released and public values alone.
-        loss: of each example, in place of its cross-entropy; clipped as that is. It may look at released models, and at no other example.
-        units: of the client's records; None: each is one. Where users are the units, a user's mean gradient is clipped, and
-            `expected_batch_size` counts users.
+        series: charged for `steps` releases of one group with as many coordinates as the model has
+            parameters.
+        penalty: its gradient at the iterate is added to the noisy mean gradient. The iterate is
+            computed from earlier releases, so this is post-processing and costs nothing, as long as
+            the penalty depends on released and public values alone.
+        loss: of each example, in place of its cross-entropy; clipped as that is. It may look at
+            released models, and at no other example.
+        units: of the client's records; None: each is one. Where users are the units, a user's mean
+            gradient is clipped, and `expected_batch_size` counts users.
     """
     from opacus.grad_sample import GradSampleModule
 
@@ -185,7 +196,7 @@ def _write(flat_P: Tensor, parameters: list[nn.Parameter]) -> None:
 def _public_gradient(
     wrapped: Any, model: nn.Module, parameters: list[nn.Parameter], penalty: Penalty
 ) -> Tensor:
-    """The penalty's gradient [P]; Opacus' hooks, which would record it as an example's, are off meanwhile."""
+    """The penalty's gradient [P], without Opacus' hooks, which would record it as an example's."""
     wrapped.disable_hooks()
     try:
         with _quiet_hooks():
@@ -217,11 +228,17 @@ def _per_example_gradients(
     labels_N: Tensor,
     loss: ExampleLoss,
 ) -> Tensor:
-    """[N, P]: the gradient of each example's loss; Opacus' hooks, which sit on the model's own layers, fill `grad_sample`, which is emptied."""
+    """[N, P]: the gradient of each example's loss; Opacus' hooks, which sit on the model's own
+    layers, fill `grad_sample`, which is emptied."""
     for p in parameters:
         p.grad_sample = None  # type: ignore[attr-defined]
     with _quiet_hooks():
-        loss(model, x_NCHW, labels_N).sum().backward()
+        each = loss(model, x_NCHW, labels_N)
+        if each.shape != (len(x_NCHW),):  # else a request of odd shapes could mix the examples
+            raise PrivacyError(
+                f"a loss of each example must have shape [{len(x_NCHW)}], got {list(each.shape)}"
+            )
+        each.sum().backward()
     rows = torch.cat([p.grad_sample.flatten(1) for p in parameters], dim=1)  # type: ignore[attr-defined]
     for p in parameters:
         p.grad_sample = p.grad = None  # type: ignore[attr-defined]

@@ -12,7 +12,8 @@ from pathlib import Path
 from fedsynth.privacy.errors import LedgerError
 
 LOCK_SECONDS = 60.0
-"""How long a lock is waited for: a charge holds it for milliseconds, opening a folder of ledgers for as long as hashing takes."""
+"""How long a lock is waited for: a charge holds it for milliseconds, opening a folder of ledgers
+for as long as hashing takes."""
 _LONGEST_PAUSE = 0.02
 
 

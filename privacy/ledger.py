@@ -1,15 +1,18 @@
-"""The append-only record of every release from one client's data set, and the guard that refuses before the cap.
+"""The append-only record of every release from one client's data set, and the guard that refuses
+before the cap.
 
-The ledger is a file of JSON lines: a header, then one line a release. It lives outside checkpoints and run folders,
-since a data set's budget is spent over all runs on it. A row is on the disk before `charge` returns, and noise is drawn
-only afterwards: a crash can charge for a release that never left, but never release what was not charged.
+The ledger is a file of JSON lines: a header, then one line a release. It lives outside checkpoints
+and run folders, since a data set's budget is spent over all runs on it. A row is on the disk before
+`charge` returns, and noise is drawn only afterwards: a crash can charge for a release that never
+left, but never release what was not charged.
 
 The ledger of a folder that is kept over runs also says whose records it is for: its header holds a
 keyed fingerprint of them (`fedsynth.privacy.ledger_folder`), and lines with an `entry` say where
 they changed.
 
-Each line carries a hash over itself and all lines before it, so that an edit is noticed. This guards against accidents
-and hasty repairs: who owns the file can still rebuild it, or cut whole lines off its end.
+Each line carries a hash over itself and all lines before it, so that an edit is noticed. This
+guards against accidents and hasty repairs: who owns the file can still rebuild it, or cut whole
+lines off its end.
 """
 
 from __future__ import annotations
@@ -53,9 +56,10 @@ class _Facts:
 class Ledger:
     """All releases from one client's data set, in order; rows are only ever added.
 
-    An existing file is read and continued. The file is locked (`flock`) during each operation and not between them: two
-    processes, or threads, may hold the same ledger; each first reads what the other has appended, and rows never
-    interleave. On a network file system the lock is only as good as that system's `flock`.
+    An existing file is read and continued. The file is locked (`flock`) during each operation and
+    not between them: two processes, or threads, may hold the same ledger; each first reads what the
+    other has appended, and rows never interleave. On a network file system the lock is only as good
+    as that system's `flock`.
 
     Args:
         client: the client's name; stands in the header, like `dataset`.
@@ -68,8 +72,8 @@ class Ledger:
         confirm: entered around the first charge; it may refuse (`fedsynth.privacy.ledger_folder`).
 
     Raises:
-        LedgerError: the file cannot be read or written, belongs to another client or data set, has an unknown schema,
-            or is damaged. It is never reset or repaired silently.
+        LedgerError: the file cannot be read or written, belongs to another client or data set, has
+            an unknown schema, or is damaged. It is never reset or repaired silently.
     """
 
     def __init__(
@@ -133,7 +137,8 @@ class Ledger:
 
     @property
     def releases(self) -> tuple[Release, ...]:
-        """The rows, oldest first, with those that other processes have added to the file meanwhile."""
+        """The rows, oldest first, with those that other processes have added to the file
+        meanwhile."""
         if self.path is not None:
             with self._locked(self.path, writing=False) as file:
                 self._catch_up(file)
@@ -146,11 +151,13 @@ class Ledger:
         return History(self.client, releases, chain)
 
     def charge(self, release: Release) -> None:
-        """Append one row; it is written and fsync'ed when this returns. Draw the noise only afterwards."""
+        """Append one row; it is written and fsync'ed when this returns. Draw the noise only
+        afterwards."""
         self.charge_within(release, None)
 
     def charge_within(self, release: Release, guard: Guard | None) -> None:
-        """Check and charge under one lock, so that two processes cannot both use the same last bit of budget."""
+        """Check and charge under one lock, so that two processes cannot both use the same last bit
+        of budget."""
         if self.path is None:
             if self._process != os.getpid():
                 raise LedgerError(
@@ -169,7 +176,8 @@ class Ledger:
         self.confirm = nullcontext
 
     def check_writable(self) -> None:
-        """Refuse where a row could not be charged now; before a round, so that no other client is charged in vain.
+        """Refuse where a row could not be charged now; before a round, so that no other client is
+        charged in vain.
 
         Raises:
             LedgerError: the file cannot be opened for writing.
@@ -216,7 +224,8 @@ class Ledger:
         self._catch_up(file)
 
     def _take_back(self, file: FileIO) -> None:
-        """Cut off what was written of a line, which would block the ledger; the lock is still held."""
+        """Cut off what was written of a line, which would block the ledger; the lock is still
+        held."""
         try:
             os.ftruncate(file.fileno(), self._size)
             os.fsync(file.fileno())
@@ -227,7 +236,8 @@ class Ledger:
             ) from error
 
     def _start(self, path: Path, records: str | None) -> None:
-        """Make the file with its header in one step: nobody ever sees it empty, so an empty file means damage."""
+        """Make the file with its header in one step: nobody ever sees it empty, so an empty file
+        means damage."""
         created = datetime.now(UTC).isoformat(timespec="seconds")
         header = {
             "fedsynth_ledger": LEDGER_SCHEMA,
@@ -255,7 +265,8 @@ class Ledger:
 
     @contextmanager
     def _locked(self, path: Path, *, writing: bool = True) -> Iterator[FileIO]:
-        """The existing file, for reading, or for appending too; one that vanished must not start again from nothing."""
+        """The existing file, for reading, or for appending too; one that vanished must not start
+        again from nothing."""
         try:
             file = open_regular(path, writing=writing)
         except OSError as error:
@@ -369,7 +380,8 @@ def chain_hashes(path: Path) -> list[str]:
 
 @dataclass(frozen=True)
 class Repair:
-    """What `repair_ledger` did: the torn line, whether it counts, and the copy of the file as it was."""
+    """What `repair_ledger` did: the torn line, whether it counts, and the copy of the file as it
+    was."""
 
     line: str
     counts: bool
@@ -380,7 +392,8 @@ def repair_ledger(path: Path) -> Repair | None:
     """Take a torn last line out of a ledger; the file as it was is kept beside it.
 
     No release belongs to a torn line: noise is drawn only after the line is whole and durable. One
-    that lacks nothing but its line break may have been read as whole: it counts, and gets its break.
+    that lacks nothing but its line break may have been read as whole: it counts, and gets its
+    break.
 
     Returns:
         None where no line is torn.
@@ -449,7 +462,8 @@ def _encode(entry: dict[str, Any], chain: str) -> tuple[bytes, str]:
 
 
 class Guard:
-    """Refuses, before it happens, a release with which ε at `delta` would exceed `cap` (None: no cap).
+    """Refuses, before it happens, a release with which ε at `delta` would exceed `cap` (None: no
+    cap).
 
     It also knows the unit that is protected, which it writes into every row.
 
@@ -480,7 +494,8 @@ class Guard:
         self.check_unit(ledger.releases)
 
     def check(self, planned: Sequence[Release]) -> None:
-        """Raise BudgetExceededError if `planned`, on top of the ledger, exceeds the cap. Charges nothing."""
+        """Raise BudgetExceededError if `planned`, on top of the ledger, exceeds the cap. Charges
+        nothing."""
         self.refuse_beyond(self.ledger.releases, planned)
 
     def charge(self, release: Release) -> None:

@@ -1,19 +1,22 @@
-"""The one Gaussian mechanism that every private step goes through: noisy sums of clipped per-example vectors.
+"""The one Gaussian mechanism that every private step goes through: noisy sums of clipped
+per-example vectors.
 
-Theorem. Let every example x of a client's data set contribute a vector u(x) to the sum of one group (its class), and let
-ū(x) = u(x)·min(1, 𝒞/‖u(x)‖₂), with ū(x) = 0 where u(x) is not finite. Adding or removing one example changes the vector of all
-groups' sums in one group only, by at most 𝒞 in L2 norm; so the sums plus N(0, σ²𝒞²I) are the Gaussian mechanism with noise
-multiplier σ, and with Poisson sampling at a public rate q its subsampled form. u may depend on x and on anything released
-before (adaptive composition), but not on other examples of the data set. The groups compose in parallel: an example touches
-one of them. Dividing by a public constant afterwards is post-processing.
+Theorem. Let every example x of a client's data set contribute a vector u(x) to the sum of one group
+(its class), and let ū(x) = u(x)·min(1, 𝒞/‖u(x)‖₂), with ū(x) = 0 where u(x) is not finite. Adding
+or removing one example changes the vector of all groups' sums in one group only, by at most 𝒞 in L2
+norm; so the sums plus N(0, σ²𝒞²I) are the Gaussian mechanism with noise multiplier σ, and with
+Poisson sampling at a public rate q its subsampled form. u may depend on x and on anything released
+before (adaptive composition), but not on other examples of the data set. The groups compose in
+parallel: an example touches one of them. Dividing by a public constant afterwards is
+post-processing.
 
-Order of events: the client's ledger is charged for the whole series, durably, before the first mask or noise is drawn; a series
-then gives out exactly as many releases as were charged.
+Order of events: the client's ledger is charged for the whole series, durably, before the first mask
+or noise is drawn; a series then gives out exactly as many releases as were charged.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NewType
+from typing import TYPE_CHECKING, NewType, NoReturn
 
 import torch
 from torch import Tensor
@@ -31,16 +34,19 @@ Released = NewType("Released", Tensor)
 
 
 USER_ROW = 2.0**16
-"""Clips that one row of a user may have before their mean is taken, so that rounding stays far below one clip."""
+"""Clips that one row of a user may have before their mean is taken, so that rounding stays far
+below one clip."""
 
 CPU_BLOCK, GPU_BLOCK = 2**20, 2**26
 """Coordinates that are held as float64 at a time: on a CPU, what stays in the cache."""
 
 
 def clip_rows(rows_ND: Tensor, clip: float) -> Tensor:
-    """Rows scaled to L2 norm at most `clip`, as float64; a row with a NaN or infinity becomes zero, before clipping.
+    """Rows scaled to L2 norm at most `clip`, as float64; a row with a NaN or infinity becomes zero,
+    before clipping.
 
-    float64 because the bound must hold for what is summed, not only for what was meant: bf16 sums were seen to break it by 7 %.
+    float64 because the bound must hold for what is summed, not only for what was meant: bf16 sums
+    were seen to break it by 7 %.
     """
     rows = rows_ND.to(torch.float64)
     norms = torch.linalg.vector_norm(rows, dim=1, keepdim=True)  # as bad as the worst coordinate
@@ -50,7 +56,8 @@ def clip_rows(rows_ND: Tensor, clip: float) -> Tensor:
 
 
 def clipped_sums(rows_ND: Tensor, groups_N: Tensor, groups: int, clip: float) -> Tensor:
-    """Sums of clipped rows by group, [groups, D], float64: the un-noised statistic, of sensitivity `clip` under add/remove.
+    """Sums of clipped rows by group, [groups, D], float64: the un-noised statistic, of sensitivity
+    `clip` under add/remove.
 
     Private: only `GaussianSums` and tests may call this.
     """
@@ -64,14 +71,17 @@ def clipped_sums(rows_ND: Tensor, groups_N: Tensor, groups: int, clip: float) ->
 
 
 class UserSums:
-    """Means by user and group, clipped with all groups of a user together; rows may come in pieces that cut a user in two.
+    """Means by user and group, clipped with all groups of a user together; rows may come in pieces
+    that cut a user in two.
 
-    Where a user is cut, and so in which order their rows are added, goes by how many records others have. Huge rows that cancel would
-    leave rounding residue, another one for another order, as large as the clip; therefore each row is bounded by `USER_ROW` clips first:
-    n rows then leave at most n · 2⁻³⁷ clips.
+    Where a user is cut, and so in which order their rows are added, goes by how many records others
+    have. Huge rows that cancel would leave rounding residue, another one for another order, as
+    large as the clip; therefore each row is bounded by `USER_ROW` clips first: n rows then leave at
+    most n · 2⁻³⁷ clips.
 
     Args:
-        groups, width: the shape [groups, width] of a user's contribution. clip: L2 bound of it.
+        groups, width: the shape [groups, width] of a user's contribution.
+        clip: L2 bound of it.
     """
 
     def __init__(self, groups: int, width: int, clip: float) -> None:
@@ -83,7 +93,8 @@ class UserSums:
     def add(
         self, rows_ND: Tensor, groups_N: Tensor, users_N: Tensor, shares_N: Tensor, sums: Tensor
     ) -> None:
-        """Adds to `sums` [groups, width] in place. Users are numbered upwards, and on the CPU; the last one stays open."""
+        """Adds to `sums` [groups, width] in place. Users are numbered upwards, and on the CPU; the
+        last one stays open."""
         block = GPU_BLOCK if rows_ND.is_cuda else CPU_BLOCK
         at_once = max(1, block // (self._groups * self._width))
         for rows, group, user, share in zip(
@@ -114,17 +125,20 @@ class UserSums:
 class GaussianSums:
     """A charged series of noisy clipped sums on one client's data set.
 
-    Each step is `sample` (which records take part), `add` (any number of times: a batch may come in pieces), `release`.
+    Each step is `sample` (which records take part), `add` (any number of times: a batch may come in
+    pieces), `release`.
 
     Args:
-        release: what is charged: σ, the clip (`sensitivity`), q, number of steps, dimension (= groups · D).
+        release: what is charged: σ, the clip (`sensitivity`), q, number of steps, dimension (=
+            groups · D).
         guard: the client's ledger and cap.
         secret: the client's secret generator.
 
     Raises:
-        BudgetExceededError: the series would exceed the client's cap; nothing was charged and nothing drawn.
-        PrivacyError: dimensions that do not fit, more steps than charged, steps out of order, or a use
-            in a forked process.
+        BudgetExceededError: the series would exceed the client's cap; nothing was charged and
+            nothing drawn.
+        PrivacyError: dimensions that do not fit, more steps than charged, steps out of order, or a
+            use in a forked process.
     """
 
     def __init__(
@@ -143,6 +157,12 @@ class GaussianSums:
         self._users = UserSums(groups, self._width, release.sensitivity)
         self._sums: Tensor | None = None
 
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a charged series must not be copied: it would give out more than it paid")
+
+    def __copy__(self) -> NoReturn:
+        self.__reduce__()
+
     @property
     def sample_rate(self) -> float:
         """q, as charged."""
@@ -154,7 +174,8 @@ class GaussianSums:
         return self._release.noise_multiplier * self._release.sensitivity
 
     def sample(self, units: int) -> Tensor:
-        """Starts a step; indices (int64) of the records (or users) in its Poisson sample, possibly none."""
+        """Starts a step; indices (int64) of the records (or users) in its Poisson sample, possibly
+        none."""
         self._refuse_forks()
         if self._sums is not None:
             raise PrivacyError(
@@ -169,9 +190,9 @@ class GaussianSums:
         """Adds sampled records' vectors [N, D] to the sums of their groups [N] (int64).
 
         Args:
-            sample: which part of the step's sample these rows are. Where users are the units, a user's
-                rows are averaged, group by group, and clipped with all groups together; else (and with
-                None) each row is clipped by itself.
+            sample: which part of the step's sample these rows are. Where users are the units, a
+                user's rows are averaged, group by group, and clipped with all groups together; else
+                (and with None) each row is clipped by itself.
         """
         if self._sums is None:
             raise PrivacyError("no step is open: records must be sampled before they are summed")
@@ -193,9 +214,11 @@ class GaussianSums:
             self._users.add(rows_ND.detach(), groups_N, sample.users, sample.shares, self._sums)
 
     def release(self) -> Released:
-        """Ends the step: [groups, D] float32 sums with fresh noise on every group, also for an empty sample.
+        """Ends the step: [groups, D] float32 sums with fresh noise on every group, also for an
+        empty sample.
 
-        The noise is added in float64: rounding afterwards is post-processing, rounding before it would not be.
+        The noise is added in float64: rounding afterwards is post-processing, rounding before it
+        would not be.
         """
         self._refuse_forks()
         if self._sums is None:

@@ -20,7 +20,8 @@ def line_plot(
     log_x: bool = False,
     faint: Sequence[Points] = (),
 ) -> str:
-    """Lines through the points of each (name, points), with a legend; `faint` lines have no name. y starts at 0."""
+    """Lines through the points of each (name, points), with a legend; `faint` lines have no name. y
+    starts at 0."""
     everything = [point for points in [*(p for _, p in series), *faint] for point in points]
     if not everything:
         return ""

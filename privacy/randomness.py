@@ -1,15 +1,19 @@
-"""The client's secret randomness: a ChaCha20 generator keyed with 256 bits from the operating system.
+"""The client's secret randomness: a ChaCha20 generator keyed with 256 bits from the operating
+system.
 
-Noise and sampling masks must be unpredictable to everybody who sees a release. torch's CPU generator takes 32 bits of seed: a
-class that a client lacks is released as pure noise, so such a seed could be found by search and all noise subtracted. Keys
-therefore come from `secrets`, are never derived from the run's seed, and are never logged or saved: a generator refuses to be
-pickled or copied.
+Noise and sampling masks must be unpredictable to everybody who sees a release. torch's CPU
+generator takes 32 bits of seed: a class that a client lacks is released as pure noise, so such a
+seed could be found by search and all noise subtracted. Keys therefore come from `secrets`, are
+never derived from the run's seed, and are never logged or saved: a generator refuses to be pickled
+or copied.
 
-A forked process would go on with a copy of its parent's generator and repeat its noise, so a generator
-takes a new key in every process that it is used in. What copies a whole machine (a snapshot that is
-started twice, a checkpoint of the process) cannot be seen from inside: docs/privacy.md says what to do.
+A forked process would go on with a copy of its parent's generator and repeat its noise, so a
+generator takes a new key in every process that it is used in. What copies a whole machine (a
+snapshot that is started twice, a checkpoint of the process) cannot be seen from inside:
+docs/privacy.md says what to do.
 
-Tests may pass their own generator; `is_secret` is then False, and reports made with it say "not private".
+Tests may pass their own generator; `is_secret` is then False, and reports made with it say "not
+private".
 """
 
 from __future__ import annotations
@@ -53,9 +57,11 @@ class SecretGenerator:
     """Gaussian noise and Bernoulli masks that nobody but the client can repeat.
 
     Args:
-        four_sums: every Gaussian is the sum of four independent ones, halved: a mitigation (no proof) of the attack that reads which
-            floating-point numbers a generator can produce (Haney et al. 2022; Opacus' "secure mode" does the same), at four times the cost.
-        test_only: a seeded NumPy generator, for tests. Never use it on real data: the report then says "not private".
+        four_sums: every Gaussian is the sum of four independent ones, halved: a mitigation (no
+            proof) of the attack that reads which floating-point numbers a generator can produce
+            (Haney et al. 2022; Opacus' "secure mode" does the same), at four times the cost.
+        test_only: a seeded NumPy generator, for tests. Never use it on real data: the report then
+            says "not private".
     """
 
     def __init__(
@@ -87,7 +93,8 @@ class SecretGenerator:
         return torch.from_numpy(noise).to(device)
 
     def poisson_sample(self, records: int, sample_rate: float) -> Tensor:
-        """Indices (int64, ascending) of a Poisson sample: each record is in it independently with probability `sample_rate`.
+        """Indices (int64, ascending) of a Poisson sample: each record is in it independently with
+        probability `sample_rate`.
 
         At rate 1 every record is in the sample, exactly.
         """

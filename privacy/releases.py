@@ -17,7 +17,8 @@ ADJACENCIES = {
     "replace-one": "replace one example, its label too, by any other (dp-accounting REPLACE_ONE): it leaves one class's sum and enters "
     "another's or the same, so all classes together move by at most twice the clip",
 }
-"""Adjacency: its words for the report. Zero-out costs what add-remove costs; replace-one doubles every sensitivity."""
+"""Adjacency: its words for the report. Zero-out costs what add-remove costs; replace-one doubles
+every sensitivity."""
 USER_ADJACENCIES = {
     "add-remove": "add or remove one user with all their examples (dp-accounting ADD_OR_REMOVE_ONE)",
     "zero-out": "replace all examples of one user by null records that contribute nothing (dp-accounting REPLACE_SPECIAL): how many users "
@@ -35,15 +36,24 @@ SAMPLERS = ("poisson", "full")
 
 @dataclass(frozen=True)
 class Release:
-    """One ledger row: `steps` adaptively composed uses of one (subsampled) Gaussian mechanism on a client's data.
+    """One ledger row: `steps` adaptively composed uses of one (subsampled) Gaussian mechanism on a
+    client's data.
 
     Attributes:
-        round: the round, from 0. quantity: what leaves the client. mechanism: its name. clipped: what is clipped.
-        noise_multiplier: σ, the noise's standard deviation divided by `sensitivity`; 0 means no noise (ε infinite).
-        sensitivity: L2 bound on one example's influence (the clip), in the units of what is released.
-        sample_rate: q, the public inclusion probability of each example in each step; 1 with the sampler "full".
-        sampler: "poisson" | "full"; fixed-size batches have no valid accounting under add/remove and are refused.
-        steps: number of uses. dimension: coordinates released at each step.
+        round: the round, from 0.
+        quantity: what leaves the client.
+        mechanism: its name.
+        clipped: what is clipped.
+        noise_multiplier: σ, the noise's standard deviation divided by `sensitivity`; 0 means no
+            noise (ε infinite).
+        sensitivity: L2 bound on one example's influence (the clip), in the units of what is
+            released.
+        sample_rate: q, the public inclusion probability of each example in each step; 1 with the
+            sampler "full".
+        sampler: "poisson" | "full"; fixed-size batches have no valid accounting under add/remove
+            and are refused.
+        steps: number of uses.
+        dimension: coordinates released at each step.
         unaccounted: the reason, where no guarantee holds for this row; it makes ε infinite.
         unit: one of `UNITS`: whose influence `sensitivity` bounds, and whom `sample_rate` samples.
 
@@ -114,7 +124,8 @@ class Release:
 
     @classmethod
     def from_json(cls, row: Mapping[str, Any]) -> Release:
-        """Rebuild a row. Raises PrivacySettingError on missing or unknown fields and on values out of range."""
+        """Rebuild a row. Raises PrivacySettingError on missing or unknown fields and on values out
+        of range."""
         names = {f.name for f in fields(cls)}
         if not names - {"unaccounted", "unit"} <= set(row) <= names:
             raise PrivacySettingError(
@@ -151,9 +162,11 @@ def check_adjacency(adjacency: str) -> None:
 
 
 def check_delta(delta: float, max_records: int | None) -> None:
-    """Refuse a δ outside (0, 1), or above 1/max_records (it would allow publishing one record outright).
+    """Refuse a δ outside (0, 1), or above 1/max_records (it would allow publishing one record
+    outright).
 
-    `max_records` is a declared public bound on the federation's records, never the true number; None skips that check.
+    `max_records` is a declared public bound on the federation's records, never the true number;
+    None skips that check.
     """
     require(is_real(delta) and 0 < delta < 1, "delta", "must be in (0, 1)", delta, "privacy")
     if max_records is None:

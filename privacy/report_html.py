@@ -1,4 +1,5 @@
-"""The privacy report as one self-contained page: what the Markdown says, with plots; no script, nothing loaded from elsewhere."""
+"""The privacy report as one self-contained page: what the Markdown says, with plots; no script,
+nothing loaded from elsewhere."""
 
 from __future__ import annotations
 
@@ -74,7 +75,8 @@ def _figure(svg: str, caption: str) -> str:
 
 
 def _to_html(markdown: str, plots: Mapping[str, str]) -> Iterator[str]:
-    """The few forms that `render_markdown` writes: headings, paragraphs, bullets, quotes, tables, bold."""
+    """The few forms that `render_markdown` writes: headings, paragraphs, bullets, quotes, tables,
+    bold."""
     block: list[str] = []
     for line in [*markdown.splitlines(), ""]:
         if block and _form(line) != _form(block[0]):

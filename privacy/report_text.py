@@ -8,7 +8,8 @@ from typing import Any
 
 
 def up(value: float, digits: int = 4) -> str:
-    """`value` rounded up to `digits` significant digits: what is printed is never smaller than what was computed."""
+    """`value` rounded up to `digits` significant digits: what is printed is never smaller than what
+    was computed."""
     if value <= 0:
         return "0"
     scale = 10.0 ** (digits - 1 - math.floor(math.log10(value)))
@@ -66,7 +67,8 @@ def _sampling(row: Mapping[str, Any]) -> str:
 
 
 def summary_rows(report: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """The short table on the terminal: ε first, then δ, and what they rest on; without a guarantee, the reasons."""
+    """The short table on the terminal: ε first, then δ, and what they rest on; without a guarantee,
+    the reasons."""
     verdict, promise, ledger = report["verdict"], report["guarantee"], report["ledger"]
     table = [("verdict", verdict["text"])] if promise is None else []
     table += [("why", reason) for reason in verdict["reasons"]]

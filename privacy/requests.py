@@ -1,14 +1,14 @@
 """What a client checks of a server's message before it answers with private data.
 
-A guarantee that holds for every message needs no such check. It is a second line: weights that are not
-finite, or larger than any trained network's, serve nobody but a server that wants to amplify what
-rounding leaves over (docs/privacy.md, "Active servers").
+A guarantee that holds for every message needs no such check. It is a second line: weights that are
+not finite, or larger than any trained network's, serve nobody but a server that wants to amplify
+what rounding leaves over (docs/privacy.md, "Active servers").
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -35,8 +35,10 @@ def check_request(arrays: Iterable[tuple[str, Tensor]], max_norm: float | None) 
     """
     squared = 0.0
     for name, value in arrays:
+        if value.is_complex():
+            raise RequestRefusedError(f"the server's message has complex numbers in {name}")
         if not value.is_floating_point():
-            continue
+            continue  # masks and counters, whose names and types are checked (`check_tensor`)
         if not bool(torch.isfinite(value).all()):
             raise RequestRefusedError(
                 f"the server's message has numbers in {name} that are not finite"
@@ -48,3 +50,47 @@ def check_request(arrays: Iterable[tuple[str, Tensor]], max_norm: float | None) 
             f"the server's message has norm {norm:.4g}, above the declared max_request_norm {max_norm:g}; "
             "nothing was answered and nothing charged"
         )
+
+
+def check_tensor(name: str, value: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Refuses a tensor of a server's message that has another shape or type.
+
+    Args:
+        name: of the field.
+        value: as it was sent.
+        shape, dtype: as they should be.
+
+    Raises:
+        RequestRefusedError: names the field.
+
+    >>> import torch
+    >>> check_tensor("known", torch.ones(3, 3), (3,), torch.bool)
+    Traceback (most recent call last):
+    ...
+    fedsynth.privacy.errors.RequestRefusedError: the server's known is torch.float32 [3, 3], ...
+    """
+    if tuple(value.shape) != shape or value.dtype != dtype:
+        raise RequestRefusedError(
+            f"the server's {name} is {value.dtype} {list(value.shape)}, and should be {dtype} "
+            f"{list(shape)}"
+        )
+
+
+def check_named(name: str, sent: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    """Refuses tensors by name that are not of the names, shapes and types of `expected`.
+
+    Args:
+        name: of the field.
+        sent: as it was sent; an empty one is let through: nothing was sent.
+        expected: tensors as they should be; their values are not looked at.
+
+    Raises:
+        RequestRefusedError: names the field and the tensor.
+    """
+    if not sent:
+        return
+    odd = sorted(set(sent) ^ set(expected))
+    if odd:
+        raise RequestRefusedError(f"the server's {name} is of another architecture: {odd[0]!r:.80}")
+    for key, own in expected.items():
+        check_tensor(f"{name} {key}", sent[key], tuple(own.shape), own.dtype)

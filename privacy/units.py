@@ -1,15 +1,15 @@
 """Who is protected: one record, or one user with all records of theirs.
 
-A unit is what is added or removed under adjacency, so it is also what is sampled and what is clipped.
-With records as units nothing is to be done. With users as units, a step's Poisson sample is one of
-users; a sampled user contributes the *mean* of their records' vectors, by group, and that is clipped
-with all its groups together (`GaussianSums.add`). A user's influence is then at most the clip however
-many records they have, and of however many classes. The mean rather than the sum, so that public
-constants keep their meaning: a divisor counts users, and a clip that suits one record's vector suits
-their mean.
+A unit is what is added or removed under adjacency, so it is also what is sampled and what is
+clipped. With records as units nothing is to be done. With users as units, a step's Poisson sample
+is one of users; a sampled user contributes the *mean* of their records' vectors, by group, and that
+is clipped with all its groups together (`GaussianSums.add`). A user's influence is then at most the
+clip however many records they have, and of however many classes. The mean rather than the sum, so
+that public constants keep their meaning: a divisor counts users, and a clip that suits one record's
+vector suits their mean.
 
-Contributions can be bounded before that: at most m records of a user are kept, chosen by a keyed hash
-of each record's own bytes, so that the choice depends on that user's records alone.
+Contributions can be bounded before that: at most m records of a user are kept, chosen by a keyed
+hash of each record's own bytes, so that the choice depends on that user's records alone.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ class Sample:
         return len(self.records)
 
     def split(self, size: int) -> list[Sample]:
-        """The sample in pieces of at most `size` records, none of them empty; a user may be cut in two."""
+        """The sample in pieces of at most `size` records, none of them empty; a user may be cut in
+        two."""
         return [self.part(first, first + size) for first in range(0, len(self), size)]
 
     def part(self, first: int, stop: int) -> Sample:

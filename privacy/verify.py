@@ -77,9 +77,10 @@ class Held:
         rows: of each client, in the order of the file where there is one.
         chains: client → the chain hash over them, for the clients whose file is the one that the
             report speaks of.
-        starts: client → the chain hash over the rows from before the run. data_sets: client → what
-            its file says that it is of.
-        problems: where files and report differ. note: which files were compared.
+        starts: client → the chain hash over the rows from before the run.
+        data_sets: client → what its file says that it is of.
+        problems: where files and report differ.
+        note: which files were compared.
     """
 
     rows: dict[str, tuple[Release, ...]]

@@ -1,4 +1,6 @@
-"""Benchmarks share a library and not each other; finished rows are found again; compare has every method."""
+"""Benchmarks share a library and not each other; finished rows are found again; compare has every
+method.
+"""
 
 from __future__ import annotations
 
@@ -118,6 +120,7 @@ def test_the_options_that_scripts_share(script: Any) -> None:
 
 
 @pytest.mark.data
+@pytest.mark.skipif("FEDSYNTH_DATA" not in os.environ, reason="FEDSYNTH_DATA is not set")
 def test_finished_rows_are_shown_and_nothing_is_started() -> None:
     before = keys("fedaf_readings")
     words = ["--group", "rates", "--seeds", "0", "--time-budget", "0"]

@@ -55,7 +55,9 @@ def forward_flops(network: ConvNet, shape: tuple[int, int, int]) -> float:
 
 
 class Case:
-    """One shape: data, model and the steps to time; every step is a whole client step of `steps` iterations."""
+    """One shape: data, model and the steps to time; every step is a whole client step of `steps`
+    iterations.
+    """
 
     def __init__(
         self, spec: DatasetSpec, width: int, clients: int, steps: int, device: torch.device
@@ -113,6 +115,12 @@ class Case:
                 for c in range(self.spec.classes)
             ]
             client_step(
-                self.context.architecture, classes, [x[:IPC] for x in classes], steps=self.steps, batch=BATCH, learning_rate=1.0, radius=5.0,
+                self.context.architecture,
+                classes,
+                [x[:IPC] for x in classes],
+                steps=self.steps,
+                batch=BATCH,
+                learning_rate=1.0,
+                radius=5.0,
                 generator=generator,
-            )  # fmt: skip
+            )

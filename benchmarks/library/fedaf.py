@@ -8,10 +8,19 @@ from typing import Any
 from fedsynth.federation.settings import RunSettings, resolve
 
 SIZE: dict[str, Any] = {
-    "ipc": 10, "iterations": 50, "batch": 64, "server_epochs": 60, "server_lr": 0.01, "server_weight_decay": 0.0,
-    "start_average": 10, "min_examples": 1, "image_momentum": 0.9, "restart": True,
-}  # fmt: skip
-RATES = {  # of images, by data and method: the best on held-out images (`fedaf_readings.py --group rates`)
+    "ipc": 10,
+    "iterations": 50,
+    "batch": 64,
+    "server_epochs": 60,
+    "server_lr": 0.01,
+    "server_weight_decay": 0.0,
+    "start_average": 10,
+    "min_examples": 1,
+    "image_momentum": 0.9,
+    "restart": True,
+}
+# Of images, by data and method: the best on held-out images (`fedaf_readings.py --group rates`).
+RATES = {
     "fashion": {"feddm": 1.0, "fedaf": 1.0},
     "office": {"feddm": 1.0, "fedaf": 1.0},
 }
@@ -65,8 +74,13 @@ OFF: Changes = {"global_weight": 0.0}
 SERVER: Changes = {"server_epochs": 500, "server_lr": 1e-3}
 LONG: Changes = {**SERVER, "iterations": 200}
 REAL: Changes = {
-    "iterations": 1, "image_lr": 0.0, "start_average": 1, "restart": False, "local_weight": 0.0, "batch": 8,
-}  # fmt: skip
+    "iterations": 1,
+    "image_lr": 0.0,
+    "start_average": 1,
+    "restart": False,
+    "local_weight": 0.0,
+    "batch": 8,
+}
 MATCHING: dict[str, Changes] = {
     "without LGKM": OFF,
     "mean": {},
@@ -77,21 +91,34 @@ MATCHING: dict[str, Changes] = {
     "mean, λ = 0.2": {"global_weight": 0.2},
 }
 FEW = ("without LGKM", "mean", "mean, τ = 4")
-READINGS: dict[str, dict[str, tuple[str, int, Changes]]] = {  # row of the table, rounds, what differs
+READINGS: dict[
+    str, dict[str, tuple[str, int, Changes]]
+] = {  # row of the table, rounds, what differs
     "rates": {
-        **{f"image rate = {r:g}": ("without LGKM", 5, {"image_lr": r}) for r in (0.2, 1.0, 2.0, 5.0)},
+        **{
+            f"image rate = {r:g}": ("without LGKM", 5, {"image_lr": r})
+            for r in (0.2, 1.0, 2.0, 5.0)
+        },
         **{f"FedDM, image rate = {r:g}": ("FedDM", 5, {"image_lr": r}) for r in (0.2, 1.0, 5.0)},
     },
     "real": {
         **{f"real: {name}": ("FedAF", 10, {**REAL, **c}) for name, c in MATCHING.items()},
-        **{f"real, long: {name}": ("FedAF", 10, {**REAL, **SERVER, **MATCHING[name]}) for name in FEW},
+        **{
+            f"real, long: {name}": ("FedAF", 10, {**REAL, **SERVER, **MATCHING[name]})
+            for name in FEW
+        },
     },
     "matching": {
-        **{f"condensed: {name}": ("FedAF", 5, MATCHING[name]) for name in (*FEW, "sum", "mean, τ = 16")},
-        "condensed: mean, V from a first phase": ("FedAF", 5, {"knowledge_from": "first-phase"}),
+        **{
+            f"condensed: {name}": ("FedAF", 10, MATCHING[name])
+            for name in (*FEW, "mean, once an epoch", "sum", "mean, τ = 16")
+        },
+        "condensed: mean, V from a first phase": ("FedAF", 10, {"knowledge_from": "first-phase"}),
     },
-    "steps": {f"condensed, long: {name}": ("FedAF", 10, {**LONG, **MATCHING[name]}) for name in FEW},
-}  # fmt: skip
+    "steps": {
+        f"condensed, long: {name}": ("FedAF", 10, {**LONG, **MATCHING[name]}) for name in FEW
+    },
+}
 WIDTH = {"real": 8, "steps": 8}
 
 

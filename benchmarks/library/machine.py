@@ -1,4 +1,4 @@
-"""What every benchmark shares: timing, and rows that say where, when and with what they were made."""
+"""Timing, and rows that say where, when and with what they were made."""
 
 from __future__ import annotations
 
@@ -61,7 +61,9 @@ def alternating(
 
 
 def saver(name: str, options: argparse.Namespace) -> Callable[[dict[str, Any]], None]:
-    """Appends rows to results/NAME.jsonl (NAME_quick.jsonl with --quick) and prints them (one line each with --json)."""
+    """Appends rows to results/NAME.jsonl (NAME_quick.jsonl with --quick) and prints them (one line
+    each with --json).
+    """
     path = RESULTS / f"{name}{'_quick' if options.quick else ''}.jsonl"
 
     def save(row: dict[str, Any]) -> None:

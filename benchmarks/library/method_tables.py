@@ -190,7 +190,9 @@ def _fedkf_generators(alphas: Sequence[str]) -> str:
 
 
 def _data_free(group: str) -> str:
-    """Students without data: accuracy on held-out images, and what the generator made in the end."""
+    """Students without data: accuracy on held-out images, and what the generator made in the
+    end.
+    """
     made: dict[str, list[Row]] = {}
     for row in lines("generator_scale"):
         where, _, rest = row["key"].partition(": ")

@@ -1,8 +1,10 @@
-"""Straightforward steps, written for comparison: what a careful reader of the papers would write first.
+"""Straightforward steps, written for comparison: what a careful reader of the papers would write
+first.
 
-Fair: float32, weights frozen, real features detached, batches of the paper's size. Plain: one client and one class at a time, one call for
-the embedding and one for the logits, a fresh perturbed copy of the model at every step; a loop over examples where gradients are clipped;
-a DataLoader and torch's SGD on the server. They share no code with the engine but the network.
+Fair: float32, weights frozen, real features detached, batches of the paper's size. Plain: one
+client and one class at a time, one call for the embedding and one for the logits, a fresh perturbed
+copy of the model at every step; a loop over examples where gradients are clipped; a DataLoader and
+torch's SGD on the server. They share no code with the engine but the network.
 """
 
 from __future__ import annotations
@@ -53,7 +55,8 @@ def client_step(
     """One client's condensation.
 
     Args:
-        images_by_class: normalised images [n_c, C, H, W] of each class. synthetic: [ipc, C, H, W] of each class.
+        images_by_class: normalised images [n_c, C, H, W] of each class.
+        synthetic: [ipc, C, H, W] of each class.
     """
     synthetic = [s.clone().requires_grad_() for s in synthetic]
     optimiser = torch.optim.SGD(synthetic, lr=learning_rate)
@@ -76,7 +79,9 @@ def gradient_step(
     clip: float,
     noise: float,
 ) -> list[Tensor]:
-    """Per-example clipping of FedDM's image gradients (Eq. 15) as a loop: noisy sums, one for each class."""
+    """Per-example clipping of FedDM's image gradients (Eq. 15) as a loop: noisy sums, one for each
+    class.
+    """
     sums = []
     for real, images in zip(images_by_class, synthetic, strict=True):
         total = torch.zeros_like(images)

@@ -1,4 +1,6 @@
-"""Finished runs as JSON lines, by name and a hash of the settings: a further call goes on from there."""
+"""Finished runs as JSON lines, by name and a hash of the settings: a further call goes on from
+there.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +65,8 @@ def fingerprint(settings: RunSettings) -> str:
 
 
 def _distinctive(settings: RunSettings) -> dict[str, dict[str, Any]]:
-    """What differs from defaults and decides the result: a setting that a later version adds does not make old rows strangers.
+    """What differs from defaults and decides the result: a setting that a later version adds does
+    not make old rows strangers.
 
     So who changes a default deletes the rows that were made with the old one.
     """

@@ -74,8 +74,8 @@ def spread(values: Sequence[float], seeds: int, digits: int = 2, sign: str = "")
 
 
 def apart(one: Sequence[float], other: Sequence[float], seeds: int) -> str:
-    """Mean ± standard deviation of paired differences; bold where the mean of three seeds or more is
-    beyond the deviation."""
+    """Mean ± standard deviation of paired differences; bold where the mean of three seeds or more
+    is beyond the deviation."""
     if len(one) != len(other) or not one:
         return NOTHING
     differences = [a - b for a, b in zip(one, other, strict=True)]

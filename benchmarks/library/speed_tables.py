@@ -1,4 +1,6 @@
-"""The documents' tables and sentences about private accuracy and about speed, from rows (see `tables.py`)."""
+"""The documents' tables and sentences about private accuracy and about speed, from rows (see
+`tables.py`).
+"""
 
 from __future__ import annotations
 
@@ -214,7 +216,8 @@ SENTENCES: list[tuple[str, str, Callable[[], list[str]]]] = [
     ),
     (
         "README.md",
-        "`residual` takes {} times the non-private step ({} in bf16); `gradient` is {} times as fast "
+        "`residual` takes {} times the non-private step ({} in bf16); `gradient` is {} times as "
+        "fast "
         "as a loop over examples, {} with bf16",
         _private_steps,
     ),

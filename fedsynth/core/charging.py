@@ -12,6 +12,7 @@ from fedsynth.core.method import Method
 from fedsynth.errors import SettingError
 from fedsynth.privacy.allowance import Allowance, authorise
 from fedsynth.privacy.ledger import Guard
+from fedsynth.privacy.mechanism_facts import mechanism_facts
 from fedsynth.privacy.mechanisms import GaussianSums
 from fedsynth.privacy.plans import MAIN
 from fedsynth.privacy.randomness import SecretGenerator
@@ -43,6 +44,10 @@ def charge_for(
     if privacy is None or privacy.noise_multiplier is None:
         raise SettingError("privacy", "noise_multiplier", "must be set for private clients")
     plans = method.private_plans(privacy, context)
+    if not all(mechanism_facts(plan.mechanism).guaranteed for plan in plans):
+        raise SettingError(
+            "privacy", "mechanism", "guarantees nothing: there is no series to charge"
+        )
     sigma = privacy.noise_multiplier
     return [
         authorise(

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from fedsynth.data.images import ImageData, normalise
 from fedsynth.privacy.allowance import Allowance, GroupAllowance, UnaccountedNoise
 from fedsynth.privacy.dpsgd import DpSgdSettings, ExampleLoss, Penalty, dp_sgd
+from fedsynth.privacy.errors import UnplannedReleaseError
 from fedsynth.privacy.mechanisms import GaussianSums, Released
 from fedsynth.privacy.passes import padded, pass_length
 from fedsynth.privacy.plans import PrivatePlan
@@ -26,8 +27,8 @@ CPU_CHUNK, GPU_CHUNK = 512, 4096
 
 
 def chunk(device: torch.device) -> int:
-    """Real images that are held as floats at a time: a memory bound. Features are per example, so it
-    moves results by rounding only."""
+    """Real images that are held as floats at a time: a memory bound. Features are per example, so
+    it moves results by rounding only."""
     return GPU_CHUNK if device.type == "cuda" else CPU_CHUNK
 
 
@@ -148,6 +149,7 @@ class PrivateClients:
         self.ids, self.spec = tuple(ids), data.spec
         self._data = data
         self._allowance = GroupAllowance(allowances)
+        self._owners: dict[int, tuple[GaussianSums, int]] = {}
         self._nominal_size = nominal_size
         self._parts = [part.to(data.labels.device) for part in parts]
         self._records, self._labels = [part.cpu() for part in parts], data.labels.cpu()
@@ -188,7 +190,22 @@ class PrivateClients:
         Raises:
             UnplannedReleaseError: no such plan in this exchange, or it was handed out before.
         """
-        return self._allowance.take(name)
+        taken = self._allowance.take(name)
+        for number, one in zip(self.ids, taken, strict=True):
+            self._owners[id(one)] = (one, number)
+        return taken
+
+    def _check_owners(self, series: Sequence[GaussianSums]) -> None:
+        """Each client's records go into its own series, and no other's.
+
+        Raises:
+            UnplannedReleaseError: a series of another client, or of none of them.
+        """
+        owners = [self._owners.get(id(one), (None, None))[1] for one in series]
+        if owners != list(self.ids):
+            raise UnplannedReleaseError(
+                f"series of clients {owners} were given for the records of clients {list(self.ids)}"
+            )
 
     def class_sums(
         self,
@@ -201,16 +218,18 @@ class PrivateClients:
 
         Args:
             series: charged, one for each client of the group.
-            rows: (images [N, C, H, W], segment [N] on the CPU) -> [N, D]. It must be a function of each
-                example alone (and of released values). N is the same at every call; what fills the last
-                one up are black images in segment −1, and what is made of them is thrown away.
-                Clients' examples share its calls, and meet again only in their own client's sum.
-            start_over_row: what a call of `rows` costs by itself, in rows; with the public expected size
-                of the sample it decides N (`fedsynth.privacy.passes`).
+            rows: (images [N, C, H, W], segment [N] on the CPU) -> [N, D]. It must be a function of
+                each example alone (and of released values). N is the same at every call; what fills
+                the last one up are black images in segment −1, and what is made of them is thrown
+                away. Clients' examples share its calls, and meet again only in their own client's
+                sum.
+            start_over_row: what a call of `rows` costs by itself, in rows; with the public expected
+                size of the sample it decides N (`fedsynth.privacy.passes`).
 
         Returns:
             [clients · classes, D]
         """
+        self._check_owners(series)
         samples = [units.sample(s) for units, s in zip(self._units, series, strict=True)]
         records = torch.cat(
             [own[sample.records] for own, sample in zip(self._records, samples, strict=True)]
@@ -256,8 +275,9 @@ class PrivateClients:
         losses: Sequence[ExampleLoss | None] | None = None,
         report: Callable[[int], None] = lambda done: None,
     ) -> None:
-        """Trains one model for each client, in place, by DP-SGD with series charged for `steps` releases of one group; `penalties` see no
-        data, `losses` are of each example (`dp_sgd`)."""
+        """Trains one model for each client, in place, by DP-SGD with series charged for `steps`
+        releases of one group; `penalties` see no data, `losses` are of each example (`dp_sgd`)."""
+        self._check_owners(series)
         extra, own = penalties or [None] * len(models), losses or [None] * len(models)
         each = zip(self._parts, self._units, series, models, extra, own, strict=True)
         for done, (part, units, s, model, penalty, loss) in enumerate(each, start=1):

@@ -36,7 +36,8 @@ def released() -> Any:
 
 
 def public(reason: str) -> Any:
-    """A field that is the same whatever the private data are; `reason` goes into the privacy report."""
+    """A field that is the same whatever the private data are; `reason` goes into the privacy
+    report."""
     return field(metadata={"dp": "public", "reason": reason})
 
 
@@ -47,7 +48,8 @@ def unprotected() -> Any:
 
 @dataclass(frozen=True)
 class Packed:
-    """A frozen dataclass whose fields are tensors, numbers, mappings of names to tensors, or None."""
+    """A frozen dataclass whose fields are tensors, numbers, mappings of names to tensors, or
+    None."""
 
     def arrays(self) -> Iterator[tuple[str, Tensor]]:
         """All tensors with their names, mappings flattened as `field.key`."""
@@ -231,7 +233,8 @@ def _taken(
 
 
 def privacy_of_fields(message: type[Message]) -> dict[str, tuple[str, str]]:
-    """What each field of a message type declares: name -> ("released" | "public" | "unprotected" | "undeclared", reason)."""
+    """What each field of a message type declares: name -> ("released" | "public" | "unprotected" |
+    "undeclared", reason)."""
     return {
         f.name: (f.metadata.get("dp", "undeclared"), f.metadata.get("reason", ""))
         for f in fields(message)

@@ -28,6 +28,7 @@ from fedsynth.core.messages import Message, ModelParameters
 from fedsynth.core.state import ServerState
 from fedsynth.core.validation import from_mapping
 from fedsynth.privacy.disclosure import Disclosure
+from fedsynth.privacy.plans import FIRST
 from fedsynth.privacy.plans import PrivatePlan as PrivatePlan  # part of the seam
 from fedsynth.privacy.settings import PrivacySettings
 
@@ -43,7 +44,16 @@ Up = Any
 State = Any
 
 Presets = Mapping[str, Mapping[str, Any]]
-"""A data set: the settings' values that are a method's defaults there, beside those of its bases."""
+"""A data set: the settings' values that are a method's defaults there, beside those of its
+bases."""
+
+
+@dataclass(frozen=True)
+class ExchangeTypes:
+    """The messages of an exchange, down and up; None: the method has no such exchange."""
+
+    downlink: type[Message] | None
+    upload: type[Message] | None
 
 
 @dataclass(frozen=True)
@@ -95,6 +105,13 @@ class Method:
     presets: ClassVar[Presets] = {}
     discloses: ClassVar[Mapping[str, Disclosure]] = {}
 
+    @classmethod
+    def exchange_types(cls, phase: str) -> ExchangeTypes:
+        """The declared messages of one of a round's exchanges ("first" or "main")."""
+        if phase == FIRST:
+            return ExchangeTypes(cls.first_downlink, cls.first_upload)
+        return ExchangeTypes(cls.downlink, cls.upload)
+
     def initial_state(self, parameters: Mapping[str, torch.Tensor]) -> ServerState:
         """The state before the first round, from the initial model."""
         return self.state(parameters)
@@ -118,6 +135,16 @@ class Method:
     ) -> ServerState:
         """The state after the first exchange, from all replies by client number, ascending."""
         raise NotImplementedError  # abstract
+
+    def check_request(self, message: Down, context: RoundContext) -> None:
+        """Refuses a request whose tensors are not what a step expects, before any charge.
+
+        The model itself is checked by the engine. A method whose requests have other tensors
+        checks their shapes: one that is odd could mix the examples of a private step.
+
+        Raises:
+            RequestRefusedError: names the field.
+        """
 
     def broadcast(self, state: State, context: RoundContext) -> Message:
         """The server's message to the clients of this round."""
@@ -210,7 +237,8 @@ class Method:
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> Self:
-        """Settings from names and values as TOML or text gives them; text is converted to the field's type.
+        """Settings from names and values as TOML or text gives them; text is converted to the
+        field's type.
 
         Raises:
             UnknownNameError: no such setting (with the near matches).

@@ -78,7 +78,9 @@ def check_choice(section: str | None, key: str, value: str, known: Sequence[str]
 
 
 def check_embedding(method: str, model: nn.Module) -> None:
-    """Refuses a network without `embed` and a linear `classifier`, which together make its logits."""
+    """Refuses a network without `embed` and a linear `classifier`, which together make its
+    logits.
+    """
     if not (hasattr(model, "embed") and isinstance(getattr(model, "classifier", None), nn.Linear)):
         raise SettingError(
             "model",

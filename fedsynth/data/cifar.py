@@ -1,4 +1,5 @@
-"""CIFAR's batch files: pickles, of which only the parts that describe arrays and plain containers are read (`pickled`)."""
+"""CIFAR's batch files: pickles, of which only the parts that describe arrays and plain containers
+are read (`pickled`)."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from fedsynth.data.pickled import PickledArray, read_pickle
 from fedsynth.errors import DataFilesCorruptError
 
 MOST_BYTES = 60_000 * (2 * 3072 + 256)
-"""Of a batch file: all images, as text (two bytes for one) before protocol 3, with their labels and file names."""
+"""Of a batch file: all images, as text (two bytes for one) before protocol 3, with their labels and
+file names."""
 
 
 def read_cifar_batch(
@@ -26,7 +28,8 @@ def read_cifar_batch(
         label_key: `labels` (CIFAR-10) or `fine_labels` (CIFAR-100).
 
     Raises:
-        DataFilesCorruptError: not such a pickle, or one that wants more than numeric arrays and plain containers.
+        DataFilesCorruptError: not such a pickle, or one that wants more than numeric arrays and
+            plain containers.
     """
     batch = _content(path)
     if not isinstance(batch, dict):

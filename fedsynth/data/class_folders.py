@@ -18,13 +18,16 @@ _CINIC = (
 
 
 def read_tiny_imagenet(spec: DatasetSpec, root: Path) -> tuple[Split, Split]:
-    """tiny-imagenet-200/train/WNID/images/* trains; val/images/*, which val/val_annotations.txt lists, tests: `test` has no labels.
+    """tiny-imagenet-200/train/WNID/images/* trains; val/images/*, which val/val_annotations.txt
+    lists, tests: `test` has no labels.
 
-    Class c is the c-th of the WordNet numbers in wnids.txt, sorted, as readers by folder name have it (the file itself is in another
-    order). Some images are grey; they become colour images with three equal channels.
+    Class c is the c-th of the WordNet numbers in wnids.txt, sorted, as readers by folder name have
+    it (the file itself is in another order). Some images are grey; they become colour images with
+    three equal channels.
 
     Raises:
-        DataFilesMissingError, DataFilesCorruptError: a list or an image is missing, or not what it should be.
+        DataFilesMissingError, DataFilesCorruptError: a list or an image is missing, or not what it
+            should be.
     """
     folder = root / "tiny-imagenet-200"
     names = sorted(
@@ -45,12 +48,15 @@ def read_tiny_imagenet(spec: DatasetSpec, root: Path) -> tuple[Split, Split]:
 
 
 def read_cinic10(spec: DatasetSpec, root: Path) -> tuple[Split, Split]:
-    """CINIC-10/train/CLASS/*.png trains and CINIC-10/test/CLASS/*.png tests; CINIC-10/valid, of the same size, is left alone.
+    """CINIC-10/train/CLASS/*.png trains and CINIC-10/test/CLASS/*.png tests; CINIC-10/valid, of the
+    same size, is left alone.
 
-    The authors call merging train and valid an option; federated work trains on train alone (90,000 images).
+    The authors call merging train and valid an option; federated work trains on train alone (90,000
+    images).
 
     Raises:
-        DataFilesMissingError, DataFilesCorruptError: a class is missing, or a file is not an image of 32×32.
+        DataFilesMissingError, DataFilesCorruptError: a class is missing, or a file is not an image
+            of 32×32.
     """
     folder = root / "CINIC-10"
     train, test = (
@@ -76,7 +82,8 @@ def _by_class(folders: list[Path], spec: DatasetSpec, where: str) -> Split:
 
 
 def _annotated(folder: Path, names: list[str], spec: DatasetSpec) -> Split:
-    """The images that val_annotations.txt lists, in its order: a line is FILE, WNID and a box, separated by tabs."""
+    """The images that val_annotations.txt lists, in its order: a line is FILE, WNID and a box,
+    separated by tabs."""
     path, number_of = folder / "val_annotations.txt", {name: c for c, name in enumerate(names)}
     paths, labels = [], []
     for number, line in enumerate(read_lines(path, spec.name, _TINY), 1):

@@ -1,7 +1,8 @@
-"""Data sets of several domains as folders of image files: Office-Caltech-10 and DomainNet-10, resized to 64×64.
+"""Data sets of several domains as folders of image files: Office-Caltech-10 and DomainNet-10,
+resized to 64×64.
 
-Each reader gives the training and the test split, in the order of file names. A file users.csv in the data set's folder says whose the
-training images are (`fedsynth.data.users`).
+Each reader gives the training and the test split, in the order of file names. A file users.csv in
+the data set's folder says whose the training images are (`fedsynth.data.users`).
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ OTHER_NAMES = {"backpack": "back_pack"}
 
 
 def read_office_caltech(spec: DatasetSpec, root: Path) -> tuple[Split, Split]:
-    """office_caltech_10/DOMAIN/CLASS/*. There is no official split: every fifth image of a domain and class, by file name, tests."""
+    """office_caltech_10/DOMAIN/CLASS/*. There is no official split: every fifth image of a domain
+    and class, by file name, tests."""
     rows: list[tuple[Path, int, int]] = []
     is_test: list[bool] = []
     for number, domain in enumerate(spec.domains):
@@ -37,7 +39,8 @@ def read_office_caltech(spec: DatasetSpec, root: Path) -> tuple[Split, Split]:
 
 
 def read_domainnet(spec: DatasetSpec, root: Path) -> tuple[Split, Split]:
-    """domainnet/DOMAIN_train.txt and DOMAIN_test.txt, the official lists of "DOMAIN/CLASS/FILE number", beside the unpacked folders."""
+    """domainnet/DOMAIN_train.txt and DOMAIN_test.txt, the official lists of "DOMAIN/CLASS/FILE
+    number", beside the unpacked folders."""
     splits = []
     train: list[Path] = []
     for split in ("train", "test"):

@@ -1,4 +1,5 @@
-"""Fetching the named data sets through torchvision, which knows the addresses and verifies what it fetches."""
+"""Fetching the named data sets through torchvision, which knows the addresses and verifies what it
+fetches."""
 
 from __future__ import annotations
 

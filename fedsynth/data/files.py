@@ -1,4 +1,5 @@
-"""Opening data files that anybody may have made: regular files only, no more bytes than such a file may have, errors of one line."""
+"""Opening data files that anybody may have made: regular files only, no more bytes than such a file
+may have, errors of one line."""
 
 from __future__ import annotations
 
@@ -20,11 +21,12 @@ def open_regular(path: Path, most: int) -> BinaryIO:
         most: bytes that such a file may have.
 
     Raises:
-        OSError: there is no such file, it is a folder, pipe or device, or it is larger. A pipe is not waited for.
+        OSError: there is no such file, it is a folder, pipe or device, or it is larger. A pipe is
+            not waited for.
     """
     try:
-        # Looked at once it is open, so that nothing else can stand there by then; without O_NONBLOCK a pipe
-        # would block until somebody writes.
+        # Looked at once it is open, so that nothing else can stand there by then; without
+        # O_NONBLOCK a pipe would block until somebody writes.
         descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
     except ValueError as error:  # a zero byte in the name
         raise OSError(str(error)) from None
@@ -47,7 +49,8 @@ def read_regular(path: Path, most: int) -> bytes:
 
 
 def one_line(given: object, most: int = 200) -> str:
-    """Text from a file, or an error that quotes some, as at most `most` printable characters on one line."""
+    """Text from a file, or an error that quotes some, as at most `most` printable characters on one
+    line."""
     text = " ".join(str(given).split()) or type(given).__name__
     return "".join(c if c.isprintable() else "?" for c in text[:most])
 
@@ -56,7 +59,8 @@ def expanded(folder: str | Path) -> Path:
     """A data folder as a user names it, with `~` in place.
 
     Raises:
-        DataFilesMissingError: a name that no folder can have, or the home of somebody who is not there.
+        DataFilesMissingError: a name that no folder can have, or the home of somebody who is not
+            there.
     """
     if "\0" in str(folder):
         raise DataFilesMissingError("the data folder's name has a zero byte in it")

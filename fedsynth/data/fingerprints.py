@@ -29,7 +29,8 @@ def record_digests(
     """The keyed hash of each of some records.
 
     It is of the record's pixels as they are stored (uint8, row by row) and its label (or, without
-    `labels`, of the pixels alone), and depends on nothing else: not on the record's position, on other records, or on the device.
+    `labels`, of the pixels alone), and depends on nothing else: not on the record's position, on
+    other records, or on the device.
 
     Args:
         data: the images and labels, on any device.

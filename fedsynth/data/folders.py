@@ -1,4 +1,5 @@
-"""What the data sets that lie in folders of their own share: what a reader says and gives, and how image files become arrays."""
+"""What the data sets that lie in folders of their own share: what a reader says and gives, and how
+image files become arrays."""
 
 from __future__ import annotations
 
@@ -22,14 +23,16 @@ Bytes = npt.NDArray[np.uint8]
 IntArray = npt.NDArray[np.int64]
 ENDINGS = (".jpg", ".jpeg", ".png", ".bmp", ".webp")
 FORMATS = ("JPEG", "PNG", "BMP", "WEBP")
-"""What Pillow may take an image file for, whatever its ending: it looks at the content, and would start Ghostscript for others."""
+"""What Pillow may take an image file for, whatever its ending: it looks at the content, and would
+start Ghostscript for others."""
 
 MOST_PIXELS = 2**25
 """Of an image that is to be reduced: a photograph of 33 megapixels, 134 MB decoded."""
 
 MOST_IMAGE_BYTES = 3 * MOST_PIXELS
 MOST_SCANS = 100
-"""Of a JPEG file, each of which is one more pass over the whole image; cameras and editors write about ten."""
+"""Of a JPEG file, each of which is one more pass over the whole image; cameras and editors write
+about ten."""
 
 _LARGE_PIXELS = 2**20
 _ONE_LARGE_AT_A_TIME = Lock()
@@ -37,7 +40,8 @@ _ONE_LARGE_AT_A_TIME = Lock()
 
 @dataclass(frozen=True)
 class Split:
-    """Images [N, C, H, W] and labels [N] of one split; `domains` and `groups` [N] where the data set says where examples come from."""
+    """Images [N, C, H, W] and labels [N] of one split; `domains` and `groups` [N] where the data
+    set says where examples come from."""
 
     images: Bytes
     labels: IntArray
@@ -64,7 +68,8 @@ def read_lines(path: Path, name: str, where: str) -> list[str]:
     """The lines of a text file of the data set `name`.
 
     Raises:
-        DataFilesMissingError: no such file; says `where` to get it. DataFilesCorruptError: not a text file.
+        DataFilesMissingError: no such file; says `where` to get it. DataFilesCorruptError: not a
+            text file.
     """
     try:
         return read_regular(path, MOST_LIST_BYTES).decode("utf-8").splitlines()
@@ -93,10 +98,12 @@ def images_in(folder: Path) -> list[Path]:
 
 
 def read_images(paths: Sequence[Path], spec: DatasetSpec, *, resize: bool = False) -> Bytes:
-    """The images of these files in RGB, [N, 3, H, W]; those of another size are resized (Lanczos) if `resize`, else refused.
+    """The images of these files in RGB, [N, 3, H, W]; those of another size are resized (Lanczos)
+    if `resize`, else refused.
 
     Raises:
-        DataFilesMissingError: a file is not there. DataFilesCorruptError: a file is no image, or not of the data set's size.
+        DataFilesMissingError: a file is not there. DataFilesCorruptError: a file is no image, or
+            not of the data set's size.
     """
     images = np.empty((len(paths), *spec.image_shape), np.uint8)
 

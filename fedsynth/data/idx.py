@@ -1,4 +1,5 @@
-"""The idx files of MNIST and its kin: a magic number, big-endian sizes, then bytes. Plain or gzip-compressed."""
+"""The idx files of MNIST and its kin: a magic number, big-endian sizes, then bytes. Plain or
+gzip-compressed."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ _SPARE = 2**16  # by which compression may make a file longer, and a header
 
 
 def read_idx(path: Path, ndim: int, most: int) -> npt.NDArray[np.uint8]:
-    """The uint8 array with `ndim` axes in the idx file at `path`; a name that ends in `.gz` is decompressed.
+    """The uint8 array with `ndim` axes in the idx file at `path`; a name that ends in `.gz` is
+    decompressed.
 
     No more is decompressed than the header announces and one byte.
 
@@ -28,8 +30,8 @@ def read_idx(path: Path, ndim: int, most: int) -> npt.NDArray[np.uint8]:
         most: bytes that the array may have.
 
     Raises:
-        DataFilesCorruptError: not an idx file of bytes with `ndim` axes, one that announces more than `most`, or more or fewer
-            bytes than it announces.
+        DataFilesCorruptError: not an idx file of bytes with `ndim` axes, one that announces more
+            than `most`, or more or fewer bytes than it announces.
     """
     try:
         with open_regular(path, most + _SPARE) as file:
@@ -72,7 +74,8 @@ def _array(
 
 
 def _bytes(file: BinaryIO | gzip.GzipFile, most: int) -> bytearray:
-    """The next `most` bytes, fewer at the end; the memory grows with what is there, not with `most`."""
+    """The next `most` bytes, fewer at the end; the memory grows with what is there, not with
+    `most`."""
     content = bytearray()
     while len(content) < most:
         piece = file.read(min(_AT_ONCE, most - len(content)))

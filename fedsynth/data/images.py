@@ -1,4 +1,5 @@
-"""Images as uint8 tensors with their labels, and the way between pixels and the numbers that models see."""
+"""Images as uint8 tensors with their labels, and the way between pixels and the numbers that models
+see."""
 
 from __future__ import annotations
 
@@ -207,10 +208,12 @@ def normalise(
 
 
 def denormalise(x: Tensor, spec: DatasetSpec) -> Tensor:
-    """The inverse of `normalise`: floating point [N, C, H, W] → uint8 [N, C, H, W], clamped to [0, 255] and rounded.
+    """The inverse of `normalise`: floating point [N, C, H, W] → uint8 [N, C, H, W], clamped to [0,
+    255] and rounded.
 
     Raises:
-        DataError: not floating point, another number of channels than the spec's, or NaN or infinite values.
+        DataError: not floating point, another number of channels than the spec's, or NaN or
+            infinite values.
     """
     if not x.is_floating_point() or x.dim() != 4 or x.shape[1] != spec.channels:
         raise DataError(
@@ -225,7 +228,8 @@ def denormalise(x: Tensor, spec: DatasetSpec) -> Tensor:
 def _constants(
     mean: tuple[float, ...], std: tuple[float, ...], device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """[1, C, 1, 1] each. Kept, because copying them to a GPU anew would synchronise inside the training loop."""
+    """[1, C, 1, 1] each. Kept, because copying them to a GPU anew would synchronise inside the
+    training loop."""
     with torch.inference_mode(
         False
     ):  # a tensor made in inference mode could not be used by autograd later

@@ -1,5 +1,5 @@
-"""Who has which classes, and how many examples of each: the count matrices of the partitions `classes`, `missing`, `dominant` and
-`dirichlet-dominant`."""
+"""Who has which classes, and how many examples of each: the count matrices of the partitions
+`classes`, `missing`, `dominant` and `dirichlet-dominant`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ _WHOLE = 1e-6  # a number as near as this to a whole one is one
 
 
 def held_classes(sizes: IntArray, clients: int, each: int, rng: Rng, advice: str) -> IntArray:
-    """Counts [K, C] in which every client has `each` classes, and a class's examples are split evenly (±1) among its holders.
+    """Counts [K, C] in which every client has `each` classes, and a class's examples are split
+    evenly (±1) among its holders.
 
     Every class with examples has ⌊Kc/C⌋ or ⌈Kc/C⌉ holders.
 
@@ -48,15 +49,18 @@ def held_classes(sizes: IntArray, clients: int, each: int, rng: Rng, advice: str
 
 
 def dominant_classes(sizes: IntArray, clients: int, each: int, share: float, rng: Rng) -> IntArray:
-    """Counts [K, C] of clients of one size, of which `share` is of a client's `each` dominant classes: FedFM's NIID-2.
+    """Counts [K, C] of clients of one size, of which `share` is of a client's `each` dominant
+    classes: FedFM's NIID-2.
 
-    A client has N/K examples, share·N/(K·m) of them of each of its m dominant classes. The rest is spread over the other classes as evenly
-    as the classes' totals allow: equal numbers, fitted to the sums by iterative proportional fitting (Deming and Stephan, 1940). Then
-    everything is rounded down or up, also the clients' sizes, such that every example is somewhere. Where classes are of one size and each
-    dominates equally often, the fit changes nothing.
+    A client has N/K examples, share·N/(K·m) of them of each of its m dominant classes. The rest is
+    spread over the other classes as evenly as the classes' totals allow: equal numbers, fitted to
+    the sums by iterative proportional fitting (Deming and Stephan, 1940). Then everything is
+    rounded down or up, also the clients' sizes, such that every example is somewhere. Where classes
+    are of one size and each dominates equally often, the fit changes nothing.
 
     Raises:
-        PartitionError: a share that is not above the even one, or class totals with which it cannot be had.
+        PartitionError: a share that is not above the even one, or class totals with which it cannot
+            be had.
     """
     present = np.flatnonzero(sizes)
     C, totals, size = len(present), sizes[present], sizes.sum() / clients
@@ -84,17 +88,19 @@ def dominant_classes(sizes: IntArray, clients: int, each: int, share: float, rng
 
 
 def dominated_dirichlet(sizes: IntArray, clients: int, alpha: float, rng: Rng) -> IntArray:
-    """Counts [K, C] of FedKF's public code: Dirichlet shares of each class, its largest for a client of its own.
+    """Counts [K, C] of FedKF's public code: Dirichlet shares of each class, its largest for a
+    client of its own.
 
-    For each class p ~ Dir(α·1) over the clients. Its largest share goes to a client that no earlier class has
-    as its largest holder; once every client is one, all may be again. So with K ≤ C every client dominates a
-    class, or several, where plain Dirichlet leaves some with next to nothing. With K > C clients come in
-    groups of C (the last has the rest), each with its share of every class, and that rule holds in a group.
-    A client gets ⌊p·n_c⌋ examples, and one client, drawn, the few that rounding leaves.
+    For each class p ~ Dir(α·1) over the clients. Its largest share goes to a client that no earlier
+    class has as its largest holder; once every client is one, all may be again. So with K ≤ C every
+    client dominates a class, or several, where plain Dirichlet leaves some with next to nothing.
+    With K > C clients come in groups of C (the last has the rest), each with its share of every
+    class, and that rule holds in a group. A client gets ⌊p·n_c⌋ examples, and one client, drawn,
+    the few that rounding leaves.
 
-    The public code draws p again until its largest entry is where it may be. As the entries are exchangeable,
-    one draw, whose largest entry changes places with that of a client drawn from those allowed, has the same
-    distribution.
+    The public code draws p again until its largest entry is where it may be. As the entries are
+    exchangeable, one draw, whose largest entry changes places with that of a client drawn from
+    those allowed, has the same distribution.
     """
     present = np.flatnonzero(sizes)
     full, rest = divmod(clients, len(present))
@@ -133,7 +139,8 @@ def _even(total: int, pieces: int) -> IntArray:
 
 
 def _places(clients: int, each: int, classes: int, rng: Rng) -> IntArray:
-    """How many clients take each class: as equal as whole numbers allow; which classes get one more is drawn."""
+    """How many clients take each class: as equal as whole numbers allow; which classes get one more
+    is drawn."""
     places = np.full(classes, clients * each // classes)
     places[rng.permutation(classes)[: clients * each % classes]] += 1
     return places
@@ -142,8 +149,9 @@ def _places(clients: int, each: int, classes: int, rng: Rng) -> IntArray:
 def _take(places: IntArray, clients: int, each: int, rng: Rng) -> npt.NDArray[np.bool_]:
     """Who takes which class, [K, C].
 
-    Clients, in random order, take the classes with the most places left, ties drawn: that keeps the places left within one of each
-    other, so nobody lacks `each` different classes. With K·c = C the clients' classes are disjoint.
+    Clients, in random order, take the classes with the most places left, ties drawn: that keeps the
+    places left within one of each other, so nobody lacks `each` different classes. With K·c = C the
+    clients' classes are disjoint.
     """
     left, classes = places.copy(), len(places)
     holds = np.zeros((clients, classes), dtype=bool)
@@ -177,10 +185,12 @@ def _ratio(wanted: Floats, got: Floats) -> Floats:
 
 
 def _rounded(x: Floats, columns: IntArray) -> IntArray:
-    """`x` [K, C], whose rows have one sum, rounded down or up such that `columns` are its sums and rows differ by at most one.
+    """`x` [K, C], whose rows have one sum, rounded down or up such that `columns` are its sums and
+    rows differ by at most one.
 
-    What numbers rounded down lack is a flow through clients to classes, of at most one unit a cell; every client passes ⌊N/K⌋ in all and
-    N mod K of them one more. The fractions of `x` are such a flow, of full size; a largest flow is whole numbers of that size.
+    What numbers rounded down lack is a flow through clients to classes, of at most one unit a cell;
+    every client passes ⌊N/K⌋ in all and N mod K of them one more. The fractions of `x` are such a
+    flow, of full size; a largest flow is whole numbers of that size.
     """
     from scipy.sparse import csr_array
     from scipy.sparse.csgraph import maximum_flow

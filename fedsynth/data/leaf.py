@@ -1,10 +1,13 @@
-"""FEMNIST as LEAF's scripts write it: handwritten characters in JSON files, by writer (Caldas et al., 2018, arXiv 1812.01097).
+"""FEMNIST as LEAF's scripts write it: handwritten characters in JSON files, by writer (Caldas et
+al., 2018, arXiv 1812.01097).
 
-`femnist/train/*.json` and `femnist/test/*.json` are copies of LEAF's data/femnist/data/train and test. Each file is {"users": [writer],
-"num_samples": [n], "user_data": {writer: {"x": [[784 numbers in [0, 1]]], "y": [0 … 61]}}}.
+`femnist/train/*.json` and `femnist/test/*.json` are copies of LEAF's data/femnist/data/train and
+test. Each file is {"users": [writer], "num_samples": [n], "user_data": {writer: {"x": [[784 numbers
+in [0, 1]]], "y": [0 … 61]}}}.
 
-Ink is dark on a white background, white = 1, as LEAF has it (NIST's scans, reduced to 28×28 and divided by 255), and so it stays here:
-unlike MNIST and EMNIST, which are white on black. Labels are 0–9 digits, 10–35 capital and 36–61 small letters.
+Ink is dark on a white background, white = 1, as LEAF has it (NIST's scans, reduced to 28×28 and
+divided by 255), and so it stays here: unlike MNIST and EMNIST, which are white on black. Labels are
+0–9 digits, 10–35 capital and 36–61 small letters.
 """
 
 from __future__ import annotations
@@ -39,7 +42,8 @@ def read_femnist(spec: DatasetSpec, root: Path) -> tuple[Split, Split]:
     Writers with test examples only (LEAF's `-t user`) have the numbers after those.
 
     Raises:
-        DataFilesMissingError: no such file. DataFilesCorruptError: a file that is not as described above.
+        DataFilesMissingError: no such file. DataFilesCorruptError: a file that is not as described
+            above.
     """
     train, test = (_writers(root / "femnist" / split, spec) for split in ("train", "test"))
     number = {
@@ -126,9 +130,11 @@ def _one_writer(
 
 
 def _numbers(given: object, what: str, where: str) -> npt.NDArray[Any]:
-    """A list of numbers, or of lists of numbers of one length: int64 if all are whole, else float64.
+    """A list of numbers, or of lists of numbers of one length: int64 if all are whole, else
+    float64.
 
-    The types are looked at before NumPy is asked, which would make an array of text as wide as its longest string.
+    The types are looked at before NumPy is asked, which would make an array of text as wide as its
+    longest string.
     """
     if not isinstance(given, list) or not given or given[0] == []:
         raise DataFilesCorruptError(

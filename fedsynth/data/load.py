@@ -1,7 +1,8 @@
-"""The named data sets, with checks of their structure: torchvision's files here, those in folders of their own by their readers.
+"""The named data sets, with checks of their structure: torchvision's files here, those in folders
+of their own by their readers.
 
-Structure, not checksums: a mirror may have compressed or re-encoded the files, and that is fine as long as they are
-what they claim to be.
+Structure, not checksums: a mirror may have compressed or re-encoded the files, and that is fine as
+long as they are what they claim to be.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ ROOT_VARIABLE = "FEDSYNTH_DATA"
 READERS: dict[str, Reader] = {**DOMAIN_READERS, **CLASS_FOLDER_READERS, **LEAF_READERS}
 
 _Arrays = tuple[npt.NDArray[Any], npt.NDArray[Any]]
-# What is read at once: the paths of one batch file, or of an idx file of images and its file of labels.
+# What is read at once: the paths of one batch file, or of an idx file of images and its file of
+# labels.
 _Group = tuple[str, ...]
 
 
@@ -116,7 +118,8 @@ def _first_file(name: str) -> str:
 
 
 def missing_files(name: str, folder: Path) -> list[str]:
-    """The files and folders of the data set `name` that `folder` lacks, as paths relative to it; none where it needs no files.
+    """The files and folders of the data set `name` that `folder` lacks, as paths relative to it;
+    none where it needs no files.
 
     Raises:
         DataFilesMissingError: the folder cannot be looked into.
@@ -209,7 +212,8 @@ def _read_svhn(paths: list[Path], spec: DatasetSpec) -> _Arrays:
 
 
 def _load_digits(spec: DatasetSpec) -> tuple[ImageData, ImageData]:
-    """scikit-learn's digits: levels 0..16 become 0..255, every fifth example (index % 5 == 4) is for testing."""
+    """scikit-learn's digits: levels 0..16 become 0..255, every fifth example (index % 5 == 4) is
+    for testing."""
     from sklearn.datasets import load_digits
 
     bundled = load_digits()

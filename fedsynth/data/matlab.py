@@ -1,7 +1,8 @@
-"""Arrays of numbers in MATLAB's files of level 5 (its "MAT-File Format"), read within what the file and the caller allow.
+"""Arrays of numbers in MATLAB's files of level 5 (its "MAT-File Format"), read within what the file
+and the caller allow.
 
-SciPy's compiled reader ends the process (signal 11) on some damaged files, and takes what they announce; hence these few lines for the
-only kind of variable that a data set needs.
+SciPy's compiled reader ends the process (signal 11) on some damaged files, and takes what they
+announce; hence these few lines for the only kind of variable that a data set needs.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ _COMPLEX = 0x800
 
 
 def read_arrays(content: bytes, names: Collection[str], most: int) -> dict[str, npt.NDArray[Any]]:
-    """The variables `names` of a file, each an array of real numbers in the class and the shape that it has in MATLAB.
+    """The variables `names` of a file, each an array of real numbers in the class and the shape
+    that it has in MATLAB.
 
     Args:
         content: the whole file, with or without compression.
@@ -39,7 +41,8 @@ def read_arrays(content: bytes, names: Collection[str], most: int) -> dict[str, 
         most: bytes that the file may have unpacked.
 
     Raises:
-        ValueError: not such a file, one that unpacks to more than `most`, or a name that does not stand there once as numbers.
+        ValueError: not such a file, one that unpacks to more than `most`, or a name that does not
+            stand there once as numbers.
         zlib.error: a damaged part.
     """
     order = _ORDERS.get(content[_HEADER - 2 : _HEADER])

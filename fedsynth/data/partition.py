@@ -1,8 +1,9 @@
-"""Who has which examples: partitions of a label array over clients, as the field makes them. Every rule is seeded.
+"""Who has which examples: partitions of a label array over clients, as the field makes them. Every
+rule is seeded.
 
-`dirichlet` and `quantity` are rules of NIID-Bench (Li et al., ICDE 2022, arXiv 2102.02079), the former behind FedDM's tables and many
-others; `dominant` and `missing` are FedFM's (Ye et al., 2023, arXiv 2210.07615). Matrices of who has how many of which class are made in
-`label_skew.py`.
+`dirichlet` and `quantity` are rules of NIID-Bench (Li et al., ICDE 2022, arXiv 2102.02079), the
+former behind FedDM's tables and many others; `dominant` and `missing` are FedFM's (Ye et al., 2023,
+arXiv 2210.07615). Matrices of who has how many of which class are made in `label_skew.py`.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ Rng = np.random.Generator
 
 GIVEN = "given"  # the kind of a partition that the caller of `simulate` brings along
 DOMAIN, NATURAL = "domain", "natural"
-# How often the whole partition is drawn anew before giving up: 1.5 s for 10 classes, some 15 s for 100.
+# How often the whole partition is drawn anew before giving up: 1.5 s for 10 classes, some 15 s for
+# 100.
 MAX_TRIES = 5_000
 # Beyond this the draws are 1/K to six digits, and NumPy's gamma sampler would overflow.
 _ALPHA_CAP = 1e12
@@ -123,7 +125,8 @@ class PartitionSettings:
 
 
 def clients_or_groups(settings: PartitionSettings, spec: DatasetSpec) -> int:
-    """How many pieces the data set falls into: K, or the published number of groups where clients are some of them (`natural`)."""
+    """How many pieces the data set falls into: K, or the published number of groups where clients
+    are some of them (`natural`)."""
     return max(
         settings.clients, (spec.groups or len(spec.domains)) if settings.kind == NATURAL else 0
     )
@@ -136,20 +139,25 @@ def partition(
     domains: npt.NDArray[np.integer] | None = None,
     groups: npt.NDArray[np.integer] | None = None,
 ) -> list[IntArray]:
-    """Sorted index arrays, one per client; every example is assigned exactly once, but by `natural` with fewer clients than groups.
+    """Sorted index arrays, one per client; every example is assigned exactly once, but by `natural`
+    with fewer clients than groups.
 
-    With `dirichlet-plain` and `dirichlet-dominant`, and with `dirichlet` and `quantity` at `min_size` 0, a client's array may be empty.
+    With `dirichlet-plain` and `dirichlet-dominant`, and with `dirichlet` and `quantity` at
+    `min_size` 0, a client's array may be empty.
 
     Args:
         labels: integers [N] in [0, classes).
         settings: the rule and its numbers.
         classes: number of classes C, also of those without an example here.
         domains: integers [N], for `domain`; client k has domain k mod D of the D that occur.
-        groups: integers [N], for `natural`, which takes `domains` where this is None; clients are in the order of their groups' numbers.
+        groups: integers [N], for `natural`, which takes `domains` where this is None; clients are
+            in the order of their groups' numbers.
 
     Raises:
-        DataError: labels that are not integers [N] in [0, classes), domains or groups that are not integers [N].
-        PartitionError: more clients than examples, or a rule that cannot be kept; the message says what to change.
+        DataError: labels that are not integers [N] in [0, classes), domains or groups that are not
+            integers [N].
+        PartitionError: more clients than examples, or a rule that cannot be kept; the message says
+            what to change.
     """
     y = _checked_labels(labels, classes)
     _check_origins("domains", domains, len(y))
@@ -186,16 +194,19 @@ def _subset(y: IntArray, settings: PartitionSettings) -> IntArray:
 def hold_out(
     parts: Sequence[IntArray], share: float, seed: int, data: ImageData, by_user: bool = False
 ) -> tuple[list[IntArray], list[IntArray]]:
-    """(training split, test split) of each client, sorted: each record tests with probability `share`.
+    """(training split, test split) of each client, sorted: each record tests with probability
+    `share`.
 
-    On which side a record stands follows from the seed and from its own bytes, not from its place: with differential privacy one record
-    more, anywhere in the data, must not move others from one split to the other. Equal records stand on the same side, so none of a test
-    split is also trained on.
+    On which side a record stands follows from the seed and from its own bytes, not from its place:
+    with differential privacy one record more, anywhere in the data, must not move others from one
+    split to the other. Equal records stand on the same side, so none of a test split is also
+    trained on.
 
     Args:
         parts: for each client the positions of its records in `data`.
         seed: public; another one gives another split.
-        by_user: all records of a user (`data.groups`) stand on the same side, by a hash of all of them: users are protected.
+        by_user: all records of a user (`data.groups`) stand on the same side, by a hash of all of
+            them: users are protected.
     """
     positions = [np.asarray(part, np.int64) for part in parts]
     key = hashlib.blake2b(f"local test split {seed}".encode(), digest_size=32).digest()
@@ -210,7 +221,8 @@ def hold_out(
 
 
 def check_parts(parts: Sequence[npt.ArrayLike], examples: int) -> None:
-    """Refuses clients' index arrays that are not whole numbers in [0, examples), or give an example to two clients.
+    """Refuses clients' index arrays that are not whole numbers in [0, examples), or give an example
+    to two clients.
 
     Raises:
         PartitionError: names the client.
@@ -249,7 +261,8 @@ def _iid(y: IntArray, settings: PartitionSettings, classes: int, rng: Rng) -> li
 
 
 def _dirichlet(y: IntArray, settings: PartitionSettings, classes: int, rng: Rng) -> list[IntArray]:
-    """NIID-Bench: Dirichlet shares of each class, none for clients with ≥ N/K examples; redrawn if one has few."""
+    """NIID-Bench: Dirichlet shares of each class, none for clients with ≥ N/K examples; redrawn if
+    one has few."""
     sizes = np.bincount(y, minlength=classes)
     # Only numbers are drawn until they pass; the examples are shuffled once, at the end.
     counts = _redrawn(
@@ -262,7 +275,8 @@ def _dirichlet(y: IntArray, settings: PartitionSettings, classes: int, rng: Rng)
 
 
 def _quantity(y: IntArray, settings: PartitionSettings, classes: int, rng: Rng) -> list[IntArray]:
-    """NIID-Bench's quantity skew: sizes cut at ⌊cumsum(p)·N⌋ with p ~ Dir(α·1_K), redrawn if one is small; examples at random."""
+    """NIID-Bench's quantity skew: sizes cut at ⌊cumsum(p)·N⌋ with p ~ Dir(α·1_K), redrawn if one is
+    small; examples at random."""
     everything = np.array([len(y)])
     sizes = _redrawn(
         lambda: _dirichlet_counts(everything, settings, rng, masked=False), len(y), settings
@@ -300,7 +314,8 @@ def _dirichlet_plain(
 def _dirichlet_dominant(
     y: IntArray, settings: PartitionSettings, classes: int, rng: Rng
 ) -> list[IntArray]:
-    """Dirichlet shares of each class, each with a largest holder of its own (`dominated_dirichlet`)."""
+    """Dirichlet shares of each class, each with a largest holder of its own
+    (`dominated_dirichlet`)."""
     sizes = np.bincount(y, minlength=classes)
     alpha = min(settings.alpha, _ALPHA_CAP)
     return _deal(y, dominated_dirichlet(sizes, settings.clients, alpha, rng), rng)
@@ -309,7 +324,8 @@ def _dirichlet_dominant(
 def _dirichlet_counts(
     sizes: npt.NDArray[np.integer], settings: PartitionSettings, rng: Rng, *, masked: bool
 ) -> IntArray:
-    """[K, C]: for each class p ~ Dir(α·1_K), cut at ⌊cumsum(p)·n_c⌋. `masked`: p = 0 for those with ≥ N/K examples."""
+    """[K, C]: for each class p ~ Dir(α·1_K), cut at ⌊cumsum(p)·n_c⌋. `masked`: p = 0 for those with
+    ≥ N/K examples."""
     K, total = settings.clients, int(sizes.sum())
     counts = np.zeros((K, len(sizes)), dtype=np.int64)
     held = np.zeros(K, dtype=np.int64)
@@ -322,11 +338,11 @@ def _dirichlet_counts(
         open_ = held * K < total if masked else np.ones(K, dtype=bool)
         reached = np.cumsum(np.where(open_, p, 0.0))
         if not reached[-1] > 0:
-            # All of p went, to the last bit, to clients that take no more. One open client at random is the limit of
-            # Dir(α) for α → 0.
+            # All of p went, to the last bit, to clients that take no more. One open client at
+            # random is the limit of Dir(α) for α → 0.
             reached = np.cumsum(np.arange(K) == rng.choice(np.flatnonzero(open_)))
-        # Divided by its own last entry, so that it is exactly 1 from the last open client on: a rounded sum would leave
-        # an example for the closed clients after it.
+        # Divided by its own last entry, so that it is exactly 1 from the last open client on: a
+        # rounded sum would leave an example for the closed clients after it.
         cuts = (reached[:-1] / reached[-1] * size).astype(np.int64)
         counts[:, c] = np.diff(cuts, prepend=0, append=size)
         held += counts[:, c]
@@ -350,7 +366,8 @@ def _classes(y: IntArray, settings: PartitionSettings, classes: int, rng: Rng) -
 
 
 def _missing(y: IntArray, settings: PartitionSettings, classes: int, rng: Rng) -> list[IntArray]:
-    """No example of m classes: a client has C − m, so that a class is missing at ⌊Km/C⌋ or ⌈Km/C⌉ clients and never at all of them."""
+    """No example of m classes: a client has C − m, so that a class is missing at ⌊Km/C⌋ or ⌈Km/C⌉
+    clients and never at all of them."""
     sizes = np.bincount(y, minlength=classes)
     K, m, C = settings.clients, settings.missing_classes, int(np.count_nonzero(sizes))
     if m >= C:
@@ -379,7 +396,8 @@ def _dominant(y: IntArray, settings: PartitionSettings, classes: int, rng: Rng) 
 def _domain(
     domains: npt.NDArray[np.integer] | None, settings: PartitionSettings, rng: Rng
 ) -> list[IntArray]:
-    """Client k has domain k mod D; the examples of a domain are split evenly (±1) among its clients."""
+    """Client k has domain k mod D; the examples of a domain are split evenly (±1) among its
+    clients."""
     if domains is None:
         raise PartitionError(
             "this data set does not say which domain an example comes from: partition domain needs one that does"
@@ -419,7 +437,8 @@ def _natural(
 
 
 def _deal(y: IntArray, counts: IntArray, rng: Rng) -> list[IntArray]:
-    """Deals each class's examples, shuffled, to the clients: `counts` [K, C] says how many each gets."""
+    """Deals each class's examples, shuffled, to the clients: `counts` [K, C] says how many each
+    gets."""
     pieces: list[list[IntArray]] = [[] for _ in counts]
     for c in range(counts.shape[1]):
         index = rng.permutation(np.flatnonzero(y == c))

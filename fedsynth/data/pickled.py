@@ -1,12 +1,15 @@
-"""Pickles of plain containers and numeric arrays, read as data: nothing is imported, called or built on a file's behalf.
+"""Pickles of plain containers and numeric arrays, read as data: nothing is imported, called or
+built on a file's behalf.
 
-A pickle is a program for a machine that can call anything. `pickletools` only lists its instructions; the few that such files need
-are carried out here, on Python's own containers. What would be calls of NumPy are recognised by name, and an array stays what the
-file says of it (`PickledArray`): its type's code, its shape and its bytes, checked against each other. That covers the official
-CIFAR files (protocol 2, Python 2) and what newer Python and NumPy write of the same (protocols 0 to 5).
+A pickle is a program for a machine that can call anything. `pickletools` only lists its
+instructions; the few that such files need are carried out here, on Python's own containers. What
+would be calls of NumPy are recognised by name, and an array stays what the file says of it
+(`PickledArray`): its type's code, its shape and its bytes, checked against each other. That covers
+the official CIFAR files (protocol 2, Python 2) and what newer Python and NumPy write of the same
+(protocols 0 to 5).
 
-Time and memory are bounded by the file's size: arguments never reach beyond the file's end, nothing is copied by reference, and
-instructions, containers, memo entries and dimensions are counted.
+Time and memory are bounded by the file's size: arguments never reach beyond the file's end, nothing
+is copied by reference, and instructions, containers, memo entries and dimensions are counted.
 """
 
 from __future__ import annotations
@@ -85,7 +88,8 @@ class PickledArray:
         """Sets everything, once.
 
         Raises:
-            PickleRefusedError: a shape that is none, or as many bytes as type and shape do not need.
+            PickleRefusedError: a shape that is none, or as many bytes as type and shape do not
+                need.
         """
         if self.code:
             raise PickleRefusedError("it fills an array twice")
@@ -109,7 +113,8 @@ class PickledArray:
 
 
 def read_pickle(content: bytes) -> object:
-    """What the pickle `content` holds: None, bool, int, float, str, bytes, list, tuple, dict and `PickledArray`.
+    """What the pickle `content` holds: None, bool, int, float, str, bytes, list, tuple, dict and
+    `PickledArray`.
 
     Strings of Python 2 become str, a character for each byte (latin-1).
 
@@ -230,7 +235,8 @@ class _Machine:
         self.stack.append(_named(module, attribute))
 
     def call(self) -> None:
-        """What would call a function: only the few that stand for arrays and their parts, which `_made` knows."""
+        """What would call a function: only the few that stand for arrays and their parts, which
+        `_made` knows."""
         arguments = self.pop()
         name = self.pop()
         if not (isinstance(name, _Name) and isinstance(arguments, tuple)):
@@ -266,7 +272,8 @@ def _named(module: str, attribute: str) -> _Name:
 
 def _pairs(items: list[object] | tuple[object, ...]) -> dict[object, object]:
     keys = items[::2]
-    # Nothing else, because the hash of nested tuples recurses, and those of integers can be made to collide.
+    # Nothing else, because the hash of nested tuples recurses, and those of integers can be made to
+    # collide.
     if not all(isinstance(key, str | bytes) for key in keys):
         raise PickleRefusedError("it has a dict whose keys are no strings")
     return dict(zip(keys, items[1::2], strict=True))
@@ -297,7 +304,8 @@ def _made(name: str, arguments: tuple[object, ...]) -> object:
 
 
 def _check_type_state(state: object) -> None:
-    """Refuses all but a plain number's state: version, byte order, no subarray, names or fields, then sizes and flags."""
+    """Refuses all but a plain number's state: version, byte order, no subarray, names or fields,
+    then sizes and flags."""
     match state:
         case (int(), "|" | "<" | ">" | "=", None, None, None, *rest) if all(
             part is None or type(part) is int for part in rest

@@ -23,8 +23,8 @@ _GREY = (200, 200, 200)
 def partition_table(counts: Counts) -> str:
     """A plain text table of a count matrix [K, C]: clients are rows, classes columns.
 
-    With more than 26 classes a row lists the client's largest classes instead; with more than 40 clients the middle
-    ones are left out. The last line sums up all clients.
+    With more than 26 classes a row lists the client's largest classes instead; with more than 40
+    clients the middle ones are left out. The last line sums up all clients.
 
     Raises:
         DataError: not a matrix of counts.
@@ -45,7 +45,8 @@ def partition_table(counts: Counts) -> str:
 
 
 def partition_png(counts: Counts, path: Path) -> None:
-    """A heat map of a count matrix [K, C]: clients are rows, classes columns; the darker, the more; white is none.
+    """A heat map of a count matrix [K, C]: clients are rows, classes columns; the darker, the more;
+    white is none.
 
     Raises:
         DataError: not a matrix of counts. OutputError: `path` cannot be written.
@@ -92,7 +93,8 @@ def partition_png(counts: Counts, path: Path) -> None:
 
 
 def shares_png(matrix_CM: npt.NDArray[Any], path: Path, title: str) -> None:
-    """A heat map of non-negative numbers, [classes, clients]: classes are rows; the darker, the larger; with two digits."""
+    """A heat map of non-negative numbers, [classes, clients]: classes are rows; the darker, the
+    larger; with two digits."""
     C, M = matrix_CM.shape
     font, most = ImageFont.load_default(), float(matrix_CM.max(initial=0.0)) or 1.0
     w, h, left, top = 40, 18, 40, 34
@@ -114,10 +116,12 @@ def shares_png(matrix_CM: npt.NDArray[Any], path: Path, title: str) -> None:
 def image_grid_png(
     images_uint8_NCHW: Tensor | npt.NDArray[np.uint8], path: Path, columns: int
 ) -> None:
-    """All images in one picture, row by row with `columns` a row, thin lines between them; small images are scaled up.
+    """All images in one picture, row by row with `columns` a row, thin lines between them; small
+    images are scaled up.
 
     Raises:
-        DataError: not uint8 [N, 1, H, W] or [N, 3, H, W] with N > 0. SettingError: `columns` below 1.
+        DataError: not uint8 [N, 1, H, W] or [N, 3, H, W] with N > 0. SettingError: `columns` below
+            1.
         OutputError: `path` cannot be written.
     """
     if columns < 1:

@@ -23,7 +23,8 @@ def noise_images(spec: DatasetSpec, seed: int) -> ImageData:
 
 
 class ProxyImages:
-    """Images of `data` as a network for `spec` takes them: grey repeated or colour averaged (ITU-R 601), resized, normalised by `spec`."""
+    """Images of `data` as a network for `spec` takes them: grey repeated or colour averaged (ITU-R
+    601), resized, normalised by `spec`."""
 
     def __init__(self, data: ImageData, spec: DatasetSpec) -> None:
         self._pixels, self._spec = data.images, spec

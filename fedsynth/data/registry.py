@@ -1,7 +1,9 @@
-"""The data sets fedsynth knows by name, as plain facts. No torch here: the command line's `--help` reads this file.
+"""The data sets fedsynth knows by name, as plain facts. No torch here: the command line's `--help`
+reads this file.
 
-Everything in a `DatasetSpec` is a published constant. Nothing is computed from the examples at hand, so all of it may
-be used under differential privacy (the size of the training split as a public divisor, the normalisation constants).
+Everything in a `DatasetSpec` is a published constant. Nothing is computed from the examples at
+hand, so all of it may be used under differential privacy (the size of the training split as a
+public divisor, the normalisation constants).
 """
 
 from __future__ import annotations
@@ -126,7 +128,8 @@ _SPECS = (
         classes=10,
         train_size=1438,
         test_size=359,
-        # Taken once from the 1,438 training images that scikit-learn ships, as others did for MNIST; fixed since then.
+        # Taken once from the 1,438 training images that scikit-learn ships, as others did for
+        # MNIST; fixed since then.
         mean=(0.3059,),
         std=(0.3763,),
         class_names=_TEN_DIGITS,
@@ -190,8 +193,8 @@ _SPECS = (
         classes=10,
         train_size=50_000,
         test_size=10_000,
-        # The deviations are the condensation literature's (means of per-image deviations; the pixels' own are 0.247,
-        # 0.243, 0.262), because its numbers were made with them.
+        # The deviations are the condensation literature's (means of per-image deviations; the
+        # pixels' own are 0.247, 0.243, 0.262), because its numbers were made with them.
         mean=(0.4914, 0.4822, 0.4465),
         std=(0.2023, 0.1994, 0.2010),
         class_names=_TEN_OBJECTS,
@@ -246,7 +249,8 @@ _SPECS = (
         test_size=10_000,
         mean=_IMAGENET_MEAN,
         std=_IMAGENET_STD,
-        # Its classes are WordNet numbers, which the data set's own list names: class c is the c-th of them, sorted.
+        # Its classes are WordNet numbers, which the data set's own list names: class c is the c-th
+        # of them, sorted.
         class_names=tuple(f"class {c}" for c in range(200)),
         source="Tiny-ImageNet, Stanford's CS231n, 2015 (200 classes of ImageNet at 64×64); its validation images test",
     ),
@@ -256,11 +260,13 @@ _SPECS = (
         height=28,
         width=28,
         classes=62,
-        # Nine tenths and one tenth of the published 805,263 examples of 3,550 writers. What LEAF's scripts make depends on how they are
-        # called, and on their version (a public copy has 817,851 of 3,597): with differential privacy declare max_records if there are more.
+        # Nine tenths and one tenth of the published 805,263 examples of 3,550 writers. What LEAF's
+        # scripts make depends on how they are called, and on their version (a public copy has
+        # 817,851 of 3,597): with differential privacy declare max_records if there are more.
         train_size=724_737,
         test_size=80_526,
-        # What public code on LEAF's files uses, where white is 1; EMNIST's are white on black (0.17).
+        # What public code on LEAF's files uses, where white is 1; EMNIST's are white on black
+        # (0.17).
         mean=(0.9637,),
         std=(0.1591,),
         class_names=tuple(string.digits + string.ascii_uppercase + string.ascii_lowercase),
@@ -298,7 +304,8 @@ _SPECS = (
         height=64,
         width=64,
         classes=10,
-        # Round public figures, not counts: how many images the official lists hold of these classes is nowhere printed.
+        # Round public figures, not counts: how many images the official lists hold of these classes
+        # is nowhere printed.
         train_size=20_000,
         test_size=9_000,
         mean=_IMAGENET_MEAN,
@@ -320,13 +327,15 @@ _SPECS = (
     ),
 )
 
-# α and β of synthetic(α,β): plain numbers that `{:g}` writes as they are, so that a run's config names its data set exactly.
+# α and β of synthetic(α,β): plain numbers that `{:g}` writes as they are, so that a run's config
+# names its data set exactly.
 _NUMBER = r"([0-9]{1,2}(?:\.[0-9]{1,4})?)"
 _SYNTHETIC = re.compile(rf"synthetic\( *(?:iid|{_NUMBER} *, *{_NUMBER}) *\)")
 
 
 def synthetic_parameters(name: str) -> tuple[float, float] | tuple[None, None] | None:
-    """(α, β) of `synthetic(α,β)`, two times None for `synthetic(iid)`, and None for any other name."""
+    """(α, β) of `synthetic(α,β)`, two times None for `synthetic(iid)`, and None for any other
+    name."""
     match = _SYNTHETIC.fullmatch(name)
     if match is None:
         return None
@@ -336,7 +345,8 @@ def synthetic_parameters(name: str) -> tuple[float, float] | tuple[None, None] |
 
 @functools.lru_cache(maxsize=64)
 def _synthetic_spec(alpha: float | None, beta: float | None) -> DatasetSpec:
-    """FedProx's synthetic data sets (`fedsynth.data.synthetic` makes them); all have the same devices' sizes."""
+    """FedProx's synthetic data sets (`fedsynth.data.synthetic` makes them); all have the same
+    devices' sizes."""
     iid = alpha is None or beta is None
     reach = 4 * math.sqrt(
         1 if beta is None else beta**2 + 2
@@ -361,7 +371,8 @@ _SYNTHETIC_SPECS = (_synthetic_spec(None, None), *(_synthetic_spec(a, a) for a i
 DATASETS: Mapping[str, DatasetSpec] = MappingProxyType(
     {spec.name: spec for spec in (*_SPECS, *_SYNTHETIC_SPECS)}
 )
-"""By name. Of the synthetic(α,β), which `dataset_spec` knows for all numbers from 0 to 99.9999, these are the paper's."""
+"""By name. Of the synthetic(α,β), which `dataset_spec` knows for all numbers from 0 to 99.9999,
+these are the paper's."""
 
 
 def is_published(spec: DatasetSpec) -> bool:
@@ -373,7 +384,8 @@ def is_published(spec: DatasetSpec) -> bool:
 
 
 def dataset_spec(name: str) -> DatasetSpec:
-    """The spec called `name`: one of `DATASETS`, or `synthetic(α,β)` with other numbers, up to four decimals.
+    """The spec called `name`: one of `DATASETS`, or `synthetic(α,β)` with other numbers, up to four
+    decimals.
 
     Raises:
         UnknownNameError: no such data set; the message has the near matches.

@@ -16,11 +16,12 @@ _SPARE = 2**16  # bytes for headers, names and padding
 
 
 def read_svhn(path: Path, spec: DatasetSpec) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]:
-    """Images uint8 [N, 3, 32, 32] and labels int64 [N] of X [32, 32, 3, N] and y [N, 1], in which 10 stands for the digit 0.
+    """Images uint8 [N, 3, 32, 32] and labels int64 [N] of X [32, 32, 3, N] and y [N, 1], in which
+    10 stands for the digit 0.
 
     Raises:
-        DataFilesCorruptError: not such a file; one that unpacks to more than all examples of the data set; labels that are
-            no whole numbers from 1 to 10.
+        DataFilesCorruptError: not such a file; one that unpacks to more than all examples of the
+            data set; labels that are no whole numbers from 1 to 10.
     """
     # A label may have eight bytes.
     most = (spec.train_size + spec.test_size) * (spec.channels * spec.height * spec.width + 8)

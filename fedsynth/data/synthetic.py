@@ -1,20 +1,26 @@
-"""Synthetic(α, β): devices whose models and inputs differ by known amounts (Li et al., FedProx, arXiv 1812.06127, Sec. 5.1).
+"""Synthetic(α, β): devices whose models and inputs differ by known amounts (Li et al., FedProx,
+arXiv 1812.06127, Sec. 5.1).
 
-For each of 30 devices k: u_k ~ N(0, α²), W_k ∈ R^{60×10} and b_k ∈ R^{10} with entries ~ N(u_k, 1); B_k ~ N(0, β²), v_k ∈ R^{60} with
-entries ~ N(B_k, 1); inputs x ~ N(v_k, Σ) with Σ diagonal, Σ_jj = j^−1.2; labels argmax(xW_k + b_k). The paper writes N(0, α) and N(0, β);
-its public generator (litian96/FedProx, data/synthetic_1_1) passes α and β to NumPy as standard deviations, and so does this one. A device
-has ⌊lognormal(4, 2)⌋ + 50 examples, of which nine in ten train: so the generator and the files beside it, where the paper says 80 %.
-`synthetic(iid)` has one W and b for all, from N(0, 1), and inputs ~ N(0, Σ). The idea is from Shamir, Srebro and Zhang, 2014.
+For each of 30 devices k: u_k ~ N(0, α²), W_k ∈ R^{60×10} and b_k ∈ R^{10} with entries ~ N(u_k, 1);
+B_k ~ N(0, β²), v_k ∈ R^{60} with entries ~ N(B_k, 1); inputs x ~ N(v_k, Σ) with Σ diagonal, Σ_jj =
+j^−1.2; labels argmax(xW_k + b_k). The paper writes N(0, α) and N(0, β); its public generator
+(litian96/FedProx, data/synthetic_1_1) passes α and β to NumPy as standard deviations, and so does
+this one. A device has ⌊lognormal(4, 2)⌋ + 50 examples, of which nine in ten train: so the generator
+and the files beside it, where the paper says 80 %. `synthetic(iid)` has one W and b for all, from
+N(0, 1), and inputs ~ N(0, Σ). The idea is from Shamir, Srebro and Zhang, 2014.
 
-u_k is in all ten logits alike, so α changes no label; the devices' models differ through the unit variance of W_k and b_k.
+u_k is in all ten logits alike, so α changes no label; the devices' models differ through the unit
+variance of W_k and b_k.
 
-The data sets are public and fixed: their seed is 0, whatever a run's seed is. Numbers are the same for all α and β, only scaled, and sizes
-do not depend on them. They are not the numbers of the public files, which come from NumPy's old generator.
+The data sets are public and fixed: their seed is 0, whatever a run's seed is. Numbers are the same
+for all α and β, only scaled, and sizes do not depend on them. They are not the numbers of the
+public files, which come from NumPy's old generator.
 
-Examples are images of one row of 60 pixels. Inputs are rounded to 256 levels in [−R, R], R = four standard deviations of x_1 over all
-devices, and clipped there; labels are computed from the rounded inputs, so that they are exact for what models see. The specification's
-mean 1/2 and deviation 1/(2R) give models x itself: (pixel/255 − 1/2)·2R. A level is 2R/255, for β = 1 0.054; the least deviation within a
-device is 60^−0.6 = 0.086.
+Examples are images of one row of 60 pixels. Inputs are rounded to 256 levels in [−R, R], R = four
+standard deviations of x_1 over all devices, and clipped there; labels are computed from the rounded
+inputs, so that they are exact for what models see. The specification's mean 1/2 and deviation
+1/(2R) give models x itself: (pixel/255 − 1/2)·2R. A level is 2R/255, for β = 1 0.054; the least
+deviation within a device is 60^−0.6 = 0.086.
 """
 
 from __future__ import annotations
@@ -34,7 +40,8 @@ DEVIATIONS: Floats = np.arange(1, FEATURES + 1, dtype=np.float64) ** np.float64(
 
 
 def make_synthetic(spec: DatasetSpec) -> tuple[Split, Split]:
-    """The training and the test split of the data set that `spec` names, device by device; `groups` are the devices.
+    """The training and the test split of the data set that `spec` names, device by device; `groups`
+    are the devices.
 
     Raises:
         ValueError: not the specification of such a data set.

@@ -1,7 +1,8 @@
-"""Users: the people (writers, patients, card holders) whose records a data set holds, where they are to be protected as a whole.
+"""Users: the people (writers, patients, card holders) whose records a data set holds, where they
+are to be protected as a whole.
 
-A data set says whose each record is in `ImageData.groups`. For folders of images a file `users.csv` says it, with the columns `path` and
-`user`; LEAF's files name their writers.
+A data set says whose each record is in `ImageData.groups`. For folders of images a file `users.csv`
+says it, with the columns `path` and `user`; LEAF's files name their writers.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ def users_of(data: ImageData) -> IntArray:
 
 
 def check_one_client_each(parts: Sequence[IntArray], data: ImageData) -> None:
-    """Refuses a partition that gives records of one user to two clients: the guarantee is for a user of one client.
+    """Refuses a partition that gives records of one user to two clients: the guarantee is for a
+    user of one client.
 
     Raises:
         PartitionError: names the two clients.
@@ -65,8 +67,8 @@ def check_one_client_each(parts: Sequence[IntArray], data: ImageData) -> None:
 def bounded(part: IntArray, data: ImageData, most: int, seed: int) -> IntArray:
     """At most `most` records of each user, sorted; those with the smallest keyed hashes.
 
-    The choice depends on a user's own records and the public seed alone, so that a user more moves no other's; of equal records the first
-    ones are kept.
+    The choice depends on a user's own records and the public seed alone, so that a user more moves
+    no other's; of equal records the first ones are kept.
     """
     part = np.asarray(part, np.int64)
     users = users_of(data)[part]
@@ -82,10 +84,11 @@ def bounded(part: IntArray, data: ImageData, most: int, seed: int) -> IntArray:
 def user_digests(
     data: ImageData, positions: IntArray, key: bytes, size: int = 16
 ) -> npt.NDArray[np.uint8]:
-    """The keyed hash of all that a user has among some records, for each of these: uint8 [N, size], equal for all records of a user.
+    """The keyed hash of all that a user has among some records, for each of these: uint8 [N, size],
+    equal for all records of a user.
 
-    It is of the hashes of the user's own records, in no order, and not of the user's number: numbers go by the sorted names of all users,
-    so that a user more would renumber others.
+    It is of the hashes of the user's own records, in no order, and not of the user's number:
+    numbers go by the sorted names of all users, so that a user more would renumber others.
     """
     chosen = np.asarray(positions, np.int64)
     users = users_of(data)[chosen]
@@ -100,17 +103,20 @@ def user_digests(
 
 
 def read_users(file: Path, paths: Sequence[str]) -> IntArray:
-    """Whose each image is, by a CSV file with the columns `path` (relative, with `/`) and `user` (any text).
+    """Whose each image is, by a CSV file with the columns `path` (relative, with `/`) and `user`
+    (any text).
 
     Args:
         paths: of the images, in the data set's order.
 
     Returns:
-        int64 [N], users numbered in the sorted order of their names. Spaces around a name, and the way in which an accent is encoded, do not
+        int64 [N], users numbered in the sorted order of their names. Spaces around a name, and the
+        way in which an accent is encoded, do not
         make another user.
 
     Raises:
-        DataFilesCorruptError: the file cannot be read, lacks a column, names an image twice or not at all, or leaves a user empty.
+        DataFilesCorruptError: the file cannot be read, lacks a column, names an image twice or not
+            at all, or leaves a user empty.
     """
     try:
         text = io.StringIO(read_regular(file, MOST_LIST_BYTES).decode("utf-8-sig"), newline="")
@@ -128,7 +134,8 @@ def read_users(file: Path, paths: Sequence[str]) -> IntArray:
 
 
 def _owners(rows: Iterator[list[str]], file: Path) -> dict[str, str]:
-    """The user of each path. Row by row and not by `csv.DictReader`, which would make a dict of every column for each row."""
+    """The user of each path. Row by row and not by `csv.DictReader`, which would make a dict of
+    every column for each row."""
     header = next(rows, [])
     columns = [header.index(name) for name in ("path", "user") if name in header]
     owner: dict[str, str] = {}
@@ -149,5 +156,6 @@ def _owners(rows: Iterator[list[str]], file: Path) -> dict[str, str]:
 
 
 def _same_spelling(name: str) -> str:
-    """A name as it is compared: one person must not be two users because of how a table was saved."""
+    """A name as it is compared: one person must not be two users because of how a table was
+    saved."""
     return unicodedata.normalize("NFC", name).strip()

@@ -9,12 +9,14 @@ from fedsynth.data.images import ImageData, normalise
 
 
 def accuracy(model: nn.Module, data: ImageData, batch: int = 1000) -> float:
-    """Share of `data` that `model` (on the data's device) classifies rightly, in [0, 1]; the model's mode is restored."""
+    """Share of `data` that `model` (on the data's device) classifies rightly, in [0, 1]; the
+    model's mode is restored."""
     return int(correct(model, data, batch).sum()) / len(data.labels)
 
 
 def accuracy_by_domain(right_N: Tensor, data: ImageData) -> dict[str, float]:
-    """Of each domain that `data` has examples of, from `correct`; empty where examples have no domain."""
+    """Of each domain that `data` has examples of, from `correct`; empty where examples have no
+    domain."""
     if data.domains is None:
         return {}
     here = {name: data.domains == number for number, name in enumerate(data.spec.domains)}

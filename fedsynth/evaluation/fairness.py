@@ -1,4 +1,5 @@
-"""How a model does at each client, and how evenly (FedKF, Definitions 1 to 3); how soon a run reaches a level.
+"""How a model does at each client, and how evenly (FedKF, Definitions 1 to 3); how soon a run
+reaches a level.
 
 a_k is the model's accuracy on client k's own test split, n_k the number of its examples.
 """
@@ -51,8 +52,9 @@ def local_metrics(
 def first_to_reach(
     level: float, rows: Sequence[Mapping[str, Any]], value: str = "test_accuracy"
 ) -> dict[str, float] | None:
-    """The first of a run's rows whose `value` (a dotted path such as "local.amp") is at least `level`: its round, and the seconds of all
-    rounds up to it; None if none is. FedKF's Table VIII, with the level FedAvg's last AMP."""
+    """The first of a run's rows whose `value` (a dotted path such as "local.amp") is at least
+    `level`: its round, and the seconds of all rounds up to it; None if none is. FedKF's Table VIII,
+    with the level FedAvg's last AMP."""
     seconds = 0.0
     for row in rows:
         seconds += row["seconds"]

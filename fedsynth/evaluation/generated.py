@@ -1,21 +1,21 @@
-"""What generated images are worth, by the teacher (or ensemble) that they were made for: figures that
-show a generator's collapse at once.
+"""What generated images are worth, by the teacher (or ensemble) that they were made for: figures
+that show a generator's collapse at once.
 
-`tally` counts a batch's images by the class that the teacher gives them, beside those that were asked
-for as just that class. A tally is a small tensor, so that it can be kept in a state or a memory, and
-tallies of batches add up. `describe` makes a round's facts of it:
+`tally` counts a batch's images by the class that the teacher gives them, beside those that were
+asked for as just that class. A tally is a small tensor, so that it can be kept in a state or a
+memory, and tallies of batches add up. `describe` makes a round's facts of it:
 
 - agreement: the share of images that the teacher gives the class that was asked for (conditional
   generators alone);
-- class_entropy: the entropy of the classes given, in nats; class_entropy_share: the same over log C, 1
-  where all classes are equally frequent;
+- class_entropy: the entropy of the classes given, in nats; class_entropy_share: the same over log
+  C, 1 where all classes are equally frequent;
 - classes: how many classes have at least one image.
 
-The classes are the teacher's choices (argmax), not its mean prediction: a batch of images that it cannot
-decide on has a mean prediction of high entropy and teaches nothing.
+The classes are the teacher's choices (argmax), not its mean prediction: a batch of images that it
+cannot decide on has a mean prediction of high entropy and teaches nothing.
 
-All of it is computed from the teacher, the generator and noise. It is post-processing wherever those are
-released or public.
+All of it is computed from the teacher, the generator and noise. It is post-processing wherever
+those are released or public.
 """
 
 from __future__ import annotations
@@ -31,11 +31,13 @@ GENERATOR = "generator"
 
 
 def tally(scores_NC: Tensor, asked_N: Tensor | None = None) -> Tensor:
-    """Counts int64 [2, C]: images that the teacher gives each class, and how many of them were asked for as that class.
+    """Counts int64 [2, C]: images that the teacher gives each class, and how many of them were
+    asked for as that class.
 
     Args:
         scores_NC: the teacher's logits or probabilities of N generated images.
-        asked_N: the class that each image was made for; None, of a generator that is not conditional: one row alone [1, C].
+        asked_N: the class that each image was made for; None, of a generator that is not
+            conditional: one row alone [1, C].
     """
     classes = scores_NC.shape[1]
     given = scores_NC.detach().argmax(dim=1)

@@ -1,4 +1,5 @@
-"""How far local training got: FedProx's γ-inexactness (Li et al. 2020, arXiv 1812.06127, Definition 2)."""
+"""How far local training got: FedProx's γ-inexactness (Li et al. 2020, arXiv 1812.06127, Definition
+2)."""
 
 from __future__ import annotations
 
@@ -19,12 +20,14 @@ def inexactness(
     labels_N: Tensor,
     mu: float = 0.0,
 ) -> float:
-    """γ = ‖∇F(w) + μ(w − w_t)‖ / ‖∇F(w_t)‖, F a client's mean cross-entropy: 0 for an exact solution of its subproblem, 1 for no work at all.
+    """γ = ‖∇F(w) + μ(w − w_t)‖ / ‖∇F(w_t)‖, F a client's mean cross-entropy: 0 for an exact
+    solution of its subproblem, 1 for no work at all.
 
     Args:
         model: w, a client's network after its training; left as it was.
         start: w_t, the parameters and buffers that it started from.
-        images_NCHW, labels_N: all of the client's examples, normalised. It needs the data: for simulations.
+        images_NCHW, labels_N: all of the client's examples, normalised. It needs the data: for
+            simulations.
         mu: μ of the proximal term.
 
     Raises:

@@ -12,7 +12,8 @@ def condensation_floats(
     image_shape: tuple[int, int, int],
     min_examples: int = 10,
 ) -> int:
-    """Floats that all clients upload in a round of FedDM: (classes with at least `min_examples` local examples) × ipc × image size.
+    """Floats that all clients upload in a round of FedDM: (classes with at least `min_examples`
+    local examples) × ipc × image size.
 
     The rule behind FedDM's Table 3 (arXiv 2207.09653, App. C); labels are not counted, as there.
     """

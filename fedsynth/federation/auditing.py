@@ -58,7 +58,8 @@ class AuditResult:
         canaries: m.
         guesses: how many of them the auditor spoke of, chosen before the run.
         correct: how often rightly.
-        confidence: that the bound is not above the true ε. delta: δ.
+        confidence: that the bound is not above the true ε.
+        delta: δ.
         epsilon_lower_bound: what the guesses prove ε to be at least.
         epsilon: what the audited client's ledger claims.
     """

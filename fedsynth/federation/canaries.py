@@ -216,8 +216,8 @@ class AuditedSums(GaussianSums):
         return given
 
     def add(self, rows_ND: Tensor, groups_N: Tensor, sample: Sample | None = None) -> None:
-        """As in `GaussianSums`; where users are the units, each has one record here, so that clipping
-        users and clipping records is the same."""
+        """As in `GaussianSums`; where users are the units, each has one record here, so that
+        clipping users and clipping records is the same."""
         here = slice(self._at, self._at + len(rows_ND))
         self._at = here.stop
         left = None if sample is None else sample.where(self._taken[here])

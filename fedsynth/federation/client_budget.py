@@ -28,6 +28,7 @@ class ClientBudget:
         secret: its own; None makes one with a fresh key.
 
     Attributes:
+        plan: the run's.
         make_series: what charges and makes its series; an audit watches them.
 
     Raises:
@@ -45,13 +46,13 @@ class ClientBudget:
         self.ledger = ledger
         self.secret = secret or SecretGenerator(four_sums=plan.privacy.four_sums)
         self.make_series: MakeSeries = GaussianSums
-        self._plan = plan
+        self.plan = plan
         self._guard = plan.guard(ledger)
 
     @property
     def guaranteed(self) -> bool:
         """Whether the run's mechanism guarantees anything."""
-        return self._plan.facts.guaranteed
+        return self.plan.facts.guaranteed
 
     def history(self) -> History:
         """What the ledger holds now."""
@@ -65,8 +66,8 @@ class ClientBudget:
             BudgetExceededError: it would exceed the cap.
             LedgerError: the ledger cannot be written.
         """
-        if self._plan.facts.guaranteed:
-            self._guard.check(self._plan.planned([number]))
+        if self.plan.facts.guaranteed:
+            self._guard.check(self.plan.planned([number]))
         self.ledger.check_writable()
 
     def authorise(self, context: RoundContext, phase: str = MAIN) -> Allowance[GaussianSums]:
@@ -77,12 +78,12 @@ class ClientBudget:
                 since `check`. What was charged before it stays charged.
             PrivacyError: the mechanism guarantees nothing.
         """
-        if not self._plan.facts.guaranteed:
-            raise PrivacyError(f"mechanism {self._plan.facts.name} has no series to charge for")
+        if not self.plan.facts.guaranteed:
+            raise PrivacyError(f"mechanism {self.plan.facts.name} has no series to charge for")
         return authorise(
-            self._plan.client_plans(self.client, context),
+            self.plan.client_plans(self.client, context),
             context.round,
-            self._plan.sigma,
+            self.plan.sigma,
             self._guard,
             self.secret,
             phase=phase,
@@ -96,10 +97,10 @@ class ClientBudget:
         Raises:
             PrivacyError: the mechanism has a guarantee.
         """
-        if self._plan.facts.guaranteed:
-            raise PrivacyError(f"releases of mechanism {self._plan.facts.name} are accounted for")
-        plans = self._plan.client_plans(self.client, context)
-        rows = self._plan.client_rows(self.client, context)
+        if self.plan.facts.guaranteed:
+            raise PrivacyError(f"releases of mechanism {self.plan.facts.name} are accounted for")
+        plans = self.plan.client_plans(self.client, context)
+        rows = self.plan.client_rows(self.client, context)
         granted = []
         for plan, row in zip(plans, rows, strict=True):
             if plan.phase == phase:
@@ -119,14 +120,6 @@ class OpenBudget:
     def __init__(self, ledger: Ledger, method: str) -> None:
         self.ledger = ledger
         self._method = method
-
-    def check(self) -> None:
-        """Asks whether the ledger can be written, before anybody's is.
-
-        Raises:
-            LedgerError: it cannot.
-        """
-        self.ledger.check_writable()
 
     def record(self, number: int) -> None:
         """Records a round before it runs: from then on the ledger's ε is infinite.

@@ -7,8 +7,9 @@ what each gets is what it would get alone.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,12 +18,14 @@ from torch import Tensor
 from fedsynth.core.client import ClientGroup, OpenClients, PrivateClients
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message
-from fedsynth.core.method import Memory, Method
+from fedsynth.core.method import Memory
 from fedsynth.data.images import ImageData
 from fedsynth.evaluation.accuracy import correct
+from fedsynth.federation.checks import check_declared, check_finite, check_model_request
 from fedsynth.federation.client_budget import ClientBudget, OpenBudget
 from fedsynth.federation.exchange import REQUEST, Evaluated, Joined, Refusal, Replies, Terms
-from fedsynth.federation.server import check_declared, check_finite
+from fedsynth.federation.privacy_plan import PrivacyPlan
+from fedsynth.federation.settings import RunSettings
 from fedsynth.privacy.allowance import Allowance
 from fedsynth.privacy.errors import BudgetExceededError, LedgerError, RequestRefusedError
 from fedsynth.privacy.history import History
@@ -65,15 +68,16 @@ class RefusedError(Exception):
 class ClientRuntime:
     """One client.
 
+    It goes by its own copy of the run's settings. Until it was told the terms it answers nothing
+    but `join`; then it is private if its settings are, whatever a server says.
+
     Args:
         number: k, from 0.
-        method: what it takes part in.
+        settings: its own copy.
+        context: public, of round 1, without the terms.
         data: its own.
         ledger: its own; None: nothing is charged.
         secret: of its noise; None makes one with a fresh key when it is needed.
-        shows_always: whether its data are in what is shown of every round, also of those that it
-            takes no part in: a run without privacy that measures all test splits, or draws clients
-            by their sizes.
 
     Attributes:
         memory: what it keeps between rounds.
@@ -83,47 +87,99 @@ class ClientRuntime:
     def __init__(
         self,
         number: int,
-        method: Method,
+        settings: RunSettings,
+        context: RoundContext,
         data: OwnData,
         ledger: Ledger | None = None,
         *,
         secret: SecretGenerator | None = None,
-        shows_always: bool = False,
     ) -> None:
         self.number = number
-        self.method = method
+        self.settings = settings
+        self.method = settings.method
         self.data = data
         self.memory: Memory = {}
         self.budget: ClientBudget | None = None
-        self._ledger = ledger
+        self._context = context
+        self.ledger = ledger
         self._secret = secret
-        self.shows_always = shows_always
+        self._told = False
+        self._pending: tuple[int, Memory] | None = None
+        self._recorded = 0
 
-    def join(self, *, private: bool) -> Joined:
+    @property
+    def context(self) -> RoundContext:
+        """Public, of round 1; from `start` on with the terms."""
+        return self._context
+
+    @property
+    def private(self) -> bool:
+        """Whether it takes part with differential privacy."""
+        return self.settings.privacy is not None
+
+    def join(self) -> Joined:
         """What it says of itself; its size is its own where the run is private."""
-        size = None if private else len(self.data.records)
+        size = None if self.private else len(self.data.records)
         return Joined(self.number, size, self.history())
 
-    def start(self, terms: Terms) -> None:
-        """Takes the terms: with a plan it is charged by it from now on.
+    def start(self, terms: Terms) -> RoundContext:
+        """Takes the terms, once: from now on it is charged by its settings and the σ in them.
+
+        Returns:
+            The public context with the terms.
 
         Raises:
+            RequestRefusedError: the terms came before, or are not those of its own settings.
             LedgerError: its ledger holds releases of another unit.
         """
-        if terms.plan is not None:
-            if self._ledger is None:
-                raise LedgerError(f"client {self.number} has no ledger for a private run")
-            self.budget = ClientBudget(self.number, self._ledger, terms.plan, self._secret)
-            self._secret = self.budget.secret
+        if self._told:
+            raise RequestRefusedError("the terms of a run are told once")
+        if self.private:
+            plan = self._plan(terms)
+            self.budget = self._new_budget(plan)
+            self._context = plan.in_context(self._context)
+        elif terms.noise_multiplier is not None:
+            raise RequestRefusedError("this run has no differential privacy, and so no σ")
+        else:
+            federation = replace(self._context.federation, sizes=terms.sizes)
+            self._context = replace(self._context, federation=federation)
+        self._told = True
+        return self._context
 
-    def move_ledger(self, ledger: Ledger, terms: Terms) -> None:
+    def _plan(self, terms: Terms) -> PrivacyPlan:
+        """What its own settings plan, with the σ that the server found for all clients."""
+        sigma = terms.noise_multiplier
+        if type(sigma) is not float or not 0 < sigma < math.inf:
+            raise RequestRefusedError(f"a noise multiplier must be above 0, got {sigma!r:.80}")
+        plan = PrivacyPlan.checked(self.settings, self._context)
+        own = plan.privacy.noise_multiplier
+        if own is not None and sigma != own:
+            raise RequestRefusedError(
+                f"the server says σ = {sigma:.6g}, and the run's settings say {own:.6g}"
+            )
+        return replace(plan, privacy=replace(plan.privacy, noise_multiplier=sigma))
+
+    def _new_budget(self, plan: PrivacyPlan) -> ClientBudget:
+        if self.ledger is None:
+            raise LedgerError(f"client {self.number} has no ledger for a private run")
+        budget = ClientBudget(self.number, self.ledger, plan, self._secret)
+        self._secret = budget.secret
+        return budget
+
+    def move_ledger(self, ledger: Ledger) -> None:
         """Goes on with another ledger, in place of its own, which is empty."""
-        self._ledger = ledger
-        self.start(terms)
+        self.ledger = ledger
+        if self.budget is not None:
+            self.budget = self._new_budget(self.budget.plan)
 
     def history(self) -> History | None:
         """What its ledger holds now."""
-        return None if self._ledger is None else self._ledger.history()
+        return None if self.ledger is None else self.ledger.history()
+
+    def require_terms(self) -> None:
+        """Raises RequestRefusedError if it was not told the terms yet."""
+        if not self._told:
+            raise RequestRefusedError(f"client {self.number} was not told the terms of the run")
 
     def prepare(self, context: RoundContext) -> Refusal | None:
         """Whether it can take part in the round; nothing is charged.
@@ -131,9 +187,10 @@ class ClientRuntime:
         Raises:
             LedgerError: its ledger cannot be written.
         """
+        self.require_terms()
         if self.budget is None:
-            if self._ledger is not None:
-                self._ledger.check_writable()
+            if self.ledger is not None:
+                self.ledger.check_writable()
             return None
         try:
             self.budget.check(context.round)
@@ -142,9 +199,35 @@ class ClientRuntime:
         return None
 
     def begin(self, context: RoundContext) -> None:
-        """The round begins: without privacy a ledger records it before anything is shown."""
-        if self.budget is None and self._ledger is not None:
-            OpenBudget(self._ledger, self.method.name).record(context.round)
+        """The round begins: without privacy a ledger records it before anything is shown, once.
+
+        A client that was not told so records the round before its first step or evaluation.
+        """
+        self.require_terms()
+        if self.private or self.ledger is None or self._recorded == context.round:
+            return
+        OpenBudget(self.ledger, self.method.name).record(context.round)
+        self._recorded = context.round
+
+    def recall(self, phase: str, context: RoundContext) -> Memory:
+        """What it remembers in this exchange: of the round's first one, if there was one."""
+        if phase != FIRST and self._pending is not None and self._pending[0] == context.round:
+            return self._pending[1]
+        return self.memory
+
+    def remember(self, phase: str, memory: Memory, context: RoundContext) -> None:
+        """Takes a step's memory: of a first exchange for this round alone.
+
+        Raises:
+            DivergedError: it holds a personal model that is not finite.
+        """
+        if self.method.personal:  # what is tested stays with the client
+            check_finite(memory, f"client {self.number}", context.round)
+        if phase == FIRST:
+            self._pending = (context.round, memory)
+        else:
+            self._pending = None
+            self.memory = memory
 
     def step(self, phase: str, message: Message, context: RoundContext) -> Message | Refusal:
         """Its reply to a request."""
@@ -153,6 +236,7 @@ class ClientRuntime:
 
     def facts(self, context: RoundContext) -> Mapping[str, Any]:
         """What it says of its memory, for the round's row."""
+        self.require_terms()
         return self.method.client_facts(self.memory, context)
 
     def personal(self, parameters: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
@@ -163,6 +247,7 @@ class ClientRuntime:
         self, models: Mapping[str, Mapping[str, Tensor]], context: RoundContext
     ) -> Evaluated:
         """Tests models on its own test split."""
+        self.begin(context)
         held_out = self.data.held_out
         right = dict.fromkeys(models, 0)
         if len(held_out):
@@ -179,13 +264,22 @@ def view(clients: Sequence[ClientRuntime], phase: str, context: RoundContext) ->
     Raises:
         RefusedError: a client's cap would be exceeded: another run has charged its ledger since
             `prepare`. The clients before it stay charged.
+        RequestRefusedError: a client was not told the terms.
+        ValueError: clients whose data are not resident together, or some of them private.
     """
-    ids = [client.number for client in clients]
     resident = clients[0].data.resident
+    private = clients[0].private
+    for client in clients:
+        client.require_terms()
+        if client.data.resident is not resident or client.private != private:
+            raise ValueError("clients of one group share resident data, and are alike private")
+    ids = [client.number for client in clients]
     records = [client.data.records for client in clients]
-    budgets = [client.budget for client in clients if client.budget is not None]
-    if not budgets:
+    if not private:
+        for client in clients:
+            client.begin(context)
         return OpenClients(ids, resident, records)
+    budgets = [_budget(client) for client in clients]
     if not budgets[0].guaranteed:
         noise = [budget.unaccounted(context, phase) for budget in budgets]
         return OpenClients(ids, resident, records, noise)
@@ -200,14 +294,18 @@ def view(clients: Sequence[ClientRuntime], phase: str, context: RoundContext) ->
     )
 
 
+def _budget(client: ClientRuntime) -> ClientBudget:
+    if client.budget is None:
+        raise RequestRefusedError(f"client {client.number} was not told the terms of the run")
+    return client.budget
+
+
 def _authorised(
     client: ClientRuntime, phase: str, context: RoundContext
 ) -> Allowance[GaussianSums]:
     """What the client is charged for."""
-    if client.budget is None:
-        raise LedgerError(f"client {client.number} was not told the terms of a private run")
     try:
-        return client.budget.authorise(context, phase)
+        return _budget(client).authorise(context, phase)
     except BudgetExceededError as error:
         raise RefusedError(Refusal(client.number, str(error))) from None
 
@@ -222,24 +320,24 @@ def step_together(
         DivergedError: a personal model is not finite.
     """
     method = clients[0].method
-    first = phase == FIRST
-    check_declared(method, message, method.first_downlink if first else method.downlink)
+    check_declared(method, message, method.exchange_types(phase).downlink)
     numbers = [client.number for client in clients]
     try:
+        check_model_request(message, context)
+        method.check_request(message, context)
         if context.privacy is not None:
             check_request(message.numbers(), context.privacy.max_request_norm)
+        memories = [client.recall(phase, context) for client in clients]
         group = view(clients, phase, context)
-        step = method.first_step if first else method.client_step
-        results = step(message, group, [client.memory for client in clients], context)
+        step = method.first_step if phase == FIRST else method.client_step
+        results = step(message, group, memories, context)
     except RequestRefusedError as error:
         return Replies(refusals=(Refusal(numbers[0], str(error), REQUEST),))
     except RefusedError as error:
         return Replies(refusals=(error.refusal,))
     replies: dict[int, Message] = {}
     for client, (reply, memory) in zip(clients, results, strict=True):
-        if method.personal:  # what is tested stays with the client
-            check_finite(memory, f"client {client.number}", context.round)
-        client.memory = memory
+        client.remember(phase, memory, context)
         replies[client.number] = reply
     return Replies(replies)
 
@@ -253,6 +351,8 @@ def evaluate_together(
     tested = [len(client.data.held_out) for client in clients]
     if clients[0].method.personal or not any(tested):
         return [client.evaluate(models, context) for client in clients]
+    for client in clients:
+        client.begin(context)
     resident = clients[0].data.resident
     where = torch.cat([client.data.held_out for client in clients]).to(resident.labels.device)
     test = resident.subset(where)

@@ -21,7 +21,8 @@ class Clients:
     """The clients of a run.
 
     Attributes:
-        data: the training data of all. parts: of each client, the positions of its records.
+        data: the training data of all.
+        parts: of each client, the positions of its records.
         names: as they were declared (`check_names`), None if they were not.
     """
 

@@ -14,7 +14,8 @@ DEVICES = ("auto", "cpu", "cuda")
 
 
 def resolve_device(name: str) -> torch.device:
-    """ "auto" is CUDA if there is one, else the CPU; "cuda" without one is a DeviceError. "cuda:1" and the like are fine too."""
+    """ "auto" is CUDA if there is one, else the CPU; "cuda" without one is a DeviceError. "cuda:1"
+    and the like are fine too."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if name.split(":")[0] not in DEVICES:
@@ -58,7 +59,8 @@ def check_compiler(device: torch.device) -> None:
 
 
 def memory_bytes(gigabytes: float | None, device: torch.device) -> int:
-    """The memory bound in bytes; None is 4 GiB on a CPU and half of the card's memory on a GPU (not of what is free: runs must repeat)."""
+    """The memory bound in bytes; None is 4 GiB on a CPU and half of the card's memory on a GPU (not
+    of what is free: runs must repeat)."""
     if gigabytes is not None:
         return int(gigabytes * 2**30)
     return (

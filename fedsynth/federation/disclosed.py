@@ -21,6 +21,8 @@ PRIVATE_TEST = "private_test"
 """What it says of a test set that is private."""
 COMMON = "common_model_accuracy"
 """The test accuracy of the common model, where clients end with models of their own."""
+ON_TEST = ("test_accuracy", COMMON, "domain_accuracy", "domain_average")
+"""What is measured on the test set."""
 MODELS = "models"
 """A row for each of the method's variants, by name."""
 
@@ -62,7 +64,7 @@ SUMMARISED = (GENERATOR,)
 
 
 def declared_row(method: type[Method]) -> Declared:
-    """What may stand in a round's row of this method; of the engine's keys the engine decides."""
+    """What may stand in a round's row of this method."""
     return {**method.discloses, **ROW}
 
 
@@ -72,15 +74,22 @@ def declared_summary(method: type[Method]) -> Declared:
     return {**facts, **SUMMARY}
 
 
-def refuse_undeclared(facts: Mapping[str, Any], method: type[Method]) -> None:
-    """Refuses a method's facts that it has not declared; the engine's own keys are not its to fill.
+def check_facts(facts: Mapping[str, Any], declared: Declared | None) -> Mapping[str, Any]:
+    """A method's facts, which may not stand under keys of the engine's own.
+
+    Args:
+        facts: by name.
+        declared: by the method (`Method.discloses`); None: the run has no differential privacy.
 
     Raises:
-        UnaccountedReleaseError: names the key.
+        UnaccountedReleaseError: a key that is the engine's, or that the method did not declare.
     """
-    for key in facts:
-        if key not in method.discloses or key in ROW:
-            raise _undeclared(key)
+    taken = sorted(ROW.keys() & facts.keys())
+    undeclared = [] if declared is None else sorted(facts.keys() - declared.keys())
+    for key in (*taken, *undeclared):
+        why = "is the engine's own" if key in ROW else "is declared nowhere (`Method.discloses`)"
+        raise UnaccountedReleaseError(f"a method's fact {key!r} {why}")
+    return facts
 
 
 @dataclass(frozen=True)
@@ -115,7 +124,10 @@ def disclosed(values: Mapping[str, Any], declared: Declared | None) -> Disclosed
     hidden: dict[str, Any] = {}
     for key, value in values.items():
         if key not in declared:
-            raise _undeclared(key)
+            raise UnaccountedReleaseError(
+                f"{key!r} stands in a private run's metrics, and nobody has declared what it is: "
+                "a method declares its facts in `discloses`, as released or public"
+            )
         if not declared[key].shown:
             hidden[key] = value
         elif key == MODELS:
@@ -124,10 +136,3 @@ def disclosed(values: Mapping[str, Any], declared: Declared | None) -> Disclosed
         else:
             shown[key] = value
     return Disclosed(shown, hidden)
-
-
-def _undeclared(key: str) -> UnaccountedReleaseError:
-    return UnaccountedReleaseError(
-        f"{key!r} stands in a private run's metrics, and nobody has declared what it is: a method "
-        "declares its facts in `discloses`, as released or public"
-    )

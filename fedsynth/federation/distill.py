@@ -1,4 +1,5 @@
-"""One-shot distillation of models from files: what a server does with models that somebody trained elsewhere."""
+"""One-shot distillation of models from files: what a server does with models that somebody trained
+elsewhere."""
 
 from __future__ import annotations
 
@@ -96,8 +97,10 @@ def distil_files(
     """Reads the models, distils, writes the student; yields lines for people.
 
     Raises:
-        SettingError: a method that needs data, or numbers of files and architectures that do not fit. DataFilesMissingError,
-        DataFilesCorruptError: a file that is not there, or is not a model of its architecture. OutputError: the student cannot be written.
+        SettingError: a method that needs data, or numbers of files and architectures that do not
+            fit. DataFilesMissingError,
+        DataFilesCorruptError: a file that is not there, or is not a model of its architecture.
+            OutputError: the student cannot be written.
     """
     spec, where, kind = dataset_spec(dataset), resolve_device(device), method_class(method)
     if not issubclass(kind, DistilsWithoutData):

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message
-from fedsynth.federation.privacy_plan import PrivacyPlan
+from fedsynth.federation.settings import RunSettings
 from fedsynth.privacy.history import History
 
 BUDGET, REQUEST = "budget", "request"
@@ -44,11 +44,12 @@ class Terms:
 
     Args:
         sizes: n_k of all clients; None with differential privacy.
-        plan: what each client will be charged for; None without.
+        noise_multiplier: σ, with differential privacy. What each client is charged for follows from
+            it and the client's own settings.
     """
 
     sizes: tuple[int, ...] | None = None
-    plan: PrivacyPlan | None = None
+    noise_multiplier: float | None = None
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,15 @@ class Evaluated:
     right: Mapping[str, int]
 
 
+def shown(settings: RunSettings, context: RoundContext) -> tuple[int, ...]:
+    """The clients whose data are in what is shown of a round: those that take part; without privacy
+    everybody where all test splits are measured, or clients are drawn by their sizes."""
+    measured = settings.partition.local_test > 0 or settings.sampling == "size"
+    if settings.privacy is None and measured:
+        return tuple(range(context.clients))
+    return context.active
+
+
 class Exchange(Protocol):
     """Carries requests to clients and brings their answers."""
 
@@ -104,7 +114,8 @@ class Exchange(Protocol):
         """Asks the clients of a round whether they can take part, before any of them is charged."""
 
     def begin(self, context: RoundContext) -> None:
-        """Tells all clients that the round begins, as nobody has refused."""
+        """Tells the clients whose data the round shows (`shown`) that it begins, as nobody has
+        refused."""
 
     def step(self, phase: str, message: Message, context: RoundContext) -> Replies:
         """Sends a request to the clients of a round, and brings their replies."""

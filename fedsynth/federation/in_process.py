@@ -15,7 +15,7 @@ from torch import Tensor
 from fedsynth.core.context import Reporter, RoundContext
 from fedsynth.core.messages import Message
 from fedsynth.federation.client_runtime import ClientRuntime, evaluate_together, step_together
-from fedsynth.federation.exchange import Evaluated, Joined, Refusal, Replies, Terms
+from fedsynth.federation.exchange import Evaluated, Joined, Refusal, Replies, Terms, shown
 from fedsynth.privacy.history import History
 
 
@@ -23,16 +23,15 @@ class InProcess:
     """The exchange of a simulation.
 
     Args:
-        clients: all, by number.
-        private: whether the run is.
+        clients: all, by number; with the same settings, and data that are resident together.
     """
 
-    def __init__(self, clients: Sequence[ClientRuntime], *, private: bool) -> None:
+    def __init__(self, clients: Sequence[ClientRuntime]) -> None:
         self.clients = list(clients)
-        self._private = private
+        self._settings = self.clients[0].settings
 
     def join(self) -> list[Joined]:
-        return [client.join(private=self._private) for client in self.clients]
+        return [client.join() for client in self.clients]
 
     def start(self, terms: Terms) -> None:
         for client in self.clients:
@@ -43,12 +42,12 @@ class InProcess:
         return [history for history in stated if history is not None]
 
     def prepare(self, context: RoundContext) -> list[Refusal]:
-        answers = [client.prepare(context) for client in self._concerned(context)]
+        answers = [self.clients[k].prepare(context) for k in shown(self._settings, context)]
         return [answer for answer in answers if answer is not None]
 
     def begin(self, context: RoundContext) -> None:
-        for client in self._concerned(context):
-            client.begin(context)
+        for number in shown(self._settings, context):
+            self.clients[number].begin(context)
 
     def step(self, phase: str, message: Message, context: RoundContext) -> Replies:
         messages: dict[int, Message] = {}
@@ -69,11 +68,6 @@ class InProcess:
         self, models: Mapping[str, Mapping[str, Tensor]], context: RoundContext
     ) -> list[Evaluated]:
         return evaluate_together(self.clients, models, context)
-
-    def _concerned(self, context: RoundContext) -> list[ClientRuntime]:
-        """The round's clients, and those whose data are shown in every round."""
-        active = set(context.active)
-        return [c for c in self.clients if c.number in active or c.shows_always]
 
     def _groups(self, context: RoundContext) -> Iterator[list[ClientRuntime]]:
         each = self.clients[0].method.client_bytes(context)

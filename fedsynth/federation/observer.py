@@ -1,4 +1,5 @@
-"""Who hears of a run's progress. The engine tells; the command line shows; tests and notebooks may listen."""
+"""Who hears of a run's progress. The engine tells; the command line shows; tests and notebooks may
+listen."""
 
 from __future__ import annotations
 

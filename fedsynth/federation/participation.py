@@ -1,7 +1,9 @@
-"""Which clients take part in a round: m = max(1, round(C·K)) of them, drawn anew each round from the run's seed.
+"""Which clients take part in a round: m = max(1, round(C·K)) of them, drawn anew each round from
+the run's seed.
 
-The draw is public, so it is no source of privacy: a client's ε counts the rounds that it takes part in, without any amplification. Draws by
-size, as FedProx has them, show n_k and are refused with differential privacy.
+The draw is public, so it is no source of privacy: a client's ε counts the rounds that it takes part
+in, without any amplification. Draws by size, as FedProx has them, show n_k and are refused with
+differential privacy.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ Counts = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Participation:
-    """Of `clients` clients the share `share` (C) takes part in each round; `sizes`: drawn in proportion to n_k, else all alike."""
+    """Of `clients` clients the share `share` (C) takes part in each round; `sizes`: drawn in
+    proportion to n_k, else all alike."""
 
     seed: int
     clients: int
@@ -53,7 +56,8 @@ class Participation:
         )
 
     def most_rounds(self, groups: Sequence[int], after: Sequence[int]) -> Counts:
-        """How many of the first n rounds the busiest client of each group takes part in, each n of `after`.
+        """How many of the first n rounds the busiest client of each group takes part in, each n of
+        `after`.
 
         Args:
             groups: of each client the number of its group (0, 1, …).

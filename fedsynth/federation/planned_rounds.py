@@ -24,7 +24,8 @@ def shown_rounds(rounds: int) -> tuple[int, ...]:
 class PlannedEpsilon(Mapping[int, float]):
     """From the number of a round to ε after it.
 
-    A value costs a composition, up to a second with subsampling, so each is computed when it is first looked at.
+    A value costs a composition, up to a second with subsampling, so each is computed when it is
+    first looked at.
 
     Args:
         rounds: the rounds that it has, ascending.

@@ -166,7 +166,8 @@ def make_plans(
         note: told what takes long.
 
     Raises:
-        SettingError: the method has no private mechanism, or no budget and no σ is given. As `resolve`.
+        SettingError: the method has no private mechanism, or no budget and no σ is given. As
+            `resolve`.
     """
     privacy = dict(given.get("privacy", {}))
     method = resolve({**given, "privacy": {}}).method

@@ -13,7 +13,7 @@ from fedsynth.federation.exchange import REQUEST, Exchange, Refusal, Terms
 from fedsynth.federation.privacy_plan import PrivacyPlan
 from fedsynth.federation.server import Server
 from fedsynth.federation.settings import RunSettings
-from fedsynth.privacy.errors import RequestRefusedError
+from fedsynth.privacy.errors import LedgerError, RequestRefusedError
 from fedsynth.privacy.plans import PHASES
 
 
@@ -32,11 +32,24 @@ class Played:
     refusal: Refusal | None = None
 
 
-def agree(
-    settings: RunSettings, context: RoundContext, exchange: Exchange
-) -> tuple[Terms, RoundContext]:
-    """The terms that follow from what the clients say when they join, which all of them are told,
-    and the context with them: σ with differential privacy, without it the clients' sizes.
+@dataclass(frozen=True)
+class Agreement:
+    """What server and clients have agreed on before the first round.
+
+    Args:
+        terms: as all clients were told.
+        plan: what each client will be charged for; None without differential privacy.
+        context: public, with the terms.
+    """
+
+    terms: Terms
+    plan: PrivacyPlan | None
+    context: RoundContext
+
+
+def agree(settings: RunSettings, context: RoundContext, exchange: Exchange) -> Agreement:
+    """What follows from what the clients say when they join, which all of them are told: σ with
+    differential privacy, without it the clients' sizes.
 
     Raises:
         PrivacyError: as `PrivacyPlan.make`, or the cap allows no round even where nothing was
@@ -47,13 +60,17 @@ def agree(
         terms = Terms(sizes=tuple(one.size or 0 for one in joined))
         federation = replace(context.federation, sizes=terms.sizes)
         exchange.start(terms)
-        return terms, replace(context, federation=federation)
+        return Agreement(terms, None, replace(context, federation=federation))
     histories = [one.history for one in joined if one.history is not None]
+    if len(histories) < context.clients:
+        raise LedgerError(
+            f"{len(histories)} of {context.clients} clients have said what their ledgers hold"
+        )
     plan = PrivacyPlan.make(settings, context, histories)
     plan.check_cap()
-    terms = Terms(plan=plan)
+    terms = Terms(noise_multiplier=plan.sigma)
     exchange.start(terms)
-    return terms, plan.in_context(context)
+    return Agreement(terms, plan, plan.in_context(context))
 
 
 def play_round(server: Server, exchange: Exchange, context: RoundContext) -> Played:

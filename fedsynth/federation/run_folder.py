@@ -1,6 +1,7 @@
 """The run folder: everything a run leaves behind.
 
-While the run lasts, the folder's name ends in `.incomplete`; the last step renames it. A folder without that ending is finished.
+While the run lasts, the folder's name ends in `.incomplete`; the last step renames it. A folder
+without that ending is finished.
 
     config.toml          the resolved settings; feed back with --config
     metrics.jsonl        a line for each round
@@ -97,7 +98,8 @@ class RunFolder:
     def write_synthetic(
         self, sets: Sequence[tuple[int, Tensor, Tensor]], spec: DatasetSpec
     ) -> None:
-        """(client, images [N, C, H, W], normalised or uint8 pixels, labels [N]) of the last round: exactly what was sent, and a picture."""
+        """(client, images [N, C, H, W], normalised or uint8 pixels, labels [N]) of the last round:
+        exactly what was sent, and a picture."""
         sets = [(client, images.cpu(), labels.cpu()) for client, images, labels in sets]
         images, labels = torch.cat([s[1] for s in sets]), torch.cat([s[2] for s in sets])
         client = torch.cat([torch.full((len(s[2]),), s[0]) for s in sets])
@@ -141,7 +143,8 @@ class RunFolder:
 
 
 def _fresh(base: Path, name: str) -> tuple[Path, Path]:
-    """The folder's final path, which nobody has, and its `.incomplete` one, which is made; runs of the same second are numbered."""
+    """The folder's final path, which nobody has, and its `.incomplete` one, which is made; runs of
+    the same second are numbered."""
     number = 1
     while True:
         final = base / (name if number == 1 else f"{name}-{number}")

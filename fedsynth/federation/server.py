@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import torch
 from torch import Tensor
 
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message
 from fedsynth.core.method import Method
 from fedsynth.core.state import ServerState
-from fedsynth.errors import DivergedError, Setting, Text
+from fedsynth.federation.checks import check_declared, check_finite
 from fedsynth.privacy.plans import FIRST
 
 
@@ -44,13 +43,11 @@ class Server:
         if phase == FIRST:
             self._next = self.state
             made = self.method.first_request(self._next, context)
-            declared = self.method.first_downlink
             if made is None:
                 return None
         else:
             made = self.method.broadcast(self._next, context)
-            declared = self.method.downlink
-        check_declared(self.method, made, declared)
+        check_declared(self.method, made, self.method.exchange_types(phase).downlink)
         return made
 
     def receive(self, phase: str, replies: Mapping[int, Message], context: RoundContext) -> None:
@@ -60,13 +57,12 @@ class Server:
             TypeError: a reply of another type than the method declares.
             DivergedError: a reply, or the new model, is not finite.
         """
-        first = phase == FIRST
-        declared = self.method.first_upload if first else self.method.upload
+        declared = self.method.exchange_types(phase).upload
         for client, reply in replies.items():
             check_declared(self.method, reply, declared)
             check_finite(dict(reply.arrays()), f"client {client}", context.round)
         ordered = dict(sorted(replies.items()))
-        if first:
+        if phase == FIRST:
             self._next = self.method.first_aggregate(self._next, ordered, context)
             return
         made = self.method.server_step(self._next, ordered, context)
@@ -76,34 +72,3 @@ class Server:
     def final_parameters(self) -> Mapping[str, Tensor]:
         """The model that the federation ends with."""
         return self.method.final_parameters(self.state)
-
-
-def check_declared(method: Method, message: Message, declared: type[Message] | None) -> None:
-    """What was declared, and checked under differential privacy, is what is sent.
-
-    Raises:
-        TypeError: `message` is of another type.
-    """
-    if type(message) is not declared:
-        expected = "nothing" if declared is None else declared.__name__
-        raise TypeError(
-            f"{method.name} declares messages of type {expected}, got {type(message).__name__}"
-        )
-
-
-def check_finite(tensors: Mapping[str, Tensor], whose: str, number: int) -> None:
-    """One look at each result, outside the hot loops; a NaN would otherwise spread unseen.
-
-    Raises:
-        DivergedError: names the round, the tensor and whose it is.
-    """
-    for name, tensor in tensors.items():
-        if not bool(torch.isfinite(tensor).all()):
-            raise DivergedError(
-                Text(
-                    f"round {number}: {name} of the {whose} is not finite: its optimisation "
-                    "diverged; lower the learning rate (the method's image_lr, lr or server_lr) or "
-                    "use a smaller ",
-                    Setting("model", "depth"),
-                )
-            )

@@ -1,6 +1,7 @@
 """Everything that decides a run, in one frozen object that goes to TOML and back.
 
-`resolve` merges what a user gave over the data set's preset over the method's defaults (the papers' values), and validates all.
+`resolve` merges what a user gave over the data set's preset over the method's defaults (the papers'
+values), and validates all.
 """
 
 from __future__ import annotations
@@ -182,7 +183,9 @@ class RunSettings:
         return dataclasses.replace(self.partition, seed=seed)
 
     def to_mapping(self) -> dict[str, dict[str, Any]]:
-        """Sections of plain values, without what is None; `resolve` makes the same settings of it."""
+        """Sections of plain values, without what is None; `resolve` makes the same settings of
+        it.
+        """
         run = {
             "method": self.method.name,
             "rounds": self.rounds,
@@ -222,7 +225,9 @@ RUN_KINDS: Mapping[str, type] = {
 
 
 def _of_the_method(method: type[Method], values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The values, unless one is no setting of the method but of another section: then that is said."""
+    """The values, unless one is no setting of the method but of another section: then that is
+    said.
+    """
     homes = {**{key: "run" for key in RUN_KINDS}, "dataset": "data", "data_root": "data"}
     for kind in (PartitionSettings, ModelSettings, PrivacySettings):
         homes.update({f.name: kind.section for f in fields(kind) if f.name not in homes})

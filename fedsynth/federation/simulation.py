@@ -38,12 +38,7 @@ from fedsynth.federation import privacy_words
 from fedsynth.federation.client_runtime import ClientRuntime, OwnData
 from fedsynth.federation.clients import Clients
 from fedsynth.federation.devices import check_compiler, resolve_device
-from fedsynth.federation.disclosed import (
-    declared_row,
-    declared_summary,
-    disclosed,
-    refuse_undeclared,
-)
+from fedsynth.federation.disclosed import check_facts, declared_row, declared_summary, disclosed
 from fedsynth.federation.exchange import Refusal
 from fedsynth.federation.in_process import InProcess
 from fedsynth.federation.measure import Measure
@@ -207,7 +202,8 @@ def _divided(
 ) -> tuple[list[Tensor], list[Tensor]]:
     """What each client trains on, and its own test split (empty without `local_test`).
 
-    Where users are protected they are not cut in two, and at most `user_records` records of each train.
+    Where users are protected they are not cut in two, and at most `user_records` records of each
+    train.
     """
     seed = settings.resolved_partition.seed or 0
     by_user = _protects_users(settings)
@@ -246,12 +242,13 @@ class Simulation:
         if settings.privacy is not None:
             PrivacyPlan.checked(settings, self.context)
         self.exchange = self._clients(clients, train, parts)
-        self.terms, self.context = agree(settings, self.context, self.exchange)
+        self.agreed = agree(settings, self.context, self.exchange)
+        self.context = self.agreed.context
         self.participation = Participation(
             settings.seed,
             settings.partition.clients,
             settings.participation,
-            self.terms.sizes if settings.sampling == "size" else None,
+            self.agreed.terms.sizes if settings.sampling == "size" else None,
         )
         # Where earlier runs have spent the budget, this one ends before it begins, and leaves
         # nothing.
@@ -302,11 +299,11 @@ class Simulation:
         Raises:
             PrivacySettingError: the run is not private.
         """
-        if self.terms.plan is None:
+        if self.agreed.plan is None:
             raise PrivacySettingError(
                 None, "privacy", "is not set: this run has no differential privacy, and so no plan"
             )
-        return self.terms.plan
+        return self.agreed.plan
 
     def _clients(self, clients: Clients, train: ImageData, parts: list[Tensor]) -> InProcess:
         """All clients, with what is theirs."""
@@ -321,14 +318,13 @@ class Simulation:
             [
                 ClientRuntime(
                     number,
-                    self.method,
+                    settings,
+                    self.context,
                     OwnData(train, training[number], held_out[number]),
                     ledgers[number],
-                    shows_always=settings.partition.local_test > 0 or settings.sampling == "size",
                 )
                 for number in range(len(parts))
-            ],
-            private=self._private,
+            ]
         )
 
     def run(self) -> RunResult:
@@ -370,7 +366,7 @@ class Simulation:
             if self.plan.privacy.ledger_folder is None:
                 moved = clients.fresh_ledgers(folder.path / "ledger", self.settings)
                 for client, ledger in zip(self.exchange.clients, moved, strict=True):
-                    client.move_ledger(ledger, self.terms)
+                    client.move_ledger(ledger)
             histories = self.exchange.histories()
             start = privacy_words.start(self.plan, histories, self.test_kind)
             folder.write_private_start(start.to_json())
@@ -415,13 +411,12 @@ class Simulation:
         """The round's row."""
         number = context.round
         state = self.server.state
-        facts = {
-            **self.method.facts(state, context),
-            **self.method.merge_facts(self.exchange.facts(context)),
+        facts = self.method.discloses if self._private else None
+        row: dict[str, Any] = {
+            "round": number,
+            **check_facts(self.method.facts(state, context), facts),
+            **check_facts(self.method.merge_facts(self.exchange.facts(context)), facts),
         }
-        if self._private:
-            refuse_undeclared(facts, type(self.method))
-        row: dict[str, Any] = {"round": number, **facts}
         if number % self.settings.evaluate_every == 0 or number == self.settings.rounds:
             row.update(self.measure.row(state, context))
         if self._private:

@@ -26,7 +26,7 @@ from fedsynth.data.registry import DatasetSpec, dataset_spec
 from fedsynth.errors import FedsynthError, Setting, Text, UnknownNameError
 from fedsynth.federation import privacy_words
 from fedsynth.federation.clients import data_set_id
-from fedsynth.federation.disclosed import MODELS, Declared, declared_row, declared_summary
+from fedsynth.federation.disclosed import MODELS, ON_TEST, Declared, declared_row, declared_summary
 from fedsynth.federation.planning import public_context
 from fedsynth.federation.privacy_plan import PrivacyPlan
 from fedsynth.federation.report_context import report_context
@@ -144,9 +144,11 @@ class RunFiles:
     """What a run folder says of its run, as far as the run's report follows from it.
 
     Attributes:
-        settings: of config.toml. spec: the data set's.
+        settings: of config.toml.
+        spec: the data set's.
         start: privacy_start.json, of a sound shape.
-        rows: of metrics.jsonl. summary: None, where there is none.
+        rows: of metrics.jsonl.
+        summary: None, where there is none.
     """
 
     settings: RunSettings
@@ -518,10 +520,22 @@ class Evidence:
         problems = differences("summary.json: test_data", test, summary.get("test_data"))
         problems += differences("summary.json: test_accuracy", None, summary.get("test_accuracy"))
         return problems + [
-            f"metrics.jsonl: round {row['round']} has an accuracy, and the test images are {test}"
-            for row in self.run.rows
-            if "test_accuracy" in row
+            f"{_of(row)} has an accuracy, and the test images are {test}"
+            for row in (summary, *self.run.rows)
+            if _measured_on_test(row)
         ]
+
+
+def _measured_on_test(row: Mapping[str, Any]) -> bool:
+    """Whether a row, or one of its models' rows, has what is measured on the test images."""
+    models = row.get(MODELS, {})
+    within = models.values() if isinstance(models, dict) else (models,)
+    rows = (row, *(one for one in within if isinstance(one, dict)))
+    return any(one.get(key) is not None for one in rows for key in ON_TEST)
+
+
+def _of(row: Mapping[str, Any]) -> str:
+    return f"metrics.jsonl: round {row['round']}" if "round" in row else "summary.json"
 
 
 def _not_shown(row: Mapping[str, Any], declared: Declared) -> list[str]:

@@ -25,12 +25,14 @@ from fedsynth.core.messages import LENGTH_BYTES, Message, Packed
 from fedsynth.core.method import Method
 from fedsynth.errors import FedsynthError, MessageError
 from fedsynth.federation.client_runtime import ClientRuntime
-from fedsynth.federation.exchange import Evaluated, Joined, Refusal, Replies, Terms
-from fedsynth.federation.privacy_plan import PrivacyPlan
+from fedsynth.federation.exchange import Evaluated, Joined, Refusal, Replies, Terms, shown
 from fedsynth.federation.settings import RunSettings
-from fedsynth.privacy.errors import PrivacyError
+from fedsynth.privacy.errors import PrivacyError, RequestRefusedError
 from fedsynth.privacy.history import History
-from fedsynth.privacy.plans import FIRST, PHASES
+from fedsynth.privacy.plans import PHASES
+
+BROKEN = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+"""What a request that is not sound can raise in a step."""
 
 LONGEST_HEADER = 64 * 2**20
 """Bytes; a ledger's history is in a header."""
@@ -111,8 +113,7 @@ class RemoteClient:
     """Answers a server's frames for one client, in the process that has the client's data.
 
     Args:
-        settings: the client's own copy of the run's settings.
-        runtime: the client.
+        runtime: the client, with its own copy of the run's settings.
         context: public, as `fedsynth.federation.planning.public_context` makes it of the settings,
             with proxy images where the method names them.
         reporter: told of progress.
@@ -120,14 +121,16 @@ class RemoteClient:
 
     def __init__(
         self,
-        settings: RunSettings,
         runtime: ClientRuntime,
         context: RoundContext,
         reporter: Reporter | None = None,
     ) -> None:
-        self._settings = settings
-        self._runtime = runtime
-        self._context = replace(context, reporter=reporter or Silent())
+        self._settings = runtime.settings
+        self.runtime = runtime
+        self._reporter = reporter or Silent()
+        self._context = replace(context, reporter=self._reporter)
+        self._joined = False
+        self._done: set[tuple[int, str]] = set()
         self._answers: dict[str, Callable[[Frame], Frame]] = {
             "join": self._join,
             "start": self._start,
@@ -140,43 +143,55 @@ class RemoteClient:
         }
 
     def answer(self, sent: bytes) -> bytes:
-        """The answer to one frame; what goes wrong is an answer, too."""
+        """The answer to one frame; what goes wrong is an answer, too.
+
+        An error that is none of fedsynth's own may speak of records: its text stays here, with the
+        reporter.
+        """
+        asked: Any = None
         try:
             frame = Frame.from_bytes(sent)
+            asked = frame.facts.get("number")
             if frame.kind not in self._answers:
                 raise MessageError(f"no client answers {frame.kind!r:.80}")
-            return self._answers[frame.kind](frame).to_bytes()
+            answer = self._answers[frame.kind](frame)
+        except (MessageError, RequestRefusedError) as error:
+            answer = Frame("error", {"text": str(error)})
         except (FedsynthError, PrivacyError) as error:
-            return Frame("error", {"text": str(error)}).to_bytes()
+            answer = self._failed(error)
+        except BROKEN as error:
+            answer = self._failed(error)
+        named = {"client": self.runtime.number, "number": asked if type(asked) is int else None}
+        return replace(answer, facts={**answer.facts, **named}).to_bytes()
+
+    def _failed(self, error: Exception) -> Frame:
+        """Says the kind of error alone: its text may speak of records, or of this machine."""
+        self._reporter.note(f"a request failed: {error!r}")
+        return Frame("error", {"text": f"the request failed ({type(error).__name__})"})
 
     def _join(self, frame: Frame) -> Frame:
         if frame.facts.get("agreement") != agreement(self._settings):
             raise MessageError("the server has other settings for this run than the client")
-        joined = self._runtime.join(private=self._settings.privacy is not None)
+        joined = self.runtime.join()
+        self._joined = True
         return Frame(
             "answer",
             {
-                "client": joined.client,
                 "size": joined.size,
                 "history": None if joined.history is None else joined.history.to_json(),
             },
         )
 
     def _start(self, frame: Frame) -> Frame:
+        if not self._joined:
+            raise RequestRefusedError("a client joins before it is told the terms")
         sizes = frame.facts.get("sizes")
-        if self._settings.privacy is None:
-            known = None if sizes is None else tuple(_whole(size, "size") for size in sizes)
-            federation = replace(self._context.federation, sizes=known)
-            self._context = replace(self._context, federation=federation)
-            self._runtime.start(Terms(sizes=known))
-            return Frame("answer", {})
-        plan = PrivacyPlan.checked(self._settings, self._context)
-        sigma = frame.facts.get("noise_multiplier")
-        if type(sigma) is not float:
-            raise MessageError(f"a private run needs a noise multiplier, got {sigma!r:.80}")
-        plan = replace(plan, privacy=replace(plan.privacy, noise_multiplier=sigma))
-        self._context = plan.in_context(self._context)
-        self._runtime.start(Terms(plan=plan))
+        if sizes is not None:
+            if not isinstance(sizes, list) or len(sizes) != self._context.clients:
+                raise MessageError("the terms need the size of every client")
+            sizes = tuple(_whole(size, "size") for size in sizes)
+        terms = Terms(sizes, frame.facts.get("noise_multiplier"))
+        self._context = replace(self.runtime.start(terms), reporter=self._reporter)
         return Frame("answer", {})
 
     def _round(self, frame: Frame) -> RoundContext:
@@ -188,14 +203,19 @@ class RemoteClient:
         participants = tuple(_whole(one, "participant") for one in named)
         if list(participants) != sorted(set(participants)) or participants[-1] >= clients:
             raise MessageError(f"the participants must be of the {clients} clients, ascending")
+        if not 1 <= number <= self._settings.rounds:
+            raise RequestRefusedError(f"the run has {self._settings.rounds} rounds, not {number}")
+        budget = self.runtime.budget
+        if budget is not None and participants != budget.plan.participation.in_round(number):
+            raise RequestRefusedError(f"others take part in round {number} by the run's settings")
         return replace(self._context, round=number, participants=participants)
 
     def _prepare(self, frame: Frame) -> Frame:
-        refusal = self._runtime.prepare(self._round(frame))
+        refusal = self.runtime.prepare(self._round(frame))
         return Frame("answer", {}) if refusal is None else _refused(refusal)
 
     def _begin(self, frame: Frame) -> Frame:
-        self._runtime.begin(self._round(frame))
+        self.runtime.begin(self._round(frame))
         return Frame("answer", {})
 
     def _step(self, frame: Frame) -> Frame:
@@ -203,25 +223,32 @@ class RemoteClient:
         if phase not in PHASES:
             raise MessageError(f"a round has no exchange {phase!r:.80}")
         context = self._round(frame)
-        message = _request_type(self._runtime.method, phase).from_bytes(frame.payload)
-        reply = self._runtime.step(phase, message.to(context.device), context)
+        method = self.runtime.method
+        expected = _declared(method, method.exchange_types(phase).downlink, phase)
+        message = expected.from_bytes(frame.payload)
+        if self.runtime.number not in context.active:
+            raise RequestRefusedError("this client takes no part in the round")
+        if (context.round, phase) in self._done and self.runtime.private:
+            raise RequestRefusedError(f"round {context.round} was answered before")
+        self._done.add((context.round, phase))
+        reply = self.runtime.step(phase, message.to(context.device), context)
         if isinstance(reply, Refusal):
             return _refused(reply)
         return Frame("answer", {}, reply.to_bytes())
 
     def _facts(self, frame: Frame) -> Frame:
-        return Frame("answer", {"facts": dict(self._runtime.facts(self._round(frame)))})
+        return Frame("answer", {"facts": dict(self.runtime.facts(self._round(frame)))})
 
     def _history(self, frame: Frame) -> Frame:
-        history = self._runtime.history()
+        history = self.runtime.history()
         return Frame("answer", {"history": None if history is None else history.to_json()})
 
     def _evaluate(self, frame: Frame) -> Frame:
         if self._settings.privacy is not None:
-            raise PrivacyError("accuracies on a client's own records are not protected")
+            raise RequestRefusedError("accuracies on a client's own records are not protected")
         context = self._round(frame)
         model = Models.from_bytes(frame.payload).to(context.device)
-        return Frame("answer", asdict(self._runtime.evaluate({"model": model.parameters}, context)))
+        return Frame("answer", asdict(self.runtime.evaluate({"model": model.parameters}, context)))
 
 
 class OverWire:
@@ -240,6 +267,7 @@ class OverWire:
         self._method = settings.method
         self._channels = list(channels)
         self._device = device
+        self._asked = 0
 
     def join(self) -> list[Joined]:
         asked = Frame("join", {"agreement": agreement(self._settings)})
@@ -257,24 +285,25 @@ class OverWire:
         return joined
 
     def start(self, terms: Terms) -> None:
-        sigma = None if terms.plan is None else terms.plan.sigma
-        facts = {"sizes": terms.sizes, "noise_multiplier": sigma}
+        facts = {"sizes": terms.sizes, "noise_multiplier": terms.noise_multiplier}
         self._ask(range(len(self._channels)), Frame("start", facts))
 
     def prepare(self, context: RoundContext) -> list[Refusal]:
-        answers = self._ask(context.active, Frame("prepare", _of_round(context)))
+        asked = shown(self._settings, context)
+        answers = self._ask(asked, Frame("prepare", _of_round(context)))
         return [
             _refusal(client, answer)
-            for client, answer in zip(context.active, answers, strict=True)
+            for client, answer in zip(asked, answers, strict=True)
             if answer.kind == "refusal"
         ]
 
     def begin(self, context: RoundContext) -> None:
-        self._ask(context.active, Frame("begin", _of_round(context)))
+        self._ask(shown(self._settings, context), Frame("begin", _of_round(context)))
 
     def step(self, phase: str, message: Message, context: RoundContext) -> Replies:
         asked = Frame("step", {**_of_round(context), "phase": phase}, message.to_bytes())
-        expected = _reply_type(self._method, phase)
+        upload = self._method.exchange_types(phase).upload
+        expected = _declared(self._method, upload, phase)
         messages: dict[int, Message] = {}
         refusals: list[Refusal] = []
         answers = self._ask(context.active, asked)
@@ -316,11 +345,17 @@ class OverWire:
 
     def _ask(self, clients: Sequence[int], frame: Frame) -> list[Frame]:
         """Sends all before it waits for any, so that clients work at the same time."""
-        sent = frame.to_bytes()
+        self._asked += 1
+        sent = replace(frame, facts={**frame.facts, "number": self._asked}).to_bytes()
         for client in clients:
             self._channels[client].send(sent)
         answers = [Frame.from_bytes(self._channels[client].receive()) for client in clients]
         for client, answer in zip(clients, answers, strict=True):
+            said = (answer.facts.get("client"), answer.facts.get("number"))
+            if said != (client, self._asked):
+                raise RemoteError(
+                    f"client {client} was asked request {self._asked}, and {said!r:.80} answers"
+                )
             if answer.kind == "error":
                 raise RemoteError(f"client {client}: {answer.facts.get('text')}")
         return answers
@@ -330,15 +365,7 @@ def _of_round(context: RoundContext) -> dict[str, Any]:
     return {"round": context.round, "participants": list(context.active)}
 
 
-def _request_type(method: Method, phase: str) -> type[Message]:
-    declared = method.first_downlink if phase == FIRST else method.downlink
-    if declared is None:
-        raise MessageError(f"{method.name} has no {phase} exchange")
-    return declared
-
-
-def _reply_type(method: Method, phase: str) -> type[Message]:
-    declared = method.first_upload if phase == FIRST else method.upload
+def _declared(method: Method, declared: type[Message] | None, phase: str) -> type[Message]:
     if declared is None:
         raise MessageError(f"{method.name} has no {phase} exchange")
     return declared

@@ -1,4 +1,5 @@
-"""Methods by name. Listing them imports neither torch nor any method; `registry.py` has the list."""
+"""Methods by name. Listing them imports neither torch nor any method; `registry.py` has the
+list."""
 
 from __future__ import annotations
 

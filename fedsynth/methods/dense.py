@@ -1,8 +1,9 @@
-"""DENSE: one-shot federated learning by distillation without data (Zhang et al. 2022, arXiv 2112.12371).
+"""DENSE: one-shot federated learning by distillation without data (Zhang et al. 2022, arXiv
+2112.12371).
 
-Server: a generator makes images on which the average of the clients' logits answers the labels that were
-asked for, looks to their batch norms like data, and disagrees with the student; the student learns that
-average on all images made so far.
+Server: a generator makes images on which the average of the clients' logits answers the labels that
+were asked for, looks to their batch norms like data, and disagrees with the student; the student
+learns that average on all images made so far.
 """
 
 from __future__ import annotations
@@ -41,9 +42,9 @@ class DistilsWithoutData(DistilsEnsemble):
 
     Args:
         server_epochs, generator_steps, generator_lr, generator_beta1, generator_batch, latent,
-            generator_width, conditional, generator_reset, learn_noise, bn_weight, ad_weight,
-            only_disagreement, student_images, replay, flips, crop, hard_weight, server_lr,
-            server_momentum: see `OneShotDistillation` (λ1 is bn_weight, λ2 ad_weight, β hard_weight).
+        generator_width, conditional, generator_reset, learn_noise, bn_weight, ad_weight,
+        only_disagreement, student_images, replay, flips, crop, hard_weight, server_lr,
+        server_momentum: see `OneShotDistillation` (λ1 is bn_weight, λ2 ad_weight, β hard_weight).
     """
 
     discloses: ClassVar[Mapping[str, Disclosure]] = {
@@ -135,8 +136,8 @@ class DistilsWithoutData(DistilsEnsemble):
 
 def generated_facts(state: EnsembleState) -> dict[str, float]:
     """How far the ensemble gives the student's images the class that was asked for, and of how many
-    classes an epoch's images are (`evaluation.generated`): means over the round's epochs; empty where
-    no image was made."""
+    classes an epoch's images are (`evaluation.generated`): means over the round's epochs; empty
+    where no image was made."""
     tallies = () if state.tallies is None else state.tallies
     return average([describe(epoch) for epoch in tallies])
 

@@ -1,4 +1,4 @@
-"""FedAF: aggregation-free federated learning by collaborative condensation and knowledge matching (arXiv 2404.18962).
+"""FedAF: aggregation-free learning by condensation and knowledge matching (arXiv 2404.18962).
 
 Client, every round: make class-mean logits V_k and soft labels R_k of its data under w_r (Eqs. 5,
 12), and condense: distribution matching in feature space alone (Eq. 4) plus λ_loc times the sliced
@@ -189,7 +189,7 @@ class FedAF(SharesKnowledge):
         known: Tensor,
         context: RoundContext,
     ) -> None:
-        """Eqs. 13 to 15: trains the global model in place, with R as `soft` for the classes `known`."""
+        """Eqs. 13 to 15: trains the model in place, with R as `soft` for the classes `known`."""
         sgd = self.union_sgd()
         term = KnowledgeTerm(
             soft,

@@ -1,9 +1,9 @@
 """FedBN: batch-norm layers stay with their clients (Li et al. 2021, arXiv 2102.07623).
 
-Client: trains the global model with its own batch norms, and sends all else. Server: averages what is
-sent, each client with weight 1/K (Algorithm 1). On clients' own test splits each is tested with its own
-batch norms, and that is the result (AMP); the global model has the batch norms that it started with, and
-its accuracy is none.
+Client: trains the global model with its own batch norms, and sends all else. Server: averages what
+is sent, each client with weight 1/K (Algorithm 1). On clients' own test splits each is tested with
+its own batch norms, and that is the result (AMP); the global model has the batch norms that it
+started with, and its accuracy is none.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
-"""FedDF: the server distils the average of the clients' logits on unlabelled public images (Lin et al. 2020, arXiv 2006.07242).
+"""FedDF: the server distils the average of the clients' logits on unlabelled public images (Lin et
+al. 2020, arXiv 2006.07242).
 
-The student starts from the parameters' average (heterogeneous clients: from a fresh network) and learns KL(ensemble ‖ student) by Adam with a
-cosine schedule. The proxy images are a named data set's training images, brought to the run's shape; their labels are not looked at.
+The student starts from the parameters' average (heterogeneous clients: from a fresh network) and
+learns KL(ensemble ‖ student) by Adam with a cosine schedule. The proxy images are a named data
+set's training images, brought to the run's shape; their labels are not looked at.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""FedDM: clients send small synthetic sets that match their data's distribution around the global model (arXiv 2207.09653).
+"""FedDM: clients send synthetic sets matched to their data around the model (arXiv 2207.09653).
 
 Client, every round (Algorithm 1): for T iterations draw w ~ P_w(w_r), draw real batches, and move
 the synthetic images down ∇ Σ_c L_c (Eq. 9). Server: train w from w_r on the union of all sets,
@@ -126,7 +126,10 @@ class FedDM(Condenses, TrainsInBall):
     def private_plans(
         self, privacy: PrivacySettings, context: RoundContext
     ) -> tuple[PrivatePlan, ...]:
-        """T releases a round; of mechanism `features` M, or fewer where there are fewer steps, and one of the counts."""
+        """T releases a round; of mechanism `features` M, and one of the counts.
+
+        M is less where there are fewer steps to use the networks.
+        """
         if privacy.mechanism != "features":
             return super().private_plans(privacy, context)
         self.check_private(context)

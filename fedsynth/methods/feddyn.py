@@ -1,7 +1,8 @@
-"""FedDyn: a dynamic regulariser aligns the local optima with the global one (Acar et al. 2021, arXiv 2111.04263, Algorithm 1).
+"""FedDyn: a dynamic regulariser aligns the local optima with the global one (Acar et al. 2021,
+arXiv 2111.04263, Algorithm 1).
 
-Client: min F_k(w) − ⟨g_k, w⟩ + α/2·‖w − w_t‖²; g_k ← g_k − α(w_k − w_t). Server: h ← h − α/K·Σ_{k active}(w_k − w_t); w_{t+1} = mean_{k
-active} w_k − h/α.
+Client: min F_k(w) − ⟨g_k, w⟩ + α/2·‖w − w_t‖²; g_k ← g_k − α(w_k − w_t). Server: h ← h − α/K·Σ_{k
+active}(w_k − w_t); w_{t+1} = mean_{k active} w_k − h/α.
 
 With differential privacy g_k is computed from released iterates and stays at the client.
 """

@@ -1,14 +1,19 @@
-"""FedFA+: federated feature augmentation and alignment (Zhou, Yuan, Wang and Konukoglu, TPAMI 2024). Not "FedFA" of feature anchors (TMC 2023).
+"""FedFA+: federated feature augmentation and alignment (Zhou, Yuan, Wang and Konukoglu, TPAMI
+2024). Not "FedFA" of feature anchors (TMC 2023).
 
-FedFA-l: an augmentation layer after each stage resamples channel statistics, as wide as the batch and the disagreement of the clients say
-(`training/feature_statistics.py`). FedFA-h: the histogram of each feature in a batch is pulled to the clients' average by λ times a symmetric
-KL. FedFA+ is both. Clients send their accumulated channel statistics and their histograms with the model; the server sends back γ and π, so
-the first round has γ = 1 and no alignment. Models are averaged uniformly.
+FedFA-l: an augmentation layer after each stage resamples channel statistics, as wide as the batch
+and the disagreement of the clients say (`training/feature_statistics.py`). FedFA-h: the histogram
+of each feature in a batch is pulled to the clients' average by λ times a symmetric KL. FedFA+ is
+both. Clients send their accumulated channel statistics and their histograms with the model; the
+server sends back γ and π, so the first round has γ = 1 and no alignment. Models are averaged
+uniformly.
 
-Read from the overview slides, whose formulas are garbled in part, and the public code of FedFA-l: momentum 0.99, an augmentation in every
-second batch. Ours where neither says: what features are transformed by before binning, the bins, λ.
+Read from the overview slides, whose formulas are garbled in part, and the public code of FedFA-l:
+momentum 0.99, an augmentation in every second batch. Ours where neither says: what features are
+transformed by before binning, the bins, λ.
 
-No differential privacy: Σ² and the batch's histogram mix the examples of a batch, and the statistics are sent as they are.
+No differential privacy: Σ² and the batch's histogram mix the examples of a batch, and the
+statistics are sent as they are.
 """
 
 from __future__ import annotations
@@ -52,7 +57,8 @@ class StatisticsDown(ModelParameters):
 
 @dataclass(frozen=True)
 class StatisticsUp(ModelParameters):
-    """Up: the model; accumulated channel means and deviations of each stage [C], and the histogram π_k [D, bins]."""
+    """Up: the model; accumulated channel means and deviations of each stage [C], and the histogram
+    π_k [D, bins]."""
 
     statistics: Mapping[str, Tensor] = unprotected()
 

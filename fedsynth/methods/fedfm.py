@@ -1,12 +1,14 @@
-"""FedFM: features pulled to anchors that all clients share, the class means of their features (Ye et al. 2023, arXiv 2210.07615).
+"""FedFM: features pulled to anchors that all clients share, the class means of their features (Ye
+et al. 2023, arXiv 2210.07615).
 
-First phase: each client sends the sums of its features by class under w_t, and the numbers of its examples; the server makes the anchors
-a_c = Σ_k n_{k,c} a_{k,c} / Σ_k n_{k,c}. Then local training on CE + λ·q(f(x), a), and averaging weighted by n_k. q is contrastive guiding,
-CE(softmax(⟨a_n, f⟩/α), c), or ‖f − a_c‖²/D. FedFM-Lite makes its anchors after local training, by each client's own model, and sends them
-with it.
+First phase: each client sends the sums of its features by class under w_t, and the numbers of its
+examples; the server makes the anchors a_c = Σ_k n_{k,c} a_{k,c} / Σ_k n_{k,c}. Then local training
+on CE + λ·q(f(x), a), and averaging weighted by n_k. q is contrastive guiding, CE(softmax(⟨a_n,
+f⟩/α), c), or ‖f − a_c‖²/D. FedFM-Lite makes its anchors after local training, by each client's own
+model, and sends them with it.
 
-With differential privacy the sums are of clipped features, and charged with the counts beside DP-SGD; the loss of an example depends on
-that example and on released anchors alone.
+With differential privacy the sums are of clipped features, and charged with the counts beside
+DP-SGD; the loss of an example depends on that example and on released anchors alone.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from fedsynth.methods.shared.aggregation import AveragingState, average
 from fedsynth.methods.shared.class_sums import COUNTS, ClassSums, class_sums, sums_plans
 from fedsynth.methods.shared.local import Task, TrainsLocally
 from fedsynth.privacy.plans import FIRST, MAIN, PrivatePlan
+from fedsynth.privacy.requests import check_tensor
 from fedsynth.privacy.settings import PrivacySettings
 
 
@@ -61,11 +64,13 @@ class ModelAndSums(ModelParameters):
 SUMS = "feature sums"
 """The name of the sums' plan."""
 
-# A weight above which noisy anchors are warned of. The warning's figures: `fedsynth train --method fedfm --rounds 5 --set local_epochs=2 --set
-# lr=0.05 --set weight=… --dp-epsilon 8`, and the same with fedavg.
+# A weight above which noisy anchors are warned of. The warning's figures: `fedsynth train --method
+# fedfm --rounds 5 --set local_epochs=2 --set lr=0.05 --set weight=… --dp-epsilon 8`, and the same
+# with fedavg.
 LOUD = 1.0
 CLEAR = 4
-"""Deviations of noise above which a noisy count is one. An anchor stays, so that a class that nobody has gets one in 3 of 100,000 rounds."""
+"""Deviations of noise above which a noisy count is one. An anchor stays, so that a class that
+nobody has gets one in 3 of 100,000 rounds."""
 
 
 def anchor_losses(
@@ -80,7 +85,8 @@ def anchor_losses(
     """q of each example [N]; 0 for a class without anchor.
 
     Args:
-        temperature: α of contrastive guiding, over the classes with anchors; None: the squared distance over D.
+        temperature: α of contrastive guiding, over the classes with anchors; None: the squared
+            distance over D.
         normalise: features and anchors to length 1 first.
     """
     if normalise:
@@ -156,6 +162,12 @@ class FedFM(TrainsLocally):
 
     def check_model(self, model: nn.Module) -> None:
         check_embedding(self.name, model)
+
+    def check_request(self, message: ModelParameters, context: RoundContext) -> None:
+        if isinstance(message, AnchorsDown):  # and not the first exchange's model alone
+            classes = context.spec.classes
+            check_tensor("anchors", message.anchors, (classes, _width(context)), torch.float32)
+            check_tensor("known", message.known, (classes,), torch.bool)
 
     def first_request(self, state: AnchorState, context: RoundContext) -> Message | None:
         return ModelParameters(state.parameters, 1.0) if context.round >= self.start_round else None
@@ -260,7 +272,8 @@ class FedFM(TrainsLocally):
     def _with_anchors(
         self, state: AnchorState, sent: Sequence[FeatureSums | ModelAndSums], context: RoundContext
     ) -> AnchorState:
-        """The state with this round's anchors; a class that none of its clients has keeps the last one."""
+        """The state with this round's anchors; a class that none of its clients has keeps the last
+        one."""
         counts, sums = (
             torch.stack([a.counts for a in sent]).sum(dim=0),
             torch.stack([a.sums for a in sent]).sum(dim=0),

@@ -1,16 +1,20 @@
-"""FedGen: a generator of embeddings, learned by the server from clients' classifiers, regularises local training (Zhu et al. 2021, 2105.10056).
+"""FedGen: a generator of embeddings, learned by the server from clients' classifiers, regularises
+local training (Zhu et al. 2021, 2105.10056).
 
-Server: with the uploaded models it trains G(y, ε) -> embedding on Σ_k w_{k,y}·CE(classifier_k(G(y, ε)), y) + η·diversity, w_{k,y} client k's
-share of the round's examples of class y (Eq. 4 there, in the form of its public code), and sends G with the averaged model. Client:
+Server: with the uploaded models it trains G(y, ε) -> embedding on Σ_k w_{k,y}·CE(classifier_k(G(y,
+ε)), y) + η·diversity, w_{k,y} client k's share of the round's examples of class y (Eq. 4 there, in
+the form of its public code), and sends G with the averaged model. Client:
 
     CE on its batch  +  α·CE(classifier(G(y', ε)), y'), y' drawn evenly from the classes that any client has had
                      +  β·KL(softmax classifier(G(y, ε)) ‖ p(x)) for its own examples (x, y), the target held fixed,
 
 α and β times 0.98 each round; from round 2 on, when there is a G.
 
-For the last term the noise is a fixed pool for each class and round, and the target is averaged over it: the gradient of the expectation over
-ε, and a function of y alone. With differential privacy that matters: noise that went by an example's place in the batch would let one example
-more change others' gradients. The middle term sees no data. Label counts are private: with DP on all clients weigh the same.
+For the last term the noise is a fixed pool for each class and round, and the target is averaged
+over it: the gradient of the expectation over ε, and a function of y alone. With differential
+privacy that matters: noise that went by an example's place in the batch would let one example more
+change others' gradients. The middle term sees no data. Label counts are private: with DP on all
+clients weigh the same.
 """
 
 from __future__ import annotations
@@ -34,6 +38,7 @@ from fedsynth.evaluation.generated import GENERATOR, describe, tally
 from fedsynth.methods.shared.aggregation import AveragingState, average
 from fedsynth.methods.shared.local import Task, TrainsLocally
 from fedsynth.privacy.disclosure import Disclosure, released
+from fedsynth.privacy.requests import check_named, check_tensor
 from fedsynth.seeding import torch_generator
 from fedsynth.synthesizer.generation.generator_memory import PREFIX, remembered, restore
 from fedsynth.synthesizer.generation.generators import (
@@ -49,7 +54,8 @@ ASKED = 32  # embeddings of a class that a round's facts look at
 
 @dataclass(frozen=True)
 class GeneratorDown(ModelParameters):
-    """Down: w_t, the generator (empty in round 1), and which classes any client has had [C] (bool)."""
+    """Down: w_t, the generator (empty in round 1), and which classes any client has had [C]
+    (bool)."""
 
     generator: Mapping[str, Tensor] = public("goes down, not up")
     known: Tensor = public("goes down, not up")
@@ -65,7 +71,8 @@ class ModelAndCounts(ModelParameters):
 def ensemble_loss(
     made_ND: Tensor, labels_N: Tensor, weights_KCD: Tensor, biases_KC: Tensor, shares_CK: Tensor
 ) -> Tensor:
-    """Σ_k mean_n share[y_n, k]·CE(W_k G_n + b_k, y_n): how well the clients' classifiers, each where it knows a class, name the embeddings."""
+    """Σ_k mean_n share[y_n, k]·CE(W_k G_n + b_k, y_n): how well the clients' classifiers, each
+    where it knows a class, name the embeddings."""
     logits = torch.einsum("nd,kcd->nkc", made_ND, weights_KCD) + biases_KC
     n, k, c = logits.shape
     each = F.cross_entropy(
@@ -149,6 +156,11 @@ class FedGen(TrainsLocally):
     def check_model(self, model: nn.Module) -> None:
         check_embedding(self.name, model)
 
+    def check_request(self, message: GeneratorDown, context: RoundContext) -> None:
+        check_tensor("known", message.known, (context.spec.classes,), torch.bool)
+        expected = self._generator(context).state_dict()
+        check_named("generator", message.generator, {PREFIX + k: v for k, v in expected.items()})
+
     def broadcast(self, state: GeneratorState, context: RoundContext) -> Message:
         learner = state.learner.items()
         generator = {name: value for name, value in learner if name.startswith(PREFIX)}
@@ -217,10 +229,11 @@ class FedGen(TrainsLocally):
         return replace(state, parameters=average(uploads), learner=learner, known=known)
 
     def facts(self, state: GeneratorState, context: RoundContext) -> Mapping[str, Any]:
-        """What the new model's classifier makes of the generator's embeddings, as clients will have them.
+        """What the new model's classifier makes of the generator's embeddings, as clients will have
+        them.
 
-        The same number is asked for of each class that any client has had. Post-processing: the generator
-        comes from the uploaded models.
+        The same number is asked for of each class that any client has had. Post-processing: the
+        generator comes from the uploaded models.
         """
         facts = super().facts(state, context)
         if not state.learner or state.known is None:
@@ -245,7 +258,8 @@ class FedGen(TrainsLocally):
     def _train_generator(
         self, state: GeneratorState, sent: Sequence[ModelAndCounts], context: RoundContext
     ) -> tuple[dict[str, Tensor], Tensor]:
-        """The generator and its Adam after this round, and which classes any client has had so far."""
+        """The generator and its Adam after this round, and which classes any client has had so
+        far."""
         generator, device = self._generator(context).train(), context.device
         rate = self.generator_lr * DECAY ** (context.round - 1)
         adam = torch.optim.Adam(generator.parameters(), rate, weight_decay=self.generator_decay)

@@ -1,8 +1,11 @@
-"""FedGKD: local training is distilled from the average of the last global models (Yao et al. 2021, arXiv 2107.00051).
+"""FedGKD: local training is distilled from the average of the last global models (Yao et al. 2021,
+arXiv 2107.00051).
 
-Server: keeps the last M global models and sends w_t with their average w̄. Client: CE + γ/2·KL(p(x; w̄) ‖ p(x; w)) on its own examples.
+Server: keeps the last M global models and sends w_t with their average w̄. Client: CE + γ/2·KL(p(x;
+w̄) ‖ p(x; w)) on its own examples.
 
-The loss of an example depends on that example and on released models alone, so DP-SGD clips and charges it as any other.
+The loss of an example depends on that example and on released models alone, so DP-SGD clips and
+charges it as any other.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from fedsynth.core.validation import check_ranges
 from fedsynth.methods.shared.aggregation import AveragingState, average
 from fedsynth.methods.shared.local import Task, TrainsLocally
 from fedsynth.privacy.dpsgd import cross_entropies
+from fedsynth.privacy.requests import check_named
 
 
 @dataclass(frozen=True)
@@ -67,6 +71,9 @@ class FedGKD(TrainsLocally):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_ranges(self, gamma=(0, inf), buffer=(1, inf))
+
+    def check_request(self, message: TeacherDown, context: RoundContext) -> None:
+        check_named("teacher", message.teacher, context.architecture.state_dict())
 
     def broadcast(self, state: PastState, context: RoundContext) -> Message:
         floats = {

@@ -1,11 +1,11 @@
-"""FedHydra: one-shot distillation in which each client's model is asked about what it knows (stratified
-aggregation).
+"""FedHydra: one-shot distillation in which each client's model is asked about what it knows
+(stratified aggregation).
 
-Server: model stratification measures how well each client's model can teach each class, U [C, m] (Eqs. 2
-and 3); its rows and columns, normalised, weigh clients for a class and classes within a client (Eqs. 4
-to 7). A generator is trained against that weighted ensemble P (Eqs. 8 to 16), and the student by KL(P,
-F_g) + β·CE(F_g, argmax P) (Eqs. 17 to 19), on the images of all the generator's steps (Sec. 2). U is
-kept, and goes into the run folder.
+Server: model stratification measures how well each client's model can teach each class, U [C, m]
+(Eqs. 2 and 3); its rows and columns, normalised, weigh clients for a class and classes within a
+client (Eqs. 4 to 7). A generator is trained against that weighted ensemble P (Eqs. 8 to 16), and
+the student by KL(P, F_g) + β·CE(F_g, argmax P) (Eqs. 17 to 19), on the images of all the
+generator's steps (Sec. 2). U is kept, and goes into the run folder.
 """
 
 from __future__ import annotations

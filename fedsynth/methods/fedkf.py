@@ -1,16 +1,20 @@
-"""FedKF: knowledge of all clients' models, distilled on each client without data (Zhou et al. 2023, arXiv 2207.10447).
+"""FedKF: knowledge of all clients' models, distilled on each client without data (Zhou et al. 2023,
+arXiv 2207.10447).
 
-Server (T1): one cache slot for each client's last model; ACA averages the round's active clients, OCA all slots, both weighted by n_k. Active
-clients get both: they start from ACA, and OCA is the teacher. Client (T2), for each local batch: one step of its generator on L_G of the
-teacher (Eq. 5), then one step of the model on CE + γ·KL(teacher ‖ model) on generated images (Eq. 8). The generator, with its
-optimiser's state, is the client's memory.
+Server (T1): one cache slot for each client's last model; ACA averages the round's active clients,
+OCA all slots, both weighted by n_k. Active clients get both: they start from ACA, and OCA is the
+teacher. Client (T2), for each local batch: one step of its generator on L_G of the teacher (Eq. 5),
+then one step of the model on CE + γ·KL(teacher ‖ model) on generated images (Eq. 8). The generator,
+with its optimiser's state, is the client's memory.
 
-With differential privacy the model is trained by DP-SGD. Teacher and generator come from the server's message and public noise alone, so the
-distillation term is post-processing; n_k weights become uniform.
+With differential privacy the model is trained by DP-SGD. Teacher and generator come from the
+server's message and public noise alone, so the distillation term is post-processing; n_k weights
+become uniform.
 
-A round's row has the facts of its clients' generators (`fedsynth.evaluation.generated`), averaged: how the
-teacher classifies what they make. They are computed from teacher, generator and public noise, so they are
-post-processing too. A simulation reads them in the clients' memories; no message carries them.
+A round's row has the facts of its clients' generators (`fedsynth.evaluation.generated`), averaged:
+how the teacher classifies what they make. They are computed from teacher, generator and public
+noise, so they are post-processing too. A simulation reads them in the clients' memories; no message
+carries them.
 """
 
 from __future__ import annotations
@@ -30,6 +34,7 @@ from fedsynth.evaluation.generated import GENERATOR, average, describe
 from fedsynth.methods.shared.aggregation import AveragingState
 from fedsynth.methods.shared.local import Task, TrainsLocally, plain_upload
 from fedsynth.privacy.disclosure import Disclosure, released
+from fedsynth.privacy.requests import check_named
 from fedsynth.seeding import torch_generator
 from fedsynth.synthesizer.generation.generator_memory import PREFIX
 from fedsynth.synthesizer.generation.generators import make_generator
@@ -130,6 +135,9 @@ class FedKF(TrainsLocally):
 
     def keeps_cache(self) -> bool:
         return True
+
+    def check_request(self, message: TwoModels, context: RoundContext) -> None:
+        check_named("teacher", message.teacher, context.architecture.state_dict())
 
     def broadcast(self, state: AveragingState, context: RoundContext) -> Message:
         teacher = state.overall if self.teacher == "oca" else {}

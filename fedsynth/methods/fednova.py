@@ -1,7 +1,9 @@
-"""FedNova: updates are normalised by how far each client's steps can take it (Wang et al. 2020, arXiv 2007.07481).
+"""FedNova: updates are normalised by how far each client's steps can take it (Wang et al. 2020,
+arXiv 2007.07481).
 
-Client: τ_k steps of SGD with momentum ρ make w_k; ‖a_k‖₁ = (τ_k − ρ(1 − ρ^τ_k)/(1 − ρ))/(1 − ρ). Server: w_{t+1} = w_t − τ_eff Σ_k p_k (w_t
-− w_k)/‖a_k‖₁ with τ_eff = Σ_k p_k ‖a_k‖₁ and p_k = n_k/n (their Eq. 6 and Sec. 4).
+Client: τ_k steps of SGD with momentum ρ make w_k; ‖a_k‖₁ = (τ_k − ρ(1 − ρ^τ_k)/(1 − ρ))/(1 − ρ).
+Server: w_{t+1} = w_t − τ_eff Σ_k p_k (w_t − w_k)/‖a_k‖₁ with τ_eff = Σ_k p_k ‖a_k‖₁ and p_k = n_k/n
+(their Eq. 6 and Sec. 4).
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
-"""FedProx: local training is held near the global model, and partial work is kept (Li et al. 2020, arXiv 1812.06127).
+"""FedProx: local training is held near the global model, and partial work is kept (Li et al. 2020,
+arXiv 1812.06127).
 
-Client: min F_k(w) + μ/2·‖w − w_t‖² (Eq. 2). Server: the average, weighted by n_k where clients are drawn uniformly, plain where they are
-drawn by their sizes. Stragglers' partial work counts (`stragglers`, `drop_stragglers`). Adaptive μ (Sec. 5.3.2): raised by 0.1 when the loss
-rises, lowered by 0.1 after five falls in a row.
+Client: min F_k(w) + μ/2·‖w − w_t‖² (Eq. 2). Server: the average, weighted by n_k where clients are
+drawn uniformly, plain where they are drawn by their sizes. Stragglers' partial work counts
+(`stragglers`, `drop_stragglers`). Adaptive μ (Sec. 5.3.2): raised by 0.1 when the loss rises,
+lowered by 0.1 after five falls in a row.
 """
 
 from __future__ import annotations

@@ -1,10 +1,13 @@
-"""MOON: each client's representation is pulled to the global model's and away from its own last one (Li, He and Song 2021, arXiv 2103.16257).
+"""MOON: each client's representation is pulled to the global model's and away from its own last one
+(Li, He and Song 2021, arXiv 2103.16257).
 
-Client: CE + μ·ℓ_con, ℓ_con = −log(exp(sim(z, z_glob)/τ)/(exp(sim(z, z_glob)/τ) + exp(sim(z, z_prev)/τ))) with cosine similarity (Eq. 3), z the
-representation of the network in training, z_glob of the global model, z_prev of the client's model of its last round (its first: the
-global model, where ℓ_con is log 2, without a gradient).
+Client: CE + μ·ℓ_con, ℓ_con = −log(exp(sim(z, z_glob)/τ)/(exp(sim(z, z_glob)/τ) + exp(sim(z,
+z_prev)/τ))) with cosine similarity (Eq. 3), z the representation of the network in training, z_glob
+of the global model, z_prev of the client's model of its last round (its first: the global model,
+where ℓ_con is log 2, without a gradient).
 
-The loss of an example depends on that example and on released models alone, so DP-SGD clips and charges it as any other.
+The loss of an example depends on that example and on released models alone, so DP-SGD clips and
+charges it as any other.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""q-FFL by q-FedAvg: clients with larger losses count more (Li et al. 2020, arXiv 1905.10497, Algorithm 2).
+"""q-FFL by q-FedAvg: clients with larger losses count more (Li et al. 2020, arXiv 1905.10497,
+Algorithm 2).
 
-Client: F_k = its loss at w_t; w_k by local training; Δw_k = L(w_t − w_k) with L = 1/η. Server: w_{t+1} = w_t − Σ_k F_k^q·Δw_k / Σ_k h_k,
-h_k = q·F_k^{q−1}·‖Δw_k‖² + L·F_k^q.
+Client: F_k = its loss at w_t; w_k by local training; Δw_k = L(w_t − w_k) with L = 1/η. Server:
+w_{t+1} = w_t − Σ_k F_k^q·Δw_k / Σ_k h_k, h_k = q·F_k^{q−1}·‖Δw_k‖² + L·F_k^q.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""REAL: clients send random real images (the control of FedDM's Sec. 4.5). It shows what condensation adds, and protects nothing."""
+"""REAL: clients send random real images (the control of FedDM's Sec. 4.5). It shows what
+condensation adds, and protects nothing."""
 
 from __future__ import annotations
 

@@ -1,9 +1,11 @@
-"""SCAFFOLD: control variates correct the clients' drift (Karimireddy et al. 2020, arXiv 1910.06378, Algorithm 1 with option II).
+"""SCAFFOLD: control variates correct the clients' drift (Karimireddy et al. 2020, arXiv 1910.06378,
+Algorithm 1 with option II).
 
-Client: y ← y − η(g_k(y) − c_k + c) for K steps; c_k⁺ = c_k − c + (x − y)/(K·η). It sends y and Δc = c_k⁺ − c_k. Server:
-x ← x + η_g·mean(y − x), c ← c + |S|/N·mean(Δc).
+Client: y ← y − η(g_k(y) − c_k + c) for K steps; c_k⁺ = c_k − c + (x − y)/(K·η). It sends y and Δc =
+c_k⁺ − c_k. Server: x ← x + η_g·mean(y − x), c ← c + |S|/N·mean(Δc).
 
-With differential privacy y's iterates are releases, and c_k is computed from them alone: sending it costs nothing.
+With differential privacy y's iterates are releases, and c_k is computed from them alone: sending it
+costs nothing.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from fedsynth.errors import SettingError
 from fedsynth.methods.shared.aggregation import AveragingState, average, trainable
 from fedsynth.methods.shared.local import Task, Trained, TrainsLocally
 from fedsynth.models.flat import flatten_named
+from fedsynth.privacy.requests import check_named
 from fedsynth.training.sgd import Pull
 
 
@@ -86,6 +89,10 @@ class Scaffold(TrainsLocally):
                 f"must be 0, got {self.momentum}: scaffold's option II reads its control from "
                 "plain steps",
             )
+
+    def check_request(self, message: ControlDown, context: RoundContext) -> None:
+        own = dict(context.architecture.named_parameters())
+        check_named("control", message.control, own)
 
     def broadcast(self, state: ControlState, context: RoundContext) -> Message:
         return ControlDown(state.parameters, 1.0, state.control)

@@ -1,7 +1,8 @@
 """SOLO: no federation; every client trains a model of its own, and nothing is sent.
 
-A client goes on with its own model in each round. The run's model is the one that all started from; what counts are the clients' own test
-splits (`--local-test`), on which each is tested with its own model.
+A client goes on with its own model in each round. The run's model is the one that all started from;
+what counts are the clients' own test splits (`--local-test`), on which each is tested with its own
+model.
 """
 
 from __future__ import annotations

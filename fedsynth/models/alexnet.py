@@ -1,6 +1,8 @@
-"""AlexNet with batch norm, as FedBN (Li et al. 2021, arXiv 2102.07623) and FedFA+ train it on Office-Caltech-10 and DomainNet.
+"""AlexNet with batch norm, as FedBN (Li et al. 2021, arXiv 2102.07623) and FedFA+ train it on
+Office-Caltech-10 and DomainNet.
 
-Krizhevsky's five convolutions in torchvision's widths, each with batch norm, then two hidden layers of 1024 units with batch norm; no dropout.
+Krizhevsky's five convolutions in torchvision's widths, each with batch norm, then two hidden layers
+of 1024 units with batch norm; no dropout.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Batch norm in condensation: many clients in one pass, with statistics that stay apart.
 
-Distribution matching with batch norm takes the statistics of the batch at hand: of one client's real images, or of its synthetic ones.
-Where a pass holds several clients, each image is normalised by the statistics of its own group of images alone; real and synthetic images
-never share a pass. Running statistics are neither used nor moved.
+Distribution matching with batch norm takes the statistics of the batch at hand: of one client's
+real images, or of its synthetic ones. Where a pass holds several clients, each image is normalised
+by the statistics of its own group of images alone; real and synthetic images never share a pass.
+Running statistics are neither used nor moved.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ class SharedStatistics(nn.Module):
 
 
 class GroupedBatchNorm(nn.Module):
-    """Batch norm of [N, C, H, W] or [N, C] in training mode within each group of images, with the layer's affine parameters."""
+    """Batch norm of [N, C, H, W] or [N, C] in training mode within each group of images, with the
+    layer's affine parameters."""
 
     def __init__(self, layer: nn.BatchNorm1d | nn.BatchNorm2d, shared: SharedStatistics) -> None:
         super().__init__()
@@ -68,7 +70,8 @@ def has_batch_norm(network: nn.Module) -> bool:
 
 
 def with_grouped_statistics(network: nn.Module) -> nn.Module:
-    """A copy whose every batch norm is a `GroupedBatchNorm`; its parameters are in the same order."""
+    """A copy whose every batch norm is a `GroupedBatchNorm`; its parameters are in the same
+    order."""
     network, shared = copy.deepcopy(network), SharedStatistics()
     for parent in list(network.modules()):
         for name, layer in list(parent.named_children()):

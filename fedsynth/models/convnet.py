@@ -1,8 +1,10 @@
-"""The ConvNet of dataset condensation: `depth` blocks of conv 3×3, norm, ReLU, average-pool 2, then one linear layer.
+"""The ConvNet of dataset condensation: `depth` blocks of conv 3×3, norm, ReLU, average-pool 2, then
+one linear layer.
 
-`embed` is h_w of the papers (everything before the last linear layer), `classifier` makes the logits z_w from it. With instance
-norm and width 128 the parameter counts are those that FedDM prints (Table 3): 317,706 for MNIST, 320,010 for CIFAR-10 and
-504,420 for CIFAR-100. 28×28 images are padded to 32×32 by the first convolution, as in the condensation literature.
+`embed` is h_w of the papers (everything before the last linear layer), `classifier` makes the
+logits z_w from it. With instance norm and width 128 the parameter counts are those that FedDM
+prints (Table 3): 317,706 for MNIST, 320,010 for CIFAR-10 and 504,420 for CIFAR-100. 28×28 images
+are padded to 32×32 by the first convolution, as in the condensation literature.
 """
 
 from __future__ import annotations
@@ -20,9 +22,10 @@ NORMS = ("instance", "group", "batch", "none")
 class InstanceNorm(nn.GroupNorm):
     """Instance norm with affine weights: GroupNorm with one channel a group, as the papers have it.
 
-    For channels-last inputs on a CPU and without gradients (the real images of condensation) the statistics are matrix products over
-    the pixels: there GroupNorm's own kernel takes longer than the convolutions. Variances are those of centred values, so that bfloat16
-    inputs lose nothing by cancellation. torch.compile fuses GroupNorm with its neighbours, which is faster still.
+    For channels-last inputs on a CPU and without gradients (the real images of condensation) the
+    statistics are matrix products over the pixels: there GroupNorm's own kernel takes longer than
+    the convolutions. Variances are those of centred values, so that bfloat16 inputs lose nothing by
+    cancellation. torch.compile fuses GroupNorm with its neighbours, which is faster still.
     """
 
     def __init__(self, channels: int) -> None:
@@ -123,9 +126,11 @@ class ConvNet(nn.Module):
     def embed_vjp(
         self, x_NCHW: Tensor, precision: torch.dtype = torch.float32
     ) -> tuple[Tensor, VectorJacobian] | None:
-        """(h_w(x), its vector-Jacobian product) without autograd, several times faster; None where there is no such path.
+        """(h_w(x), its vector-Jacobian product) without autograd, several times faster; None where
+        there is no such path.
 
-        Only with instance norm, float32 weights and sides that halve evenly. Weights get no gradients.
+        Only with instance norm, float32 weights and sides that halve evenly. Weights get no
+        gradients.
         """
         layers = list(zip(self.features[::4], self.features[1::4], strict=True))
         if not (self.halves_evenly and all(isinstance(norm, InstanceNorm) for _, norm in layers)):

@@ -1,4 +1,5 @@
-"""A network whose parameters are views of one flat vector, so that perturbing, projecting and averaging are single operations."""
+"""A network whose parameters are views of one flat vector, so that perturbing, projecting and
+averaging are single operations."""
 
 from __future__ import annotations
 
@@ -15,16 +16,18 @@ def flatten(model: nn.Module) -> Tensor:
 
 
 def flatten_named(values: Mapping[str, Tensor], model: nn.Module) -> Tensor:
-    """Values with the names of a model's parameters as one vector [P], in the order of `flatten`; other names are left out."""
+    """Values with the names of a model's parameters as one vector [P], in the order of `flatten`;
+    other names are left out."""
     return torch.cat([values[name].detach().reshape(-1) for name, _ in model.named_parameters()])
 
 
 class FlatNetwork:
-    """A copy of `model` on `device` that lives in `self.flat` [P]; writing into `flat` changes the network.
+    """A copy of `model` on `device` that lives in `self.flat` [P]; writing into `flat` changes the
+    network.
 
     Args:
-        requires_grad: False freezes the weights (condensation needs no weight gradients); True keeps them, and their gradients are
-            views of `self.grad` [P] (frozen: `grad` is empty).
+        requires_grad: False freezes the weights (condensation needs no weight gradients); True
+            keeps them, and their gradients are views of `self.grad` [P] (frozen: `grad` is empty).
     """
 
     def __init__(

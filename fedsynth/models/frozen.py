@@ -1,14 +1,17 @@
-"""Vector-Jacobian products of a frozen ConvNet block: conv 3×3, instance norm, ReLU, average-pool 2, as one hand-derived step.
+"""Vector-Jacobian products of a frozen ConvNet block: conv 3×3, instance norm, ReLU, average-pool
+2, as one hand-derived step.
 
-Condensation pulls vectors back to the images, often many through the same images (one for each private example). Autograd pays for
-that with six passes over full-size activations a block; here two are left. With x̂ the normalised activation, γ, s the norm's weight
-and 1/deviation, and m = [γx̂ + β > 0]·γs/4 (ReLU, pooling and scaling in one mask), an incoming g (pooled size) becomes
+Condensation pulls vectors back to the images, often many through the same images (one for each
+private example). Autograd pays for that with six passes over full-size activations a block; here
+two are left. With x̂ the normalised activation, γ, s the norm's weight and 1/deviation, and m =
+[γx̂ + β > 0]·γs/4 (ReLU, pooling and scaling in one mask), an incoming g (pooled size) becomes
 
     dy = m ⊙ up(g),        dx = dy − mean(dy) − x̂ ⊙ mean(dy ⊙ x̂)        (means over an image's pixels, by channel),
 
-and both means are sums at the pooled size: mean(dy) = Σ g ⊙ a, mean(dy ⊙ x̂) = Σ g ⊙ b, with a, b the 2×2 sums of m and m ⊙ x̂ over
-the number of pixels. Activations are channels-last, where convolutions reach the matrix peak. The forward pass is never
-in bfloat16 (that would flip ReLUs: 9 % of a gradient, against 0.6 % when only g is rounded; on a GPU convolutions may use TF32).
+and both means are sums at the pooled size: mean(dy) = Σ g ⊙ a, mean(dy ⊙ x̂) = Σ g ⊙ b, with a, b
+the 2×2 sums of m and m ⊙ x̂ over the number of pixels. Activations are channels-last, where
+convolutions reach the matrix peak. The forward pass is never in bfloat16 (that would flip ReLUs: 9
+% of a gradient, against 0.6 % when only g is rounded; on a GPU convolutions may use TF32).
 """
 
 from __future__ import annotations
@@ -28,7 +31,8 @@ FEW_CHANNELS = 4  # inputs with at most so many channels: the transposed convolu
 
 @dataclass(frozen=True)
 class _Block:
-    """What a block keeps for its VJP; h, w are the pooled size. `normalised`, `mask`: [N, h, 2, w, 2, C]; `a`, `b`: [N, h, w, C]."""
+    """What a block keeps for its VJP; h, w are the pooled size. `normalised`, `mask`: [N, h, 2, w,
+    2, C]; `a`, `b`: [N, h, w, C]."""
 
     normalised: Tensor
     mask: Tensor
@@ -49,7 +53,8 @@ class _Block:
 
 
 def _pixel_sums(x_NPC: Tensor, factor: float) -> Tensor:
-    """factor · Σ over pixels, [N, 1, C]: a matrix product, which on a CPU is several times faster than `sum` over a middle dimension."""
+    """factor · Σ over pixels, [N, 1, C]: a matrix product, which on a CPU is several times faster
+    than `sum` over a middle dimension."""
     return torch.bmm(
         x_NPC.new_full((1, 1, x_NPC.shape[1]), factor).expand(len(x_NPC), -1, -1), x_NPC
     )
@@ -116,7 +121,8 @@ def block_chain_vjp(
     layers: list[tuple[nn.Conv2d, nn.GroupNorm]],
     precision: torch.dtype = torch.float32,
 ) -> tuple[Tensor, VectorJacobian]:
-    """(embeddings [N, D], their VJP) of a chain of blocks whose sides are all even; no graph, no weight gradients.
+    """(embeddings [N, D], their VJP) of a chain of blocks whose sides are all even; no graph, no
+    weight gradients.
 
     Args:
         layers: convolution and instance norm (one channel a group, affine) of each block.

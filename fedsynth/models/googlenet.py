@@ -1,7 +1,8 @@
-"""torchvision's GoogLeNet (Szegedy et al. 2015) without auxiliary heads, with `embed` and `classifier`, and with torchvision's names.
+"""torchvision's GoogLeNet (Szegedy et al. 2015) without auxiliary heads, with `embed` and
+`classifier`, and with torchvision's names.
 
-Two differences, for differential privacy: no dropout, whose masks would depend on the rest of the batch, and ReLUs that leave their input, which
-DP-SGD's hooks hold.
+Two differences, for differential privacy: no dropout, whose masks would depend on the rest of the
+batch, and ReLUs that leave their input, which DP-SGD's hooks hold.
 """
 
 from __future__ import annotations

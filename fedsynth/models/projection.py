@@ -1,6 +1,8 @@
-"""A projection head between any network and its last layer: MOON's (Li, He and Song 2021, arXiv 2103.16257, Sec. 3.3 and its public code).
+"""A projection head between any network and its last layer: MOON's (Li, He and Song 2021, arXiv
+2103.16257, Sec. 3.3 and its public code).
 
-h ↦ W₂·relu(W₁h), W₁ square; the embedding is what comes out, and a new linear layer makes the logits of it.
+h ↦ W₂·relu(W₁h), W₁ square; the embedding is what comes out, and a new linear layer makes the
+logits of it.
 """
 
 from __future__ import annotations
@@ -13,7 +15,8 @@ class Projected(nn.Module):
     """`forward`: normalised images [N, C, H, W] to logits [N, classes].
 
     Args:
-        body: a network with `embed` and `classifier`; it loses the latter. size: of the new embedding, 256 in the paper.
+        body: a network with `embed` and `classifier`; it loses the latter.
+        size: of the new embedding, 256 in the paper.
     """
 
     dense = True

@@ -1,7 +1,7 @@
 """Architectures by name, and their reproducible initialisation.
 
-An architecture is an `nn.Module` from normalised images [N, C, H, W] to logits; methods that look inside it want `embed` (everything before
-the last linear layer) and `classifier` (that layer).
+An architecture is an `nn.Module` from normalised images [N, C, H, W] to logits; methods that look
+inside it want `embed` (everything before the last linear layer) and `classifier` (that layer).
 """
 
 from __future__ import annotations
@@ -125,7 +125,8 @@ def model_names() -> tuple[str, ...]:
 
 
 def build_model(settings: ModelSettings, image_shape: Shape, classes: int, seed: int) -> nn.Module:
-    """A freshly initialised network whose weights depend on `seed` alone; the global RNG is left as it was."""
+    """A freshly initialised network whose weights depend on `seed` alone; the global RNG is left as
+    it was."""
     with forked_rng(seed, "model initialisation"):
         return _build(settings, image_shape, classes)
 
@@ -144,7 +145,8 @@ def build_client_models(
     *,
     private: bool = False,
 ) -> tuple[nn.Module, ...] | None:
-    """An untrained network for each client, where `settings.clients` names some; None: all have the server's.
+    """An untrained network for each client, where `settings.clients` names some; None: all have the
+    server's.
 
     Args:
         private: group norm in place of batch norm, which cannot be protected.

@@ -1,7 +1,9 @@
-"""torchvision's ResNet-18 and ResNet-50 (He et al. 2016) with `embed` and `classifier`; their parameter names are torchvision's.
+"""torchvision's ResNet-18 and ResNet-50 (He et al. 2016) with `embed` and `classifier`; their
+parameter names are torchvision's.
 
-11,181,642 parameters for three channels and ten classes, as FedAF's Table 7 counts them, and 23,528,522. They halve the image five times, so
-small images end as one pixel: instance norm would make that zero, and is not offered.
+11,181,642 parameters for three channels and ten classes, as FedAF's Table 7 counts them, and
+23,528,522. They halve the image five times, so small images end as one pixel: instance norm would
+make that zero, and is not offered.
 """
 
 from __future__ import annotations
@@ -86,7 +88,8 @@ class ResNet18(_ResNet):
 
 
 class ResNet50(_ResNet):
-    """Args: as `ResNet18`. Its first stage is four times as wide as the stem, so that an image's largest activation is there."""
+    """Args: as `ResNet18`. Its first stage is four times as wide as the stem, so that an image's
+    largest activation is there."""
 
     def __init__(
         self, image_shape: tuple[int, int, int], classes: int, *, norm: str = "batch"

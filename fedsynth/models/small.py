@@ -1,8 +1,10 @@
-"""Small networks with `embed` and `classifier`: softmax regression, LeNet-5 (LeCun et al. 1998), FedHydra's CNNs, ResNet-8 (He et al. 2016).
+"""Small networks with `embed` and `classifier`: softmax regression, LeNet-5 (LeCun et al. 1998),
+FedHydra's CNNs, ResNet-8 (He et al. 2016).
 
-LeNet-5 in its common form: ReLU and max pooling, 5×5 convolutions of 6 and 16 channels, 120 and 84 units; 61,706 parameters for MNIST (28×28
-images are padded to 32×32), 63,066 for EMNIST letters. ResNet-8: a convolution and three stages of one basic block with 16, 32 and 64
-channels, 1×1 convolutions where the shape changes, average pooling.
+LeNet-5 in its common form: ReLU and max pooling, 5×5 convolutions of 6 and 16 channels, 120 and 84
+units; 61,706 parameters for MNIST (28×28 images are padded to 32×32), 63,066 for EMNIST letters.
+ResNet-8: a convolution and three stages of one basic block with 16, 32 and 64 channels, 1×1
+convolutions where the shape changes, average pooling.
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ from fedsynth.models.convnet import make_norm
 
 
 class Linear(nn.Module):
-    """Softmax regression: normalised images [N, C, H, W] to logits [N, classes]; the embedding is the image itself."""
+    """Softmax regression: normalised images [N, C, H, W] to logits [N, classes]; the embedding is
+    the image itself."""
 
     dense = True
 
@@ -74,9 +77,11 @@ class LeNet5(nn.Module):
 
 
 class Cnn(nn.Module):
-    """A plain convolutional network: blocks of conv 3×3, norm, ReLU, max-pool 2, then one hidden layer.
+    """A plain convolutional network: blocks of conv 3×3, norm, ReLU, max-pool 2, then one hidden
+    layer.
 
-    FedHydra's CNN1 and CNN2, whose shape its paper does not give, are here (32, 64) channels with 128 hidden units, and (16, 32, 64) with 64.
+    FedHydra's CNN1 and CNN2, whose shape its paper does not give, are here (32, 64) channels with
+    128 hidden units, and (16, 32, 64) with 64.
 
     Raises:
         SettingError: images that the blocks halve to nothing.

@@ -1,4 +1,5 @@
-"""CUDA graphs: a training step is recorded once and replayed, so that small kernels do not wait for Python."""
+"""CUDA graphs: a training step is recorded once and replayed, so that small kernels do not wait for
+Python."""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
-"""Channel statistics of feature maps, resampled while a network trains, and soft-binned histograms of embeddings (FedFA+, TPAMI 2024).
+"""Channel statistics of feature maps, resampled while a network trains, and soft-binned histograms
+of embeddings (FedFA+, TPAMI 2024).
 
-An augmentation layer takes each image's channel means μ and deviations σ over its pixels and replaces them by draws from N(μ, Σ̂²_μ) and
-N(σ, Σ̂²_σ), where Σ̂² = (γ + 1) ⊙ Σ² widens the batch's own variance of these statistics by how much they vary across clients.
+An augmentation layer takes each image's channel means μ and deviations σ over its pixels and
+replaces them by draws from N(μ, Σ̂²_μ) and N(σ, Σ̂²_σ), where Σ̂² = (γ + 1) ⊙ Σ² widens the batch's
+own variance of these statistics by how much they vary across clients.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ MOMENTUM = 0.99
 
 
 def modulation(means_MC: Tensor) -> Tensor:
-    """γ [C]: C·(1 + 1/Σ²)⁻¹ over its sum, Σ² the variance across clients of their accumulated statistics [M, C]; all 1 where those agree."""
+    """γ [C]: C·(1 + 1/Σ²)⁻¹ over its sum, Σ² the variance across clients of their accumulated
+    statistics [M, C]; all 1 where those agree."""
     variance = means_MC.var(dim=0, correction=0) + EPS
     weight = 1 / (1 + 1 / variance)
     return weight * len(weight) / weight.sum()
@@ -28,7 +31,9 @@ class Augmentation:
 
     Args:
         gamma_mean, gamma_std: γ of both statistics [C]; None: 1, as for clients that agree.
-        probability: that a batch is augmented. coin: CPU generator for that. noise: on the features' device.
+        probability: that a batch is augmented.
+        coin: CPU generator for that.
+        noise: on the features' device.
         mean, std: accumulated so far [C]; None: starts from the first batch's.
     """
 
@@ -88,11 +93,12 @@ def augmented(network: nn.Module, layers: Mapping[str, Augmentation]) -> Iterato
 
 
 def soft_histogram(features_ND: Tensor, bins: int, temperature: float) -> Tensor:
-    """π [D, bins]: the shares of the examples in each feature's bins, soft so that they have a gradient; rows sum to 1.
+    """π [D, bins]: the shares of the examples in each feature's bins, soft so that they have a
+    gradient; rows sum to 1.
 
-    A feature z goes to (0, 1) by the sigmoid, which needs no range that clients would have to agree on; bins are equal pieces of that. Its
-    membership is softmax((w·s + b)/temperature), w = 1 … L, b = −(sums of the cut points) (Yang et al. 2018, soft binning): hard as the
-    temperature falls.
+    A feature z goes to (0, 1) by the sigmoid, which needs no range that clients would have to agree
+    on; bins are equal pieces of that. Its membership is softmax((w·s + b)/temperature), w = 1 … L,
+    b = −(sums of the cut points) (Yang et al. 2018, soft binning): hard as the temperature falls.
     """
     squashed = features_ND.sigmoid()
     w = torch.arange(1, bins + 1, device=squashed.device, dtype=squashed.dtype)
@@ -102,6 +108,7 @@ def soft_histogram(features_ND: Tensor, bins: int, temperature: float) -> Tensor
 
 
 def symmetric_divergence(p_DL: Tensor, q_DL: Tensor) -> Tensor:
-    """½(KL(p‖q) + KL(q‖p)), averaged over the features, so that its weight does not depend on their number."""
+    """½(KL(p‖q) + KL(q‖p)), averaged over the features, so that its weight does not depend on their
+    number."""
     p, q = (value.clamp_min(EPS) for value in (p_DL, q_DL))
     return ((p - q) * (p.log() - q.log())).sum(dim=1).mean() / 2

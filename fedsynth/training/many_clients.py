@@ -1,12 +1,15 @@
-"""Local training of many clients in one stream of steps: their weights are rows of one matrix, and each step trains all of them.
+"""Local training of many clients in one stream of steps: their weights are rows of one matrix, and
+each step trains all of them.
 
-A step's cost for a small dense network is that of its Python and its kernel launches, so that a hundred clients at once take little longer
-than a few. The result is each client's own `train_on`, but for rounding: the same orders of examples, the same steps. Clients are sorted by
-their steps, so that those who still train are the first rows; the last few go on one after another. A batch that is not full is filled up with
-examples of weight zero.
+A step's cost for a small dense network is that of its Python and its kernel launches, so that a
+hundred clients at once take little longer than a few. The result is each client's own `train_on`,
+but for rounding: the same orders of examples, the same steps. Clients are sorted by their steps, so
+that those who still train are the first rows; the last few go on one after another. A batch that is
+not full is filled up with examples of weight zero.
 
-What does not pay (`benchmarks/local_training.py`) is left to `train_on`: convolutions, which become grouped ones with weights of their own
-for every client; batches of so many numbers that arithmetic outweighs Python; a few clients.
+What does not pay (`benchmarks/local_training.py`) is left to `train_on`: convolutions, which become
+grouped ones with weights of their own for every client; batches of so many numbers that arithmetic
+outweighs Python; a few clients.
 """
 
 from __future__ import annotations
@@ -26,15 +29,15 @@ FEW = 4  # clients below which a pass costs more than it saves
 LARGE_BATCH = 2**15  # numbers in a batch, above which arithmetic outweighs Python
 BLOCK = 32  # steps whose batches are laid out at a time
 COPIES = 15
-"""Of a network's parameters while a client trains: weights, gradient, velocity, a pull, intermediate
-values, the upload."""
+"""Of a network's parameters while a client trains: weights, gradient, velocity, a pull, values in
+between, the upload."""
 DENSE = (nn.Linear, nn.Flatten, nn.Identity, nn.ReLU, nn.Tanh, nn.Sigmoid, nn.GELU, nn.Sequential)
 
 
 @dataclass(frozen=True)
 class Learner:
-    """One client's training: `model` is trained in place on the examples `where` (indices [N] into the resident data), in orders that
-    `generator`, a CPU generator, draws."""
+    """One client's training: `model` is trained in place on the examples `where` (indices [N] into
+    the resident data), in orders that `generator`, a CPU generator, draws."""
 
     model: nn.Module
     where: Tensor
@@ -44,7 +47,8 @@ class Learner:
 
 
 def trains_together(model: nn.Module) -> bool:
-    """Whether networks of this kind can be trained in one pass to the same result: dense layers and nothing that mixes examples or draws.
+    """Whether networks of this kind can be trained in one pass to the same result: dense layers and
+    nothing that mixes examples or draws.
 
     A class outside torch has to say so, by `dense = True`, as its `forward` could do anything.
     """
@@ -64,7 +68,8 @@ def pays(model: nn.Module, batch: int, scalars: int) -> bool:
 
 
 def learner_bytes(model: nn.Module, batch: int, scalars: int) -> int:
-    """Memory that one more learner takes in a pass, with batches of so many images of `scalars` numbers."""
+    """Memory that one more learner takes in a pass, with batches of so many images of `scalars`
+    numbers."""
     return 4 * (
         COPIES * sum(p.numel() for p in model.parameters())
         + 3 * batch * scalars
@@ -81,12 +86,14 @@ def train_together(
     """Trains the models of all learners in place, as `train_on` would one after another.
 
     Args:
-        learners: at least one, with models of one architecture, for which `trains_together`, on one device.
+        learners: at least one, with models of one architecture, for which `trains_together`, on one
+            device.
         images, labels: normalised images [M, C, H, W] and labels [M] of the given indices [M].
         report: (steps done, all steps) of all learners together.
 
     Raises:
-        ValueError: settings differ in more than epochs and steps, or have a radius; a penalty is no `Pull`.
+        ValueError: settings differ in more than epochs and steps, or have a radius; a penalty is no
+            `Pull`.
     """
     common = learners[0].settings
     if common.radius is not None or any(
@@ -152,7 +159,8 @@ class _Queue:
 
 
 def _lay_out(queues: Sequence[_Queue], steps: int) -> tuple[Tensor, Tensor]:
-    """The next batches of each queue, [A, S, B], and each example's share in its batch's mean (0: a filler, or no batch)."""
+    """The next batches of each queue, [A, S, B], and each example's share in its batch's mean (0: a
+    filler, or no batch)."""
     padded = nn.utils.rnn.pad_sequence(
         [queue.take(steps) for queue in queues], batch_first=True, padding_value=-1
     )
@@ -187,7 +195,8 @@ def _finish(
 
 
 def _joined(learners: Sequence[Learner]) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Weights [K, 1], centers and linear parts [K, P] of all learners' pulls; None if nobody has one."""
+    """Weights [K, 1], centers and linear parts [K, P] of all learners' pulls; None if nobody has
+    one."""
     pulls = [_pull(learner.penalty) for learner in learners]
     some = next((pull for pull in pulls if pull is not None), None)
     if some is None:

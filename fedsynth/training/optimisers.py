@@ -1,9 +1,9 @@
-"""How a step moves weights: one rule for networks, for many clients at once, for images, and for DP-SGD's noisy gradients.
+"""How a step moves weights: of networks, of many at once, of images, and by DP-SGD's gradients.
 
-A rule is a pair of functions, as in optax, but in place, so that steps can be CUDA graphs: `init` makes
-what the rule remembers, `update` moves the weights by a gradient. A rule of one's own (Adam, a clipped
-gradient, a learning rate that falls) is a frozen dataclass with these two; it goes wherever
-`MomentumSgd` stands.
+A rule is a pair of functions, as in optax, but in place, so that steps can be CUDA graphs: `init`
+makes what the rule remembers, `update` moves the weights by a gradient. A rule of one's own (Adam,
+a clipped gradient, a learning rate that falls) is a frozen dataclass with these two; it goes
+wherever `MomentumSgd` stands.
 """
 
 from __future__ import annotations

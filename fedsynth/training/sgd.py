@@ -1,5 +1,7 @@
-"""SGD on images that are resident on the device: the server's training on synthetic sets, and clients' local training
-(`many_clients.py`: of many clients in one pass)."""
+"""SGD on images that are resident on the device: the server's on synthetic sets, and clients'.
+
+(`many_clients.py` trains many clients in one pass.)
+"""
 
 from __future__ import annotations
 
@@ -43,9 +45,11 @@ class SgdSettings:
 
 @dataclass(frozen=True)
 class Pull:
-    """⟨linear, w⟩ + weight/2·‖w − center‖², a penalty that needs no graph: FedProx's, FedDyn's and SCAFFOLD's. All [P], as `flatten` gives them.
+    """⟨linear, w⟩ + weight/2·‖w − center‖², a penalty that needs no graph: FedProx's, FedDyn's and
+    SCAFFOLD's. All [P], as `flatten` gives them.
 
-    `train_on` adds the gradient in closed form; as a `Penalty` it is called like any other (DP-SGD).
+    `train_on` adds the gradient in closed form; as a `Penalty` it is called like any other
+    (DP-SGD).
     """
 
     weight: float
@@ -76,13 +80,15 @@ def train_on(
     """Trains `model` in place; on a GPU full batches are steps of a CUDA graph.
 
     Args:
-        images: normalised images [M, C, H, W] of the given positions [M] (int64, on the labels' device).
+        images: normalised images [M, C, H, W] of the given positions [M] (int64, on the labels'
+            device).
         labels_N: labels of all examples.
         generator: a CPU generator; shuffles every epoch.
         loss: (logits [M, C], labels [M]) of a minibatch -> scalar; waits for nothing.
-        penalty: (the network in training) -> a scalar that is added to each step's loss. It may draw or keep state, so that its steps are
-            not recorded, but for a `Pull`'s.
-        objective: in place of `loss`: (the network in training, images [M, C, H, W], labels [M]) -> scalar.
+        penalty: (the network in training) -> a scalar that is added to each step's loss. It may
+            draw or keep state, so that its steps are not recorded, but for a `Pull`'s.
+        objective: in place of `loss`: (the network in training, images [M, C, H, W], labels [M]) ->
+            scalar.
         stateful: the objective draws or keeps state: its steps are not recorded either.
     """
     if not len(labels_N):
@@ -103,7 +109,8 @@ def train_on(
         changed = [network.flat, *state, network.grad, *network.module.buffers()]
         full = _recorded(step, settings.batch, changed, labels_N.device)
     each = -(-len(labels_N) // settings.batch)
-    # a last piece of one example goes in twice: the same mean loss, and batch norm has the two values that it needs
+    # a last piece of one example goes in twice: the same mean loss, and batch norm has the two
+    # values that it needs
     normalises = has_batch_norm(network.module)
     wanted = steps_of(settings, each)
     for epoch in range(-(-wanted // each)):
@@ -174,7 +181,8 @@ def _recorded(
 
 
 def project_to_ball(flat_P: Tensor, center: Tensor, radius: float) -> None:
-    """Moves `flat_P`, in place, to the nearest point with ‖flat − center‖₂ ≤ radius; does not wait for the device."""
+    """Moves `flat_P`, in place, to the nearest point with ‖flat − center‖₂ ≤ radius; does not wait
+    for the device."""
     offset = flat_P - center
     scale = (radius / torch.linalg.vector_norm(offset).clamp_min(1e-12)).clamp_max(1.0)
     torch.addcmul(center, offset, scale, out=flat_P)

@@ -85,7 +85,7 @@ def test_models_of_different_architectures_become_one(
         (("--models", "{a},{missing}"), "no model file"),
         (
             ("--models", "{a},{b}", "--arch", "convnet,convnet,convnet"),
-            "2 model files need one architecture, or one each; got 3",
+            "--arch must be one name for all 2 model files, or one each; got 3",
         ),
         (("--models", "{a}", "--arch", "resnet8"), "is not a model of this architecture"),
         (("--models", "{a}", "--method", "fedavg"), "does not distil without data"),

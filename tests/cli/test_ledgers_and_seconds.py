@@ -13,18 +13,22 @@ from typing import Any
 import numpy as np
 import pytest
 
+from fedsynth.cli.options import OptionNames
 from fedsynth.cli.progress import LONG_PHASE, PlainObserver, print_summary, round_line
 from fedsynth.data.images import from_arrays
 from fedsynth.data.registry import dataset_spec
 from fedsynth.federation.disclosed import declared_row, disclosed
 from fedsynth.federation.settings import resolve
 from fedsynth.federation.simulation import simulate
+from fedsynth.methods.fedavg import FedAvg
 from fedsynth.privacy.ledger import Ledger, read_ledger
 from fedsynth.privacy.releases import Release
 from fedsynth.privacy.settings import NO_LEDGER
 
 Train = Callable[..., Any]
 SECONDS = re.compile(r"\d\.\d+ ?s\b|\btime\b|seconds")
+
+NO_OPTIONS = OptionNames({}, frozenset(), ())
 
 
 def kept(tmp_path: Path) -> tuple[str, ...]:
@@ -125,7 +129,7 @@ def test_a_private_run_shows_no_seconds(train: Train, mechanism: str) -> None:
 def test_a_sign_of_life_goes_by_steps_where_seconds_would_tell(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    observer = PlainObserver(resolve({"privacy": {"noise_multiplier": 3.0}}), "")
+    observer = PlainObserver(resolve({"privacy": {"noise_multiplier": 3.0}}), NO_OPTIONS, "")
     observer._last -= 3600
     for total in (LONG_PHASE - 1, LONG_PHASE):
         for done in range(1, total + 1):
@@ -134,7 +138,7 @@ def test_a_sign_of_life_goes_by_steps_where_seconds_would_tell(
     assert lines == [
         f"round 1/3 condense {n * LONG_PHASE // 10}/{LONG_PHASE}" for n in range(1, 11)
     ]
-    plain = PlainObserver(resolve({}), "")
+    plain = PlainObserver(resolve({}), NO_OPTIONS, "")
     plain._last -= 3600
     for done in (1, 2):
         plain.step(1, "condense", done, 10)
@@ -144,9 +148,9 @@ def test_a_sign_of_life_goes_by_steps_where_seconds_would_tell(
 def test_a_row_without_accuracy_is_a_line() -> None:
     row = {"round": 1, "models": {"aca": {}}, "upload_bytes": 1e6, "seconds": 2.0}
     assert round_line(row, resolve({})) == "round 1/3 · uploads 1.00 MB · 2.0 s"
-    hidden = {**row, "epsilon": 1.0, "private_test": {"test_accuracy": 0.5}}
     private = resolve({"privacy": {"noise_multiplier": 3.0}})
-    shown = disclosed(hidden, declared_row(type(private.method))).shown
+    told = {**row, "epsilon": 1.0, "private_test": {"test_accuracy": 0.5}}
+    shown = disclosed(told, declared_row(FedAvg)).shown
     assert round_line(shown, private) == "round 1/3 · ε 1 · uploads 1.00 MB"
 
 
@@ -228,7 +232,7 @@ def test_plans_of_enormous_runs_come_at_once(fedsynth: Train, words: tuple[str, 
         assert len(run.stdout) < 5000
         if run.code != 0:  # a budget that no noise keeps is another line
             assert words == ("--dp-epsilon", "8")
-            assert "no noise multiplier up to 1e6 reaches epsilon 8" in run.stderr
+            assert "8 is reached with no noise multiplier up to 1e6" in run.stderr
     if words:
         shown = json.loads(fedsynth(*long, *million, "--json").stdout)["epsilon"]
         assert 20 < len(shown) < 40
@@ -245,7 +249,7 @@ def test_a_plan_that_draws_for_long_says_so(
     for words in (dry, plan):
         refused = fedsynth(*words, "100000000")
         assert refused.code == 2
-        assert "100,000,000 rounds that takes some 0.8 hours" in refused.stderr
+        assert "for 100,000,000 of them takes some 0.8 hours" in refused.stderr
     monkeypatch.setattr("fedsynth.federation.planning.LONG", 100)
     for words in (dry, plan):
         run = fedsynth(*words, "101")

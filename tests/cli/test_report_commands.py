@@ -52,7 +52,7 @@ def test_reports_are_shown_and_verified(tmp_path: Path) -> None:
     file = folder / "privacy_report.json"
     report = json.loads(file.read_text())
     report["guarantee"]["epsilon"] /= 2
-    report["public_items"]["\x1b[2J"] = "<b>"
+    report["provenance"]["\x1b[2J"] = "<b>"
     file.write_text(json.dumps(report))
     bad = call("privacy", "verify", str(folder))
     assert bad.exit_code == 1

@@ -1,4 +1,6 @@
-"""Settings in the library's texts are shown as options of the command that shows them, and none is made up."""
+"""Settings in the library's texts are shown as options of the command that shows them, and none is
+made up.
+"""
 
 from __future__ import annotations
 
@@ -35,14 +37,20 @@ METHOD_KEYS = sorted({f.name for name in METHODS for f in fields(method_class(na
 SETTINGS = [
     *(("run", key) for key in ("method", *RUN_KINDS)),
     *(("data", key) for key in ("dataset", "data_root")),
-    *((cls.section, f.name) for cls in (PartitionSettings, ModelSettings, PrivacySettings) for f in fields(cls)),
+    *(
+        (cls.section, f.name)
+        for cls in (PartitionSettings, ModelSettings, PrivacySettings)
+        for f in fields(cls)
+    ),
     *(("method", key) for key in METHOD_KEYS),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("words", NAMED_BY)
 def test_every_setting_is_named_by_something_that_the_command_takes(words: str) -> None:
-    """Catches: an option in a message that the command does not have, or that sets another setting."""
+    """Catches: an option in a message that the command does not have, or that sets another
+    setting.
+    """
     command, names = NAMED_BY[words]
     options = {option: p.name for p in command.params for option in p.opts}
     for section, key in SETTINGS:
@@ -123,25 +131,49 @@ def test_the_library_names_no_option_of_the_command_line() -> None:
         (("train", "--method", "dense", "--set", "crop=2"), "--set method.crop must be between"),
         (("train", "--method", "dense", "--set", "server_lr=-2"), "--set method.server_lr must"),
         (("train", "--local-test", "1"), "--local-test must be in [0, 1), got 1.0"),
-        (("train", "--dp-unit", "user", "--dp-sigma", "1"), "--dp-unit user needs --dp-nominal-size: "),
+        (
+            ("train", "--dp-unit", "user", "--dp-sigma", "1"),
+            "--dp-unit user needs --dp-nominal-size: ",
+        ),
         (("train", "--method", "fedbn"), "--norm must be batch"),
-        (("train", "--method", "fedavg", "--client-models", "cnn1"), "--client-models must be left out"),
+        (
+            ("train", "--method", "fedavg", "--client-models", "cnn1"),
+            "--client-models must be left out",
+        ),
         (("privacy", "plan", "--sigma", "-1"), "--sigma must be a positive number, got -1"),
-        (("privacy", "plan", "--sigma", "1", "--delta", "0.1"), "--delta must be at most 1 / --max-records = "),
-        (("privacy", "plan", "--sigma", "1", "--set", "privacy.clip=0"), "--set privacy.clip must be a positive"),
+        (
+            ("privacy", "plan", "--sigma", "1", "--delta", "0.1"),
+            "--delta must be at most 1 / --max-records = ",
+        ),
+        (
+            ("privacy", "plan", "--sigma", "1", "--set", "privacy.clip=0"),
+            "--set privacy.clip must be a positive",
+        ),
         (("privacy", "plan", "--sigma", "1", "--steps", "0"), "--steps must be at least 1, got 0"),
         (("privacy", "plan", "--method", "real", "--sigma", "1"), "--method real cannot run with"),
-        (("privacy", "plan", "--sigma", "1", "--unit", "user"), "--unit user needs --n: the public number"),
-        (("privacy", "audit", "--dp-sigma", "1", "--canaries", "1"), "--canaries must be at least 2, got 1"),
+        (
+            ("privacy", "plan", "--sigma", "1", "--unit", "user"),
+            "--unit user needs --n: the public number",
+        ),
+        (
+            ("privacy", "audit", "--dp-sigma", "1", "--canaries", "1"),
+            "--canaries must be at least 2, got 1",
+        ),
         (("privacy", "audit", "--rounds", "1"), "give --dp-sigma or --dp-epsilon, or --run FOLDER"),
         (("partition", "--alpha", "-1"), "--alpha must be a positive number, got -1.0"),
         (("partition", "--set", "run.rounds=0"), "--set run.rounds must be at least 1, got 0"),
         (("distill", "--models", ","), "--models must name at least one model file"),
-        (("distill", "--models", "a", "--method", "feddm"), "--method feddm does not distil without data"),
-        (("distill", "--models", "a", "--set", "crop=2"), "--set method.crop must be between 0 and 0.5"),
+        (
+            ("distill", "--models", "a", "--method", "feddm"),
+            "--method feddm does not distil without data",
+        ),
+        (
+            ("distill", "--models", "a", "--set", "crop=2"),
+            "--set method.crop must be between 0 and 0.5",
+        ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
-)  # fmt: skip
+)
 def test_a_mistake_is_said_with_the_commands_option(
     fedsynth: Callable[..., Any], words: tuple[str, ...], text: str
 ) -> None:

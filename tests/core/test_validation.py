@@ -1,4 +1,6 @@
-"""Settings' conversion, their checks, and errors that name section and key: of every setting there is."""
+"""Settings' conversion, their checks, and errors that name section and key: of every setting there
+is.
+"""
 
 from __future__ import annotations
 

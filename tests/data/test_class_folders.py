@@ -184,7 +184,7 @@ def test_what_is_missing_and_where_it_comes_from(
     monkeypatch.delenv("FEDSYNTH_DATA", raising=False)
     assert missing_files(name, tmp_path) == lacks
     for download, text in (
-        (False, "--data-root or FEDSYNTH_DATA"),
+        (False, "data.data_root or FEDSYNTH_DATA"),
         (True, "torchvision cannot fetch it"),
     ):
         with pytest.raises(DataFilesMissingError) as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 from dataclasses import replace
 from typing import Any
@@ -11,10 +12,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from fedsynth.core.client import PrivateClients
 from fedsynth.core.context import RoundContext, round_context
 from fedsynth.core.messages import Message, ModelParameters
 from fedsynth.core.state import ServerState
 from fedsynth.data.images import ImageData, from_arrays
+from fedsynth.data.partition import PartitionSettings
 from fedsynth.data.proxy import ProxyImages, noise_images
 from fedsynth.data.registry import dataset_spec
 from fedsynth.errors import DivergedError
@@ -23,17 +26,22 @@ from fedsynth.federation.client_runtime import (
     OwnData,
     evaluate_together,
     step_together,
+    view,
 )
 from fedsynth.federation.exchange import BUDGET, REQUEST, Terms
 from fedsynth.federation.planning import public_context
 from fedsynth.federation.privacy_plan import PrivacyPlan
 from fedsynth.federation.server import Server
-from fedsynth.federation.settings import resolve
+from fedsynth.federation.settings import RunSettings, resolve
 from fedsynth.methods import METHODS, method_class
 from fedsynth.methods.fedavg import FedAvg
+from fedsynth.methods.fedfm import FedFMLite
+from fedsynth.methods.shared.class_sums import COUNTS
 from fedsynth.methods.shared.local import Task, TrainsLocally
 from fedsynth.methods.solo import Solo
+from fedsynth.models.registry import ModelSettings
 from fedsynth.models.small import Linear
+from fedsynth.privacy.errors import UnplannedReleaseError
 from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.plans import FIRST, MAIN, PHASES
 from fedsynth.privacy.settings import PrivacySettings
@@ -54,13 +62,30 @@ def context(**named: Any) -> RoundContext:
     return round_context(1, 0, CPU, SPEC, Linear(SPEC.image_shape, 10), 30.0, **given)
 
 
+def client_of(number: int, method: Any, own: Any = None, **privacy: Any) -> ClientRuntime:
+    """A client that was told the terms."""
+    settings = RunSettings(
+        method=method,
+        dataset="digits",
+        model=ModelSettings("linear"),
+        partition=PartitionSettings(clients=4),
+        privacy=PrivacySettings(**privacy) if privacy else None,
+    )
+    ledger = Ledger(f"client-{number}") if privacy else None
+    client = ClientRuntime(number, settings, context(sizes=None), own, ledger)
+    sigma = privacy.get("noise_multiplier")
+    client.start(Terms(noise_multiplier=sigma) if privacy else Terms())
+    return client
+
+
 def runtimes(method: Any, held_out: list[Tensor] | None = None) -> list[ClientRuntime]:
     nothing = [torch.arange(0)] * len(PARTS)
     resident = data()
     own = [
         OwnData(resident, part, test) for part, test in zip(PARTS, held_out or nothing, strict=True)
     ]
-    return [ClientRuntime(k, method, mine) for k, mine in enumerate(own)]
+    clients = [client_of(k, method, mine) for k, mine in enumerate(own)]
+    return clients
 
 
 def request(ctx: RoundContext) -> ModelParameters:
@@ -75,7 +100,7 @@ def test_a_request_of_another_type_is_refused_before_any_data_are_read(name: str
     """What each step took on itself before; no data are there that could be read."""
     method = method_class(name)()
     nobody: Any = None
-    client = ClientRuntime(0, method, nobody)
+    client = client_of(0, method, nobody)
 
     class Stranger(Message):
         """Of no method."""
@@ -142,9 +167,12 @@ def test_an_unsound_request_is_refused_by_an_answer() -> None:
     """Not by an exception: the server is elsewhere. Nothing was asked of the data."""
     ctx = context(privacy=PrivacySettings(noise_multiplier=1.0, max_request_norm=1.0), sizes=None)
     nobody: Any = None
-    client = ClientRuntime(2, FedAvg(), nobody)
+    client = client_of(2, FedAvg(), nobody, noise_multiplier=1.0, max_request_norm=1.0)
     for value, reason in ((5.0, "max_request_norm"), (float("nan"), "not finite")):
-        message = ModelParameters({"w": torch.full((2,), value)}, 1.0)
+        parameters = {
+            name: torch.full_like(own, value) for name, own in ctx.architecture.state_dict().items()
+        }
+        message = ModelParameters(parameters, 1.0)
         replies = step_together([client], MAIN, message, ctx)
         assert replies.messages == {}
         (refusal,) = replies.refusals
@@ -155,9 +183,11 @@ def test_an_unsound_request_is_refused_by_an_answer() -> None:
 
 def test_a_client_says_its_size_only_where_it_is_no_secret() -> None:
     (client, *_) = runtimes(FedAvg())
-    assert client.join(private=False).size == 30
-    assert client.join(private=True).size is None
-    assert client.join(private=False).history is None
+    assert client.join().size == 30
+    assert client.join().history is None
+    private = client_of(0, FedAvg(), client.data, noise_multiplier=1.0)
+    assert private.join().size is None
+    assert private.join().history is not None
 
 
 # ------------------------------------------------------------------------------------- evaluation
@@ -273,10 +303,11 @@ def test_the_client_whose_budget_is_spent_is_the_one_that_refuses() -> None:
     public = public_context(settings, SPEC, CPU)
     ledgers = [Ledger(f"client-{k}") for k in range(5)]
     plan = PrivacyPlan.make(settings, public, [ledger.history() for ledger in ledgers])
-    own = [OwnData(data(), PARTS[k], torch.arange(0)) for k in range(3)]
-    clients = [ClientRuntime(k, settings.method, own[k], ledgers[k]) for k in range(3)]
+    resident = data()
+    own = [OwnData(resident, PARTS[k], torch.arange(0)) for k in range(3)]
+    clients = [ClientRuntime(k, settings, public, own[k], ledgers[k]) for k in range(3)]
     for client in clients:
-        client.start(Terms(plan=plan))
+        client.start(Terms(noise_multiplier=plan.sigma))
     ctx = plan.in_context(public)
     assert [client.prepare(ctx) for client in clients] == [None] * 3
     for row in plan.planned():
@@ -287,3 +318,26 @@ def test_the_client_whose_budget_is_spent_is_the_one_that_refuses() -> None:
     assert (refusal.client, refusal.kind) == (1, BUDGET)
     assert [len(ledger.releases) for ledger in ledgers[:3]] == [1, 1, 0]
     assert replies.messages == {}
+
+
+def test_clients_whose_data_lie_apart_are_no_group() -> None:
+    """One's positions in another's data would be other records, without a word."""
+    clients = [client_of(k, FedAvg(), OwnData(data(), PARTS[k], torch.arange(0))) for k in range(2)]
+    with pytest.raises(ValueError, match="share resident data"):
+        step_together(clients, MAIN, request(context()), context())
+
+
+def test_a_series_is_of_its_own_client_and_is_not_copied() -> None:
+    """A wrong position in a method would release one client's records twice for one charge."""
+    resident = data()
+    own = [OwnData(resident, PARTS[k], torch.arange(0)) for k in range(2)]
+    clients = [client_of(k, FedFMLite(), own[k], noise_multiplier=2.0) for k in range(2)]
+    ctx = clients[0].context
+    group = view(clients, MAIN, ctx)
+    assert isinstance(group, PrivateClients)
+    other = group.alone(1).series(COUNTS)
+    with pytest.raises(UnplannedReleaseError, match=r"clients \[1\] .* of clients \[0\]"):
+        group.alone(0).class_sums(other, lambda x, segment: x.new_ones(len(x), 1))
+    for copied in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match="must not be"):
+            copied(other[0])

@@ -23,6 +23,7 @@ from fedsynth.federation.privacy_words import headline
 from fedsynth.federation.settings import RunSettings, resolve
 from fedsynth.federation.simulation import simulate
 from fedsynth.federation.verification import verify_run
+from fedsynth.methods.shared import condensing
 from fedsynth.privacy.accounting import epsilon
 from fedsynth.privacy.errors import LedgerError
 from fedsynth.privacy.ledger import Ledger
@@ -169,8 +170,7 @@ def test_a_client_that_comes_back_goes_on_from_its_images(
 ) -> None:
     """Newcomers beside it start afresh, and do not make it start anew: what it starts from is what it remembers."""
     seen: list[tuple[int, ...]] = []
-    module = __import__(f"fedsynth.methods.{method}", fromlist=["x"])
-    original = module.with_kept_images
+    original = condensing.with_kept_images
 
     def spy(fresh: Any, segments: Any, memories: Any) -> Any:
         seen.append(tuple("images" in m for m in memories))
@@ -181,7 +181,7 @@ def test_a_client_that_comes_back_goes_on_from_its_images(
             assert torch.equal(start[mine], expected)
         return start
 
-    monkeypatch.setattr(module, "with_kept_images", spy)
+    monkeypatch.setattr(condensing, "with_kept_images", spy)
     simulate(tiny(method, rounds=4))
     who, known = Participation(0, 4, 0.5), set[int]()
     for number, flags in enumerate(seen, 1):

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from fedsynth import RunSettings, load_dataset, resolve, simulate
+from fedsynth.core.messages import ModelParameters
 from fedsynth.data.images import ImageData
 from fedsynth.data.partition import partition
 from fedsynth.errors import MessageError
@@ -22,7 +23,14 @@ from fedsynth.federation.client_runtime import ClientRuntime, OwnData
 from fedsynth.federation.planning import public_context
 from fedsynth.federation.rounds import agree, play_round, with_proxy
 from fedsynth.federation.server import Server
-from fedsynth.federation.wire import Frame, OverWire, RemoteClient, RemoteError
+from fedsynth.federation.wire import (
+    Frame,
+    Models,
+    OverWire,
+    RemoteClient,
+    RemoteError,
+    agreement,
+)
 from fedsynth.methods import METHODS, method_class
 from fedsynth.privacy.ledger import Ledger
 
@@ -66,7 +74,7 @@ def remote_client(settings: RunSettings, number: int, own: ImageData) -> RemoteC
     context = with_proxy(public_context(settings, own.spec, CPU), settings)
     data = OwnData(own, torch.arange(len(own)), torch.zeros(0, dtype=torch.int64))
     ledger = Ledger(f"client-{number:03d}") if settings.privacy is not None else None
-    return RemoteClient(settings, ClientRuntime(number, settings.method, data, ledger), context)
+    return RemoteClient(ClientRuntime(number, settings, context, data, ledger), context)
 
 
 def work(connection: Connection, number: int, pixels: Any, labels: Any) -> None:
@@ -138,13 +146,14 @@ def over_bytes(given: Sections, connections: list[Connection]) -> tuple[Server, 
     spec = load_dataset("digits")[0].spec
     context = with_proxy(public_context(settings, spec, CPU), settings)
     exchange = OverWire(settings, pipes, CPU)
-    terms, context = agree(settings, context, exchange)
+    agreed = agree(settings, context, exchange)
+    context = agreed.context
     server = Server(settings.method, context.architecture.state_dict())
     for number in range(1, settings.rounds + 1):
         in_round = replace(context, round=number, participants=tuple(range(CLIENTS)))
         assert play_round(server, exchange, in_round).refusal is None
         settings.method.merge_facts(exchange.facts(in_round))
-    return server, pipes, (terms, exchange.histories())
+    return server, pipes, (agreed.plan, exchange.histories())
 
 
 @pytest.mark.parametrize("method", sorted(METHODS))
@@ -165,14 +174,14 @@ def test_a_private_federation_over_bytes_charges_as_planned(
     method: str, connections: list[Connection]
 ) -> None:
     given = sections(method, privacy={"epsilon": 8.0})
-    server, _, (terms, histories) = over_bytes(given, connections)
+    server, _, (plan, histories) = over_bytes(given, connections)
     assert all(bool(torch.isfinite(t).all()) for t in server.final_parameters().values())
     alone = simulate(resolve(given))
     assert alone.privacy is not None
-    planned = sorted(str(row) for row in terms.plan.planned())
+    planned = sorted(str(row) for row in plan.planned())
     for history in histories:
         assert sorted(str(row) for row in history.releases) == planned
-    assert terms.plan.epsilon(histories) == pytest.approx(alone.metrics[-1]["epsilon"])
+    assert plan.epsilon(histories) == pytest.approx(alone.metrics[-1]["epsilon"])
 
 
 def test_a_client_refuses_a_server_with_other_settings(connections: list[Connection]) -> None:
@@ -216,18 +225,171 @@ def test_a_client_answers_a_hostile_frame_with_an_error(frame: bytes) -> None:
 
 
 def test_a_private_client_is_not_measured_on_its_own_records() -> None:
-    client = client_of(sections("fedavg", privacy={"epsilon": 8.0}))
-    asked = Frame("evaluate", {"round": 1, "participants": [0]})
-    answer = Frame.from_bytes(client.answer(asked.to_bytes()))
+    client, _ = joined(sections("fedavg", privacy=EPSILON), noise_multiplier=3.0)
+    answer = asked(client, "evaluate", **ROUND)
     assert answer.kind == "error"
     assert "not protected" in answer.facts["text"]
 
 
-def test_a_private_client_wants_a_noise_multiplier() -> None:
-    client = client_of(sections("fedavg", privacy={"epsilon": 8.0}))
-    for facts in ({}, {"noise_multiplier": "3"}, {"noise_multiplier": None}):
-        answer = Frame.from_bytes(client.answer(Frame("start", facts).to_bytes()))
-        assert answer.kind == "error"
+def asked(client: RemoteClient, kind: str, payload: bytes = b"", **facts: Any) -> Frame:
+    """The client's answer to one request."""
+    return Frame.from_bytes(client.answer(Frame(kind, facts, payload).to_bytes()))
+
+
+def joined(given: Sections, **terms: Any) -> tuple[RemoteClient, Ledger]:
+    """A private client in this process that was told terms, and its ledger."""
+    client = client_of(given)
+    assert asked(client, "join", agreement=agreement(resolve(given))).kind == "answer"
+    if terms:
+        answer = asked(client, "start", **terms)
+        assert answer.kind == "answer", answer.facts
+    ledger = client.runtime.ledger
+    assert ledger is not None
+    return client, ledger
+
+
+def model_of(client: RemoteClient, **other: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {**client.runtime.context.architecture.state_dict(), **other}
+
+
+ROUND: dict[str, Any] = {"round": 1, "participants": list(range(CLIENTS))}
+EPSILON = {"epsilon": 8.0}
+SIGMA = {"noise_multiplier": 5.0}
+
+
+@pytest.mark.parametrize(
+    "method", [name for name in sorted(METHODS) if method_class(name).protects]
+)
+def test_nothing_is_answered_before_the_terms_are_told(method: str) -> None:
+    """A client is private by its own settings, and not because a server has said so: before, a
+    step that came first was answered with the plain model, and the true n_k."""
+    client, ledger = joined(sections(method, privacy=EPSILON))
+    message = method_class(method).downlink
+    for kind in ("prepare", "begin", "facts", "evaluate"):
+        assert asked(client, kind, **ROUND).kind == "error", kind
+    state = resolve(sections(method)).method.initial_state(model_of(client))
+    sent = client.runtime.method.broadcast(state, client.runtime.context)
+    assert type(sent) is message
+    for order in ({"phase": "main"}, {"phase": "first"}):
+        assert asked(client, "step", sent.to_bytes(), **ROUND, **order).kind in ("error", "refusal")
+    assert ledger.releases == ()
+
+
+def test_terms_are_told_to_those_who_joined_and_once() -> None:
+    given = sections("fedavg", privacy=EPSILON)
+    assert asked(client_of(given), "start", noise_multiplier=3.0).kind == "error"
+    client, _ = joined(given, noise_multiplier=3.0)
+    assert asked(client, "start", noise_multiplier=0.01).kind == "error"
+
+
+@pytest.mark.parametrize("sigma", ["3", None, 3, 0.0, -1.0, 1e-300, 0.001, 4.999])
+def test_the_noise_is_that_of_the_clients_own_settings(sigma: Any) -> None:
+    """Where they name σ, it is this one, whatever the server says."""
+    client, ledger = joined(sections("fedavg", privacy=SIGMA))
+    assert asked(client, "start", noise_multiplier=sigma).kind == "error"
+    message = ModelParameters(model_of(client), 1.0).to_bytes()
+    assert asked(client, "step", message, **ROUND, phase="main").kind in ("error", "refusal")
+    assert ledger.releases == ()
+
+
+@pytest.mark.parametrize("sigma", [1e-300, 0.001, 0.05])
+def test_a_cap_holds_whatever_noise_a_server_asks_for(sigma: float) -> None:
+    client, ledger = joined(sections("fedavg", privacy=EPSILON), noise_multiplier=sigma)
+    message = ModelParameters(model_of(client), 1.0).to_bytes()
+    assert asked(client, "prepare", **ROUND).kind != "answer"
+    assert asked(client, "step", message, **ROUND, phase="main").kind == "refusal"
+    assert ledger.releases == ()
+
+
+def test_rounds_are_those_of_the_schedule_each_once() -> None:
+    client, ledger = joined(sections("fedavg", privacy=SIGMA), noise_multiplier=5.0)
+    message = ModelParameters(model_of(client), 1.0).to_bytes()
+    assert asked(client, "step", message, **ROUND, phase="main").kind == "answer"
+    charged = len(ledger.releases)
+    for facts in (
+        ROUND,
+        {**ROUND, "round": 0},
+        {**ROUND, "round": 3},
+        {**ROUND, "round": 10**9},
+        {"round": 2, "participants": [1, 2]},
+        {"round": 2, "participants": [0]},
+    ):
+        assert asked(client, "step", message, **facts, phase="main").kind == "error", facts
+    assert len(ledger.releases) == charged
+
+
+@pytest.mark.parametrize("kind", ["shape", "name", "whole numbers", "complex", "infinite"])
+def test_a_crafted_model_is_refused_before_it_is_charged(kind: str) -> None:
+    client, ledger = joined(sections("fedavg", privacy=SIGMA), noise_multiplier=5.0)
+    name, own = next(iter(model_of(client).items()))
+    crafted = {
+        "shape": {name: own[None]},
+        "name": {"other": own},
+        "whole numbers": {name: torch.full_like(own, 7).to(torch.int64)},
+        "complex": {name: own.to(torch.complex64)},
+        "infinite": {name: torch.full_like(own, float("inf"))},
+    }[kind]
+    message = ModelParameters(model_of(client, **crafted), 1.0).to_bytes()
+    answer = asked(client, "step", message, **ROUND, phase="main")
+    assert answer.kind in ("refusal", "error")
+    assert ledger.releases == ()
+
+
+@pytest.mark.parametrize("field", ["known", "anchors"])
+def test_a_crafted_request_of_a_method_is_refused_before_it_is_charged(field: str) -> None:
+    """`known` as a matrix would make each example's loss depend on the others."""
+    given = sections("fedfm-lite", privacy=SIGMA)
+    client, ledger = joined(given, noise_multiplier=5.0)
+    context = client.runtime.context
+    state = client.runtime.method.initial_state(model_of(client))
+    sent = client.runtime.method.broadcast(state, context)
+    odd = {"known": torch.ones(10, 64, dtype=torch.bool), "anchors": torch.ones(64)}[field]
+    answer = asked(client, "step", replace(sent, **{field: odd}).to_bytes(), **ROUND, phase="main")
+    assert answer.kind == "refusal"
+    assert field in answer.facts["reason"]
+    assert ledger.releases == ()
+
+
+def test_an_open_client_records_a_round_that_a_server_does_not_announce() -> None:
+    """A step, or a test of models on its own split, is written down first."""
+    settings = resolve(sections("fedavg"))
+    train, _ = load_dataset("digits")
+    own = train.subset(np.asarray(parts_of(settings, train)[0]))
+    everything = torch.arange(len(own))
+    context = public_context(settings, own.spec, CPU)
+    for kind in ("step", "evaluate"):
+        ledger = Ledger("client-000")
+        data = OwnData(own, everything[:-5], everything[-5:])
+        client = RemoteClient(ClientRuntime(0, settings, context, data, ledger), context)
+        asked(client, "join", agreement=agreement(settings))
+        asked(client, "start", sizes=[1] * CLIENTS)
+        state = model_of(client)
+        packed = {"step": ModelParameters(state, 1.0), "evaluate": Models(state)}[kind]
+        for _ in range(2):
+            answer = asked(client, kind, packed.to_bytes(), **ROUND, phase="main")
+            assert answer.kind == "answer"
+        assert [row.unaccounted is not None for row in ledger.releases] == [True]
+
+
+def test_answers_are_of_the_client_and_the_request_that_were_asked() -> None:
+    """A late answer of another round, or another client's, is not taken for this one's."""
+    settings = resolve(sections("fedavg"))
+
+    class Late:
+        def __init__(self, client: int, number: int) -> None:
+            self.answer = Frame("answer", {"client": client, "number": number}).to_bytes()
+
+        def send(self, frame: bytes) -> None:
+            """Takes it."""
+
+        def receive(self) -> bytes:
+            return self.answer
+
+    in_round = replace(public_context(settings, load_dataset("digits")[0].spec, CPU), round=1)
+    for client, number in ((1, 1), (0, 7)):
+        channels = [Late(client, number), *(Late(k, 1) for k in range(1, CLIENTS))]
+        with pytest.raises(RemoteError, match="request 1"):
+            OverWire(settings, channels, CPU).prepare(in_round)
 
 
 @pytest.mark.parametrize("cut", [0, 5, 8, 20])

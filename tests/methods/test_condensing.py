@@ -1,4 +1,4 @@
-"""What condensing methods share: the compile rule, and a method of one's own with its own upload and charge."""
+"""What condensing methods share, and one of one's own with its own upload and charge."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def upload(method: Condenses, clients: ClientGroup, ctx: RoundContext) -> Any:
 
 @pytest.mark.parametrize("name", [*CONDENSING, "own"])
 def test_private_clients_are_never_compiled(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One record more would move others to another kernel. Catches: a method with a rule of its own."""
+    """One record more would move others to another kernel. Catches: a method's own rule."""
     compiled: list[Callable[..., Any]] = []
     monkeypatch.setattr(torch, "compile", lambda function: compiled.append(function) or function)
     method = (OWN["ProtoDM"] if name == "own" else method_class(name)).from_mapping(TINY)
@@ -146,7 +146,7 @@ def test_shared_settings_are_checked_in_one_place() -> None:
 
 
 def test_statistics_of_open_clients_are_the_class_means() -> None:
-    """NumPy: prototypes of the classes with examples; open classes are there from one example on."""
+    """NumPy: prototypes of all classes with examples, also of one with three."""
     ctx = context()
     sent = upload(OWN["ProtoDM"].from_mapping(TINY), open_clients(), ctx)
     with torch.no_grad():
@@ -228,7 +228,7 @@ def moved(method: Condenses, extra: int, label: int, monkeypatch: pytest.MonkeyP
 @given(extra=st.integers(0, 2), label=st.integers(0, 9))
 @settings(max_examples=12, deadline=None)
 def test_an_example_moves_its_own_release_by_at_most_the_clip(extra: int, label: int) -> None:
-    """Sensitivity of what `own_condensation` adds, on D and D + x, where every embedding is clipped."""
+    """Sensitivity of what `own_condensation` adds, on D and D + x; every embedding is clipped."""
     clip = 0.1
     method = OWN["ProtoDM"](prototype_clip=clip)
     with pytest.MonkeyPatch.context() as patch:

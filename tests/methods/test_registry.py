@@ -1,4 +1,6 @@
-"""The registry is the one list of methods: names, `import fedsynth`, type checkers and presets follow it."""
+"""The registry is the one list of methods: names, `import fedsynth`, type checkers and presets
+follow it.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,9 @@ assert (method.batch, method.lr, method.momentum) == (32, 0.5, 0.9), method
 
 @pytest.mark.parametrize("name", METHODS)
 def test_the_names_are_the_classes_own(name: str) -> None:
-    """Catches: a class whose `name` is not what the registry makes of it, or a line for another module."""
+    """Catches: a class whose `name` is not what the registry makes of it, or a line for another
+    module.
+    """
     cls = method_class(name)
     assert cls.name == name == name_of(cls.__name__)
     assert issubclass(cls, Method)

@@ -1,4 +1,4 @@
-"""One rule moves all weights: momentum SGD against NumPy, and rules of one's own wherever it stands."""
+"""One rule moves all weights: momentum SGD against NumPy, and others wherever it stands."""
 
 from __future__ import annotations
 
@@ -167,6 +167,7 @@ def test_training_of_many_clients(
 ) -> None:
     """Ragged: rules keep rows apart, also where the last clients go on alone with what was kept."""
     monkeypatch.setattr("fedsynth.training.many_clients.FEW", few)
+    monkeypatch.setattr("fedsynth.training.many_clients.BLOCK", 1)
     parts = torch.arange(24).split([9, 3, 12])
     learners = [
         Learner(network(), part, SgdSettings(2, 4, rule), torch.Generator().manual_seed(k))
@@ -180,7 +181,7 @@ def test_training_of_many_clients(
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
 def test_training_with_dp_sgd(rule: Optimiser) -> None:
-    """σ → 0, a clip that nothing reaches, all records at every step: the same rule on the mean gradient."""
+    """σ → 0, a clip that nothing reaches, all records at every step: steps on the mean gradient."""
     model = network()
     size = flatten(model).numel()
     row = Release(1, "u", "dp-sgd", "g", 1e-12, 1e6, 1.0, "full", 3, size)

@@ -141,7 +141,7 @@ def class_means(
     context: RoundContext,
     least: float = 1.0,
 ) -> Sequence[tuple[Tensor, Tensor]]:
-    """Of each client of the group: the mean vector of each class [classes, D], and which classes it has [classes].
+    """Each client's class means [classes, D], and which classes it has [classes].
 
     The rows of other classes are near zero, and must not be used.
 

@@ -57,7 +57,7 @@ from fedsynth.training.optimisers import MomentumSgd, Optimiser
 
 @dataclass(frozen=True)
 class FeatureMaps:
-    """What each step of a condensation looks at images through: u = [h; b·z], after an augmentation.
+    """What each step looks at images through: u = [h; b·z], after an augmentation.
 
     Args:
         draw_network: the next step's network, with weights frozen.

@@ -1,10 +1,13 @@
-"""What DENSE, FedHydra and FedDF share: clients train as in FedAvg, and the server distils their models into one.
+"""What DENSE, FedHydra and FedDF share: clients train as in FedAvg, and the server distils their
+models into one.
 
-One round is the one-shot setting. In further rounds clients start from the distilled model, so all must have the server's architecture; in a
-single round each client may have one of its own (`ModelSettings.clients`). Homogeneous students start from the clients' average.
+One round is the one-shot setting. In further rounds clients start from the distilled model, so all
+must have the server's architecture; in a single round each client may have one of its own
+(`ModelSettings.clients`). Homogeneous students start from the clients' average.
 
-With differential privacy the clients train by DP-SGD; all that the server does is computed from their uploads: post-processing. Uploaded
-batch-norm statistics would be a release without noise, so batch norm is refused then; group norm takes its place.
+With differential privacy the clients train by DP-SGD; all that the server does is computed from
+their uploads: post-processing. Uploaded batch-norm statistics would be a release without noise, so
+batch norm is refused then; group norm takes its place.
 """
 
 from __future__ import annotations
@@ -30,7 +33,8 @@ class EnsembleState(AveragingState):
     """What a distilling server has of its last round.
 
     Args:
-        tallies: of the generated images, for the round's facts [epochs, C, C]; None: none were made.
+        tallies: of the generated images, for the round's facts [epochs, C, C]; None: none were
+            made.
         matrices: what it measured of its clients, each [C, clients].
     """
 
@@ -40,11 +44,13 @@ class EnsembleState(AveragingState):
 
 @dataclass(frozen=True)
 class DistilsEnsemble(TrainsLocally):
-    """Settings of FedHydra's comparison: SGD 0.01, batch 128, 200 local epochs; momentum is not named.
+    """Settings of FedHydra's comparison: SGD 0.01, batch 128, 200 local epochs; momentum is not
+    named.
 
     Args:
-        start: of the student: "server", the model that clients started from, which is fresh in a one-shot run (FedHydra's Algorithm 1), or
-            "average" of the clients' models (FedDF's; with clients of other architectures it is a fresh network too).
+        start: of the student: "server", the model that clients started from, which is fresh in a
+            one-shot run (FedHydra's Algorithm 1), or "average" of the clients' models (FedDF's;
+            with clients of other architectures it is a fresh network too).
     """
 
     heterogeneous: ClassVar[bool] = True

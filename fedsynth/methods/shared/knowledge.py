@@ -1,4 +1,4 @@
-"""Knowledge in logit space beside images: clients tell the class means of their logits, the server averages them.
+"""Knowledge in logit space beside images: clients tell class-mean logits, the server averages.
 
 V_k, the class-mean logits of client k's data under w_r (Eq. 5 of FedAF, arXiv 2404.18962), and its
 soft labels R_k go up; the server averages V and R over the clients that have a class (Eqs. 8, 12),
@@ -28,6 +28,7 @@ from fedsynth.data.images import denormalise
 from fedsynth.methods.shared.class_sums import class_means, sums_plans
 from fedsynth.methods.shared.condensing import Condenses
 from fedsynth.privacy.plans import FIRST, MAIN
+from fedsynth.privacy.requests import check_tensor
 from fedsynth.privacy.settings import PrivacySettings
 from fedsynth.synthesizer.condensation.knowledge import average_over_holders, soft_labels
 from fedsynth.synthesizer.condensation.sets import SyntheticSet
@@ -38,7 +39,10 @@ LOGITS = "logit sums"
 
 @dataclass(frozen=True)
 class GlobalKnowledge(ModelParameters):
-    """Down: w_r, and the averaged logits V [C, C] with the classes that they exist for [C] (none in round 1)."""
+    """Down: w_r, and the averaged logits V [C, C] with the classes that they exist for [C].
+
+    In round 1 there are none, unless a first exchange made them.
+    """
 
     logits: Tensor = released()
     known: Tensor = released()
@@ -136,6 +140,12 @@ class SharesKnowledge(Condenses):
         state, mean_soft, now = _averaged(state, logits, soft, present)
         return replace(state, soft=mean_soft, present=now)
 
+    def check_request(self, message: ModelParameters, context: RoundContext) -> None:
+        if isinstance(message, GlobalKnowledge):  # and not the first exchange's model alone
+            classes = context.spec.classes
+            check_tensor("logits", message.logits, (classes, classes), torch.float32)
+            check_tensor("known", message.known, (classes,), torch.bool)
+
     def broadcast(self, state: KnowledgeState, context: RoundContext) -> Message:
         classes, device = context.spec.classes, context.device
         logits = state.logits
@@ -173,7 +183,8 @@ class SharesKnowledge(Condenses):
     def averaged(
         self, state: KnowledgeState, uploads: Mapping[int, CondensedSet]
     ) -> tuple[KnowledgeState, Tensor, Tensor]:
-        """After all uploads of a round: the state with V, and R [C, C] with its classes [C] (Eqs. 8, 12)."""
+        """The state with V, and R [C, C] with its classes [C], after a round's uploads (Eqs. 8,
+        12)."""
         if state.soft is not None and state.present is not None:  # of a first exchange
             return replace(state, soft=None, present=None), state.soft, state.present
         sets = uploads.values()

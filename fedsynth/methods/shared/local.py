@@ -1,10 +1,12 @@
 """What methods share whose clients train the global model on their own data and send it.
 
-A method says what a client's training adds to the cross-entropy (`task`), what the server sends (`broadcast`), and what it makes of the models
-(`server_step`); the rest is here: open training by SGD, private training by DP-SGD, and the cache of every client's last model.
+A method says what a client's training adds to the cross-entropy (`task`), what the server sends
+(`broadcast`), and what it makes of the models (`server_step`); the rest is here: open training by
+SGD, private training by DP-SGD, and the cache of every client's last model.
 
-With differential privacy a task's penalty is added to each step's noisy mean gradient. It may depend on the iterate, which is computed from
-releases, on the server's message and on public values: post-processing, at no cost. It must not see the client's data.
+With differential privacy a task's penalty is added to each step's noisy mean gradient. It may
+depend on the iterate, which is computed from releases, on the server's message and on public
+values: post-processing, at no cost. It must not see the client's data.
 """
 
 from __future__ import annotations
@@ -85,7 +87,8 @@ class Task:
 
     @property
     def plain(self) -> bool:
-        """Whether training is SGD on the cross-entropy and at most a `Pull`, so that many clients can be trained in one pass."""
+        """Whether training is SGD on the cross-entropy and at most a `Pull`, so that many clients
+        can be trained in one pass."""
         return self.loss is None and (self.penalty is None or isinstance(self.penalty, Pull))
 
 
@@ -193,7 +196,8 @@ class TrainsLocally(Method):
     def start_model(
         self, client: int, message: Down, memory: Memory, context: RoundContext
     ) -> nn.Module:
-        """The network that a client trains: the message's, or a fresh one of its own architecture."""
+        """The network that a client trains: the message's, or a fresh one of its own
+        architecture."""
         if context.client_architectures is None:
             return context.load(message.parameters)
         return copy.deepcopy(context.architecture_of(client)).to(context.device)
@@ -244,7 +248,8 @@ class TrainsLocally(Method):
         message: Down,
         context: RoundContext,
     ) -> Message:
-        """The upload of one client of the group with what else is made of its data, after its training."""
+        """The upload of one client of the group with what else is made of its data, after its
+        training."""
         sent: Message = upload
         return sent
 
@@ -288,7 +293,8 @@ class TrainsLocally(Method):
         return found.parameters
 
     def facts(self, state: State, context: RoundContext) -> Mapping[str, Any]:
-        """The passes of clients that do not finish, which are drawn publicly, and whether they are dropped."""
+        """The passes of clients that do not finish, which are drawn publicly, and whether they are
+        dropped."""
         late = {str(client): passes for client, passes in self.late(context).items()}
         return {"stragglers": late, "stragglers_dropped": self.drop_stragglers} if late else {}
 
@@ -331,7 +337,8 @@ class TrainsLocally(Method):
         return tuple(own(plan) for plan in plans)
 
     def _steps(self, epochs: int, context: RoundContext) -> int | None:
-        """Steps of so many passes, where every client takes the same; None: as many as its own data make."""
+        """Steps of so many passes, where every client takes the same; None: as many as its own data
+        make."""
         if not self.equal_steps:
             return self.local_steps or None
         sizes = context.sizes
@@ -345,7 +352,8 @@ class TrainsLocally(Method):
         tasks: Sequence[Task],
         context: RoundContext,
     ) -> list[Trained]:
-        """Trains the models in place: all in one pass where their network and tasks allow it, else one after another."""
+        """Trains the models in place: all in one pass where their network and tasks allow it, else
+        one after another."""
         late, learners = self.late(context), []
         for position, (client, model, task) in enumerate(
             zip(clients.ids, models, tasks, strict=True)

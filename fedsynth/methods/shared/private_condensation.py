@@ -1,4 +1,4 @@
-"""Condensation with differential privacy: what a round releases of a client, and what matches on that.
+"""Condensation with differential privacy: what a round releases, and what matches on that.
 
 A mechanism is a row of plans and a matcher on them: `residual` and `gradient` release noisy sums by
 class at each of T steps (`synthesizer.condensation.matchers`), `features` those of M networks and

@@ -23,7 +23,8 @@ class TrainsOnUnion(Method):
 
     Args:
         server_epochs, server_batch, server_lr: SGD on the union, with the paper's values.
-        server_momentum, server_weight_decay: not in the paper; they follow distribution matching's public code.
+        server_momentum, server_weight_decay: not in the paper; they follow distribution matching's
+            public code.
     """
 
     presets: ClassVar[Presets] = {"digits": {"server_epochs": 60}}

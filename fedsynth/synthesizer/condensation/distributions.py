@@ -1,10 +1,13 @@
-"""Matching whole distributions of features in place of their means: geomloss' Gaussian-kernel, energy and Sinkhorn losses.
+"""Matching whole distributions of features in place of their means: geomloss' Gaussian-kernel,
+energy and Sinkhorn losses.
 
-FedDM and FedAF match class means of u_w (Eqs. 9 and 4). Here the loss of a class is a divergence between the clouds {u_w(x): x ∈ B_c} and
-{u_w(s): s ∈ S_c}, in units of √D (D coordinates), so that `blur` means the same for every network. It is scaled such that for wide blur the
-Gaussian and the Sinkhorn loss become the squared distance of the means: the learning rate keeps its meaning.
+FedDM and FedAF match class means of u_w (Eqs. 9 and 4). Here the loss of a class is a divergence
+between the clouds {u_w(x): x ∈ B_c} and {u_w(s): s ∈ S_c}, in units of √D (D coordinates), so that
+`blur` means the same for every network. It is scaled such that for wide blur the Gaussian and the
+Sinkhorn loss become the squared distance of the means: the learning rate keeps its meaning.
 
-It needs every example's features and not only their sum, so no mechanism here protects it: refused with differential privacy.
+It needs every example's features and not only their sum, so no mechanism here protects it: refused
+with differential privacy.
 """
 
 from __future__ import annotations
@@ -36,9 +39,11 @@ class DistributionMatcher:
     """∇_S Σ_c divergence(u(B_c), u(S_c)); DP off.
 
     Args:
-        exact: draws the real batches. columns: match only so many of the first coordinates of u.
-        matching: "gaussian", "energy" or "sinkhorn" (debiased, with squared distances). blur: the kernel's deviation, or the root of
-            the entropic regularisation, in units of √D; "energy" has none.
+        exact: draws the real batches.
+        columns: match only so many of the first coordinates of u.
+        matching: "gaussian", "energy" or "sinkhorn" (debiased, with squared distances).
+        blur: the kernel's deviation, or the root of the entropic regularisation, in units of √D;
+            "energy" has none.
     """
 
     def __init__(
@@ -47,7 +52,8 @@ class DistributionMatcher:
         from geomloss import SamplesLoss
 
         self._exact, self._columns = exact, columns
-        # A fixed scale to begin with: geomloss would else take one of all segments, so that a client's images depended on its neighbours.
+        # A fixed scale to begin with: geomloss would else take one of all segments, so that a
+        # client's images depended on its neighbours.
         self._loss = SamplesLoss(matching, p=2, blur=blur, diameter=SCALE, backend="tensorized")
         self._factor = 2 * (blur**2 if matching == "gaussian" else 1.0)
 
@@ -78,7 +84,8 @@ class DistributionMatcher:
 
 
 def _padded(rows_ND: Tensor, segment_N: Tensor, segments: int) -> tuple[Tensor, Tensor]:
-    """Each segment's rows [S, B, D], the shorter ones filled up, and weights [S, B] that sum to 1 and leave the filling out.
+    """Each segment's rows [S, B, D], the shorter ones filled up, and weights [S, B] that sum to 1
+    and leave the filling out.
 
     Args:
         segment_N: ascending, as `BatchIndices` has them.
@@ -88,7 +95,8 @@ def _padded(rows_ND: Tensor, segment_N: Tensor, segments: int) -> tuple[Tensor, 
         torch.arange(len(segment_N), device=segment_N.device) - (sizes.cumsum(0) - sizes)[segment_N]
     )
     most = int(sizes.max())
-    # Filled with the segment's first row, and not with zeros: a far point without weight would still widen Sinkhorn's first blur.
+    # Filled with the segment's first row, and not with zeros: a far point without weight would
+    # still widen Sinkhorn's first blur.
     first = (sizes.cumsum(0) - sizes).clamp_max(len(segment_N) - 1)
     rows = rows_ND[first][:, None].repeat(1, most, 1)
     rows[segment_N, place] = rows_ND

@@ -1,14 +1,18 @@
-"""Mechanism `features`: each network's class sums are released once, and condensation on them is post-processing.
+"""Mechanism `features`: each network's class sums are released once, and condensation on them is
+post-processing.
 
-For each of M networks around the global model (drawn from the round's public seed), one release holds for every class c
+For each of M networks around the global model (drawn from the round's public seed), one release
+holds for every class c
 
     R_{m,c} = Σ_{x ∈ c} clip_𝒞(u_m(x) − s_{m,c}) + N(0, σ²𝒞²I),        s_{m,c} = mean_{S_c} u_m of the images as they are then,
 
-and one more release the counts n̂_c = n_c + N(0, σ_count²). The class mean is estimated by s_{m,c} + R_{m,c} / max(n̂_c, floor). After
-that no step sees data: any number of steps over the M networks in turn costs no privacy, and no more time than without it.
+and one more release the counts n̂_c = n_c + N(0, σ_count²). The class mean is estimated by s_{m,c}
++ R_{m,c} / max(n̂_c, floor). After that no step sees data: any number of steps over the M networks
+in turn costs no privacy, and no more time than without it.
 
-Sensitivity: s is public noise or made of earlier releases, so u_m(x) − s is a function of x alone; an example is in one class's sum, which
-it moves by at most 𝒞, and in one class's count, which it moves by 1. The M + 1 releases compose adaptively.
+Sensitivity: s is public noise or made of earlier releases, so u_m(x) − s is a function of x alone;
+an example is in one class's sum, which it moves by at most 𝒞, and in one class's count, which it
+moves by 1. The M + 1 releases compose adaptively.
 """
 
 from __future__ import annotations
@@ -23,15 +27,18 @@ from fedsynth.synthesizer.condensation.matchers import FeatureMap, frozen_means,
 
 
 class FeatureSumMatcher:
-    """A `Matcher` whose first M steps each release one network's sums; step t uses network t mod M, whoever draws the networks.
+    """A `Matcher` whose first M steps each release one network's sums; step t uses network t mod M,
+    whoever draws the networks.
 
     Args:
-        series: charged for M releases for each client. count_series: charged for one release of sensitivity 1.
+        series: charged for M releases for each client.
+        count_series: charged for one release of sensitivity 1.
         networks: M.
         floor: public least divisor; a class whose noisy count is below it is not `kept`.
 
     Attributes:
-        counts: released noisy counts [S]. kept: whether a class's count reaches the floor [S].
+        counts: released noisy counts [S].
+        kept: whether a class's count reaches the floor [S].
     """
 
     def __init__(

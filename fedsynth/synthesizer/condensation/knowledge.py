@@ -1,10 +1,14 @@
-"""FedAF's knowledge in logit space (Wang et al. 2024, arXiv 2404.18962): what clients share, and the two losses that use it.
+"""FedAF's knowledge in logit space (Wang et al. 2024, arXiv 2404.18962): what clients share, and
+the two losses that use it.
 
-A client's class-mean logits v_{k,c} (Eq. 5) go up; the server averages them to v_c (Eq. 8). While condensing, a client pulls its synthetic
-images' mean logits u_{k,c} towards v_c by a sliced Wasserstein distance (collaborative data condensation, Eq. 10). While training, the server
-pulls its own soft labels on the synthetic set towards the clients' (local-global knowledge matching, Eqs. 12-15).
+A client's class-mean logits v_{k,c} (Eq. 5) go up; the server averages them to v_c (Eq. 8). While
+condensing, a client pulls its synthetic images' mean logits u_{k,c} towards v_c by a sliced
+Wasserstein distance (collaborative data condensation, Eq. 10). While training, the server pulls its
+own soft labels on the synthetic set towards the clients' (local-global knowledge matching, Eqs.
+12-15).
 
-Every function here is differentiable in the network's side and has no NaN gradient where the two sides are equal.
+Every function here is differentiable in the network's side and has no NaN gradient where the two
+sides are equal.
 """
 
 from __future__ import annotations
@@ -26,10 +30,12 @@ REDUCTIONS = ("mean", "sum")
 def average_over_holders(
     values_KCC: Sequence[Tensor], present_KC: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """Eqs. 8 and 12: (the mean of each class's row over the clients that have the class [C, C], which classes anybody has [C]).
+    """Eqs. 8 and 12: (the mean of each class's row over the clients that have the class [C, C],
+    which classes anybody has [C]).
 
-    The paper divides by K even where a client has no example of a class, whose v_{k,c} is then undefined; here only holders count. The row
-    of a class that nobody has is zero, and must not be used.
+    The paper divides by K even where a client has no example of a class, whose v_{k,c} is then
+    undefined; here only holders count. The row of a class that nobody has is zero, and must not be
+    used.
     """
     values, present = torch.stack(list(values_KCC)), torch.stack(list(present_KC)).to(torch.bool)
     weights = present.to(values.dtype)
@@ -44,15 +50,19 @@ def average_over_holders(
 def sliced_wasserstein(
     u_SC: Tensor, v_SC: Tensor, client_S: Tensor, *, distance: str, directions_PC: Tensor
 ) -> Tensor:
-    """The collaborative loss Σ_c SWD(u_{k,c}, v_c) of each client of a group (Eq. 10), summed over clients: a scalar.
+    """The collaborative loss Σ_c SWD(u_{k,c}, v_c) of each client of a group (Eq. 10), summed over
+    clients: a scalar.
 
     Args:
-        u_SC: mean logits of the synthetic images of each segment. v_SC: the global knowledge of the segment's class.
+        u_SC: mean logits of the synthetic images of each segment.
+        v_SC: the global knowledge of the segment's class.
         client_S: which client a segment belongs to.
-        distance: "point": each u and v is one point, and the distance E_θ|θ·(u − v)| over unit vectors θ is exactly κ_C·‖u − v‖ with
-            κ_C = Γ(C/2) / (√π·Γ((C + 1)/2)). "rows": a client's rows u against its rows v as two clouds of points, along the random
-            `directions_PC`, times the number of rows (so that it is a sum over classes too). "sorted": the Wasserstein distance between the
-            coordinates of u and of v, which does not see which class is which; for comparison only.
+        distance: "point": each u and v is one point, and the distance E_θ|θ·(u − v)| over unit
+            vectors θ is exactly κ_C·‖u − v‖ with κ_C = Γ(C/2) / (√π·Γ((C + 1)/2)). "rows": a
+            client's rows u against its rows v as two clouds of points, along the random
+            `directions_PC`, times the number of rows (so that it is a sum over classes too).
+            "sorted": the Wasserstein distance between the coordinates of u and of v, which does not
+            see which class is which; for comparison only.
         directions_PC: unit vectors, for "rows".
     """
     if distance == "point":
@@ -82,12 +92,16 @@ def point_factor(dimension: int) -> float:
 
 
 class KnowledgeMatcher:
-    """λ_loc·∇_S Σ_c SWD(u_c, v_c) on top of another matcher's gradient (Eqs. 4 and 10 together); touches no data.
+    """λ_loc·∇_S Σ_c SWD(u_c, v_c) on top of another matcher's gradient (Eqs. 4 and 10 together);
+    touches no data.
 
     Args:
         inner: distribution matching.
-        global_SC: v_c of each segment's class. client_S: whose segment it is. known_S: whether anybody's v_c exists; others pull nothing.
-        weight: λ_loc. logit_weight: b of the features' logits (the last C coordinates), above 0.
+        global_SC: v_c of each segment's class.
+        client_S: whose segment it is.
+        known_S: whether anybody's v_c exists; others pull nothing.
+        weight: λ_loc.
+        logit_weight: b of the features' logits (the last C coordinates), above 0.
         directions: draws the step's unit vectors; used by "rows" alone.
     """
 
@@ -162,14 +176,16 @@ def knowledge_matching(
     temperature: float,
     reduction: str = "mean",
 ) -> Tensor:
-    """L_LGKM = ½(KL(R‖T) + KL(T‖R)), Eq. 15, of the usable classes' rows; the gradient goes through T alone.
+    """L_LGKM = ½(KL(R‖T) + KL(T‖R)), Eq. 15, of the usable classes' rows; the gradient goes through
+    T alone.
 
     Args:
-        mean_logits_CC: t_c before its softmax; T = softmax(mean_logits/τ) (Eq. 13). soft_CC: R.
+        mean_logits_CC: t_c before its softmax; T = softmax(mean_logits/τ) (Eq. 13).
+        soft_CC: R.
         usable_C: which rows exist on both sides; without any the loss is 0.
-        reduction: "mean" over the usable rows, or their "sum". Eq. 15 gives no normaliser, and a distribution
-            for each class. A sum is C times as strong, and grows with the classes beside a cross-entropy
-            that does not.
+        reduction: "mean" over the usable rows, or their "sum". Eq. 15 gives no normaliser, and a
+            distribution for each class. A sum is C times as strong, and grows with the classes
+            beside a cross-entropy that does not.
     """
     log_t = torch.log_softmax(mean_logits_CC / temperature, dim=1)
     log_r = soft_CC.clamp_min(torch.finfo(soft_CC.dtype).tiny).log()

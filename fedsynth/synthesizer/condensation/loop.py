@@ -1,4 +1,5 @@
-"""The condensation loop: T steps of gradient descent on the synthetic images of a group of clients (FedDM, Algorithm 1)."""
+"""The condensation loop: T steps of gradient descent on the synthetic images of a group of clients
+(FedDM, Algorithm 1)."""
 
 from __future__ import annotations
 
@@ -26,18 +27,21 @@ ACTIVATIONS = 8  # full-size activations that a pass may hold at its widest
 
 
 class NetworkFeatures:
-    """u_w(x) = [h_w(x); b·z_w(x)]: embedding and logits from one forward pass, after the siamese augmentation if there is one.
+    """u_w(x) = [h_w(x); b·z_w(x)]: embedding and logits from one forward pass, after the siamese
+    augmentation if there is one.
 
     One object serves all steps of a condensation; `use` gives it the step's network.
 
     Args:
         network: has `embed` and `classifier`; its weights are frozen.
-        precision: of the real images' embedding, and of what is pulled back for each private example; synthetic images' features, and
-            the classifier, are always float32.
-        statistics_S: for networks with batch norm (`fedsynth.models.batch_norm`): segments with the same number share statistics.
+        precision: of the real images' embedding, and of what is pulled back for each private
+            example; synthetic images' features, and the classifier, are always float32.
+        statistics_S: for networks with batch norm (`fedsynth.models.batch_norm`): segments with the
+            same number share statistics.
         memory_bytes: a pass should not take more.
-        compiled: the real pass goes through torch.compile; its last, smaller piece does not, so that shapes never change. Not for private
-            clients: one record more would move others of its piece to another kernel, which in bf16 shows in the sums.
+        compiled: the real pass goes through torch.compile; its last, smaller piece does not, so
+            that shapes never change. Not for private clients: one record more would move others of
+            its piece to another kernel, which in bf16 shows in the sums.
     """
 
     def __init__(
@@ -81,7 +85,8 @@ class NetworkFeatures:
         )
 
     def real(self, x_NCHW: Tensor, segment_N: Tensor) -> Tensor:
-        """[N, D] without graph: channels-last, in small batches that stay in the cache on a CPU, and in the reduced precision."""
+        """[N, D] without graph: channels-last, in small batches that stay in the cache on a CPU,
+        and in the reduced precision."""
         rows = []
         with torch.no_grad():
             at_once = len(x_NCHW) if self.mixes else self.images_at_once(x_NCHW, self._precision)
@@ -100,7 +105,8 @@ class NetworkFeatures:
     def vjp(
         self, x_NCHW: Tensor, segment_N: Tensor, *, exact: bool = True
     ) -> tuple[Tensor, VectorJacobian]:
-        """u [N, D], and what pulls vectors [V, N, D] back to the images: the network's own `embed_vjp` if it has one, else autograd."""
+        """u [N, D], and what pulls vectors [V, N, D] back to the images: the network's own
+        `embed_vjp` if it has one, else autograd."""
         leaf = x_NCHW.detach().requires_grad_()
         with torch.enable_grad():
             x = self._augmented(leaf, segment_N)
@@ -126,8 +132,9 @@ class NetworkFeatures:
             return self._with_logits(h), through
 
     def images_at_once(self, x_NCHW: Tensor, precision: torch.dtype = torch.float32) -> int:
-        """Images in one pass, a power of two: on a CPU as many as keep the largest activation within 8 MB, where caches and the allocator
-        reuse it. (The passes that private records come in are powers of two as well, so that these cut them into equal parts.)"""
+        """Images in one pass, a power of two: on a CPU as many as keep the largest activation
+        within 8 MB, where caches and the allocator reuse it. (The passes that private records come
+        in are powers of two as well, so that these cut them into equal parts.)"""
         scalars = getattr(self._network, "largest_activation", x_NCHW[0].numel())
         most = min(
             chunk(x_NCHW.device), self._memory_bytes // (ACTIVATIONS * scalars * precision.itemsize)
@@ -151,8 +158,9 @@ class NetworkFeatures:
 
 
 def client_bytes(context: RoundContext, ipc: int, iterations: int, batch: int) -> int:
-    """Memory that one more client in a condensation takes, about: the round's block of batch indices, the set with its gradient and velocity,
-    and class sums of features; with batch norm a whole batch's activations."""
+    """Memory that one more client in a condensation takes, about: the round's block of batch
+    indices, the set with its gradient and velocity, and class sums of features; with batch norm a
+    whole batch's activations."""
     pixels = (
         ipc
         * context.spec.image_shape[0]
@@ -195,10 +203,12 @@ def condense(
 
     Args:
         synthetic_SICHW: start images, in normalised pixel units; not changed.
-        draw_network: a network with `embed` and `classifier` and frozen weights, drawn anew for each step.
+        draw_network: a network with `embed` and `classifier` and frozen weights, drawn anew for
+            each step.
         matcher: makes the gradient; with DP on it is the only thing that touches private data.
         optimiser: moves the images by it; leading axes, which stay apart, are segments and images.
-        precision, statistics_S, memory_bytes, compiled: see `NetworkFeatures`; sums and updates are float32.
+        precision, statistics_S, memory_bytes, compiled: see `NetworkFeatures`; sums and updates are
+            float32.
         report: hears the number of steps done; the loop itself never waits for the device.
     """
     synthetic = synthetic_SICHW.detach().clone()

@@ -1,14 +1,18 @@
-"""Distribution matching: what pulls the synthetic images, with DP off and under each private mechanism.
+"""Distribution matching: what pulls the synthetic images, with DP off and under each private
+mechanism.
 
-FedDM (arXiv 2207.09653), Eq. 9. For a class c, network w and feature map u_w(x) = [h_w(x); b·z_w(x)] (embedding and logits),
+FedDM (arXiv 2207.09653), Eq. 9. For a class c, network w and feature map u_w(x) = [h_w(x);
+b·z_w(x)] (embedding and logits),
 
     L_c = ‖ mean_{B_c} u_w − mean_{S_c} u_w ‖²,      L = Σ_c L_c,
 
-and one step needs ∇_S L. All (client, class) pairs of a group are segments of one pass: `synthetic` is [S, ipc, C, H, W], the real
-batch has a segment number for each image. Real images go through without graph; the network's weights are frozen; what is pulled
-back to the synthetic images is a vector-Jacobian product (`fedsynth.models.frozen`, or autograd for other networks).
+and one step needs ∇_S L. All (client, class) pairs of a group are segments of one pass: `synthetic`
+is [S, ipc, C, H, W], the real batch has a segment number for each image. Real images go through
+without graph; the network's weights are frozen; what is pulled back to the synthetic images is a
+vector-Jacobian product (`fedsynth.models.frozen`, or autograd for other networks).
 
-Every class here is a `Matcher`: it turns (step, features, synthetic) into ∇_S L, or into a private stand-in for it.
+Every class here is a `Matcher`: it turns (step, features, synthetic) into ∇_S L, or into a private
+stand-in for it.
 """
 
 from __future__ import annotations
@@ -27,14 +31,17 @@ from fedsynth.privacy.passes import padded, power_of_two
 from fedsynth.synthesizer.condensation.real_batches import BatchIndices
 
 PASSES, PULLED = 4, 8
-"""`per_example_gradients` pulls a segment's vectors back in about so many passes, each within so many times the images of a pass forward."""
+"""`per_example_gradients` pulls a segment's vectors back in about so many passes, each within so
+many times the images of a pass forward."""
 
 
 class FeatureMap(Protocol):
-    """(images [N, C, H, W], segment number of each [N]) -> u [N, D]; the segment number selects the siamese augmentation.
+    """(images [N, C, H, W], segment number of each [N]) -> u [N, D]; the segment number selects the
+    siamese augmentation.
 
     Attributes:
-        mixes: an image's features depend on the others of its pass (batch norm), so that a pass must hold all of a group's images.
+        mixes: an image's features depend on the others of its pass (batch norm), so that a pass
+            must hold all of a group's images.
     """
 
     mixes: bool
@@ -48,7 +55,8 @@ class FeatureMap(Protocol):
     def vjp(
         self, x_NCHW: Tensor, segment_N: Tensor, *, exact: bool = True
     ) -> tuple[Tensor, VectorJacobian]:
-        """u [N, D], and what pulls vectors [V, N, D] back to images [V, N, C, H, W]; `exact` False allows a reduced precision in that."""
+        """u [N, D], and what pulls vectors [V, N, D] back to images [V, N, C, H, W]; `exact` False
+        allows a reduced precision in that."""
 
     def images_at_once(self, x_NCHW: Tensor, precision: torch.dtype = torch.float32) -> int:
         """How many such images one pass should hold."""
@@ -69,7 +77,8 @@ def synthetic_means(features: FeatureMap, synthetic_SICHW: Tensor) -> Tensor:
 
 
 class SyntheticPass:
-    """One pass of some segments' synthetic images: their means, and J_cᵀ v for many v, with J_c the Jacobian of mean_{S_c} u."""
+    """One pass of some segments' synthetic images: their means, and J_cᵀ v for many v, with J_c the
+    Jacobian of mean_{S_c} u."""
 
     def __init__(
         self,
@@ -99,8 +108,8 @@ def pull_back(
 ) -> Tensor:
     """J_cᵀ v_c for every segment, [S, ipc, C, H, W].
 
-    A segment's images meet only their own mean, so segments can go few at a time, which keeps a pass in the cache on a CPU; with batch
-    norm they go together.
+    A segment's images meet only their own mean, so segments can go few at a time, which keeps a
+    pass in the cache on a CPU; with batch norm they go together.
 
     Args:
         cotangents: (means [G, D] of some segments, their numbers [G]) -> v [G, D].
@@ -138,7 +147,8 @@ def passes(features: FeatureMap, synthetic_SICHW: Tensor) -> tuple[Tensor, ...]:
 
 
 def segment_sums(values_ND: Tensor, segment_N: Tensor, segments: int) -> Tensor:
-    """Sum of the rows of each segment, [segments, D], as a matrix product (deterministic on CUDA)."""
+    """Sum of the rows of each segment, [segments, D], as a matrix product (deterministic on
+    CUDA)."""
     return torch.nn.functional.one_hot(segment_N, segments).to(values_ND.dtype).T @ values_ND
 
 
@@ -151,7 +161,8 @@ def segment_means(values_ND: Tensor, segment_N: Tensor, segments: int) -> Tensor
 
 
 def first_columns(rows_ND: Tensor, columns: int | None) -> Tensor:
-    """The rows with everything beyond the first `columns` set to zero (None: as they are): matching those alone."""
+    """The rows with everything beyond the first `columns` set to zero (None: as they are): matching
+    those alone."""
     return (
         rows_ND
         if columns is None
@@ -163,7 +174,8 @@ class ExactMatcher:
     """∇_S L with real means from minibatches; DP off.
 
     Args:
-        columns: match only so many of the first coordinates of u: embeddings without logits (FedAF, Eq. 4). None: all.
+        columns: match only so many of the first coordinates of u: embeddings without logits (FedAF,
+            Eq. 4). None: all.
     """
 
     def __init__(
@@ -189,7 +201,8 @@ class ExactMatcher:
         return sums / self._batches.divisors.to(sums.dtype)
 
     def real_rows(self, step: int, features: FeatureMap) -> tuple[Tensor, Tensor]:
-        """u_w of every image of this step's batch [N, D], without graph, and its segment [N], ascending."""
+        """u_w of every image of this step's batch [N, D], without graph, and its segment [N],
+        ascending."""
         indices = self._batches.at(step)
         rows = [
             features.real(
@@ -211,16 +224,20 @@ class ExactMatcher:
 
 
 class ResidualMatcher:
-    """Mechanism `residual`: noise on the sum of clipped residuals in feature space, then one backward pass as post-processing.
+    """Mechanism `residual`: noise on the sum of clipped residuals in feature space, then one
+    backward pass as post-processing.
 
-    ∇_S L_c = 2·J_cᵀ (mean_{S_c} u − mean_{B_c} u) is linear in the mean of the per-example residuals r(x) = mean_{S_c} u − u(x).
-    Each r(x) is clipped to 𝒞 (embedding and logits jointly), summed over the Poisson batch by class, noised by N(0, σ²𝒞²I),
-    divided by the public constant `divisor` = q · nominal examples of a class, and sent through J_cᵀ once.
+    ∇_S L_c = 2·J_cᵀ (mean_{S_c} u − mean_{B_c} u) is linear in the mean of the per-example
+    residuals r(x) = mean_{S_c} u − u(x). Each r(x) is clipped to 𝒞 (embedding and logits jointly),
+    summed over the Poisson batch by class, noised by N(0, σ²𝒞²I), divided by the public constant
+    `divisor` = q · nominal examples of a class, and sent through J_cᵀ once.
 
-    Sensitivity: r(x) depends on x and on released images and public weights alone, so an example moves one class's sum by at most 𝒞.
+    Sensitivity: r(x) depends on x and on released images and public weights alone, so an example
+    moves one class's sum by at most 𝒞.
 
     Args:
-        columns: take only so many of the first coordinates of u, as in `ExactMatcher`; the others are then not in the release.
+        columns: take only so many of the first coordinates of u, as in `ExactMatcher`; the others
+            are then not in the release.
     """
 
     def __init__(
@@ -255,10 +272,12 @@ class ResidualMatcher:
 
 
 class GradientMatcher:
-    """Mechanism `gradient`: FedDM's Eq. 15 (App. B) with per-example clipping, sum, noise and a public divisor.
+    """Mechanism `gradient`: FedDM's Eq. 15 (App. B) with per-example clipping, sum, noise and a
+    public divisor.
 
-    g̃(x) = 2·J_cᵀ (mean_{S_c} u − u(x)): the gradient of the squared-norm loss with x alone as the real mean; the mean of g̃ over
-    a batch is the batch's gradient. S_c goes forward once for all examples of its class, and many vectors are pulled back at a time.
+    g̃(x) = 2·J_cᵀ (mean_{S_c} u − u(x)): the gradient of the squared-norm loss with x alone as the
+    real mean; the mean of g̃ over a batch is the batch's gradient. S_c goes forward once for all
+    examples of its class, and many vectors are pulled back at a time.
     """
 
     def __init__(
@@ -270,7 +289,8 @@ class GradientMatcher:
         def rows(x_NCHW: Tensor, segment_N: Tensor) -> Tensor:
             return per_example_gradients(features, synthetic, x_NCHW, segment_N)
 
-        # Each call takes the synthetic images forward again; an image that is thrown away is cheap beside that.
+        # Each call takes the synthetic images forward again; an image that is thrown away is cheap
+        # beside that.
         noisy = self._clients.class_sums(self._series, rows, start_over_row=64.0) / self._divisor
         return noisy.view_as(synthetic)
 
@@ -278,15 +298,17 @@ class GradientMatcher:
 def per_example_gradients(
     features: FeatureMap, synthetic_SICHW: Tensor, x_NCHW: Tensor, segment_N: Tensor
 ) -> Tensor:
-    """g̃(x) of FedDM's Eq. 15 for every example, [N, ipc·C·H·W]: the gradient for the synthetic images of the example's own segment.
+    """g̃(x) of FedDM's Eq. 15 for every example, [N, ipc·C·H·W]: the gradient for the synthetic
+    images of the example's own segment.
 
-    Each segment's images go forward once, and the vectors of its examples go back a fixed number at a time, the last ones filled up with
-    zeros: how many examples a segment has must not choose a kernel (`fedsynth.privacy.passes`). A reduced precision of the way back
-    moves the rows, not their bound: rows are clipped as they are summed.
+    Each segment's images go forward once, and the vectors of its examples go back a fixed number at
+    a time, the last ones filled up with zeros: how many examples a segment has must not choose a
+    kernel (`fedsynth.privacy.passes`). A reduced precision of the way back moves the rows, not
+    their bound: rows are clipped as they are summed.
 
     Args:
-        x_NCHW, segment_N: N is public, and so is the number of segments; −1 marks images that count for nothing. Segments are best on the
-            CPU, where the passes are planned.
+        x_NCHW, segment_N: N is public, and so is the number of segments; −1 marks images that count
+            for nothing. Segments are best on the CPU, where the passes are planned.
     """
     segment_N = segment_N.cpu()
     device, segments = x_NCHW.device, len(synthetic_SICHW)
@@ -305,16 +327,19 @@ def per_example_gradients(
 
 
 def vectors_at_once(features: FeatureMap, synthetic_SICHW: Tensor, expected: float) -> int:
-    """How many vectors of a segment, of about `expected` (public), go back together: a power of two; half of the last ones are wasted."""
+    """How many vectors of a segment, of about `expected` (public), go back together: a power of
+    two; half of the last ones are wasted."""
     images = PULLED * features.images_at_once(synthetic_SICHW[0])
     return min(power_of_two(images / synthetic_SICHW.shape[1]), power_of_two(expected / PASSES))
 
 
 class ClippedMatcher:
-    """Another matcher's gradient with the norm of each client's part, all its images together, clipped; for stability, not for privacy.
+    """Another matcher's gradient with the norm of each client's part, all its images together,
+    clipped; for stability, not for privacy.
 
     Args:
-        client_S: whose segment it is, on the images' device. bound: the largest norm.
+        client_S: whose segment it is, on the images' device.
+        bound: the largest norm.
     """
 
     def __init__(self, inner: Matcher, client_S: Tensor, bound: float) -> None:
@@ -329,10 +354,11 @@ class ClippedMatcher:
 
 
 class PaperMatcher:
-    """Mechanism `paper`: FedDM's Algorithm 1 as printed. NOT differentially private; for comparison only.
+    """Mechanism `paper`: FedDM's Algorithm 1 as printed. NOT differentially private; for comparison
+    only.
 
-    Each class's *batch* gradient is clipped to 𝒞 and N(0, σ²𝒞²I)/|B_c| is added. Clipping a mean bounds its norm, not one example's
-    influence: the sensitivity is up to 2𝒞, not 𝒞/|B_c|.
+    Each class's *batch* gradient is clipped to 𝒞 and N(0, σ²𝒞²I)/|B_c| is added. Clipping a mean
+    bounds its norm, not one example's influence: the sensitivity is up to 2𝒞, not 𝒞/|B_c|.
     """
 
     def __init__(

@@ -1,8 +1,10 @@
-"""FedDM's parameter perturbation (App. D.3, Eq. 24): networks drawn around the global model for each condensation step.
+"""FedDM's parameter perturbation (App. D.3, Eq. 24): networks drawn around the global model for
+each condensation step.
 
-P_w(w_r) = w_r + ε with ε ~ N(0, I) rescaled so that ‖ε‖₂ ≤ ρ. With 300,000 parameters ‖N(0, I)‖ ≈ 550, so for ρ = 5 rescaling
-always bites and w lies on the sphere: reading "sphere", the literal one and the default. Reading "ball" keeps the direction and
-draws the distance to w_r uniformly from [0, ρ].
+P_w(w_r) = w_r + ε with ε ~ N(0, I) rescaled so that ‖ε‖₂ ≤ ρ. With 300,000 parameters ‖N(0, I)‖ ≈
+550, so for ρ = 5 rescaling always bites and w lies on the sphere: reading "sphere", the literal one
+and the default. Reading "ball" keeps the direction and draws the distance to w_r uniformly from [0,
+ρ].
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ READINGS = ("sphere", "ball")
 
 
 class Perturbations:
-    """Draws w ~ P_w(w_r), one for each step, from the round's public seed: all clients of a round share them.
+    """Draws w ~ P_w(w_r), one for each step, from the round's public seed: all clients of a round
+    share them.
 
     Args:
         model: w_r. Copied; the copy's weights are frozen.

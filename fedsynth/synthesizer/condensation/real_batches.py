@@ -1,4 +1,5 @@
-"""Real minibatches of condensation: one block of indices for all steps of a round, drawn once for each client."""
+"""Real minibatches of condensation: one block of indices for all steps of a round, drawn once for
+each client."""
 
 from __future__ import annotations
 
@@ -18,15 +19,18 @@ SMALL_CLASS = ("all", "resample")
 class BatchIndices:
     """B_c for every step and segment: `batch` examples without replacement.
 
-    Classes smaller than the batch: "all" takes every example at every step (the exact mean, at less cost); "resample" draws
-    `batch` examples with replacement. A client's draws depend on (seed, round, client) alone, not on who shares its group.
+    Classes smaller than the batch: "all" takes every example at every step (the exact mean, at less
+    cost); "resample" draws `batch` examples with replacement. A client's draws depend on (seed,
+    round, client) alone, not on who shares its group.
 
     Args:
         clients, segments: the group and its (client, class) pairs.
         steps: number of condensation steps.
 
     Attributes:
-        sizes: examples of each segment in a step, on the CPU. segment: of each row, on the data's device. divisors: `sizes` there, [S, 1].
+        sizes: examples of each segment in a step, on the CPU.
+        segment: of each row, on the data's device.
+        divisors: `sizes` there, [S, 1].
     """
 
     def __init__(
@@ -58,7 +62,8 @@ class BatchIndices:
         self.divisors = self.sizes.to(self._block.device, torch.float32)[:, None]
 
     def at(self, step: int) -> Tensor:
-        """Indices into the resident data [N] of one step; their segments are `segment` [N] at every step, ascending."""
+        """Indices into the resident data [N] of one step; their segments are `segment` [N] at every
+        step, ascending."""
         return self._block[step].to(torch.int64)
 
     def pieces(self, size: int) -> list[Piece]:
@@ -84,7 +89,8 @@ class Piece:
 def _draw(
     pool: int, batch: int, steps: int, small_class: str, generator: torch.Generator
 ) -> Tensor:
-    """Positions in a class's pool, [steps, min(batch, pool)] ("resample": [steps, batch] where the pool is small)."""
+    """Positions in a class's pool, [steps, min(batch, pool)] ("resample": [steps, batch] where the
+    pool is small)."""
     if pool <= batch:
         if small_class == "resample" and pool < batch:
             return torch.randint(pool, (steps, batch), generator=generator)

@@ -1,7 +1,8 @@
-"""FedAF's model re-sampling (Eq. 17): each condensation step uses γ·w + (1 − γ)·w̃, with w̃ freshly initialised.
+"""FedAF's model re-sampling (Eq. 17): each condensation step uses γ·w + (1 − γ)·w̃, with w̃ freshly
+initialised.
 
-Fresh means by the architecture's own initialisation, not Gaussian noise: w̃ is a network that could be a run's start. All clients of a round
-share the draws, which come from the run's public seed.
+Fresh means by the architecture's own initialisation, not Gaussian noise: w̃ is a network that could
+be a run's start. All clients of a round share the draws, which come from the run's public seed.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ class ResampledNetworks:
 
     Args:
         model: w, the global model. Copied; the copy's weights are frozen.
-        architecture: a network with the same parameters in the same order, whose layers have `reset_parameters`.
+        architecture: a network with the same parameters in the same order, whose layers have
+            `reset_parameters`.
         gamma: γ in [0, 1]; 1 is the global model itself at every step.
         period: after so many networks the same ones come again; None: never.
     """

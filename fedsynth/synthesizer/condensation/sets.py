@@ -41,7 +41,8 @@ def real_start(
 ) -> Tensor:
     """`ipc` random real images of each segment, [S, ipc, C, H, W]; a class with fewer repeats some.
 
-    What is drawn depends on (seed, client, draw) alone, so REAL and FedDM with one seed start from the same images.
+    What is drawn depends on (seed, client, draw) alone, so REAL and FedDM with one seed start from
+    the same images.
     """
     chosen: list[Tensor] = []
     for position, client in enumerate(clients.ids):
@@ -57,7 +58,8 @@ def real_start(
 def averaged_start(
     clients: OpenClients, segments: Segments, ipc: int, average: int, seed: int
 ) -> Tensor:
-    """`ipc` images of each segment, each the mean of `average` random real ones of its class (with repetition), [S, ipc, C, H, W]."""
+    """`ipc` images of each segment, each the mean of `average` random real ones of its class (with
+    repetition), [S, ipc, C, H, W]."""
     images: list[Tensor] = []
     for position, client in enumerate(clients.ids):
         generator = torch_generator(seed, "averaged start images", client)
@@ -75,7 +77,8 @@ def averaged_start(
 def noise_start(
     ids: Sequence[int], segments: Segments, ipc: int, image_shape: tuple[int, int, int], seed: int
 ) -> Tensor:
-    """Standard normal images [S, ipc, C, H, W] on the CPU: public, from (seed, client), so that nothing private is in the start."""
+    """Standard normal images [S, ipc, C, H, W] on the CPU: public, from (seed, client), so that
+    nothing private is in the start."""
     rows = [
         torch.randn(
             len(segments.of(position)),
@@ -91,7 +94,8 @@ def noise_start(
 def with_kept_images(
     fresh: Callable[[], Tensor], segments: Segments, memories: Sequence[Memory]
 ) -> Tensor:
-    """Where a round's condensation starts, [S, ipc, C, H, W]: at a client's images of its last round, if it remembers any, else afresh."""
+    """Where a round's condensation starts, [S, ipc, C, H, W]: at a client's images of its last
+    round, if it remembers any, else afresh."""
     new = [position for position, memory in enumerate(memories) if "images" not in memory]
     if not new and len(memories):
         kept = torch.cat([memory["images"] for memory in memories])
@@ -133,12 +137,15 @@ def train_on_union(
     """Trains `model` in place on all uploaded images together (FedDM's server, Eq. 10).
 
     Args:
-        objective: (the network in training, a minibatch's images, labels) -> its loss, in place of the cross-entropy.
-        on_all: the same of the whole union, added to each step's loss, or, `once_an_epoch`, to that of every epoch's first step.
+        objective: (the network in training, a minibatch's images, labels) -> its loss, in place of
+            the cross-entropy.
+        on_all: the same of the whole union, added to each step's loss, or, `once_an_epoch`, to that
+            of every epoch's first step.
     """
     sets = list(uploads.values())
     if not any(len(u.labels) for u in sets):
-        # No released count was large enough, or a round's few clients have little: no mistake, go on with w_r.
+        # No released count was large enough, or a round's few clients have little: no mistake, go
+        # on with w_r.
         if context.privacy is not None or len(uploads) < context.clients:
             return
         raise SettingError(

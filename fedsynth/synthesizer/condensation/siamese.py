@@ -1,8 +1,10 @@
-"""Siamese augmentation (Zhao & Bilen 2021, "Differentiable Siamese Augmentation"): real and synthetic images of a class get the same.
+"""Siamese augmentation (Zhao & Bilen 2021, "Differentiable Siamese Augmentation"): real and
+synthetic images of a class get the same.
 
-At every step each segment (client and class) draws one transformation and its strength; all its images, real and synthetic, are
-transformed alike, on the device and differentiably. Shift, scale, rotation and flip are one affine resampling; brightness,
-saturation and contrast are pointwise; cutout is a mask. Strengths follow the DSA paper's defaults.
+At every step each segment (client and class) draws one transformation and its strength; all its
+images, real and synthetic, are transformed alike, on the device and differentiably. Shift, scale,
+rotation and flip are one affine resampling; brightness, saturation and contrast are pointwise;
+cutout is a mask. Strengths follow the DSA paper's defaults.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ class SiameseAugmentation:
     """One step's transformations for all segments.
 
     Args:
-        segments: how many; `generator`: on the images' device; `flip`: False for digits and letters, whose mirror image is another sign.
+        segments: how many; `generator`: on the images' device; `flip`: False for digits and
+            letters, whose mirror image is another sign.
     """
 
     def __init__(self, segments: int, generator: torch.Generator, *, flip: bool) -> None:
@@ -71,7 +74,9 @@ class SiameseAugmentation:
 
 
 class SiameseDraws:
-    """Draws each step's transformations by class, from the round's public seed: clients share them, as they share the networks.
+    """Draws each step's transformations by class, from the round's public seed.
+
+    All clients share them, as they share the networks.
 
     Args:
         label_S: class of each segment, on the images' device.

@@ -1,9 +1,9 @@
 """Ensembles of client models as a teacher: FedHydra's stratification and aggregation (arXiv, Eqs. 2
 to 11), averages, batch-norm statistics.
 
-u_{k,j} says how well client k's model can teach class j: how far the loss of a fresh generator that is
-to please it falls. U is [C, m] (classes by clients); Ū_r weighs clients for each class (rows sum to 1),
-Ū_c classes for each client (columns sum to 1).
+u_{k,j} says how well client k's model can teach class j: how far the loss of a fresh generator that
+is to please it falls. U is [C, m] (classes by clients); Ū_r weighs clients for each class (rows sum
+to 1), Ū_c classes for each client (columns sum to 1).
 """
 
 from __future__ import annotations
@@ -23,14 +23,16 @@ from fedsynth.synthesizer.generation.generators import make_generator
 
 PAIRS = 64  # generators whose weights, gradients and images are held at a time
 Aggregate = Callable[[Tensor, Tensor], Tensor]
-"""(logits of all models [m, N, C], labels that were asked for [N]) -> logits of the ensemble [N, C]."""
+"""(logits of all models [m, N, C], labels that were asked for [N]) -> logits of the ensemble [N,
+C]."""
 
 
 def guidance(losses_TCM: Tensor, floor: float) -> Tensor:
     """U [C, m] = (max_t − min_t)/min_t of each pair's loss series (Eqs. 2 and 3).
 
     Args:
-        losses_TCM: loss of every step, class and client. floor: least denominator, as a minimum near zero would outweigh all others.
+        losses_TCM: loss of every step, class and client.
+        floor: least denominator, as a minimum near zero would outweigh all others.
     """
     least, most = losses_TCM.amin(dim=0), losses_TCM.amax(dim=0)
     return (most - least) / least.clamp_min(floor)
@@ -52,10 +54,10 @@ def share_of_classes(u_CM: Tensor) -> Tensor:
 def stratified_weights(u_CM: Tensor, *, in_place: bool = True) -> tuple[Tensor, Tensor]:
     """Ū_r and Ū_c, each [C, m].
 
-    "We first normalize each row of U … Then, we normalize each column of U" (Sec. 3.2): in place, the
-    columns are those of the rows' shares. A class that no model teaches easily then counts as much as
-    one that all do, and u, which has no bound where a loss falls near zero, cannot leave a client with
-    a few classes alone.
+    "We first normalize each row of U … Then, we normalize each column of U" (Sec. 3.2): in place,
+    the columns are those of the rows' shares. A class that no model teaches easily then counts as
+    much as one that all do, and u, which has no bound where a loss falls near zero, cannot leave a
+    client with a few classes alone.
 
     Args:
         in_place: False: columns of the raw U, as Eq. 6 is printed.
@@ -70,7 +72,8 @@ def stratified_aggregation(
     """P = Σ_k Ū_r[y, k]·(F_k(x) ⊙ Ū_c[:, k]) (Eqs. 8 to 11), [N, C].
 
     Args:
-        by_class_CM: Ū_r. by_client_CM: Ū_c.
+        by_class_CM: Ū_r.
+        by_client_CM: Ū_c.
     """
     return torch.einsum("mnc,cm,nm->nc", logits_MNC, by_client_CM, by_class_CM[labels_N])
 
@@ -78,10 +81,11 @@ def stratified_aggregation(
 def stratified_probabilities(
     logits_MNC: Tensor, labels_N: Tensor, by_class_CM: Tensor, by_client_CM: Tensor
 ) -> Tensor:
-    """SA of what the models say, softmax F_k(x), in place of their logits: log of that P, whose softmax is P over its sum, [N, C].
+    """SA of what the models say, softmax F_k(x), in place of their logits: log of that P, whose
+    softmax is P over its sum, [N, C].
 
-    A weight then scales how much a client's vote for a class counts; on logits it scales the logit, so that a class of small weight cannot
-    win however sure the client is.
+    A weight then scales how much a client's vote for a class counts; on logits it scales the logit,
+    so that a class of small weight cannot win however sure the client is.
     """
     mixed = stratified_aggregation(logits_MNC.softmax(dim=2), labels_N, by_class_CM, by_client_CM)
     return mixed.clamp_min(torch.finfo(mixed.dtype).tiny).log()
@@ -99,8 +103,8 @@ class Stratification:
     Args:
         steps: T_G of Algorithm 2.
         batch, latent, width: of the generators; the paper names none.
-        learning_rate: Adam's. The paper has one rate for all generators, 1e-3; at ten times that, losses
-            fall far enough within 30 steps to tell clients apart (docs/results.md).
+        learning_rate: Adam's. The paper has one rate for all generators, 1e-3; at ten times that,
+            losses fall far enough within 30 steps to tell clients apart (docs/results.md).
         floor: see `guidance`; the paper has no guard.
     """
 
@@ -122,12 +126,14 @@ class Stratification:
     ) -> Tensor:
         """U [C, m] (Algorithm 2).
 
-        The generators of up to PAIRS pairs step together, from the same weights and the same noise, so that their series can be compared; each
-        model sees the images of its own C generators in one pass.
+        The generators of up to PAIRS pairs step together, from the same weights and the same noise,
+        so that their series can be compared; each model sees the images of its own C generators in
+        one pass.
 
         Args:
             models: in evaluation mode; their weights are not touched.
-            batched: the generators' passes as one; None: on a GPU. (A CPU's grouped convolutions take several times as long as a loop.)
+            batched: the generators' passes as one; None: on a GPU. (A CPU's grouped convolutions
+                take several times as long as a loop.)
         """
         batched = device.type == "cuda" if batched is None else batched
         at_once = max(1, PAIRS // spec.classes)
@@ -225,12 +231,14 @@ def _with_statistics(layer: nn.Module) -> bool:
 
 @contextmanager
 def batch_norm_matching(models: Sequence[nn.Module]) -> Iterator[Callable[[], Tensor]]:
-    """Hooks on all batch-norm layers, registered once and removed at the end; the value, called after the models' passes, is
+    """Hooks on all batch-norm layers, registered once and removed at the end; the value, called
+    after the models' passes, is
 
     L_BN = 1/m Σ_k Σ_l ‖μ_l(x) − μ_{k,l}‖ + ‖σ²_l(x) − σ²_{k,l}‖ (DENSE, Eq. 3; FedHydra, Eq. 14)
 
-    with μ_l(x), σ²_l(x) the batch's statistics at the layer's input and μ_{k,l}, σ²_{k,l} its running ones. Zero without such layers.
-    (FedHydra's text puts the layers into the generator; they are the client models', as in DENSE.)
+    with μ_l(x), σ²_l(x) the batch's statistics at the layer's input and μ_{k,l}, σ²_{k,l} its
+    running ones. Zero without such layers. (FedHydra's text puts the layers into the generator;
+    they are the client models', as in DENSE.)
     """
     terms: list[Tensor] = []
 

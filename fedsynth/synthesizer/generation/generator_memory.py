@@ -1,4 +1,5 @@
-"""A generator in training and its Adam as named tensors: what a client, or a server, keeps of them between rounds."""
+"""A generator in training and its Adam as named tensors: what a client, or a server, keeps of them
+between rounds."""
 
 from __future__ import annotations
 

@@ -1,8 +1,10 @@
-"""Generators of images for distillation without data (and FedGen's, of embeddings), and the losses that they are trained by.
+"""Generators of images for distillation without data (and FedGen's, of embeddings), and the losses
+that they are trained by.
 
-The generator is DCGAN-like (Radford et al. 2016, in the form that DAFL, Chen et al. 2019, trains without data): a linear layer to a small
-feature map, two doublings by upsampling with convolution, batch norm and leaky ReLU, one more convolution, a sigmoid. It gives pixels in
-[0, 1]; `normalised` gives what a network takes. With `classes` it is conditional: a one-hot label is part of its input.
+The generator is DCGAN-like (Radford et al. 2016, in the form that DAFL, Chen et al. 2019, trains
+without data): a linear layer to a small feature map, two doublings by upsampling with convolution,
+batch norm and leaky ReLU, one more convolution, a sigmoid. It gives pixels in [0, 1]; `normalised`
+gives what a network takes. With `classes` it is conditional: a one-hot label is part of its input.
 
 It never sees data: everything that it learns from is a released model.
 """
@@ -23,8 +25,10 @@ class Generator(nn.Module):
     """`forward`: noise [N, latent] (and labels [N]) to pixels [N, C, H, W] in [0, 1].
 
     Args:
-        latent: length of z. width: channels of the last hidden layer (DAFL: 64); those before have twice as many.
-        classes: of a conditional generator; 0: none. running: keep running statistics, for evaluation mode.
+        latent: length of z.
+        width: channels of the last hidden layer (DAFL: 64); those before have twice as many.
+        classes: of a conditional generator; 0: none.
+        running: keep running statistics, for evaluation mode.
     """
 
     def __init__(
@@ -72,7 +76,8 @@ class Generator(nn.Module):
 
 
 class LatentGenerator(nn.Module):
-    """FedGen's G(y, ε): labels [N] and noise [N, noise] to embeddings [N, size], by one hidden layer (arXiv 2105.10056, and its public code)."""
+    """FedGen's G(y, ε): labels [N] and noise [N, noise] to embeddings [N, size], by one hidden
+    layer (arXiv 2105.10056, and its public code)."""
 
     def __init__(self, classes: int, size: int, noise: int = 32, hidden: int = 256) -> None:
         super().__init__()
@@ -91,13 +96,15 @@ class LatentGenerator(nn.Module):
 def make_latent_generator(
     classes: int, size: int, seed: int, *, noise: int = 32, hidden: int = 256
 ) -> LatentGenerator:
-    """A generator of embeddings whose weights depend on the seed alone; the global RNG is left as it was."""
+    """A generator of embeddings whose weights depend on the seed alone; the global RNG is left as
+    it was."""
     with forked_rng(seed, "latent generator initialisation"):
         return LatentGenerator(classes, size, noise, hidden)
 
 
 def diversity_loss(noise_NE: Tensor, made_ND: Tensor) -> Tensor:
-    """exp(−mean over all pairs of ‖ε_i − ε_j‖²/E · ‖G_i − G_j‖₁/D) (FedGen's public code): small where other noise makes other embeddings."""
+    """exp(−mean over all pairs of ‖ε_i − ε_j‖²/E · ‖G_i − G_j‖₁/D) (FedGen's public code): small
+    where other noise makes other embeddings."""
     apart = (noise_NE[:, None] - noise_NE[None]).square().mean(dim=2) * (
         made_ND[:, None] - made_ND[None]
     ).abs().mean(dim=2)
@@ -113,16 +120,18 @@ def make_generator(
     classes: int = 0,
     running: bool = True,
 ) -> Generator:
-    """A generator whose weights depend on (seed, numbers) alone; the global RNG is left as it was."""
+    """A generator whose weights depend on (seed, numbers) alone; the global RNG is left as it
+    was."""
     with forked_rng(seed, "generator initialisation", *numbers):
         return Generator(spec, latent, width, classes, running)
 
 
 def information_entropy_loss(logits_NC: Tensor) -> Tensor:
-    """−IE/log C of the batch-mean prediction p̄, in [−1, 0]: −1 where all classes are predicted equally often.
+    """−IE/log C of the batch-mean prediction p̄, in [−1, 0]: −1 where all classes are predicted
+    equally often.
 
-    FedKF, Eq. 3, which has −IE; the division by log C is the official code's, so that the term weighs the
-    same against the two others whatever the number of classes.
+    FedKF, Eq. 3, which has −IE; the division by log C is the official code's, so that the term
+    weighs the same against the two others whatever the number of classes.
     """
     mean = torch.softmax(logits_NC, dim=1).mean(dim=0)
     negative = (mean * mean.clamp_min(torch.finfo(mean.dtype).tiny).log()).sum()
@@ -130,16 +139,17 @@ def information_entropy_loss(logits_NC: Tensor) -> Tensor:
 
 
 def one_hot_loss(logits_NC: Tensor) -> Tensor:
-    """CE(p̂, argmax p̂), averaged over the batch (FedKF, Eq. 2): least where each prediction is certain."""
+    """CE(p̂, argmax p̂), averaged over the batch (FedKF, Eq. 2): least where each prediction is
+    certain."""
     return F.cross_entropy(logits_NC, logits_NC.argmax(dim=1))
 
 
 def activation_loss(features_ND: Tensor) -> Tensor:
     """−mean|f| over the batch and the D features (FedKF, Eq. 4): least where features are strong.
 
-    Eq. 4 prints −‖f‖₁; the official code takes the mean over the features. A sum is D times as strong (84
-    times for LeNet-5): it outweighs L_IE, and the generator collapses to the few classes whose features are
-    the strongest.
+    Eq. 4 prints −‖f‖₁; the official code takes the mean over the features. A sum is D times as
+    strong (84 times for LeNet-5): it outweighs L_IE, and the generator collapses to the few classes
+    whose features are the strongest.
     """
     return -features_ND.abs().mean()
 
@@ -147,7 +157,8 @@ def activation_loss(features_ND: Tensor) -> Tensor:
 def generator_loss(
     features_ND: Tensor, logits_NC: Tensor, one_hot_weight: float, activation_weight: float
 ) -> Tensor:
-    """L_G = L_IE + λ1·L_OH + λ2·L_A of a teacher's features and logits on generated images (FedKF, Eq. 5)."""
+    """L_G = L_IE + λ1·L_OH + λ2·L_A of a teacher's features and logits on generated images (FedKF,
+    Eq. 5)."""
     return (
         information_entropy_loss(logits_NC)
         + one_hot_weight * one_hot_loss(logits_NC)

@@ -2,8 +2,8 @@
 FedHydra, Algorithm 1.
 
 Each epoch draws noise and labels once, takes some generator steps on them (CE(P, y) + λ1·L_BN +
-λ2·L_AD), and then teaches the student the ensemble's answer P on the generated images. Everything here
-is computed from the models alone.
+λ2·L_AD), and then teaches the student the ensemble's answer P on the generated images. Everything
+here is computed from the models alone.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def student_loss(ensemble_NC: Tensor, student_NC: Tensor, hard_weight: float) ->
 
 @dataclass(frozen=True)
 class Batch:
-    """Generated images [N, C, H, W], the ensemble's logits on them [N, classes], the classes that they
-    were asked for [N], and the generator's loss on them."""
+    """Generated images [N, C, H, W], the ensemble's logits on them [N, classes], the classes that
+    they were asked for [N], and the generator's loss on them."""
 
     images: Tensor
     answer: Tensor
@@ -79,20 +79,21 @@ class OneShotDistillation:
         generator_lr, generator_beta1: Adam's; β₁ is 0.5 in DENSE's public code.
         batch: images of an epoch's draw (DENSE's public default is 256).
         latent, width: of the generator: DENSE's public code has 256, and 64.
-        conditional: the label is an input of the generator; the papers' generators take noise alone and
-            learn an epoch's labels with it.
+        conditional: the label is an input of the generator; the papers' generators take noise alone
+            and learn an epoch's labels with it.
         reset: a fresh generator in each epoch, as DENSE's public code has it.
         learn_noise: Adam moves the epoch's noise along with the generator (DENSE's public code).
         bn_weight, ad_weight: λ1, λ2.
         only_disagreement: DENSE's L_AD.
-        images: which of an epoch's images teach the student. "all": those of every generator step, a
-            student step for each batch ("leverages all generated intermediate images", FedHydra, Sec.
-            2); "last": one batch, made after the last step (Algorithm 1 alone, which names one student
-            step); "best": the batch of the step with the lowest loss (DENSE's public code).
-        replay: pass over the images of all epochs so far (DENSE's public code), and not of this alone.
-        flips, crop: random views, see `Views`. The ensemble sees views while the generator learns; the
-            student and its teacher see others in each pass, crops of colour images alone (DENSE's public
-            code, which crops CIFAR for the student, and flips digits, too).
+        images: which of an epoch's images teach the student. "all": those of every generator step,
+            a student step for each batch ("leverages all generated intermediate images", FedHydra,
+            Sec. 2); "last": one batch, made after the last step (Algorithm 1 alone, which names one
+            student step); "best": the batch of the step with the lowest loss (DENSE's public code).
+        replay: pass over the images of all epochs so far (DENSE's public code), and not of this
+            alone.
+        flips, crop: random views, see `Views`. The ensemble sees views while the generator learns;
+            the student and its teacher see others in each pass, crops of colour images alone
+            (DENSE's public code, which crops CIFAR for the student, and flips digits, too).
         hard_weight: β; the paper gives none: 1.
         learning_rate, momentum: the student's SGD; momentum is not named.
     """
@@ -149,10 +150,11 @@ class OneShotDistillation:
         """Trains `student` in place from its present weights.
 
         Args:
-            models: the clients', on the student's device; frozen and set to evaluation for the time.
+            models: the clients', on the student's device; frozen and set to evaluation for the
+                time.
             aggregate: makes the ensemble's logits.
-            lessons: what makes the logits that the student learns, where they are others than those that
-                the generator is to please.
+            lessons: what makes the logits that the student learns, where they are others than those
+                that the generator is to please.
         """
         device = next(student.parameters()).device
         for model in models:
@@ -218,7 +220,8 @@ class _Learner:
 
 
 class _Images:
-    """The epochs' images for the student: iterating trains the generator for one epoch at a time."""
+    """The epochs' images for the student: iterating trains the generator for one epoch at a
+    time."""
 
     def __init__(
         self,
@@ -313,7 +316,8 @@ class _Images:
         return labels if self._settings.conditional else None
 
     def _learner(self, epoch: int) -> _Learner:
-        """A fresh generator with its Adam; after the first epoch, where each has its own, another."""
+        """A fresh generator with its Adam; after the first epoch, where each has its own,
+        another."""
         settings = self._settings
         numbers = (*self._where, epoch) if epoch else self._where
         generator = make_generator(

@@ -1,8 +1,9 @@
-"""Distillation of a teacher into a student without data: FedKF's T2 at one place (arXiv 2207.10447, Sec. IV-B to IV-E).
+"""Distillation of a teacher into a student without data: FedKF's T2 at one place (arXiv 2207.10447,
+Sec. IV-B to IV-E).
 
-Each step, the generator descends L_G (Eq. 5) of the frozen teacher, and its images carry the teacher's knowledge to the student by
-KL(teacher ‖ student) (Eq. 6). `Distillation` is the pair of them as a client or server keeps it; `DataFreeDistiller` is the whole experiment of
-Table IV.
+Each step, the generator descends L_G (Eq. 5) of the frozen teacher, and its images carry the
+teacher's knowledge to the student by KL(teacher ‖ student) (Eq. 6). `Distillation` is the pair of
+them as a client or server keeps it; `DataFreeDistiller` is the whole experiment of Table IV.
 """
 
 from __future__ import annotations
@@ -35,9 +36,11 @@ TALLIED = 256  # images of a tally: enough that 26 classes, all alike, are 3.2 a
 
 
 def generated_tally(teacher: nn.Module, generator: Generator, images: int = TALLIED) -> Tensor:
-    """How the teacher classifies a batch of so many images of this generator (`evaluation.generated`), [1, C].
+    """How the teacher classifies a batch of so many images of this generator
+    (`evaluation.generated`), [1, C].
 
-    It is a batch as in training, with batch norm by the batch. Neither network is changed, nor any draw.
+    It is a batch as in training, with batch norm by the batch. Neither network is changed, nor any
+    draw.
     """
     device = next(generator.parameters()).device
     draws = torch_generator(0, "tally of generated images", device=device)
@@ -56,8 +59,9 @@ class Distillation:
     Args:
         teacher: has `embed` and `classifier`; its weights are not touched.
         draws: of the noise z, on the teacher's device.
-        kl_weight: of −KL(teacher ‖ student) in the generator's loss, the teacher's side held fixed: images on
-            which the student still errs. The official code's `g_use_kl`, with γ as the weight.
+        kl_weight: of −KL(teacher ‖ student) in the generator's loss, the teacher's side held fixed:
+            images on which the student still errs. The official code's `g_use_kl`, with γ as the
+            weight.
         bn_weight, ad_weight: DENSE's terms.
     """
 
@@ -80,7 +84,8 @@ class Distillation:
         self._weights = one_hot_weight, activation_weight
         self._kl_weight = kl_weight
         self._bn_weight, self._ad_weight = bn_weight, ad_weight
-        # hooks on this object's own copy of the teacher: they go with it, and the stack, which would take them off when collected, stays
+        # hooks on this object's own copy of the teacher: they go with it, and the stack, which
+        # would take them off when collected, stays
         self._hooks = ExitStack()
         self._statistics = self._hooks.enter_context(
             batch_norm_matching([self._teacher] if bn_weight else [])
@@ -88,11 +93,12 @@ class Distillation:
         self._adam = torch.optim.Adam(generator.parameters(), learning_rate)
 
     def step(self, student: nn.Module | None = None) -> tuple[Tensor, Tensor]:
-        """One step of the generator; then images of the same z from the new generator, and the teacher's logits on them, without graph.
+        """One step of the generator; then images of the same z from the new generator, and the
+        teacher's logits on them, without graph.
 
         Args:
-            student: who should disagree with the teacher, with a `kl_weight` or an `ad_weight`; its weights
-                and their gradients are not touched.
+            student: who should disagree with the teacher, with a `kl_weight` or an `ad_weight`; its
+                weights and their gradients are not touched.
         """
         z = torch.randn(
             self._batch, self.generator.latent, generator=self._draws, device=self._draws.device
@@ -129,15 +135,17 @@ class Distillation:
         return loss
 
     def loss(self, student: nn.Module) -> Tensor:
-        """`step`, and KL(teacher ‖ student) on its images (Eq. 6), with the graph to the student."""
+        """`step`, and KL(teacher ‖ student) on its images (Eq. 6), with the graph to the
+        student."""
         images, logits = self.step(student)
         return distillation_loss(logits, student(images))
 
     def tally(self) -> Tensor:
-        """How the teacher classifies a batch of the generator as it now is (`evaluation.generated`), [1, C].
+        """How the teacher classifies a batch of the generator as it now is
+        (`evaluation.generated`), [1, C].
 
-        The batch's noise is always the same and takes nothing from the draws: training goes on as if nobody
-        had looked.
+        The batch's noise is always the same and takes nothing from the draws: training goes on as
+        if nobody had looked.
         """
         counts = generated_tally(self._teacher, self.generator)
         self._statistics()  # of this batch: not the next step's
@@ -236,7 +244,8 @@ class DataFreeDistiller:
         """Trains `student`, in place, on the teacher's device; returns the generator.
 
         Args:
-            student: any classifier of the same classes. report: hears of (steps done, steps).
+            student: any classifier of the same classes.
+            report: hears of (steps done, steps).
         """
         device = next(self.teacher.parameters()).device
         generator = make_generator(self.spec, self.seed, latent=self.latent, width=self.width).to(
@@ -273,7 +282,8 @@ class DataFreeDistiller:
         return generator
 
     def facts(self, generator: Generator) -> dict[str, float]:
-        """What the teacher says of a batch of a generator that `fit` returned: its class entropy tells a collapse.
+        """What the teacher says of a batch of a generator that `fit` returned: its class entropy
+        tells a collapse.
 
         The names are those of `evaluation.generated.describe`.
         """

@@ -21,8 +21,8 @@ class Views:
 
     Args:
         flips: mirror every image left to right with probability one half.
-        crop: share of the longer side that is added at every edge as black pixels, before a window of
-            the old size is cut out at random; 0: no crop.
+        crop: share of the longer side that is added at every edge as black pixels, before a window
+            of the old size is cut out at random; 0: no crop.
     """
 
     flips: bool = False
