@@ -105,6 +105,30 @@ def test_a_method_that_tells_what_it_has_not_declared_is_stopped(tmp_path: Path)
     assert verify_run(run.folder, method=Declaring).problems == []
 
 
+@dataclass(frozen=True)
+class Overbearing(FedAvg):
+    """Fills, and declares, what is the engine's."""
+
+    name: ClassVar[str] = "overbearing"
+    discloses: ClassVar[Mapping[str, Disclosure]] = {
+        **FedAvg.discloses,
+        "seconds": public("says the method"),
+        "test_accuracy": public("says the method"),
+    }
+    fills: str = ""
+
+    def facts(self, state: ServerState, context: RoundContext) -> Mapping[str, Any]:
+        return {self.fills: 0.5} if self.fills else {}
+
+
+def test_a_method_does_not_decide_on_the_engines_keys() -> None:
+    assert not declared_row(Overbearing)["seconds"].shown
+    values = {"local_epochs": 1, "batch": 64, "fills": "test_accuracy"}
+    run = resolve({**sections(noise_multiplier=3.0), "method": values}, own_method=Overbearing)
+    with pytest.raises(UnaccountedReleaseError, match="'test_accuracy'"):
+        simulate(run)
+
+
 def test_observers_hear_of_a_private_run_what_is_written() -> None:
     """Old form: everything, and the terminal took out what it knew of."""
     told: list[Mapping[str, Any]] = []
