@@ -299,9 +299,11 @@ def deltas_at(
         list(epsilons),
     )
     merged = merge(releases, adjacency)
-    return [
-        1.0 if merged is None else 0.0 if merged.nothing else delta_of(merged, e) for e in epsilons
-    ]
+    if merged is None:
+        return [1.0 for _ in epsilons]
+    if merged.nothing:
+        return [0.0 for _ in epsilons]
+    return [delta_of(merged, epsilon) for epsilon in epsilons]
 
 
 def epsilon_by_round(

@@ -255,7 +255,9 @@ def _bullets(items: Mapping[str, Any]) -> list[str]:
 
 
 def _plain(value: object) -> str:
-    return "none" if value is None else f"{value:.6g}" if isinstance(value, float) else str(value)
+    if value is None:
+        return "none"
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
 def _table(head: Sequence[str], body: Sequence[Sequence[str]]) -> list[str]:

@@ -116,11 +116,8 @@ class NetworkFeatures:
         with torch.enable_grad():
             x = self._augmented(leaf, segment_N)
         own = getattr(self._network, "embed_vjp", None)
-        made = (
-            None
-            if own is None or self.mixes
-            else own(x.detach(), torch.float32 if exact else self._precision)
-        )
+        precision = torch.float32 if exact else self._precision
+        made = None if own is None or self.mixes else own(x.detach(), precision)
         if made is None:
             with torch.enable_grad():
                 u = self._with_logits(self._embed(self._network, x, segment_N))
