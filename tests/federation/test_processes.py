@@ -112,6 +112,16 @@ class Pipe:
         return received
 
 
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """As the client processes have: a sum over other threads is rounded otherwise, and Adam's first
+    steps, of tiny gradients, make 1e-3 of that."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="module")
 def connections() -> Iterator[list[Connection]]:
     """Client processes, each with its own records and no others."""
