@@ -50,6 +50,9 @@ HOSTILE = (
     MemoryError,
 )
 """What values that nobody foresaw may raise in code that is written for sound ones."""
+HYPER_PARAMETERS = "public_items.hyper-parameters"
+EARLIER_WORDS = {"--dp-ledger": "privacy.ledger", "--dp-unit user": "privacy.unit=user"}
+"""How reports of earlier versions name a setting: by the command line's option."""
 _COMMAND = re.compile(r"fedsynth privacy audit( [ -~]{0,2000})?")
 _VERSION = re.compile(r"[0-9][0-9A-Za-z.+!_-]{0,63}")
 _SHORT = reprlib.Repr()
@@ -428,7 +431,16 @@ def _renderings(report: Mapping[str, Any], folder: Path) -> list[str]:
 
 
 def differences(where: str, expected: Any, stated: Any) -> list[str]:
-    """Every leaf in which two JSON values differ; figures may differ by `TOLERANCE`."""
+    """Every leaf in which two JSON values differ; figures may differ by `TOLERANCE`.
+
+    Hyper-parameters are a JSON object in a string: an earlier version may give them in another
+    order.
+    """
+    if where == HYPER_PARAMETERS and isinstance(expected, str) and isinstance(stated, str):
+        try:
+            expected, stated = parse_json(expected, where), parse_json(stated, where)
+        except PrivacyError as error:
+            return [str(error)]
     if isinstance(expected, Mapping) and isinstance(stated, Mapping):
         keys = [*expected, *(key for key in stated if key not in expected)]
         missing = object()
@@ -466,6 +478,9 @@ def _same(expected: Any, stated: Any, small: float = 1e-12) -> bool:
             return math.isclose(expected, stated, rel_tol=TOLERANCE, abs_tol=small)
         except OverflowError:
             return False
+    if isinstance(stated, str):
+        for earlier, now in EARLIER_WORDS.items():
+            stated = stated.replace(earlier, now)
     return type(expected) is type(stated) and bool(expected == stated)
 
 
