@@ -18,8 +18,8 @@ import time
 from typing import Any
 
 from fedsynth.cli.memory import keep_large_allocations
-from fedsynth.federation.auditing import audit_run
-from fedsynth.federation.settings import resolve
+from fedsynth.federation.audit.auditing import audit_run
+from fedsynth.federation.terms.settings import resolve
 from library import RESULTS
 from library.machine import machine
 from library.options import table_options

@@ -94,7 +94,7 @@ def measure(name: str, clients: int, options: argparse.Namespace) -> dict[str, A
 
 def measure_growth(options: argparse.Namespace) -> dict[str, Any]:
     """One point of the growth table: the engine alone, in this process."""
-    from fedsynth.federation.devices import memory_bytes
+    from fedsynth.federation.terms.devices import memory_bytes
 
     device, (clients, classes) = torch.device(options.device), options.point
     spec = replace(

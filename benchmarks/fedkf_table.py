@@ -27,7 +27,7 @@ from typing import Any
 from fedsynth.cli.memory import keep_large_allocations
 from fedsynth.data.load import load_dataset
 from fedsynth.evaluation.fairness import first_to_reach
-from fedsynth.federation.settings import RunSettings, resolve
+from fedsynth.federation.terms.settings import RunSettings, resolve
 from library import RESULTS
 from library.options import add_share, table_options
 from library.results import Results

@@ -48,9 +48,9 @@ from fedsynth.data.partition import partition
 from fedsynth.data.proxy import ProxyImages
 from fedsynth.evaluation.accuracy import accuracy
 from fedsynth.evaluation.generated import GENERATOR
-from fedsynth.federation.planning import public_context
-from fedsynth.federation.settings import RunSettings, resolve
 from fedsynth.federation.simulation import simulate
+from fedsynth.federation.terms.public_context import public_context
+from fedsynth.federation.terms.settings import RunSettings, resolve
 from fedsynth.methods.fedhydra import FedHydra
 from fedsynth.methods.shared.aggregation import average
 from fedsynth.methods.shared.ensemble import DistilsEnsemble, EnsembleState

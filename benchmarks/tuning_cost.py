@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import json
 
-from fedsynth.federation.planning import privacy_plan
-from fedsynth.federation.privacy_plan import PrivacyPlan
+from fedsynth.federation.terms.costs import privacy_plan
+from fedsynth.federation.terms.privacy_plan import PrivacyPlan
 from fedsynth.privacy.accounting import epsilon
 from fedsynth.privacy.calibration import calibrate_noise_multiplier
 from library.options import plain_options

@@ -165,7 +165,7 @@ def _show_partition(
     from fedsynth.data.partition import partition as divide
     from fedsynth.data.picture import partition_png, partition_table
     from fedsynth.evaluation.volume import condensation_floats
-    from fedsynth.federation.settings import resolve
+    from fedsynth.federation.terms.settings import resolve
     from fedsynth.methods.feddm import FedDM
 
     settings = resolve(sections)
@@ -187,11 +187,11 @@ def _show_partition(
 
 def _dry_run(sections: dict[str, dict[str, Any]], names: given.OptionNames, as_json: bool) -> None:
     from fedsynth.cli.privacy_commands import print_plans
-    from fedsynth.federation.devices import check_compiler, resolve_device
-    from fedsynth.federation.planning import long_draw, plan_of, privacy_plan
-    from fedsynth.federation.privacy_words import headline
-    from fedsynth.federation.settings import resolve
+    from fedsynth.federation.outputs.privacy_words import headline
     from fedsynth.federation.simulation import NO_LATER_EPSILON, UNPROTECTED
+    from fedsynth.federation.terms.costs import long_draw, plan_of, privacy_plan
+    from fedsynth.federation.terms.devices import check_compiler, resolve_device
+    from fedsynth.federation.terms.settings import resolve
 
     settings = resolve(sections)
     device = resolve_device(settings.device)
@@ -236,8 +236,8 @@ def _run(
     from fedsynth.cli.memory import keep_large_allocations
     from fedsynth.cli.progress import make_observer, print_summary
     from fedsynth.cli.report_commands import signer
-    from fedsynth.federation.settings import resolve
     from fedsynth.federation.simulation import simulate
+    from fedsynth.federation.terms.settings import resolve
     from fedsynth.privacy.errors import BudgetExceededError
 
     settings = resolve(sections)

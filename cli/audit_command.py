@@ -21,8 +21,8 @@ from fedsynth.cli.settings_options import (
 )
 
 if TYPE_CHECKING:
-    from fedsynth.federation.auditing import AuditResult
-    from fedsynth.federation.settings import RunSettings
+    from fedsynth.federation.audit.auditing import AuditResult
+    from fedsynth.federation.terms.settings import RunSettings
 
 AUDIT = "Audit"
 
@@ -122,7 +122,7 @@ def _audit_options(
     config: Path | None, chosen: Sections, numbers: dict[str, Any], names: given.OptionNames
 ) -> tuple[AuditResult, str]:
     """The audit of the given options, and the command as it was typed."""
-    from fedsynth.federation.settings import resolve
+    from fedsynth.federation.terms.settings import resolve
 
     chosen = {"run": {}, "data": {}, **chosen}
     sections = merged(read_config(config), chosen, lambda text: print(text, file=sys.stderr))
@@ -147,8 +147,8 @@ def _audit_folder(
     names: given.OptionNames,
 ) -> tuple[AuditResult, str]:
     """The audit of a finished run's settings, which goes into its report, and what repeats it."""
-    from fedsynth.federation.auditing import settings_of_run, write_audit
-    from fedsynth.federation.settings import resolve
+    from fedsynth.federation.audit.auditing import settings_of_run, write_audit
+    from fedsynth.federation.terms.settings import resolve
 
     if config is not None:
         raise OptionError("--run audits the run's own config.toml: leave --config out")
@@ -186,7 +186,7 @@ def _audited(
 ) -> AuditResult:
     from fedsynth.cli.memory import keep_large_allocations
     from fedsynth.cli.progress import make_observer
-    from fedsynth.federation.auditing import audit_run
+    from fedsynth.federation.audit.auditing import audit_run
 
     keep_large_allocations()
     with make_observer(settings, names, first) as observer:

@@ -19,7 +19,7 @@ from fedsynth.cli.report_commands import report, sign, verify
 from fedsynth.cli.settings_options import with_set_options
 
 if TYPE_CHECKING:
-    from fedsynth.federation.planning import Plan
+    from fedsynth.federation.terms.costs import Plan
 
 PLAN_SETTINGS = {
     **{name: ("run", name) for name in ("method", "rounds", "participation")},
@@ -124,7 +124,7 @@ def plan(
     """
     own = option_names(context.command, PLAN_NAMED)
     with one_line_errors(context.command, own) as names:
-        from fedsynth.federation.planning import make_plans, plan_plot
+        from fedsynth.federation.terms.costs import make_plans, plan_plot
 
         given = {
             **sections_of(context.params, PLAN_SETTINGS),

@@ -18,8 +18,8 @@ from rich.table import Table
 from fedsynth.cli.options import OptionNames
 from fedsynth.evaluation.generated import GENERATOR, in_words
 from fedsynth.federation.observer import Observer
-from fedsynth.federation.result import RunResult
-from fedsynth.federation.settings import RunSettings
+from fedsynth.federation.outputs.result import RunResult
+from fedsynth.federation.terms.settings import RunSettings
 from fedsynth.privacy.report import summary_rows
 from fedsynth.privacy.report_text import up
 

@@ -71,7 +71,7 @@ def _report_unfinished(run: Path, ledger: Path | None) -> None:
     """Makes the report of a run that did not finish."""
     if not run.is_dir():
         return
-    from fedsynth.federation.verification import is_unfinished, unfinished_report
+    from fedsynth.federation.outputs.verification import is_unfinished, unfinished_report
     from fedsynth.privacy.report import write_report
 
     if is_unfinished(run):
@@ -99,7 +99,7 @@ def verify(
     that noise was added.
     """
     with one_line_errors(context.command) as names:
-        from fedsynth.federation.verification import verify_run
+        from fedsynth.federation.outputs.verification import verify_run
         from fedsynth.privacy.report_text import printable
 
         key = _public_key(public_key)

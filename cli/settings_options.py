@@ -111,7 +111,7 @@ def from_preset(sections: Sections) -> str:
     """What a data set's preset decides in a run with these sections, in words; empty for
     nothing.
     """
-    from fedsynth.federation.settings import preset_of
+    from fedsynth.federation.terms.settings import preset_of
     from fedsynth.methods import method_class
 
     preset = preset_of(

@@ -36,9 +36,18 @@ from fedsynth import (
 )
 
 SPEC = DatasetSpec(
-    name="scans", channels=1, height=16, width=16, classes=3, train_size=600, test_size=90,
-    mean=(0.5,), std=(0.25,), class_names=("left", "right", "both"), source="made by examples/own_data.py",
-)  # fmt: skip
+    name="scans",
+    channels=1,
+    height=16,
+    width=16,
+    classes=3,
+    train_size=600,
+    test_size=90,
+    mean=(0.5,),
+    std=(0.25,),
+    class_names=("left", "right", "both"),
+    source="made by examples/own_data.py",
+)
 
 
 IMAGES_OF_A_PATIENT = 3

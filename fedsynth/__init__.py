@@ -31,10 +31,10 @@ if TYPE_CHECKING:
     from fedsynth.data.partition import PartitionSettings as PartitionSettings
     from fedsynth.data.registry import DatasetSpec as DatasetSpec
     from fedsynth.federation.observer import Observer as Observer
-    from fedsynth.federation.result import RunResult as RunResult
-    from fedsynth.federation.settings import RunSettings as RunSettings
-    from fedsynth.federation.settings import resolve as resolve
+    from fedsynth.federation.outputs.result import RunResult as RunResult
     from fedsynth.federation.simulation import simulate as simulate
+    from fedsynth.federation.terms.settings import RunSettings as RunSettings
+    from fedsynth.federation.terms.settings import resolve as resolve
     from fedsynth.methods.registry import *  # noqa: F403
     from fedsynth.methods.shared.condensing import Condenses as Condenses
     from fedsynth.methods.shared.local import Task as Task

@@ -332,7 +332,10 @@ def describe_accountant(releases: Sequence[Release], adjacency: str = ADD_REMOVE
     if interval is not None:
         how = "discretised PLD, connect-the-dots"
     elif merged and merged.sampled:
-        how = "upper bound that ignores the subsampling (the tight composition is too large to compute)"
+        how = (
+            "upper bound that ignores the subsampling (the tight composition is too large to "
+            "compute)"
+        )
     else:
         how = "exact Gaussian composition (nothing is subsampled)"
     return {"name": ACCOUNTANT, "library": f"dp-accounting {version('dp-accounting')}", "computation": how,

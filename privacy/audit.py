@@ -115,7 +115,8 @@ def audit_text(found: Mapping[str, Any]) -> str:
         f"a canary audit of these settings shows ε ≥ {down(found['epsilon_lower_bound'])} at "
         f"δ = {found['delta']:g} with {100 * found['confidence']:g} % confidence: "
         f"{found['correct']} of {found['guesses']} guesses about {found['canaries']} canaries were "
-        f"right ({CAVEAT}; the canaries were artificial and no record was read, so it costs no privacy)"
+        f"right ({CAVEAT}; the canaries were artificial and no record was read, so it costs no "
+        "privacy)"
     )
 
 

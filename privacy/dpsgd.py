@@ -119,13 +119,15 @@ def check_model(model: nn.Module) -> None:
     for name, layer in model.named_modules():
         if isinstance(layer, nn.modules.dropout._DropoutNd) and layer.p > 0:
             raise ForbiddenLayerError(
-                f"layer {name!r} is {type(layer).__name__}: its masks go by an example's place in the batch, so that one example more "
+                f"layer {name!r} is {type(layer).__name__}: its masks go by an example's place in "
+                "the batch, so that one example more "
                 "would change others' gradients; leave it out"
             )
     buffers = [name for name, _ in model.named_buffers()]
     if buffers:
         raise ForbiddenLayerError(
-            f"buffer {buffers[0]!r} would be uploaded with the model, but no mechanism protects what it gathers from data"
+            f"buffer {buffers[0]!r} would be uploaded with the model, but no mechanism protects "
+            "what it gathers from data"
         )
 
 

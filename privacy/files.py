@@ -53,7 +53,8 @@ def lock(file: FileIO, path: Path, *, shared: bool = False) -> None:
         except BlockingIOError:
             if time.monotonic() >= until:
                 raise LedgerError(
-                    f"another process has held the lock on {path} for {LOCK_SECONDS:g} s: one that is "
+                    f"another process has held the lock on {path} for {LOCK_SECONDS:g} s: one that "
+                    "is "
                     "stopped or hangs must go on or be ended (`fuser` or `lsof` names it)"
                 ) from None
         except OSError as error:

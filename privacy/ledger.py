@@ -161,7 +161,8 @@ class Ledger:
         if self.path is None:
             if self._process != os.getpid():
                 raise LedgerError(
-                    f"the ledger of client {self.client!r} is in the memory of another process, which would not see this charge: "
+                    f"the ledger of client {self.client!r} is in the memory of another process, "
+                    "which would not see this charge: "
                     "keep ledgers in a folder"
                 )
             if guard is not None:
@@ -231,7 +232,8 @@ class Ledger:
             os.fsync(file.fileno())
         except OSError as error:
             raise LedgerError(
-                f"part of a line was written to ledger {self.path}, and cannot be taken back: {error}; no release "
+                f"part of a line was written to ledger {self.path}, and cannot be taken back: "
+                f"{error}; no release "
                 f"was made for it: {_repair_command(self.path)}"
             ) from error
 
@@ -347,7 +349,8 @@ class Ledger:
         expected = _encode(entry, chain)[1]
         if stated != expected:
             raise LedgerError(
-                f"ledger {self.path} was edited, or is no fedsynth ledger: a line's hash does not match"
+                f"ledger {self.path} was edited, or is no fedsynth ledger: a line's hash does not "
+                "match"
             )
         return entry, expected
 
@@ -516,7 +519,8 @@ class Guard:
         if after > self.cap:
             now = epsilon(rows, self.delta, self.adjacency)
             raise BudgetExceededError(
-                f"client {self.ledger.client!r}: epsilon is {now:.4g} now and would be {after:.4g} with the planned "
+                f"client {self.ledger.client!r}: epsilon is {now:.4g} now and would be {after:.4g} "
+                "with the planned "
                 f"release, above the cap {self.cap:.4g} (delta {self.delta:g})"
             )
 

@@ -150,7 +150,8 @@ class GaussianSums:
     ) -> None:
         if release.dimension % groups:
             raise PrivacyError(
-                f"a release of {release.dimension} coordinates cannot be {groups} groups of equal width"
+                f"a release of {release.dimension} coordinates cannot be {groups} groups of equal "
+                "width"
             )
         guard.charge(release)
         self._release = release
@@ -207,11 +208,13 @@ class GaussianSums:
             rows_ND.dim() != 2 or rows_ND.shape[1] != self._width
         ):  # fewer noise coordinates would be shared by broadcasting
             raise PrivacyError(
-                f"charged for rows of {self._width} coordinates, got a tensor of shape {tuple(rows_ND.shape)}"
+                f"charged for rows of {self._width} coordinates, got a tensor of shape "
+                f"{tuple(rows_ND.shape)}"
             )
         if self._unit == USER and (sample is None or sample.users is None):
             raise PrivacyError(
-                "charged for users as the unit: rows come with whose they are, and are clipped by user"
+                "charged for users as the unit: rows come with whose they are, and are clipped by "
+                "user"
             )
         self._sums = self._sums.to(rows_ND.device)
         if sample is None or sample.users is None or sample.shares is None:
@@ -240,5 +243,6 @@ class GaussianSums:
     def _refuse_forks(self) -> None:
         if self._process != this_process():
             raise PrivacyError(
-                "this series was charged by another process: after a fork both would release what was charged once"
+                "this series was charged by another process: after a fork both would release what "
+                "was charged once"
             )

@@ -111,6 +111,7 @@ def _line(points: Points, colour: str, width: int) -> str:
 def _svg(parts: Sequence[str], height: int, title: str) -> str:
     style = 'font-family="sans-serif" font-size="12"'
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}" role="img" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" '
+        f'width="{WIDTH}" height="{height}" role="img" '
         f"{style}><title>{escape(title)}</title>{''.join(parts)}</svg>"
     )

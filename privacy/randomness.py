@@ -27,7 +27,8 @@ import torch
 from torch import Tensor
 
 DESCRIPTION = (
-    "noise and sampling masks: NumPy Generator over randomgen's ChaCha (20 rounds), a 256-bit key for each client from the "
+    "noise and sampling masks: NumPy Generator over randomgen's ChaCha (20 rounds), a 256-bit key "
+    "for each client from the "
     "operating system, never derived from the run's seed, logged or saved"
 )
 
@@ -102,7 +103,8 @@ class SecretGenerator:
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
-            "a secret generator must not be copied, pickled or saved: its noise could be drawn twice"
+            "a secret generator must not be copied, pickled or saved: its noise could be drawn "
+            "twice"
         )
 
     def __deepcopy__(self, memo: object) -> NoReturn:

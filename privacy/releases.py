@@ -12,19 +12,29 @@ from fedsynth.privacy.wording import Setting
 
 ADJACENCIES = {
     "add-remove": "add or remove one example (dp-accounting ADD_OR_REMOVE_ONE)",
-    "zero-out": "replace one example by a null record that contributes nothing (dp-accounting REPLACE_SPECIAL): how many examples a "
-    "client has is then public, how many of each class is not",
-    "replace-one": "replace one example, its label too, by any other (dp-accounting REPLACE_ONE): it leaves one class's sum and enters "
-    "another's or the same, so all classes together move by at most twice the clip",
+    "zero-out": (
+        "replace one example by a null record that contributes nothing (dp-accounting "
+        "REPLACE_SPECIAL): how many examples a client has is then public, how many of each class "
+        "is not"
+    ),
+    "replace-one": (
+        "replace one example, its label too, by any other (dp-accounting REPLACE_ONE): it leaves "
+        "one class's sum and enters another's or the same, so all classes together move by at most "
+        "twice the clip"
+    ),
 }
 """Adjacency: its words for the report. Zero-out costs what add-remove costs; replace-one doubles
 every sensitivity."""
 USER_ADJACENCIES = {
     "add-remove": "add or remove one user with all their examples (dp-accounting ADD_OR_REMOVE_ONE)",
-    "zero-out": "replace all examples of one user by null records that contribute nothing (dp-accounting REPLACE_SPECIAL): how many users "
-    "a client has is then public",
-    "replace-one": "replace all examples of one user by any others (dp-accounting REPLACE_ONE): all classes together move by at most twice "
-    "the clip",
+    "zero-out": (
+        "replace all examples of one user by null records that contribute nothing (dp-accounting "
+        "REPLACE_SPECIAL): how many users a client has is then public"
+    ),
+    "replace-one": (
+        "replace all examples of one user by any others (dp-accounting REPLACE_ONE): all classes "
+        "together move by at most twice the clip"
+    ),
 }
 ADD_REMOVE = "add-remove"
 RECORD = "record"

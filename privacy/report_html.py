@@ -28,7 +28,8 @@ def render_html(report: Mapping[str, Any]) -> str:
     body = "\n".join(_to_html(render_markdown(report), plots))
     title = printable(f"Privacy budget report: {report['method']}")
     return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width">'
         f"<title>{escape(title)}</title><style>{STYLE}</style></head>\n<body>\n{body}\n</body></html>\n"
     )
 

@@ -147,8 +147,12 @@ def _headline(report: Mapping[str, Any]) -> list[str]:
     promise = report["guarantee"]
     lines = [f"**Verdict: {verdict['text']}.**", ""]
     if promise is not None:
-        lines = [f"**ε = {up(promise['epsilon'])} at δ = {promise['delta']:g}** (worst client), for "
-                 f"{report['unit']['one']}.", "", *lines]  # fmt: skip
+        lines = [
+            f"**ε = {up(promise['epsilon'])} at δ = {promise['delta']:g}** (worst client), for "
+            f"{report['unit']['one']}.",
+            "",
+            *lines,
+        ]
     lines += [f"> **Warning.** {text}\n" for text in verdict["warnings"]]
     if verdict["reasons"]:
         lines += ["Why:", "", *(f"- {reason}" for reason in verdict["reasons"]), ""]
@@ -165,18 +169,24 @@ def _promise(report: Mapping[str, Any]) -> list[str]:
     clients = promise["clients"]
     spread = (
         f"Over {clients['number']} clients: smallest ε {up(clients['epsilon_min'])}, median "
-        f"{up(clients['epsilon_median'])}, largest {up(clients['epsilon_max'])} (client {promise['worst_client']})."
+        f"{up(clients['epsilon_median'])}, largest {up(clients['epsilon_max'])} (client "
+        f"{promise['worst_client']})."
     )
     attacks = [
-        f"- at a false-positive rate of {100 * a['false_positive_rate']:g} %, no membership test finds more than "
+        f"- at a false-positive rate of {100 * a['false_positive_rate']:g} %, no membership test "
+        "finds more than "
         f"{up(100 * a['true_positive_rate_at_most'], 3)} % of the members"
         for a in promise["attack_success"]
     ]
     groups = [
-        f"- {g['units']} {report['unit']['several']} together: " + (g["note"] if g["epsilon"] is None else
-                                                  f"ε = {up(g['epsilon'])} at the same δ ({g['note']})")
+        f"- {g['units']} {report['unit']['several']} together: "
+        + (
+            g["note"]
+            if g["epsilon"] is None
+            else f"ε = {up(g['epsilon'])} at the same δ ({g['note']})"
+        )
         for g in promise["groups"]
-    ]  # fmt: skip
+    ]
     curve = [[f"{p['delta']:g}", up(p["epsilon"])] for p in promise["epsilon_of_delta"]]
     rounds = [[str(p["round"]), up(p["epsilon"])] for p in promise["epsilon_by_round_worst_client"]]
     return [
@@ -196,8 +206,20 @@ def _promise(report: Mapping[str, Any]) -> list[str]:
 
 
 def _ledger(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    head = ["rounds", "clients", "release", "mechanism", "clipped", "sensitivity", "σ relative", "σ absolute",
-            "sampling", "steps a round", "dimension", "unaccounted"]  # fmt: skip
+    head = [
+        "rounds",
+        "clients",
+        "release",
+        "mechanism",
+        "clipped",
+        "sensitivity",
+        "σ relative",
+        "σ absolute",
+        "sampling",
+        "steps a round",
+        "dimension",
+        "unaccounted",
+    ]
     body = []
     for row in rows:
         who = (
@@ -205,10 +227,22 @@ def _ledger(rows: Sequence[Mapping[str, Any]]) -> list[str]:
             if len(row["clients"]) <= 3
             else f"{len(row['clients'])} clients"
         )
-        body.append([rounds_text(row["rounds"]), who, row["quantity"], row["mechanism"], row["clipped"],
-                     f"{row['sensitivity']:g}", f"{row['noise_multiplier']:.4g}",
-                     f"{row['noise_standard_deviation']:.4g}", _sampling(row), str(row["steps"]),
-                     str(row["dimension"]), row["unaccounted"] or ""])  # fmt: skip
+        body.append(
+            [
+                rounds_text(row["rounds"]),
+                who,
+                row["quantity"],
+                row["mechanism"],
+                row["clipped"],
+                f"{row['sensitivity']:g}",
+                f"{row['noise_multiplier']:.4g}",
+                f"{row['noise_standard_deviation']:.4g}",
+                _sampling(row),
+                str(row["steps"]),
+                str(row["dimension"]),
+                row["unaccounted"] or "",
+            ]
+        )
     return _table(head, body)
 
 

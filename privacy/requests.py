@@ -47,7 +47,8 @@ def check_request(arrays: Iterable[tuple[str, Tensor]], max_norm: float | None) 
     norm = math.sqrt(squared)
     if max_norm is not None and norm > max_norm:
         raise RequestRefusedError(
-            f"the server's message has norm {norm:.4g}, above the declared max_request_norm {max_norm:g}; "
+            f"the server's message has norm {norm:.4g}, above the declared max_request_norm "
+            f"{max_norm:g}; "
             "nothing was answered and nothing charged"
         )
 

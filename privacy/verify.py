@@ -1,10 +1,10 @@
 """Checks a privacy report: what it must say is built again, by the functions that build reports,
 and compared as a whole.
 
-A report follows from a context (public settings: `fedsynth.federation.verification` makes it from a
-run folder's config.toml) and from ledger rows. So nothing here lists what to look at: every key,
-figure and sentence must be the one that follows. What does not follow from anything is named in
-`taken_as_stated`.
+A report follows from a context (public settings: `fedsynth.federation.outputs.verification` makes
+it from a run folder's config.toml) and from ledger rows. So nothing here lists what to look at:
+every key, figure and sentence must be the one that follows. What does not follow from anything is
+named in `taken_as_stated`.
 
 This checks bookkeeping. It does not, and cannot, attest that the noise was added.
 """

@@ -1,4 +1,5 @@
-"""Docstrings' examples: everything that `import fedsynth` offers has one, all run, all are short."""
+"""Docstrings' examples: everything that `import fedsynth` offers has one, all run, all are
+short."""
 
 from __future__ import annotations
 

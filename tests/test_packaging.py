@@ -63,7 +63,8 @@ def test_top_level_folders_are_linked_into_the_package(name: str) -> None:
 
 @pytest.fixture(scope="module")
 def wheel_names(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Files of the wheel, built from a copy (the checkout stays clean) with the environment's own setuptools (no network)."""
+    """Files of the wheel, built from a copy (the checkout stays clean) with the environment's own
+    setuptools (no network)."""
     source, built = tmp_path_factory.mktemp("source") / "fedsynth", tmp_path_factory.mktemp("built")
     source.mkdir()
     ignore = shutil.ignore_patterns("__pycache__")
@@ -103,7 +104,8 @@ def test_the_wheel_has_every_module(wheel_names: list[str]) -> None:
 
 def test_help_imports_nothing_heavy() -> None:
     probe = (
-        "import sys; from fedsynth.cli.app import main; sys.argv = ['fedsynth', 'train', '--help']\n"
+        "import sys; from fedsynth.cli.app import main; sys.argv = ['fedsynth', 'train', "
+        "'--help']\n"
         "try: main()\n"
         f"finally: print('loaded:', [m for m in {HEAVY} if m in sys.modules])"
     )

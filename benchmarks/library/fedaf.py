@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from fedsynth.federation.settings import RunSettings, resolve
+from fedsynth.federation.terms.settings import RunSettings, resolve
 
 SIZE: dict[str, Any] = {
     "ipc": 10,

@@ -18,8 +18,8 @@ import numpy as np
 from fedsynth.data.images import ImageData
 from fedsynth.errors import DivergedError
 from fedsynth.evaluation.generated import GENERATOR
-from fedsynth.federation.settings import RunSettings
 from fedsynth.federation.simulation import simulate
+from fedsynth.federation.terms.settings import RunSettings
 from fedsynth.privacy.settings import PrivacySettings
 from library.machine import machine
 

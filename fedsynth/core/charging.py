@@ -1,6 +1,7 @@
 """Charging clients for a method's step outside a run: for benchmarks, tests and own pipelines.
 
-In a run each client's budget does this (`fedsynth.federation.client_budget`), from the run's plan.
+In a run each client's budget does this (`fedsynth.federation.exchange.client_budget`), from the
+run's plan.
 """
 
 from __future__ import annotations

@@ -258,5 +258,6 @@ class ModelParameters(Message):
 
     parameters: Mapping[str, Tensor] = released()
     weight: float = public(
-        "1 with DP on (0 for a straggler that is dropped, by a public draw), the number of examples with DP off"
+        "1 with DP on (0 for a straggler that is dropped, by a public draw), the number of "
+        "examples with DP off"
     )

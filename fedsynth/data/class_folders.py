@@ -41,7 +41,8 @@ def read_tiny_imagenet(spec: DatasetSpec, root: Path) -> tuple[Split, Split]:
             else f"it has {len(names)} lines, {len(set(names))} different ones"
         )
         raise DataFilesCorruptError(
-            f"{folder / 'wnids.txt'} must list {spec.classes} WordNet numbers such as n01443537: {fault}"
+            f"{folder / 'wnids.txt'} must list {spec.classes} WordNet numbers such as n01443537: "
+            f"{fault}"
         )
     train = _by_class([folder / "train" / name / "images" for name in names], spec, _TINY)
     return train, _annotated(folder / "val", names, spec)
@@ -95,7 +96,8 @@ def _annotated(folder: Path, names: list[str], spec: DatasetSpec) -> Split:
         label = number_of.get(rest.split("\t")[0].strip())
         if label is None or file in ("", "..") or Path(file).name != file:
             raise DataFilesCorruptError(
-                f"{path}, line {number}: expected FILE, tab, one of the WordNet numbers, got {line[:80]!r}"
+                f"{path}, line {number}: expected FILE, tab, one of the WordNet numbers, got "
+                f"{line[:80]!r}"
             )
         paths.append(folder / "images" / file)
         labels.append(label)

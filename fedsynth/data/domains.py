@@ -78,7 +78,8 @@ def _listed(
             or not (label.isascii() and label.isdigit())  # "²" is a digit too, and no number
         ):
             raise DataFilesCorruptError(
-                f"{path}, line {number}: expected '{spec.domains[domain]}/CLASS/FILE NUMBER', got {line[:80]!r}"
+                f"{path}, line {number}: expected '{spec.domains[domain]}/CLASS/FILE NUMBER', got "
+                f"{line[:80]!r}"
             )
         if parts[1] in spec.class_names:
             rows.append((path.parent / name, spec.class_names.index(parts[1]), domain))

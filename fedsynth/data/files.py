@@ -68,5 +68,6 @@ def expanded(folder: str | Path) -> Path:
         return Path(folder).expanduser()
     except RuntimeError:
         raise DataFilesMissingError(
-            f"the data folder {one_line(folder)}: there is no such user's home; give the folder's whole path"
+            f"the data folder {one_line(folder)}: there is no such user's home; give the folder's "
+            "whole path"
         ) from None

@@ -143,11 +143,13 @@ def _check_size(path: Path, size: tuple[int, int], spec: DatasetSpec, resize: bo
     width, height = size
     if resize and width * height > MOST_PIXELS:
         raise DataFilesCorruptError(
-            f"{path} is {width}×{height}, more than {MOST_PIXELS:,} pixels: reduce it or leave it out"
+            f"{path} is {width}×{height}, more than {MOST_PIXELS:,} pixels: reduce it or leave it "
+            "out"
         )
     if not resize and size != (spec.width, spec.height):
         raise DataFilesCorruptError(
-            f"{path} is {width}×{height}, images of {spec.name} are {spec.width}×{spec.height}: unpack it anew"
+            f"{path} is {width}×{height}, images of {spec.name} are {spec.width}×{spec.height}: "
+            "unpack it anew"
         )
 
 

@@ -61,7 +61,8 @@ def _array(
     announced = math.prod(shape)
     if announced > most:
         raise DataFilesCorruptError(
-            f"{path}: its header announces {list(shape)}, {announced:,} bytes; such a file has at most {most:,}"
+            f"{path}: its header announces {list(shape)}, {announced:,} bytes; such a file has at "
+            f"most {most:,}"
         )
     content = _bytes(file, announced + 1)
     if len(content) != announced:

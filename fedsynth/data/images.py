@@ -56,7 +56,8 @@ class ImageData:
     def __post_init__(self) -> None:
         if self.images.dtype != torch.uint8:
             raise DataError(
-                f"{self.spec.name}: images must be uint8, got {_dtype(self.images)} (from_arrays converts)"
+                f"{self.spec.name}: images must be uint8, got {_dtype(self.images)} (from_arrays "
+                "converts)"
             )
         _check_image_shape(tuple(self.images.shape), self.spec)
         _check_label_type(self.labels, self.spec)
@@ -68,7 +69,8 @@ class ImageData:
             raise DataError(f"{self.spec.name}: there must be at least one example")
         if self.images.device != self.labels.device:
             raise DataError(
-                f"{self.spec.name}: images are on {self.images.device} but labels on {self.labels.device}"
+                f"{self.spec.name}: images are on {self.images.device} but labels on "
+                f"{self.labels.device}"
             )
         _check_label_range(self.labels, self.spec)
         if self.labels.dtype != torch.int64:
@@ -81,7 +83,8 @@ class ImageData:
             object.__setattr__(self, "groups", self.groups.to(self.labels.device, torch.int64))
 
     def __repr__(self) -> str:
-        return f"ImageData({len(self)} images of {self.spec.name!r} on {self.labels.device})"  # never the images themselves
+        # never the images themselves
+        return f"ImageData({len(self)} images of {self.spec.name!r} on {self.labels.device})"
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -102,11 +105,13 @@ class ImageData:
         index = torch.as_tensor(indices)
         if index.dim() != 1 or index.is_floating_point() or index.dtype == torch.bool:
             raise DataError(
-                f"indices must be a vector of integers, got {_dtype(index)} of shape {list(index.shape)}"
+                f"indices must be a vector of integers, got {_dtype(index)} of shape "
+                f"{list(index.shape)}"
             )
         if len(index) and (int(index.min()) < 0 or int(index.max()) >= len(self)):
             raise DataError(
-                f"indices must lie in [0, {len(self)}), got [{int(index.min())}, {int(index.max())}]"
+                f"indices must lie in [0, {len(self)}), got [{int(index.min())}, "
+                f"{int(index.max())}]"
             )
         index = index.to(self.labels.device, torch.int64)
         domains, groups = (
@@ -217,7 +222,8 @@ def denormalise(x: Tensor, spec: DatasetSpec) -> Tensor:
     """
     if not x.is_floating_point() or x.dim() != 4 or x.shape[1] != spec.channels:
         raise DataError(
-            f"{spec.name}: denormalise needs floating point [N, {spec.channels}, H, W], got {_dtype(x)} {list(x.shape)}"
+            f"{spec.name}: denormalise needs floating point [N, {spec.channels}, H, W], got "
+            f"{_dtype(x)} {list(x.shape)}"
         )
     _check_finite(x, spec)
     mean, std = _constants(spec.mean, spec.std, x.device)
@@ -283,7 +289,8 @@ def _check_label_range(labels: Tensor, spec: DatasetSpec) -> None:
     wrong = wide[(wide < 0) | (wide >= spec.classes)]
     if len(wrong):
         raise DataError(
-            f"{spec.name}: labels must lie in [0, {spec.classes}), {len(wrong)} do not, the first is {int(wrong[0])}"
+            f"{spec.name}: labels must lie in [0, {spec.classes}), {len(wrong)} do not, the first "
+            f"is {int(wrong[0])}"
         )
 
 
@@ -295,13 +302,15 @@ def _check_domains(domains: Tensor, labels: Tensor, spec: DatasetSpec) -> None:
         or domains.dtype == torch.bool
     ):
         raise DataError(
-            f"{spec.name}: domains must be integers [{len(labels)}], got {_dtype(domains)} {list(domains.shape)}"
+            f"{spec.name}: domains must be integers [{len(labels)}], got {_dtype(domains)} "
+            f"{list(domains.shape)}"
         )
     # A uint64 beyond int64 becomes negative here, and is refused as it should be.
     wide = domains.long()
     if int(wide.min()) < 0 or int(wide.max()) >= len(spec.domains):
         raise DataError(
-            f"{spec.name}: domains must lie in [0, {len(spec.domains)}): the specification names {len(spec.domains)}"
+            f"{spec.name}: domains must lie in [0, {len(spec.domains)}): the specification names "
+            f"{len(spec.domains)}"
         )
 
 
@@ -313,7 +322,8 @@ def _check_groups(groups: Tensor, labels: Tensor, spec: DatasetSpec) -> None:
         or groups.dtype == torch.bool
     ):
         raise DataError(
-            f"{spec.name}: groups must be integers [{len(labels)}], got {_dtype(groups)} {list(groups.shape)}"
+            f"{spec.name}: groups must be integers [{len(labels)}], got {_dtype(groups)} "
+            f"{list(groups.shape)}"
         )
     least = int(
         groups.long().min()
@@ -339,6 +349,7 @@ def _to_uint8(x: Tensor, spec: DatasetSpec) -> Tensor:
     outside = int(((x < 0) | (x > 1)).sum())
     if outside:
         raise DataError(
-            f"{spec.name}: images in floating point must lie in [0, 1], {outside} of {x.numel()} do not"
+            f"{spec.name}: images in floating point must lie in [0, 1], {outside} of {x.numel()} "
+            "do not"
         )
     return (x.float() * 255).round().to(torch.uint8)

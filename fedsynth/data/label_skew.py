@@ -39,7 +39,8 @@ def held_classes(sizes: IntArray, clients: int, each: int, rng: Rng, advice: str
         label = int(present[short[0]])
         holders = int(places[short[0]])
         raise PartitionError(
-            f"class {label} has {int(sizes[label])} examples for the {holders} clients that must hold it: {advice}"
+            f"class {label} has {int(sizes[label])} examples for the {holders} clients that must "
+            f"hold it: {advice}"
         )
     holds = _take(places, clients, each, rng)
     counts = np.zeros((clients, len(sizes)), dtype=np.int64)
@@ -73,7 +74,8 @@ def dominant_classes(sizes: IntArray, clients: int, each: int, share: float, rng
         )
     if share <= each / C:
         raise PartitionError(
-            f"dominant_share {share:g} is no more than the even share of {each} of {C} classes, {each / C:g}: raise it"
+            f"dominant_share {share:g} is no more than the even share of {each} of {C} classes, "
+            f"{each / C:g}: raise it"
         )
     holds = _take(_places(clients, each, C, rng), clients, each, rng)
     wanted = holds * (share * size / each)
@@ -81,8 +83,10 @@ def dominant_classes(sizes: IntArray, clients: int, each: int, share: float, rng
     if left.min() < -_FITTED:
         j = int(left.argmin())
         raise PartitionError(
-            f"class {int(present[j])} has {int(totals[j])} examples, but to dominate {int(holds[:, j].sum())} of {clients} clients it "
-            f"needs {totals[j] - left[j]:.0f}: lower dominant_share, or raise dominant_classes or clients"
+            f"class {int(present[j])} has {int(totals[j])} examples, but to dominate "
+            f"{int(holds[:, j].sum())} of {clients} clients it "
+            f"needs {totals[j] - left[j]:.0f}: lower dominant_share, or raise dominant_classes or "
+            "clients"
         )
     rest = _spread(np.full(clients, (1 - share) * size), left.clip(0), ~holds)
     counts = np.zeros((clients, len(sizes)), dtype=np.int64)
@@ -178,7 +182,8 @@ def _spread(rows: Floats, columns: Floats, allowed: npt.NDArray[np.bool_]) -> Fl
         ):
             return x
     raise PartitionError(
-        "the classes' totals leave clients of one size no such share of their dominant classes: lower dominant_share, or raise "
+        "the classes' totals leave clients of one size no such share of their dominant classes: "
+        "lower dominant_share, or raise "
         "dominant_classes or clients"
     )
 

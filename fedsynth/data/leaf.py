@@ -26,7 +26,8 @@ from fedsynth.data.registry import DatasetSpec
 from fedsynth.errors import DataFilesCorruptError, DataFilesMissingError
 
 _LEAF = (
-    "make it with LEAF (https://github.com/TalwalkarLab/leaf, data/femnist: ./preprocess.sh -s niid --sf 1.0 -k 0 -t sample) and copy "
+    "make it with LEAF (https://github.com/TalwalkarLab/leaf, data/femnist: ./preprocess.sh -s "
+    "niid --sf 1.0 -k 0 -t sample) and copy "
     "data/train and data/test to femnist/ there"
 )
 
@@ -74,7 +75,8 @@ def _writers(folder: Path, spec: DatasetSpec) -> Writers:
         for name, arrays in _file(path, spec).items():
             if name in found:
                 raise DataFilesCorruptError(
-                    f"{path}: writer {one_line(repr(name), 80)} is in another file of {folder} too: make the files anew"
+                    f"{path}: writer {one_line(repr(name), 80)} is in another file of {folder} "
+                    "too: make the files anew"
                 )
             found[name] = arrays
     return found
@@ -91,7 +93,8 @@ def _file(path: Path, spec: DatasetSpec) -> Writers:
     )
     if not (isinstance(users, list) and isinstance(sizes, list) and isinstance(data, dict)):
         raise DataFilesCorruptError(
-            f"{path} is no file of LEAF: it must hold the lists users and num_samples and the object user_data"
+            f"{path} is no file of LEAF: it must hold the lists users and num_samples and the "
+            "object user_data"
         )
     if (
         len(users) != len(sizes)
@@ -99,7 +102,8 @@ def _file(path: Path, spec: DatasetSpec) -> Writers:
         or sorted(users) != sorted(data)
     ):
         raise DataFilesCorruptError(
-            f"{path}: users, num_samples and user_data must speak of the same writers, got {len(users)}, {len(sizes)} and {len(data)}"
+            f"{path}: users, num_samples and user_data must speak of the same writers, got "
+            f"{len(users)}, {len(sizes)} and {len(data)}"
         )
     return {
         user: _one_writer(data[user], size, f"{path}, writer {one_line(repr(user), 80)}", spec)
@@ -139,7 +143,8 @@ def _numbers(given: object, what: str, where: str) -> npt.NDArray[Any]:
     """
     if not isinstance(given, list) or not given or given[0] == []:
         raise DataFilesCorruptError(
-            f"{where}: {what} is empty or no list; a writer without examples does not belong in the file"
+            f"{where}: {what} is empty or no list; a writer without examples does not belong in "
+            "the file"
         )
     rows = given if isinstance(given[0], list) else [given]
     if not all(isinstance(row, list) for row in rows) or len(set(map(len, rows))) != 1:

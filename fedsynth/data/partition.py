@@ -234,7 +234,8 @@ def check_parts(parts: Sequence[npt.ArrayLike], examples: int) -> None:
         indices = np.asarray(part)
         if indices.ndim != 1 or (len(indices) and not np.issubdtype(indices.dtype, np.integer)):
             raise PartitionError(
-                f"client {client}: positions must be a vector of whole numbers, got {indices.dtype} {indices.shape}"
+                f"client {client}: positions must be a vector of whole numbers, got "
+                f"{indices.dtype} {indices.shape}"
             )
         if len(indices) and not 0 <= indices.min() <= indices.max() < examples:
             raise PartitionError(f"client {client}: positions must lie in [0, {examples})")
@@ -292,14 +293,16 @@ def _redrawn(
     least = settings.min_size
     if K * least > total:
         raise PartitionError(
-            f"{K} clients of at least {least} examples need {K * least}, there are {total}: lower min_size or clients"
+            f"{K} clients of at least {least} examples need {K * least}, there are {total}: lower "
+            "min_size or clients"
         )
     for _ in range(MAX_TRIES):
         counts = draw()
         if counts.sum(axis=1).min() >= least:
             return counts
     raise PartitionError(
-        f"no Dirichlet partition with at least {least} examples for each of {K} clients in {MAX_TRIES} tries at "
+        f"no Dirichlet partition with at least {least} examples for each of {K} clients in "
+        f"{MAX_TRIES} tries at "
         f"alpha={settings.alpha:g}: raise alpha, or lower min_size or clients{instead}"
     )
 
@@ -363,7 +366,8 @@ def _classes(y: IntArray, settings: PartitionSettings, classes: int, rng: Rng) -
         )
     if K * c < C:
         raise PartitionError(
-            f"{K} clients × {c} classes cannot cover {C} classes: raise clients or classes_per_client to at least "
+            f"{K} clients × {c} classes cannot cover {C} classes: raise clients or "
+            "classes_per_client to at least "
             f"{math.ceil(C / K)}"
         )
     return _deal(y, held_classes(sizes, K, c, rng, "lower clients or classes_per_client"), rng)
@@ -382,7 +386,8 @@ def _missing(y: IntArray, settings: PartitionSettings, classes: int, rng: Rng) -
         )
     if K * (C - m) < C:
         raise PartitionError(
-            f"{K} clients that lack {m} of {C} classes cannot cover them all: raise clients to at least {math.ceil(C / (C - m))}"
+            f"{K} clients that lack {m} of {C} classes cannot cover them all: raise clients to at "
+            f"least {math.ceil(C / (C - m))}"
             " or lower missing_classes"
         )
     return _deal(
@@ -406,12 +411,14 @@ def _domain(
     clients."""
     if domains is None:
         raise PartitionError(
-            "this data set does not say which domain an example comes from: partition domain needs one that does"
+            "this data set does not say which domain an example comes from: partition domain needs "
+            "one that does"
         )
     present = np.unique(domains)
     if settings.clients % len(present):
         raise PartitionError(
-            f"{settings.clients} clients cannot share {len(present)} domains evenly: use a multiple of {len(present)}"
+            f"{settings.clients} clients cannot share {len(present)} domains evenly: use a "
+            f"multiple of {len(present)}"
         )
     parts: list[IntArray] = [np.empty(0, np.int64)] * settings.clients
     for number, domain in enumerate(present):
@@ -428,12 +435,14 @@ def _natural(
     """Client k is the k-th of the groups that occur, or of K that are drawn, by their numbers."""
     if groups is None:
         raise PartitionError(
-            "this data set does not say whose an example is: partition natural needs one that does, such as femnist or synthetic(1,1)"
+            "this data set does not say whose an example is: partition natural needs one that "
+            "does, such as femnist or synthetic(1,1)"
         )
     present = np.unique(groups)
     if settings.clients > len(present):
         raise PartitionError(
-            f"{settings.clients} clients are more than the {len(present)} groups of this data set: lower clients to at most "
+            f"{settings.clients} clients are more than the {len(present)} groups of this data set: "
+            "lower clients to at most "
             f"{len(present)}"
         )
     chosen = np.sort(rng.permutation(present)[: settings.clients])

@@ -266,7 +266,8 @@ def _named(module: str, attribute: str) -> _Name:
         return _Name(_NAMES[module, attribute])
     except KeyError:
         raise PickleRefusedError(
-            f"it asks for {one_line(f'{module}.{attribute}', 80)}, which image files have no use for"
+            f"it asks for {one_line(f'{module}.{attribute}', 80)}, which image files have no use "
+            "for"
         ) from None
 
 

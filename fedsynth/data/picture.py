@@ -40,7 +40,8 @@ def partition_table(counts: Counts) -> str:
     sizes = matrix.sum(axis=1)
     held = (matrix > 0).sum(axis=1)
     summary = (
-        f"{len(matrix)} clients, {int(sizes.sum())} examples: {_spread(sizes)} each, of {_spread(held)} classes "
+        f"{len(matrix)} clients, {int(sizes.sum())} examples: {_spread(sizes)} each, of "
+        f"{_spread(held)} classes "
         "(fewest – median – most)"
     )
     return "\n".join([*_aligned([head, *rows]), summary])
@@ -166,7 +167,8 @@ def _checked_counts(counts: Counts) -> npt.NDArray[Any]:
         or matrix.min() < 0
     ):
         raise DataError(
-            f"counts must be integers ≥ 0 [clients, classes], got {matrix.dtype} {list(matrix.shape)}"
+            f"counts must be integers ≥ 0 [clients, classes], got {matrix.dtype} "
+            f"{list(matrix.shape)}"
         )
     return matrix
 

@@ -78,7 +78,8 @@ class DatasetSpec:
                 raise SettingError(
                     None,
                     field,
-                    f"{of} needs one number for each of the {self.channels} channels, got {len(values)}",
+                    f"{of} needs one number for each of the {self.channels} channels, got "
+                    f"{len(values)}",
                 )
             if not all(map(math.isfinite, values)):
                 raise SettingError(None, field, f"{of} must be finite, got {values}")
@@ -110,12 +111,18 @@ _TEN_OBJECTS = (
 )
 
 _CIFAR100_CLASSES = (
-    "apple aquarium_fish baby bear beaver bed bee beetle bicycle bottle bowl boy bridge bus butterfly camel can "
-    "castle caterpillar cattle chair chimpanzee clock cloud cockroach couch crab crocodile cup dinosaur dolphin "
-    "elephant flatfish forest fox girl hamster house kangaroo keyboard lamp lawn_mower leopard lion lizard "
-    "lobster man maple_tree motorcycle mountain mouse mushroom oak_tree orange orchid otter palm_tree pear "
-    "pickup_truck pine_tree plain plate poppy porcupine possum rabbit raccoon ray road rocket rose sea seal shark "
-    "shrew skunk skyscraper snail snake spider squirrel streetcar sunflower sweet_pepper table tank telephone "
+    "apple aquarium_fish baby bear beaver bed bee beetle bicycle bottle bowl boy bridge bus "
+    "butterfly camel can "
+    "castle caterpillar cattle chair chimpanzee clock cloud cockroach couch crab crocodile cup "
+    "dinosaur dolphin "
+    "elephant flatfish forest fox girl hamster house kangaroo keyboard lamp lawn_mower leopard "
+    "lion lizard "
+    "lobster man maple_tree motorcycle mountain mouse mushroom oak_tree orange orchid otter "
+    "palm_tree pear "
+    "pickup_truck pine_tree plain plate poppy porcupine possum rabbit raccoon ray road rocket rose "
+    "sea seal shark "
+    "shrew skunk skyscraper snail snake spider squirrel streetcar sunflower sweet_pepper table "
+    "tank telephone "
     "television tiger tractor train trout tulip turtle wardrobe whale willow_tree wolf woman worm"
 )
 
@@ -133,7 +140,10 @@ _SPECS = (
         mean=(0.3059,),
         std=(0.3763,),
         class_names=_TEN_DIGITS,
-        source="scikit-learn's bundled handwritten digits (UCI optdigits, its test part); every fifth image tests",
+        source=(
+            "scikit-learn's bundled handwritten digits (UCI optdigits, its test part); every "
+            "fifth image tests"
+        ),
     ),
     DatasetSpec(
         name="mnist",
@@ -237,7 +247,10 @@ _SPECS = (
         mean=(0.47889522, 0.47227842, 0.43047404),
         std=(0.24205776, 0.23828046, 0.25874835),
         class_names=_TEN_OBJECTS,
-        source="CINIC-10, Darlow, Crowley, Antoniou and Storkey, 2018 (arXiv 1810.03505), its training and test thirds",
+        source=(
+            "CINIC-10, Darlow, Crowley, Antoniou and Storkey, 2018 (arXiv 1810.03505), its "
+            "training and test thirds"
+        ),
     ),
     DatasetSpec(
         name="tiny-imagenet",
@@ -252,7 +265,10 @@ _SPECS = (
         # Its classes are WordNet numbers, which the data set's own list names: class c is the c-th
         # of them, sorted.
         class_names=tuple(f"class {c}" for c in range(200)),
-        source="Tiny-ImageNet, Stanford's CS231n, 2015 (200 classes of ImageNet at 64×64); its validation images test",
+        source=(
+            "Tiny-ImageNet, Stanford's CS231n, 2015 (200 classes of ImageNet at 64×64); its "
+            "validation images test"
+        ),
     ),
     DatasetSpec(
         name="femnist",
@@ -295,7 +311,10 @@ _SPECS = (
             "mug",
             "projector",
         ),
-        source="Office-Caltech-10, Gong, Shi, Sha and Grauman, 2012, resized to 64×64; every fifth image of a domain and class tests",
+        source=(
+            "Office-Caltech-10, Gong, Shi, Sha and Grauman, 2012, resized to 64×64; every fifth "
+            "image of a domain and class tests"
+        ),
         domains=("amazon", "caltech", "dslr", "webcam"),
     ),
     DatasetSpec(
@@ -322,7 +341,10 @@ _SPECS = (
             "wine_glass",
             "zebra",
         ),
-        source="DomainNet, Peng et al., 2019: FedBN's ten classes (arXiv 2102.07623), official lists, resized to 64×64",
+        source=(
+            "DomainNet, Peng et al., 2019: FedBN's ten classes (arXiv 2102.07623), official "
+            "lists, resized to 64×64"
+        ),
         domains=("clipart", "infograph", "painting", "quickdraw", "real", "sketch"),
     ),
 )
@@ -362,7 +384,10 @@ def _synthetic_spec(alpha: float | None, beta: float | None) -> DatasetSpec:
         mean=(0.5,),
         std=(1 / (2 * reach),),
         class_names=_TEN_DIGITS,
-        source="Synthetic data of 30 devices, Li et al., FedProx, 2020 (arXiv 1812.06127), made from seed 0",
+        source=(
+            "Synthetic data of 30 devices, Li et al., FedProx, 2020 (arXiv 1812.06127), made from "
+            "seed 0"
+        ),
         groups=30,
     )
 

@@ -36,7 +36,8 @@ def read_svhn(path: Path, spec: DatasetSpec) -> tuple[npt.NDArray[np.uint8], npt
     y = variables["y"]
     if x.dtype != np.uint8 or x.ndim != 4 or y.size != x.shape[3]:
         raise DataFilesCorruptError(
-            f"{path} must hold X uint8 [32, 32, 3, N] and y [N, 1], got {x.dtype} {list(x.shape)} and "
+            f"{path} must hold X uint8 [32, 32, 3, N] and y [N, 1], got {x.dtype} {list(x.shape)} "
+            "and "
             f"{y.dtype} {list(y.shape)}"
         )
     digits = y.reshape(-1)

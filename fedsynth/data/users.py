@@ -33,7 +33,8 @@ def users_of(data: ImageData) -> IntArray:
     """
     if data.groups is None:
         raise DataError(
-            f"{data.spec.name} does not say whose its records are: protecting users needs groups= of from_arrays, "
+            f"{data.spec.name} does not say whose its records are: protecting users needs groups= "
+            "of from_arrays, "
             f"or a file {USERS_FILE} beside folders of images"
         )
     users: IntArray = data.groups.cpu().numpy()

@@ -34,25 +34,30 @@ from fedsynth.data.partition import GIVEN, IntArray, check_parts, count_matrix, 
 from fedsynth.data.registry import DatasetSpec, is_published
 from fedsynth.data.users import bounded, check_one_client_each
 from fedsynth.errors import DataError, Setting, Text
-from fedsynth.federation import privacy_words
-from fedsynth.federation.client_runtime import ClientRuntime, OwnData
-from fedsynth.federation.clients import Clients
-from fedsynth.federation.devices import check_compiler, resolve_device
-from fedsynth.federation.disclosed import check_facts, declared_row, declared_summary, disclosed
-from fedsynth.federation.exchange import Refusal
-from fedsynth.federation.in_process import InProcess
-from fedsynth.federation.measure import Measure
+from fedsynth.federation.exchange.client_runtime import ClientRuntime, OwnData
+from fedsynth.federation.exchange.in_process import InProcess
+from fedsynth.federation.exchange.protocol import Refusal
+from fedsynth.federation.exchange.rounds import agree, play_round, with_proxy
+from fedsynth.federation.exchange.server import Server
 from fedsynth.federation.observer import Observer
-from fedsynth.federation.participation import Participation
-from fedsynth.federation.planning import public_context
-from fedsynth.federation.privacy_plan import PrivacyPlan, check_method
-from fedsynth.federation.privacy_words import NO_TEST, PRIVATE, PUBLIC
-from fedsynth.federation.report_context import report_context
-from fedsynth.federation.result import RunResult, summarise
-from fedsynth.federation.rounds import agree, play_round, with_proxy
-from fedsynth.federation.run_folder import RunFolder
-from fedsynth.federation.server import Server
-from fedsynth.federation.settings import RunSettings, to_toml
+from fedsynth.federation.outputs import privacy_words
+from fedsynth.federation.outputs.disclosed import (
+    check_facts,
+    declared_row,
+    declared_summary,
+    disclosed,
+)
+from fedsynth.federation.outputs.measure import Measure
+from fedsynth.federation.outputs.privacy_words import NO_TEST, PRIVATE, PUBLIC
+from fedsynth.federation.outputs.report_context import report_context
+from fedsynth.federation.outputs.result import RunResult, summarise
+from fedsynth.federation.outputs.run_folder import RunFolder
+from fedsynth.federation.terms.client_ledgers import Clients
+from fedsynth.federation.terms.devices import check_compiler, resolve_device
+from fedsynth.federation.terms.participation import Participation
+from fedsynth.federation.terms.privacy_plan import PrivacyPlan, check_method
+from fedsynth.federation.terms.public_context import public_context
+from fedsynth.federation.terms.settings import RunSettings, to_toml
 from fedsynth.privacy.errors import PrivacySettingError
 from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.ledger_folder import check_names

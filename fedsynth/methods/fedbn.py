@@ -56,7 +56,8 @@ class FedBN(TrainsLocally):
     personal: ClassVar[bool] = True
     protects: ClassVar[tuple[str, ...]] = ()
     refusal: ClassVar[str] = (
-        "it is about batch norm, which mixes a batch's examples: no example's influence on a step can be bounded"
+        "it is about batch norm, which mixes a batch's examples: no example's influence on a step "
+        "can be bounded"
     )
 
     def check_model(self, model: nn.Module) -> None:

@@ -100,7 +100,8 @@ class FedFAPlus(TrainsLocally):
     upload: ClassVar[type[Message]] = StatisticsUp
     state: ClassVar[type[ServerState]] = StatisticsState
     refusal: ClassVar[str] = (
-        "its losses mix the examples of a batch, so one example's influence on a step cannot be bounded, and it uploads channel statistics "
+        "its losses mix the examples of a batch, so one example's influence on a step cannot be "
+        "bounded, and it uploads channel statistics "
         "and histograms of features that no mechanism protects"
     )
     protects: ClassVar[tuple[str, ...]] = ()

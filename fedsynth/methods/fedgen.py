@@ -118,7 +118,8 @@ class FedGen(TrainsLocally):
 
     name: ClassVar[str] = "fedgen"
     summary: ClassVar[str] = (
-        "a generator of embeddings, learned from the clients' classifiers, regularises local training"
+        "a generator of embeddings, learned from the clients' classifiers, regularises local "
+        "training"
     )
     reference: ClassVar[str] = "Zhu, Hong and Zhou 2021, FedGen, arXiv 2105.10056"
     downlink: ClassVar[type[Message]] = GeneratorDown

@@ -85,7 +85,8 @@ class FedKF(TrainsLocally):
 
     name: ClassVar[str] = "fedkf"
     summary: ClassVar[str] = (
-        "clients distil the average of all cached models into theirs, on images of a generator of their own"
+        "clients distil the average of all cached models into theirs, on images of a generator of "
+        "their own"
     )
     reference: ClassVar[str] = "Zhou et al. 2023, FedKF, arXiv 2207.10447"
     presets: ClassVar[Presets] = {

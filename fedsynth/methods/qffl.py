@@ -53,7 +53,8 @@ class QFFL(TrainsLocally):
     upload: ClassVar[type[Message]] = FairModel
     protects: ClassVar[tuple[str, ...]] = ()
     refusal: ClassVar[str] = (
-        "each client's exact loss is uploaded and decides its weight, and no mechanism here protects it"
+        "each client's exact loss is uploaded and decides its weight, and no mechanism here "
+        "protects it"
     )
 
     momentum: float = 0.0

@@ -46,7 +46,8 @@ class Solo(TrainsLocally):
     personal: ClassVar[bool] = True
     protects: ClassVar[tuple[str, ...]] = ()
     refusal: ClassVar[str] = (
-        "nothing is sent, so there is nothing to protect; its accuracies are exact functions of private data"
+        "nothing is sent, so there is nothing to protect; its accuracies are exact functions of "
+        "private data"
     )
 
     def __post_init__(self) -> None:

@@ -1,4 +1,5 @@
-"""Runs the command line in process, on the embedded digits, with settings so small that a run takes a fraction of a second."""
+"""Runs the command line in process, on the embedded digits, with settings so small that a run takes
+a fraction of a second."""
 
 from __future__ import annotations
 
@@ -70,7 +71,8 @@ def call_train(output: Path, method: str, *args: str) -> Outcome:
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread() -> Iterator[None]:
-    """Threads that wait for each other make such tiny networks a hundred times slower where another process has a core."""
+    """Threads that wait for each other make such tiny networks a hundred times slower where another
+    process has a core."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -91,7 +93,8 @@ def fedsynth(tmp_path: Path) -> Callable[..., Outcome]:
 
 @pytest.fixture
 def train(tmp_path: Path) -> Train:
-    """`train(method, *args)`: a tiny run into `tmp_path / "out"`; later options win over the tiny ones."""
+    """`train(method, *args)`: a tiny run into `tmp_path / "out"`; later options win over the tiny
+    ones."""
     return lambda method, *args: call_train(tmp_path / "out", method, *args)
 
 

@@ -1,4 +1,5 @@
-"""Every mistake of a user is one line on stderr and exit code 2, and leaves nothing that looks like a run."""
+"""Every mistake of a user is one line on stderr and exit code 2, and leaves nothing that looks like
+a run."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ CASES: list[tuple[str, tuple[str, ...], str]] = [
     (
         "feddm",
         ("--set", "ipc"),
-        "KEY=VALUE of the method, or SECTION.KEY=VALUE of method, run, data, partition, model, privacy; got 'ipc'",
+        "KEY=VALUE of the method, or SECTION.KEY=VALUE of method, run, data, partition, model, "
+        "privacy; got 'ipc'",
     ),
     ("feddm", ("--set", "=3"), "got '=3'"),
     ("feddm", ("--set", "batch=ten"), "--set method.batch must be a whole number, got 'ten'"),

@@ -49,9 +49,19 @@ def test_what_the_generator_made_is_said(
     made = str(tmp_path / "student.safetensors")
     model = write(tmp_path / "a.safetensors", "convnet", 1)
     code, out, err = call(
-        capsys, "--models", model, "--arch", "convnet", "--student", "convnet", "--method", "dense",
-        *FAST, "--output", made,
-    )  # fmt: skip
+        capsys,
+        "--models",
+        model,
+        "--arch",
+        "convnet",
+        "--student",
+        "convnet",
+        "--method",
+        "dense",
+        *FAST,
+        "--output",
+        made,
+    )
     assert code == 0, err
     assert "generated: class entropy 0.50 of log C, 4 classes, 25.0 % as asked\n" in out
 
@@ -69,9 +79,20 @@ def test_models_of_different_architectures_become_one(
     fast = (*FAST, "--set", "stratification_steps=2") if method == "fedhydra" else FAST
     made = tmp_path / "out" / "student.safetensors"
     code, out, err = call(
-        capsys, "--models", files, "--arch", "convnet,resnet8", "--student", "cnn1", "--method", method, *fast,
-        "--evaluate", "--output", str(made),
-    )  # fmt: skip
+        capsys,
+        "--models",
+        files,
+        "--arch",
+        "convnet,resnet8",
+        "--student",
+        "cnn1",
+        "--method",
+        method,
+        *fast,
+        "--evaluate",
+        "--output",
+        str(made),
+    )
     assert code == 0, err
     assert out.count("test accuracy") == 3
     assert "no batch-norm term for models 0, 1" in out
@@ -107,9 +128,12 @@ def test_refusals_are_one_line(
         tmp_path / "nan",
     )
     names = {
-        "a": write(tmp_path / "a", "convnet", 1), "b": write(tmp_path / "b", "convnet", 2), "missing": str(tmp_path / "none"),
-        "broken": str(tmp_path / "broken"), "nan": str(tmp_path / "nan"),
-    }  # fmt: skip
+        "a": write(tmp_path / "a", "convnet", 1),
+        "b": write(tmp_path / "b", "convnet", 2),
+        "missing": str(tmp_path / "none"),
+        "broken": str(tmp_path / "broken"),
+        "nan": str(tmp_path / "nan"),
+    }
     code, out, err = call(
         capsys,
         *(option.format(**names) for option in change),

@@ -1,4 +1,5 @@
-"""Every method through the command line, in process: open, and with a budget either charged or refused."""
+"""Every method through the command line, in process: open, and with a budget either charged or
+refused."""
 
 from __future__ import annotations
 

@@ -17,9 +17,9 @@ from fedsynth.cli.options import OptionNames
 from fedsynth.cli.progress import LONG_PHASE, PlainObserver, print_summary, round_line
 from fedsynth.data.images import from_arrays
 from fedsynth.data.registry import dataset_spec
-from fedsynth.federation.disclosed import declared_row, disclosed
-from fedsynth.federation.settings import resolve
+from fedsynth.federation.outputs.disclosed import declared_row, disclosed
 from fedsynth.federation.simulation import simulate
+from fedsynth.federation.terms.settings import resolve
 from fedsynth.methods.fedavg import FedAvg
 from fedsynth.privacy.ledger import Ledger, read_ledger
 from fedsynth.privacy.releases import Release
@@ -94,7 +94,7 @@ def test_carry_over(train: Train, fedsynth: Train, tmp_path: Path) -> None:
     options = ("--dp-sigma", "3", "--dp-ledger", str(folder))
     row = Release(1, "images", "residual", "residuals", 5.0, 0.1, 1.0, "full", 2, 7840)
     dataset = resolve({"partition": {"clients": 2}})
-    from fedsynth.federation.clients import data_set_id
+    from fedsynth.federation.terms.client_ledgers import data_set_id
 
     for name in ("client-000", "client-001"):
         Ledger(name, folder / f"{name}.jsonl", dataset=data_set_id(dataset)).charge(row)
@@ -222,7 +222,8 @@ def test_repair(fedsynth: Train, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("words", [("--dp-epsilon", "8"), ("--dp-sigma", "3"), ()])
 def test_plans_of_enormous_runs_come_at_once(fedsynth: Train, words: tuple[str, ...]) -> None:
-    """A million rounds, a thousand million epochs, with subsampling or not: ε after chosen rounds."""
+    """A million rounds, a thousand million epochs, with subsampling or not: ε after chosen
+    rounds."""
     started = time.process_time()
     long = ("train", "--dry-run", "--method", "fedavg", *words)
     epochs, million = ("--set", "local_epochs=1000000000"), ("--rounds", "1000000")
@@ -250,7 +251,7 @@ def test_a_plan_that_draws_for_long_says_so(
         refused = fedsynth(*words, "100000000")
         assert refused.code == 2
         assert "for 100,000,000 of them takes some 0.8 hours" in refused.stderr
-    monkeypatch.setattr("fedsynth.federation.planning.LONG", 100)
+    monkeypatch.setattr("fedsynth.federation.terms.costs.LONG", 100)
     for words in (dry, plan):
         run = fedsynth(*words, "101")
         assert run.code == 0

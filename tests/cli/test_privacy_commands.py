@@ -33,7 +33,8 @@ def call(*words: str) -> Any:
 
 
 def test_a_budget_gives_sigma_for_each_mechanism() -> None:
-    """Every plan's ε is what the accountant says of its σ, q and releases, at or just below the budget."""
+    """Every plan's ε is what the accountant says of its σ, q and releases, at or just below the
+    budget."""
     plans = json.loads(
         call(
             "privacy",

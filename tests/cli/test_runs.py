@@ -47,7 +47,8 @@ def test_runs_beside_each_other(train: Callable[..., Any], fedsynth: Callable[..
 def test_what_generators_made_is_said_by_run_and_table(
     train: Callable[..., Any], fedsynth: Callable[..., Any]
 ) -> None:
-    """FedGen's generator is asked for classes, FedKF's is not, FedAvg has none; with privacy the facts stay."""
+    """FedGen's generator is asked for classes, FedKF's is not, FedAvg has none; with privacy the
+    facts stay."""
     kf = train("fedkf", "--rounds", "2", "--dp-epsilon", "8")
     gen = train("fedgen")
     output = train("fedavg").output

@@ -21,7 +21,7 @@ from fedsynth.cli.options import OptionNames, option_names
 from fedsynth.cli.privacy_commands import PLAN_NAMED
 from fedsynth.cli.settings_options import set_options
 from fedsynth.errors import Setting, Text
-from fedsynth.federation.settings import RUN_KINDS
+from fedsynth.federation.terms.settings import RUN_KINDS
 from fedsynth.methods import METHODS, method_class
 
 ROOT: Any = get_command(app)

@@ -1,4 +1,5 @@
-"""What a run tells its user, beyond the one accuracy: presets, fairness, variants, stragglers, settings that go nowhere."""
+"""What a run tells its user, beyond the one accuracy: presets, fairness, variants, stragglers,
+settings that go nowhere."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ import pytest
 
 from fedsynth.cli.progress import round_line
 from fedsynth.cli.settings_options import from_preset, merged
-from fedsynth.federation.settings import resolve
+from fedsynth.federation.terms.settings import resolve
 
 
 def metrics(run: Any) -> list[dict[str, Any]]:
@@ -56,8 +57,8 @@ def test_clients_own_models_come_first_and_untested_ones_are_warned_of(
 ) -> None:
     untested = train("solo")
     assert (
-        "warning: solo's clients keep models of their own, which nothing tests here (--local-test 0.2)"
-        in untested.stderr
+        "warning: solo's clients keep models of their own, which nothing tests here (--local-test "
+        "0.2)" in untested.stderr
     )
     assert "warning" not in train("fedavg").stderr
     row = {

@@ -1,4 +1,5 @@
-"""What steps know of their round: made without a run, changed by parts, and pickled with all it has."""
+"""What steps know of their round: made without a run, changed by parts, and pickled with all it
+has."""
 
 from __future__ import annotations
 
@@ -13,8 +14,8 @@ from fedsynth.core.context import Compute, Federation, Notes, RoundContext, Sile
 from fedsynth.data.images import from_arrays
 from fedsynth.data.proxy import ProxyImages
 from fedsynth.data.registry import dataset_spec
-from fedsynth.federation.planning import public_context
-from fedsynth.federation.settings import resolve
+from fedsynth.federation.terms.public_context import public_context
+from fedsynth.federation.terms.settings import resolve
 from fedsynth.models.registry import ModelSettings, build_model
 from fedsynth.privacy.settings import PrivacySettings
 

@@ -36,8 +36,15 @@ def kinds(of: type[Packed] = Packed) -> Iterator[type[Packed]]:
 
 
 DTYPES = (
-    torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8, torch.bool,
-)  # fmt: skip
+    torch.float32,
+    torch.float64,
+    torch.bfloat16,
+    torch.float16,
+    torch.int64,
+    torch.int32,
+    torch.uint8,
+    torch.bool,
+)
 
 
 @st.composite
@@ -181,49 +188,55 @@ def changed(good: bytes = GOOD, version: str = "", **header: Any) -> bytes:
     return struct.pack("<Q", len(text)) + text + good[8 + length :]
 
 
-@pytest.mark.parametrize(("sent", "match"), [
-    (b"", "no message of fedsynth"),
-    (GOOD[:20], "no message of fedsynth"),
-    (b"\xff" * 64, "no message of fedsynth"),
-    (struct.pack("<Q", 2**63) + b"{}", "no message of fedsynth"),
-    (struct.pack("<Q", 20_000) + b"[" * 20_000, "no message of fedsynth"),
-    (GOOD[:-1], "damaged message"),
-    (changed(type="One"), "expected a message ModelParameters, got 'One'"),
-    (changed(numbers={}), r"ModelParameters\.weight is missing"),
-    (changed(numbers={"weight": "3"}), "finite number"),
-    (changed(numbers={"weight": True}), "finite number"),
-    (changed(numbers={"weight": float("nan")}), "finite number"),
-    (changed(numbers={"weight": 3, "more": 1}), "no field 'more'"),
-    (changed(numbers=[3]), "without its numbers"),
-    (changed(keys={"parameters": []}), r"no field 'parameters\.w'"),
-    (changed(keys={"parameters": ["w", "v"]}), "lacks 'v'"),
-    (changed(keys={"parameters": ["w", "w"]}), "once each"),
-    (changed(keys={"parameters": "w"}), "once each"),
-    (changed(keys={}), r"ModelParameters\.parameters is missing"),
-    (changed(version="1"), "no message of fedsynth"),
-    (changed(none=None), "without its numbers"),
-    (changed(none={"weight": 1}), "without its numbers"),
-    (changed(none=["weight"]), "no field 'weight'"),
-    (changed(none=["weight"], numbers={}), r"ModelParameters\.weight is missing"),
-    (changed(none=[["weight"]]), "no field"),
-    (changed(numbers={"weight": 3, "parameters": 1}), r"parameters cannot be a int"),
-    (changed(numbers={}, keys={"parameters": ["w"], "weight": []}), r"weight cannot be a dict"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("sent", "match"),
+    [
+        (b"", "no message of fedsynth"),
+        (GOOD[:20], "no message of fedsynth"),
+        (b"\xff" * 64, "no message of fedsynth"),
+        (struct.pack("<Q", 2**63) + b"{}", "no message of fedsynth"),
+        (struct.pack("<Q", 20_000) + b"[" * 20_000, "no message of fedsynth"),
+        (GOOD[:-1], "damaged message"),
+        (changed(type="One"), "expected a message ModelParameters, got 'One'"),
+        (changed(numbers={}), r"ModelParameters\.weight is missing"),
+        (changed(numbers={"weight": "3"}), "finite number"),
+        (changed(numbers={"weight": True}), "finite number"),
+        (changed(numbers={"weight": float("nan")}), "finite number"),
+        (changed(numbers={"weight": 3, "more": 1}), "no field 'more'"),
+        (changed(numbers=[3]), "without its numbers"),
+        (changed(keys={"parameters": []}), r"no field 'parameters\.w'"),
+        (changed(keys={"parameters": ["w", "v"]}), "lacks 'v'"),
+        (changed(keys={"parameters": ["w", "w"]}), "once each"),
+        (changed(keys={"parameters": "w"}), "once each"),
+        (changed(keys={}), r"ModelParameters\.parameters is missing"),
+        (changed(version="1"), "no message of fedsynth"),
+        (changed(none=None), "without its numbers"),
+        (changed(none={"weight": 1}), "without its numbers"),
+        (changed(none=["weight"]), "no field 'weight'"),
+        (changed(none=["weight"], numbers={}), r"ModelParameters\.weight is missing"),
+        (changed(none=[["weight"]]), "no field"),
+        (changed(numbers={"weight": 3, "parameters": 1}), r"parameters cannot be a int"),
+        (changed(numbers={}, keys={"parameters": ["w"], "weight": []}), r"weight cannot be a dict"),
+    ],
+)
 def test_bytes_that_are_no_such_message(sent: bytes, match: str) -> None:
     with pytest.raises(MessageError, match=match):
         ModelParameters.from_bytes(sent)
 
 
-@pytest.mark.parametrize(("kind", "sent", "match"), [
-    (AnchorState, changed(STATE, none=[]), r"AnchorState\.seen is missing"),
-    (AnchorState, changed(STATE, none=["seen", "known", "known"]), "no field 'known'"),
-    (AnchorState, changed(STATE, none=["seen", "known", "anchors"]), "no field 'anchors'"),
-    (AnchorState, changed(STATE, none=["seen", "known", "cache"]), "no field 'cache'"),
-    (AnchorState, changed(STATE, none=["seen"], numbers={"known": 1}), "known cannot be a int"),
-    (ProxState, changed(LOSSES, numbers={"mu": "1", "falls": 0}), "finite number"),
-    (ProxState, changed(LOSSES, none=["seen", "loss", "falls"]), "no field 'falls'"),
-    (ServerState, STATE, "expected a message ServerState, got 'AnchorState'"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "sent", "match"),
+    [
+        (AnchorState, changed(STATE, none=[]), r"AnchorState\.seen is missing"),
+        (AnchorState, changed(STATE, none=["seen", "known", "known"]), "no field 'known'"),
+        (AnchorState, changed(STATE, none=["seen", "known", "anchors"]), "no field 'anchors'"),
+        (AnchorState, changed(STATE, none=["seen", "known", "cache"]), "no field 'cache'"),
+        (AnchorState, changed(STATE, none=["seen"], numbers={"known": 1}), "known cannot be a int"),
+        (ProxState, changed(LOSSES, numbers={"mu": "1", "falls": 0}), "finite number"),
+        (ProxState, changed(LOSSES, none=["seen", "loss", "falls"]), "no field 'falls'"),
+        (ServerState, STATE, "expected a message ServerState, got 'AnchorState'"),
+    ],
+)
 def test_bytes_that_are_no_such_state(kind: type[Packed], sent: bytes, match: str) -> None:
     """None is for fields that may be None, once each, and in place of a value."""
     with pytest.raises(MessageError, match=match):

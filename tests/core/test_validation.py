@@ -24,7 +24,7 @@ from fedsynth.errors import (
     unknown_name,
     unknown_value,
 )
-from fedsynth.federation.settings import RUN_KINDS, resolve
+from fedsynth.federation.terms.settings import RUN_KINDS, resolve
 from fedsynth.methods import METHODS, method_class
 from fedsynth.privacy.errors import PrivacyError, PrivacySettingError
 

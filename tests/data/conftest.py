@@ -1,4 +1,5 @@
-"""Writers of the data sets' files in their official formats, for the loaders' tests: the fixture `files`."""
+"""Writers of the data sets' files in their official formats, for the loaders' tests: the fixture
+`files`."""
 
 from __future__ import annotations
 

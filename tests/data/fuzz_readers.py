@@ -1,8 +1,10 @@
-"""Damaged and hostile data files for one reader, in a process of its own: `python fuzz_readers.py KIND SEED CASES`.
+"""Damaged and hostile data files for one reader, in a process of its own: `python fuzz_readers.py
+KIND SEED CASES`.
 
-KIND is pickle, mat, image, leaf, users or idx. Prints one JSON object: how many cases were refused and accepted, the largest traced
-memory beyond ten times the file's size, the longest time, and what was neither a refusal in one line nor a result as promised.
-The number of the case at work stands in the file CASE of the current folder, for the reader who finds a signal.
+KIND is pickle, mat, image, leaf, users or idx. Prints one JSON object: how many cases were refused
+and accepted, the largest traced memory beyond ten times the file's size, the longest time, and what
+was neither a refusal in one line nor a result as promised. The number of the case at work stands in
+the file CASE of the current folder, for the reader who finds a signal.
 """
 
 from __future__ import annotations
@@ -45,7 +47,8 @@ def python2(
     flags: int = 0,
     listed: bool = False,
 ) -> bytes:
-    """A batch of two images as Python 2 wrote it, with another type, bytes, type state or flags in the array's place.
+    """A batch of two images as Python 2 wrote it, with another type, bytes, type state or flags in
+    the array's place.
 
     `listed` asks for the array as a list, which looks at each of its items.
     """
@@ -185,7 +188,8 @@ def instruction_starts(content: bytes) -> list[int]:
 def mutated(
     good: list[bytes], rng: random.Random, where: Callable[[bytes], list[int]] | None = None
 ) -> bytes:
-    """One of the good files with one to four changes, most of them where `where` says that something begins."""
+    """One of the good files with one to four changes, most of them where `where` says that
+    something begins."""
     content = bytearray(rng.choice(good))
     starts = where(bytes(content)) if where else list(range(min(len(content), 400)))
     for _ in range(rng.randint(1, 4)):

@@ -1,4 +1,5 @@
-"""Small files that ask for much: refused by what they announce, before anything is decoded or unpacked. And what is no file at all."""
+"""Small files that ask for much: refused by what they announce, before anything is decoded or
+unpacked. And what is no file at all."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ from fedsynth.data.load import load_dataset
 from fedsynth.data.registry import dataset_spec
 from fedsynth.data.svhn import read_svhn
 from fedsynth.errors import DataFilesCorruptError, DataFilesMissingError, UnknownNameError
-from fedsynth.federation.settings import resolve
+from fedsynth.federation.terms.settings import resolve
 
 MEGABYTE = 2**20
 OFFICE, CINIC, SVHN = map(dataset_spec, ("office-caltech-10", "cinic10", "svhn"))
@@ -35,7 +36,8 @@ OFFICE, CINIC, SVHN = map(dataset_spec, ("office-caltech-10", "cinic10", "svhn")
 
 @contextmanager
 def at_most(size: int) -> Iterator[None]:
-    """Fails where more than `size` bytes are taken at once, of those that Python and NumPy hand out."""
+    """Fails where more than `size` bytes are taken at once, of those that Python and NumPy hand
+    out."""
     tracemalloc.start()
     try:
         yield
@@ -123,7 +125,9 @@ def test_postscript_is_no_picture(ending: str, tmp_path: Path) -> None:
         read_images([path], OFFICE, resize=True)
 
 
-@pytest.mark.parametrize(("kind", "ending"), [("PNG", "jpg"), ("JPEG", "png"), ("BMP", "bmp"), ("WEBP", "webp")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "ending"), [("PNG", "jpg"), ("JPEG", "png"), ("BMP", "bmp"), ("WEBP", "webp")]
+)
 def test_the_four_formats_under_any_of_the_endings(kind: str, ending: str, tmp_path: Path) -> None:
     path = tmp_path / f"a.{ending}"
     Image.new("RGB", (64, 64), (200, 200, 200)).save(path, kind)

@@ -26,7 +26,8 @@ def write(path: Path, colour: tuple[int, int, int] | int, size: tuple[int, int])
 
 @pytest.fixture
 def tiny(tmp_path: Path) -> Path:
-    """One training image a class, red = its number in sorted order; class 7's is grey. Ten test images, of classes 190 to 199."""
+    """One training image a class, red = its number in sorted order; class 7's is grey. Ten test
+    images, of classes 190 to 199."""
     root = tmp_path / "tiny-imagenet-200"
     for c, name in enumerate(sorted(WNIDS)):
         write(
@@ -123,7 +124,8 @@ def test_an_image_of_another_size_is_refused(tiny: Path) -> None:
 
 @pytest.fixture
 def cinic(tmp_path: Path) -> Path:
-    """Three images a class and split; red tells the class, green the split, blue the place in the order of names."""
+    """Three images a class and split; red tells the class, green the split, blue the place in the
+    order of names."""
     for s, split in enumerate(("train", "valid", "test")):
         for c, name in enumerate(CINIC.class_names):
             for i, file in enumerate(("cifar10-test-7", "cifar10-train-44", "n02687172_9")):

@@ -166,7 +166,8 @@ def test_a_malicious_pickle_is_refused_and_does_not_run(
 
 
 def test_a_pickle_cannot_change_what_the_reader_uses(files: Any, tmp_path: Path) -> None:
-    # BUILD (b) with a state sets attributes on whatever lies on the stack: here on each of the allowed names.
+    # BUILD (b) with a state sets attributes on whatever lies on the stack: here on each of the
+    # allowed names.
     files.write_cifar10()
     path = tmp_path / "cifar-10-batches-py" / "data_batch_1"
     for name in (

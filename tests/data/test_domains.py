@@ -1,4 +1,5 @@
-"""Data sets of several domains, on files that the test writes; the partition by domain; accuracy by domain."""
+"""Data sets of several domains, on files that the test writes; the partition by domain; accuracy by
+domain."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ from fedsynth.data.partition import PartitionSettings, partition
 from fedsynth.data.registry import DatasetSpec, dataset_spec
 from fedsynth.errors import DataError, DataFilesCorruptError, DataFilesMissingError, PartitionError
 from fedsynth.evaluation.accuracy import accuracy_by_domain, correct
-from fedsynth.federation.settings import resolve
 from fedsynth.federation.simulation import simulate
+from fedsynth.federation.terms.settings import resolve
 
 OFFICE, DOMAINNET = dataset_spec("office-caltech-10"), dataset_spec("domainnet-10")
 
@@ -30,7 +31,8 @@ def write(path: Path, level: int, size: tuple[int, int] = (64, 64)) -> None:
 
 @pytest.fixture
 def office(tmp_path: Path) -> Path:
-    """Six images a class and domain; webcam's are larger, and its backpacks are in the folder that other releases have."""
+    """Six images a class and domain; webcam's are larger, and its backpacks are in the folder that
+    other releases have."""
     for number, domain in enumerate(OFFICE.domains):
         for label, name in enumerate(OFFICE.class_names):
             folder = "back_pack" if (domain, name) == ("webcam", "backpack") else name

@@ -1,4 +1,5 @@
-"""Thousands of damaged and hostile files for each reader, in a process of its own: no signal, no hang, no odd error, little memory.
+"""Thousands of damaged and hostile files for each reader, in a process of its own: no signal, no
+hang, no odd error, little memory.
 
 A few hundred of each kind run always, the rest with `-m slow`.
 """

@@ -1,4 +1,5 @@
-"""The loaders, on files that the tests write in the official formats: what is read, and what is missing."""
+"""The loaders, on files that the tests write in the official formats: what is read, and what is
+missing."""
 
 from __future__ import annotations
 
@@ -64,7 +65,8 @@ def test_cifar10_of_every_pickle_protocol(
 
 
 def python2_cifar_batch(rows: Bytes, label: int) -> bytes:
-    """The opcodes that Python 2 wrote into the official files: strings of bytes, and NumPy's modules by their old names."""
+    """The opcodes that Python 2 wrote into the official files: strings of bytes, and NumPy's
+    modules by their old names."""
 
     def short(text: bytes) -> bytes:
         return b"U" + bytes([len(text)]) + text

@@ -66,9 +66,14 @@ def array(value: Any) -> npt.NDArray[Any]:
         (array([[1 + 0j]]), "y is of complex numbers"),
         ("text", "y is of text, not numbers"),
         ({"a": 1}, "y is of structs, not numbers"),
-        (array([[1, "a"]], ).astype(object), "y is of cells, not numbers"),
+        (
+            array(
+                [[1, "a"]],
+            ).astype(object),
+            "y is of cells, not numbers",
+        ),
     ],
-)  # fmt: skip
+)
 def test_variables_that_are_no_numbers(value: Any, message: str) -> None:
     for packed in (False, True):
         with pytest.raises(ValueError, match=message):
@@ -83,8 +88,12 @@ def test_what_is_refused() -> None:
         (content[:-1], ["y"], "truncated"),
         (content, ["X"], "does not hold X"),
         (twice, ["y"], "holds y twice"),
-        (content.replace(bytes([3, 0, 0, 0, 2, 0, 0, 0]), bytes([3, 0, 0, 0, 3, 0, 0, 0])), ["y"], "does not fit its 48 bytes"),
-    ):  # fmt: skip
+        (
+            content.replace(bytes([3, 0, 0, 0, 2, 0, 0, 0]), bytes([3, 0, 0, 0, 3, 0, 0, 0])),
+            ["y"],
+            "does not fit its 48 bytes",
+        ),
+    ):
         with pytest.raises(ValueError, match=message):
             read_arrays(given, names, 10_000)
     with pytest.raises(ValueError, match="unpacks to more than 50 bytes"):

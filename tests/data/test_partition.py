@@ -124,9 +124,9 @@ def test_the_global_generator_plays_no_part() -> None:
 @pytest.mark.parametrize("kind", ["dirichlet", "dirichlet-plain", "dirichlet-dominant"])
 @pytest.mark.parametrize("alpha", [1e7, 1e300])
 def test_large_alpha_tends_to_iid(kind: str, alpha: float) -> None:
-    # A share has mean 1/K and standard deviation below 1/sqrt(α K) ~ 2e-4 at α = 1e7, so of 1,000 examples the counts
-    # differ from 1000/K by the rounding of two cuts and little else. The mask can act in the last class only, because
-    # nobody holds N/K before.
+    # A share has mean 1/K and standard deviation below 1/sqrt(α K) ~ 2e-4 at α = 1e7, so of 1,000
+    # examples the counts differ from 1000/K by the rounding of two cuts and little else. The mask
+    # can act in the last class only, because nobody holds N/K before.
     K, each = 5, 1000
     for seed in range(10):
         wish = PartitionSettings(kind=kind, clients=K, alpha=alpha, seed=seed)
@@ -158,7 +158,8 @@ def test_the_smaller_alpha_the_fewer_classes_a_client_has() -> None:
 
 
 def test_the_balance_mask_closes_full_clients() -> None:
-    # A client that reached N/K gets nothing of later classes, so what it has beyond N/K comes from one class.
+    # A client that reached N/K gets nothing of later classes, so what it has beyond N/K comes from
+    # one class.
     y = balanced(10, 500)
     for seed in range(20):
         counts = count_matrix(
@@ -294,11 +295,13 @@ MNIST = np.repeat(np.arange(10), [5923, 6742, 5958, 6131, 5842, 5421, 5918, 6265
 def test_the_rule_gives_the_upload_sizes_of_feddms_table_3(
     y: IntArray, alpha: float, published: int
 ) -> None:
-    """Table 3 ÷ (ipc × image size) is the number of (client, class) pairs with at least 10 examples, K = 10.
+    """Table 3 ÷ (ipc × image size) is the number of (client, class) pairs with at least 10
+    examples, K = 10.
 
-    The paper's is one partition with an unknown seed, so it must lie within the spread over seeds. Over 200 seeds its nine
-    numbers lie at most 1.9 standard deviations from our means; 2.5 leaves room for having 20 seeds here. The rule is not
-    loose: to count every pair with an example gives 887, 512 and 198 for CIFAR-100, more than ten deviations away.
+    The paper's is one partition with an unknown seed, so it must lie within the spread over seeds.
+    Over 200 seeds its nine numbers lie at most 1.9 standard deviations from our means; 2.5 leaves
+    room for having 20 seeds here. The rule is not loose: to count every pair with an example gives
+    887, 512 and 198 for CIFAR-100, more than ten deviations away.
     """
     classes = int(y.max()) + 1
     partitions = (

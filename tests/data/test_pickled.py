@@ -1,4 +1,5 @@
-"""Pickles read as data: what the standard unpickler makes of good ones, and nothing at all of others."""
+"""Pickles read as data: what the standard unpickler makes of good ones, and nothing at all of
+others."""
 
 from __future__ import annotations
 

@@ -20,7 +20,8 @@ def test_a_small_table_in_full() -> None:
         "client  examples  0  1    2",
         "     0       125  5  ·  120",
         "     1         7  ·  7    ·",
-        "2 clients, 132 examples: 7 – 66 – 125 each, of 1 – 1.5 – 2 classes (fewest – median – most)",
+        "2 clients, 132 examples: 7 – 66 – 125 each, of 1 – 1.5 – 2 classes (fewest – median – "
+        "most)",
     ]
 
 
@@ -61,7 +62,8 @@ def test_tables_and_pictures_stay_of_a_size_to_look_at(
 def test_the_picture_is_white_for_none_and_darkest_for_most(tmp_path: Path) -> None:
     partition_png([[0, 1_000_000], [250_000, 0]], tmp_path / "p.png")
     pixels = np.asarray(Image.open(tmp_path / "p.png").convert("RGB"))
-    # The first cell's top left corner is at (40, 34); cells are 16 high. A pixel inside the border, clear of the number.
+    # The first cell's top left corner is at (40, 34); cells are 16 high. A pixel inside the border,
+    # clear of the number.
     row1, row2 = pixels[34 + 2], pixels[34 + 16 + 2]
     assert row1[42].tolist() == [255, 255, 255]
     assert row2[42].tolist() == [132, 152, 181]  # halfway, as sqrt(1/4) = 1/2

@@ -103,7 +103,8 @@ def test_mnist_begins_as_everybody_knows() -> None:
 def test_emnist_letters_stand_upright() -> None:
     train, _ = load_dataset("emnist-letters")
     x = train.images[train.labels == train.spec.class_names.index("l")].float()
-    # L has its stem at the left and its bar at the bottom; as stored, transposed, the stem lies along the top.
+    # L has its stem at the left and its bar at the bottom; as stored, transposed, the stem lies
+    # along the top.
     assert float(x[:, :, :14].mean()) < 0.8 * float(x[:, :, 14:].mean())
     assert float(x[..., :14].mean()) > 1.1 * float(x[..., 14:].mean())
 

@@ -10,7 +10,7 @@ import pytest
 
 from fedsynth.data.registry import DATASETS, DatasetSpec, dataset_spec, is_published
 from fedsynth.errors import SettingError, UnknownNameError
-from fedsynth.federation.settings import resolve
+from fedsynth.federation.terms.settings import resolve
 
 
 def test_the_names_and_the_published_sizes() -> None:
@@ -111,7 +111,10 @@ def test_a_spec_that_contradicts_itself_is_refused(wrong: dict[str, object]) -> 
 
 
 def test_the_registry_imports_neither_torch_nor_torchvision() -> None:
-    code = "import sys, fedsynth.data.registry; print([m for m in ('torch', 'torchvision', 'numpy') if m in sys.modules])"
+    code = (
+        "import sys, fedsynth.data.registry; print([m for m in ('torch', 'torchvision', 'numpy') "
+        "if m in sys.modules])"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 

@@ -1,4 +1,5 @@
-"""The partitions `dominant`, `missing`, `quantity` and `natural`: against FedFM's and NIID-Bench's public code, in numbers."""
+"""The partitions `dominant`, `missing`, `quantity` and `natural`: against FedFM's and NIID-Bench's
+public code, in numbers."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ def counts_of(sizes: npt.ArrayLike, wish: PartitionSettings) -> IntArray:
     return count_matrix(y, partition(y, wish, len(np.asarray(sizes))), len(np.asarray(sizes)))
 
 
-# Classes, examples of each, dominant classes, share; then what FedFM's code (pytorch/utils.py, noniid-2) gives each of 10 clients.
+# Classes, examples of each, dominant classes, share; then what FedFM's code (pytorch/utils.py,
+# noniid-2) gives each of 10 clients.
 @pytest.mark.parametrize(
     ("classes", "each", "dominant", "share", "many", "few"),
     [
@@ -86,8 +88,9 @@ def test_dominant_of_uneven_classes_has_its_shares_and_sizes() -> None:
     assert (counts.max(axis=1) == 3000).all()
     owner = counts.argmax(axis=1)
     assert sorted(owner) == list(range(10))
-    # What is left of a class spreads over the nine others: rows of 3,000, columns of n_c − 3,000, and as even as these allow, which is to
-    # say x_kc = a_k·b_c outside the dominant cells: cross ratios are 1, but for the rounding of numbers around 330.
+    # What is left of a class spreads over the nine others: rows of 3,000, columns of n_c − 3,000,
+    # and as even as these allow, which is to say x_kc = a_k·b_c outside the dominant cells: cross
+    # ratios are 1, but for the rounding of numbers around 330.
     x = counts[np.argsort(owner)].astype(float)
     for i, j, k, m in ((0, 1, 2, 3), (4, 7, 5, 9), (8, 2, 6, 1), (3, 9, 0, 5)):
         assert x[i, k] * x[j, m] / (x[i, m] * x[j, k]) == pytest.approx(1, abs=4 / 300)
@@ -95,7 +98,8 @@ def test_dominant_of_uneven_classes_has_its_shares_and_sizes() -> None:
 
 
 def test_dominant_with_few_clients_keeps_its_share() -> None:
-    # Five classes dominate nobody: their 1,000 examples go to the five clients' 540 others; 40 are left of each dominant class.
+    # Five classes dominate nobody: their 1,000 examples go to the five clients' 540 others; 40 are
+    # left of each dominant class.
     counts = counts_of(
         np.full(10, 1000),
         PartitionSettings(kind="dominant", clients=5, dominant_share=0.48, seed=2),
@@ -132,7 +136,8 @@ def test_dominant_with_few_clients_keeps_its_share() -> None:
             {"dominant_share": 0.25},
             "dominant_share 0.25 is no more than the even share of 1 of 4 classes, 0.25: raise it",
         ),
-        # Three clients of 100 with 60 of their own class leave 40 each; class 0 has 180 left, more than clients 1 and 2 may take.
+        # Three clients of 100 with 60 of their own class leave 40 each; class 0 has 180 left, more
+        # than clients 1 and 2 may take.
         (
             [240, 30, 30],
             {"clients": 3, "dominant_share": 0.4},
@@ -152,7 +157,8 @@ def test_dominant_that_cannot_be(sizes: list[int], wish: dict[str, float], messa
 
 @pytest.mark.parametrize("missing", [1, 2, 5])
 def test_missing_gives_the_counts_of_fedfms_code(missing: int) -> None:
-    """pytorch/utils.py, noniid-3: each of 10 clients has 10 − m classes of CIFAR-10, each class at 10 − m clients, ⌊5000/(10 − m)⌋ of it."""
+    """pytorch/utils.py, noniid-3: each of 10 clients has 10 − m classes of CIFAR-10, each class at
+    10 − m clients, ⌊5000/(10 − m)⌋ of it."""
     counts = counts_of(
         np.full(10, 5000), PartitionSettings(kind="missing", missing_classes=missing, seed=4)
     )
@@ -190,7 +196,8 @@ def test_missing_that_cannot_be() -> None:
 
 
 def test_quantity_is_niid_benchs_rule() -> None:
-    """utils.py, iid-diff-quantity: shares from Dir(β) until the smallest is large enough, cut at ⌊cumsum(p)·N⌋."""
+    """utils.py, iid-diff-quantity: shares from Dir(β) until the smallest is large enough, cut at
+    ⌊cumsum(p)·N⌋."""
     y, redraws = np.arange(2000) % 7, 0
     for seed in range(20):
         wish = PartitionSettings(kind="quantity", clients=6, alpha=0.5, min_size=15, seed=seed)
@@ -225,7 +232,8 @@ def test_quantity_that_cannot_be() -> None:
 
 @pytest.mark.parametrize("alpha", [0.01, 0.1, 1.0])
 def test_every_client_dominates_a_class_before_any_dominates_two(alpha: float) -> None:
-    """EMNIST's 26 letters over 20 clients: the first 20 letters have different largest holders, the last six too."""
+    """EMNIST's 26 letters over 20 clients: the first 20 letters have different largest holders, the
+    last six too."""
     for seed in range(5):
         wish = {"clients": 20, "alpha": alpha, "seed": seed}
         counts = counts_of(np.full(26, 1000), PartitionSettings(kind="dirichlet-dominant", **wish))
@@ -237,7 +245,8 @@ def test_every_client_dominates_a_class_before_any_dominates_two(alpha: float) -
 
 
 def test_more_clients_than_classes_come_in_groups() -> None:
-    """Ten clients, four classes: groups of 4, 4 and 2, with 400, 400 and 200 of each class of 1000."""
+    """Ten clients, four classes: groups of 4, 4 and 2, with 400, 400 and 200 of each class of
+    1000."""
     counts = counts_of(
         np.full(4, 1000), PartitionSettings(kind="dirichlet-dominant", clients=10, alpha=0.1)
     )
@@ -250,7 +259,8 @@ def test_more_clients_than_classes_come_in_groups() -> None:
 
 
 def test_dominated_dirichlet_is_the_redrawn_one_of_fedkfs_code() -> None:
-    """Its rule word by word, with redraws: the same means of each class's sorted shares, and of the largest's square."""
+    """Its rule word by word, with redraws: the same means of each class's sorted shares, and of the
+    largest's square."""
     rng, draws, K, size = np.random.default_rng(0), 3000, 3, 10_000
 
     def redrawn() -> IntArray:

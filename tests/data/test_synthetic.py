@@ -1,4 +1,5 @@
-"""Synthetic(α, β): the distribution of its parts, and that its labels are exact for what models see."""
+"""Synthetic(α, β): the distribution of its parts, and that its labels are exact for what models
+see."""
 
 from __future__ import annotations
 
@@ -21,8 +22,8 @@ from fedsynth.data.synthetic import (
     make_synthetic,
     to_levels,
 )
-from fedsynth.federation.settings import resolve
 from fedsynth.federation.simulation import simulate
+from fedsynth.federation.terms.settings import resolve
 
 NAMES = [
     "synthetic(iid)",
@@ -78,7 +79,8 @@ def test_models_see_the_inputs_to_half_a_level(name: str) -> None:
 
 
 def test_the_devices_are_drawn_as_the_paper_says() -> None:
-    """Over 400 devices, α = 3 and β = 2 as standard deviations: moments within five of their own standard errors."""
+    """Over 400 devices, α = 3 and β = 2 as standard deviations: moments within five of their own
+    standard errors."""
     alpha, beta, K, n = 3.0, 2.0, 400, 200
     drawn = [draw_device(alpha, beta, k, n) for k in range(K)]
     W, b = np.stack([d[1] for d in drawn]), np.stack([d[2] for d in drawn])

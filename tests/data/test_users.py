@@ -57,7 +57,8 @@ def test_local_splits_do_not_cut_users() -> None:
 
 
 def test_a_user_more_moves_no_other_user_to_the_other_split() -> None:
-    """Users are numbered by their sorted names (users.csv, LEAF): one whose name comes first renumbers all others."""
+    """Users are numbered by their sorted names (users.csv, LEAF): one whose name comes first
+    renumbers all others."""
     users = np.repeat(np.arange(100), 3)
     data = people(users)
     (training,), _ = hold_out([np.arange(300)], 0.3, 0, data, by_user=True)

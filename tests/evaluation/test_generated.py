@@ -34,7 +34,8 @@ def test_entropy_spans_nothing_to_everything() -> None:
 
 
 def test_undecided_images_are_not_diverse() -> None:
-    """Every image's prediction is nearly uniform: the mean prediction's entropy is log C, but all images are the same class."""
+    """Every image's prediction is nearly uniform: the mean prediction's entropy is log C, but all
+    images are the same class."""
     scores = torch.full((16, 10), 0.1)
     scores[:, 4] += 1e-3
     assert class_entropy(tally(scores)) == 0.0

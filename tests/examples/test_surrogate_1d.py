@@ -1,4 +1,5 @@
-"""examples/surrogate_1d.py: it runs, and what its docstring says of slope, curvature and labels is so."""
+"""examples/surrogate_1d.py: it runs, and what its docstring says of slope, curvature and labels is
+so."""
 
 from __future__ import annotations
 
@@ -58,9 +59,10 @@ def test_it_draws_a_picture(run: tuple[dict[str, Tensor], Path]) -> None:
 def test_value_and_slope_at_zero_are_the_objectives(
     run: tuple[dict[str, Tensor], Path], example: ModuleType
 ) -> None:
-    # At w = 0 every example's loss is log 2 and its derivative x·(1/2 − y), so f'(0) is the sum over the classes of
-    # share × mean of x × (1/2 − y): equal class means, weighed by the real shares, give an equal slope. Central
-    # differences with a step of 0.01 are off by f'''/6 · 1e-4, and f'''(0) = 0 because softplus'''(0) = 0.
+    # At w = 0 every example's loss is log 2 and its derivative x·(1/2 − y), so f'(0) is the sum
+    # over the classes of share × mean of x × (1/2 − y): equal class means, weighed by the real
+    # shares, give an equal slope. Central differences with a step of 0.01 are off by f'''/6 · 1e-4,
+    # and f'''(0) = 0 because softplus'''(0) = 0.
     x, y = example.make_data()
     exact = float((x * (0.5 - y)).mean())
     for name in (TRUE, EQ9, TANGENT):

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from fedsynth.errors import FedsynthError
-from fedsynth.federation.auditing import AuditedRun, AuditResult, audit_run
-from fedsynth.federation.planning import privacy_plan
-from fedsynth.federation.settings import RunSettings, resolve
+from fedsynth.federation.audit.auditing import AuditedRun, AuditResult, audit_run
 from fedsynth.federation.simulation import simulate
+from fedsynth.federation.terms.costs import privacy_plan
+from fedsynth.federation.terms.settings import RunSettings, resolve
 from fedsynth.privacy.errors import PrivacyError
 from fedsynth.privacy.ledger import Guard
 from fedsynth.privacy.mechanisms import clip_rows
@@ -38,7 +38,8 @@ MECHANISMS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def settings_with(mechanism: str, **privacy: Any) -> RunSettings:
-    """Two rounds on the digits' shape; each client nominally has 100 records, beside the canaries."""
+    """Two rounds on the digits' shape; each client nominally has 100 records, beside the
+    canaries."""
     method, of_method = MECHANISMS[mechanism]
     if method == "feddm":
         privacy["mechanism"] = mechanism

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from scipy.stats import norm
 from torch import Tensor
 
-from fedsynth.federation.canaries import (
+from fedsynth.federation.audit.canaries import (
     COLUMNS,
     Canaries,
     draw_directions,

@@ -21,18 +21,18 @@ from fedsynth.data.partition import PartitionSettings
 from fedsynth.data.proxy import ProxyImages, noise_images
 from fedsynth.data.registry import dataset_spec
 from fedsynth.errors import DivergedError
-from fedsynth.federation.client_runtime import (
+from fedsynth.federation.exchange.client_runtime import (
     ClientRuntime,
     OwnData,
     evaluate_together,
     step_together,
     view,
 )
-from fedsynth.federation.exchange import BUDGET, REQUEST, Terms
-from fedsynth.federation.planning import public_context
-from fedsynth.federation.privacy_plan import PrivacyPlan
-from fedsynth.federation.server import Server
-from fedsynth.federation.settings import RunSettings, resolve
+from fedsynth.federation.exchange.protocol import BUDGET, REQUEST, Terms
+from fedsynth.federation.exchange.server import Server
+from fedsynth.federation.terms.privacy_plan import PrivacyPlan
+from fedsynth.federation.terms.public_context import public_context
+from fedsynth.federation.terms.settings import RunSettings, resolve
 from fedsynth.methods import METHODS, method_class
 from fedsynth.methods.fedavg import FedAvg
 from fedsynth.methods.fedfm import FedFMLite

@@ -12,15 +12,15 @@ import pytest
 
 from fedsynth.core.context import RoundContext
 from fedsynth.core.state import ServerState
-from fedsynth.federation.disclosed import (
+from fedsynth.federation.observer import Observer
+from fedsynth.federation.outputs.disclosed import (
     ROW,
     declared_row,
     disclosed,
 )
-from fedsynth.federation.observer import Observer
-from fedsynth.federation.settings import resolve
+from fedsynth.federation.outputs.verification import verify_run
 from fedsynth.federation.simulation import simulate
-from fedsynth.federation.verification import verify_run
+from fedsynth.federation.terms.settings import resolve
 from fedsynth.methods import METHODS, method_class
 from fedsynth.methods.fedavg import FedAvg
 from fedsynth.privacy.disclosure import Disclosure, public, released
@@ -81,7 +81,8 @@ class Declaring(Telling):
 
 
 def test_a_method_that_tells_what_it_has_not_declared_is_stopped(tmp_path: Path) -> None:
-    """Through the engine. Old form: a deny-list of three keys, and the loss stood in metrics.jsonl."""
+    """Through the engine. Old form: a deny-list of three keys, and the loss stood in
+    metrics.jsonl."""
     told: list[Mapping[str, Any]] = []
 
     class Listening(Observer):

@@ -15,10 +15,10 @@ from fedsynth.data.images import ImageData, from_arrays
 from fedsynth.data.registry import dataset_spec
 from fedsynth.errors import DataError, FedsynthError, SettingError
 from fedsynth.federation.observer import Observer
-from fedsynth.federation.participation import Participation
-from fedsynth.federation.settings import RunSettings, resolve, to_toml
+from fedsynth.federation.outputs.verification import verify_run
 from fedsynth.federation.simulation import simulate
-from fedsynth.federation.verification import verify_run
+from fedsynth.federation.terms.participation import Participation
+from fedsynth.federation.terms.settings import RunSettings, resolve, to_toml
 from fedsynth.privacy.accounting import epsilon
 from fedsynth.privacy.errors import (
     LedgerError,

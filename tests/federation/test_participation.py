@@ -1,4 +1,5 @@
-"""Partial participation: who, reproducibly; what it means for ledgers, σ and the clients' memories."""
+"""Partial participation: who, reproducibly; what it means for ledgers, σ and the clients'
+memories."""
 
 from __future__ import annotations
 
@@ -15,14 +16,14 @@ from fedsynth.data.load import load_dataset
 from fedsynth.data.partition import PartitionSettings, hold_out, partition
 from fedsynth.data.registry import dataset_spec
 from fedsynth.errors import SettingError
-from fedsynth.federation.clients import data_set_id
-from fedsynth.federation.participation import Participation
-from fedsynth.federation.planned_rounds import PlannedEpsilon, shown_rounds
-from fedsynth.federation.planning import privacy_plan
-from fedsynth.federation.privacy_words import headline
-from fedsynth.federation.settings import RunSettings, resolve
+from fedsynth.federation.outputs.privacy_words import headline
+from fedsynth.federation.outputs.verification import verify_run
 from fedsynth.federation.simulation import simulate
-from fedsynth.federation.verification import verify_run
+from fedsynth.federation.terms.client_ledgers import data_set_id
+from fedsynth.federation.terms.costs import privacy_plan
+from fedsynth.federation.terms.participation import Participation
+from fedsynth.federation.terms.planned_rounds import PlannedEpsilon, shown_rounds
+from fedsynth.federation.terms.settings import RunSettings, resolve
 from fedsynth.methods.shared import condensing
 from fedsynth.privacy.accounting import epsilon
 from fedsynth.privacy.errors import LedgerError
@@ -55,7 +56,8 @@ def test_busiest_clients_are_those_of_a_count_round_by_round() -> None:
 
 
 def test_a_plan_is_that_of_every_clients_own_rows(tmp_path: Path) -> None:
-    """The oracle composes each client's rows one by one, those of earlier runs and those planned."""
+    """The oracle composes each client's rows one by one, those of earlier runs and those
+    planned."""
     given = {
         "noise_multiplier": 2.0,
         "ledger": tmp_path,
@@ -96,7 +98,8 @@ def test_a_long_plan_states_epsilon_after_chosen_rounds() -> None:
 
 
 def test_planning_draws_each_round_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a plan whose time grows with the square of the rounds, or with clients times rounds."""
+    """Catches a plan whose time grows with the square of the rounds, or with clients times
+    rounds."""
     drawn: list[int] = []
     original = Participation._drawn
 
@@ -168,7 +171,8 @@ def test_only_participants_send() -> None:
 def test_a_client_that_comes_back_goes_on_from_its_images(
     method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Newcomers beside it start afresh, and do not make it start anew: what it starts from is what it remembers."""
+    """Newcomers beside it start afresh, and do not make it start anew: what it starts from is what
+    it remembers."""
     seen: list[tuple[int, ...]] = []
     original = condensing.with_kept_images
 
@@ -251,7 +255,8 @@ def test_local_splits_are_disjoint_and_of_the_share_that_was_asked_for() -> None
 
 @pytest.mark.parametrize("removed", [0, 1, 500, 999])
 def test_removing_a_record_moves_no_other_from_one_split_to_the_other(removed: int) -> None:
-    """A file without one record renumbers all after it: a split by position (or by order) moves hundreds of others."""
+    """A file without one record renumbers all after it: a split by position (or by order) moves
+    hundreds of others."""
     data = random_data(1000)
     rest = np.delete(np.arange(1000), removed)
     (before,), _ = hold_out([np.arange(1000)], 0.2, 0, data)

@@ -16,11 +16,11 @@ from fedsynth.core.client import PrivateClients
 from fedsynth.core.context import RoundContext
 from fedsynth.core.method import Down, Memory, Results
 from fedsynth.data.registry import dataset_spec
-from fedsynth.federation.client_budget import ClientBudget
-from fedsynth.federation.planning import public_context
-from fedsynth.federation.privacy_plan import PrivacyPlan
-from fedsynth.federation.settings import RunSettings, resolve
+from fedsynth.federation.exchange.client_budget import ClientBudget
 from fedsynth.federation.simulation import simulate
+from fedsynth.federation.terms.privacy_plan import PrivacyPlan
+from fedsynth.federation.terms.public_context import public_context
+from fedsynth.federation.terms.settings import RunSettings, resolve
 from fedsynth.methods.fedavg import FedAvg
 from fedsynth.privacy.accounting import epsilon
 from fedsynth.privacy.calibration import calibrate_noise_multiplier
@@ -100,7 +100,8 @@ def test_sigma_is_the_one_that_the_client_with_most_behind_it_needs() -> None:
 
 
 def test_the_noises_deviation_is_public_by_name() -> None:
-    """σ𝒞 of each release, with its own multiple of σ; FedAF's counts have five times σ, and clip 1."""
+    """σ𝒞 of each release, with its own multiple of σ; FedAF's counts have five times σ, and clip
+    1."""
     plan = plan_of(settings(own={"logit_clip": 2.0, "knowledge_noise": 5.0}))
     chief = plan.chief
     assert chief.name == "images"

@@ -19,18 +19,13 @@ from fedsynth.core.messages import ModelParameters
 from fedsynth.data.images import ImageData
 from fedsynth.data.partition import partition
 from fedsynth.errors import MessageError
-from fedsynth.federation.client_runtime import ClientRuntime, OwnData
-from fedsynth.federation.planning import public_context
-from fedsynth.federation.rounds import agree, play_round, with_proxy
-from fedsynth.federation.server import Server
-from fedsynth.federation.wire import (
-    Frame,
-    Models,
-    OverWire,
-    RemoteClient,
-    RemoteError,
-    agreement,
-)
+from fedsynth.federation.exchange.client_runtime import ClientRuntime, OwnData
+from fedsynth.federation.exchange.frames import Frame, Models, agreement
+from fedsynth.federation.exchange.over_wire import OverWire, RemoteError
+from fedsynth.federation.exchange.remote_client import RemoteClient
+from fedsynth.federation.exchange.rounds import agree, play_round, with_proxy
+from fedsynth.federation.exchange.server import Server
+from fedsynth.federation.terms.public_context import public_context
 from fedsynth.methods import METHODS, method_class
 from fedsynth.privacy.ledger import Ledger
 

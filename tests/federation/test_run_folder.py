@@ -1,4 +1,5 @@
-"""The run folder: finished runs and half-written ones can be told apart, and bad input leaves neither."""
+"""The run folder: finished runs and half-written ones can be told apart, and bad input leaves
+neither."""
 
 from __future__ import annotations
 
@@ -19,16 +20,16 @@ from fedsynth.data.images import ImageData, from_arrays
 from fedsynth.data.load import load_dataset
 from fedsynth.data.registry import DatasetSpec, dataset_spec
 from fedsynth.errors import DataError, OutputError
-from fedsynth.federation.disclosed import (
+from fedsynth.federation.observer import Observer
+from fedsynth.federation.outputs.disclosed import (
     Disclosed,
     declared_row,
     declared_summary,
     disclosed,
 )
-from fedsynth.federation.observer import Observer
-from fedsynth.federation.run_folder import RunFolder
-from fedsynth.federation.settings import resolve
+from fedsynth.federation.outputs.run_folder import RunFolder
 from fedsynth.federation.simulation import simulate
+from fedsynth.federation.terms.settings import resolve
 from fedsynth.methods.feddm import FedDM
 from fedsynth.privacy.errors import BudgetExceededError
 from fedsynth.privacy.settings import NO_LEDGER

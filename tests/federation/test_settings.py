@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from fedsynth.data.partition import PartitionSettings
 from fedsynth.data.registry import dataset_spec
 from fedsynth.errors import FedsynthError, SettingError, UnknownNameError
-from fedsynth.federation.planning import public_context
-from fedsynth.federation.settings import RunSettings, resolve, to_toml
+from fedsynth.federation.terms.public_context import public_context
+from fedsynth.federation.terms.settings import RunSettings, resolve, to_toml
 from fedsynth.methods import METHODS, method_class
 from fedsynth.methods.shared.local import TrainsLocally
 from fedsynth.privacy.errors import PrivacySettingError
@@ -72,7 +72,8 @@ def test_without_a_preset_the_method_has_its_own_defaults() -> None:
 
 
 def test_on_the_digits_all_methods_with_local_training_have_batches_of_32() -> None:
-    """Catches: a method left out of the preset, so that comparing it with the others compares presets."""
+    """Catches: a method left out of the preset, so that comparing it with the others compares
+    presets."""
     for name in METHODS:
         method = resolve({"run": {"method": name}}).method
         if isinstance(method, TrainsLocally):
@@ -114,23 +115,63 @@ def test_no_privacy_settings_mean_no_privacy() -> None:
     [
         ({"runs": {}}, UnknownNameError, "unknown section 'runs'; did you mean run?"),
         ({"run": {"sed": 1}}, UnknownNameError, "unknown setting of run 'sed'; did you mean seed"),
-        ({"run": {"method": "feddmm"}}, UnknownNameError, "unknown method 'feddmm'; did you mean feddm or fedfm or feddf?"),
-        ({"data": {"dataset": "cifar"}}, UnknownNameError, "unknown data set 'cifar'; did you mean cifar10"),
+        (
+            {"run": {"method": "feddmm"}},
+            UnknownNameError,
+            "unknown method 'feddmm'; did you mean feddm or fedfm or feddf?",
+        ),
+        (
+            {"data": {"dataset": "cifar"}},
+            UnknownNameError,
+            "unknown data set 'cifar'; did you mean cifar10",
+        ),
         ({"data": {"rot": 1}}, UnknownNameError, "unknown setting of data 'rot'"),
-        ({"model": {"widht": 1}}, UnknownNameError, "unknown setting of model 'widht'; did you mean width"),
-        ({"method": {"icp": 1}}, UnknownNameError, "unknown setting of feddm 'icp'; did you mean ipc"),
-        ({"partition": {"kind": "iidd"}}, UnknownNameError, "partition.kind cannot be 'iidd'; did you mean iid?"),
-        ({"run": {"rounds": "many"}}, SettingError, "run.rounds must be a whole number, got 'many'"),
+        (
+            {"model": {"widht": 1}},
+            UnknownNameError,
+            "unknown setting of model 'widht'; did you mean width",
+        ),
+        (
+            {"method": {"icp": 1}},
+            UnknownNameError,
+            "unknown setting of feddm 'icp'; did you mean ipc",
+        ),
+        (
+            {"partition": {"kind": "iidd"}},
+            UnknownNameError,
+            "partition.kind cannot be 'iidd'; did you mean iid?",
+        ),
+        (
+            {"run": {"rounds": "many"}},
+            SettingError,
+            "run.rounds must be a whole number, got 'many'",
+        ),
         ({"run": {"rounds": 0}}, SettingError, "run.rounds must be at least 1, got 0"),
         ({"run": {"evaluate_every": 0}}, SettingError, "run.evaluate_every must be at least 1"),
-        ({"method": {"restart": "perhaps"}}, SettingError, "method.restart must be true or false, got 'perhaps'"),
+        (
+            {"method": {"restart": "perhaps"}},
+            SettingError,
+            "method.restart must be true or false, got 'perhaps'",
+        ),
         ({"method": {"ipc": 0}}, SettingError, "method.ipc must be at least 1, got 0"),
-        ({"partition": {"clients": 2.5}}, SettingError, "partition.clients must be a whole number, got 2.5"),
-        ({"privacy": {"noise_multiplier": -1}}, PrivacySettingError, "privacy.noise_multiplier must be a positive number, got -1.0"),
-        ({"privacy": {"delta": 1e-5}}, PrivacySettingError, "privacy.noise_multiplier or a budget, privacy.epsilon, must be given"),
+        (
+            {"partition": {"clients": 2.5}},
+            SettingError,
+            "partition.clients must be a whole number, got 2.5",
+        ),
+        (
+            {"privacy": {"noise_multiplier": -1}},
+            PrivacySettingError,
+            "privacy.noise_multiplier must be a positive number, got -1.0",
+        ),
+        (
+            {"privacy": {"delta": 1e-5}},
+            PrivacySettingError,
+            "privacy.noise_multiplier or a budget, privacy.epsilon, must be given",
+        ),
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_refusals_are_named_and_one_line(
     sections: Sections, error: type[Exception], text: str
 ) -> None:

@@ -1,4 +1,5 @@
-"""The round loop: reproducible by its seed, accounted where it is private, refusing what it must."""
+"""The round loop: reproducible by its seed, accounted where it is private, refusing what it
+must."""
 
 from __future__ import annotations
 
@@ -15,9 +16,9 @@ from fedsynth.data.images import from_arrays
 from fedsynth.data.registry import dataset_spec
 from fedsynth.errors import DataError, DivergedError, PartitionError, SettingError
 from fedsynth.federation.observer import Observer
-from fedsynth.federation.privacy_plan import check_method
-from fedsynth.federation.settings import RunSettings, resolve
 from fedsynth.federation.simulation import simulate
+from fedsynth.federation.terms.privacy_plan import check_method
+from fedsynth.federation.terms.settings import RunSettings, resolve
 from fedsynth.methods.feddm import FedDM
 from fedsynth.methods.real import Real
 from fedsynth.privacy.accounting import epsilon
@@ -212,7 +213,8 @@ def test_clients_without_enough_examples_send_nothing_and_a_run_without_images_i
 
 
 def test_accuracy_is_the_test_sets() -> None:
-    """A test set whose labels are the model's own predictions gives 1, one of other labels gives 0, whatever the training set."""
+    """A test set whose labels are the model's own predictions gives 1, one of other labels gives 0,
+    whatever the training set."""
     from fedsynth.data.images import ImageData, normalise
     from fedsynth.data.load import load_dataset
 

@@ -18,10 +18,10 @@ from typing import Any
 import pytest
 import torch
 
-from fedsynth.federation.report_context import provenance
-from fedsynth.federation.settings import resolve, to_toml
+from fedsynth.federation.outputs.report_context import provenance
+from fedsynth.federation.outputs.verification import _same_refusal, verify_run
 from fedsynth.federation.simulation import simulate
-from fedsynth.federation.verification import _same_refusal, verify_run
+from fedsynth.federation.terms.settings import resolve, to_toml
 from fedsynth.privacy import report_sections as sections
 from fedsynth.privacy.errors import PrivacyError
 from fedsynth.privacy.ledger import Ledger, read_ledger
@@ -534,8 +534,8 @@ def test_a_refusal_is_the_same_but_for_rounding() -> None:
 
 
 def test_fewer_steps_than_a_straggler_has_are_noticed(tmp_path: Path) -> None:
-    """Who is late, and by how much, is drawn publicly. Old form: with stragglers any smaller number of
-    steps passed, at any client."""
+    """Who is late, and by how much, is drawn publicly. Old form: with stragglers any smaller number
+    of steps passed, at any client."""
     chosen = {
         "run": {"method": "fedprox", "rounds": 2, "device": "cpu"},
         "partition": {"clients": 3},
@@ -551,7 +551,8 @@ def test_fewer_steps_than_a_straggler_has_are_noticed(tmp_path: Path) -> None:
 
 
 def test_what_only_a_simulation_may_show_is_noticed(folder: Path) -> None:
-    """Old form: whatever a row said passed, and a summary with figures of generated images did not."""
+    """Old form: whatever a row said passed, and a summary with figures of generated images did
+    not."""
     file = folder / "metrics.jsonl"
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     rows[0]["seconds"] = 1.5

@@ -38,9 +38,9 @@ CLIENTS = 4
 HERE = (1e-6, 1e-6)
 """On the machine of the record: how far a number may be off, as a share, and an accuracy."""
 ELSEWHERE = (1e-2, 0.02)
-"""With other kernels, whose rounding a ReLU or an argmax turns into more: SSE and AVX2 ones in place
-of AVX-512 ones, and initial weights moved by 1e-7 of themselves, were seen to move fingerprints by
-up to 4e-3 (most by less than 1e-5), and accuracies by one image of 359."""
+"""With other kernels, whose rounding a ReLU or an argmax turns into more: SSE and AVX2 ones in
+place of AVX-512 ones, and initial weights moved by 1e-7 of themselves, were seen to move
+fingerprints by up to 4e-3 (most by less than 1e-5), and accuracies by one image of 359."""
 LEDGER_KEYS = (
     "rounds", "clients", "quantity", "mechanism", "noise_multiplier", "sensitivity", "sample_rate",
     "sampler", "steps", "dimension", "unit",
@@ -175,7 +175,8 @@ CASES: dict[str, Sections] = {
 }
 
 
-# -------------------------------------------------------------------------------- a run, and its numbers
+# -------------------------------------------------------------------------------- a run, and its
+# numbers
 
 
 class RepeatableNoise:

@@ -1,4 +1,5 @@
-"""Whole runs that protect users: reports, ledgers, refusals, and that a user more moves nothing but their own contribution."""
+"""Whole runs that protect users: reports, ledgers, refusals, and that a user more moves nothing but
+their own contribution."""
 
 from __future__ import annotations
 
@@ -13,9 +14,9 @@ from torch import Tensor
 from fedsynth.data.images import ImageData, from_arrays
 from fedsynth.data.registry import dataset_spec
 from fedsynth.errors import DataError, PartitionError
-from fedsynth.federation.settings import RunSettings, resolve
+from fedsynth.federation.outputs.verification import verify_run
 from fedsynth.federation.simulation import RunResult, _divided, simulate
-from fedsynth.federation.verification import verify_run
+from fedsynth.federation.terms.settings import RunSettings, resolve
 from fedsynth.privacy.errors import LedgerError, PrivacySettingError
 from fedsynth.privacy.mechanisms import GaussianSums, Released
 from fedsynth.privacy.releases import USER
@@ -75,7 +76,8 @@ def test_a_report_that_names_another_unit_is_noticed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("method", ["feddm", "fedavg"])
 def test_epsilon_counts_users_by_the_public_number_of_them(method: str) -> None:
-    """The rate is the method's batch over the nominal number of users; the divisor likewise: 1 if that is smaller."""
+    """The rate is the method's batch over the nominal number of users; the divisor likewise: 1 if
+    that is smaller."""
     report: Any = simulate(settings(method), data=people(), parts=PARTS).privacy
     assert {row["sample_rate"] for row in report["ledger"]} == {1.0}
 
@@ -85,7 +87,8 @@ def test_epsilon_counts_users_by_the_public_number_of_them(method: str) -> None:
 def test_a_user_more_moves_sums_by_at_most_the_clip_and_nobody_elses_records(
     local_test: float, user_records: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Through the engine: split, bound, sampling at rate 1, clipping. All releases are forced to zero."""
+    """Through the engine: split, bound, sampling at rate 1, clipping. All releases are forced to
+    zero."""
     sums: list[tuple[Tensor, float]] = []
 
     def release(self: GaussianSums) -> Released:
@@ -153,7 +156,7 @@ def test_a_kept_ledger_protects_one_unit(tmp_path: Path) -> None:
 
 def test_users_can_be_audited() -> None:
     """Each canary is a user; the claim of an honest run stands."""
-    from fedsynth.federation.auditing import audit_run
+    from fedsynth.federation.audit.auditing import audit_run
 
     found = audit_run(
         settings(noise_multiplier=2.0), canaries=40, test_only=np.random.default_rng(0)

@@ -15,15 +15,15 @@ import torch
 
 from fedsynth import FedAvg, from_arrays, load_dataset
 from fedsynth.core.context import RoundContext
-from fedsynth.federation import server
-from fedsynth.federation.in_process import InProcess
-from fedsynth.federation.settings import RunSettings, resolve
-from fedsynth.federation.simulation import RunResult, simulate
-from fedsynth.federation.verification import (
+from fedsynth.federation.exchange import server
+from fedsynth.federation.exchange.in_process import InProcess
+from fedsynth.federation.outputs.verification import (
     is_unfinished,
     unfinished_report,
     verify_run,
 )
+from fedsynth.federation.simulation import RunResult, simulate
+from fedsynth.federation.terms.settings import RunSettings, resolve
 from fedsynth.privacy.errors import PrivacyError
 from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.report import write_report
@@ -226,7 +226,7 @@ def test_noise_that_a_test_injected_leaves_its_verdict(
     def secret(**options: Any) -> Any:
         return original(test_only=np.random.default_rng(0))
 
-    import fedsynth.federation.client_budget as client_budget
+    import fedsynth.federation.exchange.client_budget as client_budget
 
     original = client_budget.SecretGenerator
     monkeypatch.setattr(client_budget, "SecretGenerator", secret)

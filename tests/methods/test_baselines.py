@@ -1,4 +1,5 @@
-"""The baselines: two rounds of each on softmax regression against NumPy, their degenerate cases, and what each refuses."""
+"""The baselines: two rounds of each on softmax regression against NumPy, their degenerate cases,
+and what each refuses."""
 
 from __future__ import annotations
 
@@ -19,10 +20,10 @@ from fedsynth.core.context import RoundContext, round_context
 from fedsynth.data.images import ImageData, from_arrays
 from fedsynth.data.registry import DatasetSpec, dataset_spec
 from fedsynth.errors import SettingError
-from fedsynth.federation.participation import Participation
-from fedsynth.federation.server import Server
-from fedsynth.federation.settings import resolve
+from fedsynth.federation.exchange.server import Server
 from fedsynth.federation.simulation import simulate
+from fedsynth.federation.terms.participation import Participation
+from fedsynth.federation.terms.settings import resolve
 from fedsynth.methods.fedavg import FedAvg
 from fedsynth.methods.fedavgm import FedAvgM
 from fedsynth.methods.fedbn import FedBN, local_names
@@ -96,7 +97,8 @@ def rounds(
     device: torch.device,
     active: tuple[tuple[int, ...], ...] = ((0, 1, 2), (0, 1, 2)),
 ) -> list[Array]:
-    """The global model after each round; the same whether clients are trained one after another or in one pass."""
+    """The global model after each round; the same whether clients are trained one after another or
+    in one pass."""
     with patch("fedsynth.training.many_clients.FEW", 1):
         found, alone = (each_round(method, device, active, grouped) for grouped in (True, False))
     for one, other in zip(found, alone, strict=True):
@@ -305,7 +307,8 @@ def test_feddyn_with_an_absent_client(device: torch.device) -> None:
 
 
 def test_fedgkd(device: torch.device) -> None:
-    """The teacher is the average of the last two global models; KL(teacher ‖ student)'s gradient is (p − t)ᵀX/n."""
+    """The teacher is the average of the last two global models; KL(teacher ‖ student)'s gradient is
+    (p − t)ᵀX/n."""
     W, past, expected = START, [START], []
     for _ in range(3):
         teacher = sum(past[-2:]) / len(past[-2:])
@@ -351,7 +354,8 @@ def test_moons_contrastive_loss_equals_numpy(device: torch.device) -> None:
 
 
 def test_two_rounds_of_moon_equal_plain_torch() -> None:
-    """z_prev is the client's own last model; μ = 0 is FedAvg. On the CPU: a GPU's convolutions round to TF32."""
+    """z_prev is the client's own last model; μ = 0 is FedAvg. On the CPU: a GPU's convolutions
+    round to TF32."""
     device = torch.device("cpu")
     spec = dataset_spec("digits")
     images = np.random.default_rng(0).integers(0, 256, (6, 1, 8, 8)).astype(np.uint8)
@@ -478,7 +482,8 @@ def test_sampling_by_size_and_its_refusal() -> None:
 
 
 def test_a_dropped_straggler_is_as_if_it_had_not_taken_part() -> None:
-    """Neither its model, its control nor what it remembers counts, also in the cache of last models."""
+    """Neither its model, its control nor what it remembers counts, also in the cache of last
+    models."""
     cpu, late = (
         torch.device("cpu"),
         FedAvg(**FULL, stragglers=0.34).late(context(1, torch.device("cpu"))),

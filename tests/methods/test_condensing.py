@@ -23,8 +23,8 @@ from fedsynth.core.method import Method
 from fedsynth.data.images import ImageData, from_arrays, normalise
 from fedsynth.data.registry import dataset_spec
 from fedsynth.errors import SettingError, UnknownNameError
-from fedsynth.federation.settings import RunSettings
 from fedsynth.federation.simulation import simulate
+from fedsynth.federation.terms.settings import RunSettings
 from fedsynth.methods import METHODS, method_class
 from fedsynth.methods.shared.class_sums import class_means
 from fedsynth.methods.shared.condensing import Condenses, FeatureMaps

@@ -1,4 +1,5 @@
-"""DENSE, FedHydra and FedDF as methods: one round, several, heterogeneous clients, privacy, and what they leave behind."""
+"""DENSE, FedHydra and FedDF as methods: one round, several, heterogeneous clients, privacy, and
+what they leave behind."""
 
 from __future__ import annotations
 
@@ -19,8 +20,8 @@ from fedsynth.data.proxy import ProxyImages
 from fedsynth.data.registry import dataset_spec
 from fedsynth.errors import SettingError, UnknownNameError
 from fedsynth.evaluation.generated import GENERATOR
-from fedsynth.federation.settings import resolve
 from fedsynth.federation.simulation import simulate
+from fedsynth.federation.terms.settings import resolve
 from fedsynth.methods.dense import Dense, generated_facts
 from fedsynth.methods.feddf import FedDF
 from fedsynth.methods.fedhydra import FedHydra
@@ -156,7 +157,8 @@ def test_fedhydra_keeps_u_and_the_run_folder_shows_it(tmp_path: Path) -> None:
 
 
 def test_the_kept_columns_are_of_the_rows_shares() -> None:
-    """What weighs a client's classes is Ū_r over its column's sum; `columns=raw` is U over its own."""
+    """What weighs a client's classes is Ū_r over its column's sum; `columns=raw` is U over its
+    own."""
     for columns in ("in-place", "raw"):
         small = {**TINY, "stratification_steps": 3, "stratification_batch": 4}
         method = FedHydra(**small, columns=columns)  # type: ignore[arg-type]

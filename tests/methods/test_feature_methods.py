@@ -1,4 +1,5 @@
-"""FedFM, FedGen and FedFA+: rounds on a network of two linear layers against NumPy, their losses by hand, degenerate cases, privacy."""
+"""FedFM, FedGen and FedFA+: rounds on a network of two linear layers against NumPy, their losses by
+hand, degenerate cases, privacy."""
 
 from __future__ import annotations
 
@@ -18,9 +19,9 @@ from fedsynth.core.context import RoundContext, round_context
 from fedsynth.data.images import ImageData, from_arrays
 from fedsynth.data.registry import DatasetSpec, dataset_spec
 from fedsynth.errors import SettingError
-from fedsynth.federation.server import Server
-from fedsynth.federation.settings import resolve
+from fedsynth.federation.exchange.server import Server
 from fedsynth.federation.simulation import simulate
+from fedsynth.federation.terms.settings import resolve
 from fedsynth.methods.fedfa_plus import FedFAPlus, StatisticsUp
 from fedsynth.methods.fedfm import AnchorState, FedFM, FedFMLite, anchor_losses
 from fedsynth.methods.fedgen import (
@@ -157,7 +158,8 @@ def local(
     extra: Extra = lambda W, p: p * 0,
     own: Callable[[Array], Array] | None = None,
 ) -> Weights:
-    """Three full-batch steps. pull: gradient of the extra loss in each example's features; extra: in its logits; own: in W."""
+    """Three full-batch steps. pull: gradient of the extra loss in each example's features; extra:
+    in its logits; own: in W."""
     V, W = start
     mine = PARTS[k].numpy()
     y = LABELS[mine]
@@ -212,7 +214,8 @@ def guided(anchors: Array, kind: str, weight: float, alpha: float, normalise: bo
 
 
 def class_means(models: Sequence[tuple[int, Array]], before: Array | None = None) -> Array:
-    """Anchors of clients (number, V), weighted by their examples; a class that is not there keeps the anchor before."""
+    """Anchors of clients (number, V), weighted by their examples; a class that is not there keeps
+    the anchor before."""
     rows = [
         (f, y)
         for k, V in models
@@ -308,7 +311,8 @@ def test_fedgens_losses_equal_loops(device: torch.device) -> None:
 
 
 def test_fedgens_second_round_equals_numpy(device: torch.device) -> None:
-    """Given the generator of the server: α·CE on its embeddings (a gradient in W alone) and β·KL to its averaged answers, times 0.98."""
+    """Given the generator of the server: α·CE on its embeddings (a gradient in W alone) and β·KL to
+    its averaged answers, times 0.98."""
     method = FedGen(**FULL, alpha=0.5, beta=0.8, generator_steps=3, generator_batch=4)
     _, state = rounds(method, device, ((0, 1, 2),))
     start, ctx = as_arrays(state.parameters), context(2, device)
@@ -389,7 +393,8 @@ def test_fedgens_generator_is_trained_as_in_plain_torch(device: torch.device) ->
 def test_fedgens_facts_are_what_the_new_classifier_makes_of_embeddings(
     device: torch.device,
 ) -> None:
-    """By plain torch, of classes that somebody has had; with a classifier that always says 2, a third as asked, no entropy."""
+    """By plain torch, of classes that somebody has had; with a classifier that always says 2, a
+    third as asked, no entropy."""
     method = FedGen(**FULL, generator_steps=4, generator_batch=8)
     ctx, state = rounds(method, device, ((0, 1, 2),))
     ctx = context(1, device)
@@ -413,7 +418,8 @@ def test_fedgens_facts_are_what_the_new_classifier_makes_of_embeddings(
 
 
 def test_a_fedgen_example_s_loss_depends_on_itself_alone() -> None:
-    """What DP-SGD needs: the same example has the same loss in any batch, also after other calls."""
+    """What DP-SGD needs: the same example has the same loss in any batch, also after other
+    calls."""
     method, cpu = FedGen(**FULL, generator_steps=1), torch.device("cpu")
     _, state = rounds(method, cpu, ((0, 1, 2),))
     ctx = context(2, cpu)
@@ -484,7 +490,8 @@ def test_modulation_and_histograms_equal_numpy(device: torch.device) -> None:
 
 
 def test_two_rounds_of_fedfa_plus_equal_plain_torch() -> None:
-    """Both parts on a ConvNet of two stages; the statistics and histograms of two clients come back as γ and π. On the CPU (TF32)."""
+    """Both parts on a ConvNet of two stages; the statistics and histograms of two clients come back
+    as γ and π. On the CPU (TF32)."""
     cpu, spec = torch.device("cpu"), dataset_spec("digits")
     images = np.random.default_rng(0).integers(0, 256, (8, 1, 8, 8)).astype(np.uint8)
     parts, sizes = [torch.arange(3), torch.arange(3, 8)], (3, 5)
@@ -569,7 +576,8 @@ def test_two_rounds_of_fedfa_plus_equal_plain_torch() -> None:
 
 
 def test_stages_of_every_network_are_feature_maps_that_an_augmentation_changes() -> None:
-    """`stage_names` name submodules whose outputs are [N, C, H, W]; the hooks go, also after an error."""
+    """`stage_names` name submodules whose outputs are [N, C, H, W]; the hooks go, also after an
+    error."""
     for name in (
         "convnet",
         "lenet5",

@@ -1,4 +1,5 @@
-"""FedFM, FedFM-Lite and FedGen with differential privacy, and what they do where clients or classes are missing."""
+"""FedFM, FedFM-Lite and FedGen with differential privacy, and what they do where clients or classes
+are missing."""
 
 from __future__ import annotations
 
@@ -18,9 +19,9 @@ from fedsynth.core.method import Method
 from fedsynth.data.images import ImageData, from_arrays
 from fedsynth.data.registry import dataset_spec
 from fedsynth.errors import SettingError
-from fedsynth.federation.server import Server
-from fedsynth.federation.settings import resolve
+from fedsynth.federation.exchange.server import Server
 from fedsynth.federation.simulation import simulate
+from fedsynth.federation.terms.settings import resolve
 from fedsynth.methods.fedfa_plus import FedFAPlus
 from fedsynth.methods.fedfm import CLEAR, AnchorState, FeatureSums, FedFM, FedFMLite
 from fedsynth.methods.fedgen import DECAY, FedGen, ModelAndCounts
@@ -133,7 +134,8 @@ def test_each_round_is_charged_as_itself(kind: type[FedFM]) -> None:
 
 
 def test_anchors_are_of_classes_that_stand_clear_of_the_noise() -> None:
-    """The floor is four deviations of the sum of K clients' noise; below it there is no anchor, and a released one stays."""
+    """The floor is four deviations of the sum of K clients' noise; below it there is no anchor, and
+    a released one stays."""
     method, sigma = FedFM(anchor_noise=2.0), 3.0
     for k in (1, 9):
         floor = CLEAR * 2.0 * sigma * sqrt(k)
@@ -165,7 +167,8 @@ def vector(upload: Any) -> Tensor:
 
 
 def test_private_training_has_the_methods_losses() -> None:
-    """Catches: a loss or penalty that is left out with privacy on. Without noise or clipping, each moves the upload."""
+    """Catches: a loss or penalty that is left out with privacy on. Without noise or clipping, each
+    moves the upload."""
     loud: dict[str, Any] = {"clip": 1e6}
     draws = torch.Generator().manual_seed(0)
     anchors = torch.randn(10, NET.embedding_size, generator=draws)
@@ -207,7 +210,8 @@ def test_anchors_that_nobody_uses_are_not_paid_for() -> None:
 
 
 def test_fedgen_asks_for_classes_that_clients_have_had() -> None:
-    """Round 1: clients 0 and 1 with classes 0–3; round 2: client 2 with 4–7. Nobody has 8 and 9, whose examples add nothing."""
+    """Round 1: clients 0 and 1 with classes 0–3; round 2: client 2 with 4–7. Nobody has 8 and 9,
+    whose examples add nothing."""
     low, high = torch.tensor(np.flatnonzero(LABELS < 4)), torch.tensor(np.flatnonzero(LABELS >= 4))
     method = FedGen(**LOCAL, generator_steps=2, generator_batch=16)
     server = Server(method, start())
@@ -230,7 +234,8 @@ def test_fedgen_asks_for_classes_that_clients_have_had() -> None:
 
 
 def test_fedgens_generator_goes_on_with_its_adam_at_a_falling_rate() -> None:
-    """The first step of round 2: Adam's moments of round 1 decide it, at 0.98 of the rate; a fresh Adam would step by the whole rate."""
+    """The first step of round 2: Adam's moments of round 1 decide it, at 0.98 of the rate; a fresh
+    Adam would step by the whole rate."""
     method = FedGen(**LOCAL, generator_steps=20, generator_batch=16, generator_decay=0.0)
     one = FedGen(**LOCAL, generator_steps=1, generator_batch=16, generator_decay=0.0)
     clients = OpenClients([0], data(), [torch.arange(24)])
@@ -249,7 +254,8 @@ def test_fedgens_generator_goes_on_with_its_adam_at_a_falling_rate() -> None:
 
 @pytest.mark.parametrize("kind", [FedFM, FedFMLite, FedGen, FedFAPlus])
 def test_a_first_round_in_which_nobody_counts(kind: type[TrainsLocally]) -> None:
-    """With every client's last model kept (final=oca), what the server keeps is not only the method's."""
+    """With every client's last model kept (final=oca), what the server keeps is not only the
+    method's."""
     method = kind(**LOCAL, final="oca")
     server = Server(method, start())
     sizes = []
@@ -267,7 +273,8 @@ def test_a_first_round_in_which_nobody_counts(kind: type[TrainsLocally]) -> None
 
 
 def test_each_client_flips_its_own_coins() -> None:
-    """Two clients of the same data: at probability ½ their batches are augmented at different times."""
+    """Two clients of the same data: at probability ½ their batches are augmented at different
+    times."""
     method, ctx = FedFAPlus(**{**LOCAL, "local_epochs": 6}, parts="augmentation"), context()
     clients = OpenClients([0, 1], data(), [torch.arange(12), torch.arange(12)])
     layers = [method._layers(k, {}, {}, ctx) for k in clients.ids]

@@ -1,4 +1,5 @@
-"""FedAF: a whole round against plain torch, the ablations, missing classes, bytes, and what it releases with differential privacy."""
+"""FedAF: a whole round against plain torch, the ablations, missing classes, bytes, and what it
+releases with differential privacy."""
 
 from __future__ import annotations
 
@@ -18,9 +19,9 @@ from fedsynth.core.context import RoundContext, round_context
 from fedsynth.data.images import ImageData, denormalise, from_arrays, normalise
 from fedsynth.data.registry import dataset_spec
 from fedsynth.errors import SettingError, UnknownNameError
-from fedsynth.federation.server import Server
-from fedsynth.federation.settings import resolve
+from fedsynth.federation.exchange.server import Server
 from fedsynth.federation.simulation import simulate
+from fedsynth.federation.terms.settings import resolve
 from fedsynth.methods.fedaf import FedAF
 from fedsynth.methods.shared.knowledge import CondensedSet, KnowledgeState
 from fedsynth.models.flat import flatten
@@ -39,9 +40,17 @@ SPEC = dataset_spec("digits")
 LABELS = np.array([0, 0, 0, 1, 1, 1, 1, 2, 0, 0, 1, 1])
 PARTS = [torch.arange(8), torch.arange(8, 12)]  # client 1 lacks class 2; nobody has 3 … 9
 FAST = FedAF(
-    ipc=2, iterations=3, image_lr=0.5, start_average=2, server_epochs=2, server_batch=4, server_lr=0.05, local_weight=0.3,
-    global_weight=0.7, temperature=2.0,
-)  # fmt: skip
+    ipc=2,
+    iterations=3,
+    image_lr=0.5,
+    start_average=2,
+    server_epochs=2,
+    server_batch=4,
+    server_lr=0.05,
+    local_weight=0.3,
+    global_weight=0.7,
+    temperature=2.0,
+)
 
 
 CPU = torch.device("cpu")
@@ -98,10 +107,16 @@ def plain_rounds(method: FedAF, count: int) -> tuple[Tensor, list[Tensor]]:
         for k, part in enumerate(PARTS):
             if k not in images:
                 generator = torch_generator(0, "averaged start images", k)
-                images[k] = torch.stack([
-                    x[part[y[part] == c]][torch.randint(int((y[part] == c).sum()), (4,), generator=generator)].view(2, 2, 1, 8, 8).mean(1)
-                    for c in held[k]
-                ])  # fmt: skip
+                images[k] = torch.stack(
+                    [
+                        x[part[y[part] == c]][
+                            torch.randint(int((y[part] == c).sum()), (4,), generator=generator)
+                        ]
+                        .view(2, 2, 1, 8, 8)
+                        .mean(1)
+                        for c in held[k]
+                    ]
+                )
             S, velocity = images[k].clone(), torch.zeros_like(images[k])
             draws = ResampledNetworks(
                 net,
@@ -194,7 +209,8 @@ def test_two_rounds_equal_plain_torch(change: dict[str, float], device: torch.de
 
 
 def test_every_part_of_the_method_changes_its_result() -> None:
-    """Catches: a detached collaborative term, a matching loss that is not used, re-sampling that is ignored."""
+    """Catches: a detached collaborative term, a matching loss that is not used, re-sampling that is
+    ignored."""
     base = [u.images.int() for u in rounds(FAST, 2)[1]]
     for change in (
         {"local_weight": 0.0},
@@ -220,7 +236,8 @@ def test_every_part_of_the_method_changes_its_result() -> None:
 def test_a_server_step_with_batch_norm_equals_plain_torch(
     server_matching: str, matching_norm: str
 ) -> None:
-    """One step on 12 images: the cross-entropy in training mode, T by the batch or by running statistics."""
+    """One step on 12 images: the cross-entropy in training mode, T by the batch or by running
+    statistics."""
     method = replace(
         FAST,
         server_matching=server_matching,
@@ -383,7 +400,8 @@ def test_with_privacy_images_logits_and_counts_are_charged_and_nothing_else_leav
 
 
 def test_without_noise_the_private_logits_are_the_class_means_about_the_floor() -> None:
-    """σ → 0: counts 5, 6, 1 are all at least the floor of 1, so V is the mean; classes nobody has are marked absent."""
+    """σ → 0: counts 5, 6, 1 are all at least the floor of 1, so V is the mean; classes nobody has
+    are marked absent."""
     upload, _ = private(1e-9, PrivacySettings(noise_multiplier=1e-9))
     net = context().architecture
     with torch.no_grad():

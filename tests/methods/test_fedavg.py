@@ -15,7 +15,7 @@ from fedsynth.core.context import round_context
 from fedsynth.core.messages import ModelParameters
 from fedsynth.data.images import ImageData, from_arrays, normalise
 from fedsynth.data.registry import dataset_spec
-from fedsynth.federation.server import Server
+from fedsynth.federation.exchange.server import Server
 from fedsynth.methods.fedavg import FedAvg
 from fedsynth.methods.shared.aggregation import average
 from fedsynth.models.registry import ModelSettings, build_model
@@ -45,7 +45,8 @@ def softmax_gradient(
 
 @pytest.mark.parametrize(("momentum", "decay"), [(0.0, 0.0), (0.5, 0.1)])
 def test_two_rounds_on_a_linear_model_equal_numpy(momentum: float, decay: float) -> None:
-    """Full-batch local steps (3 epochs), weights n_k: softmax regression by hand, heavy-ball velocity new in each round."""
+    """Full-batch local steps (3 epochs), weights n_k: softmax regression by hand, heavy-ball
+    velocity new in each round."""
     images, parts = data(), [torch.arange(0, 8), torch.arange(8, 30)]
     with torch.random.fork_rng():
         torch.manual_seed(0)  # noqa: TID251
@@ -78,7 +79,8 @@ def test_two_rounds_on_a_linear_model_equal_numpy(momentum: float, decay: float)
 
 
 def test_private_uploads_do_not_show_sizes_and_steps_are_public() -> None:
-    """n_k is private: uniform weights, ceil(epochs / q) steps for a client of 4 and one of 26 examples alike."""
+    """n_k is private: uniform weights, ceil(epochs / q) steps for a client of 4 and one of 26
+    examples alike."""
     architecture = build_model(ModelSettings(width=4, depth=1), SPEC.image_shape, 10, 0)
     privacy = PrivacySettings(noise_multiplier=1.0, sample_rate=0.4)
     context = round_context(1, 0, torch.device("cpu"), SPEC, architecture, 15.0, privacy, clients=2)

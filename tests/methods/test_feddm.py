@@ -18,9 +18,9 @@ from fedsynth.data.partition import PartitionSettings, count_matrix, partition
 from fedsynth.data.registry import dataset_spec
 from fedsynth.errors import SettingError, UnknownNameError
 from fedsynth.evaluation.volume import condensation_floats
-from fedsynth.federation.server import Server
-from fedsynth.federation.settings import resolve
+from fedsynth.federation.exchange.server import Server
 from fedsynth.federation.simulation import simulate
+from fedsynth.federation.terms.settings import resolve
 from fedsynth.methods.feddm import FedDM
 from fedsynth.models.registry import ModelSettings, build_model
 from fedsynth.privacy.allowance import Allowance, UnaccountedNoise
@@ -91,7 +91,8 @@ def test_open_clients_send_the_classes_with_at_least_ten_examples() -> None:
 
 @pytest.mark.parametrize("mechanism", ["residual", "gradient"])
 def test_private_clients_send_every_class_whatever_they_have(mechanism: str) -> None:
-    """Catches: exact class list. One charged row a round, of T steps; nothing in the upload shows the minimum count rule."""
+    """Catches: exact class list. One charged row a round, of T steps; nothing in the upload shows
+    the minimum count rule."""
     ledger = Ledger("0")
     privacy = PrivacySettings(noise_multiplier=3.0, mechanism=mechanism)
     ctx = context(privacy)
@@ -103,7 +104,8 @@ def test_private_clients_send_every_class_whatever_they_have(mechanism: str) -> 
 
 
 def test_private_start_has_nothing_of_the_data() -> None:
-    """Catches: real-image start. With no step the upload is the public noise, equal for other data."""
+    """Catches: real-image start. With no step the upload is the public noise, equal for other
+    data."""
     privacy = PrivacySettings(noise_multiplier=3.0)
     method = replace(FAST, iterations=1, image_lr=0.0)
     ctx = context(privacy)
@@ -198,7 +200,8 @@ def test_upload_volume_comes_out_near_table_3(
     shape: tuple[int, int, int],
     published: int,
 ) -> None:
-    """One partition was drawn for the paper's table; ours, over 8 seeds, must have it within 3 standard deviations of its mean."""
+    """One partition was drawn for the paper's table; ours, over 8 seeds, must have it within 3
+    standard deviations of its mean."""
     labels = np.repeat(np.arange(classes), per_class)
     floats = []
     for seed in range(8):
@@ -269,7 +272,8 @@ def test_the_papers_defaults() -> None:
     "change", [{}, {"logit_weight": 0.3}, {"image_momentum": 0.5}, {"radius": 1.0}]
 )
 def test_a_whole_round_equals_plain_torch(change: dict[str, float]) -> None:
-    """Two clients, two rounds: perturbed networks, full batches, images kept, union training in the ball, all written out plainly."""
+    """Two clients, two rounds: perturbed networks, full batches, images kept, union training in the
+    ball, all written out plainly."""
     from fedsynth.seeding import torch_generator
     from fedsynth.synthesizer.condensation.sets import real_start
 
@@ -362,7 +366,8 @@ def test_the_paper_mechanism_uses_the_clip_that_was_asked_for() -> None:
 
 
 def test_feddm_as_fedafs_paper_runs_it() -> None:
-    """Averaged start images, momentum, and the gradient's norm clipped at 2: a step of plain SGD moves a client's images by lr·2 at most."""
+    """Averaged start images, momentum, and the gradient's norm clipped at 2: a step of plain SGD
+    moves a client's images by lr·2 at most."""
     fast = {
         "ipc": 2,
         "iterations": 1,

@@ -1,4 +1,5 @@
-"""FedKF: both aggregates over rounds with absent clients, the local step against plain torch, its variants, and privacy."""
+"""FedKF: both aggregates over rounds with absent clients, the local step against plain torch, its
+variants, and privacy."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ from fedsynth.core.messages import ModelParameters
 from fedsynth.data.images import from_arrays, normalise
 from fedsynth.data.registry import dataset_spec
 from fedsynth.errors import SettingError, UnknownNameError
-from fedsynth.federation.settings import resolve
 from fedsynth.federation.simulation import simulate
+from fedsynth.federation.terms.settings import resolve
 from fedsynth.methods.fedavg import FedAvg
 from fedsynth.methods.fedkf import FedKF, TwoModels
 from fedsynth.methods.shared.aggregation import AveragingState
@@ -33,9 +34,18 @@ from fedsynth.synthesizer.generation.generators import make_generator
 
 SPEC, CPU = dataset_spec("digits"), torch.device("cpu")
 FAST = FedKF(
-    local_epochs=2, batch=4, lr=0.1, generator_batch=5, latent=6, generator_width=4, generator_lr=1e-2, plain_rounds=0,
-    distillation=0.7, one_hot_weight=0.3, activation_weight=0.2,
-)  # fmt: skip
+    local_epochs=2,
+    batch=4,
+    lr=0.1,
+    generator_batch=5,
+    latent=6,
+    generator_width=4,
+    generator_lr=1e-2,
+    plain_rounds=0,
+    distillation=0.7,
+    one_hot_weight=0.3,
+    activation_weight=0.2,
+)
 
 
 def context(number: int = 1, device: torch.device = CPU, **changes: Any) -> RoundContext:
@@ -223,7 +233,8 @@ def test_fedkf_minus_halves_the_downlink_and_plain_rounds_are_fedavg() -> None:
 
 
 def test_equal_steps_are_those_of_a_client_of_mean_size() -> None:
-    """n = (4, 10, 16), batches of 4: ⌊10/4⌋ = 2 steps a pass for each, where their own data make 1, 3 and 4."""
+    """n = (4, 10, 16), batches of 4: ⌊10/4⌋ = 2 steps a pass for each, where their own data make 1,
+    3 and 4."""
     images = np.random.default_rng(0).integers(0, 256, (30, 1, 8, 8)).astype(np.uint8)
     parts = [torch.arange(4), torch.arange(4, 14), torch.arange(14, 30)]
     group = OpenClients([0, 1, 2], from_arrays(images, np.arange(30) % 3, SPEC), parts)
@@ -249,7 +260,8 @@ def test_equal_steps_are_those_of_a_client_of_mean_size() -> None:
 
 
 def test_local_steps_may_end_within_a_pass() -> None:
-    """Ten examples in batches of four are three steps a pass; five steps are a pass and two batches."""
+    """Ten examples in batches of four are three steps a pass; five steps are a pass and two
+    batches."""
     ctx = context()
     message = FedAvg().broadcast(AveragingState(ctx.architecture.state_dict()), ctx)
     runs = [
@@ -291,7 +303,8 @@ def test_it_runs_as_a_whole(privacy: dict[str, float]) -> None:
 
 
 def test_the_facts_of_a_round_are_the_generators_averaged_over_its_clients() -> None:
-    """Two clients' generators that collapse to a class each have no entropy, though two classes are made."""
+    """Two clients' generators that collapse to a class each have no entropy, though two classes are
+    made."""
     counts = torch.zeros(1, 10, dtype=torch.int64)
     one, two, even = counts.clone(), counts.clone(), counts + 3
     one[0, 4], two[0, 7] = 256, 256
@@ -329,7 +342,8 @@ def test_settings_are_the_papers_and_validated() -> None:
 
 
 def test_with_privacy_the_distillation_term_is_there() -> None:
-    """Catches: a penalty that private training drops. At σ → 0 without clipping, γ moves the private upload as it moves nothing else."""
+    """Catches: a penalty that private training drops. At σ → 0 without clipping, γ moves the
+    private upload as it moves nothing else."""
     uploads = []
     for gamma in (0.0, 5.0):
         privacy = PrivacySettings(noise_multiplier=1e-9, clip=1e6, sample_rate=1.0)
@@ -348,7 +362,8 @@ def test_with_privacy_the_distillation_term_is_there() -> None:
 
 
 def test_with_privacy_the_generator_and_its_facts_are_the_same_whatever_the_data_are() -> None:
-    """What lets a round's row have them: post-processing. Catches steps, or draws, that go by the client's data."""
+    """What lets a round's row have them: post-processing. Catches steps, or draws, that go by the
+    client's data."""
     kept = []
     other = build_model(ModelSettings(width=4, depth=2), SPEC.image_shape, 10, 5)
     for size in (10, 4):

@@ -1,4 +1,5 @@
-"""What all methods with local training share: groups of clients, rounds in which nobody counts, private clients' own terms."""
+"""What all methods with local training share: groups of clients, rounds in which nobody counts,
+private clients' own terms."""
 
 from __future__ import annotations
 
@@ -17,9 +18,9 @@ from fedsynth.core.context import RoundContext, round_context
 from fedsynth.data.images import ImageData, from_arrays
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.errors import DivergedError
-from fedsynth.federation.server import Server
-from fedsynth.federation.settings import resolve
+from fedsynth.federation.exchange.server import Server
 from fedsynth.federation.simulation import simulate
+from fedsynth.federation.terms.settings import resolve
 from fedsynth.methods import METHODS, method_class
 from fedsynth.methods.dense import Dense
 from fedsynth.methods.fedavg import FedAvg
@@ -88,7 +89,8 @@ def vector(upload: Any) -> Tensor:
 
 
 def test_dense_networks_are_trained_in_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches: a penalty that is no `Pull` any more, so that a method falls back, unseen, to one client after another."""
+    """Catches: a penalty that is no `Pull` any more, so that a method falls back, unseen, to one
+    client after another."""
     passes: list[int] = []
 
     def spy(learners: Sequence[Learner], *rest: Any) -> None:
@@ -118,7 +120,8 @@ def test_dense_networks_are_trained_in_one_pass(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_only_where_it_pays_do_clients_share_memory() -> None:
-    """Catches: groups of clients that are trained one after another all the same, with all their models in memory."""
+    """Catches: groups of clients that are trained one after another all the same, with all their
+    models in memory."""
     private = PrivacySettings(noise_multiplier=1.0)
     for name in METHODS:
         cls: Any = method_class(name)
@@ -163,7 +166,8 @@ def test_the_rounds_own_mu_reaches_the_clients() -> None:
 
 
 def test_local_steps_are_the_same_for_every_client() -> None:
-    """Whatever their sizes; and a client without an example takes none, and keeps SCAFFOLD's control."""
+    """Whatever their sizes; and a client without an example takes none, and keeps SCAFFOLD's
+    control."""
     method, ctx, taken = FedNova(**{**LOCAL, "local_steps": 3}), context(), []
     for upload, _ in method.client_step(
         method.broadcast(method.initial_state(start().parameters), ctx), group(), [{}] * 5, ctx
@@ -231,7 +235,8 @@ def test_a_model_that_stays_with_its_client_is_checked_too() -> None:
 
 @pytest.mark.parametrize("kind", [Scaffold, FedDyn])
 def test_each_private_client_has_its_own_terms(kind: type[TrainsLocally]) -> None:
-    """Catches: one client's penalty for all. Almost without noise or clipping, with a memory of its own for each."""
+    """Catches: one client's penalty for all. Almost without noise or clipping, with a memory of its
+    own for each."""
     method = kind(**LOCAL)
     ctx = context(
         clients=3, privacy=PrivacySettings(noise_multiplier=1e-9, sample_rate=1.0, clip=1e3)

@@ -1,4 +1,5 @@
-"""MOON, FedBN and SOLO: two rounds on tiny linear networks against NumPy, whose gradients are central differences of the loss."""
+"""MOON, FedBN and SOLO: two rounds on tiny linear networks against NumPy, whose gradients are
+central differences of the loss."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from fedsynth.core.client import OpenClients
 from fedsynth.core.context import round_context
 from fedsynth.data.images import from_arrays
 from fedsynth.data.registry import DatasetSpec
-from fedsynth.federation.server import Server
+from fedsynth.federation.exchange.server import Server
 from fedsynth.methods.fedbn import FedBN
 from fedsynth.methods.moon import Moon
 from fedsynth.methods.shared.local import TrainsLocally
@@ -136,7 +137,8 @@ def test_moon(device: torch.device) -> None:
 
 
 def test_fedbn(device: torch.device) -> None:
-    """Batch norm of the inputs, whose statistics are then constants: γ, β and they stay with each client, the rest is averaged."""
+    """Batch norm of the inputs, whose statistics are then constants: γ, β and they stay with each
+    client, the rest is averaged."""
     whole, own, expected = AW, [np.array([1.0] * 4 + [0.0] * 4)] * 2, []
     for _ in range(2):
         made = []

@@ -41,7 +41,8 @@ def data() -> ImageData:
 
 
 def test_each_group_is_normalised_as_if_it_were_alone() -> None:
-    """Against nn.BatchNorm2d in training mode, group by group, interleaved and of different sizes; gradients too."""
+    """Against nn.BatchNorm2d in training mode, group by group, interleaved and of different sizes;
+    gradients too."""
     layer = nn.BatchNorm2d(4)
     nn.init.normal_(layer.weight)
     nn.init.normal_(layer.bias)
@@ -76,7 +77,8 @@ def features(net: nn.Module, statistics: list[int]) -> NetworkFeatures:
 
 
 def test_real_and_synthetic_images_never_share_statistics() -> None:
-    """Two clients with two classes each, by plain torch: one training-mode pass for each client's real images, one for its synthetic."""
+    """Two clients with two classes each, by plain torch: one training-mode pass for each client's
+    real images, one for its synthetic."""
     net, S = batch_norm_network(), torch.randn(4, IPC, 1, 8, 8)
     clients = OpenClients(
         [0, 1], data(), [torch.tensor([0, 10, 20, 1, 11]), torch.tensor([30, 31, 41, 51])]

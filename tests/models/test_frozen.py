@@ -24,7 +24,8 @@ DEVICES = [
 def random_network(
     shape: tuple[int, int, int], width: int, depth: int, norm: str = "instance"
 ) -> ConvNet:
-    """With affine weights of both signs and away from one and zero, so that every term of the VJP is seen."""
+    """With affine weights of both signs and away from one and zero, so that every term of the VJP
+    is seen."""
     settings = ModelSettings(width=width, depth=depth, norm=norm)
     net = build_model(settings, shape, 10, 0).requires_grad_(False)
     assert isinstance(net, ConvNet)

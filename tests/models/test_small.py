@@ -94,7 +94,8 @@ def test_googlenet_is_torchvisions() -> None:
 
 @pytest.mark.parametrize("name", model_names())
 def test_every_architecture_takes_a_private_step(name: str) -> None:
-    """Catches: in-place activations, which DP-SGD's hooks do not survive, and dropout, whose masks go by the place in the batch."""
+    """Catches: in-place activations, which DP-SGD's hooks do not survive, and dropout, whose masks
+    go by the place in the batch."""
     batch_norm = ModelSettings(name).norm == "batch"
     side = 64 if name == "alexnet" else 28
     model = build_model(

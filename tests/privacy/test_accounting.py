@@ -1,4 +1,5 @@
-"""The accountant against the oracle table, closed forms, dp-accounting itself and Opacus; and its safe sides."""
+"""The accountant against the oracle table, closed forms, dp-accounting itself and Opacus; and its
+safe sides."""
 
 from __future__ import annotations
 
@@ -62,13 +63,15 @@ CASES = [
 def test_oracle_table(sigma: float, q: float, rounds: int, printed: str) -> None:
     ours = epsilon([row(sigma, q, 1000, n) for n in range(rounds)], DELTA)
     half_digit = 50.0 if printed == "10600" else 0.5 * 10.0 ** -len(printed.partition(".")[2])
-    # 0.06 %: the table's largest entries carry the coarse grid and the underflow of the run that made them
+    # 0.06 %: the table's largest entries carry the coarse grid and the underflow of the run that
+    # made them
     assert abs(ours - float(printed)) <= half_digit + 6e-4 * ours
 
 
 def test_large_mu_is_the_closed_form_computed_with_60_digits() -> None:
-    # mpmath, 60 digits: δ(ε) = 1e-5 for μ² = 1000, 5000 and 20000. dp-accounting's own PLD says 2801.57 and 10603.15
-    # for the last two: e^{−ε} underflows there, which is on the safe side but not exact.
+    # mpmath, 60 digits: δ(ε) = 1e-5 for μ² = 1000, 5000 and 20000. dp-accounting's own PLD says
+    # 2801.57 and 10603.15 for the last two: e^{−ε} underflows there, which is on the safe side but
+    # not exact.
     for steps, exact in ((1000, 633.9298513), (5000, 2800.6023743), (20000, 10602.1614378)):
         assert epsilon([row(1, 1, steps)], DELTA) == pytest.approx(exact, abs=1e-4)
 
@@ -342,7 +345,10 @@ def test_release_json_round_trip() -> None:
 
 
 def test_import_is_light() -> None:
-    code = "import sys, fedsynth.privacy.report; print([m for m in ('torch', 'scipy', 'dp_accounting') if m in sys.modules])"
+    code = (
+        "import sys, fedsynth.privacy.report; print([m for m in ('torch', 'scipy', "
+        "'dp_accounting') if m in sys.modules])"
+    )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == "[]"
 
@@ -371,7 +377,8 @@ def test_replace_one_without_sampling_doubles_mu_and_zero_out_changes_nothing() 
 def test_replace_one_with_sampling_is_dp_accountings_and_is_not_doubled_twice(
     sigma: float, q: float, steps: int
 ) -> None:
-    """Against its accountant on a fine grid; between add-remove and the noise multiplier halved with the same sampling."""
+    """Against its accountant on a fine grid; between add-remove and the noise multiplier halved
+    with the same sampling."""
     from dp_accounting import (
         GaussianDpEvent,
         NeighboringRelation,
@@ -452,7 +459,8 @@ def test_folded_rows_without_a_guarantee() -> None:
 
 
 def test_a_hundred_million_subsampled_steps_are_bounded_at_once() -> None:
-    """dp-accounting would compute points to the power of steps, which takes hours; the bound ignores the sampling."""
+    """dp-accounting would compute points to the power of steps, which takes hours; the bound
+    ignores the sampling."""
     steps, σ = 10**8, 2e4
     bound = epsilon(Totals(((σ, 1.0, steps),)), DELTA)
     assert epsilon(Totals(((σ, 0.05, steps),)), DELTA) == pytest.approx(bound, rel=1e-9)

@@ -82,8 +82,8 @@ def test_a_refused_charge_gives_no_series() -> None:
 
 
 def test_series_are_handed_out_by_name_and_once() -> None:
-    """Old form: `charge(release, groups)` made a series of whatever a step wrote down, as often as it
-    was asked."""
+    """Old form: `charge(release, groups)` made a series of whatever a step wrote down, as often as
+    it was asked."""
     clients = group(charged(Ledger("a")), charged(Ledger("b")))
     images = clients.series("images")
     assert [one.steps_left for one in images] == [3, 3]
@@ -154,7 +154,8 @@ def reachable(found: Any, kinds: tuple[type, ...]) -> list[Any]:
 
 
 def test_no_ledger_and_no_guard_can_be_reached_from_what_a_step_gets() -> None:
-    """A release outside the plan cannot be charged, and so not be made: `GaussianSums` needs a guard.
+    """A release outside the plan cannot be charged, and so not be made: `GaussianSums` needs a
+    guard.
 
     Old form: the group held its clients' guards. (That the search finds them where they are, the
     second assertion shows.)

@@ -1,4 +1,5 @@
-"""The canary audit: its bound by hand, and the real release path under it, white box and seeded, with its broken twins."""
+"""The canary audit: its bound by hand, and the real release path under it, white box and seeded,
+with its broken twins."""
 
 from __future__ import annotations
 
@@ -62,7 +63,8 @@ def test_an_audits_words_never_say_more_than_its_counts() -> None:
 def released_scores(
     sigma: float, seed: int, noise_factor: float = 1.0
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Every canary's inner product with what `PrivateClients.class_sums` releases: canary i contributes 𝒞·e_i to its class's sum."""
+    """Every canary's inner product with what `PrivateClients.class_sums` releases: canary i
+    contributes 𝒞·e_i to its class's sum."""
     rng = np.random.default_rng(seed)
     included = rng.random(CANARIES) < 0.5
     pixels = np.zeros((CANARIES, 1, 8, 8), dtype=np.uint8)
@@ -104,7 +106,8 @@ def sigma_for(epsilon: float) -> float:
 def test_an_honest_release_is_never_refuted_and_the_audit_has_power(
     epsilon: float, least: float
 ) -> None:
-    """Twenty seeded runs: no bound above the true ε, and on average a bound that is far from nothing."""
+    """Twenty seeded runs: no bound above the true ε, and on average a bound that is far from
+    nothing."""
     bounds = [audit(*released_scores(sigma_for(epsilon), seed), DELTA) for seed in range(20)]
     assert max(bounds) <= epsilon
     assert np.mean(bounds) > least

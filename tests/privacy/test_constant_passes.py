@@ -1,8 +1,9 @@
-"""A record moves no other's row, not by one bit: passes have a public length, and rows do not depend on where they stand in one.
+"""A record moves no other's row, not by one bit: passes have a public length, and rows do not
+depend on where they stand in one.
 
-Rounding alone would be harmless, were it not for a server that sends weights under which all but the rounding cancels. So two
-things are held here: which shapes reach the kernels does not depend on how many records there are, and at one shape a row's bits
-depend on its own record alone.
+Rounding alone would be harmless, were it not for a server that sends weights under which all but
+the rounding cancels. So two things are held here: which shapes reach the kernels does not depend on
+how many records there are, and at one shape a row's bits depend on its own record alone.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from fedsynth.core.client import PrivateClients
 from fedsynth.core.context import Compute, round_context
 from fedsynth.data.images import ImageData, from_arrays, normalise
 from fedsynth.data.registry import dataset_spec
-from fedsynth.federation.settings import resolve
+from fedsynth.federation.terms.settings import resolve
 from fedsynth.methods import method_class
 from fedsynth.models.registry import ModelSettings, build_model
 from fedsynth.privacy import dpsgd
@@ -47,8 +48,8 @@ def digits(records: int, device: torch.device | str = "cpu") -> ImageData:
 
 
 def cancelling(seed: int) -> nn.Module:
-    """Weights of a hostile server: the second layer subtracts channels that instance norm has made equal, so that features are what
-    rounding left over, times 1e9."""
+    """Weights of a hostile server: the second layer subtracts channels that instance norm has made
+    equal, so that features are what rounding left over, times 1e9."""
     net = build_model(ModelSettings(width=8, depth=2), SPEC.image_shape, 10, 0)
     rng = torch.Generator().manual_seed(seed)
     first, second = net.features[0], net.features[4]
@@ -95,7 +96,8 @@ def test_rows_are_filled_up_and_full_passes_stay() -> None:
 
 
 class Shapes(TorchDispatchMode):
-    """All (kernel, shapes) that floats below float64 go through; float64 is the mechanism's own sum of rows that are clipped already."""
+    """All (kernel, shapes) that floats below float64 go through; float64 is the mechanism's own sum
+    of rows that are clipped already."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -129,8 +131,8 @@ STEPS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
 def test_no_kernels_shape_depends_on_the_number_of_records(
     name: str, values: dict[str, Any], privacy: dict[str, Any], precision: str
 ) -> None:
-    """20, 70 and 75 records at rate 1: their last passes differ in length, unless they are filled up, and all of them, if the length were
-    found from the true number."""
+    """20, 70 and 75 records at rate 1: their last passes differ in length, unless they are filled
+    up, and all of them, if the length were found from the true number."""
     if precision != "float32" and name != "feddm":
         pytest.skip("only condensation has a reduced precision")
     data = digits(80)
@@ -179,7 +181,8 @@ def test_the_engine_tells_clients_the_public_size_and_not_the_true_one(
 
 
 def row_functions(device: torch.device) -> Iterator[tuple[str, Callable[[Tensor, Tensor], Tensor]]]:
-    """Each network and mechanism as (images [N], labels [N]) -> rows [N, D]; with the hostile weights, and with ordinary ones."""
+    """Each network and mechanism as (images [N], labels [N]) -> rows [N, D]; with the hostile
+    weights, and with ordinary ones."""
     hostile = cancelling(3).to(device)
     for dtype in (torch.float32, torch.bfloat16):
         features = NetworkFeatures(hostile.requires_grad_(False), 1.0, None, dtype)
@@ -220,7 +223,8 @@ def example_gradients(network: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 @pytest.mark.parametrize("length", [8, 32])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
 def test_a_rows_bits_depend_on_its_own_record_alone(length: int, device: str) -> None:
-    """Every record is moved through the pass, and its neighbours are exchanged or are zeros: the same bits."""
+    """Every record is moved through the pass, and its neighbours are exchanged or are zeros: the
+    same bits."""
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("no CUDA device")
     data = digits(3 * length, device)
@@ -249,7 +253,8 @@ def test_a_rows_bits_depend_on_its_own_record_alone(length: int, device: str) ->
 def test_hostile_weights_do_not_let_a_record_move_others(
     mechanism: str, records: int, place: str, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Un-noised sums with and without one record, at a clip that all rows reach: they differ by one clip at most."""
+    """Un-noised sums with and without one record, at a clip that all rows reach: they differ by one
+    clip at most."""
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("no CUDA device")
     data = digits(records + 1, device)

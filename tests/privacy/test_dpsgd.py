@@ -81,7 +81,8 @@ def test_one_step_equals_numpy() -> None:
 
 
 def test_large_networks_take_few_examples_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A bound on the per-example gradients that are held, by the public number of parameters; what is computed stays the same."""
+    """A bound on the per-example gradients that are held, by the public number of parameters; what
+    is computed stays the same."""
     x, y = torch.randn(7, 1, 2, 2, generator=torch.Generator().manual_seed(0)), torch.arange(7) % 3
     seen, whole, pieces = [], linear(), linear()
     run(whole, x, y, sigma=1e-9, clip=0.8)
@@ -155,7 +156,8 @@ def test_the_group_norm_twin_can_be_trained_and_keeps_the_other_weights() -> Non
 
 
 def test_a_penalty_adds_its_gradient_and_is_no_examples() -> None:
-    """Without noise a penalised step differs from a plain one by lr times the penalty's gradient; clipping and noise do not touch it."""
+    """Without noise a penalised step differs from a plain one by lr times the penalty's gradient;
+    clipping and noise do not touch it."""
     x, y = torch.randn(8, 1, 8, 8, generator=torch.Generator().manual_seed(0)), torch.arange(8) % 10
     results = []
     for penalty in (
@@ -174,7 +176,8 @@ def test_a_penalty_adds_its_gradient_and_is_no_examples() -> None:
 
 
 def test_a_loss_of_ones_own_is_clipped_example_by_example() -> None:
-    """Against a loop over examples; catches a loss that is not used, or whose examples share a gradient."""
+    """Against a loop over examples; catches a loss that is not used, or whose examples share a
+    gradient."""
     x, y = torch.randn(5, 1, 8, 8, generator=torch.Generator().manual_seed(0)), torch.arange(5)
     with torch.random.fork_rng():
         torch.manual_seed(0)  # noqa: TID251

@@ -1,4 +1,5 @@
-"""After a fork two processes hold one client's secret and its charged series: neither may be used twice."""
+"""After a fork two processes hold one client's secret and its charged series: neither may be used
+twice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The ledger's file survives reopening, two writers and damage; the guard refuses before the cap."""
+"""The ledger's file survives reopening, two writers and damage; the guard refuses before the
+cap."""
 
 from __future__ import annotations
 

@@ -150,7 +150,8 @@ def test_a_ledger_on_which_nothing_was_spent_is_still_free(folder: Path) -> None
 
 
 def test_of_two_runs_that_begin_at_once_one_is_refused(folder: Path) -> None:
-    """Catches: both opened their ledgers before either had charged, so that neither saw the other."""
+    """Catches: both opened their ledgers before either had charged, so that neither saw the
+    other."""
     (north,), (west,) = opened(folder, "abc", names=["north"]), opened(folder, "cd", names=["west"])
     north.charge(ROW)
     with pytest.raises(LedgerError, match=r"client 'west' has 1 records that .*north\.jsonl"):

@@ -1,4 +1,5 @@
-"""The Gaussian mechanism: sensitivity, noise, bookkeeping and secrecy. Each broken twin named in a test would fail it."""
+"""The Gaussian mechanism: sensitivity, noise, bookkeeping and secrecy. Each broken twin named in a
+test would fail it."""
 
 from __future__ import annotations
 
@@ -75,7 +76,8 @@ rows = st.lists(
 def test_one_example_moves_the_unnoised_sums_by_at_most_the_clip(
     data: list[tuple[list[float], int]], extra: list[float], group: int, clip: float
 ) -> None:
-    """Sensitivity on D and D ± x, also for huge, NaN and infinite x, and for an empty D (catches: no clipping, NaN poisoning)."""
+    """Sensitivity on D and D ± x, also for huge, NaN and infinite x, and for an empty D (catches:
+    no clipping, NaN poisoning)."""
     x = torch.tensor([r for r, _ in data], dtype=torch.float32).reshape(-1, 4)
     g = torch.tensor([c for _, c in data], dtype=torch.int64)
     without = clipped_sums(x, g, 3, clip)
@@ -99,7 +101,8 @@ def test_clipping_is_per_example_and_leaves_short_rows_alone() -> None:
 
 
 def test_batch_clipping_is_caught() -> None:
-    """The broken twin clips the mean: then one example of 100 can move it by far more than clip/100."""
+    """The broken twin clips the mean: then one example of 100 can move it by far more than
+    clip/100."""
     x, outlier = torch.zeros(100, 4), torch.tensor([[1e6, 0, 0, 0]])
 
     def batch_clipped_sum(rows_ND: Tensor) -> Tensor:
@@ -116,7 +119,8 @@ def test_batch_clipping_is_caught() -> None:
 
 @pytest.mark.parametrize(("sigma", "clip"), [(3.0, 0.5), (0.7, 10.0)])
 def test_noise_has_standard_deviation_sigma_times_clip(sigma: float, clip: float) -> None:
-    """Within 5 % (catches: noise at a quarter, noise divided by the batch); every group gets its own, also without any example."""
+    """Within 5 % (catches: noise at a quarter, noise divided by the batch); every group gets its
+    own, also without any example."""
     width = 4000
     s = series(groups=3, sigma=sigma, clip=clip, width=width)
     s.sample(0)
@@ -229,7 +233,8 @@ def charged_series(row: Release, secrets: list[SecretGenerator]) -> list[Gaussia
 
 
 def test_clients_in_one_group_have_their_own_noise() -> None:
-    """Catches: noise shared between clients in a batched step. All classes of all clients are emitted, also of an empty client."""
+    """Catches: noise shared between clients in a batched step. All classes of all clients are
+    emitted, also of an empty client."""
     group = clients([[], []])
     charged = charged_series(release(groups=10, width=300), [SecretGenerator(), SecretGenerator()])
     out = group.class_sums(charged, lambda x, segment: x.flatten(1)[:, :1].repeat(1, 300))
@@ -258,7 +263,8 @@ def test_class_sums_equal_a_loop_over_clients_and_classes() -> None:
 
 
 def test_widths_must_be_those_that_were_charged() -> None:
-    """A narrower noise would be broadcast: one draw shared by all coordinates, and subtracting two of them shows the clean sum."""
+    """A narrower noise would be broadcast: one draw shared by all coordinates, and subtracting two
+    of them shows the clean sum."""
     s = series(width=1)
     s.sample(2)
     with pytest.raises(PrivacyError, match="rows of 1 coordinates"):
@@ -280,7 +286,8 @@ def test_two_series_of_one_client_have_other_noise() -> None:
 
 
 def test_no_batch_is_capped_and_every_mask_is_the_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches: truncated batches, masks that do not come from the client's secret; more records than a chunk holds."""
+    """Catches: truncated batches, masks that do not come from the client's secret; more records
+    than a chunk holds."""
     rng, records = np.random.default_rng(0), 1300
     labels = rng.integers(0, 10, records)
     data = from_arrays(

@@ -284,9 +284,15 @@ def test_texts_stay_texts() -> None:
     terminal."""
     bad = "x\n# Verdict: proved\r\x1b[2J<script>alert(1)</script>\u202e|**"
     context = replace(
-        CONTEXT, public_items={bad: bad}, randomness=bad, deviations=(bad,), method=bad,
-        accesses=(PrivateAccess(bad, "public", bad),), published=({bad: bad},), provenance={bad: bad},
-    )  # fmt: skip
+        CONTEXT,
+        public_items={bad: bad},
+        randomness=bad,
+        deviations=(bad,),
+        method=bad,
+        accesses=(PrivateAccess(bad, "public", bad),),
+        published=({bad: bad},),
+        provenance={bad: bad},
+    )
     text = render_markdown(build(context))
     assert not re.search(r"^# Verdict", text, re.MULTILINE)
     assert "<" not in text.replace("\\<", "")
@@ -374,7 +380,8 @@ def test_rounds_text() -> None:
 
 
 def test_the_curve_and_the_attacks_are_those_of_the_client_that_is_worst_there() -> None:
-    """Two clients whose order depends on δ: few subsampled steps at little noise against one full Gaussian."""
+    """Two clients whose order depends on δ: few subsampled steps at little noise against one full
+    Gaussian."""
     ledgers = {"a": Ledger("a"), "b": Ledger("b")}
     ledgers["a"].charge(replace(row(0, 0.9, 0.01), steps=600))
     ledgers["b"].charge(replace(row(0, 2.2), steps=1))

@@ -1,4 +1,5 @@
-"""The wiring: what FedDM and FedAvg release, end to end, is the theorem's statistic at the public scale and nothing else."""
+"""The wiring: what FedDM and FedAvg release, end to end, is the theorem's statistic at the public
+scale and nothing else."""
 
 from __future__ import annotations
 
@@ -21,9 +22,9 @@ from fedsynth.core.method import Method
 from fedsynth.data.images import ImageData, from_arrays
 from fedsynth.data.partition import partition
 from fedsynth.data.registry import dataset_spec
-from fedsynth.federation.client_budget import ClientBudget
-from fedsynth.federation.settings import resolve
+from fedsynth.federation.exchange.client_budget import ClientBudget
 from fedsynth.federation.simulation import simulate
+from fedsynth.federation.terms.settings import resolve
 from fedsynth.methods.fedavg import FedAvg
 from fedsynth.methods.feddm import FedDM
 from fedsynth.models.registry import ModelSettings, build_model
@@ -59,7 +60,8 @@ def context(privacy: PrivacySettings | None, nominal: float) -> RoundContext:
 
 @pytest.mark.parametrize("mechanism", ["residual", "gradient"])
 def test_feddm_divides_by_the_nominal_size_and_not_by_the_true_one(mechanism: str) -> None:
-    """σ → 0, huge clip, full batches: one private step equals the exact one times (true class size) / (nominal class size)."""
+    """σ → 0, huge clip, full batches: one private step equals the exact one times (true class size)
+    / (nominal class size)."""
     data, nominal = from_arrays(images(60), np.arange(60) % 10, SPEC), 240.0
     privacy = PrivacySettings(
         noise_multiplier=1e-12, clip=1e6, mechanism=mechanism, sample_rate=1.0
@@ -79,7 +81,8 @@ def test_feddm_divides_by_the_nominal_size_and_not_by_the_true_one(mechanism: st
 
 
 def test_fedavg_divides_by_the_nominal_size() -> None:
-    """σ → 0, huge clip, one full-batch step: the private update is the exact one times n / nominal, momentum 0."""
+    """σ → 0, huge clip, one full-batch step: the private update is the exact one times n / nominal,
+    momentum 0."""
     data, nominal = from_arrays(images(60), np.arange(60) % 10, SPEC), 240.0
     privacy = PrivacySettings(noise_multiplier=1e-12, clip=1e6, sample_rate=1.0)
     method = FedAvg(local_epochs=1, batch=100, lr=0.1, momentum=0.0)
@@ -108,9 +111,11 @@ def test_fedavg_divides_by_the_nominal_size() -> None:
 def test_adding_an_example_moves_the_released_sums_by_at_most_the_clip(
     matcher: Any, extra: int, label: int, records: int
 ) -> None:
-    """Sensitivity on D and D + x through the real matcher, every example's residual above the clip in both halves.
+    """Sensitivity on D and D + x through the real matcher, every example's residual above the clip
+    in both halves.
 
-    Catches: features and logits clipped apart (the move would be up to √2 of the clip). x is black, white, noise or a copy.
+    Catches: features and logits clipped apart (the move would be up to √2 of the clip). x is black,
+    white, noise or a copy.
     """
     clip, net = (
         0.05,
@@ -163,7 +168,8 @@ def private_run(method: str = "feddm", n: int = 200, **privacy: Any) -> Any:
 def test_the_schedule_comes_from_the_specification_and_not_from_the_data(
     method: str, rate: float, steps: int
 ) -> None:
-    """Catches: q, steps or nominal size from len(train). 200 records are there, 1,438 are declared; some clients are empty."""
+    """Catches: q, steps or nominal size from len(train). 200 records are there, 1,438 are declared;
+    some clients are empty."""
     settings_, data = private_run(method)
     report: Any = simulate(settings_, data=(data, data)).privacy
     (row,) = report["ledger"]
@@ -172,7 +178,8 @@ def test_the_schedule_comes_from_the_specification_and_not_from_the_data(
 
 
 def test_executed_releases_are_those_that_were_charged(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches: an empty client skipped, a step more or less than accounted. Four clients, two rounds, both methods."""
+    """Catches: an empty client skipped, a step more or less than accounted. Four clients, two
+    rounds, both methods."""
     released: list[float] = []
     original = GaussianSums.release
 
@@ -221,7 +228,8 @@ def test_clients_of_a_run_have_their_own_keys(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_what_a_private_run_writes_is_public(tmp_path: Path) -> None:
-    """Catches: clean losses, counts or timings in logs. The key sets are pinned: a new field needs its reason here."""
+    """Catches: clean losses, counts or timings in logs. The key sets are pinned: a new field needs
+    its reason here."""
     settings_, data = private_run()
     result = simulate(settings_, data=(data, data), output=tmp_path)
     assert result.folder is not None

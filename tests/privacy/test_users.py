@@ -1,4 +1,5 @@
-"""Users as the protected unit: a user's records together move the sums by at most the clip, in every method and however they come."""
+"""Users as the protected unit: a user's records together move the sums by at most the clip, in
+every method and however they come."""
 
 from __future__ import annotations
 
@@ -101,8 +102,9 @@ def test_one_user_moves_the_unnoised_sums_by_at_most_the_clip(
 
 
 def test_rows_that_cancel_leave_no_residue_that_goes_by_other_users() -> None:
-    """A server's weights may make rows of 1e30 cancel within a user; the residue goes by where passes cut the user, and so by how many
-    records others have. A user more, of one record, moved the sums by one clip for each other user."""
+    """A server's weights may make rows of 1e30 cancel within a user; the residue goes by where
+    passes cut the user, and so by how many records others have. A user more, of one record, moved
+    the sums by one clip for each other user."""
     a, b, c = 2.1327155287829078e29, 4.589931303856093e29, -6.722646832639001e29
     third = 1 / 3
     assert (a * third + b * third) + c * third == 0
@@ -118,7 +120,8 @@ def test_rows_that_cancel_leave_no_residue_that_goes_by_other_users() -> None:
 
 
 def test_clipping_records_or_groups_apart_is_caught() -> None:
-    """Three records in three classes: clipped apart they would move the sums by √3 or 3 times as much as together."""
+    """Three records in three classes: clipped apart they would move the sums by √3 or 3 times as
+    much as together."""
     rows, users = 100 * torch.ones(3, WIDTH), torch.zeros(3, dtype=torch.int64)
     assert float(summed(rows, torch.arange(3), users).norm()) == pytest.approx(CLIP)
     apart = mechanisms.clipped_sums(rows, torch.arange(3), GROUPS, CLIP)
@@ -194,7 +197,8 @@ def test_a_user_moves_every_sum_of_every_method_by_at_most_the_clip(
     name: str, values: dict[str, Any], privacy: dict[str, Any], nominal: float,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """A user with 50 of 90 records, of all classes; all releases are forced to zero, so that later steps see the same.
+    """A user with 50 of 90 records, of all classes; all releases are forced to zero, so that later
+    steps see the same.
 
     A nominal size of 1 cuts the sample into short passes, and so the user into many pieces.
     """

@@ -396,7 +396,8 @@ def test_edited_and_missing_pages_are_found(run: Case) -> None:
 def test_ledgers_that_may_only_be_read_can_be_verified(
     run: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Opening for writing would fail for an auditor (as root it does not, so the flags are watched)."""
+    """Opening for writing would fail for an auditor (as root it does not, so the flags are
+    watched)."""
     import os
 
     opened: list[int] = []

@@ -1,4 +1,5 @@
-"""Distribution losses against NumPy and POT, in the limit where they match means, and through FedDM and FedAF."""
+"""Distribution losses against NumPy and POT, in the limit where they match means, and through FedDM
+and FedAF."""
 
 from __future__ import annotations
 
@@ -15,8 +16,8 @@ from fedsynth.core.client import OpenClients
 from fedsynth.data.images import from_arrays
 from fedsynth.data.registry import dataset_spec
 from fedsynth.errors import SettingError, UnknownNameError
-from fedsynth.federation.settings import resolve
 from fedsynth.federation.simulation import simulate
+from fedsynth.federation.terms.settings import resolve
 from fedsynth.methods.fedaf import FedAF
 from fedsynth.methods.feddm import FedDM
 from fedsynth.models.convnet import ConvNet
@@ -68,7 +69,8 @@ def energy(x: Array, y: Array, blur: float) -> float:
 
 
 def sinkhorn(x: Array, y: Array, blur: float) -> float:
-    """POT's Sinkhorn divergence: the same entropic problem, with the cost ½‖x − y‖² and ε = blur²."""
+    """POT's Sinkhorn divergence: the same entropic problem, with the cost ½‖x − y‖² and ε =
+    blur²."""
 
     def cost(a: Array, b: Array) -> float:
         n, m = np.full(len(a), 1 / len(a)), np.full(len(b), 1 / len(b))
@@ -87,7 +89,8 @@ def sinkhorn(x: Array, y: Array, blur: float) -> float:
     ("matching", "oracle"), [("gaussian", gaussian), ("energy", energy), ("sinkhorn", sinkhorn)]
 )
 def test_the_gradient_descends_the_oracle(matching: str, oracle: Any, device: torch.device) -> None:
-    """Along the gradient, the oracle's sum over segments of unequal sizes changes by the gradient's squared norm."""
+    """Along the gradient, the oracle's sum over segments of unequal sizes changes by the gradient's
+    squared norm."""
     matcher, _batches, clients = exact(device)
     net, blur, S = network().to(device), 0.5, start(device)
     gradient = DistributionMatcher(matcher, matching, blur).gradient(

@@ -1,4 +1,5 @@
-"""FedHydra's Eqs. 2 to 11, the batch-norm term and the one-shot losses against numbers by hand and plain loops."""
+"""FedHydra's Eqs. 2 to 11, the batch-norm term and the one-shot losses against numbers by hand and
+plain loops."""
 
 from __future__ import annotations
 
@@ -71,7 +72,8 @@ def test_columns_are_of_the_rows_shares_by_hand(device: torch.device) -> None:
 
 
 def test_a_class_that_is_hard_for_all_keeps_its_weight() -> None:
-    """Losses of class 0 fall a hundred times as far with either model: that says nothing of class 1."""
+    """Losses of class 0 fall a hundred times as far with either model: that says nothing of class
+    1."""
     u = torch.tensor([[300.0, 100.0], [1.0, 3.0]])
     in_place, raw = (stratified_weights(u, in_place=kind)[1] for kind in (True, False))
     logits = torch.tensor([[[-1.0, 1.0]], [[-1.0, 1.0]]])  # both models say class 1, faintly
@@ -217,7 +219,8 @@ def test_stratification_equals_separate_loops(batched: bool, device: torch.devic
 
 
 class Knows(nn.Module):
-    """A classifier that tells two classes by the brightness of the image's halves, and says nothing of others."""
+    """A classifier that tells two classes by the brightness of the image's halves, and says nothing
+    of others."""
 
     def __init__(self, classes: tuple[int, int]) -> None:
         super().__init__()

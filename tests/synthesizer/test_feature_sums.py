@@ -19,8 +19,8 @@ from fedsynth.core.state import ServerState
 from fedsynth.data.images import ImageData, from_arrays
 from fedsynth.data.registry import dataset_spec
 from fedsynth.federation.observer import Observer
-from fedsynth.federation.settings import resolve
 from fedsynth.federation.simulation import simulate
+from fedsynth.federation.terms.settings import resolve
 from fedsynth.methods.feddm import FedDM
 from fedsynth.models.flat import flatten
 from fedsynth.models.registry import ModelSettings, build_model
@@ -78,7 +78,8 @@ def synthetic(segments: int = 10) -> Tensor:
 
 
 def test_without_noise_and_clipping_the_gradient_is_the_exact_one() -> None:
-    """At the releasing step and at later ones, for two clients; class means are divided by the (noiseless) true counts."""
+    """At the releasing step and at later ones, for two clients; class means are divided by the
+    (noiseless) true counts."""
     images, parts = data(), [torch.arange(23), torch.arange(23, N)]
     features, S = NetworkFeatures(network(), 1.0, None), synthetic(20)
     open_clients = OpenClients([0, 1], images, parts)
@@ -102,7 +103,8 @@ def test_without_noise_and_clipping_the_gradient_is_the_exact_one() -> None:
 def test_data_are_touched_m_plus_one_times_however_many_steps(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Catches: fresh noise on cached clean sums, a release for each step. After M steps the data could be gone."""
+    """Catches: fresh noise on cached clean sums, a release for each step. After M steps the data
+    could be gone."""
     calls: list[int] = []
     original = PrivateClients.class_sums
 
@@ -139,7 +141,8 @@ def test_networks_come_again_after_a_period() -> None:
 def test_an_example_moves_sums_by_at_most_the_clip_and_counts_by_one(
     extra: int, label: int, records: int
 ) -> None:
-    """On D and D + x, x black, white or noise, through the real matcher: features and logits jointly clipped, one class touched."""
+    """On D and D + x, x black, white or noise, through the real matcher: features and logits
+    jointly clipped, one class touched."""
     hostile = [
         np.zeros((1, 1, 8, 8)),
         np.full((1, 1, 8, 8), 255),
@@ -184,7 +187,8 @@ def context(privacy: PrivacySettings | None, nominal: float = 60.0) -> RoundCont
 
 
 def test_classes_with_small_released_counts_are_not_sent_but_kept() -> None:
-    """Half of the classes are not there: with little noise exactly the others are sent; the start of the next round has all."""
+    """Half of the classes are not there: with little noise exactly the others are sent; the start
+    of the next round has all."""
     images = data(200, labels=np.arange(200) % 5)
     method = FedDM(ipc=IPC, iterations=4, networks=2, min_examples=10)
     ctx = context(PrivacySettings(noise_multiplier=0.01, mechanism="features"))
@@ -198,7 +202,8 @@ def test_classes_with_small_released_counts_are_not_sent_but_kept() -> None:
 
 
 def test_charges_are_m_sums_and_one_count_with_the_shares_that_the_docs_say() -> None:
-    """μ² = M/σ² + 1/σ_count² with σ_count = count_noise·σ/√M, so counts take 1/(1 + count_noise²)."""
+    """μ² = M/σ² + 1/σ_count² with σ_count = count_noise·σ/√M, so counts take 1/(1 +
+    count_noise²)."""
     method = FedDM(networks=16, iterations=100, count_noise=3.0)
     ctx = context(PrivacySettings(noise_multiplier=8.0, mechanism="features"))
     sums, counts = (plan.release(1, 8.0) for plan in method.private_plans(ctx.privacy, ctx))  # type: ignore[arg-type]
@@ -213,7 +218,8 @@ def test_charges_are_m_sums_and_one_count_with_the_shares_that_the_docs_say() ->
 
 @pytest.mark.parametrize(("target", "factor"), [(1.0, 3.73), (3.0, 1.39), (10.0, 0.50)])
 def test_the_noise_that_m_networks_need(target: float, factor: float) -> None:
-    """privacy.md: σ = 3.73√M, 1.39√M, 0.50√M for ε = 1, 3, 10 at δ = 1e-5, one round, without counts."""
+    """privacy.md: σ = 3.73√M, 1.39√M, 0.50√M for ε = 1, 3, 10 at δ = 1e-5, one round, without
+    counts."""
     row = Release(1, "sums", "features", "x", factor * 4, 1.0, 1.0, "full", 16, 10)
     assert epsilon([row], 1e-5) == pytest.approx(target, rel=0.02)
     if target == 1.0:
@@ -226,7 +232,8 @@ def test_the_noise_that_m_networks_need(target: float, factor: float) -> None:
 def test_private_clients_are_never_compiled(
     mechanism: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One record more would move the others of its piece to another kernel: in bf16 the sums moved by 1.06 clips."""
+    """One record more would move the others of its piece to another kernel: in bf16 the sums moved
+    by 1.06 clips."""
     asked: list[bool] = []
     original = NetworkFeatures.__init__
 
@@ -250,7 +257,8 @@ def test_private_clients_are_never_compiled(
 
 
 def test_a_round_in_which_no_count_is_large_enough_ends_in_order(tmp_path: Any) -> None:
-    """The ledger is charged, so there must be a report; the model stays, and the message does not speak of true counts."""
+    """The ledger is charged, so there must be a report; the model stays, and the message does not
+    speak of true counts."""
     notes: list[str] = []
 
     class Notes(Observer):

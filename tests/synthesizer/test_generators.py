@@ -1,4 +1,5 @@
-"""Generators and their losses against hand-computed numbers; a distillation without data that works."""
+"""Generators and their losses against hand-computed numbers; a distillation without data that
+works."""
 
 from __future__ import annotations
 
@@ -63,7 +64,8 @@ def test_eqs_2_to_6_by_hand(device: torch.device) -> None:
 def test_the_activation_loss_does_not_grow_with_the_features(
     times: int, device: torch.device
 ) -> None:
-    """A teacher whose every feature is there `times` times over pulls a generator no harder. A sum would, `times` as hard."""
+    """A teacher whose every feature is there `times` times over pulls a generator no harder. A sum
+    would, `times` as hard."""
     features = torch.randn(
         7, 5, generator=torch.Generator(device).manual_seed(0), device=device, requires_grad=True
     )
@@ -77,7 +79,8 @@ def test_the_activation_loss_does_not_grow_with_the_features(
 def test_the_information_entropy_loss_spans_the_same_range_for_any_number_of_classes(
     classes: int, device: torch.device
 ) -> None:
-    """−1 where all classes are alike and 0 where there is one; without the division −log C and 0."""
+    """−1 where all classes are alike and 0 where there is one; without the division −log C and
+    0."""
     even = torch.eye(classes, device=device) * 1000
     assert float(information_entropy_loss(even)) == pytest.approx(-1.0)
     assert float(information_entropy_loss(even[:1])) == pytest.approx(0.0)
@@ -161,7 +164,8 @@ def test_a_step_descends_the_generators_loss_and_leaves_the_teacher(device: torc
 def test_the_teachers_batch_norm_statistics_count_where_they_are_asked_for(
     device: torch.device,
 ) -> None:
-    """Catches: hooks that go when they are registered. Weights of the generator move otherwise with the term than without."""
+    """Catches: hooks that go when they are registered. Weights of the generator move otherwise with
+    the term than without."""
     teacher = build_model(ModelSettings(width=4, depth=2, norm="batch"), (1, 8, 8), 10, 0).to(
         device
     )
@@ -210,7 +214,8 @@ def test_memory_goes_on_as_if_it_had_never_stopped(device: torch.device) -> None
 
 
 def test_looking_at_what_is_generated_changes_nothing(device: torch.device) -> None:
-    """A tally leaves generator, draws and batch-norm terms alone: training goes on bit for bit, and looking twice sees the same."""
+    """A tally leaves generator, draws and batch-norm terms alone: training goes on bit for bit, and
+    looking twice sees the same."""
     looked, alone = pair(device), pair(device)
     looked.step()
     alone.step()
@@ -224,7 +229,8 @@ def test_looking_at_what_is_generated_changes_nothing(device: torch.device) -> N
 
 
 def test_a_tally_counts_what_the_teacher_sees(device: torch.device) -> None:
-    """By plain torch: the fixed noise through the generator, batch norm by the batch, and the teacher in evaluation mode."""
+    """By plain torch: the fixed noise through the generator, batch norm by the batch, and the
+    teacher in evaluation mode."""
     teacher = build_model(ModelSettings(width=4, depth=2, norm="batch"), (1, 8, 8), 10, 0)
     teacher = teacher.to(device).train()
     generator = make_generator(DIGITS, 0, latent=5, width=4).to(device).eval()
@@ -241,7 +247,8 @@ def test_a_tally_counts_what_the_teacher_sees(device: torch.device) -> None:
 def test_with_a_kl_weight_the_generator_seeks_where_the_student_errs(
     weight: float, device: torch.device
 ) -> None:
-    """The gradient of a step against plain torch: L_G − weight·KL(teacher ‖ student), the teacher's side held fixed."""
+    """The gradient of a step against plain torch: L_G − weight·KL(teacher ‖ student), the teacher's
+    side held fixed."""
     student = build_model(ModelSettings(width=4, depth=2), (1, 8, 8), 10, 7).to(device)
 
     def gradient(generator: Generator) -> torch.Tensor:

@@ -1,4 +1,5 @@
-"""FedAF's equations against NumPy and against numbers by hand; gradients, also where both sides are equal."""
+"""FedAF's equations against NumPy and against numbers by hand; gradients, also where both sides are
+equal."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ GENERATOR = torch.Generator().manual_seed(0)
 
 
 def test_eqs_8_and_12_average_over_the_clients_that_have_the_class() -> None:
-    """Class 0: both; class 1: the second alone; class 2: nobody. Dividing by K = 2 would halve class 1."""
+    """Class 0: both; class 1: the second alone; class 2: nobody. Dividing by K = 2 would halve
+    class 1."""
     a, b = (
         torch.tensor([[2.0, 0, 0], [9, 9, 9], [9, 9, 9]]),
         torch.tensor([[4.0, 2, 0], [0, 6, 0], [9, 9, 9]]),
@@ -69,7 +71,8 @@ def test_rows_distance_equals_numpy_sorting_client_by_client() -> None:
 
 
 def test_rows_distance_and_its_gradient_equal_pots(device: torch.device) -> None:
-    """POT's sliced distance of order 1 between two clouds, times the number of rows; the gradient away from equality."""
+    """POT's sliced distance of order 1 between two clouds, times the number of rows; the gradient
+    away from equality."""
     u = torch.randn(6, 4, generator=GENERATOR).double().to(device).requires_grad_()
     v, directions = (
         torch.randn(6, 4, generator=GENERATOR).double().to(device),
@@ -136,7 +139,8 @@ def test_gradients_flow_and_are_finite_where_both_sides_are_equal(
 def test_matching_does_not_grow_with_the_number_of_classes(
     times: int, device: torch.device
 ) -> None:
-    """Classes that come `times` over, each with as much to match, weigh no more beside the cross-entropy. A sum would."""
+    """Classes that come `times` over, each with as much to match, weigh no more beside the
+    cross-entropy. A sum would."""
     draws = torch.Generator(device).manual_seed(0)
     logits, v = (torch.randn(4, 6, generator=draws, device=device) for _ in range(2))
     usable = torch.tensor([True, True, False, True], device=device)
@@ -152,7 +156,8 @@ def test_matching_does_not_grow_with_the_number_of_classes(
 
 
 def test_eqs_12_to_15_by_hand(device: torch.device) -> None:
-    """Two classes, τ = 2: R = softmax(v/τ), T = softmax(t/τ), ½(KL(R‖T) + KL(T‖R)) over the class that both have."""
+    """Two classes, τ = 2: R = softmax(v/τ), T = softmax(t/τ), ½(KL(R‖T) + KL(T‖R)) over the class
+    that both have."""
     v, logits = (
         torch.tensor([[2.0, 0.0], [0.0, 4.0]], device=device),
         torch.tensor([[1.0, 0.0], [3.0, 2.0]], device=device),

@@ -1,4 +1,5 @@
-"""Which generated images teach a one-shot student: FedHydra's and DENSE's epochs against plain loops."""
+"""Which generated images teach a one-shot student: FedHydra's and DENSE's epochs against plain
+loops."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ def _models(device: torch.device, norm: str = "instance") -> list[nn.Module]:
 
 
 class Lessons:
-    """Records what the student is taught, and how many steps it takes; the student stays untrained."""
+    """Records what the student is taught, and how many steps it takes; the student stays
+    untrained."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.seen: list[tuple[Tensor, Tensor]] = []
@@ -63,7 +65,8 @@ def lessons(monkeypatch: pytest.MonkeyPatch) -> Lessons:
 def _by_hand(
     device: torch.device, epochs: int, steps: int, **settings: Any
 ) -> list[tuple[list[Tensor], Tensor, list[float]]]:
-    """Images of every step, and of the generator after the last, the labels, and the losses: by epoch."""
+    """Images of every step, and of the generator after the last, the labels, and the losses: by
+    epoch."""
     *clients, student = _models(device)
     draws = torch_generator(SEED, "one-shot draws", ROUND, device=device)
     found = []
@@ -125,7 +128,8 @@ def test_the_last_images_alone(lessons: Lessons, device: torch.device) -> None:
 
 
 def test_dense_s_epochs(lessons: Lessons, device: torch.device) -> None:
-    """A fresh generator each epoch, its noise learned, β₁ 0.5; kept is the batch of the lowest loss."""
+    """A fresh generator each epoch, its noise learned, β₁ 0.5; kept is the batch of the lowest
+    loss."""
     own = {"reset": True, "learn_noise": True, "generator_beta1": 0.5}
     lessons.of(device, epochs=3, generator_steps=4, images="best", **own)
     best = [

@@ -1,4 +1,5 @@
-"""Distribution matching against NumPy, against autograd, and the private mechanisms against the exact gradient."""
+"""Distribution matching against NumPy, against autograd, and the private mechanisms against the
+exact gradient."""
 
 from __future__ import annotations
 
@@ -173,7 +174,8 @@ def test_eq_15_the_mean_of_per_example_gradients_is_the_batch_gradient(device: s
 def test_without_noise_and_clipping_the_private_gradient_is_the_exact_one(
     mechanism: type, width: int
 ) -> None:
-    """Full batch, huge clip, σ → 0, divisor = the true class size (equal here): all three mechanisms agree."""
+    """Full batch, huge clip, σ → 0, divisor = the true class size (equal here): all three
+    mechanisms agree."""
     features, S = NetworkFeatures(network(), 1.0, None), synthetic(CLASSES)
     clients = OpenClients([0], data(), [torch.arange(N)])
     _, batches = all_batches(clients)
@@ -186,7 +188,8 @@ def test_without_noise_and_clipping_the_private_gradient_is_the_exact_one(
     ("mechanism", "width"), [(ResidualMatcher, 8 * 4 + CLASSES), (GradientMatcher, IPC * 64)]
 )
 def test_subsampling_is_unbiased(mechanism: type, width: int) -> None:
-    """Over 50 Poisson batches at q = 0.5, divided by the public q·n_c, the gradient averages to the exact one."""
+    """Over 50 Poisson batches at q = 0.5, divided by the public q·n_c, the gradient averages to the
+    exact one."""
     features, S = NetworkFeatures(network(), 1.0, None), synthetic(CLASSES)
     clients = OpenClients([0], data(), [torch.arange(N)])
     exact = ExactMatcher(clients, all_batches(clients)[1]).gradient(0, features, S)
@@ -197,7 +200,8 @@ def test_subsampling_is_unbiased(mechanism: type, width: int) -> None:
 
 
 def test_residual_noise_enters_the_gradient_through_the_jacobian_only() -> None:
-    """With clip 𝒞 and σ, the released sums have deviation σ𝒞; divided by the public divisor they go through J once."""
+    """With clip 𝒞 and σ, the released sums have deviation σ𝒞; divided by the public divisor they go
+    through J once."""
     width = 8 * 4 + CLASSES
     features, S = NetworkFeatures(network(), 1.0, None), synthetic(CLASSES)
     leaf = S.clone().requires_grad_()
@@ -329,7 +333,8 @@ def test_batches_are_without_replacement_or_resampled_on_request() -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_reduced_precision_of_the_real_pass_changes_the_gradient_little(device: str) -> None:
-    """bfloat16 keeps 8 bits: the gradient moves by about a percent, its direction hardly; synthetic images stay float32."""
+    """bfloat16 keeps 8 bits: the gradient moves by about a percent, its direction hardly; synthetic
+    images stay float32."""
     net, S = network(device), synthetic(CLASSES, device)
     clients = OpenClients([0], data(device), [torch.arange(N)])
     _, batches = all_batches(clients)
@@ -368,7 +373,8 @@ def test_the_size_of_passes_changes_nothing_but_rounding(
 
 @pytest.mark.parametrize("augment", [False, True])
 def test_features_pull_back_what_autograd_does(augment: bool) -> None:
-    """Embedding and weighted logits, through the siamese augmentation or not, many vectors or one; also for networks without a VJP."""
+    """Embedding and weighted logits, through the siamese augmentation or not, many vectors or one;
+    also for networks without a VJP."""
     transform = (
         SiameseAugmentation(4, torch.Generator().manual_seed(3), flip=True) if augment else None
     )
@@ -392,7 +398,8 @@ def test_features_pull_back_what_autograd_does(augment: bool) -> None:
 def test_pieces_of_the_batch_may_cut_classes_and_clients(
     size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Means over ragged segments, and private sums over clients of different sizes, do not depend on where the pieces end."""
+    """Means over ragged segments, and private sums over clients of different sizes, do not depend
+    on where the pieces end."""
     features, parts = (
         NetworkFeatures(network(), 1.0, None),
         [torch.arange(5), torch.arange(5, 33), torch.arange(33, N)],
@@ -436,7 +443,8 @@ def test_pieces_of_the_batch_may_cut_classes_and_clients(
 def test_a_compiled_real_pass_is_the_same_pass(
     precision: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Full pieces compiled, the rest eager; new weights of the same network are seen; the global generator stays."""
+    """Full pieces compiled, the rest eager; new weights of the same network are seen; the global
+    generator stays."""
     before = torch.get_rng_state()
     net, x = network(), torch.randn(13, 1, 8, 8, generator=torch.Generator().manual_seed(0))
     monkeypatch.setattr(

@@ -1,4 +1,5 @@
-"""Many clients' training in one pass equals each client's own, and what cannot be trained so is found out."""
+"""Many clients' training in one pass equals each client's own, and what cannot be trained so is
+found out."""
 
 from __future__ import annotations
 
@@ -48,7 +49,8 @@ def learners(
     penalties: bool,
     sizes: tuple[int, ...] = SIZES,
 ) -> list[Learner]:
-    """Clients with models of their own, as SOLO's are, and data of their own out of one resident tensor."""
+    """Clients with models of their own, as SOLO's are, and data of their own out of one resident
+    tensor."""
     found, order = [], torch.randperm(60, generator=torch.Generator().manual_seed(1))
     for k, size in enumerate(sizes):
         model = two_layers().to(device)
@@ -96,7 +98,9 @@ def test_equals_each_clients_own_training(
 ) -> None:
     """With all steps shared, or the last clients alone.
 
-    Ragged sizes, an empty client, a client of one example, batches that are not full, and more steps than a pass has."""
+    Ragged sizes, an empty client, a client of one example, batches that are not full, and more
+    steps than a pass has.
+    """
     images, labels = IMAGES.to(device), LABELS.to(device)
     monkeypatch.setattr("fedsynth.training.many_clients.FEW", few)
     monkeypatch.setattr(

@@ -81,7 +81,8 @@ def test_batch_norm_statistics_come_back() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("norm", ["instance", "batch"])
 def test_a_recorded_step_is_the_same_step(norm: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """CUDA graph against eager steps, with full and partial batches, projection and running statistics."""
+    """CUDA graph against eager steps, with full and partial batches, projection and running
+    statistics."""
     _, x, y = problem()
     x, y, trained = x.cuda(), y.cuda(), []
     for worth in (1, 10**9):
@@ -118,7 +119,8 @@ def test_what_cannot_be_recorded_runs_as_it_is_and_nothing_was_changed(
 
 @pytest.mark.parametrize("examples", [5, 1])
 def test_a_last_piece_of_one_example_goes_through_batch_norm_twice(examples: int) -> None:
-    """Batches of two: 5 examples leave one over, whose variance over the batch would not exist; so does a client of one example."""
+    """Batches of two: 5 examples leave one over, whose variance over the batch would not exist; so
+    does a client of one example."""
     net = nn.Sequential(
         nn.Flatten(), nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 3)
     )

@@ -4,7 +4,8 @@ post-processing.
 For each of M networks around the global model (drawn from the round's public seed), one release
 holds for every class c
 
-    R_{m,c} = Σ_{x ∈ c} clip_𝒞(u_m(x) − s_{m,c}) + N(0, σ²𝒞²I),        s_{m,c} = mean_{S_c} u_m of the images as they are then,
+    R_{m,c} = Σ_{x ∈ c} clip_𝒞(u_m(x) − s_{m,c}) + N(0, σ²𝒞²I)
+    s_{m,c} = mean_{S_c} u_m of the images as they are then,
 
 and one more release the counts n̂_c = n_c + N(0, σ_count²). The class mean is estimated by s_{m,c}
 + R_{m,c} / max(n̂_c, floor). After that no step sees data: any number of steps over the M networks

@@ -150,7 +150,8 @@ class NetworkFeatures:
     def _embed(self, network: nn.Module, x_NCHW: Tensor, segment_N: Tensor) -> Tensor:
         if self._statistics is not None:
             SharedStatistics.of(network).assign(self._statistics[segment_N], len(self._statistics))
-        if not torch.is_grad_enabled():  # `to`, not `contiguous`: that leaves one channel as it is, and convolutions then go NCHW
+        if not torch.is_grad_enabled():
+            # `to`, not `contiguous`: that leaves one channel as it is, and convolutions go NCHW
             x_NCHW = x_NCHW.to(memory_format=torch.channels_last)
         h: Tensor = network.embed(x_NCHW)  # type: ignore[operator]
         return h

@@ -28,7 +28,8 @@ class SyntheticSet(Message):
         released()
     )  # a subclass may send uint8 pixels: `normalised` gives what a network takes
     labels: Tensor = public(
-        "with DP on every class is sent, or those whose released noisy count is large, each with as many images"
+        "with DP on every class is sent, or those whose released noisy count is large, each with "
+        "as many images"
     )
 
     def normalised(self, spec: DatasetSpec) -> Tensor:

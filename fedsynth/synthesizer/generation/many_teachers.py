@@ -180,7 +180,8 @@ class OneShotDistillation:
                 report(epoch, self.epochs)
         without = [str(k) for k, model in enumerate(models) if not has_statistics(model)]
         note = (
-            f"no batch-norm term for models {', '.join(without)}: they have no batch norm with running "
+            f"no batch-norm term for models {', '.join(without)}: they have no batch norm with "
+            "running "
             "statistics"
         )
         return Distilled(torch.cat(tallies), (note,) if self.bn_weight and without else ())

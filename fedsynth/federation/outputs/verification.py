@@ -24,14 +24,20 @@ from fedsynth.core.context import RoundContext
 from fedsynth.core.method import Method
 from fedsynth.data.registry import DatasetSpec, dataset_spec
 from fedsynth.errors import FedsynthError, Setting, Text, UnknownNameError
-from fedsynth.federation import privacy_words
-from fedsynth.federation.clients import data_set_id
-from fedsynth.federation.disclosed import MODELS, ON_TEST, Declared, declared_row, declared_summary
-from fedsynth.federation.planning import public_context
-from fedsynth.federation.privacy_plan import PrivacyPlan
-from fedsynth.federation.report_context import report_context
-from fedsynth.federation.run_folder import PRIVATE_START
-from fedsynth.federation.settings import RunSettings, resolve
+from fedsynth.federation.outputs import privacy_words
+from fedsynth.federation.outputs.disclosed import (
+    MODELS,
+    ON_TEST,
+    Declared,
+    declared_row,
+    declared_summary,
+)
+from fedsynth.federation.outputs.report_context import report_context
+from fedsynth.federation.outputs.run_folder import PRIVATE_START
+from fedsynth.federation.terms.client_ledgers import data_set_id
+from fedsynth.federation.terms.privacy_plan import PrivacyPlan
+from fedsynth.federation.terms.public_context import public_context
+from fedsynth.federation.terms.settings import RunSettings, resolve
 from fedsynth.privacy.accounting import epsilon_by_round
 from fedsynth.privacy.errors import BudgetExceededError, PrivacyError
 from fedsynth.privacy.history import History
@@ -62,7 +68,8 @@ from fedsynth.version import __version__
 
 INCOMPLETE = ".incomplete"
 OWN_METHOD = (
-    "a method of your own: fedsynth.federation.verification.verify_run(folder, method=TheClass)"
+    "a method of your own: fedsynth.federation.outputs.verification.verify_run(folder, "
+    "method=TheClass)"
 )
 CALIBRATED = 2e-3  # σ is found to 0.1 %: another version of the libraries may end elsewhere in that
 Rows = Mapping[str, Sequence[Release]]
@@ -123,7 +130,8 @@ def _verified(
     made_by = report["provenance"].get("fedsynth", "an unknown version")
     if problems and made_by != __version__:
         problems.append(
-            f"(made by fedsynth {made_by}; this is {__version__}, whose reports may say other things)"
+            f"(made by fedsynth {made_by}; this is {__version__}, whose reports may say other "
+            "things)"
         )
     notes += [f"taken as stated: {fact}" for fact in taken_as_stated(report)]
     return Verification(problems, notes)

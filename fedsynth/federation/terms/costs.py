@@ -9,15 +9,12 @@ from typing import Any
 
 import torch
 
-from fedsynth.core.context import Compute, Federation, RoundContext
-from fedsynth.data.partition import clients_or_groups
-from fedsynth.data.registry import DatasetSpec, dataset_spec
+from fedsynth.data.registry import dataset_spec
 from fedsynth.errors import Setting, SettingError
-from fedsynth.federation.clients import planned_ledgers
-from fedsynth.federation.devices import memory_bytes
-from fedsynth.federation.privacy_plan import PrivacyPlan
-from fedsynth.federation.settings import RunSettings, resolve
-from fedsynth.models.registry import build_client_models, build_model
+from fedsynth.federation.terms.client_ledgers import planned_ledgers
+from fedsynth.federation.terms.privacy_plan import PrivacyPlan
+from fedsynth.federation.terms.public_context import public_context
+from fedsynth.federation.terms.settings import RunSettings, resolve
 from fedsynth.privacy.errors import PrivacySettingError
 from fedsynth.privacy.mechanism_facts import mechanism_facts
 from fedsynth.privacy.plots import line_plot
@@ -83,42 +80,6 @@ def plan_of(plan: PrivacyPlan, target: float | None) -> Plan:
     )
 
 
-def public_context(settings: RunSettings, spec: DatasetSpec, device: torch.device) -> RoundContext:
-    """What all rounds share; from public settings and the specification alone."""
-    privacy = settings.privacy
-    declared = privacy.nominal_size if privacy is not None else None
-    partition = settings.partition
-    nominal = (
-        spec.train_size
-        * partition.subset
-        * (1 - partition.local_test)
-        / clients_or_groups(partition, spec)
-    )
-    architecture = build_model(settings.model, spec.image_shape, spec.classes, settings.seed)
-    federation = Federation(
-        seed=settings.seed,
-        spec=spec,
-        architecture=architecture,
-        nominal_size=declared or nominal,
-        clients=partition.clients,
-        client_architectures=build_client_models(
-            settings.model,
-            spec.image_shape,
-            spec.classes,
-            settings.seed,
-            partition.clients,
-            private=privacy is not None,
-        ),
-    )
-    compute = Compute(
-        device=device,
-        precision={"fp32": torch.float32, "bf16": torch.bfloat16}[settings.precision],
-        memory_bytes=memory_bytes(settings.memory_gb, device),
-        compiled=settings.compile,
-    )
-    return RoundContext(1, federation, compute)
-
-
 def long_draw(settings: RunSettings) -> str | None:
     """How long a plan takes to draw who takes part in very many rounds, if that is long.
 
@@ -132,8 +93,10 @@ def long_draw(settings: RunSettings) -> str | None:
         raise SettingError(
             "run",
             "rounds",
-            f"must be at most {LONGEST:,} for a plan, which draws who takes part in each round, and "
-            f"for {settings.rounds:,} of them takes some {seconds / 3600:,.1f} hours; or plan with ",
+            f"must be at most {LONGEST:,} for a plan, which draws who takes part in each round, "
+            "and "
+            f"for {settings.rounds:,} of them takes some {seconds / 3600:,.1f} hours; or plan "
+            "with ",
             Setting("run", "participation", "1"),
             ", which is an upper bound",
         )

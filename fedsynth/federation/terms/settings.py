@@ -77,7 +77,7 @@ class RunSettings:
         evaluate_every: rounds between evaluations on the test set; the last round is always
             evaluated.
         participation: share C of the clients that take part in a round, drawn from the seed
-            (`fedsynth.federation.participation`).
+            (`fedsynth.federation.terms.participation`).
         sampling: of those clients: "uniform", or in proportion to their "size" n_k (FedProx; not
             with differential privacy).
         partition: who has which examples.

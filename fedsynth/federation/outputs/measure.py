@@ -18,8 +18,8 @@ from fedsynth.core.state import ServerState
 from fedsynth.data.images import ImageData
 from fedsynth.evaluation.accuracy import accuracy_by_domain, correct
 from fedsynth.evaluation.fairness import local_metrics
-from fedsynth.federation.disclosed import COMMON, LOCAL, MODELS, PRIVATE_TEST
-from fedsynth.federation.exchange import Exchange
+from fedsynth.federation.exchange.protocol import Exchange
+from fedsynth.federation.outputs.disclosed import COMMON, LOCAL, MODELS, PRIVATE_TEST
 
 ONE = "model"
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from fedsynth.errors import Setting, Text
-from fedsynth.federation.privacy_plan import PrivacyPlan
+from fedsynth.federation.terms.privacy_plan import PrivacyPlan
 from fedsynth.privacy.history import History
 from fedsynth.privacy.releases import RECORD, USER
 from fedsynth.privacy.report import SCHEMA_VERSION, as_lists

@@ -35,10 +35,11 @@ from fedsynth.data.images import denormalise
 from fedsynth.data.picture import image_grid_png, partition_png, partition_table, shares_png
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.errors import OutputError
-from fedsynth.federation.disclosed import Disclosed
+from fedsynth.federation.outputs.disclosed import Disclosed
 
 SIMULATION_ONLY_NOTE = (
-    "Everything in this folder is an exact function of the clients' data. A simulation may show it; it is outside every privacy\n"
+    "Everything in this folder is an exact function of the clients' data. A simulation may show "
+    "it; it is outside every privacy\n"
     "guarantee, and on a real network it would not exist.\n"
 )
 PRIVATE_START = "privacy_start.json"

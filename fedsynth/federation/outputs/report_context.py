@@ -17,9 +17,9 @@ from typing import Any
 from fedsynth.core.messages import privacy_of_fields
 from fedsynth.data.partition import clients_or_groups
 from fedsynth.data.registry import is_published
-from fedsynth.federation.privacy_plan import PrivacyPlan
-from fedsynth.federation.privacy_words import PRIVATE, PUBLIC, how_many
-from fedsynth.federation.settings import RunSettings
+from fedsynth.federation.outputs.privacy_words import PRIVATE, PUBLIC, how_many
+from fedsynth.federation.terms.privacy_plan import PrivacyPlan
+from fedsynth.federation.terms.settings import RunSettings
 from fedsynth.privacy import disclosure
 from fedsynth.privacy.randomness import DESCRIPTION
 from fedsynth.privacy.releases import RECORD, USER
@@ -99,7 +99,8 @@ def public_items(plan: PrivacyPlan) -> dict[str, str]:
         "hyper-parameters": json.dumps(run.to_mapping()["method"]),
         "bound on all records": f"{plan.max_records} (δ is checked against it)",
         "schedule": (
-            f"{how_many(run.rounds, 'round')} of {how_many(plan.releases, 'release')}, fixed before data "
+            f"{how_many(run.rounds, 'round')} of {how_many(plan.releases, 'release')}, fixed "
+            "before data "
             "are read"
         ),
     }

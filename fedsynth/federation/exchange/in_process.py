@@ -14,8 +14,12 @@ from torch import Tensor
 
 from fedsynth.core.context import Reporter, RoundContext
 from fedsynth.core.messages import Message
-from fedsynth.federation.client_runtime import ClientRuntime, evaluate_together, step_together
-from fedsynth.federation.exchange import Evaluated, Joined, Refusal, Replies, Terms, shown
+from fedsynth.federation.exchange.client_runtime import (
+    ClientRuntime,
+    evaluate_together,
+    step_together,
+)
+from fedsynth.federation.exchange.protocol import Evaluated, Joined, Refusal, Replies, Terms, shown
 from fedsynth.privacy.history import History
 
 

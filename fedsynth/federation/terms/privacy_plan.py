@@ -17,9 +17,9 @@ from fedsynth.core.messages import privacy_of_fields
 from fedsynth.core.method import Method
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.errors import Setting, SettingError, Text, unknown_value
-from fedsynth.federation.participation import Participation
-from fedsynth.federation.planned_rounds import PlannedEpsilon, shown_rounds
-from fedsynth.federation.settings import RunSettings
+from fedsynth.federation.terms.participation import Participation
+from fedsynth.federation.terms.planned_rounds import PlannedEpsilon, shown_rounds
+from fedsynth.federation.terms.settings import RunSettings
 from fedsynth.privacy import accounting
 from fedsynth.privacy.accounting import Totals, totals
 from fedsynth.privacy.calibration import calibrate_noise_multiplier

@@ -14,7 +14,7 @@ from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message
 from fedsynth.core.method import Method
 from fedsynth.core.state import ServerState
-from fedsynth.federation.checks import check_declared, check_finite
+from fedsynth.federation.exchange.checks import check_declared, check_finite
 from fedsynth.privacy.plans import FIRST
 
 

@@ -21,11 +21,18 @@ from fedsynth.core.messages import Message
 from fedsynth.core.method import Memory
 from fedsynth.data.images import ImageData
 from fedsynth.evaluation.accuracy import correct
-from fedsynth.federation.checks import check_declared, check_finite, check_model_request
-from fedsynth.federation.client_budget import ClientBudget, OpenBudget
-from fedsynth.federation.exchange import REQUEST, Evaluated, Joined, Refusal, Replies, Terms
-from fedsynth.federation.privacy_plan import PrivacyPlan
-from fedsynth.federation.settings import RunSettings
+from fedsynth.federation.exchange.checks import check_declared, check_finite, check_model_request
+from fedsynth.federation.exchange.client_budget import ClientBudget, OpenBudget
+from fedsynth.federation.exchange.protocol import (
+    REQUEST,
+    Evaluated,
+    Joined,
+    Refusal,
+    Replies,
+    Terms,
+)
+from fedsynth.federation.terms.privacy_plan import PrivacyPlan
+from fedsynth.federation.terms.settings import RunSettings
 from fedsynth.privacy.allowance import Allowance
 from fedsynth.privacy.errors import BudgetExceededError, LedgerError, RequestRefusedError
 from fedsynth.privacy.history import History

@@ -7,7 +7,7 @@ nothing of other clients; whoever asks, it refuses what its cap does not allow.
 from __future__ import annotations
 
 from fedsynth.core.context import RoundContext
-from fedsynth.federation.privacy_plan import PrivacyPlan
+from fedsynth.federation.terms.privacy_plan import PrivacyPlan
 from fedsynth.privacy.allowance import Allowance, MakeSeries, UnaccountedNoise, authorise
 from fedsynth.privacy.errors import PrivacyError
 from fedsynth.privacy.history import History

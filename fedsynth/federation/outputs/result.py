@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from fedsynth.core.messages import Message
 from fedsynth.evaluation.generated import GENERATOR
-from fedsynth.federation.disclosed import COMMON, LOCAL, MODELS
-from fedsynth.federation.privacy_words import NO_TEST
-from fedsynth.federation.settings import RunSettings
+from fedsynth.federation.outputs.disclosed import COMMON, LOCAL, MODELS
+from fedsynth.federation.outputs.privacy_words import NO_TEST
+from fedsynth.federation.terms.settings import RunSettings
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,10 @@ from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message
 from fedsynth.data.load import load_dataset
 from fedsynth.data.proxy import NOISE, ProxyImages, noise_images
-from fedsynth.federation.exchange import REQUEST, Exchange, Refusal, Terms
-from fedsynth.federation.privacy_plan import PrivacyPlan
-from fedsynth.federation.server import Server
-from fedsynth.federation.settings import RunSettings
+from fedsynth.federation.exchange.protocol import REQUEST, Exchange, Refusal, Terms
+from fedsynth.federation.exchange.server import Server
+from fedsynth.federation.terms.privacy_plan import PrivacyPlan
+from fedsynth.federation.terms.settings import RunSettings
 from fedsynth.privacy.errors import LedgerError, RequestRefusedError
 from fedsynth.privacy.plans import PHASES
 

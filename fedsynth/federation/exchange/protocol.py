@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message
-from fedsynth.federation.settings import RunSettings
+from fedsynth.federation.terms.settings import RunSettings
 from fedsynth.privacy.history import History
 
 BUDGET, REQUEST = "budget", "request"

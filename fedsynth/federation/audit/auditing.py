@@ -25,17 +25,18 @@ from fedsynth.data.images import ImageData, from_arrays
 from fedsynth.data.partition import IntArray
 from fedsynth.data.registry import DatasetSpec, dataset_spec
 from fedsynth.errors import Setting, SettingError
-from fedsynth.federation.canaries import KINDS, Canaries
-from fedsynth.federation.client_budget import ClientBudget
-from fedsynth.federation.clients import Clients
-from fedsynth.federation.devices import resolve_device
+from fedsynth.federation.audit.canaries import KINDS, Canaries
+from fedsynth.federation.exchange.client_budget import ClientBudget
 from fedsynth.federation.observer import Observer
-from fedsynth.federation.participation import Participation
-from fedsynth.federation.planning import privacy_plan, public_context
-from fedsynth.federation.privacy_words import PUBLIC
-from fedsynth.federation.report_context import provenance
-from fedsynth.federation.settings import RunSettings
+from fedsynth.federation.outputs.privacy_words import PUBLIC
+from fedsynth.federation.outputs.report_context import provenance
 from fedsynth.federation.simulation import Simulation
+from fedsynth.federation.terms.client_ledgers import Clients
+from fedsynth.federation.terms.costs import privacy_plan
+from fedsynth.federation.terms.devices import resolve_device
+from fedsynth.federation.terms.participation import Participation
+from fedsynth.federation.terms.public_context import public_context
+from fedsynth.federation.terms.settings import RunSettings
 from fedsynth.privacy.audit import audit_text, epsilon_lower_bound, guesses_for, right_guesses
 from fedsynth.privacy.errors import PrivacyError, PrivacySettingError
 from fedsynth.privacy.mechanism_facts import mechanism_facts
@@ -113,7 +114,7 @@ def audit_run(
 
     Args:
         canaries: m, each in the data by a fair coin.
-        canaries_as: "vectors" or "images", see `fedsynth.federation.canaries`.
+        canaries_as: "vectors" or "images", see `fedsynth.federation.audit.canaries`.
         guesses: even; fixed before the run. None: two fifths of the canaries.
         confidence: that the bound does not exceed the true ε; of this one audit.
         spec: of your own data; None takes `settings.dataset`'s.

@@ -1,0 +1,168 @@
+"""A client that is apart from its server: it answers frames (`fedsynth.federation.exchange.frames`)
+with what its `ClientRuntime` replies.
+
+Whatever a frame asks, the client goes by its own settings, and charges its own ledger first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from typing import Any
+
+from fedsynth.core.context import Reporter, RoundContext, Silent
+from fedsynth.errors import FedsynthError, MessageError
+from fedsynth.federation.exchange.client_runtime import ClientRuntime
+from fedsynth.federation.exchange.frames import Frame, Models, agreement, declared, whole
+from fedsynth.federation.exchange.protocol import Refusal, Terms
+from fedsynth.privacy.errors import PrivacyError, RequestRefusedError
+from fedsynth.privacy.plans import PHASES
+
+BROKEN = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+"""What a request that is not sound can raise in a step."""
+
+
+class RemoteClient:
+    """Answers a server's frames for one client, in the process that has the client's data.
+
+    Args:
+        runtime: the client, with its own copy of the run's settings.
+        context: public, as `fedsynth.federation.terms.costs.public_context` makes it of the
+            settings, with proxy images where the method names them.
+        reporter: told of progress.
+    """
+
+    def __init__(
+        self,
+        runtime: ClientRuntime,
+        context: RoundContext,
+        reporter: Reporter | None = None,
+    ) -> None:
+        self._settings = runtime.settings
+        self.runtime = runtime
+        self._reporter = reporter or Silent()
+        self._context = replace(context, reporter=self._reporter)
+        self._joined = False
+        self._done: set[tuple[int, str]] = set()
+        self._answers: dict[str, Callable[[Frame], Frame]] = {
+            "join": self._join,
+            "start": self._start,
+            "prepare": self._prepare,
+            "begin": self._begin,
+            "step": self._step,
+            "facts": self._facts,
+            "history": self._history,
+            "evaluate": self._evaluate,
+        }
+
+    def answer(self, sent: bytes) -> bytes:
+        """The answer to one frame; what goes wrong is an answer, too.
+
+        An error that is none of fedsynth's own may speak of records: its text stays here, with the
+        reporter.
+        """
+        asked: Any = None
+        try:
+            frame = Frame.from_bytes(sent)
+            asked = frame.facts.get("number")
+            if frame.kind not in self._answers:
+                raise MessageError(f"no client answers {frame.kind!r:.80}")
+            answer = self._answers[frame.kind](frame)
+        except (MessageError, RequestRefusedError) as error:
+            answer = Frame("error", {"text": str(error)})
+        except (FedsynthError, PrivacyError) as error:
+            answer = self._failed(error)
+        except BROKEN as error:
+            answer = self._failed(error)
+        named = {"client": self.runtime.number, "number": asked if type(asked) is int else None}
+        return replace(answer, facts={**answer.facts, **named}).to_bytes()
+
+    def _failed(self, error: Exception) -> Frame:
+        """Says the kind of error alone: its text may speak of records, or of this machine."""
+        self._reporter.note(f"a request failed: {error!r}")
+        return Frame("error", {"text": f"the request failed ({type(error).__name__})"})
+
+    def _join(self, frame: Frame) -> Frame:
+        if frame.facts.get("agreement") != agreement(self._settings):
+            raise MessageError("the server has other settings for this run than the client")
+        joined = self.runtime.join()
+        self._joined = True
+        return Frame(
+            "answer",
+            {
+                "size": joined.size,
+                "history": None if joined.history is None else joined.history.to_json(),
+            },
+        )
+
+    def _start(self, frame: Frame) -> Frame:
+        if not self._joined:
+            raise RequestRefusedError("a client joins before it is told the terms")
+        sizes = frame.facts.get("sizes")
+        if sizes is not None:
+            if not isinstance(sizes, list) or len(sizes) != self._context.clients:
+                raise MessageError("the terms need the size of every client")
+            sizes = tuple(whole(size, "size") for size in sizes)
+        terms = Terms(sizes, frame.facts.get("noise_multiplier"))
+        self._context = replace(self.runtime.start(terms), reporter=self._reporter)
+        return Frame("answer", {})
+
+    def _round(self, frame: Frame) -> RoundContext:
+        number = whole(frame.facts.get("round"), "round")
+        clients = self._context.clients
+        named = frame.facts.get("participants")
+        if not isinstance(named, list) or not named:
+            raise MessageError("a round needs its participants")
+        participants = tuple(whole(one, "participant") for one in named)
+        if list(participants) != sorted(set(participants)) or participants[-1] >= clients:
+            raise MessageError(f"the participants must be of the {clients} clients, ascending")
+        if not 1 <= number <= self._settings.rounds:
+            raise RequestRefusedError(f"the run has {self._settings.rounds} rounds, not {number}")
+        budget = self.runtime.budget
+        if budget is not None and participants != budget.plan.participation.in_round(number):
+            raise RequestRefusedError(f"others take part in round {number} by the run's settings")
+        return replace(self._context, round=number, participants=participants)
+
+    def _prepare(self, frame: Frame) -> Frame:
+        refusal = self.runtime.prepare(self._round(frame))
+        return Frame("answer", {}) if refusal is None else _refused(refusal)
+
+    def _begin(self, frame: Frame) -> Frame:
+        self.runtime.begin(self._round(frame))
+        return Frame("answer", {})
+
+    def _step(self, frame: Frame) -> Frame:
+        phase = frame.facts.get("phase")
+        if phase not in PHASES:
+            raise MessageError(f"a round has no exchange {phase!r:.80}")
+        context = self._round(frame)
+        method = self.runtime.method
+        expected = declared(method, phase, "downlink")
+        message = expected.from_bytes(frame.payload)
+        if self.runtime.number not in context.active:
+            raise RequestRefusedError("this client takes no part in the round")
+        if (context.round, phase) in self._done and self.runtime.private:
+            raise RequestRefusedError(f"round {context.round} was answered before")
+        self._done.add((context.round, phase))
+        reply = self.runtime.step(phase, message.to(context.device), context)
+        if isinstance(reply, Refusal):
+            return _refused(reply)
+        return Frame("answer", {}, reply.to_bytes())
+
+    def _facts(self, frame: Frame) -> Frame:
+        return Frame("answer", {"facts": dict(self.runtime.facts(self._round(frame)))})
+
+    def _history(self, frame: Frame) -> Frame:
+        history = self.runtime.history()
+        return Frame("answer", {"history": None if history is None else history.to_json()})
+
+    def _evaluate(self, frame: Frame) -> Frame:
+        if self._settings.privacy is not None:
+            raise RequestRefusedError("accuracies on a client's own records are not protected")
+        context = self._round(frame)
+        model = Models.from_bytes(frame.payload).to(context.device)
+        return Frame("answer", asdict(self.runtime.evaluate({"model": model.parameters}, context)))
+
+
+def _refused(refusal: Refusal) -> Frame:
+    return Frame("refusal", {"reason": refusal.reason, "kind": refusal.kind})

@@ -1,0 +1,48 @@
+"""What all rounds of a run share, from public settings and a data set's specification alone."""
+
+from __future__ import annotations
+
+import torch
+
+from fedsynth.core.context import Compute, Federation, RoundContext
+from fedsynth.data.partition import clients_or_groups
+from fedsynth.data.registry import DatasetSpec
+from fedsynth.federation.terms.devices import memory_bytes
+from fedsynth.federation.terms.settings import RunSettings
+from fedsynth.models.registry import build_client_models, build_model
+
+
+def public_context(settings: RunSettings, spec: DatasetSpec, device: torch.device) -> RoundContext:
+    """The context of round 1; of the others, `replace(context, round=...)`."""
+    privacy = settings.privacy
+    declared = privacy.nominal_size if privacy is not None else None
+    partition = settings.partition
+    nominal = (
+        spec.train_size
+        * partition.subset
+        * (1 - partition.local_test)
+        / clients_or_groups(partition, spec)
+    )
+    architecture = build_model(settings.model, spec.image_shape, spec.classes, settings.seed)
+    federation = Federation(
+        seed=settings.seed,
+        spec=spec,
+        architecture=architecture,
+        nominal_size=declared or nominal,
+        clients=partition.clients,
+        client_architectures=build_client_models(
+            settings.model,
+            spec.image_shape,
+            spec.classes,
+            settings.seed,
+            partition.clients,
+            private=privacy is not None,
+        ),
+    )
+    compute = Compute(
+        device=device,
+        precision={"fp32": torch.float32, "bf16": torch.bfloat16}[settings.precision],
+        memory_bytes=memory_bytes(settings.memory_gb, device),
+        compiled=settings.compile,
+    )
+    return RoundContext(1, federation, compute)
