@@ -13,6 +13,7 @@ from typing import Any
 from fedsynth.privacy.wording import NamedSettingError, Setting, Text
 
 __all__ = [
+    "CheckpointError",
     "DataError",
     "DataFilesCorruptError",
     "DataFilesMissingError",
@@ -90,6 +91,10 @@ class DivergedError(FedsynthError):
 
 class OutputError(FedsynthError):
     """The run folder cannot be written."""
+
+
+class CheckpointError(FedsynthError):
+    """A run that cannot be resumed: its checkpoint is damaged, of other settings or other data."""
 
 
 class MessageError(FedsynthError):

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -51,6 +51,33 @@ class Notes(Silent):
     def note(self, text: str) -> None:
         """Keeps the line."""
         self.lines.append(text)
+
+
+class StepKeeper(Protocol):
+    """Keeps where a long loop of an open client stands, so that a run that was killed inside a
+    round need not begin it anew. Never a private client's: what it has released is not repeated."""
+
+    def found(self, name: str) -> tuple[int, Mapping[str, torch.Tensor]] | None:
+        """How many steps of the loop with this name were done, and its tensors then; None: it
+        begins."""
+
+    def offer(
+        self, name: str, step: int, tensors: Callable[[], Mapping[str, torch.Tensor]]
+    ) -> None:
+        """So many steps are done; `tensors` is called if it is time to keep them."""
+
+
+class KeepsNothing:
+    """No step is kept: a round that was killed begins anew."""
+
+    def found(self, name: str) -> tuple[int, Mapping[str, torch.Tensor]] | None:
+        """None."""
+        return None
+
+    def offer(
+        self, name: str, step: int, tensors: Callable[[], Mapping[str, torch.Tensor]]
+    ) -> None:
+        """Nothing."""
 
 
 class PublicImages(Protocol):
@@ -126,6 +153,7 @@ class RoundContext:
         compute: where and how this process computes; likewise.
         participants: numbers of this round's clients, ascending; None: all.
         reporter: told of progress.
+        keeper: keeps where long loops stand.
 
     >>> from fedsynth.data.registry import dataset_spec
     >>> network = nn.Linear(64, 10)
@@ -142,6 +170,7 @@ class RoundContext:
     compute: Compute
     participants: tuple[int, ...] | None = None
     reporter: Reporter = field(default_factory=Silent)
+    keeper: StepKeeper = field(default_factory=KeepsNothing)
 
     @property
     def active(self) -> tuple[int, ...]:

@@ -15,8 +15,10 @@ splits, pictures of who has what) is done here.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +29,14 @@ from torch import Tensor
 
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message
+from fedsynth.core.method import Memory
 from fedsynth.core.validation import check_choice
 from fedsynth.data.images import ImageData, require_all_classes
 from fedsynth.data.load import load_dataset
 from fedsynth.data.partition import GIVEN, IntArray, check_parts, count_matrix, hold_out, partition
 from fedsynth.data.registry import DatasetSpec, is_published
 from fedsynth.data.users import bounded, check_one_client_each
-from fedsynth.errors import DataError, Setting, Text
+from fedsynth.errors import CheckpointError, DataError, Setting, Text
 from fedsynth.federation.exchange.client_runtime import ClientRuntime, OwnData
 from fedsynth.federation.exchange.in_process import InProcess
 from fedsynth.federation.exchange.protocol import Refusal
@@ -41,7 +44,15 @@ from fedsynth.federation.exchange.rounds import agree, play_round, with_proxy
 from fedsynth.federation.exchange.server import Server
 from fedsynth.federation.observer import Observer
 from fedsynth.federation.outputs import privacy_words
+from fedsynth.federation.outputs.checkpoint import (
+    Checkpoint,
+    CheckpointFolder,
+    KeptSteps,
+    run_identity,
+    without_place,
+)
 from fedsynth.federation.outputs.disclosed import (
+    Disclosed,
     check_facts,
     declared_row,
     declared_summary,
@@ -52,6 +63,7 @@ from fedsynth.federation.outputs.privacy_words import NO_TEST, PRIVATE, PUBLIC
 from fedsynth.federation.outputs.report_context import report_context
 from fedsynth.federation.outputs.result import RunResult, summarise
 from fedsynth.federation.outputs.run_folder import RunFolder
+from fedsynth.federation.outputs.verification import plan_when_it_began
 from fedsynth.federation.terms.client_ledgers import Clients
 from fedsynth.federation.terms.devices import check_compiler, resolve_device
 from fedsynth.federation.terms.participation import Participation
@@ -59,6 +71,7 @@ from fedsynth.federation.terms.privacy_plan import PrivacyPlan, check_method
 from fedsynth.federation.terms.public_context import public_context
 from fedsynth.federation.terms.settings import RunSettings, to_toml
 from fedsynth.privacy.errors import PrivacySettingError
+from fedsynth.privacy.history import History
 from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.ledger_folder import check_names
 from fedsynth.privacy.releases import USER
@@ -72,6 +85,8 @@ UNPROTECTED = Text(
     " protects it)",
 )
 Counts = npt.NDArray[np.int64]
+STEP_SECONDS = 60.0
+"""Inside a round, where an open client's condensation stands is written so often."""
 NO_LATER_EPSILON = "no run on these data can have an ε afterwards"
 
 
@@ -85,6 +100,7 @@ def simulate(
     output: Path | str | None = None,
     observer: Observer | None = None,
     download: bool = False,
+    resume: Path | str | None = None,
 ) -> RunResult:
     """Runs a federation.
 
@@ -105,13 +121,19 @@ def simulate(
         output: the folder that run folders go into; None writes nothing.
         observer: told of progress.
         download: let torchvision fetch the data set if it is not there.
+        resume: the folder of a run that did not finish, of the same settings, data and parts: the
+            run goes on after its last whole round, with the numbers that it would have had. A round
+            that was cut off is repeated, and with differential privacy charged again. `output` is
+            then not looked at.
 
     Returns:
         The result; without any round (`metrics` is empty, `deviations` says why) where earlier runs
         on the same ledgers have spent what the cap allows.
 
     Raises:
-        FedsynthError, PrivacyError: bad input, before the run folder is made; DivergedError, later.
+        FedsynthError, PrivacyError: bad input, before the run folder is made; DivergedError, later;
+            CheckpointError, of a run that cannot be resumed.
+        KeyboardInterrupt: as it came; the observer was told what the run has done and spent.
 
     >>> from fedsynth import FedAvg, ModelSettings, RunSettings, load_dataset
     >>> method = FedAvg(local_epochs=2, batch=32, lr=0.1)
@@ -161,6 +183,7 @@ def simulate(
         observer or Observer(),
         folder,
         download,
+        None if resume is None else RunFolder.reopen(Path(resume)),
     ).run()
 
 
@@ -236,6 +259,7 @@ class Simulation:
         observer: Observer,
         output: Path | None,
         download: bool = False,
+        resumed: RunFolder | None = None,
     ) -> None:
         self.settings = settings
         self.method = settings.method
@@ -246,8 +270,12 @@ class Simulation:
         self.context = with_proxy(context, settings, download=download)
         if settings.privacy is not None:
             PrivacyPlan.checked(settings, self.context)
-        self.exchange = self._clients(clients, train, parts)
-        self.agreed = agree(settings, self.context, self.exchange)
+        self.checkpoints: CheckpointFolder | None = None
+        self._identity = partial(run_identity, settings, train, test[0], parts)
+        checkpoint = None if resumed is None else self._checkpoint(resumed)
+        self.exchange = self._clients(clients, train, parts, resumed)
+        planned = None if resumed is None else partial(self._planned_before, resumed.path)
+        self.agreed = agree(settings, self.context, self.exchange, planned)
         self.context = self.agreed.context
         self.participation = Participation(
             settings.seed,
@@ -257,15 +285,16 @@ class Simulation:
         )
         # Where earlier runs have spent the budget, this one ends before it begins, and leaves
         # nothing.
-        first = self.round_context(1)
-        self.over = self._private and bool(self.exchange.prepare(first))
+        new = resumed is None
+        self.over = new and self._private and bool(self.exchange.prepare(self._plain_context(1)))
         headline = [] if self.over else self._headline()
-        self.folder: RunFolder | None = None
-        if output is not None and not self.over:
+        self.folder: RunFolder | None = resumed
+        if output is not None and new and not self.over:
             counts = count_matrix(
                 train.labels.cpu().numpy(), [part.numpy() for part in parts], train.spec.classes
             )
             self.folder = self._new_folder(output, clients, counts)
+            self.checkpoints = CheckpointFolder(self.folder.checkpoints, self._identity())
         self.measure = Measure(
             self.method,
             self.exchange,
@@ -292,6 +321,8 @@ class Simulation:
         self.sent: Mapping[int, tuple[Message, ...]] = {}
         self.metrics: list[dict[str, Any]] = []
         self.deviations: list[str] = []
+        if resumed is not None:
+            self._go_on(resumed, checkpoint)
 
     @property
     def _private(self) -> bool:
@@ -310,13 +341,18 @@ class Simulation:
             )
         return self.agreed.plan
 
-    def _clients(self, clients: Clients, train: ImageData, parts: list[Tensor]) -> InProcess:
-        """All clients, with what is theirs."""
+    def _clients(
+        self, clients: Clients, train: ImageData, parts: list[Tensor], resumed: RunFolder | None
+    ) -> InProcess:
+        """All clients, with what is theirs; of a resumed run with the ledgers that it has."""
         settings = self.settings
         training, held_out = _divided(settings, parts, train)
         ledgers: Sequence[Ledger | None] = [None] * len(parts)
-        if settings.privacy is not None:
-            ledgers = clients.ledgers(settings.privacy.ledger_folder, settings)
+        if settings.privacy is not None and settings.privacy.ledger_folder is not None:
+            ledgers = clients.kept_ledgers(settings.privacy.ledger_folder, settings)
+        elif settings.privacy is not None:
+            beside = None if resumed is None else resumed.path / "ledger"
+            ledgers = clients.fresh_ledgers(beside, settings)
         elif settings.ledger is not None:
             ledgers = clients.ledgers(settings.ledger, settings)
         return InProcess(
@@ -333,19 +369,29 @@ class Simulation:
         )
 
     def run(self) -> RunResult:
-        """All rounds, and the result."""
-        for number in range(1, self.settings.rounds + 1):
-            started = time.perf_counter()
-            context = self.round_context(number)
-            refusal = self.play(context)
-            if refusal is not None:
-                self._end_early(number, refusal)
-                break
-            self._record(context, started)
-        return self._finish()
+        """All rounds that are left, and the result."""
+        try:
+            for number in range(len(self.metrics) + 1, self.settings.rounds + 1):
+                started = time.perf_counter()
+                context = self.round_context(number)
+                refusal = self.play(context)
+                if refusal is not None:
+                    self._end_early(number, refusal)
+                    break
+                self._record(context, started)
+            return self._finish()
+        except KeyboardInterrupt:
+            self.observer.note(self._interrupted())
+            raise
 
     def round_context(self, number: int) -> RoundContext:
         """What the steps of this round know."""
+        context = self._plain_context(number)
+        if self.checkpoints is None:
+            return context
+        return replace(context, keeper=KeptSteps(self.checkpoints, number, STEP_SECONDS))
+
+    def _plain_context(self, number: int) -> RoundContext:
         return replace(
             self.context,
             round=number,
@@ -361,6 +407,73 @@ class Simulation:
             self.sent = played.sent
             self._after_uploads(context)
         return played.refusal
+
+    # ------------------------------------------------------------------ to stop, and to go on
+
+    def _checkpoint(self, folder: RunFolder) -> Checkpoint | None:
+        """What the run goes on from; None: from its beginning.
+
+        Raises:
+            CheckpointError: it is damaged, or of other settings or data.
+        """
+        config = (folder.path / "config.toml").read_text(encoding="utf-8")
+        if without_place(tomllib.loads(config)) != without_place(self.settings.to_mapping()):
+            raise CheckpointError(
+                f"the run in {folder.path} has other settings: its config.toml differs"
+            )
+        self.checkpoints = CheckpointFolder(folder.checkpoints, self._identity())
+        return self.checkpoints.read(self.method)
+
+    def _planned_before(self, folder: Path, histories: Sequence[History]) -> PrivacyPlan:
+        return plan_when_it_began(folder, histories, type(self.method))
+
+    def _go_on(self, folder: RunFolder, checkpoint: Checkpoint | None) -> None:
+        """Puts server and clients where the checkpoint has them."""
+        if checkpoint is not None:
+            device = self.context.device
+            self.server.state = checkpoint.state.to(device)
+            for number, memory in checkpoint.memories.items():
+                self.exchange.clients[number].memory = {k: t.to(device) for k, t in memory.items()}
+            self.uploads = {k: upload.to(device) for k, upload in checkpoint.uploads.items()}
+            self.metrics = list(checkpoint.rows)
+        done = len(self.metrics)
+        folder.rewrite_metrics([self._disclosed(row) for row in self.metrics])
+        self.observer.note(f"the run goes on after {done} of {self.settings.rounds} rounds")
+        if done < self.settings.rounds:
+            rounds = folder.resumed(done)
+            if self._private:
+                words = [privacy_words.resumed(after, self.settings.rounds) for after in rounds]
+                self.deviations.extend(words)
+
+    def _keep(self, context: RoundContext) -> None:
+        """A checkpoint after a round."""
+        if self.checkpoints is None:
+            return
+        memories = {one.number: one.memory for one in self.exchange.clients if one.memory}
+        sets = {k: u for k, u in self.uploads.items() if isinstance(u, SyntheticSet)}
+        checkpoint = Checkpoint(tuple(self.metrics), self.server.state, memories, sets)
+        self.checkpoints.write(checkpoint, frozenset(context.active))
+        if self.settings.participation < 1 and context.round < self.settings.rounds:
+            coming = self.participation.in_round(context.round + 1)
+            for number in set(memories) - set(coming):
+                load = partial(self.checkpoints.memory, number)
+                self.exchange.clients[number].store(partial(_on_device, load, self.context.device))
+
+    def _interrupted(self) -> Text:
+        """What a run that is stopped has done and spent, and how it goes on."""
+        parts: list[str | Setting] = [
+            f"interrupted after {len(self.metrics)} of {self.settings.rounds} rounds"
+        ]
+        if self._private:
+            histories = self.exchange.histories()
+            if self.plan.guaranteed(histories):
+                spent = f"{self.plan.epsilon(histories):.4g}"
+                parts.append(f"; spent: ε = {spent} at δ = {self.plan.privacy.delta:g}")
+        if self.folder is None:
+            parts.append("; nothing was written")
+        else:
+            parts += ["; to go on: ", Setting(None, "resume", str(self.folder.path))]
+        return Text(*parts)
 
     def _new_folder(self, output: Path, clients: Clients, counts: Counts) -> RunFolder:
         """The run folder, with what is known before the first round; fresh ledgers go into it."""
@@ -434,11 +547,15 @@ class Simulation:
         if len(self.uploads) < context.clients:
             row["participants"] = list(self.uploads)
         row["seconds"] = round(time.perf_counter() - started, 3)
-        told = disclosed(row, declared_row(type(self.method)) if self._private else None)
+        told = self._disclosed(row)
         self.metrics.append(row)
+        self._keep(context)
         if self.folder is not None:
             self.folder.append_metrics(told)
         self.observer.round_ended(told.shown)
+
+    def _disclosed(self, row: Mapping[str, Any]) -> Disclosed:
+        return disclosed(row, declared_row(type(self.method)) if self._private else None)
 
     def _finish(self) -> RunResult:
         state = self.server.state
@@ -464,6 +581,8 @@ class Simulation:
         summary = dict(told.shown)
         if self.folder is not None:
             self._write_results(self.folder, artefacts, report)
+            if self.checkpoints is not None:
+                self.checkpoints.discard()
             summary["folder"] = str(self.folder.finish(told))
         return RunResult(
             self.settings,
@@ -505,6 +624,10 @@ class Simulation:
         folder.write_artefacts(artefacts)
         if report is not None:
             write_report(report, folder.path)
+
+
+def _on_device(load: Callable[[], Memory], device: torch.device) -> Memory:
+    return {name: tensor.to(device) for name, tensor in load().items()}
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ what each gets is what it would get alone.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -87,7 +87,6 @@ class ClientRuntime:
         secret: of its noise; None makes one with a fresh key when it is needed.
 
     Attributes:
-        memory: what it keeps between rounds.
         budget: from `start` on, with differential privacy.
     """
 
@@ -105,7 +104,8 @@ class ClientRuntime:
         self.settings = settings
         self.method = settings.method
         self.data = data
-        self.memory: Memory = {}
+        self._memory: Memory = {}
+        self._stored: Callable[[], Memory] | None = None
         self.budget: ClientBudget | None = None
         self._context = context
         self.ledger = ledger
@@ -118,6 +118,21 @@ class ClientRuntime:
     def context(self) -> RoundContext:
         """Public, of round 1; from `start` on with the terms."""
         return self._context
+
+    @property
+    def memory(self) -> Memory:
+        """What it keeps between rounds."""
+        return self._memory if self._stored is None else self._stored()
+
+    @memory.setter
+    def memory(self, memory: Memory) -> None:
+        self._memory = memory
+        self._stored = None
+
+    def store(self, load: Callable[[], Memory]) -> None:
+        """Leaves what it keeps to a file, until it is needed."""
+        self._memory = {}
+        self._stored = load
 
     @property
     def private(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from fedsynth.core.context import RoundContext
@@ -14,6 +14,7 @@ from fedsynth.federation.exchange.server import Server
 from fedsynth.federation.terms.privacy_plan import PrivacyPlan
 from fedsynth.federation.terms.settings import RunSettings
 from fedsynth.privacy.errors import LedgerError, RequestRefusedError
+from fedsynth.privacy.history import History
 from fedsynth.privacy.plans import PHASES
 
 
@@ -47,9 +48,21 @@ class Agreement:
     context: RoundContext
 
 
-def agree(settings: RunSettings, context: RoundContext, exchange: Exchange) -> Agreement:
+def agree(
+    settings: RunSettings,
+    context: RoundContext,
+    exchange: Exchange,
+    planned: Callable[[Sequence[History]], PrivacyPlan] | None = None,
+) -> Agreement:
     """What follows from what the clients say when they join, which all of them are told: σ with
     differential privacy, without it the clients' sizes.
+
+    Args:
+        settings: the run's.
+        context: public, of round 1.
+        exchange: to the clients.
+        planned: from what the clients' ledgers hold to the plan, where a run is resumed that has
+            one; None: the plan is made now.
 
     Raises:
         PrivacyError: as `PrivacyPlan.make`, or the cap allows no round even where nothing was
@@ -66,8 +79,11 @@ def agree(settings: RunSettings, context: RoundContext, exchange: Exchange) -> A
         raise LedgerError(
             f"{len(histories)} of {context.clients} clients have said what their ledgers hold"
         )
-    plan = PrivacyPlan.make(settings, context, histories)
-    plan.check_cap()
+    if planned is not None:
+        plan = planned(histories)
+    else:
+        plan = PrivacyPlan.make(settings, context, histories)
+        plan.check_cap()
     terms = Terms(noise_multiplier=plan.sigma)
     exchange.start(terms)
     return Agreement(terms, plan, plan.in_context(context))

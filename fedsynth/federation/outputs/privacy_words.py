@@ -123,6 +123,19 @@ def summary(plan: PrivacyPlan, histories: Sequence[History]) -> Promise:
     )
 
 
+def resumed(after: int, rounds: int) -> str:
+    """What a private run's report says of a resumption.
+
+    Args:
+        after: the last round that had ended.
+        rounds: of the run.
+    """
+    return (
+        f"resumed after {after} of {rounds} rounds: what round {after + 1} had released by then is "
+        "charged, and the round is charged again"
+    )
+
+
 def how_many(number: int, noun: str) -> str:
     """The number with its noun: "1 round", "3 rounds"."""
     return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -8,15 +8,19 @@ without that ending is finished.
     summary.json         what `--json` prints
     model.safetensors    the global model
     synthetic.safetensors, synthetic.png    the last round's uploads, where the method has images
-    artefacts.json, NAME.png    what the server measured, for methods that do (FedHydra's stratification)
+    artefacts.json, NAME.png    what the server measured, for methods that do (FedHydra's
+                         stratification)
     privacy_report.json, .md, .html, ledger/    with differential privacy
     privacy_start.json   then too: what was public and fixed when the run began, which the report
                          of a run that was killed needs
-    simulation_only/     what only a simulation may show: exact functions of private data, outside the guarantee
+    resumed.json         after which rounds a run was resumed, where it was
+    simulation_only/     what only a simulation may show: exact functions of private data, outside
+                         the guarantee; until the run ends also its checkpoint
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -35,6 +39,7 @@ from fedsynth.data.images import denormalise
 from fedsynth.data.picture import image_grid_png, partition_png, partition_table, shares_png
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.errors import OutputError
+from fedsynth.federation.outputs.checkpoint import write_whole
 from fedsynth.federation.outputs.disclosed import Disclosed
 
 SIMULATION_ONLY_NOTE = (
@@ -43,6 +48,9 @@ SIMULATION_ONLY_NOTE = (
     "guarantee, and on a real network it would not exist.\n"
 )
 PRIVATE_START = "privacy_start.json"
+RESUMED = "resumed.json"
+INCOMPLETE = ".incomplete"
+LOCK = ".lock"
 GRID_LIMIT = 400  # images in the picture; all of them are in synthetic.safetensors
 
 
@@ -59,6 +67,65 @@ class RunFolder:
         with _writing(base):
             base.mkdir(parents=True, exist_ok=True)
             self._final, self.path = _fresh(base, f"{datetime.now():%Y%m%d-%H%M%S}-{name}")
+        self._claim()
+
+    @classmethod
+    def reopen(cls, path: Path) -> RunFolder:
+        """The folder of a run that did not finish, to go on with.
+
+        Raises:
+            OutputError: there is none, the run has finished, or a process still writes it.
+        """
+        path = path.resolve()
+        if not (path / "config.toml").is_file():
+            raise OutputError(f"{path} is no run folder: it has no config.toml")
+        if path.suffix != INCOMPLETE:
+            raise OutputError(f"the run in {path} has finished: there is nothing to resume")
+        folder = cls.__new__(cls)
+        folder.path = path
+        folder._final = path.with_suffix("")
+        folder._claim()
+        return folder
+
+    def _claim(self) -> None:
+        """Holds the folder until this process ends or `finish`: two never write one run."""
+        with _writing(self.path):
+            self._lock = (self.path / LOCK).open("a")
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                self._lock.close()
+                raise OutputError(f"another process is still writing {self.path}") from None
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where the run's checkpoint goes, while it lasts."""
+        return self.path / "simulation_only" / "checkpoint"
+
+    def resumed(self, after: int) -> list[int]:
+        """Writes down that the run is resumed after this round; all such rounds so far.
+
+        Raises:
+            OutputError: it cannot be written, or what is there is damaged.
+        """
+        file = self.path / RESUMED
+        with _writing(self.path):
+            try:
+                rounds = [*resumed_rounds(file), after]
+            except ValueError as error:
+                raise OutputError(f"{file} is damaged: {error}") from None
+            write_whole(file, json.dumps({"after_rounds": rounds}).encode())
+        return rounds
+
+    def rewrite_metrics(self, rows: Sequence[Disclosed]) -> None:
+        """Puts these rows in place of all: those of a round that did not end are dropped."""
+        shown = [row.shown for row in rows]
+        hidden = [{"round": row.shown["round"], **row.hidden} for row in rows if row.hidden]
+        with _writing(self.path):
+            for name, lines in (("metrics.jsonl", shown), ("simulation_only/rounds.jsonl", hidden)):
+                if lines or (self.path / name).exists():
+                    text = "".join(json.dumps(line, allow_nan=False) + "\n" for line in lines)
+                    write_whole(self.path / name, text.encode())
 
     def write_config(self, toml: str) -> None:
         with _writing(self.path):
@@ -139,9 +206,31 @@ class RunFolder:
         text = json.dumps(shown, indent=2, allow_nan=False) + "\n"
         with _writing(self.path):
             (self.path / "summary.json").write_text(text, encoding="utf-8")
+            (self.path / LOCK).unlink(missing_ok=True)
             self.path.rename(self._final)
+        self._lock.close()
         self.path = self._final
         return self._final
+
+
+def resumed_rounds(file: Path) -> list[int]:
+    """After which rounds a run was resumed, by its resumed.json; none without the file.
+
+    Raises:
+        ValueError: the file is damaged.
+        OSError: it cannot be read.
+    """
+    if not file.exists():
+        return []
+    try:
+        rounds = json.loads(file.read_text(encoding="utf-8"))["after_rounds"]
+    except (KeyError, TypeError, RecursionError) as error:
+        raise ValueError(f"{error!r:.80}") from None
+    if not isinstance(rounds, list) or any(type(one) is not int or one < 0 for one in rounds):
+        raise ValueError("it must list rounds")
+    if rounds != sorted(rounds):
+        raise ValueError("its rounds must not fall")
+    return rounds
 
 
 def _fresh(base: Path, name: str) -> tuple[Path, Path]:
@@ -150,7 +239,7 @@ def _fresh(base: Path, name: str) -> tuple[Path, Path]:
     number = 1
     while True:
         final = base / (name if number == 1 else f"{name}-{number}")
-        path = final.with_name(f"{final.name}.incomplete")
+        path = final.with_name(f"{final.name}{INCOMPLETE}")
         with suppress(FileExistsError):
             path.mkdir()
             if (

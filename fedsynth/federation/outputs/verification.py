@@ -33,7 +33,12 @@ from fedsynth.federation.outputs.disclosed import (
     declared_summary,
 )
 from fedsynth.federation.outputs.report_context import report_context
-from fedsynth.federation.outputs.run_folder import PRIVATE_START
+from fedsynth.federation.outputs.run_folder import (
+    INCOMPLETE,
+    PRIVATE_START,
+    RESUMED,
+    resumed_rounds,
+)
 from fedsynth.federation.terms.client_ledgers import data_set_id
 from fedsynth.federation.terms.privacy_plan import PrivacyPlan
 from fedsynth.federation.terms.public_context import public_context
@@ -66,7 +71,6 @@ from fedsynth.privacy.verify import (
 from fedsynth.synthesizer.condensation.sets import SyntheticSet
 from fedsynth.version import __version__
 
-INCOMPLETE = ".incomplete"
 OWN_METHOD = (
     "a method of your own: fedsynth.federation.outputs.verification.verify_run(folder, "
     "method=TheClass)"
@@ -158,6 +162,7 @@ class RunFiles:
         start: privacy_start.json, of a sound shape.
         rows: of metrics.jsonl.
         summary: None, where there is none.
+        resumed: after which rounds the run was resumed.
     """
 
     settings: RunSettings
@@ -165,6 +170,12 @@ class RunFiles:
     start: dict[str, Any]
     rows: list[dict[str, Any]]
     summary: dict[str, Any] | None
+    resumed: tuple[int, ...] = ()
+
+    @property
+    def resumptions(self) -> list[str]:
+        """What the report says of them."""
+        return [privacy_words.resumed(after, self.settings.rounds) for after in self.resumed]
 
 
 def read_run(folder: Path, method: type[Method] | None = None) -> RunFiles:
@@ -208,6 +219,7 @@ def read_run(folder: Path, method: type[Method] | None = None) -> RunFiles:
         start,
         _metrics(folder / "metrics.jsonl"),
         read_json(summary, "run's summary") if summary.exists() else None,
+        _resumed(folder / RESUMED, settings.rounds),
     )
 
 
@@ -262,6 +274,16 @@ def _metrics(file: Path) -> list[dict[str, Any]]:
     return rows
 
 
+def _resumed(file: Path, rounds: int) -> tuple[int, ...]:
+    try:
+        found = resumed_rounds(file)
+    except (OSError, ValueError) as error:
+        raise MismatchError(f"{file.name} is damaged: {error}") from None
+    if found and found[-1] >= rounds:
+        raise MismatchError(f"{file.name} names round {found[-1]}, and the run has {rounds}")
+    return tuple(found)
+
+
 def _ledger_files(folder: Path, run: RunFiles, ledger: Path | None) -> tuple[Path | None, bool]:
     """The folder of the ledger files (None: out of reach), and whether they hold this run's rows
     alone.
@@ -306,6 +328,30 @@ def rebuilt(run: RunFiles, before: Rows) -> PrivacyPlan:
 def _histories(run: RunFiles, rows: Rows) -> list[History]:
     """What these rows are of, in the clients' order."""
     return [History(client, tuple(rows[client])) for client in run.start["ledgers"]]
+
+
+def plan_when_it_began(
+    folder: Path, histories: Sequence[History], method: type[Method]
+) -> PrivacyPlan:
+    """The plan of a run that is to be resumed: with σ, and what its ledgers held, as when it began.
+
+    Args:
+        folder: the run's.
+        histories: what the clients' ledgers hold now, in the clients' order.
+        method: the run's.
+
+    Raises:
+        PrivacyError: a file is damaged, or a ledger is not the one that the run began with.
+    """
+    run = read_run(folder, method)
+    start = run.start["ledgers"]
+    if [one.client for one in histories] != list(start):
+        raise MismatchError(f"the run's clients are not those of {PRIVATE_START}")
+    for one in histories:
+        if len(one.releases) < start[one.client]["rows"]:
+            raise MismatchError(f"{one.client}: its ledger has lost rows since the run began")
+    before = {one.client: one.releases[: start[one.client]["rows"]] for one in histories}
+    return rebuilt(run, before)
 
 
 class Evidence:
@@ -377,7 +423,7 @@ class Evidence:
 
     def _sort_rows(self, number: int, client: str) -> None:
         """Sorts a client's rows since the start into those that the plan charges, also for a
-        round under way, and others."""
+        round under way, or once more for one in which the run was resumed, and others."""
         left = list(self.since[client])
         self.own[client], self.lacking[client] = [], []
         for planned in self._planned_rows(number):
@@ -387,17 +433,34 @@ class Evidence:
                 self.own[client].append(match)
             elif planned.round <= self.done:
                 self.lacking[client].append(planned)
+        for repeated in self._repeated_rows(number):
+            match = next((row for row in left if _fits(row, repeated)), None)
+            if match is not None:
+                left.remove(match)
+                self.own[client].append(match)
+        self.own[client].sort(key=lambda row: row.round)
         self.foreign[client] = left
 
     def _planned_rows(self, client: int) -> list[Release]:
         """What the plan charges this client for until the end of the round under way."""
-        rows: list[Release] = []
         drawn = self.plan.participation
-        for number in drawn.rounds_of(client, min(self.done + 1, self.rounds)):
-            there = drawn.in_round(number)
-            context = replace(self.context, round=number, participants=there)
-            rows += self.plan.client_rows(client, context)
-        return rows
+        until = min(self.done + 1, self.rounds)
+        rounds = drawn.rounds_of(client, until)
+        return [row for number in rounds for row in self._rows_of(client, number)]
+
+    def _repeated_rows(self, client: int) -> list[Release]:
+        """What the client may have been charged for in rounds that were cut off and repeated."""
+        return [
+            row
+            for after in self.run.resumed
+            if client in self.plan.participation.in_round(after + 1)
+            for row in self._rows_of(client, after + 1)
+        ]
+
+    def _rows_of(self, client: int, number: int) -> list[Release]:
+        there = self.plan.participation.in_round(number)
+        context = replace(self.context, round=number, participants=there)
+        return self.plan.client_rows(client, context)
 
     def _ledger_problems(self) -> list[str]:
         problems = []
@@ -442,14 +505,17 @@ class Evidence:
         ]
 
     def _deviations(self, stated: Sequence[str]) -> list[str]:
-        """What a report may say of the run's end: the cap, in the words of the refusal."""
+        """What a report may say of the run: where it was resumed, and its end by the cap, in the
+        words of the refusal."""
+        resumed = self.run.resumptions
         expected = None if self.abandoned or self.done >= self.rounds else self._refusal()
         if expected is None:
-            return []
+            return resumed
         under_way = any(row.round > self.done for some in self.own.values() for row in some)
         alone = not any(self.foreign.values()) and not under_way
-        same = len(stated) == 1 and _same_refusal(stated[0], expected, exact=alone)
-        return list(stated) if same else [expected]
+        last = list(stated[len(resumed) :])
+        same = len(last) == 1 and _same_refusal(last[0], expected, exact=alone)
+        return resumed + (last if same else [expected])
 
     # ------------------------------------------------------------------ metrics.jsonl, summary.json
 
@@ -647,7 +713,7 @@ def unfinished_report(
         context = report_context(
             rebuilt(run, before),
             len(run.rows),
-            [],
+            run.resumptions,
             test=run.start["test_images"],
             abandoned=True,
         )

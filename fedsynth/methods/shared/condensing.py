@@ -268,6 +268,8 @@ class Condenses(TrainsOnUnion):
             memory_bytes=context.memory_bytes // 2,
             compiled=may_compile(clients, context),
             report=lambda done: context.report("condense", done, self.iterations),
+            keeper=context.keeper if context.privacy is None else None,
+            name=f"{clients.ids[0]}-{clients.ids[-1]}",
         )
         kept = split_uploads(images, segments, len(clients.ids))
         sent = split_uploads(images, segments, len(clients.ids), matching.kept)

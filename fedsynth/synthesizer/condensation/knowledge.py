@@ -128,6 +128,11 @@ class KnowledgeMatcher:
         self._known = known_S
         self._directions = directions
 
+    def skip(self, steps: int) -> None:
+        """Draws what so many steps draw, where a loop goes on after them."""
+        for _ in range(steps):
+            self._directions()
+
     def gradient(self, step: int, features: FeatureMap, synthetic: Tensor) -> Tensor:
         matched = self._inner.gradient(step, features, synthetic)
         means = frozen_means(features, synthetic)

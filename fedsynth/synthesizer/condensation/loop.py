@@ -4,14 +4,15 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fedsynth.core.client import chunk
-from fedsynth.core.context import RoundContext
+from fedsynth.core.context import KeepsNothing, RoundContext, StepKeeper
 from fedsynth.models.batch_norm import SharedStatistics, has_batch_norm
 from fedsynth.models.frozen import VectorJacobian
 from fedsynth.privacy.passes import power_of_two
@@ -201,6 +202,8 @@ def condense(
     memory_bytes: int = 2**32,
     compiled: bool = False,
     report: Callable[[int], None] = lambda step: None,
+    keeper: StepKeeper | None = None,
+    name: str = "condense",
 ) -> Tensor:
     """Moves the synthetic images towards the real distribution and returns them, [S, ipc, C, H, W].
 
@@ -213,13 +216,26 @@ def condense(
         precision, statistics_S, memory_bytes, compiled: see `NetworkFeatures`; sums and updates are
             float32.
         report: told the number of steps done; the loop itself never waits for the device.
+        keeper: keeps images and optimiser under `name` between steps, and has them if this loop
+            was cut off before: then it goes on from there, with the same draws.
+        name: of this loop among all of a round.
     """
     synthetic = synthetic_SICHW.detach().clone()
     if not len(synthetic):  # no client of the group has a class to send
         return synthetic
     state = optimiser.init(synthetic)
+    keeper = keeper or KeepsNothing()
+    found = keeper.found(name)
+    done = 0 if found is None else _restore(found, synthetic, state)
+    for _ in range(done):  # the draws of the steps that were done
+        draw_network()
+        if draw_augmentation is not None:
+            draw_augmentation()
+    skip = getattr(matcher, "skip", None)
+    if skip is not None:
+        skip(done)
     features = None
-    for step in range(steps):
+    for step in range(done, steps):
         network = draw_network()
         augment = draw_augmentation() if draw_augmentation is not None else None
         if features is None:
@@ -236,4 +252,23 @@ def condense(
             features.use(network, augment)
         optimiser.update(synthetic, matcher.gradient(step, features, synthetic), state)
         report(step + 1)
+        keeper.offer(name, step + 1, partial(_kept, synthetic, state))
     return synthetic
+
+
+def _kept(synthetic: Tensor, state: tuple[Tensor, ...]) -> dict[str, Tensor]:
+    """Where a loop stands, by name."""
+    return {"synthetic": synthetic, **{f"optimiser{k}": t for k, t in enumerate(state)}}
+
+
+def _restore(
+    found: tuple[int, Mapping[str, Tensor]], synthetic: Tensor, state: tuple[Tensor, ...]
+) -> int:
+    """Puts a loop where it stood; how many steps it has done."""
+    done, tensors = found
+    now = _kept(synthetic, state)
+    if {name: t.shape for name, t in tensors.items()} != {n: t.shape for n, t in now.items()}:
+        return 0  # of another loop: other settings, or another version
+    for name, tensor in now.items():
+        tensor.copy_(tensors[name])
+    return done

@@ -1,0 +1,356 @@
+"""Checkpoints of a simulation: what a run that was killed goes on from, after its last whole round.
+
+    simulation_only/checkpoint/
+        checkpoint.json              the round, the rows so far, and which files belong to it
+        state-ROUND.safetensors      the server's state
+        memory-CLIENT-ROUND.…        what a client keeps, of the round that it was last in
+        upload-CLIENT-ROUND.…        the synthetic sets of the last round
+        steps-ROUND-NAME             inside a round: a condensation's images so far
+
+`checkpoint.json` is replaced last, in one step, so that there is always one whole checkpoint,
+whenever a run is killed and whatever a full disk cuts off; files that it does not name are removed
+afterwards. Everything is safetensors and JSON, and nothing in it is executed.
+
+Clients' memories and exact accuracies are in it, so it stands in `simulation_only`, and goes when
+the run ends. It has no key of anybody's noise or masks, and no ledger: a ledger is never rewound,
+and a round that is repeated after its noise was drawn is charged again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from fedsynth.core.messages import Message, Packed
+from fedsynth.core.method import Memory, Method
+from fedsynth.core.state import ServerState
+from fedsynth.data.images import ImageData
+from fedsynth.errors import CheckpointError, MessageError, OutputError
+from fedsynth.federation.terms.settings import RunSettings
+
+FORMAT = 1
+HASH_BYTES = 32
+POINTER = "checkpoint.json"
+LONGEST_POINTER = 2**30
+_NAME = re.compile(r"(state|memory-[0-9]+|upload-[0-9]+)-[0-9]+\.safetensors")
+_WORN = re.compile(r"(state|memory|upload|steps)-.*|.*\.partial")
+
+
+@dataclass(frozen=True)
+class Kept(Packed):
+    """What a client keeps between rounds.
+
+    Args:
+        memory: its tensors by name.
+    """
+
+    memory: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What a run goes on from.
+
+    Args:
+        rows: of metrics, one for each round that has ended, with what only a simulation may show.
+        state: the server's, after the last of them.
+        memories: of each client that keeps anything, by client.
+        uploads: the synthetic sets of the last round, by client.
+    """
+
+    rows: tuple[dict[str, Any], ...]
+    state: ServerState
+    memories: Mapping[int, Memory] = field(default_factory=dict)
+    uploads: Mapping[int, Message] = field(default_factory=dict)
+
+    @property
+    def round(self) -> int:
+        """The last whole round."""
+        return len(self.rows)
+
+
+class CheckpointFolder:
+    """The checkpoint of one run.
+
+    Args:
+        path: the folder; made when the first checkpoint is.
+        identity: names the run's settings and data: a checkpoint of others is refused.
+    """
+
+    def __init__(self, path: Path, identity: str) -> None:
+        self.path = path
+        self.identity = identity
+        self._files: dict[str, str] = {}  # what the checkpoint names: file, and its SHA-256
+
+    def write(self, checkpoint: Checkpoint, changed: frozenset[int]) -> None:
+        """Replaces the checkpoint.
+
+        Args:
+            checkpoint: after a round.
+            changed: clients whose memories are others than in the checkpoint before.
+
+        Raises:
+            OutputError: it cannot be written; the checkpoint before is whole.
+        """
+        number = checkpoint.round
+        with self.writing():
+            self.path.mkdir(parents=True, exist_ok=True)
+            files: dict[str, str] = {}
+            made: dict[str, Packed] = {f"state-{number}.safetensors": checkpoint.state}
+            before = self._memories()
+            for client, memory in checkpoint.memories.items():
+                if client in changed or client not in before:
+                    made[f"memory-{client}-{number}.safetensors"] = Kept(memory)
+                else:
+                    files[before[client]] = self._files[before[client]]
+            for client, upload in checkpoint.uploads.items():
+                made[f"upload-{client}-{number}.safetensors"] = upload
+            for name, packed in made.items():
+                content = packed.to_bytes()
+                write_whole(self.path / name, content)
+                files[name] = hashlib.sha256(content).hexdigest()
+            pointer = {
+                "format": FORMAT,
+                "identity": self.identity,
+                "round": number,
+                "rows": list(checkpoint.rows),
+                "files": files,
+            }
+            write_whole(self.path / POINTER, json.dumps(pointer, allow_nan=False).encode())
+            self._files = files
+            self._prune()
+
+    def read(self, method: Method) -> Checkpoint | None:
+        """The checkpoint; None: the run was killed before its first round ended.
+
+        Raises:
+            CheckpointError: it is damaged, or another run's.
+        """
+        if not (self.path / POINTER).exists():
+            return None
+        try:
+            return self._read(method)
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+            raise self._damaged(f"{error!r:.120}") from None
+        except MessageError as error:
+            raise self._damaged(str(error)) from None
+
+    def _read(self, method: Method) -> Checkpoint:
+        pointer = self._pointer()
+        rows = pointer["rows"]
+        state: ServerState | None = None
+        memories: dict[int, Memory] = {}
+        uploads: dict[int, Message] = {}
+        for name, sha256 in pointer["files"].items():
+            if not _NAME.fullmatch(name):
+                raise self._damaged(f"it names a file {name!r:.80}")
+            content = self._content(name, sha256)
+            if name.startswith("state-"):
+                state = method.state.from_bytes(content)
+            elif name.startswith("memory-"):
+                memories[_client(name)] = Kept.from_bytes(content).memory
+            else:
+                uploads[_client(name)] = method.upload.from_bytes(content)
+        if state is None:
+            raise self._damaged("it has no server's state")
+        self._files = dict(pointer["files"])
+        return Checkpoint(tuple(rows), state, memories, uploads)
+
+    def _pointer(self) -> dict[str, Any]:
+        with (self.path / POINTER).open("rb") as file:
+            text = file.read(LONGEST_POINTER)
+        pointer = json.loads(text)
+        if not isinstance(pointer, dict) or pointer["format"] != FORMAT:
+            raise self._damaged(f"it is not of format {FORMAT}")
+        if pointer["identity"] != self.identity:
+            raise CheckpointError(
+                f"the checkpoint in {self.path} is of other settings or other data than this run's"
+            )
+        rows = pointer["rows"]
+        sound = isinstance(rows, list) and all(isinstance(row, dict) for row in rows)
+        if not sound or [row.get("round") for row in rows] != list(range(1, len(rows) + 1)):
+            raise self._damaged("its rows are not those of rounds 1, 2, …")
+        if type(pointer["round"]) is not int or pointer["round"] != len(rows) or not rows:
+            raise self._damaged("its round is not that of its rows")
+        return pointer
+
+    def _content(self, name: str, sha256: str) -> bytes:
+        content = (self.path / name).read_bytes()
+        if hashlib.sha256(content).hexdigest() != sha256:
+            raise self._damaged(f"{name} is not the file that it names")
+        return content
+
+    def memory(self, client: int) -> Memory:
+        """What a client keeps, as in the checkpoint.
+
+        Raises:
+            CheckpointError: its file is damaged, or there is none.
+        """
+        name = self._memories().get(client)
+        if name is None:
+            raise self._damaged(f"client {client} has no memory there")
+        try:
+            return Kept.from_bytes(self._content(name, self._files[name])).memory
+        except (OSError, MessageError) as error:
+            raise self._damaged(str(error)) from None
+
+    def _memories(self) -> dict[int, str]:
+        """Each client's file."""
+        return {_client(name): name for name in self._files if name.startswith("memory-")}
+
+    def _prune(self) -> None:
+        """Removes what belongs to no checkpoint; what cannot be removed does no harm."""
+        for path in self.path.iterdir():
+            if path.name not in self._files and _WORN.fullmatch(path.name):
+                with suppress(OSError):
+                    path.unlink()
+
+    def discard(self) -> None:
+        """Removes the checkpoint: the run has ended."""
+        self._files = {}
+        with suppress(OSError):
+            (self.path / POINTER).unlink(missing_ok=True)
+            self._prune()
+            self.path.rmdir()
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise OutputError(
+                f"cannot write a checkpoint into {self.path}: {error.strerror or error}; the one "
+                "before, if there is one, is whole: when this is mended, resume the run"
+            ) from None
+
+    def _damaged(self, why: str) -> CheckpointError:
+        return CheckpointError(f"the checkpoint in {self.path} is damaged: {why}")
+
+
+PLACE = {"run": ("device", "memory_gb", "compile"), "data": ("data_root",)}
+"""Settings that say where a run computes, and not what."""
+
+
+def without_place(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings by section, as in config.toml, but for those that say where a run computes."""
+    # as they come out of TOML: tuples as lists
+    plain = json.loads(json.dumps(settings))
+    return {
+        section: {k: v for k, v in values.items() if k not in PLACE.get(section, ())}
+        for section, values in plain.items()
+    }
+
+
+def run_identity(
+    settings: RunSettings, train: ImageData, test: ImageData | None, parts: Sequence[Tensor]
+) -> str:
+    """A hash of a run's settings, data and parts: a checkpoint is gone on with by the same alone.
+
+    It is an exact function of private data, and stands in the checkpoint alone.
+    """
+    found = hashlib.blake2b(digest_size=16)
+    text = json.dumps(without_place(settings.to_mapping()), sort_keys=True)
+    found.update(text.encode())
+    sets = [train] if test is None else [train, test]
+    tensors = [t for data in sets for t in (data.images, data.labels)]
+    for tensor in [*tensors, *parts]:
+        found.update(str((tensor.dtype, tuple(tensor.shape))).encode())
+        found.update(tensor.cpu().numpy().tobytes())
+    return found.hexdigest()
+
+
+@dataclass(frozen=True)
+class StepsDone(Packed):
+    """Where a loop stands.
+
+    Args:
+        tensors: its own, by name.
+        step: how many steps are done.
+    """
+
+    tensors: Mapping[str, Tensor]
+    step: int
+
+
+class KeptSteps:
+    """Keeps where the loops of one round stand, beside the checkpoint of the round before.
+
+    Args:
+        folder: the run's checkpoints.
+        number: the round.
+        seconds: at least so many between two writings.
+    """
+
+    def __init__(self, folder: CheckpointFolder, number: int, seconds: float) -> None:
+        self._folder = folder
+        self._number = number
+        self._seconds = seconds
+        self._last = time.monotonic()
+
+    def found(self, name: str) -> tuple[int, Mapping[str, Tensor]] | None:
+        """Where the loop stood; a file that is damaged is none: the round then begins anew."""
+        try:
+            content = self._path(name).read_bytes()
+            if hashlib.sha256(content[HASH_BYTES:]).digest() != content[:HASH_BYTES]:
+                return None
+            kept = StepsDone.from_bytes(content[HASH_BYTES:])
+        except (OSError, MessageError):
+            return None
+        return int(kept.step), kept.tensors
+
+    def offer(self, name: str, step: int, tensors: Callable[[], Mapping[str, Tensor]]) -> None:
+        """Writes the tensors, if the last writing was long enough ago.
+
+        Raises:
+            OutputError: they cannot be written.
+        """
+        if time.monotonic() - self._last < self._seconds:
+            return
+        content = StepsDone(tensors(), step).to_bytes()
+        with self._folder.writing():
+            self._folder.path.mkdir(parents=True, exist_ok=True)
+            write_whole(self._path(name), hashlib.sha256(content).digest() + content)
+        self._last = time.monotonic()
+
+    def _path(self, name: str) -> Path:
+        return self._folder.path / f"steps-{self._number}-{name}"
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Replaces a file in one step, on the disk when this returns: it is the old one or the new one,
+    and never a part.
+
+    Raises:
+        OSError: it cannot be written; the old one is still there.
+    """
+    partial = path.with_name(f"{path.name}.partial")
+    with partial.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, path)
+    sync_folder(path.parent)
+
+
+def sync_folder(path: Path) -> None:
+    """Makes the names in a folder last through a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _client(name: str) -> int:
+    """Whose file it is."""
+    return int(name.split("-")[1].split(".")[0])
