@@ -19,7 +19,14 @@ from fedsynth.cli.errors import OneLineGroup, one_line_errors
 from fedsynth.cli.method_commands import distill, methods_app
 from fedsynth.cli.privacy_commands import privacy_app
 from fedsynth.cli.run_commands import runs
-from fedsynth.cli.settings_options import from_preset, merged, read_config, with_set_options
+from fedsynth.cli.settings_options import (
+    from_preset,
+    merged,
+    read_config,
+    refuse_beside_resume,
+    with_set_options,
+)
+from fedsynth.cli.signals import ended_by_signals
 from fedsynth.version import __version__
 
 app = typer.Typer(
@@ -77,6 +84,7 @@ def train(
     compile: given.Compile = None,
     memory_gb: given.MemoryGb = None,
     output: given.Output = Path("runs"),
+    resume: given.Resume = None,
     as_json: given.AsJson = False,
     dry_run: given.DryRun = False,
     dataset: given.Dataset = None,
@@ -111,16 +119,21 @@ def train(
 ) -> None:
     """Simulate a federation on this machine and leave a run folder.
 
+    A run that is interrupted (Ctrl-C, SIGTERM), or killed, goes on with --resume.
+
     Defaults are the method's (`fedsynth methods`), but for the embedded digits, which have a short
     preset; the run folder's config.toml shows what was used.
     """
     with one_line_errors(context.command) as names:
         chosen = with_set_options(given.sections_of(context.params), settings or [], names)
+        if resume is not None:
+            refuse_beside_resume(context)
+            config = resume / "config.toml"
         sections = merged(read_config(config), chosen, lambda text: print(text, file=sys.stderr))
         if dry_run:
             _dry_run(sections, names, as_json)
         else:
-            _run(sections, names, output, download, as_json, sign_key)
+            _run(sections, names, output, download, as_json, sign_key, resume)
 
 
 @app.command()
@@ -232,6 +245,7 @@ def _run(
     download: bool,
     as_json: bool,
     sign_key: Path | None = None,
+    resume: Path | None = None,
 ) -> None:
     from fedsynth.cli.memory import keep_large_allocations
     from fedsynth.cli.progress import make_observer, print_summary
@@ -247,8 +261,10 @@ def _run(
     first = (
         f"preset of {settings.dataset}, where nothing else is given: {changed}" if changed else ""
     )
-    with make_observer(settings, names, first) as observer:
-        result = simulate(settings, output=output, observer=observer, download=download)
+    with make_observer(settings, names, first) as observer, ended_by_signals():
+        result = simulate(
+            settings, output=output, observer=observer, download=download, resume=resume
+        )
     if not result.metrics:
         raise BudgetExceededError(result.deviations[-1])
     if result.folder is not None:

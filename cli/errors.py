@@ -12,6 +12,7 @@ import typer
 from typer.core import TyperGroup
 
 from fedsynth.cli.options import OptionNames, option_names
+from fedsynth.cli.signals import TerminatedError
 from fedsynth.errors import FedsynthError, OutputError
 from fedsynth.privacy.errors import PrivacyError
 
@@ -70,6 +71,9 @@ def one_line_errors(command: Any, names: OptionNames | None = None) -> Iterator[
         yield names
     except (FedsynthError, PrivacyError) as error:
         fail(names.text(error.args[0]) if error.args else str(error))
+    except TerminatedError:
+        print("fedsynth: terminated", file=sys.stderr)
+        raise typer.Exit(143) from None
     except KeyboardInterrupt:
-        print("fedsynth: interrupted; the run folder keeps its .incomplete ending", file=sys.stderr)
+        print("fedsynth: interrupted", file=sys.stderr)
         raise typer.Exit(130) from None

@@ -81,6 +81,14 @@ MemoryGb = Annotated[
     ),
 ]
 Output = Annotated[Path, typer.Option(help="Where run folders go.")]
+Resume = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="RUN",
+        help="Go on with a run that did not finish, by its folder (runs/….incomplete). Settings are "
+        "its own; --device, --memory-gb, --compile and --data-root may be given anew.",
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the summary as JSON on stdout.")]
 DryRun = Annotated[
     bool,
@@ -259,6 +267,7 @@ ARGUMENTS: dict[str, str] = {
     "guesses": "guesses",
     "confidence": "confidence",
     "run": "folder",
+    "resume": "resume",
     "models": "files",
     "arch": "architectures",
     "form": "format",

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import typer
+
 from fedsynth.cli.errors import OptionError
 from fedsynth.cli.options import SET_SECTIONS
 from fedsynth.errors import Setting
@@ -83,6 +85,36 @@ def read_config(path: Path | None) -> Sections:
     if loose:
         raise OptionError(f"{path}: {loose[0]!r} stands outside every section")
     return read
+
+
+BESIDE_RESUME = {
+    "resume",
+    "device",
+    "memory_gb",
+    "compile",
+    "data_root",
+    "download",
+    "as_json",
+    "sign_key",
+}
+"""Parameters of `train` that may stand beside --resume."""
+
+
+def refuse_beside_resume(context: typer.Context) -> None:
+    """A run that is resumed has its own settings.
+
+    Raises:
+        OptionError: names the first option that cannot be given with --resume.
+    """
+    for parameter in context.command.params:
+        name = parameter.name or ""
+        source = context.get_parameter_source(name)
+        given = source is not None and source.name == "COMMANDLINE"
+        if given and name not in BESIDE_RESUME:
+            raise OptionError(
+                f"--resume goes on with the settings of the run's config.toml; {parameter.opts[0]} "
+                "cannot be given beside it"
+            )
 
 
 def merged(

@@ -383,6 +383,9 @@ class Simulation:
         except KeyboardInterrupt:
             self.observer.note(self._interrupted())
             raise
+        finally:
+            if self.folder is not None:
+                self.folder.release()
 
     def round_context(self, number: int) -> RoundContext:
         """What the steps of this round know."""

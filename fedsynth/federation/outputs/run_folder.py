@@ -97,6 +97,10 @@ class RunFolder:
                 self._lock.close()
                 raise OutputError(f"another process is still writing {self.path}") from None
 
+    def release(self) -> None:
+        """Lets go of the folder: nothing more is written."""
+        self._lock.close()
+
     @property
     def checkpoints(self) -> Path:
         """Where the run's checkpoint goes, while it lasts."""
@@ -208,7 +212,6 @@ class RunFolder:
             (self.path / "summary.json").write_text(text, encoding="utf-8")
             (self.path / LOCK).unlink(missing_ok=True)
             self.path.rename(self._final)
-        self._lock.close()
         self.path = self._final
         return self._final
 
