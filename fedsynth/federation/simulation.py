@@ -584,9 +584,9 @@ class Simulation:
         summary = dict(told.shown)
         if self.folder is not None:
             self._write_results(self.folder, artefacts, report)
-            if self.checkpoints is not None:
-                self.checkpoints.discard()
             summary["folder"] = str(self.folder.finish(told))
+            # not before: without it a run that is killed here would begin anew
+            CheckpointFolder(self.folder.checkpoints, "").discard()
         return RunResult(
             self.settings,
             accuracy,
