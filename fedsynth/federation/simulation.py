@@ -274,7 +274,9 @@ class Simulation:
         self._identity = partial(run_identity, settings, train, test[0], parts)
         checkpoint = None if resumed is None else self._checkpoint(resumed)
         self.exchange = self._clients(clients, train, parts, resumed)
-        planned = None if resumed is None else partial(self._planned_before, resumed.path)
+        planned = None
+        if resumed is not None and (checkpoint is not None or resumed.has_begun):
+            planned = partial(self._planned_before, resumed.path)
         self.agreed = agree(settings, self.context, self.exchange, planned)
         self.context = self.agreed.context
         self.participation = Participation(
@@ -290,11 +292,12 @@ class Simulation:
         headline = [] if self.over else self._headline()
         self.folder: RunFolder | None = resumed
         if output is not None and new and not self.over:
-            counts = count_matrix(
-                train.labels.cpu().numpy(), [part.numpy() for part in parts], train.spec.classes
-            )
-            self.folder = self._new_folder(output, clients, counts)
+            self.folder = self._new_folder(output, clients)
             self.checkpoints = CheckpointFolder(self.folder.checkpoints, self._identity())
+        if self.folder is not None:
+            numbers = [part.numpy() for part in parts]
+            labels = train.labels.cpu().numpy()
+            self._begin(self.folder, count_matrix(labels, numbers, train.spec.classes))
         self.measure = Measure(
             self.method,
             self.exchange,
@@ -478,21 +481,24 @@ class Simulation:
             parts += ["; to go on: ", Setting(None, "resume", str(self.folder.path))]
         return Text(*parts)
 
-    def _new_folder(self, output: Path, clients: Clients, counts: Counts) -> RunFolder:
-        """The run folder, with what is known before the first round; fresh ledgers go into it."""
+    def _new_folder(self, output: Path, clients: Clients) -> RunFolder:
+        """The run folder, with the settings; fresh ledgers go into it."""
         name = f"{self.method.name}-{self.context.spec.name}"
         folder = RunFolder(output, name)
         folder.write_config(to_toml(self.settings.to_mapping()))
-        if self._private:
-            if self.plan.privacy.ledger_folder is None:
-                moved = clients.fresh_ledgers(folder.path / "ledger", self.settings)
-                for client, ledger in zip(self.exchange.clients, moved, strict=True):
-                    client.move_ledger(ledger)
+        if self._private and self.plan.privacy.ledger_folder is None:
+            moved = clients.fresh_ledgers(folder.path / "ledger", self.settings)
+            for client, ledger in zip(self.exchange.clients, moved, strict=True):
+                client.move_ledger(ledger)
+        return folder
+
+    def _begin(self, folder: RunFolder, counts: Counts) -> None:
+        """Writes what is known before the first round, as far as it is not there."""
+        if self._private and not folder.has_begun:
             histories = self.exchange.histories()
             start = privacy_words.start(self.plan, histories, self.test_kind)
             folder.write_private_start(start.to_json())
         folder.write_partition(counts)
-        return folder
 
     def _headline(self) -> list[str]:
         if self._private:

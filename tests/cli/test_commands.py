@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sysconfig
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from typing import Any
 import pytest
 
 from fedsynth import __version__
+from fedsynth.federation.simulation import Simulation
 from fedsynth.methods import METHODS
 
 SCRIPT = Path(sysconfig.get_path("scripts")) / "fedsynth"
@@ -114,7 +117,63 @@ def test_an_interrupted_run_says_so(
     monkeypatch.setattr("fedsynth.federation.simulation.Simulation.play", interrupt)
     run = fedsynth("train", "--device", "cpu", "--output", str(tmp_path / "out"))
     assert run.code == 130
-    assert run.stderr.endswith(
-        "fedsynth: interrupted; the run folder keeps its .incomplete ending\n"
-    )
     assert run.folder.name.endswith("-feddm-digits.incomplete")
+    assert run.stderr.endswith(
+        f"interrupted after 0 of 3 rounds; to go on: --resume {run.folder}\nfedsynth: interrupted\n"
+    )
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_run_that_gets_a_signal_ends_in_order_and_goes_on(
+    number: int, code: int, fedsynth: Callable[..., Any], tmp_path: Path
+) -> None:
+    output = tmp_path / "out"
+    options = ["--dp-sigma", "3", "--rounds", "400", "--set", "iterations=2", "--subset", "0.2"]
+    with (tmp_path / "stderr").open("w") as stderr:
+        run = subprocess.Popen(
+            [SCRIPT, "train", "--device", "cpu", "--output", str(output), *options],
+            stderr=stderr,
+            stdout=subprocess.DEVNULL,
+        )
+        said = tmp_path / "stderr"
+        until = time.monotonic() + 120
+        while "round 2/400" not in said.read_text() and time.monotonic() < until:
+            time.sleep(0.05)
+        run.send_signal(number)
+        assert run.wait(60) == code
+    (folder,) = output.iterdir()
+    assert "of 400 rounds; spent: ε = " in said.read_text()
+    assert f"to go on: --resume {folder}" in said.read_text()
+    refused = fedsynth("train", "--resume", str(folder), "--rounds", "3")
+    assert refused.code == 2
+    assert "--rounds cannot be given beside it" in refused.stderr
+    gone = fedsynth("train", "--resume", str(tmp_path))
+    assert gone.code == 2
+    assert "config.toml" in gone.stderr
+
+
+def test_resume_ends_a_run(
+    fedsynth: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the same table and the same folder as any run, and a report that verifies."""
+    played = Simulation.play
+
+    def stop(self: Simulation, context: Any) -> Any:
+        if context.round == 2:
+            raise KeyboardInterrupt
+        return played(self, context)
+
+    small = ["--set", "iterations=2", "--subset", "0.2", "--dp-sigma", "3"]
+    with monkeypatch.context() as patch:
+        patch.setattr(Simulation, "play", stop)
+        cut = fedsynth("train", "--device", "cpu", "--output", str(tmp_path / "out"), *small)
+    assert cut.code == 130
+    ended = fedsynth("train", "--resume", str(cut.folder), "--device", "cpu")
+    assert ended.code == 0
+    assert "the run goes on after 1 of 3 rounds" in ended.stderr
+    (folder,) = (tmp_path / "out").iterdir()
+    assert folder.suffix != ".incomplete"
+    assert fedsynth("privacy", "verify", str(folder)).code == 0
+    again = fedsynth("train", "--resume", str(folder))
+    assert again.code == 2
+    assert "has finished" in again.stderr

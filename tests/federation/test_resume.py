@@ -446,11 +446,11 @@ def test_a_full_disk_leaves_the_last_checkpoint_whole(
     whole = run(given, tmp_path / "whole")
     original = checkpoints.write_whole
 
-    def full(path: Path, content: bytes) -> None:
+    def full(path: Path, content: bytes, **values: bool) -> None:
         if path.name.startswith("memory-") and path.name.endswith("-3.safetensors"):
             path.with_name(f"{path.name}.partial").write_bytes(content[: len(content) // 2])
             raise OSError(number, os.strerror(number))
-        original(path, content)
+        original(path, content, **values)
 
     with monkeypatch.context() as patch:
         patch.setattr(checkpoints, "write_whole", full)
@@ -603,6 +603,26 @@ def test_a_run_that_is_killed_while_it_finishes_is_finished(tmp_path: Path) -> N
         assert resumed.deviations == ()
         assert ledgers(resumed.folder) == ledgers(whole.folder)
         assert verify_run(resumed.folder).problems == []
+
+
+def test_a_run_that_is_killed_before_it_has_begun_begins(tmp_path: Path) -> None:
+    """Nothing was released then, so that nothing is repeated."""
+    given = sections("fedavg", privacy={"epsilon": 8.0})
+    whole = run(given, tmp_path / "whole")
+    assert whole.folder is not None
+    for moment in ("write_config", "write_private_start", "write_partition"):
+        output = tmp_path / moment
+        output.mkdir()
+        process = start_child(given, output, lambda moment=moment: kill_in(moment))
+        process.join(60)
+        assert process.exitcode == -signal.SIGKILL
+        resumed = go_on(given, output)
+        assert resumed.folder is not None
+        assert ledgers(resumed.folder) == ledgers(whole.folder)
+        assert verify_run(resumed.folder).problems == []
+        assert {path.name for path in (resumed.folder / "simulation_only").iterdir()} == {
+            path.name for path in (whole.folder / "simulation_only").iterdir()
+        }
 
 
 def kill_in(name: str) -> None:

@@ -137,7 +137,7 @@ def test_synthetic_images_are_kept_as_they_were_sent(tmp_path: Path) -> None:
 def test_without_images_there_is_no_picture(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path, "a")
     folder.write_synthetic([(0, torch.zeros(0, 1, 8, 8), torch.zeros(0).long())], SPEC)
-    assert names(folder.path) == {"synthetic.safetensors"}
+    assert names(folder.path) == {"synthetic.safetensors", ".lock"}
 
 
 def test_the_library_writes_nothing_unless_it_is_asked(

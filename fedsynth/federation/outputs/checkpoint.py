@@ -117,8 +117,9 @@ class CheckpointFolder:
                 made[f"upload-{client}-{number}.safetensors"] = upload
             for name, packed in made.items():
                 content = packed.to_bytes()
-                write_whole(self.path / name, content)
+                write_whole(self.path / name, content, lasting=False)
                 files[name] = hashlib.sha256(content).hexdigest()
+            sync_folder(self.path)  # of all files at once, before one of them is named
             pointer = {
                 "format": FORMAT,
                 "identity": self.identity,
@@ -326,9 +327,13 @@ class KeptSteps:
         return self._folder.path / f"steps-{self._number}-{name}"
 
 
-def write_whole(path: Path, content: bytes) -> None:
-    """Replaces a file in one step, on the disk when this returns: it is the old one or the new one,
-    and never a part.
+def write_whole(path: Path, content: bytes, *, lasting: bool = True) -> None:
+    """Replaces a file in one step: it is the old one or the new one, and never a part.
+
+    Args:
+        path: of the file.
+        content: of the new one; on the disk when this returns.
+        lasting: the name is on the disk, too; else `sync_folder` follows.
 
     Raises:
         OSError: it cannot be written; the old one is still there.
@@ -339,7 +344,8 @@ def write_whole(path: Path, content: bytes) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(partial, path)
-    sync_folder(path.parent)
+    if lasting:
+        sync_folder(path.parent)
 
 
 def sync_folder(path: Path) -> None:

@@ -133,12 +133,17 @@ class RunFolder:
 
     def write_config(self, toml: str) -> None:
         with _writing(self.path):
-            (self.path / "config.toml").write_text(toml, encoding="utf-8")
+            write_whole(self.path / "config.toml", toml.encode())
 
     def write_private_start(self, facts: Mapping[str, Any]) -> None:
         with _writing(self.path):
             text = json.dumps(facts, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
-            (self.path / PRIVATE_START).write_text(text, encoding="utf-8")
+            write_whole(self.path / PRIVATE_START, text.encode())
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether it says what a private run began with."""
+        return (self.path / PRIVATE_START).exists()
 
     def append_metrics(self, row: Disclosed) -> None:
         """A round's row."""
@@ -152,13 +157,16 @@ class RunFolder:
             file.write(json.dumps(row, allow_nan=False) + "\n")
 
     def write_partition(self, counts_KC: npt.NDArray[np.int64]) -> None:
-        """Who has what: true counts, so `simulation_only`."""
+        """Who has what, once: true counts, so `simulation_only`."""
         folder = self.path / "simulation_only"
+        if (folder / "partition.png").exists():
+            return
         with _writing(folder):
-            folder.mkdir()
+            folder.mkdir(exist_ok=True)
             (folder / "README.txt").write_text(SIMULATION_ONLY_NOTE, encoding="utf-8")
             (folder / "partition.txt").write_text(partition_table(counts_KC), encoding="utf-8")
-            partition_png(counts_KC, folder / "partition.png")
+            partition_png(counts_KC, folder / "partial.png")
+            (folder / "partial.png").rename(folder / "partition.png")
 
     def write_model(self, parameters: Mapping[str, Tensor]) -> None:
         with _writing(self.path):
