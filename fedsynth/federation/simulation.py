@@ -30,13 +30,11 @@ from torch import Tensor
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message
 from fedsynth.core.method import Memory
-from fedsynth.core.validation import check_choice
 from fedsynth.data.images import ImageData, require_all_classes
 from fedsynth.data.load import load_dataset
-from fedsynth.data.partition import GIVEN, IntArray, check_parts, count_matrix, hold_out, partition
-from fedsynth.data.registry import DatasetSpec, is_published
-from fedsynth.data.users import bounded, check_one_client_each
-from fedsynth.errors import CheckpointError, DataError, Setting, Text
+from fedsynth.data.partition import GIVEN, IntArray, check_parts, count_matrix, partition
+from fedsynth.data.users import check_one_client_each
+from fedsynth.errors import CheckpointError, Setting, Text
 from fedsynth.federation.exchange.client_runtime import ClientRuntime, OwnData
 from fedsynth.federation.exchange.in_process import InProcess
 from fedsynth.federation.exchange.protocol import Refusal
@@ -59,13 +57,20 @@ from fedsynth.federation.outputs.disclosed import (
     disclosed,
 )
 from fedsynth.federation.outputs.measure import Measure
-from fedsynth.federation.outputs.privacy_words import NO_TEST, PRIVATE, PUBLIC
 from fedsynth.federation.outputs.report_context import report_context
 from fedsynth.federation.outputs.result import RunResult, summarise
 from fedsynth.federation.outputs.run_folder import RunFolder
 from fedsynth.federation.outputs.verification import plan_when_it_began
 from fedsynth.federation.terms.client_ledgers import Clients
 from fedsynth.federation.terms.devices import check_compiler, resolve_device
+from fedsynth.federation.terms.given_data import (
+    PRIVATE,
+    checked_data,
+    divided,
+    kind_of_test,
+    protects_users,
+    require_a_ledger,
+)
 from fedsynth.federation.terms.participation import Participation
 from fedsynth.federation.terms.privacy_plan import PrivacyPlan, check_method
 from fedsynth.federation.terms.public_context import public_context
@@ -74,9 +79,7 @@ from fedsynth.privacy.errors import PrivacySettingError
 from fedsynth.privacy.history import History
 from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.ledger_folder import check_names
-from fedsynth.privacy.releases import USER
 from fedsynth.privacy.report import ReportContext, build_report, write_report
-from fedsynth.privacy.settings import NO_LEDGER
 from fedsynth.synthesizer.condensation.sets import SyntheticSet
 
 UNPROTECTED = Text(
@@ -150,10 +153,10 @@ def simulate(
     if settings.compile:
         check_compiler(device)
     given = data or load_dataset(settings.dataset, settings.data_root, download=download)
-    train, tested = _checked_data(given)
+    train, tested = checked_data(given)
     settings = replace(settings, dataset=train.spec.name)
-    kind = _kind_of_test(train.spec, tested, test)
-    _require_a_ledger(settings, train.spec)
+    kind = kind_of_test(train.spec, tested, test)
+    require_a_ledger(settings, train.spec)
     if parts is not None:
         check_parts(parts, len(train))
         settings = replace(
@@ -171,7 +174,7 @@ def simulate(
         require_all_classes(train)
     folder = None if output is None else Path(output)
     positions = [np.asarray(part, np.int64) for part in parts]
-    if _protects_users(settings):
+    if protects_users(settings):
         check_one_client_each(positions, train)
     declared = None if names is None else check_names(names, len(parts))
     return Simulation(
@@ -185,65 +188,6 @@ def simulate(
         download,
         None if resume is None else RunFolder.reopen(Path(resume)),
     ).run()
-
-
-def _checked_data(given: tuple[ImageData, ImageData | None]) -> tuple[ImageData, ImageData | None]:
-    train, test = given
-    if not (isinstance(train, ImageData) and (test is None or isinstance(test, ImageData))):
-        raise DataError(
-            "data must be (train, test), each made by fedsynth.from_arrays, or (train, None)"
-        )
-    if test is not None and train.spec != test.spec:
-        raise DataError(
-            f"training and test data must have the same specification, got {train.spec.name!r} "
-            f"and {test.spec.name!r}"
-        )
-    return train, test
-
-
-def _kind_of_test(spec: DatasetSpec, test: ImageData | None, declared: str | None) -> str:
-    """What the test images are: "public", "private" or "none"."""
-    if declared is not None:
-        check_choice(None, "test", declared, (PUBLIC, PRIVATE))
-    if test is None:
-        return NO_TEST
-    return declared or (PUBLIC if is_published(spec) else PRIVATE)
-
-
-def _require_a_ledger(settings: RunSettings, spec: DatasetSpec) -> None:
-    """Own data are not public unless their owner says so: all runs on them have to be counted."""
-    if settings.privacy is not None and settings.privacy.ledger is None and not is_published(spec):
-        raise PrivacySettingError(
-            "privacy",
-            "ledger",
-            f"must name a folder for the ledgers of your own data ({spec.name!r}), kept over all "
-            f"runs on them; or say {NO_LEDGER!r}",
-        )
-
-
-def _protects_users(settings: RunSettings) -> bool:
-    return settings.privacy is not None and settings.privacy.unit == USER
-
-
-def _divided(
-    settings: RunSettings, parts: Sequence[Tensor], data: ImageData
-) -> tuple[list[Tensor], list[Tensor]]:
-    """What each client trains on, and its own test split (empty without `local_test`).
-
-    Where users are protected they are not cut in two, and at most `user_records` records of each
-    train.
-    """
-    seed = settings.resolved_partition.seed or 0
-    by_user = _protects_users(settings)
-    training: Sequence[IntArray] = [part.numpy() for part in parts]
-    testing: Sequence[IntArray] = [np.zeros(0, np.int64) for _ in parts]
-    share = settings.partition.local_test
-    if share > 0:
-        training, testing = hold_out(training, share, seed, data, by_user)
-    most = settings.privacy.user_records if settings.privacy is not None else None
-    if most is not None:
-        training = [bounded(part, data, most, seed) for part in training]
-    return [torch.as_tensor(part) for part in training], [torch.as_tensor(p) for p in testing]
 
 
 class Simulation:
@@ -349,7 +293,7 @@ class Simulation:
     ) -> InProcess:
         """All clients, with what is theirs; of a resumed run with the ledgers that it has."""
         settings = self.settings
-        training, held_out = _divided(settings, parts, train)
+        training, held_out = divided(settings, parts, train)
         ledgers: Sequence[Ledger | None] = [None] * len(parts)
         if settings.privacy is not None and settings.privacy.ledger_folder is not None:
             ledgers = clients.kept_ledgers(settings.privacy.ledger_folder, settings)

@@ -15,7 +15,8 @@ from fedsynth.data.images import ImageData, from_arrays
 from fedsynth.data.registry import dataset_spec
 from fedsynth.errors import DataError, PartitionError
 from fedsynth.federation.outputs.verification import verify_run
-from fedsynth.federation.simulation import RunResult, _divided, simulate
+from fedsynth.federation.simulation import RunResult, simulate
+from fedsynth.federation.terms.given_data import divided
 from fedsynth.federation.terms.settings import RunSettings, resolve
 from fedsynth.privacy.errors import LedgerError, PrivacySettingError
 from fedsynth.privacy.mechanisms import GaussianSums, Released
@@ -123,7 +124,7 @@ def test_a_user_more_moves_sums_by_at_most_the_clip_and_nobody_elses_records(
 def test_the_engine_splits_by_what_it_protects(unit: str, cut: bool) -> None:
     given = settings(unit=unit, nominal_size=100).to_mapping()
     given["partition"]["local_test"] = 0.3
-    training, testing = _divided(resolve(given), [torch.from_numpy(p) for p in PARTS], people()[0])
+    training, testing = divided(resolve(given), [torch.from_numpy(p) for p in PARTS], people()[0])
     assert all(len(part) for part in (*training, *testing))
     shared = [set(USERS[a]) & set(USERS[b]) for a, b in zip(training, testing, strict=True)]
     assert any(shared) == cut

@@ -28,12 +28,12 @@ from fedsynth.errors import Setting, SettingError
 from fedsynth.federation.audit.canaries import KINDS, Canaries
 from fedsynth.federation.exchange.client_budget import ClientBudget
 from fedsynth.federation.observer import Observer
-from fedsynth.federation.outputs.privacy_words import PUBLIC
 from fedsynth.federation.outputs.report_context import provenance
 from fedsynth.federation.simulation import Simulation
 from fedsynth.federation.terms.client_ledgers import Clients
 from fedsynth.federation.terms.costs import privacy_plan
 from fedsynth.federation.terms.devices import resolve_device
+from fedsynth.federation.terms.given_data import PUBLIC
 from fedsynth.federation.terms.participation import Participation
 from fedsynth.federation.terms.public_context import public_context
 from fedsynth.federation.terms.settings import RunSettings

@@ -22,7 +22,6 @@ NEIGHBOURS = {
     "replace-one": "replaced by any other",
 }
 ONE = {RECORD: "one example", USER: "one user with all examples"}
-PUBLIC, PRIVATE, NO_TEST = "public", "private", "none"  # what a run's test images are
 WEAK = 10.0
 """ε above which the headline warns."""
 

@@ -17,7 +17,8 @@ from typing import Any
 from fedsynth.core.messages import privacy_of_fields
 from fedsynth.data.partition import clients_or_groups
 from fedsynth.data.registry import is_published
-from fedsynth.federation.outputs.privacy_words import PRIVATE, PUBLIC, how_many
+from fedsynth.federation.outputs.privacy_words import how_many
+from fedsynth.federation.terms.given_data import PRIVATE, PUBLIC
 from fedsynth.federation.terms.privacy_plan import PrivacyPlan
 from fedsynth.federation.terms.settings import RunSettings
 from fedsynth.privacy import disclosure

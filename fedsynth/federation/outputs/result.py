@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from fedsynth.core.messages import Message
 from fedsynth.evaluation.generated import GENERATOR
 from fedsynth.federation.outputs.disclosed import COMMON, LOCAL, MODELS
-from fedsynth.federation.outputs.privacy_words import NO_TEST
+from fedsynth.federation.terms.given_data import NO_TEST
 from fedsynth.federation.terms.settings import RunSettings
 
 

@@ -1,0 +1,89 @@
+"""The data that a simulation is given: whether they fit together, and what of them trains or tests at
+each client."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedsynth.core.validation import check_choice
+from fedsynth.data.images import ImageData
+from fedsynth.data.partition import IntArray, hold_out
+from fedsynth.data.registry import DatasetSpec, is_published
+from fedsynth.data.users import bounded
+from fedsynth.errors import DataError
+from fedsynth.federation.terms.settings import RunSettings
+from fedsynth.privacy.errors import PrivacySettingError
+from fedsynth.privacy.releases import USER
+from fedsynth.privacy.settings import NO_LEDGER
+
+PUBLIC, PRIVATE, NO_TEST = "public", "private", "none"
+"""What a run's test images are."""
+
+
+def checked_data(given: tuple[ImageData, ImageData | None]) -> tuple[ImageData, ImageData | None]:
+    """(train, test) as they were given.
+
+    Raises:
+        DataError: they are no image data, or of two specifications.
+    """
+    train, test = given
+    if not (isinstance(train, ImageData) and (test is None or isinstance(test, ImageData))):
+        raise DataError(
+            "data must be (train, test), each made by fedsynth.from_arrays, or (train, None)"
+        )
+    if test is not None and train.spec != test.spec:
+        raise DataError(
+            f"training and test data must have the same specification, got {train.spec.name!r} "
+            f"and {test.spec.name!r}"
+        )
+    return train, test
+
+
+def kind_of_test(spec: DatasetSpec, test: ImageData | None, declared: str | None) -> str:
+    """What the test images are: "public", "private" or "none"."""
+    if declared is not None:
+        check_choice(None, "test", declared, (PUBLIC, PRIVATE))
+    if test is None:
+        return NO_TEST
+    return declared or (PUBLIC if is_published(spec) else PRIVATE)
+
+
+def require_a_ledger(settings: RunSettings, spec: DatasetSpec) -> None:
+    """Own data are not public unless their owner says so: all runs on them have to be counted."""
+    if settings.privacy is not None and settings.privacy.ledger is None and not is_published(spec):
+        raise PrivacySettingError(
+            "privacy",
+            "ledger",
+            f"must name a folder for the ledgers of your own data ({spec.name!r}), kept over all "
+            f"runs on them; or say {NO_LEDGER!r}",
+        )
+
+
+def protects_users(settings: RunSettings) -> bool:
+    """Whether privacy protects all records of a user together."""
+    return settings.privacy is not None and settings.privacy.unit == USER
+
+
+def divided(
+    settings: RunSettings, parts: Sequence[Tensor], data: ImageData
+) -> tuple[list[Tensor], list[Tensor]]:
+    """What each client trains on, and its own test split (empty without `local_test`).
+
+    Where users are protected they are not cut in two, and at most `user_records` records of each
+    train.
+    """
+    seed = settings.resolved_partition.seed or 0
+    by_user = protects_users(settings)
+    training: Sequence[IntArray] = [part.numpy() for part in parts]
+    testing: Sequence[IntArray] = [np.zeros(0, np.int64) for _ in parts]
+    share = settings.partition.local_test
+    if share > 0:
+        training, testing = hold_out(training, share, seed, data, by_user)
+    most = settings.privacy.user_records if settings.privacy is not None else None
+    if most is not None:
+        training = [bounded(part, data, most, seed) for part in training]
+    return [torch.as_tensor(part) for part in training], [torch.as_tensor(p) for p in testing]
