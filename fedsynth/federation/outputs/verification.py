@@ -32,8 +32,10 @@ from fedsynth.federation.outputs.disclosed import (
     declared_row,
     declared_summary,
 )
+from fedsynth.federation.outputs.losses import NOT_COUNTED
 from fedsynth.federation.outputs.report_context import report_context
 from fedsynth.federation.outputs.run_folder import PRIVATE_START
+from fedsynth.federation.outputs.verified_losses import VerifiedLosses
 from fedsynth.federation.terms.client_ledgers import data_set_id
 from fedsynth.federation.terms.privacy_plan import PrivacyPlan
 from fedsynth.federation.terms.public_context import public_context
@@ -332,6 +334,7 @@ class Evidence:
         self.since = {client: held.rows[client][start[client]["rows"] :] for client in start}
         self.plan = rebuilt(run, self.before)
         self.context = context_of(run)
+        self.losses = VerifiedLosses(self.plan, run.rows)
         self.now = _histories(run, self.held.rows)
         self.own: dict[str, list[Release]] = {}
         self.foreign: dict[str, list[Release]] = {}
@@ -355,7 +358,8 @@ class Evidence:
         if self.run.summary is None or self.run.summary.get("rounds") == 0:
             return []
         names = ["metrics.jsonl"]
-        if issubclass(self.run.settings.method.upload, SyntheticSet):
+        counted = any(NOT_COUNTED not in row for row in self.run.rows)
+        if counted and issubclass(self.run.settings.method.upload, SyntheticSet):
             names.append("synthetic.safetensors")
         return [f"{name} is missing" for name in names if not (self.folder / name).is_file()]
 
@@ -380,23 +384,24 @@ class Evidence:
         round under way, and others."""
         left = list(self.since[client])
         self.own[client], self.lacking[client] = [], []
-        for planned in self._planned_rows(number):
+        for planned, needed in self._planned_rows(number):
             match = next((row for row in left if _fits(row, planned)), None)
             if match is not None:
                 left.remove(match)
                 self.own[client].append(match)
-            elif planned.round <= self.done:
+            elif needed and planned.round <= self.done:
                 self.lacking[client].append(planned)
         self.foreign[client] = left
 
-    def _planned_rows(self, client: int) -> list[Release]:
-        """What the plan charges this client for until the end of the round under way."""
-        rows: list[Release] = []
+    def _planned_rows(self, client: int) -> list[tuple[Release, bool]]:
+        """What the plan charges this client for until the end of the round under way, and whether
+        its ledger must have each."""
+        rows: list[tuple[Release, bool]] = []
         drawn = self.plan.participation
         for number in drawn.rounds_of(client, min(self.done + 1, self.rounds)):
             there = drawn.in_round(number)
             context = replace(self.context, round=number, participants=there)
-            rows += self.plan.client_rows(client, context)
+            rows += self.losses.charged(client, context)
         return rows
 
     def _ledger_problems(self) -> list[str]:
@@ -461,7 +466,7 @@ class Evidence:
             for row in self.run.rows
             for key in _not_shown(row, declared)
         ]
-        return problems + self._epsilon_problems()
+        return problems + self.losses.problems() + self._epsilon_problems()
 
     def _epsilon_problems(self) -> list[str]:
         """The ε of each round, from the rows that were charged until its end."""
