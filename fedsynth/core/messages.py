@@ -28,6 +28,7 @@ from fedsynth.errors import MessageError
 
 WIRE_FORMAT = "2"
 LENGTH_BYTES = 8  # of a safetensors header's length, little-endian
+LONGEST_HEADER = 8 * 2**20  # bytes, as JSON takes many times its length: 50,000 tensors' names
 
 
 def released() -> Any:
@@ -126,8 +127,9 @@ class Packed:
             raise MessageError(f"a message {cls.__name__} without its numbers and keys")
         try:
             tensors = safetensors.torch.load(sent)
-        except safetensors.SafetensorError as error:
-            raise MessageError(f"a damaged message {cls.__name__}: {error}") from None
+        except (safetensors.SafetensorError, LookupError, ValueError, RuntimeError) as error:
+            # beside what safetensors finds, types that torch has not, and sizes beyond its own
+            raise MessageError(f"a damaged message {cls.__name__}: {error!s:.200}") from None
         values: dict[str, Any] = {}
         forms = _forms(cls)
         for f in fields(cls):
@@ -179,6 +181,8 @@ def _header(sent: bytes) -> dict[str, Any]:
     """The JSON header in the metadata, before any tensor is read."""
     try:
         length = int.from_bytes(sent[:LENGTH_BYTES], "little")
+        if length > LONGEST_HEADER:
+            raise ValueError(f"a header of {length} bytes, above {LONGEST_HEADER}")
         metadata = json.loads(sent[LENGTH_BYTES : LENGTH_BYTES + length])["__metadata__"]
         found = json.loads(metadata["header"])
         if metadata["fedsynth_message"] != WIRE_FORMAT or not isinstance(found, dict):

@@ -100,7 +100,9 @@ class Array:
     def check(self, name: str, value: Any) -> None:
         if not isinstance(value, Tensor):
             raise UploadRejectedError(name, f"is no tensor, but a {type(value).__name__}")
-        if value.layout != torch.strided or value.dtype != self.dtype or not self._fits(value):
+        if not _plain(value):
+            raise UploadRejectedError(name, "has no plain memory")
+        if value.dtype != self.dtype or not self._fits(value):
             raise UploadRejectedError(
                 name,
                 f"is {_short(value.dtype)} {list(value.shape)}, and must be "
@@ -177,6 +179,8 @@ class Free:
                 self.check(f"{name}.{key}", one)
         elif isinstance(value, Tensor):
             size = value.numel() * value.element_size()
+            if not _plain(value):
+                raise UploadRejectedError(name, "has no plain memory")
             if size > self.nbytes:
                 raise UploadRejectedError(name, f"has {size} bytes, above {self.nbytes}")
             if value.dtype != torch.bool and value.numel():
@@ -287,6 +291,11 @@ def _span(tensor: Tensor) -> _Span:
     reach = sum((size - 1) * step for size, step in sizes)
     start = tensor.data_ptr()
     return _Span(str(tensor.device), start, start + (reach + 1) * tensor.element_size())
+
+
+def _plain(tensor: Tensor) -> bool:
+    """Whether there are values, each in its place: no sparse tensor, and none without data."""
+    return tensor.layout == torch.strided and not tensor.is_meta
 
 
 def _short(dtype: torch.dtype) -> str:

@@ -96,6 +96,11 @@ class Server:
                 "the message", f"is a {type(reply).__name__}, and must be a {wanted}"
             )
         check_fields(reply, self.method.upload_rules(phase, client, context))
+        for name, tensor in reply.arrays():
+            if tensor.device.type != context.device.type:
+                raise UploadRejectedError(
+                    name, f"is on {tensor.device.type}, and the server on {context.device.type}"
+                )
         self.method.check_upload(phase, reply, client, context)
 
     def receive(self, phase: str, replies: Mapping[int, Message], context: RoundContext) -> None:
