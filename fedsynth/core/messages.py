@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from types import UnionType
@@ -220,7 +221,7 @@ def _taken(
     """A field's value, taken out of what was sent."""
     if name in numbers:
         number = numbers.pop(name)
-        if type(number) not in (int, float) or not math.isfinite(number):
+        if type(number) not in (int, float) or not abs(number) <= sys.float_info.max:
             raise MessageError(f"{what} must be a finite number, got {number!r:.80}")
         return number
     if name in keys:

@@ -9,6 +9,7 @@ and no other client's, so a fault is that of the client whose upload breaks it.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple, Protocol
@@ -58,7 +59,7 @@ class Number:
     def check(self, name: str, value: Any) -> None:
         if type(value) not in (int, float):
             raise UploadRejectedError(name, f"is no number, but a {type(value).__name__}")
-        if not math.isfinite(value):
+        if not abs(value) <= sys.float_info.max:  # a whole number may be longer than any float
             raise UploadRejectedError(name, "is not finite", diverged=True)
         if not self.least <= value <= self.most:
             raise UploadRejectedError(
