@@ -84,7 +84,7 @@ class Method:
     ...     name, upload = "untrained", ModelParameters
     ...     def broadcast(self, state, context): return ModelParameters(state.parameters, 1.0)
     ...     def client_step(self, message, clients, memories, context):
-    ...         return [(message, memory) for memory in memories]
+    ...         return [(type(message).from_bytes(message.to_bytes()), one) for one in memories]
     ...     def server_step(self, state, uploads, context): return state
     >>> len(simulate(RunSettings(Untrained(), rounds=1)).uploads)
     10
