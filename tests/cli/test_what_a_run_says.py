@@ -177,4 +177,4 @@ def test_lost_clients_and_rounds_that_do_not_count_are_said(train: Callable[...,
 def test_a_quorum_is_a_share(train: Callable[..., Any]) -> None:
     refused = train("fedavg", "--quorum", "1.5")
     assert refused.code == 2
-    assert refused.stderr.strip() == "error: --quorum must be between 0 and 1, got 1.5"
+    assert refused.stderr.strip() == "fedsynth: error: --quorum must be between 0 and 1, got 1.5"

@@ -119,7 +119,7 @@ def play_round(
 
     Raises:
         RequestRefusedError: a client refused the server's request as unsound.
-        DivergedError: no upload is of finite numbers, or the new model is not.
+        DivergedError: no client of the round has sent finite numbers, or the new model has none.
     """
     refusals = exchange.prepare(context)
     if refusals:
@@ -166,9 +166,10 @@ def needed_uploads(quorum: float, clients: int) -> int:
 
 
 def _refuse_divergence(checked: Checked, context: RoundContext) -> None:
-    """Where every upload has left the finite numbers, it is the optimisation, and no client."""
+    """Where every client's upload has left the finite numbers, it is the optimisation, and no
+    client."""
     diverged = [(client, error) for client, error in checked.rejected.items() if error.diverged]
-    if diverged and len(diverged) == len(checked.rejected) and not checked.accepted:
+    if len(diverged) == len(context.active):
         client, error = diverged[0]
         raise diverged_error(f"{error.field} of the client {client}", context.round, error.reason)
 
