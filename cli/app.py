@@ -98,6 +98,8 @@ def train(
     subset: given.Subset = None,
     local_test: given.LocalTest = None,
     participation: given.Participation = None,
+    client_failures: given.ClientFailures = None,
+    quorum: given.Quorum = None,
     model: given.Model = None,
     client_models: given.ClientModels = None,
     width: given.Width = None,

@@ -131,6 +131,15 @@ Participation = Annotated[
     float | None, _data(help="Share of the clients that takes part in a round.")
 ]
 
+ClientFailures = Annotated[
+    float | None,
+    _data(help="Probability that a client of a round fails: crashes, hangs, or answers too late."),
+]
+Quorum = Annotated[
+    float | None,
+    _data(help="Share of a round's clients whose uploads make a round (default 0.5)."),
+]
+
 Model = Annotated[
     str | None,
     _model(
@@ -223,6 +232,8 @@ SETTINGS: dict[str, tuple[str, str]] = {
             "compile",
             "memory_gb",
             "participation",
+            "client_failures",
+            "quorum",
         )
     },
     "dataset": ("data", "dataset"),

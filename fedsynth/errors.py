@@ -27,6 +27,7 @@ __all__ = [
     "SettingError",
     "Text",
     "UnknownNameError",
+    "UploadRejectedError",
     "unknown_name",
     "unknown_value",
 ]
@@ -99,6 +100,29 @@ class CheckpointError(FedsynthError):
 
 class MessageError(FedsynthError):
     """A message that cannot be sent, or bytes that are not the message that was expected."""
+
+
+class UploadRejectedError(FedsynthError):
+    """An upload that is not what its method's clients may send.
+
+    Args:
+        field: of the message, or the tensor in it.
+        reason: the rest of the sentence that begins with the field.
+        diverged: whether training that leaves the finite numbers looks like this, too.
+    """
+
+    def __init__(self, field: str, reason: str, *, diverged: bool = False) -> None:
+        self.field = field
+        self.reason = reason
+        self.diverged = diverged
+        super().__init__(f"{field:.200} {reason}")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rejected, (self.field, self.reason, self.diverged)
+
+
+def _rejected(field: str, reason: str, diverged: bool) -> UploadRejectedError:
+    return UploadRejectedError(field, reason, diverged=diverged)
 
 
 class DeviceError(FedsynthError):

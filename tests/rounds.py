@@ -47,5 +47,6 @@ def play(
             results = step(request, group, own, context)
             replies.update(uploads_of(group, results))
             memories.update(zip(group.ids, (memory for _, memory in results), strict=True))
+        assert server.check(phase, replies, context).rejected == {}
         server.receive(phase, replies, context)
     return replies

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from types import UnionType
@@ -28,6 +29,7 @@ from fedsynth.errors import MessageError
 
 WIRE_FORMAT = "2"
 LENGTH_BYTES = 8  # of a safetensors header's length, little-endian
+LONGEST_HEADER = 8 * 2**20  # bytes, as JSON takes many times its length: 50,000 tensors' names
 
 
 def released() -> Any:
@@ -126,8 +128,9 @@ class Packed:
             raise MessageError(f"a message {cls.__name__} without its numbers and keys")
         try:
             tensors = safetensors.torch.load(sent)
-        except safetensors.SafetensorError as error:
-            raise MessageError(f"a damaged message {cls.__name__}: {error}") from None
+        except (safetensors.SafetensorError, LookupError, ValueError, RuntimeError) as error:
+            # beside what safetensors finds, types that torch has not, and sizes beyond its own
+            raise MessageError(f"a damaged message {cls.__name__}: {error!s:.200}") from None
         values: dict[str, Any] = {}
         forms = _forms(cls)
         for f in fields(cls):
@@ -179,6 +182,8 @@ def _header(sent: bytes) -> dict[str, Any]:
     """The JSON header in the metadata, before any tensor is read."""
     try:
         length = int.from_bytes(sent[:LENGTH_BYTES], "little")
+        if length > LONGEST_HEADER:
+            raise ValueError(f"a header of {length} bytes, above {LONGEST_HEADER}")
         metadata = json.loads(sent[LENGTH_BYTES : LENGTH_BYTES + length])["__metadata__"]
         found = json.loads(metadata["header"])
         if metadata["fedsynth_message"] != WIRE_FORMAT or not isinstance(found, dict):
@@ -216,7 +221,7 @@ def _taken(
     """A field's value, taken out of what was sent."""
     if name in numbers:
         number = numbers.pop(name)
-        if type(number) not in (int, float) or not math.isfinite(number):
+        if type(number) not in (int, float) or not abs(number) <= sys.float_info.max:
             raise MessageError(f"{what} must be a finite number, got {number!r:.80}")
         return number
     if name in keys:

@@ -26,6 +26,7 @@ from fedsynth.core.client import ClientGroup
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message, ModelParameters
 from fedsynth.core.state import ServerState
+from fedsynth.core.uploads import Rule, model_rules
 from fedsynth.core.validation import from_mapping
 from fedsynth.privacy.disclosure import Disclosure
 from fedsynth.privacy.plans import FIRST
@@ -83,7 +84,7 @@ class Method:
     ...     name, upload = "untrained", ModelParameters
     ...     def broadcast(self, state, context): return ModelParameters(state.parameters, 1.0)
     ...     def client_step(self, message, clients, memories, context):
-    ...         return [(message, memory) for memory in memories]
+    ...         return [(type(message).from_bytes(message.to_bytes()), one) for one in memories]
     ...     def server_step(self, state, uploads, context): return state
     >>> len(simulate(RunSettings(Untrained(), rounds=1)).uploads)
     10
@@ -144,6 +145,29 @@ class Method:
 
         Raises:
             RequestRefusedError: names the field.
+        """
+
+    def upload_rules(self, phase: str, client: int, context: RoundContext) -> dict[str, Rule]:
+        """What the server expects of each field of this client's upload in an exchange.
+
+        A field without a rule may be anything finite. Every tensor is looked at once, before any
+        step sees it; the most bytes of an upload on a wire follow from the rules, too.
+
+        Args:
+            phase: "first" or "main".
+            client: its number.
+            context: the round's; all that is read of it is public.
+        """
+        declared = self.exchange_types(phase).upload
+        if declared is not None and issubclass(declared, ModelParameters):
+            return model_rules(client, context)
+        return {}
+
+    def check_upload(self, phase: str, upload: Up, client: int, context: RoundContext) -> None:
+        """Refuses an upload whose fields do not fit each other; each of them keeps to its rule.
+
+        Raises:
+            UploadRejectedError: names the field.
         """
 
     def broadcast(self, state: State, context: RoundContext) -> Message:

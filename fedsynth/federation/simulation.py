@@ -38,7 +38,7 @@ from fedsynth.errors import CheckpointError, Setting, Text
 from fedsynth.federation.exchange.client_runtime import ClientRuntime, OwnData
 from fedsynth.federation.exchange.in_process import InProcess
 from fedsynth.federation.exchange.protocol import Refusal
-from fedsynth.federation.exchange.rounds import agree, play_round, with_proxy
+from fedsynth.federation.exchange.rounds import Played, agree, play_round, with_proxy
 from fedsynth.federation.exchange.server import Server
 from fedsynth.federation.observer import Observer
 from fedsynth.federation.outputs import privacy_words
@@ -56,6 +56,7 @@ from fedsynth.federation.outputs.disclosed import (
     declared_summary,
     disclosed,
 )
+from fedsynth.federation.outputs.losses import losses
 from fedsynth.federation.outputs.measure import Measure
 from fedsynth.federation.outputs.report_context import report_context
 from fedsynth.federation.outputs.result import RunResult, summarise
@@ -266,6 +267,7 @@ class Simulation:
         )
         self.uploads: dict[int, Message] = {}
         self.sent: Mapping[int, tuple[Message, ...]] = {}
+        self.played = Played()
         self.metrics: list[dict[str, Any]] = []
         self.deviations: list[str] = []
         if resumed is not None:
@@ -351,11 +353,13 @@ class Simulation:
 
     def play(self, context: RoundContext) -> Refusal | None:
         """One round; a client's refusal ends it."""
-        played = play_round(self.server, self.exchange, context)
+        played = play_round(self.server, self.exchange, context, self.settings.quorum)
         if played.refusal is None:
-            self.uploads = dict(played.uploads)
+            self.played = played
             self.sent = played.sent
-            self._after_uploads(context)
+            if played.no_quorum is None:  # else the last ones that made a round stay
+                self.uploads = dict(played.uploads)
+                self._after_uploads(context)
         return played.refusal
 
     # ------------------------------------------------------------------ to stop, and to go on
@@ -486,7 +490,9 @@ class Simulation:
         row: dict[str, Any] = {
             "round": number,
             **check_facts(self.method.facts(state, context), facts),
-            **check_facts(self.method.merge_facts(self.exchange.facts(context)), facts),
+            **check_facts(
+                self.method.merge_facts(self.exchange.facts(context, self.played.there)), facts
+            ),
         }
         if number % self.settings.evaluate_every == 0 or number == self.settings.rounds:
             row.update(self.measure.row(state, context))
@@ -497,8 +503,9 @@ class Simulation:
         row["upload_floats"] = sum(m.floats for sent in self.sent.values() for m in sent)
         row["client_upload_bytes"] = [sum(m.nbytes for m in sent) for sent in self.sent.values()]
         row["upload_bytes"] = sum(row["client_upload_bytes"])
-        if len(self.uploads) < context.clients:
-            row["participants"] = list(self.uploads)
+        if len(context.active) < context.clients:
+            row["participants"] = list(context.active)
+        row.update(losses(self.played))
         row["seconds"] = round(time.perf_counter() - started, 3)
         told = self._disclosed(row)
         self.metrics.append(row)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message, ModelParameters
 from fedsynth.core.method import Memory
+from fedsynth.core.uploads import Named, Rule
 from fedsynth.errors import SettingError
 from fedsynth.methods.shared.aggregation import AveragingState, average
 from fedsynth.methods.shared.local import Task, Trained, TrainsLocally
@@ -84,6 +85,12 @@ class FedBN(TrainsLocally):
             return ModelParameters(sent, trained.weight), {name: state[name] for name in mine}
 
         return Task(finish=finish)
+
+    def upload_rules(self, phase: str, client: int, context: RoundContext) -> dict[str, Rule]:
+        mine = local_names(context.architecture)
+        state = context.architecture.state_dict().items()
+        sent = Named.like({name: value for name, value in state if name not in mine})
+        return {**super().upload_rules(phase, client, context), "parameters": sent}
 
     def combine(
         self, state: AveragingState, uploads: Mapping[int, ModelParameters], context: RoundContext

@@ -32,6 +32,7 @@ from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message, ModelParameters, public, unprotected
 from fedsynth.core.method import Memory
 from fedsynth.core.state import ServerState
+from fedsynth.core.uploads import Array, Named, Rule
 from fedsynth.core.validation import check_choices, check_embedding, check_ranges
 from fedsynth.errors import Setting, SettingError
 from fedsynth.methods.shared.aggregation import AveragingState, average
@@ -40,6 +41,7 @@ from fedsynth.seeding import torch_generator
 from fedsynth.training.feature_statistics import (
     Augmentation,
     augmented,
+    channels,
     modulation,
     soft_histogram,
     symmetric_divergence,
@@ -181,6 +183,33 @@ class FedFAPlus(TrainsLocally):
             upload,
             statistics={**upload.statistics, HISTOGRAM: self._histogram(model, clients, position)},
         )
+
+    def upload_rules(self, phase: str, client: int, context: RoundContext) -> dict[str, Rule]:
+        """A client without an example has no statistics."""
+        statistics = Named(self._forms(context), partial=True)
+        return {**super().upload_rules(phase, client, context), "statistics": statistics}
+
+    def check_upload(
+        self, phase: str, upload: StatisticsUp, client: int, context: RoundContext
+    ) -> None:
+        if upload.weight > 0:
+            Named(self._forms(context)).check("statistics", upload.statistics)
+
+    def _forms(self, context: RoundContext) -> dict[str, Array]:
+        """Of the statistics of a client with examples."""
+        network = context.architecture
+        found: dict[str, Array] = {}
+        if self.parts != "alignment":
+            stages: Sequence[str] = network.stage_names  # type: ignore[assignment]
+            widths = channels(network, tuple(stages), context.spec.image_shape)
+            for name, width in widths.items():
+                found[f"mean.{name}"] = Array((width,))
+                found[f"std.{name}"] = Array((width,), least=0.0)
+        if self.parts != "augmentation":
+            features: int = network.classifier.in_features  # type: ignore[assignment,union-attr]
+            shape = (features, self.bins)
+            found[HISTOGRAM] = Array(shape, least=0.0, most=1.0 + 1e-5, sums_to_one=True)
+        return found
 
     def combine(
         self, state: StatisticsState, uploads: Mapping[int, StatisticsUp], context: RoundContext

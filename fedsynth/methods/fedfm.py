@@ -27,10 +27,17 @@ from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message, ModelParameters, public, released
 from fedsynth.core.method import Memory, Results
 from fedsynth.core.state import ServerState
+from fedsynth.core.uploads import Rule
 from fedsynth.core.validation import check_choices, check_embedding, check_ranges
 from fedsynth.errors import Setting, SettingError, Text
 from fedsynth.methods.shared.aggregation import AveragingState, average
-from fedsynth.methods.shared.class_sums import COUNTS, ClassSums, class_sums, sums_plans
+from fedsynth.methods.shared.class_sums import (
+    COUNTS,
+    ClassSums,
+    class_sums,
+    sums_plans,
+    sums_rules,
+)
 from fedsynth.methods.shared.local import Task, TrainsLocally
 from fedsynth.privacy.plans import FIRST, MAIN, PrivatePlan
 from fedsynth.privacy.requests import check_tensor
@@ -169,6 +176,13 @@ class FedFM(TrainsLocally):
             classes = context.spec.classes
             check_tensor("anchors", message.anchors, (classes, _width(context)), torch.float32)
             check_tensor("known", message.known, (classes,), torch.bool)
+
+    def upload_rules(self, phase: str, client: int, context: RoundContext) -> dict[str, Rule]:
+        declared = self.exchange_types(phase).upload
+        rules = super().upload_rules(phase, client, context)
+        if declared is None or not issubclass(declared, FeatureSums | ModelAndSums):
+            return rules
+        return {**rules, **sums_rules(client, _width(context), SUMS, context)}
 
     def first_request(self, state: AnchorState, context: RoundContext) -> Message | None:
         return ModelParameters(state.parameters, 1.0) if context.round >= self.start_round else None

@@ -33,7 +33,9 @@ from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message, ModelParameters, public
 from fedsynth.core.method import Memory
 from fedsynth.core.state import ServerState
+from fedsynth.core.uploads import Array, Rule, most_examples
 from fedsynth.core.validation import check_embedding, check_ranges
+from fedsynth.errors import UploadRejectedError
 from fedsynth.evaluation.generated import GENERATOR, describe, tally
 from fedsynth.methods.shared.aggregation import AveragingState, average
 from fedsynth.methods.shared.local import Task, TrainsLocally
@@ -161,6 +163,22 @@ class FedGen(TrainsLocally):
         check_tensor("known", message.known, (context.spec.classes,), torch.bool)
         expected = self._generator(context).state_dict()
         check_named("generator", message.generator, {PREFIX + k: v for k, v in expected.items()})
+
+    def upload_rules(self, phase: str, client: int, context: RoundContext) -> dict[str, Rule]:
+        least = 0.0 if context.privacy is None else 1.0
+        most = most_examples(client, context)
+        counts = Array((context.spec.classes,), least=least, most=most)
+        return {**super().upload_rules(phase, client, context), "counts": counts}
+
+    def check_upload(
+        self, phase: str, upload: ModelAndCounts, client: int, context: RoundContext
+    ) -> None:
+        total = float(upload.counts.double().sum())
+        most = most_examples(client, context)
+        if context.privacy is None and total > most:
+            raise UploadRejectedError("counts", f"are {total:g} in all, of {most:g} examples")
+        if upload.weight > 0 and total == 0:
+            raise UploadRejectedError("counts", f"are zero, and weight is {upload.weight:g}")
 
     def broadcast(self, state: GeneratorState, context: RoundContext) -> Message:
         learner = state.learner.items()

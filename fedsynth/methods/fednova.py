@@ -17,7 +17,8 @@ from torch import nn
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message, ModelParameters, public
 from fedsynth.core.method import Memory
-from fedsynth.errors import SettingError
+from fedsynth.core.uploads import Number, Rule
+from fedsynth.errors import SettingError, UploadRejectedError
 from fedsynth.methods.shared.aggregation import AveragingState, average, trainable
 from fedsynth.methods.shared.local import Task, Trained, TrainsLocally
 
@@ -62,6 +63,16 @@ class FedNova(TrainsLocally):
             ), {}
 
         return Task(finish=finish)
+
+    def upload_rules(self, phase: str, client: int, context: RoundContext) -> dict[str, Rule]:
+        most = reach(self.most_steps(client, context), self.momentum) * (1 + 1e-9)
+        return {**super().upload_rules(phase, client, context), "norm": Number(most=most)}
+
+    def check_upload(
+        self, phase: str, upload: NormalisedModel, client: int, context: RoundContext
+    ) -> None:
+        if upload.weight > 0 and upload.norm < reach(1, self.momentum) * (1 - 1e-9):
+            raise UploadRejectedError("norm", f"is {upload.norm:g}, and one step's is 1")
 
     def combine(
         self, state: AveragingState, uploads: Mapping[int, NormalisedModel], context: RoundContext

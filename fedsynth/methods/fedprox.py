@@ -22,6 +22,7 @@ from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message, ModelParameters, public
 from fedsynth.core.method import Memory, PrivatePlan
 from fedsynth.core.state import ServerState
+from fedsynth.core.uploads import Number, Rule
 from fedsynth.core.validation import check_ranges
 from fedsynth.errors import SettingError
 from fedsynth.methods.shared.aggregation import AveragingState, average
@@ -110,6 +111,10 @@ class FedProx(TrainsLocally):
                 "which no mechanism here protects",
             )
         return super().private_plans(privacy, context)
+
+    def upload_rules(self, phase: str, client: int, context: RoundContext) -> dict[str, Rule]:
+        loss = Number() if self.adaptive else Number(most=0.0)
+        return {**super().upload_rules(phase, client, context), "loss": loss}
 
     def broadcast(self, state: ProxState, context: RoundContext) -> Message:
         return ProxMessage(state.parameters, 1.0, self.mu if state.mu is None else state.mu)

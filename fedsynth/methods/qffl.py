@@ -15,6 +15,7 @@ from typing import ClassVar
 from fedsynth.core.client import ClientGroup, OpenClients
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message, ModelParameters, unprotected
+from fedsynth.core.uploads import Number, Rule
 from fedsynth.core.validation import check_ranges
 from fedsynth.methods.shared.aggregation import AveragingState, average, trainable
 from fedsynth.methods.shared.local import TrainsLocally, mean_loss
@@ -76,6 +77,9 @@ class QFFL(TrainsLocally):
             raise TypeError(self.refusal)
         model = context.load(message.parameters).eval()
         return FairModel(upload.parameters, upload.weight, mean_loss(model, clients, position))
+
+    def upload_rules(self, phase: str, client: int, context: RoundContext) -> dict[str, Rule]:
+        return {**super().upload_rules(phase, client, context), "loss": Number()}
 
     def combine(
         self, state: AveragingState, uploads: Mapping[int, FairModel], context: RoundContext

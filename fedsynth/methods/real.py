@@ -14,10 +14,17 @@ from fedsynth.core.client import ClientGroup, OpenClients
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message, ModelParameters, unprotected
 from fedsynth.core.method import Memory, Presets, Results
+from fedsynth.core.uploads import Rule
 from fedsynth.core.validation import check_ranges
 from fedsynth.methods.shared.union import TrainsInBall
 from fedsynth.privacy.errors import UnaccountedReleaseError
-from fedsynth.synthesizer.condensation.sets import SyntheticSet, real_start, split_uploads
+from fedsynth.synthesizer.condensation.sets import (
+    SyntheticSet,
+    check_set,
+    real_start,
+    set_rules,
+    split_uploads,
+)
 
 
 @dataclass(frozen=True)
@@ -64,6 +71,14 @@ class Real(TrainsInBall):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_ranges(self, ipc=(1, inf), min_examples=(0, inf))
+
+    def upload_rules(self, phase: str, client: int, context: RoundContext) -> dict[str, Rule]:
+        return set_rules(context.spec, self.ipc)
+
+    def check_upload(
+        self, phase: str, upload: RealImages, client: int, context: RoundContext
+    ) -> None:
+        check_set(upload, self.ipc)
 
     def client_step(
         self,

@@ -21,6 +21,7 @@ from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message, ModelParameters, public, released
 from fedsynth.core.method import Memory
 from fedsynth.core.state import ServerState
+from fedsynth.core.uploads import Named, Rule
 from fedsynth.core.validation import check_ranges
 from fedsynth.errors import SettingError
 from fedsynth.methods.shared.aggregation import AveragingState, average, trainable
@@ -93,6 +94,10 @@ class Scaffold(TrainsLocally):
     def check_request(self, message: ControlDown, context: RoundContext) -> None:
         own = dict(context.architecture.named_parameters())
         check_named("control", message.control, own)
+
+    def upload_rules(self, phase: str, client: int, context: RoundContext) -> dict[str, Rule]:
+        own = Named.like(dict(context.architecture.named_parameters()))
+        return {**super().upload_rules(phase, client, context), "control": own}
 
     def broadcast(self, state: ControlState, context: RoundContext) -> Message:
         return ControlDown(state.parameters, 1.0, state.control)

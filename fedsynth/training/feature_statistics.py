@@ -8,8 +8,10 @@ own variance of these statistics by how much they vary across clients.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import lru_cache
 
 import torch
 from torch import Tensor, nn
@@ -94,6 +96,22 @@ def augmented(network: nn.Module, layers: Mapping[str, Augmentation]) -> Iterato
     finally:
         for handle in handles:
             handle.remove()
+
+
+@lru_cache(maxsize=4)  # a server asks for every client's upload
+def channels(
+    network: nn.Module, stages: tuple[str, ...], image_shape: tuple[int, int, int]
+) -> dict[str, int]:
+    """How many channels the outputs of the named submodules have."""
+    found: dict[str, int] = {}
+    twin = copy.deepcopy(network).cpu().eval()
+    for name in stages:
+        twin.get_submodule(name).register_forward_hook(
+            lambda module, inputs, out, name=name: found.update({name: int(out.shape[1])})
+        )
+    with torch.no_grad():
+        twin(torch.zeros(1, *image_shape))
+    return found
 
 
 def soft_histogram(features_ND: Tensor, bins: int, temperature: float) -> Tensor:

@@ -160,3 +160,21 @@ def test_a_plan_has_a_row_for_everything_that_is_released(fedsynth: Callable[...
     shown = fedsynth(*words).stdout
     assert "anchors" in shown
     assert "counts" in shown
+
+
+def test_lost_clients_and_rounds_that_do_not_count_are_said(train: Callable[..., Any]) -> None:
+    run = train("fedavg", "--client-failures", "1", "--seed", "1")
+    row = metrics(run)[0]
+    needed = -(-len(row["lost"]) // 2)
+    assert row["not_counted"] == {"exchange": "main", "uploads": 0, "needed": needed}
+    assert "lost 0 (" in run.stderr
+    assert "does not count: 0 uploads, and " in run.stderr
+    assert "client_failures = 1.0" in (run.folder / "config.toml").read_text()
+    line = round_line({**row, "rejected": {"2": "weight is -1"}}, resolve({}))
+    assert "rejected 2 (weight is -1)" in line
+
+
+def test_a_quorum_is_a_share(train: Callable[..., Any]) -> None:
+    refused = train("fedavg", "--quorum", "1.5")
+    assert refused.code == 2
+    assert refused.stderr.strip() == "fedsynth: error: --quorum must be between 0 and 1, got 1.5"

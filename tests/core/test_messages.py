@@ -202,6 +202,8 @@ def changed(good: bytes = GOOD, version: str = "", **header: Any) -> bytes:
         (changed(numbers={"weight": "3"}), "finite number"),
         (changed(numbers={"weight": True}), "finite number"),
         (changed(numbers={"weight": float("nan")}), "finite number"),
+        (changed(numbers={"weight": 10**400}), "finite number"),
+        (changed(parts=" " * 2**23), "a header of 8"),
         (changed(numbers={"weight": 3, "more": 1}), "no field 'more'"),
         (changed(numbers=[3]), "without its numbers"),
         (changed(keys={"parameters": []}), r"no field 'parameters\.w'"),

@@ -101,8 +101,8 @@ class Pipe:
         self.carried += len(frame)
         self.connection.send_bytes(frame)
 
-    def receive(self) -> bytes:
-        received = self.connection.recv_bytes()
+    def receive(self, longest: int) -> bytes:
+        received = self.connection.recv_bytes(longest)
         self.carried += len(received)
         return received
 
@@ -387,14 +387,19 @@ def test_answers_are_of_the_client_and_the_request_that_were_asked() -> None:
         def send(self, frame: bytes) -> None:
             """Takes it."""
 
-        def receive(self) -> bytes:
+        def receive(self, longest: int) -> bytes:
             return self.answer
 
     in_round = replace(public_context(settings, load_dataset("digits")[0].spec, CPU), round=1)
-    for client, number in ((1, 1), (0, 7)):
+    for client, number in ((1, 1), (0, 7), (0, 0)):
         channels = [Late(client, number), *(Late(k, 1) for k in range(1, CLIENTS))]
-        with pytest.raises(RemoteError, match="request 1"):
-            OverWire(settings, channels, CPU).prepare(in_round)
+        exchange = OverWire(settings, channels, CPU)
+        assert exchange.prepare(in_round) == []
+        message = ModelParameters({}, 1.0)
+        lost = exchange.step("main", message, in_round).lost
+        assert "request 1" in lost[0], lost
+        with pytest.raises(RemoteError, match="client 0"):
+            exchange.histories()
 
 
 @pytest.mark.parametrize("cut", [0, 5, 8, 20])

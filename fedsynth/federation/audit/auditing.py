@@ -182,6 +182,7 @@ def _audited(settings: RunSettings, spec: DatasetSpec | None) -> RunSettings:
         settings,
         partition=replace(settings.partition, local_test=0.0),
         privacy=replace(privacy, nominal_size=nominal),
+        client_failures=0.0,  # the audited client releases all that the plan has for it
     )
 
 

@@ -36,14 +36,24 @@ def check_finite(tensors: Mapping[str, Tensor], whose: str, number: int) -> None
     """
     for name, tensor in tensors.items():
         if not bool(torch.isfinite(tensor).all()):
-            raise DivergedError(
-                Text(
-                    f"round {number}: {name} of the {whose} is not finite: its optimisation "
-                    "diverged; lower the learning rate (the method's image_lr, lr or server_lr) or "
-                    "use a smaller ",
-                    Setting("model", "depth"),
-                )
-            )
+            raise diverged_error(f"{name} of the {whose}", number)
+
+
+def diverged_error(what: str, number: int, found: str = "is not finite") -> DivergedError:
+    """What is said of an optimisation that left the finite numbers.
+
+    Args:
+        what: which tensor, and whose.
+        number: of the round.
+        found: what was seen of it.
+    """
+    return DivergedError(
+        Text(
+            f"round {number}: {what} {found}: its optimisation diverged; lower the learning rate "
+            "(the method's image_lr, lr or server_lr) or use a smaller ",
+            Setting("model", "depth"),
+        )
+    )
 
 
 def check_model_request(message: Message, context: RoundContext) -> None:

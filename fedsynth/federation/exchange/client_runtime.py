@@ -251,6 +251,11 @@ class ClientRuntime:
             self._pending = None
             self.memory = memory
 
+    def forget(self, memory: Memory) -> None:
+        """Goes back to what it kept before the round, as one that hung in its step."""
+        self._pending = None
+        self.memory = memory
+
     def step(self, phase: str, message: Message, context: RoundContext) -> Message | Refusal:
         """Its reply to a request."""
         replies = step_together([self], phase, message, context)

@@ -29,12 +29,23 @@ LONGEST_HEADER = 64 * 2**20
 """Bytes; a ledger's history is in a header."""
 
 
+LONGEST_FACTS = 2**20
+"""Bytes of the header of an answer to a step, whose values are few and small."""
+BROKEN_CHANNEL = (OSError, EOFError)
+"""What a channel raises whose client is gone or does not answer in time (TimeoutError is an
+OSError)."""
+
+
 class Channel(Protocol):
-    """Carries frames to one client and back, in order."""
+    """Carries frames to one client and back, in order.
+
+    Both raise OSError or EOFError where the client is gone, TimeoutError where it takes too long.
+    """
 
     def send(self, frame: bytes) -> None: ...
 
-    def receive(self) -> bytes: ...
+    def receive(self, longest: int) -> bytes:
+        """The next frame; OSError, before it is taken in, if it has more than `longest` bytes."""
 
 
 @dataclass(frozen=True)

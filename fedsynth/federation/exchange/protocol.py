@@ -69,10 +69,19 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Replies:
-    """Answers of a round's clients, by client number."""
+    """Answers of a round's clients, by client number.
+
+    Args:
+        messages: uploads.
+        refusals: of clients that refuse.
+        lost: of clients that did not answer, or with an error, why.
+        rejected: of clients whose answer is no message of the declared type, what is wrong.
+    """
 
     messages: Mapping[int, Message] = field(default_factory=dict)
     refusals: tuple[Refusal, ...] = ()
+    lost: Mapping[int, str] = field(default_factory=dict)
+    rejected: Mapping[int, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -117,11 +126,27 @@ class Exchange(Protocol):
         """Tells the clients whose data the round shows (`shown`) that it begins, as nobody has
         refused."""
 
-    def step(self, phase: str, message: Message, context: RoundContext) -> Replies:
-        """Sends a request to the clients of a round, and brings their replies."""
+    def step(
+        self,
+        phase: str,
+        message: Message,
+        context: RoundContext,
+        asked: Sequence[int] | None = None,
+    ) -> Replies:
+        """Sends a request to clients of a round, and brings their replies.
 
-    def facts(self, context: RoundContext) -> Sequence[Mapping[str, Any]]:
-        """What the clients of a round say for its row of metrics (`Method.client_facts`)."""
+        Args:
+            phase: the exchange.
+            message: the request.
+            context: the round's, with all that take part by the schedule.
+            asked: those of them that are still there, ascending; None: all.
+        """
+
+    def facts(
+        self, context: RoundContext, asked: Sequence[int] | None = None
+    ) -> Sequence[Mapping[str, Any]]:
+        """What clients of a round say for its row of metrics (`Method.client_facts`); of those
+        that are `asked` (None: all) who answers."""
 
     def histories(self) -> Sequence[History]:
         """What the clients' ledgers hold now, by client number; empty: they have none."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -9,13 +10,29 @@ from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message
 from fedsynth.data.load import load_dataset
 from fedsynth.data.proxy import NOISE, ProxyImages, noise_images
+from fedsynth.federation.exchange.checks import diverged_error
 from fedsynth.federation.exchange.protocol import REQUEST, Exchange, Refusal, Terms
-from fedsynth.federation.exchange.server import Server
+from fedsynth.federation.exchange.server import Checked, Server
 from fedsynth.federation.terms.privacy_plan import PrivacyPlan
-from fedsynth.federation.terms.settings import RunSettings
+from fedsynth.federation.terms.settings import QUORUM, RunSettings
 from fedsynth.privacy.errors import LedgerError, RequestRefusedError
 from fedsynth.privacy.history import History
 from fedsynth.privacy.plans import PHASES
+
+
+@dataclass(frozen=True)
+class NoQuorum:
+    """Why a round does not count.
+
+    Args:
+        phase: the exchange in which too few uploads could be used.
+        uploads: how many could.
+        needed: how many are the quorum.
+    """
+
+    phase: str
+    uploads: int
+    needed: int
 
 
 @dataclass(frozen=True)
@@ -24,13 +41,25 @@ class Played:
 
     Args:
         uploads: of its main exchange, by client.
-        sent: all messages of each client, in the order of the exchanges.
+        sent: all messages of each client that were used, in the order of the exchanges.
         refusal: why there was no round; None: there was one.
+        lost: of clients that did not answer, why.
+        rejected: of clients whose upload could not be used, what is wrong with it.
+        no_quorum: why the round does not count; None: it does.
     """
 
     uploads: Mapping[int, Message] = field(default_factory=dict)
     sent: Mapping[int, tuple[Message, ...]] = field(default_factory=dict)
     refusal: Refusal | None = None
+    lost: Mapping[int, str] = field(default_factory=dict)
+    rejected: Mapping[int, str] = field(default_factory=dict)
+    no_quorum: NoQuorum | None = None
+
+    @property
+    def there(self) -> tuple[int, ...]:
+        """The clients that were there until the end, ascending."""
+        gone = {*self.lost, *self.rejected}
+        return tuple(number for number in self.sent if number not in gone)
 
 
 @dataclass(frozen=True)
@@ -89,11 +118,24 @@ def agree(
     return Agreement(terms, plan, plan.in_context(context))
 
 
-def play_round(server: Server, exchange: Exchange, context: RoundContext) -> Played:
+def play_round(
+    server: Server, exchange: Exchange, context: RoundContext, quorum: float = QUORUM
+) -> Played:
     """One round, up to the server's next state; a client's refusal ends it.
+
+    A client that is lost, or whose upload is rejected, is out for the rest of the round, which goes
+    on with the others; where they are fewer than the quorum, the server's state stays as it was.
+
+    Args:
+        server: makes the requests, and its next state.
+        exchange: to the clients.
+        context: the round's.
+        quorum: the smallest share of the round's clients whose uploads make a round; one is needed
+            in any case.
 
     Raises:
         RequestRefusedError: a client refused the server's request as unsound.
+        DivergedError: no client of the round has sent finite numbers, or the new model has none.
     """
     refusals = exchange.prepare(context)
     if refusals:
@@ -101,21 +143,51 @@ def play_round(server: Server, exchange: Exchange, context: RoundContext) -> Pla
     exchange.begin(context)
     sent: dict[int, tuple[Message, ...]] = {number: () for number in context.active}
     uploads: Mapping[int, Message] = {}
+    lost: dict[int, str] = {}
+    rejected: dict[int, str] = {}
+    needed = needed_uploads(quorum, len(context.active))
     for phase in PHASES:
         request = server.request(phase, context)
         if request is None:
             continue
-        replies = exchange.step(phase, request, context)
+        there = [number for number in context.active if number not in {*lost, *rejected}]
+        replies = exchange.step(phase, request, context, there)
         if replies.refusals:
             refusal = replies.refusals[0]
             if refusal.kind == REQUEST:
                 raise RequestRefusedError(refusal.reason)
             return Played(refusal=refusal)
-        server.receive(phase, replies.messages, context)
-        uploads = replies.messages
-        for client, message in uploads.items():
+        checked = server.check(phase, replies.messages, context)
+        lost.update(replies.lost)
+        rejected.update(replies.rejected)
+        rejected.update({client: str(error) for client, error in checked.rejected.items()})
+        for client, message in checked.accepted.items():
             sent[client] = (*sent[client], message)
-    return Played(uploads, sent)
+        if len(checked.accepted) < needed:
+            _refuse_divergence(checked, context)
+            missed = NoQuorum(phase, len(checked.accepted), needed)
+            return Played({}, sent, lost=lost, rejected=rejected, no_quorum=missed)
+        server.receive(phase, checked.accepted, context)
+        uploads = checked.accepted
+    return Played(uploads, sent, lost=lost, rejected=rejected)
+
+
+def needed_uploads(quorum: float, clients: int) -> int:
+    """How many of a round's clients are a quorum.
+
+    >>> needed_uploads(0.5, 5), needed_uploads(0.0, 5), needed_uploads(0.6, 5)
+    (3, 1, 3)
+    """
+    return max(1, math.ceil(quorum * clients - 1e-9))
+
+
+def _refuse_divergence(checked: Checked, context: RoundContext) -> None:
+    """Where every client's upload has left the finite numbers, it is the optimisation, and no
+    client."""
+    diverged = [(client, error) for client, error in checked.rejected.items() if error.diverged]
+    if len(diverged) == len(context.active):
+        client, error = diverged[0]
+        raise diverged_error(f"{error.field} of the client {client}", context.round, error.reason)
 
 
 def with_proxy(

@@ -7,6 +7,7 @@ state from their replies, which it knows by the clients' numbers.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -14,8 +15,23 @@ from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message
 from fedsynth.core.method import Method
 from fedsynth.core.state import ServerState
+from fedsynth.core.uploads import check_fields, overlap
+from fedsynth.errors import UploadRejectedError
 from fedsynth.federation.exchange.checks import check_declared, check_finite
 from fedsynth.privacy.plans import FIRST
+
+
+@dataclass(frozen=True)
+class Checked:
+    """The uploads of an exchange, looked at.
+
+    Attributes:
+        accepted: those that are what their clients may send, by client, ascending.
+        rejected: of every other client what is wrong.
+    """
+
+    accepted: Mapping[int, Message]
+    rejected: Mapping[int, UploadRejectedError]
 
 
 class Server:
@@ -50,17 +66,53 @@ class Server:
         check_declared(self.method, made, self.method.exchange_types(phase).downlink)
         return made
 
+    def check(self, phase: str, replies: Mapping[int, Message], context: RoundContext) -> Checked:
+        """Looks at each reply before anything is made of it, by what the method expects of that
+        client (`Method.upload_rules`, `Method.check_upload`).
+
+        A reply that shares memory with the server's state is rejected, too: a client in the same
+        process could change the state later.
+        """
+        accepted: dict[int, Message] = {}
+        rejected: dict[int, UploadRejectedError] = {}
+        own = [(f"the server's {name}", tensor) for name, tensor in self._next.arrays()]
+        for client, reply in sorted(replies.items()):
+            try:
+                self._check(phase, client, reply, context)
+                shared = overlap(reply.arrays(), own)
+                if shared is not None:
+                    raise UploadRejectedError(shared[0], f"shares memory with {shared[1]}")
+            except UploadRejectedError as error:
+                rejected[client] = error
+            else:
+                accepted[client] = reply
+        return Checked(accepted, rejected)
+
+    def _check(self, phase: str, client: int, reply: Message, context: RoundContext) -> None:
+        declared = self.method.exchange_types(phase).upload
+        if type(reply) is not declared:
+            wanted = "nothing" if declared is None else declared.__name__
+            raise UploadRejectedError(
+                "the message", f"is a {type(reply).__name__}, and must be a {wanted}"
+            )
+        check_fields(reply, self.method.upload_rules(phase, client, context))
+        for name, tensor in reply.arrays():
+            if tensor.device.type != context.device.type:
+                raise UploadRejectedError(
+                    name, f"is on {tensor.device.type}, and the server on {context.device.type}"
+                )
+        self.method.check_upload(phase, reply, client, context)
+
     def receive(self, phase: str, replies: Mapping[int, Message], context: RoundContext) -> None:
-        """Makes the next state from the replies by client number.
+        """Makes the next state from replies that were checked (`check`), by client number.
 
         Raises:
             TypeError: a reply of another type than the method declares.
-            DivergedError: a reply, or the new model, is not finite.
+            DivergedError: the new model is not finite.
         """
         declared = self.method.exchange_types(phase).upload
-        for client, reply in replies.items():
+        for reply in replies.values():
             check_declared(self.method, reply, declared)
-            check_finite(dict(reply.arrays()), f"client {client}", context.round)
         ordered = dict(sorted(replies.items()))
         if phase == FIRST:
             self._next = self.method.first_aggregate(self._next, ordered, context)

@@ -12,6 +12,7 @@ from typing import Any
 
 from fedsynth.core.method import Method
 from fedsynth.evaluation.generated import GENERATOR
+from fedsynth.federation.outputs.losses import LOST, NOT_COUNTED, REJECTED
 from fedsynth.privacy.disclosure import Disclosure, public, released, simulation_only
 from fedsynth.privacy.errors import UnaccountedReleaseError
 
@@ -35,6 +36,9 @@ ROW: Declared = {
     "round": public("the schedule is fixed before data are read"),
     "epsilon": public("computed from the ledgers' rows, which are public"),
     "participants": public("drawn from the run's seed"),
+    LOST: public("failures are drawn from the run's seed"),
+    REJECTED: released("what is wrong with a message that was released"),
+    NOT_COUNTED: released("counted from those two"),
     "test_accuracy": _MEASURED,
     COMMON: _MEASURED,
     "domain_accuracy": _MEASURED,

@@ -111,6 +111,11 @@ def public_items(plan: PrivacyPlan) -> dict[str, str]:
             f"{count} of {run.partition.clients} clients a round, drawn from the run's seed: no "
             "amplification is claimed"
         )
+    if run.client_failures:
+        items["clients that fail"] = (
+            f"on purpose, each with probability {run.client_failures:g} in a round, drawn from the "
+            "run's seed; what a client computed is charged, also where nothing arrived"
+        )
     items["what the server does"] = (
         "training, averaging, distillation and measurements from the uploads and public values "
         "alone: post-processing, at no cost"

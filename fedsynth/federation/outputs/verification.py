@@ -32,6 +32,7 @@ from fedsynth.federation.outputs.disclosed import (
     declared_row,
     declared_summary,
 )
+from fedsynth.federation.outputs.losses import NOT_COUNTED
 from fedsynth.federation.outputs.report_context import report_context
 from fedsynth.federation.outputs.run_folder import (
     INCOMPLETE,
@@ -39,6 +40,7 @@ from fedsynth.federation.outputs.run_folder import (
     RESUMED,
     resumed_rounds,
 )
+from fedsynth.federation.outputs.verified_losses import VerifiedLosses
 from fedsynth.federation.terms.client_ledgers import data_set_id
 from fedsynth.federation.terms.privacy_plan import PrivacyPlan
 from fedsynth.federation.terms.public_context import public_context
@@ -378,6 +380,7 @@ class Evidence:
         self.since = {client: held.rows[client][start[client]["rows"] :] for client in start}
         self.plan = rebuilt(run, self.before)
         self.context = context_of(run)
+        self.losses = VerifiedLosses(self.plan, run.rows)
         self.now = _histories(run, self.held.rows)
         self.own: dict[str, list[Release]] = {}
         self.foreign: dict[str, list[Release]] = {}
@@ -401,7 +404,8 @@ class Evidence:
         if self.run.summary is None or self.run.summary.get("rounds") == 0:
             return []
         names = ["metrics.jsonl"]
-        if issubclass(self.run.settings.method.upload, SyntheticSet):
+        counted = any(NOT_COUNTED not in row for row in self.run.rows)
+        if counted and issubclass(self.run.settings.method.upload, SyntheticSet):
             names.append("synthetic.safetensors")
         return [f"{name} is missing" for name in names if not (self.folder / name).is_file()]
 
@@ -426,12 +430,12 @@ class Evidence:
         round under way, or once more for one in which the run was resumed, and others."""
         left = list(self.since[client])
         self.own[client], self.lacking[client] = [], []
-        for planned in self._planned_rows(number):
+        for planned, needed in self._planned_rows(number):
             match = next((row for row in left if _fits(row, planned)), None)
             if match is not None:
                 left.remove(match)
                 self.own[client].append(match)
-            elif planned.round <= self.done:
+            elif needed and planned.round <= self.done:
                 self.lacking[client].append(planned)
         for repeated in self._repeated_rows(number):
             match = next((row for row in left if _fits(row, repeated)), None)
@@ -441,26 +445,28 @@ class Evidence:
         self.own[client].sort(key=lambda row: row.round)
         self.foreign[client] = left
 
-    def _planned_rows(self, client: int) -> list[Release]:
-        """What the plan charges this client for until the end of the round under way."""
-        drawn = self.plan.participation
-        until = min(self.done + 1, self.rounds)
-        rounds = drawn.rounds_of(client, until)
-        return [row for number in rounds for row in self._rows_of(client, number)]
+    def _planned_rows(self, client: int) -> list[tuple[Release, bool]]:
+        """What the plan charges this client for until the end of the round under way, and whether
+        its ledger must have each."""
+        rows: list[tuple[Release, bool]] = []
+        rounds = self.plan.participation.rounds_of(client, min(self.done + 1, self.rounds))
+        for number in rounds:
+            rows += self.losses.charged(client, self._in_round(number))
+        return rows
 
     def _repeated_rows(self, client: int) -> list[Release]:
         """What the client may have been charged for in rounds that were cut off and repeated."""
+        contexts = [self._in_round(after + 1) for after in self.run.resumed]
         return [
             row
-            for after in self.run.resumed
-            if client in self.plan.participation.in_round(after + 1)
-            for row in self._rows_of(client, after + 1)
+            for context in contexts
+            if client in context.active
+            for row in self.plan.client_rows(client, context)
         ]
 
-    def _rows_of(self, client: int, number: int) -> list[Release]:
+    def _in_round(self, number: int) -> RoundContext:
         there = self.plan.participation.in_round(number)
-        context = replace(self.context, round=number, participants=there)
-        return self.plan.client_rows(client, context)
+        return replace(self.context, round=number, participants=there)
 
     def _ledger_problems(self) -> list[str]:
         problems = []
@@ -527,7 +533,7 @@ class Evidence:
             for row in self.run.rows
             for key in _not_shown(row, declared)
         ]
-        return problems + self._epsilon_problems()
+        return problems + self.losses.problems() + self._epsilon_problems()
 
     def _epsilon_problems(self) -> list[str]:
         """The ε of each round, from the rows that were charged until its end."""

@@ -26,10 +26,13 @@ from fedsynth.data.files import expanded
 from fedsynth.data.partition import PartitionSettings
 from fedsynth.data.registry import dataset_spec
 from fedsynth.errors import Setting, SettingError, unknown_name
+from fedsynth.federation.terms.failures import Failures
 from fedsynth.methods import method_class
 from fedsynth.models.registry import ModelSettings
 from fedsynth.privacy.settings import PrivacySettings, ledger_setting
 
+QUORUM = 0.5
+"""Of a round's clients, the share whose uploads make a round."""
 SECTIONS = ("run", "data", "partition", "model", "method", "privacy")
 
 # What a data set changes beside the method; what it changes of a method's settings stands with the
@@ -80,6 +83,12 @@ class RunSettings:
             (`fedsynth.federation.terms.participation`).
         sampling: of those clients: "uniform", or in proportion to their "size" n_k (FedProx; not
             with differential privacy).
+        client_failures: the probability with which each client of a round fails, drawn from the
+            seed: it crashes before its step, hangs in it, or answers too late
+            (`fedsynth.federation.terms.failures`).
+        quorum: the smallest share of a round's clients whose uploads make a round. With fewer, the
+            server keeps its state, the round's row says so, and the run goes on; one upload is
+            needed in any case.
         partition: who has which examples.
         model: the architecture.
         privacy: None means no differential privacy.
@@ -109,6 +118,8 @@ class RunSettings:
     evaluate_every: int = 1
     participation: float = 1.0
     sampling: str = "uniform"
+    client_failures: float = 0.0
+    quorum: float = QUORUM
     partition: PartitionSettings = field(default_factory=PartitionSettings)
     model: ModelSettings = field(default_factory=ModelSettings)
     privacy: PrivacySettings | None = None
@@ -137,6 +148,7 @@ class RunSettings:
             raise SettingError(
                 "run", "participation", f"must be in (0, 1], got {self.participation}"
             )
+        check_ranges(self, client_failures=(0, 1), quorum=(0, 1))
         check_choices(self, sampling=("uniform", "size"), precision=("fp32", "bf16"))
         if self.sampling == "size":
             self._check_sampling_by_size()
@@ -182,6 +194,11 @@ class RunSettings:
         seed = self.seed if self.partition.seed is None else self.partition.seed
         return dataclasses.replace(self.partition, seed=seed)
 
+    @property
+    def failures(self) -> Failures:
+        """Which clients fail in which round."""
+        return Failures(self.seed, self.client_failures)
+
     def to_mapping(self) -> dict[str, dict[str, Any]]:
         """Sections of plain values, without what is None; `resolve` makes the same settings of
         it.
@@ -201,6 +218,9 @@ class RunSettings:
                 "evaluate_every": self.evaluate_every,
                 "participation": self.participation,
                 "sampling": self.sampling,
+                # left out where they change nothing: an earlier run's settings have the same hash
+                "client_failures": self.client_failures or None,
+                "quorum": None if self.quorum == QUORUM else self.quorum,
             },
             "data": {"dataset": self.dataset, "data_root": self.data_root},
             "partition": dataclasses.asdict(self.partition),

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from fedsynth.core.client import ClientGroup, PrivateClients, chunk
 from fedsynth.core.context import RoundContext
+from fedsynth.core.uploads import LARGEST, Array, Rule, most_examples
 from fedsynth.privacy.plans import PrivatePlan
 
 COUNTS = "class counts"
@@ -90,6 +91,25 @@ def sums_plans(
         phase=phase,
     )
     return sums, counts
+
+
+def sums_rules(client: int, width: int, name: str, context: RoundContext) -> dict[str, Rule]:
+    """Of an upload's `sums` [classes, width] and `counts` [classes]; with noise these may be below
+    zero, and large where the noise is.
+
+    Args:
+        client: whose.
+        width: D.
+        name: of the sums' plan.
+        context: the round's.
+    """
+    classes = context.spec.classes
+    noise = max((1.0, context.noise.get(name, 0.0), context.noise.get(COUNTS, 0.0)))
+    far = LARGEST * noise
+    counts = Array((classes,), least=0.0, most=min(far, most_examples(client, context)))
+    if context.privacy is not None:
+        counts = Array((classes,), least=-far, most=far)
+    return {"sums": Array((classes, width), least=-far, most=far), "counts": counts}
 
 
 def class_sums(

@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from fedsynth.core.client import ClientGroup, OpenClients, PrivateClients, Segments
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message, ModelParameters
-from fedsynth.core.method import Down, Memory, PrivatePlan, Results
+from fedsynth.core.method import Down, Memory, PrivatePlan, Results, Up
+from fedsynth.core.uploads import Rule
 from fedsynth.core.validation import check_choices, check_embedding, check_ranges
 from fedsynth.methods.shared.private_condensation import (
     IMAGES,
@@ -35,6 +36,7 @@ from fedsynth.methods.shared.private_condensation import (
 from fedsynth.methods.shared.union import TrainsOnUnion
 from fedsynth.models.batch_norm import has_batch_norm, with_grouped_statistics
 from fedsynth.privacy.dpsgd import refuse_batch_norm
+from fedsynth.privacy.plans import MAIN
 from fedsynth.privacy.settings import PrivacySettings
 from fedsynth.synthesizer.condensation.distributions import (
     MATCHINGS,
@@ -47,8 +49,10 @@ from fedsynth.synthesizer.condensation.real_batches import SMALL_CLASS, BatchInd
 from fedsynth.synthesizer.condensation.sets import (
     SyntheticSet,
     averaged_start,
+    check_set,
     noise_start,
     real_start,
+    set_rules,
     split_uploads,
     with_kept_images,
 )
@@ -223,6 +227,13 @@ class Condenses(TrainsOnUnion):
         return (plan,)
 
     # ------------------------------------------------------------------------------ what they share
+
+    def upload_rules(self, phase: str, client: int, context: RoundContext) -> dict[str, Rule]:
+        return set_rules(context.spec, self.ipc) if phase == MAIN else {}
+
+    def check_upload(self, phase: str, upload: Up, client: int, context: RoundContext) -> None:
+        if phase == MAIN and isinstance(upload, SyntheticSet):
+            check_set(upload, self.ipc)
 
     def client_bytes(self, context: RoundContext) -> int:
         return client_bytes(context, self.ipc, self.iterations, self.batch)

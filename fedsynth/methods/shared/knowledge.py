@@ -23,6 +23,7 @@ from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message, ModelParameters, released
 from fedsynth.core.method import Memory, PrivatePlan, Results
 from fedsynth.core.state import ServerState
+from fedsynth.core.uploads import Array, Rule
 from fedsynth.core.validation import check_choices, check_ranges
 from fedsynth.data.images import denormalise
 from fedsynth.methods.shared.class_sums import class_means, sums_plans
@@ -31,7 +32,7 @@ from fedsynth.privacy.plans import FIRST, MAIN
 from fedsynth.privacy.requests import check_tensor
 from fedsynth.privacy.settings import PrivacySettings
 from fedsynth.synthesizer.condensation.knowledge import average_over_holders, soft_labels
-from fedsynth.synthesizer.condensation.sets import SyntheticSet
+from fedsynth.synthesizer.condensation.sets import SyntheticSet, set_rules
 
 LOGITS = "logit sums"
 """The name of the plan of what V_k is made of, beside the class counts'."""
@@ -145,6 +146,18 @@ class SharesKnowledge(Condenses):
             classes = context.spec.classes
             check_tensor("logits", message.logits, (classes, classes), torch.float32)
             check_tensor("known", message.known, (classes,), torch.bool)
+
+    def upload_rules(self, phase: str, client: int, context: RoundContext) -> dict[str, Rule]:
+        classes = context.spec.classes
+        told = 0 if phase == MAIN and self.knowledge_from == "first-phase" else classes
+        rules: dict[str, Rule] = {
+            "logits": Array((told, classes)),
+            "present": Array((told,), torch.bool),
+        }
+        if phase == FIRST:
+            return rules
+        soft = Array((told, classes), least=0.0, most=1.0, sums_to_one=True)
+        return {**set_rules(context.spec, self.ipc, torch.uint8), **rules, "soft": soft}
 
     def broadcast(self, state: KnowledgeState, context: RoundContext) -> Message:
         classes = context.spec.classes

@@ -27,6 +27,7 @@ from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message, ModelParameters
 from fedsynth.core.method import Down, Memory, Method, Presets, Results, State, Up
 from fedsynth.core.state import ServerState
+from fedsynth.core.uploads import most_examples
 from fedsynth.core.validation import check_choices, check_ranges
 from fedsynth.errors import Setting, SettingError
 from fedsynth.methods.shared.aggregation import AveragingState, average, cached
@@ -347,6 +348,19 @@ class TrainsLocally(Method):
         sizes = context.sizes
         mean = context.nominal_size if sizes is None else sum(sizes) / len(sizes)
         return epochs * max(1, int(mean / self.batch))
+
+    def most_steps(self, client: int, context: RoundContext) -> int:
+        """How many steps this client takes at most, from public sizes, or its declared one."""
+        if context.privacy is not None:
+            return self.private_plans(context.privacy, context)[0].steps
+        size = int(most_examples(client, context))
+        settings = SgdSettings(
+            epochs=self.local_epochs,
+            batch=self.batch,
+            optimiser=self.optimiser(),
+            steps=self._steps(self.local_epochs, context),
+        )
+        return steps_of(settings, -(-size // self.batch))
 
     def _train(
         self,

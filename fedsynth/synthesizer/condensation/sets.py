@@ -13,9 +13,10 @@ from fedsynth.core.client import OpenClients, Segments
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message, public, released
 from fedsynth.core.method import Memory
+from fedsynth.core.uploads import Array, Rule
 from fedsynth.data.images import normalise
 from fedsynth.data.registry import DatasetSpec
-from fedsynth.errors import Setting, SettingError
+from fedsynth.errors import Setting, SettingError, UploadRejectedError
 from fedsynth.seeding import torch_generator
 from fedsynth.training.sgd import Objective, SgdSettings, train_on
 
@@ -35,6 +36,40 @@ class SyntheticSet(Message):
     def normalised(self, spec: DatasetSpec) -> Tensor:
         """The images as a network takes them, float32."""
         return normalise(self.images, spec) if self.images.dtype == torch.uint8 else self.images
+
+
+FARTHEST = 1e4
+"""Largest magnitude of a normalised pixel, in standard deviations: real ones are within 10 or so,
+images that differential privacy's noise moves within some hundreds."""
+
+
+def set_rules(spec: DatasetSpec, ipc: int, dtype: torch.dtype = torch.float32) -> dict[str, Rule]:
+    """Of `SyntheticSet`: at most `ipc` images of each class, normalised or as uint8 pixels."""
+    rows = ipc * spec.classes
+    shape = (None, *spec.image_shape)
+    least, most = (0, 255) if dtype == torch.uint8 else (-FARTHEST, FARTHEST)
+    return {
+        "images": Array(shape, dtype, least, most, rows=rows),
+        "labels": Array((None,), torch.int64, 0, spec.classes - 1, rows=rows),
+    }
+
+
+def check_set(upload: SyntheticSet, ipc: int) -> None:
+    """Refuses a set whose labels are not those of its images one by one, or with more images of a
+    class than agreed.
+
+    Sets are joined for the server's training, images and labels apart: one label too few would
+    give every later client's images the labels of others.
+
+    Raises:
+        UploadRejectedError: names the field.
+    """
+    images = len(upload.images)
+    if len(upload.labels) != images:
+        raise UploadRejectedError("labels", f"are {len(upload.labels)}, of {images} images")
+    most = int(torch.bincount(upload.labels).max()) if images else 0
+    if most > ipc:
+        raise UploadRejectedError("labels", f"have a class {most} times, and {ipc} were agreed")
 
 
 def real_start(

@@ -1,0 +1,303 @@
+"""What a server expects of an upload, and how it finds out: rules for each field of a message.
+
+A method says once what its clients may send (`Method.upload_rules`); the check of an upload, and
+the most bytes that one may have on a wire, both follow from it. All rules are public: they come
+from settings, the architecture, and what clients declared when they joined. A rule sees one value
+and no other client's, so a fault is that of the client whose upload breaks it.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from fedsynth.core.context import RoundContext
+from fedsynth.core.messages import Message
+from fedsynth.errors import UploadRejectedError
+
+LARGEST = 1e6
+"""Largest magnitude of what is trained, or summed over a client's examples. Weights of a network
+that learns are below 1e3; with 1e6 no sum or square of float32 over clients overflows."""
+WHOLE = 2.0**53
+"""Largest whole number: counters, which float64 still tells apart."""
+HEADER_BYTES = 64 * 2**10
+NAME_BYTES = 512
+"""What a packed message's header may take, and in it each tensor."""
+FREE_BYTES = 64 * 2**20
+"""Of a field that its method has no rule for."""
+
+
+class Rule(Protocol):
+    """What one field of an upload may be."""
+
+    @property
+    def nbytes(self) -> int:
+        """The most bytes that it may take as sent."""
+
+    def check(self, name: str, value: Any) -> None:
+        """Raises UploadRejectedError, which names the field."""
+
+
+@dataclass(frozen=True)
+class Number:
+    """A plain number.
+
+    Args:
+        least, most: of its closed range.
+    """
+
+    least: float = 0.0
+    most: float = LARGEST
+    nbytes: int = 8
+
+    def check(self, name: str, value: Any) -> None:
+        if type(value) not in (int, float):
+            raise UploadRejectedError(name, f"is no number, but a {type(value).__name__}")
+        if not abs(value) <= sys.float_info.max:  # a whole number may be longer than any float
+            raise UploadRejectedError(name, "is not finite", diverged=True)
+        if not self.least <= value <= self.most:
+            raise UploadRejectedError(
+                name, f"is {value:.6g}, and must be in [{self.least:g}, {self.most:g}]"
+            )
+
+
+@dataclass(frozen=True)
+class Array:
+    """A tensor.
+
+    Args:
+        shape: its sizes; None for the first one: at most `rows`.
+        dtype: its type.
+        least, most: of the closed range of its values.
+        rows: see `shape`.
+        sums_to_one: rows are probabilities, but for rounding.
+    """
+
+    shape: tuple[int | None, ...]
+    dtype: torch.dtype = torch.float32
+    least: float = -LARGEST
+    most: float = LARGEST
+    rows: int = 0
+    sums_to_one: bool = False
+
+    @classmethod
+    def like(cls, tensor: Tensor) -> Array:
+        """A trained tensor of this one's shape and type; integers are counters."""
+        if tensor.is_floating_point():
+            return cls(tuple(tensor.shape), tensor.dtype)
+        return cls(tuple(tensor.shape), tensor.dtype, least=0, most=WHOLE)
+
+    @property
+    def nbytes(self) -> int:
+        sizes = [self.rows if size is None else size for size in self.shape]
+        return math.prod(sizes) * self.dtype.itemsize
+
+    def check(self, name: str, value: Any) -> None:
+        if not isinstance(value, Tensor):
+            raise UploadRejectedError(name, f"is no tensor, but a {type(value).__name__}")
+        if not _plain(value):
+            raise UploadRejectedError(name, "has no plain memory")
+        if value.dtype != self.dtype or not self._fits(value):
+            raise UploadRejectedError(
+                name,
+                f"is {_short(value.dtype)} {list(value.shape)}, and must be "
+                f"{_short(self.dtype)} {self._sizes()}",
+            )
+        if value.dtype == torch.bool or not value.numel():
+            return
+        check_values(name, value, self.least, self.most)
+        if self.sums_to_one:
+            off = float((value.double().sum(dim=-1) - 1).abs().max())
+            if off > TOLERANCE:
+                raise UploadRejectedError(name, f"has rows that miss a sum of 1 by {off:.3g}")
+
+    def _fits(self, value: Tensor) -> bool:
+        sizes = tuple(value.shape)
+        if len(sizes) != len(self.shape):
+            return False
+        if self.shape and self.shape[0] is None:
+            return sizes[0] <= self.rows and sizes[1:] == self.shape[1:]
+        return sizes == self.shape
+
+    def _sizes(self) -> str:
+        said = [f"at most {self.rows}" if size is None else str(size) for size in self.shape]
+        return f"[{', '.join(said)}]"
+
+
+TOLERANCE = 1e-3
+"""Of a sum of probabilities: float32's rounding is below 1e-5, half precision's at 1e-3."""
+
+
+@dataclass(frozen=True)
+class Named:
+    """Tensors by name.
+
+    Args:
+        arrays: each name's rule.
+        partial: whether names may be missing.
+    """
+
+    arrays: Mapping[str, Array]
+    partial: bool = False
+
+    @classmethod
+    def like(cls, tensors: Mapping[str, Tensor]) -> Named:
+        """Trained tensors of these names, shapes and types."""
+        return cls({name: Array.like(tensor) for name, tensor in tensors.items()})
+
+    @property
+    def nbytes(self) -> int:
+        return sum(rule.nbytes + NAME_BYTES for rule in self.arrays.values())
+
+    def check(self, name: str, value: Any) -> None:
+        if not isinstance(value, Mapping):
+            raise UploadRejectedError(name, f"holds no names, but is a {type(value).__name__}")
+        extra = sorted(map(str, value.keys() - self.arrays.keys()))
+        if extra:
+            raise UploadRejectedError(name, f"has {extra[0]!r:.80}, which nobody asked for")
+        missing = [] if self.partial else sorted(self.arrays.keys() - value.keys())
+        if missing:
+            raise UploadRejectedError(name, f"lacks {missing[0]!r:.80}")
+        for key, tensor in value.items():
+            self.arrays[key].check(f"{name}.{key}", tensor)
+
+
+@dataclass(frozen=True)
+class Free:
+    """Anything finite: a field of a method of one's own that says no more."""
+
+    nbytes: int = FREE_BYTES
+
+    def check(self, name: str, value: Any) -> None:
+        if isinstance(value, Mapping):
+            for key, one in value.items():
+                self.check(f"{name}.{key}", one)
+        elif isinstance(value, Tensor):
+            size = value.numel() * value.element_size()
+            if not _plain(value):
+                raise UploadRejectedError(name, "has no plain memory")
+            if size > self.nbytes:
+                raise UploadRejectedError(name, f"has {size} bytes, above {self.nbytes}")
+            if value.dtype != torch.bool and value.numel():
+                check_values(name, value, -math.inf, math.inf)
+        elif value is not None:
+            Number(-math.inf, math.inf).check(name, value)
+
+
+def most_examples(client: int, context: RoundContext) -> float:
+    """The most examples that this client can say it has trained on: n_k as it declared when it
+    joined; 1 with differential privacy, where clients count alike."""
+    if context.privacy is not None:
+        return 1.0
+    return WHOLE if context.sizes is None else float(context.sizes[client])
+
+
+def model_rules(client: int, context: RoundContext) -> dict[str, Rule]:
+    """Of `ModelParameters`: the client's own architecture, and a weight."""
+    own = context.architecture_of(client).state_dict()
+    return {
+        "parameters": Named.like(own),
+        "weight": Number(0.0, most_examples(client, context)),
+    }
+
+
+def check_values(name: str, value: Tensor, least: float, most: float) -> None:
+    """Refuses values that are not finite or outside a closed range, in one pass.
+
+    Raises:
+        UploadRejectedError: names the tensor.
+    """
+    if value.is_complex():
+        raise UploadRejectedError(name, "is complex")
+    low, high = (float(end) for end in torch.aminmax(value.detach()))
+    if not (math.isfinite(low) and math.isfinite(high)):
+        raise UploadRejectedError(name, "is not finite", diverged=True)
+    if low < least or high > most:
+        worst = low if low < least else high
+        raise UploadRejectedError(
+            name,
+            f"holds {worst:.6g}, and must be in [{least:g}, {most:g}]",
+            diverged=value.is_floating_point(),
+        )
+
+
+def check_fields(upload: Message, rules: Mapping[str, Rule]) -> None:
+    """Checks each field by its rule, and that no two entries share memory.
+
+    Raises:
+        UploadRejectedError: names the field.
+    """
+    for f in fields(upload):
+        rules.get(f.name, FREE).check(f.name, getattr(upload, f.name))
+    shared = overlap(upload.arrays())
+    if shared is not None:
+        raise UploadRejectedError(shared[0], f"shares memory with {shared[1]}")
+
+
+FREE = Free()
+
+
+def most_bytes(kind: type[Message], rules: Mapping[str, Rule]) -> int:
+    """The most bytes that a packed upload of this type can have, header included."""
+    sizes = [rules.get(f.name, FREE).nbytes + NAME_BYTES for f in fields(kind)]
+    return HEADER_BYTES + sum(sizes)
+
+
+def overlap(
+    tensors: Iterable[tuple[str, Tensor]], others: Iterable[tuple[str, Tensor]] | None = None
+) -> tuple[str, str] | None:
+    """Two tensors with bytes of memory in common, by name; None: there are none.
+
+    Slices of one storage that lie side by side have none in common.
+
+    Args:
+        tensors: with names.
+        others: with names: one of the two is of these; None: both are of `tensors`.
+    """
+    groups = (tensors,) if others is None else (tensors, others)
+    spans = sorted(
+        (_span(tensor), number, name)
+        for number, group in enumerate(groups)
+        for name, tensor in group
+        if tensor.numel()
+    )
+    furthest: dict[int, tuple[_Span, str]] = {}  # of each group, what reaches furthest so far
+    for span, number, name in spans:
+        before = furthest.get(number if others is None else 1 - number)
+        if before is not None and span.device == before[0].device and span.start < before[0].end:
+            pair = (name, before[1]) if number == 0 else (before[1], name)
+            return pair
+        mine = furthest.get(number)
+        if mine is None or (span.device, span.end) > (mine[0].device, mine[0].end):
+            furthest[number] = (span, name)
+    return None
+
+
+class _Span(NamedTuple):
+    """A tensor's memory, from its first byte to that after its last one."""
+
+    device: str
+    start: int
+    end: int
+
+
+def _span(tensor: Tensor) -> _Span:
+    sizes = zip(tensor.shape, tensor.stride(), strict=True)
+    reach = sum((size - 1) * step for size, step in sizes)
+    start = tensor.data_ptr()
+    return _Span(str(tensor.device), start, start + (reach + 1) * tensor.element_size())
+
+
+def _plain(tensor: Tensor) -> bool:
+    """Whether there are values, each in its place: no sparse tensor, and none without data."""
+    return tensor.layout == torch.strided and not tensor.is_meta
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,500 @@
+"""Uploads that lie: every method's messages under every attack, and what becomes of the round.
+
+What clients send is taken from tiny runs. An attack changes one field of one client's upload; the
+server must reject that upload, name that client and field, and go on as if the client was not
+there.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fedsynth import resolve, simulate
+from fedsynth.core.context import RoundContext
+from fedsynth.core.messages import Message, ModelParameters
+from fedsynth.core.state import ServerState
+from fedsynth.core.uploads import most_bytes, overlap
+from fedsynth.errors import DivergedError, MessageError
+from fedsynth.federation.exchange.in_process import InProcess
+from fedsynth.federation.exchange.protocol import Replies
+from fedsynth.federation.exchange.rounds import NoQuorum, play_round
+from fedsynth.federation.exchange.server import Server
+from fedsynth.methods import METHODS
+from fedsynth.privacy.plans import FIRST, MAIN
+from tests.federation.test_unchanged import CASES, OWN_MODELS, case
+
+LIAR = 1
+CLIENTS = 4
+TINY: dict[str, Any] = {
+    **{name: case(name) for name in METHODS},
+    "fedaf, first phase": CASES["fedaf, first phase"],
+    "fedprox, adaptive": CASES["fedprox, adaptive"],
+    "feddf, own architectures": case("feddf", run={"rounds": 1}, model=OWN_MODELS),
+}
+
+
+@dataclass(frozen=True)
+class Exchanged:
+    """One exchange of a run: the server's state before it, and what its clients sent."""
+
+    method: Any
+    state: ServerState
+    phase: str
+    replies: Mapping[int, Message]
+    context: RoundContext
+
+    def server(self) -> Server:
+        made = Server(self.method, self.state.parameters)
+        made.state = made._next = self.state
+        return made
+
+    def rejected(self, message: Message) -> str:
+        """Why the server rejects this in place of the liar's; nobody else is."""
+        checked = self.server().check(self.phase, {**self.replies, LIAR: message}, self.context)
+        assert list(checked.rejected) == [LIAR]
+        others = {k: sent for k, sent in self.replies.items() if k != LIAR}
+        assert dict(checked.accepted) == others
+        return str(checked.rejected[LIAR])
+
+
+@functools.cache
+def exchanges(name: str) -> tuple[Exchanged, ...]:
+    """Those of a case's last round, in order."""
+    seen: list[Exchanged] = []
+
+    class Watching(Server):
+        def check(self, phase: str, replies: Any, context: RoundContext) -> Any:
+            seen.append(Exchanged(self.method, self._next, phase, dict(replies), context))
+            return super().check(phase, replies, context)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fedsynth.federation.simulation.Server", Watching)
+        simulate(resolve({key: values for key, values in TINY[name].items() if values}))
+    return tuple(one for one in seen if one.context.round == seen[-1].context.round)
+
+
+# ------------------------------------------------------------------------------------------ attacks
+
+Attack = Callable[[Any], Any]
+
+
+def filled(value: float) -> Attack:
+    """One value of a tensor is another."""
+
+    def change(tensor: Tensor) -> Tensor:
+        changed = tensor.clone()
+        changed.view(-1)[changed.numel() // 2] = value
+        return changed
+
+    return change
+
+
+def reshaped(tensor: Tensor) -> Tensor:
+    return torch.cat([tensor.reshape(-1), tensor.reshape(-1)[:1]])
+
+
+OF_TENSORS: dict[str, Attack] = {
+    "NaN": filled(float("nan")),
+    "infinite": filled(float("inf")),
+    "1e30": filled(1e30),
+    "-1e30": filled(-1e30),
+    "other shape": reshaped,
+    "no shape": lambda tensor: tensor.reshape(-1)[:1].reshape(()),
+    "one more dimension": lambda tensor: tensor[None],
+    "double": lambda tensor: tensor.double(),
+    "half": lambda tensor: tensor.half(),
+    "whole numbers": lambda tensor: tensor.to(torch.int32),
+    "complex": lambda tensor: tensor.to(torch.complex64),
+    "sparse": lambda tensor: tensor.to_sparse(),
+    "elsewhere": lambda tensor: tensor.to("meta"),
+    "text": lambda tensor: "a tensor",
+    "a number": lambda tensor: 1.0,
+    "nothing": lambda tensor: None,
+}
+FOR_FLOATS = ("NaN", "infinite", "1e30", "-1e30")
+"""Attacks that only numbers with a point can carry."""
+
+
+def with_other(name: str, value: Any) -> Attack:
+    return lambda named: {**named, name: value}
+
+
+def without_last(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {key: named[key] for key in list(named)[:-1]}
+
+
+def in_first_float(attack: Attack) -> Attack:
+    def change(named: Mapping[str, Tensor]) -> dict[str, Any]:
+        key = next(key for key, tensor in named.items() if tensor.is_floating_point())
+        return {**named, key: attack(named[key])}
+
+    return change
+
+
+def aliased(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Two entries of one memory, each with its own shape."""
+    large, small = sorted(named, key=lambda key: -named[key].numel())[:2]
+    within = named[large].view(-1)[: named[small].numel()].view(named[small].shape)
+    return {**named, small: within}
+
+
+OF_MAPPINGS: dict[str, Attack] = {
+    **{name: in_first_float(attack) for name, attack in OF_TENSORS.items()},
+    "missing name": without_last,
+    "extra name": with_other("backdoor", torch.ones(3)),
+    "name that is none": with_other(7, torch.ones(3)),  # type: ignore[arg-type]
+    "no names": lambda named: [*named.values()],
+    "aliased": aliased,
+}
+OF_NUMBERS: dict[str, Attack] = {
+    "NaN": lambda number: float("nan"),
+    "infinite": lambda number: float("inf"),
+    "-1": lambda number: -1.0,
+    "-1e9": lambda number: -1e9,
+    "1e9": lambda number: 1e9,
+    "text": lambda number: "1",
+    "true": lambda number: True,
+    "a tensor": lambda number: torch.ones(()),
+}
+
+
+def attacks_of(value: Any) -> dict[str, Attack]:
+    if isinstance(value, Mapping):
+        return OF_MAPPINGS
+    if isinstance(value, Tensor):
+        whole = not value.is_floating_point()
+        return {n: a for n, a in OF_TENSORS.items() if not (whole and n in FOR_FLOATS)}
+    return OF_NUMBERS
+
+
+def attacked(exchanged: Exchanged) -> Iterator[tuple[str, str, Message]]:
+    """(field, attack, the liar's message) of all attacks on one exchange."""
+    honest: Any = exchanged.replies[LIAR]
+    for f in fields(honest):
+        value = getattr(honest, f.name)
+        empty = isinstance(value, Tensor | Mapping) and not len(value)
+        if empty:  # FedAF's knowledge, where it went up in a first exchange
+            continue
+        for name, attack in attacks_of(value).items():
+            changed = attack(value)
+            if (
+                name == "whole numbers"
+                and isinstance(value, Tensor)
+                and changed.dtype == value.dtype
+            ):
+                continue  # it is that already
+            yield f.name, name, replace(honest, **{f.name: changed})
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_every_field_of_every_upload_is_checked(name: str) -> None:
+    tried = 0
+    for exchanged in exchanges(name):
+        for field, attack, message in attacked(exchanged):
+            why = exchanged.rejected(message)
+            assert why.startswith(field), f"{field} {attack}: {why}"
+            assert len(why) < 400
+            tried += 1
+    assert tried >= 20 or name == "solo"
+
+
+def test_there_are_enough_attacks() -> None:
+    everything = [one for name in TINY for part in exchanges(name) for one in attacked(part)]
+    assert len(everything) > 800
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_what_clients_honestly_send_is_taken_and_within_its_bytes(name: str) -> None:
+    for exchanged in exchanges(name):
+        checked = exchanged.server().check(exchanged.phase, exchanged.replies, exchanged.context)
+        assert checked.rejected == {}
+        for client, message in exchanged.replies.items():
+            rules = exchanged.method.upload_rules(exchanged.phase, client, exchanged.context)
+            packed = message.to_bytes()
+            assert len(packed) <= most_bytes(type(message), rules)
+            again = type(message).from_bytes(packed)
+            assert list(
+                exchanged.server()
+                .check(exchanged.phase, {client: again}, exchanged.context)
+                .accepted
+            ) == [client]
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_what_lies_over_bytes_is_no_message_or_rejected(name: str) -> None:
+    for exchanged in exchanges(name):
+        for _, attack, message in attacked(exchanged):
+            try:
+                got = type(message).from_bytes(message.to_bytes())
+            except (MessageError, AttributeError, TypeError, RuntimeError, KeyError, ValueError):
+                continue  # cannot be packed at all, or not be read
+            if attack == "aliased":  # bytes are apart, and the values are those of a model
+                continue
+            exchanged.rejected(got)
+
+
+# --------------------------------------------------------------------------------- fields together
+
+SETS = ("feddm", "fedaf", "fedaf, first phase", "real")
+
+
+def liars_set(name: str, change: Callable[[Any], Any]) -> str:
+    exchanged = exchanges(name)[-1]
+    return exchanged.rejected(change(exchanged.replies[LIAR]))
+
+
+@pytest.mark.parametrize("name", SETS)
+@pytest.mark.parametrize("label", [-100, -1, 10, 2**40])
+def test_labels_are_classes(name: str, label: int) -> None:
+    why = liars_set(name, lambda sent: replace(sent, labels=filled(label)(sent.labels)))
+    assert why == f"labels holds {label:.6g}, and must be in [0, 9]"
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_images_and_labels_go_together(name: str) -> None:
+    """Joined apart, one label too few gave every later client's images the labels of others."""
+    for change in (
+        lambda sent: replace(sent, labels=sent.labels[:-1]),
+        lambda sent: replace(sent, images=sent.images[:-1].clone()),
+        lambda sent: replace(sent, labels=sent.labels[:0]),
+    ):
+        assert liars_set(name, change).startswith("labels are ")
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_no_more_images_than_agreed(name: str) -> None:
+    def hundredfold(sent: Any) -> Any:
+        images = sent.images.repeat(100, 1, 1, 1)
+        return replace(sent, images=images, labels=sent.labels.repeat(100))
+
+    def one_class(sent: Any) -> Any:
+        return replace(sent, labels=torch.zeros_like(sent.labels))
+
+    assert "must be" in liars_set(name, hundredfold)
+    assert "at most 20" in liars_set(name, hundredfold)  # two of each of ten classes
+    assert liars_set(name, one_class).endswith("times, and 2 were agreed")
+
+
+@pytest.mark.parametrize("value", [-0.5, 0.9, 2.0])
+def test_soft_labels_are_probabilities(value: float) -> None:
+    why = liars_set("fedaf", lambda sent: replace(sent, soft=filled(value)(sent.soft)))
+    assert why.startswith("soft holds" if not 0 <= value <= 1 else "soft has rows that miss")
+
+
+def test_histograms_are_shares() -> None:
+    def doubled(sent: Any) -> Any:
+        histogram = sent.statistics["histogram"] / 2
+        return replace(sent, statistics={**sent.statistics, "histogram": histogram})
+
+    assert "rows that miss a sum of 1" in liars_set("fedfa-plus", doubled)
+
+
+def test_weights_and_counts_are_within_the_declared_size() -> None:
+    size = (exchanges("fedavg")[-1].context.sizes or ())[LIAR]
+    assert "weight is" in liars_set("fedavg", lambda sent: replace(sent, weight=size + 1.0))
+    counts = torch.full((10,), float(size))
+    assert "in all" in liars_set("fedgen", lambda sent: replace(sent, counts=counts))
+    zeros = torch.zeros(10)
+    assert "are zero" in liars_set("fedgen", lambda sent: replace(sent, counts=zeros))
+    assert "weight" in liars_set("fedavg", lambda sent: replace(sent, weight=True))
+
+
+@pytest.mark.parametrize("norm", [0.0, 1e-300, 0.99])
+def test_fednovas_norm_is_that_of_whole_steps(norm: float) -> None:
+    assert "norm is" in liars_set("fednova", lambda sent: replace(sent, norm=norm))
+
+
+def test_fednovas_norm_is_at_most_that_of_all_its_steps() -> None:
+    assert "norm is" in liars_set("fednova", lambda sent: replace(sent, norm=sent.norm * 1.01))
+
+
+def test_another_clients_architecture_is_another_model() -> None:
+    exchanged = exchanges("feddf, own architectures")[-1]
+    why = exchanged.rejected(exchanged.replies[0])
+    assert why.startswith("parameters ")
+
+
+def test_a_model_that_is_the_servers_own_memory_is_rejected() -> None:
+    exchanged = exchanges("fedavg")[-1]
+    own = ModelParameters(exchanged.state.parameters, 1.0)
+    assert "shares memory with the server's parameters." in exchanged.rejected(own)
+    view = dict(own.parameters)
+    copied: Any = {name: tensor.clone() for name, tensor in view.items()}
+    last = list(view)[-1]
+    copied[last] = view[last].view(view[last].shape)
+    assert f"parameters.{last} shares" in exchanged.rejected(ModelParameters(copied, 1.0))
+
+
+def test_another_message_is_rejected() -> None:
+    assert "is a ModelParameters" in liars_set("feddm", lambda sent: ModelParameters({}, 1.0))
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 8)), min_size=2, max_size=6))
+def test_overlap_is_that_of_bytes(spans: list[tuple[int, int]]) -> None:
+    whole = torch.zeros(40)
+    named = [(str(n), whole[start : start + size]) for n, (start, size) in enumerate(spans)]
+    taken = [set(range(start, start + size)) for start, size in spans]
+    expected = any(taken[i] & taken[j] for i in range(len(taken)) for j in range(i))
+    assert (overlap(named) is not None) == expected
+    across = any(taken[0] & one for one in taken[1:])
+    assert (overlap(named[:1], named[1:]) is not None) == across
+
+
+# ------------------------------------------------------------------------------------ whole rounds
+
+
+def without(exchanged: Exchanged) -> Server:
+    made = exchanged.server()
+    made.receive(
+        exchanged.phase,
+        {k: sent for k, sent in exchanged.replies.items() if k != LIAR},
+        exchanged.context,
+    )
+    return made
+
+
+def run(
+    name: str, monkeypatch: pytest.MonkeyPatch, change: Callable[[Message], Message] | None
+) -> Any:
+    """A run whose client LIAR sends what `change` makes of its uploads; None: nothing arrives."""
+    honest = InProcess.step
+
+    def step(self: InProcess, *arguments: Any) -> Replies:
+        replies = honest(self, *arguments)
+        messages = dict(replies.messages)
+        if LIAR not in messages:
+            return replies
+        sent = messages.pop(LIAR)
+        if change is None:
+            return Replies(messages, lost={LIAR: "a test's"})
+        return Replies({**messages, LIAR: change(sent)})
+
+    with monkeypatch.context() as patch:
+        patch.setattr(InProcess, "step", step)
+        return simulate(resolve({key: values for key, values in TINY[name].items() if values}))
+
+
+def nan_everywhere(message: Any) -> Any:
+    changed: dict[str, Any] = {}
+    for f in fields(message):
+        value = getattr(message, f.name)
+        if isinstance(value, float):
+            changed[f.name] = float("nan")
+        elif isinstance(value, Mapping):
+            changed[f.name] = {key: tensor * float("nan") for key, tensor in value.items()}
+        elif isinstance(value, Tensor) and value.numel():
+            changed[f.name] = value.to(torch.float32) * float("nan")
+    return replace(message, **changed)
+
+
+@pytest.mark.parametrize("name", [name for name in TINY if name != "solo"])
+def test_a_run_with_a_liar_is_the_run_without_it(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lied = run(name, monkeypatch, nan_everywhere)
+    lost = run(name, monkeypatch, None)
+    for key, value in lost.model.state_dict().items():
+        assert torch.equal(lied.model.state_dict()[key], value), key
+    for one, other in zip(lied.metrics, lost.metrics, strict=True):
+        assert list(one["rejected"]) == [str(LIAR)]
+        assert other["lost"] == {str(LIAR): "a test's"}
+        ignored = {"seconds", "rejected", "lost"}
+        assert {k: v for k, v in one.items() if k not in ignored} == {
+            k: v for k, v in other.items() if k not in ignored
+        }
+
+
+def test_fewer_labels_move_nobody_elses(monkeypatch: pytest.MonkeyPatch) -> None:
+    lied = run("feddm", monkeypatch, lambda sent: replace(sent, labels=sent.labels[1:]))  # type: ignore[attr-defined,call-arg]
+    lost = run("feddm", monkeypatch, None)
+    assert lied.accuracy == lost.accuracy
+    assert lied.metrics[0]["rejected"] == {"1": "labels are 13, of 14 images"}
+
+
+def test_all_that_diverge_are_an_optimisation_and_no_lie(monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = InProcess.step
+
+    def step(self: InProcess, *arguments: Any) -> Replies:
+        sent = honest(self, *arguments).messages
+        return Replies({client: nan_everywhere(message) for client, message in sent.items()})
+
+    monkeypatch.setattr(InProcess, "step", step)
+    with pytest.raises(DivergedError, match=r"round 1: parameters.* of the client 0 is not finite"):
+        simulate(resolve(TINY["fedavg"]))
+
+
+class Canned:
+    """An exchange that brings what it was given."""
+
+    refuses: ClassVar[list[Any]] = []
+
+    def __init__(self, replies: Mapping[int, Message]) -> None:
+        self.replies = replies
+
+    def prepare(self, context: RoundContext) -> list[Any]:
+        return self.refuses
+
+    def begin(self, context: RoundContext) -> None:
+        """Nothing."""
+
+    def step(self, phase: str, message: Message, context: RoundContext, asked: Any) -> Replies:
+        return Replies({client: self.replies[client] for client in asked})
+
+
+def test_all_that_lie_end_the_round_and_not_the_run() -> None:
+    exchanged = exchanges("fedavg")[-1]
+    server = exchanged.server()
+    liars: Any = {k: replace(sent, weight=-1.0) for k, sent in exchanged.replies.items()}  # type: ignore[call-arg]
+    exchange: Any = Canned(liars)
+    played = play_round(server, exchange, exchanged.context)
+    assert set(played.rejected) == set(range(CLIENTS))
+    assert played.no_quorum == NoQuorum(MAIN, 0, 2)
+    assert server.state is exchanged.state
+
+
+@pytest.mark.parametrize(
+    ("quorum", "liars", "counts"),
+    [
+        (0.5, 2, True),
+        (0.5, 3, False),
+        (0.75, 1, True),
+        (0.75, 2, False),
+        (0.0, 3, True),
+        (1.0, 1, False),
+    ],
+)
+def test_a_round_below_the_quorum_leaves_the_state(quorum: float, liars: int, counts: bool) -> None:
+    exchanged = exchanges("fedavg")[-1]
+    server = exchanged.server()
+    bad: Any = {k: replace(exchanged.replies[k], weight=-1.0) for k in range(liars)}  # type: ignore[call-arg]
+    exchange: Any = Canned({**exchanged.replies, **bad})
+    played = play_round(server, exchange, exchanged.context, quorum)
+    assert (played.no_quorum is None) == counts
+    assert (server.state is exchanged.state) == (not counts)
+    assert bool(played.uploads) == counts
+    assert played.there == tuple(range(liars, CLIENTS))
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_a_server_copes_with_any_subset(name: str) -> None:
+    """Also one that is another in the round's two exchanges."""
+    for exchanged in exchanges(name):
+        made = []
+        for kept in ([0], [3], [1, 2], [0, 2, 3]):
+            server = exchanged.server()
+            some = {k: exchanged.replies[k] for k in kept}
+            server.receive(exchanged.phase, some, exchanged.context)
+            assert all(bool(torch.isfinite(t).all()) for _, t in server._next.arrays())
+            made.append(server._next)
+        if exchanged.phase == FIRST:
+            assert made[0] is not exchanged.state
