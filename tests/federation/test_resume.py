@@ -244,8 +244,11 @@ def test_a_kill_inside_every_write_of_a_checkpoint(call: str, tmp_path: Path) ->
         process = start_child(given, output, lambda moment=moment: kill_at(call, moment))
         process.join(60)
         assert process.exitcode == -signal.SIGKILL
-        resumed = go_on(given, output)
-        assert_same(whole, resumed)
+        if not (unfinished(output) / "config.toml").exists():  # nothing had begun
+            with pytest.raises(OutputError, match=r"no config\.toml"):
+                go_on(given, output)
+            continue
+        assert_same(whole, go_on(given, output))
 
 
 def kill_at(call: str, moment: int) -> None:
