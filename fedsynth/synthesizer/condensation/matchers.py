@@ -259,7 +259,7 @@ class ResidualMatcher:
         fixed = frozen_means(features, synthetic)[:, : self._columns]
 
         def residuals(x_NCHW: Tensor, segment_N: Tensor) -> Tensor:
-            where = segment_N.to(x_NCHW.device)
+            where = segment_N.to(x_NCHW.device, non_blocking=True)
             return fixed[where] - features.real(x_NCHW, where)[:, : self._columns]
 
         noisy = self._clients.class_sums(self._series, residuals) / self._divisor
