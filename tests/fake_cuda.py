@@ -49,6 +49,7 @@ PACKAGE = (
     Path(fedsynth.privacy.__file__).resolve().parent,
 )
 aten = torch.ops.aten
+INDEXED = (aten.index.Tensor, aten.index_put_.default, aten.index_put.default)
 
 
 class DeviceMixError(Exception):
@@ -109,9 +110,7 @@ class StandIn(Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     @classmethod
-    def __torch_dispatch__(
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _gpu().run(func, args, kwargs or {})
 
     # `_apply` of a module then swaps the parameter's content, and the object stays the same
@@ -198,9 +197,7 @@ class StandIn(Tensor):
 class _Names(TorchFunctionMode):
     """Calls that name `cuda` name `meta` instead: C++ would ask the driver for the device's number."""
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is torch.device:
             return func(*args, **kwargs)
@@ -245,9 +242,7 @@ class _Device(TorchDispatchMode):
         self._rules = FakeTensorMode(allow_non_fake_inputs=True)
         self._known: dict[Any, Sequence[str] | None] = {}
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self.run(func, args, kwargs or {})
 
     def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -336,9 +331,10 @@ class _Device(TorchDispatchMode):
                 self._wait("read", name)
             elif isinstance(into, StandIn) and not isinstance(source, StandIn) and blocks:
                 self._wait("write", name)
-        elif func in (aten.index.Tensor, aten.index_put_.default, aten.index_put.default):
-            if any(isinstance(one, Tensor) and not isinstance(one, StandIn) for one in args[1]):
-                self._wait("write", f"{name} by indices on the CPU")
+        elif func in INDEXED and any(
+            isinstance(one, Tensor) and not isinstance(one, StandIn) for one in args[1]
+        ):
+            self._wait("write", f"{name} by indices on the CPU")
 
     def _wait(self, kind: str, operation: str) -> None:
         if self.tape is not None:

@@ -1,19 +1,22 @@
 """An exchange without a wire: all clients in this process, those of a round in groups.
 
 How many clients share a group is decided by what one more of them takes in memory
-(`Method.client_bytes`) and the run's bound; it has no influence on what is computed.
+(`Method.client_bytes`) and the run's bound; it has no influence on what is computed. Where the
+device's memory runs out all the same, groups become half as large.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fedsynth.core.context import Reporter, RoundContext
 from fedsynth.core.messages import Message
+from fedsynth.errors import DeviceMemoryError, Setting, Text
 from fedsynth.federation.exchange.client_runtime import (
     ClientRuntime,
     evaluate_together,
@@ -33,6 +36,7 @@ class InProcess:
     def __init__(self, clients: Sequence[ClientRuntime]) -> None:
         self.clients = list(clients)
         self._settings = self.clients[0].settings
+        self._most = len(self.clients)  # in a group; less once the device's memory ran out
 
     def join(self) -> list[Joined]:
         return [client.join() for client in self.clients]
@@ -55,15 +59,55 @@ class InProcess:
 
     def step(self, phase: str, message: Message, context: RoundContext) -> Replies:
         messages: dict[int, Message] = {}
-        for group in self._groups(context):
+        while len(messages) < len(context.active):
+            group = self._group(context, len(messages))
             reporter = _GroupReporter(
                 context.reporter, len(messages), len(group), len(context.active)
             )
-            replies = step_together(group, phase, message, replace(context, reporter=reporter))
+            told = replace(context, reporter=reporter)
+            try:
+                replies = step_together(group, phase, message, told)
+            except torch.OutOfMemoryError:
+                replies = None
+            if replies is None:  # after the error, which holds on to what the step has allocated
+                self._halve(group, phase, context)
+                continue
             if replies.refusals:
                 return Replies(messages, replies.refusals)
             messages.update(replies.messages)
         return Replies(messages)
+
+    def _halve(self, group: Sequence[ClientRuntime], phase: str, context: RoundContext) -> None:
+        """From now on groups of half as many as this one, whose step failed.
+
+        No message has left a client. But noise may have been drawn, and whether a step fails may
+        depend on the data: a charge serves one attempt.
+
+        Raises:
+            DeviceMemoryError: it is one client alone, or some have used what they were charged for.
+        """
+        device = context.device
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+        whose = f"round {context.round}: {device} ran out of memory in a step of "
+        whose += _clients(len(group))
+        fewer = (len(group) + 1) // 2
+        alone = Text("use a smaller batch or a smaller ", Setting("model", "width"))
+        if not all(one.may_try_again(phase, context) for one in group):
+            each = self.clients[0].method.client_bytes(context)
+            bound = f"{2 * fewer * (each or 0) / 2**30:.3g}"
+            remedy = Text("start anew with ", Setting("run", "memory_gb", bound))
+            raise DeviceMemoryError(
+                Text(
+                    f"{whose} with differential privacy; it is charged, and is not taken again, as "
+                    "one charge pays for one draw of noise: ",
+                    alone if len(group) == 1 else remedy,
+                )
+            )
+        if len(group) == 1:
+            raise DeviceMemoryError(Text(f"{whose}, number {group[0].number}: ", alone))
+        self._most = fewer
+        context.note(f"{whose}; from now on at most {fewer} share a pass, which moves no result")
 
     def facts(self, context: RoundContext) -> list[Mapping[str, Any]]:
         return [self.clients[number].facts(context) for number in context.active]
@@ -73,11 +117,16 @@ class InProcess:
     ) -> list[Evaluated]:
         return evaluate_together(self.clients, models, context)
 
-    def _groups(self, context: RoundContext) -> Iterator[list[ClientRuntime]]:
+    def _group(self, context: RoundContext, start: int) -> list[ClientRuntime]:
+        """The clients of the round from this one on that share a pass."""
         each = self.clients[0].method.client_bytes(context)
         at_once = 1 if each is None else max(1, context.memory_bytes // 2 // max(1, each))
-        for start in range(0, len(context.active), at_once):
-            yield [self.clients[k] for k in context.active[start : start + at_once]]
+        stop = start + min(at_once, self._most)
+        return [self.clients[k] for k in context.active[start:stop]]
+
+
+def _clients(count: int) -> str:
+    return "1 client" if count == 1 else f"{count} clients"
 
 
 @dataclass(frozen=True)
