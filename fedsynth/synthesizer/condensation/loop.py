@@ -212,7 +212,8 @@ def condense(
         optimiser: moves the images by it; leading axes, which stay apart, are segments and images.
         precision, statistics_S, memory_bytes, compiled: see `NetworkFeatures`; sums and updates are
             float32.
-        report: told the number of steps done; the loop itself never waits for the device.
+        report: told the number of steps done; the loop itself never waits for the device, but for
+            copies of a private matcher's noise, which the host draws.
     """
     synthetic = synthetic_SICHW.detach().clone()
     if not len(synthetic):  # no client of the group has a class to send
