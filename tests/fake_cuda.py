@@ -10,7 +10,7 @@ What makes the host wait for the device is kept with the functions of the packag
 indices, `.cpu()`, …) and copies to the device that are not `non_blocking`.
 
 Everything that PyTorch does not promise to keep is imported or called here and nowhere else; it is
-the same in PyTorch 2.11 to 2.15. The C++ side of a stand-in says `meta`, since the autograd engine
+X The C++ side of a stand-in says `meta`, since the autograd engine
 asks a driver about streams of `cuda`; what Python sees says `cuda:0`.
 """
 
@@ -49,6 +49,7 @@ PACKAGE = (
     Path(fedsynth.privacy.__file__).resolve().parent,
 )
 aten = torch.ops.aten
+MASKS = (torch.bool, torch.uint8)
 INDEXED = (aten.index.Tensor, aten.index_put_.default, aten.index_put.default)
 
 
@@ -278,8 +279,10 @@ class _Device(TorchDispatchMode):
         return devices
 
     def _asked(self, func: Any, given: Sequence[Any], tree: Any) -> Sequence[str] | None:
-        # below autograd, whose own `copy_` would ask the driver
-        with torch._C._AutoDispatchBelowAutograd(), self._rules:
+        args, kwargs = tree_unflatten(given, tree)
+        if func in INDEXED and any(one is not None and one.dtype in MASKS for one in args[1]):
+            return None  # fake tensors would ask a kernel, which builds without CUDA do not have
+        with self._rules:
             args, kwargs = tree_unflatten([_as_fake(one) for one in given], tree)
             if "generator" in kwargs:
                 kwargs["generator"] = None
