@@ -129,6 +129,10 @@ class DeviceError(FedsynthError):
     """The device that was asked for is not there."""
 
 
+class DeviceMemoryError(FedsynthError):
+    """The device's memory does not hold one client's step."""
+
+
 def unknown_name(
     kind: str, given: str, known: Iterable[str], section: str | None = None, key: str | None = None
 ) -> UnknownNameError:

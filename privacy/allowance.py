@@ -80,6 +80,12 @@ class Allowance(Generic[S]):
             f"no release {name!r} is planned (Method.private_plans names {known})"
         )
 
+    @property
+    def untouched(self) -> bool:
+        """Whether nothing of it was handed out: then nothing was drawn, and an attempt that failed
+        may be made again on the same charge."""
+        return len(self._left) == len(self._plans)
+
     def check(self, name: str) -> None:
         """Refuses a name that `take` would refuse, and takes nothing."""
         self.plan(name)

@@ -173,7 +173,7 @@ def dp_sgd(
     try:
         for _ in range(steps):
             for sample in members.sample(series).split(length):
-                part = sample.records.to(labels_N.device)
+                part = sample.records.to(labels_N.device, non_blocking=True)
                 x = padded(images(part), length)
                 y = padded(labels_N[part], length)
                 rows = _per_example_gradients(model, parameters, x, y, loss or cross_entropies)

@@ -216,7 +216,7 @@ class GaussianSums:
                 "charged for users as the unit: rows come with whose they are, and are clipped by "
                 "user"
             )
-        self._sums = self._sums.to(rows_ND.device)
+        self._sums = self._sums.to(rows_ND.device, non_blocking=True)
         if sample is None or sample.users is None or sample.shares is None:
             clip = self._release.sensitivity
             self._sums += clipped_sums(rows_ND.detach(), groups_N, self._groups, clip)

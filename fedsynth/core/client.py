@@ -105,7 +105,11 @@ class OpenClients:
     def examples(self, position: int, label: int | None = None) -> Tensor:
         """Indices into the resident data of one client's examples, of one class or of all."""
         part = self._parts[position]
-        return part if label is None else part[(self._labels[position] == label).to(part.device)]
+        if label is None:
+            return part
+        # found on the CPU: a mask on a GPU would make the host wait for how many there are
+        where = torch.nonzero(self._labels[position] == label).flatten()
+        return part[where.to(part.device, non_blocking=True)]
 
     def images(self, indices: Tensor) -> Tensor:
         """Normalised images [N, C, H, W], float32."""
@@ -258,7 +262,7 @@ class PrivateClients:
                 last = min(stop, offset + len(samples[position]))
                 own = slice(first - start, last - start)
                 part = samples[position].part(first - offset, last - offset)
-                series[position].add(made[own], labels[own].to(device), part)
+                series[position].add(made[own], labels[own].to(device, non_blocking=True), part)
         return Released(torch.cat([s.release().to(device) for s in series]))
 
     def _expected(self, series: Sequence[GaussianSums]) -> float | None:
@@ -269,7 +273,7 @@ class PrivateClients:
 
     def _images(self, records: Tensor, length: int) -> Tensor:
         """Normalised images [length, C, H, W] of these records, filled up with black ones."""
-        images = self._data.images[records.to(self._data.labels.device)]
+        images = self._data.images[records.to(self._data.labels.device, non_blocking=True)]
         return normalise(padded(images, length), self.spec)
 
     def fit(

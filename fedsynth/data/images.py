@@ -208,7 +208,7 @@ def normalise(
             f"{spec.name}: normalise needs uint8 [N, {spec.channels}, H, W], "
             f"got {_dtype(images_uint8)} {list(images_uint8.shape)}"
         )
-    mean, std = _constants(spec.mean, spec.std, images_uint8.device)
+    mean, std = pixel_constants(spec, images_uint8.device)
     return images_uint8.float().div_(255).sub_(mean).div_(std).to(dtype)
 
 
@@ -226,8 +226,14 @@ def denormalise(x: Tensor, spec: DatasetSpec) -> Tensor:
             f"{_dtype(x)} {list(x.shape)}"
         )
     _check_finite(x, spec)
-    mean, std = _constants(spec.mean, spec.std, x.device)
+    mean, std = pixel_constants(spec, x.device)
     return x.detach().float().mul(std).add_(mean).mul_(255).round_().clamp_(0, 255).to(torch.uint8)
+
+
+def pixel_constants(spec: DatasetSpec, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Mean and standard deviation of pixels in [0, 1] by channel, float32 [1, C, 1, 1] each; made
+    once for each device."""
+    return _constants(spec.mean, spec.std, device)
 
 
 @functools.lru_cache(maxsize=64)

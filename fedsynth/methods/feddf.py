@@ -87,9 +87,8 @@ class FedDF(DistilsEnsemble):
         draws = torch_generator(context.seed, "proxy batches", context.round)
         student.train()
         for done in range(self.server_steps):
-            batch = images(
-                torch.randint(len(images), (self.server_batch,), generator=draws).to(context.device)
-            )
+            chosen = torch.randint(len(images), (self.server_batch,), generator=draws)
+            batch = images(chosen.to(context.device, non_blocking=True))
             with torch.no_grad():
                 answer = torch.stack([model(batch) for model in models]).mean(dim=0)
             with torch.enable_grad():

@@ -247,12 +247,12 @@ class FedFAPlus(TrainsLocally):
     def _histogram(self, model: nn.Module, clients: OpenClients, position: int) -> Tensor:
         """π_k of all examples of a client, by its own trained model, without augmentation."""
         mine = clients.examples(position)
-        total = torch.zeros(())
+        total = torch.zeros((), device=mine.device)
         embed: Callable[[Tensor], Tensor] = model.embed  # type: ignore[assignment]
         with torch.no_grad():
             for part in mine.split(chunk(mine.device)):
                 share = len(part) / len(mine)
-                total = total.to(mine.device) + share * soft_histogram(
+                total = total + share * soft_histogram(
                     embed(clients.images(part)), self.bins, self.bin_temperature
                 )
         return total

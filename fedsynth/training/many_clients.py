@@ -151,7 +151,8 @@ class _Queue:
         where = self.learner.where
         size = self.learner.settings.batch
         while len(self._drawn) < most and self._undrawn:
-            order = torch.randperm(len(where), generator=self.learner.generator).to(where.device)
+            order = torch.randperm(len(where), generator=self.learner.generator)
+            order = order.to(where.device, non_blocking=True)
             batches = nn.functional.pad(where[order], (0, -len(where) % size), value=-1).view(
                 -1, size
             )[: self._undrawn]

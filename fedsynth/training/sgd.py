@@ -114,7 +114,8 @@ def train_on(
     normalises = has_batch_norm(network.module)
     wanted = steps_of(settings, each)
     for epoch in range(-(-wanted // each)):
-        order = torch.randperm(len(labels_N), generator=generator).to(labels_N.device)
+        order = torch.randperm(len(labels_N), generator=generator)
+        order = order.to(labels_N.device, non_blocking=True)
         for part in order.split(settings.batch)[: wanted - epoch * each]:
             part = part.repeat(2) if len(part) == 1 and normalises else part
             (full if len(part) == settings.batch else step)(part)

@@ -37,7 +37,6 @@ from fedsynth.privacy.allowance import Allowance
 from fedsynth.privacy.errors import BudgetExceededError, LedgerError, RequestRefusedError
 from fedsynth.privacy.history import History
 from fedsynth.privacy.ledger import Ledger
-from fedsynth.privacy.mechanisms import GaussianSums
 from fedsynth.privacy.plans import FIRST
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.releases import USER
@@ -112,6 +111,7 @@ class ClientRuntime:
         self._secret = secret
         self._told = False
         self._pending: tuple[int, Memory] | None = None
+        self._granted: tuple[int, str, Allowance[Any]] | None = None
         self._recorded = 0
 
     @property
@@ -231,6 +231,31 @@ class ClientRuntime:
         OpenBudget(self.ledger, self.method.name).record(context.round)
         self._recorded = context.round
 
+    def granted(self, phase: str, context: RoundContext) -> Allowance[Any]:
+        """What it is charged for in this exchange; for another attempt at a step, which has drawn
+        nothing, no second time.
+
+        Raises:
+            BudgetExceededError: see `ClientBudget.authorise`.
+            RequestRefusedError: it was not told the terms.
+        """
+        if self.budget is None:
+            raise RequestRefusedError(f"client {self.number} was not told the terms of the run")
+        if self.may_try_again(phase, context) and self._granted is not None:
+            return self._granted[2]
+        charge = self.budget.authorise if self.budget.guaranteed else self.budget.unaccounted
+        made: Allowance[Any] = charge(context, phase)
+        self._granted = (context.round, phase, made)
+        return made
+
+    def may_try_again(self, phase: str, context: RoundContext) -> bool:
+        """Whether a step that failed may be taken again without a charge: it is not private, or
+        was charged for this exchange and nothing of that was handed out."""
+        if not self.private:
+            return True
+        made = self._granted
+        return made is not None and made[:2] == (context.round, phase) and made[2].untouched
+
     def recall(self, phase: str, context: RoundContext) -> Memory:
         """What it remembers in this exchange: of the round's first one, if there was one."""
         if phase != FIRST and self._pending is not None and self._pending[0] == context.round:
@@ -306,33 +331,28 @@ def view(clients: Sequence[ClientRuntime], phase: str, context: RoundContext) ->
         for client in clients:
             client.begin(context)
         return OpenClients(ids, resident, records)
-    budgets = [_budget(client) for client in clients]
-    if not budgets[0].guaranteed:
-        noise = [budget.unaccounted(context, phase) for budget in budgets]
-        return OpenClients(ids, resident, records, noise)
+    allowances = [_charged(client, phase, context) for client in clients]
+    if not _guaranteed(clients[0]):
+        return OpenClients(ids, resident, records, allowances)
     protects_users = context.privacy is not None and context.privacy.unit == USER
     return PrivateClients(
         ids,
         resident,
         records,
-        [_authorised(client, phase, context) for client in clients],
+        allowances,
         nominal_size=context.nominal_size,
         users=resident.groups if protects_users else None,
     )
 
 
-def _budget(client: ClientRuntime) -> ClientBudget:
-    if client.budget is None:
-        raise RequestRefusedError(f"client {client.number} was not told the terms of the run")
-    return client.budget
+def _guaranteed(client: ClientRuntime) -> bool:
+    return client.budget is not None and client.budget.guaranteed
 
 
-def _authorised(
-    client: ClientRuntime, phase: str, context: RoundContext
-) -> Allowance[GaussianSums]:
+def _charged(client: ClientRuntime, phase: str, context: RoundContext) -> Allowance[Any]:
     """What the client is charged for."""
     try:
-        return _budget(client).authorise(context, phase)
+        return client.granted(phase, context)
     except BudgetExceededError as error:
         raise RefusedError(Refusal(client.number, str(error))) from None
 

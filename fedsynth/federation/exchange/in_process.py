@@ -1,19 +1,22 @@
 """An exchange without a wire: all clients in this process, those of a round in groups.
 
 How many clients share a group is decided by what one more of them takes in memory
-(`Method.client_bytes`) and the run's bound; it has no influence on what is computed.
+(`Method.client_bytes`) and the run's bound; it has no influence on what is computed. Where the
+device's memory runs out all the same, groups become half as large.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fedsynth.core.context import Reporter, RoundContext
 from fedsynth.core.messages import Message
+from fedsynth.errors import DeviceMemoryError, Setting, Text
 from fedsynth.federation.exchange.client_runtime import (
     ClientRuntime,
     evaluate_together,
@@ -37,6 +40,7 @@ class InProcess:
         self.clients = list(clients)
         self._settings = self.clients[0].settings
         self._failures = self._settings.failures
+        self._most = len(self.clients)  # in a group; less once the device's memory ran out
 
     def join(self) -> list[Joined]:
         return [client.join() for client in self.clients]
@@ -70,9 +74,17 @@ class InProcess:
         hanging = [self.clients[k] for k, why in lost.items() if why == TIMED_OUT]
         before = [client.memory for client in hanging]
         messages: dict[int, Message] = {}
-        for group in self._groups(working, context):
+        while len(messages) < len(working):
+            group = self._group(working, len(messages), context)
             reporter = _GroupReporter(context.reporter, len(messages), len(group), len(working))
-            replies = step_together(group, phase, message, replace(context, reporter=reporter))
+            told = replace(context, reporter=reporter)
+            try:
+                replies = step_together(group, phase, message, told)
+            except torch.OutOfMemoryError:
+                replies = None
+            if replies is None:  # after the error, which holds on to what the step has allocated
+                self._halve(group, phase, context)
+                continue
             if replies.refusals:
                 return Replies(messages, replies.refusals)
             messages.update(replies.messages)
@@ -80,6 +92,38 @@ class InProcess:
             client.forget(memory)
         arrived = {number: sent for number, sent in messages.items() if number not in lost}
         return Replies(arrived, lost=lost)
+
+    def _halve(self, group: Sequence[ClientRuntime], phase: str, context: RoundContext) -> None:
+        """From now on groups of half as many as this one, whose step failed.
+
+        No message has left a client. But noise may have been drawn, and whether a step fails may
+        depend on the data: a charge serves one attempt.
+
+        Raises:
+            DeviceMemoryError: it is one client alone, or some have used what they were charged for.
+        """
+        device = context.device
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+        whose = f"round {context.round}: {device} ran out of memory in a step of "
+        whose += _clients(len(group))
+        fewer = (len(group) + 1) // 2
+        alone = Text("use a smaller batch or a smaller ", Setting("model", "width"))
+        if not all(one.may_try_again(phase, context) for one in group):
+            each = self.clients[0].method.client_bytes(context)
+            bound = f"{2 * fewer * (each or 0) / 2**30:.3g}"
+            remedy = Text("go on with ", Setting("run", "memory_gb", bound))
+            raise DeviceMemoryError(
+                Text(
+                    f"{whose} with differential privacy; it is charged, and is not taken again, as "
+                    "one charge pays for one draw of noise: ",
+                    alone if len(group) == 1 else remedy,
+                )
+            )
+        if len(group) == 1:
+            raise DeviceMemoryError(Text(f"{whose}, number {group[0].number}: ", alone))
+        self._most = fewer
+        context.note(f"{whose}; from now on at most {fewer} share a pass, which moves no result")
 
     def _failing(self, phase: str, numbers: Sequence[int], context: RoundContext) -> dict[int, str]:
         """Which of these clients fail in this exchange, and how: in the main one also those whose
@@ -102,13 +146,18 @@ class InProcess:
     ) -> list[Evaluated]:
         return evaluate_together(self.clients, models, context)
 
-    def _groups(
-        self, numbers: Sequence[int], context: RoundContext
-    ) -> Iterator[list[ClientRuntime]]:
+    def _group(
+        self, numbers: Sequence[int], start: int, context: RoundContext
+    ) -> list[ClientRuntime]:
+        """Those of these clients, from this position on, that share a pass."""
         each = self.clients[0].method.client_bytes(context)
         at_once = 1 if each is None else max(1, context.memory_bytes // 2 // max(1, each))
-        for start in range(0, len(numbers), at_once):
-            yield [self.clients[k] for k in numbers[start : start + at_once]]
+        stop = start + min(at_once, self._most)
+        return [self.clients[k] for k in numbers[start:stop]]
+
+
+def _clients(count: int) -> str:
+    return "1 client" if count == 1 else f"{count} clients"
 
 
 @dataclass(frozen=True)

@@ -59,7 +59,7 @@ class DistributionMatcher:
         self._factor = 2 * (blur**2 if matching == "gaussian" else 1.0)
 
     def gradient(self, step: int, features: FeatureMap, synthetic: Tensor) -> Tensor:
-        rows, weights = _padded(*self._exact.real_rows(step, features), len(synthetic))
+        rows, weights = _padded(*self._exact.real_rows(step, features))
         rows = rows[..., : self._columns]
         ipc = synthetic.shape[1]
         out = torch.empty_like(synthetic)
@@ -86,18 +86,20 @@ class DistributionMatcher:
         return gradient
 
 
-def _padded(rows_ND: Tensor, segment_N: Tensor, segments: int) -> tuple[Tensor, Tensor]:
+def _padded(rows_ND: Tensor, segment_N: Tensor, sizes_S: Tensor) -> tuple[Tensor, Tensor]:
     """Each segment's rows [S, B, D], the shorter ones filled up, and weights [S, B] that sum to 1
     and leave the filling out.
 
     Args:
-        segment_N: ascending, as `BatchIndices` has them.
+        segment_N, sizes_S: ascending, and how many of each; as `BatchIndices` has them, sizes on
+            the CPU, so that a GPU need not be asked.
     """
-    sizes = torch.bincount(segment_N, minlength=segments)
+    segments = len(sizes_S)
+    most = int(sizes_S.max())
+    sizes = sizes_S.to(segment_N.device, non_blocking=True)
     place = (
         torch.arange(len(segment_N), device=segment_N.device) - (sizes.cumsum(0) - sizes)[segment_N]
     )
-    most = int(sizes.max())
     # Filled with the segment's first row, and not with zeros: a far point without weight would
     # still widen Sinkhorn's first blur.
     first = (sizes.cumsum(0) - sizes).clamp_max(len(segment_N) - 1)

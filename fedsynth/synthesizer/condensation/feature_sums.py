@@ -72,7 +72,7 @@ class FeatureSumMatcher:
         centre = frozen_means(features, synthetic)
 
         def rows(x_NCHW: Tensor, segment_N: Tensor) -> Tensor:
-            where = segment_N.to(x_NCHW.device)
+            where = segment_N.to(x_NCHW.device, non_blocking=True)
             return features.real(x_NCHW, where) - centre[where]
 
         target: Tensor = centre + self._clients.class_sums(self._series, rows) / self._divisors

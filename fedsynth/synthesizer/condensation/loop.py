@@ -215,7 +215,8 @@ def condense(
         optimiser: moves the images by it; leading axes, which stay apart, are segments and images.
         precision, statistics_S, memory_bytes, compiled: see `NetworkFeatures`; sums and updates are
             float32.
-        report: told the number of steps done; the loop itself never waits for the device.
+        report: told the number of steps done; the loop itself never waits for the device, but for
+            copies of a private matcher's noise, which the host draws.
         keeper: keeps images and optimiser under `name` between steps, and has them if this loop
             was cut off before: then it goes on from there, with the same draws.
         name: of this loop among all of a round.

@@ -203,9 +203,9 @@ class ExactMatcher:
             raise ValueError("a step without any real image")
         return sums / self._batches.divisors.to(sums.dtype)
 
-    def real_rows(self, step: int, features: FeatureMap) -> tuple[Tensor, Tensor]:
-        """u_w of every image of this step's batch [N, D], without graph, and its segment [N],
-        ascending."""
+    def real_rows(self, step: int, features: FeatureMap) -> tuple[Tensor, Tensor, Tensor]:
+        """u_w of every image of this step's batch [N, D], without graph, its segment [N],
+        ascending, and on the CPU how many images each segment has [S]."""
         indices = self._batches.at(step)
         rows = [
             features.real(
@@ -215,7 +215,7 @@ class ExactMatcher:
                 len(indices) if features.mixes else chunk(indices.device)
             )
         ]
-        return torch.cat(rows), self._batches.segment
+        return torch.cat(rows), self._batches.segment, self._batches.sizes
 
     def gradient(self, step: int, features: FeatureMap, synthetic: Tensor) -> Tensor:
         real = self.real_means(step, features, len(synthetic))
@@ -259,7 +259,7 @@ class ResidualMatcher:
         fixed = frozen_means(features, synthetic)[:, : self._columns]
 
         def residuals(x_NCHW: Tensor, segment_N: Tensor) -> Tensor:
-            where = segment_N.to(x_NCHW.device)
+            where = segment_N.to(x_NCHW.device, non_blocking=True)
             return fixed[where] - features.real(x_NCHW, where)[:, : self._columns]
 
         noisy = self._clients.class_sums(self._series, residuals) / self._divisor
@@ -316,15 +316,15 @@ def per_example_gradients(
     segment_N = segment_N.cpu()
     device = x_NCHW.device
     segments = len(synthetic_SICHW)
-    u = features.real(x_NCHW, segment_N.to(device))
+    u = features.real(x_NCHW, segment_N.to(device, non_blocking=True))
     at_once = vectors_at_once(features, synthetic_SICHW, len(x_NCHW) / segments)
     out = u.new_zeros(len(x_NCHW), synthetic_SICHW[0].numel())
     for number in segment_N[segment_N >= 0].unique().tolist():
         one = SyntheticPass(
-            features, synthetic_SICHW, torch.tensor([number], device=device), exact=False
+            features, synthetic_SICHW, torch.full((1,), number, device=device), exact=False
         )
         for mine in torch.nonzero(segment_N == number).flatten().split(at_once):
-            where = mine.to(device)
+            where = mine.to(device, non_blocking=True)
             cotangents = padded(2 * (one.means - u[where]), at_once)[:, None]
             out[where] = one.pull(cotangents)[: len(where)].flatten(1)
     return out

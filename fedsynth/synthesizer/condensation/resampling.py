@@ -58,7 +58,7 @@ class ResampledNetworks:
                     reset: Any = getattr(layer, "reset_parameters", None)
                     if reset is not None:
                         reset()
-            fresh = flatten(self._scratch).to(self._center.device)
+            fresh = flatten(self._scratch).to(self._center.device, non_blocking=True)
             torch.lerp(fresh, self._center, self._gamma, out=self._network.flat)
         self._drawn += 1
         return self._network.module

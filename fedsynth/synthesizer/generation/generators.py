@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fedsynth.data.images import pixel_constants
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.seeding import forked_rng
 
@@ -71,9 +72,7 @@ class Generator(nn.Module):
     def normalised(self, z_NL: Tensor, labels_N: Tensor | None = None) -> Tensor:
         """Images as networks take them: (pixels − mean)/std."""
         pixels = self(z_NL, labels_N)
-        mean, std = (
-            pixels.new_tensor(v).view(1, -1, 1, 1) for v in (self._spec.mean, self._spec.std)
-        )
+        mean, std = pixel_constants(self._spec, pixels.device)
         images: Tensor = (pixels - mean) / std
         return images
 

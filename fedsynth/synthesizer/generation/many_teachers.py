@@ -302,7 +302,9 @@ class _Images:
             seen = self._views(images, self._spec, self._chance)
             answer = self._teacher.logits(seen, labels)
             loss = F.cross_entropy(answer, labels)
-            loss = loss + settings.bn_weight * self._teacher.statistics().to(z.device)
+            loss = loss + settings.bn_weight * self._teacher.statistics().to(
+                z.device, non_blocking=True
+            )
             if settings.ad_weight:
                 loss = loss + settings.ad_weight * adversarial_loss(
                     answer, self._student(seen), only_disagreement=settings.only_disagreement
@@ -329,7 +331,7 @@ class _Images:
             width=settings.width,
             classes=self._spec.classes if settings.conditional else 0,
         )
-        generator.to(self._device).train()
+        generator.to(self._device, non_blocking=True).train()
         return _Learner(generator, self._adam(generator.parameters()))
 
     def _adam(self, parameters: Iterable[Tensor]) -> torch.optim.Optimizer:

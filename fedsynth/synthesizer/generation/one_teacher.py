@@ -112,7 +112,7 @@ class Distillation:
             logits = self._teacher.classifier(features)  # type: ignore[operator]
             loss = generator_loss(
                 features, logits, *self._weights
-            ) + self._bn_weight * self._statistics().to(z.device)
+            ) + self._bn_weight * self._statistics().to(z.device, non_blocking=True)
             loss = loss + self._against(student, images, logits)
             weights = list(self.generator.parameters())
             for p, gradient in zip(weights, torch.autograd.grad(loss, weights), strict=True):

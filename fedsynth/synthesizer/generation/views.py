@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fedsynth.data.images import pixel_constants
 from fedsynth.data.registry import DatasetSpec
 
 
@@ -52,7 +53,7 @@ class Views:
 
 def _black(x_NCHW: Tensor, spec: DatasetSpec) -> Tensor:
     """What a pixel of value 0 is after normalisation, [1, C, 1, 1]."""
-    mean, std = (x_NCHW.new_tensor(values).view(1, -1, 1, 1) for values in (spec.mean, spec.std))
+    mean, std = pixel_constants(spec, x_NCHW.device)
     return -mean / std
 
 

@@ -1,0 +1,202 @@
+"""The device's memory runs out in a pass over many clients: smaller groups go on with the same
+numbers, and no charge ever pays for two attempts that drew noise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fedsynth import RunResult, resolve, simulate
+from fedsynth.core.client import ClientGroup, PrivateClients
+from fedsynth.errors import DeviceMemoryError
+from fedsynth.federation.exchange.client_budget import ClientBudget
+from fedsynth.federation.exchange.client_runtime import ClientRuntime
+from fedsynth.federation.observer import Observer
+from fedsynth.federation.outputs.verification import unfinished_report, verify_run
+from fedsynth.methods.feddm import FedDM
+from fedsynth.privacy.errors import UnplannedReleaseError
+from fedsynth.privacy.releases import Release
+from fedsynth.privacy.report import write_report
+from tests.federation.test_unchanged import HERE, differences, fingerprint, ledger_rows
+
+CLIENTS = 5
+Fails = Callable[[ClientGroup], bool]
+
+
+class Notes(Observer):
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def note(self, text: str) -> None:
+        self.lines.append(str(text))
+
+
+def run(observer: Observer | None = None, output: Path | None = None, **sections: Any) -> RunResult:
+    """FedDM, three rounds of five clients."""
+    settings = resolve(
+        {
+            "run": {"method": "feddm", "rounds": 3, "device": "cpu"},
+            "partition": {"clients": CLIENTS, "alpha": 1.0},
+            "model": {"width": 4, "depth": 1},
+            "method": {"ipc": 1, "iterations": 2, "server_epochs": 2, "batch": 8},
+            **sections,
+        }
+    )
+    return simulate(settings, observer=observer, output=output)
+
+
+PRIVATE = {"privacy": {"noise_multiplier": 2.0, "sample_rate": 0.1}}
+
+
+def runs_out(monkeypatch: pytest.MonkeyPatch, where: str, fails: Fails) -> list[int]:
+    """Makes steps of groups for which `fails` run out of memory, at the function of FedDM's that is
+    named; returns the sizes of all groups that took a step to its end."""
+    done: list[int] = []
+    whole = getattr(FedDM, where)
+    step = FedDM.client_step
+
+    def without_memory(self: FedDM, *args: Any) -> Any:
+        group = next(one for one in args if hasattr(one, "ids"))
+        made = whole(self, *args)
+        if fails(group):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return made
+
+    def counted(self: FedDM, message: Any, clients: Any, *others: Any) -> Any:
+        made = step(self, message, clients, *others)
+        done.append(len(clients.ids))
+        return made
+
+    monkeypatch.setattr(FedDM, where, without_memory)
+    if where != "client_step":
+        monkeypatch.setattr(FedDM, "client_step", counted)
+    return done
+
+
+def models(result: RunResult) -> dict[str, Any]:
+    uploads: dict[str, Any] = {}
+    for client, upload in sorted(result.uploads.items()):
+        uploads[str(client)] = fingerprint(dict(upload.arrays()))
+    return {"model": fingerprint(result.model.state_dict()), "uploads": uploads}
+
+
+def more_than(most: int) -> Fails:
+    return lambda group: len(group.ids) > most
+
+
+def test_open_clients_go_on_in_smaller_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = run()
+    done = runs_out(monkeypatch, "_start", more_than(2))
+    notes = Notes()
+    found = run(notes)
+    assert not list(differences("", models(expected), models(found), *HERE))
+    assert done == [2, 2, 1] * 3  # five, then three, do not fit; later rounds begin with two
+    said = [line for line in notes.lines if "ran out of memory" in line]
+    assert said == [
+        f"round 1: cpu ran out of memory in a step of {before} clients; from now on at most {now} "
+        "share a pass, which moves no result"
+        for before, now in ((5, 3), (3, 2))
+    ]
+
+
+def test_a_later_group_alone_is_halved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the round's earlier groups have sent stays."""
+    expected = run()
+    done = runs_out(
+        monkeypatch, "_start", lambda group: len(group.ids) > 1 and group.ids[-1] == CLIENTS - 1
+    )
+    monkeypatch.setattr(FedDM, "client_bytes", lambda self, context: context.memory_bytes // 6)
+    found = run()
+    assert not list(differences("", models(expected), models(found), *HERE))
+    assert done[:3] == [3, 1, 1]
+
+
+def test_one_client_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs_out(monkeypatch, "_start", more_than(0))
+    with pytest.raises(DeviceMemoryError, match="of 1 client, number 0: use a smaller batch"):
+        run()
+
+
+def test_other_errors_are_not_taken_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(self: FedDM, *args: Any) -> Any:
+        raise RuntimeError("not about memory")
+
+    monkeypatch.setattr(FedDM, "_start", broken)
+    with pytest.raises(RuntimeError, match="not about memory"):
+        run()
+
+
+def test_a_private_step_that_drew_nothing_is_made_again_on_its_charge(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    expected = run(**PRIVATE)
+    done = runs_out(monkeypatch, "_start", more_than(2))
+    notes = Notes()
+    found = run(notes, tmp_path, **PRIVATE)
+    assert done == [2, 2, 1] * 3
+    assert any("at most 2" in line for line in notes.lines)
+    assert expected.privacy is not None
+    assert found.privacy is not None
+    assert ledger_rows(found.privacy) == ledger_rows(expected.privacy)
+    assert found.folder is not None
+    assert verify_run(found.folder).problems == []
+
+
+def out_after_noise(monkeypatch: pytest.MonkeyPatch, round: int) -> list[tuple[int, Release]]:
+    """The given round's passes run out of memory once noise was drawn; returns what is charged from
+    now on, with the client's number."""
+    made: list[tuple[int, Release]] = []
+    authorise = ClientBudget.authorise
+    sums = PrivateClients.class_sums
+
+    def charged(self: ClientBudget, context: Any, phase: str) -> Any:
+        before = len(self.history().releases)
+        granted = authorise(self, context, phase)
+        made.extend((self.client, row) for row in self.history().releases[before:])
+        return granted
+
+    def without_memory(self: PrivateClients, series: Any, *args: Any, **kwargs: Any) -> Any:
+        released = sums(self, series, *args, **kwargs)
+        if made[-1][1].round == round:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return released
+
+    monkeypatch.setattr(ClientBudget, "authorise", charged)
+    monkeypatch.setattr(PrivateClients, "class_sums", without_memory)
+    return made
+
+
+@pytest.mark.parametrize("round", [1, 2])
+def test_a_private_step_that_drew_noise_is_charged_once_and_not_taken_again(
+    round: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The run ends with one line; a report is built of what the ledgers hold, with the round that
+    failed in it, and verifies."""
+    charges = out_after_noise(monkeypatch, round)
+    with pytest.raises(DeviceMemoryError, match=f"round {round}: cpu .* of 5 clients .*memory_gb"):
+        run(None, tmp_path, **PRIVATE)
+    for client in range(CLIENTS):
+        rounds = [row.round for number, row in charges if number == client]
+        assert rounds == list(range(1, round + 1))
+    (folder,) = tmp_path.iterdir()
+    report: Any = unfinished_report(folder)
+    write_report(report, folder)
+    assert verify_run(folder).problems == []
+    assert len(ledger_rows(report)) > 0
+    assert {number for row in ledger_rows(report) for number in row["rounds"]} == set(
+        range(1, round + 1)
+    )
+
+
+def test_a_twin_that_forgets_what_was_spent_releases_nothing_either(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The series cannot be handed out a second time."""
+    out_after_noise(monkeypatch, 1)
+    monkeypatch.setattr(ClientRuntime, "may_try_again", lambda *args: True)
+    with pytest.raises(UnplannedReleaseError):
+        run(**PRIVATE)

@@ -1,0 +1,363 @@
+"""Every method on a pretended GPU (`tests/fake_cuda.py`): no operation mixes devices, the numbers
+are the CPU's, and nothing waits for the device in the loops that promise it, or elsewhere unnamed.
+
+A new method is found by its line in the registry. A wait that is needed gets a line in `ALLOWED`,
+with its reason; a loop that must not wait gets one in `LOOPS`.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fedsynth.data.images import from_arrays
+from fedsynth.data.registry import DatasetSpec
+from fedsynth.evaluation.accuracy import accuracy, accuracy_by_domain, correct
+from fedsynth.methods import METHODS, method_class
+from fedsynth.training import cuda_graphs
+from fedsynth.training.optimisers import MomentumSgd
+from fedsynth.training.sgd import SgdSettings, train_on
+from tests.fake_cuda import CUDA, CaptureError, DeviceMixError, Wait, pretended_gpu
+from tests.federation import test_unchanged as recorded
+
+MOVED = 1e-4
+"""How far a number may be from the CPU's, as a share of its scale: on a GPU passes have other
+lengths, and so another rounding."""
+
+LOOPS = (
+    ("synthesizer/condensation/loop.py", "condense"),
+    ("training/sgd.py", "train_on"),
+    ("training/sgd.py", "make_step.<locals>.step"),
+    ("training/many_clients.py", "train_together"),
+    ("synthesizer/generation/one_teacher.py", "Distillation.step"),
+    ("synthesizer/generation/many_teachers.py", "_Images._epoch"),
+    ("methods/feddf.py", "FedDF.distil"),
+    ("privacy/dpsgd.py", "dp_sgd"),
+)
+
+# Also inside loops
+HOST_DRAWS = "noise comes from the host, where its key is: one copy for each release"
+KEPT = "pixel constants, once for each data set"
+IN_LOOPS = {
+    ("privacy/randomness.py", "SecretGenerator.normal"): HOST_DRAWS,
+    ("data/images.py", "_constants"): KEPT,
+}
+
+# Outside loops only
+MODEL = "a model of the run's architecture, once for each client or round"
+DRAWN = "what a round draws at its start, on the host"
+RESULT = "a result that is read, once for each round"
+LOOK = "one look at what came, before it is used"
+ALLOWED = {
+    **IN_LOOPS,
+    ("core/client.py", "OpenClients.__init__"): "the records of a group, once for each step",
+    ("core/client.py", "PrivateClients.__init__"): "the records of a group, once for each step",
+    ("core/context.py", "RoundContext.load"): MODEL,
+    ("data/images.py", "ImageData.to"): "the data, once",
+    ("data/images.py", "_check_finite"): LOOK,
+    ("data/images.py", "_check_label_range"): LOOK,
+    ("data/images.py", "ImageData.subset"): LOOK,
+    ("data/fingerprints.py", "record_digests"): "who holds what out, before the first round",
+    ("evaluation/generated.py", "tally"): RESULT,
+    ("evaluation/generated.py", "_images"): RESULT,
+    ("evaluation/generated.py", "agreement"): RESULT,
+    ("evaluation/generated.py", "class_entropy"): RESULT,
+    ("evaluation/generated.py", "classes_present"): RESULT,
+    ("federation/exchange/checks.py", "check_finite"): LOOK,
+    ("federation/exchange/client_runtime.py", "ClientRuntime.evaluate"): RESULT,
+    ("federation/exchange/client_runtime.py", "evaluate_together"): RESULT,
+    ("federation/outputs/measure.py", "Measure._on_test"): RESULT,
+    ("federation/simulation.py", "Simulation.__init__"): "the first model, once",
+    ("federation/simulation.py", "Simulation._after_uploads"): "a warning in the first round",
+    ("methods/fedaf.py", "FedAF.objective"): DRAWN,
+    ("methods/feddm.py", "FedDM.feature_maps"): DRAWN,
+    ("methods/fedfm.py", "FedFM.task"): LOOK,
+    ("methods/fedgen.py", "FedGen._generator"): MODEL,
+    ("methods/fedgen.py", "FedGen.complete"): RESULT,
+    ("methods/fedgen.py", "FedGen.facts"): RESULT,
+    ("methods/fedgen.py", "FedGen.task"): LOOK,
+    ("methods/fedkf.py", "FedKF.task"): MODEL,
+    ("methods/qffl.py", "QFFL.combine"): RESULT,
+    ("methods/shared/aggregation.py", "overall_average"): RESULT,
+    ("methods/shared/condensing.py", "Condenses._start.<locals>.fresh"): DRAWN,
+    ("methods/shared/condensing.py", "Condenses._sharing"): DRAWN,
+    ("methods/shared/local.py", "mean_loss"): RESULT,
+    ("privacy/requests.py", "check_request"): LOOK,
+    ("synthesizer/condensation/knowledge.py", "KnowledgeMatcher.__init__"): DRAWN,
+    ("synthesizer/condensation/real_batches.py", "BatchIndices.__init__"): DRAWN,
+    ("synthesizer/condensation/sets.py", "averaged_start"): DRAWN,
+    ("synthesizer/condensation/sets.py", "real_start"): DRAWN,
+    ("synthesizer/condensation/sets.py", "split_uploads"): RESULT,
+    ("synthesizer/generation/ensembles.py", "Stratification._losses"): DRAWN,
+}
+COMPREHENSION = re.compile(r"\.<locals>\.<(listcomp|dictcomp|setcomp|genexpr)>")
+
+SMALL: dict[str, dict[str, Any]] = {
+    "run": {"memory_gb": 1.0},
+    "partition": {"clients": 2, "subset": 0.1},
+    "model": {"width": 4, "depth": 1},
+}
+FEW = {
+    "local_epochs": 1, "batch": 32, "iterations": 2, "directions": 4, "generator_steps": 2,
+    "server_epochs": 2, "server_steps": 2, "stratification_steps": 2,
+}  # fmt: skip
+HALF = {"sample_rate": 0.5, "noise_multiplier": 4.0}
+
+
+def small(name: str, protected: bool, **sections: Any) -> recorded.Sections:
+    """A case as small as one can be, nearly all with two rounds."""
+    merged = {key: {**SMALL.get(key, {}), **sections.get(key, {})} for key in {*SMALL, *sections}}
+    if not protected:
+        merged["partition"] = {"local_test": 0.2, **merged["partition"]}
+    else:
+        merged["privacy"] = {**HALF, **merged.get("privacy", {})}
+    made = (recorded.private if protected else recorded.case)(name, **merged)
+    few = {key: value for key, value in FEW.items() if key in made["method"]}
+    if "ipc" in made["method"]:
+        few["ipc"] = 1
+    if protected and name in ("dense", "fedhydra"):  # generation takes most of the suite's time
+        made["run"]["rounds"] = 1
+    made["method"] = {**made["method"], **few, **sections.get("method", {})}
+    return made
+
+
+CASES = {
+    **{f"{name}, open": small(name, False) for name in METHODS},
+    **{f"{name}, private": small(name, True) for name in METHODS if method_class(name).protects},
+    **{
+        f"feddm, {mechanism}": small("feddm", True, privacy={"mechanism": mechanism})
+        for mechanism in ("gradient", "features")
+    },
+    "feddm, siamese, inside the ball": small(
+        "feddm", False, method={"augment": "siamese", "perturbation": "ball"}
+    ),
+    "feddm, batch norm": small("feddm", False, model={"norm": "batch"}),
+    "feddm, distributions": small("feddm", False, method={"matching": "sinkhorn"}),
+    "fedaf, rows": small("fedaf", False, method={"distance": "rows"}),
+    "fedavg, in one pass": small(
+        "fedavg", False, model={"name": "linear"}, partition={"clients": 5}, method={"batch": 8}
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Any:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def place(frame: Sequence[Any]) -> tuple[str, str]:
+    """File in the package and function, without what Python calls its comprehensions."""
+    return frame[0].removeprefix("fedsynth/"), COMPREHENSION.sub("", frame[1])
+
+
+def unwanted(waits: Sequence[Wait]) -> list[str]:
+    """Those in a loop that must not wait, and those outside that nobody has named."""
+    found = []
+    for wait in waits:
+        stack = [place(frame) for frame in wait.stack]
+        if not stack:
+            continue  # the test itself reads results
+        inside = any(frame in LOOPS for frame in stack)
+        if stack[0] not in (IN_LOOPS if inside else ALLOWED):
+            found.append(f"{'inside a loop: ' if inside else ''}{wait}")
+    return sorted(set(found))
+
+
+def play(
+    sections: recorded.Sections, monkeypatch: pytest.MonkeyPatch
+) -> tuple[dict[str, Any], list[Wait]]:
+    """The numbers of a run on the pretended GPU, and its waits; a graph that cannot be recorded is
+    an error here."""
+    monkeypatch.setitem(recorded.CASES, "here", sections)
+    with pretended_gpu() as gpu, warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*without a CUDA graph")
+        warnings.filterwarnings("ignore", message="Converting a tensor with requires_grad")
+        numbers = recorded.numbers(recorded.run("here", monkeypatch))
+    assert gpu.operations > 500  # that the run was on it
+    return numbers, gpu.waits
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_run(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """First exchange, client steps, server steps, evaluation on both kinds of test images."""
+    found, waits = play(CASES[name], monkeypatch)
+    assert not unwanted(waits)
+    expected = recorded.numbers(recorded.run("here", monkeypatch))
+    assert not list(recorded.differences(name, expected, found, MOVED, 0.01))
+
+
+# ----------------------------------------------------------------------------------- broken twins
+
+Update = Callable[[MomentumSgd, Tensor, Tensor, tuple[Tensor, ...]], None]
+
+
+def twin(monkeypatch: pytest.MonkeyPatch, broken: Callable[[Tensor], object]) -> None:
+    """The optimiser with a line more, on each gradient."""
+    whole: Update = MomentumSgd.update
+
+    def update(self: MomentumSgd, w: Tensor, gradient: Tensor, state: tuple[Tensor, ...]) -> None:
+        broken(gradient)
+        whole(self, w, gradient, state)
+
+    monkeypatch.setattr(MomentumSgd, "update", update)
+
+
+READS: dict[str, Callable[[Tensor], object]] = {
+    "item": lambda gradient: gradient.norm().item(),
+    "float": lambda gradient: float(gradient.sum()),
+    "bool": lambda gradient: bool((gradient > 0).all()),
+    "boolean index": lambda gradient: gradient[gradient > 0],
+    "nonzero": lambda gradient: gradient.nonzero(),
+    "tolist": lambda gradient: gradient.flatten()[:2].tolist(),
+    "cpu": lambda gradient: gradient.cpu(),
+    "blocking copy": lambda gradient: torch.zeros(3).to(gradient.device),
+    "constant": lambda gradient: torch.tensor([1.0], device=gradient.device),
+    "index on the CPU": lambda gradient: gradient[torch.zeros(1, dtype=torch.int64)],
+}
+
+
+@pytest.mark.parametrize("read", READS)
+def test_a_wait_in_training_is_seen(read: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    twin(monkeypatch, READS[read])
+    monkeypatch.setattr("fedsynth.training.sgd.WORTH_RECORDING", 10**9)
+    with pretended_gpu() as gpu:
+        trained(CUDA, None)
+    assert any("inside a loop" in line and "train_on" in line for line in unwanted(gpu.waits))
+
+
+@pytest.mark.parametrize("read", ["item", "boolean index", "constant"])
+def test_a_wait_in_condensation_is_seen(read: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    twin(monkeypatch, READS[read])
+    monkeypatch.setattr("fedsynth.training.sgd.WORTH_RECORDING", 10**9)
+    _, waits = play(small("feddm", False, run={"rounds": 1}), monkeypatch)
+    assert any("inside a loop" in line and "condense" in line for line in unwanted(waits))
+
+
+MIXES: dict[str, Callable[[Tensor], object]] = {
+    "a new tensor": lambda gradient: gradient + torch.zeros(gradient.shape),
+    "a copy in place": lambda gradient: gradient.add_(torch.ones(len(gradient))),
+    "a generator of the CPU": lambda gradient: torch.randn(
+        3, generator=torch.Generator(), device=gradient.device
+    ),
+    "a generator of the GPU": lambda gradient: torch.randn(
+        3, generator=torch.Generator(gradient.device)
+    ),
+}
+
+
+@pytest.mark.parametrize("mix", MIXES)
+def test_a_mix_of_devices_is_seen(mix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the CPU takes without a word."""
+    twin(monkeypatch, MIXES[mix])
+    sections = small("fedavg", False)
+    monkeypatch.setitem(recorded.CASES, "here", sections)
+    recorded.run("here", monkeypatch)
+    with pytest.raises(DeviceMixError):
+        play(sections, monkeypatch)
+
+
+def test_numpy_of_a_gpu_tensor_is_refused() -> None:
+    with pretended_gpu(), pytest.raises(TypeError):
+        torch.zeros(2, device="cuda").numpy()
+
+
+def test_a_wait_that_nobody_named_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outside loops too: one line of the list is taken away."""
+    _, waits = play(small("fedavg", False), monkeypatch)
+    assert not unwanted(waits)
+    monkeypatch.delitem(ALLOWED, ("core/context.py", "RoundContext.load"))
+    assert unwanted(waits)
+
+
+# ------------------------------------------------------------------------------------- CUDA graphs
+
+SPEC = DatasetSpec("tiny", 1, 4, 4, 3, 90, 30, (0.4,), (0.3,), ("a", "b", "c"), "made up")
+
+
+def network() -> nn.Module:
+    """16 pixels, 5 hidden units, 3 classes; always the same weights."""
+    model = nn.Sequential(nn.Flatten(), nn.Linear(16, 5), nn.ReLU(), nn.Linear(5, 3))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(torch.linspace(-0.5, 0.5, p.numel()).sin().view_as(p))
+    return model
+
+
+def trained(device: torch.device | str, radius: float | None) -> list[Tensor]:
+    """A small network's parameters after 40 steps on full batches and 10 on a rest."""
+    rng = np.random.default_rng(0)
+    data = from_arrays(
+        rng.integers(0, 256, (90, 1, 4, 4)).astype(np.uint8), rng.integers(0, 3, 90), SPEC
+    ).to(device)
+    model = network().to(device)
+    images = data.images.float().div(255)
+    settings = SgdSettings(10, 20, MomentumSgd(0.5, 0.9, 1e-3), radius)
+    train_on(model, images.__getitem__, data.labels, settings, torch.Generator().manual_seed(1))
+    return [p.detach().cpu() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("radius", [None, 0.5])
+def test_recorded_steps_are_plain_ones(
+    radius: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A graph's operations, repeated on the same memory without Python, train as the CPU does."""
+    made: list[object] = []
+    whole = cuda_graphs.recorded
+    monkeypatch.setattr(
+        "fedsynth.training.sgd.recorded", lambda *args: made.append(args) or whole(*args)
+    )
+    expected = trained("cpu", radius)
+    with pretended_gpu(), warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        found = trained(CUDA, radius)
+    assert len(made) == 1
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
+
+
+def test_a_wait_ends_the_recording(monkeypatch: pytest.MonkeyPatch) -> None:
+    twin(monkeypatch, READS["item"])
+    with pretended_gpu(), pytest.warns(RuntimeWarning, match="without a CUDA graph"):
+        trained(CUDA, None)
+    with pretended_gpu() as gpu:
+        one = torch.ones(2, device="cuda")
+        with pytest.raises(CaptureError):
+            gpu.record(lambda: float(one.sum()) and None, CUDA)
+
+
+# -------------------------------------------------------------------------------------- evaluation
+
+
+def test_accuracy_by_domain() -> None:
+    rng = np.random.default_rng(1)
+    spec = DatasetSpec(
+        "tiny", 1, 4, 4, 3, 90, 30, (0.4,), (0.3,), ("a", "b", "c"), "made up",
+        domains=("one", "two", "none"),
+    )  # fmt: skip
+    data = from_arrays(
+        rng.integers(0, 256, (50, 1, 4, 4)).astype(np.uint8),
+        rng.integers(0, 3, 50),
+        spec,
+        rng.integers(0, 2, 50),
+    )
+    model = network()
+    expected = accuracy(model, data), accuracy_by_domain(correct(model, data), data)
+    with pretended_gpu() as gpu:
+        there = data.to("cuda")
+        model.to("cuda")
+        found = accuracy(model, there), accuracy_by_domain(correct(model, there), there)
+        batches = [
+            wait for wait in gpu.waits if wait.within("fedsynth/evaluation/accuracy.py", "correct")
+        ]
+    assert found == expected
+    assert not [wait for wait in batches if place(wait.stack[0])[1] != "_constants"]
