@@ -29,6 +29,7 @@ from fedsynth.federation.exchange.protocol import Replies
 from fedsynth.federation.exchange.rounds import NoQuorum, play_round
 from fedsynth.federation.exchange.server import Server
 from fedsynth.methods import METHODS
+from fedsynth.methods.fedfm import FeatureSums
 from fedsynth.privacy.plans import FIRST, MAIN
 from tests.federation.test_unchanged import CASES, OWN_MODELS, case
 
@@ -412,6 +413,19 @@ def test_a_run_with_a_liar_is_the_run_without_it(
         assert {k: v for k, v in one.items() if k not in ignored} == {
             k: v for k, v in other.items() if k not in ignored
         }
+
+
+def test_who_is_rejected_in_the_first_exchange_is_not_asked_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def first_alone(sent: Any) -> Any:
+        return nan_everywhere(sent) if isinstance(sent, FeatureSums) else sent
+
+    lied = run("fedfm", monkeypatch, first_alone)
+    lost = run("fedfm", monkeypatch, None)
+    for key, value in lost.model.state_dict().items():
+        assert torch.equal(lied.model.state_dict()[key], value), key
+    assert lied.metrics[-1]["rejected"] == {"1": "sums is not finite"}
 
 
 def test_fewer_labels_move_nobody_elses(monkeypatch: pytest.MonkeyPatch) -> None:
