@@ -150,6 +150,9 @@ class StandIn(Tensor):
     def get_device(self) -> int:
         return 0
 
+    def data_ptr(self) -> int:
+        return self.held.data_ptr()
+
     def to(self, *args: Any, **kwargs: Any) -> Any:
         """As of a tensor on a GPU: itself where nothing changes."""
         kwargs = dict(kwargs)

@@ -60,6 +60,8 @@ ALLOWED = {
     ("core/client.py", "OpenClients.__init__"): "the records of a group, once for each step",
     ("core/client.py", "PrivateClients.__init__"): "the records of a group, once for each step",
     ("core/context.py", "RoundContext.load"): MODEL,
+    ("core/uploads.py", "Array.check"): LOOK,
+    ("core/uploads.py", "check_values"): LOOK,
     ("data/images.py", "ImageData.to"): "the data, once",
     ("data/images.py", "_check_finite"): LOOK,
     ("data/images.py", "_check_label_range"): LOOK,
@@ -183,7 +185,7 @@ def play(
         warnings.filterwarnings("error", message=".*without a CUDA graph")
         warnings.filterwarnings("ignore", message="Converting a tensor with requires_grad")
         numbers = recorded.numbers(recorded.run("here", monkeypatch))
-    assert gpu.operations > 500  # that the run was on it
+    assert gpu.operations > 200  # that the run was on it
     return numbers, gpu.waits
 
 
