@@ -33,7 +33,7 @@ from typing import Any
 
 from fedsynth.privacy.accounting import epsilon
 from fedsynth.privacy.errors import BudgetExceededError, LedgerError, PrivacySettingError
-from fedsynth.privacy.files import lock, open_regular, read_regular
+from fedsynth.privacy.files import lock, open_regular, read_regular, sync_folder
 from fedsynth.privacy.history import History
 from fedsynth.privacy.releases import ADD_REMOVE, RECORD, Release, check_adjacency, check_delta
 from fedsynth.privacy.wording import Setting, Text
@@ -257,11 +257,7 @@ class Ledger:
                 os.fsync(file.fileno())
                 with suppress(FileExistsError):  # another process was faster: continue its file
                     os.link(file.name, path)
-            folder = os.open(
-                path.parent, os.O_RDONLY
-            )  # fsync of a file alone need not keep its name
-            os.fsync(folder)
-            os.close(folder)
+            sync_folder(path.parent)
         except OSError as error:
             raise LedgerError(f"cannot create ledger {path}: {error}") from error
 

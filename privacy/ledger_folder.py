@@ -36,7 +36,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fedsynth.privacy.errors import LedgerError, PrivacySettingError
-from fedsynth.privacy.files import lock, open_regular, read_regular
+from fedsynth.privacy.files import lock, open_regular, read_regular, sync_folder
 from fedsynth.privacy.ledger import Ledger, read_ledger
 
 Digests = npt.NDArray[np.uint8]
@@ -371,6 +371,4 @@ def _write_once(path: Path, content: bytes) -> None:
         os.fsync(file.fileno())
         with suppress(FileExistsError):
             os.link(file.name, path)
-    folder = os.open(path.parent, os.O_RDONLY)  # fsync of a file alone need not keep its name
-    os.fsync(folder)
-    os.close(folder)
+    sync_folder(path.parent)

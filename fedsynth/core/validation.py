@@ -6,8 +6,10 @@ A settings class says with `section` where its fields stand in a config file; er
 from __future__ import annotations
 
 import math
+import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
+from os import PathLike
 from types import UnionType
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -18,6 +20,12 @@ from fedsynth.errors import SettingError, unknown_name, unknown_value
 T = TypeVar("T")
 
 _TRUTH = {"true": True, "false": False, "1": True, "0": False, "yes": True, "no": False}
+LARGEST = 2**63 - 1
+"""Of whole numbers: what TOML, NumPy and PyTorch can hold."""
+LARGEST_FLOAT = 3e38
+"""Of other numbers: what fp32 can hold."""
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = 200
 _IN_WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 
 
@@ -31,7 +39,8 @@ def check_ranges(settings: Any, **ranges: tuple[float, float]) -> None:
 
     Args:
         settings: a dataclass.
-        ranges: field: (least, most). A field of type int takes whole numbers alone.
+        ranges: field: (least, most). A field of type int takes whole numbers alone, of at most
+            `LARGEST`; the others are of at most `LARGEST_FLOAT`.
 
     Raises:
         SettingError: names the setting, its range and what was given.
@@ -41,11 +50,15 @@ def check_ranges(settings: Any, **ranges: tuple[float, float]) -> None:
         value = getattr(settings, name)
         if name in whole and type(value) is not int:
             raise SettingError(section_of(settings), name, f"must be a whole number, got {value!r}")
+        if most == math.inf:
+            most = LARGEST if name in whole else LARGEST_FLOAT
         if not least <= value <= most:
             allowed = f"between {least:g} and {most:g}"
-            if most == math.inf:
+            if most in (LARGEST, LARGEST_FLOAT) and not value > most:
                 allowed = f"at least {least:g}"
-            raise SettingError(section_of(settings), name, f"must be {allowed}, got {value}")
+            raise SettingError(
+                section_of(settings), name, f"must be {allowed}, got {_shown(value)}"
+            )
 
 
 def check_choices(settings: Any, **choices: Sequence[str]) -> None:
@@ -134,18 +147,34 @@ def convert(section: str | None, key: str, value: Any, kind: type) -> Any:
     """`value` as `kind`, which is bool, int, float or str.
 
     Raises:
-        SettingError: it is none, or not finite.
+        SettingError: it is none, or not finite, or beyond `LARGEST` (`LARGEST_FLOAT`).
     """
     try:
         if kind is bool:
             return _TRUTH[str(value).lower()]
+        if not isinstance(value, (bool, int, float, str, PathLike)):
+            raise TypeError
         found = _whole(value) if kind is int else kind(value)
     except (ValueError, KeyError, OverflowError, TypeError):
         wanted = _IN_WORDS.get(kind, f"of type {kind.__name__}")
-        raise SettingError(section, key, f"must be {wanted}, got {value!r}") from None
+        raise SettingError(section, key, f"must be {wanted}, got {_shown(value)}") from None
     if kind is float and not math.isfinite(found):
         raise SettingError(section, key, f"must be a finite number, got {value!r}")
+    if kind is float and abs(found) > LARGEST_FLOAT:
+        raise SettingError(section, key, f"must be a number that fp32 can hold, got {value!r}")
+    if kind is int and abs(found) > LARGEST:
+        raise SettingError(section, key, f"must have at most 18 digits, got {_shown(found)}")
     return found
+
+
+def _shown(value: Any) -> str:
+    """A value in an error's line: Python refuses to print whole numbers of thousands of digits."""
+    if isinstance(value, int) and abs(value) > LARGEST:
+        return "a number of more than 18 digits"
+    try:
+        return _SHORT.repr(value)
+    except (ValueError, RecursionError):  # such a number, or such nesting, within a list
+        return f"a {type(value).__name__}"
 
 
 def _whole(value: Any) -> int:

@@ -33,7 +33,7 @@ from fedsynth.data.load import load_dataset
 from fedsynth.data.partition import GIVEN, IntArray, check_parts, count_matrix, hold_out, partition
 from fedsynth.data.registry import DatasetSpec, is_published
 from fedsynth.data.users import bounded, check_one_client_each
-from fedsynth.errors import DataError, Setting, Text
+from fedsynth.errors import DataError, OutputError, Setting, Text
 from fedsynth.federation.exchange.client_runtime import ClientRuntime, OwnData
 from fedsynth.federation.exchange.in_process import InProcess
 from fedsynth.federation.exchange.protocol import Refusal
@@ -494,6 +494,9 @@ class Simulation:
         artefacts: Mapping[str, Tensor],
         report: dict[str, Any] | None,
     ) -> None:
+        """What was promised first, and pictures last: none of them may cost a result."""
+        if report is not None:
+            write_report(report, folder.path)
         folder.write_model(self.server.final_parameters())
         sets = [
             (client, upload.images, upload.labels)
@@ -503,8 +506,12 @@ class Simulation:
         if sets:
             folder.write_synthetic(sets, self.context.spec)
         folder.write_artefacts(artefacts)
-        if report is not None:
-            write_report(report, folder.path)
+        try:
+            if sets:
+                folder.draw_synthetic(sets, self.context.spec)
+            folder.draw_artefacts(artefacts)
+        except OutputError as error:
+            self.observer.note(f"warning: a picture is missing: {error}")
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -20,6 +19,7 @@ from typing import Any
 
 import torch
 
+from fedsynth.config_file import read_sections
 from fedsynth.core.context import RoundContext
 from fedsynth.core.method import Method
 from fedsynth.data.registry import DatasetSpec, dataset_spec
@@ -40,6 +40,7 @@ from fedsynth.federation.terms.public_context import public_context
 from fedsynth.federation.terms.settings import RunSettings, resolve
 from fedsynth.privacy.accounting import epsilon_by_round
 from fedsynth.privacy.errors import BudgetExceededError, PrivacyError
+from fedsynth.privacy.files import read_text
 from fedsynth.privacy.history import History
 from fedsynth.privacy.ledger import read_ledger
 from fedsynth.privacy.releases import Release
@@ -179,7 +180,7 @@ def read_run(folder: Path, method: type[Method] | None = None) -> RunFiles:
         raise MismatchError(f"{PRIVATE_START}: {'; '.join(problems)}")
     if start["schema_version"] != SCHEMA_VERSION:
         raise MismatchError(f"{PRIVATE_START} is of schema {start['schema_version']}")
-    sections = _config(folder / "config.toml")
+    sections = read_sections(folder / "config.toml")
     spec, own = _specification(start["data_set"])
     try:
         settings = resolve(sections, own_method=method, own_data=spec.name if own else None)
@@ -211,19 +212,6 @@ def read_run(folder: Path, method: type[Method] | None = None) -> RunFiles:
     )
 
 
-def _config(file: Path) -> dict[str, dict[str, Any]]:
-    try:
-        read = tomllib.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise MismatchError(f"cannot read {file}: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
-        raise MismatchError(f"{file} is not valid TOML: {error}") from None
-    loose = [name for name, values in read.items() if not isinstance(values, dict)]
-    if loose:
-        raise MismatchError(f"{file}: {loose[0]!r} stands outside every section")
-    return read
-
-
 def _specification(stated: Mapping[str, Any]) -> tuple[DatasetSpec, bool]:
     """The data set's specification, and whether it is the user's own and not one that fedsynth
     publishes."""
@@ -251,7 +239,7 @@ def _specification(stated: Mapping[str, Any]) -> tuple[DatasetSpec, bool]:
 def _metrics(file: Path) -> list[dict[str, Any]]:
     """The rows; a last line that was cut off when the run was killed is none."""
     try:
-        text = file.read_text(encoding="utf-8") if file.exists() else ""
+        text = read_text(file) if file.exists() else ""
     except (OSError, ValueError) as error:
         raise MismatchError(f"cannot read {file}: {error}") from None
     lines = text.split("\n")[:-1]
