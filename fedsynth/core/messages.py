@@ -24,9 +24,13 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+from fedsynth.data.files import one_line
 from fedsynth.errors import MessageError
+from fedsynth.privacy.releases import is_real
+from fedsynth.privacy.wording import shown
 
 WIRE_FORMAT = "2"
+BEYOND = 1e300  # numbers whose sums and squares would be none
 LENGTH_BYTES = 8  # of a safetensors header's length, little-endian
 
 
@@ -127,7 +131,7 @@ class Packed:
         try:
             tensors = safetensors.torch.load(sent)
         except safetensors.SafetensorError as error:
-            raise MessageError(f"a damaged message {cls.__name__}: {error}") from None
+            raise MessageError(f"a damaged message {cls.__name__}: {one_line(error)}") from None
         values: dict[str, Any] = {}
         forms = _forms(cls)
         for f in fields(cls):
@@ -189,7 +193,7 @@ def _header(sent: bytes) -> dict[str, Any]:
 
 
 def _forms(kind: type[Packed]) -> dict[str, tuple[type, ...]]:
-    """What each field may be, by its annotation; a number may come as any."""
+    """What each field may be, by its annotation; a whole number is one of any kind."""
     hints = get_type_hints(kind)
     forms: dict[str, tuple[type, ...]] = {}
     for f in fields(kind):
@@ -198,7 +202,7 @@ def _forms(kind: type[Packed]) -> dict[str, tuple[type, ...]]:
         for part in parts:
             if part is Any:
                 allowed.append(object)
-            elif part in (int, float):
+            elif part is float:
                 allowed.extend((int, float))
             else:
                 allowed.append(get_origin(part) or part)
@@ -216,8 +220,8 @@ def _taken(
     """A field's value, taken out of what was sent."""
     if name in numbers:
         number = numbers.pop(name)
-        if type(number) not in (int, float) or not math.isfinite(number):
-            raise MessageError(f"{what} must be a finite number, got {number!r:.80}")
+        if not is_real(number) or abs(number) >= BEYOND:
+            raise MessageError(f"{what} must be a finite number, got {shown(number)}")
         return number
     if name in keys:
         listed = keys.pop(name)

@@ -6,7 +6,6 @@ A settings class says with `section` where its fields stand in a config file; er
 from __future__ import annotations
 
 import math
-import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from os import PathLike
@@ -16,6 +15,7 @@ from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 from torch import nn
 
 from fedsynth.errors import SettingError, unknown_name, unknown_value
+from fedsynth.privacy.wording import shown
 
 T = TypeVar("T")
 
@@ -24,8 +24,6 @@ LARGEST = 2**63 - 1
 """Of whole numbers: what TOML, NumPy and PyTorch can hold."""
 LARGEST_FLOAT = 3e38
 """Of other numbers: what fp32 can hold."""
-_SHORT = reprlib.Repr()
-_SHORT.maxstring = _SHORT.maxother = 200
 _IN_WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 
 
@@ -56,9 +54,7 @@ def check_ranges(settings: Any, **ranges: tuple[float, float]) -> None:
             allowed = f"between {least:g} and {most:g}"
             if most in (LARGEST, LARGEST_FLOAT) and not value > most:
                 allowed = f"at least {least:g}"
-            raise SettingError(
-                section_of(settings), name, f"must be {allowed}, got {_shown(value)}"
-            )
+            raise SettingError(section_of(settings), name, f"must be {allowed}, got {shown(value)}")
 
 
 def check_choices(settings: Any, **choices: Sequence[str]) -> None:
@@ -157,24 +153,14 @@ def convert(section: str | None, key: str, value: Any, kind: type) -> Any:
         found = _whole(value) if kind is int else kind(value)
     except (ValueError, KeyError, OverflowError, TypeError):
         wanted = _IN_WORDS.get(kind, f"of type {kind.__name__}")
-        raise SettingError(section, key, f"must be {wanted}, got {_shown(value)}") from None
+        raise SettingError(section, key, f"must be {wanted}, got {shown(value)}") from None
     if kind is float and not math.isfinite(found):
         raise SettingError(section, key, f"must be a finite number, got {value!r}")
     if kind is float and abs(found) > LARGEST_FLOAT:
         raise SettingError(section, key, f"must be a number that fp32 can hold, got {value!r}")
     if kind is int and abs(found) > LARGEST:
-        raise SettingError(section, key, f"must have at most 18 digits, got {_shown(found)}")
+        raise SettingError(section, key, f"must have at most 18 digits, got {shown(found)}")
     return found
-
-
-def _shown(value: Any) -> str:
-    """A value in an error's line: Python refuses to print whole numbers of thousands of digits."""
-    if isinstance(value, int) and abs(value) > LARGEST:
-        return "a number of more than 18 digits"
-    try:
-        return _SHORT.repr(value)
-    except (ValueError, RecursionError):  # such a number, or such nesting, within a list
-        return f"a {type(value).__name__}"
 
 
 def _whole(value: Any) -> int:

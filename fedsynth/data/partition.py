@@ -34,7 +34,7 @@ DOMAIN, NATURAL = "domain", "natural"
 # How often the whole partition is drawn anew before giving up: 1.5 s for 10 classes, some 15 s for
 # 100.
 MAX_TRIES = 5_000
-MOST_CLIENTS = 1_000_000
+MOST_CLIENTS = 200_000
 # Beyond this the draws are 1/K to six digits, and NumPy's gamma sampler would overflow.
 _ALPHA_CAP = 1e12
 

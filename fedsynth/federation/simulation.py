@@ -54,6 +54,7 @@ from fedsynth.federation.outputs.result import RunResult, summarise
 from fedsynth.federation.outputs.run_folder import RunFolder
 from fedsynth.federation.terms.client_ledgers import Clients
 from fedsynth.federation.terms.devices import check_compiler, resolve_device
+from fedsynth.federation.terms.duration import long_run
 from fedsynth.federation.terms.participation import Participation
 from fedsynth.federation.terms.privacy_plan import PrivacyPlan, check_method
 from fedsynth.federation.terms.public_context import public_context
@@ -241,6 +242,7 @@ class Simulation:
         self.method = settings.method
         self.observer = observer
         self.test_kind = test[1]
+        long = long_run(settings, train.spec)
         context = public_context(settings, train.spec, train.labels.device)
         self.method.check_model(context.architecture)
         self.context = with_proxy(context, settings, download=download)
@@ -260,6 +262,8 @@ class Simulation:
         first = self.round_context(1)
         self.over = self._private and bool(self.exchange.prepare(first))
         headline = [] if self.over else self._headline()
+        if long:
+            headline.append(long)
         self.folder: RunFolder | None = None
         if output is not None and not self.over:
             counts = count_matrix(

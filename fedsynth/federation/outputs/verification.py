@@ -64,6 +64,7 @@ from fedsynth.privacy.verify import (
     report_problems,
     taken_as_stated,
 )
+from fedsynth.privacy.wording import shown
 from fedsynth.synthesizer.condensation.sets import SyntheticSet
 from fedsynth.version import __version__
 
@@ -107,7 +108,7 @@ def verify_run(
     try:
         return _verified(folder, report, ledger, method)
     except (*HOSTILE, RuntimeError) as error:  # torch's complaints are RuntimeErrors
-        raise PrivacyError(f"the run in {folder} is damaged: {error!r}") from None
+        raise PrivacyError(f"the run in {folder} is damaged: {shown(error)}") from None
 
 
 def _verified(
@@ -195,7 +196,7 @@ def read_run(folder: Path, method: type[Method] | None = None) -> RunFiles:
     named = sections.get("data", {}).get("dataset")
     if named != spec.name:
         raise MismatchError(
-            f"config.toml names the data set {named!r}, and {PRIVATE_START} {spec.name!r}"
+            f"config.toml names the data set {shown(named)}, and {PRIVATE_START} {spec.name!r}"
         )
     if settings.partition.clients != len(start["ledgers"]):
         raise MismatchError(
@@ -641,4 +642,4 @@ def unfinished_report(
         )
         return build_report(context, held)
     except (*HOSTILE, RuntimeError) as error:
-        raise PrivacyError(f"the run in {folder} is damaged: {error!r}") from None
+        raise PrivacyError(f"the run in {folder} is damaged: {shown(error)}") from None
