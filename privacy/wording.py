@@ -11,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 200
 

@@ -47,7 +47,9 @@ def check_ranges(settings: Any, **ranges: tuple[float, float]) -> None:
     for name, (least, most) in ranges.items():
         value = getattr(settings, name)
         if name in whole and type(value) is not int:
-            raise SettingError(section_of(settings), name, f"must be a whole number, got {value!r}")
+            raise SettingError(
+                section_of(settings), name, f"must be a whole number, got {shown(value)}"
+            )
         if most == math.inf:
             most = LARGEST if name in whole else LARGEST_FLOAT
         if not least <= value <= most:
@@ -155,9 +157,9 @@ def convert(section: str | None, key: str, value: Any, kind: type) -> Any:
         wanted = _IN_WORDS.get(kind, f"of type {kind.__name__}")
         raise SettingError(section, key, f"must be {wanted}, got {shown(value)}") from None
     if kind is float and not math.isfinite(found):
-        raise SettingError(section, key, f"must be a finite number, got {value!r}")
+        raise SettingError(section, key, f"must be a finite number, got {shown(value)}")
     if kind is float and abs(found) > LARGEST_FLOAT:
-        raise SettingError(section, key, f"must be a number that fp32 can hold, got {value!r}")
+        raise SettingError(section, key, f"must be a number that fp32 can hold, got {shown(value)}")
     if kind is int and abs(found) > LARGEST:
         raise SettingError(section, key, f"must have at most 18 digits, got {shown(found)}")
     return found

@@ -94,7 +94,10 @@ class OverWire:
 
     def facts(self, context: RoundContext) -> list[Mapping[str, Any]]:
         answers = self._ask(context.active, Frame("facts", _of_round(context)))
-        return [dict(answer.facts.get("facts") or {}) for answer in answers]
+        stated = [answer.facts.get("facts") or {} for answer in answers]
+        if not all(isinstance(one, dict) for one in stated):
+            raise MessageError("a client's facts must be a mapping")
+        return stated
 
     def histories(self) -> list[History]:
         answers = self._ask(range(len(self._channels)), Frame("history", {}))
@@ -113,11 +116,11 @@ class OverWire:
         for client in everybody:
             answers = [answers[client].facts for answers in of_each]
             right = {
-                name: whole(answer["right"]["model"], "count")
+                name: whole(_right(answer), "count")
                 for name, answer in zip(models, answers, strict=True)
             }
-            size = whole(answers[0]["size"], "size")
-            tested = whole(answers[0]["tested"], "count")
+            size = whole(answers[0].get("size"), "size")
+            tested = whole(answers[0].get("tested"), "count")
             evaluated.append(Evaluated(client, size, tested, right))
         return evaluated
 
@@ -141,6 +144,12 @@ class OverWire:
 
 def _of_round(context: RoundContext) -> dict[str, Any]:
     return {"round": context.round, "participants": list(context.active)}
+
+
+def _right(answer: Mapping[str, Any]) -> Any:
+    """How many a model gets right, by a client's answer; None, where it does not say."""
+    stated = answer.get("right")
+    return stated.get("model") if isinstance(stated, dict) else None
 
 
 def _refusal(client: int, answer: Frame) -> Refusal:

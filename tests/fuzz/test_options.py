@@ -1,0 +1,185 @@
+"""Hostile values of every command's options: a result, or one line and exit code 2."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.fuzz.mutations import CommandFailedError, Faults, command, generator
+
+PLANNED, RUN, OTHERS = 120, 160, 120
+CASES = PLANNED + RUN + OTHERS
+WORDS = (
+    "",
+    " ",
+    "-1",
+    "0",
+    "1",
+    "2",
+    "9" * 19,
+    "9" * 30,
+    "9" * 400,
+    "9" * 5000,
+    "0.5",
+    "1e308",
+    "-1e308",
+    "1e-308",
+    "5e-324",
+    "1e30",
+    "nan",
+    "inf",
+    "²",
+    "١٢",
+    "1_0",
+    "x",
+    "x/y",
+    "../..",
+    "x" * 5000,
+    "x,y",
+    ",",
+    "=",
+    "a=b",
+    "run.rounds=x",
+    "~nobody-of-that-name/x",
+    "\udcff",
+    "\u202e",
+    "\x1b[31m",
+    "none: this data set is public",
+    "None",
+)
+NUMBERS = tuple(word for word in WORDS if word[:1].isdecimal() or word[:1] in ("-", "n", "i"))
+TRAIN = (
+    *("method", "rounds", "seed", "precision", "memory-gb", "participation", "dataset"),
+    *("partition", "clients", "alpha", "classes-per-client", "min-size", "subset", "local-test"),
+    *("model", "client-models", "width", "depth", "norm", "ipc", "matching", "set", "config"),
+    *("data-root", "device"),
+)
+PRIVATE = (
+    *("dp-epsilon", "dp-sigma", "dp-clip", "dp-delta", "dp-max-records", "dp-mechanism"),
+    *("dp-sample-rate", "dp-nominal-size", "dp-adjacency", "dp-unit"),
+)
+SETTINGS = (
+    *("method.batch", "method.image_lr", "method.server_lr", "method.min_examples"),
+    *("method.networks", "method.augment", "method.image_clip", "model.projection"),
+    *("run.evaluate_every", "partition.missing_classes", "partition.dominant_share"),
+    *("privacy.user_records", "privacy.max_request_norm", "privacy.four_sums"),
+    *("method.server_batch", "method.server_epochs", "method.blur", "partition.seed"),
+)
+TINY = (
+    *("train", "--device", "cpu", "--clients", "2", "--rounds", "1", "--width", "8"),
+    *("--set", "iterations=1"),
+)
+OTHER = (
+    ("privacy", "plan", "--epsilon"),
+    ("privacy", "plan", "--epsilon", "8", "--rounds"),
+    ("privacy", "plan", "--epsilon", "8", "--steps"),
+    ("privacy", "plan", "--epsilon", "8", "--n"),
+    ("privacy", "plan", "--epsilon", "8", "--method"),
+    ("privacy", "plan", "--sigma"),
+    ("privacy", "plan", "--sigma", "3", "--delta"),
+    ("privacy", "plan", "--sigma", "3", "--clients"),
+    ("privacy", "plan", "--sigma", "3", "--sample-rate"),
+    ("privacy", "plan", "--sigma", "3", "--set"),
+    ("privacy", "report"),
+    ("privacy", "report", "--ledger"),
+    ("privacy", "verify"),
+    ("privacy", "verify", "x", "--ledger"),
+    ("privacy", "verify", "x", "--public-key"),
+    ("privacy", "sign", "x", "--key"),
+    ("privacy", "repair"),
+    ("privacy", "carry-over", "."),
+    ("privacy", "carry-over"),
+    ("runs",),
+    ("methods", "show"),
+    ("distill", "--models"),
+    ("distill", "--models", "x", "--arch"),
+    ("distill", "--models", "x", "--student"),
+    ("distill", "--models", "x", "--width"),
+    ("distill", "--models", "x", "--depth"),
+    ("distill", "--models", "x", "--seed"),
+    ("distill", "--models", "x", "--set"),
+    ("distill", "--models", "x", "--dataset"),
+    ("partition", "--clients"),
+    ("partition", "--alpha"),
+    ("partition", "--picture"),
+    ("partition", "--set"),
+    ("privacy", "audit", "--run"),
+    ("privacy", "audit", "--canaries"),
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names that are taken for paths must not hit this folder."""
+    monkeypatch.chdir(tmp_path)
+
+
+def word(option: str, rng: random.Random) -> str:
+    """A hostile value; for --set often one of a setting."""
+    chosen = rng.choice(NUMBERS if rng.random() < 0.6 else WORDS)
+    if option == "set" and rng.random() < 0.9:
+        return f"{rng.choice(SETTINGS)}={chosen}"
+    return chosen
+
+
+def tried(faults: Faults, case: object, args: list[str]) -> None:
+    faults.of((case, [a[:60] for a in args[-4:]]), lambda: command(*args), (CommandFailedError,))
+
+
+def test_plans(tmp_path: Path) -> None:
+    """`train --dry-run` with one or two hostile options."""
+    faults = Faults()
+    for number in range(PLANNED):
+        rng = generator(number)
+        args = ["train", "--dry-run", "--dp-sigma=3"]
+        for option in rng.sample(TRAIN + PRIVATE, rng.choice((1, 2))):
+            args.append(f"--{option}={word(option, rng)}")
+        tried(faults, number, args)
+    faults.check(PLANNED)
+
+
+def test_runs(tmp_path: Path) -> None:
+    """A tiny run with one hostile option: what is accepted is run."""
+    faults = Faults()
+    for number in range(RUN):
+        rng = generator(number)
+        private = number % 3 == 0
+        option = rng.choice(TRAIN + PRIVATE + ("set",) * 20 if private else TRAIN + ("set",) * 12)
+        short = ["--ipc=1", "--set=server_epochs=1"]
+        given = f"--{option}={word(option, rng)}"
+        if "server_epochs" in given:
+            short = short[:1]
+        if option == "ipc":
+            short = short[1:]
+        sigma = ["--dp-sigma=3"] if private and option not in ("dp-sigma", "dp-epsilon") else []
+        output = f"--output={tmp_path / 'out'}"
+        if option == "rounds" and given[-3:].isdigit():
+            output = "--dry-run"  # a number of rounds may be meant
+        tried(faults, number, [*TINY, *short, *sigma, output, given])
+    faults.check(RUN)
+    assert faults.accepted > 10
+
+
+def test_other_commands(tmp_path: Path) -> None:
+    faults = Faults()
+    for number in range(OTHERS):
+        rng = generator(number)
+        start = OTHER[number % len(OTHER)]
+        last = word(start[-1].removeprefix("--"), rng)
+        args = (
+            [*start[:-1], f"{start[-1]}={last}"] if start[-1].startswith("--") else [*start, last]
+        )
+        tried(faults, number, args)
+    faults.check(OTHERS)
