@@ -152,6 +152,8 @@ def convert(section: str | None, key: str, value: Any, kind: type) -> Any:
             return _TRUTH[str(value).lower()]
         if not isinstance(value, (bool, int, float, str, PathLike)):
             raise TypeError
+        if isinstance(value, str) and kind is not str and not value.isascii():
+            raise ValueError  # Python takes the digits of every script for a number
         found = _whole(value) if kind is int else kind(value)
     except (ValueError, KeyError, OverflowError, TypeError):
         wanted = _IN_WORDS.get(kind, f"of type {kind.__name__}")
