@@ -17,7 +17,12 @@ from fedsynth.core.method import Memory, Presets, Results
 from fedsynth.core.validation import check_ranges
 from fedsynth.methods.shared.union import TrainsInBall
 from fedsynth.privacy.errors import UnaccountedReleaseError
-from fedsynth.synthesizer.condensation.sets import SyntheticSet, real_start, split_uploads
+from fedsynth.synthesizer.condensation.sets import (
+    MOST_IPC,
+    SyntheticSet,
+    real_start,
+    split_uploads,
+)
 
 
 @dataclass(frozen=True)
@@ -63,7 +68,7 @@ class Real(TrainsInBall):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_ranges(self, ipc=(1, inf), min_examples=(0, inf))
+        check_ranges(self, ipc=(1, MOST_IPC), min_examples=(0, inf))
 
     def client_step(
         self,

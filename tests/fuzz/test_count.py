@@ -1,0 +1,31 @@
+"""How many cases the fuzz suites have in CI."""
+
+from __future__ import annotations
+
+from tests.data.test_fuzzed_files import CASES as FILES
+from tests.fuzz import (
+    test_configs,
+    test_frames,
+    test_ledgers,
+    test_messages,
+    test_models,
+    test_options,
+    test_reports,
+)
+
+SURFACES = (
+    test_configs,
+    test_frames,
+    test_ledgers,
+    test_messages,
+    test_models,
+    test_options,
+    test_reports,
+)
+"""Each counts its own cases, and fails where one was left out."""
+
+
+def test_there_are_enough_cases() -> None:
+    assert all(surface.CASES >= 200 for surface in SURFACES)
+    assert sum(surface.CASES for surface in SURFACES) >= 2000
+    assert sum(FILES.values()) >= 1000
