@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import datetime
@@ -45,11 +46,17 @@ SIMULATION_ONLY_NOTE = (
     "guarantee, and on a real network it would not exist.\n"
 )
 PRIVATE_START = "privacy_start.json"
+NAME_LIMIT = 60  # with two bytes a letter, far below the 255 that file systems take
+INCOMPLETE = ".incomplete"
 GRID_LIMIT = 400  # images in the picture; all of them are in synthetic.safetensors
 
 
 class RunFolder:
     """A folder being written; `finish` gives it its name.
+
+    Args:
+        base: the folder that it goes into.
+        name: of method and data set; what no file's name may have is written as `_`.
 
     What of a row may stand outside `simulation_only`, `federation.disclosed` decides.
 
@@ -60,7 +67,8 @@ class RunFolder:
     def __init__(self, base: Path, name: str) -> None:
         with _writing(base):
             base.mkdir(parents=True, exist_ok=True)
-            self._final, self.path = _fresh(base, f"{datetime.now():%Y%m%d-%H%M%S}-{name}")
+            plain = re.sub(r"[^\w(),.+=-]", "_", name)[:NAME_LIMIT].removesuffix(INCOMPLETE)
+            self._final, self.path = _fresh(base, f"{datetime.now():%Y%m%d-%H%M%S}-{plain}")
 
     def write_config(self, toml: str) -> None:
         with _writing(self.path):
@@ -164,7 +172,7 @@ def _fresh(base: Path, name: str) -> tuple[Path, Path]:
     number = 1
     while True:
         final = base / (name if number == 1 else f"{name}-{number}")
-        path = final.with_name(f"{final.name}.incomplete")
+        path = final.with_name(final.name + INCOMPLETE)
         with suppress(FileExistsError):
             path.mkdir()
             if (
