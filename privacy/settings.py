@@ -16,7 +16,7 @@ NO_LEDGER = "none: this data set is public"
 RANGES = {
     "noise_multiplier": (1e-6, 1e9),
     "clip": (1e-12, 1e12),
-    "sample_rate": (1e-9, 1),
+    "sample_rate": (1e-9, math.inf),
     "nominal_size": (1e-3, 1e15),
     "max_records": (1, 1e15),
 }
@@ -153,9 +153,8 @@ class PrivacySettings:
         for name, (least, most) in RANGES.items():
             value = getattr(self, name)
             if value is not None and value > 0 and not least <= value <= most:
-                raise PrivacySettingError(
-                    "privacy", name, f"must be between {least:g} and {most:g}, got {value:g}"
-                )
+                bound = f"at least {least:g}" if value < least else f"at most {most:g}"
+                raise PrivacySettingError("privacy", name, f"must be {bound}, got {value:g}")
         if self.sample_rate is not None and not 0 < self.sample_rate <= 1:
             raise PrivacySettingError(
                 "privacy", "sample_rate", f"must be in (0, 1], got {self.sample_rate}"

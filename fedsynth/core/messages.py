@@ -30,7 +30,7 @@ from fedsynth.privacy.releases import is_real
 from fedsynth.privacy.wording import shown
 
 WIRE_FORMAT = "2"
-BEYOND = 1e300  # numbers whose sums and squares would be none
+LARGEST = 2**63  # of whole numbers
 LENGTH_BYTES = 8  # of a safetensors header's length, little-endian
 
 
@@ -220,7 +220,7 @@ def _taken(
     """A field's value, taken out of what was sent."""
     if name in numbers:
         number = numbers.pop(name)
-        if not is_real(number) or abs(number) >= BEYOND:
+        if not is_real(number) or (type(number) is int and abs(number) > LARGEST):
             raise MessageError(f"{what} must be a finite number, got {shown(number)}")
         return number
     if name in keys:

@@ -22,6 +22,7 @@ T = TypeVar("T")
 _TRUTH = {"true": True, "false": False, "1": True, "0": False, "yes": True, "no": False}
 LARGEST = 2**63 - 1
 """Of whole numbers: what TOML, NumPy and PyTorch can hold."""
+FAR = 10_000
 LARGEST_FLOAT = 3e38
 """Of other numbers: what fp32 can hold."""
 _IN_WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
@@ -54,8 +55,8 @@ def check_ranges(settings: Any, **ranges: tuple[float, float]) -> None:
             most = LARGEST if name in whole else LARGEST_FLOAT
         if not least <= value <= most:
             allowed = f"between {least:g} and {most:g}"
-            if most in (LARGEST, LARGEST_FLOAT) and not value > most:
-                allowed = f"at least {least:g}"
+            if most >= FAR:  # the other end is of interest to nobody
+                allowed = f"at least {least:g}" if value < least else f"at most {most:g}"
             raise SettingError(section_of(settings), name, f"must be {allowed}, got {shown(value)}")
 
 
