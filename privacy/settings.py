@@ -14,7 +14,7 @@ from fedsynth.privacy.wording import Setting
 
 NO_LEDGER = "none: this data set is public"
 RANGES = {
-    "noise_multiplier": (1e-6, 1e9),
+    "noise_multiplier": (1e-15, 1e9),
     "clip": (1e-12, 1e12),
     "sample_rate": (1e-9, math.inf),
     "nominal_size": (1e-3, 1e15),

@@ -25,7 +25,7 @@ from tests.fuzz.mutations import (
     json_bytes,
 )
 
-STATED, JSONS, BYTES, LISTED = 250, 150, 150, 60
+STATED, JSONS, BYTES, LISTED = 180, 100, 100, 60
 CASES = STATED + JSONS + BYTES + LISTED
 ONE_LINE = (CommandFailedError,)
 TINY = ("--set", "iterations=1", "--set", "server_epochs=1", "--ipc", "2", "--width", "8")
