@@ -161,7 +161,12 @@ def partition(
         typer.Option(help="Images per class, for FedDM's upload volume below the table."),
     ] = None,
     picture: Annotated[
-        Path | None, typer.Option(help="Also write the picture to this PNG file.")
+        Path | None,
+        typer.Option(
+            parser=given.named_path,
+            metavar=given.PATH,
+            help="Also write the picture to this PNG file.",
+        ),
     ] = None,
 ) -> None:
     """Show who has what: examples of each class at each client, as `train` with the same options

@@ -52,8 +52,11 @@ def audit(
     ] = 0.999,
     run: Annotated[
         Path | None,
-        _audit(
-            help="Audit this run folder's settings, and put the result into its privacy report."
+        typer.Option(
+            parser=given.named_path,
+            metavar=given.PATH,
+            help="Audit this run folder's settings, and put the result into its privacy report.",
+            rich_help_panel=AUDIT,
         ),
     ] = None,
     method: given.Method = None,

@@ -21,6 +21,13 @@ from fedsynth.privacy.errors import PrivacyError
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 
 
+OUT_OF_MEMORY = (
+    "this machine has not enough memory for these settings: fewer images, smaller batches or a "
+    "smaller model may fit"
+)
+NO_MEMORY = "DefaultCPUAllocator: can't allocate memory"
+
+
 class OptionError(FedsynthError):
     """Options that contradict each other, or what --set or --config cannot take."""
 
@@ -71,6 +78,12 @@ def one_line_errors(command: Any, names: OptionNames | None = None) -> Iterator[
         yield names
     except (FedsynthError, PrivacyError) as error:
         fail(names.text(error.args[0]) if error.args else str(error))
+    except MemoryError:
+        fail(OUT_OF_MEMORY)
+    except RuntimeError as error:
+        if NO_MEMORY not in str(error):  # torch's way to say it of a CPU
+            raise
+        fail(OUT_OF_MEMORY)
     except TerminatedError:
         print("fedsynth: terminated", file=sys.stderr)
         raise typer.Exit(143) from None

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from fedsynth.cli.errors import one_line_errors
-from fedsynth.cli.options import OptionNames, option_names
+from fedsynth.cli.options import PATH, OptionNames, named_path, option_names
 
 methods_app = typer.Typer(help="The methods: a line each, or one in full.", no_args_is_help=False)
 
@@ -132,11 +132,14 @@ def distill(
         bool, typer.Option("--evaluate", help="Also test models and student on the data set.")
     ] = False,
     data_root: Annotated[
-        Path | None, typer.Option(help="Folder of the data sets, for --evaluate.")
+        Path | None,
+        typer.Option(
+            parser=named_path, metavar=PATH, help="Folder of the data sets, for --evaluate."
+        ),
     ] = None,
-    output: Annotated[Path, typer.Option(help="Where the student goes.")] = Path(
-        "student.safetensors"
-    ),
+    output: Annotated[
+        Path, typer.Option(parser=named_path, metavar=PATH, help="Where the student goes.")
+    ] = Path("student.safetensors"),
 ) -> None:
     """Distil trained models into one, in one shot and without data.
 
@@ -148,12 +151,12 @@ def distill(
     with one_line_errors(context.command, method_settings_alone(context.command)) as names:
         from fedsynth.federation.distill import distil_files
 
-        files = [Path(name.strip()).expanduser() for name in models.split(",") if name.strip()]
+        files = [named_path(name.strip()) for name in models.split(",") if name.strip()]
         kinds = [name.strip() for name in arch.split(",") if name.strip()]
         lines = distil_files(
             files,
             kinds,
-            student=student or kinds[0],
+            student=student or next(iter(kinds), ""),
             dataset=dataset,
             method=method,
             settings=method_settings(settings or []),

@@ -7,6 +7,8 @@ is shown as the running command's own option.
 
 from __future__ import annotations
 
+import os
+import stat
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +18,31 @@ import typer
 
 from fedsynth.privacy.wording import Setting, Text
 
+PATH = "PATH"
 DATA, PRIVACY, MODEL = "Data and partition", "Differential privacy", "Model"
+
+
+def named_path(given: str | Path) -> Path:
+    """A file or folder that an option names, with the user's home in the place of `~`.
+
+    Raises:
+        typer.BadParameter: no file can have that name, or it cannot be reached.
+    """
+    if "\0" in str(given):
+        raise typer.BadParameter("a file's name has no zero byte")
+    try:
+        path = Path(given).expanduser()
+        found = os.stat(path)
+    except RuntimeError:
+        raise typer.BadParameter(f"{str(given)!r}: there is no such user's home") from None
+    except (FileNotFoundError, NotADirectoryError):
+        return path  # which the command says, or makes
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or "it is no name of a file"
+        raise typer.BadParameter(f"{str(given)[:200]!r}: {reason}") from None
+    if stat.S_ISDIR(found.st_mode) and not os.access(path, os.X_OK):
+        raise typer.BadParameter(f"{str(given)!r}: no right to look into that folder")
+    return path
 
 
 def _data(*names: str, help: str) -> Any:
@@ -36,7 +62,11 @@ Method = Annotated[
 ]
 Config = Annotated[
     Path | None,
-    typer.Option(help="A config.toml of an earlier run, or your own; options given here win."),
+    typer.Option(
+        parser=named_path,
+        metavar=PATH,
+        help="A config.toml of an earlier run, or your own; options given here win.",
+    ),
 ]
 Set = Annotated[
     list[str] | None,
@@ -80,10 +110,13 @@ MemoryGb = Annotated[
         "GPU half of it."
     ),
 ]
-Output = Annotated[Path, typer.Option(help="Where run folders go.")]
+Output = Annotated[
+    Path, typer.Option(parser=named_path, metavar=PATH, help="Where run folders go.")
+]
 Resume = Annotated[
     Path | None,
     typer.Option(
+        parser=named_path,
         metavar="RUN",
         help="Go on with a run that did not finish, by its folder (runs/….incomplete). Settings are "
         "its own; --device, --memory-gb, --compile and --data-root may be given anew.",
@@ -105,7 +138,15 @@ Dataset = Annotated[
         "office-caltech-10, domainnet-10, 'synthetic(1,1)'."
     ),
 ]
-DataRoot = Annotated[Path | None, _data(help="Folder of the data sets; else $FEDSYNTH_DATA.")]
+DataRoot = Annotated[
+    Path | None,
+    typer.Option(
+        parser=named_path,
+        metavar=PATH,
+        help="Folder of the data sets; else $FEDSYNTH_DATA.",
+        rich_help_panel=DATA,
+    ),
+]
 Download = Annotated[bool, _data("--download", help="Let torchvision fetch the data set.")]
 Partition = Annotated[
     str | None,
@@ -214,9 +255,12 @@ DpLedger = Annotated[
 
 SignKey = Annotated[
     Path | None,
-    _privacy(
+    typer.Option(
         "--sign-key",
+        parser=named_path,
+        metavar=PATH,
         help="Sign the run folder with this Ed25519 key in PEM (`privacy verify --public-key`).",
+        rich_help_panel=PRIVACY,
     ),
 ]
 

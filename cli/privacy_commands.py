@@ -14,7 +14,7 @@ import typer
 
 from fedsynth.cli.audit_command import audit
 from fedsynth.cli.errors import OptionError, one_line_errors, write_text
-from fedsynth.cli.options import Place, option_names, sections_of
+from fedsynth.cli.options import PATH, Place, named_path, option_names, sections_of
 from fedsynth.cli.report_commands import report, sign, verify
 from fedsynth.cli.settings_options import with_set_options
 
@@ -113,7 +113,10 @@ def plan(
         ),
     ] = None,
     plot: Annotated[
-        Path | None, typer.Option(help="Also draw ε over rounds into this SVG file.")
+        Path | None,
+        typer.Option(
+            parser=named_path, metavar=PATH, help="Also draw ε over rounds into this SVG file."
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
 ) -> None:
@@ -228,7 +231,12 @@ def print_plans(plans: list[Plan]) -> None:
 @privacy_app.command(name="carry-over")
 def carry_over(
     context: typer.Context,
-    folder: Annotated[Path, typer.Argument(help="Folder of the ledgers (--dp-ledger).")],
+    folder: Annotated[
+        Path,
+        typer.Argument(
+            parser=named_path, metavar="FOLDER", help="Folder of the ledgers (--dp-ledger)."
+        ),
+    ],
     client: Annotated[str, typer.Argument(help="The client's name.")],
 ) -> None:
     """Say that a client's data set has changed: its ledger goes on with the next run's records.
@@ -248,7 +256,10 @@ def carry_over(
 @privacy_app.command()
 def repair(
     context: typer.Context,
-    ledger: Annotated[Path, typer.Argument(help="The ledger file, NAME.jsonl.")],
+    ledger: Annotated[
+        Path,
+        typer.Argument(parser=named_path, metavar="LEDGER", help="The ledger file, NAME.jsonl."),
+    ],
 ) -> None:
     """Take a torn last line (a power cut, a full disk) out of a ledger; the file as it was is kept.
 

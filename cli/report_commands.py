@@ -13,16 +13,22 @@ from typing import Annotated, Any
 import typer
 
 from fedsynth.cli.errors import OptionError, one_line_errors, write_text
+from fedsynth.cli.options import PATH, named_path
 
 SHOWN = 40  # mismatches
 
 Run = Annotated[
-    Path, typer.Argument(metavar="RUN", help="A run folder, or its privacy_report.json.")
+    Path,
+    typer.Argument(
+        parser=named_path, metavar="RUN", help="A run folder, or its privacy_report.json."
+    ),
 ]
 LedgerFolder = Annotated[
     Path | None,
     typer.Option(
         "--ledger",
+        parser=named_path,
+        metavar=PATH,
         help="Folder of the ledger files (default: ledger/ in the run folder, or where config.toml "
         "keeps them).",
     ),
@@ -33,7 +39,10 @@ def report(
     context: typer.Context,
     run: Run,
     form: Annotated[str, typer.Option("--format", help="markdown, json or html.")] = "markdown",
-    output: Annotated[Path | None, typer.Option(help="Write there, and not to the screen.")] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(parser=named_path, metavar=PATH, help="Write there, and not to the screen."),
+    ] = None,
     ledger: LedgerFolder = None,
 ) -> None:
     """Show a run's privacy budget report.
@@ -89,7 +98,11 @@ def verify(
     ledger: LedgerFolder = None,
     public_key: Annotated[
         Path | None,
-        typer.Option(help="Also check the run's signature, with this Ed25519 key in PEM."),
+        typer.Option(
+            parser=named_path,
+            metavar=PATH,
+            help="Also check the run's signature, with this Ed25519 key in PEM.",
+        ),
     ] = None,
 ) -> None:
     """Build the report again from the run's settings and ledgers; exit code 1 and the differences
@@ -142,8 +155,10 @@ def _signature(folder: Path, key: Any) -> tuple[list[str], str]:
 
 def sign(
     context: typer.Context,
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
-    key: Annotated[Path, typer.Option(help="A private Ed25519 key in PEM.")],
+    run: Annotated[Path, typer.Argument(parser=named_path, metavar="RUN", help="A run folder.")],
+    key: Annotated[
+        Path, typer.Option(parser=named_path, metavar=PATH, help="A private Ed25519 key in PEM.")
+    ],
 ) -> None:
     """Sign all files of a run folder (but simulation_only/) by their hashes, into signature.json.
 

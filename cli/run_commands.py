@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from fedsynth.cli.errors import OptionError, one_line_errors
+from fedsynth.cli.options import named_path
 from fedsynth.cli.settings_options import read_config
 
 QUIET = (
@@ -24,7 +25,12 @@ QUIET = (
 def runs(
     context: typer.Context,
     folders: Annotated[
-        list[Path] | None, typer.Argument(help="Run folders, or folders of such; default: runs.")
+        list[Path] | None,
+        typer.Argument(
+            parser=named_path,
+            metavar="FOLDERS",
+            help="Run folders, or folders of such; default: runs.",
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the rows as JSON.")] = False,
 ) -> None:
@@ -44,7 +50,7 @@ def runs(
             raise OptionError(f"no finished run in {', '.join(str(folder) for folder in given)}")
         rows = compared(found)
         if as_json:
-            print(json.dumps(rows, indent=2, ensure_ascii=False))
+            print(json.dumps(rows, indent=2, ensure_ascii=False, default=str))
         else:
             _print(rows)
 
@@ -79,8 +85,8 @@ def compared(folders: list[Path]) -> list[dict[str, Any]]:
             ]
             if key not in QUIET and any(s.get(key, value) != value for s in alike):
                 differ[key.removeprefix("method.").removeprefix("run.")] = value
-        local = summary.get("local", {})
-        private = summary.get("differential_privacy", {})
+        local = summary.get("local")
+        private = summary.get("differential_privacy")
         rows.append(
             {
                 "run": folder.name,
@@ -90,7 +96,7 @@ def compared(folders: list[Path]) -> list[dict[str, Any]]:
                 "rounds": summary.get("rounds"),
                 "test_accuracy": summary.get("test_accuracy"),
                 **({"amp": local["amp"], "wlp": local["wlp"]} if local else {}),
-                **({"generator": summary["generator"]} if "generator" in summary else {}),
+                **({"generator": summary["generator"]} if summary.get("generator") else {}),
                 **({"epsilon": private.get("epsilon")} if private else {}),
                 "upload_bytes": summary.get("upload_bytes"),
                 "seconds": summary.get("seconds"),
@@ -100,13 +106,24 @@ def compared(folders: list[Path]) -> list[dict[str, Any]]:
 
 
 def _summary(folder: Path) -> dict[str, Any]:
+    """What a run's summary.json says, which may come from anybody."""
+    from pydantic import ValidationError
+
+    from fedsynth.cli.run_summary import Summary
+    from fedsynth.privacy.files import read_text
+
+    path = folder / "summary.json"
     try:
-        found = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise OptionError(f"cannot read {folder / 'summary.json'}: {error}") from None
-    if not isinstance(found, dict):
-        raise OptionError(f"{folder / 'summary.json'} is no run's summary")
-    return found
+        read = Summary.model_validate_json(read_text(path))
+    except OSError as error:
+        raise OptionError(f"cannot read {path}: {error.strerror}") from None
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(map(str, first["loc"]))[:80]
+        raise OptionError(f"{path} is no run's summary: {where} {first['msg'][:200]}") from None
+    except ValueError as error:
+        raise OptionError(f"cannot read {path}: {error}") from None
+    return read.model_dump(exclude_unset=True)
 
 
 def _settings(folder: Path) -> dict[str, Any]:

@@ -71,20 +71,11 @@ def with_set_options(
 
 def read_config(path: Path | None) -> Sections:
     """The sections of a TOML file; none for None."""
-    import tomllib
-
     if path is None:
         return {}
-    try:
-        read = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise OptionError(f"cannot read the config {path}: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise OptionError(f"{path} is not valid TOML: {error}") from None
-    loose = [name for name, values in read.items() if not isinstance(values, dict)]
-    if loose:
-        raise OptionError(f"{path}: {loose[0]!r} stands outside every section")
-    return read
+    from fedsynth.config_file import read_sections
+
+    return read_sections(path)
 
 
 BESIDE_RESUME = {

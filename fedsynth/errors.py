@@ -10,7 +10,7 @@ import difflib
 from collections.abc import Iterable
 from typing import Any
 
-from fedsynth.privacy.wording import NamedSettingError, Setting, Text
+from fedsynth.privacy.wording import NamedSettingError, Setting, Text, shown
 
 __all__ = [
     "CheckpointError",
@@ -144,7 +144,7 @@ def unknown_name(
         known: the right ones: the near matches are offered, or without any all of them.
         section, key: the setting that is this name.
     """
-    return UnknownNameError(f"unknown {kind} {given!r}; {_hint(given, known)}", section, key)
+    return UnknownNameError(f"unknown {kind} {shown(given)}; {_hint(given, known)}", section, key)
 
 
 def unknown_value(
@@ -159,11 +159,11 @@ def unknown_value(
         where: more words on where that is so (" for convnet").
     """
     hint = _hint(given, known)
-    text = Text(Setting(section, key), f" cannot be {given!r}{where}; {hint}")
+    text = Text(Setting(section, key), f" cannot be {shown(given)}{where}; {hint}")
     return UnknownNameError(text, section, key)
 
 
 def _hint(given: str, known: Iterable[str]) -> str:
     names = sorted(known)
-    near = difflib.get_close_matches(given.lower(), names, n=3, cutoff=0.5)
+    near = difflib.get_close_matches(str(given)[:100].lower(), names, n=3, cutoff=0.5)
     return f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(names)}"

@@ -33,10 +33,10 @@ from typing import Any
 
 from fedsynth.privacy.accounting import epsilon
 from fedsynth.privacy.errors import BudgetExceededError, LedgerError, PrivacySettingError
-from fedsynth.privacy.files import lock, open_regular, read_regular
+from fedsynth.privacy.files import lock, open_regular, read_regular, sync_folder
 from fedsynth.privacy.history import History
 from fedsynth.privacy.releases import ADD_REMOVE, RECORD, Release, check_adjacency, check_delta
-from fedsynth.privacy.wording import Setting, Text
+from fedsynth.privacy.wording import Setting, Text, shown
 
 LEDGER_SCHEMA = 2
 READABLE = (1, LEDGER_SCHEMA)  # schema 1 had a header and releases, and no fingerprint
@@ -107,7 +107,7 @@ class Ledger:
         """Refuse, where something was spent, another data set or another partition of it."""
         if self.bound and self._facts.dataset != dataset:
             raise LedgerError(
-                f"ledger {self.path} belongs to dataset {self._facts.dataset!r}, not {dataset!r} "
+                f"ledger {self.path} belongs to dataset {shown(self._facts.dataset)}, not {dataset!r} "
                 "(another data set, or another partition of it: seed, clients, alpha): take the "
                 "same again, or another folder, where nothing of this one is counted"
             )
@@ -257,11 +257,7 @@ class Ledger:
                 os.fsync(file.fileno())
                 with suppress(FileExistsError):  # another process was faster: continue its file
                     os.link(file.name, path)
-            folder = os.open(
-                path.parent, os.O_RDONLY
-            )  # fsync of a file alone need not keep its name
-            os.fsync(folder)
-            os.close(folder)
+            sync_folder(path.parent)
         except OSError as error:
             raise LedgerError(f"cannot create ledger {path}: {error}") from error
 
@@ -314,8 +310,8 @@ class Ledger:
             raise LedgerError(f"{self.path} is no fedsynth ledger of schema {LEDGER_SCHEMA}")
         if header.get("client") != self.client:
             raise LedgerError(
-                f"ledger {self.path} belongs to client {header.get('client')!r}, not "
-                f"{self.client!r}"
+                f"ledger {self.path} belongs to client {shown(header.get('client'))}, not "
+                f"{shown(self.client)}"
             )
         records = (str(header["records"]),) if "records" in header else ()
         return _Facts(dataset, records, records)

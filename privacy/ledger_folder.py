@@ -36,7 +36,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fedsynth.privacy.errors import LedgerError, PrivacySettingError
-from fedsynth.privacy.files import lock, open_regular, read_regular
+from fedsynth.privacy.files import lock, open_regular, read_regular, sync_folder
 from fedsynth.privacy.ledger import Ledger, read_ledger
 
 Digests = npt.NDArray[np.uint8]
@@ -142,6 +142,23 @@ class LedgerFolder:
     def ledgers(self) -> dict[str, Ledger]:
         """All ledgers in the folder, by name."""
         return {path.stem: read_ledger(path) for path in sorted(self.path.glob("*.jsonl"))}
+
+    def check_whole(self) -> None:
+        """Refuse where a ledger is gone: its list of records is there, and no ledger names it.
+
+        Needs neither key nor records. What is left would be charged as if that had never been.
+
+        Raises:
+            LedgerError: names the list.
+        """
+        ledgers = self.ledgers()
+        lost = sorted(_unnamed(self.path / PRIVATE, ledgers))
+        if lost:
+            raise LedgerError(
+                f"a ledger in {self.path} is gone, whose list of records is still there: bring it "
+                f"back from a backup (or delete {lost[0]}, if what made it broke off before its "
+                "first round)"
+            )
 
     def carry_over(self, client: str) -> int:
         """Declare that `client`'s data set has changed.
@@ -279,8 +296,7 @@ class _Known:
         self._key = key
         self.ledgers = ledgers
         self._current: dict[str, Records] = {}
-        stated = {KEY, *(f for ledger in ledgers.values() for f in ledger.records)}
-        lists = [p for p in folder.iterdir() if p.name not in stated and not p.name.startswith(".")]
+        lists = _unnamed(folder, ledgers)
         self.orphans = {record: path for path in lists for record in _unpacked(read_regular(path))}
         """Records in lists of no ledger, with the list: a ledger was deleted."""
         self.owners: dict[bytes, set[str]] = {}
@@ -355,6 +371,14 @@ class _Known:
         return None
 
 
+def _unnamed(folder: Path, ledgers: Mapping[str, Ledger]) -> list[Path]:
+    """Lists of records in a folder's private part that no ledger names."""
+    if not folder.is_dir():
+        return []
+    stated = {KEY, *(f for ledger in ledgers.values() for f in ledger.records)}
+    return [p for p in folder.iterdir() if p.name not in stated and not p.name.startswith(".")]
+
+
 def _packed(records: Records) -> bytes:
     return b"".join(sorted(records.elements()))
 
@@ -371,6 +395,4 @@ def _write_once(path: Path, content: bytes) -> None:
         os.fsync(file.fileno())
         with suppress(FileExistsError):
             os.link(file.name, path)
-    folder = os.open(path.parent, os.O_RDONLY)  # fsync of a file alone need not keep its name
-    os.fsync(folder)
-    os.close(folder)
+    sync_folder(path.parent)

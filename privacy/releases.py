@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from fedsynth.privacy.errors import PrivacySettingError
-from fedsynth.privacy.wording import Setting
+from fedsynth.privacy.wording import Setting, shown
 
 ADJACENCIES = {
     "add-remove": "add or remove one example (dp-accounting ADD_OR_REMOVE_ONE)",
@@ -141,7 +141,9 @@ class Release:
         names = {f.name for f in fields(cls)}
         if not names - {"unaccounted", "unit"} <= set(row) <= names:
             raise PrivacySettingError(
-                None, "row", f"must have exactly the fields {sorted(names)}, got {sorted(row)}"
+                None,
+                "row",
+                f"must have exactly the fields {sorted(names)}, got {shown(sorted(row))}",
             )
         return cls(**row)
 
@@ -159,7 +161,7 @@ def is_real(value: object) -> bool:
 def require(ok: bool, key: str, rule: str, value: object, section: str | None = None) -> None:
     """Refuses the value of what is called `key` (in `section` of a config file, if it has one)."""
     if not ok:
-        raise PrivacySettingError(section, key, f"{rule}, got {value!r}")
+        raise PrivacySettingError(section, key, f"{rule}, got {shown(value)}")
 
 
 def adjacency_words(adjacency: str, unit: str) -> str:

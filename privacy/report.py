@@ -7,8 +7,6 @@ counts, no losses. Where there is no guarantee it says so and why, and states no
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +16,7 @@ from fedsynth.privacy import report_sections as sections
 from fedsynth.privacy.audit import NOT_RUN
 from fedsynth.privacy.disclosure import ACCOUNTED, PUBLIC, SIMULATION_ONLY, UNACCOUNTED
 from fedsynth.privacy.errors import PrivacyError, PrivacySettingError
+from fedsynth.privacy.files import sync_folder, write_durably
 from fedsynth.privacy.history import History
 from fedsynth.privacy.releases import (
     ADD_REMOVE,
@@ -353,7 +352,8 @@ NOT_COVERED = NotCovered(
 
 
 def write_report(report: Mapping[str, object], folder: Path) -> tuple[Path, Path, Path]:
-    """Write privacy_report.json, .md and .html into `folder`; each appears whole or not at all.
+    """Write privacy_report.json, .md and .html into `folder`; each appears whole, and on the disk, or
+    not at all.
 
     Raises:
         PrivacyError: the folder cannot be written to.
@@ -361,26 +361,12 @@ def write_report(report: Mapping[str, object], folder: Path) -> tuple[Path, Path
     text = json.dumps(report, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
     stem = Path(folder) / "privacy_report"
     paths = (stem.with_suffix(".json"), stem.with_suffix(".md"), stem.with_suffix(".html"))
-    for path, content in zip(
-        paths, (text, render_markdown(report), render_html(report)), strict=True
-    ):
+    contents = (text, render_markdown(report), render_html(report))
+    for path, content in zip(paths, contents, strict=True):
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            _replace(path, content)
+            write_durably(path, content.encode())
+            sync_folder(path.parent)
         except OSError as error:
             raise PrivacyError(f"cannot write {path}: {error}") from error
     return paths
-
-
-def _replace(path: Path, content: str) -> None:
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise

@@ -12,6 +12,9 @@ def up(value: float, digits: int = 4) -> str:
     was computed."""
     if value <= 0:
         return "0"
+    if math.isinf(value):
+        return "∞"
+    value = max(value, 1e-290)  # below, the scale is infinite
     scale = 10.0 ** (digits - 1 - math.floor(math.log10(value)))
     # an exact decimal such as 10.99 must not be pushed up by its own rounding error
     rounded = math.ceil(value * scale * (1 - 1e-12)) / scale

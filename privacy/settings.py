@@ -13,6 +13,14 @@ from fedsynth.privacy.releases import ADD_REMOVE, RECORD, UNITS, USER, check_adj
 from fedsynth.privacy.wording import Setting
 
 NO_LEDGER = "none: this data set is public"
+RANGES = {
+    "noise_multiplier": (1e-15, 1e9),
+    "clip": (1e-12, 1e12),
+    "sample_rate": (1e-9, math.inf),
+    "nominal_size": (1e-3, 1e15),
+    "max_records": (1, 1e15),
+}
+"""What no run has use for beyond: sums, squares and quotients of these then stay finite."""
 
 
 def ledger_setting(given: Path | str) -> Path | str:
@@ -23,6 +31,10 @@ def ledger_setting(given: Path | str) -> Path | str:
             `Path` is the current folder), or the home of a user who does not exist.
     """
     words = str(given).strip()
+    if "\0" in words or not _encodable(words):
+        raise PrivacySettingError(
+            "privacy", "ledger", f"must be a folder's name in UTF-8, got {words!r}"
+        )
     if words == NO_LEDGER:
         return NO_LEDGER
     if words.casefold().split(":")[0] in ("none", ""):
@@ -36,6 +48,15 @@ def ledger_setting(given: Path | str) -> Path | str:
         raise PrivacySettingError(
             "privacy", "ledger", f"names no folder: {error}", value=words
         ) from None
+
+
+def _encodable(text: str) -> bool:
+    """Whether the run folder's config.toml, which is UTF-8, can say it."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def needs_a_budget() -> PrivacySettingError:
@@ -129,6 +150,11 @@ class PrivacySettings:
                 raise PrivacySettingError(
                     "privacy", name, f"must be a positive number, got {value}"
                 )
+        for name, (least, most) in RANGES.items():
+            value = getattr(self, name)
+            if value is not None and value > 0 and not least <= value <= most:
+                bound = f"at least {least:g}" if value < least else f"at most {most:g}"
+                raise PrivacySettingError("privacy", name, f"must be {bound}, got {value:g}")
         if self.sample_rate is not None and not 0 < self.sample_rate <= 1:
             raise PrivacySettingError(
                 "privacy", "sample_rate", f"must be in (0, 1], got {self.sample_rate}"

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fedsynth.privacy.errors import SigningError
+from fedsynth.privacy.files import MOST_TEXT_BYTES, read_regular
 from fedsynth.privacy.report_schema import Signature, schema_problems
 from fedsynth.privacy.verify import read_json, read_report
 
@@ -187,6 +188,6 @@ def _message(files: dict[str, str]) -> bytes:
 
 def _bytes(path: Path) -> bytes:
     try:
-        return path.read_bytes()
+        return read_regular(path, MOST_TEXT_BYTES)
     except OSError as error:
         raise SigningError(f"cannot read the key {path}: {error.strerror}") from None

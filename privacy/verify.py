@@ -25,6 +25,7 @@ from pydantic import ValidationError
 
 from fedsynth.privacy import audit as audits
 from fedsynth.privacy.errors import LedgerError, PrivacyError
+from fedsynth.privacy.files import read_regular, read_text
 from fedsynth.privacy.history import History
 from fedsynth.privacy.ledger import Ledger, chain_hashes, read_ledger
 from fedsynth.privacy.releases import Release
@@ -131,7 +132,7 @@ def sound_report(path: Path) -> dict[str, Any]:
 def read_json(file: Path, what: str) -> dict[str, Any]:
     """A JSON object from a file that may come from anybody."""
     try:
-        text = file.read_text(encoding="utf-8")
+        text = read_text(file)
     except OSError as error:
         raise PrivacyError(f"cannot read a {what} at {file}: {error.strerror}") from None
     except UnicodeDecodeError:
@@ -421,7 +422,7 @@ def _renderings(report: Mapping[str, Any], folder: Path) -> list[str]:
     for ending, render in (("md", render_markdown), ("html", render_html)):
         file = folder / f"privacy_report.{ending}"
         try:
-            if file.read_bytes() != render(report).encode():
+            if read_regular(file) != render(report).encode():
                 problems.append(f"{file.name} does not say what the JSON report says")
         except OSError as error:
             problems.append(f"{file.name} cannot be read: {error.strerror}")

@@ -6,9 +6,28 @@ searched for in a finished text: its parts are kept.
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = 200
+
+
+def shown(value: object) -> str:
+    """A value that may come from anybody, on an error's line: short, and on one line whatever it
+    is.
+
+    >>> shown("x" * 1000)[-5:], shown(10**5000)
+    ("xxxx'", 'a number of more than 18 digits')
+    """
+    if isinstance(value, int) and abs(value) >= 2**63:  # beyond 4,300 digits Python prints none
+        return "a number of more than 18 digits"
+    try:
+        return _SHORT.repr(value)
+    except (ValueError, RecursionError):  # such a number, or such nesting, within a list
+        return f"a {type(value).__name__}"
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from types import UnionType
@@ -25,9 +24,13 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+from fedsynth.data.files import one_line
 from fedsynth.errors import MessageError
+from fedsynth.privacy.releases import is_real
+from fedsynth.privacy.wording import shown
 
 WIRE_FORMAT = "2"
+LARGEST = 2**63  # of whole numbers
 LENGTH_BYTES = 8  # of a safetensors header's length, little-endian
 LONGEST_HEADER = 8 * 2**20  # bytes, as JSON takes many times its length: 50,000 tensors' names
 
@@ -130,7 +133,7 @@ class Packed:
             tensors = safetensors.torch.load(sent)
         except (safetensors.SafetensorError, LookupError, ValueError, RuntimeError) as error:
             # beside what safetensors finds, types that torch has not, and sizes beyond its own
-            raise MessageError(f"a damaged message {cls.__name__}: {error!s:.200}") from None
+            raise MessageError(f"a damaged message {cls.__name__}: {one_line(error)}") from None
         values: dict[str, Any] = {}
         forms = _forms(cls)
         for f in fields(cls):
@@ -194,7 +197,7 @@ def _header(sent: bytes) -> dict[str, Any]:
 
 
 def _forms(kind: type[Packed]) -> dict[str, tuple[type, ...]]:
-    """What each field may be, by its annotation; a number may come as any."""
+    """What each field may be, by its annotation; a whole number is one of any kind."""
     hints = get_type_hints(kind)
     forms: dict[str, tuple[type, ...]] = {}
     for f in fields(kind):
@@ -203,7 +206,7 @@ def _forms(kind: type[Packed]) -> dict[str, tuple[type, ...]]:
         for part in parts:
             if part is Any:
                 allowed.append(object)
-            elif part in (int, float):
+            elif part is float:
                 allowed.extend((int, float))
             else:
                 allowed.append(get_origin(part) or part)
@@ -221,8 +224,8 @@ def _taken(
     """A field's value, taken out of what was sent."""
     if name in numbers:
         number = numbers.pop(name)
-        if type(number) not in (int, float) or not abs(number) <= sys.float_info.max:
-            raise MessageError(f"{what} must be a finite number, got {number!r:.80}")
+        if not is_real(number) or (type(number) is int and abs(number) > LARGEST):
+            raise MessageError(f"{what} must be a finite number, got {shown(number)}")
         return number
     if name in keys:
         listed = keys.pop(name)

@@ -8,16 +8,23 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
+from os import PathLike
 from types import UnionType
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from torch import nn
 
 from fedsynth.errors import SettingError, unknown_name, unknown_value
+from fedsynth.privacy.wording import shown
 
 T = TypeVar("T")
 
 _TRUTH = {"true": True, "false": False, "1": True, "0": False, "yes": True, "no": False}
+LARGEST = 2**63 - 1
+"""Of whole numbers: what TOML, NumPy and PyTorch can hold."""
+FAR = 10_000
+LARGEST_FLOAT = 3e38
+"""Of other numbers: what fp32 can hold."""
 _IN_WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 
 
@@ -31,7 +38,8 @@ def check_ranges(settings: Any, **ranges: tuple[float, float]) -> None:
 
     Args:
         settings: a dataclass.
-        ranges: field: (least, most). A field of type int takes whole numbers alone.
+        ranges: field: (least, most). A field of type int takes whole numbers alone, of at most
+            `LARGEST`; the others are of at most `LARGEST_FLOAT`.
 
     Raises:
         SettingError: names the setting, its range and what was given.
@@ -40,12 +48,16 @@ def check_ranges(settings: Any, **ranges: tuple[float, float]) -> None:
     for name, (least, most) in ranges.items():
         value = getattr(settings, name)
         if name in whole and type(value) is not int:
-            raise SettingError(section_of(settings), name, f"must be a whole number, got {value!r}")
+            raise SettingError(
+                section_of(settings), name, f"must be a whole number, got {shown(value)}"
+            )
+        if most == math.inf:
+            most = LARGEST if name in whole else LARGEST_FLOAT
         if not least <= value <= most:
             allowed = f"between {least:g} and {most:g}"
-            if most == math.inf:
-                allowed = f"at least {least:g}"
-            raise SettingError(section_of(settings), name, f"must be {allowed}, got {value}")
+            if most >= FAR:  # the other end is of interest to nobody
+                allowed = f"at least {least:g}" if value < least else f"at most {most:g}"
+            raise SettingError(section_of(settings), name, f"must be {allowed}, got {shown(value)}")
 
 
 def check_choices(settings: Any, **choices: Sequence[str]) -> None:
@@ -134,17 +146,25 @@ def convert(section: str | None, key: str, value: Any, kind: type) -> Any:
     """`value` as `kind`, which is bool, int, float or str.
 
     Raises:
-        SettingError: it is none, or not finite.
+        SettingError: it is none, or not finite, or beyond `LARGEST` (`LARGEST_FLOAT`).
     """
     try:
         if kind is bool:
             return _TRUTH[str(value).lower()]
+        if not isinstance(value, (bool, int, float, str, PathLike)):
+            raise TypeError
+        if isinstance(value, str) and kind is not str and not value.isascii():
+            raise ValueError  # Python takes the digits of every script for a number
         found = _whole(value) if kind is int else kind(value)
     except (ValueError, KeyError, OverflowError, TypeError):
         wanted = _IN_WORDS.get(kind, f"of type {kind.__name__}")
-        raise SettingError(section, key, f"must be {wanted}, got {value!r}") from None
+        raise SettingError(section, key, f"must be {wanted}, got {shown(value)}") from None
     if kind is float and not math.isfinite(found):
-        raise SettingError(section, key, f"must be a finite number, got {value!r}")
+        raise SettingError(section, key, f"must be a finite number, got {shown(value)}")
+    if kind is float and abs(found) > LARGEST_FLOAT:
+        raise SettingError(section, key, f"must be a number that fp32 can hold, got {shown(value)}")
+    if kind is int and abs(found) > LARGEST:
+        raise SettingError(section, key, f"must have at most 18 digits, got {shown(found)}")
     return found
 
 

@@ -65,6 +65,13 @@ def expanded(folder: str | Path) -> Path:
     if "\0" in str(folder):
         raise DataFilesMissingError("the data folder's name has a zero byte in it")
     try:
+        str(folder).encode()
+    except UnicodeEncodeError:
+        raise DataFilesMissingError(
+            f"the data folder's name, {one_line(ascii(str(folder)))}, is no UTF-8, as a run's "
+            "config.toml is"
+        ) from None
+    try:
         return Path(folder).expanduser()
     except RuntimeError:
         raise DataFilesMissingError(

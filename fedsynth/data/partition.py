@@ -34,6 +34,7 @@ DOMAIN, NATURAL = "domain", "natural"
 # How often the whole partition is drawn anew before giving up: 1.5 s for 10 classes, some 15 s for
 # 100.
 MAX_TRIES = 5_000
+MOST_CLIENTS = 200_000
 # Beyond this the draws are 1/K to six digits, and NumPy's gamma sampler would overflow.
 _ALPHA_CAP = 1e12
 
@@ -111,6 +112,10 @@ class PartitionSettings:
                 raise SettingError(
                     "partition", name, f"must be at least 1, got {getattr(self, name)}"
                 )
+        if self.clients > MOST_CLIENTS:
+            raise SettingError(
+                "partition", "clients", f"must be at most {MOST_CLIENTS:,}, got {self.clients:,}"
+            )
         for name, inside, interval in (
             ("dominant_share", 0 < self.dominant_share < 1, "(0, 1)"),
             ("subset", 0 < self.subset <= 1, "(0, 1]"),

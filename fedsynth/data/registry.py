@@ -17,6 +17,9 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from fedsynth.errors import SettingError, UnknownNameError, unknown_name
+from fedsynth.privacy.wording import shown
+
+LONGEST_NAME = 200
 
 
 @dataclass(frozen=True)
@@ -41,8 +44,8 @@ class DatasetSpec:
             nominal size of one of them follows.
 
     Raises:
-        SettingError: a size that is not positive, or constants and names that do not fit `channels`
-            and `classes`.
+        SettingError: a size that is not positive, constants and names that do not fit `channels`
+            and `classes`, or a name that cannot be printed.
 
     >>> sizes = {"channels": 3, "height": 32, "width": 32, "train_size": 5000, "test_size": 500}
     >>> half = (0.5, 0.5, 0.5)
@@ -67,6 +70,7 @@ class DatasetSpec:
     groups: int = 0
 
     def __post_init__(self) -> None:
+        self._check_names()
         of = f"of data set {self.name!r}"
         for field in ("channels", "height", "width", "classes", "train_size", "test_size"):
             if getattr(self, field) < 1:
@@ -88,6 +92,24 @@ class DatasetSpec:
         if len(self.class_names) != self.classes:
             got = len(self.class_names)
             raise SettingError(None, "class_names", f"{of} must be {self.classes} names, got {got}")
+
+    def _check_names(self) -> None:
+        """Reports, config.toml and tables say them."""
+        if not (0 < len(self.name) <= LONGEST_NAME and self.name.isprintable()):
+            raise SettingError(
+                None,
+                "name",
+                f"of a data set must be 1 to {LONGEST_NAME} printable characters, got "
+                f"{shown(self.name)}",
+            )
+        for name in (*self.class_names, *self.domains):
+            if len(name) > LONGEST_NAME or not name.isprintable():
+                raise SettingError(
+                    None,
+                    "class_names",
+                    f"and domains of data set {self.name!r} must each be at most {LONGEST_NAME} "
+                    f"printable characters, got {shown(name)}",
+                )
 
     @property
     def image_shape(self) -> tuple[int, int, int]:

@@ -34,7 +34,7 @@ from fedsynth.data.images import ImageData, require_all_classes
 from fedsynth.data.load import load_dataset
 from fedsynth.data.partition import GIVEN, IntArray, check_parts, count_matrix, partition
 from fedsynth.data.users import check_one_client_each
-from fedsynth.errors import CheckpointError, Setting, Text
+from fedsynth.errors import CheckpointError, OutputError, Setting, Text
 from fedsynth.federation.exchange.client_runtime import ClientRuntime, OwnData
 from fedsynth.federation.exchange.in_process import InProcess
 from fedsynth.federation.exchange.protocol import Refusal
@@ -64,6 +64,7 @@ from fedsynth.federation.outputs.run_folder import RunFolder
 from fedsynth.federation.outputs.verification import plan_when_it_began
 from fedsynth.federation.terms.client_ledgers import Clients
 from fedsynth.federation.terms.devices import check_compiler, resolve_device
+from fedsynth.federation.terms.duration import long_run
 from fedsynth.federation.terms.given_data import (
     PRIVATE,
     checked_data,
@@ -210,6 +211,7 @@ class Simulation:
         self.method = settings.method
         self.observer = observer
         self.test_kind = test[1]
+        long = long_run(settings, train.spec)
         context = public_context(settings, train.spec, train.labels.device)
         self.method.check_model(context.architecture)
         self.context = with_proxy(context, settings, download=download)
@@ -235,6 +237,8 @@ class Simulation:
         new = resumed is None
         self.over = new and self._private and bool(self.exchange.prepare(self._plain_context(1)))
         headline = [] if self.over else self._headline()
+        if long:
+            headline.append(long)
         self.folder: RunFolder | None = resumed
         if output is not None and new and not self.over:
             self.folder = self._new_folder(output, clients)
@@ -573,6 +577,9 @@ class Simulation:
         artefacts: Mapping[str, Tensor],
         report: dict[str, Any] | None,
     ) -> None:
+        """What was promised first, and pictures last: none of them may cost a result."""
+        if report is not None:
+            write_report(report, folder.path)
         folder.write_model(self.server.final_parameters())
         sets = [
             (client, upload.images, upload.labels)
@@ -582,8 +589,12 @@ class Simulation:
         if sets:
             folder.write_synthetic(sets, self.context.spec)
         folder.write_artefacts(artefacts)
-        if report is not None:
-            write_report(report, folder.path)
+        try:
+            if sets:
+                folder.draw_synthetic(sets, self.context.spec)
+            folder.draw_artefacts(artefacts)
+        except OutputError as error:
+            self.observer.note(f"warning: a picture is missing: {error}")
 
 
 def _on_device(load: Callable[[], Memory], device: torch.device) -> Memory:

@@ -19,6 +19,7 @@ from fedsynth.core.validation import check_ranges
 from fedsynth.methods.shared.union import TrainsInBall
 from fedsynth.privacy.errors import UnaccountedReleaseError
 from fedsynth.synthesizer.condensation.sets import (
+    MOST_IPC,
     SyntheticSet,
     check_set,
     real_start,
@@ -70,7 +71,7 @@ class Real(TrainsInBall):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_ranges(self, ipc=(1, inf), min_examples=(0, inf))
+        check_ranges(self, ipc=(1, MOST_IPC), min_examples=(0, inf))
 
     def upload_rules(self, phase: str, client: int, context: RoundContext) -> dict[str, Rule]:
         return set_rules(context.spec, self.ipc)

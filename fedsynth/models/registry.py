@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import inf
 from typing import ClassVar
 
+import torch
 from torch import nn
 
 from fedsynth.core.validation import check_ranges
-from fedsynth.errors import unknown_name, unknown_value
+from fedsynth.errors import SettingError, unknown_name, unknown_value
 from fedsynth.models.alexnet import AlexNet
 from fedsynth.models.convnet import NORMS, ConvNet
 from fedsynth.models.googlenet import googlenet
@@ -24,6 +24,11 @@ from fedsynth.models.small import Cnn, LeNet5, Linear, ResNet8
 from fedsynth.seeding import forked_rng
 
 Shape = tuple[int, int, int]
+WIDEST = 2**16
+"""Of a layer, and the most blocks."""
+MOST_PARAMETERS = 2**30
+"""Of a network: 4 GB, and training takes several times that."""
+_COUNTED = 1024  # a wider layer is counted before it is made
 
 
 @dataclass(frozen=True)
@@ -108,7 +113,7 @@ class ModelSettings:
             object.__setattr__(self, "norm", norms[0])
         if self.norm not in norms:
             raise unknown_value("model", "norm", self.norm, norms, f" for {self.name}")
-        check_ranges(self, width=(1, inf), depth=(1, inf), projection=(0, inf))
+        check_ranges(self, width=(1, WIDEST), depth=(1, WIDEST), projection=(0, WIDEST))
         for name in self.client_names:
             if name not in _MODELS:
                 raise unknown_name("client model", name, _MODELS, "model", "clients")
@@ -126,7 +131,13 @@ def model_names() -> tuple[str, ...]:
 
 def build_model(settings: ModelSettings, image_shape: Shape, classes: int, seed: int) -> nn.Module:
     """A freshly initialised network whose weights depend on `seed` alone; the global RNG is left as
-    it was."""
+    it was.
+
+    Raises:
+        SettingError: it would have more than `MOST_PARAMETERS`, or the images are too small for it.
+    """
+    if max(settings.width, settings.projection) > _COUNTED:
+        _refuse_beyond_measure(settings, image_shape, classes)
     with forked_rng(seed, "model initialisation"):
         return _build(settings, image_shape, classes)
 
@@ -134,6 +145,21 @@ def build_model(settings: ModelSettings, image_shape: Shape, classes: int, seed:
 def _build(settings: ModelSettings, image_shape: Shape, classes: int) -> nn.Module:
     made = _MODELS[settings.name].build(image_shape, classes, settings)
     return Projected(made, settings.projection, classes) if settings.projection else made
+
+
+def _refuse_beyond_measure(settings: ModelSettings, image_shape: Shape, classes: int) -> None:
+    """Counts a network's parameters without making them."""
+    with forked_rng(0, "counting"), torch.device("meta"):
+        count = parameter_count(_build(settings, image_shape, classes))
+    if count > MOST_PARAMETERS:
+        key = "width" if settings.width > _COUNTED else "projection"
+        raise SettingError(
+            "model",
+            key,
+            f"gives a network of {count:,} parameters, more than {MOST_PARAMETERS:,}: take a "
+            "smaller one",
+            value=getattr(settings, key),
+        )
 
 
 def build_client_models(

@@ -251,7 +251,7 @@ def test_a_plan_that_draws_for_long_says_so(
         refused = fedsynth(*words, "100000000")
         assert refused.code == 2
         assert "for 100,000,000 of them takes some 0.8 hours" in refused.stderr
-    monkeypatch.setattr("fedsynth.federation.terms.costs.LONG", 100)
+    monkeypatch.setattr("fedsynth.federation.terms.costs.LONG", 0.001)  # seconds
     for words in (dry, plan):
         run = fedsynth(*words, "101")
         assert run.code == 0

@@ -57,7 +57,8 @@ def tensors(draw: st.DrawFn) -> Tensor:
     return made.transpose(0, -1) if made.dim() > 1 and draw(st.booleans()) else made
 
 
-NUMBERS = st.one_of(st.floats(allow_nan=False, allow_infinity=False), st.integers(-(2**53), 2**53))
+WHOLE = st.integers(-(2**53), 2**53)
+NUMBERS = st.one_of(st.floats(allow_nan=False, allow_infinity=False), WHOLE)
 MAPPINGS = st.dictionaries(st.text(max_size=6), tensors(), max_size=3)
 
 
@@ -72,7 +73,7 @@ def of_type(hint: Any, where: str) -> st.SearchStrategy[Any]:
     if get_origin(hint) is Mapping:
         return MAPPINGS
     assert hint in (int, float), f"{where} has no way over a wire"
-    return NUMBERS
+    return NUMBERS if hint is float else WHOLE
 
 
 @st.composite

@@ -117,7 +117,21 @@ class Own:
     bound: float | None = None
 
 
-values = st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.booleans()
+values = st.integers(-(2**63), 2**63) | st.floats(-3e38, 3e38) | st.booleans()
+
+
+@pytest.mark.parametrize("key", ["number", "rate"])
+@pytest.mark.parametrize(
+    "value", [2**63, -(2**63), 10**400, "9" * 400, "9" * 5000, 1e39, "1e39", "١٢"]
+)
+def test_numbers_that_no_setting_can_be(key: str, value: Any) -> None:
+    """Also as text, and in the digits of other scripts, which Python takes."""
+    if (key, value) in (("rate", 2**63), ("rate", -(2**63))):
+        assert from_mapping(Own, {key: value}).rate == value
+        return
+    with pytest.raises(SettingError) as caught:
+        from_mapping(Own, {key: value})
+    assert len(str(caught.value)) < 300
 
 
 @given(st.integers(-(10**15), 10**15), values, st.booleans(), st.text(max_size=20))

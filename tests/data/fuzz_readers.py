@@ -1,7 +1,7 @@
 """Damaged and hostile data files for one reader, in a process of its own: `python fuzz_readers.py
 KIND SEED CASES`.
 
-KIND is pickle, mat, image, leaf, users or idx. Prints one JSON object: how many cases were refused
+KIND is pickle, mat, image, leaf, users, idx or list. Prints one JSON object: how many cases were refused
 and accepted, the largest traced memory beyond ten times the file's size, the longest time, and what
 was neither a refusal in one line nor a result as promised. The number of the case at work stands in
 the file CASE of the current folder, for the reader who finds a signal.
@@ -28,7 +28,8 @@ from PIL import Image
 from scipy.io import savemat
 
 from fedsynth.data.cifar import read_cifar_batch
-from fedsynth.data.folders import read_images
+from fedsynth.data.domains import _listed
+from fedsynth.data.folders import read_images, read_lines
 from fedsynth.data.idx import read_idx
 from fedsynth.data.leaf import read_femnist
 from fedsynth.data.registry import dataset_spec
@@ -38,6 +39,7 @@ from fedsynth.errors import DataError
 
 ROWS = np.arange(3072 * 2, dtype=np.uint8).reshape(2, 3072)
 SVHN, OFFICE, FEMNIST = map(dataset_spec, ("svhn", "office-caltech-10", "femnist"))
+DOMAINNET = dataset_spec("domainnet-10")
 
 
 def python2(
@@ -300,6 +302,20 @@ def user_files(rng: random.Random) -> Iterator[bytes]:
         yield mutated(good, rng)
 
 
+def lists(rng: random.Random) -> Iterator[bytes]:
+    """DomainNet's lists of images."""
+    yield "clipart/clock/²".encode() + b"\n"
+    yield "clipart/clock/a.png ²\n".encode()
+    yield b"clipart/clock/../../etc/passwd 1\n"
+    yield b"clipart/" * 200_000
+    good = [
+        b"clipart/clock/a.png 1\nclipart/zebra/b.png 3\n",
+        b"clipart/bird/b.jpg 3\r\n\r\nclipart/bird/c.jpg 3\n",
+    ]
+    while True:
+        yield mutated(good, rng)
+
+
 def idx_files(rng: random.Random) -> Iterator[bytes]:
     plain = bytes([0, 0, 8, 3, 0, 0, 0, 2, 0, 0, 0, 28, 0, 0, 0, 28]) + bytes(1568)
     while True:
@@ -341,11 +357,20 @@ def read_one_writer(path: Path) -> None:
         raise ValueError(f"accepted as {train.images.shape}")
 
 
+def read_one_list(path: Path) -> None:
+    rows = _listed(path, read_lines(path, DOMAINNET.name, ""), DOMAINNET, 0)
+    for file, label, domain in rows:
+        inside = file.is_relative_to(path.parent) and ".." not in file.parts
+        if not inside or not 0 <= label < 10 or domain != 0:
+            raise ValueError(f"accepted {file} as {label}")
+
+
 KINDS: dict[str, tuple[Callable[[random.Random], Iterator[bytes]], str, Callable[[Path], Any]]] = {
     "pickle": (pickles, "batch", read_one_batch),
     "mat": (mats, "train.mat", read_one_mat),
     "image": (images, "image.png", read_one_image),
     "leaf": (leaves, "leaf", read_one_writer),
+    "list": (lists, "clipart_train.txt", read_one_list),
     "users": (user_files, "users.csv", lambda path: read_users(path, ["a.png", "b.png"])),
     "idx": (idx_files, "images-idx3-ubyte.gz", lambda path: read_idx(path, 3, 10_000)),
 }

@@ -15,6 +15,15 @@ import pytest
 
 SCRIPT = Path(__file__).with_name("fuzz_readers.py")
 MEGABYTE = 2**20
+CASES = {
+    "pickle": 400,
+    "mat": 200,
+    "image": 150,
+    "leaf": 150,
+    "users": 150,
+    "idx": 150,
+    "list": 150,
+}
 
 
 def fuzzed(kind: str, seed: int, cases: int, folder: Path, timeout: int) -> None:
@@ -42,7 +51,7 @@ def fuzzed(kind: str, seed: int, cases: int, folder: Path, timeout: int) -> None
 
 @pytest.mark.parametrize(
     ("kind", "cases"),
-    [("pickle", 400), ("mat", 200), ("image", 150), ("leaf", 150), ("users", 150), ("idx", 150)],
+    list(CASES.items()),
 )
 def test_some_files(kind: str, cases: int, tmp_path: Path) -> None:
     fuzzed(kind, 0, cases, tmp_path, 300)
@@ -58,6 +67,7 @@ def test_some_files(kind: str, cases: int, tmp_path: Path) -> None:
         ("leaf", 1000),
         ("users", 1000),
         ("idx", 2000),
+        ("list", 1000),
     ],
 )
 def test_many_files(kind: str, cases: int, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from fedsynth.data.images import ImageData, from_arrays
 from fedsynth.data.load import load_dataset
 from fedsynth.data.registry import DatasetSpec, dataset_spec
-from fedsynth.errors import DataError, OutputError
+from fedsynth.errors import DataError, OutputError, SettingError
 from fedsynth.federation.observer import Observer
 from fedsynth.federation.outputs.disclosed import (
     Disclosed,
@@ -81,6 +81,34 @@ def test_runs_of_the_same_second_do_not_share_a_folder(tmp_path: Path) -> None:
     assert len({first, *(folder.finish(Disclosed({})) for folder in folders[1:])}) == 5
 
 
+@pytest.mark.parametrize(
+    ("name", "ending"),
+    [
+        ("feddm-a/b", "feddm-a_b"),
+        ("feddm-../../x", "feddm-.._.._x"),
+        ("feddm-" + "é" * 190, "feddm-" + "é" * 54),
+        ("feddm-x.incomplete", "feddm-x"),
+        ("feddm-<script>", "feddm-_script_"),
+        ("feddm-synthetic(1,0.5)", "feddm-synthetic(1,0.5)"),
+    ],
+)
+def test_a_data_set_with_any_name_has_a_folder(tmp_path: Path, name: str, ending: str) -> None:
+    """Catches: a slash that is taken for a folder, and a name that no file can have."""
+    finished = RunFolder(tmp_path, name).finish(Disclosed({}))
+    assert finished.parent == tmp_path
+    assert finished.name[16:] == ending
+    assert names(tmp_path) == {finished.name}
+
+
+@pytest.mark.parametrize("name", ["", "a\0b", "a\nb", "\ud800", "\u202e", "x" * 201])
+def test_a_data_set_needs_a_name_that_can_be_printed(name: str) -> None:
+    with pytest.raises(SettingError, match="printable characters"):
+        dataclasses.replace(SPEC, name=name)
+    if name:
+        with pytest.raises(SettingError, match="class_names"):
+            dataclasses.replace(SPEC, class_names=("cat", "dog", name))
+
+
 @pytest.mark.parametrize("base", ["file", "file/below"])
 def test_an_unwritable_folder(tmp_path: Path, base: str) -> None:
     (tmp_path / "file").write_text("")
@@ -120,6 +148,7 @@ def test_synthetic_images_are_kept_as_they_were_sent(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path, "a")
     sets = [(k, torch.randn(n, 1, 8, 8), torch.arange(n)) for k, n in ((0, 3), (1, 0), (4, 2))]
     folder.write_synthetic(sets, SPEC)
+    folder.draw_synthetic(sets, SPEC)
     path = folder.path / "synthetic.safetensors"
     tensors = load_file(path)
     assert tensors["images"].equal(torch.cat([images for _, images, _ in sets]))
@@ -136,7 +165,9 @@ def test_synthetic_images_are_kept_as_they_were_sent(tmp_path: Path) -> None:
 
 def test_without_images_there_is_no_picture(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path, "a")
-    folder.write_synthetic([(0, torch.zeros(0, 1, 8, 8), torch.zeros(0).long())], SPEC)
+    nothing = [(0, torch.zeros(0, 1, 8, 8), torch.zeros(0).long())]
+    folder.write_synthetic(nothing, SPEC)
+    folder.draw_synthetic(nothing, SPEC)
     assert names(folder.path) == {"synthetic.safetensors", ".lock"}
 
 

@@ -283,7 +283,9 @@ def test_a_key_or_list_or_ledger_that_is_gone_is_noticed(folder: Path, tmp_path:
 
 
 def test_a_deleted_ledger_is_noticed_by_what_is_left(folder: Path) -> None:
+    LedgerFolder(folder).check_whole()  # no folder yet: nothing is gone
     charged(folder, "abc", "de")
+    LedgerFolder(folder).check_whole()
     (folder / "client-000.jsonl").unlink()
     for names in (None, ["north", "client-001"]):
         with pytest.raises(
@@ -291,6 +293,8 @@ def test_a_deleted_ledger_is_noticed_by_what_is_left(folder: Path) -> None:
         ):
             opened(folder, "abc", "de", names=names)
     assert spent(folder) == {"client-001": 1}
+    with pytest.raises(LedgerError, match="is gone, whose list of records is still there"):
+        LedgerFolder(folder).check_whole()  # as a plan asks, which has no records to compare
     charged(folder, "xyz", "de", names=["north", "client-001"])  # nobody's
 
 

@@ -9,7 +9,6 @@ can find a fault, and cannot prove privacy.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -41,9 +40,9 @@ from fedsynth.privacy.audit import audit_text, epsilon_lower_bound, guesses_for,
 from fedsynth.privacy.errors import PrivacyError, PrivacySettingError
 from fedsynth.privacy.mechanism_facts import mechanism_facts
 from fedsynth.privacy.randomness import SecretGenerator
-from fedsynth.privacy.releases import USER
+from fedsynth.privacy.releases import USER, is_real
 from fedsynth.privacy.report import write_report
-from fedsynth.privacy.verify import read_report
+from fedsynth.privacy.verify import read_json, read_report
 from fedsynth.seeding import numpy_generator, torch_generator
 
 REST, OTHERS = 1000, 100
@@ -299,14 +298,16 @@ def settings_of_run(folder: Path, settings: RunSettings) -> RunSettings:
         SettingError: the folder has no summary of a private run.
         PrivacyError: no report of this version, or one of other settings.
     """
+    no_run = SettingError(None, "folder", "is no folder of a finished private run", value=folder)
     try:
-        summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
-        sigma = float(summary["differential_privacy"]["noise_multiplier"])
-        rounds = int(summary["rounds"])
-    except (OSError, ValueError, KeyError, TypeError):
-        raise SettingError(
-            None, "folder", "is no folder of a finished private run", value=folder
-        ) from None
+        summary = read_json(folder / "summary.json", "run's summary")
+    except PrivacyError:
+        raise no_run from None
+    promise = summary.get("differential_privacy")
+    sigma = promise.get("noise_multiplier") if isinstance(promise, dict) else None
+    rounds = summary.get("rounds")
+    if not is_real(sigma) or type(rounds) is not int:
+        raise no_run
     if settings.privacy is None or rounds < 1:
         raise SettingError(
             None, "folder", "is of a run that released nothing that could be audited", value=folder

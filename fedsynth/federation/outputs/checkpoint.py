@@ -37,6 +37,7 @@ from fedsynth.core.state import ServerState
 from fedsynth.data.images import ImageData
 from fedsynth.errors import CheckpointError, MessageError, OutputError
 from fedsynth.federation.terms.settings import RunSettings
+from fedsynth.privacy.files import sync_folder
 
 FORMAT = 1
 HASH_BYTES = 32
@@ -346,15 +347,6 @@ def write_whole(path: Path, content: bytes, *, lasting: bool = True) -> None:
     os.replace(partial, path)
     if lasting:
         sync_folder(path.parent)
-
-
-def sync_folder(path: Path) -> None:
-    """Makes the names in a folder last through a power cut."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _client(name: str) -> int:

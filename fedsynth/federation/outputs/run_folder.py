@@ -1,7 +1,7 @@
 """The run folder: everything a run leaves behind.
 
-While the run lasts, the folder's name ends in `.incomplete`; the last step renames it. A folder
-without that ending is finished.
+While the run lasts, the folder's name ends in `.incomplete`; the last step renames it, once all
+files are on the disk. A folder without that ending is finished, also after a power cut.
 
     config.toml          the resolved settings; feed back with --config
     metrics.jsonl        a line for each round
@@ -22,6 +22,8 @@ from __future__ import annotations
 
 import fcntl
 import json
+import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import datetime
@@ -41,6 +43,7 @@ from fedsynth.data.registry import DatasetSpec
 from fedsynth.errors import OutputError
 from fedsynth.federation.outputs.checkpoint import write_whole
 from fedsynth.federation.outputs.disclosed import Disclosed
+from fedsynth.privacy.files import open_regular, sync_folder
 
 SIMULATION_ONLY_NOTE = (
     "Everything in this folder is an exact function of the clients' data. A simulation may show "
@@ -51,11 +54,16 @@ PRIVATE_START = "privacy_start.json"
 RESUMED = "resumed.json"
 INCOMPLETE = ".incomplete"
 LOCK = ".lock"
+NAME_LIMIT = 60  # with two bytes a letter, far below the 255 that file systems take
 GRID_LIMIT = 400  # images in the picture; all of them are in synthetic.safetensors
 
 
 class RunFolder:
     """A folder being written; `finish` gives it its name.
+
+    Args:
+        base: the folder that it goes into.
+        name: of method and data set; what no file's name may have is written as `_`.
 
     What of a row may stand outside `simulation_only`, `federation.disclosed` decides.
 
@@ -66,7 +74,8 @@ class RunFolder:
     def __init__(self, base: Path, name: str) -> None:
         with _writing(base):
             base.mkdir(parents=True, exist_ok=True)
-            self._final, self.path = _fresh(base, f"{datetime.now():%Y%m%d-%H%M%S}-{name}")
+            plain = re.sub(r"[^\w(),.+=-]", "_", name)[:NAME_LIMIT].removesuffix(INCOMPLETE)
+            self._final, self.path = _fresh(base, f"{datetime.now():%Y%m%d-%H%M%S}-{plain}")
         self._claim()
 
     @classmethod
@@ -179,7 +188,7 @@ class RunFolder:
         self, sets: Sequence[tuple[int, Tensor, Tensor]], spec: DatasetSpec
     ) -> None:
         """(client, images [N, C, H, W], normalised or uint8 pixels, labels [N]) of the last round:
-        exactly what was sent, and a picture."""
+        exactly what was sent."""
         sets = [(client, images.cpu(), labels.cpu()) for client, images, labels in sets]
         images = torch.cat([s[1] for s in sets])
         labels = torch.cat([s[2] for s in sets])
@@ -192,14 +201,20 @@ class RunFolder:
         tensors = {"images": images.contiguous(), "labels": labels, "client": client}
         with _writing(self.path):
             save_file(tensors, self.path / "synthetic.safetensors", metadata=metadata)
-            if len(images) and spec.channels in (1, 3):
-                columns = max(1, int(torch.bincount(labels[client == client[0]]).max()))
-                shown = images[:GRID_LIMIT]
-                shown = shown if shown.dtype == torch.uint8 else denormalise(shown, spec)
-                image_grid_png(shown, self.path / "synthetic.png", columns * max(1, 20 // columns))
+
+    def draw_synthetic(self, sets: Sequence[tuple[int, Tensor, Tensor]], spec: DatasetSpec) -> None:
+        """A picture of what `write_synthetic` wrote, where the images have colours or greys."""
+        images = torch.cat([s[1].cpu() for s in sets])[:GRID_LIMIT]
+        if not len(images) or spec.channels not in (1, 3):
+            return
+        first = next(labels for _, _, labels in sets if len(labels))
+        columns = max(1, int(torch.bincount(first.cpu()).max()))
+        shown = images if images.dtype == torch.uint8 else denormalise(images, spec)
+        with _writing(self.path):
+            image_grid_png(shown, self.path / "synthetic.png", columns * max(1, 20 // columns))
 
     def write_artefacts(self, matrices: Mapping[str, Tensor]) -> None:
-        """What a server made of [classes, clients], as artefacts.json and one picture each."""
+        """What a server made of [classes, clients], as artefacts.json."""
         if not matrices:
             return
         with _writing(self.path):
@@ -207,6 +222,10 @@ class RunFolder:
             (self.path / "artefacts.json").write_text(
                 json.dumps(values, indent=1, allow_nan=False), encoding="utf-8"
             )
+
+    def draw_artefacts(self, matrices: Mapping[str, Tensor]) -> None:
+        """A picture of each of them."""
+        with _writing(self.path):
             for name, matrix in matrices.items():
                 shares_png(
                     matrix.cpu().double().numpy(), self.path / f"{name}.png", name.replace("_", " ")
@@ -219,7 +238,9 @@ class RunFolder:
         with _writing(self.path):
             (self.path / "summary.json").write_text(text, encoding="utf-8")
             (self.path / LOCK).unlink(missing_ok=True)
+            _sync_all(self.path)
             self.path.rename(self._final)
+            sync_folder(self._final.parent)
         self.path = self._final
         return self._final
 
@@ -259,6 +280,15 @@ def _fresh(base: Path, name: str) -> tuple[Path, Path]:
                 return final, path
             path.rmdir()
         number += 1
+
+
+def _sync_all(folder: Path) -> None:
+    """Everything below a folder onto the disk: files, then the names that they have."""
+    for where, _, names in os.walk(folder, topdown=False):
+        for name in names:
+            with open_regular(Path(where) / name) as file:
+                os.fsync(file.fileno())
+        sync_folder(Path(where))
 
 
 @contextmanager

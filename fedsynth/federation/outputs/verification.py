@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -20,6 +19,7 @@ from typing import Any
 
 import torch
 
+from fedsynth.config_file import read_sections
 from fedsynth.core.context import RoundContext
 from fedsynth.core.method import Method
 from fedsynth.data.registry import DatasetSpec, dataset_spec
@@ -47,6 +47,7 @@ from fedsynth.federation.terms.public_context import public_context
 from fedsynth.federation.terms.settings import RunSettings, resolve
 from fedsynth.privacy.accounting import epsilon_by_round
 from fedsynth.privacy.errors import BudgetExceededError, PrivacyError
+from fedsynth.privacy.files import read_text
 from fedsynth.privacy.history import History
 from fedsynth.privacy.ledger import read_ledger
 from fedsynth.privacy.releases import Release
@@ -70,6 +71,7 @@ from fedsynth.privacy.verify import (
     report_problems,
     taken_as_stated,
 )
+from fedsynth.privacy.wording import shown
 from fedsynth.synthesizer.condensation.sets import SyntheticSet
 from fedsynth.version import __version__
 
@@ -112,7 +114,7 @@ def verify_run(
     try:
         return _verified(folder, report, ledger, method)
     except (*HOSTILE, RuntimeError) as error:  # torch's complaints are RuntimeErrors
-        raise PrivacyError(f"the run in {folder} is damaged: {error!r}") from None
+        raise PrivacyError(f"the run in {folder} is damaged: {shown(error)}") from None
 
 
 def _verified(
@@ -192,7 +194,7 @@ def read_run(folder: Path, method: type[Method] | None = None) -> RunFiles:
         raise MismatchError(f"{PRIVATE_START}: {'; '.join(problems)}")
     if start["schema_version"] != SCHEMA_VERSION:
         raise MismatchError(f"{PRIVATE_START} is of schema {start['schema_version']}")
-    sections = _config(folder / "config.toml")
+    sections = read_sections(folder / "config.toml")
     spec, own = _specification(start["data_set"])
     try:
         settings = resolve(sections, own_method=method, own_data=spec.name if own else None)
@@ -207,7 +209,7 @@ def read_run(folder: Path, method: type[Method] | None = None) -> RunFiles:
     named = sections.get("data", {}).get("dataset")
     if named != spec.name:
         raise MismatchError(
-            f"config.toml names the data set {named!r}, and {PRIVATE_START} {spec.name!r}"
+            f"config.toml names the data set {shown(named)}, and {PRIVATE_START} {spec.name!r}"
         )
     if settings.partition.clients != len(start["ledgers"]):
         raise MismatchError(
@@ -223,19 +225,6 @@ def read_run(folder: Path, method: type[Method] | None = None) -> RunFiles:
         read_json(summary, "run's summary") if summary.exists() else None,
         _resumed(folder / RESUMED, settings.rounds),
     )
-
-
-def _config(file: Path) -> dict[str, dict[str, Any]]:
-    try:
-        read = tomllib.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise MismatchError(f"cannot read {file}: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
-        raise MismatchError(f"{file} is not valid TOML: {error}") from None
-    loose = [name for name, values in read.items() if not isinstance(values, dict)]
-    if loose:
-        raise MismatchError(f"{file}: {loose[0]!r} stands outside every section")
-    return read
 
 
 def _specification(stated: Mapping[str, Any]) -> tuple[DatasetSpec, bool]:
@@ -265,7 +254,7 @@ def _specification(stated: Mapping[str, Any]) -> tuple[DatasetSpec, bool]:
 def _metrics(file: Path) -> list[dict[str, Any]]:
     """The rows; a last line that was cut off when the run was killed is none."""
     try:
-        text = file.read_text(encoding="utf-8") if file.exists() else ""
+        text = read_text(file) if file.exists() else ""
     except (OSError, ValueError) as error:
         raise MismatchError(f"cannot read {file}: {error}") from None
     lines = text.split("\n")[:-1]
@@ -725,4 +714,4 @@ def unfinished_report(
         )
         return build_report(context, held)
     except (*HOSTILE, RuntimeError) as error:
-        raise PrivacyError(f"the run in {folder} is damaged: {error!r}") from None
+        raise PrivacyError(f"the run in {folder} is damaged: {shown(error)}") from None

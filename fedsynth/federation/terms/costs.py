@@ -20,10 +20,10 @@ from fedsynth.privacy.mechanism_facts import mechanism_facts
 from fedsynth.privacy.plots import line_plot
 from fedsynth.privacy.settings import needs_a_budget
 
-LONG, LONGEST = 200_000, 10_000_000
-"""Rounds with partial participation whose draw is announced; the most that are drawn for a plan."""
+LONG, LONGEST = 6, 300
+"""Seconds of drawing who takes part that are announced; the most that a plan takes for it."""
 DRAW_SECONDS = 3e-5
-"""Of one draw, about: 24 µs for 100 of 1,000 clients."""
+"""Of one draw from a thousand clients, about: 24 µs for 100 of 1,000 clients."""
 
 
 @dataclass(frozen=True)
@@ -86,15 +86,16 @@ def long_draw(settings: RunSettings) -> str | None:
     Raises:
         SettingError: it would take longer than anybody waits.
     """
-    if settings.participation >= 1 or settings.rounds <= LONG:
+    one = DRAW_SECONDS * max(1.0, settings.partition.clients / 1000)
+    seconds = settings.rounds * one
+    if settings.participation >= 1 or seconds <= LONG:
         return None
-    seconds = settings.rounds * DRAW_SECONDS
-    if settings.rounds > LONGEST:
+    if seconds > LONGEST:
         raise SettingError(
             "run",
             "rounds",
-            f"must be at most {LONGEST:,} for a plan, which draws who takes part in each round, "
-            "and "
+            f"must be at most {int(LONGEST / one):,} for a plan, which draws who takes part in "
+            "each round, and "
             f"for {settings.rounds:,} of them takes some {seconds / 3600:,.1f} hours; or plan "
             "with ",
             Setting("run", "participation", "1"),

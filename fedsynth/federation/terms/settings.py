@@ -33,6 +33,8 @@ from fedsynth.privacy.settings import PrivacySettings, ledger_setting
 
 QUORUM = 0.5
 """Of a round's clients, the share whose uploads make a round."""
+MOST_ROUNDS = 10**9  # a year has 3e7 seconds
+MOST_GB = 1_000_000
 SECTIONS = ("run", "data", "partition", "model", "method", "privacy")
 
 # What a data set changes beside the method; what it changes of a method's settings stands with the
@@ -141,9 +143,13 @@ class RunSettings:
                 raise SettingError(
                     None, name, f"must be an object such as {example}, got {value!r}"
                 )
-        check_ranges(self, rounds=(1, math.inf), evaluate_every=(1, math.inf))
-        if self.memory_gb is not None and not 0 < self.memory_gb < math.inf:
-            raise SettingError("run", "memory_gb", f"must be above 0, got {self.memory_gb}")
+        check_ranges(self, rounds=(1, MOST_ROUNDS), evaluate_every=(1, math.inf))
+        if self.memory_gb is not None and not 0 < self.memory_gb <= MOST_GB:
+            raise SettingError(
+                "run",
+                "memory_gb",
+                f"must be above 0 and at most {MOST_GB:,}, got {self.memory_gb}",
+            )
         if not 0 < self.participation <= 1:
             raise SettingError(
                 "run", "participation", f"must be in (0, 1], got {self.participation}"

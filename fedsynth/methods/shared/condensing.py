@@ -47,6 +47,7 @@ from fedsynth.synthesizer.condensation.loop import Augmentation, client_bytes, c
 from fedsynth.synthesizer.condensation.matchers import ExactMatcher, Matcher, PaperMatcher
 from fedsynth.synthesizer.condensation.real_batches import SMALL_CLASS, BatchIndices
 from fedsynth.synthesizer.condensation.sets import (
+    MOST_IPC,
     SyntheticSet,
     averaged_start,
     check_set,
@@ -134,7 +135,7 @@ class Condenses(TrainsOnUnion):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_ranges(self, ipc=(1, inf), iterations=(1, inf), batch=(1, inf))
+        check_ranges(self, ipc=(1, MOST_IPC), iterations=(1, inf), batch=(1, inf))
         check_ranges(self, image_lr=(0, inf), image_momentum=(0, 1), blur=(1e-6, inf))
         check_ranges(self, min_examples=(0, inf), start_average=(1, inf))
         check_choices(self, small_class=SMALL_CLASS, batch_norm=("client", "class"))

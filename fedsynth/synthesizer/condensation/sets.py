@@ -20,6 +20,9 @@ from fedsynth.errors import Setting, SettingError, UploadRejectedError
 from fedsynth.seeding import torch_generator
 from fedsynth.training.sgd import Objective, SgdSettings, train_on
 
+MOST_IPC = 100_000
+"""Images of a class that a client may be asked for: more than any data set here has."""
+
 
 @dataclass(frozen=True)
 class SyntheticSet(Message):

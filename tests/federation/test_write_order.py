@@ -1,0 +1,101 @@
+"""What a run leaves first and last: its promise before its pictures, all of it on the disk before the
+folder has its final name."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedsynth.errors import OutputError
+from fedsynth.federation.observer import Observer
+from fedsynth.federation.outputs import run_folder
+from fedsynth.federation.simulation import simulate
+from fedsynth.federation.terms.settings import resolve
+
+TINY = {
+    "run": {"method": "feddm", "rounds": 1, "device": "cpu"},
+    "partition": {"kind": "iid", "clients": 2},
+    "model": {"width": 4, "depth": 1},
+    "method": {"iterations": 1, "server_epochs": 1, "ipc": 1},
+    "privacy": {"noise_multiplier": 3.0},
+}
+
+
+class Notes(Observer):
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def note(self, text: str) -> None:
+        self.lines.append(text)
+
+
+def test_a_picture_that_fails_costs_nothing_but_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_place(*_: Any) -> None:
+        raise OutputError("cannot write the picture: No space left on device")
+
+    monkeypatch.setattr(run_folder, "image_grid_png", no_place)
+    notes = Notes()
+    result = simulate(resolve(TINY), output=tmp_path, observer=notes)
+    assert result.folder is not None
+    assert result.folder.suffix != ".incomplete"
+    left = {path.name for path in result.folder.iterdir()}
+    assert "synthetic.png" not in left
+    assert {
+        "privacy_report.json",
+        "model.safetensors",
+        "synthetic.safetensors",
+        "summary.json",
+    } <= left
+    warned = [line for line in notes.lines if "a picture is missing" in line]
+    assert len(warned) == 1
+    assert "No space left on device" in warned[0]
+
+
+def test_the_report_is_there_when_the_model_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_place(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(run_folder, "save_file", no_place)
+    with pytest.raises(OutputError, match="No space left on device"):
+        simulate(resolve(TINY), output=tmp_path)
+    (folder,) = tmp_path.iterdir()
+    assert folder.suffix == ".incomplete"
+    assert (folder / "privacy_report.json").exists()
+
+
+def test_everything_is_on_the_disk_before_the_folder_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which files and folders were synced, by their number, when the folder is renamed."""
+    synced: set[tuple[int, int]] = set()
+    at_rename: list[set[tuple[int, int]]] = []
+    real_sync = os.fsync
+    real_rename = Path.rename
+
+    def sync(descriptor: int) -> None:
+        found = os.fstat(descriptor)
+        synced.add(
+            (found.st_ino, found.st_size if os.path.isfile(f"/proc/self/fd/{descriptor}") else 0)
+        )
+        real_sync(descriptor)
+
+    def rename(path: Path, target: Path) -> Path:
+        at_rename.append(set(synced))
+        return real_rename(path, target)
+
+    monkeypatch.setattr(os, "fsync", sync)
+    monkeypatch.setattr(Path, "rename", rename)
+    result = simulate(resolve(TINY), output=tmp_path)
+    assert result.folder is not None
+    (before,) = at_rename
+    for path in (result.folder, *result.folder.rglob("*")):
+        found = path.stat()
+        assert (found.st_ino, found.st_size if path.is_file() else 0) in before, path
+    assert (tmp_path.stat().st_ino, 0) in synced - before
