@@ -76,6 +76,7 @@ def train(
     precision: given.Precision = None,
     compile: given.Compile = None,
     memory_gb: given.MemoryGb = None,
+    robust: given.Robust = None,
     output: given.Output = Path("runs"),
     as_json: given.AsJson = False,
     dry_run: given.DryRun = False,

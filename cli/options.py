@@ -80,6 +80,14 @@ MemoryGb = Annotated[
         "GPU half of it."
     ),
 ]
+Robust = Annotated[
+    str | None,
+    typer.Option(
+        help="none, median, trimmed or clip: what the server takes in place of averages, so that a "
+        "few clients that lie cannot move it far (--set run.robust_share=0.2 is what trimmed "
+        "leaves out)."
+    ),
+]
 Output = Annotated[Path, typer.Option(help="Where run folders go.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the summary as JSON on stdout.")]
 DryRun = Annotated[
@@ -122,7 +130,6 @@ LocalTest = Annotated[
 Participation = Annotated[
     float | None, _data(help="Share of the clients that takes part in a round.")
 ]
-
 Model = Annotated[
     str | None,
     _model(
@@ -215,6 +222,7 @@ SETTINGS: dict[str, tuple[str, str]] = {
             "compile",
             "memory_gb",
             "participation",
+            "robust",
         )
     },
     "dataset": ("data", "dataset"),

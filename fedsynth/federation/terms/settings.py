@@ -26,7 +26,9 @@ from fedsynth.data.files import expanded
 from fedsynth.data.partition import PartitionSettings
 from fedsynth.data.registry import dataset_spec
 from fedsynth.errors import Setting, SettingError, unknown_name
+from fedsynth.federation.terms.participation import active_clients
 from fedsynth.methods import method_class
+from fedsynth.methods.shared.robust import FEWEST, RULES
 from fedsynth.models.registry import ModelSettings
 from fedsynth.privacy.settings import PrivacySettings, ledger_setting
 
@@ -80,6 +82,12 @@ class RunSettings:
             (`fedsynth.federation.terms.participation`).
         sampling: of those clients: "uniform", or in proportion to their "size" n_k (FedProx; not
             with differential privacy).
+        robust: what the server takes in place of averages of clients' uploads, so that a few
+            clients that lie cannot move it far: "median" or "trimmed" (mean) of each coordinate,
+            "clip" (of the norms of updates), or "none". Clients then count alike, whatever n_k. For
+            methods that average models; of the others the error says why not.
+        robust_share: β of "trimmed": the share of a coordinate's values that is left out at each
+            end, at least the share of clients that may lie.
         partition: who has which examples.
         model: the architecture.
         privacy: None means no differential privacy.
@@ -109,6 +117,8 @@ class RunSettings:
     evaluate_every: int = 1
     participation: float = 1.0
     sampling: str = "uniform"
+    robust: str = "none"
+    robust_share: float = 0.2
     partition: PartitionSettings = field(default_factory=PartitionSettings)
     model: ModelSettings = field(default_factory=ModelSettings)
     privacy: PrivacySettings | None = None
@@ -140,6 +150,7 @@ class RunSettings:
         check_choices(self, sampling=("uniform", "size"), precision=("fp32", "bf16"))
         if self.sampling == "size":
             self._check_sampling_by_size()
+        self._check_robust()
         if self.model.client_names:
             self._check_client_models()
 
@@ -158,6 +169,29 @@ class RunSettings:
                 "by size draws some of the clients: it needs ",
                 Setting("run", "participation"),
                 " below 1",
+            )
+
+    def _check_robust(self) -> None:
+        check_choices(self, robust=RULES)
+        if not 0 <= self.robust_share < 0.5:
+            raise SettingError(
+                "run", "robust_share", f"must be in [0, 0.5), got {self.robust_share}"
+            )
+        if self.robust == "none":
+            return
+        if self.method.robust_refusal:
+            raise SettingError(
+                "run",
+                "robust",
+                f"must be none with {self.method.name}: {self.method.robust_refusal}",
+            )
+        active = active_clients(self.partition.clients, self.participation)
+        if active < FEWEST:
+            raise SettingError(
+                "run",
+                "robust",
+                f"needs at least {FEWEST} clients in a round, got {active}: of two nobody can say "
+                "which one lies",
             )
 
     def _check_client_models(self) -> None:
@@ -201,6 +235,8 @@ class RunSettings:
                 "evaluate_every": self.evaluate_every,
                 "participation": self.participation,
                 "sampling": self.sampling,
+                "robust": self.robust,
+                "robust_share": self.robust_share,
             },
             "data": {"dataset": self.dataset, "data_root": self.data_root},
             "partition": dataclasses.asdict(self.partition),
