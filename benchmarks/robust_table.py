@@ -112,7 +112,9 @@ def main() -> None:
             for attack in ATTACKS:
                 for rule in RULES:
                     name = f"{rule}, {attack}, alpha={alpha:g}"
-                    settings = settings_for(rule, attack, alpha, seed, options.device, options.quick)
+                    settings = settings_for(
+                        rule, attack, alpha, seed, options.device, options.quick
+                    )
                     row = results.get(f"{name} seed={seed}", settings, data)
                     made.setdefault(name, []).extend([] if row is None else [row])
     for name, rows in made.items():

@@ -35,7 +35,7 @@ def copied(network: nn.Module) -> nn.Module:
 def _copied(value: Any, memo: dict[int, Any]) -> Any:
     """As `copy.deepcopy(value, memo)`, with short ways for what networks are made of."""
     kind = type(value)
-    if kind in PLAIN:
+    if kind in PLAIN or (kind is tuple and all(type(one) in PLAIN for one in value)):
         return value
     if id(value) in memo:
         return memo[id(value)]

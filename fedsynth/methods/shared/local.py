@@ -260,6 +260,8 @@ class TrainsLocally(Method):
 
     def late(self, context: RoundContext) -> dict[int, int]:
         """Clients of the round that do not finish, and the passes that they manage."""
+        if not self.stragglers:
+            return {}
         active = context.active
         rng = numpy_generator(context.seed, "stragglers", context.round)
         some = rng.choice(len(active), round(self.stragglers * len(active)), replace=False)
