@@ -2,11 +2,12 @@
 
     FEDSYNTH_DATA=... python benchmarks/load.py [--quick] [--json] [--only soak]
 
-Each case is a process of its own. FedAvg with two local steps on the digits (iid) and on MNIST
-(Dirichlet, α = 1; a ConvNet-64 of two blocks, LeNet-5), three rounds; ten clients of a round, a tenth, or all. Memory is the peak of the
-run over what is resident before it, with data and libraries loaded; time is that of the process's
-one thread. The soak is of tiny runs of 200 rounds: the slope of resident memory over the rounds 50
-to 200, least squares, and the open files. Linux only; cases that are there are not made again.
+Each case is a process of its own. FedAvg with two local steps on the digits (iid, a ConvNet-64 of
+two blocks) and on MNIST (Dirichlet, α = 1, LeNet-5), three rounds; ten clients a round, a tenth, or
+all. Memory is the peak of the run over what is resident before it, with data and libraries loaded;
+time is the processor's. The soak is of tiny runs of 200 rounds: the slope of resident memory over
+the rounds 50 to 200, least squares, and the open files. Linux only; cases that are there are not
+made again.
 """
 
 from __future__ import annotations

@@ -58,11 +58,11 @@ def uploads_of(network: nn.Module, count: int, seed: int = 0) -> dict[int, Model
     return made
 
 
-def oracle(rule: str, rows: FloatArray, share: float) -> FloatArray:
+def oracle(rule: str, rows: FloatArray, percent: int) -> FloatArray:
     """By coordinates, of rows [m, P]."""
     if rule == "median":
         return np.asarray(np.median(rows, axis=0))
-    cut = min((len(rows) - 1) // 2, int(np.ceil(round(share * len(rows), 6))))
+    cut = min((len(rows) - 1) // 2, -(-percent * len(rows) // 100))
     return np.asarray(np.sort(rows, axis=0)[cut : len(rows) - cut].mean(axis=0))
 
 
@@ -74,13 +74,12 @@ def clipped_oracle(rows: FloatArray, center: FloatArray) -> FloatArray:
 
 
 def network_with_batch_norm() -> nn.Module:
-    torch.manual_seed(0)
     return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
 
 
 @settings(deadline=None, max_examples=40)
-@given(st.integers(1, 12), st.integers(0, 9), st.floats(0, 0.49))
-def test_the_rules_are_numpys(count: int, seed: int, share: float) -> None:
+@given(st.integers(1, 12), st.integers(0, 9), st.integers(0, 49))
+def test_the_rules_are_numpys(count: int, seed: int, percent: int) -> None:
     network = network_with_batch_norm()
     before = network.state_dict()
     sent = uploads_of(network, count, seed)
@@ -91,18 +90,19 @@ def test_the_rules_are_numpys(count: int, seed: int, share: float) -> None:
     ]
     center = np.concatenate([before[n].double().numpy().ravel() for n in trained])
     for rule in ("median", "trimmed", "clip"):
-        made = robust_uploads(sent, before, context_with(rule, network, share=share))
-        assert list(made) == list(sent) and all(u is made[0] for u in made.values())
+        made = robust_uploads(sent, before, context_with(rule, network, share=percent / 100))
+        assert list(made) == list(sent)
+        assert all(u is made[0] for u in made.values())
         assert made[0].weight == 1.0
         got = made[0].parameters
         rows = np.stack(flat)
-        expected = clipped_oracle(rows, center) if rule == "clip" else oracle(rule, rows, share)
+        expected = clipped_oracle(rows, center) if rule == "clip" else oracle(rule, rows, percent)
         found = np.concatenate([got[n].double().numpy().ravel() for n in trained])
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
         for buffer in ("1.running_mean", "1.running_var"):
             rows = np.stack([u.parameters[buffer].double().numpy() for u in sent.values()])
             of_buffers = "median" if rule == "clip" else rule
-            expected = oracle(of_buffers, rows, share)
+            expected = oracle(of_buffers, rows, percent)
             np.testing.assert_allclose(got[buffer].numpy(), expected, rtol=1e-5, atol=1e-6)
         assert int(got["1.num_batches_tracked"]) == 10 * ((count - 1) // 2 + 1)
 
@@ -282,15 +282,16 @@ def test_every_method_runs_with_a_rule_or_refuses_it_in_a_line(name: str, rule: 
         return
     sections["method"] = {"local_steps": 2, "batch": 64}
     result = simulate(resolve(sections))
-    assert len(result.metrics) == 2 and all(
-        bool(torch.isfinite(p).all()) for p in result.model.parameters()
-    )
+    assert len(result.metrics) == 2
+    assert all(bool(torch.isfinite(p).all()) for p in result.model.parameters())
 
 
 def test_the_settings() -> None:
     method = FedAvg()
     clients = PartitionSettings(clients=10)
-    with pytest.raises(SettingError, match="run.robust needs at least 3 clients in a round, got 2"):
+    with pytest.raises(
+        SettingError, match=r"run\.robust needs at least 3 clients in a round, got 2"
+    ):
         RunSettings(method, robust="median", participation=0.2, partition=clients)
     with pytest.raises(SettingError, match=r"run.robust_share must be in \[0, 0.5\), got 0.5"):
         RunSettings(method, robust="trimmed", robust_share=0.5)

@@ -36,7 +36,8 @@ def test_a_copy_is_deepcopys_and_shares_nothing(name: str) -> None:
     state = network.state_dict()
     assert list(made.state_dict()) == list(state)
     for key, value in made.state_dict().items():
-        assert torch.equal(value, state[key]) and value.stride() == state[key].stride()
+        assert torch.equal(value, state[key])
+        assert value.stride() == state[key].stride()
         assert value.data_ptr() != state[key].data_ptr() or not value.numel()
     assert [p.requires_grad for p in made.parameters()] == [
         p.requires_grad for p in network.parameters()
@@ -69,9 +70,11 @@ def test_what_is_shared_within_a_network_stays_so_within_its_copy() -> None:
     made = copied(network)
     assert isinstance(made, _Odd)
     assert made.first.weight is made.second.weight
-    assert made.layers[0] is made.first and made.layers[1] is made.second
+    assert made.layers[0] is made.first
+    assert made.layers[1] is made.second
     assert made.__dict__["myself"] is made
-    assert made.scale is not network.scale and made.sizes[1] is not network.sizes[1]
+    assert made.scale is not network.scale
+    assert made.sizes[1] is not network.sizes[1]
     assert torch.equal(made(torch.ones(2, 3)), network(torch.ones(2, 3)))
 
 
