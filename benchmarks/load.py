@@ -19,7 +19,6 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -68,7 +67,7 @@ def load_cases() -> list[Case]:
         for active in ACTIVE:
             for clients in CLIENTS:
                 share = {"10": 10 / clients, "tenth": 0.1, "all": 1.0}[active]
-                sections = {
+                sections: Sections = {
                     "run": {
                         "method": "fedavg",
                         "rounds": 3,
@@ -181,9 +180,9 @@ def main() -> None:
     for case in cases:
         if case in done or options.only not in case:
             continue
-        command = [sys.executable, Path(__file__), "--case", case]
+        command = [sys.executable, __file__, "--case", case]
         ran = subprocess.run(
-            [*command, *(["--quick"] if options.quick else [])],
+            command + ["--quick"] * options.quick,
             stdout=subprocess.PIPE,
             text=True,
             check=True,

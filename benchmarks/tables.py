@@ -109,9 +109,7 @@ class Sentence:
 
 
 SENTENCES = [
-    Sentence(document, text, values)
-    for part in PARTS
-    for document, text, values in part.SENTENCES
+    Sentence(document, text, values) for part in PARTS for document, text, values in part.SENTENCES
 ]
 
 

@@ -34,7 +34,7 @@ def copied(network: nn.Module) -> nn.Module:
 
 def _copied(value: Any, memo: dict[int, Any]) -> Any:
     """As `copy.deepcopy(value, memo)`, with short ways for what networks are made of."""
-    kind = type(value)
+    kind: Any = type(value)
     if kind in PLAIN or (kind is tuple and all(type(one) in PLAIN for one in value)):
         return value
     if id(value) in memo:
@@ -51,7 +51,7 @@ def _copied(value: Any, memo: dict[int, Any]) -> Any:
     if kind in CONTAINERS and not value:
         return memo.setdefault(id(value), kind())
     if isinstance(value, nn.Module) and _is_ordinary(kind):
-        made = kind.__new__(kind)
+        made = object.__new__(kind)
         memo[id(value)] = made  # before its parts, which may refer to it
         made.__setstate__({name: _copied(one, memo) for name, one in vars(value).items()})
         return made
