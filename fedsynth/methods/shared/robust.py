@@ -104,7 +104,7 @@ def _sorted_rule(count: int, context: RoundContext) -> Callable[[Rows], Tensor]:
     most = (count - 1) // 2
     cut = most
     if context.robust == "trimmed":
-        # a share that means a whole number may be rounded to above it: 0.1·30 is 3.0000000000000004
+        # a share that means a whole number may be rounded to above it: 0.07·100 is 7.000000000000001
         cut = min(most, math.ceil(context.robust_share * count - 1e-9))
     return lambda rows: middle_mean(rows, cut)
 
