@@ -32,6 +32,8 @@ from fedsynth.methods.shared.robust import FEWEST, RULES
 from fedsynth.models.registry import ModelSettings
 from fedsynth.privacy.settings import PrivacySettings, ledger_setting
 
+ROBUST: Mapping[str, Any] = {"robust": "none", "robust_share": 0.2}
+"""Defaults of the settings of robust aggregation."""
 SECTIONS = ("run", "data", "partition", "model", "method", "privacy")
 
 # What a data set changes beside the method; what it changes of a method's settings stands with the
@@ -117,8 +119,8 @@ class RunSettings:
     evaluate_every: int = 1
     participation: float = 1.0
     sampling: str = "uniform"
-    robust: str = "none"
-    robust_share: float = 0.2
+    robust: str = ROBUST["robust"]
+    robust_share: float = ROBUST["robust_share"]
     partition: PartitionSettings = field(default_factory=PartitionSettings)
     model: ModelSettings = field(default_factory=ModelSettings)
     privacy: PrivacySettings | None = None
@@ -210,6 +212,12 @@ class RunSettings:
                 "): clients of their own architectures cannot start from the server's model",
             )
 
+    def _robust_values(self) -> dict[str, Any]:
+        """Those that are no defaults: runs without them stay the runs of earlier versions, whose
+        reports have a fingerprint of the settings."""
+        given = {name: getattr(self, name) for name in ROBUST}
+        return {name: value for name, value in given.items() if value != ROBUST[name]}
+
     @property
     def resolved_partition(self) -> PartitionSettings:
         """The partition, with the run's seed where it has none of its own."""
@@ -235,8 +243,7 @@ class RunSettings:
                 "evaluate_every": self.evaluate_every,
                 "participation": self.participation,
                 "sampling": self.sampling,
-                "robust": self.robust,
-                "robust_share": self.robust_share,
+                **self._robust_values(),
             },
             "data": {"dataset": self.dataset, "data_root": self.data_root},
             "partition": dataclasses.asdict(self.partition),
