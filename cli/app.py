@@ -83,6 +83,7 @@ def train(
     precision: given.Precision = None,
     compile: given.Compile = None,
     memory_gb: given.MemoryGb = None,
+    robust: given.Robust = None,
     output: given.Output = Path("runs"),
     resume: given.Resume = None,
     as_json: given.AsJson = False,

@@ -12,6 +12,7 @@ import typer
 from fedsynth.cli.errors import one_line_errors
 from fedsynth.cli.options import PATH, OptionNames, named_path, option_names
 
+ROBUST = "median, trimmed or clip (run.robust)"
 methods_app = typer.Typer(help="The methods: a line each, or one in full.", no_args_is_help=False)
 
 
@@ -59,6 +60,8 @@ def show_method(
             "\nwith differential privacy: "
             + (", ".join(cls.protects) if cls.protects else f"refused: {cls.refusal}")
         )
+        refused = cls.robust_refusal
+        print("robust aggregation: " + (f"refused: {refused}" if refused else ROBUST))
 
 
 def explanation(cls: type) -> str:

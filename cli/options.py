@@ -110,6 +110,14 @@ MemoryGb = Annotated[
         "GPU half of it."
     ),
 ]
+Robust = Annotated[
+    str | None,
+    typer.Option(
+        help="none, median, trimmed or clip: what the server takes in place of averages, so that a "
+        "few clients that lie cannot move it far (--set run.robust_share=0.2 is what trimmed "
+        "leaves out)."
+    ),
+]
 Output = Annotated[
     Path, typer.Option(parser=named_path, metavar=PATH, help="Where run folders go.")
 ]
@@ -278,6 +286,7 @@ SETTINGS: dict[str, tuple[str, str]] = {
             "participation",
             "client_failures",
             "quorum",
+            "robust",
         )
     },
     "dataset": ("data", "dataset"),

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -15,6 +14,7 @@ import torch
 from torch import nn
 
 from fedsynth.data.registry import DatasetSpec
+from fedsynth.models.copies import copied
 from fedsynth.privacy.settings import PrivacySettings
 
 
@@ -106,6 +106,8 @@ class Federation:
             its plan; {} with DP off.
         sizes: n_k of all clients, as they say when they join; None with DP on: private.
         proxy: public images, for methods that name a data set of them (`proxy`).
+        robust: what takes the place of averages of clients' uploads ("none": nothing does).
+        robust_share: β of "trimmed".
     """
 
     seed: int
@@ -118,6 +120,8 @@ class Federation:
     noise: Mapping[str, float] = field(default_factory=dict)
     sizes: tuple[int, ...] | None = None
     proxy: PublicImages | None = None
+    robust: str = "none"
+    robust_share: float = 0.2
 
     def architecture_of(self, client: int) -> nn.Module:
         """The untrained network of this client."""
@@ -220,6 +224,14 @@ class RoundContext:
         return self.federation.proxy
 
     @property
+    def robust(self) -> str:
+        return self.federation.robust
+
+    @property
+    def robust_share(self) -> float:
+        return self.federation.robust_share
+
+    @property
     def device(self) -> torch.device:
         return self.compute.device
 
@@ -251,7 +263,7 @@ class RoundContext:
         """A network of the run's (or this client's) architecture with these parameters and buffers,
         on the run's device."""
         architecture = self.architecture if client is None else self.architecture_of(client)
-        model = copy.deepcopy(architecture).to(self.device)
+        model = copied(architecture).to(self.device)
         model.load_state_dict(dict(parameters))
         return model
 

@@ -75,6 +75,8 @@ class Method:
         personal: whether clients end with models of their own.
         protects: the mechanisms that can protect it; empty: it cannot run with differential
             privacy, and `refusal` says why.
+        robust_refusal: why robust aggregation (`RunSettings.robust`) is refused; empty: the uploads
+            that its step gets are then made by the rule.
         presets: by data set, what it changes of these settings' defaults.
         discloses: of each key of its facts what it is with differential privacy; a key that is not
             declared ends a private run.
@@ -103,6 +105,9 @@ class Method:
     state: ClassVar[type[ServerState]] = ServerState
     protects: ClassVar[tuple[str, ...]] = ()
     refusal: ClassVar[str] = ""
+    robust_refusal: ClassVar[str] = (
+        "its server takes no average of models that a rule could replace"
+    )
     presets: ClassVar[Presets] = {}
     discloses: ClassVar[Mapping[str, Disclosure]] = {}
 

@@ -107,6 +107,10 @@ class FedFAPlus(TrainsLocally):
         "and histograms of features that no mechanism protects"
     )
     protects: ClassVar[tuple[str, ...]] = ()
+    robust_refusal: ClassVar[str] = (
+        "beside the models its server needs how far the clients' channel statistics differ, which "
+        "a rule that outvotes clients would take away"
+    )
 
     parts: str = "both"
     probability: float = 0.5

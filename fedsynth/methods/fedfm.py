@@ -153,6 +153,10 @@ class FedFM(TrainsLocally):
     first_downlink: ClassVar[type[Message] | None] = ModelParameters
     first_upload: ClassVar[type[Message] | None] = FeatureSums
     state: ClassVar[type[ServerState]] = AnchorState
+    robust_refusal: ClassVar[str] = (
+        "its anchors are sums over clients of which many have no example of a class, and by "
+        "coordinates these would outvote the others"
+    )
 
     weight: float = 50.0
     matching: str = "contrastive"

@@ -127,6 +127,9 @@ class FedGen(TrainsLocally):
     downlink: ClassVar[type[Message]] = GeneratorDown
     upload: ClassVar[type[Message]] = ModelAndCounts
     state: ClassVar[type[ServerState]] = GeneratorState
+    robust_refusal: ClassVar[str] = (
+        "its server trains a generator on every client's own classifier, beside the average"
+    )
     discloses: ClassVar[Mapping[str, Disclosure]] = {
         **TrainsLocally.discloses,
         GENERATOR: released("the server makes the generator from uploaded models"),

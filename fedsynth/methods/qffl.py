@@ -57,6 +57,9 @@ class QFFL(TrainsLocally):
         "each client's exact loss is uploaded and decides its weight, and no mechanism here "
         "protects it"
     )
+    robust_refusal: ClassVar[str] = (
+        "clients count by the losses that they say themselves, which is what no rule may rely on"
+    )
 
     momentum: float = 0.0
     q: float = 1e-4

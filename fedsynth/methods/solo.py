@@ -49,6 +49,7 @@ class Solo(TrainsLocally):
         "nothing is sent, so there is nothing to protect; its accuracies are exact functions of "
         "private data"
     )
+    robust_refusal: ClassVar[str] = "nothing is sent, so there is nothing to average"
 
     def __post_init__(self) -> None:
         super().__post_init__()

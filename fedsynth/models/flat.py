@@ -3,11 +3,12 @@ averaging are single operations."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
+
+from fedsynth.models.copies import copied
 
 
 def flatten(model: nn.Module) -> Tensor:
@@ -37,7 +38,7 @@ class FlatNetwork:
         *,
         requires_grad: bool = False,
     ) -> None:
-        self.module = copy.deepcopy(model)
+        self.module = copied(model)
         if device is not None:
             self.module.to(device)
         self.flat = flatten(self.module)

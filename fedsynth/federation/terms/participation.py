@@ -20,6 +20,11 @@ from fedsynth.seeding import numpy_generator
 Counts = npt.NDArray[np.int64]
 
 
+def active_clients(clients: int, share: float) -> int:
+    """How many of the clients take part in a round."""
+    return max(1, round(share * clients))
+
+
 @dataclass(frozen=True)
 class Participation:
     """Of `clients` clients the share `share` (C) takes part in each round; `sizes`: drawn in
@@ -38,7 +43,7 @@ class Participation:
 
     def _drawn(self, number: int) -> Counts:
         """Clients of the round in the order of the draw, where not all take part."""
-        count = max(1, round(self.share * self.clients))
+        count = active_clients(self.clients, self.share)
         weights = None
         if self.sizes is not None and sum(n > 0 for n in self.sizes) >= count:
             weights = [n / sum(self.sizes) for n in self.sizes]

@@ -38,6 +38,8 @@ def public_context(settings: RunSettings, spec: DatasetSpec, device: torch.devic
             partition.clients,
             private=privacy is not None,
         ),
+        robust=settings.robust,
+        robust_share=settings.robust_share,
     )
     compute = Compute(
         device=device,

@@ -27,7 +27,9 @@ from fedsynth.data.partition import PartitionSettings
 from fedsynth.data.registry import dataset_spec
 from fedsynth.errors import Setting, SettingError, unknown_name
 from fedsynth.federation.terms.failures import Failures
+from fedsynth.federation.terms.participation import active_clients
 from fedsynth.methods import method_class
+from fedsynth.methods.shared.robust import FEWEST, RULES
 from fedsynth.models.registry import ModelSettings
 from fedsynth.privacy.settings import PrivacySettings, ledger_setting
 
@@ -35,6 +37,8 @@ QUORUM = 0.5
 """Of a round's clients, the share whose uploads make a round."""
 MOST_ROUNDS = 10**9  # a year has 3e7 seconds
 MOST_GB = 1_000_000
+ROBUST: Mapping[str, Any] = {"robust": "none", "robust_share": 0.2}
+"""Defaults of the settings of robust aggregation."""
 SECTIONS = ("run", "data", "partition", "model", "method", "privacy")
 
 # What a data set changes beside the method; what it changes of a method's settings stands with the
@@ -91,6 +95,12 @@ class RunSettings:
         quorum: the smallest share of a round's clients whose uploads make a round. With fewer, the
             server keeps its state, the round's row says so, and the run goes on; one upload is
             needed in any case.
+        robust: what the server takes in place of averages of clients' uploads, so that a few
+            clients that lie cannot move it far: "median" or "trimmed" (mean) of each coordinate,
+            "clip" (of the norms of updates), or "none". Clients then count alike, whatever n_k. For
+            methods that average models; of the others the error says why not.
+        robust_share: β of "trimmed": the share of a coordinate's values that is left out at each
+            end, at least the share of clients that may lie.
         partition: who has which examples.
         model: the architecture.
         privacy: None means no differential privacy.
@@ -122,6 +132,8 @@ class RunSettings:
     sampling: str = "uniform"
     client_failures: float = 0.0
     quorum: float = QUORUM
+    robust: str = ROBUST["robust"]
+    robust_share: float = ROBUST["robust_share"]
     partition: PartitionSettings = field(default_factory=PartitionSettings)
     model: ModelSettings = field(default_factory=ModelSettings)
     privacy: PrivacySettings | None = None
@@ -158,6 +170,7 @@ class RunSettings:
         check_choices(self, sampling=("uniform", "size"), precision=("fp32", "bf16"))
         if self.sampling == "size":
             self._check_sampling_by_size()
+        self._check_robust()
         if self.model.client_names:
             self._check_client_models()
 
@@ -178,6 +191,29 @@ class RunSettings:
                 " below 1",
             )
 
+    def _check_robust(self) -> None:
+        check_choices(self, robust=RULES)
+        if not 0 <= self.robust_share < 0.5:
+            raise SettingError(
+                "run", "robust_share", f"must be in [0, 0.5), got {self.robust_share}"
+            )
+        if self.robust == "none":
+            return
+        if self.method.robust_refusal:
+            raise SettingError(
+                "run",
+                "robust",
+                f"must be none with {self.method.name}: {self.method.robust_refusal}",
+            )
+        active = active_clients(self.partition.clients, self.participation)
+        if active < FEWEST:
+            raise SettingError(
+                "run",
+                "robust",
+                f"needs at least {FEWEST} clients in a round, got {active}: of two nobody can say "
+                "which one lies",
+            )
+
     def _check_client_models(self) -> None:
         if not self.method.heterogeneous:
             raise SettingError(
@@ -193,6 +229,12 @@ class RunSettings:
                 Setting("run", "rounds", "1"),
                 "): clients of their own architectures cannot start from the server's model",
             )
+
+    def _robust_values(self) -> dict[str, Any]:
+        """Those that are no defaults: runs without them stay the runs of earlier versions, whose
+        reports have a fingerprint of the settings."""
+        given = {name: getattr(self, name) for name in ROBUST}
+        return {name: value for name, value in given.items() if value != ROBUST[name]}
 
     @property
     def resolved_partition(self) -> PartitionSettings:
@@ -227,6 +269,7 @@ class RunSettings:
                 # left out where they change nothing: an earlier run's settings have the same hash
                 "client_failures": self.client_failures or None,
                 "quorum": None if self.quorum == QUORUM else self.quorum,
+                **self._robust_values(),
             },
             "data": {"dataset": self.dataset, "data_root": self.data_root},
             "partition": dataclasses.asdict(self.partition),

@@ -13,6 +13,7 @@ from torch import Tensor
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import ModelParameters
 from fedsynth.core.state import ServerState
+from fedsynth.methods.shared.robust import robust_mean
 
 
 @dataclass(frozen=True)
@@ -35,8 +36,8 @@ Averaging = TypeVar("Averaging", bound=AveragingState)
 
 
 def average(uploads: Mapping[int, ModelParameters], *, even: bool = False) -> dict[str, Tensor]:
-    """Σ_k weight_k · parameters_k / Σ_k weight_k, in float64; counters (integer buffers) are taken
-    from the first upload.
+    """Σ_k weight_k · parameters_k / Σ_k weight_k, summed in float64 one upload at a time, by client
+    number; counters (integer buffers) are taken from the first upload.
 
     Args:
         uploads: by client, with a weight above zero, all in all.
@@ -50,10 +51,10 @@ def average(uploads: Mapping[int, ModelParameters], *, even: bool = False) -> di
         if not value.is_floating_point():
             mean[name] = value
             continue
-        shares = [
-            u.parameters[name].double() * (w / total) for u, w in zip(sent, weights, strict=True)
-        ]
-        mean[name] = torch.stack(shares).sum(dim=0).to(value.dtype)
+        total_so_far = torch.zeros_like(value, dtype=torch.float64)
+        for upload, weight in zip(sent, weights, strict=True):
+            total_so_far.add_(upload.parameters[name].double(), alpha=weight / total)
+        mean[name] = total_so_far.to(value.dtype)
     return mean
 
 
@@ -93,7 +94,12 @@ def cached(
         seen[client] = True
         for name, value in upload.parameters.items():
             cache[name][client] = value
-    overall = overall_average(cache, seen, context, everybody=everybody)
+    if context.robust == "none":
+        overall = overall_average(cache, seen, context, everybody=everybody)
+    else:
+        counted = range(context.clients) if everybody else seen.nonzero()[:, 0].tolist()
+        slots_of = [{name: value[k] for name, value in cache.items()} for k in counted]
+        overall = robust_mean(slots_of, before.parameters, context)
     return replace(state, cache=cache, seen=seen, overall=overall)
 
 
@@ -118,6 +124,8 @@ def overall_average(
         if not slots.is_floating_point():
             overall[name] = slots[0]
             continue
-        mean = torch.tensordot(weights.to(slots.device), slots.double(), dims=1)
+        mean = torch.zeros_like(slots[0], dtype=torch.float64)
+        for slot, weight in zip(slots, weights.tolist(), strict=True):
+            mean.add_(slot.double(), alpha=weight)
         overall[name] = mean.to(slots.dtype)
     return overall

@@ -56,6 +56,10 @@ class DistilsEnsemble(TrainsLocally):
     heterogeneous: ClassVar[bool] = True
     state: ClassVar[type[ServerState]] = EnsembleState
     presets: ClassVar[Presets] = {"digits": {"local_epochs": 20}}
+    robust_refusal: ClassVar[str] = (
+        "its server distils every client's model into one, each by what it says of an image, and "
+        "averages none"
+    )
 
     local_epochs: int = 200
     batch: int = 128

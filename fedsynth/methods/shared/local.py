@@ -11,7 +11,6 @@ values: post-processing, at no cost. It must not see the client's data.
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -31,6 +30,8 @@ from fedsynth.core.uploads import most_examples
 from fedsynth.core.validation import check_choices, check_ranges
 from fedsynth.errors import Setting, SettingError
 from fedsynth.methods.shared.aggregation import AveragingState, average, cached
+from fedsynth.methods.shared.robust import robust_uploads
+from fedsynth.models.copies import copied
 from fedsynth.models.registry import parameter_count
 from fedsynth.privacy.disclosure import Disclosure, public
 from fedsynth.privacy.dpsgd import DpSgdSettings, ExampleLoss, Penalty, check_model
@@ -134,6 +135,7 @@ class TrainsLocally(Method):
     upload: ClassVar[type[Message]] = ModelParameters
     state: ClassVar[type[ServerState]] = AveragingState
     protects: ClassVar[tuple[str, ...]] = ("dp-sgd",)
+    robust_refusal: ClassVar[str] = ""
     discloses: ClassVar[Mapping[str, Disclosure]] = {
         "stragglers": public("drawn from the run's seed"),
         "stragglers_dropped": public("a setting"),
@@ -201,7 +203,7 @@ class TrainsLocally(Method):
         architecture."""
         if context.client_architectures is None:
             return context.load(message.parameters)
-        return copy.deepcopy(context.architecture_of(client)).to(context.device)
+        return copied(context.architecture_of(client)).to(context.device)
 
     def client_step(
         self,
@@ -259,6 +261,8 @@ class TrainsLocally(Method):
 
     def late(self, context: RoundContext) -> dict[int, int]:
         """Clients of the round that do not finish, and the passes that they manage."""
+        if not self.stragglers:
+            return {}
         active = context.active
         rng = numpy_generator(context.seed, "stragglers", context.round)
         some = rng.choice(len(active), round(self.stragglers * len(active)), replace=False)
@@ -274,7 +278,7 @@ class TrainsLocally(Method):
         self, state: State, uploads: Mapping[int, Up], context: RoundContext
     ) -> AveragingState:
         """The next state from the uploads that count, by client: at least one, with weights above
-        zero."""
+        zero. With robust aggregation they are copies of one (`methods/shared/robust.py`)."""
         before: AveragingState = state
         return replace(before, parameters=average(uploads))
 
@@ -285,6 +289,8 @@ class TrainsLocally(Method):
         counting = {client: u for client, u in uploads.items() if u.weight > 0}
         if not counting:  # everybody was dropped, or is without an example: no round at all
             return before
+        if context.robust != "none":
+            counting = robust_uploads(counting, before.parameters, context)
         made = self.combine(before, counting, context)
         if not self.keeps_cache():
             return made

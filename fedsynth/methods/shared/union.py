@@ -28,6 +28,10 @@ class TrainsOnUnion(Method):
     """
 
     presets: ClassVar[Presets] = {"digits": {"server_epochs": 60}}
+    robust_refusal: ClassVar[str] = (
+        "its server averages no models, it trains on the union of the clients' images, where a "
+        "client that lies has the share of the images that it sends"
+    )
 
     server_epochs: int = 500
     server_batch: int = 256

@@ -1,0 +1,67 @@
+"""Copies of networks, as `copy.deepcopy` makes them, in less time.
+
+A network of a dozen layers is some three hundred Python objects, nearly all of them empty
+dictionaries of hooks. With little data such copies were a quarter of what a client of a round cost.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from functools import cache
+from typing import Any
+
+from torch import nn
+
+PLAIN = (str, int, float, bool, type(None))
+"""Kinds of attributes that cannot change, and so are shared."""
+CONTAINERS = (OrderedDict, list, set)
+
+
+def copied(network: nn.Module) -> nn.Module:
+    """A copy that shares nothing with `network`: what `copy.deepcopy` would make.
+
+    A module that says itself how it is copied or pickled is left to it.
+
+    >>> network = nn.Sequential(nn.Linear(64, 10))
+    >>> other = copied(network)
+    >>> other[0].weight is network[0].weight, bool((other[0].weight == network[0].weight).all())
+    (False, True)
+    """
+    made: nn.Module = _copied(network, {})
+    return made
+
+
+def _copied(value: Any, memo: dict[int, Any]) -> Any:
+    """As `copy.deepcopy(value, memo)`, with short ways for what networks are made of."""
+    kind: Any = type(value)
+    if kind in PLAIN or (kind is tuple and all(type(one) in PLAIN for one in value)):
+        return value
+    if id(value) in memo:
+        return memo[id(value)]
+    if kind is nn.Parameter:
+        twin = nn.Parameter(value.detach().clone(), value.requires_grad)
+        memo[id(value)] = twin
+        return twin
+    if kind is dict:
+        named: dict[Any, Any] = {}
+        memo[id(value)] = named
+        named.update((_copied(key, memo), _copied(one, memo)) for key, one in value.items())
+        return named
+    if kind in CONTAINERS and not value:
+        return memo.setdefault(id(value), kind())
+    if isinstance(value, nn.Module) and _is_ordinary(kind):
+        made = object.__new__(kind)
+        memo[id(value)] = made  # before its parts, which may refer to it
+        made.__setstate__({name: _copied(one, memo) for name, one in vars(value).items()})
+        return made
+    return copy.deepcopy(value, memo)
+
+
+@cache
+def _is_ordinary(kind: type[nn.Module]) -> bool:
+    """Whether its instances are their `__dict__`, and copied by `__setstate__` as any other."""
+    own = ("__deepcopy__", "__reduce__", "__reduce_ex__", "__getstate__")
+    if any(getattr(kind, name, None) is not getattr(nn.Module, name, None) for name in own):
+        return False
+    return not any("__slots__" in vars(base) for base in kind.__mro__)
