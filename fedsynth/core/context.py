@@ -13,8 +13,8 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from fedsynth.copies import copied
 from fedsynth.data.registry import DatasetSpec
-from fedsynth.models.copies import copied
 from fedsynth.privacy.settings import PrivacySettings
 
 

@@ -15,7 +15,6 @@ splits, pictures of who has what) is done here.
 from __future__ import annotations
 
 import time
-import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,6 +26,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from fedsynth.config_file import read_sections
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message
 from fedsynth.core.method import Memory
@@ -374,8 +374,8 @@ class Simulation:
         Raises:
             CheckpointError: it is damaged, or of other settings or data.
         """
-        config = (folder.path / "config.toml").read_text(encoding="utf-8")
-        if without_place(tomllib.loads(config)) != without_place(self.settings.to_mapping()):
+        config = read_sections(folder.path / "config.toml")
+        if without_place(config) != without_place(self.settings.to_mapping()):
             raise CheckpointError(
                 f"the run in {folder.path} has other settings: its config.toml differs"
             )

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from fedsynth.models.copies import copied
+from fedsynth.copies import copied
 
 
 def flatten(model: nn.Module) -> Tensor:

@@ -21,6 +21,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from fedsynth.copies import copied
 from fedsynth.core.client import ClientGroup, OpenClients, PrivateClients, chunk
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message, ModelParameters
@@ -31,7 +32,6 @@ from fedsynth.core.validation import check_choices, check_ranges
 from fedsynth.errors import Setting, SettingError
 from fedsynth.methods.shared.aggregation import AveragingState, average, cached
 from fedsynth.methods.shared.robust import robust_uploads
-from fedsynth.models.copies import copied
 from fedsynth.models.registry import parameter_count
 from fedsynth.privacy.disclosure import Disclosure, public
 from fedsynth.privacy.dpsgd import DpSgdSettings, ExampleLoss, Penalty, check_model

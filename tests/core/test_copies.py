@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from fedsynth.models.copies import copied
+from fedsynth.copies import copied
 from fedsynth.models.registry import ModelSettings, build_model, model_names
 
 
