@@ -305,14 +305,6 @@ def test_folders_that_cannot_be(root: str, monkeypatch: pytest.MonkeyPatch) -> N
         load_dataset("mnist")
 
 
-def test_a_folder_whose_name_is_no_text(files: Any, tmp_path: Path) -> None:
-    files.write_cifar10()
-    folder = Path(os.fsdecode(os.fsencode(tmp_path) + b"\xff"))
-    folder.mkdir()
-    (tmp_path / "cifar-10-batches-py").rename(folder / "cifar-10-batches-py")
-    assert len(load_dataset("cifar10", folder)[0]) == 20
-
-
 def test_other_scripts_digits_are_no_numbers() -> None:
     assert dataset_spec("synthetic(1,1)").name == "synthetic(1,1)"
     with pytest.raises(UnknownNameError):

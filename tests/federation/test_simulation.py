@@ -198,7 +198,9 @@ def test_rounds_must_be_positive() -> None:
 def test_a_diverged_server_is_said_to_be_the_server() -> None:
     settings = tiny()
     settings = replace(
-        settings, rounds=1, method=replace(settings.method, server_lr=1e38, radius=float("inf"))
+        settings,
+        rounds=1,
+        method=replace(settings.method, server_lr=1e38, server_weight_decay=1e10, server_epochs=20),
     )  # type: ignore[call-arg]
     with pytest.raises(DivergedError, match="server's model"):
         simulate(settings)

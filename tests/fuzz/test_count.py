@@ -32,7 +32,8 @@ TABLE = Path(__file__).parents[2] / "docs" / "reliability.md"
 
 
 def test_the_documents_say_how_many() -> None:
-    rows = re.findall(r"^\| [^|]+ \| (\d+) \|", TABLE.read_text(encoding="utf-8"), re.MULTILINE)
+    section = TABLE.read_text(encoding="utf-8").split("## Malformed input\n")[1].split("\n## ")[0]
+    rows = re.findall(r"^\| [^|]+ \| (\d+) \|", section, re.MULTILINE)
     cases = [*(surface.CASES for surface in SURFACES), sum(FILES.values())]
     assert sorted(map(int, rows)) == sorted(cases)
 
