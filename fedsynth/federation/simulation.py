@@ -78,7 +78,6 @@ from fedsynth.federation.terms.privacy_plan import PrivacyPlan, check_method
 from fedsynth.federation.terms.public_context import public_context
 from fedsynth.federation.terms.settings import RunSettings, to_toml
 from fedsynth.privacy.errors import PrivacySettingError
-from fedsynth.privacy.history import History
 from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.ledger_folder import check_names
 from fedsynth.privacy.report import ReportContext, build_report, write_report
@@ -223,7 +222,9 @@ class Simulation:
         self.exchange = self._clients(clients, train, parts, resumed)
         planned = None
         if resumed is not None and (checkpoint is not None or resumed.has_begun):
-            planned = partial(self._planned_before, resumed.path)
+            rows = () if checkpoint is None else checkpoint.rows
+            kind = type(self.method)
+            planned = partial(plan_when_it_began, resumed.path, method=kind, rows=rows)
         self.agreed = agree(settings, self.context, self.exchange, planned)
         self.context = self.agreed.context
         self.participation = Participation(
@@ -305,6 +306,8 @@ class Simulation:
             ledgers = clients.kept_ledgers(settings.privacy.ledger_folder, settings)
         elif settings.privacy is not None:
             beside = None if resumed is None else resumed.path / "ledger"
+            if resumed is not None and resumed.has_begun:
+                resumed.require_ledgers(clients.fresh_names)
             ledgers = clients.fresh_ledgers(beside, settings)
         elif settings.ledger is not None:
             ledgers = clients.ledgers(settings.ledger, settings)
@@ -380,42 +383,52 @@ class Simulation:
                 f"the run in {folder.path} has other settings: its config.toml differs"
             )
         self.checkpoints = CheckpointFolder(folder.checkpoints, self._identity())
-        return self.checkpoints.read(self.method)
-
-    def _planned_before(self, folder: Path, histories: Sequence[History]) -> PrivacyPlan:
-        return plan_when_it_began(folder, histories, type(self.method))
+        found = self.checkpoints.read(self.method)
+        if found is None and folder.has_rounds:
+            raise CheckpointError(
+                f"the run in {folder.path} has ended rounds, and its checkpoint is gone: it would "
+                "begin anew, and be charged for them again"
+            )
+        return found
 
     def _go_on(self, folder: RunFolder, checkpoint: Checkpoint | None) -> None:
         """Puts server and clients where the checkpoint has them."""
-        if checkpoint is not None:
+        if checkpoint is not None and self.checkpoints is not None:
             device = self.context.device
             self.server.state = checkpoint.state.to(device)
-            for number, memory in checkpoint.memories.items():
-                self.exchange.clients[number].memory = {k: t.to(device) for k, t in memory.items()}
+            for number in self.checkpoints.clients:
+                self._store(self.checkpoints, number)
             self.uploads = {k: upload.to(device) for k, upload in checkpoint.uploads.items()}
             self.metrics = list(checkpoint.rows)
         done = len(self.metrics)
         folder.rewrite_metrics([self._disclosed(row) for row in self.metrics])
         self.observer.note(f"the run goes on after {done} of {self.settings.rounds} rounds")
+        rounds = folder.resumptions()
         if done < self.settings.rounds:
             rounds = folder.resumed(done)
-            if self._private:
-                words = [privacy_words.resumed(after, self.settings.rounds) for after in rounds]
-                self.deviations.extend(words)
+        if self._private:
+            words = [privacy_words.resumed(after, self.settings.rounds) for after in rounds]
+            self.deviations.extend(words)
 
     def _keep(self, context: RoundContext) -> None:
         """A checkpoint after a round."""
         if self.checkpoints is None:
             return
-        memories = {one.number: one.memory for one in self.exchange.clients if one.memory}
+        stored = {one.number for one in self.exchange.clients if one.stored}
+        resident = (one for one in self.exchange.clients if not one.stored)
+        memories = {one.number: one.memory for one in resident if one.memory}
         sets = {k: u for k, u in self.uploads.items() if isinstance(u, SyntheticSet)}
         checkpoint = Checkpoint(tuple(self.metrics), self.server.state, memories, sets)
-        self.checkpoints.write(checkpoint, frozenset(context.active))
+        self.checkpoints.write(checkpoint, frozenset(context.active), frozenset(stored))
         if self.settings.participation < 1 and context.round < self.settings.rounds:
             coming = self.participation.in_round(context.round + 1)
             for number in set(memories) - set(coming):
-                load = partial(self.checkpoints.memory, number)
-                self.exchange.clients[number].store(partial(_on_device, load, self.context.device))
+                self._store(self.checkpoints, number)
+
+    def _store(self, checkpoints: CheckpointFolder, number: int) -> None:
+        """Leaves a client's memory to its file."""
+        load = partial(checkpoints.memory, number)
+        self.exchange.clients[number].store(partial(_on_device, load, self.context.device))
 
     def _interrupted(self) -> Text:
         """What a run that is stopped has done and spent, and how it goes on."""

@@ -31,6 +31,7 @@ from fedsynth.federation.outputs.run_folder import RESUMED, RunFolder
 from fedsynth.federation.outputs.verification import unfinished_report, verify_run
 from fedsynth.federation.simulation import RunResult
 from fedsynth.methods import METHODS
+from fedsynth.privacy.errors import PrivacyError
 from fedsynth.privacy.ledger import read_ledger
 
 Sections = dict[str, dict[str, Any]]
@@ -129,8 +130,8 @@ def stop(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     write = CheckpointFolder.write
 
     def after(last: int) -> None:
-        def stopping(self: CheckpointFolder, one: Checkpoint, changed: frozenset[int]) -> None:
-            write(self, one, changed)
+        def stopping(self: CheckpointFolder, one: Checkpoint, *clients: Any) -> None:
+            write(self, one, *clients)
             if one.round == last:
                 monkeypatch.setattr(CheckpointFolder, "write", write)
                 raise KeyboardInterrupt
@@ -329,10 +330,10 @@ def test_a_repeated_round_is_charged_again_and_said(
     given = sections(method, privacy=privacy)
     write = CheckpointFolder.write
 
-    def killed(self: CheckpointFolder, one: Checkpoint, changed: frozenset[int]) -> None:
+    def killed(self: CheckpointFolder, one: Checkpoint, *clients: Any) -> None:
         if one.round == 2:  # its noise is drawn, and nothing of it is kept
             raise KeyboardInterrupt
-        write(self, one, changed)
+        write(self, one, *clients)
 
     with monkeypatch.context() as patch:
         patch.setattr(CheckpointFolder, "write", killed)
@@ -559,8 +560,8 @@ def test_old_checkpoints_are_pruned(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     write = CheckpointFolder.write
     counted: list[dict[str, int]] = []
 
-    def counting(self: CheckpointFolder, one: Checkpoint, changed: frozenset[int]) -> None:
-        write(self, one, changed)
+    def counting(self: CheckpointFolder, one: Checkpoint, *clients: Any) -> None:
+        write(self, one, *clients)
         kinds = [path.name.split("-")[0] for path in self.path.iterdir()]
         counted.append({kind: kinds.count(kind) for kind in set(kinds)})
 
@@ -638,3 +639,89 @@ def kill_in(name: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     setattr(RunFolder, name, killing)
+
+
+# ------------------------------------------------------------------------------- what has to be there
+
+
+@pytest.mark.parametrize("loss", ["folder", "file", "rows"])
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_ledger_that_has_lost_rows_is_not_gone_on_with(
+    kept: bool, loss: str, tmp_path: Path, stop: Callable[[int], None]
+) -> None:
+    """A run would forget what it has spent, and exceed its cap."""
+    privacy: dict[str, Any] = {"epsilon": 20.0}
+    if kept:
+        privacy["ledger"] = str(tmp_path / "kept")
+    given = sections("feddm", privacy=privacy, run={"participation": 1.0})
+    folder = cut(given, tmp_path / "runs", stop)
+    ledger = tmp_path / "kept" if kept else folder / "ledger"
+    file = ledger / "client-001.jsonl"
+    if loss == "folder":
+        shutil.rmtree(ledger)
+    elif loss == "file":
+        file.unlink()
+    else:
+        lines = file.read_text().splitlines(keepends=True)
+        file.write_text("".join(lines[:-1]))
+    with pytest.raises((FedsynthError, PrivacyError)):
+        go_on(given, tmp_path / "runs")
+
+
+def test_a_run_whose_checkpoint_is_gone_does_not_begin_anew(
+    tmp_path: Path, stop: Callable[[int], None]
+) -> None:
+    given = sections("feddm", privacy={"noise_multiplier": 1.0})
+    folder = cut(given, tmp_path, stop)
+    rows = (folder / "metrics.jsonl").read_text()
+    assert len(rows.splitlines()) >= 1
+    shutil.rmtree(folder / "simulation_only" / "checkpoint")
+    with pytest.raises(CheckpointError, match="checkpoint is gone"):
+        go_on(given, tmp_path)
+    assert (folder / "metrics.jsonl").read_text() == rows
+
+
+def test_a_resumed_run_that_is_killed_while_it_finishes_says_all_it_has_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = sections("feddm", privacy={"noise_multiplier": 1.0})
+    with monkeypatch.context() as patch:
+        patch.setattr(CheckpointFolder, "write", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            run(given, tmp_path)
+    process = start_child(given, tmp_path, lambda: kill_in("finish"))
+    process.join(60)
+    assert process.exitcode == -signal.SIGKILL
+    resumed = go_on(given, tmp_path)
+    assert len(resumed.deviations) == 1
+    assert resumed.folder is not None
+    assert verify_run(resumed.folder).problems == []
+
+
+def test_a_resumption_after_a_round_that_there_is_not_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would excuse the rows of rounds that were taken out of metrics.jsonl."""
+    folder = run(sections("feddm", privacy={"noise_multiplier": 1.0}), tmp_path).folder
+    assert folder is not None
+    metrics = folder / "metrics.jsonl"
+    metrics.write_text(metrics.read_text().splitlines(keepends=True)[0])
+    (folder / RESUMED).write_text('{"after_rounds": [2]}')
+    assert any("names round 2" in problem for problem in verify_run(folder).problems)
+
+
+def test_memories_are_read_when_they_are_needed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A checkpoint does not load what is in its files already."""
+    loaded: list[int] = []
+    memory = CheckpointFolder.memory
+
+    def loading(self: CheckpointFolder, client: int) -> Any:
+        loaded.append(client)
+        return memory(self, client)
+
+    monkeypatch.setattr(CheckpointFolder, "memory", loading)
+    result = run(sections("scaffold", run={"rounds": 6, "participation": 0.25}), tmp_path)
+    steps = sum(len(row["participants"]) for row in result.metrics)
+    assert len(loaded) <= steps

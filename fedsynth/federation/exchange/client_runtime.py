@@ -129,6 +129,11 @@ class ClientRuntime:
         self._memory = memory
         self._stored = None
 
+    @property
+    def stored(self) -> bool:
+        """Whether what it keeps is in a file."""
+        return self._stored is not None
+
     def store(self, load: Callable[[], Memory]) -> None:
         """Leaves what it keeps to a file, until it is needed."""
         self._memory = {}
@@ -263,13 +268,7 @@ class ClientRuntime:
         return self.memory
 
     def remember(self, phase: str, memory: Memory, context: RoundContext) -> None:
-        """Takes a step's memory: of a first exchange for this round alone.
-
-        Raises:
-            DivergedError: it holds a personal model that is not finite.
-        """
-        if self.method.personal:  # what is tested stays with the client
-            check_finite(memory, f"client {self.number}", context.round)
+        """Takes a step's memory: of a first exchange for this round alone."""
         if phase == FIRST:
             self._pending = (context.round, memory)
         else:
@@ -383,6 +382,9 @@ def step_together(
     except RefusedError as error:
         return Replies(refusals=(error.refusal,))
     replies: dict[int, Message] = {}
+    if method.personal:  # what is tested stays with the client; all before one of them moves on
+        for client, (_, memory) in zip(clients, results, strict=True):
+            check_finite(memory, f"client {client.number}", context.round)
     for client, (reply, memory) in zip(clients, results, strict=True):
         client.remember(phase, memory, context)
         replies[client.number] = reply

@@ -17,7 +17,10 @@ from fedsynth.federation.terms.privacy_plan import PrivacyPlan
 from fedsynth.federation.terms.settings import QUORUM, RunSettings
 from fedsynth.privacy.errors import LedgerError, RequestRefusedError
 from fedsynth.privacy.history import History
-from fedsynth.privacy.plans import PHASES
+from fedsynth.privacy.plans import FIRST, PHASES
+
+FIRST_EXCHANGE = "first exchange: "
+"""What the reason of a rejection begins with, if the round goes on without that client."""
 
 
 @dataclass(frozen=True)
@@ -159,8 +162,9 @@ def play_round(
             return Played(refusal=refusal)
         checked = server.check(phase, replies.messages, context)
         lost.update(replies.lost)
-        rejected.update(replies.rejected)
-        rejected.update({client: str(error) for client, error in checked.rejected.items()})
+        said = FIRST_EXCHANGE if phase == FIRST else ""
+        rejected.update({client: said + why for client, why in replies.rejected.items()})
+        rejected.update({client: f"{said}{error}" for client, error in checked.rejected.items()})
         for client, message in checked.accepted.items():
             sent[client] = (*sent[client], message)
         if len(checked.accepted) < needed:

@@ -65,7 +65,8 @@ class Checkpoint:
     Args:
         rows: of metrics, one for each round that has ended, with what only a simulation may show.
         state: the server's, after the last of them.
-        memories: of each client that keeps anything, by client.
+        memories: what clients keep, by client; of one that is read, in the files alone
+            (`CheckpointFolder.memory`).
         uploads: the synthetic sets of the last round, by client.
     """
 
@@ -93,12 +94,15 @@ class CheckpointFolder:
         self.identity = identity
         self._files: dict[str, str] = {}  # what the checkpoint names: file, and its SHA-256
 
-    def write(self, checkpoint: Checkpoint, changed: frozenset[int]) -> None:
+    def write(
+        self, checkpoint: Checkpoint, changed: frozenset[int], stored: frozenset[int] = frozenset()
+    ) -> None:
         """Replaces the checkpoint.
 
         Args:
             checkpoint: after a round.
             changed: clients whose memories are others than in the checkpoint before.
+            stored: clients whose memories are in their files, and as they were.
 
         Raises:
             OutputError: it cannot be written; the checkpoint before is whole.
@@ -109,6 +113,8 @@ class CheckpointFolder:
             files: dict[str, str] = {}
             made: dict[str, Packed] = {f"state-{number}.safetensors": checkpoint.state}
             before = self._memories()
+            for client in stored:
+                files[before[client]] = self._files[before[client]]
             for client, memory in checkpoint.memories.items():
                 if client in changed or client not in before:
                     made[f"memory-{client}-{number}.safetensors"] = Kept(memory)
@@ -151,7 +157,6 @@ class CheckpointFolder:
         pointer = self._pointer()
         rows = pointer["rows"]
         state: ServerState | None = None
-        memories: dict[int, Memory] = {}
         uploads: dict[int, Message] = {}
         for name, sha256 in pointer["files"].items():
             if not _NAME.fullmatch(name):
@@ -160,13 +165,13 @@ class CheckpointFolder:
             if name.startswith("state-"):
                 state = method.state.from_bytes(content)
             elif name.startswith("memory-"):
-                memories[_client(name)] = Kept.from_bytes(content).memory
+                Kept.from_bytes(content)
             else:
                 uploads[_client(name)] = method.upload.from_bytes(content)
         if state is None:
             raise self._damaged("it has no server's state")
         self._files = dict(pointer["files"])
-        return Checkpoint(tuple(rows), state, memories, uploads)
+        return Checkpoint(tuple(rows), state, {}, uploads)
 
     def _pointer(self) -> dict[str, Any]:
         with (self.path / POINTER).open("rb") as file:
@@ -191,6 +196,11 @@ class CheckpointFolder:
         if hashlib.sha256(content).hexdigest() != sha256:
             raise self._damaged(f"{name} is not the file that it names")
         return content
+
+    @property
+    def clients(self) -> list[int]:
+        """Who keeps anything."""
+        return sorted(self._memories())
 
     def memory(self, client: int) -> Memory:
         """What a client keeps, as in the checkpoint.

@@ -121,14 +121,40 @@ class RunFolder:
         Raises:
             OutputError: it cannot be written, or what is there is damaged.
         """
+        rounds = [*self.resumptions(), after]
+        with _writing(self.path):
+            write_whole(self.path / RESUMED, json.dumps({"after_rounds": rounds}).encode())
+        return rounds
+
+    def resumptions(self) -> list[int]:
+        """After which rounds the run was resumed so far.
+
+        Raises:
+            OutputError: the file is damaged.
+        """
         file = self.path / RESUMED
         with _writing(self.path):
             try:
-                rounds = [*resumed_rounds(file), after]
+                return resumed_rounds(file)
             except ValueError as error:
                 raise OutputError(f"{file} is damaged: {error}") from None
-            write_whole(file, json.dumps({"after_rounds": rounds}).encode())
-        return rounds
+
+    def require_ledgers(self, names: Sequence[str]) -> None:
+        """Refuses a run whose ledgers are gone: fresh ones would forget what was spent.
+
+        Raises:
+            OutputError: names the first that is not there.
+        """
+        for name in names:
+            file = self.path / "ledger" / f"{name}.jsonl"
+            if not file.is_file():
+                raise OutputError(f"{file} is gone, and with it what the run has spent")
+
+    @property
+    def has_rounds(self) -> bool:
+        """Whether a round has ended, by what is written after its checkpoint."""
+        file = self.path / "metrics.jsonl"
+        return (file.exists() and file.stat().st_size > 0) or any(self.resumptions())
 
     def rewrite_metrics(self, rows: Sequence[Disclosed]) -> None:
         """Puts these rows in place of all: those of a round that did not end are dropped."""
@@ -237,9 +263,9 @@ class RunFolder:
         text = json.dumps(shown, indent=2, allow_nan=False) + "\n"
         with _writing(self.path):
             (self.path / "summary.json").write_text(text, encoding="utf-8")
-            (self.path / LOCK).unlink(missing_ok=True)
             _sync_all(self.path)
             self.path.rename(self._final)
+            (self._final / LOCK).unlink(missing_ok=True)
             sync_folder(self._final.parent)
         self.path = self._final
         return self._final

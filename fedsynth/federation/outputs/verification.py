@@ -49,7 +49,7 @@ from fedsynth.privacy.accounting import epsilon_by_round
 from fedsynth.privacy.errors import BudgetExceededError, PrivacyError
 from fedsynth.privacy.files import read_text
 from fedsynth.privacy.history import History
-from fedsynth.privacy.ledger import read_ledger
+from fedsynth.privacy.ledger import chain_hashes, read_ledger
 from fedsynth.privacy.releases import Release
 from fedsynth.privacy.report import (
     NOT_PRIVATE,
@@ -217,7 +217,7 @@ def read_run(folder: Path, method: type[Method] | None = None) -> RunFiles:
             f"{len(start['ledgers'])}"
         )
     summary = folder / "summary.json"
-    return RunFiles(
+    run = RunFiles(
         settings,
         spec,
         start,
@@ -225,6 +225,15 @@ def read_run(folder: Path, method: type[Method] | None = None) -> RunFiles:
         read_json(summary, "run's summary") if summary.exists() else None,
         _resumed(folder / RESUMED, settings.rounds),
     )
+    _check_resumed(run)
+    return run
+
+
+def _check_resumed(run: RunFiles) -> None:
+    if run.resumed and run.resumed[-1] > len(run.rows):
+        raise MismatchError(
+            f"{RESUMED} names round {run.resumed[-1]}, and metrics.jsonl has {len(run.rows)}"
+        )
 
 
 def _specification(stated: Mapping[str, Any]) -> tuple[DatasetSpec, bool]:
@@ -322,7 +331,11 @@ def _histories(run: RunFiles, rows: Rows) -> list[History]:
 
 
 def plan_when_it_began(
-    folder: Path, histories: Sequence[History], method: type[Method]
+    folder: Path,
+    histories: Sequence[History],
+    *,
+    method: type[Method],
+    rows: Sequence[dict[str, Any]],
 ) -> PrivacyPlan:
     """The plan of a run that is to be resumed: with σ, and what its ledgers held, as when it began.
 
@@ -330,19 +343,32 @@ def plan_when_it_began(
         folder: the run's.
         histories: what the clients' ledgers hold now, in the clients' order.
         method: the run's.
+        rows: of the rounds that have ended, as its checkpoint has them.
 
     Raises:
-        PrivacyError: a file is damaged, or a ledger is not the one that the run began with.
+        PrivacyError: a file is damaged, a ledger is not the one that the run began with, or it
+            lacks what the run has charged: the run would forget it, and exceed its cap.
     """
-    run = read_run(folder, method)
+    run = replace(read_run(folder, method), rows=list(rows))
     start = run.start["ledgers"]
     if [one.client for one in histories] != list(start):
         raise MismatchError(f"the run's clients are not those of {PRIVATE_START}")
+    files, _ = _ledger_files(folder, run, None)
+    if files is None:
+        raise MismatchError("the run's ledgers are not where its config.toml says")
     for one in histories:
-        if len(one.releases) < start[one.client]["rows"]:
-            raise MismatchError(f"{one.client}: its ledger has lost rows since the run began")
-    before = {one.client: one.releases[: start[one.client]["rows"]] for one in histories}
-    return rebuilt(run, before)
+        began = start[one.client]
+        chains = chain_hashes(files / f"{one.client}.jsonl")
+        if len(chains) <= began["rows"] or chains[began["rows"]] != began["chain"]:
+            raise MismatchError(f"{one.client}: its ledger is not the one that the run began with")
+    held = Held({one.client: one.releases for one in histories}, {}, {}, {}, [], "")
+    evidence = Evidence(run, held, folder, abandoned=True)
+    for client, lacking in evidence.lacking.items():
+        if lacking:
+            raise MismatchError(
+                f"{client}: its ledger has lost rows that the run has charged: {_row(lacking[0])}"
+            )
+    return evidence.plan
 
 
 class Evidence:

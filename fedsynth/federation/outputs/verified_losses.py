@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fedsynth.core.context import RoundContext
-from fedsynth.federation.exchange.rounds import needed_uploads
+from fedsynth.federation.exchange.rounds import FIRST_EXCHANGE, needed_uploads
 from fedsynth.federation.outputs.losses import LOST, NOT_COUNTED, REJECTED
 from fedsynth.federation.terms.privacy_plan import PrivacyPlan
 from fedsynth.privacy.plans import FIRST, MAIN
@@ -42,7 +42,8 @@ class VerifiedLosses:
             if plan.phase == FIRST or not self._two:
                 found.append((release, True))
             elif _mapping(row, NOT_COUNTED).get("exchange") != FIRST:
-                found.append((release, str(client) not in _mapping(row, REJECTED)))
+                why = _mapping(row, REJECTED).get(str(client), "")
+                found.append((release, not str(why).startswith(FIRST_EXCHANGE)))
         return found
 
     def problems(self) -> list[str]:

@@ -57,8 +57,13 @@ class Clients:
         """Empty ledgers, in memory or in a run folder: public, so without any fingerprint."""
         return [
             Ledger(name, folder / f"{name}.jsonl" if folder else None, dataset=data_set_id(run))
-            for name in self.names or default_names(len(self.parts))
+            for name in self.fresh_names
         ]
+
+    @property
+    def fresh_names(self) -> tuple[str, ...]:
+        """What fresh ledgers are called."""
+        return self.names or default_names(len(self.parts))
 
 
 def planned_ledgers(run: RunSettings, folder: Path | None) -> list[Ledger]:
