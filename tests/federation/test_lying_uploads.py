@@ -425,7 +425,7 @@ def test_who_is_rejected_in_the_first_exchange_is_not_asked_again(
     lost = run("fedfm", monkeypatch, None)
     for key, value in lost.model.state_dict().items():
         assert torch.equal(lied.model.state_dict()[key], value), key
-    assert lied.metrics[-1]["rejected"] == {"1": "sums is not finite"}
+    assert lied.metrics[-1]["rejected"] == {"1": "first exchange: sums is not finite"}
 
 
 def test_fewer_labels_move_nobody_elses(monkeypatch: pytest.MonkeyPatch) -> None:
