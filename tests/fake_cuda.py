@@ -109,7 +109,7 @@ class StandIn(Tensor):
         made.held = held
         return made
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -239,7 +239,7 @@ class _Device(TorchDispatchMode):
     """The pretended GPU: makes what it is asked for, and sees every operation."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.waits: list[Wait] = []
         self.operations = 0
         self.generators: dict[int, torch.Generator] = {}

@@ -89,4 +89,4 @@ class _Own(nn.Linear):
 
 def test_a_module_with_a_way_of_its_own_is_left_to_it() -> None:
     made = copied(nn.Sequential(_Own(2, 2)))
-    assert made.get_submodule("0").own is True
+    assert made.get_submodule("0").own is True  # type: ignore[comparison-overlap]

@@ -186,7 +186,7 @@ def test_an_audit_plans_what_the_run_plans_and_leaves_a_kept_ledger_alone(tmp_pa
             "privacy": {"epsilon": 2.0, "ledger": str(tmp_path)},
         }
     )
-    simulate(replace(given_settings, privacy=replace(given_settings.privacy, epsilon=1.0)))
+    simulate(replace(given_settings, privacy=replace(given_settings.privacy, epsilon=1.0)))  # type: ignore[type-var]
 
     def files() -> dict[str, bytes]:
         return {p.name: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}

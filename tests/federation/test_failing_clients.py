@@ -490,7 +490,7 @@ def told(*facts: Any) -> Sequence[Mapping[str, Any]]:
 
 def test_facts_that_no_method_could_merge_are_left_out() -> None:
     good = {"generator": {"classes": 3, "class_entropy": 0.5}}
-    for odd in (
+    for odd in (  # type: ignore[var-annotated]
         None,
         7,
         [],

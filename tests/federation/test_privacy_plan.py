@@ -232,14 +232,14 @@ def test_a_budget_charges_an_exchange_when_it_comes() -> None:
     budget.check(1)
     assert ledger.releases == ()
     first = budget.authorise(context(plan.run), FIRST)
-    assert [row.quantity for row in ledger.releases] == [
+    assert [row.quantity for row in ledger.releases] == [  # type: ignore[var-annotated]
         "class sums of logits (V and R)",
         "class counts",
     ]
     with pytest.raises(UnplannedReleaseError, match="main phase"):
         first.take("images")
     main = budget.authorise(context(plan.run), MAIN)
-    assert [row.quantity for row in ledger.releases[2:]] == ["synthetic images"]
+    assert [row.quantity for row in ledger.releases[2:]] == ["synthetic images"]  # type: ignore[var-annotated]
     assert main.take("images").steps_left == 2
     assert list(ledger.releases) == [
         *plan.client_rows(0, context(plan.run))[1:],
@@ -270,7 +270,7 @@ def test_a_mechanism_without_guarantee_is_recorded_and_gives_no_series() -> None
     assert ledger.releases == ()
     noise = budget.unaccounted(context(plan.run)).take("images")
     assert (noise.deviation, noise.secret) == (2.0 * plan.chief.clip, secret)
-    assert [row.unaccounted for row in ledger.releases] == ["FedDM's Algorithm 1 as printed"]
+    assert [row.unaccounted for row in ledger.releases] == ["FedDM's Algorithm 1 as printed"]  # type: ignore[var-annotated]
     (private,) = budgets(plan_of(settings()), Ledger("b"))
     with pytest.raises(PrivacyError, match="accounted for"):
         private.unaccounted(context(plan.run))

@@ -106,7 +106,7 @@ def test_verify_accepts_no_other_report(copied: Path) -> None:
         content = json_bytes(altered_json(good, rng), rng)
 
         def verified(number: int = number) -> tuple[int, str]:
-            return faults.of(number, lambda: command("privacy", "verify", str(copied)), ONE_LINE)
+            return faults.of(number, lambda: command("privacy", "verify", str(copied)), ONE_LINE)  # type: ignore[no-any-return]
 
         done = restored(file, content, verified)
         if done is not None and done[0] == 0:
@@ -195,7 +195,7 @@ def same_meaning(name: str, good: bytes, content: bytes) -> bool:
     if keys is None:
         return good == content
     lines = (lambda text: [text]) if name == "summary.json" else bytes.splitlines
-    was, now = ([json.loads(line) for line in lines(text)] for text in (good, content))
+    was, now = ([json.loads(line) for line in lines(text)] for text in (good, content))  # type: ignore[assignment]
     return len(was) == len(now) and all(
         alike({key: a.get(key) for key in keys}, {key: b.get(key) for key in keys})
         for a, b in zip(was, now, strict=True)

@@ -190,7 +190,7 @@ def test_fedavgm(device: torch.device) -> None:
 def test_fedprox(device: torch.device) -> None:
     W, expected = START, []
     for _ in range(2):
-        W = sum(local(W, k, extra=lambda V, W=W: 0.7 * (V - W)) for k in range(3)) / 3  # type: ignore[misc]
+        W = sum(local(W, k, extra=lambda V, W=W: 0.7 * (V - W)) for k in range(3)) / 3  # type: ignore[assignment,misc]
         expected.append(W)
     close(rounds(FedProx(**FULL, mu=0.7, by_size=False), device), expected)
 

@@ -242,11 +242,11 @@ def test_an_example_moves_its_own_release_by_at_most_the_clip(extra: int, label:
 def test_a_vector_that_looks_at_other_examples_is_found_out() -> None:
     """The broken twin: embeddings about their batch's mean, as batch norm would have them."""
 
-    class Broken(OWN["ProtoDM"]):  # type: ignore[misc]
+    class Broken(OWN["ProtoDM"]):  # type: ignore[misc,name-defined,valid-type]
         def statistics(self, model: Any, clients: Any, memories: Any, context: Any) -> Any:
             def about_the_mean(x: Tensor) -> Tensor:
                 h = model.embed(x)
-                return h - h.mean(dim=0)
+                return h - h.mean(dim=0)  # type: ignore[no-any-return]
 
             means = class_means(clients, about_the_mean, 16, "prototypes", context)
             return [{"prototypes": own, "present": there} for own, there in means]

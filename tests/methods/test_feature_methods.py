@@ -340,7 +340,7 @@ def test_fedgens_second_round_equals_numpy(device: torch.device) -> None:
 
         def extra(W: Array, p: Array, pool: Array = pool, asked: Any = asked) -> Array:
             target = softmax(with_one(pool) @ W.T).reshape(3, POOL, 3).mean(1)[asked]
-            return 0.8 * DECAY * (p - target)
+            return 0.8 * DECAY * (p - target)  # type: ignore[no-any-return]
 
         def own(W: Array, draws: torch.Generator = draws) -> Array:
             y = torch.multinomial(
@@ -397,7 +397,7 @@ def test_fedgens_facts_are_what_the_new_classifier_makes_of_embeddings(
     third as asked, no entropy."""
     method = FedGen(**FULL, generator_steps=4, generator_batch=8)
     ctx, state = rounds(method, device, ((0, 1, 2),))
-    ctx = context(1, device)
+    ctx = context(1, device)  # type: ignore[assignment]
     generator = make_latent_generator(3, 3, 0).to(device)
     weights = {n.removeprefix(PREFIX): v for n, v in state.learner.items() if n.startswith(PREFIX)}
     generator.load_state_dict(weights)

@@ -91,7 +91,7 @@ def test_both_aggregates_over_rounds_with_absent_clients(
         uploads = {
             k: scalar(v, (10.0, 20.0, 30.0)[k], device) for k, v in zip(active, values, strict=True)
         }
-        state = method.server_step(state, uploads, context(number, device, participants=active))
+        state = method.server_step(state, uploads, context(number, device, participants=active))  # type: ignore[assignment]
         variants = method.variants(state)
         assert torch.equal(variants["aca"]["w"], state.parameters["w"])
         assert torch.equal(method.final_parameters(state)["w"], variants["oca"]["w"])
@@ -110,7 +110,7 @@ def test_both_aggregates_over_rounds_with_absent_clients(
 def test_a_client_that_was_dropped_has_not_been_seen() -> None:
     state = AveragingState(scalar(1.0, 0.0).parameters)
     sent = {0: scalar(4.0, 10.0), 1: scalar(9.0, 0.0)}
-    state = FedKF().server_step(state, sent, context(participants=(0, 1)))
+    state = FedKF().server_step(state, sent, context(participants=(0, 1)))  # type: ignore[assignment]
     assert float(state.overall["w"]) == 4.0
     assert state.seen is not None
     assert state.seen.tolist() == [True, False, False]
