@@ -7,6 +7,7 @@ from pathlib import Path
 
 from tests.data.test_fuzzed_files import CASES as FILES
 from tests.fuzz import (
+    test_checkpoints,
     test_configs,
     test_frames,
     test_ledgers,
@@ -17,6 +18,7 @@ from tests.fuzz import (
 )
 
 SURFACES = (
+    test_checkpoints,
     test_configs,
     test_frames,
     test_ledgers,

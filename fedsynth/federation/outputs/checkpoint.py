@@ -127,13 +127,14 @@ class CheckpointFolder:
                 write_whole(self.path / name, content, lasting=False)
                 files[name] = hashlib.sha256(content).hexdigest()
             sync_folder(self.path)  # of all files at once, before one of them is named
-            pointer = {
+            pointer: dict[str, Any] = {
                 "format": FORMAT,
                 "identity": self.identity,
                 "round": number,
                 "rows": list(checkpoint.rows),
                 "files": files,
             }
+            pointer["sha256"] = _hash_of(pointer)
             write_whole(self.path / POINTER, json.dumps(pointer, allow_nan=False).encode())
             self._files = files
             self._prune()
@@ -179,6 +180,8 @@ class CheckpointFolder:
         pointer = json.loads(text)
         if not isinstance(pointer, dict) or pointer["format"] != FORMAT:
             raise self._damaged(f"it is not of format {FORMAT}")
+        if pointer.pop("sha256") != _hash_of(pointer):
+            raise self._damaged(f"{POINTER} is not as it was written")
         if pointer["identity"] != self.identity:
             raise CheckpointError(
                 f"the checkpoint in {self.path} is of other settings or other data than this run's"
@@ -357,6 +360,11 @@ def write_whole(path: Path, content: bytes, *, lasting: bool = True) -> None:
     os.replace(partial, path)
     if lasting:
         sync_folder(path.parent)
+
+
+def _hash_of(pointer: Mapping[str, Any]) -> str:
+    text = json.dumps(pointer, sort_keys=True)
+    return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()
 
 
 def _client(name: str) -> int:
