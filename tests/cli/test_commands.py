@@ -123,6 +123,11 @@ def test_an_interrupted_run_says_so(
     )
 
 
+def heed_signals() -> None:
+    """A job that a shell starts in the background ignores SIGINT, and so do its children."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_run_that_gets_a_signal_ends_in_order_and_goes_on(
     number: int, code: int, fedsynth: Callable[..., Any], tmp_path: Path
@@ -134,13 +139,17 @@ def test_a_run_that_gets_a_signal_ends_in_order_and_goes_on(
             [SCRIPT, "train", "--device", "cpu", "--output", str(output), *options],
             stderr=stderr,
             stdout=subprocess.DEVNULL,
+            preexec_fn=heed_signals,
         )
         said = tmp_path / "stderr"
         until = time.monotonic() + 120
-        while "round 2/400" not in said.read_text() and time.monotonic() < until:
-            time.sleep(0.05)
-        run.send_signal(number)
-        assert run.wait(60) == code
+        try:
+            while "round 2/400" not in said.read_text() and time.monotonic() < until:
+                time.sleep(0.05)
+            run.send_signal(number)
+            assert run.wait(60) == code
+        finally:
+            run.kill()
     (folder,) = output.iterdir()
     assert "of 400 rounds; spent: ε = " in said.read_text()
     assert f"to go on: --resume {folder}" in said.read_text()
