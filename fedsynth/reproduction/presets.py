@@ -218,23 +218,21 @@ class Preset:
             if not left:
                 there = {self._shown(cell, column): None for cell in found}
                 known = ", ".join(filter(None, there)) or "none"
-                raise PresetError(
-                    f"{self.name} has no cell with {column} {value}; it has {known}"
-                )
+                raise PresetError(f"{self.name} has no cell with {column} {value}; it has {known}")
             found = left
         return found
 
     def _is(self, cell: Cell, column: str, value: Any) -> bool:
         if column == "dataset":
-            return value in (cell.dataset, cell.dataset.partition(":")[0], dataset_of(cell.dataset))
+            return str(value) in (cell.dataset, dataset_of(cell.dataset))
         if column == "alpha":
-            return partition_of(cell.partition).get("alpha") == value
+            return bool(partition_of(cell.partition).get("alpha") == value)
         if column == "method":
-            return value == cell.method or (
-                not any(one.method == value for one in self.cells) and value == self._here(cell)
-            )
+            if any(one.method == value for one in self.cells):
+                return str(value) == cell.method
+            return str(value) == self._here(cell)
         if column == "note":
-            return value in cell.note
+            return str(value) in cell.note
         return str(value) == getattr(cell, column)
 
     def _shown(self, cell: Cell, column: str) -> str:
@@ -271,7 +269,9 @@ def cell_words(cell: Cell, preset: Preset) -> str:
 
 def preset_names() -> tuple[str, ...]:
     """All presets, sorted by paper and table."""
-    stems = [one.name.removesuffix(".toml") for one in _TABLES.iterdir() if one.name[-5:] == ".toml"]
+    stems = [
+        one.name.removesuffix(".toml") for one in _TABLES.iterdir() if one.name[-5:] == ".toml"
+    ]
     return tuple(sorted((stem.replace("-", ":", 1) for stem in stems), key=_order))
 
 
@@ -420,7 +420,21 @@ def _published_cells(name: str, rows: list[Published]) -> Iterator[Cell]:
         number = Number(row.metric, domain_of(row.dataset), row.value, row.std)
         groups.setdefault(key, []).append(number)
     for key, numbers in groups.items():
-        yield Cell(name, *key, numbers=tuple(numbers))
+        yield _cell(name, dict(zip(COLUMNS, key, strict=True)), tuple(numbers))
+
+
+def _cell(name: str, words: Mapping[str, str], numbers: tuple[Number, ...]) -> Cell:
+    return Cell(
+        name,
+        words["dataset"],
+        words["partition"],
+        words["clients"],
+        words["model"],
+        words["rounds"],
+        words["method"],
+        words["note"],
+        numbers,
+    )
 
 
 def _own_cells(name: str, given: list[Mapping[str, Any]]) -> Iterator[Cell]:
@@ -437,4 +451,4 @@ def _own_cells(name: str, given: list[Mapping[str, Any]]) -> Iterator[Cell]:
         numbers = tuple(Number(metric, "", None, None) for metric in one["metrics"])
         for values in itertools.product(*lists.values()):
             words = {**dict.fromkeys(COLUMNS, ""), **dict(zip(lists, values, strict=True))}
-            yield Cell(name, **words, numbers=numbers)
+            yield _cell(name, words, numbers)

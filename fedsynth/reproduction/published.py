@@ -16,7 +16,6 @@ FILE = "published_results.csv"
 DATA = files("fedsynth.reproduction")
 
 
-
 @dataclass(frozen=True)
 class Published:
     """One published number.
