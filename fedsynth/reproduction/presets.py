@@ -233,7 +233,7 @@ class Preset:
             return str(value) == self._here(cell)
         if column == "note":
             return str(value) in cell.note
-        return str(value) == getattr(cell, column)
+        return bool(str(value) == getattr(cell, column))
 
     def _shown(self, cell: Cell, column: str) -> str:
         if column == "alpha":
@@ -359,6 +359,52 @@ def chosen_cell(table: Preset, **filters: Any) -> Cell:
     own = table.name.partition(":")[0]
     mine = [cell for cell in fitting if cell.method.startswith(own) and not table.refusal(cell)]
     return (mine or [cell for cell in fitting if not table.refusal(cell)] or list(fitting))[0]
+
+
+def sections_over(
+    name: str, given: Mapping[str, Mapping[str, Any]]
+) -> tuple[Sections, Preset, Cell]:
+    """A preset's settings under those that are given, and which cell they are of.
+
+    What is given selects the cell as far as it can: the data set and the method have to be the
+    table's, and are its words or names here; alpha, the number of clients and that of rounds
+    select if a cell has them. Whatever is given wins over the cell's own.
+
+    Args:
+        name: the table's preset.
+        given: sections of settings, without None.
+
+    Raises:
+        UnknownNameError: no such preset.
+        PresetError: the table has no such data set or method, or the cell cannot be run.
+    """
+    table = preset(name)
+    places = {
+        "dataset": ("data", "dataset"),
+        "method": ("run", "method"),
+        "alpha": ("partition", "alpha"),
+        "clients": ("partition", "clients"),
+        "rounds": ("run", "rounds"),
+    }
+    filters: dict[str, Any] = {}
+    for column, (section, key) in places.items():
+        value = given.get(section, {}).get(key)
+        if value is None:
+            continue
+        try:
+            table.select(**{**filters, column: value})
+        except PresetError:
+            if column in ("dataset", "method"):
+                raise
+        else:
+            filters[column] = value
+    cell = chosen_cell(table, **filters)
+    words = {("data", "dataset"), ("run", "method")}  # the cell's own, by their names here
+    rest = {
+        section: {k: v for k, v in values.items() if (section, k) not in words}
+        for section, values in given.items()
+    }
+    return over(table.sections(cell), rest), table, cell
 
 
 @functools.cache

@@ -87,7 +87,7 @@ def jobs_of(
     *,
     scale: float | None = None,
     changes: Mapping[str, Mapping[str, Any]] | None = None,
-    speed: Mapping[str, Any] | None = None,
+    speed: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> list[Job]:
     """The runs of cells, one seed of all before the next; cells that cannot be run are left out.
 
@@ -97,7 +97,7 @@ def jobs_of(
         seeds: of the runs.
         scale: None: whole runs.
         changes: sections of settings over the preset's.
-        speed: settings of the section "run" that change no result (device, compile, precision).
+        speed: sections of settings that change no result (device, compile, the data folder).
 
     Raises:
         FedsynthError: of changes, as `resolve`.
@@ -108,7 +108,7 @@ def jobs_of(
     for seed in seeds:
         for cell in runnable:
             whole = table.settings(cell, seed)
-            smaller = over(over(scaled(whole, scale), {"run": speed or {}}), given)
+            smaller = over(over(scaled(whole, scale), speed or {}), given)
             found.append(Job(table, cell, seed, table.settings(cell, seed, smaller), given))
     return found
 
@@ -144,21 +144,27 @@ class Watched(Observer):
         self._clock = clock
         self._rounds = rounds
         self._condenses = condenses
+        self._stopped = False
 
     def note(self, text: str) -> None:
-        self._inner.note(text)
+        if not self._stopped:  # what else an ended run says is for who ran it alone
+            self._inner.note(text)
 
     def step(self, round: int, phase: str, done: int, total: int) -> None:
         self._inner.step(round, phase, done, total)
         if self._condenses and phase == CONDENSING and not self._clock.left:
-            raise OutOfTimeError
+            self._stop()
 
     def round_ended(self, row: Mapping[str, Any]) -> None:
         self._inner.round_ended(row)
         if row["round"] < self._rounds and not fits(
             self._clock, float(row["seconds"]), self._condenses
         ):
-            raise OutOfTimeError
+            self._stop()
+
+    def _stop(self) -> None:
+        self._stopped = True
+        raise OutOfTimeError
 
 
 def fits(clock: Clock, round_seconds: float, condenses: bool) -> bool:
