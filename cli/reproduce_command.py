@@ -185,7 +185,7 @@ def _run(
 
     @contextmanager
     def watch(settings: RunSettings) -> Iterator[Observer]:
-        with make_observer(settings, names, f"{first}{table.name}") as observer:
+        with make_observer(settings, names, mark=first) as observer:
             yield observer
 
     keep_large_allocations()
@@ -199,7 +199,7 @@ def _run(
         estimates=how["estimates"],
     )
     if how["estimate"]:
-        _estimates(runner, jobs, first, how["as_json"])
+        _estimates(runner, jobs, scale, how["as_json"])
         return
     with ended_by_signals():
         outcomes = list(runner.run(jobs))
@@ -210,13 +210,16 @@ def _run(
         raise failed[0]
 
 
-def _estimates(runner: Runner, jobs: Sequence[Job], first: str, as_json: bool) -> None:
+def _estimates(runner: Runner, jobs: Sequence[Job], scale: float | None, as_json: bool) -> None:
     """How long each job takes here, and all of them."""
+    from fedsynth.reproduction.scaling import scale_words
+
+    first = scale_words(scale)
     found = {job.words: runner.estimate(job) for job in jobs}
     total = sum(one.seconds for one in found.values())
     if as_json:
         shown = {words: {"seconds": one.seconds, "how": one.words} for words, one in found.items()}
-        print(json.dumps({"scaled": first or None, "cells": shown, "seconds": total}, indent=2))
+        print(json.dumps({"scaled": scale, "cells": shown, "seconds": total}, indent=2))
         return
     from fedsynth.reproduction.estimate import duration
 
@@ -234,18 +237,22 @@ def _show(
     as_json: bool,
 ) -> None:
     """Published beside reproduced, on stdout."""
+    from fedsynth.reproduction.scaling import NO_RESULT
+
     left = [one for one in outcomes if one.what in ("stopped", "not begun", "elsewhere", "failed")]
     if as_json:
         shown = {
             "preset": table.name,
             "scaled": scale,
-            "note": first.rstrip(": ") or None,
+            "note": None if scale is None else NO_RESULT,
             "cells": [line.to_json() for line in found],
             "unfinished": {one.job.words: f"{one.what}: {one.text}" for one in left},
         }
         print(json.dumps(shown, indent=2, ensure_ascii=False, allow_nan=False))
         return
     print(f"{first}{table.name}: {table.title} ({table.source}, {table.table})")
+    if scale is not None:
+        print(f"{first}{NO_RESULT}")
     _print(_comparison(found))
     if left:
         print(f"{first}{len(left)} of {len(outcomes)} runs are unfinished: call again to go on")

@@ -357,8 +357,10 @@ def chosen_cell(table: Preset, **filters: Any) -> Cell:
     """The first of the table's cells that fit: of the paper's own method, if it is among them."""
     fitting = table.select(**filters)
     own = table.name.partition(":")[0]
-    mine = [cell for cell in fitting if cell.method.startswith(own) and not table.refusal(cell)]
-    return (mine or [cell for cell in fitting if not table.refusal(cell)] or list(fitting))[0]
+    runnable = [cell for cell in fitting if not table.refusal(cell)] or list(fitting)
+    named = [cell for cell in runnable if cell.method == own]
+    variants = [cell for cell in runnable if cell.method.startswith(own)]
+    return (named or variants or runnable)[0]
 
 
 def sections_over(

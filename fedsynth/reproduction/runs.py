@@ -275,7 +275,9 @@ class Runner:
         guess = self.estimate(job) if self._estimates and not rows else None
         if guess is not None:
             self._tell(f"{job.words}: {guess.words}")
-        expected = rows[-1]["seconds"] if rows else 0.0 if guess is None else guess.round_seconds
+        expected = 0.0 if guess is None else guess.round_seconds / guess.share
+        if rows:
+            expected = rows[-1]["seconds"]
         condenses = isinstance(job.settings.method, Condenses)
         if not fits(self._clock, expected, condenses):
             text = f"a round takes {duration(expected)}, {duration(self._clock.left)} are left"

@@ -10,7 +10,6 @@ epochs and data multiply.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -67,12 +66,9 @@ def _part(number: int, scale: float, least: int) -> int:
 
 
 def scale_words(scale: float | None) -> str:
-    """What every output of a scaled run begins with; empty for a whole run."""
-    if scale is None:
-        return ""
-    return f"SCALED to {scale:g} of the work, no result of the paper's setting: "
+    """What every line of a scaled run's output begins with; empty for a whole run."""
+    return "" if scale is None else f"SCALED to {scale:g}: "
 
 
-def without_scale(row: Mapping[str, Any]) -> bool:
-    """Whether a finished run's row is of a whole run."""
-    return row.get("scale") is None
+NO_RESULT = "a part of the work, to see that it runs: no result of the published setting"
+"""What a scaled run is."""
