@@ -185,7 +185,7 @@ def test_condensation_is_stopped_inside_a_round(tmp_path: Path, data_root: Path)
 
     rows = Rows(tmp_path, 0.05)
     assert made(rows, short, clock=clock, observer=Stops()) == ["stopped"]
-    assert steps == [1]
+    assert steps == [10]  # one step of all ten clients
     assert made(rows, short) == ["made"]
 
 
