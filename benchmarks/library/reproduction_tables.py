@@ -12,9 +12,10 @@ from fedsynth.reproduction.report import Line, lines, shown
 from fedsynth.reproduction.rows import Rows
 from fedsynth.reproduction.words import dataset_of
 from library import RESULTS
-from library.rows import NOTHING, table
+from library.rows import NOTHING, apart, by_key, percents, spread, table
 
 FOLDER = RESULTS / "reproduction"
+NETWORK_SEEDS = range(5)
 AT = (20, 50, 100, 150, 200)
 ACCURACIES = ("test_accuracy_pct", "best_test_accuracy_pct", "amp_pct")
 Row = Mapping[str, Any]
@@ -123,7 +124,9 @@ def _orders() -> str:
         if len(methods) > 1:
             pairs = [(a, b) for k, a in enumerate(methods) for b in methods[k + 1 :]]
             same = sum((a[1] - b[1]) * (a[2] - b[2]) > 0 for a, b in pairs)
-            orders = [" > ".join(m[0] for m in sorted(methods, key=lambda m: -m[k])) for k in (1, 2)]
+            orders = [
+                " > ".join(m[0] for m in sorted(methods, key=lambda m: -m[k])) for k in (1, 2)
+            ]
             body.append([f"`{name}`", where, metric, *orders, f"{same} of {len(pairs)}"])
     head = ["table", "cell", "metric", "published order", "reproduced order", "pairs alike"]
     return table(head, body)
@@ -144,8 +147,35 @@ def _presets() -> str:
     return table(["preset", "source", "what it shows", "cells", "runnable", "finished"], body)
 
 
+def _networks_per_round() -> str:
+    """FedDM with M networks a round beside the literal loop, the same seeds in pairs."""
+    rows = by_key("networks_per_round")
+    body = []
+    for dataset in ("mnist", "fashion-mnist"):
+        literal = percents(rows, f"{dataset} M=0", NETWORK_SEEDS)
+        for networks in (0, 5, 20, 50):
+            name = f"{dataset} M={networks}"
+            found = percents(rows, name, NETWORK_SEEDS)
+            seconds = [rows[key]["seconds"] for key in rows if key.startswith(f"{name} ")]
+            if not found:
+                continue
+            title = "a new network in every step" if networks == 0 else f"M = {networks}"
+            apart_from = apart(found, literal, len(NETWORK_SEEDS)) if networks else ""
+            body.append(
+                [
+                    dataset,
+                    title,
+                    spread(found, len(NETWORK_SEEDS)),
+                    apart_from,
+                    f"{statistics.mean(seconds):.0f}",
+                ]
+            )
+    return table(["", "networks of a round", "accuracy", "− the first", "seconds"], body)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "reproduction": _compared,
+    "networks-per-round": _networks_per_round,
     "reproduction-curves": _curves,
     "reproduction-orders": _orders,
     "reproduction-presets": _presets,

@@ -83,6 +83,7 @@ def one_run(settings: RunSettings, data: tuple[ImageData, ImageData]) -> dict[st
         "curve": curve,
         "floats": result.summary["upload_floats_per_round"],
         "seconds": round(sum(row["seconds"] for row in result.metrics), 3),
+        "round_seconds": [row["seconds"] for row in result.metrics],
     }
 
 

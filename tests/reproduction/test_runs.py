@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from fedsynth.data.load import load_dataset
 from fedsynth.errors import OutputError, SettingError
@@ -249,19 +250,48 @@ def test_an_estimate_counts_the_runs_own_steps() -> None:
     assert run_lengths(settings, data[0]) == pytest.approx({"local_steps": steps})
 
 
-def test_an_estimate_grows_with_the_work() -> None:
-    """Catches: an estimate that forgets rounds, or a length. The factor is rough, as times are."""
-    settings = resolve({"run": {"method": "feddm", "rounds": 2}, "method": {"iterations": 40}})
+def test_an_estimate_is_right_where_seconds_are_linear(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With rounds of 3 + 0.5·T + 0.2·E seconds: catches a length that is forgotten, or counted from
+    0. Evaluations take 4 s, and half of the cores' time goes elsewhere."""
+    from fedsynth.reproduction import estimate as module
+
+    def seconds(self: Any, lengths: Mapping[str, int]) -> float:
+        self.made += 1
+        return 3 + 0.5 * lengths["iterations"] + 0.2 * lengths["server_epochs"]
+
+    monkeypatch.setattr(module._Probes, "seconds", seconds)
+    monkeypatch.setattr(module._Probes, "evaluation", lambda self, test: 4.0)
+    monkeypatch.setattr(module._Probes, "share", 0.5)
+    method = {"iterations": 40, "server_epochs": 100}
+    run = {"method": "feddm", "rounds": 7, "evaluate_every": 3}
+    found = estimate(resolve({"run": run, "method": method}), load_dataset("digits"))
+    assert found.round_seconds == pytest.approx(3 + 20 + 20)
+    assert (found.rounds, found.evaluations, found.probes) == (7, 3, 5)
+    assert found.seconds == pytest.approx(7 * 43 + 3 * 4)
+    assert found.busy_seconds == pytest.approx(2 * found.seconds)
+
+
+def test_an_estimate_of_real_rounds_is_of_their_size() -> None:
+    """Catches: other seconds than those of the run. Times are rough: within a factor of 5."""
+    from fedsynth.federation.simulation import simulate
+
+    settings = resolve(
+        {"run": {"method": "feddm", "rounds": 1}, "method": {"iterations": 60, "ipc": 2}}
+    )
     data = load_dataset("digits")
     found = estimate(settings, data)
-    assert set(run_lengths(settings, data[0])) == {"iterations", "server_epochs"}
-    assert found.rounds == 2
-    assert found.evaluations == 2
+    before = time.process_time()
+    simulate(settings, data=data)
+    took = (time.process_time() - before) / torch.get_num_threads()
+    assert took / 5 < found.seconds < 5 * took
     assert 0 < found.share <= 1
-    assert found.probes >= 3
-    more = Estimate(10.0, 2.0, 20, 4, 0.5, 3, 1.0)
-    assert (more.seconds, more.busy_seconds) == (208.0, 416.0)
-    assert "about 3.5 min on this machine, 6.9 min if the machine stays as busy" in more.words
+
+
+def test_an_estimate_in_words() -> None:
+    made = Estimate(10.0, 2.0, 20, 4, 0.5, 3, 1.0)
+    assert (made.seconds, made.busy_seconds) == (208.0, 416.0)
+    assert "about 3.5 min on this machine, 6.9 min if the machine stays as busy" in made.words
+    assert "if the machine" not in Estimate(10.0, 2.0, 20, 4, 0.95, 3, 1.0).words
     assert [duration(s) for s in (0.05, 30.0, 600.0, 7200.0)] == [
         "0.05 s",
         "30 s",
