@@ -124,9 +124,9 @@ def _orders() -> str:
         if len(methods) > 1:
             pairs = [(a, b) for k, a in enumerate(methods) for b in methods[k + 1 :]]
             same = sum((a[1] - b[1]) * (a[2] - b[2]) > 0 for a, b in pairs)
-            orders = [
-                " > ".join(m[0] for m in sorted(methods, key=lambda m: -m[k])) for k in (1, 2)
-            ]
+            there = sorted(methods, key=lambda m: m[1], reverse=True)
+            here = sorted(methods, key=lambda m: m[2], reverse=True)
+            orders = [" > ".join(name for name, _, _ in one) for one in (there, here)]
             body.append([f"`{name}`", where, metric, *orders, f"{same} of {len(pairs)}"])
     head = ["table", "cell", "metric", "published order", "reproduced order", "pairs alike"]
     return table(head, body)
