@@ -81,6 +81,7 @@ class FedDM(Condenses, TrainsInBall):
     )
     reference: ClassVar[str] = "Xiong et al. 2023, FedDM, arXiv 2207.09653"
     protects: ClassVar[tuple[str, ...]] = ("residual", "gradient", "features", "paper")
+    later: ClassVar[frozenset[str]] = frozenset({"networks_per_round"})
     presets: ClassVar[Presets] = {
         "digits": {"iterations": 10, "image_lr": 5.0},
         "cifar100": {"ipc": 5},  # the paper's

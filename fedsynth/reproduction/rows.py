@@ -26,9 +26,17 @@ from fedsynth.errors import OutputError
 from fedsynth.federation.outputs.run_folder import INCOMPLETE
 from fedsynth.federation.terms.fingerprint import fingerprint
 from fedsynth.federation.terms.settings import RunSettings
+from fedsynth.privacy.files import read_text
 from fedsynth.reproduction.measures import curve_of
 from fedsynth.version import __version__
 
+NEEDED = frozenset(
+    {
+        *("preset", "cell", "seed", "settings", "scale", "changes", "precision", "seconds"),
+        *("curve", "upload_floats", "client_upload_bytes", "commit", "version"),
+    }
+)
+"""What a row has at least."""
 PACKAGE = Path(__file__).resolve().parents[1]
 
 
@@ -58,14 +66,14 @@ class Rows:
         found: dict[str, dict[str, Any]] = {}
         for path in sorted(self.folder.glob("*.jsonl")):
             try:
-                lines = path.read_text(encoding="utf-8").splitlines()
-                rows = [json.loads(line) for line in lines]
-                mine = {row["settings"]: row for row in rows if row["scale"] == self.scale}
+                rows = [json.loads(line) for line in read_text(path).splitlines()]
             except OSError as error:
                 raise OutputError(f"cannot read {path}: {error.strerror}") from None
-            except (ValueError, KeyError, TypeError):
-                raise OutputError(f"{path} has a line that is no row of a finished run") from None
-            found.update(mine)
+            except (ValueError, RecursionError):
+                rows = [None]
+            if not all(isinstance(row, dict) and row.keys() >= NEEDED for row in rows):
+                raise OutputError(f"{path} has a line that is no row of a finished run")
+            found.update({row["settings"]: row for row in rows if row["scale"] == self.scale})
         return found
 
     def append(self, preset: str, row: Mapping[str, Any]) -> None:
@@ -126,7 +134,7 @@ def metrics_of(folder: Path) -> list[dict[str, Any]]:
     path = folder / "metrics.jsonl"
     if not path.exists():
         return []
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return [json.loads(line) for line in read_text(path).splitlines()]
 
 
 def facts_of(rows: Sequence[Mapping[str, Any]], domains: bool) -> dict[str, Any]:

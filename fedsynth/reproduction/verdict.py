@@ -52,8 +52,10 @@ class Compared:
 def verdict(published: float | None, published_std: float | None, values: Sequence[float]) -> str:
     """See the module.
 
-    >>> verdict(70.0, 0.3, [69.6, 70.2]), verdict(70.0, 0.3, [60.1, 60.3]), verdict(70.0, None, [71])
-    ('within', 'below', 'no verdict')
+    >>> verdict(70.0, 0.3, [69.6, 70.2]), verdict(70.0, 0.3, [60.1, 60.3])
+    ('within', 'below')
+    >>> verdict(70.0, None, [71.0])  # one seed, and no published deviation
+    'no verdict'
     """
     own = statistics.stdev(values) if len(values) > 1 else None
     known = [std for std in (published_std, own) if std is not None]
