@@ -71,6 +71,8 @@ def audit(
     compile: given.Compile = None,
     memory_gb: given.MemoryGb = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the audit as JSON.")] = False,
+    data: given.Data = None,
+    declaration: given.Declaration = None,
     dataset: given.Dataset = None,
     data_root: given.DataRoot = None,
     partition: given.Partition = None,

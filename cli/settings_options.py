@@ -70,12 +70,12 @@ def with_set_options(
 
 
 def read_config(path: Path | None) -> Sections:
-    """The sections of a TOML file; none for None."""
+    """The sections of a TOML file, or of the config.toml in a run folder; none for None."""
     if path is None:
         return {}
     from fedsynth.config_file import read_sections
 
-    return read_sections(path)
+    return read_sections(path / "config.toml" if path.is_dir() else path)
 
 
 BESIDE_RESUME = {
@@ -126,6 +126,13 @@ def merged(
                 "defaults, or what options say"
             )
         config = {name: values for name, values in config.items() if name != "method"}
+    if options.get("data", {}).get("folder") and "folder" not in config.get("data", {}):
+        # images of one's own in place of a named data set, whose name they do not have
+        config = {
+            **config,
+            "data": {k: v for k, v in config.get("data", {}).items() if k != "dataset"},
+        }
+        config["partition"] = {k: v for k, v in config.get("partition", {}).items() if k != "kind"}
     names = [*config, *(name for name in options if name not in config)]
     return {name: {**config.get(name, {}), **options.get(name, {})} for name in names}
 
@@ -137,6 +144,8 @@ def from_preset(sections: Sections) -> str:
     from fedsynth.federation.terms.settings import preset_of
     from fedsynth.methods import method_class
 
+    if sections["data"].get("folder"):
+        return ""  # images of one's own have none
     preset = preset_of(
         str(sections["data"].get("dataset", "digits")),
         method_class(str(sections["run"].get("method", "feddm"))),

@@ -31,7 +31,7 @@ from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message
 from fedsynth.core.method import Memory
 from fedsynth.data.images import ImageData, require_all_classes
-from fedsynth.data.load import load_dataset
+from fedsynth.data.load_folder import FolderData
 from fedsynth.data.partition import GIVEN, IntArray, check_parts, count_matrix, partition
 from fedsynth.data.users import check_one_client_each
 from fedsynth.errors import CheckpointError, OutputError, Setting, Text
@@ -67,12 +67,11 @@ from fedsynth.federation.terms.devices import check_compiler, resolve_device
 from fedsynth.federation.terms.duration import long_run
 from fedsynth.federation.terms.given_data import (
     PRIVATE,
-    checked_data,
     divided,
-    kind_of_test,
     protects_users,
     require_a_ledger,
 )
+from fedsynth.federation.terms.own_data import data_of_run
 from fedsynth.federation.terms.participation import Participation
 from fedsynth.federation.terms.privacy_plan import PrivacyPlan, check_method
 from fedsynth.federation.terms.public_context import public_context
@@ -97,7 +96,7 @@ NO_LATER_EPSILON = "no run on these data can have an ε afterwards"
 def simulate(
     settings: RunSettings,
     *,
-    data: tuple[ImageData, ImageData | None] | None = None,
+    data: tuple[ImageData, ImageData | None] | FolderData | None = None,
     parts: Sequence[IntArray] | None = None,
     names: Sequence[str] | None = None,
     test: str | None = None,
@@ -110,7 +109,8 @@ def simulate(
 
     Args:
         settings: the run's.
-        data: (train, test) of your own, where test may be None; None loads `settings.dataset`. With
+        data: (train, test) of your own, where test may be None, or what `load_folder` gives, whose
+            sites are then the clients; None loads `settings.folder`, or `settings.dataset`. With
             differential privacy all of `train.spec` is public: declare a round `train_size`, not
             the true one, or set `nominal_size` and `max_records`. Unless it is the specification of
             a published data set, differential privacy then needs `PrivacySettings(ledger=...)`.
@@ -119,9 +119,9 @@ def simulate(
         names: the clients' names, one for each part: a kept ledger, and the privacy report, know
             them by these. They are public. None: client-000, client-001, … (a client whose records
             a kept ledger is for goes by that ledger's name).
-        test: "public" or "private", what the test images are. None: those of a published data set
-            are public, your own are private. With differential privacy, what is measured on private
-            ones stands in `simulation_only` alone.
+        test: "public" or "private", what the test images are, or "none": they are not used. None:
+            those of a published data set are public, your own are private. With differential
+            privacy, what is measured on private ones stands in `simulation_only` alone.
         output: the folder that run folders go into; None writes nothing.
         observer: told of progress.
         download: let torchvision fetch the data set if it is not there.
@@ -153,10 +153,13 @@ def simulate(
     device = resolve_device(settings.device)
     if settings.compile:
         check_compiler(device)
-    given = data or load_dataset(settings.dataset, settings.data_root, download=download)
-    train, tested = checked_data(given)
-    settings = replace(settings, dataset=train.spec.name)
-    kind = kind_of_test(train.spec, tested, test)
+    observer = observer or Observer()
+    found = data_of_run(settings, data, test, observer.note, download=download)
+    settings = found.settings
+    train = found.train
+    tested = found.test
+    parts = found.parts if parts is None else parts
+    names = found.names if names is None and parts is found.parts else names
     require_a_ledger(settings, train.spec)
     if parts is not None:
         check_parts(parts, len(train))
@@ -182,9 +185,9 @@ def simulate(
         settings,
         Clients(train, positions, declared),
         train.to(device),
-        (None if tested is None else tested.to(device), kind),
+        (None if tested is None else tested.to(device), found.test_kind),
         [torch.from_numpy(part) for part in positions],
-        observer or Observer(),
+        observer,
         folder,
         download,
         None if resume is None else RunFolder.reopen(Path(resume)),
@@ -594,13 +597,11 @@ class Simulation:
         if report is not None:
             write_report(report, folder.path)
         folder.write_model(self.server.final_parameters())
-        sets = [
-            (client, upload.images, upload.labels)
-            for client, upload in self.uploads.items()
-            if isinstance(upload, SyntheticSet)
-        ]
+        uploads = {k: one for k, one in self.uploads.items() if isinstance(one, SyntheticSet)}
+        sets = [(client, one.images, one.labels) for client, one in uploads.items()]
         if sets:
-            folder.write_synthetic(sets, self.context.spec)
+            soft = [one.soft_labels() for one in uploads.values()]
+            folder.write_synthetic(sets, self.context.spec, soft)
         folder.write_artefacts(artefacts)
         try:
             if sets:

@@ -211,10 +211,13 @@ class RunFolder:
             )
 
     def write_synthetic(
-        self, sets: Sequence[tuple[int, Tensor, Tensor]], spec: DatasetSpec
+        self,
+        sets: Sequence[tuple[int, Tensor, Tensor]],
+        spec: DatasetSpec,
+        soft: Sequence[Tensor | None] = (),
     ) -> None:
         """(client, images [N, C, H, W], normalised or uint8 pixels, labels [N]) of the last round:
-        exactly what was sent."""
+        exactly what was sent; and where all have them, soft labels [N, classes]."""
         sets = [(client, images.cpu(), labels.cpu()) for client, images, labels in sets]
         images = torch.cat([s[1] for s in sets])
         labels = torch.cat([s[2] for s in sets])
@@ -223,8 +226,11 @@ class RunFolder:
             "dataset": spec.name,
             "mean": json.dumps(spec.mean),
             "std": json.dumps(spec.std),
+            "class_names": json.dumps(spec.class_names),
         }
         tensors = {"images": images.contiguous(), "labels": labels, "client": client}
+        if (rows := [one.cpu() for one in soft if one is not None]) and len(rows) == len(sets):
+            tensors["soft_labels"] = torch.cat(rows).contiguous()
         with _writing(self.path):
             save_file(tensors, self.path / "synthetic.safetensors", metadata=metadata)
 

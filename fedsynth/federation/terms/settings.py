@@ -23,8 +23,9 @@ from fedsynth.core.validation import (
     from_mapping,
 )
 from fedsynth.data.files import expanded
-from fedsynth.data.partition import PartitionSettings
-from fedsynth.data.registry import dataset_spec
+from fedsynth.data.load_folder import FolderSettings, own_name
+from fedsynth.data.partition import GIVEN, PartitionSettings
+from fedsynth.data.registry import dataset_spec, is_known
 from fedsynth.errors import Setting, SettingError, unknown_name
 from fedsynth.federation.terms.failures import Failures
 from fedsynth.federation.terms.participation import active_clients
@@ -61,7 +62,9 @@ _KINDS: Mapping[str, tuple[type, str]] = {
     "partition": (PartitionSettings, "PartitionSettings(alpha=0.1)"),
     "model": (ModelSettings, "ModelSettings(width=64)"),
     "privacy": (PrivacySettings, "PrivacySettings(epsilon=8.0)"),
+    "folder": (FolderSettings, "FolderSettings('scans')"),
 }
+_MAY_BE_NONE = ("privacy", "folder")
 
 
 @dataclass(frozen=True)
@@ -106,6 +109,8 @@ class RunSettings:
         privacy: None means no differential privacy.
         ledger: without privacy, the folder of the clients' kept ledgers, which then say that no
             later run on the same data can have an ε. With privacy the folder is named there.
+        folder: one's own images, in place of a named data set; `dataset` is then what they are
+            called. With `PartitionSettings("given")` each site's folder is a client.
 
     >>> from fedsynth import FedProx
     >>> settings = RunSettings(FedProx(mu=0.1), rounds=5, participation=0.3)
@@ -138,6 +143,7 @@ class RunSettings:
     model: ModelSettings = field(default_factory=ModelSettings)
     privacy: PrivacySettings | None = None
     ledger: Path | None = None
+    folder: FolderSettings | None = None
 
     def __post_init__(self) -> None:
         if self.ledger is not None:
@@ -151,7 +157,7 @@ class RunSettings:
             object.__setattr__(self, "ledger", _folder(ledger_setting(self.ledger)))
         for name, (kind, example) in _KINDS.items():
             value = getattr(self, name)
-            if not (isinstance(value, kind) or (name == "privacy" and value is None)):
+            if not (isinstance(value, kind) or (name in _MAY_BE_NONE and value is None)):
                 raise SettingError(
                     None, name, f"must be an object such as {example}, got {value!r}"
                 )
@@ -271,7 +277,11 @@ class RunSettings:
                 "quorum": None if self.quorum == QUORUM else self.quorum,
                 **self._robust_values(),
             },
-            "data": {"dataset": self.dataset, "data_root": self.data_root},
+            "data": {
+                "dataset": self.dataset,
+                "data_root": self.data_root,
+                **({} if self.folder is None else _given(self.folder)),
+            },
             "partition": dataclasses.asdict(self.partition),
             "model": dataclasses.asdict(self.model),
             "method": dataclasses.asdict(self.method),
@@ -286,7 +296,21 @@ class RunSettings:
         return {name: values for name, values in plain.items() if values}
 
 
-_OTHER_SECTIONS = ("method", "dataset", "data_root", "partition", "model", "privacy", "ledger")
+def _given(folder: FolderSettings) -> dict[str, Any]:
+    """The settings of a folder that are set at all."""
+    return {name: value for name, value in dataclasses.asdict(folder).items() if value}
+
+
+_OTHER_SECTIONS = (
+    "method",
+    "dataset",
+    "data_root",
+    "partition",
+    "model",
+    "privacy",
+    "ledger",
+    "folder",
+)
 RUN_KINDS: Mapping[str, type] = {
     name: kind for name, kind in field_types(RunSettings).items() if name not in _OTHER_SECTIONS
 }
@@ -298,7 +322,7 @@ def _of_the_method(method: type[Method], values: Mapping[str, Any]) -> Mapping[s
     said.
     """
     homes = {**{key: "run" for key in RUN_KINDS}, "dataset": "data", "data_root": "data"}
-    for kind in (PartitionSettings, ModelSettings, PrivacySettings):
+    for kind in (PartitionSettings, ModelSettings, PrivacySettings, FolderSettings):
         homes.update({f.name: kind.section for f in fields(kind) if f.name not in homes})
     known = {field.name for field in fields(method)}
     for key in values:
@@ -353,18 +377,21 @@ def resolve(
     run = dict(given.get("run", {}))
     data = dict(given.get("data", {}))
     name = str(run.pop("method", "feddm"))
-    dataset = str(data.pop("dataset", "digits"))
+    root = data.pop("data_root", None)
     method = own_method or method_class(name)
-    dataset = own_data or dataset_spec(dataset).name
+    dataset, folder = _own_folder(data)
+    if folder is not None:
+        own_data = own_data or dataset
+    else:
+        dataset = own_data or dataset_spec(dataset).name
     preset = preset_of(dataset, method) if own_data is None else {}
     run = {**preset.get("run", {}), **run}
     partition = {**preset.get("partition", {}), **given.get("partition", {})}
+    if folder is not None:
+        partition.setdefault("kind", GIVEN)
     privacy = dict(given.get("privacy", {}))
     # A ledger alone is that of a run without privacy.
     ledger = privacy.pop("ledger") if privacy.keys() == {"ledger"} else None
-    root = data.pop("data_root", None)
-    if data:
-        raise unknown_name("setting of data", next(iter(data)), ("dataset", "data_root"))
     values = converted("run", run, RUN_KINDS, "run")
     return RunSettings(
         method=method.from_mapping(
@@ -376,8 +403,39 @@ def resolve(
         model=from_mapping(ModelSettings, {**preset.get("model", {}), **given.get("model", {})}),
         privacy=from_mapping(PrivacySettings, privacy) if privacy else None,
         ledger=None if ledger is None else _folder(ledger_setting(str(ledger))),
+        folder=folder,
         **values,
     )
+
+
+def _own_folder(data: Mapping[str, Any]) -> tuple[str, FolderSettings | None]:
+    """The data set's name, and the folder of one's own images, if these are the data.
+
+    Args:
+        data: the section, without the data folder.
+    """
+    values = dict(data)
+    name = values.pop("dataset", None)
+    known = {"dataset": str, "data_root": str, **field_types(FolderSettings)}
+    for key in values:
+        if key not in known:
+            raise unknown_name("setting of data", key, known, "data", key)
+    if not values:
+        return str(name or "digits"), None
+    if not values.get("folder"):
+        key = next(iter(values))
+        raise SettingError(
+            "data", key, "is of one's own images, which ", Setting("data", "folder"), " names"
+        )
+    folder = from_mapping(FolderSettings, values)
+    if name is not None and is_known(str(name)):
+        raise SettingError(
+            "data",
+            "dataset",
+            f"is the name of a published data set, {name}, and cannot be that of the images in "
+            f"{folder.folder}",
+        )
+    return str(name or own_name(folder)), folder
 
 
 def _folder(ledger: Path | str) -> Path | None:
