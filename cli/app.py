@@ -25,6 +25,7 @@ from fedsynth.cli.settings_options import (
     merged,
     read_config,
     refuse_beside_resume,
+    with_own_code,
     with_set_options,
 )
 from fedsynth.cli.share_commands import export, synthesize
@@ -141,6 +142,7 @@ def train(
     """
     with one_line_errors(context.command) as names:
         chosen = with_set_options(given.sections_of(context.params), settings or [], names)
+        chosen = with_own_code(chosen)
         if resume is not None:
             refuse_beside_resume(context)
             config = resume / "config.toml"

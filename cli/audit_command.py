@@ -17,6 +17,7 @@ from fedsynth.cli.settings_options import (
     from_preset,
     merged,
     read_config,
+    with_own_code,
     with_set_options,
 )
 
@@ -112,7 +113,7 @@ def audit(
     """
     with one_line_errors(context.command) as names:
         chosen = with_set_options(given.sections_of(context.params), settings or [], names)
-        chosen = {name: values for name, values in chosen.items() if values}
+        chosen = {name: values for name, values in with_own_code(chosen).items() if values}
         numbers = {"canaries": canaries, "canaries_as": canaries_as, "confidence": confidence}
         if guesses is not None:
             numbers["guesses"] = guesses

@@ -58,7 +58,19 @@ def _privacy(*names: str, help: str, metavar: str | None = None) -> Any:
 
 
 Method = Annotated[
-    str | None, typer.Option(help="feddm, fedaf, fedkf, … (see `fedsynth methods`).")
+    str | None,
+    typer.Option(
+        help="feddm, fedaf, fedkf, … (see `fedsynth methods`), or a class of your own: "
+        "FILE.py:NAME."
+    ),
+]
+OwnMethod = Annotated[
+    str | None,
+    typer.Option("--method", metavar="FILE.py:NAME", help="The run's method, if it is your own."),
+]
+OwnModel = Annotated[
+    str | None,
+    typer.Option("--model", metavar="FILE.py:NAME", help="The run's model, if it is your own."),
 ]
 Config = Annotated[
     Path | None,
@@ -239,7 +251,7 @@ Model = Annotated[
         "--model",
         "--server-model",
         help="convnet, linear, lenet5, cnn1, cnn2, resnet8, resnet18, resnet50, alexnet or "
-        "googlenet.",
+        "googlenet; or your own: FILE.py:NAME, a class or function of image_shape and classes.",
     ),
 ]
 ClientModels = Annotated[

@@ -78,6 +78,36 @@ def read_config(path: Path | None) -> Sections:
     return read_sections(path / "config.toml" if path.is_dir() else path)
 
 
+def with_own_code(chosen: Sections) -> Sections:
+    """What options say, with files of one's own (FILE.py:NAME) loaded and registered.
+
+    Of options alone: what a config file names is never executed.
+
+    Raises:
+        SettingError: a file that cannot be executed, or has no such model or method.
+    """
+    from fedsynth.own_code import load_own, names_a_file
+
+    chosen = {section: dict(values) for section, values in chosen.items()}
+    method = str(chosen.get("run", {}).get("method") or "")
+    if names_a_file(method):
+        from fedsynth.methods import register_method
+
+        chosen["run"]["method"] = register_method(*load_own("run", "method", method))
+    model = str(chosen.get("model", {}).get("name") or "")
+    if names_a_file(model):
+        from fedsynth.models.registry import register_model
+
+        made, source = load_own("model", "name", model)
+        chosen["model"]["name"] = register_model(source.label, made, source=source).name
+    return chosen
+
+
+def own_code_alone(method: str | None, model: str | None) -> None:
+    """Registers the files of one's own that a command on a run's folder is given."""
+    with_own_code({"run": {"method": method}, "model": {"name": model}})
+
+
 BESIDE_RESUME = {
     "resume",
     "device",
@@ -97,10 +127,14 @@ def refuse_beside_resume(context: typer.Context) -> None:
     Raises:
         OptionError: names the first option that cannot be given with --resume.
     """
+    from fedsynth.own_code import names_a_file
+
     for parameter in context.command.params:
         name = parameter.name or ""
         source = context.get_parameter_source(name)
         given = source is not None and source.name == "COMMANDLINE"
+        if name in ("method", "model") and names_a_file(str(context.params.get(name))):
+            continue  # of one's own: it has to be given again
         if given and name not in BESIDE_RESUME:
             raise OptionError(
                 f"--resume goes on with the settings of the run's config.toml; {parameter.opts[0]} "

@@ -12,7 +12,13 @@ import typer
 
 from fedsynth.cli import options as given
 from fedsynth.cli.errors import one_line_errors
-from fedsynth.cli.settings_options import merged, read_config, with_set_options
+from fedsynth.cli.settings_options import (
+    merged,
+    own_code_alone,
+    read_config,
+    with_own_code,
+    with_set_options,
+)
 from fedsynth.cli.signals import ended_by_signals
 
 Out = Annotated[
@@ -88,6 +94,7 @@ def synthesize(
         from fedsynth.privacy.errors import BudgetExceededError
 
         chosen = with_set_options(given.sections_of(context.params), settings or [], names)
+        chosen = with_own_code(chosen)
         resolved = owner_settings(merged(read_config(config), chosen))
         keep_large_allocations()
         with make_observer(resolved, names) as observer, ended_by_signals():
@@ -116,6 +123,8 @@ def export(
     ],
     out: Out,
     unprotected: Unprotected = False,
+    method: given.OwnMethod = None,
+    model: given.OwnModel = None,
 ) -> None:
     """Write what may leave the house of a run: synthetic images, their privacy report, hashes.
 
@@ -127,4 +136,5 @@ def export(
     with one_line_errors(context.command):
         from fedsynth.federation.outputs.export import export_run
 
+        own_code_alone(method, model)
         print(f"to hand over: {export_run(run, out, unprotected=unprotected)}")

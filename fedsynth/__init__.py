@@ -43,11 +43,13 @@ if TYPE_CHECKING:
     from fedsynth.federation.synthesize import synthesize as synthesize
     from fedsynth.federation.terms.settings import RunSettings as RunSettings
     from fedsynth.federation.terms.settings import resolve as resolve
+    from fedsynth.methods import register_method as register_method
     from fedsynth.methods.registry import *  # noqa: F403
     from fedsynth.methods.shared.condensing import Condenses as Condenses
     from fedsynth.methods.shared.local import Task as Task
     from fedsynth.methods.shared.local import TrainsLocally as TrainsLocally
     from fedsynth.models.registry import ModelSettings as ModelSettings
+    from fedsynth.models.registry import register_model as register_model
     from fedsynth.privacy.settings import PrivacySettings as PrivacySettings
     from fedsynth.synthesizer.generation.one_teacher import DataFreeDistiller as DataFreeDistiller
 else:

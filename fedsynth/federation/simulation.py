@@ -59,7 +59,7 @@ from fedsynth.federation.outputs.disclosed import (
 from fedsynth.federation.outputs.losses import losses
 from fedsynth.federation.outputs.measure import Measure
 from fedsynth.federation.outputs.report_context import report_context
-from fedsynth.federation.outputs.result import RunResult, summarise
+from fedsynth.federation.outputs.result import RunResult, own_sources, summarise
 from fedsynth.federation.outputs.run_folder import RunFolder
 from fedsynth.federation.outputs.verification import plan_when_it_began
 from fedsynth.federation.terms.client_ledgers import Clients
@@ -454,6 +454,7 @@ class Simulation:
         name = f"{self.method.name}-{self.context.spec.name}"
         folder = RunFolder(output, name)
         folder.write_config(to_toml(self.settings.to_mapping()))
+        folder.write_sources([one.text_file for one in own_sources(self.settings).values()])
         if self._private and self.plan.privacy.ledger_folder is None:
             moved = clients.fresh_ledgers(folder.path / "ledger", self.settings)
             for client, ledger in zip(self.exchange.clients, moved, strict=True):

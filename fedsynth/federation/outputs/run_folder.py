@@ -13,6 +13,7 @@ files are on the disk. A folder without that ending is finished, also after a po
     privacy_report.json, .md, .html, ledger/    with differential privacy
     privacy_start.json   then too: what was public and fixed when the run began, which the report
                          of a run that was killed needs
+    sources/             the files of one's own that method and model were loaded from
     resumed.json         after which rounds a run was resumed, where it was
     simulation_only/     what only a simulation may show: exact functions of private data, outside
                          the guarantee; until the run ends also its checkpoint
@@ -169,6 +170,13 @@ class RunFolder:
     def write_config(self, toml: str) -> None:
         with _writing(self.path):
             write_whole(self.path / "config.toml", toml.encode())
+
+    def write_sources(self, files: Sequence[tuple[str, str]]) -> None:
+        """The texts of files of one's own, by name, as they were executed."""
+        with _writing(self.path):
+            for name, text in files:
+                (self.path / "sources").mkdir(exist_ok=True)
+                write_whole(self.path / "sources" / name, text.encode())
 
     def write_private_start(self, facts: Mapping[str, Any]) -> None:
         with _writing(self.path):

@@ -26,13 +26,14 @@ from fedsynth.data.files import expanded
 from fedsynth.data.load_folder import FolderSettings, own_name
 from fedsynth.data.partition import GIVEN, PartitionSettings
 from fedsynth.data.registry import dataset_spec, is_known
-from fedsynth.errors import Setting, SettingError, unknown_name
+from fedsynth.errors import Setting, SettingError, UnknownNameError, unknown_name
 from fedsynth.federation.terms.failures import Failures
 from fedsynth.federation.terms.participation import active_clients
-from fedsynth.methods import method_class
+from fedsynth.methods import method_class, own_source
 from fedsynth.methods.shared.robust import FEWEST, RULES
-from fedsynth.models.registry import ModelSettings
+from fedsynth.models.registry import ModelSettings, own_model
 from fedsynth.privacy.settings import PrivacySettings, ledger_setting
+from fedsynth.privacy.wording import shown
 
 QUORUM = 0.5
 """Of a round's clients, the share whose uploads make a round."""
@@ -105,7 +106,8 @@ class RunSettings:
         robust_share: β of "trimmed": the share of a coordinate's values that is left out at each
             end, at least the share of clients that may lie.
         partition: who has which examples.
-        model: the architecture.
+        model: the architecture. Also a module of one's own, or a class or function that makes one,
+            which is then registered (`register_model` says what it must be).
         privacy: None means no differential privacy.
         ledger: without privacy, the folder of the clients' kept ledgers, which then say that no
             later run on the same data can have an ε. With privacy the folder is named there.
@@ -146,6 +148,8 @@ class RunSettings:
     folder: FolderSettings | None = None
 
     def __post_init__(self) -> None:
+        if not isinstance(self.model, ModelSettings) and callable(self.model):
+            object.__setattr__(self, "model", own_model(self.model))
         if self.ledger is not None:
             if self.privacy is not None:
                 raise SettingError(
@@ -257,6 +261,7 @@ class RunSettings:
         """Sections of plain values, without what is None; `resolve` makes the same settings of
         it.
         """
+        source = own_source(self.method.name)
         run = {
             "method": self.method.name,
             "rounds": self.rounds,
@@ -276,6 +281,7 @@ class RunSettings:
                 "client_failures": self.client_failures or None,
                 "quorum": None if self.quorum == QUORUM else self.quorum,
                 **self._robust_values(),
+                "method_source": None if source is None else source.label,
             },
             "data": {
                 "dataset": self.dataset,
@@ -377,6 +383,7 @@ def resolve(
     run = dict(given.get("run", {}))
     data = dict(given.get("data", {}))
     name = str(run.pop("method", "feddm"))
+    _check_source(name, run.pop("method_source", None), own_method)
     root = data.pop("data_root", None)
     method = own_method or method_class(name)
     dataset, folder = _own_folder(data)
@@ -406,6 +413,27 @@ def resolve(
         folder=folder,
         **values,
     )
+
+
+def _check_source(name: str, stated: Any, own_method: type[Method] | None) -> None:
+    """Refuses a method of one's own that is not there, or comes from another file than stated."""
+    if stated is None or own_method is not None:
+        return
+    try:
+        method_class(name)
+    except UnknownNameError:
+        raise SettingError(
+            "run",
+            "method",
+            f"is {name} of {shown(stated)}, of one's own: it has to be given again (",
+            Setting("run", "method", f"PATH/{str(stated).partition('@')[0]:.200}"),
+            ", or fedsynth.register_method)",
+        ) from None
+    source = own_source(name)
+    if source is not None and source.label != stated:
+        raise SettingError(
+            "run", "method", f"is of {shown(stated)}, and what was given is another: {source.label}"
+        )
 
 
 def _own_folder(data: Mapping[str, Any]) -> tuple[str, FolderSettings | None]:
