@@ -62,6 +62,7 @@ from fedsynth.federation.outputs.report_context import report_context
 from fedsynth.federation.outputs.result import RunResult, own_sources, summarise
 from fedsynth.federation.outputs.run_folder import RunFolder
 from fedsynth.federation.outputs.verification import plan_when_it_began
+from fedsynth.federation.spoken import Spoken
 from fedsynth.federation.terms.client_ledgers import Clients
 from fedsynth.federation.terms.devices import check_compiler, resolve_device
 from fedsynth.federation.terms.duration import long_run
@@ -104,6 +105,7 @@ def simulate(
     observer: Observer | None = None,
     download: bool = False,
     resume: Path | str | None = None,
+    quiet: bool = False,
 ) -> RunResult:
     """Runs a federation.
 
@@ -123,12 +125,13 @@ def simulate(
             those of a published data set are public, your own are private. With differential
             privacy, what is measured on private ones stands in `simulation_only` alone.
         output: the folder that run folders go into; None writes nothing.
-        observer: told of progress.
+        observer: told of progress. None: each round is a line on stderr.
         download: let torchvision fetch the data set if it is not there.
         resume: the folder of a run that did not finish, of the same settings, data and parts: the
             run goes on after its last whole round, with the numbers that it would have had. A round
             that was cut off is repeated, and with differential privacy charged again. `output` is
             then not looked at.
+        quiet: without an observer, say nothing.
 
     Returns:
         The result; without any round (`metrics` is empty, `deviations` says why) where earlier runs
@@ -153,7 +156,8 @@ def simulate(
     device = resolve_device(settings.device)
     if settings.compile:
         check_compiler(device)
-    observer = observer or Observer()
+    if observer is None:
+        observer = Observer() if quiet else Spoken(settings.rounds)
     found = data_of_run(settings, data, test, observer.note, download=download)
     settings = found.settings
     train = found.train
@@ -340,7 +344,10 @@ class Simulation:
                 self._record(context, started)
             return self._finish()
         except KeyboardInterrupt:
-            self.observer.note(self._interrupted())
+            self.observer.note(self._interrupted("interrupted"))
+            raise
+        except Exception:
+            self.observer.note(self._interrupted("failed"))
             raise
         finally:
             if self.folder is not None:
@@ -433,16 +440,19 @@ class Simulation:
         load = partial(checkpoints.memory, number)
         self.exchange.clients[number].store(partial(_on_device, load, self.context.device))
 
-    def _interrupted(self) -> Text:
+    def _spent(self) -> str:
+        """What has been spent by now, in words; empty without a guarantee."""
+        histories = self.exchange.histories() if self._private else []
+        if not self._private or not self.plan.guaranteed(histories):
+            return ""
+        spent = f"{self.plan.epsilon(histories):.4g}"
+        return f"; spent: ε = {spent} at δ = {self.plan.privacy.delta:g}"
+
+    def _interrupted(self, how: str) -> Text:
         """What a run that is stopped has done and spent, and how it goes on."""
         parts: list[str | Setting] = [
-            f"interrupted after {len(self.metrics)} of {self.settings.rounds} rounds"
+            f"{how} after {len(self.metrics)} of {self.settings.rounds} rounds{self._spent()}"
         ]
-        if self._private:
-            histories = self.exchange.histories()
-            if self.plan.guaranteed(histories):
-                spent = f"{self.plan.epsilon(histories):.4g}"
-                parts.append(f"; spent: ε = {spent} at δ = {self.plan.privacy.delta:g}")
         if self.folder is None:
             parts.append("; nothing was written")
         else:
@@ -483,7 +493,10 @@ class Simulation:
             f"ended after {done} of {self.settings.rounds} rounds: {refusal.reason}"
         )
         if not self.over:
-            self.observer.note(self.deviations[-1])
+            where = "nothing is written"
+            if self.folder is not None:
+                where = f"what it has done is in {self.folder.final}"
+            self.observer.note(f"{self.deviations[-1]}{self._spent()}; {where}")
 
     def _after_uploads(self, context: RoundContext) -> None:
         """A class that is too rare at every client would otherwise vanish without a word."""

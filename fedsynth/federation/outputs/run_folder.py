@@ -112,6 +112,11 @@ class RunFolder:
         self._lock.close()
 
     @property
+    def final(self) -> Path:
+        """What the folder is called once the run has ended."""
+        return self._final
+
+    @property
     def checkpoints(self) -> Path:
         """Where the run's checkpoint goes, while it lasts."""
         return self.path / "simulation_only" / "checkpoint"

@@ -166,6 +166,7 @@ class RunSettings:
                     None, name, f"must be an object such as {example}, got {value!r}"
                 )
         check_ranges(self, rounds=(1, MOST_ROUNDS), evaluate_every=(1, math.inf))
+        check_ranges(self, seed=(0, math.inf))
         if self.memory_gb is not None and not 0 < self.memory_gb <= MOST_GB:
             raise SettingError(
                 "run",
