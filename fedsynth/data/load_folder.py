@@ -276,7 +276,7 @@ def _specification(
         mean=(MEAN,) * channels,
         std=(STD,) * channels,
         class_names=files.class_names,
-        source="one's own images",
+        source="images in a folder",
     )
 
 

@@ -12,10 +12,10 @@ from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, UnidentifiedImageError
 
 from fedsynth.data.files import one_line
-from fedsynth.data.folders import MOST_PIXELS, Bytes, opened_image
+from fedsynth.data.folders import FORMATS, MOST_PIXELS, Bytes, opened_image
 
 T = TypeVar("T")
 SIXTEEN_BITS = 65535 / 255
@@ -80,6 +80,8 @@ def _each(of: Iterable[T], read: Callable[[T], Any]) -> list[Any]:
             return read(which)
         except FileNotFoundError:
             return Failed("there is no such file")
+        except UnidentifiedImageError:  # whose text is an address in memory
+            return Failed(f"it is no {', '.join(FORMATS)} file")
         except Exception as error:  # a damaged image may raise anything
             return Failed(one_line(error))
 

@@ -75,7 +75,7 @@ def register_method(method: type[Method], source: OwnCode | None = None) -> str:
         raise SettingError(
             "run",
             "method",
-            f"of one's own needs a `name` that no method of the package has, got {name!r}",
+            f"of your own needs a `name` that no method of the package has, got {name!r}",
         )
     _OWN[name] = (method, source)
     return name

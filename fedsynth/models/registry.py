@@ -153,7 +153,7 @@ def _refuse_unknown(name: str) -> None:
     raise SettingError(
         "model",
         "name",
-        f"is {name}, of one's own: it has to be given again (",
+        f"is {name}, of your own: it has to be given again (",
         Setting("model", "name", f"PATH/{file}"),
         ", or fedsynth.register_model)",
     )

@@ -271,9 +271,8 @@ def readme(
     return f"""\
 # Synthetic images of {facts["data_set"]}
 
-{count} synthetic images, {channels}×{height}×{width}, of {len(names)} classes, made by {facts["made_by"]}.
-None of them is an image of anybody: they were learned so that models trained on them work on real
-ones, and need not look like anything.
+{count} synthetic images, {channels}×{height}×{width}, of {len(names)} classes, made by {facts["made_by"]}. They were
+learned so that models trained on them work on real ones, and need not look like anything.
 {measured}
 {_promise(report)}
 ## Files
@@ -319,10 +318,12 @@ def _promise(report: Mapping[str, Any] | None) -> str:
             "why.\n"
         )
     unit = report["unit"]["one"]
+    several = report["unit"]["does_not_protect"]
     return (
         f"**Differential privacy: ε = {up(promise['epsilon'])} at δ = {promise['delta']:g}**, for "
         f"{unit}. Whatever is\ncomputed from these files has that guarantee, too. "
         "`privacy_report.html` says what it rests on and\nwhat it does not cover.\n"
+        f"It is not for {several}.\n"
     )
 
 

@@ -124,9 +124,8 @@ def _required(declaration: Declaration | None, settings: RunSettings) -> Declara
     if declaration is None:
         folder = "FOLDER" if settings.folder is None else settings.folder.folder
         raise DataError(
-            "a private run on images of one's own must be told what is public of them: "
-            f"fedsynth data describe {folder} proposes a declaration, which a person checks and "
-            "signs"
+            "a private run on your own images must be told what is public of them: fedsynth data "
+            f"describe {folder} proposes a declaration, which a person checks and signs"
         )
     require_signed(declaration)
     return declaration

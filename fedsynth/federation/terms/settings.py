@@ -426,7 +426,7 @@ def _check_source(name: str, stated: Any, own_method: type[Method] | None) -> No
         raise SettingError(
             "run",
             "method",
-            f"is {name} of {shown(stated)}, of one's own: it has to be given again (",
+            f"is {name} of {shown(stated)}, of your own: it has to be given again (",
             Setting("run", "method", f"PATH/{str(stated).partition('@')[0]:.200}"),
             ", or fedsynth.register_method)",
         ) from None
@@ -454,7 +454,7 @@ def _own_folder(data: Mapping[str, Any]) -> tuple[str, FolderSettings | None]:
     if not values.get("folder"):
         key = next(iter(values))
         raise SettingError(
-            "data", key, "is of one's own images, which ", Setting("data", "folder"), " names"
+            "data", key, "is of your own images, which ", Setting("data", "folder"), " names"
         )
     folder = from_mapping(FolderSettings, values)
     if name is not None and is_known(str(name)):
