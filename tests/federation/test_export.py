@@ -41,7 +41,7 @@ REPORTS = ["privacy_report.html", "privacy_report.json", "privacy_report.md"]
 def secret_place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of sites whose names, and whose path, nobody may see."""
     place = tmp_path_factory.mktemp("home") / "dr-who" / "ward7"
-    declare(make_folder(place, ("tardis", "gallifrey"), each=7), sites=())
+    declare(make_folder(place, ("tardis", "gallifrey"), each=23), sites=())
     return place
 
 
@@ -80,7 +80,7 @@ def test_nothing_in_them_tells_of_the_house(share: Path, secret_place: Path) -> 
         content = (share / name).read_bytes()
         assert [one for one in names if one.encode() in content] == [], name
     for name in ("README.md", "privacy_report.md"):
-        assert re.findall(r"(?<![\d.])(28|14)(?![\d.])", (share / name).read_text()) == []
+        assert re.findall(r"(?<![\d.])(92|46)(?![\d.])", (share / name).read_text()) == []
 
 
 def test_tensors_are_in_pixel_units_and_the_pictures_are_theirs(share: Path) -> None:
@@ -177,7 +177,7 @@ def test_changed_files_are_refused(share: Path, tmp_path: Path) -> None:
             load_synthetic(folder)
     folder = copied(share, tmp_path / "gone")
     (folder / "README.md").unlink()
-    with pytest.raises(DataFilesMissingError, match="lacks README.md"):
+    with pytest.raises(DataFilesMissingError, match=r"lacks README.md"):
         load_synthetic(folder)
     (folder / "SHA256SUMS").write_text("0 ../../etc/passwd\n")
     with pytest.raises(DataFilesCorruptError, match="is damaged"):
@@ -280,11 +280,6 @@ def test_a_folder_with_something_in_it_stays_as_it_is(tmp_path: Path) -> None:
 def test_an_owner_is_one_client_whatever_sites_there_are(share: Path) -> None:
     (run,) = (share.parent / "runs").iterdir()
     report = json.loads((run / "privacy_report.json").read_text())
-    assert (
-        report["guarantee"]["clients"]["count"] == 1
-        if "count" in report["guarantee"]["clients"]
-        else True
-    )
     assert list(report["guarantee"]["epsilon_by_client"]) == ["client-000"]
     assert report["public_items"]["nominal records of a client"].startswith("50 ")
 
@@ -295,7 +290,9 @@ def test_mistakes_are_said_before_anything_is_spent(secret_place: Path, tmp_path
     with pytest.raises(PrivacySettingError, match=r"privacy.epsilon must be given.*unprotected"):
         synthesize(open_settings, tmp_path / "share", runs=tmp_path / "runs")
     local = {"run": {**TINY["run"], "method": "fedavg"}, "privacy": TINY["privacy"], "data": data}
-    with pytest.raises(SettingError, match="run.method must be one whose clients send synthetic"):
+    with pytest.raises(
+        SettingError, match=r"run.method=fedavg must be one whose clients send synthetic"
+    ):
         synthesize(owner_settings(local), tmp_path / "share", runs=tmp_path / "runs")
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "x").write_text("")
