@@ -45,15 +45,13 @@ class SharedSet:
             nothing is.
 
     >>> import tempfile
-    >>> from pathlib import Path
-    >>> from fedsynth import export_run, load_synthetic, resolve, simulate
-    >>> run, model = {"method": "feddm", "rounds": 1}, {"width": 8}
-    >>> settings = resolve({"run": run, "model": model, "privacy": {"epsilon": 8}})
-    >>> here = Path(tempfile.mkdtemp())
-    >>> folder = simulate(settings, output=here / "runs", quiet=True).folder
-    >>> found = load_synthetic(export_run(folder, here / "share"))
+    >>> from fedsynth import load_synthetic, owner_settings, synthesize
+    >>> settings = owner_settings({"model": {"width": 8}, "privacy": {"epsilon": 8}})  # digits
+    >>> place = tempfile.mkdtemp()
+    >>> result = synthesize(settings, f"{place}/share", runs=f"{place}/runs")
+    >>> found = load_synthetic(f"{place}/share")
     >>> list(found.images.shape), found.epsilon <= 8
-    ([500, 1, 8, 8], True)
+    ([100, 1, 8, 8], True)
     """
 
     images: Tensor

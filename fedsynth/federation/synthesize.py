@@ -38,6 +38,10 @@ def owner_settings(given: Mapping[str, Mapping[str, Any]]) -> RunSettings:
 
     Raises:
         DataError: the set is to be private, and nobody has declared what is public of the images.
+
+    >>> settings = owner_settings({"method": {"ipc": 20}, "privacy": {"epsilon": 8}})
+    >>> settings.method.ipc, settings.method.iterations, settings.partition.clients
+    (20, 20, 1)
     """
     sections = {name: dict(values) for name, values in given.items()}
     own = str(sections.get("run", {}).get("method", "feddm")).lower() == "feddm"
@@ -77,6 +81,10 @@ def synthesize(
     Raises:
         FedsynthError, PrivacyError: as `simulate` and `export_run`; what can be known beforehand is
             said before anything is released.
+
+    >>> synthesize(owner_settings({}), "share")
+    Traceback (most recent call last):
+    fedsynth.privacy.errors.PrivacySettingError: ...
     """
     target = Path(out)
     require_new(target)
