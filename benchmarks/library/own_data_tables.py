@@ -11,8 +11,8 @@ def _own_images() -> str:
     body = [
         [
             row["case"].removesuffix(" pixels"),
-            f"{row['describe_seconds'] / 60:.1f}",
-            f"{row['synthesize_seconds'] / 60:.1f}",
+            f"{row['describe_seconds']:.0f} s",
+            f"{row['synthesize_seconds']:.0f} s",
             f"{100 * row['accuracy']:.1f}",
         ]
         for row in lines("own_images")

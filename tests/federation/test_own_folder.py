@@ -12,6 +12,7 @@ from fedsynth import FolderSettings, ImageData, load_folder, resolve, simulate
 from fedsynth.config_file import read_sections
 from fedsynth.errors import DataError, PartitionError, SettingError
 from fedsynth.federation.outputs.verification import verify_run
+from fedsynth.federation.simulation import Simulation
 from fedsynth.federation.terms.costs import privacy_plan
 from fedsynth.federation.terms.settings import RunSettings
 from fedsynth.privacy.errors import PrivacySettingError
@@ -174,3 +175,43 @@ def test_training_images_alone_are_refused_in_words(tmp_path: Path) -> None:
         with pytest.raises(DataError, match=r"data must be \(train, test\)") as caught:
             simulate(tiny(tmp_path), data=wrong, quiet=True)  # type: ignore[arg-type]
         assert "\n" not in str(caught.value)
+
+
+# ------------------------------------------------------------------------- users, and going on
+def test_patients_are_protected_by_the_users_of_the_images(tmp_path: Path) -> None:
+    """Catches: users.csv that nobody reads, and so a guarantee for images alone."""
+    folder = make_folder(tmp_path / "clinic")
+    declare(folder, users=20)
+    by_user = {**BUDGET, "unit": "user", "nominal_size": 10}
+    with pytest.raises(DataError, match="does not say whose its records are"):
+        simulate(tiny(folder, privacy=by_user), quiet=True)
+    images = sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*.png"))
+    rows = [f"{name},patient {number // 3}" for number, name in enumerate(images)]
+    (folder / "users.csv").write_text("path,user\n" + "\n".join(rows))
+    report: Any = simulate(tiny(folder, privacy=by_user), quiet=True).privacy
+    assert report["unit"]["one"] == "one user of one client"
+
+
+def test_a_run_on_a_folder_goes_on_where_it_stopped(
+    clinic: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches: a resumed run whose declaration has filled other settings than config.toml's."""
+    settings = tiny(clinic, run={"rounds": 2}, privacy=BUDGET)
+    play = Simulation.play
+
+    def stopped(self: Simulation, context: Any) -> Any:
+        if context.round == 2:
+            raise KeyboardInterrupt
+        return play(self, context)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Simulation, "play", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            simulate(settings, output=tmp_path / "runs", quiet=True)
+    (left,) = (tmp_path / "runs").iterdir()
+    again = resolve(read_sections(left / "config.toml"))
+    done = simulate(again, resume=left, quiet=True)
+    assert len(done.metrics) == 2
+    assert done.folder is not None
+    assert verify_run(done.folder).problems == []
+    assert len(done.deviations) == 1
