@@ -242,6 +242,17 @@ def test_what_is_not_private_needs_a_word(tmp_path: Path) -> None:
     assert load_synthetic(out).epsilon is None
 
 
+def test_a_mechanism_without_a_guarantee_is_none(tmp_path: Path) -> None:
+    """Catches: noise that guarantees nothing, taken for protection because there is a report."""
+    run = digits_run(tmp_path, privacy={"noise_multiplier": 3.0, "mechanism": "paper"})
+    assert run.folder is not None
+    with pytest.raises(OutputError, match=r"had a mechanism that guarantees nothing"):
+        export_run(run.folder, tmp_path / "share")
+    out = export_run(run.folder, tmp_path / "share", unprotected=True)
+    assert "**Nothing is guaranteed**" in (out / "README.md").read_text()
+    assert (out / "privacy_report.html").exists()
+
+
 def test_a_run_without_images_or_end_is_refused(tmp_path: Path) -> None:
     models = digits_run(tmp_path, "fedavg", privacy={"noise_multiplier": 3.0})
     assert models.folder is not None

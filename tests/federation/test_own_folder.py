@@ -11,11 +11,12 @@ import pytest
 from fedsynth import FolderSettings, ImageData, load_folder, resolve, simulate
 from fedsynth.config_file import read_sections
 from fedsynth.errors import DataError, PartitionError, SettingError
+from fedsynth.federation.audit.auditing import audit_run
 from fedsynth.federation.outputs.verification import verify_run
 from fedsynth.federation.simulation import Simulation
 from fedsynth.federation.terms.costs import privacy_plan
 from fedsynth.federation.terms.settings import RunSettings
-from fedsynth.privacy.errors import PrivacySettingError
+from fedsynth.privacy.errors import LedgerError, PrivacySettingError
 from tests.own_images import declare, make_folder
 
 BUDGET = {"noise_multiplier": 3.0}
@@ -175,6 +176,22 @@ def test_training_images_alone_are_refused_in_words(tmp_path: Path) -> None:
         with pytest.raises(DataError, match=r"data must be \(train, test\)") as caught:
             simulate(tiny(tmp_path), data=wrong, quiet=True)  # type: ignore[arg-type]
         assert "\n" not in str(caught.value)
+
+
+def test_what_one_owner_spent_is_not_forgotten_at_the_sites(clinic: Path) -> None:
+    """Catches: a budget twice for the same images, once pooled and once by site."""
+    simulate(tiny(clinic, partition={"kind": "iid", "clients": 1}, privacy=BUDGET), quiet=True)
+    with pytest.raises(LedgerError, match=r"records that .*client-000.jsonl was charged for"):
+        simulate(tiny(clinic, privacy=BUDGET), quiet=True)
+
+
+def test_an_audit_goes_by_the_declaration_and_reads_no_image(clinic: Path) -> None:
+    for image in clinic.rglob("*.png"):
+        image.unlink()
+    settings = tiny(clinic, privacy=BUDGET)
+    found = audit_run(settings, canaries=20, guesses=4, confidence=0.9)
+    assert 0 < found.epsilon < 20
+    assert not (clinic / "fedsynth-ledger").exists()
 
 
 # ------------------------------------------------------------------------- users, and going on

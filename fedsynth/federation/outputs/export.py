@@ -74,15 +74,15 @@ def export_run(
     Args:
         run: the run's folder.
         out: the folder to be made.
-        unprotected: also of a run without differential privacy, whose images may show real ones.
+        unprotected: also of a run that guarantees nothing, whose images may show real ones.
         method: the class of a method that fedsynth does not know by name.
 
     Returns:
         `out`.
 
     Raises:
-        OutputError: the run made no synthetic images, did not finish, or had no differential
-            privacy (without `unprotected`); `out` is there, or cannot be written.
+        OutputError: the run made no synthetic images, did not finish, or guarantees nothing (without
+            `unprotected`); `out` is there, or cannot be written.
         PrivacyError: the run's report does not follow from its ledgers.
 
     >>> export_run("/no/such/run", "share")
@@ -128,11 +128,14 @@ def _read(folder: Path, unprotected: bool, method: type[Method] | None) -> _Made
         raise OutputError(f"{folder} is no folder of a finished run")
     summary = read_json(folder / "summary.json", "run's summary")
     private = (folder / PRIVATE_START).exists()
-    if not private and not unprotected:
+    report = _sound_report(folder, method) if private else None
+    promise = (report or {}).get("guarantee") or {}
+    if not promise and not unprotected:
+        lacks = "a mechanism that guarantees nothing" if private else "no differential privacy"
         raise OutputError(
             Text(
-                f"the run in {folder} had no differential privacy: its images may show real ones, and "
-                "nothing is guaranteed to anybody (",
+                f"the run in {folder} had {lacks}: its images may show real ones, and nothing is "
+                "promised to anybody (",
                 Setting(None, UNPROTECTED, "True"),
                 " hands them over all the same)",
             )
@@ -142,8 +145,6 @@ def _read(folder: Path, unprotected: bool, method: type[Method] | None) -> _Made
             f"the run in {folder} made no synthetic images: {one_line(summary.get('method'))} sends "
             "models"
         )
-    report = _sound_report(folder, method) if private else None
-    promise = (report or {}).get("guarantee") or {}
     tensors, facts = _tensors(folder / TENSORS)
     accuracy = summary.get("test_accuracy")
     return _Made(
