@@ -30,6 +30,10 @@ class RemoteClient:
         context: public, as `fedsynth.federation.terms.costs.public_context` makes it of the
             settings, with proxy images where the method names them.
         reporter: told of progress.
+
+    Attributes:
+        done: (round, exchange) of each step that was asked for since it joined.
+        terms: as the server has told them; None: not yet.
     """
 
     def __init__(
@@ -43,7 +47,8 @@ class RemoteClient:
         self._reporter = reporter or Silent()
         self._context = replace(context, reporter=self._reporter)
         self._joined = False
-        self._done: set[tuple[int, str]] = set()
+        self.done: set[tuple[int, str]] = set()
+        self.terms: Terms | None = None
         self._answers: dict[str, Callable[[Frame], Frame]] = {
             "join": self._join,
             "start": self._start,
@@ -103,9 +108,18 @@ class RemoteClient:
             if not isinstance(sizes, list) or len(sizes) != self._context.clients:
                 raise MessageError("the terms need the size of every client")
             sizes = tuple(whole(size, "size") for size in sizes)
-        terms = Terms(sizes, frame.facts.get("noise_multiplier"))
-        self._context = replace(self.runtime.start(terms), reporter=self._reporter)
+        self.take(Terms(sizes, frame.facts.get("noise_multiplier")))
         return Frame("answer", {})
+
+    def take(self, terms: Terms) -> None:
+        """Takes the terms, once; a process that goes on for another one has joined before.
+
+        Raises:
+            RequestRefusedError, LedgerError: as `ClientRuntime.start`.
+        """
+        self._context = replace(self.runtime.start(terms), reporter=self._reporter)
+        self.terms = terms
+        self._joined = True
 
     def _round(self, frame: Frame) -> RoundContext:
         number = whole(frame.facts.get("round"), "round")
@@ -141,9 +155,9 @@ class RemoteClient:
         message = expected.from_bytes(frame.payload)
         if self.runtime.number not in context.active:
             raise RequestRefusedError("this client takes no part in the round")
-        if (context.round, phase) in self._done and self.runtime.private:
+        if (context.round, phase) in self.done and self.runtime.private:
             raise RequestRefusedError(f"round {context.round} was answered before")
-        self._done.add((context.round, phase))
+        self.done.add((context.round, phase))
         reply = self.runtime.step(phase, message.to(context.device), context)
         if isinstance(reply, Refusal):
             return _refused(reply)
