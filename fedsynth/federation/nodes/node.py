@@ -45,6 +45,7 @@ class Node:
         name: the client's, by which its ledger and reports know it; "": its number's.
         device: as in a run's settings.
         say: told what is for the owner to read.
+        ended: how many runs have ended.
 
     Raises:
         LedgerError: a ledger was there, and is gone.
@@ -57,6 +58,7 @@ class Node:
     name: str = ""
     device: str = "auto"
     say: Callable[[str], None] = print
+    ended: int = 0
     _sessions: dict[str, Session] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -197,6 +199,7 @@ class Node:
         written = write_owner_report(session, rounds, folder)
         self.say(f"run {folder.name} has ended after {rounds} rounds: {written}")
         del self._sessions[folder.name]
+        self.ended += 1
         return Frame("answer", {})
 
 

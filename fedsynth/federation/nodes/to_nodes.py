@@ -39,7 +39,13 @@ WAITING = ("start", "prepare", "begin")
 
 
 class Carrier(Protocol):
-    """Carries messages to nodes, which it knows by their own numbers, and back."""
+    """Carries messages to nodes, which it knows by their own numbers, and back.
+
+    Attributes:
+        run: the run that they are of; set before anything is sent.
+    """
+
+    run: str
 
     def nodes(self) -> Sequence[int]:
         """Those that are there now."""
@@ -104,6 +110,7 @@ class ToNodes(OverWire):
         super().__init__(proposal.settings, (), device)
         self._proposal = proposal
         self._carrier = carrier
+        self._carrier.run = proposal.run
         self._patience = patience or Patience()
         self._numbers = dict(numbers or {})
         self._after = after
