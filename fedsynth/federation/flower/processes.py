@@ -42,9 +42,7 @@ def require_flower() -> None:
     try:
         import flwr  # noqa: F401
     except ImportError:
-        raise FlowerError(
-            "Flower is not installed: pip install 'fedsynth[flower]'"
-        ) from None
+        raise FlowerError("Flower is not installed: pip install 'fedsynth[flower]'") from None
 
 
 def environment(home: Path) -> dict[str, str]:
@@ -68,9 +66,7 @@ def command(name: str) -> str:
 
 
 @contextmanager
-def running(
-    arguments: Sequence[str], home: Path, log: Path
-) -> Iterator[subprocess.Popen[bytes]]:
+def running(arguments: Sequence[str], home: Path, log: Path) -> Iterator[subprocess.Popen[bytes]]:
     """A process, as long as the block lasts, with all that it starts.
 
     Args:

@@ -228,6 +228,19 @@ def superlink(link: Link) -> Iterator[Started]:
             yield started
 
 
+def key_files(folder: Path, clients: int) -> list[Path]:
+    """The public keys of all clients in a folder, in their order.
+
+    Raises:
+        SettingError: one is missing.
+    """
+    files = [folder / f"client-{number:03d}.pub" for number in range(clients)]
+    for file in files:
+        if not file.is_file():
+            raise SettingError(None, str(file), "is missing: each client has a key")
+    return files
+
+
 def _ended(output: Path, token: str) -> Path:
     """What the ServerApp has left for who has started it."""
     file = output / f".{token}-done.json"

@@ -14,7 +14,7 @@ from fedsynth.data.images import ImageData, from_arrays
 from fedsynth.data.load import load_dataset
 from fedsynth.data.partition import GIVEN, partition
 from fedsynth.data.registry import DatasetSpec
-from fedsynth.errors import DataFilesMissingError, DataError
+from fedsynth.errors import DataError, DataFilesMissingError
 from fedsynth.federation.nodes.proposal import Proposal
 from fedsynth.federation.terms.client_ledgers import data_set_id
 

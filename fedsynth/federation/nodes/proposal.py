@@ -10,12 +10,14 @@ import hashlib
 import json
 import re
 import secrets
+import tomllib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 from typing import Any
 
-from fedsynth.data.registry import DATASETS, DatasetSpec
-from fedsynth.errors import FedsynthError, MessageError
+from fedsynth.data.registry import DATASETS, DatasetSpec, dataset_spec
+from fedsynth.errors import FedsynthError, MessageError, SettingError
 from fedsynth.federation.exchange.frames import agreement
 from fedsynth.federation.terms.settings import RunSettings, resolve
 
@@ -74,6 +76,28 @@ class Proposal:
         except FedsynthError as error:
             raise MessageError(f"the proposal of a run has unsound settings: {error}") from None
         return cls(run, settings, spec)
+
+
+def own_proposal(sections: Mapping[str, Mapping[str, Any]], spec: Path | None = None) -> Proposal:
+    """The proposal of a server that has these settings; for a new run.
+
+    Args:
+        sections: as `resolve` takes them.
+        spec: a TOML file with the specification of own data; None: that of the data set which
+            `sections` name.
+
+    Raises:
+        FedsynthError: unsound settings, or a file that says no specification.
+    """
+    if spec is None:
+        found = dataset_spec(str(sections.get("data", {}).get("dataset", "digits")))
+    else:
+        try:
+            with spec.open("rb") as file:
+                found = spec_from_json(tomllib.load(file))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise SettingError(None, str(spec), f"says no specification: {error!r:.120}") from None
+    return Proposal(new_run(), resolve(sections, own_data=own_name(found)), found)
 
 
 def new_run() -> str:

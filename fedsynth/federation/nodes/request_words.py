@@ -31,7 +31,9 @@ def request_words(proposal: Proposal, number: int, ledger: Ledger | None) -> lis
         f"  agreement {proposal.agreement} (approve exactly this run: --approve "
         f"{proposal.agreement})",
     ]
-    uploads = [method.upload] if method.first_upload is None else [method.first_upload, method.upload]
+    uploads = (
+        [method.upload] if method.first_upload is None else [method.first_upload, method.upload]
+    )
     for upload in uploads:
         declared = privacy_of_fields(upload)
         named = ", ".join(

@@ -176,9 +176,7 @@ def _data_set(plan: PrivacyPlan) -> str:
     return f"{spec.name}: the user's own; its specification is public, its records are not"
 
 
-def accesses(
-    plan: PrivacyPlan, test: str, *, simulated: bool = True
-) -> tuple[PrivateAccess, ...]:
+def accesses(plan: PrivacyPlan, test: str, *, simulated: bool = True) -> tuple[PrivateAccess, ...]:
     """Everything that touches private data.
 
     Args:
