@@ -85,6 +85,16 @@ class Session:
         """The last round that it has answered whole; 0: none."""
         return max((number for number, phase in self.remote.done if phase == "main"), default=0)
 
+    def told(self, facts: Mapping[str, Any]) -> bool:
+        """Whether these are the terms that it was told before."""
+        terms = self.remote.terms
+        if terms is None:
+            return False
+        sizes = None if terms.sizes is None else list(terms.sizes)
+        return sizes == facts.get("sizes") and terms.noise_multiplier == facts.get(
+            "noise_multiplier"
+        )
+
     def begin(self, after: int) -> None:
         """Begins, with what it kept after this round: 0, or where a server goes on.
 
