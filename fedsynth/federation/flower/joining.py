@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -12,7 +13,6 @@ from pathlib import Path
 from fedsynth.errors import SettingError
 from fedsynth.federation.flower.processes import (
     FlowerError,
-    command,
     free_port,
     last_line,
     require_flower,
@@ -117,7 +117,7 @@ def _connected(
     port = free_port()
     log = home / "supernode.log"
     arguments = [
-        command("flower-supernode"),
+        *(sys.executable, "-m", "fedsynth.federation.flower.supernode"),
         *door.arguments,
         *("--isolation", "process", "--superexec-auth-secret-file", str(shared)),
         *("--host", HERE, "--port", str(port)),

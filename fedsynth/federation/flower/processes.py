@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -100,6 +101,20 @@ def stop(process: subprocess.Popen[bytes], grace: float = GRACE) -> None:
         os.killpg(process.pid, signal.SIGKILL)
 
 
+def end_with_parent(seconds: float = 0.5) -> None:
+    """From now on this process ends when the one that has started it is gone, however it went."""
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(seconds)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(GRACE)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
 def wait_for_port(
     host: str, port: int, process: subprocess.Popen[bytes], log: Path, seconds: float = 60.0
 ) -> None:
@@ -129,7 +144,10 @@ def last_line(log: Path) -> str:
 
 def _name(process: subprocess.Popen[bytes]) -> str:
     arguments = process.args
-    return Path(str(arguments[0])).name if isinstance(arguments, list) else "a process"
+    if not isinstance(arguments, list):
+        return "a process"
+    named = arguments[2] if arguments[1:2] == ["-m"] else arguments[0]
+    return str(named).rpartition("." if arguments[1:2] == ["-m"] else "/")[2]
 
 
 def free_port() -> int:

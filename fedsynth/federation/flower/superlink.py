@@ -12,6 +12,8 @@ import ipaddress
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
+from fedsynth.federation.flower.processes import end_with_parent
+
 FOR_NODES = ("/v1/fleet/",)
 """What a SuperLink answers everybody."""
 
@@ -64,6 +66,7 @@ def main() -> None:
     from flwr.superlink.cli.flower_superlink import flower_superlink
     from starlette.middleware import Middleware
 
+    end_with_parent()
     others = extensions.get_middleware
     extensions.get_middleware = lambda: (Middleware(ControlAtHome), *others())
     flower_superlink()

@@ -45,11 +45,11 @@ SMALL: dict[str, dict[str, Any]] = {
 }
 
 
-def sections(method: str, **more: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+def sections(name: str, **more: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Two rounds of a method on the digits, with a subset and small steps."""
     return {
         "run": {
-            "method": method,
+            "method": name,
             "rounds": 2,
             "device": "cpu",
             "evaluate_every": 2,
@@ -57,8 +57,8 @@ def sections(method: str, **more: Mapping[str, Any]) -> dict[str, dict[str, Any]
         },
         "partition": {"clients": CLIENTS, "subset": 0.2, "alpha": 1.0},
         "model": {"width": 4, "depth": 2, "norm": "instance"},
-        "method": {**SMALL.get(method, {"local_epochs": 1}), **more.pop("method", {})},
-        **{name: dict(values) for name, values in more.items()},
+        "method": {**SMALL.get(name, {"local_epochs": 1}), **more.pop("method", {})},
+        **{key: dict(values) for key, values in more.items()},
     }
 
 
