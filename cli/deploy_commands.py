@@ -137,7 +137,7 @@ def server(
             raise OptionError("--keys is needed, or --insecure for a trial on this machine alone")
         patience = Patience(join_seconds, answer_seconds)
         print(f"the run's agreement is {proposal.agreement}", flush=True)
-        with ended_by_signals(), superlink(Link(port, tls, host, files)) as started:
+        with ended_by_signals(), superlink(Link(port, tls, host, files), output) as started:
             print(f"nodes connect to port {port}", flush=True)
             folder = started.run(
                 proposal, output, patience, resume, lambda line: print(line, flush=True)

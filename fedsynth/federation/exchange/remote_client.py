@@ -34,6 +34,7 @@ class RemoteClient:
     Attributes:
         done: (round, exchange) of each step that was asked for since it joined.
         terms: as the server has told them; None: not yet.
+        joined: whether it has joined; a process that goes on for another one says so.
     """
 
     def __init__(
@@ -46,7 +47,7 @@ class RemoteClient:
         self.runtime = runtime
         self._reporter = reporter or Silent()
         self._context = replace(context, reporter=self._reporter)
-        self._joined = False
+        self.joined = False
         self.done: set[tuple[int, str]] = set()
         self.terms: Terms | None = None
         self._answers: dict[str, Callable[[Frame], Frame]] = {
@@ -91,7 +92,7 @@ class RemoteClient:
         if frame.facts.get("agreement") != agreement(self._settings):
             raise MessageError("the server has other settings for this run than the client")
         joined = self.runtime.join()
-        self._joined = True
+        self.joined = True
         return Frame(
             "answer",
             {
@@ -101,7 +102,7 @@ class RemoteClient:
         )
 
     def _start(self, frame: Frame) -> Frame:
-        if not self._joined:
+        if not self.joined:
             raise RequestRefusedError("a client joins before it is told the terms")
         sizes = frame.facts.get("sizes")
         if sizes is not None:
@@ -112,14 +113,13 @@ class RemoteClient:
         return Frame("answer", {})
 
     def take(self, terms: Terms) -> None:
-        """Takes the terms, once; a process that goes on for another one has joined before.
+        """Takes the terms, once.
 
         Raises:
             RequestRefusedError, LedgerError: as `ClientRuntime.start`.
         """
         self._context = replace(self.runtime.start(terms), reporter=self._reporter)
         self.terms = terms
-        self._joined = True
 
     def _round(self, frame: Frame) -> RoundContext:
         number = whole(frame.facts.get("round"), "round")

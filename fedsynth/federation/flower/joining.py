@@ -22,6 +22,8 @@ from fedsynth.federation.flower.processes import (
 from fedsynth.federation.nodes.node import Node
 
 HERE = "127.0.0.1"
+LOG = "supernode.log"
+"""In the owner's folder of ledgers: what the SuperNode has said."""
 AGAIN = 3.0
 """Seconds between two attempts to reach a server that does not know the node yet."""
 LINGER = 6.0
@@ -115,7 +117,8 @@ def _connected(
     shared.touch(0o600)
     shared.write_bytes(secret)
     port = free_port()
-    log = home / "supernode.log"
+    node.home.mkdir(parents=True, exist_ok=True)
+    log = node.home / LOG
     arguments = [
         *(sys.executable, "-m", "fedsynth.federation.flower.supernode"),
         *door.arguments,

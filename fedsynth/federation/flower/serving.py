@@ -29,6 +29,8 @@ from fedsynth.federation.nodes.to_nodes import Patience
 HERE = "127.0.0.1"
 HOSTS = (HERE, "0.0.0.0")
 CONNECTION = "here"
+LOG = "superlink.log"
+"""Beside the run folders: what the SuperLink has said."""
 
 
 @dataclass(frozen=True)
@@ -208,8 +210,12 @@ class Started:
 
 
 @contextmanager
-def superlink(link: Link) -> Iterator[Started]:
+def superlink(link: Link, logs: Path) -> Iterator[Started]:
     """A SuperLink, as long as the block lasts, with its nodes' keys registered.
+
+    Args:
+        link: what to start.
+        logs: the folder that its log goes into.
 
     Raises:
         FlowerError: it does not start.
@@ -217,7 +223,8 @@ def superlink(link: Link) -> Iterator[Started]:
     with tempfile.TemporaryDirectory(prefix="fedsynth-server-") as folder:
         home = Path(folder)
         (home / "config.toml").write_text(link.connection(), encoding="utf-8")
-        log = home / "superlink.log"
+        logs.mkdir(parents=True, exist_ok=True)
+        log = logs / LOG
         module = [sys.executable, "-m", "fedsynth.federation.flower.superlink"]
         with running([*module, *link.arguments], home, log) as process:
             wait_for_port(HERE, link.port, process, log)

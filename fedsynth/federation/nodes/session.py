@@ -121,6 +121,7 @@ class Session:
         """
         try:
             state = json.loads((self.folder / STATE).read_text(encoding="utf-8"))
+            self.remote.joined = True  # a folder is written when it has
             self.history = replace(self.history, releases=self.history.releases[: state["held"]])
             if state["terms"] is not None:
                 sizes = state["terms"]["sizes"]

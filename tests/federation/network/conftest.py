@@ -136,7 +136,7 @@ class Federation:
         tls = Tls(self.keys / "server.crt", self.keys / "server.key", self.keys / "ca.crt")
         self.port = free_port()
         link = Link(self.port, tls, keys=key_files(self.keys, CLIENTS))
-        self.started = self._stack.enter_context(superlink(link))
+        self.started = self._stack.enter_context(superlink(link, folder))
         (folder / "policy.toml").write_text(POLICY)
         for number in range(CLIENTS):
             self.start_client(number)
@@ -219,6 +219,12 @@ class Federation:
         run.thread = threading.Thread(target=work, daemon=True)
         run.thread.start()
         return run
+
+    def rounds(self, number: int) -> int:
+        """The last round that a client has taken a step of, in the run that it joined last."""
+        files = list(self.home(number).glob("runs/*/session.json"))
+        newest = max(files, key=lambda file: file.parent.stat().st_ctime_ns)
+        return max((one[0] for one in json.loads(newest.read_text())["done"]), default=0)
 
     def server_process(self) -> int | None:
         """The ServerApp's process of the run that was started last."""

@@ -119,12 +119,24 @@ def test_who_declines_takes_no_part_and_nonsense_is_survived(federation: Federat
 
 def test_a_server_goes_on_from_its_checkpoint(federation: Federation) -> None:
     """Its process is killed inside a round; clients keep what they had, and the model is that of a
-    run which nobody has stopped. SCAFFOLD's clients have memories."""
+    run which nobody has stopped. SCAFFOLD's clients have memories.
+
+    One client is held up, so that the server waits: one that dies while it sends costs SuperNodes
+    three minutes, until the SuperLink gives up its message.
+    """
     given = sections("scaffold", run={"rounds": 3})
     run = federation.run(given)
     eventually(lambda: run.rows() >= 1, "a first round")
-    process = eventually(federation.server_process, "the ServerApp's process")
-    os.kill(process, signal.SIGKILL)
+    held_up = federation.clients[BREAKS]
+    held_up.send_signal(signal.SIGSTOP)
+    try:
+        eventually(
+            lambda: federation.rounds(0) == federation.rounds(BOUNDED) == run.rows() + 1,
+            "others' answers",
+        )
+        os.kill(eventually(federation.server_process, "the ServerApp's process"), signal.SIGKILL)
+    finally:
+        held_up.send_signal(signal.SIGCONT)
     folder = eventually(run.under_way, "the run's folder")
     assert 1 <= run.rows() < 3
     again = federation.run(given, resume=folder)
