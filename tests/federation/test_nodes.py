@@ -301,7 +301,8 @@ def test_a_slip_in_a_policy_allows_nothing(given: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("method", sorted(METHODS))
 def test_an_owner_reads_what_it_is_asked_for(method: str) -> None:
-    lines = "\n".join(request_words(own_proposal(sections(method)), 1, None))
+    given = {"run": {"method": method, "rounds": 2}, "partition": {"clients": CLIENTS}}
+    lines = "\n".join(request_words(own_proposal(given), 1, None))
     assert f"asks client 1 of 3: {method}, 2 rounds, data set digits" in lines
     assert "no differential privacy: what it sends is not protected" in lines
 
@@ -445,7 +446,7 @@ def proposed(**more: Any) -> dict[str, Any]:
         proposed(settings={"run": {"method": "nothing"}}),
         proposed(settings={"run": {"rounds": -1}}),
         proposed(settings={"run": []}),
-        proposed(settings={"own": {}}),
+        proposed(settings={"own": {"x": 1}}),
         proposed(spec={}),
         proposed(spec={**proposed()["spec"], "classes": "10"}),
         proposed(spec={**proposed()["spec"], "more": 1}),

@@ -85,7 +85,7 @@ class Played:
         return type(changed).from_bytes(changed.to_bytes())
 
     def expected(self, clients: set[int]) -> np.ndarray[Any, Any]:
-        return np.sum([self.vectors[k] for k in sorted(clients)], axis=0)
+        return np.array(sum(self.vectors[k] for k in sorted(clients)))
 
 
 @pytest.mark.parametrize(

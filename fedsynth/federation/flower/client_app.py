@@ -32,7 +32,7 @@ from fedsynth.federation.nodes.policy import ANY, Owner, Policy
 app = ClientApp()
 
 
-@app.query()
+@app.query()  # type: ignore[untyped-decorator]  # Flower is not looked into
 def answer(message: Message, context: Context) -> Message:
     """The answer to a server's message."""
     run, sent = from_record(message.content)

@@ -88,7 +88,7 @@ class Executor:
             server_address=self.address,
             insecure=True,  # it never leaves the machine
             root_certificates=None,
-            interceptors=list(interceptors),  # type: ignore[arg-type]
+            interceptors=list(interceptors),
             retry_invoker=make_simple_http_retry_invoker() if persistent else None,
         )
 

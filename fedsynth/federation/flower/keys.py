@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fedsynth.errors import OutputError, SettingError
-from fedsynth.federation.flower.processes import require_flower
+from fedsynth.federation.flower.processes import FlowerError
 
 if TYPE_CHECKING:
     from cryptography import x509
@@ -42,7 +42,7 @@ def make_keys(folder: Path, clients: int, hosts: tuple[str, ...] = (), days: int
         SettingError: a number out of range, or a host that is no name.
         OutputError: the files cannot be written, or one is there.
     """
-    require_flower()
+    _require_cryptography()
     from cryptography.hazmat.primitives.asymmetric import ec
 
     if clients < 1 or days < 1:
@@ -68,6 +68,13 @@ def make_keys(folder: Path, clients: int, hosts: tuple[str, ...] = (), days: int
                     file.write(content)
     except OSError as error:
         raise OutputError(f"cannot write keys into {folder}: {error.strerror or error}") from None
+
+
+def _require_cryptography() -> None:
+    try:
+        import cryptography  # noqa: F401
+    except ImportError:
+        raise FlowerError("keys need the extra: pip install 'fedsynth[flower]'") from None
 
 
 def _name(common: str) -> x509.Name:

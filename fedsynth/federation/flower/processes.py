@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from fedsynth.errors import FedsynthError
 
@@ -90,7 +91,7 @@ def running(arguments: Sequence[str], home: Path, log: Path) -> Iterator[subproc
             stop(process)
 
 
-def stop(process: subprocess.Popen[bytes], grace: float = GRACE) -> None:
+def stop(process: subprocess.Popen[Any], grace: float = GRACE) -> None:
     """Ends a process and what it has started: first politely."""
     for sent, seconds in ((signal.SIGTERM, grace), (signal.SIGKILL, grace)):
         if process.poll() is None:

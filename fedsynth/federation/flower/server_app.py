@@ -97,7 +97,7 @@ class Said(Observer):
         print(json.dumps(dict(row)), flush=True)
 
 
-@app.main()
+@app.main()  # type: ignore[untyped-decorator]  # Flower is not looked into
 def main(grid: Grid, context: Context) -> None:
     """Plays the run that the configuration says, and leaves where its folder is."""
     given = context.run_config

@@ -134,7 +134,7 @@ def spec_from_json(stated: Mapping[str, Any]) -> DatasetSpec:
     unknown = sorted(set(stated) - names)
     if unknown:
         raise ValueError(f"a data set's specification has no {unknown[0]!r:.80}")
-    values = {k: tuple(v) if k in _TUPLES else v for k, v in stated.items()}
+    values: dict[str, Any] = {k: tuple(v) if k in _TUPLES else v for k, v in stated.items()}
     for one in fields(DatasetSpec):
         if one.type == "int" and one.name in values and type(values[one.name]) is not int:
             raise TypeError(f"{one.name} must be a whole number")

@@ -300,9 +300,10 @@ class ToNodes(OverWire):
                 continue
             sent = answers.get(self._known[client].node, "does not answer in time")
             most = LONGEST_HEADER if longest is None else LONGEST_FACTS + longest[client]
-            if isinstance(sent, bytes):
-                sent = self._read(client, sent, first, at[client], most + LONGEST_HEADER)
-            found[client] = sent
+            if isinstance(sent, str):
+                found[client] = sent
+            else:
+                found[client] = self._read(client, sent, first, at[client], most + LONGEST_HEADER)
         return found
 
     def _read(self, client: int, sent: bytes, first: int, at: int, most: int) -> Frame | str:

@@ -82,8 +82,8 @@ class Keys(Parcel):
     def _of(cls, facts: Mapping[str, Any], payload: bytes) -> Self:
         if len(payload) not in (96, 160):
             raise ValueError("keys have 96 bytes, and 64 of a signature")
-        parts = [payload[i : i + 32] for i in (0, 32, 64)]
-        return cls(_number(facts["client"]), *parts, signature=payload[96:])
+        client = _number(facts["client"])
+        return cls(client, payload[:32], payload[32:64], payload[64:96], payload[96:])
 
 
 @dataclass(frozen=True)

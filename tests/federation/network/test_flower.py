@@ -187,22 +187,25 @@ def test_the_last_one_nothing_left_the_machine_and_no_process_is_left(
     found = federation.watched()
     processes = {pid for pid, kind, _ in found if kind == "process"}
     started = " ".join(what for _, kind, what in found if kind == "process")
-    for name in ("superlink", "flower-supernode", "flower-superexec", "flwr-serverapp"):
+    for name in ("flower.superlink", "flower.supernode", "flower-superexec", "flwr-serverapp"):
         assert name in started, name
     assert "flwr-clientapp" not in started  # no code of a server's ran at an owner's
-    for _, kind, what in found:
-        host = literal_eval(what) if kind != "process" else None
-        if isinstance(host, tuple):
-            host = host[0]
-        if host is None or (
-            isinstance(host, (str, bytes))
-            and not isinstance(host, tuple)
-            and str(host).startswith("/")
-        ):
-            continue
-        name = host.decode() if isinstance(host, bytes) else str(host)
-        assert name == "localhost" or ipaddress.ip_address(name).is_loopback, (kind, what)
+    seen = [(kind, literal_eval(what)) for _, kind, what in found if kind != "process"]
+    assert seen
+    for kind, where in seen:
+        assert is_here(where[0] if isinstance(where, tuple) else where), (kind, where)
     eventually(lambda: not [pid for pid in processes if _lives(pid)], "the processes' end", 20)
+
+
+def is_here(host: Any) -> bool:
+    """Whether a name, an address or a socket's file is this machine's; None: any of its own."""
+    name = host.decode() if isinstance(host, bytes) else host
+    if name is None or name == "localhost" or name.startswith("/"):
+        return True
+    try:
+        return ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return False
 
 
 def _lives(pid: int) -> bool:
