@@ -232,6 +232,14 @@ class Method:
         """Matrices of the server, [classes, clients], that belong into the run folder."""
         return {}
 
+    def synthetic(
+        self, state: State, context: RoundContext
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Images that the server made itself, [N, C, H, W], normalised, and their labels [N], for
+        the run folder; None: it makes none. With differential privacy they come from released
+        values alone."""
+        return None
+
     def client_bytes(self, context: RoundContext) -> int | None:
         """Memory that one more client in a `client_step` takes, about; None: clients go one at a
         time, as nothing is gained by a group.

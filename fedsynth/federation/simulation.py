@@ -60,7 +60,7 @@ from fedsynth.federation.outputs.losses import losses
 from fedsynth.federation.outputs.measure import Measure
 from fedsynth.federation.outputs.report_context import report_context
 from fedsynth.federation.outputs.result import RunResult, summarise
-from fedsynth.federation.outputs.run_folder import RunFolder
+from fedsynth.federation.outputs.run_folder import SERVER, RunFolder
 from fedsynth.federation.outputs.verification import plan_when_it_began
 from fedsynth.federation.terms.client_ledgers import Clients
 from fedsynth.federation.terms.devices import check_compiler, resolve_device
@@ -599,6 +599,9 @@ class Simulation:
             for client, upload in self.uploads.items()
             if isinstance(upload, SyntheticSet)
         ]
+        made = self.method.synthetic(self.server.state, self.context)
+        if made is not None:
+            sets.append((SERVER, *made))
         if sets:
             folder.write_synthetic(sets, self.context.spec)
         folder.write_artefacts(artefacts)

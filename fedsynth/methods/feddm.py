@@ -23,13 +23,13 @@ from fedsynth.core.client import Segments
 from fedsynth.core.context import RoundContext
 from fedsynth.core.method import Down, Presets, PrivatePlan
 from fedsynth.core.validation import check_choices, check_ranges
+from fedsynth.methods.shared.around import AUGMENTATIONS, maps_around
 from fedsynth.methods.shared.condensing import Condenses, FeatureMaps
 from fedsynth.methods.shared.private_condensation import feature_plans
 from fedsynth.methods.shared.union import TrainsInBall
 from fedsynth.privacy.settings import PrivacySettings
 from fedsynth.synthesizer.condensation.matchers import ClippedMatcher, Matcher
-from fedsynth.synthesizer.condensation.perturbation import READINGS, Perturbations
-from fedsynth.synthesizer.condensation.siamese import SiameseDraws
+from fedsynth.synthesizer.condensation.perturbation import READINGS
 
 
 @dataclass(frozen=True)
@@ -90,31 +90,22 @@ class FedDM(Condenses, TrainsInBall):
         super().__post_init__()
         check_ranges(self, logit_weight=(0, inf), image_clip=(0, inf))
         check_ranges(self, networks=(1, inf), count_noise=(0.01, inf))
-        check_choices(self, augment=("none", "siamese"), perturbation=READINGS)
+        check_choices(self, augment=AUGMENTATIONS, perturbation=READINGS)
 
     def feature_maps(
         self, model: nn.Module, segments: Segments, context: RoundContext, period: int | None
     ) -> FeatureMaps:
-        networks = Perturbations(
+        return maps_around(
             model,
-            self.radius,
+            segments.label,
+            context,
+            radius=self.radius,
             reading=self.perturbation,
-            seed=context.seed,
-            round=context.round,
-            device=context.device,
-            period=period,
-        )
-        if self.augment == "none":
-            return FeatureMaps(networks.draw, None, self.logit_weight)
-        augmentations = SiameseDraws(
-            segments.label.to(context.device),
-            context.spec.classes,
+            augment=self.augment,
             flip=self.flip,
-            seed=context.seed,
-            round=context.round,
+            logit_weight=self.logit_weight,
             period=period,
         )
-        return FeatureMaps(networks.draw, augmentations.draw, self.logit_weight)
 
     def objective(
         self, matcher: Matcher, message: Down, segments: Segments, context: RoundContext
