@@ -122,7 +122,7 @@ def train_encoder(
             nn.ReLU(),
             nn.Linear(2 * WIDTHS[-1], recipe.projection),
         )
-    encoder.to(device, memory_format=torch.channels_last)
+    encoder.to(device).to(memory_format=torch.channels_last)
     head.to(device)
     bank = image_bank(recipe, device)
     weights = [*encoder.parameters(), *head.parameters()]

@@ -23,7 +23,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from fedsynth.core.client import ClientGroup, OpenClients, PrivateClients
+from fedsynth.core.client import ClientGroup, PrivateClients
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message, ModelParameters, public, released
 from fedsynth.core.method import Memory, Presets, PrivatePlan, Results
