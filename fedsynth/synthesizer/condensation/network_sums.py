@@ -87,18 +87,20 @@ def open_sums(
         report: told the number of networks done.
     """
     classes = len(images_SICHW)
-    device = images_SICHW.device
     made = []
     for done, u in enumerate(networks.features(), start=1):
         centre = frozen_means(u, images_SICHW)
         sums = [_open_sum(clients, k, u, centre) for k in range(len(clients.ids))]
         made.append(torch.stack(sums).float())
         report(done)
-    counts = [
-        torch.bincount(clients.labels(clients.examples(k)).cpu(), minlength=classes)
-        for k in range(len(clients.ids))
-    ]
-    return torch.stack(made, dim=1), torch.stack(counts).float().to(device)
+    held = [_counts(clients, k, classes) for k in range(len(clients.ids))]
+    return torch.stack(made, dim=1), torch.stack(held)
+
+
+def _counts(clients: OpenClients, position: int, classes: int) -> Tensor:
+    """How many examples of each class one client has, [classes], float32 on the device."""
+    labels = clients.labels(clients.examples(position))
+    return F.one_hot(labels, classes).sum(dim=0).float()
 
 
 def _open_sum(clients: OpenClients, position: int, u: FeatureMap, centre_CD: Tensor) -> Tensor:
