@@ -18,6 +18,7 @@ Builder = Callable[[Shape], FeatureMap]
 
 _BUILT_IN = {
     "pixels": "fedsynth.features.pixels:pixels",
+    "scattering": "fedsynth.features.scattering:scattering",
 }
 _OWN: dict[str, Builder] = {}
 

@@ -22,6 +22,7 @@ from fedsynth.federation.terms.given_data import PRIVATE, PUBLIC
 from fedsynth.federation.terms.privacy_plan import PrivacyPlan
 from fedsynth.federation.terms.settings import RunSettings
 from fedsynth.privacy import disclosure
+from fedsynth.privacy.plans import PrivatePlan
 from fedsynth.privacy.randomness import DESCRIPTION
 from fedsynth.privacy.releases import RECORD, USER
 from fedsynth.privacy.report import PrivateAccess, ReportContext
@@ -100,10 +101,9 @@ def public_items(plan: PrivacyPlan) -> dict[str, str]:
         "hyper-parameters": json.dumps(run.to_mapping()["method"]),
         "bound on all records": f"{plan.max_records} (δ is checked against it)",
         "schedule": (
-            f"{how_many(run.rounds, 'round')} of {how_many(plan.releases, 'release')}, fixed "
-            "before data "
-            "are read"
+            f"{_rounds(plan)}, fixed before data are read"
         ),
+        **run.method.public_facts(spec),
     }
     if run.participation < 1:
         count = len(plan.participation.in_round(1))
@@ -125,6 +125,14 @@ def public_items(plan: PrivacyPlan) -> dict[str, str]:
     if plan.facts.guaranteed:
         items |= _items_of_a_guarantee(plan)
     return items
+
+
+def _rounds(plan: PrivacyPlan) -> str:
+    """The rounds and their releases."""
+    rounds = how_many(plan.run.rounds, "round")
+    if plan.run.method.even_rounds:
+        return f"{rounds} of {how_many(plan.releases, 'release')}"
+    return f"{rounds}, {how_many(plan.all_releases, 'release')} in all"
 
 
 def _items_of_a_guarantee(plan: PrivacyPlan) -> dict[str, str]:
@@ -186,7 +194,7 @@ def accesses(plan: PrivacyPlan, test: str) -> tuple[PrivateAccess, ...]:
         PrivateAccess(
             f"{one.quantity}: {one.clipped}",
             facts.status,
-            f"mechanism {one.mechanism}, {how_many(one.steps, 'release')} a round",
+            f"mechanism {one.mechanism}, {_how_often(plan, one)}",
         )
         for one in plan.plans
     ]
@@ -205,6 +213,14 @@ def accesses(plan: PrivacyPlan, test: str) -> tuple[PrivateAccess, ...]:
         note = f"{whose}; test accuracy is computed from released models"
         found.append(PrivateAccess("test set", disclosure.PUBLIC, note))
     return tuple(found)
+
+
+def _how_often(plan: PrivacyPlan, one: PrivatePlan) -> str:
+    """In how many releases a quantity leaves a client."""
+    if plan.run.method.even_rounds:
+        return f"{how_many(one.steps, 'release')} a round"
+    rounds = [n for n in range(1, plan.run.rounds + 1) if one in plan.round_plans(n)]
+    return f"{how_many(one.steps * len(rounds), 'release')} in all"
 
 
 COMPARED_RECORDS = PrivateAccess(
