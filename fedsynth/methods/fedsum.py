@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import inf, sqrt
+from math import inf
 from typing import Any, ClassVar
 
 import torch
@@ -35,6 +35,7 @@ from fedsynth.features.random_images import random_images
 from fedsynth.methods.shared.around import AUGMENTATIONS, FRESH, maps_around
 from fedsynth.methods.shared.class_sums import COUNTS
 from fedsynth.methods.shared.condensing import may_compile
+from fedsynth.methods.shared.noise_shares import SharesNoise
 from fedsynth.methods.shared.private_condensation import IMAGES, feature_plans, feature_width
 from fedsynth.methods.shared.union import TrainsInBall
 from fedsynth.privacy.disclosure import Disclosure
@@ -83,8 +84,8 @@ class CondensedState(ServerState):
 
 
 @dataclass(frozen=True)
-class FedSum(TrainsInBall):
-    """Settings: FedDM's where they mean the same; see `TrainsInBall`, and
+class FedSum(TrainsInBall, SharesNoise):
+    """Settings: FedDM's where they mean the same; see `TrainsInBall`, `SharesNoise`, and
 
     Args:
         networks: M, passes of a client over its data in a round.
@@ -152,6 +153,7 @@ class FedSum(TrainsInBall):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.check_aggregation()
         check_ranges(self, networks=(1, 10_000), ipc=(1, MOST_IPC), iterations=(1, inf))
         check_ranges(self, image_lr=(0, inf), image_momentum=(0, 1), min_examples=(0, inf))
         check_ranges(self, logit_weight=(0, inf), count_noise=(0.01, inf))
@@ -166,6 +168,7 @@ class FedSum(TrainsInBall):
     # --------------------------------------------------------------------------------- the messages
 
     def broadcast(self, state: CondensedState, context: RoundContext) -> Message:
+        self.note_aggregation(context)
         return SumsRequest(state.parameters, 1.0, self._images(state, context))
 
     def check_request(self, message: SumsRequest, context: RoundContext) -> None:
@@ -189,7 +192,11 @@ class FedSum(TrainsInBall):
     ) -> tuple[PrivatePlan, ...]:
         """M releases a round, and one of the counts."""
         refuse_batch_norm(context.architecture)
-        return feature_plans(privacy, context, networks=self.networks, count_noise=self.count_noise)
+        plans = feature_plans(
+            privacy, context, networks=self.networks, count_noise=self.count_noise
+        )
+        shares = self.noise_shares(context.clients)
+        return tuple(replace(plan, shares=shares) for plan in plans)
 
     def client_bytes(self, context: RoundContext) -> int:
         numbers = self.networks * context.spec.classes * feature_width(context, logits=True)
@@ -223,6 +230,8 @@ class FedSum(TrainsInBall):
     def server_step(
         self, state: CondensedState, uploads: Mapping[int, NetworkSums], context: RoundContext
     ) -> CondensedState:
+        if not self.enough(len(uploads), context):
+            return state
         model = context.load(state.parameters)
         frozen = context.load(state.parameters).requires_grad_(False).eval()
         start = self._by_class(self._images(state, context), context)
@@ -261,7 +270,7 @@ class FedSum(TrainsInBall):
 
     def _floor(self, clients: int, context: RoundContext) -> float:
         """The least pooled count that a class counts with."""
-        noise = 2 * context.noise.get(COUNTS, 0.0) * sqrt(clients)
+        noise = 2 * self.pooled_deviation(COUNTS, clients, context)
         rate = 1.0
         if context.privacy is not None:
             rate = context.privacy.sample_rate or 1.0

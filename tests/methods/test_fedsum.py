@@ -23,6 +23,8 @@ from fedsynth.core.client import OpenClients, PrivateClients
 from fedsynth.core.context import RoundContext, round_context
 from fedsynth.data.images import ImageData, from_arrays
 from fedsynth.data.registry import dataset_spec
+from fedsynth.errors import SettingError
+from fedsynth.federation.observer import Observer
 from fedsynth.methods.fedsum import CondensedState, FedSum, NetworkSums, pooled
 from fedsynth.methods.shared.class_sums import COUNTS
 from fedsynth.methods.shared.private_condensation import IMAGES
@@ -363,6 +365,48 @@ def test_a_class_below_the_noise_of_all_clients_counts_is_left_out() -> None:
     before = method.broadcast(start(ctx), ctx).images
     assert torch.equal(state.images[2:], before[2:])  # what nobody has stays as it was
     assert method.facts(state, ctx) == {"condensed_classes": 1}
+
+
+def test_securely_aggregated_noise_is_that_of_h_clients(tmp_path: Path) -> None:
+    """Each adds 1/√H of what is charged; H is all but one unless it is set; ε is that of own noise;
+    and of a sum with fewer clients than H nothing is made."""
+    sigma = 3.0
+    privacy = PrivacySettings(noise_multiplier=sigma)
+    own = FedSum(**TINY)
+    ctx = context(privacy=privacy, clients=5, noise={COUNTS: 7.0})
+    for honest, shares in ((0, 4), (3, 3)):
+        method = replace(own, aggregation="secure", honest=honest)
+        plans = method.private_plans(privacy, ctx)
+        assert [plan.shares for plan in plans] == [shares, shares]
+        rows = [plan.release(1, sigma) for plan in plans]
+        plain = [plan.release(1, sigma) for plan in own.private_plans(privacy, ctx)]
+        assert epsilon(rows, 1e-5) == epsilon(plain, 1e-5)
+        series = charged(method, ctx)[0].take(IMAGES)
+        assert series.deviation == pytest.approx(sigma * plans[0].clip / sqrt(shares))
+        assert method.pooled_deviation(COUNTS, 5, ctx) == pytest.approx(7 * sqrt(5 / shares))
+    method = replace(own, aggregation="secure")
+    sent = {k: NetworkSums(torch.zeros(3, 10, WIDTH), torch.ones(10)) for k in range(4)}
+    few = {k: sent[k] for k in range(3)}
+    assert method.server_step(start(ctx), few, ctx).images is None
+    assert method.server_step(start(ctx), sent, ctx).images is not None
+    with pytest.raises(SettingError, match="honest"):
+        replace(method, honest=5).private_plans(privacy, ctx)
+
+
+def test_a_run_says_what_it_assumes(sections: dict[str, dict[str, Any]]) -> None:
+    """And its ledger's rows say whose noise it was."""
+    notes: list[str] = []
+
+    class Notes(Observer):
+        def note(self, text: str) -> None:
+            notes.append(str(text))
+
+    sections["method"]["aggregation"] = "secure"
+    private = {**sections, "privacy": {"noise_multiplier": 0.5}}
+    result = simulate(resolve(private), observer=Notes())
+    assert any("aggregation assumed, not executed" in text for text in notes)
+    rows = result.privacy["ledger"]
+    assert all("2 clients" in row["mechanism"] for row in rows)
 
 
 def test_requests_of_another_form_and_batch_norm_are_refused() -> None:
