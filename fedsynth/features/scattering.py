@@ -35,8 +35,8 @@ EPSILON = 1e-5
 """Added to a group's variance: a constant image has features 0."""
 YUV = ((0.299, 0.587, 0.114), (-0.14713, -0.28886, 0.436), (0.615, -0.51499, -0.10001))
 """BT.601, rows Y, U, V of (R, G, B)."""
-RADIUS = 0.4
-SOURCE = "x"
+PLANES = 12
+"""Channels of images that a CPU takes at a time: their spectra then stay in its cache."""
 PERIODS = (-2, -1, 0, 1, 2)
 """Copies of a filter that are summed up to make it periodic."""
 
@@ -202,6 +202,11 @@ def _filters(size: tuple[int, int], device: torch.device) -> Scattering:
 
 def scattering_features(x_NCHW: Tensor) -> Tensor:
     """Normalised and pooled scattering coefficients [N, 81·C·cells] of pixels in [0, 1]."""
+    at_once = max(1, PLANES // x_NCHW.shape[1]) if x_NCHW.device.type == "cpu" else len(x_NCHW)
+    return torch.cat([_pooled(some) for some in x_NCHW.split(max(1, at_once))])
+
+
+def _pooled(x_NCHW: Tensor) -> Tensor:
     colour = x_NCHW
     if x_NCHW.shape[1] == 3:
         colour = torch.einsum("kc,nchw->nkhw", x_NCHW.new_tensor(YUV), x_NCHW)

@@ -53,6 +53,11 @@ def headline(plan: PrivacyPlan) -> list[str]:
         f"  mechanism {chief.mechanism} (σ = {plan.sigma:.4g}, clip {chief.clip:.4g}), {sampling}, "
         f"{schedule(plan)}",
     ]
+    if chief.shares > 1:
+        lines.append(
+            f"  aggregation assumed, not executed: each client adds the noise of one of "
+            f"{chief.shares}, and ε holds against who sees the sums over all clients alone"
+        )
     spent = plan.epsilon(plan.histories)
     if spent > 0:
         lines.append(f"  of this, ε = {up(spent, 3)} stands in the ledgers from earlier runs")

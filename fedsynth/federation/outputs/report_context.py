@@ -82,6 +82,7 @@ def report_context(
         data_set=asdict(plan.spec),
         rows_before={one.client: len(one.releases) for one in plan.histories},
         abandoned=abandoned,
+        shares=plan.chief.shares,
     )
 
 
