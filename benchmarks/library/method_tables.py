@@ -375,7 +375,45 @@ def best_rate(rows: Mapping[str, Row], name: str) -> str:
     return max(tried, key=lambda rate: tried[rate]["accuracy"])
 
 
+def _fedsum_open() -> str:
+    """Accuracy by round, and what it took."""
+    titles = {
+        "feddm, rate 1, Dir(0.1)": "FedDM, image rate 1, Dir(0.1)",
+        "feddm, rate 10, Dir(0.1)": "FedDM, image rate 10, Dir(0.1)",
+        "fedsum, Dir(0.1)": "FedSum, Dir(0.1)",
+        "fedsum, Dir(100)": "FedSum, Dir(100)",
+    }
+    rows = by_key("fedsum_table")
+    body = []
+    for name, title in titles.items():
+        row = rows.get(f"open: {name} seed=0")
+        if row is not None:
+            curve = [f"{100 * one:.1f}" for one in row["curve"]]
+            megabytes = f"{row['bytes'] / 1e6:.1f}"
+            body.append([title, *curve, f"{row['cpu_seconds'][-1]:.0f}", megabytes])
+    rounds = [f"round {number}" for number in range(1, 6)]
+    return table(["method", *rounds, "CPU seconds", "MB up"], body)
+
+
+def _fedsum_private() -> str:
+    """Beside FedDM's `features` at the same preset."""
+    rows = by_key("fedsum_table")
+    published = by_key("dp_utility")
+    body = []
+    for epsilon in ("1", "10"):
+        cells = [
+            spread(percents(published, f"fashion-mnist features, ε = {epsilon}", SEEDS), 3, 1)
+        ]
+        for kind in ("own", "secure"):
+            row = rows.get(f"private: fedsum, ε = {epsilon}, {kind} noise seed=0")
+            cells.append(NOTHING if row is None else f"{100 * row['accuracy']:.1f}")
+        body.append([epsilon, *cells])
+    return table(["ε", "FedDM, `features`", "FedSum, own noise", "FedSum, aggregated"], body)
+
+
 TABLES: dict[str, Callable[[], str]] = {
+    "fedsum-open": _fedsum_open,
+    "fedsum-private": _fedsum_private,
     "fashion": _first_table,
     "feddm-readings": _feddm_readings,
     "fedaf": partial(_fedaf, ("0.1", "0.02")),
