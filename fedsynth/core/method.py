@@ -273,9 +273,7 @@ class Method:
         """
         raise NotImplementedError  # abstract
 
-    def round_plans(
-        self, plans: tuple[PrivatePlan, ...], round: int
-    ) -> tuple[PrivatePlan, ...]:
+    def round_plans(self, plans: tuple[PrivatePlan, ...], round: int) -> tuple[PrivatePlan, ...]:
         """Those of `plans` that the round with this number (1, 2, …) releases, in their order.
 
         All of them, unless `even_rounds` is False; the answer is public, and fixed before any data

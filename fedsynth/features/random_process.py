@@ -9,7 +9,6 @@ worth to central private training.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 

@@ -101,9 +101,7 @@ def public_items(plan: PrivacyPlan) -> dict[str, str]:
         "architecture and initial weights": f"{run.model}, drawn from the run's seed",
         "hyper-parameters": json.dumps(run.to_mapping()["method"]),
         "bound on all records": f"{plan.max_records} (δ is checked against it)",
-        "schedule": (
-            f"{_rounds(plan)}, fixed before data are read"
-        ),
+        "schedule": (f"{_rounds(plan)}, fixed before data are read"),
         **run.method.public_facts(spec),
     }
     if run.participation < 1:
