@@ -56,11 +56,11 @@ class Rows:
     """Vectors as they are.
 
     Args:
-        rows_ND: clipped to norm `clip`.
+        vectors: [N, D], clipped to norm `clip`.
         clip: a.
     """
 
-    rows_ND: Tensor
+    vectors: Tensor
     clip: float
 
     @property
@@ -71,18 +71,18 @@ class Rows:
     @property
     def width(self) -> int:
         """D."""
-        return self.rows_ND.shape[1]
+        return self.vectors.shape[1]
 
     def __len__(self) -> int:
-        return len(self.rows_ND)
+        return len(self.vectors)
 
     def part(self, taken: slice | Tensor) -> Rows:
         """The vectors of some of the examples."""
-        return Rows(self.rows_ND[taken], self.clip)
+        return Rows(self.vectors[taken], self.clip)
 
     def rows(self) -> Tensor:
         """The clipped vectors, [N, D], float64."""
-        return clip_rows(self.rows_ND, self.clip)
+        return clip_rows(self.vectors, self.clip)
 
     def sums(self, shares_N: Tensor | None = None) -> Tensor:
         """Their (weighted) sum, [D], float64."""
@@ -94,13 +94,13 @@ class Outer:
     """l ⊗ r of each example, row by row of l.
 
     Args:
-        left_NP: clipped to norm `clip`.
-        right_NQ: clipped to norm 1.
+        left: [N, P], clipped to norm `clip`.
+        right: [N, Q], clipped to norm 1.
         clip: a.
     """
 
-    left_NP: Tensor
-    right_NQ: Tensor
+    left: Tensor
+    right: Tensor
     clip: float
 
     @property
@@ -111,17 +111,17 @@ class Outer:
     @property
     def width(self) -> int:
         """P·Q."""
-        return self.left_NP.shape[1] * self.right_NQ.shape[1]
+        return self.left.shape[1] * self.right.shape[1]
 
     def __len__(self) -> int:
-        return len(self.left_NP)
+        return len(self.left)
 
     def part(self, taken: slice | Tensor) -> Outer:
         """The vectors of some of the examples."""
-        return Outer(self.left_NP[taken], self.right_NQ[taken], self.clip)
+        return Outer(self.left[taken], self.right[taken], self.clip)
 
     def _clipped(self) -> tuple[Tensor, Tensor]:
-        return clip_rows(self.left_NP, self.clip), clip_rows(self.right_NQ, 1.0)
+        return clip_rows(self.left, self.clip), clip_rows(self.right, 1.0)
 
     def rows(self) -> Tensor:
         """The vectors written out, [N, P·Q], float64."""
@@ -139,13 +139,13 @@ class Moments:
     """√½·[svec(z zᵀ); e/b ⊗ z] of each example.
 
     Args:
-        z_ND: clipped to norm 1.
-        targets_NC: e, clipped to norm b; such as one-hot labels about their mean.
+        z: [N, d], clipped to norm 1.
+        targets: e [N, C], clipped to norm b; such as one-hot labels about their mean.
         target_norm: b, the norm that every target has.
     """
 
-    z_ND: Tensor
-    targets_NC: Tensor
+    z: Tensor
+    targets: Tensor
     target_norm: float
 
     @property
@@ -156,19 +156,19 @@ class Moments:
     @property
     def width(self) -> int:
         """d(d+1)/2 + d·C."""
-        d = self.z_ND.shape[1]
-        return d * (d + 1) // 2 + d * self.targets_NC.shape[1]
+        d = self.z.shape[1]
+        return d * (d + 1) // 2 + d * self.targets.shape[1]
 
     def __len__(self) -> int:
-        return len(self.z_ND)
+        return len(self.z)
 
     def part(self, taken: slice | Tensor) -> Moments:
         """The vectors of some of the examples."""
-        return Moments(self.z_ND[taken], self.targets_NC[taken], self.target_norm)
+        return Moments(self.z[taken], self.targets[taken], self.target_norm)
 
     def _clipped(self) -> tuple[Tensor, Tensor]:
-        e = clip_rows(self.targets_NC, self.target_norm) / self.target_norm
-        return clip_rows(self.z_ND, 1.0), e
+        e = clip_rows(self.targets, self.target_norm) / self.target_norm
+        return clip_rows(self.z, 1.0), e
 
     def rows(self) -> Tensor:
         """The vectors written out, [N, d(d+1)/2 + dC], float64."""

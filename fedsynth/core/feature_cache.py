@@ -41,7 +41,7 @@ def kept_features(data: ImageData, features: FeatureMap, records: Tensor) -> Ten
     """
     if 4 * len(data) * features.dimension > MOST_BYTES:
         return _made(data, features, records)
-    key = f"{features.name} {features.dimension}"
+    key = _key(features)
     of_data = _KEPT.setdefault(data, {})
     if key not in of_data:
         of_data[key] = _Kept(data, features)
@@ -52,6 +52,24 @@ def kept_features(data: ImageData, features: FeatureMap, records: Tensor) -> Ten
         kept.vectors[missing.to(records.device)] = _made(data, features, missing)
         kept.there[missing] = True
     return kept.vectors[records]
+
+
+def keep_features(data: ImageData, features: FeatureMap, vectors_Nd: Tensor) -> None:
+    """Takes vectors of all of a data set's images that were made before, as benchmarks keep them.
+
+    Args:
+        data: whose.
+        features: what made them.
+        vectors_Nd: float32, on the data's device, in the data's order.
+    """
+    kept = _Kept.__new__(_Kept)
+    kept.vectors = vectors_Nd
+    kept.there = torch.ones(len(data), dtype=torch.bool)
+    _KEPT.setdefault(data, {})[_key(features)] = kept
+
+
+def _key(features: FeatureMap) -> str:
+    return f"{features.name} {features.dimension}"
 
 
 def _made(data: ImageData, features: FeatureMap, records: Tensor) -> Tensor:

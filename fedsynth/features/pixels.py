@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+from torch import Tensor
+
 from fedsynth.features.feature_map import FeatureMap, Shape
 
 
@@ -24,5 +26,10 @@ def pixels(shape: Shape) -> FeatureMap:
         norm_bound=math.sqrt(size) / 2,
         radius=0.3 * math.sqrt(size),
         source="pixels are in [0, 1]: analytic",
-        function=lambda x: x.flatten(1) - 0.5,
+        function=about_grey,
     )
+
+
+def about_grey(x_NCHW: Tensor) -> Tensor:
+    """[N, C·H·W] in [−½, ½]."""
+    return x_NCHW.flatten(1) - 0.5

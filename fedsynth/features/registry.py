@@ -19,6 +19,7 @@ Builder = Callable[[Shape], FeatureMap]
 _BUILT_IN = {
     "pixels": "fedsynth.features.pixels:pixels",
     "scattering": "fedsynth.features.scattering:scattering",
+    "whitened-scattering": "fedsynth.features.scattering:whitened_scattering",
 }
 _OWN: dict[str, Builder] = {}
 

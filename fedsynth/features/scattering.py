@@ -17,12 +17,17 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from fedsynth.errors import SettingError
 from fedsynth.features.feature_map import FeatureMap, Shape
+from fedsynth.features.public_statistics import SOURCE, Whitening, constants, public_vectors
+
+Real = npt.NDArray[np.float64]
+Complex = npt.NDArray[np.complex128]
 
 J, L = 2, 8
 """Octaves and orientations."""
@@ -35,13 +40,15 @@ EPSILON = 1e-5
 """Added to a group's variance: a constant image has features 0."""
 YUV = ((0.299, 0.587, 0.114), (-0.14713, -0.28886, 0.436), (0.615, -0.51499, -0.10001))
 """BT.601, rows Y, U, V of (R, G, B)."""
+FLOOR = 0.003
+"""Of the whitening's eigenvalues, over the largest; found on EMNIST letters."""
 PLANES = 12
 """Channels of images that a CPU takes at a time: their spectra then stay in its cache."""
 PERIODS = (-2, -1, 0, 1, 2)
 """Copies of a filter that are summed up to make it periodic."""
 
 
-def gabor(size: tuple[int, int], sigma: float, theta: float, xi: float, slant: float) -> np.ndarray:
+def gabor(size: tuple[int, int], sigma: float, theta: float, xi: float, slant: float) -> Complex:
     """A periodic Gabor filter exp(−uᵀCu/2σ² + iξ·u)·slant/(2πσ²), complex [H, W].
 
     Args:
@@ -62,11 +69,11 @@ def gabor(size: tuple[int, int], sigma: float, theta: float, xi: float, slant: f
             falls = curve[0, 0] * y**2 + 2 * curve[0, 1] * y * x + curve[1, 1] * x**2
             wave = xi * (y * math.cos(theta) + x * math.sin(theta))
             total += np.exp(-falls + 1j * wave)
-    scaled: np.ndarray = total * slant / (2 * math.pi * sigma**2)
+    scaled: Complex = total * slant / (2 * math.pi * sigma**2)
     return scaled
 
 
-def morlet(size: tuple[int, int], scale: int, orientation: int) -> np.ndarray:
+def morlet(size: tuple[int, int], scale: int, orientation: int) -> Complex:
     """A Gabor wavelet with its mean taken out, complex [H, W]: σ = 0.8·2^j, ξ = 3π/4·2^−j."""
     sigma = 0.8 * 2**scale
     theta = (L - L // 2 - 1 - orientation) * math.pi / L
@@ -173,15 +180,16 @@ def _aliased(spectrum: Tensor, step: int) -> Tensor:
     """The spectrum of every `step`-th sample in both directions: the mean over aliases."""
     height, width = (side // step for side in spectrum.shape[-2:])
     # slices are added one by one, as a reduction over two inner dimensions is several times slower
-    total: Tensor | None = None
-    for rows in spectrum.split(height, dim=-2):
-        for alias in rows.split(width, dim=-1):
-            total = alias if total is None else total + alias
-    assert total is not None
+    total = spectrum[..., :height, :width]
+    for down in range(step):
+        for right in range(step):
+            if down or right:
+                rows = slice(down * height, (down + 1) * height)
+                total = total + spectrum[..., rows, right * width : (right + 1) * width]
     return total / step**2
 
 
-def _smoothing(low_H: np.ndarray) -> Tensor:
+def _smoothing(low_H: Real) -> Tensor:
     """The matrix [H'/4, H'/2] of an average over half of the samples, and every second value of it.
 
     Args:
@@ -224,27 +232,55 @@ def _windows(size: torch.Size) -> tuple[tuple[int, int], tuple[int, int]]:
     return (sides[0], sides[1]), (strides[0], strides[1])
 
 
+@lru_cache(maxsize=8)
 def scattering(shape: Shape) -> FeatureMap:
     """The map for images of this shape: 729 coordinates of 28×28 in grey, 2187 of 32×32 in colour.
 
     Raises:
         SettingError: a side below 8 pixels.
     """
-    filters = Scattering.of(shape[1:])
-    rows, columns = (side // 2**J - 2 for side in filters.low.shape)
-    channels = filters_count(shape[0])
-    dimension = channels * min(GRID, rows) * min(GRID, columns)
+    channels, cells = _sizes(shape)
+    norm, radius = constants(_public(shape))
     return FeatureMap(
         name="scattering",
         image_shape=shape,
-        dimension=dimension,
-        norm_bound=math.sqrt(dimension),
-        radius=RADIUS * math.sqrt(dimension),
+        dimension=channels * cells,
+        norm_bound=norm,
+        radius=radius,
         source=SOURCE,
         function=scattering_features,
     )
 
 
-def filters_count(channels: int) -> int:
-    """Channels of the transform of an image with so many."""
-    return channels * (1 + J * L + L**2 * J * (J - 1) // 2)
+@lru_cache(maxsize=8)
+def whitened_scattering(shape: Shape) -> FeatureMap:
+    """The same coefficients, whitened by covariances of public random images.
+
+    Raises:
+        SettingError: a side below 8 pixels.
+    """
+    channels, cells = _sizes(shape)
+    white = Whitening.of(scattering_features, _public(shape), cells, FLOOR)
+    norm, radius = constants(white.applied(_public(shape)))
+    return FeatureMap(
+        name="whitened-scattering",
+        image_shape=shape,
+        dimension=channels * cells,
+        norm_bound=norm,
+        radius=radius,
+        source=SOURCE,
+        function=white,
+    )
+
+
+@lru_cache(maxsize=8)
+def _public(shape: Shape) -> Tensor:
+    with torch.inference_mode(False):
+        return public_vectors(scattering_features, shape)
+
+
+def _sizes(shape: Shape) -> tuple[int, int]:
+    """Channels, and cells of each."""
+    low = Scattering.of((shape[1], shape[2])).low
+    rows, columns = (side // 2**J - 2 for side in low.shape)
+    return shape[0] * (1 + J * L + L**2 * J * (J - 1) // 2), min(GRID, rows) * min(GRID, columns)

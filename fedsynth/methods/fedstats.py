@@ -6,9 +6,9 @@ does not matter. Round 1 has two releases, a centre m and, about it, the second 
 
     z = clip₁((φ(x) − m)/R),    √½·[svec(z zᵀ); z ⊗ (e_y − 1/C)/√(1 − 1/C)]    (norm ≤ 1),
 
-from which the server has a ridge classifier in closed form. Each later round is one Newton-like step
-of softmax regression, Σ clip_c(p − y) ⊗ z, preconditioned by the released second moments. Nothing
-is sampled, so the composition is that of Gaussians and exact. docs/privacy.md has the sensitivities
+from which the server has a ridge classifier in closed form (or, without second moments, of z ⊗ e
+alone, a linear one). Each later round is one Newton-like step of softmax regression, Σ clip_c(p − y)
+⊗ z, preconditioned by the released second moments, or by a public constant. Nothing is sampled, so the composition is that of Gaussians and exact. docs/privacy.md has the sensitivities
 with their proofs, docs/fedstats.md what comes out.
 
 Prior work: DP-FC and DP-NTK use such moments centrally (arXiv 2211.13403), one-shot federated ridge
@@ -43,8 +43,10 @@ from fedsynth.methods.shared.class_statistics import (
     ClassMoments,
     Spectrum,
     centred,
+    crossed_rows,
     moment_rows,
     step_rows,
+    target_norm,
 )
 from fedsynth.models.feature_linear import FeatureLinear, feature_linear
 from fedsynth.models.registry import ModelSettings
@@ -55,6 +57,9 @@ from fedsynth.privacy.settings import PrivacySettings
 CENTRE, MOMENTS, STEP = "centre", "moments", "step"
 """The names of the plans."""
 OWN, SECURE = "own", "secure"
+YES, NO, AUTO = "yes", "no", "auto"
+LARGE_EPSILON, SMALL_NOISE = 2.0, 2.0
+"""From which ε on, and up to which σ, "auto" releases second moments."""
 SCALE = 4.0
 """From a regression on labels to logits: the softmax's slope at even odds of two classes is ¼."""
 
@@ -86,12 +91,18 @@ class FedStats(Method):
     Args:
         features: the map φ, see `fedsynth.features.feature_names`, or one that was registered.
         centre_share: of the budget μ² for the centre.
-        moment_share: for the second moments; steps share the rest.
+        moment_share: for the moments; steps share the rest.
+        second_moments: whether z zᵀ is released with z ⊗ e. "no": the clip has all of z ⊗ e, an
+            upload is smaller by about d/2C, and one curvature stands in for all: right where
+            features are white already and noise is large. "yes": steps are Newton's, right where ε
+            is large. "auto": yes without privacy, and from ε = 2 (or σ = 2 down) on, by the
+            settings alone.
         ridge: λ over σ_A·√d, with σ_A the noise of a moment.
         step_clip: c of clip(p − y); ‖p − y‖ is at most √2.
         step_size: of the Newton-like step.
-        step_floor: least eigenvalue that a step divides by, over σ_G·√d, with σ_G the noise of a
-            gradient's coordinate.
+        curvature: without second moments, what stands for all their eigenvalues.
+        step_floor: with second moments, the least eigenvalue that a step divides by, over σ_G·√d,
+            with σ_G the noise of a gradient's coordinate.
         aggregation: "own": every client adds all of the noise. "secure": each adds 1/√H of it, and
             the guarantee holds for those who see the sum alone, which a secure aggregation has to
             see to; a simulation executes none.
@@ -120,13 +131,15 @@ class FedStats(Method):
         "of them can stand in for"
     )
 
-    features: str = "scattering"
-    centre_share: float = 0.05
-    moment_share: float = 0.4
+    features: str = "whitened-scattering"
+    centre_share: float = 0.04
+    moment_share: float = 0.1
+    second_moments: str = AUTO
     ridge: float = 0.25
     step_clip: float = 0.7
-    step_size: float = 2.0
+    step_size: float = 1.5
     step_floor: float = 0.1
+    curvature: float = 0.01
     aggregation: str = OWN
     honest: int = 0
 
@@ -134,7 +147,7 @@ class FedStats(Method):
         check_ranges(self, centre_share=(1e-4, 0.9), moment_share=(1e-4, 0.999))
         check_ranges(self, ridge=(0, inf), step_clip=(1e-3, 1.5), step_size=(0, inf))
         check_ranges(self, step_floor=(0, inf), honest=(0, inf))
-        check_choices(self, aggregation=(OWN, SECURE))
+        check_choices(self, aggregation=(OWN, SECURE), second_moments=(YES, NO, AUTO))
         if self.centre_share + self.moment_share >= 1:
             raise SettingError(
                 "method",
@@ -190,7 +203,9 @@ class FedStats(Method):
         for key in ("clip", "sample_rate"):
             if getattr(privacy, key) is not None:
                 raise SettingError(
-                    "privacy", key, f"must be left out with {self.name}: its releases have their own"
+                    "privacy",
+                    key,
+                    f"must be left out with {self.name}: its releases have their own",
                 )
         features = self.map_of(context.spec)
         d = features.dimension
@@ -206,11 +221,12 @@ class FedStats(Method):
         )
         moments = make(
             name=MOMENTS,
-            quantity="second moments of features, and their products with labels",
+            quantity="products of features with labels"
+            + (", and second moments of features" if self.has_second(privacy) else ""),
             clipped="z = (φ(x) − m)/R of each example; the joint vector of its products has norm "
             "at most 1",
             clip=1.0,
-            dimension=d * (d + 1) // 2 + d * classes,
+            dimension=self._moment_width(d, classes, privacy),
             noise_ratio=self.moment_share**-0.5,
         )
         centre = make(
@@ -232,9 +248,20 @@ class FedStats(Method):
         )
         return (moments, centre, step) if context.rounds > 1 else (moments, centre)
 
-    def round_plans(
-        self, plans: tuple[PrivatePlan, ...], round: int
-    ) -> tuple[PrivatePlan, ...]:
+    def has_second(self, privacy: PrivacySettings | None) -> bool:
+        """Whether second moments are released; a rule on settings, which are public."""
+        if self.second_moments != AUTO:
+            return self.second_moments == YES
+        if privacy is None:
+            return True
+        if privacy.epsilon is not None:
+            return privacy.epsilon >= LARGE_EPSILON
+        return (privacy.noise_multiplier or math.inf) <= SMALL_NOISE
+
+    def _moment_width(self, d: int, classes: int, privacy: PrivacySettings | None) -> int:
+        return d * classes + (d * (d + 1) // 2 if self.has_second(privacy) else 0)
+
+    def round_plans(self, plans: tuple[PrivatePlan, ...], round: int) -> tuple[PrivatePlan, ...]:
         first = (MOMENTS, CENTRE)
         return tuple(plan for plan in plans if (plan.name in first) == (round == 1))
 
@@ -243,7 +270,7 @@ class FedStats(Method):
         d = self.map_of(context.spec).dimension
         width = classes * d
         if context.round == 1:
-            width = d if phase == FIRST else d * (d + 1) // 2 + width
+            width = d if phase == FIRST else self._moment_width(d, classes, context.privacy)
         far = LARGEST * max(1.0, *context.noise.values(), 1.0)
         return {"sums": Array((width,), least=-far, most=far)}
 
@@ -292,7 +319,8 @@ class FedStats(Method):
         def rows(features_Nd: Tensor, labels_N: Tensor) -> Products:
             z = centred(features_Nd, centre, radius)
             if context.round == 1:
-                return moment_rows(z, labels_N, classes)
+                make = moment_rows if self.has_second(context.privacy) else crossed_rows
+                return make(z, labels_N, classes)
             return step_rows(z, labels_N, weight, self.step_clip)
 
         name = MOMENTS if context.round == 1 else STEP
@@ -316,7 +344,9 @@ class FedStats(Method):
 
     # -------------------------------------------------------------------------------- server
 
-    def pooled(self, uploads: Mapping[int, StatisticSums], plan: str, context: RoundContext) -> Pool:
+    def pooled(
+        self, uploads: Mapping[int, StatisticSums], plan: str, context: RoundContext
+    ) -> Pool:
         """The sum over clients, and the deviation of its noise."""
         total = torch.stack([one.sums.double() for one in uploads.values()]).sum(dim=0)
         each = context.noise.get(plan, 0.0) / math.sqrt(self._shares(context.clients))
@@ -363,23 +393,30 @@ class FedStats(Method):
     def _closed_form(
         self, state: StatisticsState, pool: Pool, context: RoundContext
     ) -> StatisticsState:
-        d = self.map_of(context.spec).dimension
-        classes = context.spec.classes
+        weight = state.parameters["classifier.weight"]
+        classes, d = weight.shape
+        if not self.has_second(context.privacy):
+            crossed = pool.sums.view(classes, d) * (target_norm(classes) / pool.records)
+            linear = (SCALE / self.curvature * crossed).float()
+            return replace(state, parameters={**state.parameters, "classifier.weight": linear})
         moments = ClassMoments.unpacked(pool.sums, d, classes, pool.records, pool.deviation)
         spectrum = Spectrum.of(moments, self.ridge)
-        weight = SCALE * spectrum.solve(moments.crossed)
+        solved = (SCALE * spectrum.solve(moments.crossed)).float()
         return replace(
             state,
-            parameters={**state.parameters, "classifier.weight": weight.float()},
+            parameters={**state.parameters, "classifier.weight": solved},
             eigenvalues=spectrum.values.float(),
             eigenvectors=spectrum.vectors.float(),
         )
 
     def _step(self, state: StatisticsState, pool: Pool, context: RoundContext) -> StatisticsState:
-        if state.eigenvalues is None or state.eigenvectors is None:  # round 1 did not count
-            return state
         weight = state.parameters["classifier.weight"]
         gradient = (pool.sums / pool.records).float().view_as(weight)
+        if state.eigenvalues is None or state.eigenvectors is None:
+            if self.has_second(context.privacy):  # round 1 did not count
+                return state
+            down = weight - self.step_size / self.curvature * gradient
+            return replace(state, parameters={**state.parameters, "classifier.weight": down})
         spectrum = Spectrum(state.eigenvalues, state.eigenvectors)
         noise = pool.deviation / pool.records * math.sqrt(weight.shape[1])
         moved = weight - self.step_size * spectrum.step(gradient, self.step_floor * noise)

@@ -26,12 +26,11 @@ from fedsynth.methods.shared.class_statistics import ClassMoments, Spectrum, tar
 from fedsynth.models.feature_linear import FeatureLinear, feature_linear
 from fedsynth.privacy.errors import PrivacySettingError
 from fedsynth.privacy.ledger import Guard, Ledger
-from fedsynth.privacy.mechanisms import GaussianSums
 from fedsynth.privacy.plans import FIRST, MAIN
 from fedsynth.privacy.randomness import SecretGenerator
 
 SPEC, CPU = dataset_spec("digits"), torch.device("cpu")
-PIXELS = FedStats(features="pixels")
+PIXELS = FedStats(features="pixels", second_moments="yes")
 PHASES = ((1, FIRST, CENTRE), (1, MAIN, MOMENTS), (2, MAIN, STEP))
 
 
@@ -69,28 +68,28 @@ def sums(method: FedStats, data: ImageData, parts: list[list[int]], number: int,
 
 
 @pytest.mark.parametrize(("number", "phase", "name"), PHASES)
+@pytest.mark.parametrize("second", ["yes", "no"])
 def test_one_example_moves_each_release_by_at_most_its_clip(
-    number: int, phase: str, name: str
+    number: int, phase: str, name: str, second: str
 ) -> None:
     """Also one that is black, white, or of the other examples' class: what the plan charges."""
-    plans = PIXELS.private_plans(PrivacySettings(noise_multiplier=1.0), context(number))
+    method = FedStats(features="pixels", second_moments=second)
+    plans = method.private_plans(PrivacySettings(noise_multiplier=1.0), context(number))
     clip = next(plan.clip for plan in plans if plan.name == name)
     data = images(12)
     pixels = data.images.clone()
     pixels[10], pixels[11] = 0, 255
     data = from_arrays(pixels, data.labels, SPEC)
-    everybody = sums(PIXELS, data, [list(range(12))], number, phase)
+    everybody = sums(method, data, [list(range(12))], number, phase)
     for left_out in range(12):
         rest = [n for n in range(12) if n != left_out]
-        moved = float((everybody - sums(PIXELS, data, [rest], number, phase)).norm())
+        moved = float((everybody - sums(method, data, [rest], number, phase)).norm())
         assert moved <= clip * (1 + 1e-5)
         assert moved > 0.02 * clip
 
 
 @pytest.mark.parametrize(("number", "phase", "name"), PHASES)
-def test_sums_over_clients_are_those_of_the_pooled_data(
-    number: int, phase: str, name: str
-) -> None:
+def test_sums_over_clients_are_those_of_the_pooled_data(number: int, phase: str, name: str) -> None:
     """However the records are divided; a client without any gives zeros."""
     data = images(20)
     pooled = sums(PIXELS, data, [list(range(20))], number, phase).sum(0)
@@ -177,9 +176,7 @@ def test_clients_of_a_secure_sum_add_their_share_of_the_noise() -> None:
     """1/√H each, so that H of them have what is charged; H is below the number of clients."""
     for aggregation, honest, shares in (("own", 0, 1), ("secure", 0, 3), ("secure", 2, 2)):
         method = FedStats(features="pixels", aggregation=aggregation, honest=honest)
-        plans = method.private_plans(
-            PrivacySettings(noise_multiplier=1.0), context(1, clients=4)
-        )
+        plans = method.private_plans(PrivacySettings(noise_multiplier=1.0), context(1, clients=4))
         assert {plan.shares for plan in plans} == {shares}
     with pytest.raises(SettingError, match="honest"):
         FedStats(features="pixels", aggregation="secure", honest=4).private_plans(
@@ -239,15 +236,16 @@ def test_noise_s_negative_eigenvalues_become_the_ridge() -> None:
 # -------------------------------------------------------------------------------------------- runs
 
 
-def run(alpha: float = 0.5, **other: Any) -> Any:
+def run(alpha: float = 0.5, second: str = "yes", **other: Any) -> Any:
     parts = PartitionSettings("dirichlet-plain", clients=4, alpha=alpha)
-    method = FedStats(features="pixels", **other.pop("method", {}))
+    method = FedStats(features="pixels", second_moments=second)
     return simulate(RunSettings(method, rounds=3, partition=parts, **other))
 
 
-def test_alpha_does_not_matter() -> None:
+@pytest.mark.parametrize("second", ["yes", "no"])
+def test_alpha_does_not_matter(second: str) -> None:
     """The model of an open run, to rounding, whoever has which classes."""
-    models = [run(alpha).model.state_dict() for alpha in (0.05, 100.0)]
+    models = [run(alpha, second).model.state_dict() for alpha in (0.05, 100.0)]
     for name, value in models[0].items():
         torch.testing.assert_close(value, models[1][name], rtol=1e-4, atol=1e-5)
 
@@ -278,3 +276,13 @@ def test_features_that_are_not_finite_are_dropped_and_not_spread() -> None:
     )
     assert all(bool(torch.isfinite(one).all()) for one in result.model.state_dict().values())
     assert feature_map("broken", (1, 8, 8)).dimension == 64
+
+
+def test_second_moments_go_by_the_settings_alone() -> None:
+    auto = FedStats()
+    assert auto.has_second(None)
+    assert auto.has_second(PrivacySettings(epsilon=3.0))
+    assert not auto.has_second(PrivacySettings(epsilon=1.0))
+    assert not auto.has_second(PrivacySettings(epsilon=1.0, noise_multiplier=0.5))
+    assert auto.has_second(PrivacySettings(noise_multiplier=1.0))
+    assert not auto.has_second(PrivacySettings(noise_multiplier=3.0))

@@ -32,6 +32,12 @@ def moment_rows(z_Nd: Tensor, labels_N: Tensor, classes: int) -> Moments:
     return Moments(z_Nd, targets, target_norm(classes))
 
 
+def crossed_rows(z_Nd: Tensor, labels_N: Tensor, classes: int) -> Outer:
+    """The same without second moments: e/b ⊗ z, of norm at most 1."""
+    targets = F.one_hot(labels_N, classes).to(z_Nd.dtype) - 1 / classes
+    return Outer(targets / target_norm(classes), z_Nd, 1.0)
+
+
 def step_rows(z_Nd: Tensor, labels_N: Tensor, weight_Cd: Tensor, clip: float) -> Outer:
     """What each example adds to a step: clip(p − y) ⊗ z, the cross-entropy's gradient."""
     wrong = torch.softmax(z_Nd @ weight_Cd.T, dim=1) - F.one_hot(labels_N, len(weight_Cd))
