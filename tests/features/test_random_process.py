@@ -76,7 +76,7 @@ def test_kmeans_finds_directions_of_either_sign() -> None:
     sign = torch.randint(2, (600, 1), generator=generator) * 2.0 - 1
     points = sign * true[which] + 0.1 * torch.randn(600, 6, generator=generator)
     points = torch.nn.functional.normalize(points, dim=1)
-    found = spherical_kmeans(points, points[:3] + 0.3 * true, 10)
+    found = spherical_kmeans(points, true + 0.5, 10)
     assert ((found @ true.T).abs().max(dim=0).values > 0.99).all()
     alone = spherical_kmeans(points, torch.cat([found, torch.eye(6)[5:]]), 1)
     assert torch.isfinite(alone).all()
@@ -95,9 +95,10 @@ def test_the_recipe_alone_decides() -> None:
 
 def test_patches_are_normalised_pieces_of_the_images() -> None:
     x = images(5)
-    patches = drawn_patches(x, 50, torch.Generator().manual_seed(0))
+    patches = drawn_patches(x, 10, torch.Generator().manual_seed(0))
     windows = x.unfold(2, PATCH, 1).unfold(3, PATCH, 1).permute(0, 2, 3, 1, 4, 5).reshape(-1, SIZE)
-    assert torch.cdist(patches, windows).min(dim=1).values.max() < 1e-4
+    apart = (patches[:, None] - windows[None]).abs().amax(dim=2).min(dim=1).values
+    assert apart.max() == 0
     made = normalised(patches)
     assert made.mean(dim=1).abs().max() < 1e-5
     assert made.std(dim=1).max() < 1.01
