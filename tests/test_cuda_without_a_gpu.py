@@ -67,6 +67,7 @@ ALLOWED = {
     ("data/images.py", "ImageData.to"): "the data, once",
     ("data/images.py", "_check_finite"): LOOK,
     ("data/images.py", "_check_label_range"): LOOK,
+    ("core/feature_cache.py", "kept_features"): "which vectors are there, in the first round",
     ("data/images.py", "ImageData.subset"): LOOK,
     ("data/fingerprints.py", "record_digests"): "who holds what out, before the first round",
     ("evaluation/generated.py", "tally"): RESULT,

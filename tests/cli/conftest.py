@@ -36,6 +36,7 @@ SMALL: dict[str, tuple[str, ...]] = {
     "feddm": ("--set", "iterations=1", "--set", "server_epochs=1", "--ipc", "2"),
     "fedaf": ("--set", "iterations=1", "--set", "server_epochs=1", "--ipc", "2"),
     "real": ("--set", "server_epochs=1", "--ipc", "2"),
+    "fedstats": ("--set", "features=pixels"),
 }
 
 
