@@ -82,6 +82,7 @@ ALLOWED = {
     ("federation/simulation.py", "Simulation.__init__"): "the first model, once",
     ("federation/simulation.py", "Simulation._after_uploads"): "a warning in the first round",
     ("methods/fedaf.py", "FedAF.objective"): DRAWN,
+    ("methods/shared/class_statistics.py", "Spectrum.of"): RESULT,
     ("methods/feddm.py", "FedDM.feature_maps"): DRAWN,
     ("methods/fedfm.py", "FedFM.task"): LOOK,
     ("methods/fedgen.py", "FedGen._generator"): MODEL,
