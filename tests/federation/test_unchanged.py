@@ -149,9 +149,7 @@ CASES: dict[str, Sections] = {
     ),
     "fedaf, some clients": case("fedaf", run={**SOME, "rounds": 3}),
     "fedaf, users": private("fedaf", privacy={**USERS, "user_records": 4}),
-    "fedstats, users, secure": private(
-        "fedstats", method={"aggregation": "secure"}, privacy=USERS
-    ),
+    "fedstats, users, secure": private("fedstats", method={"aggregation": "secure"}, privacy=USERS),
     # Training of models
     **{
         f"{name}, some clients": case(name, run={**SOME, "rounds": 3})
