@@ -189,7 +189,7 @@ class Moments:
 def _weighted(rows: Tensor, shares_N: Tensor | None) -> Tensor:
     if shares_N is None:
         return rows
-    if len(shares_N) and not bool((shares_N >= 0).all() & (shares_N <= 1).all()):
+    if len(shares_N) and not bool(((shares_N >= 0) & (shares_N <= 1)).all()):  # on the CPU
         raise PrivacyError("shares of a user's records must be in [0, 1]")
     return rows * shares_N.to(rows)[:, None]
 

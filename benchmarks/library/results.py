@@ -24,7 +24,6 @@ from fedsynth.federation.terms.settings import RunSettings
 from fedsynth.privacy.settings import PrivacySettings
 from library.machine import machine
 
-
 Run = Callable[[RunSettings, tuple[ImageData, ImageData]], dict[str, Any]]
 """Settings and data -> what a row says of the run."""
 

@@ -308,17 +308,18 @@ class PrivateClients:
         """
         self._check_owners(series)
         size = pass_length(self._expected(series), FEATURE_START, FEATURE_PASS)
+        device = self._data.labels.device
         released = []
         for own, units, one in zip(self._records, self._units, series, strict=True):
             sample = units.sample(one)
             records = own[sample.records]
             for start in range(0, len(records), size):
-                some = records[start : start + size].to(self._data.labels.device)
+                some = records[start : start + size].to(device, non_blocking=True)
                 z_ND = padded(kept_features(self._data, features, some), size)
                 made = rows(z_ND, padded(self._data.labels[some], size))
                 mine = sample.part(start, start + len(some))
                 one.add_products(made.part(slice(len(some))), mine)
-            released.append(one.release().to(self._data.labels.device))
+            released.append(one.release().to(device))
         return Released(torch.cat(released))
 
     def _expected(self, series: Sequence[GaussianSums]) -> float | None:

@@ -49,7 +49,7 @@ def kept_features(data: ImageData, features: FeatureMap, records: Tensor) -> Ten
     where = records.cpu()
     missing = where[~kept.there[where]]
     if len(missing):
-        kept.vectors[missing.to(records.device)] = _made(data, features, missing)
+        kept.vectors[missing.to(records.device, non_blocking=True)] = _made(data, features, missing)
         kept.there[missing] = True
     return kept.vectors[records]
 
@@ -75,6 +75,6 @@ def _key(features: FeatureMap) -> str:
 def _made(data: ImageData, features: FeatureMap, records: Tensor) -> Tensor:
     parts = [torch.zeros(0, features.dimension, device=data.images.device)]
     with torch.no_grad():
-        for some in records.to(data.images.device).split(PASS):
+        for some in records.to(data.images.device, non_blocking=True).split(PASS):
             parts.append(features(padded(data.images[some], PASS))[: len(some)])
     return torch.cat(parts)

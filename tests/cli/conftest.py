@@ -37,6 +37,7 @@ SMALL: dict[str, tuple[str, ...]] = {
     "fedaf": ("--set", "iterations=1", "--set", "server_epochs=1", "--ipc", "2"),
     "fedsum": ("--set", "networks=2", "--set", "iterations=2", "--set", "server_epochs=1"),
     "real": ("--set", "server_epochs=1", "--ipc", "2"),
+    "fedstats": ("--set", "features=pixels"),
 }
 
 

@@ -69,6 +69,7 @@ TINY: Mapping[str, Mapping[str, Any]] = {
     },
     "fedkf": {**LOCAL, "generator_width": 4, "generator_batch": 8, "latent": 8},
     "fedfm": {**LOCAL, "lr": 0.01},
+    "fedstats": {"features": "pixels"},
     "fedgen": {**LOCAL, "generator_steps": 3, "generator_batch": 8, "noise": 8, "hidden": 16},
 }  # fmt: skip
 
@@ -90,6 +91,8 @@ def case(name: str, /, **sections: Mapping[str, Any]) -> Sections:
 def private(name: str, /, **sections: Mapping[str, Any]) -> Sections:
     """The same with noise, and Poisson samples."""
     protection = {"noise_multiplier": 2.0, "sample_rate": 0.25, **sections.pop("privacy", {})}
+    if name == "fedstats":  # samples nothing
+        del protection["sample_rate"]
     return case(name, **sections, privacy=protection)
 
 
@@ -153,6 +156,7 @@ CASES: dict[str, Sections] = {
         method={"perturbation": "fresh", "augment": "siamese", "start": "random-process"},
     ),
     "fedsum, users": private("fedsum", privacy=USERS),
+    "fedstats, users, secure": private("fedstats", method={"aggregation": "secure"}, privacy=USERS),
     # Training of models
     **{
         f"{name}, some clients": case(name, run={**SOME, "rounds": 3})
