@@ -13,8 +13,8 @@ in the document so, whatever its line breaks. Every other decimal number, and ev
 a reference (`FREE`), or between `<!-- given -->` and `<!-- end -->`, as papers' figures are.
 
 The tables are in `library/method_tables.py`, `library/speed_tables.py`,
-`library/reliability_tables.py`, `library/reproduction_tables.py` and
-`library/own_data_tables.py`.
+`library/reliability_tables.py`, `library/reproduction_tables.py`, `library/own_data_tables.py`
+and `library/statistics_tables.py`.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from library import (
     reliability_tables,
     reproduction_tables,
     speed_tables,
+    statistics_tables,
 )
 from library.rows import RowsError
 
@@ -47,6 +48,7 @@ PARTS = (
     reliability_tables,
     reproduction_tables,
     own_data_tables,
+    statistics_tables,
 )
 TABLES: dict[str, Callable[[], str]] = {
     name: made for part in PARTS for name, made in part.TABLES.items()

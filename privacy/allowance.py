@@ -166,8 +166,10 @@ def authorise(
         BudgetExceededError: the cap would be exceeded; what was charged before it stays charged.
     """
     here = [plan for plan in plans if plan.phase == phase]
-    granted = [
-        (plan, make_series(plan.release(round, noise_multiplier), plan.groups, guard, secret))
-        for plan in here
-    ]
+    granted: list[tuple[PrivatePlan, GaussianSums]] = []
+    for plan in here:
+        row = plan.release(round, noise_multiplier)
+        series = make_series(row, plan.groups, guard, secret)
+        series.shares = plan.shares
+        granted.append((plan, series))
     return Allowance(phase, granted, [plan for plan in plans if plan.phase != phase])

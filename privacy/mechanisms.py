@@ -16,17 +16,20 @@ or noise is drawn; a series then gives out exactly as many releases as were char
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, NewType, NoReturn
 
 import torch
 from torch import Tensor
 
+from fedsynth.privacy.clipping import clip_rows as clip_rows
 from fedsynth.privacy.errors import PrivacyError
 from fedsynth.privacy.ledger import Guard
 from fedsynth.privacy.randomness import SecretGenerator, this_process
 from fedsynth.privacy.releases import USER, Release
 
 if TYPE_CHECKING:
+    from fedsynth.privacy.products import Products
     from fedsynth.privacy.units import Sample
 
 Released = NewType("Released", Tensor)
@@ -39,20 +42,6 @@ below one clip."""
 
 CPU_BLOCK, GPU_BLOCK = 2**20, 2**26
 """Coordinates that are held as float64 at a time: on a CPU, what stays in the cache."""
-
-
-def clip_rows(rows_ND: Tensor, clip: float) -> Tensor:
-    """Rows scaled to L2 norm at most `clip`, as float64; a row with a NaN or infinity becomes zero,
-    before clipping.
-
-    float64 because the bound must hold for what is summed, not only for what was meant: bf16 sums
-    were seen to break it by 7 %.
-    """
-    rows = rows_ND.to(torch.float64)
-    norms = torch.linalg.vector_norm(rows, dim=1, keepdim=True)  # as bad as the worst coordinate
-    rows = torch.where(torch.isfinite(norms), rows, 0.0)
-    clipped: Tensor = rows * (clip / norms.clamp_min(clip).nan_to_num(clip))
-    return clipped
 
 
 def clipped_sums(rows_ND: Tensor, groups_N: Tensor, groups: int, clip: float) -> Tensor:
@@ -137,6 +126,8 @@ class GaussianSums:
     Attributes:
         steps_left: releases that are still to be given out.
         owner: the number of the client that it was handed out for; None: it was made by hand.
+        shares: H of securely aggregated noise: what is charged is the noise of H clients together,
+            and this one adds its part, the deviation over √H. 1: all of it is its own.
 
     Raises:
         BudgetExceededError: the series would exceed the client's cap; nothing was charged and
@@ -160,6 +151,7 @@ class GaussianSums:
         self._width = release.dimension // groups
         self.steps_left = release.steps
         self.owner: int | None = None
+        self.shares = 1
         self._unit = guard.unit
         self._process = this_process()
         self._users = UserSums(groups, self._width, release.sensitivity)
@@ -178,8 +170,10 @@ class GaussianSums:
 
     @property
     def deviation(self) -> float:
-        """σ𝒞, the standard deviation of the noise in each coordinate of a release; public."""
-        return self._release.noise_multiplier * self._release.sensitivity
+        """σ𝒞/√H, the standard deviation of the noise that this client adds to each coordinate of a
+        release; public."""
+        charged = self._release.noise_multiplier * self._release.sensitivity
+        return charged / math.sqrt(self.shares)
 
     def sample(self, units: int) -> Tensor:
         """Starts a step; indices (int64) of the records (or users) in its Poisson sample, possibly
@@ -222,6 +216,38 @@ class GaussianSums:
             self._sums += clipped_sums(rows_ND.detach(), groups_N, self._groups, clip)
         else:
             self._users.add(rows_ND.detach(), groups_N, sample.users, sample.shares, self._sums)
+
+    def add_products(self, products: Products, sample: Sample | None = None) -> None:
+        """Adds sampled records' vectors that are given by factors to the sum of the one group.
+
+        Args:
+            products: no example's vector is longer than their bound.
+            sample: see `add`. A user's vectors are averaged: the mean is no longer than its parts.
+
+        Raises:
+            PrivacyError: as `add`; the bound is above the sensitivity that was charged, or there are
+                more groups than one.
+        """
+        if self._sums is None:
+            raise PrivacyError("no step is open: records must be sampled before they are summed")
+        if self._groups != 1 or products.width != self._width:
+            raise PrivacyError(
+                f"charged for {self._groups} groups of {self._width} coordinates, got products of "
+                f"{products.width} for one"
+            )
+        if products.bound > self._release.sensitivity * (1 + 1e-12):
+            raise PrivacyError(
+                f"charged for a sensitivity of {self._release.sensitivity:g}, got vectors of norm "
+                f"up to {products.bound:g}"
+            )
+        if self._unit == USER and (sample is None or sample.shares is None):
+            raise PrivacyError(
+                "charged for users as the unit: rows come with whose they are, and are clipped by "
+                "user"
+            )
+        shares = None if sample is None else sample.shares
+        sums = products.sums(shares)
+        self._sums = self._sums.to(sums.device, non_blocking=True) + sums
 
     def release(self) -> Released:
         """Ends the step: [groups, D] float32 sums with fresh noise on every group, also for an

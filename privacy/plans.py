@@ -33,9 +33,11 @@ class PrivatePlan:
         groups: the sums that these coordinates are: one for each class, or one.
         noise_ratio: the release's noise multiplier over the run's σ.
         phase: the exchange that it is made in, "main" or "first".
+        shares: H of secure aggregation: the noise that is charged is that of H clients together,
+            each of whom adds 1/√H of its deviation; 1: every client adds all of it.
 
     Raises:
-        PrivacySettingError: an unknown phase, or a dimension that is not of equal groups.
+        PrivacySettingError: an unknown phase, no share, or a dimension that is not of equal groups.
     """
 
     name: str
@@ -49,6 +51,7 @@ class PrivatePlan:
     groups: int = 1
     noise_ratio: float = 1.0
     phase: str = MAIN
+    shares: int = 1
 
     def __post_init__(self) -> None:
         if self.phase not in PHASES:
@@ -56,6 +59,10 @@ class PrivatePlan:
                 None,
                 "phase",
                 f"of plan {self.name!r} must be one of {', '.join(PHASES)}, got {self.phase!r}",
+            )
+        if self.shares < 1:
+            raise PrivacySettingError(
+                None, "shares", f"of plan {self.name!r} must be at least 1, got {self.shares}"
             )
         if self.groups < 1 or self.dimension % self.groups:
             raise PrivacySettingError(
@@ -84,7 +91,7 @@ class PrivatePlan:
         return Release(
             round=round,
             quantity=self.quantity,
-            mechanism=self.mechanism,
+            mechanism=self.mechanism + aggregated(self.shares),
             clipped=self.clipped,
             noise_multiplier=noise_multiplier * self.noise_ratio,
             sensitivity=self.clip,
@@ -95,6 +102,11 @@ class PrivatePlan:
             unaccounted=unaccounted,
             unit=unit,
         )
+
+
+def aggregated(shares: int) -> str:
+    """What a ledger's row says of noise that is not the client's alone."""
+    return f", noise of {shares} clients together" if shares > 1 else ""
 
 
 def check_plans(plans: Sequence[PrivatePlan]) -> None:

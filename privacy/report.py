@@ -111,6 +111,8 @@ class ReportContext:
             a mapping).
         rows_before: client → rows that its ledger held when the run began; 0 where it is not named.
         abandoned: the run did not finish: the report was built afterwards, from what it left.
+        shares: H, where each client adds 1/√H of the noise that is charged, and a secure
+            aggregation has to show the sums alone; 1: the noise is each client's own.
 
     Raises:
         PrivacySettingError: δ out of range, or an unknown access status.
@@ -140,6 +142,7 @@ class ReportContext:
     data_set: Mapping[str, Any] = field(default_factory=dict)
     rows_before: Mapping[str, int] = field(default_factory=dict)
     abandoned: bool = False
+    shares: int = 1
 
     def __post_init__(self) -> None:
         check_delta(self.delta, self.max_records)
@@ -188,7 +191,7 @@ def build_report(context: ReportContext, histories: Sequence[History]) -> dict[s
         adjacency=adjacency_words(context.adjacency, context.unit),
         max_records=context.max_records,
         data_set=as_lists(context.data_set),
-        trust_model=_trust_model(private, context.unit),
+        trust_model=_trust_model(private, context.unit, context.shares),
         public_items=dict(context.public_items),
         scope=[
             Access(access=one.what, status=one.status, note=one.note) for one in context.accesses
@@ -324,7 +327,23 @@ def protected_unit(private: bool, unit: str, user_records: int | None) -> Unit:
     )
 
 
-def _trust_model(private: bool, unit: str) -> TrustModel:
+def _aggregated(model: TrustModel, shares: int) -> TrustModel:
+    """The model where noise is shared: it holds against who sees sums alone."""
+    return model.model_copy(
+        update={
+            "trusted": "each client trusts its own machine and this software, a secure "
+            f"aggregation, and that at least {shares} other clients of a round add their noise",
+            "adversary": "the server, the other clients but for those, and everybody else; they "
+            "know all settings and code, every other example, and see the sum over all clients of "
+            "every round, and no client's own upload",
+            "secure_aggregation": f"assumed, not executed: each client adds 1/√{shares} of the "
+            "noise that is charged, so whoever sees a single upload, as this simulation does, sees "
+            "one with less noise",
+        }
+    )
+
+
+def _trust_model(private: bool, unit: str, shares: int) -> TrustModel:
     model = TrustModel(
         trusted="each client trusts its own machine and this software, and nobody else",
         adversary="the server, the other clients and everybody else; they know all settings and "
@@ -334,6 +353,8 @@ def _trust_model(private: bool, unit: str) -> TrustModel:
     )
     if not private:
         return model
+    if shares > 1:
+        model = _aggregated(model, shares)
     one = "user" if unit == USER else "example"
     whose = f"epsilon is the worst client's, for one {one} held by one client"
     return model.model_copy(update={"federation": whose})

@@ -43,7 +43,10 @@ def family(method: type[Method]) -> Values:
         return ONCE
     if issubclass(method, TrainsLocally):
         return LOCAL
-    return CONDENSE if "iterations" in {f.name for f in fields(method)} else IMAGES
+    known = {f.name for f in fields(method)}
+    if "iterations" in known:
+        return CONDENSE
+    return IMAGES if "ipc" in known else {}
 
 
 def _settings(method: str, changes: Values) -> tuple[str, Values]:

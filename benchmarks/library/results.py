@@ -9,6 +9,7 @@ import math
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,9 @@ from fedsynth.federation.simulation import simulate
 from fedsynth.federation.terms.fingerprint import fingerprint as fingerprint
 from fedsynth.federation.terms.settings import RunSettings
 from library.machine import machine
+
+Run = Callable[[RunSettings, tuple[ImageData, ImageData]], dict[str, Any]]
+"""Settings and data -> what a row says of the run."""
 
 
 def held_out(train: ImageData, size: int) -> tuple[ImageData, ImageData]:
@@ -44,15 +48,20 @@ class Results:
         self._end = time.monotonic() + budget
 
     def get(
-        self, name: str, settings: RunSettings, data: tuple[ImageData, ImageData]
+        self,
+        name: str,
+        settings: RunSettings,
+        data: tuple[ImageData, ImageData],
+        run: Run | None = None,
     ) -> dict[str, Any] | None:
-        """The run's row, made if need be; None if `only` or the time leaves it to another call."""
+        """The run's row, made if need be (by `one_run`, if nothing else is given); None if `only`
+        or the time leaves it to another call."""
         key = f"{name} {fingerprint(settings)}"
         lines = self.path.read_text().splitlines() if self.path.exists() else []
         rows: dict[str, dict[str, Any]] = {row["key"]: row for row in map(json.loads, lines)}
         if key in rows or self._only not in name or time.monotonic() > self._end:
             return rows.get(key)
-        row = {"key": key, **one_run(settings, data), **self._machine}
+        row = {"key": key, **(run or one_run)(settings, data), **self._machine}
         with self.path.open("a") as file:
             file.write(json.dumps(row) + "\n")
         print(json.dumps(row), file=sys.stderr, flush=True)

@@ -14,16 +14,26 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from fedsynth.core.feature_cache import kept_features
 from fedsynth.data.images import ImageData, normalise
+from fedsynth.features.feature_map import FeatureMap
 from fedsynth.privacy.allowance import Allowance, GroupAllowance, UnaccountedNoise
 from fedsynth.privacy.dpsgd import DpSgdSettings, ExampleLoss, Penalty, dp_sgd
 from fedsynth.privacy.errors import UnplannedReleaseError
 from fedsynth.privacy.mechanisms import GaussianSums, Released
 from fedsynth.privacy.passes import padded, pass_length
 from fedsynth.privacy.plans import PrivatePlan
+from fedsynth.privacy.products import Products
 from fedsynth.privacy.units import Units
 
 CPU_CHUNK, GPU_CHUNK = 512, 4096
+FEATURE_PASS = 512
+"""Examples whose features are multiplied at a time."""
+FEATURE_START = 64.0
+"""What such a pass costs by itself, in examples: the sum of a matrix product is written out."""
+
+FeatureRows = Callable[[Tensor, Tensor], Products]
+"""(features [N, d], labels [N]) -> each example's vector, which depends on that example alone."""
 
 
 def chunk(device: torch.device) -> int:
@@ -117,6 +127,23 @@ class OpenClients:
 
     def labels(self, indices: Tensor) -> Tensor:
         return self.data.labels[indices]
+
+    def feature_sums(self, features: FeatureMap, rows: FeatureRows) -> Tensor:
+        """The exact sum over each client's examples of what `PrivateClients.feature_sums` releases
+        with noise, [clients, D], float64: clipped in the same way."""
+        sums = []
+        for part in self._parts:
+            total: Tensor | None = None
+            for some in part.split(FEATURE_PASS):
+                z_ND = kept_features(self.data, features, some)
+                made = rows(z_ND, self.data.labels[some]).sums()
+                total = made if total is None else total + made
+            if total is None:  # a client without examples
+                nothing = self.data.labels.new_zeros(0)
+                empty = torch.zeros(0, features.dimension, device=nothing.device)
+                total = rows(empty, nothing).sums()
+            sums.append(total)
+        return torch.stack(sums)
 
 
 class PrivateClients:
@@ -264,6 +291,36 @@ class PrivateClients:
                 part = samples[position].part(first - offset, last - offset)
                 series[position].add(made[own], labels[own].to(device, non_blocking=True), part)
         return Released(torch.cat([s.release().to(device) for s in series]))
+
+    def feature_sums(
+        self, series: Sequence[GaussianSums], features: FeatureMap, rows: FeatureRows
+    ) -> Released:
+        """One step of every client: the noisy sum of a vector of each sampled record's features.
+
+        Args:
+            series: charged, of one group, one for each client.
+            features: public; each record's vector is made once, and kept beside the data.
+            rows: (features [N, d], labels [N]) -> the records' vectors, as `class_sums` has them;
+                what fills up the last pass are rows of zeros with label 0.
+
+        Returns:
+            [clients, D]
+        """
+        self._check_owners(series)
+        size = pass_length(self._expected(series), FEATURE_START, FEATURE_PASS)
+        device = self._data.labels.device
+        released = []
+        for own, units, one in zip(self._records, self._units, series, strict=True):
+            sample = units.sample(one)
+            records = own[sample.records]
+            for start in range(0, len(records), size):
+                some = records[start : start + size].to(device, non_blocking=True)
+                z_ND = padded(kept_features(self._data, features, some), size)
+                made = rows(z_ND, padded(self._data.labels[some], size))
+                mine = sample.part(start, start + len(some))
+                one.add_products(made.part(slice(len(some))), mine)
+            released.append(one.release().to(device))
+        return Released(torch.cat(released))
 
     def _expected(self, series: Sequence[GaussianSums]) -> float | None:
         """The public expected number of a step's records, of all clients of the group."""

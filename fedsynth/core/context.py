@@ -108,6 +108,7 @@ class Federation:
         proxy: public images, for methods that name a data set of them (`proxy`).
         robust: what takes the place of averages of clients' uploads ("none": nothing does).
         robust_share: β of "trimmed".
+        rounds: how many the run is planned to have.
     """
 
     seed: int
@@ -122,6 +123,7 @@ class Federation:
     proxy: PublicImages | None = None
     robust: str = "none"
     robust_share: float = 0.2
+    rounds: int = 1
 
     def architecture_of(self, client: int) -> nn.Module:
         """The untrained network of this client."""
@@ -222,6 +224,10 @@ class RoundContext:
     @property
     def proxy(self) -> PublicImages | None:
         return self.federation.proxy
+
+    @property
+    def rounds(self) -> int:
+        return self.federation.rounds
 
     @property
     def robust(self) -> str:

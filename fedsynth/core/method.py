@@ -28,6 +28,8 @@ from fedsynth.core.messages import Message, ModelParameters
 from fedsynth.core.state import ServerState
 from fedsynth.core.uploads import Rule, model_rules
 from fedsynth.core.validation import from_mapping
+from fedsynth.data.registry import DatasetSpec
+from fedsynth.models.registry import ModelSettings, build_model
 from fedsynth.privacy.disclosure import Disclosure
 from fedsynth.privacy.plans import FIRST
 from fedsynth.privacy.plans import PrivatePlan as PrivatePlan  # part of the seam
@@ -78,6 +80,8 @@ class Method:
         robust_refusal: why robust aggregation (`RunSettings.robust`) is refused; empty: the uploads
             that its step gets are then made by the rule.
         presets: by data set, what it changes of these settings' defaults.
+        even_rounds: whether every round releases all of `private_plans`; False: `round_plans` says
+            which, and all clients take part in every round.
         discloses: of each key of its facts what it is with differential privacy; a key that is not
             declared ends a private run.
         later: settings that came after run folders with reports were left by earlier versions: they
@@ -112,6 +116,7 @@ class Method:
         "its server takes no average of models that a rule could replace"
     )
     presets: ClassVar[Presets] = {}
+    even_rounds: ClassVar[bool] = True
     discloses: ClassVar[Mapping[str, Disclosure]] = {}
     later: ClassVar[frozenset[str]] = frozenset()
 
@@ -244,6 +249,14 @@ class Method:
         """Matrices of the server, [classes, clients], that belong into the run folder."""
         return {}
 
+    def synthetic(
+        self, state: State, context: RoundContext
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Images that the server made itself, [N, C, H, W], normalised, and their labels [N], for
+        the run folder; None: it makes none. With differential privacy they come from released
+        values alone."""
+        return None
+
     def client_bytes(self, context: RoundContext) -> int | None:
         """Memory that one more client in a `client_step` takes, about; None: clients go one at a
         time, as nothing is gained by a group.
@@ -251,6 +264,20 @@ class Method:
         The engine divides the run's memory bound by it. It has no influence on what is computed.
         """
         return None
+
+    def network(self, model: ModelSettings, spec: DatasetSpec, seed: int) -> nn.Module:
+        """An untrained network of the architecture that server and clients share.
+
+        Args:
+            model: the run's settings of it.
+            spec: the data set's.
+            seed: of the initial weights.
+        """
+        return build_model(model, spec.image_shape, spec.classes, seed)
+
+    def public_facts(self, spec: DatasetSpec) -> Mapping[str, str]:
+        """What else the privacy report lists as public: an item, and why it is."""
+        return {}
 
     def check_model(self, model: nn.Module) -> None:
         """Raises SettingError if the method cannot work with this architecture."""
@@ -266,11 +293,19 @@ class Method:
         """
         raise NotImplementedError  # abstract
 
+    def round_plans(self, plans: tuple[PrivatePlan, ...], round: int) -> tuple[PrivatePlan, ...]:
+        """Those of `plans` that the round with this number (1, 2, …) releases, in their order.
+
+        All of them, unless `even_rounds` is False; the answer is public, and fixed before any data
+        are read.
+        """
+        return plans
+
     def client_plans(
         self, plans: tuple[PrivatePlan, ...], client: int, context: RoundContext
     ) -> tuple[PrivatePlan, ...]:
         """What this client releases in this round, where public values make it another than
-        `plans`, which `private_plans` gave.
+        `plans`, which are those of the round.
 
         It may take fewer steps, and have another dimension; it is charged for that.
         """

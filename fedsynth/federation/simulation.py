@@ -60,7 +60,7 @@ from fedsynth.federation.outputs.losses import losses
 from fedsynth.federation.outputs.measure import Measure
 from fedsynth.federation.outputs.report_context import report_context
 from fedsynth.federation.outputs.result import RunResult, own_sources, summarise
-from fedsynth.federation.outputs.run_folder import RunFolder
+from fedsynth.federation.outputs.run_folder import SERVER, RunFolder
 from fedsynth.federation.outputs.verification import plan_when_it_began
 from fedsynth.federation.spoken import Spoken
 from fedsynth.federation.terms.client_ledgers import Clients
@@ -613,6 +613,9 @@ class Simulation:
         folder.write_model(self.server.final_parameters())
         uploads = {k: one for k, one in self.uploads.items() if isinstance(one, SyntheticSet)}
         sets = [(client, one.images, one.labels) for client, one in uploads.items()]
+        made = self.method.synthetic(self.server.state, self.context)
+        if made is not None:
+            sets.append((SERVER, *made))
         if sets:
             soft = [one.soft_labels() for one in uploads.values()]
             folder.write_synthetic(sets, self.context.spec, soft)

@@ -24,6 +24,7 @@ from fedsynth.core.context import RoundContext
 from fedsynth.core.method import Down, Presets, PrivatePlan
 from fedsynth.core.validation import check_choices, check_ranges
 from fedsynth.errors import Setting, SettingError
+from fedsynth.methods.shared.around import AUGMENTATIONS, maps_around
 from fedsynth.methods.shared.condensing import Condenses, FeatureMaps
 from fedsynth.methods.shared.private_condensation import Matching, feature_plans, feature_width
 from fedsynth.methods.shared.union import TrainsInBall
@@ -31,8 +32,7 @@ from fedsynth.models.batch_norm import has_batch_norm
 from fedsynth.privacy.settings import PrivacySettings
 from fedsynth.synthesizer.condensation.matchers import ClippedMatcher, Matcher
 from fedsynth.synthesizer.condensation.network_means import NetworkMeansMatcher
-from fedsynth.synthesizer.condensation.perturbation import READINGS, Perturbations
-from fedsynth.synthesizer.condensation.siamese import SiameseDraws
+from fedsynth.synthesizer.condensation.perturbation import READINGS
 
 
 @dataclass(frozen=True)
@@ -109,31 +109,22 @@ class FedDM(Condenses, TrainsInBall):
                 Setting("method", "matching", "mean"),
                 "): whole distributions need examples in every step",
             )
-        check_choices(self, augment=("none", "siamese"), perturbation=READINGS)
+        check_choices(self, augment=AUGMENTATIONS, perturbation=READINGS)
 
     def feature_maps(
         self, model: nn.Module, segments: Segments, context: RoundContext, period: int | None
     ) -> FeatureMaps:
-        networks = Perturbations(
+        return maps_around(
             model,
-            self.radius,
+            segments.label,
+            context,
+            radius=self.radius,
             reading=self.perturbation,
-            seed=context.seed,
-            round=context.round,
-            device=context.device,
-            period=period,
-        )
-        if self.augment == "none":
-            return FeatureMaps(networks.draw, None, self.logit_weight)
-        augmentations = SiameseDraws(
-            segments.label.to(context.device),
-            context.spec.classes,
+            augment=self.augment,
             flip=self.flip,
-            seed=context.seed,
-            round=context.round,
+            logit_weight=self.logit_weight,
             period=period,
         )
-        return FeatureMaps(networks.draw, augmentations.draw, self.logit_weight)
 
     def objective(
         self, matcher: Matcher, message: Down, segments: Segments, context: RoundContext

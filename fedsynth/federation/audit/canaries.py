@@ -31,6 +31,7 @@ from fedsynth.errors import Setting
 from fedsynth.privacy.errors import PrivacyError, PrivacySettingError
 from fedsynth.privacy.ledger import Guard
 from fedsynth.privacy.mechanisms import GaussianSums, Released
+from fedsynth.privacy.products import Products
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.releases import Release
 from fedsynth.privacy.units import Sample
@@ -232,6 +233,12 @@ class AuditedSums(GaussianSums):
         known = clipped(rows[other], self._release.sensitivity)
         self._rest = self._rest.to(rows.device).index_add(0, groups_N[other], known)
         super().add(rows[taken], groups_N[taken], left)
+
+    def add_products(self, products: Products, sample: Sample | None = None) -> None:
+        """As in `GaussianSums`; the vectors are written out, for the auditor and for canaries that
+        are vectors of their own."""
+        rows = products.rows()
+        self.add(rows, torch.zeros(len(rows), dtype=torch.int64, device=rows.device), sample)
 
     def release(self) -> Released:
         """As in `GaussianSums`; then every canary is scored.

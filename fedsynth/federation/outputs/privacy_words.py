@@ -51,12 +51,24 @@ def headline(plan: PrivacyPlan) -> list[str]:
         f"privacy: ε = {up(planned, 3)} at δ = {delta:g} for each client over {rounds}, "
         f"{ONE[plan.privacy.unit]} {NEIGHBOURS[plan.privacy.adjacency]}",
         f"  mechanism {chief.mechanism} (σ = {plan.sigma:.4g}, clip {chief.clip:.4g}), {sampling}, "
-        f"{how_many(plan.releases, 'release')} a round",
+        f"{schedule(plan)}",
     ]
+    if chief.shares > 1:
+        lines.append(
+            f"  aggregation assumed, not executed: each client adds the noise of one of "
+            f"{chief.shares}, and ε holds against who sees the sums over all clients alone"
+        )
     spent = plan.epsilon(plan.histories)
     if spent > 0:
         lines.append(f"  of this, ε = {up(spent, 3)} stands in the ledgers from earlier runs")
     return lines + _of_the_cap(plan, planned)
+
+
+def schedule(plan: PrivacyPlan) -> str:
+    """How many noisy releases there are."""
+    if plan.run.method.even_rounds:
+        return f"{how_many(plan.releases, 'release')} a round"
+    return f"{how_many(plan.all_releases, 'release')} in all"
 
 
 def _of_the_cap(plan: PrivacyPlan, planned: float) -> list[str]:

@@ -23,6 +23,7 @@ from fedsynth.federation.terms.privacy_plan import PrivacyPlan
 from fedsynth.federation.terms.settings import RunSettings
 from fedsynth.models.registry import has_given_weights
 from fedsynth.privacy import disclosure
+from fedsynth.privacy.plans import PrivatePlan
 from fedsynth.privacy.randomness import DESCRIPTION
 from fedsynth.privacy.releases import RECORD, USER
 from fedsynth.privacy.report import PrivateAccess, ReportContext
@@ -84,6 +85,7 @@ def report_context(
         data_set=asdict(plan.spec),
         rows_before={one.client: len(one.releases) for one in plan.histories},
         abandoned=abandoned,
+        shares=plan.chief.shares,
     )
 
 
@@ -102,11 +104,8 @@ def public_items(plan: PrivacyPlan) -> dict[str, str]:
         "architecture and initial weights": f"{run.model}, {_weights(run)}",
         "hyper-parameters": json.dumps(run.to_mapping()["method"]),
         "bound on all records": f"{plan.max_records} (δ is checked against it)",
-        "schedule": (
-            f"{how_many(run.rounds, 'round')} of {how_many(plan.releases, 'release')}, fixed "
-            "before data "
-            "are read"
-        ),
+        "schedule": (f"{_rounds(plan)}, fixed before data are read"),
+        **run.method.public_facts(spec),
     }
     if run.participation < 1:
         count = len(plan.participation.in_round(1))
@@ -134,6 +133,14 @@ def _weights(run: RunSettings) -> str:
     if has_given_weights(run.model):
         return "with the weights of a module that the user gave, declared public by the user"
     return "drawn from the run's seed"
+
+
+def _rounds(plan: PrivacyPlan) -> str:
+    """The rounds and their releases."""
+    rounds = how_many(plan.run.rounds, "round")
+    if plan.run.method.even_rounds:
+        return f"{rounds} of {how_many(plan.releases, 'release')}"
+    return f"{rounds}, {how_many(plan.all_releases, 'release')} in all"
 
 
 def _items_of_a_guarantee(plan: PrivacyPlan) -> dict[str, str]:
@@ -196,7 +203,7 @@ def accesses(plan: PrivacyPlan, test: str, *, simulated: bool = True) -> tuple[P
         PrivateAccess(
             f"{one.quantity}: {one.clipped}",
             facts.status,
-            f"mechanism {one.mechanism}, {how_many(one.steps, 'release')} a round",
+            f"mechanism {one.mechanism}, {_how_often(plan, one)}",
         )
         for one in plan.plans
     ]
@@ -218,6 +225,14 @@ def accesses(plan: PrivacyPlan, test: str, *, simulated: bool = True) -> tuple[P
         note = f"{whose}; test accuracy is computed from released models"
         found.append(PrivateAccess("test set", disclosure.PUBLIC, note))
     return tuple(found)
+
+
+def _how_often(plan: PrivacyPlan, one: PrivatePlan) -> str:
+    """In how many releases a quantity leaves a client."""
+    if plan.run.method.even_rounds:
+        return f"{how_many(one.steps, 'release')} a round"
+    rounds = [n for n in range(1, plan.run.rounds + 1) if one in plan.round_plans(n)]
+    return f"{how_many(one.steps * len(rounds), 'release')} in all"
 
 
 TIMING = PrivateAccess(

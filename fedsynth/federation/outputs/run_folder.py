@@ -7,7 +7,8 @@ files are on the disk. A folder without that ending is finished, also after a po
     metrics.jsonl        a line for each round
     summary.json         what `--json` prints
     model.safetensors    the global model
-    synthetic.safetensors, synthetic.png    the last round's uploads, where the method has images
+    synthetic.safetensors, synthetic.png    the last round's uploads, where the method has images,
+                         or those that the server made (client −1)
     artefacts.json, NAME.png    what the server measured, for methods that do (FedHydra's
                          stratification)
     privacy_report.json, .md, .html, ledger/    with differential privacy
@@ -56,6 +57,8 @@ RESUMED = "resumed.json"
 INCOMPLETE = ".incomplete"
 LOCK = ".lock"
 NAME_LIMIT = 60  # with two bytes a letter, far below the 255 that file systems take
+SERVER = -1
+"""In place of a client's number, of images that the server made."""
 GRID_LIMIT = 400  # images in the picture; all of them are in synthetic.safetensors
 
 
@@ -230,7 +233,8 @@ class RunFolder:
         soft: Sequence[Tensor | None] = (),
     ) -> None:
         """(client, images [N, C, H, W], normalised or uint8 pixels, labels [N]) of the last round:
-        exactly what was sent; and where all have them, soft labels [N, classes]."""
+        exactly what was sent, or what the server (`SERVER`) made; and where all have them,
+        soft labels [N, classes]."""
         sets = [(client, images.cpu(), labels.cpu()) for client, images, labels in sets]
         images = torch.cat([s[1] for s in sets])
         labels = torch.cat([s[2] for s in sets])

@@ -422,7 +422,9 @@ class Evidence:
             return []
         names = ["metrics.jsonl"]
         counted = any(NOT_COUNTED not in row for row in self.run.rows)
-        if counted and issubclass(self.run.settings.method.upload, SyntheticSet):
+        method = type(self.run.settings.method)
+        by_server = method.synthetic is not Method.synthetic
+        if counted and (by_server or issubclass(method.upload, SyntheticSet)):
             names.append("synthetic.safetensors")
         return [f"{name} is missing" for name in names if not (self.folder / name).is_file()]
 

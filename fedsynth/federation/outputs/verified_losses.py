@@ -26,7 +26,6 @@ class VerifiedLosses:
         self._plan = plan
         self._failures = plan.run.failures
         self._rows = rows
-        self._two = any(one.phase == FIRST for one in plan.plans)
 
     def charged(self, client: int, context: RoundContext) -> list[tuple[Release, bool]]:
         """The rows that a client's ledger gets for the context's round, and whether it must have
@@ -37,14 +36,19 @@ class VerifiedLosses:
         plans = self._plan.client_plans(client, context)
         found: list[tuple[Release, bool]] = []
         for plan, release in zip(plans, self._plan.client_rows(client, context), strict=True):
-            if not self._failures.released(number, client, plan.phase, two=self._two):
+            two = self._two(number)
+            if not self._failures.released(number, client, plan.phase, two=two):
                 continue
-            if plan.phase == FIRST or not self._two:
+            if plan.phase == FIRST or not two:
                 found.append((release, True))
             elif _mapping(row, NOT_COUNTED).get("exchange") != FIRST:
                 why = _mapping(row, REJECTED).get(str(client), "")
                 found.append((release, not str(why).startswith(FIRST_EXCHANGE)))
         return found
+
+    def _two(self, number: int) -> bool:
+        """Whether the round has two exchanges with releases."""
+        return any(one.phase == FIRST for one in self._plan.round_plans(number))
 
     def problems(self) -> list[str]:
         """Rows whose losses are not those of the run's seed, or not of the quorum."""
@@ -74,7 +78,7 @@ class VerifiedLosses:
         there = len(active) - len({*lost, *rejected})
         needed = needed_uploads(self._plan.run.quorum, len(active))
         stated = {"exchange": ended, "uploads": there, "needed": needed}
-        known = ended == MAIN or (self._two and ended == FIRST)
+        known = ended == MAIN or (self._two(number) and ended == FIRST)
         if (there < needed) != bool(missed) or (missed and (missed != stated or not known)):
             why = f"{there} uploads are there, of {needed} that are needed"
             found.append((NOT_COUNTED, f"{dict(missed)!r:.80}", why))

@@ -93,6 +93,14 @@ class PrivacyPlan:
         privacy = replace(given, mechanism=mechanism)
         plans = tuple(method.private_plans(privacy, context))
         check_plans(plans)
+        if not method.even_rounds and settings.participation < 1:
+            raise SettingError(
+                "run",
+                "participation",
+                f"must be 1 with {method.name}: its rounds release different things of every "
+                "client",
+                value=settings.participation,
+            )
         return cls(settings, spec, context.nominal_size, privacy, plans, most)
 
     @classmethod
@@ -159,8 +167,32 @@ class PrivacyPlan:
 
     @property
     def releases(self) -> int:
-        """Noisy releases of a client in a round."""
-        return sum(plan.steps for plan in self.plans)
+        """Noisy releases of a client in a round; where rounds differ, in the first."""
+        return sum(plan.steps for plan in self.round_plans(1))
+
+    @property
+    def all_releases(self) -> int:
+        """Noisy releases of a client that takes part in every round."""
+        if self.run.method.even_rounds:
+            return self.run.rounds * self.releases
+        numbers = range(1, self.run.rounds + 1)
+        return sum(plan.steps for n in numbers for plan in self.round_plans(n))
+
+    def round_plans(self, number: int) -> tuple[PrivatePlan, ...]:
+        """What the round with this number releases.
+
+        Raises:
+            UnplannedReleaseError: the method names anything that is not planned.
+        """
+        if self.run.method.even_rounds:
+            return self.plans
+        here = tuple(self.run.method.round_plans(self.plans, number))
+        if [plan for plan in self.plans if plan in here] != list(here):
+            raise UnplannedReleaseError(
+                f"{self.run.method.name} may leave out some of its planned releases in round "
+                f"{number}, and no more"
+            )
+        return here
 
     @property
     def noise(self) -> dict[str, float]:
@@ -185,7 +217,18 @@ class PrivacyPlan:
         """
         sigma = self.sigma if noise_multiplier is None else noise_multiplier
         numbers = range(1, self.run.rounds + 1) if rounds is None else rounds
-        return [self._row(plan, number, sigma) for number in numbers for plan in self.plans]
+        return [
+            self._row(plan, number, sigma)
+            for number in numbers
+            for plan in self.round_plans(number)
+        ]
+
+    def _after(self, rounds: int, sigma: float | None = None) -> Totals:
+        """What a client releases that takes part in so many rounds; where these differ, in the
+        first ones, as all clients take part in every round."""
+        if self.run.method.even_rounds:
+            return totals(self.planned([1], sigma)).times(rounds)
+        return totals(self.planned(range(1, rounds + 1), sigma))
 
     def client_plans(self, client: int, context: RoundContext) -> tuple[PrivatePlan, ...]:
         """What one client releases in the context's round: the plans, but for what the method
@@ -195,13 +238,14 @@ class PrivacyPlan:
             UnplannedReleaseError: the method says anything else than fewer steps and another
                 dimension.
         """
-        own = tuple(self.run.method.client_plans(self.plans, client, context))
-        if len(own) != len(self.plans):
+        planned = self.round_plans(context.round)
+        own = tuple(self.run.method.client_plans(planned, client, context))
+        if len(own) != len(planned):
             raise UnplannedReleaseError(
-                f"{self.run.method.name} plans {len(self.plans)} releases, and {len(own)} for "
+                f"{self.run.method.name} plans {len(planned)} releases, and {len(own)} for "
                 f"client {client}"
             )
-        for plan, one in zip(self.plans, own, strict=True):
+        for plan, one in zip(planned, own, strict=True):
             same = replace(one, steps=plan.steps, dimension=plan.dimension, groups=plan.groups)
             if same != plan or one.steps > plan.steps:
                 raise UnplannedReleaseError(
@@ -248,11 +292,10 @@ class PrivacyPlan:
     def planned_epsilon_by_round(self) -> PlannedEpsilon:
         """ε of the worst client after each round, on top of what its ledger held; of a long run
         after its `shown_rounds`."""
-        one = totals(self.planned([1]))
 
         def after(position: int) -> float:
             return max(
-                self._spent(spent + one.times(rounds[position]))
+                self._spent(spent + self._after(rounds[position]))
                 for spent, rounds in self._attendance
             )
 
@@ -325,7 +368,7 @@ class PrivacyPlan:
                 )
 
             def after(sigma: float, spent: Totals = spent, rounds: int = rounds) -> Totals:
-                return spent + totals(self.planned([1], sigma)).times(rounds)
+                return spent + self._after(rounds, sigma)
 
             needed = calibrate_noise_multiplier(target, privacy.delta, after, privacy.adjacency)
             found = max(found, needed)

@@ -9,7 +9,7 @@ from fedsynth.data.partition import clients_or_groups
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.federation.terms.devices import memory_bytes
 from fedsynth.federation.terms.settings import RunSettings
-from fedsynth.models.registry import build_client_models, build_model
+from fedsynth.models.registry import build_client_models
 
 
 def public_context(settings: RunSettings, spec: DatasetSpec, device: torch.device) -> RoundContext:
@@ -23,7 +23,7 @@ def public_context(settings: RunSettings, spec: DatasetSpec, device: torch.devic
         * (1 - partition.local_test)
         / clients_or_groups(partition, spec)
     )
-    architecture = build_model(settings.model, spec.image_shape, spec.classes, settings.seed)
+    architecture = settings.method.network(settings.model, spec, settings.seed)
     federation = Federation(
         seed=settings.seed,
         spec=spec,
@@ -40,6 +40,7 @@ def public_context(settings: RunSettings, spec: DatasetSpec, device: torch.devic
         ),
         robust=settings.robust,
         robust_share=settings.robust_share,
+        rounds=settings.rounds,
     )
     compute = Compute(
         device=device,

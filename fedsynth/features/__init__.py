@@ -1,0 +1,11 @@
+"""Fixed features: maps from pixels to vectors that no private data shaped, with public constants.
+
+`feature_map.py` says what a map is, `registry.py` has them by name; each map is a file.
+"""
+
+from __future__ import annotations
+
+from fedsynth.features.feature_map import FeatureMap as FeatureMap
+from fedsynth.features.registry import feature_map as feature_map
+from fedsynth.features.registry import feature_names as feature_names
+from fedsynth.features.registry import register_features as register_features

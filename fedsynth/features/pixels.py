@@ -1,0 +1,35 @@
+"""The pixels themselves as features: the simplest map, and the baseline of the others."""
+
+from __future__ import annotations
+
+import math
+
+from torch import Tensor
+
+from fedsynth.features.feature_map import FeatureMap, Shape
+
+
+def pixels(shape: Shape) -> FeatureMap:
+    """Pixels about mid-grey.
+
+    The norm is at most √d/2, as each coordinate is in [−½, ½]. Distances from the mean are about
+    0.3·√d for images with strong contrast (a coordinate's deviation is at most ½).
+
+    >>> pixels((1, 8, 8)).norm_bound
+    4.0
+    """
+    size = math.prod(shape)
+    return FeatureMap(
+        name="pixels",
+        image_shape=shape,
+        dimension=size,
+        norm_bound=math.sqrt(size) / 2,
+        radius=0.3 * math.sqrt(size),
+        source="pixels are in [0, 1]: analytic",
+        function=about_grey,
+    )
+
+
+def about_grey(x_NCHW: Tensor) -> Tensor:
+    """[N, C·H·W] in [−½, ½]."""
+    return x_NCHW.flatten(1) - 0.5

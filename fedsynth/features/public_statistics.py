@@ -1,0 +1,104 @@
+"""What a feature map makes of images that a procedure draws: constants and whitening from no data.
+
+The images are `random_images` of a fixed seed. All that is computed from them is public, whatever
+the private data are; constants are rounded, so that machines agree on them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fedsynth.features.feature_map import Shape
+from fedsynth.features.random_images import random_images
+from fedsynth.seeding import torch_generator
+
+IMAGES = 600
+SEED = 0
+DIGITS = 3
+"""Of a constant that is kept."""
+SOURCE = f"medians over {IMAGES} images of random processes, seed {SEED} (no data)"
+
+
+def public_vectors(function: Callable[[Tensor], Tensor], shape: Shape) -> Tensor:
+    """Vectors [IMAGES, d] of the procedure's images."""
+    images = random_images(IMAGES, shape, torch_generator(SEED, "public statistics of features"))
+    with torch.no_grad():
+        return torch.cat([function(some) for some in images.split(50)])
+
+
+def constants(vectors_Nd: Tensor) -> tuple[float, float]:
+    """The median norm, and the median distance from the mean: where a clip takes half of the
+    images, and so loses little of a mean, while noise is no larger than they are."""
+    norm = float(torch.linalg.vector_norm(vectors_Nd, dim=1).median())
+    about = vectors_Nd - vectors_Nd.mean(dim=0)
+    return rounded(norm), rounded(float(torch.linalg.vector_norm(about, dim=1).median()))
+
+
+def rounded(value: float) -> float:
+    """To a few significant digits.
+
+    >>> rounded(0.123456)
+    0.123
+    """
+    return float(f"{value:.{DIGITS}g}")
+
+
+@dataclass(frozen=True, eq=False)
+class Whitening:
+    """φ ↦ (φ − m) times the inverse roots of a covariance between channels and of one between cells.
+
+    Directions that all images share strongly would else take most of a vector's norm, which is what
+    a private sum's clip bounds and its noise is scaled by.
+
+    Args:
+        function: pixels -> [N, channels · cells], channels first.
+        mean: m, [d].
+        channels: the first root, symmetric.
+        cells: the second.
+    """
+
+    function: Callable[[Tensor], Tensor]
+    mean: Tensor
+    channels: Tensor
+    cells: Tensor
+
+    @classmethod
+    def of(
+        cls, function: Callable[[Tensor], Tensor], vectors_Nd: Tensor, cells: int, floor: float
+    ) -> Whitening:
+        """Args:
+        function: see the class.
+        vectors_Nd: what it makes of public images.
+        cells: how many each channel has.
+        floor: added to eigenvalues, over the largest: what is nearly constant stays small.
+        """
+        mean = vectors_Nd.mean(dim=0)
+        about = (vectors_Nd - mean).double().unflatten(1, (-1, cells))
+        between = torch.einsum("nas,nbs->ab", about, about) / (len(about) * cells)
+        across = torch.einsum("nas,nat->st", about, about) / (len(about) * about.shape[1])
+        roots = [_inverse_root(one, floor).float() for one in (between, across)]
+        return cls(function, mean, *roots)
+
+    def __call__(self, x_NCHW: Tensor) -> Tensor:
+        """Vectors [N, d] about the procedure's mean."""
+        return self.applied(self.function(x_NCHW))
+
+    def applied(self, vectors_Nd: Tensor) -> Tensor:
+        """To what the function makes."""
+        device = vectors_Nd.device
+        about = vectors_Nd - self.mean.to(device)
+        cells = self.cells.to(device)
+        grid = about.unflatten(1, (-1, len(cells)))
+        return (self.channels.to(device) @ grid @ cells).flatten(1)
+
+
+def _inverse_root(covariance: Tensor, floor: float) -> Tensor:
+    """(C/λ₁ + floor)^−½ of a symmetric matrix with largest eigenvalue λ₁."""
+    values, vectors = torch.linalg.eigh(covariance)
+    kept = (values / values[-1]).clamp_min(0) + floor
+    root: Tensor = (vectors / kept.sqrt()) @ vectors.T
+    return root

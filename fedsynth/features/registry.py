@@ -1,0 +1,79 @@
+"""Feature maps by name: one line each, and those that a user registers in this process.
+
+A map of one's own is a function from an image shape to a `FeatureMap`, with constants of one's own:
+the embeddings of a hospital's encoder, say. Settings then name it like the others. Whoever joins a
+run has to register the same map: it is public, as an architecture is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+
+from fedsynth.errors import unknown_name
+from fedsynth.features.feature_map import FeatureMap, Shape
+
+Builder = Callable[[Shape], FeatureMap]
+"""(channels, height, width) of the images -> their map."""
+
+_BUILT_IN = {
+    "pixels": "fedsynth.features.pixels:pixels",
+    "scattering": "fedsynth.features.scattering:scattering",
+    "random-process": "fedsynth.features.random_process:random_process",
+    "scattering+random-process": ("fedsynth.features.random_process:scattering_and_random_process"),
+    "whitened-scattering": "fedsynth.features.scattering:whitened_scattering",
+}
+_OWN: dict[str, Builder] = {}
+
+
+def feature_names() -> tuple[str, ...]:
+    """The names that `feature_map` knows.
+
+    >>> "pixels" in feature_names()
+    True
+    """
+    return (*_BUILT_IN, *_OWN)
+
+
+def feature_map(name: str, shape: Shape) -> FeatureMap:
+    """The map with this name for images of this shape.
+
+    Raises:
+        UnknownNameError: no such map; names the near matches.
+        SettingError: the map cannot take such images.
+
+    >>> feature_map("pixels", (1, 28, 28)).dimension
+    784
+    """
+    if name in _OWN:
+        return _OWN[name](shape)
+    if name not in _BUILT_IN:
+        raise unknown_name("feature map", name, feature_names(), "method", "features")
+    module, _, function = _BUILT_IN[name].partition(":")
+    build: Builder = getattr(import_module(module), function)
+    return build(shape)
+
+
+def register_features(name: str, build: Builder) -> None:
+    """Makes a map of one's own known by a name, in this process; an earlier one of one's own with
+    that name is replaced.
+
+    Args:
+        name: for settings and reports; not that of a map of the package.
+        build: from an image shape to the map, whose function and constants must not come from
+            private data.
+
+    Raises:
+        UnknownNameError: the name is taken by a map of the package.
+
+    >>> register_features("mean-grey", lambda shape: FeatureMap(
+    ...     "mean-grey", shape, 1, 1.0, 0.5, "pixels are in [0, 1]",
+    ...     lambda x: x.mean(dim=(1, 2, 3))[:, None]))
+    >>> feature_map("mean-grey", (1, 8, 8)).dimension
+    1
+    """
+    if name in _BUILT_IN:
+        raise unknown_name(
+            "free name for own features", name, (f"own-{name}",), "method", "features"
+        )
+    _OWN[name] = build

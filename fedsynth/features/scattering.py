@@ -1,0 +1,286 @@
+"""The scattering transform of order 2 (Bruna & Mallat 2013), as a fixed feature map.
+
+A cascade of Morlet wavelets and moduli, averaged over 2^J pixels: with scales j < J and L
+orientations the channels are x⋆φ, |x⋆ψ₁|⋆φ and ||x⋆ψ₁|⋆ψ₂|⋆φ with j₁ < j₂, that is
+1 + JL + L²J(J−1)/2 for each input channel (81 for J = 2, L = 8). Filters are applied in Fourier
+space, where subsampling is a sum over aliases. All of it is differentiable, for a batch on any
+device. Values agree with kymatio 0.3's `Scattering2D` (tests/features/test_scattering.py).
+
+As features (Tramèr & Boneh 2021, arXiv 2011.11660): colour goes to YUV, the channels of each image
+are normalised in 27 groups, and overlapping windows pool each channel to a 3×3 grid.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fedsynth.errors import SettingError
+from fedsynth.features.feature_map import FeatureMap, Shape
+from fedsynth.features.public_statistics import SOURCE, Whitening, constants, public_vectors
+
+Real = npt.NDArray[np.float64]
+Complex = npt.NDArray[np.complex128]
+
+J, L = 2, 8
+"""Octaves and orientations."""
+GROUPS = 27
+GRID = 3
+"""Cells of the pooled map in each direction."""
+LEAST = 8
+"""Pixels of a side: smaller images have fewer than two positions of 2^J pixels."""
+EPSILON = 1e-5
+"""Added to a group's variance: a constant image has features 0."""
+YUV = ((0.299, 0.587, 0.114), (-0.14713, -0.28886, 0.436), (0.615, -0.51499, -0.10001))
+"""BT.601, rows Y, U, V of (R, G, B)."""
+FLOOR = 0.003
+"""Of the whitening's eigenvalues, over the largest; found on EMNIST letters."""
+PLANES = 12
+"""Channels of images that a CPU takes at a time: their spectra then stay in its cache."""
+PERIODS = (-2, -1, 0, 1, 2)
+"""Copies of a filter that are summed up to make it periodic."""
+
+
+def gabor(size: tuple[int, int], sigma: float, theta: float, xi: float, slant: float) -> Complex:
+    """A periodic Gabor filter exp(−uᵀCu/2σ² + iξ·u)·slant/(2πσ²), complex [H, W].
+
+    Args:
+        size: (H, W).
+        sigma: width of the Gaussian along the wave, pixels.
+        theta: direction of the wave.
+        xi: its frequency, radians a pixel.
+        slant: the Gaussian's width along the wave over that across it.
+    """
+    turn = np.array([[math.cos(theta), -math.sin(theta)], [math.sin(theta), math.cos(theta)]])
+    curve = turn @ np.diag([1.0, slant**2]) @ turn.T / (2 * sigma**2)
+    total = np.zeros(size, dtype=np.complex128)
+    for down in PERIODS:
+        for right in PERIODS:
+            rows, columns = np.mgrid[: size[0], : size[1]]
+            y = rows + down * size[0]
+            x = columns + right * size[1]
+            falls = curve[0, 0] * y**2 + 2 * curve[0, 1] * y * x + curve[1, 1] * x**2
+            wave = xi * (y * math.cos(theta) + x * math.sin(theta))
+            total += np.exp(-falls + 1j * wave)
+    scaled: Complex = total * slant / (2 * math.pi * sigma**2)
+    return scaled
+
+
+def morlet(size: tuple[int, int], scale: int, orientation: int) -> Complex:
+    """A Gabor wavelet with its mean taken out, complex [H, W]: σ = 0.8·2^j, ξ = 3π/4·2^−j."""
+    sigma = 0.8 * 2**scale
+    theta = (L - L // 2 - 1 - orientation) * math.pi / L
+    wave = gabor(size, sigma, theta, 0.75 * math.pi / 2**scale, 4 / L)
+    bump = gabor(size, sigma, theta, 0.0, 4 / L)
+    return wave - wave.sum() / bump.sum() * bump
+
+
+@dataclass(frozen=True, eq=False)
+class Scattering:
+    """The transform for one size of image.
+
+    Args:
+        size: (H, W) of the images.
+        low: φ in Fourier space at full resolution, [H', W'].
+        smoothing: its matrices for rows and columns at half the resolution, see `_smoothing`.
+        waves: ψ in Fourier space by scale, each [L, H', W'].
+
+    Attributes of a padded image: H' = ((H + 4) // 4 + 1)·4, so that 4 or more pixels of reflection
+    stand on each side together.
+    """
+
+    size: tuple[int, int]
+    low: Tensor
+    smoothing: tuple[Tensor, Tensor]
+    waves: tuple[Tensor, ...]
+
+    @classmethod
+    def of(cls, size: tuple[int, int]) -> Scattering:
+        """The filters for images of this size, float32 on the CPU.
+
+        Raises:
+            SettingError: a side below 8 pixels.
+        """
+        if min(size) < LEAST:
+            raise SettingError(
+                "method",
+                "features",
+                f"needs images of at least {LEAST}×{LEAST} pixels, got {size[0]}×{size[1]}",
+                value="scattering",
+            )
+        padded = (_padded(size[0]), _padded(size[1]))
+        low = np.fft.fft2(gabor(padded, 0.8 * 2 ** (J - 1), 0.0, 0.0, 1.0)).real
+        waves = [
+            np.stack([np.fft.fft2(morlet(padded, j, turn)).real for turn in range(L)])
+            for j in range(J)
+        ]
+        return cls(
+            size,
+            torch.from_numpy(low).float(),
+            (_smoothing(low[:, 0] / low[0, 0] ** 0.5), _smoothing(low[0] / low[0, 0] ** 0.5)),
+            tuple(torch.from_numpy(wave).float() for wave in waves),
+        )
+
+    def to(self, device: torch.device) -> Scattering:
+        """The same filters on a device."""
+        waves = tuple(wave.to(device) for wave in self.waves)
+        rows, columns = (matrix.to(device) for matrix in self.smoothing)
+        return Scattering(self.size, self.low.to(device), (rows, columns), waves)
+
+    def __call__(self, x_NHW: Tensor) -> Tensor:
+        """[N, 81, h, w] of [N, H, W], with h = H'/4 − 2: order 0, then 1 and 2 by orientation.
+
+        The channels of order 1 are sorted by (j, θ), those of order 2 by (θ₁, θ₂).
+        """
+        spectrum = torch.fft.fft2(self._pad(x_NHW))
+        zero = self._average(spectrum[:, None], self.low, 2**J)
+        fine = torch.fft.ifft2(spectrum[:, None] * self.waves[0]).abs()
+        fine_spectrum = torch.fft.fft2(fine)
+        coarse = self._modulus(spectrum[:, None] * self.waves[1])
+        first = torch.cat([self._average(fine_spectrum, self.low, 4), self._smooth(coarse)], dim=1)
+        crossed = self._modulus(fine_spectrum[:, :, None] * self.waves[1])
+        second = self._smooth(crossed.flatten(1, 2))
+        return torch.cat([zero, first, second], dim=1)[..., 1:-1, 1:-1]
+
+    def _pad(self, x_NHW: Tensor) -> Tensor:
+        (height, width), (tall, wide) = self.size, self.low.shape
+        top = (tall - height) // 2
+        left = (wide - width) // 2
+        sides = (left, wide - width - left, top, tall - height - top)
+        return F.pad(x_NHW[:, None], sides, mode="reflect")[:, 0]
+
+    def _modulus(self, spectrum: Tensor) -> Tensor:
+        """|·| of a signal at half the resolution, from its spectrum."""
+        return torch.fft.ifft2(_aliased(spectrum, 2)).abs()
+
+    def _smooth(self, half: Tensor) -> Tensor:
+        """Every second of the averages of signals that are at half the resolution.
+
+        φ is a product of one-dimensional Gaussians, so this is a matrix on each side.
+        """
+        rows, columns = self.smoothing
+        return rows @ half @ columns.T
+
+    def _average(self, spectrum: Tensor, low: Tensor, step: int) -> Tensor:
+        return torch.fft.ifft2(_aliased(spectrum * low, step)).real
+
+
+def _padded(side: int) -> int:
+    return ((side + 2**J) // 2**J + 1) * 2**J
+
+
+def _aliased(spectrum: Tensor, step: int) -> Tensor:
+    """The spectrum of every `step`-th sample in both directions: the mean over aliases."""
+    height, width = (side // step for side in spectrum.shape[-2:])
+    # slices are added one by one, as a reduction over two inner dimensions is several times slower
+    total = spectrum[..., :height, :width]
+    for down in range(step):
+        for right in range(step):
+            if down or right:
+                rows = slice(down * height, (down + 1) * height)
+                total = total + spectrum[..., rows, right * width : (right + 1) * width]
+    return total / step**2
+
+
+def _smoothing(low_H: Real) -> Tensor:
+    """The matrix [H'/4, H'/2] of an average over half of the samples, and every second value of it.
+
+    Args:
+        low_H: a Gaussian's spectrum at full resolution, [H']. Its frequencies below half of the
+            highest are kept; the rest is below 5 %.
+    """
+    side = len(low_H)
+    kept = np.concatenate([low_H[: side // 4], low_H[side - side // 4 :]])
+    circulant = np.fft.ifft(np.fft.fft(np.eye(side // 2), axis=0) * kept[:, None], axis=0).real
+    return torch.from_numpy(circulant[::2].copy()).float()
+
+
+@lru_cache(maxsize=8)
+def _filters(size: tuple[int, int], device: torch.device) -> Scattering:
+    with torch.inference_mode(False):  # kept, and used where autograd is on
+        return Scattering.of(size).to(device)
+
+
+def scattering_features(x_NCHW: Tensor) -> Tensor:
+    """Normalised and pooled scattering coefficients [N, 81·C·cells] of pixels in [0, 1]."""
+    at_once = max(1, PLANES // x_NCHW.shape[1]) if x_NCHW.device.type == "cpu" else len(x_NCHW)
+    return torch.cat([_pooled(some) for some in x_NCHW.split(max(1, at_once))])
+
+
+def _pooled(x_NCHW: Tensor) -> Tensor:
+    colour = x_NCHW
+    if x_NCHW.shape[1] == 3:
+        colour = torch.einsum("kc,nchw->nkhw", x_NCHW.new_tensor(YUV), x_NCHW)
+    planes = _filters(tuple(x_NCHW.shape[2:]), x_NCHW.device)(colour.flatten(0, 1))
+    channels = planes.unflatten(0, colour.shape[:2]).flatten(1, 2)
+    normal = F.group_norm(channels, GROUPS, eps=EPSILON)
+    return F.avg_pool2d(normal, *_windows(normal.shape[2:])).flatten(1)
+
+
+def _windows(size: torch.Size) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Window and stride of the pooling in each direction; fewer than three positions stay."""
+    strides = tuple(max(1, side // GRID) for side in size)
+    cells = tuple(min(GRID, side) for side in size)
+    sides = tuple(n - (c - 1) * s for n, c, s in zip(size, cells, strides, strict=True))
+    return (sides[0], sides[1]), (strides[0], strides[1])
+
+
+@lru_cache(maxsize=8)
+def scattering(shape: Shape) -> FeatureMap:
+    """The map for images of this shape: 729 coordinates of 28×28 in grey, 2187 of 32×32 in colour.
+
+    Raises:
+        SettingError: a side below 8 pixels.
+    """
+    channels, cells = _sizes(shape)
+    norm, radius = constants(_public(shape))
+    return FeatureMap(
+        name="scattering",
+        image_shape=shape,
+        dimension=channels * cells,
+        norm_bound=norm,
+        radius=radius,
+        source=SOURCE,
+        function=scattering_features,
+    )
+
+
+@lru_cache(maxsize=8)
+def whitened_scattering(shape: Shape) -> FeatureMap:
+    """The same coefficients, whitened by covariances of public random images.
+
+    Raises:
+        SettingError: a side below 8 pixels.
+    """
+    channels, cells = _sizes(shape)
+    white = Whitening.of(scattering_features, _public(shape), cells, FLOOR)
+    norm, radius = constants(white.applied(_public(shape)))
+    return FeatureMap(
+        name="whitened-scattering",
+        image_shape=shape,
+        dimension=channels * cells,
+        norm_bound=norm,
+        radius=radius,
+        source=SOURCE,
+        function=white,
+    )
+
+
+@lru_cache(maxsize=8)
+def _public(shape: Shape) -> Tensor:
+    with torch.inference_mode(False):
+        return public_vectors(scattering_features, shape)
+
+
+def _sizes(shape: Shape) -> tuple[int, int]:
+    """Channels, and cells of each."""
+    low = Scattering.of((shape[1], shape[2])).low
+    rows, columns = (side // 2**J - 2 for side in low.shape)
+    return shape[0] * (1 + J * L + L**2 * J * (J - 1) // 2), min(GRID, rows) * min(GRID, columns)

@@ -1,0 +1,441 @@
+"""FedStats: class statistics of fixed features, and everything else from them.
+
+φ is a public map that no private data shaped (`fedsynth.features`). A client gives nothing but noisy
+sums over its examples, so sums over clients are those of the pooled data: how the data are divided
+does not matter. Round 1 has two releases, a centre m and, about it, the second moments
+
+    z = clip₁((φ(x) − m)/R),    √½·[svec(z zᵀ); z ⊗ (e_y − 1/C)/√(1 − 1/C)]    (norm ≤ 1),
+
+from which the server has a ridge classifier in closed form (or, without second moments, of z ⊗ e
+alone, a linear one). Each later round is one Newton-like step of softmax regression, Σ clip_c(p − y)
+⊗ z, preconditioned by the released second moments, or by a public constant. Nothing is sampled, so the composition is that of Gaussians and exact. docs/privacy.md has the sensitivities
+with their proofs, docs/fedstats.md what comes out.
+
+Prior work: DP-FC and DP-NTK use such moments centrally (arXiv 2211.13403), one-shot federated ridge
+sums them over clients (arXiv 2601.08216), Tramèr & Boneh train on scattering features by DP-SGD
+(arXiv 2011.11660).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from math import inf
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from fedsynth.core.client import ClientGroup, PrivateClients
+from fedsynth.core.context import RoundContext
+from fedsynth.core.messages import Message, ModelParameters, released
+from fedsynth.core.method import Memory, Method, Presets, Results
+from fedsynth.core.state import ServerState
+from fedsynth.core.uploads import LARGEST, Array, Rule
+from fedsynth.core.validation import check_choices, check_ranges
+from fedsynth.data.registry import DatasetSpec
+from fedsynth.errors import SettingError
+from fedsynth.features.feature_map import FeatureMap
+from fedsynth.features.registry import feature_map
+from fedsynth.methods.shared.class_statistics import (
+    ClassMoments,
+    Spectrum,
+    centred,
+    crossed_rows,
+    moment_rows,
+    step_rows,
+    target_norm,
+)
+from fedsynth.models.feature_linear import FeatureLinear, feature_linear
+from fedsynth.models.registry import ModelSettings
+from fedsynth.privacy.plans import FIRST, MAIN, PrivatePlan
+from fedsynth.privacy.products import Products, Rows
+from fedsynth.privacy.settings import PrivacySettings
+
+CENTRE, MOMENTS, STEP = "centre", "moments", "step"
+"""The names of the plans."""
+OWN, SECURE = "own", "secure"
+YES, NO, AUTO = "yes", "no", "auto"
+LARGE_EPSILON, SMALL_NOISE = 2.0, 2.0
+"""From which ε on, and up to which σ, "auto" releases second moments."""
+SCALE = 4.0
+"""From a regression on labels to logits: the softmax's slope at even odds of two classes is ¼."""
+
+
+@dataclass(frozen=True)
+class StatisticSums(Message):
+    """A client's noisy sum of one release, a vector."""
+
+    sums: Tensor = released()
+
+
+@dataclass(frozen=True)
+class StatisticsState(ServerState):
+    """What the server keeps beside the classifier.
+
+    Args:
+        eigenvalues: of the released second moments, plus the ridge, [d]; None before round 1.
+        eigenvectors: [d, d].
+    """
+
+    eigenvalues: Tensor | None = None
+    eigenvectors: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class FedStats(Method):
+    """Settings; a run of n rounds has n − 1 steps. Defaults were found on EMNIST letters.
+
+    Args:
+        features: the map φ, see `fedsynth.features.feature_names`, or one that was registered.
+        centre_share: of the budget μ² for the centre.
+        moment_share: for the moments; steps share the rest.
+        second_moments: whether z zᵀ is released with z ⊗ e. "no": the clip has all of z ⊗ e, an
+            upload is smaller by about d/2C, and one curvature stands in for all: right where
+            features are white already and noise is large. "yes": steps are Newton's, right where ε
+            is large. "auto": yes without privacy, and from ε = 2 (or σ = 2 down) on, by the
+            settings alone.
+        ridge: λ over σ_A·√d, with σ_A the noise of a moment.
+        step_clip: c of clip(p − y); ‖p − y‖ is at most √2.
+        step_size: of the Newton-like step.
+        curvature: without second moments, what stands for all their eigenvalues.
+        step_floor: with second moments, the least eigenvalue that a step divides by, over σ_G·√d,
+            with σ_G the noise of a gradient's coordinate.
+        aggregation: "own": every client adds all of the noise. "secure": each adds 1/√H of it, and
+            the guarantee holds for those who see the sum alone, which a secure aggregation has to
+            see to; a simulation executes none.
+        honest: H, a public minimum of honest clients that survive a round; 0: all but one.
+
+    >>> from fedsynth import FedStats, PrivacySettings, RunSettings, simulate
+    >>> result = simulate(RunSettings(FedStats(), rounds=4, privacy=PrivacySettings(epsilon=3.0)))
+    >>> result.accuracy > 0.7
+    True
+    """
+
+    name: ClassVar[str] = "fedstats"
+    summary: ClassVar[str] = (
+        "clients send noisy class statistics of fixed features; the server has the rest from them"
+    )
+    reference: ClassVar[str] = "after Mehta et al. 2022, DP-FC, arXiv 2211.13403; docs/fedstats.md"
+    protects: ClassVar[tuple[str, ...]] = ("statistics",)
+    presets: ClassVar[Presets] = {}
+    first_downlink: ClassVar[type[Message] | None] = ModelParameters
+    first_upload: ClassVar[type[Message] | None] = StatisticSums
+    upload: ClassVar[type[Message]] = StatisticSums
+    state: ClassVar[type[ServerState]] = StatisticsState
+    even_rounds: ClassVar[bool] = False
+    robust_refusal: ClassVar[str] = (
+        "its server needs the sums over all clients' examples, which no rule on clients' shares "
+        "of them can stand in for"
+    )
+
+    features: str = "whitened-scattering"
+    centre_share: float = 0.04
+    moment_share: float = 0.1
+    second_moments: str = AUTO
+    ridge: float = 0.25
+    step_clip: float = 0.7
+    step_size: float = 1.5
+    step_floor: float = 0.1
+    curvature: float = 0.01
+    aggregation: str = OWN
+    honest: int = 0
+
+    def __post_init__(self) -> None:
+        check_ranges(self, centre_share=(1e-4, 0.9), moment_share=(1e-4, 0.999))
+        check_ranges(self, ridge=(0, inf), step_clip=(1e-3, 1.5), step_size=(0, inf))
+        check_ranges(self, step_floor=(0, inf), honest=(0, inf))
+        check_choices(self, aggregation=(OWN, SECURE), second_moments=(YES, NO, AUTO))
+        if self.centre_share + self.moment_share >= 1:
+            raise SettingError(
+                "method",
+                "moment_share",
+                f"must leave something for the steps: with centre_share it is "
+                f"{self.centre_share + self.moment_share:g} of the budget",
+            )
+
+    # ------------------------------------------------------------------------ public values
+
+    def map_of(self, spec: DatasetSpec) -> FeatureMap:
+        """φ for a data set's images."""
+        return feature_map(self.features, spec.image_shape)
+
+    def network(self, model: ModelSettings, spec: DatasetSpec, seed: int) -> FeatureLinear:
+        """A linear model on φ, whatever the run's model is."""
+        return feature_linear(self.map_of(spec), spec)
+
+    def public_facts(self, spec: DatasetSpec) -> Mapping[str, str]:
+        features = self.map_of(spec)
+        return {
+            "feature map": f"{features.name}, {features.dimension} coordinates: fixed before data "
+            "are read, and shaped by none",
+            "constants of the features": f"norm bound {features.norm_bound:.6g}, radius R "
+            f"{features.radius:.6g}: {features.source}",
+        }
+
+    def _shares(self, clients: int) -> int:
+        """H; 1 where every client's noise is its own."""
+        if self.aggregation == OWN:
+            return 1
+        if self.honest >= clients:
+            raise SettingError(
+                "method",
+                "honest",
+                f"must be below the number of clients, {clients}: the one who is attacked does not "
+                "count on itself",
+                value=self.honest,
+            )
+        return self.honest or max(1, clients - 1)
+
+    def private_plans(
+        self, privacy: PrivacySettings, context: RoundContext
+    ) -> tuple[PrivatePlan, ...]:
+        """Centre and moments of round 1, and a step of each later round.
+
+        Ratios are such that μ² is divided by the shares: with all of them the run's σ is that of a
+        single Gaussian release.
+
+        Raises:
+            SettingError: a clip or a rate is set, where the method's theorem has its own.
+        """
+        for key in ("clip", "sample_rate"):
+            if getattr(privacy, key) is not None:
+                raise SettingError(
+                    "privacy",
+                    key,
+                    f"must be left out with {self.name}: its releases have their own",
+                )
+        features = self.map_of(context.spec)
+        d = features.dimension
+        classes = context.spec.classes
+        steps = max(1, context.rounds - 1)
+        rest = 1 - self.centre_share - self.moment_share
+        make = partial(
+            PrivatePlan,
+            mechanism="statistics",
+            sample_rate=1.0,
+            steps=1,
+            shares=self._shares(context.clients),
+        )
+        moments = make(
+            name=MOMENTS,
+            quantity="products of features with labels"
+            + (", and second moments of features" if self.has_second(privacy) else ""),
+            clipped="z = (φ(x) − m)/R of each example; the joint vector of its products has norm "
+            "at most 1",
+            clip=1.0,
+            dimension=self._moment_width(d, classes, privacy),
+            noise_ratio=self.moment_share**-0.5,
+        )
+        centre = make(
+            name=CENTRE,
+            quantity="sum of features",
+            clipped="φ(x) of each example",
+            clip=features.norm_bound,
+            dimension=d,
+            noise_ratio=self.centre_share**-0.5,
+            phase=FIRST,
+        )
+        step = make(
+            name=STEP,
+            quantity="sum of gradients of a linear model on features",
+            clipped="p − y of each example, and z",
+            clip=self.step_clip,
+            dimension=classes * d,
+            noise_ratio=math.sqrt(steps / rest),
+        )
+        return (moments, centre, step) if context.rounds > 1 else (moments, centre)
+
+    def has_second(self, privacy: PrivacySettings | None) -> bool:
+        """Whether second moments are released; a rule on settings, which are public."""
+        if self.second_moments != AUTO:
+            return self.second_moments == YES
+        if privacy is None:
+            return True
+        if privacy.epsilon is not None:
+            return privacy.epsilon >= LARGE_EPSILON
+        return (privacy.noise_multiplier or math.inf) <= SMALL_NOISE
+
+    def _moment_width(self, d: int, classes: int, privacy: PrivacySettings | None) -> int:
+        return d * classes + (d * (d + 1) // 2 if self.has_second(privacy) else 0)
+
+    def round_plans(self, plans: tuple[PrivatePlan, ...], round: int) -> tuple[PrivatePlan, ...]:
+        first = (MOMENTS, CENTRE)
+        return tuple(plan for plan in plans if (plan.name in first) == (round == 1))
+
+    def upload_rules(self, phase: str, client: int, context: RoundContext) -> dict[str, Rule]:
+        classes = context.spec.classes
+        d = self.map_of(context.spec).dimension
+        width = classes * d
+        if context.round == 1:
+            width = d if phase == FIRST else self._moment_width(d, classes, context.privacy)
+        far = LARGEST * max(1.0, *context.noise.values(), 1.0)
+        return {"sums": Array((width,), least=-far, most=far)}
+
+    def check_model(self, model: nn.Module) -> None:
+        if not isinstance(model, FeatureLinear):
+            raise SettingError("model", "name", f"must be a linear model on features: {self.name}")
+
+    # ------------------------------------------------------------------------------- clients
+
+    def first_request(
+        self, state: StatisticsState, context: RoundContext
+    ) -> ModelParameters | None:
+        return ModelParameters(state.parameters, 1.0) if context.round == 1 else None
+
+    def broadcast(self, state: StatisticsState, context: RoundContext) -> ModelParameters:
+        return ModelParameters(state.parameters, 1.0)
+
+    def first_step(
+        self,
+        message: ModelParameters,
+        clients: ClientGroup,
+        memories: Sequence[Memory],
+        context: RoundContext,
+    ) -> Results:
+        """The sum of features, each clipped to the public norm."""
+        bound = self.map_of(context.spec).norm_bound
+
+        def rows(features_Nd: Tensor, labels_N: Tensor) -> Products:
+            return Rows(features_Nd, bound)
+
+        return self._replies(CENTRE, rows, clients, memories, context)
+
+    def client_step(
+        self,
+        message: ModelParameters,
+        clients: ClientGroup,
+        memories: Sequence[Memory],
+        context: RoundContext,
+    ) -> Results:
+        """Round 1: moments about the released centre; later: a gradient of the released model."""
+        centre = message.parameters["centre"]
+        weight = message.parameters["classifier.weight"]
+        radius = self.map_of(context.spec).radius
+        classes = context.spec.classes
+
+        def rows(features_Nd: Tensor, labels_N: Tensor) -> Products:
+            z = centred(features_Nd, centre, radius)
+            if context.round == 1:
+                make = moment_rows if self.has_second(context.privacy) else crossed_rows
+                return make(z, labels_N, classes)
+            return step_rows(z, labels_N, weight, self.step_clip)
+
+        name = MOMENTS if context.round == 1 else STEP
+        return self._replies(name, rows, clients, memories, context)
+
+    def _replies(
+        self,
+        name: str,
+        rows: Callable[[Tensor, Tensor], Products],
+        clients: ClientGroup,
+        memories: Sequence[Memory],
+        context: RoundContext,
+    ) -> Results:
+        features = self.map_of(context.spec)
+        if isinstance(clients, PrivateClients):
+            sums: Tensor = clients.feature_sums(clients.series(name), features, rows)
+        else:
+            sums = clients.feature_sums(features, rows).float()
+        each = zip(sums.unbind(), memories, strict=True)
+        return [(StatisticSums(own.clone()), memory) for own, memory in each]
+
+    # -------------------------------------------------------------------------------- server
+
+    def pooled(
+        self, uploads: Mapping[int, StatisticSums], plan: str, context: RoundContext
+    ) -> Pool:
+        """The sum over clients, and the deviation of its noise."""
+        total = torch.stack([one.sums.double() for one in uploads.values()]).sum(dim=0)
+        each = context.noise.get(plan, 0.0) / math.sqrt(self._shares(context.clients))
+        records = context.nominal_size * len(uploads)
+        return Pool(total, each * math.sqrt(len(uploads)), records)
+
+    def enough(self, uploads: Mapping[int, StatisticSums], context: RoundContext) -> bool:
+        """Whether so many clients answered that the sum has all the noise that is charged; of a sum
+        with less nothing is made."""
+        if context.privacy is None or len(uploads) >= self._shares(context.clients):
+            return True
+        context.note(
+            f"round {context.round}: {len(uploads)} clients answered, and the noise is that of "
+            f"{self._shares(context.clients)}: nothing is made of this round"
+        )
+        return False
+
+    def first_aggregate(
+        self,
+        state: StatisticsState,
+        replies: Mapping[int, StatisticSums],
+        context: RoundContext,
+    ) -> StatisticsState:
+        """The centre m."""
+        if not self.enough(replies, context):
+            return state
+        pool = self.pooled(replies, CENTRE, context)
+        centre = (pool.sums / pool.records).float()
+        return replace(state, parameters={**state.parameters, "centre": centre})
+
+    def server_step(
+        self,
+        state: StatisticsState,
+        uploads: Mapping[int, StatisticSums],
+        context: RoundContext,
+    ) -> StatisticsState:
+        """The closed form, or a step."""
+        if not self.enough(uploads, context):
+            return state
+        if context.round == 1:
+            return self._closed_form(state, self.pooled(uploads, MOMENTS, context), context)
+        return self._step(state, self.pooled(uploads, STEP, context), context)
+
+    def _closed_form(
+        self, state: StatisticsState, pool: Pool, context: RoundContext
+    ) -> StatisticsState:
+        weight = state.parameters["classifier.weight"]
+        classes, d = weight.shape
+        if not self.has_second(context.privacy):
+            crossed = pool.sums.view(classes, d) * (target_norm(classes) / pool.records)
+            linear = (SCALE / self.curvature * crossed).float()
+            return replace(state, parameters={**state.parameters, "classifier.weight": linear})
+        moments = ClassMoments.unpacked(pool.sums, d, classes, pool.records, pool.deviation)
+        spectrum = Spectrum.of(moments, self.ridge)
+        solved = (SCALE * spectrum.solve(moments.crossed)).float()
+        return replace(
+            state,
+            parameters={**state.parameters, "classifier.weight": solved},
+            eigenvalues=spectrum.values.float(),
+            eigenvectors=spectrum.vectors.float(),
+        )
+
+    def _step(self, state: StatisticsState, pool: Pool, context: RoundContext) -> StatisticsState:
+        weight = state.parameters["classifier.weight"]
+        gradient = (pool.sums / pool.records).float().view_as(weight)
+        if state.eigenvalues is None or state.eigenvectors is None:
+            if self.has_second(context.privacy):  # round 1 did not count
+                return state
+            down = weight - self.step_size / self.curvature * gradient
+            return replace(state, parameters={**state.parameters, "classifier.weight": down})
+        spectrum = Spectrum(state.eigenvalues, state.eigenvectors)
+        noise = pool.deviation / pool.records * math.sqrt(weight.shape[1])
+        moved = weight - self.step_size * spectrum.step(gradient, self.step_floor * noise)
+        return replace(state, parameters={**state.parameters, "classifier.weight": moved})
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Sums over clients.
+
+    Attributes:
+        sums: [D], float64.
+        deviation: of the noise in each coordinate.
+        records: the public number of records behind them.
+    """
+
+    sums: Tensor
+    deviation: float
+    records: float
+
+
+__all__ = ["FIRST", "MAIN", "FedStats", "Pool", "StatisticSums", "StatisticsState"]

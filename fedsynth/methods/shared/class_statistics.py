@@ -1,0 +1,119 @@
+"""What a server makes of summed class statistics: a closed-form classifier, and Newton-like steps.
+
+With z = clip₁((φ(x) − m)/R) and e = e_y − 1/C, clients release noisy sums of √½·[svec(z zᵀ); z ⊗ e/b]
+with b = ‖e‖ = √(1 − 1/C) (`fedsynth.privacy.products.Moments`), later of clip(p − y) ⊗ z. All here
+is post-processing of such sums.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fedsynth.models.feature_linear import embedded
+from fedsynth.privacy.products import Moments, Outer, smat
+
+EXACT = 1e-6
+"""Ridge of moments without noise, relative to the trace that z of norm 1 would have."""
+
+
+def target_norm(classes: int) -> float:
+    """b = ‖e_y − 1/C‖, the same for every class."""
+    return math.sqrt(1 - 1 / classes)
+
+
+def moment_rows(z_Nd: Tensor, labels_N: Tensor, classes: int) -> Moments:
+    """What each example adds to the second release."""
+    targets = F.one_hot(labels_N, classes).to(z_Nd.dtype) - 1 / classes
+    return Moments(z_Nd, targets, target_norm(classes))
+
+
+def crossed_rows(z_Nd: Tensor, labels_N: Tensor, classes: int) -> Outer:
+    """The same without second moments: e/b ⊗ z, of norm at most 1."""
+    targets = F.one_hot(labels_N, classes).to(z_Nd.dtype) - 1 / classes
+    return Outer(targets / target_norm(classes), z_Nd, 1.0)
+
+
+def step_rows(z_Nd: Tensor, labels_N: Tensor, weight_Cd: Tensor, clip: float) -> Outer:
+    """What each example adds to a step: clip(p − y) ⊗ z, the cross-entropy's gradient."""
+    wrong = torch.softmax(z_Nd @ weight_Cd.T, dim=1) - F.one_hot(labels_N, len(weight_Cd))
+    return Outer(wrong, z_Nd, clip)
+
+
+def centred(features_Nd: Tensor, centre_d: Tensor, radius: float) -> Tensor:
+    """z of examples' features; of features that are not finite too, which the mechanism drops."""
+    return embedded(features_Nd, centre_d, radius)
+
+
+@dataclass(frozen=True)
+class ClassMoments:
+    """The second release, unpacked and divided by the public number of records.
+
+    Attributes:
+        second: (1/n) Σ z zᵀ, symmetric [d, d], float64.
+        crossed: (1/n) Σ e ⊗ z, [C, d], float64.
+        noise: the standard deviation of the noise in a diagonal entry of `second`.
+    """
+
+    second: Tensor
+    crossed: Tensor
+    noise: float
+
+    @classmethod
+    def unpacked(
+        cls, sums_D: Tensor, dimension: int, classes: int, records: float, deviation: float
+    ) -> ClassMoments:
+        """From the pooled sums.
+
+        Args:
+            sums_D: Σ √½·[svec(z zᵀ); z ⊗ e/b] over all clients, with their noise.
+            dimension, classes: d, C.
+            records: n, the public number of all records.
+            deviation: of the pooled noise in a coordinate of the sums.
+        """
+        scaled = sums_D.double() * (math.sqrt(2) / records)
+        packed = dimension * (dimension + 1) // 2
+        crossed = scaled[packed:].view(classes, dimension) * target_norm(classes)
+        noise = deviation * math.sqrt(2) / records
+        return cls(smat(scaled[:packed], dimension), crossed, noise)
+
+
+@dataclass(frozen=True)
+class Spectrum:
+    """Eigenvalues and eigenvectors of the released second moments.
+
+    Attributes:
+        values: [d], at least 0, plus the ridge.
+        vectors: [d, d], a column each.
+    """
+
+    values: Tensor
+    vectors: Tensor
+
+    @classmethod
+    def of(cls, moments: ClassMoments, ridge: float) -> Spectrum:
+        """Eigenvalues below 0 are noise's, and become 0.
+
+        Args:
+            moments: released.
+            ridge: what is added to each, over noise·√d: the noise's own largest eigenvalue is about
+                1.4 of that.
+        """
+        values, vectors = torch.linalg.eigh(moments.second)
+        size = len(values)
+        least = max(ridge * moments.noise * math.sqrt(size), EXACT / size)
+        return cls(values.clamp_min(0) + least, vectors)
+
+    def solve(self, crossed_Cd: Tensor) -> Tensor:
+        """crossed·(A + λ)⁻¹, [C, d]."""
+        return ((crossed_Cd @ self.vectors) / self.values) @ self.vectors.T
+
+    def step(self, gradient_Cd: Tensor, least: float) -> Tensor:
+        """The Newton-like direction gradient·V diag(1/max(w, least)) Vᵀ: along an eigenvector that
+        sees less than the gradient's noise a full step would only carry noise."""
+        along = gradient_Cd @ self.vectors / self.values.clamp_min(least)
+        return along @ self.vectors.T

@@ -1,0 +1,221 @@
+"""Per-example vectors that are products of two short ones, summed without ever being written out.
+
+Theorem (sensitivity). Each kind clips the short vectors of every example, and its `bound` bounds
+the L2 norm of the example's whole vector, whatever the example is:
+
+- `Rows`: u itself, clipped to norm a.
+- `Outer`: u = l ⊗ r with ‖l‖ ≤ a and ‖r‖ ≤ 1, so ‖u‖ = ‖l‖·‖r‖ ≤ a.
+- `Moments`: u = √½·[svec(z zᵀ); z ⊗ e/b] with ‖z‖ ≤ 1 and ‖e‖ ≤ b. svec writes the upper triangle
+  of a symmetric matrix with its off-diagonal entries times √2, so that ‖svec(z zᵀ)‖ = ‖z zᵀ‖_F =
+  ‖z‖². Hence ‖u‖² = ½‖z‖⁴ + ½‖z‖²‖e‖²/b² ≤ 1.
+
+An example's vector of d(d+1)/2 + dC coordinates thus costs one row of two matrix products, and the
+sums are those of the clipped vectors written out (tests/privacy/test_products.py). Everything is in
+float64, as in `clip_rows`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from fedsynth.privacy.clipping import clip_rows
+from fedsynth.privacy.errors import PrivacyError
+
+
+class Products(Protocol):
+    """Vectors of N examples, given by factors."""
+
+    @property
+    def bound(self) -> float:
+        """What the L2 norm of one example's vector is at most."""
+
+    @property
+    def width(self) -> int:
+        """Coordinates of a vector."""
+
+    def __len__(self) -> int:
+        """N."""
+
+    def part(self, taken: slice | Tensor) -> Products:
+        """The vectors of some of the examples."""
+
+    def rows(self) -> Tensor:
+        """The vectors written out, [N, width], float64: for tests and audits."""
+
+    def sums(self, shares_N: Tensor | None = None) -> Tensor:
+        """Their sum, or the sum weighted by shares, [width], float64."""
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """Vectors as they are.
+
+    Args:
+        vectors: [N, D], clipped to norm `clip`.
+        clip: a.
+    """
+
+    vectors: Tensor
+    clip: float
+
+    @property
+    def bound(self) -> float:
+        """a."""
+        return self.clip
+
+    @property
+    def width(self) -> int:
+        """D."""
+        return self.vectors.shape[1]
+
+    def __len__(self) -> int:
+        return len(self.vectors)
+
+    def part(self, taken: slice | Tensor) -> Rows:
+        """The vectors of some of the examples."""
+        return Rows(self.vectors[taken], self.clip)
+
+    def rows(self) -> Tensor:
+        """The clipped vectors, [N, D], float64."""
+        return clip_rows(self.vectors, self.clip)
+
+    def sums(self, shares_N: Tensor | None = None) -> Tensor:
+        """Their (weighted) sum, [D], float64."""
+        return _weighted(self.rows(), shares_N).sum(dim=0)
+
+
+@dataclass(frozen=True, eq=False)
+class Outer:
+    """l ⊗ r of each example, row by row of l.
+
+    Args:
+        left: [N, P], clipped to norm `clip`.
+        right: [N, Q], clipped to norm 1.
+        clip: a.
+    """
+
+    left: Tensor
+    right: Tensor
+    clip: float
+
+    @property
+    def bound(self) -> float:
+        """a."""
+        return self.clip
+
+    @property
+    def width(self) -> int:
+        """P·Q."""
+        return self.left.shape[1] * self.right.shape[1]
+
+    def __len__(self) -> int:
+        return len(self.left)
+
+    def part(self, taken: slice | Tensor) -> Outer:
+        """The vectors of some of the examples."""
+        return Outer(self.left[taken], self.right[taken], self.clip)
+
+    def _clipped(self) -> tuple[Tensor, Tensor]:
+        return clip_rows(self.left, self.clip), clip_rows(self.right, 1.0)
+
+    def rows(self) -> Tensor:
+        """The vectors written out, [N, P·Q], float64."""
+        left, right = self._clipped()
+        return torch.einsum("np,nq->npq", left, right).flatten(1)
+
+    def sums(self, shares_N: Tensor | None = None) -> Tensor:
+        """Their (weighted) sum, [P·Q], float64."""
+        left, right = self._clipped()
+        return (_weighted(left, shares_N).T @ right).flatten()
+
+
+@dataclass(frozen=True, eq=False)
+class Moments:
+    """√½·[svec(z zᵀ); e/b ⊗ z] of each example.
+
+    Args:
+        z: [N, d], clipped to norm 1.
+        targets: e [N, C], clipped to norm b; such as one-hot labels about their mean.
+        target_norm: b, the norm that every target has.
+    """
+
+    z: Tensor
+    targets: Tensor
+    target_norm: float
+
+    @property
+    def bound(self) -> float:
+        """1."""
+        return 1.0
+
+    @property
+    def width(self) -> int:
+        """d(d+1)/2 + d·C."""
+        d = self.z.shape[1]
+        return d * (d + 1) // 2 + d * self.targets.shape[1]
+
+    def __len__(self) -> int:
+        return len(self.z)
+
+    def part(self, taken: slice | Tensor) -> Moments:
+        """The vectors of some of the examples."""
+        return Moments(self.z[taken], self.targets[taken], self.target_norm)
+
+    def _clipped(self) -> tuple[Tensor, Tensor]:
+        e = clip_rows(self.targets, self.target_norm) / self.target_norm
+        return clip_rows(self.z, 1.0), e
+
+    def rows(self) -> Tensor:
+        """The vectors written out, [N, d(d+1)/2 + dC], float64."""
+        z, e = self._clipped()
+        squares = svec(torch.einsum("nd,ne->nde", z, z))
+        crossed = torch.einsum("nc,nd->ncd", e, z).flatten(1)
+        return math.sqrt(0.5) * torch.cat([squares, crossed], dim=1)
+
+    def sums(self, shares_N: Tensor | None = None) -> Tensor:
+        """Their (weighted) sum, [d(d+1)/2 + dC], float64."""
+        z, e = self._clipped()
+        weighted = _weighted(z, shares_N)
+        squares = svec(weighted.T @ z)
+        crossed = (e.T @ weighted).flatten()
+        return math.sqrt(0.5) * torch.cat([squares, crossed])
+
+
+def _weighted(rows: Tensor, shares_N: Tensor | None) -> Tensor:
+    if shares_N is None:
+        return rows
+    if len(shares_N) and not bool(((shares_N >= 0) & (shares_N <= 1)).all()):  # on the CPU
+        raise PrivacyError("shares of a user's records must be in [0, 1]")
+    return rows * shares_N.to(rows)[:, None]
+
+
+def svec(matrix: Tensor) -> Tensor:
+    """The upper triangles of symmetric matrices [..., d, d] as vectors of the same norm,
+    [..., d(d+1)/2]: off-diagonal entries count √2.
+
+    >>> svec(torch.tensor([[1.0, 2.0], [2.0, 3.0]])).square().sum().item()
+    18.0
+    """
+    d = matrix.shape[-1]
+    row, column = torch.triu_indices(d, d, device=matrix.device)
+    weights = torch.where(row == column, 1.0, math.sqrt(2.0)).to(matrix.dtype)
+    return matrix[..., row, column] * weights
+
+
+def smat(vector_D: Tensor, d: int) -> Tensor:
+    """The symmetric matrix [d, d] whose `svec` this is.
+
+    >>> smat(svec(torch.tensor([[1.0, 2.0], [2.0, 3.0]])), 2).tolist()
+    [[1.0, 2.0], [2.0, 3.0]]
+    """
+    row, column = torch.triu_indices(d, d, device=vector_D.device)
+    weights = torch.where(row == column, 1.0, math.sqrt(0.5)).to(vector_D.dtype)
+    matrix = vector_D.new_zeros(d, d)
+    matrix[row, column] = vector_D * weights
+    matrix[column, row] = vector_D * weights
+    return matrix

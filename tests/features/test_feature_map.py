@@ -1,0 +1,53 @@
+"""Feature maps: what they take and make, their constants, and maps of one's own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fedsynth.errors import SettingError, UnknownNameError
+from fedsynth.features import FeatureMap, feature_map, feature_names, register_features
+
+
+def own(shape: tuple[int, int, int], dimension: int = 1, **other: float) -> FeatureMap:
+    constants = {"norm_bound": 1.0, "radius": 0.5, **other}
+    return FeatureMap(
+        name="own",
+        image_shape=shape,
+        dimension=dimension,
+        source="a test",
+        function=lambda x: x.mean(dim=(1, 2, 3))[:, None],
+        **constants,
+    )
+
+
+@pytest.mark.parametrize("name", ["pixels"])
+def test_bytes_and_floats_are_the_same_images(name: str) -> None:
+    images = torch.randint(0, 256, (5, 1, 8, 8), dtype=torch.uint8)
+    made = feature_map(name, (1, 8, 8))
+    torch.testing.assert_close(made(images), made(images.double() / 255))
+    assert made(images).shape == (5, made.dimension)
+    assert made(images).norm(dim=1).max() <= made.norm_bound
+
+
+def test_a_map_refuses_other_images_and_a_wrong_dimension() -> None:
+    with pytest.raises(SettingError, match="image_shape"):
+        own((1, 8, 8))(torch.zeros(2, 1, 8, 9))
+    with pytest.raises(SettingError, match="dimension"):
+        own((1, 8, 8), dimension=2)(torch.zeros(2, 1, 8, 8))
+
+
+@pytest.mark.parametrize("wrong", [{"radius": 0.0}, {"norm_bound": float("inf")}])
+def test_constants_are_positive_numbers(wrong: dict[str, float]) -> None:
+    with pytest.raises(SettingError, match=next(iter(wrong))):
+        own((1, 8, 8), **wrong)
+
+
+def test_own_maps_are_known_by_their_names() -> None:
+    register_features("own-test", own)
+    assert "own-test" in feature_names()
+    assert feature_map("own-test", (3, 4, 4)).image_shape == (3, 4, 4)
+    with pytest.raises(UnknownNameError, match="own-pixels"):
+        register_features("pixels", own)
+    with pytest.raises(UnknownNameError, match="pixels"):
+        feature_map("pixel", (1, 8, 8))

@@ -1,0 +1,115 @@
+"""The scattering transform against kymatio: its numbers, kept here, and itself where it is there."""
+
+from __future__ import annotations
+
+import importlib
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from fedsynth.errors import SettingError
+from fedsynth.features.public_statistics import IMAGES, Whitening, constants, public_vectors
+from fedsynth.features.registry import feature_map
+from fedsynth.features.scattering import Scattering, scattering_features
+
+NAMES = ("scattering", "whitened-scattering")
+# kymatio 0.3.0's Scattering2D(J=2, (16, 20)) of `waves()`: channel -> values at (0, 0), (2, 3), (3, 4)
+KYMATIO = {
+    0: (0.683185, 0.508932, 0.511984),
+    1: (0.043483, 0.065723, 0.096386),
+    4: (0.059764, 0.018296, 0.010356),
+    9: (0.012205, 0.04982, 0.069065),
+    13: (0.032006, 0.00258, 0.013215),
+    17: (0.001428, 0.002761, 0.005142),
+    30: (0.002007, 0.003435, 0.005508),
+    55: (0.001168, 0.000917, 0.00251),
+    80: (0.001753, 0.001104, 0.005368),
+}
+
+
+def waves() -> Tensor:
+    """An image [1, 16, 20] with several frequencies and directions."""
+    row, column = np.arange(16)[:, None], np.arange(20)[None]
+    pixels = 0.5 + 0.3 * np.sin(0.9 * row + 0.04 * column**2) + 0.2 * np.cos(1.7 * column)
+    return torch.from_numpy(pixels.astype(np.float32))[None]
+
+
+def oracle() -> Any:
+    """kymatio's transform; it asks SciPy for a function by a name that newer versions lack."""
+    special: Any = importlib.import_module("scipy.special")
+    if not hasattr(special, "sph_harm"):
+        special.sph_harm = special.sph_harm_y
+    module: Any = pytest.importorskip(
+        "kymatio.torch", reason="kymatio is not installed: its numbers of one image are kept here"
+    )
+    return module.Scattering2D
+
+
+def test_one_image_has_kymatio_s_numbers() -> None:
+    made = Scattering.of((16, 20))(waves())[0]
+    assert made.shape == (81, 4, 5)
+    for channel, values in KYMATIO.items():
+        found = [float(made[channel, i, j]) for i, j in ((0, 0), (2, 3), (3, 4))]
+        assert found == pytest.approx(values, abs=3e-5)
+
+
+@pytest.mark.parametrize("size", [(28, 28), (32, 32), (30, 17), (8, 8)])
+def test_random_images_agree_with_kymatio(size: tuple[int, int]) -> None:
+    transform = oracle()
+    images = torch.rand(3, *size, generator=torch.Generator().manual_seed(0))
+    expected = transform(2, size)(images)
+    torch.testing.assert_close(Scattering.of(size)(images), expected, rtol=1e-4, atol=5e-5)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dimension"), [((1, 28, 28), 729), ((3, 32, 32), 2187), ((1, 8, 8), 324)]
+)
+def test_sizes(shape: tuple[int, int, int], dimension: int) -> None:
+    images = torch.rand(2, *shape, generator=torch.Generator().manual_seed(0))
+    assert scattering_features(images).shape == (2, dimension)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_image_s_vector_is_its_own_and_can_be_pulled_back(name: str) -> None:
+    """Whatever the batch is; gradients are finite, for a constant image too."""
+    features = feature_map(name, (1, 8, 8))
+    images = torch.rand(20, 1, 8, 8, generator=torch.Generator().manual_seed(0))
+    images[3] = 0.0
+    together = features(images)
+    alone = torch.cat([features(one[None]) for one in images])
+    torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-4)
+    images.requires_grad_()
+    features(images).square().sum().backward()
+    assert images.grad is not None
+    assert bool(torch.isfinite(images.grad).all())
+    assert pickle.loads(pickle.dumps(features))(images[:1].detach()).shape == (1, 324)
+
+
+def test_images_that_are_too_small_are_refused() -> None:
+    with pytest.raises(SettingError, match="at least 8×8"):
+        feature_map("scattering", (1, 7, 28))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_constants_are_those_of_images_from_a_seed(name: str) -> None:
+    """Nobody's data went in: the same numbers come out again, to the digits that are kept."""
+    features = feature_map(name, (1, 8, 8))
+    norm, radius = constants(public_vectors(features.function, (1, 8, 8)))
+    assert features.norm_bound == pytest.approx(norm, rel=0.02)
+    assert features.radius == pytest.approx(radius, rel=0.02)
+    assert str(IMAGES) in features.source
+
+
+def test_whitening_makes_channels_and_cells_white() -> None:
+    """By NumPy's covariances, on vectors with a product covariance."""
+    generator = torch.Generator().manual_seed(0)
+    mix = torch.randn(4, 4, generator=generator)
+    vectors = (mix @ torch.randn(4000, 4, 3, generator=generator)).flatten(1) + 5.0
+    white = Whitening.of(lambda x: x, vectors, cells=3, floor=0.0)
+    made = white.applied(vectors).unflatten(1, (4, 3)).numpy()
+    between = np.einsum("nas,nbs->ab", made, made) / made.shape[0] / 3
+    np.testing.assert_allclose(between / between[0, 0], np.eye(4), atol=0.05)

@@ -1,0 +1,198 @@
+"""Vectors given by factors: what one example may move, that sums are those of the vectors written
+out, and twins that are broken on purpose."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn import functional as F
+
+from fedsynth.privacy.errors import PrivacyError
+from fedsynth.privacy.ledger import Guard, Ledger
+from fedsynth.privacy.mechanisms import GaussianSums
+from fedsynth.privacy.products import Moments, Outer, Products, Rows, smat, svec
+from fedsynth.privacy.randomness import SecretGenerator
+from fedsynth.privacy.releases import USER, Release
+from fedsynth.privacy.units import Sample
+
+CLASSES, D, CLIP = 4, 3, 0.7
+B = math.sqrt(1 - 1 / CLASSES)
+HOSTILE = [0.0, 1e-30, 1.0, -3.0, 1e20, 3e38, float("nan"), float("inf"), -float("inf")]
+values = st.one_of(st.floats(-1e6, 1e6, width=32), st.sampled_from(HOSTILE))
+vectors = st.lists(values, min_size=D, max_size=D)
+KINDS = ("rows", "outer", "moments")
+
+
+def targets(labels: Tensor) -> Tensor:
+    return F.one_hot(labels, CLASSES).float() - 1 / CLASSES
+
+
+def products(kind: str, z: Tensor, labels: Tensor, left: Tensor | None = None) -> Products:
+    if kind == "rows":
+        return Rows(z, CLIP)
+    if kind == "outer":
+        return Outer(targets(labels) if left is None else left, z, CLIP)
+    return Moments(z, targets(labels), B)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(data=st.lists(vectors, max_size=4), extra=vectors, label=st.integers(0, CLASSES - 1))
+@settings(max_examples=100, deadline=None)
+def test_one_example_moves_the_sums_by_at_most_the_bound(
+    kind: str, data: list[list[float]], extra: list[float], label: int
+) -> None:
+    """On D and D + x, for huge, constant, NaN and infinite x, and for an empty D."""
+    z = torch.tensor([*data, extra], dtype=torch.float32)
+    labels = torch.tensor([0] * len(data) + [label])
+    whole = products(kind, z, labels)
+    moved = whole.sums() - whole.part(slice(len(data))).sums()
+    assert float(moved.norm()) <= whole.bound * (1 + 1e-9) + 1e-9 * len(data)
+    assert bool(torch.isfinite(moved).all())
+
+
+@given(left=st.lists(values, min_size=CLASSES, max_size=CLASSES), right=vectors)
+@settings(max_examples=100, deadline=None)
+def test_hostile_factors_of_both_sides_are_clipped(left: list[float], right: list[float]) -> None:
+    outer = Outer(torch.tensor([left]), torch.tensor([right]), CLIP)
+    assert float(outer.sums().norm()) <= CLIP * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_bound_is_reached(kind: str) -> None:
+    """By an example in the worst direction: a smaller sensitivity would be wrong."""
+    z = 5 * F.normalize(torch.tensor([[1.0, -2.0, 0.5]]))
+    left = torch.tensor([[1.0, -1.0, 0.0, 0.0]])
+    whole = products(kind, z, torch.tensor([2]), left)
+    assert float(whole.sums().norm()) == pytest.approx(whole.bound, rel=1e-6)
+
+
+def unclipped(z: Tensor, labels: Tensor) -> Tensor:
+    e = targets(labels).double() / B
+    z = z.double()
+    squares = svec(torch.einsum("nd,ne->nde", z, z))
+    return math.sqrt(0.5) * torch.cat([squares, torch.einsum("nc,nd->ncd", e, z).flatten(1)], 1)
+
+
+def unweighted(z: Tensor, labels: Tensor) -> Tensor:
+    """The full matrix in place of svec is as long; the plain triangle without √2 is not, and what
+    `smat` reads from it is another matrix."""
+    row, column = torch.triu_indices(D, D)
+    matrix = torch.einsum("nd,ne->nde", z, z).double()
+    return matrix[:, row, column]
+
+
+def uncentred(z: Tensor, labels: Tensor) -> Tensor:
+    e = F.one_hot(labels, CLASSES).double() / B
+    z = F.normalize(z.double())
+    squares = svec(torch.einsum("nd,ne->nde", z, z))
+    return math.sqrt(0.5) * torch.cat([squares, torch.einsum("nc,nd->ncd", e, z).flatten(1)], 1)
+
+
+def test_broken_twins_break_the_bound_or_the_matrix() -> None:
+    """No clip; labels about zero and not their mean; svec without √2."""
+    z, labels = torch.tensor([[3.0, 0.0, 4.0]]), torch.tensor([1])
+    assert float(unclipped(z, labels).norm()) > 5
+    assert float(uncentred(z, labels).norm()) > 1.05
+    unit = F.normalize(z)
+    honest = svec(torch.einsum("nd,ne->nde", unit, unit).double())[0]
+    whole = torch.outer(unit[0], unit[0]).double()
+    torch.testing.assert_close(smat(honest, D), whole)
+    assert float(honest.norm()) == pytest.approx(1.0, abs=1e-6)
+    twin = unweighted(unit, labels)[0]
+    assert float((smat(twin, D) - whole).abs().max()) > 0.1
+    assert float(twin.norm()) < 0.9  # its noise, of the same size, would be too large off diagonal
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("weighted", [False, True])
+def test_sums_are_those_of_the_vectors_written_out(kind: str, weighted: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    z = torch.randn(50, D, generator=generator)
+    made = products(kind, z, torch.arange(50) % CLASSES)
+    rows = made.rows()
+    assert rows.shape == (50, made.width)
+    assert float(rows.norm(dim=1).max()) <= made.bound + 1e-12
+    shares = torch.rand(50, generator=generator) if weighted else None
+    expected = rows.sum(0) if shares is None else (rows * shares[:, None]).sum(0)
+    torch.testing.assert_close(made.sums(shares), expected)
+
+
+def test_moments_by_numpy() -> None:
+    """Σ z zᵀ and Σ z ⊗ e come back from the released vector."""
+    z = np.random.default_rng(0).normal(size=(20, D)).astype(np.float32)
+    labels = np.arange(20) % CLASSES
+    made = Moments(torch.from_numpy(z), targets(torch.from_numpy(labels)), B).sums()
+    clipped = z / np.maximum(1, np.linalg.norm(z, axis=1, keepdims=True))
+    packed = D * (D + 1) // 2
+    second = smat(made[:packed] * math.sqrt(2), D)
+    crossed = made[packed:].view(CLASSES, D) * math.sqrt(2) * B
+    e = np.eye(CLASSES)[labels] - 1 / CLASSES
+    np.testing.assert_allclose(second, clipped.T @ clipped, atol=1e-5)
+    np.testing.assert_allclose(crossed, e.T @ clipped, atol=1e-5)
+
+
+# ------------------------------------------------------------------------------ through the series
+
+
+class Silent(SecretGenerator):
+    """No noise, so that a release is the sum."""
+
+    def __init__(self) -> None:
+        super().__init__(test_only=np.random.default_rng(0))
+
+    def normal(
+        self, shape: tuple[int, ...], standard_deviation: float, device: torch.device | str = "cpu"
+    ) -> Tensor:
+        return torch.zeros(shape, dtype=torch.float64)
+
+
+def series(width: int, clip: float = 1.0, groups: int = 1, unit: str = "record") -> GaussianSums:
+    row = Release(1, "q", "test", "z", 1.0, clip, 1.0, "full", 1, groups * width, unit=unit)
+    return GaussianSums(row, groups, Guard(Ledger("c"), 1e-5, None, unit=unit), Silent())
+
+
+def test_a_series_sums_products_that_come_in_pieces() -> None:
+    z = torch.randn(10, D, generator=torch.Generator().manual_seed(0))
+    made = Moments(z, targets(torch.arange(10) % CLASSES), B)
+    one = series(made.width)
+    one.sample(10)
+    one.add_products(made.part(slice(4)))
+    one.add_products(made.part(slice(4, 10)))
+    torch.testing.assert_close(one.release()[0], made.sums().float())
+
+
+def test_a_series_refuses_more_than_was_charged() -> None:
+    made = Moments(torch.ones(2, D), targets(torch.tensor([0, 1])), B)
+    with pytest.raises(PrivacyError, match="no step is open"):
+        series(made.width).add_products(made)
+    for one in (series(made.width, clip=0.9), series(made.width + 1), series(made.width, groups=2)):
+        one.sample(2)
+        with pytest.raises(PrivacyError, match="charged for"):
+            one.add_products(made)
+
+
+def test_a_user_counts_as_one_however_many_records() -> None:
+    """The mean of a user's vectors is no longer than the bound; without whose they are, refused."""
+    z = 100 * torch.ones(6, D)
+    made = Moments(z, targets(torch.zeros(6, dtype=torch.int64)), B)
+    one = series(made.width, unit=USER)
+    one.sample(1)
+    with pytest.raises(PrivacyError, match="users as the unit"):
+        one.add_products(made)
+    whose = Sample(torch.arange(6), torch.zeros(6, dtype=torch.int64), torch.full((6,), 1 / 6))
+    one.add_products(made, whose)
+    assert float(one.release().norm()) <= 1 + 1e-6
+
+
+def test_shares_divide_the_noise_of_a_client_and_not_what_is_charged() -> None:
+    one = series(4)
+    one.shares = 9
+    assert one.deviation == pytest.approx(1 / 3)
+    with pytest.raises(PrivacyError, match=r"\[0, 1\]"):
+        Rows(torch.ones(1, D), 1.0).sums(torch.tensor([2.0]))
