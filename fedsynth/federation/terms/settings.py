@@ -291,7 +291,7 @@ class RunSettings:
             },
             "partition": dataclasses.asdict(self.partition),
             "model": dataclasses.asdict(self.model),
-            "method": dataclasses.asdict(self.method),
+            "method": self.method.told(),
             "privacy": dataclasses.asdict(self.privacy)
             if self.privacy is not None
             else {"ledger": self.ledger},
