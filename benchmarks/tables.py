@@ -13,8 +13,8 @@ in the document so, whatever its line breaks. Every other decimal number, and ev
 a reference (`FREE`), or between `<!-- given -->` and `<!-- end -->`, as papers' figures are.
 
 The tables are in `library/method_tables.py`, `library/speed_tables.py`,
-`library/reliability_tables.py`, `library/own_data_tables.py` and
-`library/reproduction_tables.py`.
+`library/reliability_tables.py`, `library/reproduction_tables.py` and
+`library/own_data_tables.py`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,13 @@ DOCUMENTS = (
     "README.md",
     *sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md")),
 )
-PARTS = (method_tables, speed_tables, reliability_tables, reproduction_tables, own_data_tables)
+PARTS = (
+    method_tables,
+    speed_tables,
+    reliability_tables,
+    reproduction_tables,
+    own_data_tables,
+)
 TABLES: dict[str, Callable[[], str]] = {
     name: made for part in PARTS for name, made in part.TABLES.items()
 }
