@@ -8,6 +8,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "feddm": {"iterations": 3, "ipc": 2, "server_epochs": 2},
     "fedaf": {"iterations": 3, "ipc": 2, "server_epochs": 2},
     "real": {"ipc": 2, "server_epochs": 2},
+    "fedstats": {"features": "pixels"},
     "feddf": {"local_epochs": 1, "server_steps": 3, "proxy": "noise"},
     "dense": {"local_epochs": 1, "server_epochs": 2, "generator_steps": 2},
     "fedhydra": {

@@ -93,7 +93,8 @@ class Whitening:
         about = vectors_Nd - self.mean.to(device)
         cells = self.cells.to(device)
         grid = about.unflatten(1, (-1, len(cells)))
-        return (self.channels.to(device) @ grid @ cells).flatten(1)
+        white: Tensor = (self.channels.to(device) @ grid @ cells).flatten(1)
+        return white
 
 
 def _inverse_root(covariance: Tensor, floor: float) -> Tensor:

@@ -79,7 +79,8 @@ def morlet(size: tuple[int, int], scale: int, orientation: int) -> Complex:
     theta = (L - L // 2 - 1 - orientation) * math.pi / L
     wave = gabor(size, sigma, theta, 0.75 * math.pi / 2**scale, 4 / L)
     bump = gabor(size, sigma, theta, 0.0, 4 / L)
-    return wave - wave.sum() / bump.sum() * bump
+    centred: Complex = wave - wave.sum() / bump.sum() * bump
+    return centred
 
 
 @dataclass(frozen=True, eq=False)
@@ -158,7 +159,8 @@ class Scattering:
 
     def _modulus(self, spectrum: Tensor) -> Tensor:
         """|·| of a signal at half the resolution, from its spectrum."""
-        return torch.fft.ifft2(_aliased(spectrum, 2)).abs()
+        size: Tensor = torch.fft.ifft2(_aliased(spectrum, 2)).abs()
+        return size
 
     def _smooth(self, half: Tensor) -> Tensor:
         """Every second of the averages of signals that are at half the resolution.
@@ -169,11 +171,13 @@ class Scattering:
         return rows @ half @ columns.T
 
     def _average(self, spectrum: Tensor, low: Tensor, step: int) -> Tensor:
-        return torch.fft.ifft2(_aliased(spectrum * low, step)).real
+        averages: Tensor = torch.fft.ifft2(_aliased(spectrum * low, step)).real
+        return averages
 
 
 def _padded(side: int) -> int:
-    return ((side + 2**J) // 2**J + 1) * 2**J
+    step: int = 2**J
+    return ((side + step) // step + 1) * step
 
 
 def _aliased(spectrum: Tensor, step: int) -> Tensor:

@@ -8,8 +8,9 @@ does not matter. Round 1 has two releases, a centre m and, about it, the second 
 
 from which the server has a ridge classifier in closed form (or, without second moments, of z ⊗ e
 alone, a linear one). Each later round is one Newton-like step of softmax regression, Σ clip_c(p − y)
-⊗ z, preconditioned by the released second moments, or by a public constant. Nothing is sampled, so the composition is that of Gaussians and exact. docs/privacy.md has the sensitivities
-with their proofs, docs/fedstats.md what comes out.
+⊗ z, preconditioned by the released second moments, or by a public constant. Nothing is sampled, so
+the composition is that of Gaussians and exact. docs/privacy.md has the sensitivities with their
+proofs, docs/fedstats.md what comes out.
 
 Prior work: DP-FC and DP-NTK use such moments centrally (arXiv 2211.13403), one-shot federated ridge
 sums them over clients (arXiv 2601.08216), Tramèr & Boneh train on scattering features by DP-SGD

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fedsynth.data.registry import DatasetSpec
-from fedsynth.features.feature_map import FeatureMap, Shape
+from fedsynth.features.feature_map import FeatureMap
 
 
 class FeatureLinear(nn.Module):
@@ -59,12 +59,10 @@ def embedded(features_Nd: Tensor, centre_d: Tensor, radius: float) -> Tensor:
     [1.0, 0.5]
     """
     scaled = (features_Nd - centre_d) / radius
-    return scaled / torch.linalg.vector_norm(scaled, dim=1, keepdim=True).clamp_min(1.0)
+    z: Tensor = scaled / torch.linalg.vector_norm(scaled, dim=1, keepdim=True).clamp_min(1.0)
+    return z
 
 
 def feature_linear(features: FeatureMap, spec: DatasetSpec) -> FeatureLinear:
     """The model on a data set's images."""
     return FeatureLinear(features, spec.classes, spec.mean, spec.std)
-
-
-__all__ = ["FeatureLinear", "Shape", "embedded", "feature_linear"]

@@ -132,6 +132,13 @@ def audit_run(
     run = AuditedRun(
         _audited(settings, spec), spec, canaries, canaries_as, observer or Observer(), test_only
     )
+    if run.plan.chief.shares > 1:
+        raise SettingError(
+            None,
+            "aggregation",
+            "must be own for an audit: a client's upload alone has less noise than what is charged "
+            "for the sum",
+        )
     run.watch()
     correct = right_guesses(run.canaries.scores.numpy(), run.canaries.included.numpy(), guesses)
     delta = run.plan.privacy.delta

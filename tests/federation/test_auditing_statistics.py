@@ -1,0 +1,76 @@
+"""The canary audit through each release of FedStats, with most of the budget in that release."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from torch import Tensor
+
+from fedsynth.errors import SettingError
+from fedsynth.federation.audit.auditing import AuditResult, audit_run
+from fedsynth.federation.terms.settings import resolve
+from fedsynth.privacy.randomness import SecretGenerator
+
+PHASES = {
+    "centre": {"centre_share": 0.9, "moment_share": 0.05},
+    "moments": {"centre_share": 0.01, "moment_share": 0.97},
+    "steps": {"centre_share": 0.01, "moment_share": 0.01},
+}
+SIGMA = 1.37  # ε = 3 at δ = 1e-5
+SIGMA_OF_ONE = 3.74  # ε = 1
+
+
+def audited(phase: str, sigma: float = SIGMA, **options: Any) -> AuditResult:
+    """Features of 324 coordinates for the centre, where 64 have no room for many canaries."""
+    features = "scattering" if phase == "centre" else "pixels"
+    settings = resolve(
+        {
+            "run": {"method": "fedstats", "rounds": 3, "device": "cpu"},
+            "partition": {"clients": 1},
+            "method": {"features": features, "second_moments": "yes", **PHASES[phase]},
+            "privacy": {"nominal_size": 100, "noise_multiplier": sigma},
+        }
+    )
+    return audit_run(settings, test_only=np.random.default_rng(0), **options)
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_an_honest_phase_is_not_refuted_and_the_audit_has_power(phase: str) -> None:
+    found = audited(phase)
+    assert 2.9 < found.epsilon < 3.1
+    assert 0.2 < found.epsilon_lower_bound < found.epsilon
+
+
+def test_images_go_through_features_and_products() -> None:
+    found = audited("moments", canaries=100, canaries_as="images")
+    assert not found.fault
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_quarter_of_the_noise_shows_in_each_phase(
+    phase: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = SecretGenerator.normal
+
+    def quarter(
+        self: SecretGenerator, shape: tuple[int, ...], deviation: float, device: Any = "cpu"
+    ) -> Tensor:
+        return original(self, shape, deviation / 4, device)
+
+    monkeypatch.setattr(SecretGenerator, "normal", quarter)
+    assert audited(phase, SIGMA_OF_ONE, canaries=320 if phase == "centre" else 1000).fault
+
+
+def test_a_single_upload_of_a_secure_sum_cannot_be_audited() -> None:
+    settings = resolve(
+        {
+            "run": {"method": "fedstats", "rounds": 1, "device": "cpu"},
+            "partition": {"clients": 3},
+            "method": {"features": "pixels", "aggregation": "secure"},
+            "privacy": {"noise_multiplier": 1.0},
+        }
+    )
+    with pytest.raises(SettingError, match="aggregation"):
+        audit_run(settings, canaries=50)
