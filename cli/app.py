@@ -118,6 +118,9 @@ def train(
     dp_unit: given.DpUnit = None,
     dp_four_sums: given.DpFourSums = None,
     dp_ledger: given.DpLedger = None,
+    responsible: given.Responsible = None,
+    purpose: given.Purpose = None,
+    sites: given.Sites = None,
     sign_key: given.SignKey = None,
 ) -> None:
     """Simulate a federation on this machine and leave a run folder.

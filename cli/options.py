@@ -260,6 +260,15 @@ DpLedger = Annotated[
         "else each run counts for itself.",
     ),
 ]
+Responsible = Annotated[
+    str | None,
+    _privacy(help="Who answers for the run, as the report's first page says it."),
+]
+Purpose = Annotated[str | None, _privacy(help="What the run is for, likewise.")]
+Sites = Annotated[
+    str | None,
+    _privacy(help="The clients' sites by name, comma-separated, likewise: 'Mitte,Nord,Süd'."),
+]
 
 SignKey = Annotated[
     Path | None,
@@ -317,6 +326,7 @@ SETTINGS: dict[str, tuple[str, str]] = {
             "ledger",
         )
     },
+    **{name: ("report", name) for name in ("responsible", "purpose", "sites")},
 }
 """A command's parameter: section and key of the setting. Parameters that are none of these are not
 settings of a run.
@@ -345,7 +355,7 @@ NAMED: tuple[tuple[str, Place], ...] = (
     *((parameter, (None, argument)) for parameter, argument in ARGUMENTS.items()),
 )
 """Parameters of all commands, each with the setting that it gives."""
-SET_SECTIONS = ("method", "run", "data", "partition", "model", "privacy")
+SET_SECTIONS = ("method", "run", "data", "partition", "model", "privacy", "report")
 
 
 @dataclass(frozen=True)

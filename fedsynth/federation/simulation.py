@@ -17,6 +17,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -58,7 +59,7 @@ from fedsynth.federation.outputs.disclosed import (
 )
 from fedsynth.federation.outputs.losses import losses
 from fedsynth.federation.outputs.measure import Measure
-from fedsynth.federation.outputs.report_context import report_context
+from fedsynth.federation.outputs.report_context import handed_over, report_context
 from fedsynth.federation.outputs.result import RunResult, summarise
 from fedsynth.federation.outputs.run_folder import RunFolder
 from fedsynth.federation.outputs.verification import plan_when_it_began
@@ -81,6 +82,7 @@ from fedsynth.privacy.errors import PrivacySettingError
 from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.ledger_folder import check_names
 from fedsynth.privacy.report import ReportContext, build_report, write_report
+from fedsynth.privacy.report_schema import Began
 from fedsynth.synthesizer.condensation.sets import SyntheticSet
 
 UNPROTECTED = Text(
@@ -171,6 +173,7 @@ def simulate(
             train.spec.classes,
             *train.origins(),
         )
+    settings.report.check_clients(len(parts))
     if settings.privacy is None:
         require_all_classes(train)
     folder = None if output is None else Path(output)
@@ -461,7 +464,8 @@ class Simulation:
         """Writes what is known before the first round, as far as it is not there."""
         if self._private and not folder.has_begun:
             histories = self.exchange.histories()
-            start = privacy_words.start(self.plan, histories, self.test_kind)
+            began = Began(id=folder.name, date=f"{datetime.now():%Y-%m-%d}")
+            start = privacy_words.start(self.plan, histories, self.test_kind, began)
             folder.write_private_start(start.to_json())
         folder.write_partition(counts)
 
@@ -557,7 +561,7 @@ class Simulation:
         told = disclosed(summary, declared)
         summary = dict(told.shown)
         if self.folder is not None:
-            self._write_results(self.folder, artefacts, report)
+            report = self._write_results(self.folder, artefacts, report)
             summary["folder"] = str(self.folder.finish(told))
             # not before: without it a run that is killed here would begin anew
             CheckpointFolder(self.folder.checkpoints, "").discard()
@@ -582,6 +586,7 @@ class Simulation:
             self.deviations,
             test=self.test_kind,
             secret=all(budget.secret.is_secret for budget in budgets if budget is not None),
+            began=_today() if self.folder is None else self.folder.began(),
         )
 
     def _write_results(
@@ -589,8 +594,12 @@ class Simulation:
         folder: RunFolder,
         artefacts: Mapping[str, Tensor],
         report: dict[str, Any] | None,
-    ) -> None:
-        """What was promised first, and pictures last: none of them may cost a result."""
+    ) -> dict[str, Any] | None:
+        """What was promised first, and pictures last: none of them may cost a result.
+
+        The report is written again once the files are there whose hashes it has; that one is
+        returned.
+        """
         if report is not None:
             write_report(report, folder.path)
         folder.write_model(self.server.final_parameters())
@@ -602,12 +611,21 @@ class Simulation:
         if sets:
             folder.write_synthetic(sets, self.context.spec)
         folder.write_artefacts(artefacts)
+        if report is not None and report.get("run") is not None:
+            report = {**report, "files": handed_over(folder.path)}
+            write_report(report, folder.path)
         try:
             if sets:
                 folder.draw_synthetic(sets, self.context.spec)
             folder.draw_artefacts(artefacts)
         except OutputError as error:
             self.observer.note(f"warning: a picture is missing: {error}")
+        return report
+
+
+def _today() -> Began:
+    """Of a run that leaves no folder."""
+    return Began(id=None, date=f"{datetime.now():%Y-%m-%d}")
 
 
 def _on_device(load: Callable[[], Memory], device: torch.device) -> Memory:

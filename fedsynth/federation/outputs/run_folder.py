@@ -44,6 +44,8 @@ from fedsynth.errors import OutputError
 from fedsynth.federation.outputs.checkpoint import write_whole
 from fedsynth.federation.outputs.disclosed import Disclosed
 from fedsynth.privacy.files import open_regular, sync_folder
+from fedsynth.privacy.report_schema import Began
+from fedsynth.privacy.verify import read_json
 
 SIMULATION_ONLY_NOTE = (
     "Everything in this folder is an exact function of the clients' data. A simulation may show "
@@ -174,6 +176,21 @@ class RunFolder:
         with _writing(self.path):
             text = json.dumps(facts, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
             write_whole(self.path / PRIVATE_START, text.encode())
+
+    @property
+    def name(self) -> str:
+        """What the folder is called once the run has finished."""
+        return self._final.name
+
+    def began(self) -> Began | None:
+        """Which run it is, and when it began, as it wrote down then; None: it did not.
+
+        Raises:
+            PrivacyError: privacy_start.json is damaged.
+        """
+        file = self.path / PRIVATE_START
+        said = read_json(file, "start of a private run").get("run") if file.exists() else None
+        return None if said is None else Began(**said)
 
     @property
     def has_begun(self) -> bool:

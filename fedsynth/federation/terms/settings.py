@@ -28,6 +28,7 @@ from fedsynth.data.registry import dataset_spec
 from fedsynth.errors import Setting, SettingError, unknown_name
 from fedsynth.federation.terms.failures import Failures
 from fedsynth.federation.terms.participation import active_clients
+from fedsynth.federation.terms.report_settings import ReportSettings
 from fedsynth.methods import method_class
 from fedsynth.methods.shared.robust import FEWEST, RULES
 from fedsynth.models.registry import ModelSettings
@@ -39,7 +40,7 @@ MOST_ROUNDS = 10**9  # a year has 3e7 seconds
 MOST_GB = 1_000_000
 ROBUST: Mapping[str, Any] = {"robust": "none", "robust_share": 0.2}
 """Defaults of the settings of robust aggregation."""
-SECTIONS = ("run", "data", "partition", "model", "method", "privacy")
+SECTIONS = ("run", "data", "partition", "model", "method", "privacy", "report")
 
 # What a data set changes beside the method; what it changes of a method's settings stands with the
 # method (`Method.presets`). For the embedded 8×8 digits: a model that such images can feed, and few
@@ -61,6 +62,7 @@ _KINDS: Mapping[str, tuple[type, str]] = {
     "partition": (PartitionSettings, "PartitionSettings(alpha=0.1)"),
     "model": (ModelSettings, "ModelSettings(width=64)"),
     "privacy": (PrivacySettings, "PrivacySettings(epsilon=8.0)"),
+    "report": (ReportSettings, "ReportSettings(responsible='...')"),
 }
 
 
@@ -104,6 +106,7 @@ class RunSettings:
         partition: who has which examples.
         model: the architecture.
         privacy: None means no differential privacy.
+        report: who answers for the run, for the first page of its privacy report.
         ledger: without privacy, the folder of the clients' kept ledgers, which then say that no
             later run on the same data can have an ε. With privacy the folder is named there.
 
@@ -137,6 +140,7 @@ class RunSettings:
     partition: PartitionSettings = field(default_factory=PartitionSettings)
     model: ModelSettings = field(default_factory=ModelSettings)
     privacy: PrivacySettings | None = None
+    report: ReportSettings = field(default_factory=ReportSettings)
     ledger: Path | None = None
 
     def __post_init__(self) -> None:
@@ -278,6 +282,7 @@ class RunSettings:
             "privacy": dataclasses.asdict(self.privacy)
             if self.privacy is not None
             else {"ledger": self.ledger},
+            "report": self.report.to_mapping(),
         }
         plain = {
             name: {k: _plain(v) for k, v in values.items() if v is not None}
@@ -286,7 +291,9 @@ class RunSettings:
         return {name: values for name, values in plain.items() if values}
 
 
-_OTHER_SECTIONS = ("method", "dataset", "data_root", "partition", "model", "privacy", "ledger")
+_OTHER_SECTIONS = (
+    *("method", "dataset", "data_root", "partition", "model", "privacy", "report", "ledger"),
+)
 RUN_KINDS: Mapping[str, type] = {
     name: kind for name, kind in field_types(RunSettings).items() if name not in _OTHER_SECTIONS
 }
@@ -298,7 +305,7 @@ def _of_the_method(method: type[Method], values: Mapping[str, Any]) -> Mapping[s
     said.
     """
     homes = {**{key: "run" for key in RUN_KINDS}, "dataset": "data", "data_root": "data"}
-    for kind in (PartitionSettings, ModelSettings, PrivacySettings):
+    for kind in (PartitionSettings, ModelSettings, PrivacySettings, ReportSettings):
         homes.update({f.name: kind.section for f in fields(kind) if f.name not in homes})
     known = {field.name for field in fields(method)}
     for key in values:
@@ -375,6 +382,7 @@ def resolve(
         partition=from_mapping(PartitionSettings, partition),
         model=from_mapping(ModelSettings, {**preset.get("model", {}), **given.get("model", {})}),
         privacy=from_mapping(PrivacySettings, privacy) if privacy else None,
+        report=from_mapping(ReportSettings, given.get("report", {})),
         ledger=None if ledger is None else _folder(ledger_setting(str(ledger))),
         **values,
     )
