@@ -206,7 +206,7 @@ def _show_partition(
             f"{floats:,} floats a round"
         )
     if picture is not None:
-        partition_png(counts, picture)
+        partition_png(counts, picture, data.spec.class_names)
 
 
 def _dry_run(sections: dict[str, dict[str, Any]], names: given.OptionNames, as_json: bool) -> None:

@@ -164,7 +164,7 @@ def _drawn(line: Line, number: int, scale: _Scale, *, broad: bool) -> list[str]:
         parts.append(f'<polygon points="{around}" fill="{colour}" fill-opacity="0.18"/>')
     at = [scale.at(p) for p in line.points]
     dash = DASHES[number % len(DASHES)]
-    parts.append(_path(at, colour, 5 if broad else 2, dash, 0.75 if broad else 1))
+    parts.append(_path(at, colour, 6 if broad else 2, dash, 1))
     if len(at) <= 60:
         parts += [f'<circle cx="{a:.1f}" cy="{b:.1f}" r="3" fill="{colour}"/>' for a, b in at]
     return parts

@@ -278,6 +278,7 @@ class Simulation:
         self.played = Played()
         self.metrics: list[dict[str, Any]] = []
         self.deviations: list[str] = []
+        self.pictures_missing = False
         if resumed is not None:
             self._go_on(resumed, checkpoint)
 
@@ -467,7 +468,7 @@ class Simulation:
             began = Began(id=folder.name, date=f"{datetime.now():%Y-%m-%d}")
             start = privacy_words.start(self.plan, histories, self.test_kind, began)
             folder.write_private_start(start.to_json())
-        folder.write_partition(counts)
+        folder.write_partition(counts, self.context.spec.class_names)
 
     def _headline(self) -> list[str]:
         if self._private:
@@ -533,6 +534,7 @@ class Simulation:
         self._keep(context)
         if self.folder is not None:
             self.folder.append_metrics(told)
+            self._draw_round(number)
         self.observer.round_ended(told.shown)
 
     def _disclosed(self, row: Mapping[str, Any]) -> Disclosed:
@@ -589,6 +591,30 @@ class Simulation:
             began=_today() if self.folder is None else self.folder.began(),
         )
 
+    def _sets(self) -> list[tuple[int, Tensor, Tensor]]:
+        """The last uploads' synthetic sets: client, images, labels."""
+        return [
+            (client, upload.images, upload.labels)
+            for client, upload in self.uploads.items()
+            if isinstance(upload, SyntheticSet)
+        ]
+
+    def _picture_missing(self, error: OutputError) -> None:
+        """Said once: a disk that is full stays so."""
+        if not self.pictures_missing:
+            self.observer.note(f"warning: a picture is missing: {error}")
+        self.pictures_missing = True
+
+    def _draw_round(self, number: int) -> None:
+        """A picture of what was sent in this round; one that cannot be made is only said."""
+        sets = self._sets()
+        if self.folder is None or not sets or self.played.no_quorum is not None:
+            return
+        try:
+            self.folder.draw_round(number, sets, self.context.spec)
+        except OutputError as error:
+            self._picture_missing(error)
+
     def _write_results(
         self,
         folder: RunFolder,
@@ -603,11 +629,7 @@ class Simulation:
         if report is not None:
             write_report(report, folder.path)
         folder.write_model(self.server.final_parameters())
-        sets = [
-            (client, upload.images, upload.labels)
-            for client, upload in self.uploads.items()
-            if isinstance(upload, SyntheticSet)
-        ]
+        sets = self._sets()
         if sets:
             folder.write_synthetic(sets, self.context.spec)
         folder.write_artefacts(artefacts)
@@ -617,9 +639,9 @@ class Simulation:
         try:
             if sets:
                 folder.draw_synthetic(sets, self.context.spec)
-            folder.draw_artefacts(artefacts)
+            folder.draw_artefacts(artefacts, self.context.spec.class_names)
         except OutputError as error:
-            self.observer.note(f"warning: a picture is missing: {error}")
+            self._picture_missing(error)
         return report
 
 

@@ -67,6 +67,7 @@ def test_every_option_is_a_setting_or_known_to_be_none() -> None:
         "model": ModelSettings,
         "method": FedDM,
         "privacy": PrivacySettings,
+        "report": ReportSettings,
     }
     for section, key in SETTINGS.values():
         assert section == "data" or key in {f.name for f in fields(types[section])}, (section, key)
