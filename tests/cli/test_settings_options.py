@@ -14,6 +14,7 @@ from fedsynth.cli.app import app, partition, train
 from fedsynth.cli.errors import OptionError
 from fedsynth.cli.options import SETTINGS, option_names, sections_of
 from fedsynth.cli.settings_options import method_settings, set_options, with_set_options
+from fedsynth.federation.terms.report_settings import ReportSettings
 
 NAMES = option_names(get_command(app).commands["train"])  # type: ignore[attr-defined]
 
