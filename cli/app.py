@@ -27,6 +27,7 @@ from fedsynth.cli.settings_options import (
     with_set_options,
 )
 from fedsynth.cli.signals import ended_by_signals
+from fedsynth.cli.sweep_command import sweep
 from fedsynth.version import __version__
 
 app = typer.Typer(
@@ -42,6 +43,7 @@ app.add_typer(privacy_app, name="privacy")
 app.add_typer(methods_app, name="methods")
 app.command()(distill)
 app.command()(runs)
+app.command()(sweep)
 
 
 def main() -> None:

@@ -81,7 +81,7 @@ def test_each_round_leaves_a_picture_and_the_counts_are_there_to_read(folder: Pa
 
 
 def test_sites_are_as_many_as_clients_and_texts_are_lines() -> None:
-    with pytest.raises(SettingError, match="report.sites must name each of the 3 clients' sites"):
+    with pytest.raises(SettingError, match=r"report\.sites must name each of the 3 clients' sites"):
         simulate(resolve({**TINY, "partition": {"kind": "iid", "clients": 3}}))
     for wrong in ({"sites": "a,,b"}, {"purpose": "x\ny"}, {"responsible": "x" * 301}):
         with pytest.raises(SettingError, match=f"report.{next(iter(wrong))} must"):
