@@ -17,6 +17,7 @@ import typer
 from fedsynth.cli import options as given
 from fedsynth.cli.errors import OneLineGroup, one_line_errors
 from fedsynth.cli.method_commands import distill, methods_app
+from fedsynth.cli.picture_commands import plot, report
 from fedsynth.cli.privacy_commands import privacy_app
 from fedsynth.cli.run_commands import runs
 from fedsynth.cli.settings_options import (
@@ -44,6 +45,8 @@ app.add_typer(methods_app, name="methods")
 app.command()(distill)
 app.command()(runs)
 app.command()(sweep)
+app.command()(plot)
+app.command()(report)
 
 
 def main() -> None:

@@ -12,14 +12,6 @@ import typer
 from fedsynth.cli.errors import one_line_errors
 from fedsynth.cli.options import named_path
 
-QUIET = (
-    "run.method",
-    "run.device",
-    "data.data_root",
-    "privacy.ledger",
-    "privacy.epsilon",
-)  # said elsewhere, or no matter for a result
-
 
 def runs(
     context: typer.Context,
@@ -56,27 +48,19 @@ def compared(folders: list[Path]) -> list[dict[str, Any]]:
     """A row for each run. Of its settings those that differ: the method's between runs of the same
     method, all others between all runs.
     """
-    from fedsynth.runs.folders import read_settings, read_summary
+    from fedsynth.runs.compare import differing
+    from fedsynth.runs.folders import Run, read_settings, read_summary
 
-    read = [(folder, read_summary(folder), read_settings(folder)) for folder in folders]
+    read = [Run(folder, read_summary(folder), read_settings(folder)) for folder in folders]
     rows = []
-    for folder, summary, settings in read:
-        method = summary.get("method")
-        differ = {}
-        for key, value in settings.items():
-            alike = [
-                s
-                for _, other, s in read
-                if not key.startswith("method.") or other.get("method") == method
-            ]
-            if key not in QUIET and any(s.get(key, value) != value for s in alike):
-                differ[key.removeprefix("method.").removeprefix("run.")] = value
+    for run, differ in zip(read, differing(read), strict=True):
+        summary = run.summary
         local = summary.get("local")
         private = summary.get("differential_privacy")
         rows.append(
             {
-                "run": folder.name,
-                "method": method,
+                "run": run.name,
+                "method": summary.get("method"),
                 "dataset": summary.get("dataset"),
                 "settings": differ,
                 "rounds": summary.get("rounds"),

@@ -86,6 +86,12 @@ def bar_plot(bars: Sequence[tuple[str, float]], *, y: str) -> str:
     return _svg(parts, 16 + 44 * len(bars), y)
 
 
+def standalone(svg: str) -> str:
+    """A plot as a file of its own: black on white, whatever shows it."""
+    start, sign, rest = svg.partition("</title>")
+    return f'{start}{sign}<rect width="100%" height="100%" fill="#fff"/>{rest}\n'
+
+
 def ticks(low: float, high: float, about: int) -> list[float]:
     """Round numbers (1, 2 or 5 times a power of ten apart) from `low` to `high`.
 
