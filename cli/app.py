@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -91,6 +92,7 @@ def train(
     robust: given.Robust = None,
     output: given.Output = Path("runs"),
     resume: given.Resume = None,
+    log: given.Log = None,
     as_json: given.AsJson = False,
     dry_run: given.DryRun = False,
     dataset: given.Dataset = None,
@@ -144,7 +146,7 @@ def train(
         if dry_run:
             _dry_run(sections, names, as_json)
         else:
-            _run(sections, names, output, download, as_json, sign_key, resume)
+            _run(sections, names, output, download, as_json, sign_key, resume, log or [])
 
 
 @app.command()
@@ -262,10 +264,12 @@ def _run(
     as_json: bool,
     sign_key: Path | None = None,
     resume: Path | None = None,
+    log: Sequence[str] = (),
 ) -> None:
     from fedsynth.cli.memory import keep_large_allocations
-    from fedsynth.cli.progress import make_observer, print_summary
+    from fedsynth.cli.progress import loggers_of, make_observer, print_summary
     from fedsynth.cli.report_commands import signer
+    from fedsynth.federation.loggers import Several
     from fedsynth.federation.simulation import simulate
     from fedsynth.federation.terms.settings import resolve
     from fedsynth.privacy.errors import BudgetExceededError
@@ -277,7 +281,9 @@ def _run(
     first = (
         f"preset of {settings.dataset}, where nothing else is given: {changed}" if changed else ""
     )
-    with make_observer(settings, names, first) as observer, ended_by_signals():
+    loggers = loggers_of(log, output if resume is None else resume.parent, settings)
+    with make_observer(settings, names, first) as shown, ended_by_signals():
+        observer = shown if not loggers else Several([shown, *loggers])
         result = simulate(
             settings, output=output, observer=observer, download=download, resume=resume
         )

@@ -130,6 +130,14 @@ Resume = Annotated[
         "its own; --device, --memory-gb, --compile and --data-root may be given anew.",
     ),
 ]
+Log = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--log",
+        help="Also log each round to csv, tensorboard, wandb or mlflow, below --output; may be "
+        "repeated (extras: fedsynth[tensorboard], …).",
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the summary as JSON on stdout.")]
 DryRun = Annotated[
     bool,

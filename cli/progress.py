@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -17,6 +18,7 @@ from rich.table import Table
 
 from fedsynth.cli.options import OptionNames
 from fedsynth.evaluation.generated import GENERATOR, in_words
+from fedsynth.federation.loggers import Logger, make_loggers
 from fedsynth.federation.observer import Observer
 from fedsynth.federation.outputs.losses import losses_in_words
 from fedsynth.federation.outputs.result import RunResult
@@ -157,6 +159,17 @@ def make_observer(settings: RunSettings, names: OptionNames, first: str = "") ->
     )
     with Progress(*columns, console=console, transient=True) as progress:
         yield LiveObserver(settings, names, first, progress)
+
+
+def loggers_of(names: Sequence[str], base: Path, settings: RunSettings) -> list[Logger]:
+    """The loggers that the user asked for; what has to be said of them is said."""
+    found: list[Logger] = []
+    for one in make_loggers(names, base, private=settings.privacy is not None):
+        if isinstance(one, str):
+            print(one, file=sys.stderr)
+        else:
+            found.append(one)
+    return found
 
 
 def print_summary(result: RunResult) -> None:

@@ -43,10 +43,9 @@ def line_plot(
     faint: Sequence[Points] = (),
     from_zero: bool = True,
     percent: bool = False,
+    first_broad: bool = False,
 ) -> str:
     """Lines through points, with a legend; empty without any point.
-
-    The first is drawn broad and the others over it, so that each is seen where they coincide.
 
     Args:
         series: (name, points), or lines with bands.
@@ -55,6 +54,8 @@ def line_plot(
         faint: lines without a name, behind the others.
         from_zero: the y axis begins at 0; else near the smallest value.
         percent: y values are shares, which its axis shows in percent.
+        first_broad: the first line is drawn broad and the others over it, so that each is seen
+            where they coincide.
     """
     lines = [one if isinstance(one, Line) else Line(*one) for one in series]
     scale = _Scale.of(lines, faint, log_x=log_x, from_zero=from_zero)
@@ -64,7 +65,7 @@ def line_plot(
     parts = [f'<g transform="translate(0 {above})">', _axes(scale, x, y, percent)]
     parts += [_path([scale.at(p) for p in points], FAINT, 1, "", 0.55) for points in faint]
     for number, line in enumerate(lines):
-        parts += _drawn(line, number, scale, broad=number == 0 and len(lines) + len(faint) > 1)
+        parts += _drawn(line, number, scale, broad=number == 0 and first_broad)
     parts.append("</g>")
     parts += [_legend(line.name, number) for number, line in enumerate(lines)]
     return _svg(parts, HEIGHT + above, f"{y} over {x}: {', '.join(one.name for one in lines)}")
@@ -150,13 +151,13 @@ class _Scale:
         )
 
     def ticks_x(self) -> list[float]:
-        if len(self.values_x) <= 10:
+        whole = all(float(value).is_integer() for value in self.values_x)
+        if len(self.values_x) <= 10 and (whole or self.log_x):
             return list(self.values_x)
         if self.log_x:
             last = len(self.values_x) - 1
             return [self.values_x[round(i * last / 7)] for i in range(8)]
         found = ticks(self.left, self.right, 8)
-        whole = all(float(value).is_integer() for value in self.values_x)
         return [value for value in found if not whole or value.is_integer()]
 
 

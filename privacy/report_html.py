@@ -58,7 +58,8 @@ svg{max-height:75mm}
 OWN = """
 td:last-child{overflow-wrap:anywhere}
 .broad td{min-width:3.5rem}
-@media (max-width:40rem){body{margin:1rem auto}th,td{overflow-wrap:anywhere;min-width:4.5rem}.broad td{min-width:5rem}}
+@media (max-width:40rem){figure{overflow-x:auto}svg{min-width:32rem}svg text{font-size:13px}
+body{margin:1rem auto}th,td{overflow-wrap:anywhere;min-width:4.5rem}.broad td{min-width:5rem}}
 @media print{.broad td{min-width:0}}
 """
 STYLE = COLOURS + BASE + PRINT + OWN
@@ -104,6 +105,7 @@ def _plots(report: Mapping[str, Any]) -> dict[str, str]:
         x="round",
         y=f"ε at {delta}",
         faint=faint,
+        first_broad=True,
     )
     shares = bar_plot(bars, y="ε of each release alone")
     return {

@@ -267,6 +267,8 @@ class Simulation:
                     ")",
                 )
             )
+        if not self.over:
+            observer.started(settings, None if self.folder is None else self.folder.final)
         for line in headline:
             observer.note(line)
         initial = self.context.architecture.state_dict()
@@ -330,22 +332,29 @@ class Simulation:
 
     def run(self) -> RunResult:
         """All rounds that are left, and the result."""
+        result: RunResult | None = None
         try:
-            for number in range(len(self.metrics) + 1, self.settings.rounds + 1):
-                started = time.perf_counter()
-                context = self.round_context(number)
-                refusal = self.play(context)
-                if refusal is not None:
-                    self._end_early(number, refusal)
-                    break
-                self._record(context, started)
-            return self._finish()
+            result = self._rounds()
+            return result
         except KeyboardInterrupt:
             self.observer.note(self._interrupted())
             raise
         finally:
             if self.folder is not None:
                 self.folder.release()
+            if not self.over:
+                self.observer.ended(None if result is None else result.summary)
+
+    def _rounds(self) -> RunResult:
+        for number in range(len(self.metrics) + 1, self.settings.rounds + 1):
+            started = time.perf_counter()
+            context = self.round_context(number)
+            refusal = self.play(context)
+            if refusal is not None:
+                self._end_early(number, refusal)
+                break
+            self._record(context, started)
+        return self._finish()
 
     def round_context(self, number: int) -> RoundContext:
         """What the steps of this round know."""

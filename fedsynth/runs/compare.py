@@ -40,12 +40,14 @@ def differing(runs: Sequence[Run]) -> list[dict[str, Any]]:
 
 
 def labels(runs: Sequence[Run]) -> list[str]:
-    """What each run is called: its method, and the settings that differ; where that is the same of
-    two, also the folder's name."""
-    words = [
-        " ".join([_method(run), *(f"{key}={value}" for key, value in settings.items())])
-        for run, settings in zip(runs, differing(runs), strict=True)
-    ]
+    """What each run is called: its method, whether it is private where others are not, and the
+    settings that differ; where that is the same of two, also the folder's name."""
+    mixed = len({run.private for run in runs}) > 1
+    words = []
+    for run, settings in zip(runs, differing(runs), strict=True):
+        private = ["private"] if mixed and run.private else []
+        given = [f"{key}={value}" for key, value in settings.items()]
+        words.append(" ".join([_method(run), *private, *given]))
     return [
         f"{word} ({run.name})" if words.count(word) > 1 else word
         for run, word in zip(runs, words, strict=True)

@@ -134,6 +134,7 @@ def write_png(path: Path, lines: Sequence[Line], metric: str, axis: str) -> None
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
+        from matplotlib.ticker import MaxNLocator
     except ImportError:
         raise OutputError(NEEDS_MATPLOTLIB) from None
     scale = 100.0 if is_share(metric) else 1.0
@@ -153,6 +154,8 @@ def write_png(path: Path, lines: Sequence[Line], metric: str, axis: str) -> None
     axes.set_xlabel(AXES[axis])
     axes.set_ylabel(words_of(metric) + (" (%)" if is_share(metric) else ""))
     axes.grid(alpha=0.3)
+    if axis == "rounds":
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.legend(fontsize="small")
     try:
         figure.savefig(path, format="png", dpi=150)

@@ -24,7 +24,7 @@ from fedsynth.privacy.first_page import band, odds_factor
 from fedsynth.privacy.plots import Line, line_plot
 from fedsynth.privacy.report_html import STYLE
 from fedsynth.privacy.verify import HOSTILE, sound_report
-from fedsynth.runs.compare import labels
+from fedsynth.runs.compare import differing, labels
 from fedsynth.runs.curves import AXES, curve, curves_svg, is_share, words_of
 from fedsynth.runs.folders import Run, RunFolderError, value_at
 
@@ -36,12 +36,11 @@ MOST_PICTURE = 2**24
 OWN_STYLE = """
 td.n{text-align:right}.heat td{text-align:center;min-width:2.2rem;print-color-adjust:exact}
 .heat td,.heat th{padding:.15rem .35rem}
-.runs{display:flex;flex-wrap:wrap;gap:1.5rem}.runs figure{flex:1 1 20rem;min-width:0}
+.plain th,.plain td,.heat th,.heat td{overflow-wrap:normal;min-width:0}
+.runs{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(19rem,100%),1fr));gap:0 1.5rem}
 figure img{image-rendering:pixelated;background:#fff}
-tr.differs th,tr.differs td{font-weight:600}
 nav ul{display:flex;flex-wrap:wrap;gap:.2rem 1.2rem;padding:0;list-style:none}
-details{margin:.6rem 0}summary{cursor:pointer}
-@media print{nav{display:none}.runs figure{flex:1 1 70mm}}
+@media print{nav{display:none}.runs{grid-template-columns:repeat(2,1fr);gap:0 4mm}}
 """
 Section = Callable[[Sequence[Run], Sequence[str], bool], str]
 
@@ -73,7 +72,7 @@ def runs_page(runs: Sequence[Run], *, simulation_only: bool = False) -> str:
         for title, body in shown.items()
     )
     links = "".join(f'<li><a href="#{_id(title)}">{title}</a></li>' for title in shown)
-    title = f"fedsynth: {', '.join(names)}" if len(runs) <= 3 else f"fedsynth: {len(runs)} runs"
+    title = f"fedsynth: {names[0]}" if len(runs) == 1 else f"fedsynth: {len(runs)} runs"
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -312,26 +311,27 @@ def _promise(run: Run) -> tuple[list[str], list[tuple[float, float]]]:
 
 
 def _settings(runs: Sequence[Run], names: Sequence[str], simulation_only: bool) -> str:
-    """All settings of all runs; those that differ first, in bold."""
-    keys = list(dict.fromkeys(key for run in runs for key in run.settings))
-    rows: dict[bool, list[str]] = {True: [], False: []}
-    for key in keys:
+    """All settings of all runs, those that differ first. A method's are compared between its own
+    runs alone."""
+    different: dict[bool, list[str]] = {True: [], False: []}
+    apart = {key for some in differing(runs) for key in some}
+    for key in dict.fromkeys(key for run in runs for key in run.settings):
         values = [run.settings.get(key) for run in runs]
-        differs = len({repr(value) for value in values}) > 1
         cells = "".join(
             f"<td>{'–' if value is None else escape(printable(str(value)))}</td>"
             for value in values
         )
-        kind = ' class="differs"' if differs else ""
-        rows[differs].append(f'<tr{kind}><th scope="row">{escape(key)}</th>{cells}</tr>')
+        short = key.removeprefix("method.").removeprefix("run.")
+        differs = key == "run.method" and len(set(values)) > 1
+        line = f'<tr><th scope="row">{escape(key)}</th>{cells}</tr>'
+        different[differs or short in apart].append(line)
     heads = "".join(f'<th scope="col">{escape(name)}</th>' for name in names)
     head = f'<thead><tr><th scope="col">setting</th>{heads}</tr></thead>'
-    whole = _settings_table(head, rows[False], "settings that all have")
-    if not rows[True]:
-        return whole
-    return (
-        _settings_table(head, rows[True], "settings that differ")
-        + f"<details><summary>{len(rows[False])} settings that are the same</summary>{whole}</details>"
+    tables = {"settings that differ": different[True], "all other settings": different[False]}
+    return "".join(
+        f"<h3>{title[0].upper()}{title[1:]}</h3>{_settings_table(head, rows, title)}"
+        for title, rows in tables.items()
+        if rows
     )
 
 
@@ -372,7 +372,7 @@ def _table(label: str, head: Sequence[str], body: Sequence[Sequence[str]]) -> st
     heads = "".join(f'<th scope="col">{escape(head[i])}</th>' for i in kept)
     lines = "".join("<tr>" + "".join(_cells(row, kept)) + "</tr>" for row in body)
     return (
-        f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(label)}"><table>'
+        f'<div class="scroll plain" tabindex="0" role="region" aria-label="{escape(label)}"><table>'
         f"<thead><tr>{heads}</tr></thead><tbody>{lines}</tbody></table></div>"
     )
 

@@ -82,6 +82,7 @@ def test_every_option_is_a_setting_or_known_to_be_none() -> None:
         "dry_run",
         "download",
         "sign_key",
+        "log",
     }
     assert set(signature(train).parameters) == others | set(SETTINGS)
     assert set(signature(partition).parameters) - set(SETTINGS) == {

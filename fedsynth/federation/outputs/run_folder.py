@@ -191,6 +191,11 @@ class RunFolder:
         """What the folder is called once the run has finished."""
         return self._final.name
 
+    @property
+    def final(self) -> Path:
+        """Where the folder is once the run has finished."""
+        return self._final
+
     def began(self) -> Began | None:
         """Which run it is, and when it began, as it wrote down then; None: it did not.
 
