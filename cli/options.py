@@ -353,6 +353,8 @@ ARGUMENTS: dict[str, str] = {
     "models": "files",
     "arch": "architectures",
     "form": "format",
+    "by": "by",
+    "log": "log",
 }
 """A command's parameter: the argument of the library's function, where it is no setting of a
 run.

@@ -17,6 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from fedsynth.cli.options import OptionNames
+from fedsynth.cli.pace import Pace
 from fedsynth.evaluation.generated import GENERATOR, in_words
 from fedsynth.federation.loggers import Logger, make_loggers
 from fedsynth.federation.observer import Observer
@@ -87,15 +88,19 @@ class PlainObserver(Observer):
         self._first = first
         self._last = time.monotonic()
         self._tenth = 0
+        self._pace = _pace(settings)
 
     def step(self, round: int, phase: str, done: int, total: int) -> None:
+        _tell_pace(self, self._pace, round, phase, done, total)
         before = self._tenth
         self._tenth = 10 * done // max(1, total)
         due = time.monotonic() - self._last > 30
         if self._settings.privacy is not None:
             due = total >= LONG_PHASE and 0 < self._tenth != before
         if due:
-            self.note(f"round {round}/{self._settings.rounds} {phase} {done}/{total}")
+            left = "" if self._pace is None else self._pace.words()
+            words = f"round {round}/{self._settings.rounds} {phase} {done}/{total}"
+            self.note(f"{words}, {left}" if left else words)
 
     def note(self, text: str) -> None:
         self._last = time.monotonic()
@@ -105,6 +110,8 @@ class PlainObserver(Observer):
         print(*lines, sep="\n", file=sys.stderr, flush=True)
 
     def round_ended(self, row: Mapping[str, Any]) -> None:
+        if self._pace is not None:
+            self._pace.round_ended(row["round"])
         self.note(round_line(row, self._settings))
 
 
@@ -118,7 +125,8 @@ class LiveObserver(Observer):
         self._names = names
         self._first = first
         self._progress = progress
-        self._task = progress.add_task("starting", total=None)
+        self._task = progress.add_task("starting", total=None, left="")
+        self._pace = _pace(settings)
 
     def note(self, text: str) -> None:
         first = self._first
@@ -127,15 +135,34 @@ class LiveObserver(Observer):
         self._progress.console.print(*lines, sep="\n", markup=False, highlight=False)
 
     def step(self, round: int, phase: str, done: int, total: int) -> None:
+        _tell_pace(self, self._pace, round, phase, done, total)
         self._progress.update(
             self._task,
             description=f"round {round}/{self._settings.rounds} {phase}",
             completed=done,
             total=total,
+            left="" if self._pace is None else self._pace.words(),
         )
 
     def round_ended(self, row: Mapping[str, Any]) -> None:
+        if self._pace is not None:
+            self._pace.round_ended(row["round"])
         self.note(round_line(row, self._settings))
+
+
+def _pace(settings: RunSettings) -> Pace | None:
+    """None with differential privacy: time may tell of the data."""
+    return None if settings.privacy is not None else Pace(settings.rounds)
+
+
+def _tell_pace(
+    observer: Observer, pace: Pace | None, round: int, phase: str, done: int, total: int
+) -> None:
+    if pace is None:
+        return
+    pace.step(round, phase, done, total)
+    if warning := pace.warning():
+        observer.note(warning)
 
 
 @contextmanager
@@ -155,7 +182,11 @@ def make_observer(settings: RunSettings, names: OptionNames, first: str = "") ->
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
-        *(() if settings.privacy is not None else (TimeElapsedColumn(),)),
+        *(
+            ()
+            if settings.privacy is not None
+            else (TimeElapsedColumn(), TextColumn("{task.fields[left]}"))
+        ),
     )
     with Progress(*columns, console=console, transient=True) as progress:
         yield LiveObserver(settings, names, first, progress)

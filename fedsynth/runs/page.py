@@ -323,7 +323,7 @@ def _settings(runs: Sequence[Run], names: Sequence[str], simulation_only: bool) 
         )
         short = key.removeprefix("method.").removeprefix("run.")
         differs = key == "run.method" and len(set(values)) > 1
-        line = f'<tr><th scope="row">{escape(key)}</th>{cells}</tr>'
+        line = f'<tr><th scope="row">{escape(printable(key))}</th>{cells}</tr>'
         different[differs or short in apart].append(line)
     heads = "".join(f'<th scope="col">{escape(name)}</th>' for name in names)
     head = f'<thead><tr><th scope="col">setting</th>{heads}</tr></thead>'
