@@ -58,6 +58,10 @@ class DeviceMixError(Exception):
     """An operation got tensors, or a generator, of two devices."""
 
 
+class OutOfScopeError(Exception):
+    """An operation that this stand-in cannot repeat as a GPU does it; none of ours is one."""
+
+
 class CaptureError(RuntimeError):
     """Something waits for the device while a CUDA graph is captured."""
 
@@ -312,7 +316,7 @@ class _Device(TorchDispatchMode):
         if same is None:
             return StandIn(value) if device == "cuda" else value
         if same.shape != value.shape:
-            raise NotImplementedError("an operation in place that changes the shape")
+            raise OutOfScopeError("an operation in place that changes the shape")
         return same
 
     def _check_generator(self, func: Any, kwargs: dict[str, Any], device: str) -> None:

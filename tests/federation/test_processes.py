@@ -28,23 +28,11 @@ from fedsynth.federation.exchange.server import Server
 from fedsynth.federation.terms.public_context import public_context
 from fedsynth.methods import METHODS, method_class
 from fedsynth.privacy.ledger import Ledger
+from tests.small import small_settings
 
 CLIENTS = 3
 CPU = torch.device("cpu")
 Sections = Mapping[str, Mapping[str, Any]]
-SMALL: dict[str, dict[str, Any]] = {
-    "feddm": {"iterations": 3, "ipc": 2, "server_epochs": 2},
-    "fedaf": {"iterations": 3, "ipc": 2, "server_epochs": 2},
-    "real": {"ipc": 2, "server_epochs": 2},
-    "feddf": {"local_epochs": 1, "server_steps": 3, "proxy": "noise"},
-    "dense": {"local_epochs": 1, "server_epochs": 2, "generator_steps": 2},
-    "fedhydra": {
-        "local_epochs": 1,
-        "server_epochs": 2,
-        "generator_steps": 2,
-        "stratification_steps": 2,
-    },
-}
 
 
 def sections(method: str, **more: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -53,7 +41,7 @@ def sections(method: str, **more: Mapping[str, Any]) -> dict[str, dict[str, Any]
         "run": {"method": method, "rounds": 2, "device": "cpu", "evaluate_every": 2},
         "partition": {"clients": CLIENTS, "subset": 0.2, "alpha": 1.0},
         "model": {"width": 4, "depth": 2, "norm": "batch" if method == "fedbn" else "instance"},
-        "method": SMALL.get(method, {"local_epochs": 1}),
+        "method": small_settings(method),
         **{name: dict(values) for name, values in more.items()},
     }
 

@@ -10,7 +10,7 @@ import random
 import shutil
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,22 +33,10 @@ from fedsynth.federation.simulation import RunResult
 from fedsynth.methods import METHODS
 from fedsynth.privacy.errors import PrivacyError
 from fedsynth.privacy.ledger import read_ledger
+from tests.small import small_settings
 
 Sections = dict[str, dict[str, Any]]
 FORK = multiprocessing.get_context("fork")
-SMALL: dict[str, dict[str, Any]] = {
-    "feddm": {"iterations": 3, "ipc": 2, "server_epochs": 2},
-    "fedaf": {"iterations": 3, "ipc": 2, "server_epochs": 2},
-    "real": {"ipc": 2, "server_epochs": 2},
-    "feddf": {"local_epochs": 1, "server_steps": 3, "proxy": "noise"},
-    "dense": {"local_epochs": 1, "server_epochs": 2, "generator_steps": 2},
-    "fedhydra": {
-        "local_epochs": 1,
-        "server_epochs": 2,
-        "generator_steps": 2,
-        "stratification_steps": 2,
-    },
-}
 ONE_SHOT = ("dense", "feddf", "fedhydra", "solo")
 
 
@@ -72,7 +60,7 @@ def sections(method: str, /, **more: dict[str, Any]) -> Sections:
         "run": run,
         "partition": {"clients": 4, "subset": 0.2, "alpha": 1.0},
         "model": {"width": 4, "depth": 2, "norm": "batch" if method == "fedbn" else "instance"},
-        "method": dict(SMALL.get(method, {"local_epochs": 1})),
+        "method": small_settings(method),
     }
     for name, values in more.items():
         found.setdefault(name, {}).update(values)
@@ -591,42 +579,46 @@ def test_memories_of_clients_that_are_not_active_are_on_disk(
         assert torch.equal(value, result.model.state_dict()[name]), name
 
 
-def test_a_run_that_is_killed_while_it_finishes_is_finished(tmp_path: Path) -> None:
-    """Its checkpoint goes last: without it all rounds would be repeated, and charged again."""
-    given = sections("fedavg", privacy={"noise_multiplier": 1.0})
-    whole = run(given, tmp_path / "whole")
+def killed_and_finished(
+    given: Sections, folder: Path, moments: Sequence[str]
+) -> list[tuple[str, ...]]:
+    """Killed at each of the moments and resumed, it ends as the run that nobody killed.
+
+    Returns: what each resumed run says of itself (`deviations`).
+    """
+    told = []
+    whole = run(given, folder / "whole")
     assert whole.folder is not None
-    for moment in ("write_model", "write_artefacts", "finish"):
-        output = tmp_path / moment
+    for moment in moments:
+        output = folder / moment
         output.mkdir()
         process = start_child(given, output, lambda moment=moment: kill_in(moment))
         process.join(60)
         assert process.exitcode == -signal.SIGKILL
         resumed = go_on(given, output)
         assert resumed.folder is not None
-        assert resumed.deviations == ()
+        told.append(resumed.deviations)
         assert ledgers(resumed.folder) == ledgers(whole.folder)
         assert verify_run(resumed.folder).problems == []
+        assert files_for_the_owner(resumed.folder) == files_for_the_owner(whole.folder)
+    return told
+
+
+def files_for_the_owner(folder: Path) -> set[str]:
+    return {path.name for path in (folder / "simulation_only").iterdir()}
+
+
+def test_a_run_that_is_killed_while_it_finishes_is_finished(tmp_path: Path) -> None:
+    """Its checkpoint goes last: without it all rounds would be repeated, and charged again."""
+    given = sections("fedavg", privacy={"noise_multiplier": 1.0})
+    moments = ("write_model", "write_artefacts", "finish")
+    assert killed_and_finished(given, tmp_path, moments) == [(), (), ()]
 
 
 def test_a_run_that_is_killed_before_it_has_begun_begins(tmp_path: Path) -> None:
     """Nothing was released then, so that nothing is repeated."""
     given = sections("fedavg", privacy={"epsilon": 8.0})
-    whole = run(given, tmp_path / "whole")
-    assert whole.folder is not None
-    for moment in ("write_config", "write_private_start", "write_partition"):
-        output = tmp_path / moment
-        output.mkdir()
-        process = start_child(given, output, lambda moment=moment: kill_in(moment))
-        process.join(60)
-        assert process.exitcode == -signal.SIGKILL
-        resumed = go_on(given, output)
-        assert resumed.folder is not None
-        assert ledgers(resumed.folder) == ledgers(whole.folder)
-        assert verify_run(resumed.folder).problems == []
-        assert {path.name for path in (resumed.folder / "simulation_only").iterdir()} == {
-            path.name for path in (whole.folder / "simulation_only").iterdir()
-        }
+    killed_and_finished(given, tmp_path, ("write_config", "write_private_start", "write_partition"))
 
 
 def kill_in(name: str) -> None:
