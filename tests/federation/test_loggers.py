@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import csv
 import json
+import struct
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -159,11 +161,20 @@ def test_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert run.name == folder.name
     assert run.config["run.method"] == "fedavg"
     (kept,) = (tmp_path / "wandb").glob("offline-run-*/run-*.wandb")
-    written = kept.read_bytes()
-    for row in rows_of(folder):  # numbers stand there as JSON
-        assert b"local/amp" in written
-        assert json.dumps(row["test_accuracy"]).encode() in written
-    assert b"final/test_accuracy" in written
+    keys = [b"local/amp", b"final/test_accuracy"]
+    numbers = [row["test_accuracy"] for row in rows_of(folder)]
+    until = time.monotonic() + 30  # wandb's own process writes the file
+    while not _all_there(kept.read_bytes(), keys, numbers) and time.monotonic() < until:
+        time.sleep(0.2)
+    assert _all_there(kept.read_bytes(), keys, numbers)
+
+
+def _all_there(written: bytes, keys: list[bytes], numbers: list[float]) -> bool:
+    """Numbers stand there as JSON or as doubles, by wandb's version."""
+    forms = [(json.dumps(value).encode(), struct.pack("<d", value)) for value in numbers]
+    return all(key in written for key in keys) and all(
+        any(form in written for form in some) for some in forms
+    )
 
 
 def test_what_cannot_be_logged_is_said_before_the_run(
