@@ -14,7 +14,7 @@ from html import escape
 Points = Sequence[tuple[float, float]]
 COLOURS = ("#2f7fd1", "#d1602a", "#2e9461", "#9a66cc", "#a8821a", "#c4527f", "#3a8f9e", "#7a7f87")
 DASHES = ("", "7 4", "2 3", "10 3 2 3")
-WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 640, 320, 64, 20, 16, 48
+WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 640, 320, 76, 20, 16, 48
 LEGEND = 18
 FAINT = "#8a97a5"
 
@@ -27,11 +27,13 @@ class Line:
         name: in the legend.
         points: (x, y), by x.
         band: (x, low, high) around it, such as the range over seeds.
+        colour: its number in `COLOURS` and `DASHES`; None: its place among the lines.
     """
 
     name: str
     points: Points
     band: Sequence[tuple[float, float, float]] = field(default=())
+    colour: int | None = None
 
 
 def line_plot(
@@ -64,10 +66,11 @@ def line_plot(
     above = LEGEND * len(lines)  # the legend stands over the axes
     parts = [f'<g transform="translate(0 {above})">', _axes(scale, x, y, percent)]
     parts += [_path([scale.at(p) for p in points], FAINT, 1, "", 0.55) for points in faint]
+    kinds = [n if line.colour is None else line.colour for n, line in enumerate(lines)]
     for number, line in enumerate(lines):
-        parts += _drawn(line, number, scale, broad=number == 0 and first_broad)
+        parts += _drawn(line, kinds[number], scale, broad=number == 0 and first_broad)
     parts.append("</g>")
-    parts += [_legend(line.name, number) for number, line in enumerate(lines)]
+    parts += [_legend(line.name, kinds[number], number) for number, line in enumerate(lines)]
     return _svg(parts, HEIGHT + above, f"{y} over {x}: {', '.join(one.name for one in lines)}")
 
 
@@ -177,9 +180,9 @@ def _drawn(line: Line, number: int, scale: _Scale, *, broad: bool) -> list[str]:
     return parts
 
 
-def _legend(name: str, number: int) -> str:
-    colour = COLOURS[number % len(COLOURS)]
-    dash = DASHES[number % len(DASHES)]
+def _legend(name: str, kind: int, number: int) -> str:
+    colour = COLOURS[kind % len(COLOURS)]
+    dash = DASHES[kind % len(DASHES)]
     down = LEGEND * number + 10
     dashes = f' stroke-dasharray="{dash}"' if dash else ""
     return (

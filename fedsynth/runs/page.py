@@ -33,11 +33,13 @@ PICTURES = 5
 MOST_CELLS = 2000
 """Of a partition that is shown as a table; a larger one is a picture."""
 MOST_PICTURE = 2**24
+SHORT = 12
+"""Letters of a cell that is not broken into lines."""
 OWN_STYLE = """
-td.n{text-align:right}.heat td{text-align:center;min-width:2.2rem;print-color-adjust:exact}
+td.n,.heat th{white-space:nowrap}.heat td{text-align:center;min-width:2.2rem;print-color-adjust:exact}
 .heat td,.heat th{padding:.15rem .35rem}
 .plain th,.plain td,.heat th,.heat td{overflow-wrap:normal;min-width:0}
-.runs{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(19rem,100%),1fr));gap:0 1.5rem}
+.runs{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(26rem,100%),1fr));gap:0 1.5rem}
 figure img{image-rendering:pixelated;background:#fff}
 nav ul{display:flex;flex-wrap:wrap;gap:.2rem 1.2rem;padding:0;list-style:none}
 @media print{nav{display:none}.runs{grid-template-columns:repeat(2,1fr);gap:0 4mm}}
@@ -132,9 +134,9 @@ def _curves(runs: Sequence[Run], names: Sequence[str], simulation_only: bool) ->
 def _curve(runs: Sequence[Run], names: Sequence[str], metric: str, axis: str) -> str:
     """Of the runs that have it; empty where none has."""
     lines = []
-    for run, name in zip(runs, names, strict=True):
+    for number, (run, name) in enumerate(zip(runs, names, strict=True)):
         try:
-            lines.append(Line(name, curve(run, metric, axis)))
+            lines.append(Line(name, curve(run, metric, axis), colour=number))
         except RunFolderError:
             continue
     if not lines:
@@ -270,14 +272,14 @@ def _privacy(runs: Sequence[Run], names: Sequence[str], simulation_only: bool) -
     head = ("run", "guarantee", "δ", "unit", "that is", "factor on the odds", "worst client")
     body = []
     lines = []
-    for run, name in zip(runs, names, strict=True):
+    for number, (run, name) in enumerate(zip(runs, names, strict=True)):
         if not run.private:
             body.append([name, "no differential privacy", *["–"] * 5])
             continue
         row, points = _promise(run)
         body.append([name, *row])
         if points:
-            lines.append(Line(name, points))
+            lines.append(Line(name, points, colour=number))
     plot = ""
     if lines:
         spent = line_plot(lines, x="round", y="ε")
@@ -380,7 +382,8 @@ def _table(label: str, head: Sequence[str], body: Sequence[Sequence[str]]) -> st
 def _cells(row: Sequence[str], kept: Sequence[int]) -> Iterator[str]:
     for i in kept:
         text = escape(printable(row[i]))
-        yield f'<th scope="row">{text}</th>' if i == 0 else f"<td>{text}</td>"
+        short = ' class="n"' if len(text) <= SHORT else ""
+        yield f'<th scope="row">{text}</th>' if i == 0 else f"<td{short}>{text}</td>"
 
 
 def _figure(svg: str, caption: str) -> str:
