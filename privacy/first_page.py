@@ -26,7 +26,7 @@ MANY = 1e6
 SITES = 12  # that are named
 FILES = {
     "model.safetensors": "the trained model",
-    "synthetic.safetensors": "the synthetic examples that were sent last",
+    "synthetic.safetensors": "the synthetic examples sent last",
     "artefacts.json": "what the server measured of the uploads",
     "metrics.jsonl": "figures of each round",
     "config.toml": "the settings",

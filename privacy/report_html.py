@@ -39,16 +39,16 @@ svg,img{max-width:100%;height:auto}figure{margin:1rem 0}
 figcaption{font-size:.9rem;color:var(--soft)}
 """
 PRINT = """
-@page{size:A4;margin:12mm 14mm}
+@page{size:A4;margin:10mm 14mm}
 @page across{size:A4 landscape}
 @media print{
 :root{color-scheme:light;--ink:#000;--soft:#333;--page:#fff;--edge:#999;--head:#eee;--note:#f6f6f6;
 --mark:#b5490c;--link:#000}
 body{font-size:9pt;line-height:1.3;max-width:none;margin:0;padding:0}
-h1{font-size:16pt;margin:0 0 2mm}h2{font-size:11pt;margin:2.8mm 0 1.2mm}
+h1{font-size:16pt;margin:0 0 2mm}h2{font-size:11pt;margin:2.4mm 0 1mm}
 p,ul,blockquote{margin:1.2mm 0}.scroll{overflow:visible;margin:1.5mm 0}
 table{font-size:8.5pt;width:100%}th,td{padding:.5mm 1.2mm}td{overflow-wrap:anywhere}
-code{font-size:.88em}td code{font-size:6.6pt}figcaption{font-size:8pt}
+code{font-size:.88em}td code{font-size:6pt;white-space:nowrap}figcaption{font-size:8pt}
 h1,h2,h3{break-after:avoid}tr,figure,svg,blockquote{break-inside:avoid}thead{display:table-header-group}
 .across{page:across}.across table{font-size:8pt}
 .next{break-before:page}

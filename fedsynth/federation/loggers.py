@@ -52,14 +52,15 @@ def settings_of(settings: RunSettings) -> dict[str, str | int | float | bool]:
 
 
 class Several(Observer):
-    """Tells several observers.
+    """Tells several observers. A logger that fails once the run has begun (a full disk, a service
+    that does not answer) is told no more, which the others hear: it may cost no run.
 
     Args:
         observers: in the order in which they are told.
     """
 
     def __init__(self, observers: Sequence[Observer]) -> None:
-        self._observers = tuple(observers)
+        self._observers = list(observers)
 
     def started(self, settings: RunSettings, folder: Path | None) -> None:
         for one in self._observers:
@@ -70,16 +71,23 @@ class Several(Observer):
             one.note(text)
 
     def step(self, round: int, phase: str, done: int, total: int) -> None:
-        for one in self._observers:
-            one.step(round, phase, done, total)
+        self._tell(lambda one: one.step(round, phase, done, total))
 
     def round_ended(self, row: Mapping[str, Any]) -> None:
-        for one in self._observers:
-            one.round_ended(row)
+        self._tell(lambda one: one.round_ended(row))
 
     def ended(self, summary: Mapping[str, Any] | None) -> None:
-        for one in self._observers:
-            one.ended(summary)
+        self._tell(lambda one: one.ended(summary))
+
+    def _tell(self, event: Callable[[Observer], None]) -> None:
+        for one in list(self._observers):
+            try:
+                event(one)
+            except Exception as error:
+                if not isinstance(one, Logger):
+                    raise
+                self._observers.remove(one)
+                self.note(f"warning: {type(one).__name__} logs no more: {error}")
 
 
 class Logger(Observer):

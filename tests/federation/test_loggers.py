@@ -192,6 +192,27 @@ def test_what_cannot_be_logged_is_said_before_the_run(
             LOGGERS[name](tmp_path)
 
 
+def test_a_logger_that_fails_costs_no_run(tmp_path: Path) -> None:
+    """And an observer that fails is no logger: its error is the caller's."""
+
+    class Full(loggers.CsvLogger):
+        def _write(self, values: Mapping[str, float], round: int) -> None:
+            raise OutputError("no place")
+
+    heard = Heard()
+    simulate(resolve(TINY), observer=Several([heard, Full(tmp_path)]))
+    said = [what for kind, what in heard.events if kind == "note" and "logs no more" in what]
+    assert said == ["warning: Full logs no more: no place"]
+    assert heard.events[-1][0] == "ended"
+
+    class Failing(Observer):
+        def round_ended(self, row: Mapping[str, Any]) -> None:
+            raise ValueError("mine")
+
+    with pytest.raises(ValueError, match="mine"):
+        simulate(resolve(TINY), observer=Several([Failing()]))
+
+
 def test_that_times_are_stamped_is_said_of_a_private_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
