@@ -13,6 +13,8 @@ from fedsynth.cli.errors import one_line_errors, write_text
 from fedsynth.cli.options import PATH, named_path
 from fedsynth.cli.signals import ended_by_signals
 
+COMMAND = (sys.executable, "-c", "from fedsynth.cli.app import main; main()")
+
 
 def sweep(
     context: typer.Context,
@@ -74,7 +76,7 @@ def sweep(
         failed = 0
         if not only_table:
             with ended_by_signals():
-                failed = len(run_sweep(plan, _tell).failed)
+                failed = len(run_sweep(plan, train_command, _tell).failed)
         text = render(plan, sweep_lines(plan), form)
         if table is None:
             print(text, end="")
@@ -82,6 +84,13 @@ def sweep(
             write_text(table, text)
         if failed:
             raise typer.Exit(1)
+
+
+def train_command(config: Path, place: Path, stopped: Path | None) -> list[str]:
+    """The command line of one run: `fedsynth train`, of this very installation."""
+    if stopped is not None:
+        return [*COMMAND, "train", "--resume", str(stopped)]
+    return [*COMMAND, "train", "--config", str(config), "--output", str(place)]
 
 
 def _tell(text: str) -> None:

@@ -164,7 +164,7 @@ def _partitions(runs: Sequence[Run], names: Sequence[str], simulation_only: bool
     if silent:
         parts.append(
             f"<p>{escape(', '.join(silent))}: who has what is an exact function of private data "
-            "and is not shown (--simulation-only shows it).</p>"
+            "and is shown on request alone.</p>"
         )
     return "\n".join(parts)
 

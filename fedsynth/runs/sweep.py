@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,8 +29,10 @@ PAUSE = 0.1
 """Seconds between looks at whether a run has ended."""
 PATIENCE = 60.0
 """Seconds that runs which are told to stop have for it."""
-COMMAND = (sys.executable, "-c", "from fedsynth.cli.app import main; main()")
 LOG = "log.txt"
+Command = Callable[[Path, Path, Path | None], Sequence[str]]
+"""What makes a run: (config, folder that the run's folder goes into, the folder of a run that was
+stopped and is to go on) → a command line."""
 
 
 @dataclass(frozen=True)
@@ -60,11 +61,12 @@ def memory_of(settings: RunSettings) -> float:
     return (settings.memory_gb or DEFAULT_GB) + OVERHEAD_GB
 
 
-def run_sweep(sweep: Sweep, tell: Callable[[str], None]) -> Ended:
+def run_sweep(sweep: Sweep, command: Command, tell: Callable[[str], None]) -> Ended:
     """Makes all runs that have not finished.
 
     Args:
         sweep: the runs.
+        command: makes one of them.
         tell: is told of each run's beginning and end.
 
     Raises:
@@ -84,7 +86,7 @@ def run_sweep(sweep: Sweep, tell: Callable[[str], None]) -> Ended:
         while waiting or going:
             for cell in _next(sweep, waiting, going):
                 waiting.remove(cell)
-                going[cell] = _begin(sweep, cell)
+                going[cell] = _begin(sweep, cell, command)
                 tell(f"begins: {cell.words or cell.key}")
             time.sleep(PAUSE)
             for cell, process in list(going.items()):
@@ -133,7 +135,7 @@ def _ledger(cell: Cell) -> Path | None:
     return privacy.ledger_folder if privacy is not None else cell.settings.ledger
 
 
-def _begin(sweep: Sweep, cell: Cell) -> subprocess.Popen[bytes]:
+def _begin(sweep: Sweep, cell: Cell, command: Command) -> subprocess.Popen[bytes]:
     """Starts a run, or goes on with one that was stopped."""
     place = sweep.output / cell.key
     config = place / "config.toml"
@@ -144,12 +146,9 @@ def _begin(sweep: Sweep, cell: Cell) -> subprocess.Popen[bytes]:
         log = (place / LOG).open("ab")
     except OSError as error:
         raise OutputError(f"cannot write the sweep's {place}: {error.strerror}") from None
-    options = ["--config", str(config), "--output", str(place)]
-    if stopped:
-        options = ["--resume", str(stopped[-1])]
     with log:
         return subprocess.Popen(
-            [*COMMAND, "train", *options],
+            list(command(config, place, stopped[-1] if stopped else None)),
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,

@@ -18,7 +18,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from fedsynth.cli import sweep_command
 from fedsynth.cli.app import app
+from fedsynth.cli.sweep_command import train_command
 from fedsynth.errors import FedsynthError
 from fedsynth.runs import sweep as sweeps
 from fedsynth.runs.sweep import finished, run_sweep
@@ -67,7 +69,7 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Made:
     def make(text: str, seconds: float = 0.0, fails: int = -1) -> Sweep:
         script = tmp_path / "fake.py"
         script.write_text(FAKE.replace("SECONDS", str(seconds)).replace("FAILS", str(fails)))
-        monkeypatch.setattr(sweeps, "COMMAND", (sys.executable, str(script)))
+        monkeypatch.setattr(sweep_command, "COMMAND", (sys.executable, str(script)))
         monkeypatch.setattr(sweeps, "PAUSE", 0.01)
         file = tmp_path / "skew.toml"
         file.write_text(text)
@@ -135,11 +137,11 @@ def test_runs_are_made_once_and_their_table_has_mean_and_deviation(made: Made) -
     sweep = made(text)
     assert [line.finished for line in sweep_lines(sweep)] == [0, 0]
     told: list[str] = []
-    ended = run_sweep(sweep, told.append)
+    ended = run_sweep(sweep, train_command, told.append)
     assert len(ended.made) == 6
     assert ended.failed == []
     before = times(sweep)
-    again = run_sweep(made(text), told.append)
+    again = run_sweep(made(text), train_command, told.append)
     assert len(again.before) == 6
     assert again.made == []
     assert times(sweep) == before
@@ -164,14 +166,14 @@ def test_a_run_that_was_stopped_is_resumed(made: Made) -> None:
     place = sweep.output / sweep.cells[0].key / "20260101-000000-x.incomplete"
     place.mkdir(parents=True)
     (place / "config.toml").write_text("[run]\nmethod='fedavg'\nseed=0\n[partition]\nalpha=0.5\n")
-    run_sweep(sweep, lambda text: None)
+    run_sweep(sweep, train_command, lambda text: None)
     assert times(sweep)[0][2] is True
 
 
 def test_one_that_fails_is_said_and_the_others_go_on(made: Made) -> None:
     sweep = made('[grid]\nmethod = ["fedavg"]\nseed = [0, 1, 2]\n', fails=1)
     told: list[str] = []
-    ended = run_sweep(sweep, told.append)
+    ended = run_sweep(sweep, train_command, told.append)
     assert [cell.values["seed"] for cell, _ in ended.failed] == [1]
     assert any("failed (exit code 1)" in one and "no place" in one for one in told)
     (line,) = sweep_lines(sweep)
@@ -189,10 +191,10 @@ def test_so_many_go_at_once_as_places_and_memory_allow(made: Made) -> None:
     for sweep, most in (("jobs = 3\n", 3), ("jobs = 4\nmemory_gb = 6.5\n", 2)):
         plan = made(f"[sweep]\n{sweep}{grid}", seconds=0.6)
         plan = replace(plan, output=plan.output / str(most))
-        run_sweep(plan, lambda text: None)
+        run_sweep(plan, train_command, lambda text: None)
         assert most_at_once(plan) == most
     with pytest.raises(SweepError, match="is counted with 3 GB"):
-        run_sweep(made(f"[sweep]\nmemory_gb = 2.5\n{grid}"), lambda text: None)
+        run_sweep(made(f"[sweep]\nmemory_gb = 2.5\n{grid}"), train_command, lambda text: None)
 
 
 def test_runs_that_charge_the_same_ledgers_go_one_after_the_other(
@@ -201,7 +203,7 @@ def test_runs_that_charge_the_same_ledgers_go_one_after_the_other(
     ledger = f'[privacy]\nnoise_multiplier = 3.0\nledger = "{tmp_path}/ledgers"\n'
     grid = '[grid]\nmethod = ["fedavg"]\nseed = [0, 1]\n'
     sweep = made(f"[sweep]\njobs = 2\n{ledger}{grid}", seconds=0.3)
-    run_sweep(sweep, lambda text: None)
+    run_sweep(sweep, train_command, lambda text: None)
     assert most_at_once(sweep) == 1
 
 
@@ -215,7 +217,7 @@ def test_a_sweep_that_is_interrupted_stops_its_runs(made: Made) -> None:
     before = threading.active_count()
     began = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
-        run_sweep(sweep, tell)
+        run_sweep(sweep, train_command, tell)
     assert time.monotonic() - began < 30
     assert threading.active_count() == before
     assert times(sweep) == []
@@ -247,7 +249,7 @@ def test_a_real_run(tmp_path: Path) -> None:
     )
     sweep = replace(read_sweep(file), output=tmp_path / "out")
     told: list[str] = []
-    ended = run_sweep(sweep, told.append)
+    ended = run_sweep(sweep, train_command, told.append)
     assert ended.failed == [], told
     (line,) = sweep_lines(sweep)
     mean = line.results["test_accuracy"].mean
