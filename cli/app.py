@@ -20,9 +20,11 @@ from fedsynth.cli.errors import OneLineGroup, one_line_errors
 from fedsynth.cli.method_commands import distill, methods_app
 from fedsynth.cli.picture_commands import plot, report
 from fedsynth.cli.privacy_commands import privacy_app
+from fedsynth.cli.reproduce_command import reproduce
 from fedsynth.cli.run_commands import runs
 from fedsynth.cli.settings_options import (
     from_preset,
+    from_table,
     merged,
     read_config,
     refuse_beside_resume,
@@ -48,6 +50,7 @@ app.command()(runs)
 app.command()(sweep)
 app.command()(plot)
 app.command()(report)
+app.command()(reproduce)
 
 
 def main() -> None:
@@ -80,6 +83,7 @@ def train(
     context: typer.Context,
     method: given.Method = None,
     config: given.Config = None,
+    preset: given.Preset = None,
     settings: given.Set = None,
     ipc: given.Ipc = None,
     matching: given.Matching = None,
@@ -142,11 +146,18 @@ def train(
         if resume is not None:
             refuse_beside_resume(context)
             config = resume / "config.toml"
-        sections = merged(read_config(config), chosen, lambda text: print(text, file=sys.stderr))
+        if preset is not None:
+            sections = from_table(preset, config, chosen, _to_stderr)
+        else:
+            sections = merged(read_config(config), chosen, _to_stderr)
         if dry_run:
             _dry_run(sections, names, as_json)
         else:
             _run(sections, names, output, download, as_json, sign_key, resume, log or [])
+
+
+def _to_stderr(text: str) -> None:
+    print(text, file=sys.stderr)
 
 
 @app.command()

@@ -68,6 +68,13 @@ Config = Annotated[
         help="A config.toml of an earlier run, or your own; options given here win.",
     ),
 ]
+Preset = Annotated[
+    str | None,
+    typer.Option(
+        help="A published table's settings, as feddm:table2 (`fedsynth reproduce --list`); --dataset,"
+        " --method, --alpha, --clients and --rounds choose the cell, other options win over it."
+    ),
+]
 Set = Annotated[
     list[str] | None,
     typer.Option(

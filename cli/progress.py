@@ -82,10 +82,13 @@ class PlainObserver(Observer):
     long phase brings it.
     """
 
-    def __init__(self, settings: RunSettings, names: OptionNames, first: str) -> None:
+    def __init__(
+        self, settings: RunSettings, names: OptionNames, first: str, mark: str = ""
+    ) -> None:
         self._settings = settings
         self._names = names
         self._first = first
+        self._mark = mark
         self._last = time.monotonic()
         self._tenth = 0
         self._pace = _pace(settings)
@@ -107,7 +110,7 @@ class PlainObserver(Observer):
         first = self._first
         self._first = ""
         lines = [first, self._names.text(text)] if first else [self._names.text(text)]
-        print(*lines, sep="\n", file=sys.stderr, flush=True)
+        print(*(f"{self._mark}{line}" for line in lines), sep="\n", file=sys.stderr, flush=True)
 
     def round_ended(self, row: Mapping[str, Any]) -> None:
         if self._pace is not None:
@@ -119,11 +122,17 @@ class LiveObserver(Observer):
     """A progress bar on stderr; finished rounds stay above it as lines."""
 
     def __init__(
-        self, settings: RunSettings, names: OptionNames, first: str, progress: Progress
+        self,
+        settings: RunSettings,
+        names: OptionNames,
+        first: str,
+        progress: Progress,
+        mark: str = "",
     ) -> None:
         self._settings = settings
         self._names = names
         self._first = first
+        self._mark = mark
         self._progress = progress
         self._task = progress.add_task("starting", total=None, left="")
         self._pace = _pace(settings)
@@ -132,13 +141,14 @@ class LiveObserver(Observer):
         first = self._first
         self._first = ""
         lines = [first, self._names.text(text)] if first else [self._names.text(text)]
-        self._progress.console.print(*lines, sep="\n", markup=False, highlight=False)
+        marked = [f"{self._mark}{line}" for line in lines]
+        self._progress.console.print(*marked, sep="\n", markup=False, highlight=False)
 
     def step(self, round: int, phase: str, done: int, total: int) -> None:
         _tell_pace(self, self._pace, round, phase, done, total)
         self._progress.update(
             self._task,
-            description=f"round {round}/{self._settings.rounds} {phase}",
+            description=f"{self._mark}round {round}/{self._settings.rounds} {phase}",
             completed=done,
             total=total,
             left="" if self._pace is None else self._pace.words(),
@@ -166,17 +176,20 @@ def _tell_pace(
 
 
 @contextmanager
-def make_observer(settings: RunSettings, names: OptionNames, first: str = "") -> Iterator[Observer]:
+def make_observer(
+    settings: RunSettings, names: OptionNames, first: str = "", mark: str = ""
+) -> Iterator[Observer]:
     """The observer that fits stderr.
 
     Args:
         settings: of the run.
         names: how the command says settings.
         first: is said when there is something to say, so that an error before stays one line.
+        mark: what every line begins with.
     """
     console = Console(stderr=True)
     if not console.is_terminal:
-        yield PlainObserver(settings, names, first)
+        yield PlainObserver(settings, names, first, mark)
         return
     columns = (
         TextColumn("{task.description}"),
@@ -189,7 +202,7 @@ def make_observer(settings: RunSettings, names: OptionNames, first: str = "") ->
         ),
     )
     with Progress(*columns, console=console, transient=True) as progress:
-        yield LiveObserver(settings, names, first, progress)
+        yield LiveObserver(settings, names, first, progress, mark)
 
 
 def loggers_of(names: Sequence[str], base: Path, settings: RunSettings) -> list[Logger]:

@@ -131,6 +131,37 @@ def merged(
     return {name: {**config.get(name, {}), **options.get(name, {})} for name in names}
 
 
+def from_table(
+    name: str, config: Path | None, given: Sections, note: Callable[[str], None]
+) -> Sections:
+    """The settings of a published table's cell, under what is given.
+
+    Args:
+        name: the table's preset.
+        config: of --config, which cannot stand beside it.
+        given: what options and --set say.
+        note: is told which cell it is, and what is published of it.
+
+    Raises:
+        OptionError: there is a config, too.
+        FedsynthError: no such preset or cell.
+    """
+    if config is not None:
+        raise OptionError("--preset and --config both give all settings: give one of them")
+    from fedsynth.reproduction.presets import cell_words, sections_over
+    from fedsynth.reproduction.report import shown
+
+    sections, table, cell = sections_over(name, given)
+    numbers = [
+        f"{number.metric} {shown(number.value, number.std)}"
+        for number in cell.numbers
+        if number.value is not None and number.domain in ("", "average")
+    ]
+    published = f"; published: {', '.join(numbers)}" if numbers else ""
+    note(f"preset {name} ({table.source}, {table.table}): {cell_words(cell, table)}{published}")
+    return sections
+
+
 def from_preset(sections: Sections) -> str:
     """What a data set's preset decides in a run with these sections, in words; empty for
     nothing.

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from fedsynth.methods.shared.local import TrainsLocally as TrainsLocally
     from fedsynth.models.registry import ModelSettings as ModelSettings
     from fedsynth.privacy.settings import PrivacySettings as PrivacySettings
+    from fedsynth.reproduction.presets import load_preset as load_preset
     from fedsynth.synthesizer.generation.one_teacher import DataFreeDistiller as DataFreeDistiller
 else:
     _HOMES = {**homes(Path(__file__)), **CLASSES}

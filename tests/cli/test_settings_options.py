@@ -75,6 +75,7 @@ def test_every_option_is_a_setting_or_known_to_be_none() -> None:
     others = {
         "context",
         "config",
+        "preset",
         "settings",
         "output",
         "resume",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +84,7 @@ def summarise(
     last: Mapping[str, Any] = metrics[-1] if metrics else {}
     summary: dict[str, Any] = {
         "method": method.name,
-        "settings": {f.name: getattr(method, f.name) for f in fields(method)},
+        "settings": method.told(),
         "dataset": settings.dataset,
         "rounds": len(metrics),
         "test_accuracy": None if hidden or personal else accuracy,

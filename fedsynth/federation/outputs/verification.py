@@ -604,10 +604,9 @@ class Evidence:
             return []
         settings = self.run.settings
         method = self.run.settings.method
-        values = {f.name: getattr(method, f.name) for f in fields(method)}
         expected = {
             "method": method.name,
-            "settings": json.loads(json.dumps(values)),
+            "settings": json.loads(json.dumps(method.told())),
             "dataset": settings.dataset,
             "rounds": self.done,
             "seed": settings.seed,

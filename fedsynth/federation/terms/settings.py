@@ -278,7 +278,7 @@ class RunSettings:
             "data": {"dataset": self.dataset, "data_root": self.data_root},
             "partition": dataclasses.asdict(self.partition),
             "model": dataclasses.asdict(self.model),
-            "method": dataclasses.asdict(self.method),
+            "method": self.method.told(),
             "privacy": dataclasses.asdict(self.privacy)
             if self.privacy is not None
             else {"ledger": self.ledger},
