@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from fedsynth.cli.errors import one_line_errors
-from fedsynth.cli.options import named_path
+from fedsynth.cli.options import PATH, named_path
 
 
 def runs(
@@ -21,6 +21,14 @@ def runs(
             parser=named_path,
             metavar="FOLDERS",
             help="Run folders, or folders of such; default: runs.",
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            parser=named_path,
+            metavar=PATH,
+            help="The folder of run folders, as `train --output` names it.",
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the rows as JSON.")] = False,
@@ -37,7 +45,8 @@ def runs(
     with one_line_errors(context.command):
         from fedsynth.runs.folders import finished_runs
 
-        rows = compared(finished_runs(folders or [Path("runs")]))
+        given = [*(folders or []), *([output] if output else [])] or [Path("runs")]
+        rows = compared(finished_runs(given))
         if as_json:
             print(json.dumps(rows, indent=2, ensure_ascii=False, default=str))
         else:
