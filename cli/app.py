@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,6 +20,7 @@ from fedsynth.cli.data_commands import data_app
 from fedsynth.cli.deploy_commands import client, deploy_app, server
 from fedsynth.cli.errors import OneLineGroup, one_line_errors
 from fedsynth.cli.method_commands import distill, methods_app
+from fedsynth.cli.picture_commands import plot, report
 from fedsynth.cli.privacy_commands import privacy_app
 from fedsynth.cli.reproduce_command import reproduce
 from fedsynth.cli.run_commands import runs
@@ -33,6 +35,7 @@ from fedsynth.cli.settings_options import (
 )
 from fedsynth.cli.share_commands import export, synthesize
 from fedsynth.cli.signals import ended_by_signals
+from fedsynth.cli.sweep_command import sweep
 from fedsynth.version import __version__
 
 app = typer.Typer(
@@ -52,6 +55,9 @@ app.command()(distill)
 app.command()(server)
 app.command()(client)
 app.command()(runs)
+app.command()(sweep)
+app.command()(plot)
+app.command()(report)
 app.command()(reproduce)
 app.command()(synthesize)
 app.command()(export)
@@ -100,6 +106,7 @@ def train(
     robust: given.Robust = None,
     output: given.Output = Path("runs"),
     resume: given.Resume = None,
+    log: given.Log = None,
     as_json: given.AsJson = False,
     dry_run: given.DryRun = False,
     data: given.Data = None,
@@ -139,6 +146,9 @@ def train(
     dp_unit: given.DpUnit = None,
     dp_four_sums: given.DpFourSums = None,
     dp_ledger: given.DpLedger = None,
+    responsible: given.Responsible = None,
+    purpose: given.Purpose = None,
+    sites: given.Sites = None,
     sign_key: given.SignKey = None,
 ) -> None:
     """Simulate a federation on this machine and leave a run folder.
@@ -161,7 +171,7 @@ def train(
         if dry_run:
             _dry_run(sections, names, as_json)
         else:
-            _run(sections, names, output, download, as_json, sign_key, resume)
+            _run(sections, names, output, download, as_json, sign_key, resume, log or [])
 
 
 def _to_stderr(text: str) -> None:
@@ -243,7 +253,7 @@ def _show_partition(
             f"{floats:,} floats a round"
         )
     if picture is not None:
-        partition_png(counts, picture)
+        partition_png(counts, picture, data.spec.class_names)
 
 
 def _dry_run(sections: dict[str, dict[str, Any]], names: given.OptionNames, as_json: bool) -> None:
@@ -294,10 +304,12 @@ def _run(
     as_json: bool,
     sign_key: Path | None = None,
     resume: Path | None = None,
+    log: Sequence[str] = (),
 ) -> None:
     from fedsynth.cli.memory import keep_large_allocations
-    from fedsynth.cli.progress import make_observer, print_summary
+    from fedsynth.cli.progress import loggers_of, make_observer, print_summary
     from fedsynth.cli.report_commands import signer
+    from fedsynth.federation.loggers import Several
     from fedsynth.federation.simulation import simulate
     from fedsynth.federation.terms.settings import resolve
     from fedsynth.privacy.errors import BudgetExceededError
@@ -309,7 +321,9 @@ def _run(
     first = (
         f"preset of {settings.dataset}, where nothing else is given: {changed}" if changed else ""
     )
-    with make_observer(settings, names, first) as observer, ended_by_signals():
+    loggers = loggers_of(log, output if resume is None else resume.parent, settings)
+    with make_observer(settings, names, first) as shown, ended_by_signals():
+        observer = shown if not loggers else Several([shown, *loggers])
         result = simulate(
             settings, output=output, observer=observer, download=download, resume=resume
         )

@@ -149,6 +149,14 @@ Resume = Annotated[
         "its own; --device, --memory-gb, --compile and --data-root may be given anew.",
     ),
 ]
+Log = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--log",
+        help="Also log each round to csv, tensorboard, wandb or mlflow, below --output; may be "
+        "repeated (extras: fedsynth[tensorboard], …).",
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the summary as JSON on stdout.")]
 DryRun = Annotated[
     bool,
@@ -323,6 +331,15 @@ DpLedger = Annotated[
         "else each run counts for itself.",
     ),
 ]
+Responsible = Annotated[
+    str | None,
+    _privacy(help="Who answers for the run, as the report's first page says it."),
+]
+Purpose = Annotated[str | None, _privacy(help="What the run is for, likewise.")]
+Sites = Annotated[
+    str | None,
+    _privacy(help="The clients' sites by name, comma-separated, likewise: 'Mitte,Nord,Süd'."),
+]
 
 SignKey = Annotated[
     Path | None,
@@ -386,6 +403,7 @@ SETTINGS: dict[str, tuple[str, str]] = {
             "ledger",
         )
     },
+    **{name: ("report", name) for name in ("responsible", "purpose", "sites")},
 }
 """A command's parameter: section and key of the setting. Parameters that are none of these are not
 settings of a run.
@@ -404,6 +422,8 @@ ARGUMENTS: dict[str, str] = {
     "models": "files",
     "arch": "architectures",
     "form": "format",
+    "by": "by",
+    "log": "log",
     "unprotected": "unprotected",
     "out": "out",
 }
@@ -416,7 +436,7 @@ NAMED: tuple[tuple[str, Place], ...] = (
     *((parameter, (None, argument)) for parameter, argument in ARGUMENTS.items()),
 )
 """Parameters of all commands, each with the setting that it gives."""
-SET_SECTIONS = ("method", "run", "data", "partition", "model", "privacy")
+SET_SECTIONS = ("method", "run", "data", "partition", "model", "privacy", "report")
 
 
 @dataclass(frozen=True)

@@ -117,6 +117,7 @@ BESIDE_RESUME = {
     "download",
     "as_json",
     "sign_key",
+    "log",
 }
 """Parameters of `train` that may stand beside --resume."""
 

@@ -2,32 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from fedsynth.privacy.figures import printable, up
+from fedsynth.privacy.first_page import first_page
 
-def up(value: float, digits: int = 4) -> str:
-    """`value` rounded up to `digits` significant digits: what is printed is never smaller than what
-    was computed."""
-    if value <= 0:
-        return "0"
-    if math.isinf(value):
-        return "∞"
-    value = max(value, 1e-290)  # below, the scale is infinite
-    scale = 10.0 ** (digits - 1 - math.floor(math.log10(value)))
-    # an exact decimal such as 10.99 must not be pushed up by its own rounding error
-    rounded = math.ceil(value * scale * (1 - 1e-12)) / scale
-    return f"{rounded:.0f}" if rounded >= 1000 else f"{rounded:.{digits}g}"
+__all__ = ["printable", "render_markdown", "rounds_text", "summary_rows", "up"]
 
-
-def printable(text: str) -> str:
-    """`text` on one line, without characters that steer a terminal or a page: a report may come
-    from anybody."""
-    line = " ".join(text.split())
-    if line.isprintable():
-        return line
-    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in line)
+DATASHEET = "Datasheet"
+"""The heading under which the details stand."""
 
 
 def _harmless(value: Any) -> Any:
@@ -123,10 +107,16 @@ def _sigmas(ledger: Sequence[Mapping[str, Any]]) -> str:
 
 
 def render_markdown(report: Mapping[str, Any]) -> str:
-    """The whole report as Markdown, ε before everything else; whatever its texts say, they stay
-    text."""
+    """The whole report as Markdown: the first page, then the datasheet, ε before everything else;
+    whatever its texts say, they stay text.
+
+    A report of an earlier version, which does not say whose run it is of, is its datasheet alone.
+    """
     report = _harmless(report)
-    lines = ["# Privacy budget report", ""]
+    if report.get("run") is None:
+        lines = ["# Privacy budget report", ""]
+    else:
+        lines = [*first_page(report), f"# {DATASHEET}", ""]
     lines += _headline(report)
     lines += _promise(report)
     unit = report["unit"]

@@ -17,6 +17,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -58,7 +59,7 @@ from fedsynth.federation.outputs.disclosed import (
 )
 from fedsynth.federation.outputs.losses import losses
 from fedsynth.federation.outputs.measure import Measure
-from fedsynth.federation.outputs.report_context import report_context
+from fedsynth.federation.outputs.report_context import handed_over, report_context
 from fedsynth.federation.outputs.result import RunResult, own_sources, summarise
 from fedsynth.federation.outputs.run_folder import SERVER, RunFolder
 from fedsynth.federation.outputs.verification import plan_when_it_began
@@ -81,6 +82,7 @@ from fedsynth.privacy.errors import PrivacySettingError
 from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.ledger_folder import check_names
 from fedsynth.privacy.report import ReportContext, build_report, write_report
+from fedsynth.privacy.report_schema import Began
 from fedsynth.synthesizer.condensation.sets import SyntheticSet
 
 UNPROTECTED = Text(
@@ -178,6 +180,7 @@ def simulate(
             train.spec.classes,
             *train.origins(),
         )
+    settings.report.check_clients(len(parts))
     if settings.privacy is None:
         require_all_classes(train)
     folder = None if output is None else Path(output)
@@ -271,6 +274,8 @@ class Simulation:
                     ")",
                 )
             )
+        if not self.over:
+            observer.started(settings, None if self.folder is None else self.folder.final)
         for line in headline:
             observer.note(line)
         initial = self.context.architecture.state_dict()
@@ -282,6 +287,7 @@ class Simulation:
         self.played = Played()
         self.metrics: list[dict[str, Any]] = []
         self.deviations: list[str] = []
+        self.pictures_missing = False
         if resumed is not None:
             self._go_on(resumed, checkpoint)
 
@@ -333,16 +339,10 @@ class Simulation:
 
     def run(self) -> RunResult:
         """All rounds that are left, and the result."""
+        result: RunResult | None = None
         try:
-            for number in range(len(self.metrics) + 1, self.settings.rounds + 1):
-                started = time.perf_counter()
-                context = self.round_context(number)
-                refusal = self.play(context)
-                if refusal is not None:
-                    self._end_early(number, refusal)
-                    break
-                self._record(context, started)
-            return self._finish()
+            result = self._rounds()
+            return result
         except KeyboardInterrupt:
             self.observer.note(self._interrupted("interrupted"))
             raise
@@ -352,6 +352,19 @@ class Simulation:
         finally:
             if self.folder is not None:
                 self.folder.release()
+            if not self.over:
+                self.observer.ended(None if result is None else result.summary)
+
+    def _rounds(self) -> RunResult:
+        for number in range(len(self.metrics) + 1, self.settings.rounds + 1):
+            started = time.perf_counter()
+            context = self.round_context(number)
+            refusal = self.play(context)
+            if refusal is not None:
+                self._end_early(number, refusal)
+                break
+            self._record(context, started)
+        return self._finish()
 
     def round_context(self, number: int) -> RoundContext:
         """What the steps of this round know."""
@@ -475,9 +488,10 @@ class Simulation:
         """Writes what is known before the first round, as far as it is not there."""
         if self._private and not folder.has_begun:
             histories = self.exchange.histories()
-            start = privacy_words.start(self.plan, histories, self.test_kind)
+            began = Began(id=folder.name, date=f"{datetime.now():%Y-%m-%d}")
+            start = privacy_words.start(self.plan, histories, self.test_kind, began)
             folder.write_private_start(start.to_json())
-        folder.write_partition(counts)
+        folder.write_partition(counts, self.context.spec.class_names)
 
     def _headline(self) -> list[str]:
         if self._private:
@@ -546,6 +560,7 @@ class Simulation:
         self._keep(context)
         if self.folder is not None:
             self.folder.append_metrics(told)
+            self._draw_round(number)
         self.observer.round_ended(told.shown)
 
     def _disclosed(self, row: Mapping[str, Any]) -> Disclosed:
@@ -574,7 +589,7 @@ class Simulation:
         told = disclosed(summary, declared)
         summary = dict(told.shown)
         if self.folder is not None:
-            self._write_results(self.folder, artefacts, report)
+            report = self._write_results(self.folder, artefacts, report)
             summary["folder"] = str(self.folder.finish(told))
             # not before: without it a run that is killed here would begin anew
             CheckpointFolder(self.folder.checkpoints, "").discard()
@@ -599,15 +614,44 @@ class Simulation:
             self.deviations,
             test=self.test_kind,
             secret=all(budget.secret.is_secret for budget in budgets if budget is not None),
+            began=_today() if self.folder is None else self.folder.began(),
         )
+
+    def _sets(self) -> list[tuple[int, Tensor, Tensor]]:
+        """The last uploads' synthetic sets: client, images, labels."""
+        return [
+            (client, upload.images, upload.labels)
+            for client, upload in self.uploads.items()
+            if isinstance(upload, SyntheticSet)
+        ]
+
+    def _picture_missing(self, error: OutputError) -> None:
+        """Said once: a disk that is full stays so."""
+        if not self.pictures_missing:
+            self.observer.note(f"warning: a picture is missing: {error}")
+        self.pictures_missing = True
+
+    def _draw_round(self, number: int) -> None:
+        """A picture of what was sent in this round; one that cannot be made is only said."""
+        sets = self._sets()
+        if self.folder is None or not sets or self.played.no_quorum is not None:
+            return
+        try:
+            self.folder.draw_round(number, sets, self.context.spec)
+        except OutputError as error:
+            self._picture_missing(error)
 
     def _write_results(
         self,
         folder: RunFolder,
         artefacts: Mapping[str, Tensor],
         report: dict[str, Any] | None,
-    ) -> None:
-        """What was promised first, and pictures last: none of them may cost a result."""
+    ) -> dict[str, Any] | None:
+        """What was promised first, and pictures last: none of them may cost a result.
+
+        The report is written again once the files are there whose hashes it has; that one is
+        returned.
+        """
         if report is not None:
             write_report(report, folder.path)
         folder.write_model(self.server.final_parameters())
@@ -620,12 +664,21 @@ class Simulation:
             soft = [one.soft_labels() for one in uploads.values()]
             folder.write_synthetic(sets, self.context.spec, soft)
         folder.write_artefacts(artefacts)
+        if report is not None and report.get("run") is not None:
+            report = {**report, "files": handed_over(folder.path)}
+            write_report(report, folder.path)
         try:
             if sets:
                 folder.draw_synthetic(sets, self.context.spec)
-            folder.draw_artefacts(artefacts)
+            folder.draw_artefacts(artefacts, self.context.spec.class_names)
         except OutputError as error:
-            self.observer.note(f"warning: a picture is missing: {error}")
+            self._picture_missing(error)
+        return report
+
+
+def _today() -> Began:
+    """Of a run that leaves no folder."""
+    return Began(id=None, date=f"{datetime.now():%Y-%m-%d}")
 
 
 def _on_device(load: Callable[[], Memory], device: torch.device) -> Memory:

@@ -12,6 +12,7 @@ import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 from fedsynth.core.messages import privacy_of_fields
@@ -23,10 +24,13 @@ from fedsynth.federation.terms.privacy_plan import PrivacyPlan
 from fedsynth.federation.terms.settings import RunSettings
 from fedsynth.models.registry import has_given_weights
 from fedsynth.privacy import disclosure
+from fedsynth.privacy.files import file_hash
+from fedsynth.privacy.first_page import FILES
 from fedsynth.privacy.plans import PrivatePlan
 from fedsynth.privacy.randomness import DESCRIPTION
 from fedsynth.privacy.releases import RECORD, USER
 from fedsynth.privacy.report import PrivateAccess, ReportContext
+from fedsynth.privacy.report_schema import Began, RunFacts
 from fedsynth.version import __version__
 
 COUNTED = {RECORD: "records", USER: "users"}
@@ -44,6 +48,8 @@ def report_context(
     test: str,
     secret: bool = True,
     abandoned: bool = False,
+    began: Began | None = None,
+    files: Mapping[str, str] | None = None,
     simulated: bool = True,
 ) -> ReportContext:
     """What the report says beside the ledgers.
@@ -55,6 +61,9 @@ def report_context(
         test: what the test images are: "public", "private" or "none".
         secret: whether all clients' noise came from the operating system's keys.
         abandoned: the run did not finish.
+        began: which run it is, and when it began; None: an earlier version's, which wrote no such
+            thing, and whose report has no first page.
+        files: file → SHA-256, of those that the run hands over.
         simulated: all clients were in one process; else each was where its data are.
     """
     privacy = plan.privacy
@@ -86,7 +95,30 @@ def report_context(
         rows_before={one.client: len(one.releases) for one in plan.histories},
         abandoned=abandoned,
         shares=plan.chief.shares,
+        run=None if began is None else _run_facts(plan, began),
+        files=files or {},
     )
+
+
+def _run_facts(plan: PrivacyPlan, began: Began) -> RunFacts:
+    said = plan.run.report
+    return RunFacts(
+        id=began.id,
+        date=began.date,
+        responsible=said.responsible or None,
+        purpose=said.purpose or None,
+        sites=said.site_names([one.client for one in plan.histories]),
+    )
+
+
+def handed_over(folder: Path) -> dict[str, str]:
+    """The files of a run folder that its report vouches for, with their SHA-256.
+
+    Raises:
+        OSError: one cannot be read.
+    """
+    there = [name for name in FILES if (folder / name).is_file()]
+    return {name: file_hash(folder / name) for name in there}
 
 
 def public_items(plan: PrivacyPlan) -> dict[str, str]:

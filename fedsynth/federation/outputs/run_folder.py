@@ -9,6 +9,7 @@ files are on the disk. A folder without that ending is finished, also after a po
     model.safetensors    the global model
     synthetic.safetensors, synthetic.png    the last round's uploads, where the method has images,
                          or those that the server made (client −1)
+    synthetic_by_round/  a picture of each round's
     artefacts.json, NAME.png    what the server measured, for methods that do (FedHydra's
                          stratification)
     privacy_report.json, .md, .html, ledger/    with differential privacy
@@ -40,12 +41,20 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from fedsynth.data.images import denormalise
-from fedsynth.data.picture import image_grid_png, partition_png, partition_table, shares_png
+from fedsynth.data.picture import (
+    by_class,
+    image_grid_png,
+    partition_png,
+    partition_table,
+    shares_png,
+)
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.errors import OutputError
 from fedsynth.federation.outputs.checkpoint import write_whole
 from fedsynth.federation.outputs.disclosed import Disclosed
 from fedsynth.privacy.files import open_regular, sync_folder
+from fedsynth.privacy.report_schema import Began
+from fedsynth.privacy.verify import read_json
 
 SIMULATION_ONLY_NOTE = (
     "Everything in this folder is an exact function of the clients' data. A simulation may show "
@@ -59,7 +68,10 @@ LOCK = ".lock"
 NAME_LIMIT = 60  # with two bytes a letter, far below the 255 that file systems take
 SERVER = -1
 """In place of a client's number, of images that the server made."""
-GRID_LIMIT = 400  # images in the picture; all of them are in synthetic.safetensors
+GRID_LIMIT = 400  # images of the picture; all are in synthetic.safetensors
+GRID_COLUMNS = 20
+COUNTS = "partition.json"
+ROUNDS = "synthetic_by_round"
 
 
 class RunFolder:
@@ -192,6 +204,21 @@ class RunFolder:
             write_whole(self.path / PRIVATE_START, text.encode())
 
     @property
+    def name(self) -> str:
+        """What the folder is called once the run has finished."""
+        return self._final.name
+
+    def began(self) -> Began | None:
+        """Which run it is, and when it began, as it wrote down then; None: it did not.
+
+        Raises:
+            PrivacyError: privacy_start.json is damaged.
+        """
+        file = self.path / PRIVATE_START
+        said = read_json(file, "start of a private run").get("run") if file.exists() else None
+        return None if said is None else Began(**said)
+
+    @property
     def has_begun(self) -> bool:
         """Whether it says what a private run began with."""
         return (self.path / PRIVATE_START).exists()
@@ -207,7 +234,9 @@ class RunFolder:
         with _writing(self.path), (self.path / name).open("a", encoding="utf-8") as file:
             file.write(json.dumps(row, allow_nan=False) + "\n")
 
-    def write_partition(self, counts_KC: npt.NDArray[np.int64]) -> None:
+    def write_partition(
+        self, counts_KC: npt.NDArray[np.int64], class_names: Sequence[str] = ()
+    ) -> None:
         """Who has what, once: true counts, so `simulation_only`."""
         folder = self.path / "simulation_only"
         if (folder / "partition.png").exists():
@@ -216,7 +245,9 @@ class RunFolder:
             folder.mkdir(exist_ok=True)
             (folder / "README.txt").write_text(SIMULATION_ONLY_NOTE, encoding="utf-8")
             (folder / "partition.txt").write_text(partition_table(counts_KC), encoding="utf-8")
-            partition_png(counts_KC, folder / "partial.png")
+            counts = {"class_names": list(class_names), "counts": counts_KC.tolist()}
+            (folder / COUNTS).write_text(json.dumps(counts), encoding="utf-8")
+            partition_png(counts_KC, folder / "partial.png", class_names)
             (folder / "partial.png").rename(folder / "partition.png")
 
     def write_model(self, parameters: Mapping[str, Tensor]) -> None:
@@ -251,16 +282,31 @@ class RunFolder:
         with _writing(self.path):
             save_file(tensors, self.path / "synthetic.safetensors", metadata=metadata)
 
-    def draw_synthetic(self, sets: Sequence[tuple[int, Tensor, Tensor]], spec: DatasetSpec) -> None:
-        """A picture of what `write_synthetic` wrote, where the images have colours or greys."""
-        images = torch.cat([s[1].cpu() for s in sets])[:GRID_LIMIT]
+    def draw_synthetic(
+        self,
+        sets: Sequence[tuple[int, Tensor, Tensor]],
+        spec: DatasetSpec,
+        name: str = "synthetic.png",
+    ) -> None:
+        """A picture of what `write_synthetic` wrote, a row for each class, where the images have
+        colours or greys."""
+        images = torch.cat([s[1].cpu() for s in sets])
         if not len(images) or spec.channels not in (1, 3):
             return
-        first = next(labels for _, _, labels in sets if len(labels))
-        columns = max(1, int(torch.bincount(first.cpu()).max()))
+        labels = torch.cat([s[2].cpu() for s in sets])
+        most = int(torch.bincount(labels).max())
+        columns = min(most, GRID_COLUMNS, max(1, GRID_LIMIT // len(labels.unique())))
         shown = images if images.dtype == torch.uint8 else denormalise(images, spec)
+        rows, names = by_class(shown, labels, spec.class_names, columns)
         with _writing(self.path):
-            image_grid_png(shown, self.path / "synthetic.png", columns * max(1, 20 // columns))
+            (self.path / name).parent.mkdir(exist_ok=True)
+            image_grid_png(rows, self.path / name, columns, names)
+
+    def draw_round(
+        self, number: int, sets: Sequence[tuple[int, Tensor, Tensor]], spec: DatasetSpec
+    ) -> None:
+        """The same of one round."""
+        self.draw_synthetic(sets, spec, f"{ROUNDS}/round-{number:05d}.png")
 
     def write_artefacts(self, matrices: Mapping[str, Tensor]) -> None:
         """What a server made of [classes, clients], as artefacts.json."""
@@ -272,13 +318,15 @@ class RunFolder:
                 json.dumps(values, indent=1, allow_nan=False), encoding="utf-8"
             )
 
-    def draw_artefacts(self, matrices: Mapping[str, Tensor]) -> None:
+    def draw_artefacts(
+        self, matrices: Mapping[str, Tensor], class_names: Sequence[str] = ()
+    ) -> None:
         """A picture of each of them."""
         with _writing(self.path):
             for name, matrix in matrices.items():
-                shares_png(
-                    matrix.cpu().double().numpy(), self.path / f"{name}.png", name.replace("_", " ")
-                )
+                values = matrix.cpu().double().numpy()
+                title = name.replace("_", " ")
+                shares_png(values, self.path / f"{name}.png", title, class_names)
 
     def finish(self, summary: Disclosed) -> Path:
         """Writes the summary, gives the folder its final name and returns it."""

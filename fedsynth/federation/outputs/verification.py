@@ -34,7 +34,7 @@ from fedsynth.federation.outputs.disclosed import (
     declared_summary,
 )
 from fedsynth.federation.outputs.losses import NOT_COUNTED
-from fedsynth.federation.outputs.report_context import report_context
+from fedsynth.federation.outputs.report_context import handed_over, report_context
 from fedsynth.federation.outputs.result import own_sources
 from fedsynth.federation.outputs.run_folder import (
     INCOMPLETE,
@@ -59,7 +59,7 @@ from fedsynth.privacy.report import (
     ReportContext,
     build_report,
 )
-from fedsynth.privacy.report_schema import Start, schema_problems
+from fedsynth.privacy.report_schema import Began, Start, schema_problems
 from fedsynth.privacy.report_sections import over_clients
 from fedsynth.privacy.verify import (
     HOSTILE,
@@ -177,6 +177,12 @@ class RunFiles:
     rows: list[dict[str, Any]]
     summary: dict[str, Any] | None
     resumed: tuple[int, ...] = ()
+
+    @property
+    def began(self) -> Began | None:
+        """Which run it is; None: an earlier version's, which did not write it down."""
+        said = self.start.get("run")
+        return None if said is None else Began(**said)
 
     @property
     def resumptions(self) -> list[str]:
@@ -440,6 +446,8 @@ class Evidence:
             test=self.run.start["test_images"],
             secret=secret,
             abandoned=self.abandoned,
+            began=self.run.began,
+            files={} if self.abandoned else handed_over(self.folder),
         )
 
     # ----------------------------------------------------------------- ledger rows against the plan
@@ -751,6 +759,7 @@ def unfinished_report(
             run.resumptions,
             test=run.start["test_images"],
             abandoned=True,
+            began=run.began,
         )
         return build_report(context, held)
     except (*HOSTILE, RuntimeError) as error:

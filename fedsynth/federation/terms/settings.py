@@ -29,6 +29,7 @@ from fedsynth.data.registry import dataset_spec, is_known
 from fedsynth.errors import Setting, SettingError, UnknownNameError, unknown_name
 from fedsynth.federation.terms.failures import Failures
 from fedsynth.federation.terms.participation import active_clients
+from fedsynth.federation.terms.report_settings import ReportSettings
 from fedsynth.methods import method_class, own_source
 from fedsynth.methods.shared.robust import FEWEST, RULES
 from fedsynth.models.registry import ModelSettings, own_model
@@ -41,7 +42,7 @@ MOST_ROUNDS = 10**9  # a year has 3e7 seconds
 MOST_GB = 1_000_000
 ROBUST: Mapping[str, Any] = {"robust": "none", "robust_share": 0.2}
 """Defaults of the settings of robust aggregation."""
-SECTIONS = ("run", "data", "partition", "model", "method", "privacy")
+SECTIONS = ("run", "data", "partition", "model", "method", "privacy", "report")
 
 # What a data set changes beside the method; what it changes of a method's settings stands with the
 # method (`Method.presets`). For the embedded 8×8 digits: a model that such images can feed, and few
@@ -63,6 +64,7 @@ _KINDS: Mapping[str, tuple[type, str]] = {
     "partition": (PartitionSettings, "PartitionSettings(alpha=0.1)"),
     "model": (ModelSettings, "ModelSettings(width=64)"),
     "privacy": (PrivacySettings, "PrivacySettings(epsilon=8.0)"),
+    "report": (ReportSettings, "ReportSettings(responsible='...')"),
     "folder": (FolderSettings, "FolderSettings('scans')"),
 }
 _MAY_BE_NONE = ("privacy", "folder")
@@ -109,6 +111,7 @@ class RunSettings:
         model: the architecture. Also a module of one's own, or a class or function that makes one,
             which is then registered (`register_model` says what it must be).
         privacy: None means no differential privacy.
+        report: who answers for the run, for the first page of its privacy report.
         ledger: without privacy, the folder of the clients' kept ledgers, which then say that no
             later run on the same data can have an ε. With privacy the folder is named there.
         folder: one's own images, in place of a named data set; `dataset` is then what they are
@@ -144,6 +147,7 @@ class RunSettings:
     partition: PartitionSettings = field(default_factory=PartitionSettings)
     model: ModelSettings = field(default_factory=ModelSettings)
     privacy: PrivacySettings | None = None
+    report: ReportSettings = field(default_factory=ReportSettings)
     ledger: Path | None = None
     folder: FolderSettings | None = None
 
@@ -295,6 +299,7 @@ class RunSettings:
             "privacy": dataclasses.asdict(self.privacy)
             if self.privacy is not None
             else {"ledger": self.ledger},
+            "report": self.report.to_mapping(),
         }
         plain = {
             name: {k: _plain(v) for k, v in values.items() if v is not None}
@@ -315,6 +320,7 @@ _OTHER_SECTIONS = (
     "partition",
     "model",
     "privacy",
+    "report",
     "ledger",
     "folder",
 )
@@ -329,7 +335,8 @@ def _of_the_method(method: type[Method], values: Mapping[str, Any]) -> Mapping[s
     said.
     """
     homes = {**{key: "run" for key in RUN_KINDS}, "dataset": "data", "data_root": "data"}
-    for kind in (PartitionSettings, ModelSettings, PrivacySettings, FolderSettings):
+    kinds = (PartitionSettings, ModelSettings, PrivacySettings, ReportSettings, FolderSettings)
+    for kind in kinds:
         homes.update({f.name: kind.section for f in fields(kind) if f.name not in homes})
     known = {field.name for field in fields(method)}
     for key in values:
@@ -410,6 +417,7 @@ def resolve(
         partition=from_mapping(PartitionSettings, partition),
         model=from_mapping(ModelSettings, {**preset.get("model", {}), **given.get("model", {})}),
         privacy=from_mapping(PrivacySettings, privacy) if privacy else None,
+        report=from_mapping(ReportSettings, given.get("report", {})),
         ledger=None if ledger is None else _folder(ledger_setting(str(ledger))),
         folder=folder,
         **values,
