@@ -93,11 +93,6 @@ MATCHING: dict[str, Changes] = {
 LATE: dict[str, Changes] = {
     "image rate = 0.2": {"image_lr": 0.2},
     "image rate = 0.2, from real images": {"image_lr": 0.2, "start_average": 1},
-    "image rate = 0.2, from real images, τ = 4": {
-        "image_lr": 0.2,
-        "start_average": 1,
-        "temperature": 4.0,
-    },
 }
 FEW = ("without LGKM", "mean", "mean, τ = 4")
 READINGS: dict[
@@ -128,6 +123,14 @@ READINGS: dict[
         f"late: {name}, {title}": ("FedAF", 10, {**MATCHING[name], **changes})
         for title, changes in LATE.items()
         for name in ("without LGKM", "mean")
+    }
+    | {
+        f"late: FedDM, image rate = {r:g}, from real images": (
+            "FedDM",
+            10,
+            {"image_lr": r, "start_average": 1},
+        )
+        for r in (0.2, 1.0)
     },
     "steps": {
         f"condensed, long: {name}": ("FedAF", 10, {**LONG, **MATCHING[name]}) for name in FEW

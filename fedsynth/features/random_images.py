@@ -115,7 +115,8 @@ def _fields(
     shaped = torch.fft.irfft2(torch.fft.rfft2(white) * frequency ** (-alpha / 2), (height, width))
     mean = shaped.mean(dim=(2, 3), keepdim=True)
     deviation = (shaped - mean).square().mean(dim=(2, 3), keepdim=True).sqrt()
-    return (shaped - mean) / deviation.clamp_min(1e-6)
+    standard: Tensor = (shaped - mean) / deviation.clamp_min(1e-6)
+    return standard
 
 
 def _mixed_colours(fields: Tensor, generator: torch.Generator) -> Tensor:

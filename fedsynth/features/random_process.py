@@ -10,6 +10,7 @@ to scattering, and what a network trained on the same images does.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -126,7 +127,9 @@ def scattering_and_random_process(shape: Shape) -> FeatureMap:
     return _with_constants(name, shape, one.dimension + other.dimension, function)
 
 
-def _with_constants(name: str, shape: Shape, dimension: int, function: Dictionary) -> FeatureMap:
+def _with_constants(
+    name: str, shape: Shape, dimension: int, function: Callable[[Tensor], Tensor]
+) -> FeatureMap:
     """The map, with norm and radius from random-process images."""
     norm, radius = constants(public_vectors(function, shape))
     return FeatureMap(name, shape, dimension, norm, radius, SOURCE, function)
