@@ -288,7 +288,7 @@ def _print(rows: Sequence[Sequence[str]]) -> None:
         print("  ".join(cells).rstrip())
 
 
-# ------------------------------------------------------------------------------------- what there is
+# ------------------------------------------------------------------------------------ what there is
 
 
 def _list_tables(as_json: bool) -> None:
