@@ -16,6 +16,7 @@ import typer
 
 from fedsynth.cli import options as given
 from fedsynth.cli.data_commands import data_app
+from fedsynth.cli.deploy_commands import client, deploy_app, server
 from fedsynth.cli.errors import OneLineGroup, one_line_errors
 from fedsynth.cli.method_commands import distill, methods_app
 from fedsynth.cli.privacy_commands import privacy_app
@@ -46,7 +47,10 @@ app = typer.Typer(
 app.add_typer(privacy_app, name="privacy")
 app.add_typer(methods_app, name="methods")
 app.add_typer(data_app, name="data")
+app.add_typer(deploy_app, name="deploy")
 app.command()(distill)
+app.command()(server)
+app.command()(client)
 app.command()(runs)
 app.command()(reproduce)
 app.command()(synthesize)

@@ -43,6 +43,7 @@ def report_context(
     test: str,
     secret: bool = True,
     abandoned: bool = False,
+    simulated: bool = True,
 ) -> ReportContext:
     """What the report says beside the ledgers.
 
@@ -53,6 +54,7 @@ def report_context(
         test: what the test images are: "public", "private" or "none".
         secret: whether all clients' noise came from the operating system's keys.
         abandoned: the run did not finish.
+        simulated: all clients were in one process; else each was where its data are.
     """
     privacy = plan.privacy
     facts = plan.facts
@@ -75,7 +77,7 @@ def report_context(
         no_ledger=_why_no_ledger(plan),
         randomness=facts.randomness or randomness,
         published=_published(plan),
-        accesses=accesses(plan, test),
+        accesses=accesses(plan, test, simulated=simulated),
         test_only_randomness=not secret,
         provenance=provenance(plan.run),
         noise_multiplier=privacy.noise_multiplier,
@@ -181,12 +183,13 @@ def _data_set(plan: PrivacyPlan) -> str:
     return f"{spec.name}: the user's own; its specification is public, its records are not"
 
 
-def accesses(plan: PrivacyPlan, test: str) -> tuple[PrivateAccess, ...]:
+def accesses(plan: PrivacyPlan, test: str, *, simulated: bool = True) -> tuple[PrivateAccess, ...]:
     """Everything that touches private data.
 
     Args:
         plan: the run's.
         test: what the test images are: "public", "private" or "none".
+        simulated: all clients were in one process, which sees more.
     """
     facts = plan.facts
     found = [
@@ -200,9 +203,12 @@ def accesses(plan: PrivacyPlan, test: str) -> tuple[PrivateAccess, ...]:
     found += [PrivateAccess(what, disclosure.UNACCOUNTED, note) for what, note in facts.accesses]
     if plan.privacy.ledger_folder is not None:
         found.append(COMPARED_RECORDS)
-    if plan.run.partition.local_test:
+    if not simulated:
+        found.append(TIMING)
+    elif plan.run.partition.local_test:
         found.append(_simulated("clients' own test splits, and accuracies on them"))
-    found.append(_simulated("partition into clients, true counts, seconds"))
+    if simulated:
+        found.append(_simulated("partition into clients, true counts, seconds"))
     if test == PRIVATE:
         found.append(_simulated("test set, and accuracies on it"))
     if test == PUBLIC:
@@ -214,6 +220,11 @@ def accesses(plan: PrivacyPlan, test: str) -> tuple[PrivateAccess, ...]:
     return tuple(found)
 
 
+TIMING = PrivateAccess(
+    "how long a client takes to answer, and whether it does",
+    disclosure.SIMULATION_ONLY,
+    "whoever carries the messages sees it; outside the guarantee",
+)
 COMPARED_RECORDS = PrivateAccess(
     "records, compared with those of the ledgers",
     disclosure.SIMULATION_ONLY,
