@@ -212,11 +212,13 @@ def _run(
 
 def _estimates(runner: Runner, jobs: Sequence[Job], scale: float | None, as_json: bool) -> None:
     """How long each job takes here, and all of them."""
+    from fedsynth.reproduction.rows import run_hash
     from fedsynth.reproduction.scaling import scale_words
 
     first = scale_words(scale)
     found = {job.words: runner.estimate(job) for job in jobs}
-    total = sum(one.seconds for one in found.values())
+    runs = {run_hash(job.settings): found[job.words] for job in jobs}  # cells may share one
+    total = sum(one.seconds for one in runs.values())
     if as_json:
         shown = {words: {"seconds": one.seconds, "how": one.words} for words, one in found.items()}
         print(json.dumps({"scaled": scale, "cells": shown, "seconds": total}, indent=2))
@@ -225,7 +227,7 @@ def _estimates(runner: Runner, jobs: Sequence[Job], scale: float | None, as_json
 
     for words, one in found.items():
         print(f"{first}{words}: {one.words}")
-    print(f"{first}all {len(found)}: about {duration(total)}")
+    print(f"{first}all {len(runs)} runs: about {duration(total)}")
 
 
 def _show(
@@ -288,7 +290,7 @@ def _print(rows: Sequence[Sequence[str]]) -> None:
         print("  ".join(cells).rstrip())
 
 
-# ------------------------------------------------------------------------------------- what there is
+# ------------------------------------------------------------------------------------ what there is
 
 
 def _list_tables(as_json: bool) -> None:

@@ -109,7 +109,7 @@ def _by_rounds(rows: Sequence[Row]) -> list[str]:
 
 
 def _orders() -> str:
-    """The methods' order, published and reproduced, where at least two of a setting are finished."""
+    """The methods' order, published and reproduced, where two or more of a setting are finished."""
     groups: dict[tuple[str, str, str], list[tuple[str, float, float]]] = {}
     for one, line in _finished():
         mean = line.compared.mean

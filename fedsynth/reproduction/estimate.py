@@ -27,6 +27,7 @@ from fedsynth.core.method import Method
 from fedsynth.data.images import ImageData
 from fedsynth.data.partition import partition
 from fedsynth.evaluation.accuracy import accuracy
+from fedsynth.federation.observer import Observer
 from fedsynth.federation.simulation import simulate
 from fedsynth.federation.terms.settings import RunSettings
 from fedsynth.methods.shared.local import TrainsLocally
@@ -194,7 +195,7 @@ class _Probes:
         method: Method = replace(settings.method, **changes)
         one = replace(settings, method=method, rounds=1, evaluate_every=1)
         before = time.perf_counter(), time.process_time()
-        result = simulate(one, data=(self._train, None))
+        result = simulate(one, data=(self._train, None), observer=Observer())
         wall = time.perf_counter() - before[0]
         own = (time.process_time() - before[1]) / torch.get_num_threads()
         self._model = result.model

@@ -70,7 +70,7 @@ def test_an_estimate_comes_before_the_run(fedsynth: Callable[..., Any], tmp_path
     lines = shown.stdout.splitlines()
     assert "on this machine" in lines[0]
     assert "rough" in lines[0]
-    assert lines[-1].startswith("SCALED to 0.01: all 1: about")
+    assert lines[-1].startswith("SCALED to 0.01: all 1 runs: about")
     assert not output.exists()
 
 

@@ -1,4 +1,4 @@
-"""Runs of cells: rows that are made once, a budget, a kill in mid-run, and what an estimate says."""
+"""Runs of cells: rows that are made once, a budget, a kill in mid-run, what an estimate says."""
 
 from __future__ import annotations
 
