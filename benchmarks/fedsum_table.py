@@ -52,7 +52,10 @@ FEDSUM: dict[str, Any] = {
 for _alpha in (0.1, 100.0):
     OPEN[f"fedsum, Dir({_alpha:g})"] = ("fedsum", _alpha, FEDSUM)
 PRIVATE = {
-    f"fedsum, ε = {epsilon:g}, {aggregation} noise": {"epsilon": epsilon, "aggregation": aggregation}
+    f"fedsum, ε = {epsilon:g}, {aggregation} noise": {
+        "epsilon": epsilon,
+        "aggregation": aggregation,
+    }
     for epsilon in (1.0, 10.0)
     for aggregation in ("own", "secure")
 }

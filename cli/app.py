@@ -15,17 +15,22 @@ from typing import Annotated, Any
 import typer
 
 from fedsynth.cli import options as given
+from fedsynth.cli.data_commands import data_app
 from fedsynth.cli.errors import OneLineGroup, one_line_errors
 from fedsynth.cli.method_commands import distill, methods_app
 from fedsynth.cli.privacy_commands import privacy_app
+from fedsynth.cli.reproduce_command import reproduce
 from fedsynth.cli.run_commands import runs
 from fedsynth.cli.settings_options import (
     from_preset,
+    from_table,
     merged,
     read_config,
     refuse_beside_resume,
+    with_own_code,
     with_set_options,
 )
+from fedsynth.cli.share_commands import export, synthesize
 from fedsynth.cli.signals import ended_by_signals
 from fedsynth.version import __version__
 
@@ -40,8 +45,12 @@ app = typer.Typer(
 
 app.add_typer(privacy_app, name="privacy")
 app.add_typer(methods_app, name="methods")
+app.add_typer(data_app, name="data")
 app.command()(distill)
 app.command()(runs)
+app.command()(reproduce)
+app.command()(synthesize)
+app.command()(export)
 
 
 def main() -> None:
@@ -74,6 +83,7 @@ def train(
     context: typer.Context,
     method: given.Method = None,
     config: given.Config = None,
+    preset: given.Preset = None,
     settings: given.Set = None,
     ipc: given.Ipc = None,
     matching: given.Matching = None,
@@ -88,6 +98,13 @@ def train(
     resume: given.Resume = None,
     as_json: given.AsJson = False,
     dry_run: given.DryRun = False,
+    data: given.Data = None,
+    test_data: given.TestData = None,
+    test: given.Test = None,
+    image_size: given.ImageSize = None,
+    channels: given.Channels = None,
+    skip_corrupt: given.SkipCorrupt = None,
+    declaration: given.Declaration = None,
     dataset: given.Dataset = None,
     data_root: given.DataRoot = None,
     download: given.Download = False,
@@ -129,19 +146,32 @@ def train(
     """
     with one_line_errors(context.command) as names:
         chosen = with_set_options(given.sections_of(context.params), settings or [], names)
+        chosen = with_own_code(chosen)
         if resume is not None:
             refuse_beside_resume(context)
             config = resume / "config.toml"
-        sections = merged(read_config(config), chosen, lambda text: print(text, file=sys.stderr))
+        if preset is not None:
+            sections = from_table(preset, config, chosen, _to_stderr)
+        else:
+            sections = merged(read_config(config), chosen, _to_stderr)
         if dry_run:
             _dry_run(sections, names, as_json)
         else:
             _run(sections, names, output, download, as_json, sign_key, resume)
 
 
+def _to_stderr(text: str) -> None:
+    print(text, file=sys.stderr)
+
+
 @app.command()
 def partition(
     context: typer.Context,
+    data: given.Data = None,
+    image_size: given.ImageSize = None,
+    channels: given.Channels = None,
+    skip_corrupt: given.SkipCorrupt = None,
+    declaration: given.Declaration = None,
     dataset: given.Dataset = None,
     data_root: given.DataRoot = None,
     download: given.Download = False,
@@ -181,18 +211,24 @@ def partition(
 def _show_partition(
     sections: dict[str, dict[str, Any]], download: bool, picture: Path | None
 ) -> None:
-    from fedsynth.data.load import load_dataset
     from fedsynth.data.partition import count_matrix
     from fedsynth.data.partition import partition as divide
     from fedsynth.data.picture import partition_png, partition_table
     from fedsynth.evaluation.volume import condensation_floats
+    from fedsynth.federation.terms.own_data import data_of_run
     from fedsynth.federation.terms.settings import resolve
     from fedsynth.methods.feddm import FedDM
 
-    settings = resolve(sections)
-    data, _ = load_dataset(settings.dataset, settings.data_root, download=download)
+    def note(text: str) -> None:
+        print(f"note: {text}", file=sys.stderr)
+
+    found = data_of_run(resolve(sections), None, None, note, download=download)
+    settings = found.settings
+    data = found.train
     labels = data.labels.numpy()
-    parts = divide(labels, settings.resolved_partition, data.spec.classes, *data.origins())
+    parts = found.parts or divide(
+        labels, settings.resolved_partition, data.spec.classes, *data.origins()
+    )
     counts = count_matrix(labels, parts, data.spec.classes)
     feddm = settings.method
     print(partition_table(counts))

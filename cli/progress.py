@@ -79,10 +79,13 @@ class PlainObserver(Observer):
     long phase brings it.
     """
 
-    def __init__(self, settings: RunSettings, names: OptionNames, first: str) -> None:
+    def __init__(
+        self, settings: RunSettings, names: OptionNames, first: str, mark: str = ""
+    ) -> None:
         self._settings = settings
         self._names = names
         self._first = first
+        self._mark = mark
         self._last = time.monotonic()
         self._tenth = 0
 
@@ -100,7 +103,7 @@ class PlainObserver(Observer):
         first = self._first
         self._first = ""
         lines = [first, self._names.text(text)] if first else [self._names.text(text)]
-        print(*lines, sep="\n", file=sys.stderr, flush=True)
+        print(*(f"{self._mark}{line}" for line in lines), sep="\n", file=sys.stderr, flush=True)
 
     def round_ended(self, row: Mapping[str, Any]) -> None:
         self.note(round_line(row, self._settings))
@@ -110,11 +113,17 @@ class LiveObserver(Observer):
     """A progress bar on stderr; finished rounds stay above it as lines."""
 
     def __init__(
-        self, settings: RunSettings, names: OptionNames, first: str, progress: Progress
+        self,
+        settings: RunSettings,
+        names: OptionNames,
+        first: str,
+        progress: Progress,
+        mark: str = "",
     ) -> None:
         self._settings = settings
         self._names = names
         self._first = first
+        self._mark = mark
         self._progress = progress
         self._task = progress.add_task("starting", total=None)
 
@@ -122,12 +131,13 @@ class LiveObserver(Observer):
         first = self._first
         self._first = ""
         lines = [first, self._names.text(text)] if first else [self._names.text(text)]
-        self._progress.console.print(*lines, sep="\n", markup=False, highlight=False)
+        marked = [f"{self._mark}{line}" for line in lines]
+        self._progress.console.print(*marked, sep="\n", markup=False, highlight=False)
 
     def step(self, round: int, phase: str, done: int, total: int) -> None:
         self._progress.update(
             self._task,
-            description=f"round {round}/{self._settings.rounds} {phase}",
+            description=f"{self._mark}round {round}/{self._settings.rounds} {phase}",
             completed=done,
             total=total,
         )
@@ -137,17 +147,20 @@ class LiveObserver(Observer):
 
 
 @contextmanager
-def make_observer(settings: RunSettings, names: OptionNames, first: str = "") -> Iterator[Observer]:
+def make_observer(
+    settings: RunSettings, names: OptionNames, first: str = "", mark: str = ""
+) -> Iterator[Observer]:
     """The observer that fits stderr.
 
     Args:
         settings: of the run.
         names: how the command says settings.
         first: is said when there is something to say, so that an error before stays one line.
+        mark: what every line begins with.
     """
     console = Console(stderr=True)
     if not console.is_terminal:
-        yield PlainObserver(settings, names, first)
+        yield PlainObserver(settings, names, first, mark)
         return
     columns = (
         TextColumn("{task.description}"),
@@ -156,7 +169,7 @@ def make_observer(settings: RunSettings, names: OptionNames, first: str = "") ->
         *(() if settings.privacy is not None else (TimeElapsedColumn(),)),
     )
     with Progress(*columns, console=console, transient=True) as progress:
-        yield LiveObserver(settings, names, first, progress)
+        yield LiveObserver(settings, names, first, progress, mark)
 
 
 def print_summary(result: RunResult) -> None:
