@@ -10,6 +10,7 @@ to scattering, and what a network trained on the same images does.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -101,7 +102,9 @@ def random_process(shape: Shape) -> FeatureMap:
     1728
     """
     _check(shape)
-    return _with_constants("random-process", shape, 2 * shipped().atoms.shape[1] * CELLS**2, shipped())
+    return _with_constants(
+        "random-process", shape, 2 * shipped().atoms.shape[1] * CELLS**2, shipped()
+    )
 
 
 def scattering_and_random_process(shape: Shape) -> FeatureMap:
@@ -116,13 +119,17 @@ def scattering_and_random_process(shape: Shape) -> FeatureMap:
     other = random_process(shape)
 
     def function(x_NCHW: Tensor) -> Tensor:
-        return torch.cat([one.function(x_NCHW) / one.radius, other.function(x_NCHW) / other.radius], 1)
+        return torch.cat(
+            [one.function(x_NCHW) / one.radius, other.function(x_NCHW) / other.radius], 1
+        )
 
     name = "scattering+random-process"
     return _with_constants(name, shape, one.dimension + other.dimension, function)
 
 
-def _with_constants(name: str, shape: Shape, dimension: int, function: Dictionary) -> FeatureMap:
+def _with_constants(
+    name: str, shape: Shape, dimension: int, function: Callable[[Tensor], Tensor]
+) -> FeatureMap:
     """The map, with norm and radius from random-process images."""
     norm, radius = constants(public_vectors(function, shape))
     return FeatureMap(name, shape, dimension, norm, radius, SOURCE, function)
