@@ -264,8 +264,8 @@ class RunFolder:
         soft: Sequence[Tensor | None] = (),
     ) -> None:
         """(client, images [N, C, H, W], normalised or uint8 pixels, labels [N]) of the last round:
-        exactly what was sent, or what the server (`SERVER`) made; and where all have them,
-        soft labels [N, classes]."""
+        exactly what was sent, or what the server (`SERVER`) made; and where all have them, soft
+        labels [N, classes]."""
         sets = [(client, images.cpu(), labels.cpu()) for client, images, labels in sets]
         images = torch.cat([s[1] for s in sets])
         labels = torch.cat([s[2] for s in sets])
