@@ -15,6 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from fedsynth.cli import options as given
+from fedsynth.cli.data_commands import data_app
 from fedsynth.cli.deploy_commands import client, deploy_app, server
 from fedsynth.cli.errors import OneLineGroup, one_line_errors
 from fedsynth.cli.method_commands import distill, methods_app
@@ -27,8 +28,10 @@ from fedsynth.cli.settings_options import (
     merged,
     read_config,
     refuse_beside_resume,
+    with_own_code,
     with_set_options,
 )
+from fedsynth.cli.share_commands import export, synthesize
 from fedsynth.cli.signals import ended_by_signals
 from fedsynth.version import __version__
 
@@ -43,12 +46,15 @@ app = typer.Typer(
 
 app.add_typer(privacy_app, name="privacy")
 app.add_typer(methods_app, name="methods")
+app.add_typer(data_app, name="data")
 app.add_typer(deploy_app, name="deploy")
 app.command()(distill)
 app.command()(server)
 app.command()(client)
 app.command()(runs)
 app.command()(reproduce)
+app.command()(synthesize)
+app.command()(export)
 
 
 def main() -> None:
@@ -96,6 +102,13 @@ def train(
     resume: given.Resume = None,
     as_json: given.AsJson = False,
     dry_run: given.DryRun = False,
+    data: given.Data = None,
+    test_data: given.TestData = None,
+    test: given.Test = None,
+    image_size: given.ImageSize = None,
+    channels: given.Channels = None,
+    skip_corrupt: given.SkipCorrupt = None,
+    declaration: given.Declaration = None,
     dataset: given.Dataset = None,
     data_root: given.DataRoot = None,
     download: given.Download = False,
@@ -137,6 +150,7 @@ def train(
     """
     with one_line_errors(context.command) as names:
         chosen = with_set_options(given.sections_of(context.params), settings or [], names)
+        chosen = with_own_code(chosen)
         if resume is not None:
             refuse_beside_resume(context)
             config = resume / "config.toml"
@@ -157,6 +171,11 @@ def _to_stderr(text: str) -> None:
 @app.command()
 def partition(
     context: typer.Context,
+    data: given.Data = None,
+    image_size: given.ImageSize = None,
+    channels: given.Channels = None,
+    skip_corrupt: given.SkipCorrupt = None,
+    declaration: given.Declaration = None,
     dataset: given.Dataset = None,
     data_root: given.DataRoot = None,
     download: given.Download = False,
@@ -196,18 +215,24 @@ def partition(
 def _show_partition(
     sections: dict[str, dict[str, Any]], download: bool, picture: Path | None
 ) -> None:
-    from fedsynth.data.load import load_dataset
     from fedsynth.data.partition import count_matrix
     from fedsynth.data.partition import partition as divide
     from fedsynth.data.picture import partition_png, partition_table
     from fedsynth.evaluation.volume import condensation_floats
+    from fedsynth.federation.terms.own_data import data_of_run
     from fedsynth.federation.terms.settings import resolve
     from fedsynth.methods.feddm import FedDM
 
-    settings = resolve(sections)
-    data, _ = load_dataset(settings.dataset, settings.data_root, download=download)
+    def note(text: str) -> None:
+        print(f"note: {text}", file=sys.stderr)
+
+    found = data_of_run(resolve(sections), None, None, note, download=download)
+    settings = found.settings
+    data = found.train
     labels = data.labels.numpy()
-    parts = divide(labels, settings.resolved_partition, data.spec.classes, *data.origins())
+    parts = found.parts or divide(
+        labels, settings.resolved_partition, data.spec.classes, *data.origins()
+    )
     counts = count_matrix(labels, parts, data.spec.classes)
     feddm = settings.method
     print(partition_table(counts))

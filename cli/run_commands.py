@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from fedsynth.cli.errors import OptionError, one_line_errors
-from fedsynth.cli.options import named_path
+from fedsynth.cli.options import PATH, named_path
 from fedsynth.cli.settings_options import read_config
 
 QUIET = (
@@ -32,6 +32,14 @@ def runs(
             help="Run folders, or folders of such; default: runs.",
         ),
     ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            parser=named_path,
+            metavar=PATH,
+            help="The folder of run folders, as `train --output` names it.",
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the rows as JSON.")] = False,
 ) -> None:
     """Finished runs beside each other: in what their settings differ, and what came out.
@@ -44,7 +52,7 @@ def runs(
     runs`.
     """
     with one_line_errors(context.command):
-        given = folders or [Path("runs")]
+        given = [*(folders or []), *([output] if output else [])] or [Path("runs")]
         found = [run for folder in given for run in run_folders(folder)]
         if not found:
             raise OptionError(f"no finished run in {', '.join(str(folder) for folder in given)}")

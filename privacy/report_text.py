@@ -88,7 +88,7 @@ def summary_rows(report: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("protects", report["unit"]["protects"]),
         ("adjacency", report["adjacency"]),
         ("sampling", _distinct(map(_sampling, ledger))),
-        ("noise multiplier σ", _distinct(f"{row['noise_multiplier']:.4g}" for row in ledger)),
+        ("noise multiplier σ", _sigmas(ledger)),
         ("clip", _distinct(f"{row['sensitivity']:g} ({row['clipped']})" for row in ledger)),
         ("steps a round", _distinct(str(row["steps"]) for row in ledger)),
     ]
@@ -108,6 +108,18 @@ def summary_rows(report: Mapping[str, Any]) -> list[tuple[str, str]]:
             ),
         ]
     return [*table, *(("warning", text) for text in verdict["warnings"])]
+
+
+def _sigmas(ledger: Sequence[Mapping[str, Any]]) -> str:
+    """σ of the releases; where they have several, what each is of."""
+    quantities: dict[str, list[str]] = {}
+    for row in ledger:
+        of = quantities.setdefault(f"{row['noise_multiplier']:.4g}", [])
+        if row["quantity"] not in of:
+            of.append(row["quantity"])
+    if len(quantities) < 2:
+        return "".join(quantities)
+    return "; ".join(f"{sigma} ({', '.join(of)})" for sigma, of in quantities.items())
 
 
 def render_markdown(report: Mapping[str, Any]) -> str:

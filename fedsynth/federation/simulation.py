@@ -31,7 +31,7 @@ from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message
 from fedsynth.core.method import Memory
 from fedsynth.data.images import ImageData, require_all_classes
-from fedsynth.data.load import load_dataset
+from fedsynth.data.load_folder import FolderData
 from fedsynth.data.partition import GIVEN, IntArray, check_parts, count_matrix, partition
 from fedsynth.data.users import check_one_client_each
 from fedsynth.errors import CheckpointError, OutputError, Setting, Text
@@ -59,20 +59,20 @@ from fedsynth.federation.outputs.disclosed import (
 from fedsynth.federation.outputs.losses import losses
 from fedsynth.federation.outputs.measure import Measure
 from fedsynth.federation.outputs.report_context import report_context
-from fedsynth.federation.outputs.result import RunResult, summarise
+from fedsynth.federation.outputs.result import RunResult, own_sources, summarise
 from fedsynth.federation.outputs.run_folder import RunFolder
 from fedsynth.federation.outputs.verification import plan_when_it_began
+from fedsynth.federation.spoken import Spoken
 from fedsynth.federation.terms.client_ledgers import Clients
 from fedsynth.federation.terms.devices import check_compiler, resolve_device
 from fedsynth.federation.terms.duration import long_run
 from fedsynth.federation.terms.given_data import (
     PRIVATE,
-    checked_data,
     divided,
-    kind_of_test,
     protects_users,
     require_a_ledger,
 )
+from fedsynth.federation.terms.own_data import data_of_run
 from fedsynth.federation.terms.participation import Participation
 from fedsynth.federation.terms.privacy_plan import PrivacyPlan, check_method
 from fedsynth.federation.terms.public_context import public_context
@@ -97,7 +97,7 @@ NO_LATER_EPSILON = "no run on these data can have an ε afterwards"
 def simulate(
     settings: RunSettings,
     *,
-    data: tuple[ImageData, ImageData | None] | None = None,
+    data: tuple[ImageData, ImageData | None] | FolderData | None = None,
     parts: Sequence[IntArray] | None = None,
     names: Sequence[str] | None = None,
     test: str | None = None,
@@ -105,12 +105,14 @@ def simulate(
     observer: Observer | None = None,
     download: bool = False,
     resume: Path | str | None = None,
+    quiet: bool = False,
 ) -> RunResult:
     """Runs a federation.
 
     Args:
         settings: the run's.
-        data: (train, test) of your own, where test may be None; None loads `settings.dataset`. With
+        data: (train, test) of your own, where test may be None, or what `load_folder` gives, whose
+            sites are then the clients; None loads `settings.folder`, or `settings.dataset`. With
             differential privacy all of `train.spec` is public: declare a round `train_size`, not
             the true one, or set `nominal_size` and `max_records`. Unless it is the specification of
             a published data set, differential privacy then needs `PrivacySettings(ledger=...)`.
@@ -119,16 +121,17 @@ def simulate(
         names: the clients' names, one for each part: a kept ledger, and the privacy report, know
             them by these. They are public. None: client-000, client-001, … (a client whose records
             a kept ledger is for goes by that ledger's name).
-        test: "public" or "private", what the test images are. None: those of a published data set
-            are public, your own are private. With differential privacy, what is measured on private
-            ones stands in `simulation_only` alone.
+        test: "public" or "private", what the test images are, or "none": they are not used. None:
+            those of a published data set are public, your own are private. With differential
+            privacy, what is measured on private ones stands in `simulation_only` alone.
         output: the folder that run folders go into; None writes nothing.
-        observer: told of progress.
+        observer: told of progress. None: each round is a line on stderr.
         download: let torchvision fetch the data set if it is not there.
         resume: the folder of a run that did not finish, of the same settings, data and parts: the
             run goes on after its last whole round, with the numbers that it would have had. A round
             that was cut off is repeated, and with differential privacy charged again. `output` is
             then not looked at.
+        quiet: without an observer, say nothing.
 
     Returns:
         The result; without any round (`metrics` is empty, `deviations` says why) where earlier runs
@@ -153,10 +156,14 @@ def simulate(
     device = resolve_device(settings.device)
     if settings.compile:
         check_compiler(device)
-    given = data or load_dataset(settings.dataset, settings.data_root, download=download)
-    train, tested = checked_data(given)
-    settings = replace(settings, dataset=train.spec.name)
-    kind = kind_of_test(train.spec, tested, test)
+    if observer is None:
+        observer = Observer() if quiet else Spoken(settings.rounds)
+    found = data_of_run(settings, data, test, observer.note, download=download)
+    settings = found.settings
+    train = found.train
+    tested = found.test
+    parts = found.parts if parts is None else parts
+    names = found.names if names is None and parts is found.parts else names
     require_a_ledger(settings, train.spec)
     if parts is not None:
         check_parts(parts, len(train))
@@ -182,9 +189,9 @@ def simulate(
         settings,
         Clients(train, positions, declared),
         train.to(device),
-        (None if tested is None else tested.to(device), kind),
+        (None if tested is None else tested.to(device), found.test_kind),
         [torch.from_numpy(part) for part in positions],
-        observer or Observer(),
+        observer,
         folder,
         download,
         None if resume is None else RunFolder.reopen(Path(resume)),
@@ -337,7 +344,10 @@ class Simulation:
                 self._record(context, started)
             return self._finish()
         except KeyboardInterrupt:
-            self.observer.note(self._interrupted())
+            self.observer.note(self._interrupted("interrupted"))
+            raise
+        except Exception:
+            self.observer.note(self._interrupted("failed"))
             raise
         finally:
             if self.folder is not None:
@@ -430,16 +440,19 @@ class Simulation:
         load = partial(checkpoints.memory, number)
         self.exchange.clients[number].store(partial(_on_device, load, self.context.device))
 
-    def _interrupted(self) -> Text:
+    def _spent(self) -> str:
+        """What has been spent by now, in words; empty without a guarantee."""
+        histories = self.exchange.histories() if self._private else []
+        if not self._private or not self.plan.guaranteed(histories):
+            return ""
+        spent = f"{self.plan.epsilon(histories):.4g}"
+        return f"; spent: ε = {spent} at δ = {self.plan.privacy.delta:g}"
+
+    def _interrupted(self, how: str) -> Text:
         """What a run that is stopped has done and spent, and how it goes on."""
         parts: list[str | Setting] = [
-            f"interrupted after {len(self.metrics)} of {self.settings.rounds} rounds"
+            f"{how} after {len(self.metrics)} of {self.settings.rounds} rounds{self._spent()}"
         ]
-        if self._private:
-            histories = self.exchange.histories()
-            if self.plan.guaranteed(histories):
-                spent = f"{self.plan.epsilon(histories):.4g}"
-                parts.append(f"; spent: ε = {spent} at δ = {self.plan.privacy.delta:g}")
         if self.folder is None:
             parts.append("; nothing was written")
         else:
@@ -451,6 +464,7 @@ class Simulation:
         name = f"{self.method.name}-{self.context.spec.name}"
         folder = RunFolder(output, name)
         folder.write_config(to_toml(self.settings.to_mapping()))
+        folder.write_sources([one.text_file for one in own_sources(self.settings).values()])
         if self._private and self.plan.privacy.ledger_folder is None:
             moved = clients.fresh_ledgers(folder.path / "ledger", self.settings)
             for client, ledger in zip(self.exchange.clients, moved, strict=True):
@@ -479,7 +493,10 @@ class Simulation:
             f"ended after {done} of {self.settings.rounds} rounds: {refusal.reason}"
         )
         if not self.over:
-            self.observer.note(self.deviations[-1])
+            where = "nothing is written"
+            if self.folder is not None:
+                where = f"what it has done is in {self.folder.final}"
+            self.observer.note(f"{self.deviations[-1]}{self._spent()}; {where}")
 
     def _after_uploads(self, context: RoundContext) -> None:
         """A class that is too rare at every client would otherwise vanish without a word."""
@@ -594,13 +611,11 @@ class Simulation:
         if report is not None:
             write_report(report, folder.path)
         folder.write_model(self.server.final_parameters())
-        sets = [
-            (client, upload.images, upload.labels)
-            for client, upload in self.uploads.items()
-            if isinstance(upload, SyntheticSet)
-        ]
+        uploads = {k: one for k, one in self.uploads.items() if isinstance(one, SyntheticSet)}
+        sets = [(client, one.images, one.labels) for client, one in uploads.items()]
         if sets:
-            folder.write_synthetic(sets, self.context.spec)
+            soft = [one.soft_labels() for one in uploads.values()]
+            folder.write_synthetic(sets, self.context.spec, soft)
         folder.write_artefacts(artefacts)
         try:
             if sets:

@@ -21,6 +21,7 @@ from fedsynth.federation.outputs.privacy_words import how_many
 from fedsynth.federation.terms.given_data import PRIVATE, PUBLIC
 from fedsynth.federation.terms.privacy_plan import PrivacyPlan
 from fedsynth.federation.terms.settings import RunSettings
+from fedsynth.models.registry import has_given_weights
 from fedsynth.privacy import disclosure
 from fedsynth.privacy.randomness import DESCRIPTION
 from fedsynth.privacy.releases import RECORD, USER
@@ -98,7 +99,7 @@ def public_items(plan: PrivacyPlan) -> dict[str, str]:
         "normalisation": (
             f"constants of the specification {spec.name!r}: mean {spec.mean}, std {spec.std}"
         ),
-        "architecture and initial weights": f"{run.model}, drawn from the run's seed",
+        "architecture and initial weights": f"{run.model}, {_weights(run)}",
         "hyper-parameters": json.dumps(run.to_mapping()["method"]),
         "bound on all records": f"{plan.max_records} (δ is checked against it)",
         "schedule": (
@@ -127,6 +128,12 @@ def public_items(plan: PrivacyPlan) -> dict[str, str]:
     if plan.facts.guaranteed:
         items |= _items_of_a_guarantee(plan)
     return items
+
+
+def _weights(run: RunSettings) -> str:
+    if has_given_weights(run.model):
+        return "with the weights of a module that the user gave, declared public by the user"
+    return "drawn from the run's seed"
 
 
 def _items_of_a_guarantee(plan: PrivacyPlan) -> dict[str, str]:
@@ -252,9 +259,23 @@ def _published(plan: PrivacyPlan) -> tuple[Mapping[str, str], ...]:
     )
 
 
+def _without_paths(run: RunSettings) -> dict[str, dict[str, Any]]:
+    """The settings; of one's own images without the folders, whose names a hash would let guess."""
+    sections = run.to_mapping()
+    if run.folder is None:
+        return sections
+    for section, keys in {
+        "data": ("folder", "test_folder", "declaration", "data_root"),
+        "privacy": ("ledger",),
+    }.items():
+        for key in keys:
+            sections.get(section, {}).pop(key, None)
+    return sections
+
+
 def provenance(run: RunSettings) -> dict[str, str]:
     """Versions, and a hash of the resolved settings."""
-    config: Any = json.dumps(run.to_mapping(), sort_keys=True)
+    config: Any = json.dumps(_without_paths(run), sort_keys=True)
     packages = ("torch", "opacus", "dp-accounting", "numpy", "randomgen")
     return {
         "config": hashlib.blake2b(config.encode(), digest_size=16).hexdigest(),

@@ -11,9 +11,12 @@ from torch import Tensor, nn
 
 from fedsynth.core.messages import Message
 from fedsynth.evaluation.generated import GENERATOR
-from fedsynth.federation.outputs.disclosed import COMMON, LOCAL, MODELS
+from fedsynth.federation.outputs.disclosed import COMMON, LOCAL, MODELS, SOURCES
 from fedsynth.federation.terms.given_data import NO_TEST
 from fedsynth.federation.terms.settings import RunSettings
+from fedsynth.methods import own_source
+from fedsynth.models.registry import model_source
+from fedsynth.own_code import OwnCode
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,12 @@ class RunResult:
     summary: dict[str, Any]
     artefacts: Mapping[str, Tensor] = field(default_factory=dict)
     deviations: tuple[str, ...] = ()
+
+
+def own_sources(settings: RunSettings) -> dict[str, OwnCode]:
+    """The files of one's own that a run's method and model were loaded from."""
+    found = {"method": own_source(settings.method.name), "model": model_source(settings.model)}
+    return {key: one for key, one in found.items() if one is not None}
 
 
 def summarise(
@@ -113,4 +122,9 @@ def summarise(
         summary[LOCAL] = {name: last[LOCAL][name] for name in ("amp", "fm", "wlp")}
     if privacy is not None:
         summary["differential_privacy"] = privacy
+    if sources := own_sources(settings):
+        summary[SOURCES] = {
+            key: {"file": one.file, "name": one.name, "sha256": one.sha256}
+            for key, one in sources.items()
+        }
     return summary

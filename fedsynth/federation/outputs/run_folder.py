@@ -13,6 +13,7 @@ files are on the disk. A folder without that ending is finished, also after a po
     privacy_report.json, .md, .html, ledger/    with differential privacy
     privacy_start.json   then too: what was public and fixed when the run began, which the report
                          of a run that was killed needs
+    sources/             the files of one's own that method and model were loaded from
     resumed.json         after which rounds a run was resumed, where it was
     simulation_only/     what only a simulation may show: exact functions of private data, outside
                          the guarantee; until the run ends also its checkpoint
@@ -111,6 +112,11 @@ class RunFolder:
         self._lock.close()
 
     @property
+    def final(self) -> Path:
+        """What the folder is called once the run has ended."""
+        return self._final
+
+    @property
     def checkpoints(self) -> Path:
         """Where the run's checkpoint goes, while it lasts."""
         return self.path / "simulation_only" / "checkpoint"
@@ -170,6 +176,13 @@ class RunFolder:
         with _writing(self.path):
             write_whole(self.path / "config.toml", toml.encode())
 
+    def write_sources(self, files: Sequence[tuple[str, str]]) -> None:
+        """The texts of files of one's own, by name, as they were executed."""
+        with _writing(self.path):
+            for name, text in files:
+                (self.path / "sources").mkdir(exist_ok=True)
+                write_whole(self.path / "sources" / name, text.encode())
+
     def write_private_start(self, facts: Mapping[str, Any]) -> None:
         with _writing(self.path):
             text = json.dumps(facts, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
@@ -211,10 +224,13 @@ class RunFolder:
             )
 
     def write_synthetic(
-        self, sets: Sequence[tuple[int, Tensor, Tensor]], spec: DatasetSpec
+        self,
+        sets: Sequence[tuple[int, Tensor, Tensor]],
+        spec: DatasetSpec,
+        soft: Sequence[Tensor | None] = (),
     ) -> None:
         """(client, images [N, C, H, W], normalised or uint8 pixels, labels [N]) of the last round:
-        exactly what was sent."""
+        exactly what was sent; and where all have them, soft labels [N, classes]."""
         sets = [(client, images.cpu(), labels.cpu()) for client, images, labels in sets]
         images = torch.cat([s[1] for s in sets])
         labels = torch.cat([s[2] for s in sets])
@@ -223,8 +239,11 @@ class RunFolder:
             "dataset": spec.name,
             "mean": json.dumps(spec.mean),
             "std": json.dumps(spec.std),
+            "class_names": json.dumps(spec.class_names),
         }
         tensors = {"images": images.contiguous(), "labels": labels, "client": client}
+        if (rows := [one.cpu() for one in soft if one is not None]) and len(rows) == len(sets):
+            tensors["soft_labels"] = torch.cat(rows).contiguous()
         with _writing(self.path):
             save_file(tensors, self.path / "synthetic.safetensors", metadata=metadata)
 

@@ -28,12 +28,14 @@ from fedsynth.federation.outputs import privacy_words
 from fedsynth.federation.outputs.disclosed import (
     MODELS,
     ON_TEST,
+    SOURCES,
     Declared,
     declared_row,
     declared_summary,
 )
 from fedsynth.federation.outputs.losses import NOT_COUNTED
 from fedsynth.federation.outputs.report_context import report_context
+from fedsynth.federation.outputs.result import own_sources
 from fedsynth.federation.outputs.run_folder import (
     INCOMPLETE,
     PRIVATE_START,
@@ -76,8 +78,8 @@ from fedsynth.synthesizer.condensation.sets import SyntheticSet
 from fedsynth.version import __version__
 
 OWN_METHOD = (
-    "a method of your own: fedsynth.federation.outputs.verification.verify_run(folder, "
-    "method=TheClass)"
+    "a method of your own has to be given again: its file, or in Python "
+    "fedsynth.federation.outputs.verification.verify_run(folder, method=TheClass)"
 )
 CALIBRATED = 2e-3  # σ is found to 0.1 %: another version of the libraries may end elsewhere in that
 Rows = Mapping[str, Sequence[Release]]
@@ -608,11 +610,22 @@ class Evidence:
         return [
             *self._accuracy_problems(),
             *(f"summary.json: {key} is no key of a summary" for key in unknown),
+            *self._source_problems(self.run.summary.get(SOURCES, {})),
             *(
                 text
                 for key, value in expected.items()
                 for text in differences(f"summary.json: {key}", value, self.run.summary.get(key))
             ),
+        ]
+
+    def _source_problems(self, stated: Any) -> list[str]:
+        """Files of one's own that are not those that the run was made with."""
+        if not isinstance(stated, dict):
+            return ["summary.json: sources must be a table"]
+        return [
+            f"summary.json: the {key}'s file {one.file} is another than the run's"
+            for key, one in own_sources(self.run.settings).items()
+            if not isinstance(stated.get(key), dict) or stated[key].get("sha256") != one.sha256
         ]
 
     def _accuracy_problems(self) -> list[str]:
