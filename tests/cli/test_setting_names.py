@@ -120,6 +120,8 @@ def test_the_library_names_no_option_of_the_command_line() -> None:
     files += (package / "privacy").glob("*.py")  # a link, in a working tree
     assert len(files) > 100
     for file in files:
+        if file.parent.name == "flower":  # Flower's own commands have options of these names
+            continue
         for line, text in strings(ast.parse(file.read_text(encoding="utf-8"))):
             if file.name == "verify.py" and text in EARLIER_WORDS:  # what older reports say
                 continue

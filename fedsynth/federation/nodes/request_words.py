@@ -28,8 +28,7 @@ def request_words(proposal: Proposal, number: int, ledger: Ledger | None) -> lis
     lines = [
         f"run {proposal.run} asks client {number} of {run.partition.clients}: {method.name}, "
         f"{how_many(run.rounds, 'round')}, data set {proposal.spec.name}, model {run.model.name}",
-        f"  agreement {proposal.agreement} (approve exactly this run: --approve "
-        f"{proposal.agreement})",
+        f"  agreement {proposal.agreement}, by which its owner may approve exactly these settings",
     ]
     uploads = (
         [method.upload] if method.first_upload is None else [method.first_upload, method.upload]
