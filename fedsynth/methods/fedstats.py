@@ -438,4 +438,4 @@ class Pool:
     records: float
 
 
-__all__ = ["FIRST", "MAIN", "FedStats", "Pool", "StatisticSums", "FedStatsState"]
+__all__ = ["FIRST", "MAIN", "FedStats", "FedStatsState", "Pool", "StatisticSums"]
