@@ -13,7 +13,8 @@ in the document so, whatever its line breaks. Every other decimal number, and ev
 a reference (`FREE`), or between `<!-- given -->` and `<!-- end -->`, as papers' figures are.
 
 The tables are in `library/method_tables.py`, `library/speed_tables.py`,
-`library/reliability_tables.py` and `library/statistics_tables.py`.
+`library/reliability_tables.py`, `library/reproduction_tables.py`, `library/own_data_tables.py`
+and `library/statistics_tables.py`.
 """
 
 from __future__ import annotations
@@ -26,7 +27,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from library import method_tables, reliability_tables, speed_tables, statistics_tables
+from library import (
+    method_tables,
+    own_data_tables,
+    reliability_tables,
+    reproduction_tables,
+    speed_tables,
+    statistics_tables,
+)
 from library.rows import RowsError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -34,7 +42,14 @@ DOCUMENTS = (
     "README.md",
     *sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md")),
 )
-PARTS = (method_tables, speed_tables, reliability_tables, statistics_tables)
+PARTS = (
+    method_tables,
+    speed_tables,
+    reliability_tables,
+    reproduction_tables,
+    own_data_tables,
+    statistics_tables,
+)
 TABLES: dict[str, Callable[[], str]] = {
     name: made for part in PARTS for name, made in part.TABLES.items()
 }

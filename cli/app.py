@@ -9,24 +9,33 @@ from __future__ import annotations
 import io
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from fedsynth.cli import options as given
+from fedsynth.cli.data_commands import data_app
+from fedsynth.cli.deploy_commands import client, deploy_app, server
 from fedsynth.cli.errors import OneLineGroup, one_line_errors
 from fedsynth.cli.method_commands import distill, methods_app
+from fedsynth.cli.picture_commands import plot, report
 from fedsynth.cli.privacy_commands import privacy_app
+from fedsynth.cli.reproduce_command import reproduce
 from fedsynth.cli.run_commands import runs
 from fedsynth.cli.settings_options import (
     from_preset,
+    from_table,
     merged,
     read_config,
     refuse_beside_resume,
+    with_own_code,
     with_set_options,
 )
+from fedsynth.cli.share_commands import export, synthesize
 from fedsynth.cli.signals import ended_by_signals
+from fedsynth.cli.sweep_command import sweep
 from fedsynth.version import __version__
 
 app = typer.Typer(
@@ -40,8 +49,18 @@ app = typer.Typer(
 
 app.add_typer(privacy_app, name="privacy")
 app.add_typer(methods_app, name="methods")
+app.add_typer(data_app, name="data")
+app.add_typer(deploy_app, name="deploy")
 app.command()(distill)
+app.command()(server)
+app.command()(client)
 app.command()(runs)
+app.command()(sweep)
+app.command()(plot)
+app.command()(report)
+app.command()(reproduce)
+app.command()(synthesize)
+app.command()(export)
 
 
 def main() -> None:
@@ -74,6 +93,7 @@ def train(
     context: typer.Context,
     method: given.Method = None,
     config: given.Config = None,
+    preset: given.Preset = None,
     settings: given.Set = None,
     ipc: given.Ipc = None,
     matching: given.Matching = None,
@@ -86,8 +106,16 @@ def train(
     robust: given.Robust = None,
     output: given.Output = Path("runs"),
     resume: given.Resume = None,
+    log: given.Log = None,
     as_json: given.AsJson = False,
     dry_run: given.DryRun = False,
+    data: given.Data = None,
+    test_data: given.TestData = None,
+    test: given.Test = None,
+    image_size: given.ImageSize = None,
+    channels: given.Channels = None,
+    skip_corrupt: given.SkipCorrupt = None,
+    declaration: given.Declaration = None,
     dataset: given.Dataset = None,
     data_root: given.DataRoot = None,
     download: given.Download = False,
@@ -118,6 +146,9 @@ def train(
     dp_unit: given.DpUnit = None,
     dp_four_sums: given.DpFourSums = None,
     dp_ledger: given.DpLedger = None,
+    responsible: given.Responsible = None,
+    purpose: given.Purpose = None,
+    sites: given.Sites = None,
     sign_key: given.SignKey = None,
 ) -> None:
     """Simulate a federation on this machine and leave a run folder.
@@ -129,19 +160,32 @@ def train(
     """
     with one_line_errors(context.command) as names:
         chosen = with_set_options(given.sections_of(context.params), settings or [], names)
+        chosen = with_own_code(chosen)
         if resume is not None:
             refuse_beside_resume(context)
             config = resume / "config.toml"
-        sections = merged(read_config(config), chosen, lambda text: print(text, file=sys.stderr))
+        if preset is not None:
+            sections = from_table(preset, config, chosen, _to_stderr)
+        else:
+            sections = merged(read_config(config), chosen, _to_stderr)
         if dry_run:
             _dry_run(sections, names, as_json)
         else:
-            _run(sections, names, output, download, as_json, sign_key, resume)
+            _run(sections, names, output, download, as_json, sign_key, resume, log or [])
+
+
+def _to_stderr(text: str) -> None:
+    print(text, file=sys.stderr)
 
 
 @app.command()
 def partition(
     context: typer.Context,
+    data: given.Data = None,
+    image_size: given.ImageSize = None,
+    channels: given.Channels = None,
+    skip_corrupt: given.SkipCorrupt = None,
+    declaration: given.Declaration = None,
     dataset: given.Dataset = None,
     data_root: given.DataRoot = None,
     download: given.Download = False,
@@ -181,18 +225,24 @@ def partition(
 def _show_partition(
     sections: dict[str, dict[str, Any]], download: bool, picture: Path | None
 ) -> None:
-    from fedsynth.data.load import load_dataset
     from fedsynth.data.partition import count_matrix
     from fedsynth.data.partition import partition as divide
     from fedsynth.data.picture import partition_png, partition_table
     from fedsynth.evaluation.volume import condensation_floats
+    from fedsynth.federation.terms.own_data import data_of_run
     from fedsynth.federation.terms.settings import resolve
     from fedsynth.methods.feddm import FedDM
 
-    settings = resolve(sections)
-    data, _ = load_dataset(settings.dataset, settings.data_root, download=download)
+    def note(text: str) -> None:
+        print(f"note: {text}", file=sys.stderr)
+
+    found = data_of_run(resolve(sections), None, None, note, download=download)
+    settings = found.settings
+    data = found.train
     labels = data.labels.numpy()
-    parts = divide(labels, settings.resolved_partition, data.spec.classes, *data.origins())
+    parts = found.parts or divide(
+        labels, settings.resolved_partition, data.spec.classes, *data.origins()
+    )
     counts = count_matrix(labels, parts, data.spec.classes)
     feddm = settings.method
     print(partition_table(counts))
@@ -203,7 +253,7 @@ def _show_partition(
             f"{floats:,} floats a round"
         )
     if picture is not None:
-        partition_png(counts, picture)
+        partition_png(counts, picture, data.spec.class_names)
 
 
 def _dry_run(sections: dict[str, dict[str, Any]], names: given.OptionNames, as_json: bool) -> None:
@@ -254,10 +304,12 @@ def _run(
     as_json: bool,
     sign_key: Path | None = None,
     resume: Path | None = None,
+    log: Sequence[str] = (),
 ) -> None:
     from fedsynth.cli.memory import keep_large_allocations
-    from fedsynth.cli.progress import make_observer, print_summary
+    from fedsynth.cli.progress import loggers_of, make_observer, print_summary
     from fedsynth.cli.report_commands import signer
+    from fedsynth.federation.loggers import Several
     from fedsynth.federation.simulation import simulate
     from fedsynth.federation.terms.settings import resolve
     from fedsynth.privacy.errors import BudgetExceededError
@@ -269,7 +321,9 @@ def _run(
     first = (
         f"preset of {settings.dataset}, where nothing else is given: {changed}" if changed else ""
     )
-    with make_observer(settings, names, first) as observer, ended_by_signals():
+    loggers = loggers_of(log, output if resume is None else resume.parent, settings)
+    with make_observer(settings, names, first) as shown, ended_by_signals():
+        observer = shown if not loggers else Several([shown, *loggers])
         result = simulate(
             settings, output=output, observer=observer, download=download, resume=resume
         )

@@ -17,6 +17,7 @@ from fedsynth.cli.settings_options import (
     from_preset,
     merged,
     read_config,
+    with_own_code,
     with_set_options,
 )
 
@@ -71,6 +72,8 @@ def audit(
     compile: given.Compile = None,
     memory_gb: given.MemoryGb = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the audit as JSON.")] = False,
+    data: given.Data = None,
+    declaration: given.Declaration = None,
     dataset: given.Dataset = None,
     data_root: given.DataRoot = None,
     partition: given.Partition = None,
@@ -110,7 +113,7 @@ def audit(
     """
     with one_line_errors(context.command) as names:
         chosen = with_set_options(given.sections_of(context.params), settings or [], names)
-        chosen = {name: values for name, values in chosen.items() if values}
+        chosen = {name: values for name, values in with_own_code(chosen).items() if values}
         numbers = {"canaries": canaries, "canaries_as": canaries_as, "confidence": confidence}
         if guesses is not None:
             numbers["guesses"] = guesses

@@ -45,8 +45,8 @@ def named_path(given: str | Path) -> Path:
     return path
 
 
-def _data(*names: str, help: str) -> Any:
-    return typer.Option(*names, help=help, rich_help_panel=DATA)
+def _data(*names: str, help: str, metavar: str | None = None) -> Any:
+    return typer.Option(*names, help=help, metavar=metavar, rich_help_panel=DATA)
 
 
 def _model(*names: str, help: str) -> Any:
@@ -58,14 +58,33 @@ def _privacy(*names: str, help: str, metavar: str | None = None) -> Any:
 
 
 Method = Annotated[
-    str | None, typer.Option(help="feddm, fedaf, fedkf, … (see `fedsynth methods`).")
+    str | None,
+    typer.Option(
+        help="feddm, fedaf, fedkf, … (see `fedsynth methods`), or a class of your own: "
+        "FILE.py:NAME."
+    ),
+]
+OwnMethod = Annotated[
+    str | None,
+    typer.Option("--method", metavar="FILE.py:NAME", help="The run's method, if it is your own."),
+]
+OwnModel = Annotated[
+    str | None,
+    typer.Option("--model", metavar="FILE.py:NAME", help="The run's model, if it is your own."),
 ]
 Config = Annotated[
     Path | None,
     typer.Option(
         parser=named_path,
         metavar=PATH,
-        help="A config.toml of an earlier run, or your own; options given here win.",
+        help="A config.toml of an earlier run, or its folder, or your own; options given here win.",
+    ),
+]
+Preset = Annotated[
+    str | None,
+    typer.Option(
+        help="A published table's settings, as feddm:table2 (`fedsynth reproduce --list`); --dataset,"
+        " --method, --alpha, --clients and --rounds choose the cell, other options win over it."
     ),
 ]
 Set = Annotated[
@@ -130,6 +149,14 @@ Resume = Annotated[
         "its own; --device, --memory-gb, --compile and --data-root may be given anew.",
     ),
 ]
+Log = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--log",
+        help="Also log each round to csv, tensorboard, wandb or mlflow, below --output; may be "
+        "repeated (extras: fedsynth[tensorboard], …).",
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the summary as JSON on stdout.")]
 DryRun = Annotated[
     bool,
@@ -153,6 +180,50 @@ DataRoot = Annotated[
         metavar=PATH,
         help="Folder of the data sets; else $FEDSYNTH_DATA.",
         rich_help_panel=DATA,
+    ),
+]
+Data = Annotated[
+    str | None,
+    _data(
+        "--data",
+        help="Your own images: a folder SITE/CLASS/files (each site is a client) or CLASS/files "
+        "(with --partition), or with a manifest.csv (path,label,site,user). JPEG, PNG, BMP, WebP.",
+        metavar=PATH,
+    ),
+]
+TestData = Annotated[
+    str | None,
+    _data("--test-data", help="Your own images to test on, in folders alike.", metavar=PATH),
+]
+Test = Annotated[
+    str | None,
+    _data(
+        "--test",
+        help="What --test-data is: public, private (default: with DP, what is measured on it then "
+        "stands in simulation_only alone) or none.",
+    ),
+]
+ImageSize = Annotated[
+    str | None,
+    _data("--image-size", help="Resize every image of --data: 64, or 64x48 (height x width)."),
+]
+Channels = Annotated[
+    int | None, _data(help="Of --data: 1 (grey) or 3 (colour); default: as the images are.")
+]
+SkipCorrupt = Annotated[
+    bool | None,
+    _data(
+        "--skip-corrupt/--no-skip-corrupt",
+        help="Name the files of --data that cannot be read, and leave them out.",
+    ),
+]
+Declaration = Annotated[
+    str | None,
+    _data(
+        "--declaration",
+        help="What is public of --data (default: fedsynth.toml in it), as `fedsynth data describe` "
+        "proposes it; a run with DP needs one, signed off.",
+        metavar=PATH,
     ),
 ]
 Download = Annotated[bool, _data("--download", help="Let torchvision fetch the data set.")]
@@ -195,7 +266,7 @@ Model = Annotated[
         "--model",
         "--server-model",
         help="convnet, linear, lenet5, cnn1, cnn2, resnet8, resnet18, resnet50, alexnet or "
-        "googlenet.",
+        "googlenet; or your own: FILE.py:NAME, a class or function of image_shape and classes.",
     ),
 ]
 ClientModels = Annotated[
@@ -260,6 +331,15 @@ DpLedger = Annotated[
         "else each run counts for itself.",
     ),
 ]
+Responsible = Annotated[
+    str | None,
+    _privacy(help="Who answers for the run, as the report's first page says it."),
+]
+Purpose = Annotated[str | None, _privacy(help="What the run is for, likewise.")]
+Sites = Annotated[
+    str | None,
+    _privacy(help="The clients' sites by name, comma-separated, likewise: 'Mitte,Nord,Süd'."),
+]
 
 SignKey = Annotated[
     Path | None,
@@ -291,6 +371,12 @@ SETTINGS: dict[str, tuple[str, str]] = {
     },
     "dataset": ("data", "dataset"),
     "data_root": ("data", "data_root"),
+    "data": ("data", "folder"),
+    "test_data": ("data", "test_folder"),
+    **{
+        name: ("data", name)
+        for name in ("test", "image_size", "channels", "skip_corrupt", "declaration")
+    },
     "partition": ("partition", "kind"),
     **{
         name: ("partition", name)
@@ -317,6 +403,7 @@ SETTINGS: dict[str, tuple[str, str]] = {
             "ledger",
         )
     },
+    **{name: ("report", name) for name in ("responsible", "purpose", "sites")},
 }
 """A command's parameter: section and key of the setting. Parameters that are none of these are not
 settings of a run.
@@ -335,6 +422,10 @@ ARGUMENTS: dict[str, str] = {
     "models": "files",
     "arch": "architectures",
     "form": "format",
+    "by": "by",
+    "log": "log",
+    "unprotected": "unprotected",
+    "out": "out",
 }
 """A command's parameter: the argument of the library's function, where it is no setting of a
 run.
@@ -345,7 +436,7 @@ NAMED: tuple[tuple[str, Place], ...] = (
     *((parameter, (None, argument)) for parameter, argument in ARGUMENTS.items()),
 )
 """Parameters of all commands, each with the setting that it gives."""
-SET_SECTIONS = ("method", "run", "data", "partition", "model", "privacy")
+SET_SECTIONS = ("method", "run", "data", "partition", "model", "privacy", "report")
 
 
 @dataclass(frozen=True)

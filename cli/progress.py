@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -16,7 +17,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from fedsynth.cli.options import OptionNames
+from fedsynth.cli.pace import Pace
 from fedsynth.evaluation.generated import GENERATOR, in_words
+from fedsynth.federation.loggers import Logger, make_loggers
 from fedsynth.federation.observer import Observer
 from fedsynth.federation.outputs.losses import losses_in_words
 from fedsynth.federation.outputs.result import RunResult
@@ -79,30 +82,39 @@ class PlainObserver(Observer):
     long phase brings it.
     """
 
-    def __init__(self, settings: RunSettings, names: OptionNames, first: str) -> None:
+    def __init__(
+        self, settings: RunSettings, names: OptionNames, first: str, mark: str = ""
+    ) -> None:
         self._settings = settings
         self._names = names
         self._first = first
+        self._mark = mark
         self._last = time.monotonic()
         self._tenth = 0
+        self._pace = _pace(settings)
 
     def step(self, round: int, phase: str, done: int, total: int) -> None:
+        _tell_pace(self, self._pace, round, phase, done, total)
         before = self._tenth
         self._tenth = 10 * done // max(1, total)
         due = time.monotonic() - self._last > 30
         if self._settings.privacy is not None:
             due = total >= LONG_PHASE and 0 < self._tenth != before
         if due:
-            self.note(f"round {round}/{self._settings.rounds} {phase} {done}/{total}")
+            left = "" if self._pace is None else self._pace.words()
+            words = f"round {round}/{self._settings.rounds} {phase} {done}/{total}"
+            self.note(f"{words}, {left}" if left else words)
 
     def note(self, text: str) -> None:
         self._last = time.monotonic()
         first = self._first
         self._first = ""
         lines = [first, self._names.text(text)] if first else [self._names.text(text)]
-        print(*lines, sep="\n", file=sys.stderr, flush=True)
+        print(*(f"{self._mark}{line}" for line in lines), sep="\n", file=sys.stderr, flush=True)
 
     def round_ended(self, row: Mapping[str, Any]) -> None:
+        if self._pace is not None:
+            self._pace.round_ended(row["round"])
         self.note(round_line(row, self._settings))
 
 
@@ -110,53 +122,98 @@ class LiveObserver(Observer):
     """A progress bar on stderr; finished rounds stay above it as lines."""
 
     def __init__(
-        self, settings: RunSettings, names: OptionNames, first: str, progress: Progress
+        self,
+        settings: RunSettings,
+        names: OptionNames,
+        first: str,
+        progress: Progress,
+        mark: str = "",
     ) -> None:
         self._settings = settings
         self._names = names
         self._first = first
+        self._mark = mark
         self._progress = progress
-        self._task = progress.add_task("starting", total=None)
+        self._task = progress.add_task("starting", total=None, left="")
+        self._pace = _pace(settings)
 
     def note(self, text: str) -> None:
         first = self._first
         self._first = ""
         lines = [first, self._names.text(text)] if first else [self._names.text(text)]
-        self._progress.console.print(*lines, sep="\n", markup=False, highlight=False)
+        marked = [f"{self._mark}{line}" for line in lines]
+        self._progress.console.print(*marked, sep="\n", markup=False, highlight=False)
 
     def step(self, round: int, phase: str, done: int, total: int) -> None:
+        _tell_pace(self, self._pace, round, phase, done, total)
         self._progress.update(
             self._task,
-            description=f"round {round}/{self._settings.rounds} {phase}",
+            description=f"{self._mark}round {round}/{self._settings.rounds} {phase}",
             completed=done,
             total=total,
+            left="" if self._pace is None else self._pace.words(),
         )
 
     def round_ended(self, row: Mapping[str, Any]) -> None:
+        if self._pace is not None:
+            self._pace.round_ended(row["round"])
         self.note(round_line(row, self._settings))
 
 
+def _pace(settings: RunSettings) -> Pace | None:
+    """None with differential privacy: time may tell of the data."""
+    return None if settings.privacy is not None else Pace(settings.rounds)
+
+
+def _tell_pace(
+    observer: Observer, pace: Pace | None, round: int, phase: str, done: int, total: int
+) -> None:
+    if pace is None:
+        return
+    pace.step(round, phase, done, total)
+    if warning := pace.warning():
+        observer.note(warning)
+
+
 @contextmanager
-def make_observer(settings: RunSettings, names: OptionNames, first: str = "") -> Iterator[Observer]:
+def make_observer(
+    settings: RunSettings, names: OptionNames, first: str = "", mark: str = ""
+) -> Iterator[Observer]:
     """The observer that fits stderr.
 
     Args:
         settings: of the run.
         names: how the command says settings.
         first: is said when there is something to say, so that an error before stays one line.
+        mark: what every line begins with.
     """
     console = Console(stderr=True)
     if not console.is_terminal:
-        yield PlainObserver(settings, names, first)
+        yield PlainObserver(settings, names, first, mark)
         return
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
-        *(() if settings.privacy is not None else (TimeElapsedColumn(),)),
+        *(
+            ()
+            if settings.privacy is not None
+            else (TimeElapsedColumn(), TextColumn("{task.fields[left]}"))
+        ),
     )
     with Progress(*columns, console=console, transient=True) as progress:
-        yield LiveObserver(settings, names, first, progress)
+        yield LiveObserver(settings, names, first, progress, mark)
+
+
+def loggers_of(names: Sequence[str], base: Path, settings: RunSettings) -> list[Logger]:
+    """The loggers that the user asked for; what has to be said of them is said."""
+    found: list[Logger] = []
+    for one in make_loggers(names, base, private=settings.privacy is not None):
+        if isinstance(one, str):
+            print(one, file=sys.stderr)
+        else:
+            found.append(one)
+    return found
 
 
 def print_summary(result: RunResult) -> None:

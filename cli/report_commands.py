@@ -13,7 +13,8 @@ from typing import Annotated, Any
 import typer
 
 from fedsynth.cli.errors import OptionError, one_line_errors, write_text
-from fedsynth.cli.options import PATH, named_path
+from fedsynth.cli.options import PATH, OwnMethod, OwnModel, named_path
+from fedsynth.cli.settings_options import own_code_alone
 
 SHOWN = 40  # mismatches
 
@@ -44,6 +45,8 @@ def report(
         typer.Option(parser=named_path, metavar=PATH, help="Write there, and not to the screen."),
     ] = None,
     ledger: LedgerFolder = None,
+    method: OwnMethod = None,
+    model: OwnModel = None,
 ) -> None:
     """Show a run's privacy budget report.
 
@@ -57,6 +60,7 @@ def report(
         from fedsynth.privacy.verify import HOSTILE, sound_report
 
         check_choice(None, "format", form, ("markdown", "json", "html"))
+        own_code_alone(method, model)
         _report_unfinished(run, ledger)
         found = sound_report(run)
         render = {"markdown": render_markdown, "html": render_html, "json": _json}
@@ -104,6 +108,8 @@ def verify(
             help="Also check the run's signature, with this Ed25519 key in PEM.",
         ),
     ] = None,
+    method: OwnMethod = None,
+    model: OwnModel = None,
 ) -> None:
     """Build the report again from the run's settings and ledgers; exit code 1 and the differences
     if it says anything else.
@@ -116,6 +122,7 @@ def verify(
         from fedsynth.privacy.report_text import printable
 
         key = _public_key(public_key)
+        own_code_alone(method, model)
         found = verify_run(run, ledger=ledger)
         problems, note = _signature(run if run.is_dir() else run.parent, key)
         problems = [*found.problems, *problems]

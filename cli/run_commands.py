@@ -9,17 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
-from fedsynth.cli.errors import OptionError, one_line_errors
-from fedsynth.cli.options import named_path
-from fedsynth.cli.settings_options import read_config
-
-QUIET = (
-    "run.method",
-    "run.device",
-    "data.data_root",
-    "privacy.ledger",
-    "privacy.epsilon",
-)  # said elsewhere, or no matter for a result
+from fedsynth.cli.errors import one_line_errors
+from fedsynth.cli.options import PATH, named_path
 
 
 def runs(
@@ -30,6 +21,14 @@ def runs(
             parser=named_path,
             metavar="FOLDERS",
             help="Run folders, or folders of such; default: runs.",
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            parser=named_path,
+            metavar=PATH,
+            help="The folder of run folders, as `train --output` names it.",
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the rows as JSON.")] = False,
@@ -44,53 +43,33 @@ def runs(
     runs`.
     """
     with one_line_errors(context.command):
-        given = folders or [Path("runs")]
-        found = [run for folder in given for run in run_folders(folder)]
-        if not found:
-            raise OptionError(f"no finished run in {', '.join(str(folder) for folder in given)}")
-        rows = compared(found)
+        from fedsynth.runs.folders import finished_runs
+
+        given = [*(folders or []), *([output] if output else [])] or [Path("runs")]
+        rows = compared(finished_runs(given))
         if as_json:
             print(json.dumps(rows, indent=2, ensure_ascii=False, default=str))
         else:
             _print(rows)
 
 
-def run_folders(folder: Path) -> list[Path]:
-    """A finished run's folder itself, or those right below it, by time: the stamp in the name, and
-    within a second the summary's file.
-    """
-    if (folder / "summary.json").is_file():
-        return [folder]
-    found = [path for path in folder.glob("*/summary.json") if path.parent.suffix != ".incomplete"]
-    return [
-        path.parent
-        for path in sorted(found, key=lambda path: (path.parent.name[:15], path.stat().st_mtime_ns))
-    ]
-
-
 def compared(folders: list[Path]) -> list[dict[str, Any]]:
     """A row for each run. Of its settings those that differ: the method's between runs of the same
     method, all others between all runs.
     """
-    read = [(folder, _summary(folder), _settings(folder)) for folder in folders]
+    from fedsynth.runs.compare import differing
+    from fedsynth.runs.folders import Run, read_settings, read_summary
+
+    read = [Run(folder, read_summary(folder), read_settings(folder)) for folder in folders]
     rows = []
-    for folder, summary, settings in read:
-        method = summary.get("method")
-        differ = {}
-        for key, value in settings.items():
-            alike = [
-                s
-                for _, other, s in read
-                if not key.startswith("method.") or other.get("method") == method
-            ]
-            if key not in QUIET and any(s.get(key, value) != value for s in alike):
-                differ[key.removeprefix("method.").removeprefix("run.")] = value
+    for run, differ in zip(read, differing(read), strict=True):
+        summary = run.summary
         local = summary.get("local")
         private = summary.get("differential_privacy")
         rows.append(
             {
-                "run": folder.name,
-                "method": method,
+                "run": run.name,
+                "method": summary.get("method"),
                 "dataset": summary.get("dataset"),
                 "settings": differ,
                 "rounds": summary.get("rounds"),
@@ -103,37 +82,6 @@ def compared(folders: list[Path]) -> list[dict[str, Any]]:
             }
         )
     return rows
-
-
-def _summary(folder: Path) -> dict[str, Any]:
-    """What a run's summary.json says, which may come from anybody."""
-    from pydantic import ValidationError
-
-    from fedsynth.cli.run_summary import Summary
-    from fedsynth.privacy.files import read_text
-
-    path = folder / "summary.json"
-    try:
-        read = Summary.model_validate_json(read_text(path))
-    except OSError as error:
-        raise OptionError(f"cannot read {path}: {error.strerror}") from None
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        where = ".".join(map(str, first["loc"]))[:80]
-        raise OptionError(f"{path} is no run's summary: {where} {first['msg'][:200]}") from None
-    except ValueError as error:
-        raise OptionError(f"cannot read {path}: {error}") from None
-    return read.model_dump(exclude_unset=True)
-
-
-def _settings(folder: Path) -> dict[str, Any]:
-    path = folder / "config.toml"
-    sections = read_config(path) if path.is_file() else {}
-    return {
-        f"{section}.{key}": value
-        for section, values in sections.items()
-        for key, value in values.items()
-    }
 
 
 def _print(rows: list[dict[str, Any]]) -> None:

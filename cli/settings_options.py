@@ -70,12 +70,42 @@ def with_set_options(
 
 
 def read_config(path: Path | None) -> Sections:
-    """The sections of a TOML file; none for None."""
+    """The sections of a TOML file, or of the config.toml in a run folder; none for None."""
     if path is None:
         return {}
     from fedsynth.config_file import read_sections
 
-    return read_sections(path)
+    return read_sections(path / "config.toml" if path.is_dir() else path)
+
+
+def with_own_code(chosen: Sections) -> Sections:
+    """What options say, with files of one's own (FILE.py:NAME) loaded and registered.
+
+    Of options alone: what a config file names is never executed.
+
+    Raises:
+        SettingError: a file that cannot be executed, or has no such model or method.
+    """
+    from fedsynth.own_code import load_own, names_a_file
+
+    chosen = {section: dict(values) for section, values in chosen.items()}
+    method = str(chosen.get("run", {}).get("method") or "")
+    if names_a_file(method):
+        from fedsynth.methods import register_method
+
+        chosen["run"]["method"] = register_method(*load_own("run", "method", method))
+    model = str(chosen.get("model", {}).get("name") or "")
+    if names_a_file(model):
+        from fedsynth.models.registry import register_model
+
+        made, source = load_own("model", "name", model)
+        chosen["model"]["name"] = register_model(source.label, made, source=source).name
+    return chosen
+
+
+def own_code_alone(method: str | None, model: str | None) -> None:
+    """Registers the files of one's own that a command on a run's folder is given."""
+    with_own_code({"run": {"method": method}, "model": {"name": model}})
 
 
 BESIDE_RESUME = {
@@ -87,6 +117,7 @@ BESIDE_RESUME = {
     "download",
     "as_json",
     "sign_key",
+    "log",
 }
 """Parameters of `train` that may stand beside --resume."""
 
@@ -97,10 +128,14 @@ def refuse_beside_resume(context: typer.Context) -> None:
     Raises:
         OptionError: names the first option that cannot be given with --resume.
     """
+    from fedsynth.own_code import names_a_file
+
     for parameter in context.command.params:
         name = parameter.name or ""
         source = context.get_parameter_source(name)
         given = source is not None and source.name == "COMMANDLINE"
+        if name in ("method", "model") and names_a_file(str(context.params.get(name))):
+            continue  # of one's own: it has to be given again
         if given and name not in BESIDE_RESUME:
             raise OptionError(
                 f"--resume goes on with the settings of the run's config.toml; {parameter.opts[0]} "
@@ -126,8 +161,46 @@ def merged(
                 "defaults, or what options say"
             )
         config = {name: values for name, values in config.items() if name != "method"}
+    if options.get("data", {}).get("folder") and "folder" not in config.get("data", {}):
+        # images of one's own in place of a named data set, whose name they do not have
+        config = {
+            **config,
+            "data": {k: v for k, v in config.get("data", {}).items() if k != "dataset"},
+        }
+        config["partition"] = {k: v for k, v in config.get("partition", {}).items() if k != "kind"}
     names = [*config, *(name for name in options if name not in config)]
     return {name: {**config.get(name, {}), **options.get(name, {})} for name in names}
+
+
+def from_table(
+    name: str, config: Path | None, given: Sections, note: Callable[[str], None]
+) -> Sections:
+    """The settings of a published table's cell, under what is given.
+
+    Args:
+        name: the table's preset.
+        config: of --config, which cannot stand beside it.
+        given: what options and --set say.
+        note: is told which cell it is, and what is published of it.
+
+    Raises:
+        OptionError: there is a config, too.
+        FedsynthError: no such preset or cell.
+    """
+    if config is not None:
+        raise OptionError("--preset and --config both give all settings: give one of them")
+    from fedsynth.reproduction.presets import cell_words, sections_over
+    from fedsynth.reproduction.report import shown
+
+    sections, table, cell = sections_over(name, given)
+    numbers = [
+        f"{number.metric} {shown(number.value, number.std)}"
+        for number in cell.numbers
+        if number.value is not None and number.domain in ("", "average")
+    ]
+    published = f"; published: {', '.join(numbers)}" if numbers else ""
+    note(f"preset {name} ({table.source}, {table.table}): {cell_words(cell, table)}{published}")
+    return sections
 
 
 def from_preset(sections: Sections) -> str:
@@ -137,6 +210,8 @@ def from_preset(sections: Sections) -> str:
     from fedsynth.federation.terms.settings import preset_of
     from fedsynth.methods import method_class
 
+    if sections["data"].get("folder"):
+        return ""  # images of one's own have none
     preset = preset_of(
         str(sections["data"].get("dataset", "digits")),
         method_class(str(sections["run"].get("method", "feddm"))),

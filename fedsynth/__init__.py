@@ -28,19 +28,30 @@ if TYPE_CHECKING:
     from fedsynth.data.images import ImageData as ImageData
     from fedsynth.data.images import from_arrays as from_arrays
     from fedsynth.data.load import load_dataset as load_dataset
+    from fedsynth.data.load_folder import FolderData as FolderData
+    from fedsynth.data.load_folder import FolderSettings as FolderSettings
+    from fedsynth.data.load_folder import load_folder as load_folder
     from fedsynth.data.partition import PartitionSettings as PartitionSettings
     from fedsynth.data.registry import DatasetSpec as DatasetSpec
+    from fedsynth.data.shared_set import SharedSet as SharedSet
+    from fedsynth.data.shared_set import load_synthetic as load_synthetic
     from fedsynth.federation.observer import Observer as Observer
+    from fedsynth.federation.outputs.export import export_run as export_run
     from fedsynth.federation.outputs.result import RunResult as RunResult
     from fedsynth.federation.simulation import simulate as simulate
+    from fedsynth.federation.synthesize import owner_settings as owner_settings
+    from fedsynth.federation.synthesize import synthesize as synthesize
     from fedsynth.federation.terms.settings import RunSettings as RunSettings
     from fedsynth.federation.terms.settings import resolve as resolve
+    from fedsynth.methods import register_method as register_method
     from fedsynth.methods.registry import *  # noqa: F403
     from fedsynth.methods.shared.condensing import Condenses as Condenses
     from fedsynth.methods.shared.local import Task as Task
     from fedsynth.methods.shared.local import TrainsLocally as TrainsLocally
     from fedsynth.models.registry import ModelSettings as ModelSettings
+    from fedsynth.models.registry import register_model as register_model
     from fedsynth.privacy.settings import PrivacySettings as PrivacySettings
+    from fedsynth.reproduction.presets import load_preset as load_preset
     from fedsynth.synthesizer.generation.one_teacher import DataFreeDistiller as DataFreeDistiller
 else:
     _HOMES = {**homes(Path(__file__)), **CLASSES}

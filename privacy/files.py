@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import hashlib
 import os
 import stat
 import tempfile
@@ -45,6 +46,12 @@ def read_regular(path: Path, most: int | None = None) -> bytes:
         if most is not None and size > most:
             raise OSError(errno.EFBIG, f"it has {size:,} bytes, and may have {most:,}", str(path))
         return file.readall()
+
+
+def file_hash(path: Path) -> str:
+    """The SHA-256 of a file, in hexadecimal. Raises OSError, as `open_regular`."""
+    with open_regular(path) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def read_text(path: Path) -> str:

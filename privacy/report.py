@@ -34,6 +34,7 @@ from fedsynth.privacy.report_schema import (
     LedgerHead,
     NotCovered,
     Report,
+    RunFacts,
     TrustModel,
     Unit,
     Verdict,
@@ -64,6 +65,9 @@ _HELD_BY_ONE = {
     "rightly whose each is",
 }
 NOT_PRIVATE = "not private: a test-only source of randomness was used"
+
+NAMELESS = RunFacts(id=None, date=None, responsible=None, purpose=None, sites={})
+"""A run of which nothing is known but its report."""
 
 
 class PrivateAccess(NamedTuple):
@@ -113,6 +117,9 @@ class ReportContext:
         abandoned: the run did not finish: the report was built afterwards, from what it left.
         shares: H, where each client adds 1/√H of the noise that is charged, and a secure
             aggregation has to show the sums alone; 1: the noise is each client's own.
+        run: which run it is, and who answers for it; None makes a report as earlier versions did,
+            without a first page.
+        files: file of the run → its SHA-256.
 
     Raises:
         PrivacySettingError: δ out of range, or an unknown access status.
@@ -143,6 +150,8 @@ class ReportContext:
     rows_before: Mapping[str, int] = field(default_factory=dict)
     abandoned: bool = False
     shares: int = 1
+    run: RunFacts | None = NAMELESS
+    files: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_delta(self.delta, self.max_records)
@@ -207,6 +216,7 @@ def build_report(context: ReportContext, histories: Sequence[History]) -> dict[s
         not_covered=NOT_COVERED,
         audit=NOT_RUN,
         provenance=dict(context.provenance),
+        **_first_page(context),
     ).to_json()
 
 
@@ -220,6 +230,13 @@ def _head(context: ReportContext, held: History) -> LedgerHead:
     """Where a client's ledger stands."""
     before = context.rows_before.get(held.client, 0)
     return LedgerHead(rows=len(held.releases), chain=held.chain, rows_before=before)
+
+
+def _first_page(context: ReportContext) -> dict[str, Any]:
+    """What a report has since it has a first page."""
+    if context.run is None:
+        return {}
+    return {"run": context.run, "files": dict(context.files)}
 
 
 def _budget(context: ReportContext, promise: Guarantee | None) -> Budget | None:

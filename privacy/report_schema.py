@@ -197,6 +197,23 @@ class Audit(Part):
     epsilon_lower_bound: float
 
 
+class RunFacts(Part):
+    """Which run a report is of; texts that nobody gave are None.
+
+    Attributes:
+        id: the run folder's name when the run began.
+        date: on which it began, YYYY-MM-DD.
+        responsible, purpose: as the settings say.
+        sites: client → the name of the site.
+    """
+
+    id: str | None
+    date: str | None
+    responsible: str | None
+    purpose: str | None
+    sites: dict[str, str]
+
+
 class Report(Part):
     schema_version: int
     verdict: Verdict
@@ -222,6 +239,8 @@ class Report(Part):
     not_covered: NotCovered
     audit: str | Audit
     provenance: dict[str, str]
+    run: RunFacts | None = None  # missing in reports of earlier versions
+    files: dict[str, str] | None = None  # the same: file → SHA-256
 
 
 class Promise(Part):
@@ -234,6 +253,13 @@ class Promise(Part):
     mechanism: str
 
 
+class Began(Part):
+    """When a run began, and what its folder was called then."""
+
+    id: str | None
+    date: str
+
+
 class Start(Part):
     """A run folder's privacy_start.json."""
 
@@ -242,6 +268,7 @@ class Start(Part):
     data_set: DataSet
     test_images: Literal["public", "private", "none"]
     ledgers: dict[str, LedgerStart]
+    run: Began | None = None  # missing in runs of earlier versions
 
 
 class Signature(Part):

@@ -2,32 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from fedsynth.privacy.figures import printable, up
+from fedsynth.privacy.first_page import first_page
 
-def up(value: float, digits: int = 4) -> str:
-    """`value` rounded up to `digits` significant digits: what is printed is never smaller than what
-    was computed."""
-    if value <= 0:
-        return "0"
-    if math.isinf(value):
-        return "∞"
-    value = max(value, 1e-290)  # below, the scale is infinite
-    scale = 10.0 ** (digits - 1 - math.floor(math.log10(value)))
-    # an exact decimal such as 10.99 must not be pushed up by its own rounding error
-    rounded = math.ceil(value * scale * (1 - 1e-12)) / scale
-    return f"{rounded:.0f}" if rounded >= 1000 else f"{rounded:.{digits}g}"
+__all__ = ["printable", "render_markdown", "rounds_text", "summary_rows", "up"]
 
-
-def printable(text: str) -> str:
-    """`text` on one line, without characters that steer a terminal or a page: a report may come
-    from anybody."""
-    line = " ".join(text.split())
-    if line.isprintable():
-        return line
-    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in line)
+DATASHEET = "Datasheet"
+"""The heading under which the details stand."""
 
 
 def _harmless(value: Any) -> Any:
@@ -88,7 +72,7 @@ def summary_rows(report: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("protects", report["unit"]["protects"]),
         ("adjacency", report["adjacency"]),
         ("sampling", _distinct(map(_sampling, ledger))),
-        ("noise multiplier σ", _distinct(f"{row['noise_multiplier']:.4g}" for row in ledger)),
+        ("noise multiplier σ", _sigmas(ledger)),
         ("clip", _distinct(f"{row['sensitivity']:g} ({row['clipped']})" for row in ledger)),
         ("steps a round", _distinct(str(row["steps"]) for row in ledger)),
     ]
@@ -110,11 +94,29 @@ def summary_rows(report: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [*table, *(("warning", text) for text in verdict["warnings"])]
 
 
+def _sigmas(ledger: Sequence[Mapping[str, Any]]) -> str:
+    """σ of the releases; where they have several, what each is of."""
+    quantities: dict[str, list[str]] = {}
+    for row in ledger:
+        of = quantities.setdefault(f"{row['noise_multiplier']:.4g}", [])
+        if row["quantity"] not in of:
+            of.append(row["quantity"])
+    if len(quantities) < 2:
+        return "".join(quantities)
+    return "; ".join(f"{sigma} ({', '.join(of)})" for sigma, of in quantities.items())
+
+
 def render_markdown(report: Mapping[str, Any]) -> str:
-    """The whole report as Markdown, ε before everything else; whatever its texts say, they stay
-    text."""
+    """The whole report as Markdown: the first page, then the datasheet, ε before everything else;
+    whatever its texts say, they stay text.
+
+    A report of an earlier version, which does not say whose run it is of, is its datasheet alone.
+    """
     report = _harmless(report)
-    lines = ["# Privacy budget report", ""]
+    if report.get("run") is None:
+        lines = ["# Privacy budget report", ""]
+    else:
+        lines = [*first_page(report), f"# {DATASHEET}", ""]
     lines += _headline(report)
     lines += _promise(report)
     unit = report["unit"]

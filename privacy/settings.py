@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from numbers import Real
 from pathlib import Path
 from typing import ClassVar
 
 from fedsynth.privacy.errors import PrivacySettingError
 from fedsynth.privacy.mechanism_facts import mechanism_facts
 from fedsynth.privacy.releases import ADD_REMOVE, RECORD, UNITS, USER, check_adjacency, check_delta
-from fedsynth.privacy.wording import Setting
+from fedsynth.privacy.wording import Setting, shown
 
 NO_LEDGER = "none: this data set is public"
 RANGES = {
@@ -138,6 +139,7 @@ class PrivacySettings:
     )
 
     def __post_init__(self) -> None:
+        self._check_numbers()
         if self.ledger is not None:
             object.__setattr__(self, "ledger", ledger_setting(self.ledger))
         check_adjacency(self.adjacency)
@@ -166,6 +168,15 @@ class PrivacySettings:
         self._check_unit()
         if self.mechanism is not None and not mechanism_facts(self.mechanism).guaranteed:
             self._check_without_guarantee(self.mechanism)
+
+    def _check_numbers(self) -> None:
+        """Refuses what is no number before anything is compared with it."""
+        for name in (*RANGES, "epsilon", "delta", "max_request_norm", "user_records"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, Real)):
+                raise PrivacySettingError(
+                    "privacy", name, f"must be a number, got {type(value).__name__} {shown(value)}"
+                )
 
     def _check_without_guarantee(self, mechanism: str) -> None:
         if self.unit == USER:

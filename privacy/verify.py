@@ -351,8 +351,17 @@ def taken_as_stated(report: Mapping[str, Any]) -> list[str]:
     """What this report says that follows from nothing else."""
     names = [name for name in report["provenance"] if name != "config"]
     facts = [f"versions ({', '.join(names)})"] if names else []
+    facts += _said_by_the_user(report)
     facts += ["the counts of the audit"] if isinstance(report["audit"], dict) else []
     return facts
+
+
+def _said_by_the_user(report: Mapping[str, Any]) -> list[str]:
+    run = report.get("run")
+    if run is None:
+        return []
+    said = [name for name in ("id", "date", "responsible", "purpose", "sites") if run[name]]
+    return [f"which run it is ({', '.join(said)})"] if said else []
 
 
 def _as_stated(report: Mapping[str, Any], expected: dict[str, Any]) -> list[str]:

@@ -70,6 +70,19 @@ def test_settings_still_have_the_hash_of_finished_rows(script: Any) -> None:
     assert f"real seed=1 {other}" not in keys("compare")
 
 
+def test_reproduced_rows_are_of_the_presets_as_they_are() -> None:
+    """Catches: a preset that changed without its rows being deleted or made again."""
+    from fedsynth.reproduction.presets import preset
+    from fedsynth.reproduction.rows import Rows, run_hash
+
+    rows = Rows(BENCHMARKS / "results" / "reproduction").all()
+    assert rows
+    for mark, row in rows.items():
+        table = preset(row["preset"])
+        (cell,) = [one for one in table.cells if one.columns() == row["cell"]]
+        assert run_hash(table.settings(cell, row["seed"], row["changes"])) == mark, row["key"]
+
+
 def test_compare_has_every_method_with_its_familys_settings(script: Any) -> None:
     """Catches: a method that the registry has and the comparison does not."""
     compared = script("library.compared")

@@ -90,6 +90,7 @@ ALLOWED = {
     ("methods/fedgen.py", "FedGen.facts"): RESULT,
     ("methods/fedgen.py", "FedGen.task"): LOOK,
     ("methods/fedkf.py", "FedKF.task"): MODEL,
+    ("methods/fedsum.py", "FedSum.facts"): RESULT,
     ("methods/qffl.py", "QFFL.combine"): RESULT,
     ("methods/shared/aggregation.py", "overall_average"): RESULT,
     ("methods/shared/condensing.py", "Condenses._start.<locals>.fresh"): DRAWN,

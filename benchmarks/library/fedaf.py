@@ -90,6 +90,15 @@ MATCHING: dict[str, Changes] = {
     "mean, T by running statistics": {"matching_norm": "running"},
     "mean, λ = 0.2": {"global_weight": 0.2},
 }
+LATE: dict[str, Changes] = {
+    "image rate = 0.2": {"image_lr": 0.2},
+    "image rate = 0.2, from real images": {"image_lr": 0.2, "start_average": 1},
+    "image rate = 0.2, from real images, τ = 4": {
+        "image_lr": 0.2,
+        "start_average": 1,
+        "temperature": 4.0,
+    },
+}
 FEW = ("without LGKM", "mean", "mean, τ = 4")
 READINGS: dict[
     str, dict[str, tuple[str, int, Changes]]
@@ -114,6 +123,11 @@ READINGS: dict[
             for name in (*FEW, "mean, once an epoch", "sum", "mean, τ = 16")
         },
         "condensed: mean, V from a first phase": ("FedAF", 10, {"knowledge_from": "first-phase"}),
+    },
+    "late": {
+        f"late: {name}, {title}": ("FedAF", 10, {**MATCHING[name], **changes})
+        for title, changes in LATE.items()
+        for name in ("without LGKM", "mean")
     },
     "steps": {
         f"condensed, long: {name}": ("FedAF", 10, {**LONG, **MATCHING[name]}) for name in FEW

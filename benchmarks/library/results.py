@@ -4,7 +4,6 @@ there.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import statistics
@@ -20,8 +19,8 @@ from fedsynth.data.images import ImageData
 from fedsynth.errors import DivergedError
 from fedsynth.evaluation.generated import GENERATOR
 from fedsynth.federation.simulation import simulate
+from fedsynth.federation.terms.fingerprint import fingerprint as fingerprint
 from fedsynth.federation.terms.settings import RunSettings
-from fedsynth.privacy.settings import PrivacySettings
 from library.machine import machine
 
 Run = Callable[[RunSettings, tuple[ImageData, ImageData]], dict[str, Any]]
@@ -69,33 +68,6 @@ class Results:
         return row
 
 
-def fingerprint(settings: RunSettings) -> str:
-    """Eight hexadecimal digits of the settings that decide a result."""
-    config = json.dumps(_distinctive(settings), sort_keys=True)
-    return hashlib.blake2b(config.encode(), digest_size=4).hexdigest()
-
-
-def _distinctive(settings: RunSettings) -> dict[str, dict[str, Any]]:
-    """What differs from defaults and decides the result: a setting that a later version adds does
-    not make old rows strangers.
-
-    So who changes a default deletes the rows that were made with the old one.
-    """
-    method = type(settings.method)()
-    defaults = RunSettings(
-        method, privacy=None if settings.privacy is None else PrivacySettings(epsilon=1.0)
-    ).to_mapping()
-    speed = ("compile", "memory_gb", "device")
-    return {
-        section: {
-            k: v
-            for k, v in values.items()
-            if k not in speed and (k == "method" or v != defaults.get(section, {}).get(k))
-        }
-        for section, values in settings.to_mapping().items()
-    }
-
-
 def one_run(settings: RunSettings, data: tuple[ImageData, ImageData]) -> dict[str, Any]:
     try:
         result = simulate(settings, data=data)
@@ -120,6 +92,7 @@ def one_run(settings: RunSettings, data: tuple[ImageData, ImageData]) -> dict[st
         "curve": curve,
         "floats": result.summary["upload_floats_per_round"],
         "seconds": round(sum(row["seconds"] for row in result.metrics), 3),
+        "round_seconds": [row["seconds"] for row in result.metrics],
     }
 
 

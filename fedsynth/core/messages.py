@@ -83,8 +83,11 @@ class Packed:
 
     @property
     def floats(self) -> int:
-        """Number of floating-point values: the unit of the papers' communication tables."""
-        return sum(t.numel() for _, t in self.arrays() if t.is_floating_point())
+        """Number of floating-point values, and of pixels that go as bytes: the unit of the papers'
+        communication tables."""
+        return sum(
+            t.numel() for _, t in self.arrays() if t.is_floating_point() or t.dtype == torch.uint8
+        )
 
     def to_bytes(self) -> bytes:
         """The dataclass as it goes over a wire; tensors go through the CPU, and arrive there.

@@ -16,7 +16,7 @@ sees it, so a step names the type that it declared in its signature, and asks no
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Self
 
 import torch
@@ -84,6 +84,9 @@ class Method:
             which, and all clients take part in every round.
         discloses: of each key of its facts what it is with differential privacy; a key that is not
             declared ends a private run.
+        later: settings that came after run folders with reports were left by earlier versions: they
+            are not told while they change nothing, so that such a folder's report is made again as
+            it was.
 
     >>> from fedsynth import ModelParameters, RunSettings, simulate
     >>> class Untrained(Method):
@@ -115,6 +118,15 @@ class Method:
     presets: ClassVar[Presets] = {}
     even_rounds: ClassVar[bool] = True
     discloses: ClassVar[Mapping[str, Disclosure]] = {}
+    later: ClassVar[frozenset[str]] = frozenset()
+
+    def told(self) -> dict[str, Any]:
+        """Its settings, as configs, reports and summaries have them."""
+        return {
+            one.name: getattr(self, one.name)
+            for one in fields(self)
+            if one.name not in self.later or getattr(self, one.name) != one.default
+        }
 
     @classmethod
     def exchange_types(cls, phase: str) -> ExchangeTypes:
@@ -236,6 +248,14 @@ class Method:
     def artefacts(self, state: State) -> Mapping[str, torch.Tensor]:
         """Matrices of the server, [classes, clients], that belong into the run folder."""
         return {}
+
+    def synthetic(
+        self, state: State, context: RoundContext
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Images that the server made itself, [N, C, H, W], normalised, and their labels [N], for
+        the run folder; None: it makes none. With differential privacy they come from released
+        values alone."""
+        return None
 
     def client_bytes(self, context: RoundContext) -> int | None:
         """Memory that one more client in a `client_step` takes, about; None: clients go one at a

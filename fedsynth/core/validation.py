@@ -98,7 +98,8 @@ def check_embedding(method: str, model: nn.Module) -> None:
             "model",
             "name",
             f"must be a network with `embed` and a linear `classifier`: {method} looks at "
-            "embeddings and logits",
+            "embeddings and logits (of a model of your own: embed(x), [N, embedding_size]; "
+            "classifier, an nn.Linear(embedding_size, classes); and embedding_size)",
         )
 
 

@@ -3,9 +3,9 @@ image files become arrays."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
@@ -120,14 +120,8 @@ def read_images(paths: Sequence[Path], spec: DatasetSpec, *, resize: bool = Fals
 
 def _pixels(path: Path, spec: DatasetSpec, resize: bool) -> Bytes:
     try:
-        content = read_regular(path, MOST_IMAGE_BYTES)
-        if content.count(b"\xff\xda") > MOST_SCANS and content.startswith(b"\xff\xd8"):
-            raise ValueError(f"it is a JPEG file of more than {MOST_SCANS} scans")
-        with Image.open(BytesIO(content), formats=FORMATS) as image:  # reads the header alone
-            _check_size(path, image.size, spec, resize)
-            large = image.width * image.height > _LARGE_PIXELS
-            with _ONE_LARGE_AT_A_TIME if large else nullcontext():
-                return _colour(image, spec)
+        with opened_image(path, lambda size: _check_size(path, size, spec, resize)) as image:
+            return _colour(image, spec)
     except FileNotFoundError:
         raise DataFilesMissingError(f"{spec.name}: {path} is listed but not there") from None
     except DataFilesCorruptError:
@@ -136,6 +130,27 @@ def _pixels(path: Path, spec: DatasetSpec, resize: bool) -> Bytes:
         raise DataFilesCorruptError(
             f"{path} cannot be read as an image: {one_line(error)}"
         ) from None
+
+
+@contextmanager
+def opened_image(path: Path, check: Callable[[tuple[int, int]], None]) -> Iterator[Image.Image]:
+    """An image file whose header has been read; large ones are decoded one at a time.
+
+    Args:
+        check: told width and height, before anything is decoded.
+
+    Raises:
+        OSError: it cannot be read, or is no image. A damaged file may raise anything, here and when
+            it is decoded.
+    """
+    content = read_regular(path, MOST_IMAGE_BYTES)
+    if content.count(b"\xff\xda") > MOST_SCANS and content.startswith(b"\xff\xd8"):
+        raise ValueError(f"it is a JPEG file of more than {MOST_SCANS} scans")
+    with Image.open(BytesIO(content), formats=FORMATS) as image:  # reads the header alone
+        check(image.size)
+        large = image.width * image.height > _LARGE_PIXELS
+        with _ONE_LARGE_AT_A_TIME if large else nullcontext():
+            yield image
 
 
 def _check_size(path: Path, size: tuple[int, int], spec: DatasetSpec, resize: bool) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
@@ -18,6 +19,11 @@ Counts = npt.NDArray[np.integer] | Sequence[Sequence[int]]
 
 MAX_ROWS, MAX_COLUMNS = 40, 26
 _GREY = (200, 200, 200)
+FONT, CELL = 16, 26
+"""Pixels: of letters, and of a cell that has a number."""
+NAME = 18
+"""Letters of a name."""
+Font = ImageFont.ImageFont | ImageFont.FreeTypeFont
 
 
 def partition_table(counts: Counts) -> str:
@@ -47,87 +53,129 @@ def partition_table(counts: Counts) -> str:
     return "\n".join([*_aligned([head, *rows]), summary])
 
 
-def partition_png(counts: Counts, path: Path) -> None:
+def partition_png(counts: Counts, path: Path, class_names: Sequence[str] = ()) -> None:
     """A heat map of a count matrix [K, C]: clients are rows, classes columns; the darker, the more;
     white is none.
+
+    Args:
+        counts: examples of each class at each client.
+        path: of the PNG file.
+        class_names: over the columns, upright where they are broader than these; without them,
+            and where there is no place for them, the classes' numbers.
 
     Raises:
         DataError: not a matrix of counts. OutputError: `path` cannot be written.
     """
     matrix = _checked_counts(counts)
     K, C = matrix.shape
-    font = ImageFont.load_default()
+    font = _font(FONT)
     most = int(matrix.max(initial=0))
-    number_width = math.ceil(font.getlength(str(most))) + 6
+    number_width = math.ceil(font.getlength(f"{most}")) + 10
     # Numbers where a row of them is still a picture; else squares, small when there are many.
-    with_numbers = C * number_width <= 1000 and K * 16 <= 1600
+    with_numbers = C * number_width <= 1500 and K * CELL <= 2000
     side = max(4, min(16, 1000 // max(K, C)))
-    w, h = (max(number_width, 20), 16) if with_numbers else (side, side)
-    left = 40
-    top = 34
-    picture = Image.new("RGB", (max(left + C * w + 10, 330), top + K * h + 10), "white")
+    w, h = (max(number_width, 36), CELL) if with_numbers else (side, side)
+    names = _shortened(class_names) if with_numbers and len(class_names) == C else []
+    longest = max((font.getlength(name) for name in names), default=0.0)
+    upright = longest > w - 4
+    left = 90
+    top = 40 + (math.ceil(longest) if upright else FONT) + 8
+    title = f"{K} clients (rows), {C} classes (columns); darkest: {most} examples"
+    width = max(left + C * w + 12, math.ceil(font.getlength(title)) + 24)
+    picture = Image.new("RGB", (width, top + K * h + 12), "white")
     draw = ImageDraw.Draw(picture)
-    draw.text(
-        (6, 4),
-        f"{K} clients (rows), {C} classes (columns); darkest: {most} examples",
-        "black",
-        font,
-    )
+    draw.text((10, 8), title, "black", font)
     for k, c in np.ndindex(K, C):
-        n = int(matrix[k, c])
-        x = left + c * w
-        y = top + k * h
-        # The square root keeps small counts visible beside large ones.
-        share = math.sqrt(n / most) if most else 0.0
-        draw.rectangle(
-            (x, y, x + w - 1, y + h - 1), _blue(share), _GREY if min(w, h) >= 12 else None
-        )
-        if with_numbers and n:
-            draw.text(
-                (x + w / 2, y + h / 2),
-                str(n),
-                "white" if share > 0.6 else "black",
-                font,
-                anchor="mm",
-            )
-    for k in range(0, K, _tick(h, 12)):
-        draw.text((left - 4, top + (k + 0.5) * h), str(k), "black", font, anchor="rm")
-    for c in range(0, C, _tick(w, 20)):
-        draw.text((left + (c + 0.5) * w, top - 3), str(c), "black", font, anchor="mb")
+        _count_cell(draw, (left + c * w, top + k * h, w, h), int(matrix[k, c]), most, font)
+    for k in range(0, K, _tick(h, 18)):
+        draw.text((left - 8, top + (k + 0.5) * h), f"client {k}", "black", font, anchor="rm")
+    for c in range(0, C, 1 if names else _tick(w, 28)):
+        centre = left + (c + 0.5) * w
+        if names and upright:
+            _upright(picture, names[c], (round(centre), top - 6), font)
+        else:
+            name = names[c] if names else str(c)
+            draw.text((centre, top - 6), name, "black", font, anchor="mb")
     _save(picture, path)
 
 
-def shares_png(matrix_CM: npt.NDArray[Any], path: Path, title: str) -> None:
-    """A heat map of non-negative numbers, [classes, clients]: classes are rows; the darker, the
-    larger; with two digits."""
+def _count_cell(
+    draw: ImageDraw.ImageDraw, box: tuple[int, int, int, int], n: int, most: int, font: Font
+) -> None:
+    """One cell of a heat map of counts, with its number where there is place."""
+    x, y, w, h = box
+    # The square root keeps small counts visible beside large ones.
+    share = math.sqrt(n / most) if most else 0.0
+    draw.rectangle((x, y, x + w - 1, y + h - 1), _blue(share), _GREY if min(w, h) >= 12 else None)
+    if n and h == CELL:
+        ink = "white" if share > 0.6 else "black"
+        draw.text((x + w / 2, y + h / 2), str(n), ink, font, anchor="mm")
+
+
+def shares_png(
+    matrix_CM: npt.NDArray[Any], path: Path, title: str, class_names: Sequence[str] = ()
+) -> None:
+    """A heat map of non-negative numbers, [classes, clients]: classes are rows, by name where names
+    are given; the darker, the larger; with two digits."""
     C, M = matrix_CM.shape
-    font = ImageFont.load_default()
+    font = _font(FONT)
     most = float(matrix_CM.max(initial=0.0)) or 1.0
-    w = 40
-    h = 18
-    left = 40
-    top = 34
-    picture = Image.new("RGB", (max(left + M * w + 10, 330), top + C * h + 10), "white")
+    names = _shortened(class_names) if len(class_names) == C else [str(c) for c in range(C)]
+    w = 56
+    h = CELL
+    left = math.ceil(max(font.getlength(name) for name in names)) + 20
+    top = 62
+    head = f"{title}: {C} classes (rows), {M} clients (columns)"
+    width = max(left + M * w + 12, math.ceil(font.getlength(head)) + 24)
+    picture = Image.new("RGB", (width, top + C * h + 12), "white")
     draw = ImageDraw.Draw(picture)
-    draw.text((6, 4), f"{title}: {C} classes (rows), {M} clients (columns)", "black", font)
+    draw.text((10, 8), head, "black", font)
     for c, k in np.ndindex(C, M):
         share = float(matrix_CM[c, k]) / most
         x = left + k * w
         y = top + c * h
         draw.rectangle((x, y, x + w - 2, y + h - 2), fill=_blue(share))
-        draw.text(
-            (x + 4, y + 2), f"{matrix_CM[c, k]:.2g}", "white" if share > 0.5 else "black", font
-        )
+        ink = "white" if share > 0.5 else "black"
+        draw.text((x + w / 2, y + h / 2), f"{matrix_CM[c, k]:.2g}", ink, font, anchor="mm")
     for c in range(C):
-        draw.text((6, top + c * h + 2), str(c), "black", font)
+        draw.text((left - 8, top + (c + 0.5) * h), names[c], "black", font, anchor="rm")
+    for k in range(M):
+        draw.text((left + (k + 0.5) * w, top - 6), str(k), "black", font, anchor="mb")
     _save(picture, path)
 
 
+def by_class(
+    images_uint8_NCHW: Tensor, labels_N: Tensor, class_names: Sequence[str], columns: int
+) -> tuple[Tensor, list[str]]:
+    """Images as the rows of a grid, a row for each class that has any, and the rows' names.
+
+    Args:
+        images_uint8_NCHW: the images.
+        labels_N: their classes.
+        class_names: of all classes.
+        columns: the most of a row; a class with more has its first ones, a shorter row ends grey.
+
+    Returns:
+        (images [rows · columns, C, H, W], names).
+    """
+    rows: list[Tensor] = []
+    names = []
+    for label in labels_N.unique().tolist():
+        own = images_uint8_NCHW[labels_N == label][:columns]
+        blank = own.new_full((columns - len(own), *own.shape[1:]), _GREY[0])
+        rows.append(torch.cat([own, blank]))
+        names.append(str(class_names[label]))
+    return torch.cat(rows), names
+
+
 def image_grid_png(
-    images_uint8_NCHW: Tensor | npt.NDArray[np.uint8], path: Path, columns: int
+    images_uint8_NCHW: Tensor | npt.NDArray[np.uint8],
+    path: Path,
+    columns: int,
+    row_names: Sequence[str] = (),
 ) -> None:
     """All images in one picture, row by row with `columns` a row, thin lines between them; small
-    images are scaled up.
+    images are scaled up, and names stand before their rows.
 
     Raises:
         DataError: not uint8 [N, 1, H, W] or [N, 3, H, W] with N > 0. SettingError: `columns` below
@@ -155,7 +203,36 @@ def image_grid_png(
         y = (i // columns) * step_y + 1
         left = (i % columns) * step_x + 1
         canvas[y : y + h * scale, left : left + w * scale] = tile
-    _save(Image.fromarray(canvas), path)
+    grid = Image.fromarray(canvas)
+    _save(_with_row_names(grid, row_names, step_y) if row_names else grid, path)
+
+
+def _with_row_names(grid: Image.Image, names: Sequence[str], step: int) -> Image.Image:
+    font = _font(FONT)
+    short = _shortened(names)
+    left = math.ceil(max(font.getlength(name) for name in short)) + 20
+    picture = Image.new("RGB", (left + grid.width, grid.height), "white")
+    picture.paste(grid, (left, 0))
+    draw = ImageDraw.Draw(picture)
+    for row, name in enumerate(short):
+        draw.text((left - 8, (row + 0.5) * step), name, "black", font, anchor="rm")
+    return picture
+
+
+def _upright(picture: Image.Image, text: str, foot: tuple[int, int], font: Font) -> None:
+    """Text that is read from below, with its beginning at `foot`."""
+    strip = Image.new("RGB", (math.ceil(font.getlength(text)) + 2, FONT + 6), "white")
+    ImageDraw.Draw(strip).text((0, strip.height / 2), text, "black", font, anchor="lm")
+    turned = strip.rotate(90, expand=True)
+    picture.paste(turned, (foot[0] - turned.width // 2, foot[1] - turned.height))
+
+
+def _shortened(names: Sequence[str]) -> list[str]:
+    return [name if len(name) <= NAME else name[: NAME - 1] + "…" for name in names]
+
+
+def _font(size: int) -> Font:
+    return ImageFont.load_default(size)
 
 
 def _checked_counts(counts: Counts) -> npt.NDArray[Any]:

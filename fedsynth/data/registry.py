@@ -422,6 +422,15 @@ DATASETS: Mapping[str, DatasetSpec] = MappingProxyType(
 these are the paper's."""
 
 
+def is_known(name: str) -> bool:
+    """Whether a data set of this name is published."""
+    try:
+        dataset_spec(name)
+    except (UnknownNameError, SettingError):
+        return False
+    return True
+
+
 def is_published(spec: DatasetSpec) -> bool:
     """Whether this is a named data set's specification: anybody can get or compute its records."""
     try:

@@ -71,8 +71,7 @@ def random_images(
         made.append(_colour(min(AT_ONCE, count - start), height, width, generator, process))
     images = torch.cat(made)
     if channels == 1:
-        grey = images.mean(dim=1, keepdim=True)
-        return grey
+        return images.mean(dim=1, keepdim=True)
     extra = channels - 3
     if extra > 0:  # more bands than colours: the colours again, in turn
         images = images[:, torch.arange(channels, device=images.device) % 3]
@@ -169,7 +168,8 @@ def dead_leaves(count: int, height: int, width: int, generator: torch.Generator)
 def _power_law(uniform: Tensor, least: float, most: float) -> Tensor:
     """Radii in [least, most] with density proportional to r⁻³, by inversion."""
     low, high = least**-2, most**-2
-    return (low - uniform * (low - high)).rsqrt()
+    radii: Tensor = (low - uniform * (low - high)).rsqrt()
+    return radii
 
 
 def _turned(down: Tensor, across: Tensor, turn: Tensor) -> tuple[Tensor, Tensor]:

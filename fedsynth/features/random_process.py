@@ -1,67 +1,142 @@
-"""Features of an encoder that was trained on random-process images alone: a prior from no data.
+"""Features of a dictionary of patches that random-process images are made of: a prior from no data.
 
-A small convolutional network with group norm, trained by alignment and uniformity
-(`random_process_training.py`) on what `random_images.py` draws. Its weights came from a seed and a
-procedure, so they are as public as an architecture: a private release of these features costs what
-one of raw pixels costs. DP-RandP (Tang et al. 2023, arXiv 2306.06076) showed what such a prior is
-worth to central private training.
+Single-layer learning of Coates, Ng & Lee 2011, "An Analysis of Single-Layer Networks in Unsupervised
+Feature Learning": 6×6 patches are normalised, whitened, and compared with K unit vectors, and what
+exceeds a threshold, of either sign, is averaged in 3×3 overlapping cells. The dictionary was learned
+by spherical k-means (`random_process_training.py`) from images that `random_images.py` draws. It came
+from a seed and a procedure, so it is as public as an architecture. docs/features.md has what it adds
+to scattering, and what a network trained on the same images does.
 """
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
 from torch.nn import functional as F
 
-GROUPS = 8
-WIDTHS = (48, 64, 128, 128)
-"""Channels of the four convolutions; the first and the third halve the image."""
-KERNELS = (4, 3, 3, 3)
-STRIDES = (2, 1, 2, 1)
-SIDE = 32
-"""Images are brought to this size: what the encoder was trained at."""
+from fedsynth.errors import SettingError
+from fedsynth.features.feature_map import FeatureMap, Shape
+from fedsynth.features.public_statistics import SOURCE, constants, public_vectors
+from fedsynth.features.scattering import scattering
+
+WEIGHTS = Path(__file__).with_name("random_process.safetensors")
+"""What `python benchmarks/random_process_prior.py --write` made."""
+PATCH = 6
+"""Pixels of a patch's side."""
+CONTRAST = 10 / 255**2
+"""Added to a patch's variance: what is nearly flat stays small (10 grey values squared, as in the
+paper)."""
+THRESHOLD = 0.25
 CELLS = 3
-"""Overlapping cells along each side that the last map is averaged in: with an 8×8 map cells of 4,
-two apart."""
+LEAST = 12
+"""Pixels of a side: smaller images have too few patches for 3×3 cells."""
 
 
-class Encoder(nn.Module):
-    """Images [N, 3, 32, 32] with pixels in [0, 1] to maps [N, 128, 8, 8].
+@dataclass(frozen=True, eq=False)
+class Dictionary:
+    """Patches to compare with.
 
-    >>> import torch
-    >>> list(Encoder()(torch.zeros(2, 3, 32, 32)).shape)
-    [2, 128, 8, 8]
+    Args:
+        mean: of normalised patches, [P], P = 3·PATCH², channels first.
+        atoms: whitening and unit vectors in one, [P, K]: (p − mean) @ atoms are the comparisons.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        layers: list[nn.Module] = []
-        before = 3
-        for width, kernel, stride in zip(WIDTHS, KERNELS, STRIDES, strict=True):
-            layers += [
-                nn.Conv2d(before, width, kernel, stride, padding=1, bias=False),
-                nn.GroupNorm(GROUPS, width),
-                nn.ReLU(),
-            ]
-            before = width
-        self.layers = nn.Sequential(*layers)
+    mean: Tensor
+    atoms: Tensor
 
-    def forward(self, x_NCHW: Tensor) -> Tensor:
-        maps: Tensor = self.layers(2 * x_NCHW - 1)
-        return maps
+    def __call__(self, x_NCHW: Tensor) -> Tensor:
+        """Vectors [N, 2K·CELLS²] of colour or grey images with pixels in [0, 1].
 
-
-def as_trained(pixels_NCHW: Tensor) -> Tensor:
-    """Images of any size, grey or colour, as the encoder was trained on: [N, 3, 32, 32]."""
-    x = pixels_NCHW
-    if x.shape[1] == 1:
-        x = x.expand(-1, 3, -1, -1)
-    if x.shape[-2:] == (28, 28):  # framed, as ConvNets of the literature take them
-        return F.pad(x, (2, 2, 2, 2))
-    if x.shape[-2:] != (SIDE, SIDE):
-        x = F.interpolate(x, (SIDE, SIDE), mode="bilinear", align_corners=False, antialias=True)
-    return x
+        The comparisons are one convolution: a patch's own mean and contrast enter afterwards, as
+        (p − μ_p)/s_p is linear in p but for the two numbers.
+        """
+        x = x_NCHW.expand(-1, 3, -1, -1) if x_NCHW.shape[1] == 1 else x_NCHW
+        atoms = self.atoms.to(x)
+        size = len(atoms)
+        kernels = (atoms - atoms.mean(dim=0)).T.reshape(-1, 3, PATCH, PATCH)
+        level = F.avg_pool2d(x.mean(dim=1, keepdim=True), PATCH, 1)
+        square = F.avg_pool2d(x.square().mean(dim=1, keepdim=True), PATCH, 1)
+        spread = ((square - level.square()).clamp_min(0) + CONTRAST).sqrt()
+        shift = (self.mean.to(x) @ atoms).view(1, -1, 1, 1)
+        z = F.conv2d(x, kernels) / spread - shift
+        if size != 3 * PATCH**2:
+            raise SettingError(None, "dictionary", f"must be of patches of 3·{PATCH}² numbers")
+        return torch.cat([pooled((sign * z - THRESHOLD).relu()) for sign in (1, -1)], dim=1)
 
 
 def pooled(maps_NCHW: Tensor) -> Tensor:
-    """Averages in overlapping cells, [N, C·CELLS²]."""
-    return F.avg_pool2d(maps_NCHW, 4, 2).flatten(1)
+    """Means in 3×3 cells, each half as wide as the map and halfway over the next, [N, C·9]."""
+    height, width = maps_NCHW.shape[-2:]
+    tall = (height + 1) // 2
+    wide = (width + 1) // 2
+    rows = [0, (height - tall) // 2, height - tall]
+    columns = [0, (width - wide) // 2, width - wide]
+    cells = [
+        maps_NCHW[:, :, row : row + tall, column : column + wide].mean(dim=(2, 3))
+        for row in rows
+        for column in columns
+    ]
+    return torch.stack(cells, dim=2).flatten(1)
+
+
+@lru_cache(maxsize=1)
+def shipped() -> Dictionary:
+    """The dictionary that comes with the package."""
+    held = load_file(WEIGHTS)
+    return Dictionary(held["mean"], held["atoms"])
+
+
+def random_process(shape: Shape) -> FeatureMap:
+    """The dictionary's features.
+
+    Raises:
+        SettingError: images that are neither grey nor colour, or smaller than 12×12.
+
+    >>> random_process((3, 32, 32)).dimension
+    1728
+    """
+    _check(shape)
+    return _with_constants(
+        "random-process", shape, 2 * shipped().atoms.shape[1] * CELLS**2, shipped()
+    )
+
+
+def scattering_and_random_process(shape: Shape) -> FeatureMap:
+    """Scattering coefficients and the dictionary's features side by side, each over its own public
+    radius, so that neither drowns the other.
+
+    Raises:
+        SettingError: as both.
+    """
+    _check(shape)
+    one = scattering(shape)
+    other = random_process(shape)
+
+    def function(x_NCHW: Tensor) -> Tensor:
+        return torch.cat(
+            [one.function(x_NCHW) / one.radius, other.function(x_NCHW) / other.radius], 1
+        )
+
+    name = "scattering+random-process"
+    return _with_constants(name, shape, one.dimension + other.dimension, function)
+
+
+def _with_constants(name: str, shape: Shape, dimension: int, function: Dictionary) -> FeatureMap:
+    """The map, with norm and radius from random-process images."""
+    norm, radius = constants(public_vectors(function, shape))
+    return FeatureMap(name, shape, dimension, norm, radius, SOURCE, function)
+
+
+def _check(shape: Shape) -> None:
+    if shape[0] not in (1, 3) or min(shape[1:]) < LEAST:
+        raise SettingError(
+            "method",
+            "features",
+            f"of random processes take grey or colour images of at least {LEAST}×{LEAST} pixels, "
+            f"got {shape}",
+        )

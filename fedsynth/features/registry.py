@@ -19,6 +19,8 @@ Builder = Callable[[Shape], FeatureMap]
 _BUILT_IN = {
     "pixels": "fedsynth.features.pixels:pixels",
     "scattering": "fedsynth.features.scattering:scattering",
+    "random-process": "fedsynth.features.random_process:random_process",
+    "scattering+random-process": ("fedsynth.features.random_process:scattering_and_random_process"),
     "whitened-scattering": "fedsynth.features.scattering:whitened_scattering",
 }
 _OWN: dict[str, Builder] = {}

@@ -4,7 +4,11 @@ may listen."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fedsynth.federation.terms.settings import RunSettings
 
 
 class Observer:
@@ -20,6 +24,14 @@ class Observer:
     round 2: 6500 numbers were sent
     """
 
+    def started(self, settings: RunSettings, folder: Path | None) -> None:
+        """The run is about to begin, or to go on, with these settings.
+
+        Args:
+            settings: the run's, resolved.
+            folder: what the run's folder is called once it has finished; None: it leaves none.
+        """
+
     def note(self, text: str) -> None:
         """A line for people: what the run is about to do, a warning, why it ended."""
 
@@ -29,3 +41,6 @@ class Observer:
     def round_ended(self, row: Mapping[str, Any]) -> None:
         """A round's metrics, as they go to metrics.jsonl: with differential privacy without what
         only a simulation may show."""
+
+    def ended(self, summary: Mapping[str, Any] | None) -> None:
+        """The run has ended, with what summary.json says; None: it was stopped, or failed."""

@@ -17,6 +17,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message
 from fedsynth.core.method import Memory
 from fedsynth.data.images import ImageData, require_all_classes
-from fedsynth.data.load import load_dataset
+from fedsynth.data.load_folder import FolderData
 from fedsynth.data.partition import GIVEN, IntArray, check_parts, count_matrix, partition
 from fedsynth.data.users import check_one_client_each
 from fedsynth.errors import CheckpointError, OutputError, Setting, Text
@@ -58,21 +59,21 @@ from fedsynth.federation.outputs.disclosed import (
 )
 from fedsynth.federation.outputs.losses import losses
 from fedsynth.federation.outputs.measure import Measure
-from fedsynth.federation.outputs.report_context import report_context
-from fedsynth.federation.outputs.result import RunResult, summarise
-from fedsynth.federation.outputs.run_folder import RunFolder
+from fedsynth.federation.outputs.report_context import handed_over, report_context
+from fedsynth.federation.outputs.result import RunResult, own_sources, summarise
+from fedsynth.federation.outputs.run_folder import SERVER, RunFolder
 from fedsynth.federation.outputs.verification import plan_when_it_began
+from fedsynth.federation.spoken import Spoken
 from fedsynth.federation.terms.client_ledgers import Clients
 from fedsynth.federation.terms.devices import check_compiler, resolve_device
 from fedsynth.federation.terms.duration import long_run
 from fedsynth.federation.terms.given_data import (
     PRIVATE,
-    checked_data,
     divided,
-    kind_of_test,
     protects_users,
     require_a_ledger,
 )
+from fedsynth.federation.terms.own_data import data_of_run
 from fedsynth.federation.terms.participation import Participation
 from fedsynth.federation.terms.privacy_plan import PrivacyPlan, check_method
 from fedsynth.federation.terms.public_context import public_context
@@ -81,6 +82,7 @@ from fedsynth.privacy.errors import PrivacySettingError
 from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.ledger_folder import check_names
 from fedsynth.privacy.report import ReportContext, build_report, write_report
+from fedsynth.privacy.report_schema import Began
 from fedsynth.synthesizer.condensation.sets import SyntheticSet
 
 UNPROTECTED = Text(
@@ -97,7 +99,7 @@ NO_LATER_EPSILON = "no run on these data can have an ε afterwards"
 def simulate(
     settings: RunSettings,
     *,
-    data: tuple[ImageData, ImageData | None] | None = None,
+    data: tuple[ImageData, ImageData | None] | FolderData | None = None,
     parts: Sequence[IntArray] | None = None,
     names: Sequence[str] | None = None,
     test: str | None = None,
@@ -105,12 +107,14 @@ def simulate(
     observer: Observer | None = None,
     download: bool = False,
     resume: Path | str | None = None,
+    quiet: bool = False,
 ) -> RunResult:
     """Runs a federation.
 
     Args:
         settings: the run's.
-        data: (train, test) of your own, where test may be None; None loads `settings.dataset`. With
+        data: (train, test) of your own, where test may be None, or what `load_folder` gives, whose
+            sites are then the clients; None loads `settings.folder`, or `settings.dataset`. With
             differential privacy all of `train.spec` is public: declare a round `train_size`, not
             the true one, or set `nominal_size` and `max_records`. Unless it is the specification of
             a published data set, differential privacy then needs `PrivacySettings(ledger=...)`.
@@ -119,16 +123,17 @@ def simulate(
         names: the clients' names, one for each part: a kept ledger, and the privacy report, know
             them by these. They are public. None: client-000, client-001, … (a client whose records
             a kept ledger is for goes by that ledger's name).
-        test: "public" or "private", what the test images are. None: those of a published data set
-            are public, your own are private. With differential privacy, what is measured on private
-            ones stands in `simulation_only` alone.
+        test: "public" or "private", what the test images are, or "none": they are not used. None:
+            those of a published data set are public, your own are private. With differential
+            privacy, what is measured on private ones stands in `simulation_only` alone.
         output: the folder that run folders go into; None writes nothing.
-        observer: told of progress.
+        observer: told of progress. None: each round is a line on stderr.
         download: let torchvision fetch the data set if it is not there.
         resume: the folder of a run that did not finish, of the same settings, data and parts: the
             run goes on after its last whole round, with the numbers that it would have had. A round
             that was cut off is repeated, and with differential privacy charged again. `output` is
             then not looked at.
+        quiet: without an observer, say nothing.
 
     Returns:
         The result; without any round (`metrics` is empty, `deviations` says why) where earlier runs
@@ -153,10 +158,14 @@ def simulate(
     device = resolve_device(settings.device)
     if settings.compile:
         check_compiler(device)
-    given = data or load_dataset(settings.dataset, settings.data_root, download=download)
-    train, tested = checked_data(given)
-    settings = replace(settings, dataset=train.spec.name)
-    kind = kind_of_test(train.spec, tested, test)
+    if observer is None:
+        observer = Observer() if quiet else Spoken(settings.rounds)
+    found = data_of_run(settings, data, test, observer.note, download=download)
+    settings = found.settings
+    train = found.train
+    tested = found.test
+    parts = found.parts if parts is None else parts
+    names = found.names if names is None and parts is found.parts else names
     require_a_ledger(settings, train.spec)
     if parts is not None:
         check_parts(parts, len(train))
@@ -171,6 +180,7 @@ def simulate(
             train.spec.classes,
             *train.origins(),
         )
+    settings.report.check_clients(len(parts))
     if settings.privacy is None:
         require_all_classes(train)
     folder = None if output is None else Path(output)
@@ -182,9 +192,9 @@ def simulate(
         settings,
         Clients(train, positions, declared),
         train.to(device),
-        (None if tested is None else tested.to(device), kind),
+        (None if tested is None else tested.to(device), found.test_kind),
         [torch.from_numpy(part) for part in positions],
-        observer or Observer(),
+        observer,
         folder,
         download,
         None if resume is None else RunFolder.reopen(Path(resume)),
@@ -264,6 +274,8 @@ class Simulation:
                     ")",
                 )
             )
+        if not self.over:
+            observer.started(settings, None if self.folder is None else self.folder.final)
         for line in headline:
             observer.note(line)
         initial = self.context.architecture.state_dict()
@@ -275,6 +287,7 @@ class Simulation:
         self.played = Played()
         self.metrics: list[dict[str, Any]] = []
         self.deviations: list[str] = []
+        self.pictures_missing = False
         if resumed is not None:
             self._go_on(resumed, checkpoint)
 
@@ -326,22 +339,32 @@ class Simulation:
 
     def run(self) -> RunResult:
         """All rounds that are left, and the result."""
+        result: RunResult | None = None
         try:
-            for number in range(len(self.metrics) + 1, self.settings.rounds + 1):
-                started = time.perf_counter()
-                context = self.round_context(number)
-                refusal = self.play(context)
-                if refusal is not None:
-                    self._end_early(number, refusal)
-                    break
-                self._record(context, started)
-            return self._finish()
+            result = self._rounds()
+            return result
         except KeyboardInterrupt:
-            self.observer.note(self._interrupted())
+            self.observer.note(self._interrupted("interrupted"))
+            raise
+        except Exception:
+            self.observer.note(self._interrupted("failed"))
             raise
         finally:
             if self.folder is not None:
                 self.folder.release()
+            if not self.over:
+                self.observer.ended(None if result is None else result.summary)
+
+    def _rounds(self) -> RunResult:
+        for number in range(len(self.metrics) + 1, self.settings.rounds + 1):
+            started = time.perf_counter()
+            context = self.round_context(number)
+            refusal = self.play(context)
+            if refusal is not None:
+                self._end_early(number, refusal)
+                break
+            self._record(context, started)
+        return self._finish()
 
     def round_context(self, number: int) -> RoundContext:
         """What the steps of this round know."""
@@ -430,16 +453,19 @@ class Simulation:
         load = partial(checkpoints.memory, number)
         self.exchange.clients[number].store(partial(_on_device, load, self.context.device))
 
-    def _interrupted(self) -> Text:
+    def _spent(self) -> str:
+        """What has been spent by now, in words; empty without a guarantee."""
+        histories = self.exchange.histories() if self._private else []
+        if not self._private or not self.plan.guaranteed(histories):
+            return ""
+        spent = f"{self.plan.epsilon(histories):.4g}"
+        return f"; spent: ε = {spent} at δ = {self.plan.privacy.delta:g}"
+
+    def _interrupted(self, how: str) -> Text:
         """What a run that is stopped has done and spent, and how it goes on."""
         parts: list[str | Setting] = [
-            f"interrupted after {len(self.metrics)} of {self.settings.rounds} rounds"
+            f"{how} after {len(self.metrics)} of {self.settings.rounds} rounds{self._spent()}"
         ]
-        if self._private:
-            histories = self.exchange.histories()
-            if self.plan.guaranteed(histories):
-                spent = f"{self.plan.epsilon(histories):.4g}"
-                parts.append(f"; spent: ε = {spent} at δ = {self.plan.privacy.delta:g}")
         if self.folder is None:
             parts.append("; nothing was written")
         else:
@@ -451,6 +477,7 @@ class Simulation:
         name = f"{self.method.name}-{self.context.spec.name}"
         folder = RunFolder(output, name)
         folder.write_config(to_toml(self.settings.to_mapping()))
+        folder.write_sources([one.text_file for one in own_sources(self.settings).values()])
         if self._private and self.plan.privacy.ledger_folder is None:
             moved = clients.fresh_ledgers(folder.path / "ledger", self.settings)
             for client, ledger in zip(self.exchange.clients, moved, strict=True):
@@ -461,9 +488,10 @@ class Simulation:
         """Writes what is known before the first round, as far as it is not there."""
         if self._private and not folder.has_begun:
             histories = self.exchange.histories()
-            start = privacy_words.start(self.plan, histories, self.test_kind)
+            began = Began(id=folder.name, date=f"{datetime.now():%Y-%m-%d}")
+            start = privacy_words.start(self.plan, histories, self.test_kind, began)
             folder.write_private_start(start.to_json())
-        folder.write_partition(counts)
+        folder.write_partition(counts, self.context.spec.class_names)
 
     def _headline(self) -> list[str]:
         if self._private:
@@ -479,7 +507,10 @@ class Simulation:
             f"ended after {done} of {self.settings.rounds} rounds: {refusal.reason}"
         )
         if not self.over:
-            self.observer.note(self.deviations[-1])
+            where = "nothing is written"
+            if self.folder is not None:
+                where = f"what it has done is in {self.folder.final}"
+            self.observer.note(f"{self.deviations[-1]}{self._spent()}; {where}")
 
     def _after_uploads(self, context: RoundContext) -> None:
         """A class that is too rare at every client would otherwise vanish without a word."""
@@ -529,6 +560,7 @@ class Simulation:
         self._keep(context)
         if self.folder is not None:
             self.folder.append_metrics(told)
+            self._draw_round(number)
         self.observer.round_ended(told.shown)
 
     def _disclosed(self, row: Mapping[str, Any]) -> Disclosed:
@@ -557,7 +589,7 @@ class Simulation:
         told = disclosed(summary, declared)
         summary = dict(told.shown)
         if self.folder is not None:
-            self._write_results(self.folder, artefacts, report)
+            report = self._write_results(self.folder, artefacts, report)
             summary["folder"] = str(self.folder.finish(told))
             # not before: without it a run that is killed here would begin anew
             CheckpointFolder(self.folder.checkpoints, "").discard()
@@ -582,32 +614,71 @@ class Simulation:
             self.deviations,
             test=self.test_kind,
             secret=all(budget.secret.is_secret for budget in budgets if budget is not None),
+            began=_today() if self.folder is None else self.folder.began(),
         )
+
+    def _sets(self) -> list[tuple[int, Tensor, Tensor]]:
+        """The last uploads' synthetic sets: client, images, labels."""
+        return [
+            (client, upload.images, upload.labels)
+            for client, upload in self.uploads.items()
+            if isinstance(upload, SyntheticSet)
+        ]
+
+    def _picture_missing(self, error: OutputError) -> None:
+        """Said once: a disk that is full stays so."""
+        if not self.pictures_missing:
+            self.observer.note(f"warning: a picture is missing: {error}")
+        self.pictures_missing = True
+
+    def _draw_round(self, number: int) -> None:
+        """A picture of what was sent in this round; one that cannot be made is only said."""
+        sets = self._sets()
+        if self.folder is None or not sets or self.played.no_quorum is not None:
+            return
+        try:
+            self.folder.draw_round(number, sets, self.context.spec)
+        except OutputError as error:
+            self._picture_missing(error)
 
     def _write_results(
         self,
         folder: RunFolder,
         artefacts: Mapping[str, Tensor],
         report: dict[str, Any] | None,
-    ) -> None:
-        """What was promised first, and pictures last: none of them may cost a result."""
+    ) -> dict[str, Any] | None:
+        """What was promised first, and pictures last: none of them may cost a result.
+
+        The report is written again once the files are there whose hashes it has; that one is
+        returned.
+        """
         if report is not None:
             write_report(report, folder.path)
         folder.write_model(self.server.final_parameters())
-        sets = [
-            (client, upload.images, upload.labels)
-            for client, upload in self.uploads.items()
-            if isinstance(upload, SyntheticSet)
-        ]
+        uploads = {k: one for k, one in self.uploads.items() if isinstance(one, SyntheticSet)}
+        sets = [(client, one.images, one.labels) for client, one in uploads.items()]
+        made = self.method.synthetic(self.server.state, self.context)
+        if made is not None:
+            sets.append((SERVER, *made))
         if sets:
-            folder.write_synthetic(sets, self.context.spec)
+            soft = [one.soft_labels() for one in uploads.values()]
+            folder.write_synthetic(sets, self.context.spec, soft)
         folder.write_artefacts(artefacts)
+        if report is not None and report.get("run") is not None:
+            report = {**report, "files": handed_over(folder.path)}
+            write_report(report, folder.path)
         try:
             if sets:
                 folder.draw_synthetic(sets, self.context.spec)
-            folder.draw_artefacts(artefacts)
+            folder.draw_artefacts(artefacts, self.context.spec.class_names)
         except OutputError as error:
-            self.observer.note(f"warning: a picture is missing: {error}")
+            self._picture_missing(error)
+        return report
+
+
+def _today() -> Began:
+    """Of a run that leaves no folder."""
+    return Began(id=None, date=f"{datetime.now():%Y-%m-%d}")
 
 
 def _on_device(load: Callable[[], Memory], device: torch.device) -> Memory:

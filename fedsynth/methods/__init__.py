@@ -10,11 +10,12 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from fedsynth.errors import unknown_name
+from fedsynth.errors import SettingError, unknown_name
 from fedsynth.lazily import homes
 
 if TYPE_CHECKING:
     from fedsynth.core.method import Method
+    from fedsynth.own_code import OwnCode
 
 CLASSES: Mapping[str, str] = MappingProxyType(homes(Path(__file__).with_name("registry.py")))
 """A registered class: its module."""
@@ -35,15 +36,67 @@ METHODS: Mapping[str, str] = MappingProxyType(
 """A method's name: its module and class."""
 
 
+_OWN: dict[str, tuple[type[Method], OwnCode | None]] = {}
+"""Methods from outside the package, by name: their classes, and the files that they come from."""
+
+
+def register_method(method: type[Method], source: OwnCode | None = None) -> str:
+    """Makes a method of one's own known by its name, to settings, config files and `verify`.
+
+    Args:
+        method: its class; another of that name, that was registered before, is replaced.
+        source: the file that it comes from, where it was loaded from one.
+
+    Returns:
+        The name, lower case.
+
+    Raises:
+        SettingError: it is no method, or has the name of a method of the package.
+
+    >>> from dataclasses import dataclass
+    >>> from fedsynth import FedAvg, RunSettings, register_method, resolve
+    >>> @dataclass(frozen=True)
+    ... class Slow(FedAvg):
+    ...     name = "slow"
+    ...     lr: float = 1e-6
+    >>> register_method(Slow)
+    'slow'
+    >>> resolve({"run": {"method": "slow"}}).method.lr
+    1e-06
+    """
+    from fedsynth.core.method import Method
+
+    if not (isinstance(method, type) and issubclass(method, Method)):
+        raise SettingError(
+            "run", "method", f"must be a class that inherits fedsynth.Method, got {method!r:.80}"
+        )
+    name = str(getattr(method, "name", "")).lower()
+    if not name or name in METHODS:
+        raise SettingError(
+            "run",
+            "method",
+            f"of your own needs a `name` that no method of the package has, got {name!r}",
+        )
+    _OWN[name] = (method, source)
+    return name
+
+
+def own_source(name: str) -> OwnCode | None:
+    """The file that the method of this name was loaded from; None: from none."""
+    return _OWN[name][1] if name in _OWN else None
+
+
 def method_class(name: str) -> type[Method]:
-    """The class of a registered method, whose name may be in any case.
+    """The class of a method, whose name may be in any case.
 
     Raises:
         UnknownNameError: no such method; names the near matches.
     """
     name = name.lower()
+    if name in _OWN:
+        return _OWN[name][0]
     if name not in METHODS:
-        raise unknown_name("method", name, METHODS, "run", "method")
+        raise unknown_name("method", name, {**METHODS, **_OWN}, "run", "method")
     module, _, attribute = METHODS[name].partition(":")
     found: Any = getattr(import_module(module), attribute)
     return found  # type: ignore[no-any-return]

@@ -19,17 +19,20 @@ from typing import ClassVar
 
 from torch import nn
 
-from fedsynth.core.client import Segments
+from fedsynth.core.client import ClientGroup, OpenClients, Segments
 from fedsynth.core.context import RoundContext
 from fedsynth.core.method import Down, Presets, PrivatePlan
 from fedsynth.core.validation import check_choices, check_ranges
+from fedsynth.errors import Setting, SettingError
+from fedsynth.methods.shared.around import AUGMENTATIONS, maps_around
 from fedsynth.methods.shared.condensing import Condenses, FeatureMaps
-from fedsynth.methods.shared.private_condensation import feature_plans
+from fedsynth.methods.shared.private_condensation import Matching, feature_plans, feature_width
 from fedsynth.methods.shared.union import TrainsInBall
+from fedsynth.models.batch_norm import has_batch_norm
 from fedsynth.privacy.settings import PrivacySettings
 from fedsynth.synthesizer.condensation.matchers import ClippedMatcher, Matcher
-from fedsynth.synthesizer.condensation.perturbation import READINGS, Perturbations
-from fedsynth.synthesizer.condensation.siamese import SiameseDraws
+from fedsynth.synthesizer.condensation.network_means import NetworkMeansMatcher
+from fedsynth.synthesizer.condensation.perturbation import READINGS
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,11 @@ class FedDM(Condenses, TrainsInBall):
         image_clip: clip the norm of each client's image gradient, for stability (FedAF's paper runs
             FedDM with 2, momentum 0.9 and averaged start images); 0: no clipping. Not a privacy
             mechanism.
+        networks_per_round: ours, not the paper's: M networks a round, whose class means over all of
+            a client's data are computed once, and T steps that go through them in turn
+            (`fedsynth.synthesizer.condensation.network_means`); 0: the paper's new network and
+            minibatch in every step. For networks without batch norm, matching "mean", and not with
+            differential privacy, where mechanism `features` does the same.
         networks: M of mechanism `features`.
         count_noise: of mechanism `features`: the counts' noise multiplier over that of the M
             networks' sums together, σ/√M, so that counts take 1/(1 + count_noise²) of the budget
@@ -73,6 +81,7 @@ class FedDM(Condenses, TrainsInBall):
     )
     reference: ClassVar[str] = "Xiong et al. 2023, FedDM, arXiv 2207.09653"
     protects: ClassVar[tuple[str, ...]] = ("residual", "gradient", "features", "paper")
+    later: ClassVar[frozenset[str]] = frozenset({"networks_per_round"})
     presets: ClassVar[Presets] = {
         "digits": {"iterations": 10, "image_lr": 5.0},
         "cifar100": {"ipc": 5},  # the paper's
@@ -83,6 +92,7 @@ class FedDM(Condenses, TrainsInBall):
     flip: bool = False
     logit_weight: float = 1.0
     image_clip: float = 0.0
+    networks_per_round: int = 0
     networks: int = 16
     count_noise: float = 3.0
 
@@ -90,31 +100,31 @@ class FedDM(Condenses, TrainsInBall):
         super().__post_init__()
         check_ranges(self, logit_weight=(0, inf), image_clip=(0, inf))
         check_ranges(self, networks=(1, inf), count_noise=(0.01, inf))
-        check_choices(self, augment=("none", "siamese"), perturbation=READINGS)
+        check_ranges(self, networks_per_round=(0, inf))
+        if self.networks_per_round and self.matching != "mean":
+            raise SettingError(
+                "method",
+                "networks_per_round",
+                "must be 0 unless class means are matched (",
+                Setting("method", "matching", "mean"),
+                "): whole distributions need examples in every step",
+            )
+        check_choices(self, augment=AUGMENTATIONS, perturbation=READINGS)
 
     def feature_maps(
         self, model: nn.Module, segments: Segments, context: RoundContext, period: int | None
     ) -> FeatureMaps:
-        networks = Perturbations(
+        return maps_around(
             model,
-            self.radius,
+            segments.label,
+            context,
+            radius=self.radius,
             reading=self.perturbation,
-            seed=context.seed,
-            round=context.round,
-            device=context.device,
-            period=period,
-        )
-        if self.augment == "none":
-            return FeatureMaps(networks.draw, None, self.logit_weight)
-        augmentations = SiameseDraws(
-            segments.label.to(context.device),
-            context.spec.classes,
+            augment=self.augment,
             flip=self.flip,
-            seed=context.seed,
-            round=context.round,
+            logit_weight=self.logit_weight,
             period=period,
         )
-        return FeatureMaps(networks.draw, augmentations.draw, self.logit_weight)
 
     def objective(
         self, matcher: Matcher, message: Down, segments: Segments, context: RoundContext
@@ -123,6 +133,29 @@ class FedDM(Condenses, TrainsInBall):
             return matcher
         return ClippedMatcher(matcher, segments.position.to(context.device), self.image_clip)
 
+    def check_model(self, model: nn.Module) -> None:
+        super().check_model(model)
+        if self.networks_per_round and has_batch_norm(model):
+            raise SettingError(
+                "method",
+                "networks_per_round",
+                "must be 0 with batch norm, which ties an image's features to the others of its "
+                "pass",
+            )
+
+    def client_bytes(self, context: RoundContext) -> int:
+        means = self.networks_per_round * context.spec.classes * feature_width(context, logits=True)
+        return super().client_bytes(context) + 4 * means
+
+    def _matching(
+        self, clients: ClientGroup, segments: Segments, context: RoundContext
+    ) -> Matching:
+        if self.networks_per_round and isinstance(clients, OpenClients):
+            networks = min(self.networks_per_round, self.iterations)
+            matcher = NetworkMeansMatcher(clients, segments, networks)
+            return Matching(matcher, period=networks)
+        return super()._matching(clients, segments, context)
+
     def private_plans(
         self, privacy: PrivacySettings, context: RoundContext
     ) -> tuple[PrivatePlan, ...]:
@@ -130,6 +163,16 @@ class FedDM(Condenses, TrainsInBall):
 
         M is less where there are fewer steps to use the networks.
         """
+        if self.networks_per_round:
+            raise SettingError(
+                "method",
+                "networks_per_round",
+                "must be 0 with differential privacy: it reads exact class means; its private form "
+                "is ",
+                Setting("privacy", "mechanism", "features"),
+                " with ",
+                Setting("method", "networks"),
+            )
         if privacy.mechanism != "features":
             return super().private_plans(privacy, context)
         self.check_private(context)

@@ -23,6 +23,7 @@ from fedsynth.methods.fedkf import FedKF as FedKF
 from fedsynth.methods.fednova import FedNova as FedNova
 from fedsynth.methods.fedprox import FedProx as FedProx
 from fedsynth.methods.fedstats import FedStats as FedStats
+from fedsynth.methods.fedsum import FedSum as FedSum
 from fedsynth.methods.moon import Moon as Moon
 from fedsynth.methods.qffl import QFFL as QFFL
 from fedsynth.methods.real import Real as Real

@@ -14,7 +14,10 @@ from torch import Tensor, nn
 from torchvision.models.googlenet import BasicConv2d, Inception, InceptionAux
 from torchvision.models.googlenet import GoogLeNet as TorchvisionGoogLeNet
 
+from fedsynth.errors import SettingError
 from fedsynth.privacy.dpsgd import group_norm_twin
+
+LEAST = 15  # below that, a pool is left with nothing
 
 
 def googlenet(image_shape: tuple[int, int, int], classes: int, norm: str) -> nn.Module:
@@ -29,7 +32,11 @@ class _Conv(BasicConv2d):  # type: ignore[misc]  # torchvision has no types
 
 
 class GoogLeNet(TorchvisionGoogLeNet):  # type: ignore[misc]  # torchvision has no types
-    """`forward`: normalised images [N, C, H, W] to logits [N, classes]."""
+    """`forward`: normalised images [N, C, H, W] to logits [N, classes].
+
+    Raises:
+        SettingError: images below 15×15.
+    """
 
     stage_names = ("maxpool1", "maxpool2", "maxpool3", "maxpool4", "inception5b")
 
@@ -37,6 +44,13 @@ class GoogLeNet(TorchvisionGoogLeNet):  # type: ignore[misc]  # torchvision has 
         blocks = [_Conv, partial(Inception, conv_block=_Conv), InceptionAux]
         super().__init__(num_classes=classes, aux_logits=False, init_weights=False, blocks=blocks)
         channels, height, width = image_shape
+        if min(height, width) < LEAST:
+            raise SettingError(
+                "model",
+                "name",
+                f"needs images of at least {LEAST}×{LEAST}, got {height}×{width}",
+                value="googlenet",
+            )
         if channels != 3:
             self.conv1.conv = nn.Conv2d(
                 channels, 64, kernel_size=7, stride=2, padding=3, bias=False

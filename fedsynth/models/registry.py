@@ -14,13 +14,15 @@ import torch
 from torch import nn
 
 from fedsynth.core.validation import check_ranges
-from fedsynth.errors import SettingError, unknown_name, unknown_value
+from fedsynth.errors import Setting, SettingError, unknown_name, unknown_value
 from fedsynth.models.alexnet import AlexNet
 from fedsynth.models.convnet import NORMS, ConvNet
 from fedsynth.models.googlenet import googlenet
+from fedsynth.models.own import builder, own_name
 from fedsynth.models.projection import Projected
 from fedsynth.models.resnet import ResNet18, ResNet50
 from fedsynth.models.small import Cnn, LeNet5, Linear, ResNet8
+from fedsynth.own_code import OwnCode
 from fedsynth.seeding import forked_rng
 
 Shape = tuple[int, int, int]
@@ -33,10 +35,19 @@ _COUNTED = 1024  # a wider layer is counted before it is made
 
 @dataclass(frozen=True)
 class _Architecture:
-    """How to build it, and the norms that it can have, its own first."""
+    """How to build it, and the norms that it can have, its own first.
+
+    Attributes:
+        own: whether it comes from outside the package.
+        given_weights: whether it starts with weights that the user gave.
+        source: the file that it was loaded from; None: from none.
+    """
 
     build: Callable[[Shape, int, ModelSettings], nn.Module]
     norms: tuple[str, ...]
+    own: bool = False
+    given_weights: bool = False
+    source: OwnCode | None = None
 
 
 _MODELS: dict[str, _Architecture] = {
@@ -107,7 +118,7 @@ class ModelSettings:
 
     def __post_init__(self) -> None:
         if self.name not in _MODELS:
-            raise unknown_name("model", self.name, _MODELS, "model", "name")
+            _refuse_unknown(self.name)
         norms = _MODELS[self.name].norms
         if not self.norm:
             object.__setattr__(self, "norm", norms[0])
@@ -125,8 +136,89 @@ class ModelSettings:
 
 
 def model_names() -> tuple[str, ...]:
-    """The architectures that `ModelSettings.name` can be."""
-    return tuple(_MODELS)
+    """The architectures that `ModelSettings.name` can be, but for those of one's own."""
+    return tuple(name for name, one in _MODELS.items() if not one.own)
+
+
+def _refuse_unknown(name: str) -> None:
+    """The error of a name that is no architecture's, or of a file that has to be named again."""
+    file, at, _ = name.partition("@")
+    if not at:
+        raise unknown_name("model", name, _MODELS, "model", "name")
+    changed = [one for one in _MODELS if one.partition("@")[0] == file]
+    if changed:
+        raise SettingError(
+            "model", "name", f"is {name}, and what was given is another: {changed[-1]}"
+        )
+    raise SettingError(
+        "model",
+        "name",
+        f"is {name}, of your own: it has to be given again (",
+        Setting("model", "name", f"PATH/{file}"),
+        ", or fedsynth.register_model)",
+    )
+
+
+def register_model(
+    name: str,
+    model: nn.Module | Callable[..., nn.Module],
+    *,
+    norms: tuple[str, ...] = ("none",),
+    source: OwnCode | None = None,
+) -> ModelSettings:
+    """Makes an architecture of one's own known by a name, to settings, config files and `verify`.
+
+    Args:
+        name: no architecture of the package; one of one's own is replaced.
+        model: a class or function that is called with `image_shape` (channels, height, width) and
+            `classes`, and with `norm`, `width` and `depth` if it has such parameters; its weights
+            are drawn from the run's seed, by torch's generator. Or a module, which is copied with
+            the weights that it has: with differential privacy they are then declared public.
+        norms: that it can have, its own first, by the names of `ModelSettings.norm`.
+        source: the file that it comes from, where it was loaded from one.
+
+    Returns:
+        Settings of this name.
+
+    What methods need that look inside: `embed(x)`, embeddings [N, embedding_size] of images, and
+    `classifier`, an nn.Linear from them to the logits, so that `classifier(embed(x))` is the
+    network. All methods that condense do.
+
+    Raises:
+        SettingError: the name is taken, or `model` is neither.
+
+    >>> from torch import nn
+    >>> def tiny(image_shape, classes):
+    ...     pixels = image_shape[0] * image_shape[1] * image_shape[2]
+    ...     return nn.Sequential(nn.Flatten(), nn.Linear(pixels, classes))
+    >>> settings = register_model("tiny", tiny)
+    >>> parameter_count(build_model(settings, (1, 8, 8), classes=10, seed=0))
+    650
+    """
+    if not name or (name in _MODELS and not _MODELS[name].own):
+        raise SettingError("model", "name", f"{name!r} is an architecture of the package")
+    if not callable(model):  # a module is, too
+        raise SettingError(
+            "model", "name", f"{name} must be a module, or a class or function that makes one"
+        )
+    given = isinstance(model, nn.Module)
+    _MODELS[name] = _Architecture(builder(name, model), norms, True, given, source)
+    return ModelSettings(name)
+
+
+def own_model(model: nn.Module | Callable[..., nn.Module]) -> ModelSettings:
+    """Settings of a model that was given as it is; it is registered by a name of its own."""
+    return register_model(own_name(model), model)
+
+
+def model_source(settings: ModelSettings) -> OwnCode | None:
+    """The file that the architecture was loaded from; None: from none."""
+    return _MODELS[settings.name].source
+
+
+def has_given_weights(settings: ModelSettings) -> bool:
+    """Whether the network starts with weights that the user gave, and not with drawn ones."""
+    return _MODELS[settings.name].given_weights
 
 
 def build_model(settings: ModelSettings, image_shape: Shape, classes: int, seed: int) -> nn.Module:
@@ -136,7 +228,7 @@ def build_model(settings: ModelSettings, image_shape: Shape, classes: int, seed:
     Raises:
         SettingError: it would have more than `MOST_PARAMETERS`, or the images are too small for it.
     """
-    if max(settings.width, settings.projection) > _COUNTED:
+    if max(settings.width, settings.projection) > _COUNTED and not _MODELS[settings.name].own:
         _refuse_beyond_measure(settings, image_shape, classes)
     with forked_rng(seed, "model initialisation"):
         return _build(settings, image_shape, classes)

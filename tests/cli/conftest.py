@@ -35,6 +35,7 @@ SMALL: dict[str, tuple[str, ...]] = {
     "fedhydra": (*_DISTIL, "--set", "stratification_steps=2", "--set", "stratification_batch=4"),
     "feddm": ("--set", "iterations=1", "--set", "server_epochs=1", "--ipc", "2"),
     "fedaf": ("--set", "iterations=1", "--set", "server_epochs=1", "--ipc", "2"),
+    "fedsum": ("--set", "networks=2", "--set", "iterations=2", "--set", "server_epochs=1"),
     "real": ("--set", "server_epochs=1", "--ipc", "2"),
     "fedstats": ("--set", "features=pixels"),
 }

@@ -185,11 +185,11 @@ def test_a_run_is_signed_and_the_signature_checked(tmp_path: Path) -> None:
     assert "the signature was not checked" in call("privacy", "verify", str(folder)).stdout
     (folder / "simulation_only" / "partition.txt").unlink()
     assert call("privacy", "verify", str(folder), "--public-key", public).exit_code == 0
-    (folder / "model.safetensors").write_bytes(b"another")
+    (folder / "synthetic.png").write_bytes(b"another")  # no file that the report has a hash of
     assert call("privacy", "verify", str(folder)).exit_code == 0
     bad = call("privacy", "verify", str(folder), "--public-key", public)
     assert bad.exit_code == 1
-    assert "mismatch: model.safetensors was changed after signing" in bad.stdout
+    assert "mismatch: synthetic.png was changed after signing" in bad.stdout
     again = call("privacy", "sign", str(folder), "--key", private)
     assert again.exit_code == 0, again.output
     assert call("privacy", "verify", str(folder), "--public-key", public).exit_code == 0

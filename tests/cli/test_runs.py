@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from fedsynth.cli.run_commands import run_folders
+from fedsynth.runs.folders import run_folders
 
 
 def test_runs_beside_each_other(train: Callable[..., Any], fedsynth: Callable[..., Any]) -> None:

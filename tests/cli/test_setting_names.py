@@ -14,7 +14,7 @@ import pytest
 from typer.main import get_command
 
 import fedsynth
-from fedsynth import ModelSettings, PartitionSettings, PrivacySettings
+from fedsynth import FolderSettings, ModelSettings, PartitionSettings, PrivacySettings
 from fedsynth.cli.app import app
 from fedsynth.cli.method_commands import method_settings_alone
 from fedsynth.cli.options import OptionNames, option_names
@@ -40,7 +40,7 @@ SETTINGS = [
     *(("data", key) for key in ("dataset", "data_root")),
     *(
         (cls.section, f.name)
-        for cls in (PartitionSettings, ModelSettings, PrivacySettings)
+        for cls in (PartitionSettings, ModelSettings, PrivacySettings, FolderSettings)
         for f in fields(cls)
     ),
     *(("method", key) for key in METHOD_KEYS),

@@ -9,7 +9,13 @@ import pytest
 import torch
 from PIL import Image
 
-from fedsynth.data.picture import image_grid_png, partition_png, partition_table
+from fedsynth.data.picture import (
+    by_class,
+    image_grid_png,
+    partition_png,
+    partition_table,
+    shares_png,
+)
 from fedsynth.errors import DataError, OutputError, SettingError
 
 RNG = np.random.default_rng(0)
@@ -62,11 +68,11 @@ def test_tables_and_pictures_stay_of_a_size_to_look_at(
 def test_the_picture_is_white_for_none_and_darkest_for_most(tmp_path: Path) -> None:
     partition_png([[0, 1_000_000], [250_000, 0]], tmp_path / "p.png")
     pixels = np.asarray(Image.open(tmp_path / "p.png").convert("RGB"))
-    # The first cell's top left corner is at (40, 34); cells are 16 high. A pixel inside the border,
+    # The first cell's top left corner is at (90, 64); cells are 26 high. A pixel inside the border,
     # clear of the number.
-    row1, row2 = pixels[34 + 2], pixels[34 + 16 + 2]
-    assert row1[42].tolist() == [255, 255, 255]
-    assert row2[42].tolist() == [132, 152, 181]  # halfway, as sqrt(1/4) = 1/2
+    row1, row2 = pixels[64 + 2], pixels[64 + 26 + 2]
+    assert row1[92].tolist() == [255, 255, 255]
+    assert row2[92].tolist() == [132, 152, 181]  # halfway, as sqrt(1/4) = 1/2
     assert [8, 48, 107] in row1.tolist()
 
 
@@ -107,3 +113,42 @@ def test_grids_that_cannot_be(tmp_path: Path) -> None:
             image_grid_png(wrong, tmp_path / "g.png", 2)
     with pytest.raises(OutputError, match="cannot write"):
         image_grid_png(images, tmp_path / "missing" / "g.png", 2)
+
+
+def test_names_stand_over_the_columns_and_before_the_rows(tmp_path: Path) -> None:
+    """Upright where they are long, so that the picture grows by their length and keeps its width;
+    and where there is no place for numbers there is none for names."""
+    counts = [[3, 4], [5, 6]]
+    sizes = []
+    for names in ((), ("a", "b"), ("the first of all", "b")):
+        partition_png(counts, tmp_path / "p.png", names)
+        with Image.open(tmp_path / "p.png") as picture:
+            sizes.append(picture.size)
+    assert sizes[0] == sizes[1]
+    assert sizes[2][0] == sizes[1][0]
+    assert sizes[2][1] > sizes[1][1] + 50
+    many = np.ones((2, 400), int)
+    partition_png(many, tmp_path / "p.png", [f"class {c}" for c in range(400)])
+    with Image.open(tmp_path / "p.png") as picture:
+        assert picture.size[1] < 100
+    shares_png(np.eye(2), tmp_path / "s.png", "who can teach", ("the first of all", "b"))
+    letters = np.asarray(Image.open(tmp_path / "s.png").convert("L"))[66:84, 10:120]
+    assert letters.min() < 100
+    grid = np.zeros((2, 1, 8, 8), np.uint8)
+    image_grid_png(grid, tmp_path / "g.png", 1, ("ill", "healthy"))
+    pixels = np.asarray(Image.open(tmp_path / "g.png"))
+    assert pixels.shape[0] == 2 * 49 + 1
+    left = pixels.shape[1] - 50
+    for row in range(2):  # letters before each row, and the image behind them
+        assert pixels[49 * row : 49 * (row + 1), :left].min() < 100
+        assert pixels[49 * row + 24, left + 24].max() == 0
+
+
+def test_images_are_laid_out_by_class() -> None:
+    images = torch.arange(5, dtype=torch.uint8).view(5, 1, 1, 1)
+    labels = torch.tensor([2, 0, 2, 2, 0])
+    rows, names = by_class(images, labels, ("a", "b", "c"), columns=3)
+    assert names == ["a", "c"]
+    assert rows.flatten().tolist() == [1, 4, 200, 0, 2, 3]
+    rows, _ = by_class(images, labels, ("a", "b", "c"), columns=2)
+    assert rows.flatten().tolist() == [1, 4, 0, 2]

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from fedsynth import FedAvg, ModelSettings
 from fedsynth.data.images import ImageData, from_arrays
 from fedsynth.data.load import load_dataset
 from fedsynth.data.partition import PartitionSettings, hold_out, partition
@@ -40,8 +41,21 @@ def test_four_of_twenty_drawn_anew_and_by_the_seed() -> None:
     counts = np.bincount(np.concatenate(rounds), minlength=20)
     assert counts.min() > 20  # 40 expected, deviation 5.7
     assert some.rounds_of(3, 200) == tuple(n for n, mine in enumerate(rounds, 1) if 3 in mine)
-    assert Participation(0, 3, 0.01).in_round(1) != ()
+    assert len(Participation(0, 3, 0.33).in_round(1)) == 1
     assert Participation(0, 3, 1.0).in_round(7) == (0, 1, 2)
+
+
+def test_a_share_that_is_no_client_is_refused() -> None:
+    """Catches: 1 % of three clients, which was silently a third of them."""
+    with pytest.raises(
+        SettingError, match=r"run.participation 0.01 of 3 clients is not one.*0.333"
+    ):
+        Participation(0, 3, 0.01)
+    settings = RunSettings(FedAvg(), rounds=1, participation=0.01, model=ModelSettings("linear"))
+    with pytest.raises(
+        SettingError, match=r"0.01 of 10 clients is not one: it must be at least 0.1"
+    ):
+        simulate(settings, quiet=True)
 
 
 def test_busiest_clients_are_those_of_a_count_round_by_round() -> None:

@@ -159,6 +159,7 @@ def test_synthetic_images_are_kept_as_they_were_sent(tmp_path: Path) -> None:
             "dataset": "ours",
             "mean": json.dumps(SPEC.mean),
             "std": json.dumps(SPEC.std),
+            "class_names": json.dumps(SPEC.class_names),
         }
     assert (folder.path / "synthetic.png").is_file()
 

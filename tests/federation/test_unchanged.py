@@ -59,6 +59,7 @@ LOCAL = {"local_epochs": 2, "batch": 64, "lr": 0.05}
 TINY: Mapping[str, Mapping[str, Any]] = {
     "feddm": CONDENSES,
     "fedaf": {**CONDENSES, "local_weight": 0.1, "global_weight": 0.5, "directions": 8},
+    "fedsum": {"networks": 3, "ipc": 2, "iterations": 6, "server_epochs": 10, "server_lr": 0.05},
     "real": {"ipc": 2, "server_epochs": 10, "server_lr": 0.05, "radius": 0.5},
     "feddf": {"local_epochs": 2, "batch": 64, "server_steps": 8},
     "dense": DISTILS,
@@ -149,6 +150,12 @@ CASES: dict[str, Sections] = {
     ),
     "fedaf, some clients": case("fedaf", run={**SOME, "rounds": 3}),
     "fedaf, users": private("fedaf", privacy={**USERS, "user_records": 4}),
+    "fedsum, some clients": case("fedsum", run={**SOME, "rounds": 3}),
+    "fedsum, fresh networks": case(
+        "fedsum",
+        method={"perturbation": "fresh", "augment": "siamese", "start": "random-process"},
+    ),
+    "fedsum, users": private("fedsum", privacy=USERS),
     "fedstats, users, secure": private("fedstats", method={"aggregation": "secure"}, privacy=USERS),
     # Training of models
     **{

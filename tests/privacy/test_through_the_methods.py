@@ -255,8 +255,10 @@ def test_what_a_private_run_writes_is_public(tmp_path: Path) -> None:
     assert len(outside) == 10
     start = json.loads((result.folder / "privacy_start.json").read_text())
     assert set(start) == {
-        *("schema_version", "noise_multiplier", "data_set", "test_images", "ledgers")
+        *("schema_version", "noise_multiplier", "data_set", "test_images", "ledgers"),
+        "run",  # the folder's name and the day: known before any data are read
     }
+    assert set(start["run"]) == {"id", "date"}
     assert {(one["rows"], len(one)) for one in start["ledgers"].values()} == {(0, 2)}
     count = re.compile(
         r"(?<![\w.])200(?![\w.])"

@@ -22,7 +22,7 @@ from fedsynth.core.context import RoundContext
 from fedsynth.core.validation import check_choice
 from fedsynth.data.images import ImageData, from_arrays
 from fedsynth.data.partition import IntArray
-from fedsynth.data.registry import DatasetSpec, dataset_spec
+from fedsynth.data.registry import DatasetSpec
 from fedsynth.errors import Setting, SettingError
 from fedsynth.federation.audit.canaries import KINDS, Canaries
 from fedsynth.federation.exchange.client_budget import ClientBudget
@@ -33,6 +33,7 @@ from fedsynth.federation.terms.client_ledgers import Clients
 from fedsynth.federation.terms.costs import privacy_plan
 from fedsynth.federation.terms.devices import resolve_device
 from fedsynth.federation.terms.given_data import PUBLIC
+from fedsynth.federation.terms.own_data import declared, specification, with_declared
 from fedsynth.federation.terms.participation import Participation
 from fedsynth.federation.terms.public_context import public_context
 from fedsynth.federation.terms.settings import RunSettings
@@ -125,6 +126,9 @@ def audit_run(
     check_choice(None, "canaries_as", canaries_as, KINDS)
     guesses = guesses_for(canaries) if guesses is None else guesses
     _check_numbers(canaries, guesses, confidence)
+    if settings.folder is not None and spec is None:
+        settings = with_declared(settings, declared(settings))
+        spec = specification(settings)
     run = AuditedRun(
         _audited(settings, spec), spec, canaries, canaries_as, observer or Observer(), test_only
     )
@@ -179,7 +183,7 @@ def _audited(settings: RunSettings, spec: DatasetSpec | None) -> RunSettings:
         raise PrivacySettingError(
             "privacy", "mechanism", "claims no ε, so there is nothing to audit", value=mechanism
         )
-    found = spec or dataset_spec(settings.dataset)
+    found = spec or specification(settings)
     privacy = settings.privacy
     if privacy.ledger is not None:  # σ for what is left in the kept ledger, which is only read
         privacy = replace(privacy_plan(settings).privacy, epsilon=None, ledger=None)
@@ -208,7 +212,7 @@ class AuditedRun(Simulation):
         observer: Observer,
         test_only: np.random.Generator | None,
     ) -> None:
-        spec = spec or dataset_spec(settings.dataset)
+        spec = spec or specification(settings)
         self._client = _busiest(settings)
         train, test, parts = _random_federation(settings, spec, self._client, canaries)
         coins = np.random.default_rng() if test_only is None else test_only

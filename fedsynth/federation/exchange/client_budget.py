@@ -26,6 +26,7 @@ class ClientBudget:
         ledger: its own.
         plan: the run's.
         secret: its own; None makes one with a fresh key.
+        cap: the ε that the client's owner allows, beside the run's own cap; None: no other.
 
     Attributes:
         plan: the run's.
@@ -41,13 +42,14 @@ class ClientBudget:
         ledger: Ledger,
         plan: PrivacyPlan,
         secret: SecretGenerator | None = None,
+        cap: float | None = None,
     ) -> None:
         self.client = client
         self.ledger = ledger
         self.secret = secret or SecretGenerator(four_sums=plan.privacy.four_sums)
         self.make_series: MakeSeries = GaussianSums
         self.plan = plan
-        self._guard = plan.guard(ledger)
+        self._guard = plan.guard(ledger, cap)
 
     @property
     def guaranteed(self) -> bool:

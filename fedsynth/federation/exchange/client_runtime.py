@@ -59,6 +59,19 @@ class OwnData:
     held_out: Tensor
 
 
+@dataclass(frozen=True, eq=False)
+class Standing:
+    """Where a client stands inside a run, beside its memory.
+
+    Args:
+        recorded: the last round that an open client's ledger has recorded; 0: none.
+        pending: the round of a first exchange, and what the client keeps of it for that round.
+    """
+
+    recorded: int = 0
+    pending: tuple[int, Memory] | None = None
+
+
 class RefusedError(Exception):
     """A client refuses what was asked of its group.
 
@@ -84,6 +97,7 @@ class ClientRuntime:
         data: its own.
         ledger: its own; None: nothing is charged.
         secret: of its noise; None makes one with a fresh key when it is needed.
+        cap: the ε that its owner allows, whatever the run's settings do; None: no other cap.
 
     Attributes:
         budget: from `start` on, with differential privacy.
@@ -98,6 +112,7 @@ class ClientRuntime:
         ledger: Ledger | None = None,
         *,
         secret: SecretGenerator | None = None,
+        cap: float | None = None,
     ) -> None:
         self.number = number
         self.settings = settings
@@ -109,6 +124,7 @@ class ClientRuntime:
         self._context = context
         self.ledger = ledger
         self._secret = secret
+        self._cap = cap
         self._told = False
         self._pending: tuple[int, Memory] | None = None
         self._granted: tuple[int, str, Allowance[Any]] | None = None
@@ -189,7 +205,7 @@ class ClientRuntime:
     def _new_budget(self, plan: PrivacyPlan) -> ClientBudget:
         if self.ledger is None:
             raise LedgerError(f"client {self.number} has no ledger for a private run")
-        budget = ClientBudget(self.number, self.ledger, plan, self._secret)
+        budget = ClientBudget(self.number, self.ledger, plan, self._secret, self._cap)
         self._secret = budget.secret
         return budget
 
@@ -274,6 +290,16 @@ class ClientRuntime:
         else:
             self._pending = None
             self.memory = memory
+
+    @property
+    def standing(self) -> Standing:
+        """What it must know beside its memory to go on in another process."""
+        return Standing(self._recorded, self._pending)
+
+    @standing.setter
+    def standing(self, standing: Standing) -> None:
+        self._recorded = standing.recorded
+        self._pending = standing.pending
 
     def forget(self, memory: Memory) -> None:
         """Goes back to what it kept before the round, as one that hung in its step."""

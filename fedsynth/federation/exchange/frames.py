@@ -103,6 +103,8 @@ def agreement(settings: RunSettings) -> str:
         shared["run"].pop(own, None)
     shared["data"].pop("data_root", None)
     shared.get("privacy", {}).pop("ledger", None)
+    if not shared.get("privacy", True):  # an open run in which one side keeps a ledger
+        del shared["privacy"]
     text = json.dumps(shared, sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 

@@ -64,18 +64,19 @@ class OverWire:
         self._settings = settings
         self._method = settings.method
         self._channels = list(channels)
+        self._everybody = range(len(self._channels))
         self._device = device
         self._asked = 0
         self._lost: dict[int, str] = {}  # in this round, and why
 
     def join(self) -> list[Joined]:
         asked = Frame("join", {"agreement": agreement(self._settings)})
-        answers = self._ask(range(len(self._channels)), asked)
+        answers = self._ask(self._everybody, asked)
         joined = [
             Joined(
                 whole(one.facts.get("client"), "client"),
                 None if one.facts.get("size") is None else whole(one.facts["size"], "size"),
-                _read_history(one.facts.get("history")),
+                read_history(one.facts.get("history")),
             )
             for one in answers
         ]
@@ -85,16 +86,16 @@ class OverWire:
 
     def start(self, terms: Terms) -> None:
         facts = {"sizes": terms.sizes, "noise_multiplier": terms.noise_multiplier}
-        self._ask(range(len(self._channels)), Frame("start", facts))
+        self._ask(self._everybody, Frame("start", facts))
 
     def prepare(self, context: RoundContext) -> list[Refusal]:
         """A client that does not answer is lost for the round."""
         self._lost = {}
-        answers = self._of(shown(self._settings, context), Frame("prepare", _of_round(context)))
+        answers = self._of(shown(self._settings, context), Frame("prepare", of_round(context)))
         return self._refusals(answers)[0]
 
     def begin(self, context: RoundContext) -> None:
-        self._of(shown(self._settings, context), Frame("begin", _of_round(context)))
+        self._of(shown(self._settings, context), Frame("begin", of_round(context)))
 
     def step(
         self,
@@ -103,7 +104,7 @@ class OverWire:
         context: RoundContext,
         asked: Sequence[int] | None = None,
     ) -> Replies:
-        frame = Frame("step", {**_of_round(context), "phase": phase}, message.to_bytes())
+        frame = Frame("step", {**of_round(context), "phase": phase}, message.to_bytes())
         numbers = context.active if asked is None else asked
         expected = declared(self._method, phase, "upload")
         longest = {
@@ -130,24 +131,23 @@ class OverWire:
         self, context: RoundContext, asked: Sequence[int] | None = None
     ) -> list[Mapping[str, Any]]:
         numbers = context.active if asked is None else asked
-        answers = self._of(numbers, Frame("facts", _of_round(context)))
-        return _alike([answer.facts.get("facts") for answer in answers.values()])
+        answers = self._of(numbers, Frame("facts", of_round(context)))
+        return alike([answer.facts.get("facts") for answer in answers.values()])
 
     def histories(self) -> list[History]:
-        answers = self._ask(range(len(self._channels)), Frame("history", {}))
-        stated = [_read_history(answer.facts.get("history")) for answer in answers]
+        answers = self._ask(self._everybody, Frame("history", {}))
+        stated = [read_history(answer.facts.get("history")) for answer in answers]
         return [history for history in stated if history is not None]
 
     def evaluate(
         self, models: Mapping[str, Mapping[str, Tensor]], context: RoundContext
     ) -> list[Evaluated]:
-        everybody = range(len(self._channels))
         of_each: list[dict[int, Frame]] = []
         for parameters in models.values():
-            asked = Frame("evaluate", _of_round(context), Models(parameters).to_bytes())
-            of_each.append(self._of(everybody, asked))
+            asked = Frame("evaluate", of_round(context), Models(parameters).to_bytes())
+            of_each.append(self._of(self._everybody, asked))
         evaluated = []
-        for client in everybody:
+        for client in self._everybody:
             if client in self._lost:
                 continue
             try:
@@ -243,16 +243,21 @@ class OverWire:
                 return str(error)
             said = (answer.facts.get("client"), answer.facts.get("number"))
             if said == (client, self._asked):
-                if answer.kind not in ("answer", "refusal"):
-                    return f"answers with an error: {answer.facts.get('text')!s:.200}"
-                return answer
+                return sound(answer)
             late = type(said[1]) is int and said[0] == client and said[1] < self._asked
             if not late:
                 break
         return f"was asked request {self._asked}, and {said!r:.80} answers"
 
 
-def _of_round(context: RoundContext) -> dict[str, Any]:
+def sound(answer: Frame) -> Frame | str:
+    """An answer as it is; an error as the reason why there is none."""
+    if answer.kind not in ("answer", "refusal"):
+        return f"answers with an error: {answer.facts.get('text')!s:.200}"
+    return answer
+
+
+def of_round(context: RoundContext) -> dict[str, Any]:
     return {"round": context.round, "participants": list(context.active)}
 
 
@@ -270,7 +275,7 @@ def _evaluated(
     return Evaluated(client, size, tested, right)
 
 
-def _alike(told: Sequence[Any]) -> list[Mapping[str, Any]]:
+def alike(told: Sequence[Any]) -> list[Mapping[str, Any]]:
     """Facts that a method can merge: finite numbers by name, or such by name once more, of the
     names that most clients have."""
     forms = {position: form for position, one in enumerate(told) if (form := _form(one))}
@@ -292,7 +297,12 @@ def _form(value: Any, depth: int = 2) -> str:
     return f"{{{','.join(parts)}}}" if parts else ""
 
 
-def _read_history(stated: Any) -> History | None:
+def read_history(stated: Any) -> History | None:
+    """What a client says of its ledger; None: it has none.
+
+    Raises:
+        MessageError: it is damaged.
+    """
     if stated is None:
         return None
     try:

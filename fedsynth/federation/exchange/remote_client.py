@@ -30,6 +30,11 @@ class RemoteClient:
         context: public, as `fedsynth.federation.terms.costs.public_context` makes it of the
             settings, with proxy images where the method names them.
         reporter: told of progress.
+
+    Attributes:
+        done: (round, exchange) of each step that was asked for since it joined.
+        terms: as the server has told them; None: not yet.
+        joined: whether it has joined; a process that goes on for another one says so.
     """
 
     def __init__(
@@ -42,8 +47,9 @@ class RemoteClient:
         self.runtime = runtime
         self._reporter = reporter or Silent()
         self._context = replace(context, reporter=self._reporter)
-        self._joined = False
-        self._done: set[tuple[int, str]] = set()
+        self.joined = False
+        self.done: set[tuple[int, str]] = set()
+        self.terms: Terms | None = None
         self._answers: dict[str, Callable[[Frame], Frame]] = {
             "join": self._join,
             "start": self._start,
@@ -86,7 +92,7 @@ class RemoteClient:
         if frame.facts.get("agreement") != agreement(self._settings):
             raise MessageError("the server has other settings for this run than the client")
         joined = self.runtime.join()
-        self._joined = True
+        self.joined = True
         return Frame(
             "answer",
             {
@@ -96,16 +102,24 @@ class RemoteClient:
         )
 
     def _start(self, frame: Frame) -> Frame:
-        if not self._joined:
+        if not self.joined:
             raise RequestRefusedError("a client joins before it is told the terms")
         sizes = frame.facts.get("sizes")
         if sizes is not None:
             if not isinstance(sizes, list) or len(sizes) != self._context.clients:
                 raise MessageError("the terms need the size of every client")
             sizes = tuple(whole(size, "size") for size in sizes)
-        terms = Terms(sizes, frame.facts.get("noise_multiplier"))
-        self._context = replace(self.runtime.start(terms), reporter=self._reporter)
+        self.take(Terms(sizes, frame.facts.get("noise_multiplier")))
         return Frame("answer", {})
+
+    def take(self, terms: Terms) -> None:
+        """Takes the terms, once.
+
+        Raises:
+            RequestRefusedError, LedgerError: as `ClientRuntime.start`.
+        """
+        self._context = replace(self.runtime.start(terms), reporter=self._reporter)
+        self.terms = terms
 
     def _round(self, frame: Frame) -> RoundContext:
         number = whole(frame.facts.get("round"), "round")
@@ -141,9 +155,9 @@ class RemoteClient:
         message = expected.from_bytes(frame.payload)
         if self.runtime.number not in context.active:
             raise RequestRefusedError("this client takes no part in the round")
-        if (context.round, phase) in self._done and self.runtime.private:
+        if (context.round, phase) in self.done and self.runtime.private:
             raise RequestRefusedError(f"round {context.round} was answered before")
-        self._done.add((context.round, phase))
+        self.done.add((context.round, phase))
         reply = self.runtime.step(phase, message.to(context.device), context)
         if isinstance(reply, Refusal):
             return _refused(reply)

@@ -24,6 +24,8 @@ COMMON = "common_model_accuracy"
 """The test accuracy of the common model, where clients end with models of their own."""
 ON_TEST = ("test_accuracy", COMMON, "domain_accuracy", "domain_average")
 """What is measured on the test set."""
+SOURCES = "sources"
+"""What a summary says of files of one's own: a model's, a method's."""
 MODELS = "models"
 """A row for each of the method's variants, by name."""
 
@@ -60,6 +62,7 @@ SUMMARY: Declared = {
     "upload_floats_per_round": _SIZES,
     "device": public("the machine that ran it"),
     "folder": public("where the run's files are"),
+    SOURCES: public("code that was written before data are read"),
     "differential_privacy": public("computed from the plan and the ledgers' rows"),
 }
 """Of summary.json, beside what the method declares."""

@@ -13,7 +13,7 @@ from fedsynth.federation.terms.privacy_plan import PrivacyPlan
 from fedsynth.privacy.history import History
 from fedsynth.privacy.releases import RECORD, USER
 from fedsynth.privacy.report import SCHEMA_VERSION, as_lists
-from fedsynth.privacy.report_schema import LedgerStart, Promise, Start
+from fedsynth.privacy.report_schema import Began, LedgerStart, Promise, Start
 from fedsynth.privacy.report_text import up
 
 NEIGHBOURS = {
@@ -94,7 +94,9 @@ def _of_the_cap(plan: PrivacyPlan, planned: float) -> list[str]:
     ]
 
 
-def start(plan: PrivacyPlan, histories: Sequence[History], test: str) -> Start:
+def start(
+    plan: PrivacyPlan, histories: Sequence[History], test: str, began: Began | None = None
+) -> Start:
     """What is public and fixed when the run begins: written down then, so that a run that is
     killed can still be reported.
 
@@ -102,6 +104,7 @@ def start(plan: PrivacyPlan, histories: Sequence[History], test: str) -> Start:
         plan: the run's.
         histories: of the ledgers that the run charges, as they stand when it begins.
         test: what the test images are: "public", "private" or "none".
+        began: which run it is, and on which day it began.
     """
     return Start(
         schema_version=SCHEMA_VERSION,
@@ -111,6 +114,7 @@ def start(plan: PrivacyPlan, histories: Sequence[History], test: str) -> Start:
         ledgers={
             one.client: LedgerStart(rows=len(one.releases), chain=one.chain) for one in histories
         },
+        **({} if began is None else {"run": began}),
     )
 
 

@@ -12,6 +12,7 @@ import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 from fedsynth.core.messages import privacy_of_fields
@@ -21,11 +22,15 @@ from fedsynth.federation.outputs.privacy_words import how_many
 from fedsynth.federation.terms.given_data import PRIVATE, PUBLIC
 from fedsynth.federation.terms.privacy_plan import PrivacyPlan
 from fedsynth.federation.terms.settings import RunSettings
+from fedsynth.models.registry import has_given_weights
 from fedsynth.privacy import disclosure
+from fedsynth.privacy.files import file_hash
+from fedsynth.privacy.first_page import FILES
 from fedsynth.privacy.plans import PrivatePlan
 from fedsynth.privacy.randomness import DESCRIPTION
 from fedsynth.privacy.releases import RECORD, USER
 from fedsynth.privacy.report import PrivateAccess, ReportContext
+from fedsynth.privacy.report_schema import Began, RunFacts
 from fedsynth.version import __version__
 
 COUNTED = {RECORD: "records", USER: "users"}
@@ -43,6 +48,9 @@ def report_context(
     test: str,
     secret: bool = True,
     abandoned: bool = False,
+    began: Began | None = None,
+    files: Mapping[str, str] | None = None,
+    simulated: bool = True,
 ) -> ReportContext:
     """What the report says beside the ledgers.
 
@@ -53,6 +61,10 @@ def report_context(
         test: what the test images are: "public", "private" or "none".
         secret: whether all clients' noise came from the operating system's keys.
         abandoned: the run did not finish.
+        began: which run it is, and when it began; None: an earlier version's, which wrote no such
+            thing, and whose report has no first page.
+        files: file → SHA-256, of those that the run hands over.
+        simulated: all clients were in one process; else each was where its data are.
     """
     privacy = plan.privacy
     facts = plan.facts
@@ -75,7 +87,7 @@ def report_context(
         no_ledger=_why_no_ledger(plan),
         randomness=facts.randomness or randomness,
         published=_published(plan),
-        accesses=accesses(plan, test),
+        accesses=accesses(plan, test, simulated=simulated),
         test_only_randomness=not secret,
         provenance=provenance(plan.run),
         noise_multiplier=privacy.noise_multiplier,
@@ -83,7 +95,30 @@ def report_context(
         rows_before={one.client: len(one.releases) for one in plan.histories},
         abandoned=abandoned,
         shares=plan.chief.shares,
+        run=None if began is None else _run_facts(plan, began),
+        files=files or {},
     )
+
+
+def _run_facts(plan: PrivacyPlan, began: Began) -> RunFacts:
+    said = plan.run.report
+    return RunFacts(
+        id=began.id,
+        date=began.date,
+        responsible=said.responsible or None,
+        purpose=said.purpose or None,
+        sites=said.site_names([one.client for one in plan.histories]),
+    )
+
+
+def handed_over(folder: Path) -> dict[str, str]:
+    """The files of a run folder that its report vouches for, with their SHA-256.
+
+    Raises:
+        OSError: one cannot be read.
+    """
+    there = [name for name in FILES if (folder / name).is_file()]
+    return {name: file_hash(folder / name) for name in there}
 
 
 def public_items(plan: PrivacyPlan) -> dict[str, str]:
@@ -98,7 +133,7 @@ def public_items(plan: PrivacyPlan) -> dict[str, str]:
         "normalisation": (
             f"constants of the specification {spec.name!r}: mean {spec.mean}, std {spec.std}"
         ),
-        "architecture and initial weights": f"{run.model}, drawn from the run's seed",
+        "architecture and initial weights": f"{run.model}, {_weights(run)}",
         "hyper-parameters": json.dumps(run.to_mapping()["method"]),
         "bound on all records": f"{plan.max_records} (δ is checked against it)",
         "schedule": (f"{_rounds(plan)}, fixed before data are read"),
@@ -124,6 +159,12 @@ def public_items(plan: PrivacyPlan) -> dict[str, str]:
     if plan.facts.guaranteed:
         items |= _items_of_a_guarantee(plan)
     return items
+
+
+def _weights(run: RunSettings) -> str:
+    if has_given_weights(run.model):
+        return "with the weights of a module that the user gave, declared public by the user"
+    return "drawn from the run's seed"
 
 
 def _rounds(plan: PrivacyPlan) -> str:
@@ -181,12 +222,13 @@ def _data_set(plan: PrivacyPlan) -> str:
     return f"{spec.name}: the user's own; its specification is public, its records are not"
 
 
-def accesses(plan: PrivacyPlan, test: str) -> tuple[PrivateAccess, ...]:
+def accesses(plan: PrivacyPlan, test: str, *, simulated: bool = True) -> tuple[PrivateAccess, ...]:
     """Everything that touches private data.
 
     Args:
         plan: the run's.
         test: what the test images are: "public", "private" or "none".
+        simulated: all clients were in one process, which sees more.
     """
     facts = plan.facts
     found = [
@@ -200,9 +242,12 @@ def accesses(plan: PrivacyPlan, test: str) -> tuple[PrivateAccess, ...]:
     found += [PrivateAccess(what, disclosure.UNACCOUNTED, note) for what, note in facts.accesses]
     if plan.privacy.ledger_folder is not None:
         found.append(COMPARED_RECORDS)
-    if plan.run.partition.local_test:
+    if not simulated:
+        found.append(TIMING)
+    elif plan.run.partition.local_test:
         found.append(_simulated("clients' own test splits, and accuracies on them"))
-    found.append(_simulated("partition into clients, true counts, seconds"))
+    if simulated:
+        found.append(_simulated("partition into clients, true counts, seconds"))
     if test == PRIVATE:
         found.append(_simulated("test set, and accuracies on it"))
     if test == PUBLIC:
@@ -222,6 +267,11 @@ def _how_often(plan: PrivacyPlan, one: PrivatePlan) -> str:
     return f"{how_many(one.steps * len(rounds), 'release')} in all"
 
 
+TIMING = PrivateAccess(
+    "how long a client takes to answer, and whether it does",
+    disclosure.SIMULATION_ONLY,
+    "whoever carries the messages sees it; outside the guarantee",
+)
 COMPARED_RECORDS = PrivateAccess(
     "records, compared with those of the ledgers",
     disclosure.SIMULATION_ONLY,
@@ -256,9 +306,23 @@ def _published(plan: PrivacyPlan) -> tuple[Mapping[str, str], ...]:
     )
 
 
+def _without_paths(run: RunSettings) -> dict[str, dict[str, Any]]:
+    """The settings; of one's own images without the folders, whose names a hash would let guess."""
+    sections = run.to_mapping()
+    if run.folder is None:
+        return sections
+    for section, keys in {
+        "data": ("folder", "test_folder", "declaration", "data_root"),
+        "privacy": ("ledger",),
+    }.items():
+        for key in keys:
+            sections.get(section, {}).pop(key, None)
+    return sections
+
+
 def provenance(run: RunSettings) -> dict[str, str]:
     """Versions, and a hash of the resolved settings."""
-    config: Any = json.dumps(run.to_mapping(), sort_keys=True)
+    config: Any = json.dumps(_without_paths(run), sort_keys=True)
     packages = ("torch", "opacus", "dp-accounting", "numpy", "randomgen")
     return {
         "config": hashlib.blake2b(config.encode(), digest_size=16).hexdigest(),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +11,12 @@ from torch import Tensor, nn
 
 from fedsynth.core.messages import Message
 from fedsynth.evaluation.generated import GENERATOR
-from fedsynth.federation.outputs.disclosed import COMMON, LOCAL, MODELS
+from fedsynth.federation.outputs.disclosed import COMMON, LOCAL, MODELS, SOURCES
 from fedsynth.federation.terms.given_data import NO_TEST
 from fedsynth.federation.terms.settings import RunSettings
+from fedsynth.methods import own_source
+from fedsynth.models.registry import model_source
+from fedsynth.own_code import OwnCode
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,12 @@ class RunResult:
     deviations: tuple[str, ...] = ()
 
 
+def own_sources(settings: RunSettings) -> dict[str, OwnCode]:
+    """The files of one's own that a run's method and model were loaded from."""
+    found = {"method": own_source(settings.method.name), "model": model_source(settings.model)}
+    return {key: one for key, one in found.items() if one is not None}
+
+
 def summarise(
     settings: RunSettings,
     metrics: Sequence[Mapping[str, Any]],
@@ -84,7 +93,7 @@ def summarise(
     last: Mapping[str, Any] = metrics[-1] if metrics else {}
     summary: dict[str, Any] = {
         "method": method.name,
-        "settings": {f.name: getattr(method, f.name) for f in fields(method)},
+        "settings": method.told(),
         "dataset": settings.dataset,
         "rounds": len(metrics),
         "test_accuracy": None if hidden or personal else accuracy,
@@ -113,4 +122,9 @@ def summarise(
         summary[LOCAL] = {name: last[LOCAL][name] for name in ("amp", "fm", "wlp")}
     if privacy is not None:
         summary["differential_privacy"] = privacy
+    if sources := own_sources(settings):
+        summary[SOURCES] = {
+            key: {"file": one.file, "name": one.name, "sha256": one.sha256}
+            for key, one in sources.items()
+        }
     return summary

@@ -7,12 +7,15 @@ files are on the disk. A folder without that ending is finished, also after a po
     metrics.jsonl        a line for each round
     summary.json         what `--json` prints
     model.safetensors    the global model
-    synthetic.safetensors, synthetic.png    the last round's uploads, where the method has images
+    synthetic.safetensors, synthetic.png    the last round's uploads, where the method has images,
+                         or those that the server made (client −1)
+    synthetic_by_round/  a picture of each round's
     artefacts.json, NAME.png    what the server measured, for methods that do (FedHydra's
                          stratification)
     privacy_report.json, .md, .html, ledger/    with differential privacy
     privacy_start.json   then too: what was public and fixed when the run began, which the report
                          of a run that was killed needs
+    sources/             the files of one's own that method and model were loaded from
     resumed.json         after which rounds a run was resumed, where it was
     simulation_only/     what only a simulation may show: exact functions of private data, outside
                          the guarantee; until the run ends also its checkpoint
@@ -38,12 +41,20 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from fedsynth.data.images import denormalise
-from fedsynth.data.picture import image_grid_png, partition_png, partition_table, shares_png
+from fedsynth.data.picture import (
+    by_class,
+    image_grid_png,
+    partition_png,
+    partition_table,
+    shares_png,
+)
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.errors import OutputError
 from fedsynth.federation.outputs.checkpoint import write_whole
 from fedsynth.federation.outputs.disclosed import Disclosed
 from fedsynth.privacy.files import open_regular, sync_folder
+from fedsynth.privacy.report_schema import Began
+from fedsynth.privacy.verify import read_json
 
 SIMULATION_ONLY_NOTE = (
     "Everything in this folder is an exact function of the clients' data. A simulation may show "
@@ -55,7 +66,12 @@ RESUMED = "resumed.json"
 INCOMPLETE = ".incomplete"
 LOCK = ".lock"
 NAME_LIMIT = 60  # with two bytes a letter, far below the 255 that file systems take
-GRID_LIMIT = 400  # images in the picture; all of them are in synthetic.safetensors
+SERVER = -1
+"""In place of a client's number, of images that the server made."""
+GRID_LIMIT = 400  # images of the picture; all are in synthetic.safetensors
+GRID_COLUMNS = 20
+COUNTS = "partition.json"
+ROUNDS = "synthetic_by_round"
 
 
 class RunFolder:
@@ -109,6 +125,11 @@ class RunFolder:
     def release(self) -> None:
         """Lets go of the folder: nothing more is written."""
         self._lock.close()
+
+    @property
+    def final(self) -> Path:
+        """What the folder is called once the run has ended."""
+        return self._final
 
     @property
     def checkpoints(self) -> Path:
@@ -170,10 +191,32 @@ class RunFolder:
         with _writing(self.path):
             write_whole(self.path / "config.toml", toml.encode())
 
+    def write_sources(self, files: Sequence[tuple[str, str]]) -> None:
+        """The texts of files of one's own, by name, as they were executed."""
+        with _writing(self.path):
+            for name, text in files:
+                (self.path / "sources").mkdir(exist_ok=True)
+                write_whole(self.path / "sources" / name, text.encode())
+
     def write_private_start(self, facts: Mapping[str, Any]) -> None:
         with _writing(self.path):
             text = json.dumps(facts, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
             write_whole(self.path / PRIVATE_START, text.encode())
+
+    @property
+    def name(self) -> str:
+        """What the folder is called once the run has finished."""
+        return self._final.name
+
+    def began(self) -> Began | None:
+        """Which run it is, and when it began, as it wrote down then; None: it did not.
+
+        Raises:
+            PrivacyError: privacy_start.json is damaged.
+        """
+        file = self.path / PRIVATE_START
+        said = read_json(file, "start of a private run").get("run") if file.exists() else None
+        return None if said is None else Began(**said)
 
     @property
     def has_begun(self) -> bool:
@@ -191,7 +234,9 @@ class RunFolder:
         with _writing(self.path), (self.path / name).open("a", encoding="utf-8") as file:
             file.write(json.dumps(row, allow_nan=False) + "\n")
 
-    def write_partition(self, counts_KC: npt.NDArray[np.int64]) -> None:
+    def write_partition(
+        self, counts_KC: npt.NDArray[np.int64], class_names: Sequence[str] = ()
+    ) -> None:
         """Who has what, once: true counts, so `simulation_only`."""
         folder = self.path / "simulation_only"
         if (folder / "partition.png").exists():
@@ -200,7 +245,9 @@ class RunFolder:
             folder.mkdir(exist_ok=True)
             (folder / "README.txt").write_text(SIMULATION_ONLY_NOTE, encoding="utf-8")
             (folder / "partition.txt").write_text(partition_table(counts_KC), encoding="utf-8")
-            partition_png(counts_KC, folder / "partial.png")
+            counts = {"class_names": list(class_names), "counts": counts_KC.tolist()}
+            (folder / COUNTS).write_text(json.dumps(counts), encoding="utf-8")
+            partition_png(counts_KC, folder / "partial.png", class_names)
             (folder / "partial.png").rename(folder / "partition.png")
 
     def write_model(self, parameters: Mapping[str, Tensor]) -> None:
@@ -211,10 +258,14 @@ class RunFolder:
             )
 
     def write_synthetic(
-        self, sets: Sequence[tuple[int, Tensor, Tensor]], spec: DatasetSpec
+        self,
+        sets: Sequence[tuple[int, Tensor, Tensor]],
+        spec: DatasetSpec,
+        soft: Sequence[Tensor | None] = (),
     ) -> None:
         """(client, images [N, C, H, W], normalised or uint8 pixels, labels [N]) of the last round:
-        exactly what was sent."""
+        exactly what was sent, or what the server (`SERVER`) made; and where all have them,
+        soft labels [N, classes]."""
         sets = [(client, images.cpu(), labels.cpu()) for client, images, labels in sets]
         images = torch.cat([s[1] for s in sets])
         labels = torch.cat([s[2] for s in sets])
@@ -223,21 +274,39 @@ class RunFolder:
             "dataset": spec.name,
             "mean": json.dumps(spec.mean),
             "std": json.dumps(spec.std),
+            "class_names": json.dumps(spec.class_names),
         }
         tensors = {"images": images.contiguous(), "labels": labels, "client": client}
+        if (rows := [one.cpu() for one in soft if one is not None]) and len(rows) == len(sets):
+            tensors["soft_labels"] = torch.cat(rows).contiguous()
         with _writing(self.path):
             save_file(tensors, self.path / "synthetic.safetensors", metadata=metadata)
 
-    def draw_synthetic(self, sets: Sequence[tuple[int, Tensor, Tensor]], spec: DatasetSpec) -> None:
-        """A picture of what `write_synthetic` wrote, where the images have colours or greys."""
-        images = torch.cat([s[1].cpu() for s in sets])[:GRID_LIMIT]
+    def draw_synthetic(
+        self,
+        sets: Sequence[tuple[int, Tensor, Tensor]],
+        spec: DatasetSpec,
+        name: str = "synthetic.png",
+    ) -> None:
+        """A picture of what `write_synthetic` wrote, a row for each class, where the images have
+        colours or greys."""
+        images = torch.cat([s[1].cpu() for s in sets])
         if not len(images) or spec.channels not in (1, 3):
             return
-        first = next(labels for _, _, labels in sets if len(labels))
-        columns = max(1, int(torch.bincount(first.cpu()).max()))
+        labels = torch.cat([s[2].cpu() for s in sets])
+        most = int(torch.bincount(labels).max())
+        columns = min(most, GRID_COLUMNS, max(1, GRID_LIMIT // len(labels.unique())))
         shown = images if images.dtype == torch.uint8 else denormalise(images, spec)
+        rows, names = by_class(shown, labels, spec.class_names, columns)
         with _writing(self.path):
-            image_grid_png(shown, self.path / "synthetic.png", columns * max(1, 20 // columns))
+            (self.path / name).parent.mkdir(exist_ok=True)
+            image_grid_png(rows, self.path / name, columns, names)
+
+    def draw_round(
+        self, number: int, sets: Sequence[tuple[int, Tensor, Tensor]], spec: DatasetSpec
+    ) -> None:
+        """The same of one round."""
+        self.draw_synthetic(sets, spec, f"{ROUNDS}/round-{number:05d}.png")
 
     def write_artefacts(self, matrices: Mapping[str, Tensor]) -> None:
         """What a server made of [classes, clients], as artefacts.json."""
@@ -249,13 +318,15 @@ class RunFolder:
                 json.dumps(values, indent=1, allow_nan=False), encoding="utf-8"
             )
 
-    def draw_artefacts(self, matrices: Mapping[str, Tensor]) -> None:
+    def draw_artefacts(
+        self, matrices: Mapping[str, Tensor], class_names: Sequence[str] = ()
+    ) -> None:
         """A picture of each of them."""
         with _writing(self.path):
             for name, matrix in matrices.items():
-                shares_png(
-                    matrix.cpu().double().numpy(), self.path / f"{name}.png", name.replace("_", " ")
-                )
+                values = matrix.cpu().double().numpy()
+                title = name.replace("_", " ")
+                shares_png(values, self.path / f"{name}.png", title, class_names)
 
     def finish(self, summary: Disclosed) -> Path:
         """Writes the summary, gives the folder its final name and returns it."""

@@ -28,12 +28,14 @@ from fedsynth.federation.outputs import privacy_words
 from fedsynth.federation.outputs.disclosed import (
     MODELS,
     ON_TEST,
+    SOURCES,
     Declared,
     declared_row,
     declared_summary,
 )
 from fedsynth.federation.outputs.losses import NOT_COUNTED
-from fedsynth.federation.outputs.report_context import report_context
+from fedsynth.federation.outputs.report_context import handed_over, report_context
+from fedsynth.federation.outputs.result import own_sources
 from fedsynth.federation.outputs.run_folder import (
     INCOMPLETE,
     PRIVATE_START,
@@ -57,7 +59,7 @@ from fedsynth.privacy.report import (
     ReportContext,
     build_report,
 )
-from fedsynth.privacy.report_schema import Start, schema_problems
+from fedsynth.privacy.report_schema import Began, Start, schema_problems
 from fedsynth.privacy.report_sections import over_clients
 from fedsynth.privacy.verify import (
     HOSTILE,
@@ -76,8 +78,8 @@ from fedsynth.synthesizer.condensation.sets import SyntheticSet
 from fedsynth.version import __version__
 
 OWN_METHOD = (
-    "a method of your own: fedsynth.federation.outputs.verification.verify_run(folder, "
-    "method=TheClass)"
+    "a method of your own has to be given again: its file, or in Python "
+    "fedsynth.federation.outputs.verification.verify_run(folder, method=TheClass)"
 )
 CALIBRATED = 2e-3  # σ is found to 0.1 %: another version of the libraries may end elsewhere in that
 Rows = Mapping[str, Sequence[Release]]
@@ -175,6 +177,12 @@ class RunFiles:
     rows: list[dict[str, Any]]
     summary: dict[str, Any] | None
     resumed: tuple[int, ...] = ()
+
+    @property
+    def began(self) -> Began | None:
+        """Which run it is; None: an earlier version's, which did not write it down."""
+        said = self.start.get("run")
+        return None if said is None else Began(**said)
 
     @property
     def resumptions(self) -> list[str]:
@@ -420,7 +428,9 @@ class Evidence:
             return []
         names = ["metrics.jsonl"]
         counted = any(NOT_COUNTED not in row for row in self.run.rows)
-        if counted and issubclass(self.run.settings.method.upload, SyntheticSet):
+        method = type(self.run.settings.method)
+        by_server = method.synthetic is not Method.synthetic
+        if counted and (by_server or issubclass(method.upload, SyntheticSet)):
             names.append("synthetic.safetensors")
         return [f"{name} is missing" for name in names if not (self.folder / name).is_file()]
 
@@ -436,6 +446,8 @@ class Evidence:
             test=self.run.start["test_images"],
             secret=secret,
             abandoned=self.abandoned,
+            began=self.run.began,
+            files={} if self.abandoned else handed_over(self.folder),
         )
 
     # ----------------------------------------------------------------- ledger rows against the plan
@@ -596,10 +608,9 @@ class Evidence:
             return []
         settings = self.run.settings
         method = self.run.settings.method
-        values = {f.name: getattr(method, f.name) for f in fields(method)}
         expected = {
             "method": method.name,
-            "settings": json.loads(json.dumps(values)),
+            "settings": json.loads(json.dumps(method.told())),
             "dataset": settings.dataset,
             "rounds": self.done,
             "seed": settings.seed,
@@ -609,11 +620,22 @@ class Evidence:
         return [
             *self._accuracy_problems(),
             *(f"summary.json: {key} is no key of a summary" for key in unknown),
+            *self._source_problems(self.run.summary.get(SOURCES, {})),
             *(
                 text
                 for key, value in expected.items()
                 for text in differences(f"summary.json: {key}", value, self.run.summary.get(key))
             ),
+        ]
+
+    def _source_problems(self, stated: Any) -> list[str]:
+        """Files of one's own that are not those that the run was made with."""
+        if not isinstance(stated, dict):
+            return ["summary.json: sources must be a table"]
+        return [
+            f"summary.json: the {key}'s file {one.file} is another than the run's"
+            for key, one in own_sources(self.run.settings).items()
+            if not isinstance(stated.get(key), dict) or stated[key].get("sha256") != one.sha256
         ]
 
     def _accuracy_problems(self) -> list[str]:
@@ -737,6 +759,7 @@ def unfinished_report(
             run.resumptions,
             test=run.start["test_images"],
             abandoned=True,
+            began=run.began,
         )
         return build_report(context, held)
     except (*HOSTILE, RuntimeError) as error:

@@ -66,17 +66,19 @@ class Clients:
         return self.names or default_names(len(self.parts))
 
 
-def planned_ledgers(run: RunSettings, folder: Path | None) -> list[Ledger]:
+def planned_ledgers(
+    run: RunSettings, folder: Path | None, names: Sequence[str] | None = None
+) -> list[Ledger]:
     """For a plan, which reads no data and makes no file: ledgers that are there, else empty ones.
 
-    They go by default names.
+    They go by these names, or by default ones.
 
     Raises:
         LedgerError: one is damaged or another data set's, or one that was there is gone.
     """
     if folder is not None:
         LedgerFolder(folder).check_whole()
-    names = default_names(run.partition.clients)
+    names = names or default_names(run.partition.clients)
     dataset = data_set_id(run)
     files = {name: folder / f"{name}.jsonl" if folder else None for name in names}
     return [

@@ -9,9 +9,11 @@ from typing import Any
 
 import torch
 
-from fedsynth.data.registry import dataset_spec
+from fedsynth.data.load_folder import site_names
+from fedsynth.data.partition import GIVEN
 from fedsynth.errors import Setting, SettingError
 from fedsynth.federation.terms.client_ledgers import planned_ledgers
+from fedsynth.federation.terms.own_data import declared, specification, with_declared
 from fedsynth.federation.terms.privacy_plan import PrivacyPlan
 from fedsynth.federation.terms.public_context import public_context
 from fedsynth.federation.terms.settings import RunSettings, resolve
@@ -110,13 +112,19 @@ def privacy_plan(settings: RunSettings) -> PrivacyPlan:
 
     Raises:
         SettingError: as `long_draw`.
+        DataError: images of one's own that nobody has declared.
         LedgerError: a ledger cannot be read, or holds releases of another unit.
     """
+    names = None
+    if settings.folder is not None:
+        declaration = declared(settings)
+        settings = with_declared(settings, declaration)
+        names = site_names(declaration.sites) if settings.partition.kind == GIVEN else None
     long_draw(settings)
-    context = public_context(settings, dataset_spec(settings.dataset), torch.device("cpu"))
+    context = public_context(settings, specification(settings), torch.device("cpu"))
     settings.method.check_model(context.architecture)
     privacy = PrivacyPlan.checked(settings, context).privacy
-    ledgers = planned_ledgers(settings, privacy.ledger_folder)
+    ledgers = planned_ledgers(settings, privacy.ledger_folder, names)
     return PrivacyPlan.make(settings, context, [ledger.history() for ledger in ledgers])
 
 

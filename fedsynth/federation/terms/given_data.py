@@ -30,11 +30,14 @@ def checked_data(given: tuple[ImageData, ImageData | None]) -> tuple[ImageData, 
     Raises:
         DataError: they are no image data, or of two specifications.
     """
+    wrong = "data must be (train, test), each made by fedsynth.from_arrays, or (train, None)"
+    if isinstance(given, ImageData):
+        raise DataError(f"{wrong}; got the training images alone")
+    if not (isinstance(given, tuple | list) and len(given) == 2):
+        raise DataError(f"{wrong}, or what fedsynth.load_folder gives; got {type(given).__name__}")
     train, test = given
     if not (isinstance(train, ImageData) and (test is None or isinstance(test, ImageData))):
-        raise DataError(
-            "data must be (train, test), each made by fedsynth.from_arrays, or (train, None)"
-        )
+        raise DataError(wrong)
     if test is not None and train.spec != test.spec:
         raise DataError(
             f"training and test data must have the same specification, got {train.spec.name!r} "
@@ -46,8 +49,8 @@ def checked_data(given: tuple[ImageData, ImageData | None]) -> tuple[ImageData, 
 def kind_of_test(spec: DatasetSpec, test: ImageData | None, declared: str | None) -> str:
     """What the test images are: "public", "private" or "none"."""
     if declared is not None:
-        check_choice(None, "test", declared, (PUBLIC, PRIVATE))
-    if test is None:
+        check_choice(None, "test", declared, (PUBLIC, PRIVATE, NO_TEST))
+    if test is None or declared == NO_TEST:
         return NO_TEST
     return declared or (PUBLIC if is_published(spec) else PRIVATE)
 

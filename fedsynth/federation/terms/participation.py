@@ -15,13 +15,14 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
+from fedsynth.errors import SettingError
 from fedsynth.seeding import numpy_generator
 
 Counts = npt.NDArray[np.int64]
 
 
 def active_clients(clients: int, share: float) -> int:
-    """How many of the clients take part in a round."""
+    """How many of the clients take part in a round (`Participation` refuses less than one)."""
     return max(1, round(share * clients))
 
 
@@ -34,6 +35,15 @@ class Participation:
     clients: int
     share: float
     sizes: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if round(self.share * self.clients) < 1:
+            raise SettingError(
+                "run",
+                "participation",
+                f"{self.share:g} of {self.clients} clients is not one: it must be at least "
+                f"{1 / self.clients:.3g}",
+            )
 
     def in_round(self, number: int) -> tuple[int, ...]:
         """Clients of the round with this number (1, 2, …), ascending."""

@@ -305,10 +305,17 @@ class PrivacyPlan:
         """How many of the run's rounds the busiest client takes part in."""
         return max(rounds[-1] for _, rounds in self._attendance)
 
-    def guard(self, ledger: Ledger) -> Guard:
-        """What refuses a release from this ledger that would exceed the plan's cap."""
+    def guard(self, ledger: Ledger, cap: float | None = None) -> Guard:
+        """What refuses a release from this ledger that would exceed the plan's cap.
+
+        Args:
+            ledger: a client's.
+            cap: the ε that its owner allows, whatever the run does; None: the run's alone.
+        """
         privacy = self.privacy
-        return Guard(ledger, privacy.delta, privacy.epsilon, privacy.adjacency, privacy.unit)
+        caps = [one for one in (privacy.epsilon, cap) if one is not None]
+        least = min(caps, default=None)
+        return Guard(ledger, privacy.delta, least, privacy.adjacency, privacy.unit)
 
     def check_cap(self) -> None:
         """Refuses a cap that allows no round even where nothing was spent before.

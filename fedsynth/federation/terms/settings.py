@@ -23,15 +23,18 @@ from fedsynth.core.validation import (
     from_mapping,
 )
 from fedsynth.data.files import expanded
-from fedsynth.data.partition import PartitionSettings
-from fedsynth.data.registry import dataset_spec
-from fedsynth.errors import Setting, SettingError, unknown_name
+from fedsynth.data.load_folder import FolderSettings, own_name
+from fedsynth.data.partition import GIVEN, PartitionSettings
+from fedsynth.data.registry import dataset_spec, is_known
+from fedsynth.errors import Setting, SettingError, UnknownNameError, unknown_name
 from fedsynth.federation.terms.failures import Failures
 from fedsynth.federation.terms.participation import active_clients
-from fedsynth.methods import method_class
+from fedsynth.federation.terms.report_settings import ReportSettings
+from fedsynth.methods import method_class, own_source
 from fedsynth.methods.shared.robust import FEWEST, RULES
-from fedsynth.models.registry import ModelSettings
+from fedsynth.models.registry import ModelSettings, own_model
 from fedsynth.privacy.settings import PrivacySettings, ledger_setting
+from fedsynth.privacy.wording import shown
 
 QUORUM = 0.5
 """Of a round's clients, the share whose uploads make a round."""
@@ -39,7 +42,7 @@ MOST_ROUNDS = 10**9  # a year has 3e7 seconds
 MOST_GB = 1_000_000
 ROBUST: Mapping[str, Any] = {"robust": "none", "robust_share": 0.2}
 """Defaults of the settings of robust aggregation."""
-SECTIONS = ("run", "data", "partition", "model", "method", "privacy")
+SECTIONS = ("run", "data", "partition", "model", "method", "privacy", "report")
 
 # What a data set changes beside the method; what it changes of a method's settings stands with the
 # method (`Method.presets`). For the embedded 8×8 digits: a model that such images can feed, and few
@@ -61,7 +64,10 @@ _KINDS: Mapping[str, tuple[type, str]] = {
     "partition": (PartitionSettings, "PartitionSettings(alpha=0.1)"),
     "model": (ModelSettings, "ModelSettings(width=64)"),
     "privacy": (PrivacySettings, "PrivacySettings(epsilon=8.0)"),
+    "report": (ReportSettings, "ReportSettings(responsible='...')"),
+    "folder": (FolderSettings, "FolderSettings('scans')"),
 }
+_MAY_BE_NONE = ("privacy", "folder")
 
 
 @dataclass(frozen=True)
@@ -102,10 +108,14 @@ class RunSettings:
         robust_share: β of "trimmed": the share of a coordinate's values that is left out at each
             end, at least the share of clients that may lie.
         partition: who has which examples.
-        model: the architecture.
+        model: the architecture. Also a module of one's own, or a class or function that makes one,
+            which is then registered (`register_model` says what it must be).
         privacy: None means no differential privacy.
+        report: who answers for the run, for the first page of its privacy report.
         ledger: without privacy, the folder of the clients' kept ledgers, which then say that no
             later run on the same data can have an ε. With privacy the folder is named there.
+        folder: one's own images, in place of a named data set; `dataset` is then what they are
+            called. With `PartitionSettings("given")` each site's folder is a client.
 
     >>> from fedsynth import FedProx
     >>> settings = RunSettings(FedProx(mu=0.1), rounds=5, participation=0.3)
@@ -137,9 +147,13 @@ class RunSettings:
     partition: PartitionSettings = field(default_factory=PartitionSettings)
     model: ModelSettings = field(default_factory=ModelSettings)
     privacy: PrivacySettings | None = None
+    report: ReportSettings = field(default_factory=ReportSettings)
     ledger: Path | None = None
+    folder: FolderSettings | None = None
 
     def __post_init__(self) -> None:
+        if not isinstance(self.model, ModelSettings) and callable(self.model):
+            object.__setattr__(self, "model", own_model(self.model))
         if self.ledger is not None:
             if self.privacy is not None:
                 raise SettingError(
@@ -151,11 +165,12 @@ class RunSettings:
             object.__setattr__(self, "ledger", _folder(ledger_setting(self.ledger)))
         for name, (kind, example) in _KINDS.items():
             value = getattr(self, name)
-            if not (isinstance(value, kind) or (name == "privacy" and value is None)):
+            if not (isinstance(value, kind) or (name in _MAY_BE_NONE and value is None)):
                 raise SettingError(
                     None, name, f"must be an object such as {example}, got {value!r}"
                 )
         check_ranges(self, rounds=(1, MOST_ROUNDS), evaluate_every=(1, math.inf))
+        check_ranges(self, seed=(0, math.inf))
         if self.memory_gb is not None and not 0 < self.memory_gb <= MOST_GB:
             raise SettingError(
                 "run",
@@ -251,6 +266,7 @@ class RunSettings:
         """Sections of plain values, without what is None; `resolve` makes the same settings of
         it.
         """
+        source = own_source(self.method.name)
         run = {
             "method": self.method.name,
             "rounds": self.rounds,
@@ -270,14 +286,20 @@ class RunSettings:
                 "client_failures": self.client_failures or None,
                 "quorum": None if self.quorum == QUORUM else self.quorum,
                 **self._robust_values(),
+                "method_source": None if source is None else source.label,
             },
-            "data": {"dataset": self.dataset, "data_root": self.data_root},
+            "data": {
+                "dataset": self.dataset,
+                "data_root": self.data_root,
+                **({} if self.folder is None else _given(self.folder)),
+            },
             "partition": dataclasses.asdict(self.partition),
             "model": dataclasses.asdict(self.model),
-            "method": dataclasses.asdict(self.method),
+            "method": self.method.told(),
             "privacy": dataclasses.asdict(self.privacy)
             if self.privacy is not None
             else {"ledger": self.ledger},
+            "report": self.report.to_mapping(),
         }
         plain = {
             name: {k: _plain(v) for k, v in values.items() if v is not None}
@@ -286,7 +308,22 @@ class RunSettings:
         return {name: values for name, values in plain.items() if values}
 
 
-_OTHER_SECTIONS = ("method", "dataset", "data_root", "partition", "model", "privacy", "ledger")
+def _given(folder: FolderSettings) -> dict[str, Any]:
+    """The settings of a folder that are set at all."""
+    return {name: value for name, value in dataclasses.asdict(folder).items() if value}
+
+
+_OTHER_SECTIONS = (
+    "method",
+    "dataset",
+    "data_root",
+    "partition",
+    "model",
+    "privacy",
+    "report",
+    "ledger",
+    "folder",
+)
 RUN_KINDS: Mapping[str, type] = {
     name: kind for name, kind in field_types(RunSettings).items() if name not in _OTHER_SECTIONS
 }
@@ -298,7 +335,8 @@ def _of_the_method(method: type[Method], values: Mapping[str, Any]) -> Mapping[s
     said.
     """
     homes = {**{key: "run" for key in RUN_KINDS}, "dataset": "data", "data_root": "data"}
-    for kind in (PartitionSettings, ModelSettings, PrivacySettings):
+    kinds = (PartitionSettings, ModelSettings, PrivacySettings, ReportSettings, FolderSettings)
+    for kind in kinds:
         homes.update({f.name: kind.section for f in fields(kind) if f.name not in homes})
     known = {field.name for field in fields(method)}
     for key in values:
@@ -353,18 +391,22 @@ def resolve(
     run = dict(given.get("run", {}))
     data = dict(given.get("data", {}))
     name = str(run.pop("method", "feddm"))
-    dataset = str(data.pop("dataset", "digits"))
+    _check_source(name, run.pop("method_source", None), own_method)
+    root = data.pop("data_root", None)
     method = own_method or method_class(name)
-    dataset = own_data or dataset_spec(dataset).name
+    dataset, folder = _own_folder(data)
+    if folder is not None:
+        own_data = own_data or dataset
+    else:
+        dataset = own_data or dataset_spec(dataset).name
     preset = preset_of(dataset, method) if own_data is None else {}
     run = {**preset.get("run", {}), **run}
     partition = {**preset.get("partition", {}), **given.get("partition", {})}
+    if folder is not None:
+        partition.setdefault("kind", GIVEN)
     privacy = dict(given.get("privacy", {}))
     # A ledger alone is that of a run without privacy.
     ledger = privacy.pop("ledger") if privacy.keys() == {"ledger"} else None
-    root = data.pop("data_root", None)
-    if data:
-        raise unknown_name("setting of data", next(iter(data)), ("dataset", "data_root"))
     values = converted("run", run, RUN_KINDS, "run")
     return RunSettings(
         method=method.from_mapping(
@@ -375,9 +417,62 @@ def resolve(
         partition=from_mapping(PartitionSettings, partition),
         model=from_mapping(ModelSettings, {**preset.get("model", {}), **given.get("model", {})}),
         privacy=from_mapping(PrivacySettings, privacy) if privacy else None,
+        report=from_mapping(ReportSettings, given.get("report", {})),
         ledger=None if ledger is None else _folder(ledger_setting(str(ledger))),
+        folder=folder,
         **values,
     )
+
+
+def _check_source(name: str, stated: Any, own_method: type[Method] | None) -> None:
+    """Refuses a method of one's own that is not there, or comes from another file than stated."""
+    if stated is None or own_method is not None:
+        return
+    try:
+        method_class(name)
+    except UnknownNameError:
+        raise SettingError(
+            "run",
+            "method",
+            f"is {name} of {shown(stated)}, of your own: it has to be given again (",
+            Setting("run", "method", f"PATH/{str(stated).partition('@')[0]:.200}"),
+            ", or fedsynth.register_method)",
+        ) from None
+    source = own_source(name)
+    if source is not None and source.label != stated:
+        raise SettingError(
+            "run", "method", f"is of {shown(stated)}, and what was given is another: {source.label}"
+        )
+
+
+def _own_folder(data: Mapping[str, Any]) -> tuple[str, FolderSettings | None]:
+    """The data set's name, and the folder of one's own images, if these are the data.
+
+    Args:
+        data: the section, without the data folder.
+    """
+    values = dict(data)
+    name = values.pop("dataset", None)
+    known = {"dataset": str, "data_root": str, **field_types(FolderSettings)}
+    for key in values:
+        if key not in known:
+            raise unknown_name("setting of data", key, known, "data", key)
+    if not values:
+        return str(name or "digits"), None
+    if not values.get("folder"):
+        key = next(iter(values))
+        raise SettingError(
+            "data", key, "is of your own images, which ", Setting("data", "folder"), " names"
+        )
+    folder = from_mapping(FolderSettings, values)
+    if name is not None and is_known(str(name)):
+        raise SettingError(
+            "data",
+            "dataset",
+            f"is the name of a published data set, {name}, and cannot be that of the images in "
+            f"{folder.folder}",
+        )
+    return str(name or own_name(folder)), folder
 
 
 def _folder(ledger: Path | str) -> Path | None:

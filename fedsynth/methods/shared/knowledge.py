@@ -58,6 +58,15 @@ class CondensedSet(SyntheticSet):
     soft: Tensor = released()
     present: Tensor = released()
 
+    def soft_labels(self) -> Tensor | None:
+        """R's row of each image's class, or where there is none the class itself, [N, C]; None
+        where R stays with the server."""
+        if not len(self.soft):
+            return None
+        hard = torch.eye(len(self.soft), device=self.soft.device)
+        rows: Tensor = torch.where(self.present[:, None], self.soft, hard)[self.labels]
+        return rows
+
 
 @dataclass(frozen=True)
 class LocalKnowledge(Message):

@@ -40,6 +40,10 @@ class SyntheticSet(Message):
         """The images as a network takes them, float32."""
         return normalise(self.images, spec) if self.images.dtype == torch.uint8 else self.images
 
+    def soft_labels(self) -> Tensor | None:
+        """The images' soft labels [N, C], where clients send any; each row sums to 1."""
+        return None
+
 
 FARTHEST = 1e4
 """Largest magnitude of a normalised pixel, in standard deviations: real ones are within 10 or so,

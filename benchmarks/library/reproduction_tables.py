@@ -1,0 +1,183 @@
+"""The tables of docs/reproduction.md, from the rows of results/reproduction/*.jsonl."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from fedsynth.reproduction.presets import Preset, cell_words, preset, preset_names
+from fedsynth.reproduction.report import Line, lines, shown
+from fedsynth.reproduction.rows import Rows
+from fedsynth.reproduction.words import dataset_of
+from library import RESULTS
+from library.rows import NOTHING, apart, by_key, percents, spread, table
+
+FOLDER = RESULTS / "reproduction"
+NETWORK_SEEDS = range(5)
+AT = (20, 50, 100, 150, 200)
+ACCURACIES = ("test_accuracy_pct", "best_test_accuracy_pct", "amp_pct")
+Row = Mapping[str, Any]
+
+
+def _rows() -> dict[str, dict[str, Any]]:
+    return Rows(FOLDER).all()
+
+
+def _finished() -> list[tuple[Preset, Line]]:
+    """A line for each published number, and each curve, that a finished run speaks of; of runs
+    with changed settings apart."""
+    rows = _rows()
+    changes = {json.dumps(row["changes"], sort_keys=True) for row in rows.values()}
+    datasets = {dataset_of(row["cell"]["dataset"]) for row in rows.values()}
+    seeds = sorted({row["seed"] for row in rows.values()})
+    found = []
+    for name in preset_names():
+        one = preset(name)
+        cells = [cell for cell in one.cells if dataset_of(cell.dataset) in datasets]
+        for text in sorted(changes):
+            made = lines(one, cells, seeds, rows, changes=json.loads(text))
+            found += [(one, line) for line in made if line.seeds or line.diverged]
+    return found
+
+
+def _changed(line: Line) -> str:
+    """What is not the preset's, and a reduced precision."""
+    words = [
+        f"{section}.{key}={value}"
+        for section, values in line.changes.items()
+        for key, value in values.items()
+    ]
+    words += [name for name in line.precisions if name != "fp32"]
+    return f" (`{', '.join(words)}`)" if words else ""
+
+
+def _compared() -> str:
+    """Published beside reproduced."""
+    head = ["table", "cell", "metric", "published", "reproduced", "seeds"]
+    body = [
+        [
+            f"`{one.name}`",
+            f"{line.cell}{_changed(line)}",
+            line.metric,
+            shown(line.number.value, line.number.std),
+            shown(line.compared.mean, line.compared.std),
+            str(len(line.seeds)),
+            line.verdict,
+            f"{sum(line.seconds) / 3600:.2f}",
+            ", ".join(line.commits),
+        ]
+        for one, line in _finished()
+        if line.number.value is not None
+    ]
+    return table([*head, "verdict", "hours", "commit"], body)
+
+
+def _curves() -> str:
+    """Test accuracy by rounds where the paper has a figure."""
+    body = []
+    rows = _rows()
+    for name in preset_names():
+        one = preset(name)
+        for cell in one.cells:
+            if any(number.value is not None for number in cell.numbers):
+                continue
+            mine = [
+                row
+                for row in rows.values()
+                if row["preset"] == name and row["cell"] == cell.columns() and not row["changes"]
+            ]
+            if mine:
+                body.append([cell_words(cell, one), *_by_rounds(mine), str(len(mine))])
+    rounds = [f"round {number}" for number in AT]
+    return table(["", *rounds, "last 20 rounds", "their spread", "seeds"], body)
+
+
+def _by_rounds(rows: Sequence[Row]) -> list[str]:
+    """Mean accuracies at some rounds, over the last 20, and the standard deviation over these
+    rounds, averaged over seeds."""
+    curves = [row["curve"]["test_accuracy"] for row in rows]
+    cells = []
+    for number in AT:
+        at = [100 * curve[number - 1] for curve in curves if len(curve) >= number]
+        cells.append(f"{statistics.mean(at):.1f}" if at else NOTHING)
+    ends = [[100 * value for value in curve[-20:]] for curve in curves]
+    cells.append(f"{statistics.mean(map(statistics.mean, ends)):.1f}")
+    cells.append(f"{statistics.mean(map(statistics.pstdev, ends)):.1f}")
+    return cells
+
+
+def _orders() -> str:
+    """The methods' order, published and reproduced, where at least two of a setting are finished."""
+    groups: dict[tuple[str, str, str], list[tuple[str, float, float]]] = {}
+    for one, line in _finished():
+        mean = line.compared.mean
+        if line.number.value is None or mean is None or line.metric not in ACCURACIES:
+            continue
+        cell = next(c for c in one.cells if cell_words(c, one) == line.cell)
+        where = " ".join(line.cell.replace(cell.method, "", 1).split())
+        key = one.name, f"{where}{_changed(line)}", line.metric
+        groups.setdefault(key, []).append((cell.method, line.number.value, mean))
+    body = []
+    for (name, where, metric), methods in groups.items():
+        if len(methods) > 1:
+            pairs = [(a, b) for k, a in enumerate(methods) for b in methods[k + 1 :]]
+            same = sum((a[1] - b[1]) * (a[2] - b[2]) > 0 for a, b in pairs)
+            there = sorted(methods, key=lambda m: m[1], reverse=True)
+            here = sorted(methods, key=lambda m: m[2], reverse=True)
+            orders = [" > ".join(name for name, _, _ in one) for one in (there, here)]
+            body.append([f"`{name}`", where, metric, *orders, f"{same} of {len(pairs)}"])
+    head = ["table", "cell", "metric", "published order", "reproduced order", "pairs alike"]
+    return table(head, body)
+
+
+def _presets() -> str:
+    """All tables: how many cells, how many can be run, how many are finished."""
+    finished: dict[str, set[str]] = {}
+    for one, line in _finished():
+        if not line.changes:
+            finished.setdefault(one.name, set()).add(line.cell)
+    body = []
+    for name in preset_names():
+        one = preset(name)
+        runnable = sum(not one.refusal(cell) for cell in one.cells)
+        counts = [str(len(one.cells)), str(runnable), str(len(finished.get(name, ())))]
+        body.append([f"`{name}`", one.source, one.title, *counts])
+    return table(["preset", "source", "what it shows", "cells", "runnable", "finished"], body)
+
+
+def _networks_per_round() -> str:
+    """FedDM with M networks a round beside the literal loop, the same seeds in pairs."""
+    rows = by_key("networks_per_round")
+    body = []
+    for dataset in ("mnist", "fashion-mnist"):
+        literal = percents(rows, f"{dataset} M=0", NETWORK_SEEDS)
+        for networks in (0, 5, 20, 50):
+            name = f"{dataset} M={networks}"
+            found = percents(rows, name, NETWORK_SEEDS)
+            seconds = [rows[key]["seconds"] for key in rows if key.startswith(f"{name} ")]
+            if not found:
+                continue
+            title = "a new network in every step" if networks == 0 else f"M = {networks}"
+            apart_from = apart(found, literal, len(NETWORK_SEEDS)) if networks else ""
+            body.append(
+                [
+                    dataset,
+                    title,
+                    spread(found, len(NETWORK_SEEDS)),
+                    apart_from,
+                    f"{statistics.mean(seconds):.0f}",
+                ]
+            )
+    return table(["", "networks of a round", "accuracy", "− the first", "seconds"], body)
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "reproduction": _compared,
+    "networks-per-round": _networks_per_round,
+    "reproduction-curves": _curves,
+    "reproduction-orders": _orders,
+    "reproduction-presets": _presets,
+}
+SENTENCES: list[tuple[str, str, Callable[[], Sequence[str]]]] = []

@@ -1,0 +1,230 @@
+"""The public declaration of one's own images: what a private run may know of them beside what it
+releases.
+
+It is a TOML file that a person checks and signs. Divisors, sampling rates, the shape of what is
+released and the privacy report go by what it says, and never by the images themselves, so all of it
+is public. `fedsynth data describe` proposes one.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from fedsynth.config_file import read_sections
+from fedsynth.data.own_files import LEDGERS
+from fedsynth.data.registry import DatasetSpec
+from fedsynth.errors import DataError, DataFilesCorruptError, FedsynthError
+
+MEAN, STD = 0.5, 0.25
+"""Of pixels in [0, 1], where nobody says better: constants, for a computed mean is an exact function
+of the images."""
+Name = Annotated[str, Field(min_length=1, max_length=200)]
+Count = Annotated[int, Field(ge=1, lt=10**15)]
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+
+
+class _Images(_Part):
+    name: Name
+    class_names: Annotated[list[Name], Field(min_length=1)]
+    sites: list[Name] = []
+    channels: Annotated[int, Field(ge=1, le=3)]
+    height: Annotated[int, Field(ge=1, le=4096)]
+    width: Annotated[int, Field(ge=1, le=4096)]
+    mean: list[float]
+    std: list[float]
+    source: str
+
+
+class _Sizes(_Part):
+    images: Count
+    most_images: Count
+    users: Annotated[int, Field(ge=0, lt=10**15)] = 0
+
+
+class _Kept(_Part):
+    ledger: str = ""
+
+
+class _Signed(_Part):
+    by: str = ""
+    date: str = ""
+
+
+class _File(_Part):
+    images: _Images
+    sizes: _Sizes
+    privacy: _Kept = _Kept()
+    signed_off: _Signed = _Signed()
+
+
+@dataclass(frozen=True)
+class Declaration:
+    """What is public of one's own images.
+
+    Attributes:
+        spec: their specification; `train_size` is the nominal number of images of all sites
+            together, and `groups` that of users (0: nobody says).
+        sites: the sites' names; empty: there are none.
+        most_images: a bound on the number of images of all sites together.
+        ledger: the folder of the ledgers that are kept for these images; None: nobody says.
+        signed_by: who has checked it; empty: nobody has.
+        path: the file.
+    """
+
+    spec: DatasetSpec
+    sites: tuple[str, ...]
+    most_images: int
+    ledger: Path | None
+    signed_by: str
+    path: Path
+
+    @property
+    def signed(self) -> bool:
+        """Whether a person has signed it."""
+        return bool(self.signed_by)
+
+
+def read_declaration(path: Path) -> Declaration:
+    """The declaration in this file.
+
+    Raises:
+        DataFilesCorruptError: it cannot be read, or is none; names the key.
+    """
+    try:
+        read = _File.model_validate(read_sections(path))
+        spec = _spec(read)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(map(str, first["loc"]))[:80]
+        raise DataFilesCorruptError(
+            f"{path} is no declaration of images: {where}: {first['msg'][:200]}"
+        ) from None
+    except FedsynthError as error:
+        raise DataFilesCorruptError(f"{path} is no declaration of images: {error}") from None
+    if read.sizes.most_images < read.sizes.images:
+        raise DataFilesCorruptError(
+            f"{path}: sizes.most_images is a bound, and must not be below sizes.images"
+        )
+    signed = read.signed_off
+    both = signed.by.strip() and signed.date.strip()
+    ledger = read.privacy.ledger.strip()
+    return Declaration(
+        spec,
+        tuple(read.images.sites),
+        read.sizes.most_images,
+        (path.parent / Path(ledger).expanduser()).absolute() if ledger else None,
+        f"{signed.by.strip()}, {signed.date.strip()}" if both else "",
+        path,
+    )
+
+
+def _spec(read: _File) -> DatasetSpec:
+    images = read.images
+    return DatasetSpec(
+        name=images.name,
+        channels=images.channels,
+        height=images.height,
+        width=images.width,
+        classes=len(images.class_names),
+        train_size=read.sizes.images,
+        test_size=1,
+        mean=tuple(images.mean),
+        std=tuple(images.std),
+        class_names=tuple(images.class_names),
+        source=images.source,
+        groups=read.sizes.users,
+    )
+
+
+# ---------------------------------------------------------------------------------- to propose one
+
+
+def coarse(count: float, *, up: bool = False) -> int:
+    """A round number near `count`: 1, 2 or 5 times a power of ten, the next one if `up`.
+
+    >>> coarse(570), coarse(640, up=True), coarse(3)
+    (500, 1000, 2)
+    """
+    steps = [int(s * 10**e) for e in range(15) for s in (1, 2, 5)]
+    if up:
+        return next(step for step in steps if step >= count)
+    return min(steps, key=lambda step: abs(math.log(step / max(count, 1))))
+
+
+def proposal(
+    spec: DatasetSpec,
+    sites: Sequence[str],
+    images: int,
+    users: int,
+) -> str:
+    """A declaration to be checked, as TOML text.
+
+    Args:
+        spec: of the images as they were found.
+        sites: their names.
+        images: how many there are: only round numbers are written.
+        users: how many people they are of (0: nobody says), likewise.
+    """
+
+    def listed(values: Sequence[Any]) -> str:
+        return json.dumps(list(values), ensure_ascii=False)
+
+    return f"""\
+# What is PUBLIC of the images in this folder, proposed by `fedsynth data describe`.
+#
+# Everything here may be known to anybody: it stands in privacy reports, and divisors, sampling
+# rates and the shape of what leaves the house follow from it. Nothing else of the images is public.
+# The proposals below were read from the folder. A PERSON HAS TO CHECK EACH LINE: put in what you
+# would tell anybody who asks, and not what was counted. Then fill in [signed_off]; until that is
+# done, no run with differential privacy starts.
+
+[images]
+name = {json.dumps(spec.name, ensure_ascii=False)}
+class_names = {listed(spec.class_names)}  # in this order; also those that a site may lack
+sites = {listed(sites)}  # names that may be known; [] where the data are one owner's
+channels = {spec.channels}  # 1: grey, 3: colour
+height = {spec.height}  # every image is resized to this
+width = {spec.width}
+mean = {listed(spec.mean)}  # of pixels from 0 to 1: constants, not computed from these images
+std = {listed(spec.std)}
+source = {json.dumps(spec.source, ensure_ascii=False)}
+
+[sizes]
+# Round numbers that you would state without looking. A wrong `images` makes results worse, and not
+# less private; `most_images` must be a true bound (δ is checked against it).
+images = {coarse(images)}  # about how many there are at all sites together
+most_images = {coarse(2 * images, up=True)}  # there are certainly no more
+users = {coarse(users) if users else 0}  # about how many people they are of; 0: not known
+
+[privacy]
+# Where it is written down what was spent on these images, over all runs: keep it, and let nobody
+# see the folder `private` in it. Relative to this file.
+ledger = {json.dumps(LEDGERS)}
+
+[signed_off]
+by = ""  # who has checked all of the above
+date = ""
+"""
+
+
+def require_signed(declaration: Declaration) -> None:
+    """Refuses a declaration that nobody has signed.
+
+    Raises:
+        DataError: says what to do.
+    """
+    if not declaration.signed:
+        raise DataError(
+            f"{declaration.path} is not signed off: a person has to check each line of it, as all "
+            "of it is public, and put name and date under [signed_off]"
+        )

@@ -1,0 +1,59 @@
+"""What a folder of one's own images is, for a declaration to be checked by a person."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from fedsynth.data.declaration import proposal
+from fedsynth.data.load_folder import FolderSettings, Note, declaration_beside, read_folder
+from fedsynth.data.own_files import find_files
+from fedsynth.data.partition import count_matrix
+from fedsynth.data.picture import partition_table
+
+
+@dataclass(frozen=True)
+class Described:
+    """A proposal.
+
+    Attributes:
+        toml: the declaration's text.
+        table: how many images of each class each site has: exact, and so private.
+        path: where runs look for the declaration.
+    """
+
+    toml: str
+    table: str
+    path: Path
+
+
+def describe_folder(settings: FolderSettings, note: Note, name: str | None = None) -> Described:
+    """Reads all images of a folder, and proposes what is to be public of them.
+
+    Args:
+        settings: the folder, and to what its images are resized.
+        note: told of files that are left out.
+        name: of the data set; None: the folder's.
+
+    Raises:
+        DataError: as `load_folder`.
+    """
+    place = Path(settings.folder)
+    undeclared = replace(settings, declaration="")
+    found = read_folder(undeclared, note, name or "", declared=False)
+    spec = found.train.spec
+    files = find_files(place)
+    parts = found.sites or (np.arange(len(found.train)),)
+    counts = count_matrix(found.train.labels.numpy(), parts, spec.classes)
+    users = 0 if found.train.groups is None else len(found.train.groups.unique())
+    rows = ", ".join(
+        f"{number}: {site}" for number, site in enumerate(files.site_names or ("all",))
+    )
+    columns = ", ".join(f"{number}: {one}" for number, one in enumerate(spec.class_names))
+    return Described(
+        proposal(spec, files.site_names, len(found.train), users),
+        f"sites {rows}\nclasses {columns}\n{partition_table(counts)}",
+        declaration_beside(place),
+    )

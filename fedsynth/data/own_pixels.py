@@ -1,0 +1,126 @@
+"""One's own image files as arrays of one size: whatever size and mode they have, and which of them
+cannot be read."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image, ImageOps, UnidentifiedImageError
+
+from fedsynth.data.files import one_line
+from fedsynth.data.folders import FORMATS, MOST_PIXELS, Bytes, opened_image
+
+T = TypeVar("T")
+SIXTEEN_BITS = 65535 / 255
+"""A level of 8 bits, in levels of 16."""
+
+
+@dataclass(frozen=True)
+class Look:
+    """What an image file's header says.
+
+    Attributes:
+        height, width: in pixels, upright.
+        grey: whether it has no colours.
+    """
+
+    height: int
+    width: int
+    grey: bool
+
+
+@dataclass(frozen=True)
+class Failed:
+    """A file that cannot be read.
+
+    Attributes:
+        reason: one line.
+    """
+
+    reason: str
+
+
+def look_at(paths: Sequence[Path]) -> list[Look | Failed]:
+    """What the headers of these files say."""
+    return _each(paths, _look)
+
+
+def read_pixels(
+    paths: Sequence[Path], channels: int, height: int, width: int
+) -> tuple[Bytes, dict[int, Failed]]:
+    """These images, [N, channels, height, width], and those that cannot be read by their position
+    (whose rows are black).
+
+    Images of another size are resized (Lanczos), whatever their proportions. Grey images become
+    colour ones with three equal channels, and colour ones grey by their luma. Of 16 bits the upper
+    8 are kept; transparency is dropped; a photograph is turned upright as its EXIF data say.
+    """
+    images = np.zeros((len(paths), channels, height, width), np.uint8)
+
+    def read(position: int) -> None:
+        with opened_image(paths[position], _refuse_huge) as image:
+            images[position] = _scaled(image, channels, height, width)
+
+    found = _each(range(len(paths)), read)
+    return images, {row: one for row, one in enumerate(found) if isinstance(one, Failed)}
+
+
+def _each(of: Iterable[T], read: Callable[[T], Any]) -> list[Any]:
+    """What `read` gives of each file, or why it fails; decoding releases the interpreter's lock."""
+
+    def one(which: T) -> Any:
+        try:
+            return read(which)
+        except FileNotFoundError:
+            return Failed("there is no such file")
+        except UnidentifiedImageError:  # whose text is an address in memory
+            return Failed(f"it is no {', '.join(FORMATS)} file")
+        except Exception as error:  # a damaged image may raise anything
+            return Failed(one_line(error))
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        return list(pool.map(one, of))
+
+
+def _look(path: Path) -> Look:
+    with opened_image(path, _refuse_huge) as image:
+        width, height = image.size
+        if image.getexif().get(0x0112) in (5, 6, 7, 8):  # orientation: lies on its side
+            width, height = height, width
+        return Look(height, width, _is_grey(image))
+
+
+def _is_grey(image: Image.Image) -> bool:
+    return image.mode in ("1", "L", "LA", "La", "I") or image.mode.startswith("I;16")
+
+
+def _refuse_huge(size: tuple[int, int]) -> None:
+    width, height = size
+    if width * height > MOST_PIXELS:
+        raise ValueError(f"it is {width}×{height}, more than {MOST_PIXELS:,} pixels: reduce it")
+
+
+def _scaled(image: Image.Image, channels: int, height: int, width: int) -> Bytes:
+    """Decoded, upright, in the asked-for mode and size: [channels, height, width]."""
+    upright = ImageOps.exif_transpose(image)
+    if upright.mode == "I" or upright.mode.startswith("I;16"):
+        upright = _eight_bits(upright)
+    mode = "L" if channels == 1 else "RGB"
+    plain = upright if upright.mode == mode else upright.convert(mode)
+    if plain.size != (width, height):
+        plain = plain.resize((width, height), Image.Resampling.LANCZOS)
+    pixels = np.asarray(plain, np.uint8)
+    return pixels[None] if channels == 1 else pixels.transpose(2, 0, 1)
+
+
+def _eight_bits(image: Image.Image) -> Image.Image:
+    """16-bit levels as 8-bit ones: Pillow's own conversion would cut all above 255 off."""
+    levels: npt.NDArray[Any] = np.asarray(image).astype(np.float64)
+    return Image.fromarray(np.rint(levels.clip(0, 65535) / SIXTEEN_BITS).astype(np.uint8))

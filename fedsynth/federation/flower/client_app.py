@@ -1,0 +1,57 @@
+"""The ClientApp: for Flower's own simulation, and for SuperNodes that run the app which is sent.
+
+Each message may start a fresh process, so that nothing stays in this one: where a client stands is
+in the files of its home (`fedsynth.federation.nodes.session`), and not in Flower's context, which
+goes through the SuperNode with each message, and is gone with it.
+
+A data owner who wants the ledger to hold whatever a server sends starts `fedsynth client` instead
+(`fedsynth.federation.flower.executor`): there the app that is sent is never run.
+
+The node's configuration (`--node-config`) may say, and in a simulation Flower itself says the first:
+
+    partition-id    the client's number
+    home            the folder of its ledgers
+    data            a folder of its images by class; without it, its part of the data set
+    policy          the file of its policy; without it, everything is approved (trials)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from flwr.app import Context, Message
+from flwr.clientapp import ClientApp
+
+from fedsynth.federation.flower.records import from_record, reply
+from fedsynth.federation.nodes.node import Node
+from fedsynth.federation.nodes.own_data import ClassFolders, PartOf, Source
+from fedsynth.federation.nodes.policy import ANY, Owner, Policy
+
+app = ClientApp()
+
+
+@app.query()  # type: ignore[untyped-decorator]  # Flower is not looked into
+def answer(message: Message, context: Context) -> Message:
+    """The answer to a server's message."""
+    run, sent = from_record(message.content)
+    node = node_of(context.node_config, str(context.run_config.get("home", "")))
+    return reply(run, node.answer(run, sent), message)
+
+
+def node_of(given: Mapping[str, Any], homes: str = "") -> Node:
+    """The node that a configuration says.
+
+    Args:
+        given: as this module's docstring has it.
+        homes: for trials, the folder in which each client has its home, where `given` names none.
+    """
+    number = int(given["partition-id"])
+    beside = Path(homes or "homes") / f"client-{number:03d}"
+    home = Path(str(given["home"])) if "home" in given else beside
+    source: Source = ClassFolders(Path(str(given["data"]))) if "data" in given else PartOf()
+    owner = Owner(approved=frozenset({ANY}))
+    if "policy" in given:
+        owner = Owner(Policy.read(Path(str(given["policy"]))))
+    return Node(number, home, source, owner)

@@ -1,0 +1,148 @@
+"""The ServerApp: a run's rounds over Flower's Grid.
+
+It is no Strategy: Flower's strategies average arrays, and here the method makes the next state of
+whatever its clients send. Flower starts it in a process of its own on the SuperLink's machine, with
+a run's settings in its configuration:
+
+    settings    the run's sections, as JSON
+    spec        the data set's specification, as JSON; "": that of the data set which settings name
+    output      the folder that run folders go into
+    resume      the folder of a run to go on with; ""
+    numbers     which client each node is, as JSON {"node": client}; "{}": each says so itself
+    join, answer    how many seconds the server waits
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from flwr.app import Context, Message
+from flwr.serverapp import Grid, ServerApp
+
+from fedsynth.data.registry import DatasetSpec, dataset_spec
+from fedsynth.errors import FedsynthError, MessageError
+from fedsynth.federation.flower.records import from_record, request
+from fedsynth.federation.nodes.proposal import Proposal, new_run, own_name, spec_from_json
+from fedsynth.federation.nodes.served import Post, Served, serve
+from fedsynth.federation.nodes.to_nodes import Patience
+from fedsynth.federation.observer import Observer
+from fedsynth.federation.terms.settings import resolve
+
+LOOK = 0.3
+"""Seconds between two looks for answers."""
+DONE = "done.json"
+"""In the output folder: where the run's folder is, for who has started it; or the error."""
+
+app = ServerApp()
+
+
+class OverGrid:
+    """Carries messages over Flower's Grid.
+
+    Args:
+        grid: Flower's.
+        look: seconds between two looks for answers.
+    """
+
+    def __init__(self, grid: Grid, look: float = LOOK) -> None:
+        self._grid = grid
+        self._look = look
+        self.run = ""
+
+    def nodes(self) -> Sequence[int]:
+        """Those that are connected."""
+        return sorted(self._grid.get_node_ids())
+
+    def ask(self, messages: Mapping[int, bytes], seconds: float) -> dict[int, bytes | str]:
+        """Sends all, and takes what comes in time; what comes later is answered to nobody."""
+        ends = time.monotonic() + seconds
+        sent = {
+            node: request(self.run, content, node, max(1.0, seconds))
+            for node, content in messages.items()
+        }
+        named = list(self._grid.push_messages(sent.values()))
+        waiting = {name: node for name, node in zip(named, sent, strict=True) if name}
+        found: dict[int, bytes | str] = dict.fromkeys(set(sent) - set(waiting.values()), "is gone")
+        while waiting and time.monotonic() < ends:
+            for message in self._grid.pull_messages(list(waiting)):
+                node = waiting.pop(message.metadata.reply_to_message_id, None)
+                if node is not None:
+                    found[node] = self._answer(message)
+            if waiting:
+                time.sleep(self._look)
+        return found
+
+    def _answer(self, message: Message) -> bytes | str:
+        """What a node has sent, or why it is nothing."""
+        if message.has_error():
+            return f"does not answer: {message.error.reason!s:.200}"
+        try:
+            run, sent = from_record(message.content)
+        except MessageError as error:
+            return str(error)
+        return sent if run == self.run else f"answers for run {run!r:.40}"
+
+
+class Said(Observer):
+    """Prints what a run says: Flower keeps it in its log."""
+
+    def note(self, text: str) -> None:
+        print(text, flush=True)
+
+    def round_ended(self, row: Mapping[str, Any]) -> None:
+        print(json.dumps(dict(row)), flush=True)
+
+
+@app.main()  # type: ignore[untyped-decorator]  # Flower is not looked into
+def main(grid: Grid, context: Context) -> None:
+    """Plays the run that the configuration says, and leaves where its folder is."""
+    given = context.run_config
+    output = Path(str(given["output"]))
+    try:
+        served = played(grid, given)
+    except FedsynthError as error:
+        _leave(output, str(given["token"]), {"error": str(error)})
+        raise
+    _leave(output, str(given["token"]), {"folder": str(served.folder)})
+
+
+def played(grid: Grid, given: Mapping[str, Any]) -> Served:
+    """The run that a configuration says.
+
+    Args:
+        grid: Flower's.
+        given: as this module's docstring has it.
+    """
+    proposal = proposed(given)
+    numbers = {int(node): int(k) for node, k in json.loads(str(given["numbers"])).items()}
+    patience = Patience(join=float(given["join"]), answer=float(given["answer"]))
+    resume = str(given["resume"])
+    return serve(
+        proposal,
+        Post(OverGrid(grid), patience, numbers),
+        Path(str(given["output"])),
+        observer=Said(),
+        resume=Path(resume) if resume else None,
+    )
+
+
+def proposed(given: Mapping[str, Any]) -> Proposal:
+    """The run that a configuration proposes."""
+    sections = json.loads(str(given["settings"]))
+    text = str(given["spec"])
+    spec: DatasetSpec
+    if text:
+        spec = spec_from_json(json.loads(text))
+    else:
+        spec = dataset_spec(str(sections.get("data", {}).get("dataset", "digits")))
+    return Proposal(new_run(), resolve(sections, own_data=own_name(spec)), spec)
+
+
+def _leave(output: Path, token: str, facts: Mapping[str, str]) -> None:
+    """Says to who has started the run how it ended; `token` names the start."""
+    output.mkdir(parents=True, exist_ok=True)
+    (output / f".{token}-{DONE}").write_text(json.dumps(dict(facts)), encoding="utf-8")

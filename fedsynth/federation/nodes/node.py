@@ -1,0 +1,209 @@
+"""A data owner's node: it answers a server's messages, by its owner's policy and its own ledger.
+
+A server proposes a run when it asks the client to join. The node shows its owner what would be
+released and what that costs, and joins if the owner allows it. From then on the client goes by the
+settings that were proposed then, whatever the server says later, and charges its ledger before each
+release; what leaves the node are public parameters, released values, and the ledger's rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+
+from fedsynth.data.images import ImageData
+from fedsynth.errors import FedsynthError, MessageError
+from fedsynth.federation.exchange.frames import Frame, agreement, whole
+from fedsynth.federation.exchange.protocol import REQUEST
+from fedsynth.federation.nodes.bundles import pack, unpack
+from fedsynth.federation.nodes.own_data import Source
+from fedsynth.federation.nodes.owner_report import write_owner_report
+from fedsynth.federation.nodes.policy import Owner
+from fedsynth.federation.nodes.proposal import Proposal
+from fedsynth.federation.nodes.request_words import request_words
+from fedsynth.federation.nodes.session import Session, kept_proposal
+from fedsynth.federation.terms.client_ledgers import Clients
+from fedsynth.privacy.errors import PrivacyError
+from fedsynth.privacy.ledger import Ledger
+from fedsynth.privacy.ledger_folder import LedgerFolder
+
+RUNS = "runs"
+
+
+@dataclass
+class Node:
+    """A data owner's node.
+
+    Args:
+        number: the client's in the federation, from 0.
+        home: the owner's folder of ledgers, kept over all runs; the node's runs are in it, too.
+        source: of its records.
+        owner: who decides on proposals.
+        name: the client's, by which its ledger and reports know it; "": its number's.
+        device: as in a run's settings.
+        say: told what is for the owner to read.
+        ended: how many runs have ended.
+
+    Raises:
+        LedgerError: a ledger was there, and is gone.
+    """
+
+    number: int
+    home: Path
+    source: Source
+    owner: Owner
+    name: str = ""
+    device: str = "auto"
+    say: Callable[[str], None] = print
+    ended: int = 0
+    _sessions: dict[str, Session] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.name = self.name or f"client-{self.number:03d}"
+        if self.home.is_dir():
+            LedgerFolder(self.home).check_whole()
+
+    def answer(self, run: str, sent: bytes) -> bytes:
+        """The answers to a message's frames; what goes wrong is an answer, too.
+
+        Args:
+            run: which run it says that it is of.
+            sent: the frames.
+        """
+        try:
+            frames = unpack(sent)
+        except MessageError as error:
+            return pack([self._named(_error(str(error)), None)])
+        answers: list[bytes] = []
+        for frame in frames:
+            answer = self._one(run, frame)
+            answers.append(answer)
+            if Frame.from_bytes(answer).kind != "answer":
+                break
+        return pack(answers)
+
+    def _one(self, run: str, sent: bytes) -> bytes:
+        number: int | None = None
+        try:
+            frame = Frame.from_bytes(sent)
+            asked = frame.facts.get("number")
+            number = asked if type(asked) is int else None
+            if frame.kind == "join":
+                return self._join(run, frame, sent)
+            session = self._session(run)
+            if frame.kind == "end":
+                return self._named(self._end(session, frame), number)
+            if frame.kind == "start" and session.told(frame.facts):
+                return self._named(Frame("answer", {}), number)  # the answer to it was lost
+            answer = session.remote.answer(sent)
+            session.keep()
+            return answer
+        except (FedsynthError, PrivacyError) as error:
+            self.say(f"run {run:.16}: {error}")
+            # what a file, a folder or a ledger of the owner's says stays here
+            told = str(error) if type(error) is MessageError else type(error).__name__
+            return self._named(_error(told), number)
+
+    def _named(self, answer: Frame, number: int | None) -> bytes:
+        facts = {**answer.facts, "client": self.number, "number": number}
+        return replace(answer, facts=facts).to_bytes()
+
+    def _join(self, run: str, frame: Frame, sent: bytes) -> bytes:
+        """Joins a run if the owner allows it, anew or again after its server was restarted."""
+        number = whole(frame.facts.get("number"), "request's number")
+        proposal = Proposal.from_json(frame.facts.get("proposal"))
+        if proposal.run != run:
+            raise MessageError(f"the proposal is of run {proposal.run}, the message of {run:.16}")
+        if self.number >= proposal.settings.partition.clients:
+            raise MessageError(
+                f"the run has {proposal.settings.partition.clients} clients, and this one is "
+                f"number {self.number}"
+            )
+        kept = kept_proposal(self._folder(run))
+        if kept is not None and kept.agreement != proposal.agreement:
+            raise MessageError("the run was agreed on with other settings")
+        objections = self.owner.objections(proposal)
+        if kept is None or objections:
+            self._show(proposal, objections)
+        if objections:
+            told = f"declines: {'; '.join(objections)}"
+            return self._named(Frame("refusal", {"reason": told, "kind": REQUEST}), number)
+        session = self._new(proposal)
+        session.begin(whole(frame.facts.get("after", 0), "round"))
+        asked = Frame("join", {"agreement": agreement(proposal.settings), "number": number})
+        answer = session.remote.answer(asked.to_bytes())
+        session.keep()
+        self._sessions[run] = session
+        return answer
+
+    def _show(self, proposal: Proposal, objections: list[str]) -> None:
+        """What the owner reads before the client joins."""
+        held = self._ledgers_rows()
+        lines = request_words(proposal, self.number, held)
+        decision = f"declined: {'; '.join(objections)}" if objections else "joins"
+        self.say("\n".join([*lines, f"  {decision}"]))
+
+    def _ledgers_rows(self) -> Ledger | None:
+        """The ledger as it stands, if there is one; nothing is made."""
+        if not self.home.is_dir():
+            return None
+        return LedgerFolder(self.home).ledgers().get(self.name)
+
+    def _folder(self, run: str) -> Path:
+        return self.home / RUNS / run
+
+    def _session(self, run: str) -> Session:
+        """The run's, as this process has it or another one has left it.
+
+        Raises:
+            MessageError: the client has not joined it.
+        """
+        if run in self._sessions:
+            return self._sessions[run]
+        known = {path.name for path in (self.home / RUNS).glob("*")}
+        proposal = kept_proposal(self._folder(run)) if run in known else None
+        if proposal is None:
+            raise MessageError("this client has not joined the run")
+        session = self._new(proposal)
+        session.resume()
+        self._sessions[run] = session
+        return session
+
+    def _new(self, proposal: Proposal) -> Session:
+        data = self.source.read(proposal, self.number)
+        return Session(
+            self._folder(proposal.run),
+            proposal,
+            self.number,
+            data,
+            self._ledger(proposal, data),
+            self.owner.cap,
+            self.device,
+        )
+
+    def _ledger(self, proposal: Proposal, data: ImageData) -> Ledger:
+        """Kept, for these records.
+
+        Raises:
+            LedgerError: it is for other records.
+        """
+        own = Clients(data, [np.arange(len(data))], (self.name,))
+        folder = LedgerFolder(self.home)
+        return folder.open((self.name,), own.digests, self.source.identifier(proposal))[0]
+
+    def _end(self, session: Session, frame: Frame) -> Frame:
+        """The run is over: its owner gets a report."""
+        rounds = whole(frame.facts.get("rounds"), "number of rounds")
+        folder = session.folder
+        written = write_owner_report(session, rounds, folder)
+        self.say(f"run {folder.name} has ended after {rounds} rounds: {written}")
+        del self._sessions[folder.name]
+        self.ended += 1
+        return Frame("answer", {})
+
+
+def _error(text: str) -> Frame:
+    return Frame("error", {"text": text})

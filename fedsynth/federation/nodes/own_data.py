@@ -1,0 +1,110 @@
+"""A data owner's records: a folder of images by class, or for trials a part of a data set."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from fedsynth.data.folders import images_in, read_images
+from fedsynth.data.images import ImageData, from_arrays
+from fedsynth.data.load import load_dataset
+from fedsynth.data.partition import GIVEN, partition
+from fedsynth.data.registry import DatasetSpec
+from fedsynth.errors import DataError, DataFilesMissingError
+from fedsynth.federation.nodes.proposal import Proposal
+from fedsynth.federation.terms.client_ledgers import data_set_id
+
+
+class Source(Protocol):
+    """Where a node's records come from."""
+
+    def read(self, proposal: Proposal, number: int) -> ImageData:
+        """The records that the client with this number has, in a run.
+
+        Raises:
+            DataError: they are not there, or do not fit the run's specification.
+        """
+
+    def identifier(self, proposal: Proposal) -> str:
+        """Names the records for their ledger, in all runs on them alike."""
+
+
+@dataclass(frozen=True)
+class ClassFolders:
+    """Images in FOLDER/CLASS/*, a folder for each class by the specification's names; a class that
+    the owner has not may lack its folder.
+
+    Args:
+        folder: the owner's.
+    """
+
+    folder: Path
+
+    def read(self, proposal: Proposal, number: int) -> ImageData:
+        spec = proposal.spec
+        paths: list[Path] = []
+        labels: list[int] = []
+        for label, name in enumerate(spec.class_names):
+            if Path(name).name != name:
+                raise DataError(f"{name!r:.80} is a class of {spec.name} and no folder's name")
+            files = images_in(self.folder / name) if (self.folder / name).is_dir() else []
+            paths += files
+            labels += [label] * len(files)
+        if not paths:
+            raise DataFilesMissingError(
+                f"{self.folder} has no images in folders of the classes of {spec.name}: "
+                f"{', '.join(spec.class_names)}"
+            )
+        return from_arrays(_pixels(paths, spec), np.array(labels, np.int64), spec)
+
+    def identifier(self, proposal: Proposal) -> str:
+        return f"{proposal.spec.name}-{GIVEN}"
+
+
+@dataclass(frozen=True)
+class PartOf:
+    """A part of a published data set, as a simulation divides it: for trials.
+
+    Args:
+        data_root: the folder of data sets; None: FEDSYNTH_DATA.
+    """
+
+    data_root: Path | None = None
+
+    def read(self, proposal: Proposal, number: int) -> ImageData:
+        settings = replace(proposal.settings, data_root=self.data_root)
+        train, _ = load_dataset(settings.dataset, settings.data_root)
+        _check_same(train.spec, proposal.spec)
+        parts = partition(
+            train.labels.cpu().numpy(),
+            settings.resolved_partition,
+            train.spec.classes,
+            *train.origins(),
+        )
+        return train.subset(np.asarray(parts[number], np.int64))
+
+    def identifier(self, proposal: Proposal) -> str:
+        return data_set_id(proposal.settings)
+
+
+def _pixels(paths: list[Path], spec: DatasetSpec) -> npt.NDArray[np.uint8]:
+    """The files' images, [N, C, H, W]; grey ones where the data set has one channel."""
+    if spec.channels == 3:
+        return read_images(paths, spec)
+    if spec.channels != 1:
+        raise DataError(f"{spec.name} has {spec.channels} channels: image files have 1 or 3")
+    in_colour = replace(spec, channels=3, mean=spec.mean * 3, std=spec.std * 3)
+    images = read_images(paths, in_colour)
+    coloured = np.flatnonzero((images != images[:, :1]).any(axis=(1, 2, 3)))
+    if len(coloured):
+        raise DataError(f"{paths[coloured[0]]} has colours: images of {spec.name} are grey")
+    return images[:, :1]
+
+
+def _check_same(own: DatasetSpec, proposed: DatasetSpec) -> None:
+    if own != proposed:
+        raise DataError(f"the server has another specification of {own.name} than this package")

@@ -1,0 +1,172 @@
+"""What a data owner allows: a file that the owner writes, and the decision on a proposal.
+
+A policy is TOML. What it does not name, it does not bound, but for runs without differential
+privacy, which it allows only by `open = true`:
+
+    methods = ["feddm", "fedaf"]     # names of methods
+    epsilon = 8.0                    # what all runs on these records may spend together
+    delta = 1e-5                     # the largest δ of a run
+    rounds = 20                      # the most rounds of a run
+    open = false                     # whether runs without differential privacy are allowed
+
+    [settings]                       # any other setting: what it may be, or [least, most]
+    "model.name" = ["convnet", "linear"]
+    "model.width" = [1, 128]
+"""
+
+from __future__ import annotations
+
+import math
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from fedsynth.errors import SettingError
+from fedsynth.federation.nodes.proposal import Proposal
+from fedsynth.privacy.mechanism_facts import mechanism_facts
+
+ANY = "any"
+"""Approves every proposal."""
+
+
+@dataclass(frozen=True)
+class Policy:
+    """An owner's policy.
+
+    Args:
+        methods: names; None: all.
+        epsilon: of all runs on the owner's records together, whatever a run's own cap is. It is
+            enforced at each charge, too. None: runs' own caps alone.
+        delta: the largest δ of a run.
+        rounds: the most rounds of a run.
+        open: whether runs without a guarantee are allowed.
+        settings: by "section.key" what a setting may be: a list of values, or of two numbers, the
+            least and the most.
+
+    >>> Policy(methods=("feddm",), epsilon=8.0).open
+    False
+    """
+
+    methods: tuple[str, ...] | None = None
+    epsilon: float | None = None
+    delta: float | None = None
+    rounds: int | None = None
+    open: bool = False
+    settings: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in ("epsilon", "delta", "rounds"):
+            value = getattr(self, name)
+            if value is not None and not (_is_number(value) and 0 < value < math.inf):
+                raise SettingError("policy", name, f"must be above 0, got {value!r:.80}")
+        if type(self.open) is not bool:
+            raise SettingError("policy", "open", f"must be true or false, got {self.open!r:.80}")
+
+    @classmethod
+    def from_mapping(cls, given: Mapping[str, Any]) -> Policy:
+        """The policy that a file says.
+
+        Raises:
+            SettingError: an unknown name, or a value of another type: nobody's slip allows more.
+        """
+        known = {one.name for one in fields(cls)}
+        for name in given:
+            if name not in known:
+                raise SettingError("policy", name, f"is unknown; there are {', '.join(known)}")
+        values = dict(given)
+        if "methods" in values:
+            values["methods"] = _list("methods", values["methods"])
+        settings = values.get("settings", {})
+        if not isinstance(settings, Mapping):
+            raise SettingError("policy", "settings", "must be a table of settings")
+        values["settings"] = {name: _list(name, allowed) for name, allowed in settings.items()}
+        return cls(**values)
+
+    @classmethod
+    def read(cls, path: Path) -> Policy:
+        """The policy in a file.
+
+        Raises:
+            SettingError: it cannot be read, is no TOML, or as `from_mapping`.
+        """
+        try:
+            with path.open("rb") as file:
+                return cls.from_mapping(tomllib.load(file))
+        except (OSError, ValueError) as error:
+            raise SettingError(None, str(path), f"cannot be read as a policy: {error}") from None
+
+    def objections(self, proposal: Proposal) -> list[str]:
+        """Why the owner does not take part; empty: the owner does.
+
+        It asks nothing of the ledger, which is asked at each charge.
+        """
+        run = proposal.settings
+        privacy = run.privacy
+        found: list[str] = []
+        if self.methods is not None and run.method.name not in self.methods:
+            found.append(f"method {run.method.name} is not allowed ({', '.join(self.methods)})")
+        if self.rounds is not None and run.rounds > self.rounds:
+            found.append(f"{run.rounds} rounds are more than the {self.rounds} allowed")
+        if privacy is None:
+            if not self.open:
+                found.append("runs without differential privacy are not allowed")
+        else:
+            if self.delta is not None and privacy.delta > self.delta:
+                found.append(f"δ = {privacy.delta:g} is above the {self.delta:g} allowed")
+            mechanism = privacy.mechanism or next(iter(run.method.protects), "")
+            if not self.open and mechanism and not mechanism_facts(mechanism).guaranteed:
+                found.append(f"mechanism {mechanism} gives no guarantee")
+        sections = run.to_mapping()
+        for name, allowed in self.settings.items():
+            section, _, key = name.partition(".")
+            value = sections.get(section, {}).get(key)
+            if not _allows(allowed, value):
+                found.append(f"{name} = {value!r:.80} is not allowed")
+        return found
+
+
+def _list(name: str, given: Any) -> tuple[Any, ...]:
+    if not isinstance(given, list) or not given:
+        raise SettingError("policy", name, f"must be a list of what is allowed, got {given!r:.80}")
+    return tuple(given)
+
+
+def _allows(allowed: tuple[Any, ...], value: Any) -> bool:
+    """Whether a setting's value is one of a list, or between two numbers."""
+    if len(allowed) == 2 and all(_is_number(one) for one in allowed):
+        return _is_number(value) and allowed[0] <= value <= allowed[1]
+    return any(type(one) is type(value) and one == value for one in allowed)
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float)
+
+
+@dataclass(frozen=True)
+class Owner:
+    """Who decides on a proposal: a policy, an approval of one agreement, or both.
+
+    Args:
+        policy: the owner's; None: only what is approved takes place.
+        approved: agreements that were approved by hand; `ANY` in it approves all.
+    """
+
+    policy: Policy | None = None
+    approved: frozenset[str] = frozenset()
+
+    @property
+    def cap(self) -> float | None:
+        """The ε that all runs may spend together, beside each run's own cap."""
+        return None if self.policy is None else self.policy.epsilon
+
+    def objections(self, proposal: Proposal) -> list[str]:
+        """Why the owner does not take part; empty: the owner does."""
+        if self.policy is not None:
+            objections = self.policy.objections(proposal)
+            if objections or not self.approved:
+                return objections
+        if {ANY, proposal.agreement} & self.approved:
+            return []
+        return ["its owner has not approved this run"]

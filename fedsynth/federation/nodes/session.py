@@ -1,0 +1,212 @@
+"""One run at a data owner's node, from one message to the next.
+
+Where a node stands is in files of the owner's folder, and not in what carries the messages: it
+outlives the process, whichever it is, and never leaves the machine. Of the memory there is that of
+the last rounds, so that a server that goes on from its checkpoint finds the one it had.
+
+    HOME/runs/RUN/session.json           the proposal, the terms, and which steps were done
+    HOME/runs/RUN/memory-ROUND           what the client keeps after that round
+    HOME/runs/RUN/first-ROUND            what it keeps of that round's first exchange
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fedsynth.core.method import Memory
+from fedsynth.data.images import ImageData
+from fedsynth.errors import CheckpointError, MessageError, OutputError
+from fedsynth.federation.exchange.client_runtime import ClientRuntime, OwnData, Standing
+from fedsynth.federation.exchange.protocol import Terms
+from fedsynth.federation.exchange.remote_client import RemoteClient
+from fedsynth.federation.exchange.rounds import with_proxy
+from fedsynth.federation.nodes.proposal import Proposal
+from fedsynth.federation.outputs.checkpoint import Kept, write_whole
+from fedsynth.federation.terms.devices import resolve_device
+from fedsynth.federation.terms.given_data import divided
+from fedsynth.federation.terms.public_context import public_context
+from fedsynth.privacy.ledger import Ledger
+
+STATE = "session.json"
+KEPT_ROUNDS = 3
+"""Of so many rounds the memory stays: a server that goes on lacks at most the last of them."""
+_MEMORY = re.compile(r"memory-([0-9]+)")
+
+
+class Session:
+    """A client of one run, whose state is in a folder.
+
+    Args:
+        folder: of this run.
+        proposal: what the owner has agreed to.
+        number: the client's, from 0.
+        data: its records.
+        ledger: its own.
+        cap: the ε that its owner allows.
+        device: as in a run's settings.
+
+    Attributes:
+        remote: answers the server's frames.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        proposal: Proposal,
+        number: int,
+        data: ImageData,
+        ledger: Ledger,
+        cap: float | None = None,
+        device: str = "auto",
+    ) -> None:
+        self.folder = folder
+        self.proposal = proposal
+        settings = proposal.settings
+        where = resolve_device(device)
+        context = with_proxy(public_context(settings, proposal.spec, where), settings)
+        settings.method.check_model(context.architecture)
+        whole = [torch.arange(len(data))]
+        training, held_out = divided(settings, whole, data)
+        own = OwnData(data.to(where), training[0], held_out[0])
+        runtime = ClientRuntime(number, settings, context, own, ledger, cap=cap)
+        self.remote = RemoteClient(runtime, context)
+        self._saved = 0
+        self.history = ledger.history()
+
+    @property
+    def round(self) -> int:
+        """The last round that it has answered whole; 0: none."""
+        return max((number for number, phase in self.remote.done if phase == "main"), default=0)
+
+    def told(self, facts: Mapping[str, Any]) -> bool:
+        """Whether these are the terms that it was told before."""
+        terms = self.remote.terms
+        if terms is None:
+            return False
+        sizes = None if terms.sizes is None else list(terms.sizes)
+        return sizes == facts.get("sizes") and terms.noise_multiplier == facts.get(
+            "noise_multiplier"
+        )
+
+    def begin(self, after: int) -> None:
+        """Begins, with what it kept after this round: 0, or where a server goes on.
+
+        Raises:
+            MessageError: nothing is kept of that round, while the client keeps something.
+        """
+        rounds = self._rounds()
+        if after and rounds and after not in rounds:
+            raise MessageError(
+                f"this client has no memory of round {after} any more, but of {sorted(rounds)}"
+            )
+        if after in rounds:
+            self.remote.runtime.memory = self._read(f"memory-{after}")
+            self._saved = after
+        for later in rounds:
+            if later > after:  # of rounds that the server plays again
+                (self.folder / f"memory-{later}").unlink(missing_ok=True)
+
+    def resume(self) -> None:
+        """Goes on where another process has left it.
+
+        Raises:
+            CheckpointError: the folder is damaged.
+        """
+        try:
+            state = json.loads((self.folder / STATE).read_text(encoding="utf-8"))
+            self.remote.joined = True  # a folder is written when it has
+            self.history = replace(self.history, releases=self.history.releases[: state["held"]])
+            if state["terms"] is not None:
+                sizes = state["terms"]["sizes"]
+                sigma = state["terms"]["noise_multiplier"]
+                self.remote.take(Terms(None if sizes is None else tuple(sizes), sigma))
+            self.remote.done = {(int(number), str(phase)) for number, phase in state["done"]}
+            runtime = self.remote.runtime
+            pending = state["pending"]
+            first = None if pending is None else (pending, self._read(f"first-{pending}"))
+            runtime.standing = Standing(state["recorded"], first)
+            if state["memory"]:
+                runtime.memory = self._read(f"memory-{state['memory']}")
+            self._saved = state["memory"]
+        except (OSError, ValueError, KeyError, TypeError, MessageError) as error:
+            raise CheckpointError(f"{self.folder} is damaged: {error!r:.120}") from None
+
+    def keep(self) -> None:
+        """Writes where it stands; what it answers leaves the node only afterwards.
+
+        Raises:
+            OutputError: it cannot be written.
+        """
+        runtime = self.remote.runtime
+        standing = runtime.standing
+        number = self.round
+        terms = self.remote.terms
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            if number and runtime.memory:
+                self._write(f"memory-{number}", runtime.memory)
+                self._saved = number
+            if standing.pending is not None:
+                self._write(f"first-{standing.pending[0]}", standing.pending[1])
+            state: dict[str, Any] = {
+                "proposal": self.proposal.to_json(),
+                "held": len(self.history.releases),
+                "terms": None
+                if terms is None
+                else {"sizes": terms.sizes, "noise_multiplier": terms.noise_multiplier},
+                "done": sorted(self.remote.done),
+                "recorded": standing.recorded,
+                "pending": None if standing.pending is None else standing.pending[0],
+                "memory": self._saved,
+            }
+            write_whole(self.folder / STATE, json.dumps(state).encode())
+            self._prune(standing)
+        except OSError as error:
+            raise OutputError(f"cannot write {self.folder}: {error.strerror or error}") from None
+
+    def _prune(self, standing: Standing) -> None:
+        """Leaves the last rounds' memories, and the pending one."""
+        for number in sorted(self._rounds())[:-KEPT_ROUNDS]:
+            (self.folder / f"memory-{number}").unlink(missing_ok=True)
+        pending = None if standing.pending is None else standing.pending[0]
+        for path in self.folder.glob("first-*"):
+            if path.name != f"first-{pending}":
+                path.unlink(missing_ok=True)
+
+    def _rounds(self) -> set[int]:
+        """Of which rounds a memory is kept."""
+        if not self.folder.is_dir():
+            return set()
+        found = (_MEMORY.fullmatch(path.name) for path in self.folder.iterdir())
+        return {int(one.group(1)) for one in found if one is not None}
+
+    def _write(self, name: str, memory: Memory) -> None:
+        write_whole(self.folder / name, Kept(memory).to_bytes())
+
+    def _read(self, name: str) -> Memory:
+        """What the client kept, on its device."""
+        device = self.remote.runtime.context.device
+        kept = Kept.from_bytes((self.folder / name).read_bytes()).memory
+        return {key: tensor.to(device) for key, tensor in kept.items()}
+
+
+def kept_proposal(folder: Path) -> Proposal | None:
+    """What the owner has agreed to in the run of this folder; None: nothing yet.
+
+    Raises:
+        CheckpointError: the folder is damaged.
+    """
+    if not (folder / STATE).is_file():
+        return None
+    try:
+        stated: Mapping[str, Any] = json.loads((folder / STATE).read_text(encoding="utf-8"))
+        return Proposal.from_json(stated["proposal"])
+    except (OSError, ValueError, KeyError, TypeError, MessageError) as error:
+        raise CheckpointError(f"{folder} is damaged: {error!r:.120}") from None

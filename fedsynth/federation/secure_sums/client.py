@@ -1,0 +1,226 @@
+"""A client of one secure sum: it gives the server a masked vector, and shares of secrets."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from fedsynth.federation.secure_sums import pairs
+from fedsynth.federation.secure_sums.errors import SecureSumError, require_cryptography
+from fedsynth.federation.secure_sums.fixed_point import Words
+from fedsynth.federation.secure_sums.parcels import (
+    Keys,
+    Masked,
+    Present,
+    Roster,
+    Sealed,
+    Shares,
+)
+from fedsynth.federation.secure_sums.sharing import SHARE_BYTES, split
+
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import (
+        Ed25519PrivateKey,
+        Ed25519PublicKey,
+    )
+
+
+@dataclass(frozen=True)
+class SumTerms:
+    """What all parties of a sum know before.
+
+    Args:
+        name: of this sum, and no other one.
+        threshold: so many clients are enough, and as many are needed, to take masks away. More
+            than half of the clients: a server that tells some that a client is lost, and others
+            that it is there, then lacks shares of one kind.
+        clients: how many there are; numbers go from 0.
+        length: of vectors.
+    """
+
+    name: bytes
+    threshold: int
+    clients: int
+    length: int
+
+    def __post_init__(self) -> None:
+        if not self.clients // 2 < self.threshold <= self.clients:
+            raise SecureSumError(
+                f"the threshold must be above half of the {self.clients} clients and at most all, "
+                f"got {self.threshold}"
+            )
+        if self.length < 1 or not self.name:
+            raise SecureSumError("a sum has a name, and vectors of at least one coordinate")
+
+
+def usual_threshold(clients: int) -> int:
+    """Two thirds of the clients, and one: also with a third of them on the side of a server that
+    lies (Bonawitz et al., Sec. 6.2).
+
+    >>> [usual_threshold(n) for n in (2, 3, 5, 10)]
+    [2, 3, 4, 7]
+    """
+    return min(clients, 2 * clients // 3 + 1)
+
+
+@dataclass(frozen=True)
+class Identities:
+    """Long-lived keys, by which a client knows that a server has not put its own in their place.
+
+    Args:
+        own: this client's.
+        others: every client's public one, by number; exchanged before, and not by the server.
+    """
+
+    own: Ed25519PrivateKey
+    others: Mapping[int, Ed25519PublicKey]
+
+
+class SumClient:
+    """One client of one sum. Its four answers are asked for in this order, each once.
+
+    Args:
+        number: the client's.
+        terms: of the sum.
+        identities: None: the server is trusted to pass on keys as they are.
+    """
+
+    def __init__(self, number: int, terms: SumTerms, identities: Identities | None = None) -> None:
+        require_cryptography()
+        self.number = number
+        self.terms = terms
+        self._identities = identities
+        self._mask_key = pairs.new_key()
+        self._channel_key = pairs.new_key()
+        self._seed = secrets.token_bytes(32)
+        self._roster: Mapping[int, Keys] = {}
+        self._shares: dict[int, bytes] = {}
+        self._step = 0
+
+    def _next(self, step: int) -> None:
+        """Each answer comes once: a second one could take away a mask that the first has left."""
+        if self._step != step:
+            raise SecureSumError(f"client {self.number} was asked out of order")
+        self._step += 1
+
+    def keys(self) -> Keys:
+        """Its public keys."""
+        self._next(0)
+        found = Keys(
+            self.number,
+            pairs.public(self._mask_key),
+            pairs.public(self._channel_key),
+            hashlib.sha256(self._seed).digest(),
+        )
+        if self._identities is None:
+            return found
+        signature = self._identities.own.sign(found.signed(self.terms.name))
+        return Keys(found.client, found.mask, found.channel, found.commitment, signature)
+
+    def share(self, roster: Roster) -> Sealed:
+        """Shares of its secrets for each other client, which the server cannot read.
+
+        Raises:
+            SecureSumError: too few clients, a key that comes twice, or one that its client has not
+                signed.
+        """
+        self._next(1)
+        self._check(roster)
+        self._roster = dict(sorted(roster.keys.items()))
+        holders = list(self._roster)
+        mask_secret = self._mask_key.private_bytes_raw()
+        of_key = split(mask_secret, holders, self.terms.threshold)
+        of_seed = split(self._seed, holders, self.terms.threshold)
+        self._shares[self.number] = of_key[self.number] + of_seed[self.number]
+        sealed = {}
+        for k in holders:
+            if k != self.number:
+                key, about = self._channel(k, self.number, k)
+                sealed[k] = pairs.seal(key, of_key[k] + of_seed[k], about)
+        return Sealed(sealed)
+
+    def _check(self, roster: Roster) -> None:
+        keys = roster.keys
+        if len(keys) < self.terms.threshold or max(keys) >= self.terms.clients:
+            raise SecureSumError(f"{len(keys)} clients are no sum of {self.terms.threshold}")
+        own = keys.get(self.number)
+        if own is None or own.mask != pairs.public(self._mask_key):
+            raise SecureSumError("the server has other keys of this client")
+        public = [one for keys_of in keys.values() for one in (keys_of.mask, keys_of.channel)]
+        if len(set(public)) < len(public) or any(k != one.client for k, one in keys.items()):
+            raise SecureSumError("two clients have the same key")
+        if self._identities is None:
+            return
+        from cryptography.exceptions import InvalidSignature
+
+        for k, one in keys.items():
+            try:
+                self._identities.others[k].verify(one.signature, one.signed(self.terms.name))
+            except (InvalidSignature, KeyError):
+                raise SecureSumError(f"client {k} has not signed its keys") from None
+
+    def _channel(self, other: int, sender: int, receiver: int) -> tuple[bytes, bytes]:
+        """The key of one message between two clients, and what it is bound to."""
+        about = b"%s from %d to %d" % (self.terms.name, sender, receiver)
+        key = pairs.common(self._channel_key, self._roster[other].channel, pairs.CHANNEL, about)
+        return key, about
+
+    def mask(self, vector: Words, received: Sealed) -> Masked:
+        """Its vector under all masks.
+
+        Args:
+            vector: uint64 [n], as `FixedPoint.encode` makes it.
+            received: others' shares for this client, from the server: who sends none is lost
+                before any mask is made.
+
+        Raises:
+            SecureSumError: a wrong length, shares that were changed, or too few.
+        """
+        self._next(2)
+        if vector.shape != (self.terms.length,):
+            raise SecureSumError(f"a vector has {self.terms.length} numbers, not {vector.shape}")
+        senders = sorted(received.of)
+        if self.number in senders or not set(senders) <= set(self._roster):
+            raise SecureSumError("shares of clients that have no keys")
+        if len(senders) + 1 < self.terms.threshold:
+            raise SecureSumError(
+                f"{len(senders) + 1} clients are left, and {self.terms.threshold} are needed"
+            )
+        words = vector + pairs.mask(
+            pairs.derived(self._seed, pairs.OWN, self.terms.name), self.terms.length
+        )
+        for k in senders:
+            key, about = self._channel(k, k, self.number)
+            self._shares[k] = pairs.unseal(key, received.of[k], about)
+            if len(self._shares[k]) != 2 * SHARE_BYTES:
+                raise SecureSumError(f"client {k} has sent other things than shares")
+            common = pairs.common(
+                self._mask_key,
+                self._roster[k].mask,
+                pairs.MASK,
+                pairs.about_pair(self.terms.name, self.number, k),
+            )
+            stream = pairs.mask(common, self.terms.length)
+            words = words + stream if self.number < k else words - stream
+        return Masked(words)
+
+    def unmask(self, present: Present) -> Shares:
+        """Of each client one share: of its own mask where it is present, else of its mask key.
+
+        Raises:
+            SecureSumError: too few are present, or some that were never there: the masks stay.
+        """
+        self._next(3)
+        there = set(present.clients)
+        if len(there) < self.terms.threshold or not there <= set(self._shares):
+            raise SecureSumError(
+                f"{len(there)} clients are present, and {self.terms.threshold} are needed"
+            )
+        if self.number not in there:
+            raise SecureSumError("the server says that this client's vector is not there")
+        own = {k: one[SHARE_BYTES:] for k, one in self._shares.items() if k in there}
+        keys = {k: one[:SHARE_BYTES] for k, one in self._shares.items() if k not in there}
+        return Shares(own, keys)

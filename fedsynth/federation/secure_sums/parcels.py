@@ -1,0 +1,202 @@
+"""What clients and server send each other in a secure sum: JSON facts and words, as frames
+(`fedsynth.federation.exchange.frames`). Everything that comes is a stranger's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+
+from fedsynth.errors import MessageError
+from fedsynth.federation.exchange.frames import Frame
+from fedsynth.federation.secure_sums.errors import SecureSumError
+from fedsynth.federation.secure_sums.fixed_point import Words
+
+
+class Parcel:
+    """Something that is sent; subclasses say what as facts and a payload."""
+
+    kind = ""
+
+    def to_bytes(self) -> bytes:
+        """As it is sent."""
+        facts, payload = self._parts()
+        return Frame(self.kind, facts, payload).to_bytes()
+
+    @classmethod
+    def from_bytes(cls, sent: bytes) -> Self:
+        """What was sent.
+
+        Raises:
+            SecureSumError: it is something else.
+        """
+        try:
+            frame = Frame.from_bytes(sent)
+            if frame.kind != cls.kind:
+                raise MessageError(f"it is {frame.kind!r:.40}")
+            return cls._of(frame.facts, frame.payload)
+        except (MessageError, KeyError, TypeError, ValueError, AttributeError) as error:
+            raise SecureSumError(f"no {cls.kind} of a secure sum: {error!s:.120}") from None
+
+    def _parts(self) -> tuple[Mapping[str, Any], bytes]:
+        raise NotImplementedError
+
+    @classmethod
+    def _of(cls, facts: Mapping[str, Any], payload: bytes) -> Self:
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Keys(Parcel):
+    """A client's public keys for one sum.
+
+    Args:
+        client: its number.
+        mask: for masks that it shares with others, 32 bytes.
+        channel: for what others send it through the server, 32 bytes.
+        commitment: SHA-256 of the seed of its own mask.
+        signature: by its long-lived key, where the parties know these; else empty.
+    """
+
+    kind = "keys"
+    client: int
+    mask: bytes
+    channel: bytes
+    commitment: bytes
+    signature: bytes = b""
+
+    def signed(self, sum_name: bytes) -> bytes:
+        """What the signature is of."""
+        return b"fedsynth keys %s %d " % (sum_name, self.client) + (
+            self.mask + self.channel + self.commitment
+        )
+
+    def _parts(self) -> tuple[Mapping[str, Any], bytes]:
+        return {"client": self.client}, (
+            self.mask + self.channel + self.commitment + self.signature
+        )
+
+    @classmethod
+    def _of(cls, facts: Mapping[str, Any], payload: bytes) -> Self:
+        if len(payload) not in (96, 160):
+            raise ValueError("keys have 96 bytes, and 64 of a signature")
+        client = _number(facts["client"])
+        return cls(client, payload[:32], payload[32:64], payload[64:96], payload[96:])
+
+
+@dataclass(frozen=True)
+class Roster(Parcel):
+    """All clients' keys, from the server.
+
+    Args:
+        keys: of each client, by number.
+    """
+
+    kind = "roster"
+    keys: Mapping[int, Keys]
+
+    def _parts(self) -> tuple[Mapping[str, Any], bytes]:
+        return {str(k): one.to_bytes().hex() for k, one in self.keys.items()}, b""
+
+    @classmethod
+    def _of(cls, facts: Mapping[str, Any], payload: bytes) -> Self:
+        return cls({_numbered(k): Keys.from_bytes(bytes.fromhex(v)) for k, v in facts.items()})
+
+
+@dataclass(frozen=True)
+class Sealed(Parcel):
+    """Bytes by client: for each receiver, or of each sender.
+
+    Args:
+        of: sealed shares, by client.
+    """
+
+    kind = "sealed"
+    of: Mapping[int, bytes]
+
+    def _parts(self) -> tuple[Mapping[str, Any], bytes]:
+        return {str(k): one.hex() for k, one in self.of.items()}, b""
+
+    @classmethod
+    def _of(cls, facts: Mapping[str, Any], payload: bytes) -> Self:
+        return cls({_numbered(k): bytes.fromhex(v) for k, v in facts.items()})
+
+
+@dataclass(frozen=True, eq=False)
+class Masked(Parcel):
+    """A client's masked vector.
+
+    Args:
+        words: uint64 [n].
+    """
+
+    kind = "masked"
+    words: Words
+
+    def _parts(self) -> tuple[Mapping[str, Any], bytes]:
+        return {}, self.words.astype("<u8").tobytes()
+
+    @classmethod
+    def _of(cls, facts: Mapping[str, Any], payload: bytes) -> Self:
+        return cls(np.frombuffer(payload, "<u8").astype(np.uint64))
+
+
+@dataclass(frozen=True)
+class Present(Parcel):
+    """Whose masked vectors the server has; it asks for what takes the masks away.
+
+    Args:
+        clients: their numbers, ascending.
+    """
+
+    kind = "present"
+    clients: tuple[int, ...]
+
+    def _parts(self) -> tuple[Mapping[str, Any], bytes]:
+        return {"clients": list(self.clients)}, b""
+
+    @classmethod
+    def _of(cls, facts: Mapping[str, Any], payload: bytes) -> Self:
+        return cls(tuple(_number(one) for one in facts["clients"]))
+
+
+@dataclass(frozen=True)
+class Shares(Parcel):
+    """A client's shares that take masks away: of each other client one, and never two.
+
+    Args:
+        own: of own masks' seeds, of those that are present.
+        keys: of mask keys, of those that are lost.
+    """
+
+    kind = "shares"
+    own: Mapping[int, bytes]
+    keys: Mapping[int, bytes]
+
+    def _parts(self) -> tuple[Mapping[str, Any], bytes]:
+        parts = {"own": self.own, "keys": self.keys}
+        return {
+            name: {str(k): one.hex() for k, one in of.items()} for name, of in parts.items()
+        }, b""
+
+    @classmethod
+    def _of(cls, facts: Mapping[str, Any], payload: bytes) -> Self:
+        read = [
+            {_numbered(k): bytes.fromhex(v) for k, v in facts[name].items()}
+            for name in ("own", "keys")
+        ]
+        return cls(*read)
+
+
+def _number(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError(f"a client's number, got {value!r:.40}")
+    return value
+
+
+def _numbered(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or len(text) > 9:
+        raise ValueError(f"a client's number, got {text!r:.40}")
+    return int(text)

@@ -1,0 +1,45 @@
+"""A hash of the settings that decide a result: finished runs are found again by it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+from fedsynth.federation.terms.settings import RunSettings
+from fedsynth.privacy.settings import PrivacySettings
+
+SPEED = ("compile", "memory_gb", "device", "data_root")
+"""What changes how long a run takes, or where its data lie, and not its result."""
+
+
+def fingerprint(settings: RunSettings, without: tuple[str, ...] = ()) -> str:
+    """Eight hexadecimal digits of the settings that decide a result.
+
+    Args:
+        settings: a run's.
+        without: settings that do not count either, by name.
+    """
+    config = json.dumps(distinctive(settings, without), sort_keys=True)
+    return hashlib.blake2b(config.encode(), digest_size=4).hexdigest()
+
+
+def distinctive(settings: RunSettings, without: tuple[str, ...] = ()) -> dict[str, dict[str, Any]]:
+    """What differs from defaults and decides the result: a setting that a later version adds does
+    not make old rows strangers.
+
+    So who changes a default deletes the rows that were made with the old one.
+    """
+    method = type(settings.method)()
+    defaults = RunSettings(
+        method, privacy=None if settings.privacy is None else PrivacySettings(epsilon=1.0)
+    ).to_mapping()
+    left_out = (*SPEED, *without)
+    return {
+        section: {
+            k: v
+            for k, v in values.items()
+            if k not in left_out and (k == "method" or v != defaults.get(section, {}).get(k))
+        }
+        for section, values in settings.to_mapping().items()
+    }

@@ -1,0 +1,106 @@
+"""Models and methods of one's own, from Python files that the user names: `net.py:Net`.
+
+Only a file that the user names now is ever executed: what config.toml of a run says of its file is
+compared (by SHA-256), and never opened. So a run folder may come from anybody.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fedsynth.data.files import one_line, read_regular
+from fedsynth.errors import SettingError
+
+MOST_BYTES = 2**24
+_SHOWN = 12
+
+
+@dataclass(frozen=True)
+class OwnCode:
+    """A name in a Python file.
+
+    Attributes:
+        file: the file's name, without its folder.
+        name: of the class or function.
+        sha256: of the file.
+        text: the file.
+    """
+
+    file: str
+    name: str
+    sha256: str
+    text: str
+
+    @property
+    def label(self) -> str:
+        """`FILE:NAME@HASH`, as config.toml has it."""
+        return f"{self.file}:{self.name}@{self.sha256[:_SHOWN]}"
+
+    @property
+    def text_file(self) -> tuple[str, str]:
+        """The file's name and text, as the run folder keeps it."""
+        return self.file, self.text
+
+
+def names_a_file(given: str) -> bool:
+    """Whether this is `FILE.py:NAME`, and no registered name.
+
+    >>> names_a_file("net.py:Net"), names_a_file("convnet")
+    (True, False)
+    """
+    file, colon, name = given.rpartition(":")
+    return bool(colon) and file.endswith(".py") and name.isidentifier()
+
+
+def load_own(section: str, key: str, given: str) -> tuple[Any, OwnCode]:
+    """What `FILE.py:NAME` stands for; the file is executed.
+
+    Args:
+        section, key: the setting that names it.
+        given: its value.
+
+    Raises:
+        SettingError: the file cannot be read or executed, or has no such name.
+    """
+    file, _, name = given.rpartition(":")
+    path = Path(file).expanduser().absolute()
+    try:
+        content = read_regular(path, MOST_BYTES)
+        text = content.decode("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or one_line(error)
+        raise SettingError(section, key, f"names {path}, which cannot be read: {reason}") from None
+    code = OwnCode(path.name, name, hashlib.sha256(content).hexdigest(), text)
+    module = _executed(section, key, path, code)
+    found = getattr(module, name, None)
+    if found is None:
+        raise SettingError(section, key, f"names {name!r}, which {path} does not define")
+    return found, code
+
+
+def _executed(section: str, key: str, path: Path, code: OwnCode) -> Any:
+    """The file as a module; one that was executed before, and is the same, as it is."""
+    title = f"fedsynth_own_{path.stem}_{code.sha256[:_SHOWN]}"
+    if title in sys.modules:
+        return sys.modules[title]
+    spec = importlib.util.spec_from_file_location(title, path)
+    if spec is None or spec.loader is None:
+        raise SettingError(section, key, f"names {path}, which is no Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[title] = module  # dataclasses look their module up
+    sys.path.insert(0, str(path.parent))  # what stands beside the file may be imported, as a script
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[title]
+        raise SettingError(
+            section, key, f"names {path}, which fails: {type(error).__name__}: {one_line(error)}"
+        ) from error
+    finally:
+        sys.path.remove(str(path.parent))
+    return module

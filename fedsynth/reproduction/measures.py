@@ -1,0 +1,130 @@
+"""A published metric, from the curve of a run.
+
+A curve has a list for each figure of a run's rounds, under its dotted path in metrics.jsonl
+("models.oca.local.amp"), and the list "round"; None where a round was not evaluated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fedsynth.data.registry import dataset_spec
+from fedsynth.reproduction.presets import Number
+
+Curve = Mapping[str, Sequence[float | None]]
+MEBI = 2**20
+"""Bytes of a published megabyte: FedAF's 1.46 MB are 381,450 numbers of four bytes."""
+FIGURES = ("test_accuracy", "amp", "fm", "wlp")
+LOWER_IS_BETTER = frozenset(
+    {
+        "fm",
+        "upload_floats_per_round",
+        "upload_mb_per_client_per_round",
+        "rounds_to_fedavg_100_round_amp",
+    }
+)
+
+
+def curve_of(rows: Sequence[Mapping[str, Any]], domains: bool) -> dict[str, list[float | None]]:
+    """The curve of a run's rows.
+
+    Args:
+        rows: of metrics.jsonl.
+        domains: whether clients are domains, so that each one's accuracy is kept.
+    """
+    flat = [dict(_figures("", row, domains)) for row in rows]
+    names = list(dict.fromkeys(name for row in flat for name in row))
+    curve: dict[str, list[float | None]] = {"round": [row["round"] for row in rows]}
+    for name in names:
+        found = [row.get(name) for row in flat]
+        curve[name] = [None if value is None else round(value, 6) for value in found]
+    return curve
+
+
+def _figures(prefix: str, row: Mapping[str, Any], domains: bool) -> list[tuple[str, float]]:
+    found: list[tuple[str, float]] = []
+    for name in FIGURES:
+        if row.get(name) is not None:
+            found.append((f"{prefix}{name}", float(row[name])))
+    for name, value in row.get("domain_accuracy", {}).items():
+        found.append((f"{prefix}domain_accuracy.{name}", float(value)))
+    if domains:
+        each = row.get("client_accuracy", ())
+        found += [(f"{prefix}client.{k}", a) for k, a in enumerate(each) if a is not None]
+    if "local" in row:
+        found += _figures(f"{prefix}local.", row["local"], domains)
+    for name, model in row.get("models", {}).items():
+        found += _figures(f"{prefix}models.{name}.", model, domains)
+    return found
+
+
+def measured(
+    number: Number,
+    row: Mapping[str, Any],
+    *,
+    variant: str,
+    dataset: str,
+    fedavg: Mapping[str, Any] | None = None,
+) -> float | None:
+    """What a finished run says of a published number, in its unit; None: nothing.
+
+    Args:
+        number: the published one.
+        row: the run's.
+        variant: the one of several final models that counts; empty: the run's.
+        dataset: its name here.
+        fedavg: FedAvg's row of the same seed, which the rounds to its accuracy are counted by.
+    """
+    curve = row["curve"]
+    if number.metric == "upload_floats_per_round":
+        return float(row["upload_floats"])
+    if number.metric == "upload_mb_per_client_per_round":
+        return float(row["client_upload_bytes"]) / MEBI
+    if number.metric == "rounds_to_fedavg_100_round_amp":
+        return None if fedavg is None else _rounds_to(fedavg, curve, variant)
+    if number.metric in ("amp_pct", "fm", "wlp_pct"):
+        name = number.metric.removesuffix("_pct")
+        found = _last(curve, variant, f"local.{name}")
+        return found if found is None or name == "fm" else 100 * found
+    if number.domain:
+        return _of_domain(curve, number.domain, dataset)
+    values = [v for v in _column(curve, variant, "test_accuracy") if v is not None]
+    if not values:
+        return None
+    return 100 * (max(values) if number.metric.startswith("best_") else values[-1])
+
+
+def _column(curve: Curve, variant: str, name: str) -> Sequence[float | None]:
+    """A figure of the variant where there are several models; else of the model."""
+    return curve.get(f"models.{variant}.{name}", curve.get(name, ()))
+
+
+def _last(curve: Curve, variant: str, name: str) -> float | None:
+    found = [value for value in _column(curve, variant, name) if value is not None]
+    return found[-1] if found else None
+
+
+def _of_domain(curve: Curve, domain: str, dataset: str) -> float | None:
+    """Accuracy on a domain: of its client's own test split where there is one, which is then all
+    that clients with models of their own are tested on; else of the test set's part."""
+    domains = dataset_spec(dataset).domains
+    own = {name: _last(curve, "", f"local.client.{k}") for k, name in enumerate(domains)}
+    common = {name: _last(curve, "", f"domain_accuracy.{name}") for name in domains}
+    found = own if any(value is not None for value in own.values()) else common
+    wanted = domains if domain == "average" else (domain,)
+    values = [found.get(name) for name in wanted]
+    known = [100 * value for value in values if value is not None]
+    return sum(known) / len(known) if values and len(known) == len(values) else None
+
+
+def _rounds_to(fedavg: Mapping[str, Any], curve: Curve, variant: str) -> float | None:
+    """Rounds until AMP is FedAvg's last one; one more than there are, where it never is."""
+    level = _last(fedavg["curve"], "aca", "local.amp")
+    reached = list(_column(curve, variant, "local.amp"))
+    if level is None or not reached:
+        return None
+    for number, value in zip(curve["round"], reached, strict=True):
+        if value is not None and value >= level and number is not None:
+            return float(number)
+    return float(len(reached) + 1)

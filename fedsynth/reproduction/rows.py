@@ -1,0 +1,185 @@
+"""Finished runs as JSON lines, a file for each table, and the folders of runs that are under way.
+
+    OUTPUT/feddm-table2.jsonl          a line for each finished run of the table
+    OUTPUT/runs/HASH/…                 run folders, the unfinished ones with their checkpoints
+    OUTPUT/scaled-0.05/…               the same of scaled runs: they never stand beside whole ones
+
+A run is known by a hash of the settings that decide its result, so that tables which ask for the
+same run share it (FedKF's Tables V and VIII; both final models of one training). The precision of
+condensation's real passes is not in the hash: it is a matter of speed, and stands in the row.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fedsynth.errors import OutputError
+from fedsynth.federation.outputs.run_folder import INCOMPLETE
+from fedsynth.federation.terms.fingerprint import fingerprint
+from fedsynth.federation.terms.settings import RunSettings
+from fedsynth.privacy.files import read_text
+from fedsynth.reproduction.measures import curve_of
+from fedsynth.version import __version__
+
+NEEDED = frozenset(
+    {
+        *("preset", "cell", "seed", "settings", "scale", "changes", "precision", "seconds"),
+        *("curve", "upload_floats", "client_upload_bytes", "commit", "version"),
+    }
+)
+"""What a row has at least."""
+PACKAGE = Path(__file__).resolve().parents[1]
+
+
+def run_hash(settings: RunSettings) -> str:
+    """What a run is known by."""
+    return fingerprint(settings, without=("precision",))
+
+
+class Rows:
+    """The rows of a folder, of whole runs or of those with one scale.
+
+    Args:
+        output: the folder.
+        scale: None: whole runs.
+    """
+
+    def __init__(self, output: Path, scale: float | None = None) -> None:
+        self.folder = output if scale is None else output / f"scaled-{scale:g}"
+        self.scale = scale
+
+    def all(self) -> dict[str, dict[str, Any]]:
+        """Rows by their runs' hashes.
+
+        Raises:
+            OutputError: a file that cannot be read, or has lines that are no rows.
+        """
+        found: dict[str, dict[str, Any]] = {}
+        for path in sorted(self.folder.glob("*.jsonl")):
+            try:
+                rows = [json.loads(line) for line in read_text(path).splitlines()]
+            except OSError as error:
+                raise OutputError(f"cannot read {path}: {error.strerror}") from None
+            except (ValueError, RecursionError):
+                rows = [None]
+            if not all(isinstance(row, dict) and row.keys() >= NEEDED for row in rows):
+                raise OutputError(f"{path} has a line that is no row of a finished run")
+            found.update({row["settings"]: row for row in rows if row["scale"] == self.scale})
+        return found
+
+    def append(self, preset: str, row: Mapping[str, Any]) -> None:
+        """A finished run's row, into its table's file.
+
+        Raises:
+            OutputError: it cannot be written.
+        """
+        path = self.folder / f"{preset.replace(':', '-', 1)}.jsonl"
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n")
+        except OSError as error:
+            raise OutputError(f"cannot write {path}: {error.strerror}") from None
+
+    def run_folder(self, settings: RunSettings) -> Path:
+        """Where the run's own folder goes; another precision is another run until it is done."""
+        return self.folder / "runs" / f"{run_hash(settings)}-{settings.precision}"
+
+
+@contextmanager
+def claimed(folder: Path) -> Iterator[bool]:
+    """Whether this process has the folder for itself, as long as the block lasts.
+
+    Raises:
+        OutputError: it cannot be made.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = (folder / ".claimed").open("a")
+    except OSError as error:
+        raise OutputError(f"cannot write {folder}: {error.strerror}") from None
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+            return
+        yield True
+
+
+def finished(folder: Path) -> Path | None:
+    """The folder of a finished run in this one; None: there is none."""
+    found = [path.parent for path in folder.glob("*/summary.json")]
+    done = sorted(path for path in found if path.suffix != INCOMPLETE)
+    return done[-1] if done else None
+
+
+def unfinished(folder: Path) -> Path | None:
+    """The folder of a run that can be gone on with; None: there is none."""
+    found = sorted(path.parent for path in folder.glob(f"*{INCOMPLETE}/config.toml"))
+    return found[-1] if found else None
+
+
+def metrics_of(folder: Path) -> list[dict[str, Any]]:
+    """The rounds' rows that a run folder has; none before the first."""
+    path = folder / "metrics.jsonl"
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in read_text(path).splitlines()]
+
+
+def facts_of(rows: Sequence[Mapping[str, Any]], domains: bool) -> dict[str, Any]:
+    """What a finished run's row says of its rounds."""
+    uploads = [size for row in rows[-1:] for size in row["client_upload_bytes"]]
+    return {
+        "rounds": len(rows),
+        "seconds": round(sum(row["seconds"] for row in rows), 1),
+        "upload_floats": rows[-1]["upload_floats"] if rows else 0,
+        "client_upload_bytes": round(sum(uploads) / len(uploads), 1) if uploads else 0,
+        "curve": curve_of(rows, domains),
+    }
+
+
+def made_with() -> dict[str, Any]:
+    """Where, when and with what a row is made."""
+    cuda = torch.cuda.is_available()
+    device = torch.cuda.get_device_name() if cuda else f"CPU, {torch.get_num_threads()} threads"
+    return {
+        "version": __version__,
+        "commit": commit(),
+        "date": str(date.today()),
+        "machine": device,
+        "torch": torch.__version__,
+    }
+
+
+def commit() -> str | None:
+    """The commit of the package's files, with "+" where they differ from it; None: they are in no
+    git checkout."""
+    root = PACKAGE.parent
+    if not (root / ".git").exists():
+        return None
+    head = _git(root, "rev-parse", "--short", "HEAD")
+    if head is None:
+        return None
+    same = _git(root, "diff", "--quiet", "HEAD", "--", "fedsynth", "privacy", "cli")
+    return head if same is not None else f"{head}+"
+
+
+def _git(root: Path, *words: str) -> str | None:
+    try:
+        made = subprocess.run(
+            ["git", "-C", str(root), *words], capture_output=True, text=True, check=False
+        )
+    except OSError:
+        return None
+    return made.stdout.strip() if made.returncode == 0 else None

@@ -1,0 +1,163 @@
+"""Learning curves of finished runs: a figure of their rounds over rounds, bytes, seconds or ε."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from fedsynth.errors import OutputError
+from fedsynth.privacy.plots import COLOURS, Line, line_plot
+from fedsynth.runs.compare import SEEDS, by_seed, labels
+from fedsynth.runs.folders import Run, RunFolderError, value_at
+
+AXES: Mapping[str, str] = {
+    "rounds": "round",
+    "bytes": "uploads so far (MB)",
+    "seconds": "seconds so far",
+    "eps": "ε spent",
+}
+"""What a curve may be over, and what the axis is called."""
+SHARES = ("accuracy", "amp", "wlp", "agreement", "share")
+NEEDS_MATPLOTLIB = "a PNG needs matplotlib: pip install 'fedsynth[plots]' (SVG and HTML do not)"
+
+
+def curve(run: Run, metric: str, axis: str) -> list[tuple[float, float]]:
+    """(x, y) of each round that has both.
+
+    Args:
+        run: a finished one.
+        metric: a number of a round's row, by its dotted path: "test_accuracy", "local.amp".
+        axis: one of `AXES`.
+
+    Raises:
+        RunFolderError: no round has them.
+    """
+    points = []
+    so_far = 0.0
+    for row in run.rows:
+        across, so_far = _across(row, axis, so_far)
+        value = value_at(row, metric)
+        if across is not None and value is not None:
+            points.append((across, value))
+    if not points:
+        raise RunFolderError(f"the run {run.name} {_why_none(run, metric, axis)}")
+    return points
+
+
+def _across(row: Mapping[str, Any], axis: str, so_far: float) -> tuple[float | None, float]:
+    """Where a round's point stands, and the sum so far of what adds up."""
+    if axis == "rounds":
+        return float(row["round"]), so_far
+    if axis == "eps":
+        return value_at(row, "epsilon"), so_far
+    key, unit = ("upload_bytes", 1e-6) if axis == "bytes" else ("seconds", 1.0)
+    more = value_at(row, key)
+    total = so_far + (more or 0.0) * unit
+    return (None if more is None else total), total
+
+
+def _why_none(run: Run, metric: str, axis: str) -> str:
+    if not any(value_at(row, metric) is not None for row in run.rows):
+        return f"has no {metric} in its rounds"
+    if axis == "seconds" and run.private:
+        return "says no seconds: with differential privacy time may tell of the data"
+    if axis == "eps":
+        return "has no ε: it had no differential privacy, or no guarantee"
+    return f"has no {AXES[axis]} in its rounds"
+
+
+def curves(runs: Sequence[Run], metric: str, axis: str, *, mean: bool = False) -> list[Line]:
+    """A line for each run; or, with `mean`, for runs that differ in seeds alone their mean, with a
+    band of one sample standard deviation on both sides.
+
+    Raises:
+        RunFolderError: a run has no such points.
+    """
+    if not mean:
+        return [
+            Line(name, curve(run, metric, axis))
+            for run, name in zip(runs, labels(runs), strict=True)
+        ]
+    groups = by_seed(runs)
+    names = labels([_without_seed(group[0]) for group in groups])
+    return [
+        _mean_line(name, [curve(run, metric, axis) for run in group])
+        for name, group in zip(names, groups, strict=True)
+    ]
+
+
+def _without_seed(run: Run) -> Run:
+    settings = {key: value for key, value in run.settings.items() if key not in SEEDS}
+    return replace(run, settings=settings)
+
+
+def _mean_line(name: str, lines: Sequence[Sequence[tuple[float, float]]]) -> Line:
+    """By position: the n-th points of all runs, as far as all have one."""
+    points, band = [], []
+    for there in zip(*lines, strict=False):
+        across = statistics.fmean(a for a, _ in there)
+        heights = [b for _, b in there]
+        middle = statistics.fmean(heights)
+        spread = statistics.stdev(heights) if len(heights) > 1 else 0.0
+        points.append((across, middle))
+        band.append((across, middle - spread, middle + spread))
+    if len(lines) == 1:
+        return Line(name, points)
+    return Line(f"{name} (mean of {len(lines)} seeds, ± std)", points, band)
+
+
+def is_share(metric: str) -> bool:
+    """Whether a metric is a share, shown in percent."""
+    return metric.endswith(SHARES)
+
+
+def words_of(metric: str) -> str:
+    """A metric as an axis names it: "local.amp" is "local amp"."""
+    return metric.replace("_", " ").replace(".", " ")
+
+
+def curves_svg(lines: Sequence[Line], metric: str, axis: str) -> str:
+    """The picture, for a page."""
+    share = is_share(metric)
+    return line_plot(lines, x=AXES[axis], y=words_of(metric), from_zero=False, percent=share)
+
+
+def write_png(path: Path, lines: Sequence[Line], metric: str, axis: str) -> None:
+    """The same as PNG, by matplotlib.
+
+    Raises:
+        OutputError: matplotlib is not installed, or the file cannot be written.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+        from matplotlib.ticker import MaxNLocator
+    except ImportError:
+        raise OutputError(NEEDS_MATPLOTLIB) from None
+    scale = 100.0 if is_share(metric) else 1.0
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    for number, line in enumerate(lines):
+        colour = COLOURS[number % len(COLOURS)]
+        xs = [a for a, _ in line.points]
+        axes.plot(
+            xs, [scale * b for _, b in line.points], "o-", ms=3, color=colour, label=line.name
+        )
+        if line.band:
+            low = [scale * a for _, a, _ in line.band]
+            high = [scale * b for _, _, b in line.band]
+            axes.fill_between(xs, low, high, color=colour, alpha=0.18)
+    axes.set_xlabel(AXES[axis])
+    axes.set_ylabel(words_of(metric) + (" (%)" if is_share(metric) else ""))
+    axes.grid(alpha=0.3)
+    if axis == "rounds":
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.legend(fontsize="small")
+    try:
+        figure.savefig(path, format="png", dpi=150)
+    except OSError as error:
+        raise OutputError(f"cannot write {path}: {error.strerror}") from None

@@ -1,0 +1,148 @@
+"""What finished runs left, as they are shown beside each other: summaries, settings, rounds.
+
+Whatever stands in a run folder may come from anybody: it is read with its types checked.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from fedsynth.config_file import read_sections
+from fedsynth.errors import FedsynthError
+from fedsynth.federation.outputs.run_folder import INCOMPLETE
+from fedsynth.privacy.files import read_text
+from fedsynth.runs.summary import Summary
+
+Rows = Sequence[Mapping[str, Any]]
+
+
+class RunFolderError(FedsynthError):
+    """A folder that is no finished run's, or whose files are damaged."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished run.
+
+    Attributes:
+        folder: its folder.
+        summary: what summary.json says, as far as it is shown.
+        settings: "section.key" → value, of config.toml.
+        rows: of metrics.jsonl, a round each.
+        hidden: what simulation_only says of each round, of a private run.
+    """
+
+    folder: Path
+    summary: dict[str, Any]
+    settings: dict[str, Any]
+    rows: Rows = field(default=())
+    hidden: Rows = field(default=())
+
+    @classmethod
+    def read(cls, folder: Path) -> Run:
+        """Reads all of it.
+
+        Raises:
+            RunFolderError, ConfigFileError: a file is missing or damaged.
+        """
+        return cls(
+            folder,
+            read_summary(folder),
+            read_settings(folder),
+            _rows(folder / "metrics.jsonl"),
+            _rows(folder / "simulation_only" / "rounds.jsonl"),
+        )
+
+    @property
+    def name(self) -> str:
+        return self.folder.name
+
+    @property
+    def private(self) -> bool:
+        """Whether the run had differential privacy."""
+        return "differential_privacy" in self.summary
+
+
+def run_folders(folder: Path) -> list[Path]:
+    """A finished run's folder itself, or those right below it, by time: the stamp in the name, and
+    within a second the summary's file.
+    """
+    if (folder / "summary.json").is_file():
+        return [folder]
+    found = [path for path in folder.glob("*/summary.json") if path.parent.suffix != INCOMPLETE]
+    return [
+        path.parent
+        for path in sorted(found, key=lambda path: (path.parent.name[:15], path.stat().st_mtime_ns))
+    ]
+
+
+def finished_runs(given: Sequence[Path]) -> list[Path]:
+    """The finished runs in these folders, which may be runs or folders of such.
+
+    Raises:
+        RunFolderError: there is none.
+    """
+    found = [run for folder in given for run in run_folders(folder)]
+    if not found:
+        raise RunFolderError(f"no finished run in {', '.join(str(folder) for folder in given)}")
+    return found
+
+
+def read_summary(folder: Path) -> dict[str, Any]:
+    """What a run's summary.json says.
+
+    Raises:
+        RunFolderError: it cannot be read, or is none.
+    """
+    path = folder / "summary.json"
+    try:
+        read = Summary.model_validate_json(read_text(path))
+    except OSError as error:
+        raise RunFolderError(f"cannot read {path}: {error.strerror}") from None
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(map(str, first["loc"]))[:80]
+        raise RunFolderError(f"{path} is no run's summary: {where} {first['msg'][:200]}") from None
+    except ValueError as error:
+        raise RunFolderError(f"cannot read {path}: {error}") from None
+    return read.model_dump(exclude_unset=True)
+
+
+def read_settings(folder: Path) -> dict[str, Any]:
+    """ "section.key" → value of a run's config.toml; empty without one."""
+    path = folder / "config.toml"
+    sections = read_sections(path) if path.is_file() else {}
+    return {
+        f"{section}.{key}": value
+        for section, values in sections.items()
+        for key, value in values.items()
+    }
+
+
+def value_at(values: Mapping[str, Any], path: str) -> float | None:
+    """The number under a dotted path such as "local.amp"; None where there is none."""
+    found: Any = values
+    for key in path.split("."):
+        found = found.get(key) if isinstance(found, Mapping) else None
+    if isinstance(found, bool) or not isinstance(found, int | float):
+        return None
+    return float(found)
+
+
+def _rows(file: Path) -> Rows:
+    try:
+        text = read_text(file) if file.exists() else ""
+        rows = [json.loads(line) for line in text.splitlines()]
+    except OSError as error:
+        raise RunFolderError(f"cannot read {file}: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise RunFolderError(f"{file} is damaged: {str(error)[:200]}") from None
+    if not all(isinstance(row, dict) and type(row.get("round")) is int for row in rows):
+        raise RunFolderError(f"{file} is damaged: a line is no round's")
+    return rows

@@ -1,0 +1,194 @@
+"""Makes a sweep's runs, several at once within a memory bound, each in a process of its own; goes on
+where it was stopped.
+
+A run's folder stands below OUTPUT/KEY, where KEY follows from its settings. One that has finished is
+not made again, one that was stopped is resumed, and one whose settings were changed is another run.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from fedsynth.errors import OutputError
+from fedsynth.federation.outputs.run_folder import INCOMPLETE
+from fedsynth.federation.terms.settings import RunSettings, to_toml
+from fedsynth.runs.folders import run_folders
+from fedsynth.runs.sweep_file import Cell, Sweep, SweepError
+
+OVERHEAD_GB = 1.0
+"""Of a process, beside what its steps take: the interpreter, torch and the data set."""
+DEFAULT_GB = 4.0
+"""What steps stay within where run.memory_gb is not set."""
+PAUSE = 0.1
+"""Seconds between looks at whether a run has ended."""
+PATIENCE = 60.0
+"""Seconds that runs which are told to stop have for it."""
+LOG = "log.txt"
+Command = Callable[[Path, Path, Path | None], Sequence[str]]
+"""What makes a run: (config, folder that the run's folder goes into, the folder of a run that was
+stopped and is to go on) → a command line."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a sweep ended.
+
+    Attributes:
+        made: runs that were made now.
+        before: runs that had finished before.
+        failed: runs that failed, with the last line that each printed.
+    """
+
+    made: list[Cell] = field(default_factory=list)
+    before: list[Cell] = field(default_factory=list)
+    failed: list[tuple[Cell, str]] = field(default_factory=list)
+
+
+def finished(sweep: Sweep, cell: Cell) -> Path | None:
+    """The folder of a cell's finished run; None: it has none."""
+    found = run_folders(sweep.output / cell.key)
+    return found[-1] if found else None
+
+
+def memory_of(settings: RunSettings) -> float:
+    """What a run is counted with, in 2^30 bytes."""
+    return (settings.memory_gb or DEFAULT_GB) + OVERHEAD_GB
+
+
+def run_sweep(sweep: Sweep, command: Command, tell: Callable[[str], None]) -> Ended:
+    """Makes all runs that have not finished.
+
+    Args:
+        sweep: the runs.
+        command: makes one of them.
+        tell: is told of each run's beginning and end.
+
+    Raises:
+        SweepError: a run needs more memory than there is for all.
+        KeyboardInterrupt: as it came; the runs under way were stopped in order, and a sweep of the
+            same file goes on with them.
+    """
+    _check_memory(sweep)
+    ended = Ended()
+    waiting: list[Cell] = []
+    for cell in sweep.cells:
+        (ended.before if finished(sweep, cell) else waiting).append(cell)
+    if ended.before:
+        tell(f"{len(ended.before)} of {len(sweep.cells)} runs had finished before")
+    going: dict[Cell, subprocess.Popen[bytes]] = {}
+    try:
+        while waiting or going:
+            for cell in _next(sweep, waiting, going):
+                waiting.remove(cell)
+                going[cell] = _begin(sweep, cell, command)
+                tell(f"begins: {cell.words or cell.key}")
+            time.sleep(PAUSE)
+            for cell, process in list(going.items()):
+                if process.poll() is not None:
+                    del going[cell]
+                    _note_end(sweep, cell, process.returncode, ended, tell)
+    finally:
+        _stop(going.values())
+    return ended
+
+
+def _check_memory(sweep: Sweep) -> None:
+    bound = sweep.settings.memory_gb
+    for cell in sweep.cells:
+        need = memory_of(cell.settings)
+        if bound and need > bound:
+            raise SweepError(
+                f"the run of {cell.words} is counted with {need:g} GB ({OVERHEAD_GB:g} beside "
+                f"run.memory_gb, {DEFAULT_GB:g} where it is not set), and the sweep may take "
+                f"{bound:g}: a larger sweep.memory_gb, or a smaller run.memory_gb"
+            )
+
+
+def _next(sweep: Sweep, waiting: Sequence[Cell], going: Mapping[Cell, object]) -> list[Cell]:
+    """The runs that may begin now, in the file's order: there is a place and memory for them, and
+    none goes that charges the same ledgers."""
+    bound = sweep.settings.memory_gb
+    now = list(going)
+    chosen: list[Cell] = []
+    for cell in waiting:
+        taken = sum(memory_of(one.settings) for one in now)
+        if len(now) >= sweep.settings.jobs:
+            break
+        if bound and taken + memory_of(cell.settings) > bound:
+            break
+        if _ledger(cell) is not None and _ledger(cell) in {_ledger(one) for one in now}:
+            continue
+        chosen.append(cell)
+        now.append(cell)
+    return chosen
+
+
+def _ledger(cell: Cell) -> Path | None:
+    """The folder of ledgers that a run charges."""
+    privacy = cell.settings.privacy
+    return privacy.ledger_folder if privacy is not None else cell.settings.ledger
+
+
+def _begin(sweep: Sweep, cell: Cell, command: Command) -> subprocess.Popen[bytes]:
+    """Starts a run, or goes on with one that was stopped."""
+    place = sweep.output / cell.key
+    config = place / "config.toml"
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+        stopped = sorted(place.glob(f"*{INCOMPLETE}"))
+        config.write_text(to_toml(cell.settings.to_mapping()), encoding="utf-8")
+        log = (place / LOG).open("ab")
+    except OSError as error:
+        raise OutputError(f"cannot write the sweep's {place}: {error.strerror}") from None
+    with log:
+        return subprocess.Popen(
+            list(command(config, place, stopped[-1] if stopped else None)),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            env=_environment(sweep.settings.jobs),
+            start_new_session=True,  # Ctrl-C comes to the sweep, which stops its runs in order
+        )
+
+
+def _environment(jobs: int) -> dict[str, str]:
+    """The runs share the cores, unless the user has said how many threads each has."""
+    threads = str(max(1, (os.cpu_count() or 1) // jobs))
+    return {"OMP_NUM_THREADS": threads, **os.environ} if jobs > 1 else dict(os.environ)
+
+
+def _note_end(
+    sweep: Sweep, cell: Cell, code: int, ended: Ended, tell: Callable[[str], None]
+) -> None:
+    done = len(ended.before) + len(ended.made) + len(ended.failed) + 1
+    where = f"{done}/{len(sweep.cells)} {cell.words or cell.key}"
+    if code == 0 and finished(sweep, cell) is not None:
+        ended.made.append(cell)
+        tell(f"done: {where}")
+        return
+    last = _last_line(sweep.output / cell.key / LOG)
+    ended.failed.append((cell, last))
+    tell(f"failed (exit code {code}): {where}: {last}")
+
+
+def _last_line(log: Path) -> str:
+    lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    return lines[-1] if lines else "it printed nothing"
+
+
+def _stop(processes: object) -> None:
+    """Tells runs to stop, as SIGTERM does in order, and waits for it."""
+    going = [one for one in list(processes) if one.poll() is None]  # type: ignore[call-overload]
+    for process in going:
+        process.send_signal(signal.SIGTERM)
+    for process in going:
+        try:
+            process.wait(PATIENCE)
+        except subprocess.TimeoutExpired:
+            process.kill()

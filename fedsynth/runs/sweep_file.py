@@ -1,0 +1,242 @@
+"""A sweep's file: settings that all its runs share, and the axes of its grid.
+
+[sweep]                      # all of it may be left out
+output = "sweeps/skew"       # default: sweeps/NAME of the file
+jobs = 2                     # runs at once; default 1
+memory_gb = 10               # of all of them together
+metrics = ["test_accuracy"]  # of summary.json
+
+[run]                        # and [partition], [model], …: as in a run's config.toml
+rounds = 5
+
+[grid]                       # each list is an axis
+method = ["fedavg", "feddm"]
+alpha = [0.1, 1.0]           # the section may be left out where only one has such a setting
+seed = [0, 1, 2]
+"model.width" = [32, 64]
+
+[grid.feddm]                 # axes of one method's own settings
+ipc = [1, 10]
+
+[methods.fedavg]             # settings of one method
+lr = 0.1
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from fedsynth.config_file import read_sections
+from fedsynth.core.validation import from_mapping
+from fedsynth.data.partition import PartitionSettings
+from fedsynth.errors import FedsynthError, SettingError
+from fedsynth.federation.terms.settings import RUN_KINDS, SECTIONS, RunSettings, resolve
+from fedsynth.models.registry import ModelSettings
+from fedsynth.privacy.errors import PrivacyError
+from fedsynth.privacy.settings import PrivacySettings
+
+MOST_RUNS = 10_000
+SEED = "seed"
+PLACES = ("device", "data_root", "memory_gb")
+"""Settings that say where a run is made: no other run for another one."""
+Values = Mapping[str, Any]
+Sections = dict[str, dict[str, Any]]
+
+
+class SweepError(FedsynthError):
+    """A sweep's file that says something else than a sweep."""
+
+
+@dataclass(frozen=True)
+class SweepSettings:
+    """How a sweep is made.
+
+    Args:
+        output: the folder of its runs; "" takes sweeps/NAME, with the file's name.
+        jobs: runs at once.
+        memory_gb: what all runs at once may take, 2^30 bytes each; 0: no bound but `jobs`.
+        metrics: of summary.json, by dotted paths, comma-separated; the first is the first column.
+    """
+
+    output: str = ""
+    jobs: int = 1
+    memory_gb: float = 0.0
+    metrics: str = "test_accuracy"
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.jobs <= 1000:
+            raise SettingError("sweep", "jobs", f"must be in [1, 1000], got {self.jobs}")
+        if self.memory_gb < 0:
+            raise SettingError("sweep", "memory_gb", f"must be at least 0, got {self.memory_gb}")
+
+
+@dataclass(frozen=True, eq=False)
+class Cell:
+    """One run of a sweep; two are the same if they are one object.
+
+    Attributes:
+        values: axis → its value here.
+        sections: of the run's config.
+        settings: the same, resolved.
+        key: the name of its folder.
+    """
+
+    values: Values
+    sections: Sections
+    settings: RunSettings
+    key: str
+
+    @property
+    def words(self) -> str:
+        return " ".join(f"{name}={value}" for name, value in self.values.items())
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """A sweep's runs.
+
+    Attributes:
+        settings: how it is made.
+        output: the folder of its runs.
+        axes: their names, in the file's order.
+        cells: its runs.
+    """
+
+    settings: SweepSettings
+    output: Path
+    axes: tuple[str, ...]
+    cells: tuple[Cell, ...]
+
+    @property
+    def metrics(self) -> list[str]:
+        return [one.strip() for one in self.settings.metrics.split(",")]
+
+
+def read_sweep(file: Path) -> Sweep:
+    """Reads a sweep's file and checks the settings of every run.
+
+    Raises:
+        SweepError, SettingError, UnknownNameError, PrivacyError: what is wrong, with the run's axes.
+    """
+    given = read_sections(file)
+    own = given.pop("sweep", {})
+    metrics = own.get("metrics", "test_accuracy")
+    if isinstance(metrics, list):
+        own = {**own, "metrics": ",".join(map(str, metrics))}
+    settings = from_mapping(SweepSettings, own)
+    grid = given.pop("grid", {})
+    methods = given.pop("methods", {})
+    for name in given:
+        if name not in SECTIONS:
+            raise SweepError(
+                f"{file}: unknown section {name!r}; there are sweep, grid, methods, "
+                f"{', '.join(SECTIONS)}"
+            )
+    cells = _cells(given, grid, methods, file)
+    output = Path(settings.output) if settings.output else Path("sweeps") / file.stem
+    axes = tuple(dict.fromkeys(name for cell in cells for name in cell.values))
+    return Sweep(settings, output, axes, tuple(cells))
+
+
+def _cells(shared: Sections, grid: Values, methods: Values, file: Path) -> list[Cell]:
+    common = {name: _axis(name, values) for name, values in grid.items() if _is_axis(values)}
+    own = {name: values for name, values in grid.items() if not _is_axis(values)}
+    named = {str(one) for one in common.get("method", ())}
+    named |= {str(shared.get("run", {}).get("method", "feddm"))} if not named else set()
+    for name in (*own, *methods):
+        if name not in named:
+            raise SweepError(f"{file}: no run of the sweep has method {name!r}")
+    cells: list[Cell] = []
+    for values in _product(common):
+        method = str(values.get("method", shared.get("run", {}).get("method", "feddm")))
+        axes = {name: _axis(name, some) for name, some in own.get(method, {}).items()}
+        for more in _product(axes):
+            if len(cells) >= MOST_RUNS:
+                raise SweepError(f"{file}: the grid has more than {MOST_RUNS:,} runs")
+            cells.append(_cell(shared, methods.get(method, {}), values, more))
+    if len({cell.key for cell in cells}) < len(cells):
+        raise SweepError(f"{file}: two runs of the grid have the same settings")
+    return cells
+
+
+def _cell(shared: Sections, of_method: Values, values: Values, own: Values) -> Cell:
+    """One run: shared settings, then its method's, then the grid's."""
+    sections: Sections = {name: dict(some) for name, some in shared.items()}
+    sections.setdefault("method", {}).update(of_method)
+    for name, value in values.items():
+        section, key = home_of(name)
+        sections.setdefault(section, {})[key] = value
+    sections["method"].update(own)
+    together = {**values, **own}
+    try:
+        settings = resolve(sections)
+    except (FedsynthError, PrivacyError) as error:
+        words = ", ".join(f"{name}={value}" for name, value in together.items())
+        raise SweepError(f"the run of {words or 'the sweep'}: {error}") from None
+    return Cell(together, sections, settings, _key(together, settings))
+
+
+def home_of(name: str) -> tuple[str, str]:
+    """Section and key of a setting, whose section may be left out where only one has it.
+
+    >>> home_of("alpha"), home_of("model.width"), home_of("seed")
+    (('partition', 'alpha'), ('model', 'width'), ('run', 'seed'))
+
+    Raises:
+        SweepError: no section has it.
+    """
+    section, dot, key = name.partition(".")
+    if dot:
+        if section not in SECTIONS:
+            raise SweepError(f"grid: {name!r} names no section of {', '.join(SECTIONS)}")
+        return section, key
+    if name == "method" or name in RUN_KINDS:
+        return "run", name
+    if name in ("dataset", "data_root"):
+        return "data", name
+    kinds = (PartitionSettings, ModelSettings, PrivacySettings)
+    homes = [kind.section for kind in kinds if name in {f.name for f in fields(kind)}]
+    return (homes[0] if homes else "method"), name
+
+
+def _is_axis(values: Any) -> bool:
+    return not isinstance(values, Mapping)
+
+
+def _axis(name: str, values: Any) -> list[Any]:
+    if not isinstance(values, list) or not values:
+        raise SweepError(
+            f"grid: {name} must be a list of values, such as [0, 1], got {values!r:.80}"
+        )
+    if any(isinstance(value, list | dict) for value in values):
+        raise SweepError(f"grid: {name} must be a list of numbers, texts or booleans")
+    return values
+
+
+def _product(axes: Mapping[str, list[Any]]) -> Iterator[dict[str, Any]]:
+    for values in itertools.product(*axes.values()):
+        yield dict(zip(axes, values, strict=True))
+
+
+def _key(values: Values, settings: RunSettings) -> str:
+    """Readable, and another one for other settings."""
+    sections = settings.to_mapping()
+    plain = {
+        name: {key: value for key, value in some.items() if key not in PLACES}
+        for name, some in sections.items()
+    }
+    text = json.dumps(plain, sort_keys=True)
+    digest = hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
+    words = "-".join(
+        str(value) if name == "method" else f"{name.rpartition('.')[2]}{value}"
+        for name, value in values.items()
+    )
+    safe = re.sub(r"[^\w.+=-]", "_", words)[:80]
+    return f"{safe}-{digest}".lstrip("-.")

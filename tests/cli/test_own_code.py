@@ -1,0 +1,186 @@
+"""--model FILE.py:NAME and --method FILE.py:NAME: a user's own code, by name, and by hash
+afterwards; and that nothing but what is named on the command line is ever executed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedsynth import FedAvg, register_method
+from fedsynth.errors import SettingError
+from fedsynth.federation.outputs.verification import verify_run
+from fedsynth.methods import _OWN, method_class
+
+Train = Callable[..., Any]
+NET = """
+from torch import nn
+
+class Net(nn.Sequential):
+    def __init__(self, image_shape, classes):
+        super().__init__(nn.Flatten(), nn.Linear(image_shape[1] * image_shape[2], classes))
+"""
+METHOD = """
+from dataclasses import dataclass
+from helper import RATE
+from fedsynth import FedAvg
+
+@dataclass(frozen=True)
+class Mine(FedAvg):
+    name = "mine"
+    summary = "FedAvg at another rate"
+    lr: float = RATE
+"""
+
+
+@pytest.fixture
+def code(tmp_path: Path) -> Path:
+    """A folder of a user's own files."""
+    (tmp_path / "net.py").write_text(NET)
+    (tmp_path / "mine.py").write_text(METHOD)
+    (tmp_path / "helper.py").write_text("RATE = 0.5\n")
+    return tmp_path
+
+
+@pytest.fixture(autouse=True)
+def registered() -> Any:
+    """Forgets methods that a test has registered, as a new process would."""
+    before = dict(_OWN)
+    yield
+    _OWN.clear()
+    _OWN.update(before)
+
+
+def test_a_run_with_both_records_them_and_verifies(
+    code: Path, train: Train, fedsynth: Callable[..., Any]
+) -> None:
+    method, model = f"{code / 'mine.py'}:Mine", f"{code / 'net.py'}:Net"
+    local = ("--set", "local_epochs=1", "--set", "batch=128", "--dp-sigma", "3")
+    done = train("real", "--method", method, "--model", model, *local)
+    if done.code:  # `real`'s tiny options are not this method's
+        done = fedsynth(
+            *("train", "--output", str(code / "out"), "--rounds", "1", "--clients", "2"),
+            *("--device", "cpu", "--method", method, "--model", model, *local),
+        )
+    assert done.code == 0, done.stderr
+    folder = done.folder
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["settings"]["lr"] == 0.5
+    assert {key: one["file"] for key, one in summary["sources"].items()} == {
+        "method": "mine.py",
+        "model": "net.py",
+    }
+    assert (folder / "sources" / "net.py").read_text() == NET
+    assert str(code) not in (folder / "summary.json").read_text().replace(str(folder.parent), "")
+
+    again = fedsynth("privacy", "verify", str(folder), "--method", method, "--model", model)
+    assert (again.code, again.stdout[:10]) == (0, "the report")
+    _OWN.clear()
+    forgotten = fedsynth("privacy", "verify", str(folder))
+    assert forgotten.code == 1
+    assert "is mine of 'mine.py:Mine@" in forgotten.stdout
+    assert "it has to be given again" in forgotten.stdout
+    (code / "mine.py").write_text(METHOD + "# changed\n")
+    changed = fedsynth("privacy", "verify", str(folder), "--method", method, "--model", model)
+    assert changed.code == 1
+    assert "and what was given is another: mine.py:Mine@" in changed.stdout
+
+
+def test_a_file_that_changed_is_no_file_of_the_run(
+    code: Path, fedsynth: Callable[..., Any]
+) -> None:
+    """Catches: a summary whose hash nobody compares."""
+    method = f"{code / 'mine.py'}:Mine"
+    done = fedsynth(
+        *("train", "--output", str(code / "out"), "--rounds", "1", "--clients", "2", "--device"),
+        *("cpu", "--model", "linear", "--method", method, "--dp-sigma", "3"),
+        *("--set", "local_steps=1"),
+    )
+    assert done.code == 0, done.stderr
+    summary = json.loads((done.folder / "summary.json").read_text())
+    summary["sources"]["method"]["sha256"] = "0" * 64
+    (done.folder / "summary.json").write_text(json.dumps(summary))
+    assert [p for p in verify_run(done.folder).problems if "mine.py is another" in p]
+
+
+def test_what_a_config_names_is_never_executed(code: Path, fedsynth: Callable[..., Any]) -> None:
+    """Catches: a run folder from anybody that runs a program when it is read."""
+    (code / "evil.py").write_text("open(__file__ + '.ran', 'w')\nclass Net: pass\n")
+    for section, key in (("model", "name"), ("run", "method")):
+        config = code / f"{key}.toml"
+        config.write_text(f'[{section}]\n{key} = "{code / "evil.py"}:Net"\n')
+        done = fedsynth("train", "--config", str(config), "--output", str(code / "out"))
+        assert (done.code, done.stderr.count("\n")) == (2, 1)
+    assert not (code / "evil.py.ran").exists()
+
+
+def test_a_killed_run_goes_on_with_its_own_file_alone(
+    code: Path, fedsynth: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches: --resume that cannot be, or goes on with another file."""
+    from fedsynth.federation.simulation import Simulation
+
+    method = f"{code / 'mine.py'}:Mine"
+    run = ("train", "--output", str(code / "out"), "--clients", "2", "--device", "cpu", "--rounds")
+    args = ("2", "--model", "linear", "--method", method, "--set", "local_steps=1")
+    whole = fedsynth(*run, *args)
+    accuracy = json.loads((whole.folder / "summary.json").read_text())["test_accuracy"]
+    shutil.rmtree(code / "out")
+    play = Simulation.play
+
+    def stopped(self: Simulation, context: Any) -> Any:
+        if context.round == 2:
+            raise KeyboardInterrupt
+        return play(self, context)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Simulation, "play", stopped)
+        assert fedsynth(*run, *args).code == 130
+    (left,) = (code / "out").iterdir()
+    _OWN.clear()
+    alone = fedsynth("train", "--resume", str(left))
+    assert alone.code == 2
+    assert "--method is mine of 'mine.py:Mine@" in alone.stderr
+    (code / "mine.py").write_text(METHOD + "# changed\n")
+    other = fedsynth("train", "--resume", str(left), "--method", method)
+    assert other.code == 2
+    assert "and what was given is another" in other.stderr
+    (code / "mine.py").write_text(METHOD)
+    done = fedsynth("train", "--resume", str(left), "--method", method)
+    assert done.code == 0, done.stderr
+    summary = json.loads((done.folder / "summary.json").read_text())
+    assert summary["test_accuracy"] == accuracy
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ("{}/nothing.py:Net", "which cannot be read: No such file"),
+        ("{}/net.py:Nett", "names 'Nett', which"),
+        ("{}/broken.py:Net", "which fails: ZeroDivisionError: division by zero"),
+        ("{}/net.py:nn", "must be a module, or a class or function|must take image_shape"),
+    ],
+)
+def test_files_that_cannot_be_used_are_one_line(
+    code: Path, fedsynth: Callable[..., Any], given: str, text: str
+) -> None:
+    import re
+
+    (code / "broken.py").write_text("1 / 0\n")
+    done = fedsynth("train", "--method", "fedavg", "--model", given.format(code))
+    assert (done.code, done.stderr.count("\n")) == (2, 1)
+    assert re.search(text, done.stderr)
+    assert "--model" in done.stderr
+
+
+def test_a_class_that_is_no_method_is_refused(code: Path, fedsynth: Callable[..., Any]) -> None:
+    done = fedsynth("train", "--method", f"{code / 'net.py'}:Net")
+    assert done.code == 2
+    assert "--method must be a class that inherits fedsynth.Method" in done.stderr
+    with pytest.raises(SettingError, match="that no method of the package has, got 'fedavg'"):
+        register_method(FedAvg)
+    assert method_class("fedavg") is FedAvg

@@ -1,0 +1,66 @@
+"""How long a run still takes, as it is said while it goes."""
+
+from __future__ import annotations
+
+from fedsynth.cli.options import OptionNames
+from fedsynth.cli.pace import Pace, duration
+from fedsynth.cli.progress import PlainObserver
+from fedsynth.federation.terms.settings import resolve
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_by_the_mean_of_the_rounds_that_have_ended() -> None:
+    clock = Clock()
+    pace = Pace(10, clock)
+    assert pace.left() is None
+    assert pace.words() == ""
+    for number, at in ((1, 100.0), (2, 300.0)):
+        clock.now = at
+        pace.round_ended(number)
+    assert pace.left() == 8 * 150
+    clock.now = 350.0
+    assert pace.left() == 8 * 150 - 50
+    clock.now = 1e6  # a round that takes longer than the mean is still to end
+    assert pace.left() == 7 * 150
+    assert Pace(3, Clock()).warning() is None
+
+
+def test_a_resumed_run_counts_the_rounds_that_are_left() -> None:
+    clock = Clock()
+    pace = Pace(10, clock)
+    clock.now = 60.0
+    pace.round_ended(8)
+    assert pace.left() == 2 * 60
+
+
+def test_days_are_said_in_the_first_round_and_once() -> None:
+    clock = Clock()
+    pace = Pace(20, clock)
+    pace.step(1, "condensing", 0, 1000)
+    clock.now = 29.0
+    pace.step(1, "condensing", 1, 1000)
+    assert pace.warning() is None  # too early to say
+    clock.now = 40.0
+    pace.step(1, "condensing", 4, 1000)  # 10 s a step: 20 rounds of 10,000 s
+    assert pace.words() == "at least 2 days 7 h"
+    assert "at least 2 days 7 h" in (pace.warning() or "")
+    assert pace.warning() is None
+
+
+def test_a_private_run_says_no_times() -> None:
+    private = resolve({"run": {"method": "feddm"}, "privacy": {"noise_multiplier": 3.0}})
+    open_run = resolve({"run": {"method": "feddm"}})
+    assert PlainObserver(private, OptionNames({}, frozenset(), ()), "")._pace is None
+    assert PlainObserver(open_run, OptionNames({}, frozenset(), ()), "")._pace is not None
+
+
+def test_durations() -> None:
+    assert duration(0.5) == "0 s"
+    assert duration(90061) == "1 day 1 h"
+    assert duration(3600) == "1 h"

@@ -1,0 +1,143 @@
+"""The random-process dictionary: beside NumPy, from its recipe, and as a feature map."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from fedsynth.errors import SettingError
+from fedsynth.features import feature_map
+from fedsynth.features.random_images import random_images
+from fedsynth.features.random_process import CONTRAST, PATCH, THRESHOLD, Dictionary, shipped
+from fedsynth.features.random_process_training import (
+    Recipe,
+    drawn_patches,
+    learn_dictionary,
+    normalised,
+    spherical_kmeans,
+    whitener,
+)
+from fedsynth.seeding import torch_generator
+
+SMALL = Recipe(images=32, patches=2000, atoms=12, rounds=4)
+SIZE = 3 * PATCH**2
+
+
+def images(count: int, shape: tuple[int, int, int] = (3, 32, 32)) -> Tensor:
+    return random_images(count, shape, torch_generator(1, "test"))
+
+
+def by_numpy(x: np.ndarray, mean: np.ndarray, atoms: np.ndarray) -> np.ndarray:
+    """One image [3, H, W], patch by patch."""
+    rows, columns = x.shape[1] - PATCH + 1, x.shape[2] - PATCH + 1
+    z = np.zeros((rows, columns, atoms.shape[1]))
+    for i in range(rows):
+        for j in range(columns):
+            p = x[:, i : i + PATCH, j : j + PATCH].ravel()
+            p = (p - p.mean()) / np.sqrt(p.var() + CONTRAST)
+            z[i, j] = (p - mean) @ atoms
+    found = []
+    for sign in (1, -1):
+        r = np.maximum(sign * z - THRESHOLD, 0)
+        tall, wide = (rows + 1) // 2, (columns + 1) // 2
+        starts = [(0, (n - s) // 2, n - s) for n, s in ((rows, tall), (columns, wide))]
+        cells = [r[a : a + tall, b : b + wide].mean((0, 1)) for a in starts[0] for b in starts[1]]
+        found.append(np.stack(cells, axis=1).ravel())
+    return np.concatenate(found)
+
+
+@pytest.mark.parametrize("shape", [(3, 16, 13), (3, 12, 12)])
+def test_features_are_numpys(shape: tuple[int, int, int]) -> None:
+    rng = np.random.default_rng(0)
+    mean = rng.normal(0, 0.1, SIZE)
+    atoms = rng.normal(0, 0.3, (SIZE, 5))
+    made = Dictionary(torch.tensor(mean), torch.tensor(atoms))
+    x = images(3, shape).double()
+    expected = np.stack([by_numpy(one.numpy(), mean, atoms) for one in x])
+    np.testing.assert_allclose(made(x).numpy(), expected, atol=1e-6)
+
+
+def test_whitening_makes_the_covariance_one_but_for_the_floor() -> None:
+    rng = np.random.default_rng(0)
+    points = torch.tensor(rng.normal(size=(4000, 4)) * [4.0, 2.0, 1.0, 0.5], dtype=torch.float32)
+    points = points - points.mean(dim=0)
+    white = points @ whitener(points, 0.0)
+    torch.testing.assert_close(white.T @ white / 4000, torch.eye(4), atol=1e-3, rtol=0)
+    damped = points @ whitener(points, 0.1)
+    assert float(damped[:, 3].var()) < 0.8
+
+
+def test_kmeans_finds_directions_of_either_sign() -> None:
+    generator = torch.Generator().manual_seed(0)
+    true = torch.eye(6)[:3]
+    which = torch.randint(3, (600,), generator=generator)
+    sign = torch.randint(2, (600, 1), generator=generator) * 2.0 - 1
+    points = sign * true[which] + 0.1 * torch.randn(600, 6, generator=generator)
+    points = torch.nn.functional.normalize(points, dim=1)
+    found = spherical_kmeans(points, true + 0.5, 10)
+    assert ((found @ true.T).abs().max(dim=0).values > 0.99).all()
+    alone = spherical_kmeans(points, torch.cat([found, torch.eye(6)[5:]]), 1)
+    assert torch.isfinite(alone).all()
+
+
+def test_the_recipe_alone_decides() -> None:
+    before = torch.random.get_rng_state()
+    one, other = learn_dictionary(SMALL), learn_dictionary(SMALL)
+    assert torch.equal(one.atoms, other.atoms)
+    assert torch.equal(one.mean, other.mean)
+    assert torch.equal(before, torch.random.get_rng_state())
+    assert one.atoms.shape == (SIZE, 12)
+    again = learn_dictionary(Recipe(seed=1, images=32, patches=2000, atoms=12, rounds=4))
+    assert not torch.equal(one.atoms, again.atoms)
+
+
+def test_patches_are_normalised_pieces_of_the_images() -> None:
+    x = images(5)
+    patches = drawn_patches(x, 10, torch.Generator().manual_seed(0))
+    windows = x.unfold(2, PATCH, 1).unfold(3, PATCH, 1).permute(0, 2, 3, 1, 4, 5).reshape(-1, SIZE)
+    apart = (patches[:, None] - windows[None]).abs().amax(dim=2).min(dim=1).values
+    assert apart.max() == 0
+    made = normalised(patches)
+    assert made.mean(dim=1).abs().max() < 1e-5
+    assert made.std(dim=1).max() < 1.01
+
+
+def test_the_shipped_dictionary_is_small_and_of_the_recipes_form() -> None:
+    held = shipped()
+    assert held.atoms.shape == (SIZE, Recipe().atoms)
+    assert torch.isfinite(held.atoms).all()
+    norms = held.atoms.norm(dim=0)
+    assert norms.min() > 0.1
+    assert norms.max() < 10
+
+
+@pytest.mark.parametrize("shape", [(3, 32, 32), (1, 28, 28), (1, 12, 20)], ids=str)
+@pytest.mark.parametrize("name", ["random-process", "scattering+random-process"])
+def test_maps_are_of_one_image_alone_and_differentiable(
+    name: str, shape: tuple[int, int, int]
+) -> None:
+    made = feature_map(name, shape)
+    x = images(4, shape).requires_grad_()
+    together = made(x)
+    assert together.shape == (4, made.dimension)
+    torch.testing.assert_close(made(x[1:2]), together[1:2], atol=1e-5, rtol=1e-4)
+    (gradient,) = torch.autograd.grad(together.sum(), x)
+    assert torch.isfinite(gradient).all()
+    assert gradient.abs().max() > 0
+    assert torch.isfinite(made(torch.zeros(1, *shape))).all()
+
+
+def test_constants_are_of_random_process_images() -> None:
+    """The median norm over public images: about half of others are shorter."""
+    made = feature_map("random-process", (1, 16, 16))
+    shorter = (made(images(200, (1, 16, 16))).norm(dim=1) < made.norm_bound).double().mean()
+    assert 0.35 < shorter < 0.65
+    assert "no data" in made.source
+
+
+@pytest.mark.parametrize("shape", [(1, 8, 8), (2, 32, 32)], ids=str)
+def test_images_that_it_cannot_take_are_refused(shape: tuple[int, int, int]) -> None:
+    with pytest.raises(SettingError, match="random processes"):
+        feature_map("random-process", shape)

@@ -1,0 +1,317 @@
+"""What leaves the house of a run: these files and no others, and nothing in them that does not
+belong there."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file, safe_open
+
+from fedsynth import export_run, load_synthetic, owner_settings, resolve, simulate, synthesize
+from fedsynth.errors import (
+    DataError,
+    DataFilesCorruptError,
+    DataFilesMissingError,
+    OutputError,
+    SettingError,
+)
+from fedsynth.federation.outputs.result import RunResult
+from fedsynth.privacy.errors import PrivacyError, PrivacySettingError
+from tests.own_images import declare, make_folder
+
+TINY = {
+    "run": {"rounds": 1, "device": "cpu"},
+    "method": {"ipc": 2, "iterations": 2, "server_epochs": 1, "min_examples": 1},
+    "model": {"width": 4, "depth": 2},
+    "privacy": {"epsilon": 8.0},
+}
+REPORTS = ["privacy_report.html", "privacy_report.json", "privacy_report.md"]
+
+
+@pytest.fixture(scope="module")
+def secret_place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of sites whose names, and whose path, nobody may see."""
+    place = tmp_path_factory.mktemp("home") / "dr-who" / "ward7"
+    declare(make_folder(place, ("tardis", "gallifrey"), each=23), sites=())
+    return place
+
+
+@pytest.fixture(scope="module")
+def share(secret_place: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One owner's synthetic set of it."""
+    out = tmp_path_factory.mktemp("out")
+    settings = owner_settings({**TINY, "data": {"folder": str(secret_place)}})
+    synthesize(settings, out / "share", runs=out / "runs")
+    return out / "share"
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file())
+
+
+def test_exactly_these_files(share: Path) -> None:
+    """Catches: a config, a ledger, a model, a picture of who has what."""
+    images = [
+        f"images/{name}/{row:05d}.png"
+        for name, rows in (("00-ill", (0, 1)), ("01-well", (2, 3)))
+        for row in rows
+    ]
+    assert files(share) == sorted(
+        ["README.md", "SHA256SUMS", *images, *REPORTS, "synthetic.safetensors"]
+    )
+
+
+def test_nothing_in_them_tells_of_the_house(share: Path, secret_place: Path) -> None:
+    """Catches: a path, a site's or a person's name, the true number of images."""
+    import getpass
+
+    names = ["dr-who", "ward7", "tardis", "gallifrey", "A. Keller", "fedsynth-ledger", str(share)]
+    names += [str(secret_place.parent), f"/{getpass.getuser()}/"]
+    for name in files(share):
+        content = (share / name).read_bytes()
+        assert [one for one in names if one.encode() in content] == [], name
+    for name in ("README.md", "privacy_report.md"):
+        assert re.findall(r"(?<![\d.])(92|46)(?![\d.])", (share / name).read_text()) == []
+
+
+def test_tensors_are_in_pixel_units_and_the_pictures_are_theirs(share: Path) -> None:
+    """Catches: normalised images, which a recipient would normalise again."""
+    tensors = load_file(share / "synthetic.safetensors")
+    assert sorted(tensors) == ["images", "labels"]
+    images = tensors["images"]
+    assert (images.dtype, list(images.shape)) == (torch.float32, [4, 1, 16, 16])
+    assert tensors["labels"].tolist() == [0, 0, 1, 1]
+    with safe_open(share / "synthetic.safetensors", framework="pt") as file:
+        facts = file.metadata()
+    assert facts["pixels"].startswith("float32; 0 is black, 1 is white")
+    assert sorted(facts) == sorted(
+        (
+            "format",
+            "pixels",
+            "data_set",
+            "class_names",
+            "mean",
+            "std",
+            "made_by",
+            "epsilon",
+            "delta",
+        )
+    )
+    drawn = np.asarray(Image.open(share / "images" / "01-well" / "00003.png"))
+    expected = np.clip(np.rint(images[3, 0].numpy() * 255), 0, 255)
+    assert np.array_equal(drawn, expected)
+
+
+def test_what_was_sent_is_what_is_handed_over(share: Path) -> None:
+    (run,) = (share.parent / "runs").iterdir()
+    sent = load_file(run / "synthetic.safetensors")["images"]
+    found = load_synthetic(share)
+    assert torch.allclose(found.normalised(), sent, atol=1e-5)
+    assert torch.allclose(found.images, sent * 0.25 + 0.5, atol=1e-6)
+
+
+def test_it_is_read_with_its_promise(share: Path) -> None:
+    found = load_synthetic(share)
+    report = json.loads((share / "privacy_report.json").read_text())
+    assert found.epsilon == report["guarantee"]["epsilon"] <= 8
+    assert (found.delta, found.spec.class_names) == (1e-5, ("ill", "well"))
+    assert found.soft_labels is None
+    assert found.clients is None
+    readme = (share / "README.md").read_text()
+    assert f"ε = {found.epsilon:.4g}"[:6] in readme
+    assert "It is not for a person with several examples" in readme
+
+
+def test_the_readme_trains_in_ten_lines(share: Path) -> None:
+    """Runs the README's code as a recipient would, without fedsynth."""
+    code = re.search(r"```python\n(.*?)```", (share / "README.md").read_text(), re.S)
+    assert code is not None
+    assert code[1].count("\n") <= 16
+    assert "fedsynth" not in code[1]
+    done = subprocess.run(
+        [sys.executable, "-c", code[1]], cwd=share, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert re.fullmatch(r"loss \d+\.\d+, accuracy [01]\.\d+\n", done.stdout)
+    accuracy = float(done.stdout.split()[-1])
+    assert accuracy > 0.9  # four images
+
+
+def test_sums_are_sha256sums(share: Path) -> None:
+    done = subprocess.run(
+        ["sha256sum", "--check", "--quiet", "SHA256SUMS"],
+        cwd=share,
+        capture_output=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (0, b"")
+
+
+def copied(share: Path, to: Path) -> Path:
+    import shutil
+
+    return Path(shutil.copytree(share, to / "copy"))
+
+
+def test_changed_files_are_refused(share: Path, tmp_path: Path) -> None:
+    for number, (name, error, text) in enumerate(
+        (
+            ("privacy_report.json", DataFilesCorruptError, "privacy_report.json was changed"),
+            ("synthetic.safetensors", DataFilesCorruptError, "was changed since"),
+            ("more.txt", DataFilesCorruptError, "has more.txt, which SHA256SUMS does not list"),
+        )
+    ):
+        folder = copied(share, tmp_path / str(number))
+        with (folder / name).open("ab") as file:
+            file.write(b" ")
+        with pytest.raises(error, match=text):
+            load_synthetic(folder)
+    folder = copied(share, tmp_path / "gone")
+    (folder / "README.md").unlink()
+    with pytest.raises(DataFilesMissingError, match=r"lacks README.md"):
+        load_synthetic(folder)
+    (folder / "SHA256SUMS").write_text("0 ../../etc/passwd\n")
+    with pytest.raises(DataFilesCorruptError, match="is damaged"):
+        load_synthetic(folder)
+
+
+# ------------------------------------------------------------------------------ a run's result
+def digits_run(tmp_path: Path, method: str = "feddm", **sections: Any) -> RunResult:
+    fast = {
+        "feddm": {"ipc": 1, "iterations": 1, "server_epochs": 1},
+        "fedaf": {"ipc": 1, "iterations": 1, "server_epochs": 1},
+        "fedavg": {"local_epochs": 1},
+    }
+    given = {
+        "run": {"method": method, "rounds": 1, "device": "cpu"},
+        "partition": {"clients": 2},
+        "method": fast[method],
+        "model": {"width": 4, "depth": 2},
+        **sections,
+    }
+    return simulate(resolve(given), output=tmp_path / "runs", quiet=True)
+
+
+def test_of_several_clients_it_says_whose_each_is(tmp_path: Path) -> None:
+    run = digits_run(tmp_path, privacy={"noise_multiplier": 3.0})
+    assert run.folder is not None
+    found = load_synthetic(export_run(run.folder, tmp_path / "share"))
+    assert found.clients is not None
+    assert sorted(set(found.clients.tolist())) == [0, 1]
+    assert torch.allclose(
+        found.normalised()[found.clients == 1],
+        run.uploads[1].images,
+        atol=1e-4,  # type: ignore[attr-defined]
+    )
+
+
+def test_soft_labels_go_with_their_images(tmp_path: Path) -> None:
+    """Catches: FedAF's images without R; rows that do not sum to one; uint8 taken for normalised."""
+    run = digits_run(tmp_path, "fedaf", privacy={"noise_multiplier": 3.0})
+    assert run.folder is not None
+    out = export_run(run.folder, tmp_path / "share")
+    found = load_synthetic(out)
+    assert found.soft_labels is not None
+    assert torch.allclose(found.soft_labels.sum(1), torch.ones(len(found.labels)), atol=1e-5)
+    sent: Any = run.uploads[0]
+    first = found.labels[0]
+    expected = sent.soft[first] if sent.present[first] else torch.eye(10)[first]
+    assert torch.allclose(found.soft_labels[0], expected)
+    assert 0 <= found.images.min() <= found.images.max() <= 1
+    assert 'data["soft_labels"]' in (out / "README.md").read_text()
+
+
+def test_what_is_not_private_needs_a_word(tmp_path: Path) -> None:
+    """Catches: real images that leave the house as if they were protected."""
+    run = digits_run(tmp_path)
+    assert run.folder is not None
+    with pytest.raises(OutputError, match=r"had no differential privacy.*unprotected=True"):
+        export_run(run.folder, tmp_path / "share")
+    out = export_run(run.folder, tmp_path / "share", unprotected=True)
+    assert [name for name in REPORTS if (out / name).exists()] == []
+    assert "**There is no differential privacy.**" in (out / "README.md").read_text()
+    assert load_synthetic(out).epsilon is None
+
+
+def test_a_mechanism_without_a_guarantee_is_none(tmp_path: Path) -> None:
+    """Catches: noise that guarantees nothing, taken for protection because there is a report."""
+    run = digits_run(tmp_path, privacy={"noise_multiplier": 3.0, "mechanism": "paper"})
+    assert run.folder is not None
+    with pytest.raises(OutputError, match=r"had a mechanism that guarantees nothing"):
+        export_run(run.folder, tmp_path / "share")
+    out = export_run(run.folder, tmp_path / "share", unprotected=True)
+    assert "**Nothing is guaranteed**" in (out / "README.md").read_text()
+    assert (out / "privacy_report.html").exists()
+
+
+def test_a_run_without_images_or_end_is_refused(tmp_path: Path) -> None:
+    models = digits_run(tmp_path, "fedavg", privacy={"noise_multiplier": 3.0})
+    assert models.folder is not None
+    with pytest.raises(OutputError, match="made no synthetic images: fedavg sends models"):
+        export_run(models.folder, tmp_path / "share")
+    (tmp_path / "x.incomplete").mkdir()
+    with pytest.raises(OutputError, match="did not finish"):
+        export_run(tmp_path / "x.incomplete", tmp_path / "share")
+    assert not (tmp_path / "share").exists()
+
+
+def test_a_report_that_does_not_follow_is_not_handed_over(tmp_path: Path) -> None:
+    """Catches: an ε that somebody wrote into the report."""
+    folder = digits_run(tmp_path, privacy={"noise_multiplier": 3.0}).folder
+    assert folder is not None
+    path = folder / "privacy_report.json"
+    report = json.loads(path.read_text())
+    report["guarantee"]["epsilon"] = 0.1
+    path.write_text(json.dumps(report))
+    with pytest.raises(PrivacyError, match="does not follow from its settings"):
+        export_run(folder, tmp_path / "share")
+    assert not (tmp_path / "share").exists()
+
+
+def test_a_folder_with_something_in_it_stays_as_it_is(tmp_path: Path) -> None:
+    folder = digits_run(tmp_path, privacy={"noise_multiplier": 3.0}).folder
+    assert folder is not None
+    (tmp_path / "share").mkdir()
+    (tmp_path / "share" / "mine").write_text("x")
+    with pytest.raises(OutputError, match="is there already"):
+        export_run(folder, tmp_path / "share")
+    assert files(tmp_path / "share") == ["mine"]
+
+
+# ---------------------------------------------------------------------------------- synthesize
+def test_an_owner_is_one_client_whatever_sites_there_are(share: Path) -> None:
+    (run,) = (share.parent / "runs").iterdir()
+    report = json.loads((run / "privacy_report.json").read_text())
+    assert list(report["guarantee"]["epsilon_by_client"]) == ["client-000"]
+    assert report["public_items"]["nominal records of a client"].startswith("50 ")
+
+
+def test_mistakes_are_said_before_anything_is_spent(secret_place: Path, tmp_path: Path) -> None:
+    data = {"folder": str(secret_place)}
+    open_settings = owner_settings({**TINY, "data": data, "privacy": {}})
+    with pytest.raises(PrivacySettingError, match=r"privacy.epsilon must be given.*unprotected"):
+        synthesize(open_settings, tmp_path / "share", runs=tmp_path / "runs")
+    local = {"run": {**TINY["run"], "method": "fedavg"}, "privacy": TINY["privacy"], "data": data}
+    with pytest.raises(
+        SettingError, match=r"run.method=fedavg must be one whose clients send synthetic"
+    ):
+        synthesize(owner_settings(local), tmp_path / "share", runs=tmp_path / "runs")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "x").write_text("")
+    with pytest.raises(OutputError, match="is there already"):
+        synthesize(
+            owner_settings({**TINY, "data": data}), tmp_path / "full", runs=tmp_path / "runs"
+        )
+    undeclared = make_folder(tmp_path / "new")
+    with pytest.raises(DataError, match="fedsynth data describe"):
+        owner_settings({"data": {"folder": str(undeclared)}, "privacy": {"epsilon": 8.0}})
+    assert not (tmp_path / "runs").exists()

@@ -1,0 +1,309 @@
+"""Flower's side, without its processes: records, what a SuperLink answers, keys, the app folder,
+and what the commands refuse."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import ssl
+import stat
+import subprocess
+import sys
+import time
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedsynth.errors import MessageError, OutputError, SettingError
+from fedsynth.federation.flower.app_folder import write_app
+from fedsynth.federation.flower.joining import Door
+from fedsynth.federation.flower.processes import QUIET, environment
+from fedsynth.federation.flower.serving import Link, Tls, key_files
+from fedsynth.federation.flower.superlink import ControlAtHome, allowed
+from fedsynth.federation.nodes.proposal import own_proposal
+
+GIVEN = {"run": {"method": "feddm", "rounds": 2}, "partition": {"clients": 3}}
+
+
+def flwr() -> None:
+    pytest.importorskip("flwr", reason="flwr is not installed: pip install 'fedsynth[flower]'")
+
+
+@pytest.fixture
+def in_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a process of a run, whose messages are made with its numbers."""
+    flwr()
+    from flwr.supercore.task_identity import TaskIdentity
+
+    for name in ("run_id", "node_id", "task_id"):
+        monkeypatch.setattr(TaskIdentity, f"_{name}", 1)
+
+
+# ---------------------------------------------------------------------------------- the mapping
+
+
+@pytest.mark.usefixtures("in_a_run")
+def test_a_message_comes_back_as_it_was_sent() -> None:
+    from fedsynth.federation.flower.records import from_record, request, to_record
+
+    sent = os.urandom(70_000)
+    assert from_record(to_record("a" * 16, sent)) == ("a" * 16, sent)
+    message = request("a" * 16, sent, 7, 30.0)
+    assert message.metadata.dst_node_id == 7
+    assert message.metadata.ttl == 30.0
+    assert from_record(message.content) == ("a" * 16, sent)
+
+
+@pytest.mark.parametrize("change", ["missing", "other types", "empty"])
+def test_a_record_of_anybody_elses_is_no_message(change: str) -> None:
+    flwr()
+    from flwr.app import ConfigRecord, RecordDict
+
+    from fedsynth.federation.flower.records import from_record, to_record
+
+    record = to_record("a" * 16, b"x")
+    if change == "missing":
+        record = RecordDict({"weights": ConfigRecord({"run": "a"})})
+    elif change == "other types":
+        record = RecordDict({"fedsynth": ConfigRecord({"run": 3, "frames": "text"})})
+    else:
+        record = RecordDict({})
+    with pytest.raises(MessageError, match="no message of fedsynth"):
+        from_record(record)
+
+
+@pytest.mark.usefixtures("in_a_run")
+def test_over_the_grid_silence_errors_and_other_runs_are_no_answers() -> None:
+    from flwr.app import Message
+    from flwr.app.error import Error
+
+    from fedsynth.federation.flower.records import reply
+    from fedsynth.federation.flower.server_app import OverGrid
+
+    class Grid:
+        """Five nodes: an answer, one of another run, an error, silence, and one that is gone."""
+
+        def push_messages(self, messages: Any) -> list[str]:
+            self.sent = {}
+            for number, message in enumerate(messages):
+                message.metadata.__dict__["_message_id"] = f"m{number}"
+                self.sent[f"m{number}"] = message
+            return [*list(self.sent)[:-1], ""]
+
+        def pull_messages(self, names: list[str]) -> list[Any]:
+            answers = {
+                "m0": lambda to: reply("mine", b"yes", to),
+                "m1": lambda to: reply("other", b"yes", to),
+                "m2": lambda to: Message(Error(1, "it broke"), reply_to=to),
+            }
+            return [answers[name](self.sent[name]) for name in names if name in answers]
+
+    carrier = OverGrid(Grid(), look=0.01)
+    carrier.run = "mine"
+    started = time.monotonic()
+    found = carrier.ask(dict.fromkeys(range(5), b"?"), 0.3)
+    assert time.monotonic() - started < 5
+    assert found[0] == b"yes"
+    assert found[1] == "answers for run 'other'"
+    assert "it broke" in found[2]
+    assert 3 not in found
+    assert found[4] == "is gone"
+
+
+# -------------------------------------------------------------------------- what a SuperLink answers
+
+
+@pytest.mark.parametrize(
+    ("path", "client", "answered"),
+    [
+        ("/v1/fleet/pull-messages", ("192.0.2.7", 1), True),
+        ("/v1/control/start-run", ("192.0.2.7", 1), False),
+        ("/v1/runtime/acquire-task", ("192.0.2.7", 1), False),
+        ("/v1/fleet/../control/start-run", ("192.0.2.7", 1), False),
+        ("/v1/fleetcontrol", ("192.0.2.7", 1), False),
+        ("/docs", ("2001:db8::1", 1), False),
+        ("/v1/control/start-run", None, False),
+        ("/v1/control/start-run", ("localhost.example.org", 1), False),
+        ("/v1/control/start-run", ("127.0.0.1", 1), True),
+        ("/v1/control/start-run", ("::1", 1), True),
+    ],
+)
+def test_control_is_for_the_machine_itself(
+    path: str, client: tuple[str, int] | None, answered: bool
+) -> None:
+    assert allowed(path, client) == answered
+    reached: list[str] = []
+    sent: list[dict[str, Any]] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        reached.append(scope["path"])
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "path": path, "client": client}
+    asyncio.run(ControlAtHome(app)(scope, None, send))
+    assert bool(reached) == answered
+    assert [one.get("status") for one in sent] == ([] if answered else [403, None])
+
+
+# ---------------------------------------------------------------------------------- keys
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> Path:
+    pytest.importorskip("cryptography", reason="the flower extra is not installed")
+    from fedsynth.federation.flower.keys import make_keys
+
+    make_keys(tmp_path / "keys", 2, ("federation.example.org", "192.0.2.7"))
+    return tmp_path / "keys"
+
+
+def test_a_servers_certificate_is_its_cas_and_has_its_names(keys: Path) -> None:
+    """By OpenSSL's own verification, as a client's."""
+    context = ssl.create_default_context(cafile=str(keys / "ca.crt"))
+    server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    server.load_cert_chain(keys / "server.crt", keys / "server.key")
+    for host, sound in (
+        ("federation.example.org", True),
+        ("192.0.2.7", True),
+        ("127.0.0.1", True),
+        ("elsewhere.example.org", False),
+    ):
+        assert shakes_hands(context, server, host) == sound, host
+
+
+def shakes_hands(client: ssl.SSLContext, server: ssl.SSLContext, host: str) -> bool:
+    """Whether the two agree, in memory."""
+    one = ssl.MemoryBIO()
+    other = ssl.MemoryBIO()
+    here = client.wrap_bio(one, other, server_hostname=host)
+    there = server.wrap_bio(other, one, server_side=True)
+    done = [False, False]
+    for _ in range(10):
+        for side, end in enumerate((here, there)):
+            try:
+                end.do_handshake()
+                done[side] = True
+            except ssl.SSLWantReadError:
+                pass
+            except ssl.SSLCertVerificationError:
+                return False
+        if all(done):
+            return True
+    return False
+
+
+def test_keys_are_their_owners_alone_and_never_replaced(keys: Path) -> None:
+    from fedsynth.federation.flower.keys import make_keys
+
+    for name in ("server.key", "client-000", "client-001"):
+        assert stat.S_IMODE((keys / name).stat().st_mode) == 0o600
+    assert [file.name for file in key_files(keys, 2)] == ["client-000.pub", "client-001.pub"]
+    with pytest.raises(OutputError, match="cannot write keys"):
+        make_keys(keys, 2)
+    with pytest.raises(SettingError, match="is missing"):
+        key_files(keys, 3)
+
+
+# ---------------------------------------------------------------------------------- the commands
+
+
+def test_a_link_beyond_this_machine_needs_tls_and_keys(keys: Path) -> None:
+    tls = Tls(keys / "server.crt", keys / "server.key", keys / "ca.crt")
+    with pytest.raises(SettingError, match="TLS"):
+        Link(9092, None, "0.0.0.0")
+    with pytest.raises(SettingError, match="public key"):
+        Link(9092, tls)
+    with pytest.raises(SettingError, match="host"):
+        Link(9092, tls, "192.0.2.7", key_files(keys, 2))
+    link = Link(9092, tls, "0.0.0.0", key_files(keys, 2))
+    assert "--enable-supernode-auth" in link.arguments
+    assert "--disable-runtime-dependency-installation" in link.arguments
+    assert tomllib.loads(link.connection())["superlink"]["here"]["address"] == "127.0.0.1:9092"
+    assert "--insecure" in Link(9092, None).arguments
+
+
+def test_a_door_beyond_this_machine_needs_tls(keys: Path) -> None:
+    for server in ("federation.example.org:9092", "192.0.2.7:9092"):
+        with pytest.raises(SettingError, match="TLS"):
+            Door(server, None)
+    with pytest.raises(SettingError, match="HOST:PORT"):
+        Door("federation.example.org", keys / "ca.crt")
+    with pytest.raises(SettingError, match="needs TLS"):
+        Door("127.0.0.1:9092", None, keys / "client-000")
+    arguments = Door("192.0.2.7:9092", keys / "ca.crt", keys / "client-000").arguments
+    assert "--insecure" not in arguments
+
+
+def test_nothing_of_flowers_reports_or_installs(tmp_path: Path) -> None:
+    found = environment(tmp_path)
+    assert {name: found[name] for name in QUIET} == dict(QUIET)
+    assert found["FLWR_TELEMETRY_ENABLED"] == "0"
+    assert found["FLWR_HOME"] == str(tmp_path)
+
+
+def test_an_app_folder_is_what_flower_and_our_server_read(tmp_path: Path) -> None:
+    proposal = own_proposal(GIVEN)
+    write_app(tmp_path / "app", proposal, {"output": "/somewhere"})
+    project = tomllib.loads((tmp_path / "app" / "pyproject.toml").read_text())
+    app = project["tool"]["flwr"]["app"]
+    module, _, name = app["components"]["serverapp"].partition(":")
+    text = (tmp_path / "app" / module.replace(".", "/")).with_suffix(".py").read_text()
+    assert f"import {name}" in text
+    assert app["config"]["output"] == "/somewhere"
+    assert json.loads(app["config"]["settings"])["run"]["method"] == "feddm"
+    flwr()
+    from fedsynth.federation.flower.server_app import proposed
+
+    assert proposed(app["config"]).agreement == proposal.agreement
+
+
+def fedsynth(*arguments: str) -> subprocess.CompletedProcess[str]:
+    code = "from fedsynth.cli.app import main; main()"
+    root = str(Path(__file__).parents[2])
+    return subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+        env={**os.environ, "PYTHONPATH": root},
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["client", "--server", "127.0.0.1:1", "--number", "0", "--ledger", "L"], "--data names"),
+        (["server"], "--keys is needed"),
+        (["deploy", "keys", "K", "--clients", "0"], "must be at least 1"),
+        (["deploy", "init", "A", "--spec", "/nothing.toml"], "says no specification"),
+    ],
+)
+def test_a_mistake_is_one_line(tmp_path: Path, arguments: list[str], said: str) -> None:
+    if arguments[0] in ("client", "server"):
+        flwr()
+    done = fedsynth(*arguments)
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_without_flower_the_commands_say_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from fedsynth.federation.flower import processes
+
+    monkeypatch.setitem(sys.modules, "flwr", None)
+    needs: list[Callable[[], Any]] = [
+        processes.require_flower,
+        lambda: processes.command("flwr"),
+    ]
+    for need in needs:
+        with pytest.raises(processes.FlowerError, match="pip install"):
+            need()

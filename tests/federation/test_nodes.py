@@ -1,0 +1,535 @@
+"""Data owners' nodes and a server's run over them, without Flower: what a message carries, what a
+policy allows, and what a ledger refuses."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from fedsynth import resolve, simulate
+from fedsynth.data.registry import DatasetSpec, dataset_spec
+from fedsynth.errors import CheckpointError, DataError, MessageError, SettingError
+from fedsynth.federation.exchange.frames import Frame
+from fedsynth.federation.exchange.over_wire import RemoteError
+from fedsynth.federation.nodes.bundles import pack, unpack
+from fedsynth.federation.nodes.node import Node
+from fedsynth.federation.nodes.own_data import ClassFolders, PartOf
+from fedsynth.federation.nodes.policy import ANY, Owner, Policy
+from fedsynth.federation.nodes.proposal import Proposal, new_run, own_proposal
+from fedsynth.federation.nodes.request_words import request_words
+from fedsynth.federation.nodes.served import Post, Served, serve
+from fedsynth.federation.nodes.to_nodes import Patience
+from fedsynth.methods import METHODS
+from fedsynth.privacy.ledger import read_ledger
+
+CLIENTS = 3
+PRIVATE = {"noise_multiplier": 5.0}
+SMALL: dict[str, dict[str, Any]] = {
+    "feddm": {"iterations": 3, "ipc": 2, "server_epochs": 2},
+    "fedaf": {"iterations": 3, "ipc": 2, "server_epochs": 2},
+}
+
+
+def sections(name: str, **more: Any) -> dict[str, dict[str, Any]]:
+    """Two rounds of a method on the digits, with a subset and small steps."""
+    run = {"method": name, "rounds": 2, "device": "cpu", "evaluate_every": 2}
+    return {
+        "run": {**run, **more.pop("run", {})},
+        "partition": {"clients": CLIENTS, "subset": 0.2, "alpha": 1.0},
+        "model": {"width": 4, "depth": 2, "norm": "instance"},
+        "method": SMALL.get(name, {"local_epochs": 1}),
+        **more,
+    }
+
+
+class StoppedError(Exception):
+    """The server's process is gone."""
+
+
+@dataclass
+class Hand:
+    """Carries messages to nodes in this process.
+
+    Args:
+        nodes_: by their number, 100 and more.
+        change: of (node, message, answer) what arrives; None: nothing.
+    """
+
+    nodes_: dict[int, Node]
+    change: Callable[[int, bytes, bytes], bytes | str | None] = lambda node, sent, answer: answer
+    run: str = ""
+    asked: list[tuple[int, list[str]]] = field(default_factory=list)
+
+    def nodes(self) -> Sequence[int]:
+        return list(self.nodes_)
+
+    def ask(self, messages: Mapping[int, bytes], seconds: float) -> dict[int, bytes | str]:
+        found: dict[int, bytes | str] = {}
+        for node, sent in messages.items():
+            self.asked.append((node, [Frame.from_bytes(one).kind for one in unpack(sent)]))
+            arrived = self.change(node, sent, self.nodes_[node].answer(self.run, sent))
+            if arrived is not None:
+                found[node] = arrived
+        return found
+
+
+@dataclass
+class Place:
+    """Owners, each with a folder, and a server's."""
+
+    folder: Path
+    said: list[str] = field(default_factory=list)
+
+    def node(self, number: int, policy: Policy | None = None, **more: Any) -> Node:
+        owner = Owner(policy) if policy is not None else Owner(approved=frozenset({ANY}))
+        home = self.folder / f"owner-{number}"
+        return Node(number, home, PartOf(), owner, device="cpu", say=self.said.append, **more)
+
+    def hand(self, *nodes: Node) -> Hand:
+        return Hand({100 + node.number: node for node in nodes or map(self.node, range(CLIENTS))})
+
+    def serve(self, given: Any, hand: Hand | None = None, **more: Any) -> Served:
+        post = Post(hand or self.hand(), Patience(join=0.2, answer=60, look=0.05))
+        return serve(own_proposal(given), post, self.folder / "runs", **more)
+
+    def ledger(self, number: int) -> tuple[Any, ...]:
+        return read_ledger(self.folder / f"owner-{number}" / f"client-{number:03d}.jsonl").releases
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    torch.set_num_threads(1)
+    return Place(tmp_path)
+
+
+@pytest.mark.parametrize("method", ["feddm", "fedaf", "scaffold"])
+def test_a_run_over_nodes_ends_as_a_simulation(place: Place, method: str) -> None:
+    """One with two exchanges a round, and one whose clients have memories."""
+    served = place.serve(sections(method))
+    together = simulate(resolve(sections(method)))
+    for name, value in together.model.state_dict().items():
+        torch.testing.assert_close(served.parameters[name], value, rtol=1e-5, atol=1e-6)
+    assert served.metrics[-1]["test_accuracy"] == together.metrics[-1]["test_accuracy"]
+
+
+def test_a_round_is_one_message_an_exchange(place: Place) -> None:
+    hand = place.hand()
+    place.serve(sections("feddm", privacy=PRIVATE), hand)
+    of_one = [kinds for node, kinds in hand.asked if node == 101]
+    step = ["prepare", "begin", "step", "facts", "history"]
+    assert of_one == [["join"], ["start", *step], step, ["history", "end"]]
+
+
+def test_each_message_may_find_another_process(place: Place) -> None:
+    """As Flower's plain SuperNodes start one for each: what a client keeps is in its files."""
+
+    class Fresh(Hand):
+        def ask(self, messages: Mapping[int, bytes], seconds: float) -> dict[int, bytes | str]:
+            self.nodes_ = {100 + k: place.node(k) for k in range(CLIENTS)}
+            return super().ask(messages, seconds)
+
+    for method, more in (("scaffold", {}), ("fedaf", {}), ("feddm", {"privacy": PRIVATE})):
+        given = sections(method, **more)
+        served = place.serve(given, Fresh(place.hand().nodes_))
+        if more:
+            assert [len(h.releases) for h in served.histories] == [len(place.ledger(0))] * 3
+            continue
+        together = simulate(resolve(given))
+        for name, value in together.model.state_dict().items():
+            torch.testing.assert_close(served.parameters[name], value, rtol=1e-5, atol=1e-6)
+
+
+def test_a_server_goes_on_from_its_checkpoint(place: Place) -> None:
+    given = sections("scaffold", run={"rounds": 3})
+    hand = place.hand()
+    steps: list[int] = []
+
+    def stops(node: int, sent: bytes, answer: bytes) -> bytes:
+        if b'"kind": "step"' in sent:
+            steps.append(node)
+        if len(steps) == 5:  # in the second round, when two have answered
+            raise StoppedError
+        return answer
+
+    hand.change = stops
+    with pytest.raises(StoppedError):
+        place.serve(given, hand)
+    [folder] = (place.folder / "runs").glob("*.incomplete")
+    served = place.serve(given, place.hand(*hand.nodes_.values()), resume=folder)
+    together = simulate(resolve(given))
+    assert [row["round"] for row in served.metrics] == [1, 2, 3]
+    for name, value in together.model.state_dict().items():
+        torch.testing.assert_close(served.parameters[name], value, rtol=1e-5, atol=1e-6)
+    assert any("resumed after 1 of 3" in one for one in served.deviations)
+
+
+def test_nothing_but_the_ledgers_rows_and_released_values_leaves_a_private_node(
+    place: Place,
+) -> None:
+    """No record, no count, no name of a file: every byte of every answer is looked at."""
+    arrived: list[bytes] = []
+
+    def look(node: int, sent: bytes, answer: bytes) -> bytes:
+        arrived.append(answer)
+        return answer
+
+    hand = place.hand()
+    hand.change = look
+    served = place.serve(sections("feddm", privacy=PRIVATE), hand)
+    together = simulate(resolve(sections("feddm", privacy=PRIVATE)))
+    assert served.metrics[-1]["epsilon"] == together.metrics[-1]["epsilon"]
+    assert "seconds" not in json.loads((served.folder / "metrics.jsonl").read_text().split("\n")[0])
+    everything = b"".join(arrived)
+    assert str(place.folder).encode() not in everything
+    source = PartOf()
+    proposal = own_proposal(sections("feddm", privacy=PRIVATE))
+    for number in range(CLIENTS):
+        data = source.read(proposal, number)
+        assert f'"size": {len(data)}'.encode() not in everything
+        for image in data.images[:20]:
+            assert image.numpy().tobytes() not in everything
+
+
+def test_each_owner_has_a_report_of_its_own(place: Place) -> None:
+    served = place.serve(sections("feddm", privacy=PRIVATE))
+    assert served.report is not None
+    for number in range(CLIENTS):
+        [file] = (place.folder / f"owner-{number}").glob("runs/*/privacy_report.json")
+        report = json.loads(file.read_text())
+        assert set(report["ledger_heads"]) == {f"client-{number:03d}"}
+        assert report["guarantee"]["epsilon"] == served.metrics[-1]["epsilon"]
+        told = [one for one in place.said if "has ended after 2 rounds" in one]
+        assert len(told) == CLIENTS
+
+
+# ------------------------------------------------------------------------------ who says no
+
+
+def decided(place: Place, policy: Policy, given: Any) -> Served:
+    """A run in which the last client goes by a policy."""
+    return place.serve(given, place.hand(*map(place.node, range(2)), place.node(2, policy)))
+
+
+@pytest.mark.parametrize(
+    ("policy", "why"),
+    [
+        ({"methods": ["fedavg"]}, "method feddm is not allowed (fedavg)"),
+        ({"rounds": 1}, "2 rounds are more than the 1 allowed"),
+        ({"delta": 1e-6}, "δ = 1e-05 is above"),
+        ({"settings": {"model.width": [8, 64]}}, "model.width = 4 is not allowed"),
+        ({"settings": {"model.name": ["linear"]}}, "model.name = 'convnet' is not allowed"),
+        ({"settings": {"method.nothing": ["x"]}}, "method.nothing = None is not allowed"),
+    ],
+)
+def test_a_policy_declines_and_the_run_goes_on(
+    place: Place, policy: dict[str, Any], why: str
+) -> None:
+    served = decided(place, Policy.from_mapping(policy), sections("feddm", privacy=PRIVATE))
+    for row in served.metrics:
+        assert why in row["lost"]["2"]
+    assert not list((place.folder / "owner-2").glob("*.jsonl"))  # not even a ledger was made
+    assert any(f"declined: {why}" in one for one in place.said)
+    assert len(served.histories) == 2
+    assert any("client 2 took no part" in one for one in served.deviations)
+
+
+def test_open_runs_need_to_be_allowed(place: Place) -> None:
+    served = decided(place, Policy(), sections("fedavg"))
+    assert "without differential privacy" in served.metrics[0]["lost"]["2"]
+    paper = sections("feddm", privacy={**PRIVATE, "mechanism": "paper"})
+    served = decided(place, Policy(), paper)
+    assert "gives no guarantee" in served.metrics[0]["lost"]["2"]
+
+
+def test_a_policys_cap_holds_at_each_charge(place: Place) -> None:
+    """The run has no cap of its own, and its server asks on: the ledger stays where it was."""
+    served = decided(place, Policy(epsilon=1.5), sections("feddm", privacy=PRIVATE))
+    assert "lost" not in served.metrics[0]
+    assert served.metrics[1]["lost"]["2"].startswith("declines: ")
+    assert len(place.ledger(2)) * 2 == len(place.ledger(0))
+    again = decided(place, Policy(epsilon=1.5), sections("feddm", privacy=PRIVATE))
+    assert all("2" in row["lost"] for row in again.metrics)
+    assert len(place.ledger(2)) * 4 == len(place.ledger(0))
+
+
+def test_where_all_budgets_are_spent_the_run_ends(place: Place) -> None:
+    policy = Policy(epsilon=1.5)
+    hand = place.hand(*(place.node(k, policy) for k in range(CLIENTS)))
+    served = place.serve(sections("feddm", privacy=PRIVATE), hand)
+    assert len(served.metrics) == 1
+    assert any("ended after 1 of 2 rounds" in one for one in served.deviations)
+
+
+def test_an_approval_is_of_one_agreement(place: Place) -> None:
+    proposal = own_proposal(sections("feddm", privacy=PRIVATE))
+    assert Owner(approved=frozenset({proposal.agreement})).objections(proposal) == []
+    other = own_proposal(sections("feddm", privacy={"noise_multiplier": 4.0}))
+    assert Owner(approved=frozenset({proposal.agreement})).objections(other)
+    assert Owner().objections(proposal)
+    assert replace(proposal, run=new_run()).agreement == proposal.agreement
+    policy = Policy(methods=("fedavg",))  # a hand's approval does not lift what the policy says
+    assert Owner(policy, frozenset({ANY})).objections(proposal)
+    assert Owner(Policy(), frozenset({"0" * 16})).objections(proposal)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"method": ["feddm"]},
+        {"methods": "feddm"},
+        {"methods": []},
+        {"epsilon": 0},
+        {"epsilon": "8"},
+        {"epsilon": True},
+        {"open": "no"},
+        {"settings": ["model.width"]},
+        {"settings": {"model.width": 8}},
+    ],
+)
+def test_a_slip_in_a_policy_allows_nothing(given: dict[str, Any]) -> None:
+    with pytest.raises(SettingError, match="policy"):
+        Policy.from_mapping(given)
+
+
+@pytest.mark.parametrize("method", sorted(METHODS))
+def test_an_owner_reads_what_it_is_asked_for(method: str) -> None:
+    given = {"run": {"method": method, "rounds": 2}, "partition": {"clients": CLIENTS}}
+    lines = "\n".join(request_words(own_proposal(given), 1, None))
+    assert f"asks client 1 of 3: {method}, 2 rounds, data set digits" in lines
+    assert "no differential privacy: what it sends is not protected" in lines
+
+
+def test_an_owner_reads_what_it_costs_on_top_of_what_was_spent(place: Place) -> None:
+    given = sections("feddm", privacy=PRIVATE)
+    place.serve(given)
+    place.serve(given)
+    shown = [one for one in place.said if "asks client 0" in one]
+    assert "privacy: ε = 1.95" in shown[0]
+    assert "of this, ε = 1.95 stands in the ledgers" in shown[1]
+
+
+# ------------------------------------------------------------------------------ what is not sound
+
+
+def test_nonsense_is_a_lost_round_and_no_more(place: Place) -> None:
+    nonsense = [b"", b"\xff" * 40, pack([b"x"]), pack([Frame("answer", {}).to_bytes()] * 5)]
+    for bad in nonsense:
+
+        def breaks(node: int, sent: bytes, answer: bytes, bad: bytes = bad) -> bytes:
+            first = b'"kind": "step"' in sent and b'"round": 1,' in sent
+            return bad if node == 101 and first else answer
+
+        hand = place.hand()
+        hand.change = breaks
+        served = place.serve(sections("fedavg"), hand)
+        assert set(served.metrics[0]["lost"]) == {"1"}
+        assert "lost" not in served.metrics[1]
+
+
+def test_silence_is_a_lost_round(place: Place) -> None:
+    hand = place.hand()
+    hand.change = lambda node, sent, answer: (
+        None if b'"kind": "step"' in sent and node == 102 else answer
+    )
+    served = place.serve(sections("fedavg"), hand)
+    assert [row["lost"]["2"] for row in served.metrics] == ["does not answer in time"] * 2
+
+
+def test_too_long_an_answer_is_not_read(place: Place) -> None:
+    hand = place.hand()
+    hand.change = lambda node, sent, answer: (
+        answer + bytes(70 * 2**20) if b'"kind": "step"' in sent and node == 100 else answer
+    )
+    served = place.serve(sections("fedavg"), hand)
+    assert "above the" in served.metrics[0]["lost"]["0"]
+
+
+def test_below_the_quorum_nobody_begins(place: Place) -> None:
+    with pytest.raises(RemoteError, match="1 of 3 clients have joined, and 2"):
+        place.serve(sections("fedavg"), place.hand(place.node(0)))
+
+
+def test_a_number_is_one_nodes_alone(place: Place) -> None:
+    """Two nodes of the same number, and one whose key is for another: neither takes its place."""
+    notes: list[str] = []
+
+    class Notes:
+        def note(self, text: str) -> None:
+            notes.append(text)
+
+        def step(self, *_: Any) -> None: ...
+
+        def round_ended(self, _: Any) -> None: ...
+
+    hand = place.hand()
+    hand.nodes_[200] = Node(
+        1, place.folder / "thief", PartOf(), Owner(approved=frozenset({ANY})), say=lambda _: None
+    )
+    served = place.serve(sections("fedavg"), hand, observer=Notes())
+    assert "lost" not in served.metrics[0]
+    assert any("node 200 cannot join" in one for one in notes)
+    post = Post(hand, Patience(join=0.2, look=0.05), {100: 0, 101: 2, 102: 1, 200: 1})
+    served = serve(own_proposal(sections("fedavg")), post, place.folder / "more", observer=Notes())
+    assert set(served.metrics[0]["lost"]) == {"2"}  # 200 holds the key of client 1
+    assert any("which its key is not for" in one for one in notes)
+
+
+def test_a_run_that_goes_on_has_its_own_settings_and_checkpoint(place: Place) -> None:
+    hand = place.hand()
+
+    def stops(node: int, sent: bytes, answer: bytes) -> bytes:
+        if b'"kind": "step"' in sent and b'"round": 2' in sent:
+            raise StoppedError
+        return answer
+
+    hand.change = stops
+    with pytest.raises(StoppedError):
+        place.serve(sections("fedavg"), hand)
+    [folder] = (place.folder / "runs").glob("*.incomplete")
+    with pytest.raises(CheckpointError, match="has other settings"):
+        place.serve(sections("fedavg", run={"rounds": 5}), resume=folder)
+    for file in (folder / "checkpoint").iterdir():
+        file.unlink()
+    with pytest.raises(CheckpointError, match="is gone"):
+        place.serve(sections("fedavg"), resume=folder)
+
+
+def test_a_private_run_that_goes_on_charges_what_it_repeats(place: Place) -> None:
+    given = sections("feddm", privacy=PRIVATE)
+    hand = place.hand()
+    asked: list[int] = []
+
+    def stops(node: int, sent: bytes, answer: bytes) -> bytes:
+        if b'"kind": "step"' in sent:
+            asked.append(node)
+        if len(asked) == 4:
+            raise StoppedError
+        return answer
+
+    hand.change = stops
+    with pytest.raises(StoppedError):
+        place.serve(given, hand)
+    [folder] = (place.folder / "runs").glob("*.incomplete")
+    served = place.serve(given, place.hand(*hand.nodes_.values()), resume=folder)
+    rows = [len(place.ledger(k)) for k in range(CLIENTS)]
+    assert rows[0] * 2 == rows[1] * 3 == rows[2] * 3  # the first one had answered round 2
+    together = simulate(resolve(given))
+    assert served.metrics[-1]["epsilon"] > together.metrics[-1]["epsilon"]
+    assert served.report is not None
+    assert served.report["ledger_heads"]["client-000"]["rows_before"] == 0
+
+
+# ------------------------------------------------------------------------------ what a server says
+
+
+def proposed(**more: Any) -> dict[str, Any]:
+    stated = own_proposal(sections("feddm", privacy=PRIVATE)).to_json()
+    return {**stated, **more}
+
+
+@pytest.mark.parametrize(
+    "stated",
+    [
+        None,
+        [],
+        {},
+        proposed(run="../../home"),
+        proposed(run="0" * 15 + "/"),
+        proposed(settings={"run": {"method": "nothing"}}),
+        proposed(settings={"run": {"rounds": -1}}),
+        proposed(settings={"run": []}),
+        proposed(settings={"own": {"x": 1}}),
+        proposed(spec={}),
+        proposed(spec={**proposed()["spec"], "classes": "10"}),
+        proposed(spec={**proposed()["spec"], "more": 1}),
+    ],
+)
+def test_an_unsound_proposal_is_refused(place: Place, stated: Any) -> None:
+    frame = Frame("join", {"proposal": stated, "after": 0, "number": 1})
+    run = stated.get("run", "") if isinstance(stated, dict) else ""
+    [answer] = unpack(place.node(0).answer(str(run), pack([frame.to_bytes()])))
+    assert Frame.from_bytes(answer).kind == "error"
+    assert not (place.folder / "owner-0").exists()
+
+
+def test_a_server_names_no_place_of_an_owners(place: Place) -> None:
+    """Neither a folder of ledgers or of data, nor a device: these are the owner's own."""
+    stated = proposed()
+    stated["settings"]["privacy"]["ledger"] = str(place.folder / "theirs")
+    stated["settings"]["data"]["data_root"] = "/etc"
+    stated["settings"]["run"]["device"] = "cuda"
+    settings = Proposal.from_json(stated).settings
+    assert settings.privacy is not None
+    assert (settings.privacy.ledger, settings.data_root, settings.device) == (None, None, "auto")
+
+
+def test_a_client_answers_only_runs_that_it_has_joined(place: Place) -> None:
+    node = place.node(0)
+    for run in ("0" * 16, "..", "", "/etc/passwd", "a" * 300):
+        frame = Frame("step", {"number": 1, "round": 1})
+        [answer] = unpack(node.answer(run, pack([frame.to_bytes()])))
+        said = Frame.from_bytes(answer)
+        assert said.kind == "error"
+        assert "has not joined" in said.facts["text"]
+
+
+def test_settings_cannot_change_after_a_client_has_joined(place: Place) -> None:
+    node = place.node(0)
+    first = own_proposal(sections("feddm", privacy=PRIVATE))
+    other = own_proposal(sections("feddm", privacy={"noise_multiplier": 0.1}))
+    for proposal, kind in ((first, "answer"), (replace(other, run=first.run), "error")):
+        frame = Frame("join", {"proposal": proposal.to_json(), "after": 0, "number": 1})
+        [answer] = unpack(node.answer(first.run, pack([frame.to_bytes()])))
+        assert Frame.from_bytes(answer).kind == kind
+
+
+@pytest.mark.parametrize("sent", [b"", b"\x01", bytes(8), pack([b"a"]) + b"b", pack([b"abc"])[:-1]])
+def test_bytes_that_are_no_bundle(sent: bytes) -> None:
+    with pytest.raises(MessageError, match="no frames of fedsynth"):
+        unpack(sent)
+
+
+# ------------------------------------------------------------------------------ own data
+
+
+def test_an_owners_images_are_read_by_class(tmp_path: Path) -> None:
+    spec = DatasetSpec(
+        "scans", 1, 8, 8, 2, 100, 10, (0.5,), (0.5,), ("healthy", "ill"), "our clinic"
+    )
+    drawn = np.random.default_rng(0).integers(0, 256, (3, 8, 8), np.uint8)
+    (tmp_path / "healthy").mkdir()
+    (tmp_path / "ill").mkdir()
+    for name, image in zip(("healthy/a", "healthy/b", "ill/a"), drawn, strict=True):
+        Image.fromarray(image).save(tmp_path / f"{name}.png")
+    given = {"run": {"method": "fedavg"}, "partition": {"clients": 2}}
+    proposal = Proposal(new_run(), resolve(given, own_data="scans"), spec)
+    data = ClassFolders(tmp_path).read(proposal, 0)
+    assert data.labels.tolist() == [0, 0, 1]
+    np.testing.assert_array_equal(data.images[:, 0], drawn)
+    assert Proposal.from_json(json.loads(json.dumps(proposal.to_json()))) == proposal
+    Image.fromarray(np.zeros((8, 8, 3), np.uint8) + np.arange(3, dtype=np.uint8)).save(
+        tmp_path / "ill" / "b.png"
+    )
+    with pytest.raises(DataError, match="has colours"):
+        ClassFolders(tmp_path).read(proposal, 0)
+    with pytest.raises(DataError, match="has no images in folders of the classes"):
+        ClassFolders(tmp_path / "ill").read(proposal, 0)
+
+
+def test_an_owners_ledger_is_for_its_own_records(place: Place) -> None:
+    """A trial with another partition has other records: the ledger says so, and nothing runs."""
+    place.serve(sections("feddm", privacy=PRIVATE))
+    other = sections("feddm", privacy=PRIVATE)
+    other["partition"]["alpha"] = 0.3
+    with pytest.raises(RemoteError, match="0 of 3 clients have joined"):
+        place.serve(other)
+    assert any("carry-over" in one or "belongs to" in one for one in place.said)
+    assert dataset_spec("digits").name == "digits"

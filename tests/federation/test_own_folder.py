@@ -1,0 +1,234 @@
+"""Runs on folders of a user's own images: what they need, what they say, what they show."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedsynth import FolderSettings, ImageData, load_folder, resolve, simulate
+from fedsynth.config_file import read_sections
+from fedsynth.errors import DataError, PartitionError, SettingError
+from fedsynth.federation.audit.auditing import audit_run
+from fedsynth.federation.outputs.verification import verify_run
+from fedsynth.federation.simulation import Simulation
+from fedsynth.federation.terms.costs import privacy_plan
+from fedsynth.federation.terms.settings import RunSettings
+from fedsynth.privacy.errors import LedgerError, PrivacySettingError
+from tests.own_images import declare, make_folder
+
+BUDGET = {"noise_multiplier": 3.0}
+
+
+def tiny(folder: Path, **sections: Any) -> RunSettings:
+    run = {"rounds": 1, "device": "cpu", **sections.pop("run", {})}
+    data = {"folder": str(folder), **sections.pop("data", {})}
+    method = {"ipc": 1, "iterations": 2, "server_epochs": 1, "min_examples": 1}
+    model = {"width": 4, "depth": 2}
+    return resolve({"run": run, "data": data, "method": method, "model": model, **sections})
+
+
+@pytest.fixture
+def clinic(tmp_path: Path) -> Path:
+    """A folder of two sites, with a signed declaration."""
+    declare(make_folder(tmp_path / "clinic"))
+    return tmp_path / "clinic"
+
+
+def test_each_site_is_a_client(tmp_path: Path) -> None:
+    result = simulate(tiny(make_folder(tmp_path, ("a", "b", "c"))), quiet=True)
+    assert sorted(result.uploads) == [0, 1, 2]
+    assert (result.settings.partition.kind, result.settings.partition.clients) == ("given", 3)
+
+
+def test_a_loaded_folder_is_data_of_a_run(tmp_path: Path) -> None:
+    run = {"method": "fedavg", "rounds": 1}
+    settings = resolve({"run": run, "model": {"name": "linear"}, "partition": {"kind": "iid"}})
+    found = load_folder(make_folder(tmp_path))
+    assert len(simulate(settings, data=found, quiet=True).uploads) == 2
+    divided = simulate(settings, data=(found.train, None), quiet=True)
+    assert len(divided.uploads) == settings.partition.clients
+
+
+def test_classes_alone_need_a_partition(tmp_path: Path) -> None:
+    make_folder(tmp_path, sites=())
+    with pytest.raises(PartitionError, match=r"have no sites .*\(partition.kind=dirichlet"):
+        simulate(tiny(tmp_path), quiet=True)
+    result = simulate(tiny(tmp_path, partition={"kind": "iid", "clients": 2}), quiet=True)
+    assert len(result.uploads) == 2
+
+
+def test_private_runs_need_a_signed_declaration(tmp_path: Path) -> None:
+    """Catches: sizes, classes or shape of private images that become public unasked."""
+    folder = make_folder(tmp_path)
+    with pytest.raises(DataError, match=f"fedsynth data describe {folder} proposes") as caught:
+        simulate(tiny(folder, privacy=BUDGET), output=tmp_path / "runs", quiet=True)
+    assert "\n" not in str(caught.value)
+    with pytest.raises(DataError, match="must be told what is public"):
+        simulate(tiny(folder, privacy=BUDGET), data=load_folder(folder), quiet=True)
+    declare(folder, by="")
+    with pytest.raises(DataError, match="is not signed off"):
+        simulate(tiny(folder, privacy=BUDGET), output=tmp_path / "runs", quiet=True)
+    assert not (tmp_path / "runs").exists()
+    declare(folder, ledger="")
+    with pytest.raises(PrivacySettingError, match="ledger must name a folder"):
+        simulate(tiny(folder, privacy=BUDGET), quiet=True)
+
+
+def test_a_private_run_goes_by_the_declaration(clinic: Path, tmp_path: Path) -> None:
+    result = simulate(tiny(clinic, privacy=BUDGET), output=tmp_path / "runs", quiet=True)
+    report: Any = result.privacy
+    assert report["max_records"] == 100
+    assert report["public_items"]["nominal records of a client"].startswith("25 ")  # 50 over 2
+    assert report["data_set"]["train_size"] == 50
+    assert set(report["guarantee"]["epsilon_by_client"]) == {"north", "south"}
+    assert result.folder is not None
+    assert verify_run(result.folder).problems == []
+    assert (clinic / "fedsynth-ledger" / "north.jsonl").exists()
+    # the images stand where they stood: the ledgers among them are none
+    again: Any = simulate(tiny(clinic, privacy=BUDGET), quiet=True).privacy
+    assert again["guarantee"]["epsilon"] > 1.2 * report["guarantee"]["epsilon"]
+
+
+def test_a_report_does_not_depend_on_how_many_images_there_are(tmp_path: Path) -> None:
+    """Catches: any true count in what a private run says."""
+    said = []
+    for each in (5, 9):
+        folder = tmp_path / f"{each}" / "clinic"
+        declare(make_folder(folder, each=each))
+        run = simulate(tiny(folder, privacy=BUDGET), output=tmp_path / f"{each}", quiet=True)
+        report: Any = run.privacy
+        said.append({k: v for k, v in report.items() if k not in ("ledger_heads",)})
+    assert said[0] == said[1]
+
+
+def test_a_dry_run_reads_the_declaration_alone(clinic: Path) -> None:
+    for image in clinic.rglob("*.png"):
+        image.unlink()
+    plan = privacy_plan(tiny(clinic, privacy={"epsilon": 8.0}))
+    assert (plan.run.partition.clients, plan.max_records, plan.nominal_size) == (2, 100, 25)
+    assert [one.client for one in plan.histories] == ["north", "south"]
+
+
+def test_config_goes_back_to_the_same_run(clinic: Path, tmp_path: Path) -> None:
+    first = simulate(tiny(clinic), output=tmp_path / "runs", quiet=True)
+    assert first.folder is not None
+    config = resolve(read_sections(first.folder / "config.toml"))
+    assert config.folder == FolderSettings(str(clinic))
+    assert simulate(config, quiet=True).accuracy == first.accuracy
+
+
+# ------------------------------------------------------------------------------ the test images
+@pytest.mark.parametrize("kind", ["public", "private", "none", ""])
+def test_test_images_are_what_they_are_declared_to_be(
+    clinic: Path, tmp_path: Path, kind: str
+) -> None:
+    """Catches: accuracy on private test images in a file that is not simulation_only's."""
+    declare_test = make_folder(tmp_path / "test", sites=(), each=3)
+    data = {"test_folder": str(declare_test), "test": kind}
+    result = simulate(tiny(clinic, data=data, privacy=BUDGET), output=tmp_path / "runs", quiet=True)
+    folder = result.folder
+    assert folder is not None
+    summary = json.loads((folder / "summary.json").read_text())
+    rows = (folder / "metrics.jsonl").read_text()
+    hidden = (folder / "simulation_only" / "rounds.jsonl").read_text()
+    scope = {
+        one["access"]: one["status"]
+        for one in json.loads((folder / "privacy_report.json").read_text())["scope"]
+    }
+    assert verify_run(folder).problems == []
+    public = kind == "public"
+    assert ("test_accuracy" in rows) == public
+    assert (summary["test_accuracy"] is not None) == public
+    assert ("private_test" in hidden) == (kind in ("private", ""))
+    assert scope.get("test set") == ("public" if public else None)
+    assert ("test set, and accuracies on it" in scope) == (kind in ("private", ""))
+    assert summary.get("test_data") == (None if public else kind or "private")
+
+
+def test_public_test_images_can_be_left_out() -> None:
+    settings = resolve({"run": {"method": "fedavg", "rounds": 1}, "model": {"name": "linear"}})
+    assert simulate(settings, test="none", quiet=True).accuracy is None
+
+
+# ------------------------------------------------------------------------------------- settings
+def test_own_images_have_no_published_name(tmp_path: Path) -> None:
+    """Catches: a report that takes a user's own folder for MNIST."""
+    folder = make_folder(tmp_path / "mnist")
+    with pytest.raises(SettingError, match=r"data.dataset is the name of a published data set"):
+        tiny(folder, data={"dataset": "mnist"})
+    assert tiny(folder).dataset == "own mnist"
+
+
+def test_settings_of_own_images_need_a_folder() -> None:
+    with pytest.raises(
+        SettingError, match=r"data.image_size is of your own images, which data.fol"
+    ):
+        resolve({"data": {"image_size": "64"}})
+
+
+def test_training_images_alone_are_refused_in_words(tmp_path: Path) -> None:
+    """Catches: "cannot unpack non-iterable ImageData object"."""
+    train: ImageData = load_folder(make_folder(tmp_path)).train
+    for wrong in (train, [1, 2, 3], "digits"):
+        with pytest.raises(DataError, match=r"data must be \(train, test\)") as caught:
+            simulate(tiny(tmp_path), data=wrong, quiet=True)  # type: ignore[arg-type]
+        assert "\n" not in str(caught.value)
+
+
+def test_what_one_owner_spent_is_not_forgotten_at_the_sites(clinic: Path) -> None:
+    """Catches: a budget twice for the same images, once pooled and once by site."""
+    simulate(tiny(clinic, partition={"kind": "iid", "clients": 1}, privacy=BUDGET), quiet=True)
+    with pytest.raises(LedgerError, match=r"records that .*client-000.jsonl was charged for"):
+        simulate(tiny(clinic, privacy=BUDGET), quiet=True)
+
+
+def test_an_audit_goes_by_the_declaration_and_reads_no_image(clinic: Path) -> None:
+    for image in clinic.rglob("*.png"):
+        image.unlink()
+    settings = tiny(clinic, privacy=BUDGET)
+    found = audit_run(settings, canaries=20, guesses=4, confidence=0.9)
+    assert 0 < found.epsilon < 20
+    assert not (clinic / "fedsynth-ledger").exists()
+
+
+# ------------------------------------------------------------------------- users, and going on
+def test_patients_are_protected_by_the_users_of_the_images(tmp_path: Path) -> None:
+    """Catches: users.csv that nobody reads, and so a guarantee for images alone."""
+    folder = make_folder(tmp_path / "clinic")
+    declare(folder, users=20)
+    by_user = {**BUDGET, "unit": "user", "nominal_size": 10}
+    with pytest.raises(DataError, match="does not say whose its records are"):
+        simulate(tiny(folder, privacy=by_user), quiet=True)
+    images = sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*.png"))
+    rows = [f"{name},patient {number // 3}" for number, name in enumerate(images)]
+    (folder / "users.csv").write_text("path,user\n" + "\n".join(rows))
+    report: Any = simulate(tiny(folder, privacy=by_user), quiet=True).privacy
+    assert report["unit"]["one"] == "one user of one client"
+
+
+def test_a_run_on_a_folder_goes_on_where_it_stopped(
+    clinic: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches: a resumed run whose declaration has filled other settings than config.toml's."""
+    settings = tiny(clinic, run={"rounds": 2}, privacy=BUDGET)
+    play = Simulation.play
+
+    def stopped(self: Simulation, context: Any) -> Any:
+        if context.round == 2:
+            raise KeyboardInterrupt
+        return play(self, context)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Simulation, "play", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            simulate(settings, output=tmp_path / "runs", quiet=True)
+    (left,) = (tmp_path / "runs").iterdir()
+    again = resolve(read_sections(left / "config.toml"))
+    done = simulate(again, resume=left, quiet=True)
+    assert len(done.metrics) == 2
+    assert done.folder is not None
+    assert verify_run(done.folder).problems == []
+    assert len(done.deviations) == 1

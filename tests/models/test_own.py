@@ -1,0 +1,195 @@
+"""Models of a user's own: registered, given as modules, looked at before they run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fedsynth import FedAvg, FedDM, ModelSettings, RunSettings, register_model, resolve, simulate
+from fedsynth.core.validation import check_embedding
+from fedsynth.errors import SettingError, UnknownNameError
+from fedsynth.models.registry import build_model, has_given_weights, model_names
+
+Shape = tuple[int, int, int]
+
+
+class Net(nn.Module):
+    """A network that methods can look into."""
+
+    def __init__(self, image_shape: Shape, classes: int, norm: str = "none") -> None:
+        super().__init__()
+        norms = [nn.GroupNorm(1, 4)] if norm == "group" else []
+        self.body = nn.Sequential(nn.Conv2d(image_shape[0], 4, 3, 2), *norms, nn.Flatten())
+        size = self.body(torch.zeros(1, *image_shape)).shape[1]
+        self.classifier = nn.Linear(size, classes)
+
+    def embed(self, x: Tensor) -> Tensor:
+        features: Tensor = self.body(x)
+        return features
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.classifier(self.embed(x))
+        return logits
+
+
+def flat(image_shape: Shape, classes: int) -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(image_shape[1] * image_shape[2], classes))
+
+
+def weights(model: nn.Module) -> Tensor:
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def test_a_registered_class_is_a_model_like_others() -> None:
+    settings = register_model("own-net", Net, norms=("none", "group"))
+    assert settings == ModelSettings("own-net")
+    assert resolve({"model": {"name": "own-net"}}).model.name == "own-net"
+    first, again, other = (build_model(settings, (1, 8, 8), 10, seed) for seed in (0, 0, 1))
+    assert torch.equal(weights(first), weights(again))
+    assert not torch.equal(weights(first), weights(other))
+    assert first.embedding_size == 4 * 3 * 3
+    check_embedding("feddm", first)
+    grouped = build_model(ModelSettings("own-net", norm="group"), (1, 8, 8), 10, 0)
+    assert any(isinstance(m, nn.GroupNorm) for m in grouped.modules())
+    assert "own-net" not in model_names()
+
+
+def test_the_global_generator_is_left_alone() -> None:
+    settings = register_model("own-net", Net)
+    before = torch.get_rng_state()
+    build_model(settings, (1, 8, 8), 10, 0)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_condensation_runs_through_a_class_of_ones_own() -> None:
+    method = FedDM(ipc=1, iterations=1, server_epochs=1)
+    settings = RunSettings(method, rounds=1, model=Net)  # type: ignore[arg-type]
+    assert settings.model.name == "Net"
+    assert simulate(settings, quiet=True).accuracy is not None
+
+
+def test_a_module_starts_with_its_weights_and_stays_as_it_is() -> None:
+    """Catches: the user's own module trained in place; fresh weights in place of the given ones."""
+    module = flat((1, 8, 8), 10)
+    before = weights(module).clone()
+    settings = RunSettings(FedAvg(local_steps=1, lr=0.0), rounds=1, model=module)  # type: ignore[arg-type]
+    assert has_given_weights(settings.model)
+    result = simulate(settings, quiet=True)
+    assert torch.equal(weights(result.model), before)
+    trained = RunSettings(FedAvg(local_steps=3, lr=0.1), rounds=1, model=module)  # type: ignore[arg-type]
+    assert trained.model.name == settings.model.name  # the same weights, the same name
+    simulate(trained, quiet=True)
+    assert torch.equal(weights(module), before)
+    other = RunSettings(FedAvg(), model=flat((1, 8, 8), 10))  # type: ignore[arg-type]
+    assert other.model.name != settings.model.name
+
+
+def test_given_weights_are_said_to_be_declared_public() -> None:
+    """Catches: "drawn from the run's seed" of weights that were trained on who knows what."""
+    for model, words in (
+        (flat((1, 8, 8), 10), "declared public by the user"),
+        (flat, "run's seed"),
+    ):
+        settings = RunSettings(
+            FedAvg(local_steps=1),
+            rounds=1,
+            model=model,  # type: ignore[arg-type]
+            privacy=resolve({"privacy": {"noise_multiplier": 3.0}}).privacy,
+        )
+        report: Any = simulate(settings, quiet=True).privacy
+        assert words in report["public_items"]["architecture and initial weights"]
+
+
+def fails(image_shape: Shape, classes: int) -> nn.Module:
+    raise ValueError("no\nluck")
+
+
+@pytest.mark.parametrize(
+    ("model", "text"),
+    [
+        (fails, "cannot be made for images of 1×8×8: no$"),
+        (lambda image_shape, classes: 3, r"makes no torch.nn.Module"),
+        (lambda image_shape, classes: nn.Flatten(), "has no parameters"),
+        (lambda image_shape, classes: nn.Linear(9, 9), "cannot take images of 1×8×8"),
+        (
+            lambda image_shape, classes: flat(image_shape, 7),
+            r"must make logits \[N, 10\].*\[2, 7\]",
+        ),
+        (lambda: flat((1, 8, 8), 10), "must take image_shape"),
+        (3, "must be a module, or a class or function"),
+    ],
+)
+def test_what_is_no_model_is_one_line(model: Any, text: str) -> None:
+    with pytest.raises(SettingError, match=text) as caught:
+        build_model(register_model("own-wrong", model), (1, 8, 8), 10, 0)
+    assert "\n" not in str(caught.value)
+    assert caught.value.key == "name"
+
+
+def test_embed_must_fit_the_classifier() -> None:
+    class Wrong(Net):
+        def embed(self, x: Tensor) -> Tensor:
+            features: Tensor = self.body(x)[:, :5]
+            return features
+
+        def forward(self, x: Tensor) -> Tensor:
+            logits: Tensor = self.classifier(self.body(x))
+            return logits
+
+    with pytest.raises(SettingError, match=r"`embed` makes \[2, 5\], and `classifier` takes"):
+        build_model(register_model("own-wrong", Wrong), (1, 8, 8), 10, 0)
+
+
+def test_methods_say_what_they_need_of_a_model() -> None:
+    """Catches: an AttributeError in the first step of condensation."""
+    settings = RunSettings(FedDM(), rounds=1, model=flat)  # type: ignore[arg-type]
+    with pytest.raises(
+        SettingError,
+        match=r"embed\(x\), \[N, embedding_size\]; classifier, an nn.Linear\(embedding_size, classes",
+    ):
+        simulate(settings, quiet=True)
+
+
+@pytest.mark.parametrize("name", ["convnet", ""])
+def test_names_of_the_package_are_taken(name: str) -> None:
+    with pytest.raises(SettingError, match="architecture of the package"):
+        register_model(name, Net)
+
+
+def test_a_file_that_was_not_given_again_is_said(register: Callable[[str], None]) -> None:
+    with pytest.raises(
+        SettingError, match=r"is mynet.py:Net@1234, of your own: .*PATH/mynet.py:Net"
+    ):
+        ModelSettings("mynet.py:Net@1234")
+    register("mynet.py:Net@5678")
+    with pytest.raises(SettingError, match=r"is mynet.py:Net@1234, and what was given is another"):
+        ModelSettings("mynet.py:Net@1234")
+    with pytest.raises(UnknownNameError, match="unknown model 'nett'"):
+        ModelSettings("nett")
+
+
+@pytest.fixture
+def register() -> Callable[[str], None]:
+    def one(name: str) -> None:
+        register_model(name, Net)
+
+    return one
+
+
+@pytest.mark.parametrize("side", [8, 14])
+def test_googlenet_says_which_images_are_too_small(side: int) -> None:
+    """Catches: torch's "Output size is too small", as a traceback."""
+    with pytest.raises(
+        SettingError, match=rf"googlenet needs images of at least 15×15, got {side}"
+    ):
+        build_model(ModelSettings("googlenet"), (1, side, side), 10, 0)
+
+
+def test_googlenet_takes_the_smallest_that_it_says() -> None:
+    network = build_model(ModelSettings("googlenet"), (1, 15, 15), 10, 0).eval()
+    with torch.no_grad():
+        assert network(torch.zeros(1, 1, 15, 15)).shape == (1, 10)

@@ -1,0 +1,187 @@
+"""Published numbers, the presets of their tables, and which cell a call means."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from fedsynth import load_preset
+from fedsynth.errors import UnknownNameError
+from fedsynth.federation.terms.settings import RunSettings
+from fedsynth.reproduction.presets import (
+    CHOSEN,
+    PresetError,
+    chosen_cell,
+    not_covered,
+    preset,
+    preset_names,
+    sections_over,
+)
+from fedsynth.reproduction.published import published, published_tables
+from fedsynth.reproduction.words import partition_of
+
+CELLS = [(name, cell) for name in preset_names() for cell in preset(name).cells]
+
+
+def test_the_file_is_read_as_it_is() -> None:
+    rows = published()
+    assert len(rows) == 1005
+    first = rows[0]
+    assert (first.table, first.dataset, first.value, first.std) == ("Table 2", "mnist", 96.92, 0.09)
+    uploads = [row for row in rows if row.metric == "upload_floats_per_round"]
+    assert [(row.value, row.std) for row in uploads][:2] == [(635040.0, None), (2672640.0, None)]
+
+
+def test_every_table_has_a_preset_with_all_its_numbers() -> None:
+    """Catches: a table of the file without a preset, and a number that no cell has."""
+    own = {(preset(name).source, preset(name).table): name for name in preset_names()}
+    assert set(published_tables()) <= set(own)
+    for source, table in published_tables():
+        rows = [row for row in published() if (row.source, row.table) == (source, table)]
+        cells = preset(own[source, table]).cells
+        numbers = [number.value for cell in cells for number in cell.numbers]
+        known = [value for value in numbers if value is not None]
+        assert len(known) == len(numbers)
+        assert sorted(known) == sorted(row.value for row in rows), table
+
+
+def test_every_cell_is_a_valid_run_or_says_why_not() -> None:
+    made = 0
+    for name, cell in CELLS:
+        table = preset(name)
+        if reason := table.refusal(cell):
+            assert len(reason) > 20
+            with pytest.raises(PresetError, match="not runnable"):
+                table.settings(cell)
+            continue
+        settings = table.settings(cell, seed=3)
+        assert isinstance(settings, RunSettings)
+        assert settings.seed == 3
+        if cell.rounds:
+            assert settings.rounds == int(cell.rounds)
+        if cell.clients:
+            assert settings.partition.clients == int(cell.clients)
+        made += 1
+    assert made > 700
+
+
+def test_every_value_has_its_source() -> None:
+    for name in preset_names():
+        for block in preset(name).blocks:
+            assert block.sections or block.variant
+            assert block.source.strip()
+            if "chosen" in block.source and block.source not in (
+                CHOSEN,
+                "not given in the overview: chosen",
+            ):
+                assert ":" in block.source  # what is named, and what is chosen of it
+    reasons = [b for n in preset_names() for b in preset(n).blocks if b.source == CHOSEN]
+    assert sum(bool(block.why) for block in reasons) > 0.8 * len(reasons)
+
+
+@pytest.mark.parametrize(
+    ("name", "filters", "expected"),
+    [
+        (
+            "feddm:table2",
+            {"dataset": "cifar100", "alpha": 0.01, "method": "feddm"},
+            {"method.ipc": 5, "method.iterations": 1000, "run.rounds": 20, "model.width": 128},
+        ),
+        (
+            "fedaf:table1",
+            {"dataset": "fashion-mnist", "alpha": 0.02, "method": "fedaf"},
+            {"method.image_lr": 0.2, "method.global_weight": 2.0, "model.norm": "batch"},
+        ),
+        (
+            "fedkf:table5",
+            {"alpha": 0.1, "method": "fedkf- (oca)"},
+            {"run.method": "fedkf", "method.teacher": "aca", "partition.subset": 0.1},
+        ),
+        (
+            "fedhydra:table3",
+            {"alpha": 0.5, "method": "fedhydra"},
+            {"model.clients": "googlenet,resnet18,cnn1,cnn2,lenet5", "method.local_epochs": 200},
+        ),
+        (
+            "fedprox:synthetic",
+            {"dataset": "synthetic(1,1)", "method": "fedprox", "note": "90 %"},
+            {"method.mu": 1.0, "method.stragglers": 0.9, "method.local_epochs": 20},
+        ),
+        ("feddm:sec4.5", {"note": "ipc 3"}, {"method.ipc": 3}),
+        ("fedaf:table4", {"method": "fedaf without cdc", "alpha": 0.1}, {"method.local_weight": 0}),
+    ],
+)
+def test_settings_are_the_papers(
+    name: str, filters: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    (cell,) = preset(name).select(**filters)
+    made = preset(name).settings(cell).to_mapping()
+    found = {key: made[key.partition(".")[0]][key.partition(".")[2]] for key in expected}
+    assert found == expected
+
+
+def test_both_final_models_of_one_training_are_one_run() -> None:
+    """Catches: a training for each of FedKF's two final models."""
+    from fedsynth.reproduction.rows import run_hash
+
+    table = preset("fedkf:table5")
+    aca, oca = (table.select(alpha=0.1, method=f"fedkf ({one})")[0] for one in ("aca", "oca"))
+    assert run_hash(table.settings(aca)) == run_hash(table.settings(oca))
+    assert (table.variant(aca), table.variant(oca)) == ("aca", "oca")
+    other = preset("fedkf:table8").select(dataset="emnist-letters", method="fedkf (oca)")[0]
+    assert run_hash(preset("fedkf:table8").settings(other)) == run_hash(table.settings(oca))
+    assert run_hash(table.settings(aca, 1)) != run_hash(table.settings(aca, 0))
+
+
+def test_the_library_and_train_mean_the_same_run() -> None:
+    given = {"data": {"dataset": "cifar10"}, "partition": {"alpha": 0.1}, "run": {"seed": 2}}
+    sections, _, cell = sections_over("feddm:table2", given)
+    from fedsynth import resolve
+
+    assert resolve(sections) == load_preset("feddm:table2", dataset="cifar10", alpha=0.1, seed=2)
+    assert cell.method == "feddm"
+
+
+def test_what_is_given_chooses_the_cell_or_wins_over_it() -> None:
+    sections, _, cell = sections_over(
+        "feddm:table2",
+        {"run": {"method": "scaffold", "rounds": 3}, "partition": {"alpha": 0.5}},
+    )
+    assert (cell.method, cell.dataset) == ("scaffold", "mnist")
+    assert (sections["run"]["rounds"], sections["partition"]["alpha"]) == (3, 0.5)
+    with pytest.raises(PresetError, match="no cell with method moon; it has fedavg, fedprox"):
+        sections_over("feddm:table2", {"run": {"method": "moon"}})
+    with pytest.raises(PresetError, match=r"no cell with alpha 0\.3; it has 0\.1, 0\.01"):
+        load_preset("feddm:table2", alpha=0.3)
+    with pytest.raises(UnknownNameError, match="did you mean feddm:table2"):
+        load_preset("feddm:tabel2")
+    with pytest.raises(PresetError, match=r"fedkf:table4, .*not runnable"):
+        load_preset("fedkf:table4")
+
+
+def test_a_name_here_means_all_variants_of_a_method() -> None:
+    found = preset("fedkf:table5").select(alpha=0.1, method="fedkf")
+    assert [c.method for c in found] == [
+        "fedkf- (aca)",
+        "fedkf- (oca)",
+        "fedkf (aca)",
+        "fedkf (oca)",
+    ]
+    assert chosen_cell(preset("fedprox:synthetic")).method == "fedprox"
+
+
+def test_partitions_in_words() -> None:
+    assert partition_of("dirichlet(0.01)") == {"kind": "dirichlet", "alpha": 0.01}
+    assert partition_of("NIID-1 dirichlet(0.5)") == {"kind": "dirichlet", "alpha": 0.5}
+    assert partition_of("2 classes per client") == {"kind": "classes", "classes_per_client": 2}
+    with pytest.raises(PresetError, match="no partition is called 'half'"):
+        partition_of("half")
+
+
+def test_what_the_file_lacks_is_listed() -> None:
+    listed = {(paper, where) for paper, where, _ in not_covered()}
+    assert ("FedHydra", "Table 10") in listed
+    assert ("FedDM", "Figures 3 and 10") in listed
+    tables = {(source.split()[0], table) for source, table in published_tables()}
+    assert not listed & tables

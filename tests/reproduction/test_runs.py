@@ -1,0 +1,300 @@
+"""Runs of cells: rows that are made once, a budget, a kill in mid-run, and what an estimate says."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fedsynth.data.load import load_dataset
+from fedsynth.errors import OutputError, SettingError
+from fedsynth.federation.observer import Observer
+from fedsynth.federation.terms.settings import RunSettings, resolve
+from fedsynth.reproduction.estimate import Estimate, duration, estimate, run_lengths
+from fedsynth.reproduction.presets import preset
+from fedsynth.reproduction.rows import Rows, claimed, run_hash, unfinished
+from fedsynth.reproduction.runs import Clock, Job, Outcome, Runner, fits, jobs_of
+from fedsynth.reproduction.scaling import scaled
+
+SCALE = 0.05
+TABLE = preset("fedprox:synthetic")
+CELLS = TABLE.select(dataset="synthetic(0,0)", note="50 %")[1:]  # FedProx, with mu = 0 and 1
+SEQUENCE = """
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+from fedsynth.federation.observer import Observer
+from fedsynth.reproduction.presets import preset
+from fedsynth.reproduction.rows import Rows
+from fedsynth.reproduction.runs import Clock, Runner, jobs_of
+
+@contextmanager
+def quiet(settings):
+    yield Observer()
+
+table = preset("fedprox:synthetic")
+cells = table.select(dataset="synthetic(0,0)", note="50 %")[1:]
+runner = Runner(Rows(Path(sys.argv[1]), 0.05), Clock(), tell=print, watch=quiet, estimates=False)
+list(runner.run(jobs_of(table, cells, [0], scale=0.05)))
+"""
+
+
+class Hears(Observer):
+    """Is told of rounds, and may do something at one of them."""
+
+    def __init__(self, at: int = 0, act: Any = None) -> None:
+        self.rounds: list[int] = []
+        self._at = at
+        self._act = act
+
+    def round_ended(self, row: Mapping[str, Any]) -> None:
+        self.rounds.append(row["round"])
+        if self._act is not None and row["round"] == self._at:
+            self._act()
+
+
+def runner_of(
+    rows: Rows, clock: Clock | None = None, observer: Observer | None = None, **more: Any
+) -> Runner:
+    @contextmanager
+    def watch(settings: RunSettings) -> Iterator[Observer]:
+        yield observer or Observer()
+
+    more.setdefault("estimates", False)
+    return Runner(rows, clock or Clock(), tell=lambda text: None, watch=watch, **more)
+
+
+def made(rows: Rows, jobs: list[Job], **more: Any) -> list[str]:
+    outcomes: list[Outcome] = list(runner_of(rows, **more).run(jobs))
+    assert [one.error for one in outcomes] == [None] * len(outcomes)
+    return [one.what for one in outcomes]
+
+
+def curves(rows: Rows) -> dict[str, Any]:
+    return {mark: row["curve"] for mark, row in rows.all().items()}
+
+
+@pytest.fixture(scope="module")
+def jobs() -> list[Job]:
+    return jobs_of(TABLE, CELLS, [0], scale=SCALE)
+
+
+@pytest.fixture(scope="module")
+def whole(jobs: list[Job], tmp_path_factory: pytest.TempPathFactory) -> Rows:
+    """The rows of a sequence that nothing stops."""
+    rows = Rows(tmp_path_factory.mktemp("whole"), SCALE)
+    assert made(rows, jobs) == ["made", "made"]
+    return rows
+
+
+def test_rows_say_what_they_are_and_are_made_once(whole: Rows, jobs: list[Job]) -> None:
+    found = whole.all()
+    assert set(found) == {run_hash(job.settings) for job in jobs}
+    row = found[run_hash(jobs[0].settings)]
+    assert row["key"].startswith(
+        "fedprox:synthetic synthetic(0,0) fedprox (mu = 0) 50 % stragglers"
+    )
+    assert (row["scale"], row["seed"], row["rounds"]) == (SCALE, 0, 10)
+    assert len(row["curve"]["test_accuracy"]) == 10
+    assert {"commit", "version", "date", "machine", "torch", "estimated_seconds"} <= set(row)
+    assert made(whole, jobs) == ["there", "there"]
+    assert whole.folder.name == "scaled-0.05"
+    assert Rows(whole.folder.parent).all() == {}  # scaled rows are none of whole runs
+
+
+def test_a_sequence_killed_in_mid_run_resumes_to_the_same_numbers(
+    whole: Rows, jobs: list[Job], tmp_path: Path
+) -> None:
+    """SIGKILL, in the second run: catches a run that begins anew, and a row that is lost."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", SEQUENCE, str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"},
+    )
+    rows = Rows(tmp_path, SCALE)
+    second = rows.run_folder(jobs[1].settings)
+    end = time.monotonic() + 120
+    while time.monotonic() < end and process.poll() is None:
+        left = unfinished(second)
+        if left is not None and (left / "metrics.jsonl").exists():
+            break
+        time.sleep(0.005)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert len(rows.all()) == 1
+    left = unfinished(second)
+    assert left is not None
+    done = len((left / "metrics.jsonl").read_text().splitlines())
+    heard = Hears()
+    assert made(rows, jobs, observer=heard) == ["there", "made"]
+    assert heard.rounds[0] > 1
+    assert heard.rounds[-1] == 10
+    assert done < 10
+    assert curves(rows) == curves(whole)
+
+
+def test_a_budget_ends_a_run_at_a_rounds_end_and_later_calls_go_on(
+    whole: Rows, jobs: list[Job], tmp_path: Path
+) -> None:
+    rows = Rows(tmp_path, SCALE)
+    clock = Clock()
+    heard = Hears(3, lambda: setattr(clock, "_end", time.monotonic()))
+    assert made(rows, jobs, clock=clock, observer=heard) == ["stopped", "not begun"]
+    assert heard.rounds == [1, 2, 3]
+    assert made(rows, jobs, clock=Clock(0)) == ["not begun", "not begun"]
+    again = Hears()
+    assert made(rows, jobs, observer=again) == ["made", "made"]
+    assert again.rounds[:2] == [4, 5]
+    assert curves(rows) == curves(whole)
+
+
+def test_no_round_begins_that_would_end_too_late() -> None:
+    assert fits(Clock(100), 50, condenses=False)
+    assert not fits(Clock(100), 150, condenses=False)
+    assert fits(Clock(100), 150, condenses=True)  # kept inside the round
+    assert not fits(Clock(0), 0.0, condenses=True)
+    assert math.isinf(Clock().left)
+
+
+def test_condensation_is_stopped_inside_a_round(tmp_path: Path, data_root: Path) -> None:
+    """Catches: a round of hours that a budget cannot end."""
+    table = preset("feddm:table2")
+    cells = table.select(dataset="mnist", alpha=0.1, method="feddm")
+    changes = {
+        "partition": {"subset": 1.0},
+        "model": {"width": 4},
+        "method": {"iterations": 3, "server_epochs": 1, "ipc": 1},
+    }
+    speed = {"data": {"data_root": str(data_root)}}
+    short = jobs_of(table, cells, [0], scale=0.05, changes=changes, speed=speed)
+    clock = Clock()
+    steps: list[int] = []
+
+    class Stops(Observer):
+        def step(self, round: int, phase: str, done: int, total: int) -> None:
+            steps.append(done)
+            clock._end = time.monotonic()
+
+    rows = Rows(tmp_path, 0.05)
+    assert made(rows, short, clock=clock, observer=Stops()) == ["stopped"]
+    assert steps == [10]  # one step of all ten clients
+    assert made(rows, short) == ["made"]
+
+
+def test_a_run_that_another_process_makes_is_left_to_it(jobs: list[Job], tmp_path: Path) -> None:
+    rows = Rows(tmp_path, SCALE)
+    with claimed(rows.run_folder(jobs[0].settings)) as mine:
+        assert mine
+        assert made(rows, jobs[:1]) == ["elsewhere"]
+
+
+def test_a_run_that_ended_before_its_row_is_not_made_again(
+    whole: Rows, jobs: list[Job], tmp_path: Path
+) -> None:
+    rows = Rows(tmp_path, SCALE)
+    assert made(rows, jobs[:1]) == ["made"]
+    (rows.folder / "fedprox-synthetic.jsonl").unlink()
+    heard = Hears()
+    assert made(rows, jobs[:1], observer=heard) == ["made"]
+    assert heard.rounds == []
+    mark = run_hash(jobs[0].settings)
+    assert curves(rows)[mark] == curves(whole)[mark]
+
+
+def test_changed_settings_are_other_runs_and_faster_ones_are_not(jobs: list[Job]) -> None:
+    changed = jobs_of(TABLE, CELLS, [0], scale=SCALE, changes={"method": {"mu": 0.3}})
+    fast = jobs_of(TABLE, CELLS, [0], scale=SCALE, speed={"run": {"precision": "bf16"}})
+    marks = [run_hash(one[1].settings) for one in (jobs, changed, fast)]
+    assert marks[0] == marks[2] != marks[1]
+    assert changed[1].words.endswith("changed: method.mu=0.3")
+
+
+def test_a_line_that_is_no_row_is_named(tmp_path: Path) -> None:
+    (tmp_path / "feddm-table2.jsonl").write_text('{"settings": 1}\n')
+    with pytest.raises(OutputError, match="a line that is no row"):
+        Rows(tmp_path).all()
+
+
+def test_what_a_scale_shrinks() -> None:
+    run = {"run": {"method": "feddm", "rounds": 20}, "data": {"dataset": "mnist"}}
+    settings = resolve(run)
+    found = scaled(settings, 0.05)
+    assert found["run"] == {"rounds": 1}
+    assert found["method"] == {"iterations": 50, "server_epochs": 25, "min_examples": 1}
+    assert found["partition"] == {"subset": 0.05, "min_size": 1}
+    assert scaled(settings, 0.001)["partition"]["subset"] == pytest.approx(50 * 10 / 60_000)
+    assert scaled(settings, None) == {}
+    for wrong in (0.0, 1.0, -1.0):
+        with pytest.raises(SettingError, match="scale must be above 0"):
+            scaled(settings, wrong)
+
+
+def test_an_estimate_counts_the_runs_own_steps() -> None:
+    """By hand: 30 devices, batch 10, 20 epochs; half of a round's devices are stragglers, which
+    manage 10.5 of the 20 on average."""
+    settings = TABLE.settings(CELLS[0])
+    data = load_dataset("synthetic(0,0)")
+    groups = data[0].groups
+    assert groups is not None
+    sizes = [int((groups == k).sum()) for k in range(30)]
+    steps = sum(-(-n // 10) for n in sizes) / 30 * (0.5 * 20 + 0.5 * 10.5)
+    assert run_lengths(settings, data[0]) == pytest.approx({"local_steps": steps})
+
+
+def test_an_estimate_is_right_where_seconds_are_linear(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With rounds of 3 + 0.5·T + 0.2·E seconds: catches a length that is forgotten, or counted from
+    0. Evaluations take 4 s, and half of the cores' time goes elsewhere."""
+    from fedsynth.reproduction import estimate as module
+
+    def seconds(self: Any, lengths: Mapping[str, int]) -> float:
+        self.made += 1
+        return 3 + 0.5 * lengths["iterations"] + 0.2 * lengths["server_epochs"]
+
+    monkeypatch.setattr(module._Probes, "seconds", seconds)
+    monkeypatch.setattr(module._Probes, "evaluation", lambda self, test: 4.0)
+    monkeypatch.setattr(module._Probes, "share", 0.5)
+    method = {"iterations": 40, "server_epochs": 100}
+    run = {"method": "feddm", "rounds": 7, "evaluate_every": 3}
+    found = estimate(resolve({"run": run, "method": method}), load_dataset("digits"))
+    assert found.round_seconds == pytest.approx(3 + 20 + 20)
+    assert (found.rounds, found.evaluations, found.probes) == (7, 3, 5)
+    assert found.seconds == pytest.approx(7 * 43 + 3 * 4)
+    assert found.busy_seconds == pytest.approx(2 * found.seconds)
+
+
+def test_an_estimate_of_real_rounds_is_of_their_size() -> None:
+    """Catches: other seconds than those of the run. Times are rough: within a factor of 5."""
+    from fedsynth.federation.simulation import simulate
+
+    settings = resolve(
+        {"run": {"method": "feddm", "rounds": 1}, "method": {"iterations": 60, "ipc": 2}}
+    )
+    data = load_dataset("digits")
+    found = estimate(settings, data)
+    before = time.process_time()
+    simulate(settings, data=data)
+    took = (time.process_time() - before) / torch.get_num_threads()
+    assert took / 5 < found.seconds < 5 * took
+    assert 0 < found.share <= 1
+
+
+def test_an_estimate_in_words() -> None:
+    made = Estimate(10.0, 2.0, 20, 4, 0.5, 3, 1.0)
+    assert (made.seconds, made.busy_seconds) == (208.0, 416.0)
+    assert "about 3.5 min on this machine, 6.9 min if the machine stays as busy" in made.words
+    assert "if the machine" not in Estimate(10.0, 2.0, 20, 4, 0.95, 3, 1.0).words
+    assert [duration(s) for s in (0.05, 30.0, 600.0, 7200.0)] == [
+        "0.05 s",
+        "30 s",
+        "10.0 min",
+        "2.0 h",
+    ]

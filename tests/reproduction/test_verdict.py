@@ -1,0 +1,121 @@
+"""Published beside reproduced: the rule, and each published metric from a run's curve."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fedsynth.reproduction.measures import curve_of, measured
+from fedsynth.reproduction.presets import Number
+from fedsynth.reproduction.report import shown
+from fedsynth.reproduction.verdict import ABOVE, BELOW, NONE, WITHIN, Compared, verdict
+
+
+@pytest.mark.parametrize(
+    ("published", "std", "values", "expected"),
+    [
+        (70.0, 0.3, [70.5, 71.3], WITHIN),  # 0.9 apart, 2·√(0.3² + 0.566²) = 1.28
+        (70.0, 0.3, [71.2, 71.4], ABOVE),  # 1.3 apart, 2·√(0.3² + 0.141²) = 0.66
+        (70.0, 0.3, [68.6, 68.8], BELOW),
+        (70.0, 0.3, [70.8], WITHIN),  # one seed: theirs in its place, 2·0.3·√2 = 0.85
+        (70.0, 0.3, [70.9], ABOVE),
+        (70.0, None, [70.0, 71.0], WITHIN),  # none printed: ours in its place
+        (70.0, None, [74.0, 75.0], ABOVE),
+        (70.0, None, [70.0], NONE),
+        (None, None, [70.0, 71.0], NONE),
+        (70.0, 0.3, [], NONE),
+    ],
+)
+def test_the_rule(
+    published: float | None, std: float | None, values: list[float], expected: str
+) -> None:
+    assert verdict(published, std, values) == expected
+    assert Compared(published, std, tuple(values)).verdict == expected
+
+
+@given(st.floats(0, 100), st.floats(0.01, 5), st.lists(st.floats(0, 100), min_size=2, max_size=5))
+def test_wider_spreads_never_make_a_verdict_harder(
+    published: float, std: float, values: list[float]
+) -> None:
+    assert verdict(published, std, values) != WITHIN or (
+        verdict(published, 2 * std, values) == WITHIN
+    )
+    assert verdict(sum(values) / len(values), std, values) == WITHIN
+
+
+def row(number: int, **more: Any) -> dict[str, Any]:
+    return {"round": number, "seconds": 1.0, "client_upload_bytes": [2**20, 2**21], **more}
+
+
+def local(amp: float) -> dict[str, Any]:
+    return {"amp": amp, "fm": 0.01, "wlp": amp / 2, "client_accuracy": [amp, amp]}
+
+
+def facts(rows: list[dict[str, Any]], domains: bool = False) -> dict[str, Any]:
+    return {
+        "curve": curve_of(rows, domains),
+        "upload_floats": 7,
+        "client_upload_bytes": 1.5 * 2**20,
+    }
+
+
+def value(metric: str, found: dict[str, Any], **more: Any) -> float | None:
+    options = {"variant": "", "dataset": "mnist", **more}
+    domain = options.pop("domain", "")
+    return measured(Number(metric, domain, 1.0, None), found, **options)
+
+
+def test_accuracy_of_the_last_and_of_the_best_round() -> None:
+    found = facts([row(1, test_accuracy=0.5), row(2, test_accuracy=0.7), row(3, test_accuracy=0.6)])
+    assert value("test_accuracy_pct", found) == pytest.approx(60)
+    assert value("best_test_accuracy_pct", found) == pytest.approx(70)
+    assert value("upload_floats_per_round", found) == 7
+    assert value("upload_mb_per_client_per_round", found) == pytest.approx(1.5)
+    assert value("amp_pct", found) is None
+
+
+def test_figures_are_of_the_variant_that_counts() -> None:
+    models = {"aca": {"local": local(0.5)}, "oca": {"local": local(0.75)}}
+    found = facts([row(1, test_accuracy=0.2, models=models), row(2)])
+    assert found["curve"]["models.oca.local.amp"] == [0.75, None]
+    assert value("amp_pct", found, variant="oca") == pytest.approx(75)
+    assert value("wlp_pct", found, variant="aca") == pytest.approx(25)
+    assert value("fm", found, variant="aca") == pytest.approx(0.01)
+    plain = facts([row(1, local=local(0.25))])  # of a method with one model
+    assert value("amp_pct", plain, variant="aca") == pytest.approx(25)
+
+
+def test_rounds_to_fedavgs_accuracy() -> None:
+    def rows(*amps: float) -> list[dict[str, Any]]:
+        return [row(k, models={"aca": {"local": local(a)}}) for k, a in enumerate(amps, 1)]
+
+    fedavg, other = facts(rows(0.2, 0.4, 0.5)), facts(rows(0.3, 0.5, 0.4))
+    name = "rounds_to_fedavg_100_round_amp"
+    assert value(name, other, variant="aca", fedavg=fedavg) == 2
+    assert value(name, facts(rows(0.1, 0.2)), variant="aca", fedavg=fedavg) == 3  # never
+    assert value(name, other, variant="aca") is None
+
+
+def test_domains_of_the_test_set_and_of_clients_own_splits() -> None:
+    names = ("amazon", "caltech", "dslr", "webcam")
+    each = dict(zip(names, (0.1, 0.2, 0.3, 0.4), strict=True))
+    common = facts([row(1, test_accuracy=0.3, domain_accuracy=each)])
+    office = {"dataset": "office-caltech-10"}
+    assert value("test_accuracy_pct", common, domain="dslr", **office) == pytest.approx(30)
+    assert value("test_accuracy_pct", common, domain="average", **office) == pytest.approx(25)
+    own = {**local(0.5), "client_accuracy": [0.5, 0.6, None, 0.8]}
+    personal = facts([row(1, common_model_accuracy=0.1, local=own)], domains=True)
+    assert value("test_accuracy_pct", personal, domain="webcam", **office) == pytest.approx(80)
+    assert value("test_accuracy_pct", personal, domain="dslr", **office) is None
+
+
+def test_numbers_are_shown_in_digits_that_fit() -> None:
+    assert shown(70.123, 0.456) == "70.12 ± 0.46"
+    assert shown(0.00797, 0.0007) == "0.0080 ± 0.0007"
+    assert shown(635040.0, None) == "635,040"
+    assert shown(None, None) == "–"
+    assert math.isclose(Compared(1.0, None, (1.0, 2.0)).mean or 0, 1.5)

@@ -1,0 +1,138 @@
+"""FedDM with a few networks a round: against a plain loop, after an interruption, and refusals."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from fedsynth.core.client import OpenClients
+from fedsynth.core.context import RoundContext, round_context
+from fedsynth.core.state import ServerState
+from fedsynth.data.images import from_arrays
+from fedsynth.data.registry import dataset_spec
+from fedsynth.errors import SettingError
+from fedsynth.federation.simulation import simulate
+from fedsynth.federation.terms.settings import resolve
+from fedsynth.methods.feddm import FedDM
+from fedsynth.models.registry import ModelSettings, build_model
+from fedsynth.synthesizer.condensation.perturbation import Perturbations
+from fedsynth.synthesizer.condensation.sets import SyntheticSet, real_start
+
+SPEC = dataset_spec("digits")
+LABELS = np.array([0] * 25 + [1] * 12 + [2] * 3 + [7] * 20)
+PARTS = [torch.arange(0, 40), torch.arange(40, 60)]
+METHOD = FedDM(ipc=2, iterations=7, image_lr=0.5, networks_per_round=3)
+
+
+def clients(device: torch.device) -> OpenClients:
+    pixels = np.random.default_rng(0).integers(0, 256, (60, 1, 8, 8)).astype(np.uint8)
+    data = from_arrays(pixels, LABELS, SPEC).to(device)
+    return OpenClients((0, 1), data, [part.to(device) for part in PARTS])
+
+
+def context(device: torch.device) -> RoundContext:
+    model = build_model(ModelSettings(width=4, depth=2), SPEC.image_shape, 10, 0).to(device)
+    return round_context(1, 0, device, SPEC, model, nominal_size=30.0)
+
+
+def uploads(method: FedDM, ctx: RoundContext, group: OpenClients) -> list[Tensor]:
+    state = ServerState(ctx.architecture.state_dict())
+    made = method.client_step(method.broadcast(state, ctx), group, [{}, {}], ctx)
+    found = [upload for upload, _ in made]
+    assert all(isinstance(one, SyntheticSet) for one in found)
+    return [one.images for one in found]  # type: ignore[attr-defined]
+
+
+def plain_loop(ctx: RoundContext, group: OpenClients, method: FedDM) -> Tensor:
+    """T steps down Σ_c ‖mean_{D_c} u − mean_{S_c} u‖², network t mod M, by autograd."""
+    model = ctx.architecture.requires_grad_(False).eval()
+    draws = Perturbations(model, method.radius, seed=0, round=1, device=ctx.device)
+    networks: list[Any] = [copy.deepcopy(draws.draw()) for _ in range(method.networks_per_round)]
+    segments = group.segments(method.min_examples)
+    images = real_start(group, segments, method.ipc, 0)
+    pairs = list(zip(segments.position.tolist(), segments.label.tolist(), strict=True))
+
+    def u(network: Any, x: Tensor) -> Tensor:
+        h = network.embed(x)
+        return torch.cat([h, network.classifier(h)], dim=1).mean(dim=0)
+
+    for step in range(method.iterations):
+        network = networks[step % len(networks)]
+        images = images.detach().requires_grad_()
+        losses = [
+            (u(network, group.images(group.examples(*pair))) - u(network, images[s])).square().sum()
+            for s, pair in enumerate(pairs)
+        ]
+        (gradient,) = torch.autograd.grad(torch.stack(losses).sum(), images)
+        images = images.detach() - method.image_lr * gradient
+    return images.flatten(0, 1)
+
+
+def test_the_images_are_those_of_a_plain_loop(device: torch.device) -> None:
+    """Catches: minibatches, networks out of turn, means that are made anew or of another class."""
+    ctx, group = context(device), clients(device)
+    made = torch.cat(uploads(METHOD, ctx, group))
+    expected = plain_loop(ctx, group, METHOD)
+    start = real_start(group, group.segments(10), 2, 0).flatten(0, 1)
+    assert (expected - start).abs().max() > 0.01  # they do move
+    torch.testing.assert_close(made, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_as_many_networks_as_steps_and_off() -> None:
+    ctx, group = context(torch.device("cpu")), clients(torch.device("cpu"))
+    few = FedDM(ipc=2, iterations=2, networks_per_round=50)
+    expected = plain_loop(ctx, group, FedDM(ipc=2, iterations=2, networks_per_round=2))
+    torch.testing.assert_close(torch.cat(uploads(few, ctx, group)), expected, rtol=1e-4, atol=1e-5)
+    assert FedDM().networks_per_round == 0
+    # with batches that hold whole classes, and a network for each step, both are the same
+    literal = FedDM(ipc=2, iterations=2)
+    torch.testing.assert_close(
+        torch.cat(uploads(literal, ctx, group)), expected, rtol=1e-4, atol=1e-5
+    )
+
+
+class Keeps:
+    """What a loop offers at one step, and gives it back."""
+
+    def __init__(self, at: int) -> None:
+        self._at = at
+        self.kept: tuple[int, dict[str, Tensor]] | None = None
+
+    def found(self, name: str) -> tuple[int, dict[str, Tensor]] | None:
+        return self.kept
+
+    def offer(self, name: str, done: int, tensors: Any) -> None:
+        if done == self._at and self.kept is None:
+            self.kept = done, {key: value.clone() for key, value in tensors().items()}
+
+
+@pytest.mark.parametrize("at", [1, 3, 5])
+def test_a_loop_that_was_cut_off_ends_with_the_same_images(at: int) -> None:
+    """Catches: means that only the first M steps make."""
+    from dataclasses import replace
+
+    ctx, group = context(torch.device("cpu")), clients(torch.device("cpu"))
+    keeper = Keeps(at)
+    whole = uploads(METHOD, replace(ctx, keeper=keeper), group)
+    assert keeper.kept is not None
+    again = uploads(METHOD, replace(ctx, keeper=keeper), group)
+    assert all(torch.equal(one, other) for one, other in zip(whole, again, strict=True))
+
+
+def test_where_it_is_refused() -> None:
+    with pytest.raises(SettingError, match=r"method\.networks_per_round must be 0 unless"):
+        FedDM(networks_per_round=2, matching="energy")
+    with pytest.raises(SettingError, match="at least 0"):
+        FedDM(networks_per_round=-1)
+    run = {"run": {"method": "feddm", "rounds": 1}, "method": {"networks_per_round": 2}}
+    private = resolve({**run, "privacy": {"epsilon": 8.0}})
+    with pytest.raises(SettingError, match=r"with differential privacy.*features"):
+        simulate(private)
+    normed = resolve({**run, "model": {"norm": "batch", "width": 8, "depth": 2}})
+    with pytest.raises(SettingError, match="must be 0 with batch norm"):
+        simulate(normed)
