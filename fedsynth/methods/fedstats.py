@@ -39,7 +39,7 @@ from fedsynth.core.validation import check_choices, check_ranges
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.errors import SettingError
 from fedsynth.features.feature_map import FeatureMap
-from fedsynth.features.registry import feature_map
+from fedsynth.features.registry import feature_map, feature_names
 from fedsynth.methods.shared.class_statistics import (
     ClassMoments,
     Spectrum,
@@ -73,7 +73,7 @@ class StatisticSums(Message):
 
 
 @dataclass(frozen=True)
-class StatisticsState(ServerState):
+class FedStatsState(ServerState):
     """What the server keeps beside the classifier.
 
     Args:
@@ -125,7 +125,7 @@ class FedStats(Method):
     first_downlink: ClassVar[type[Message] | None] = ModelParameters
     first_upload: ClassVar[type[Message] | None] = StatisticSums
     upload: ClassVar[type[Message]] = StatisticSums
-    state: ClassVar[type[ServerState]] = StatisticsState
+    state: ClassVar[type[ServerState]] = FedStatsState
     even_rounds: ClassVar[bool] = False
     robust_refusal: ClassVar[str] = (
         "its server needs the sums over all clients' examples, which no rule on clients' shares "
@@ -147,7 +147,8 @@ class FedStats(Method):
     def __post_init__(self) -> None:
         check_ranges(self, centre_share=(1e-4, 0.9), moment_share=(1e-4, 0.999))
         check_ranges(self, ridge=(0, inf), step_clip=(1e-3, 1.5), step_size=(0, inf))
-        check_ranges(self, step_floor=(0, inf), honest=(0, inf))
+        check_ranges(self, step_floor=(0, inf), honest=(0, inf), curvature=(1e-9, inf))
+        check_choices(self, features=feature_names())
         check_choices(self, aggregation=(OWN, SECURE), second_moments=(YES, NO, AUTO))
         if self.centre_share + self.moment_share >= 1:
             raise SettingError(
@@ -281,12 +282,10 @@ class FedStats(Method):
 
     # ------------------------------------------------------------------------------- clients
 
-    def first_request(
-        self, state: StatisticsState, context: RoundContext
-    ) -> ModelParameters | None:
+    def first_request(self, state: FedStatsState, context: RoundContext) -> ModelParameters | None:
         return ModelParameters(state.parameters, 1.0) if context.round == 1 else None
 
-    def broadcast(self, state: StatisticsState, context: RoundContext) -> ModelParameters:
+    def broadcast(self, state: FedStatsState, context: RoundContext) -> ModelParameters:
         return ModelParameters(state.parameters, 1.0)
 
     def first_step(
@@ -367,10 +366,10 @@ class FedStats(Method):
 
     def first_aggregate(
         self,
-        state: StatisticsState,
+        state: FedStatsState,
         replies: Mapping[int, StatisticSums],
         context: RoundContext,
-    ) -> StatisticsState:
+    ) -> FedStatsState:
         """The centre m."""
         if not self.enough(replies, context):
             return state
@@ -380,10 +379,10 @@ class FedStats(Method):
 
     def server_step(
         self,
-        state: StatisticsState,
+        state: FedStatsState,
         uploads: Mapping[int, StatisticSums],
         context: RoundContext,
-    ) -> StatisticsState:
+    ) -> FedStatsState:
         """The closed form, or a step."""
         if not self.enough(uploads, context):
             return state
@@ -392,8 +391,8 @@ class FedStats(Method):
         return self._step(state, self.pooled(uploads, STEP, context), context)
 
     def _closed_form(
-        self, state: StatisticsState, pool: Pool, context: RoundContext
-    ) -> StatisticsState:
+        self, state: FedStatsState, pool: Pool, context: RoundContext
+    ) -> FedStatsState:
         weight = state.parameters["classifier.weight"]
         classes, d = weight.shape
         if not self.has_second(context.privacy):
@@ -410,7 +409,7 @@ class FedStats(Method):
             eigenvectors=spectrum.vectors.float(),
         )
 
-    def _step(self, state: StatisticsState, pool: Pool, context: RoundContext) -> StatisticsState:
+    def _step(self, state: FedStatsState, pool: Pool, context: RoundContext) -> FedStatsState:
         weight = state.parameters["classifier.weight"]
         gradient = (pool.sums / pool.records).float().view_as(weight)
         if state.eigenvalues is None or state.eigenvectors is None:
@@ -439,4 +438,4 @@ class Pool:
     records: float
 
 
-__all__ = ["FIRST", "MAIN", "FedStats", "Pool", "StatisticSums", "StatisticsState"]
+__all__ = ["FIRST", "MAIN", "FedStats", "FedStatsState", "Pool", "StatisticSums"]
