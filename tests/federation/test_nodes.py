@@ -19,6 +19,7 @@ from fedsynth.data.registry import DatasetSpec, dataset_spec
 from fedsynth.errors import CheckpointError, DataError, MessageError, SettingError
 from fedsynth.federation.exchange.frames import Frame
 from fedsynth.federation.exchange.over_wire import RemoteError
+from fedsynth.federation.exchange.protocol import Terms
 from fedsynth.federation.nodes.bundles import pack, unpack
 from fedsynth.federation.nodes.node import Node
 from fedsynth.federation.nodes.own_data import ClassFolders, PartOf
@@ -26,9 +27,11 @@ from fedsynth.federation.nodes.policy import ANY, Owner, Policy
 from fedsynth.federation.nodes.proposal import Proposal, new_run, own_proposal
 from fedsynth.federation.nodes.request_words import request_words
 from fedsynth.federation.nodes.served import Post, Served, serve
+from fedsynth.federation.nodes.session import Session
 from fedsynth.federation.nodes.to_nodes import Patience
 from fedsynth.methods import METHODS
-from fedsynth.privacy.ledger import read_ledger
+from fedsynth.privacy.errors import PrivacySettingError
+from fedsynth.privacy.ledger import Ledger, read_ledger
 
 CLIENTS = 3
 PRIVATE = {"noise_multiplier": 5.0}
@@ -247,6 +250,33 @@ def test_open_runs_need_to_be_allowed(place: Place) -> None:
     paper = sections("feddm", privacy={**PRIVATE, "mechanism": "paper"})
     served = decided(place, Policy(), paper)
     assert "gives no guarantee" in served.metrics[0]["lost"]["2"]
+
+
+@pytest.mark.parametrize("method", ["fedstats", "fedsum"])
+def test_noise_that_needs_a_sum_is_refused_on_both_sides(place: Place, method: str) -> None:
+    """Nobody executes the sum over machines: an upload would have σ/√H of noise, by an H that the
+    server derives of its own number of clients."""
+    given = sections(method, method={"aggregation": "secure"}, privacy=PRIVATE)
+    with pytest.raises(PrivacySettingError, match="not executed over machines yet"):
+        place.serve(given)
+    proposal = own_proposal(given)
+    answer = joined(place.node(0), proposal)
+    assert answer.kind == "refusal"
+    assert "not executed over machines yet" in answer.facts["reason"]
+    assert not (place.folder / "owner-0").exists()
+    data = PartOf().read(proposal, 0)
+    runtime = Session(place.folder / "s", proposal, 0, data, Ledger("c")).remote.runtime
+    with pytest.raises(PrivacySettingError, match="not executed over machines yet"):
+        runtime.start(Terms(None, 5.0))
+    own = {**given, "method": {"aggregation": "own"}}
+    assert joined(place.node(0), own_proposal(own)).kind == "answer"
+
+
+def joined(node: Node, proposal: Proposal) -> Frame:
+    """What a node answers to a server that proposes this."""
+    frame = Frame("join", {"proposal": proposal.to_json(), "after": 0, "number": 1})
+    [answer] = unpack(node.answer(proposal.run, pack([frame.to_bytes()])))
+    return Frame.from_bytes(answer)
 
 
 def test_a_policys_cap_holds_at_each_charge(place: Place) -> None:

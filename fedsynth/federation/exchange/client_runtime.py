@@ -31,7 +31,7 @@ from fedsynth.federation.exchange.protocol import (
     Replies,
     Terms,
 )
-from fedsynth.federation.terms.privacy_plan import PrivacyPlan
+from fedsynth.federation.terms.privacy_plan import PrivacyPlan, check_own_noise
 from fedsynth.federation.terms.settings import RunSettings
 from fedsynth.privacy.allowance import Allowance
 from fedsynth.privacy.errors import BudgetExceededError, LedgerError, RequestRefusedError
@@ -98,6 +98,7 @@ class ClientRuntime:
         ledger: its own; None: nothing is charged.
         secret: of its noise; None makes one with a fresh key when it is needed.
         cap: the ε that its owner allows, whatever the run's settings do; None: no other cap.
+        apart: it is on its owner's machine, where each upload must have all of its own noise.
 
     Attributes:
         budget: from `start` on, with differential privacy.
@@ -113,6 +114,7 @@ class ClientRuntime:
         *,
         secret: SecretGenerator | None = None,
         cap: float | None = None,
+        apart: bool = False,
     ) -> None:
         self.number = number
         self.settings = settings
@@ -125,6 +127,7 @@ class ClientRuntime:
         self.ledger = ledger
         self._secret = secret
         self._cap = cap
+        self._apart = apart
         self._told = False
         self._pending: tuple[int, Memory] | None = None
         self._granted: tuple[int, str, Allowance[Any]] | None = None
@@ -195,6 +198,8 @@ class ClientRuntime:
         if type(sigma) is not float or not 0 < sigma < math.inf:
             raise RequestRefusedError(f"a noise multiplier must be above 0, got {sigma!r:.80}")
         plan = PrivacyPlan.checked(self.settings, self._context)
+        if self._apart:
+            check_own_noise(plan.plans)
         own = plan.privacy.noise_multiplier
         if own is not None and sigma != own:
             raise RequestRefusedError(

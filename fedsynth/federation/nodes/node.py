@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from fedsynth.data.images import ImageData
 from fedsynth.errors import FedsynthError, MessageError
@@ -26,6 +27,8 @@ from fedsynth.federation.nodes.proposal import Proposal
 from fedsynth.federation.nodes.request_words import request_words
 from fedsynth.federation.nodes.session import Session, kept_proposal
 from fedsynth.federation.terms.client_ledgers import Clients
+from fedsynth.federation.terms.privacy_plan import PrivacyPlan, check_own_noise
+from fedsynth.federation.terms.public_context import public_context
 from fedsynth.privacy.errors import PrivacyError
 from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.ledger_folder import LedgerFolder
@@ -125,7 +128,7 @@ class Node:
         kept = kept_proposal(self._folder(run))
         if kept is not None and kept.agreement != proposal.agreement:
             raise MessageError("the run was agreed on with other settings")
-        objections = self.owner.objections(proposal)
+        objections = [*_unexecuted(proposal), *self.owner.objections(proposal)]
         if kept is None or objections:
             self._show(proposal, objections)
         if objections:
@@ -203,6 +206,19 @@ class Node:
         del self._sessions[folder.name]
         self.ended += 1
         return Frame("answer", {})
+
+
+def _unexecuted(proposal: Proposal) -> list[str]:
+    """Why nobody can take part, whatever the owner allows: asked of public values alone."""
+    run = proposal.settings
+    if run.privacy is None:
+        return []
+    try:
+        context = public_context(run, proposal.spec, torch.device("cpu"))
+        check_own_noise(PrivacyPlan.checked(run, context).plans)
+    except (FedsynthError, PrivacyError) as error:
+        return [str(error)]
+    return []
 
 
 def _error(text: str) -> Frame:

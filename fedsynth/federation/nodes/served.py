@@ -45,7 +45,11 @@ from fedsynth.federation.outputs.run_folder import PRIVATE_START, RunFolder
 from fedsynth.federation.terms.devices import resolve_device
 from fedsynth.federation.terms.given_data import NO_TEST, PUBLIC
 from fedsynth.federation.terms.participation import Participation
-from fedsynth.federation.terms.privacy_plan import PrivacyPlan, check_method
+from fedsynth.federation.terms.privacy_plan import (
+    PrivacyPlan,
+    check_method,
+    check_own_noise,
+)
 from fedsynth.federation.terms.public_context import public_context
 from fedsynth.federation.terms.settings import RunSettings, to_toml
 from fedsynth.privacy.errors import LedgerError
@@ -130,6 +134,8 @@ class _Run:
         if self.private:
             check_method(self.method)
         context = public_context(settings, proposal.spec, resolve_device(settings.device))
+        if self.private:
+            check_own_noise(PrivacyPlan.checked(settings, context).plans)
         self.method.check_model(context.architecture)
         context = with_proxy(context, settings)
         self.test = _test_set(proposal)

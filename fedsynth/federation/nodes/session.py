@@ -75,7 +75,7 @@ class Session:
         whole = [torch.arange(len(data))]
         training, held_out = divided(settings, whole, data)
         own = OwnData(data.to(where), training[0], held_out[0])
-        runtime = ClientRuntime(number, settings, context, own, ledger, cap=cap)
+        runtime = ClientRuntime(number, settings, context, own, ledger, cap=cap, apart=True)
         self.remote = RemoteClient(runtime, context)
         self._saved = 0
         self.history = ledger.history()

@@ -382,6 +382,24 @@ def _distinct(histories: Sequence[History]) -> tuple[list[Totals], list[int]]:
     return list(found), groups
 
 
+def check_own_noise(plans: Sequence[PrivatePlan]) -> None:
+    """Refuses plans in which a client adds a part of the noise alone: over machines nobody executes
+    the aggregation that such a plan assumes, and the server sees each upload.
+
+    Raises:
+        PrivacySettingError: says what to set.
+    """
+    shared = [plan for plan in plans if plan.shares > 1]
+    if shared:
+        raise PrivacySettingError(
+            "method",
+            "aggregation",
+            "must be own: secure aggregation is not executed over machines yet, and each upload "
+            f"would carry the noise of 1 of {shared[0].shares} clients",
+            value="secure",
+        )
+
+
 def check_method(method: Method) -> None:
     """Refuses a method that uploads anything which is neither released nor public.
 
