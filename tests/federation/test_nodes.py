@@ -554,6 +554,27 @@ def test_an_owners_images_are_read_by_class(tmp_path: Path) -> None:
         ClassFolders(tmp_path / "ill").read(proposal, 0)
 
 
+def test_a_class_is_a_folder_of_the_owners_and_no_other_place(tmp_path: Path) -> None:
+    """Images lie wherever such a name would lead, so that a name which is followed is read."""
+    own = tmp_path / "data" / "own"
+    for place in (own, own.parent, own / "ill", own / "ill" / "deep", tmp_path / "secret"):
+        place.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(np.zeros((8, 8), np.uint8)).save(place / "a.png")
+    (own / "link").symlink_to(tmp_path / "secret")
+    (own / "deeper").symlink_to(own / "ill" / "deep")
+    given = {"run": {"method": "fedavg"}, "partition": {"clients": 2}}
+    settings = resolve(given, own_data="scans")
+    bad = ("..", ".", "", "ill/deep", "link", "deeper", "ill\\deep", "ä" * 200)
+    for name in ("nobody", *bad):
+        spec = DatasetSpec("scans", 1, 8, 8, 2, 9, 9, (0.5,), (0.5,), ("ill", name), "x")
+        source = ClassFolders(own)
+        if name == "nobody":
+            assert len(source.read(Proposal(new_run(), settings, spec), 0)) == 1
+            continue
+        with pytest.raises(DataError, match="names no folder in"):
+            source.read(Proposal(new_run(), settings, spec), 0)
+
+
 def test_an_owners_ledger_is_for_its_own_records(place: Place) -> None:
     """A trial with another partition has other records: the ledger says so, and nothing runs."""
     place.serve(sections("feddm", privacy=PRIVATE))

@@ -49,9 +49,7 @@ class ClassFolders:
         paths: list[Path] = []
         labels: list[int] = []
         for label, name in enumerate(spec.class_names):
-            if Path(name).name != name:
-                raise DataError(f"{name!r:.80} is a class of {spec.name} and no folder's name")
-            files = images_in(self.folder / name) if (self.folder / name).is_dir() else []
+            files = _class_images(self.folder, name)
             paths += files
             labels += [label] * len(files)
         if not paths:
@@ -89,6 +87,25 @@ class PartOf:
 
     def identifier(self, proposal: Proposal) -> str:
         return data_set_id(proposal.settings)
+
+
+def _class_images(folder: Path, name: str) -> list[Path]:
+    """The images of a class whose name a server has said; none where its folder is missing.
+
+    Raises:
+        DataError: the name is none of a folder in this one, or leads out of it (a link).
+    """
+    wrong = f"{name!r:.80} is a class's name and names no folder in {folder}"
+    if name in ("", ".", "..") or set(name) & set("/\\\0"):
+        raise DataError(wrong)
+    try:
+        root = folder.resolve()
+        found = (root / name).resolve()
+        if found.parent != root:
+            raise DataError(wrong)
+        return images_in(found) if found.is_dir() else []
+    except (OSError, ValueError) as error:  # too long a name, one that cannot be encoded, ...
+        raise DataError(f"{wrong}: {type(error).__name__}") from None
 
 
 def _pixels(paths: list[Path], spec: DatasetSpec) -> npt.NDArray[np.uint8]:
