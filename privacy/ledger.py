@@ -465,9 +465,17 @@ def _encode(entry: dict[str, Any], chain: str) -> tuple[bytes, str]:
     return json.dumps({**entry, "chain": digest}, allow_nan=False).encode() + b"\n", digest
 
 
+@dataclass(frozen=True)
+class Cap:
+    """An owner's: so much ε at this δ, whatever a run's δ is."""
+
+    epsilon: float
+    delta: float
+
+
 class Guard:
     """Refuses, before it happens, a release with which ε at `delta` would exceed `cap` (None: no
-    cap).
+    cap), or ε at the owner's δ the owner's cap.
 
     It also knows the unit that is protected, which it writes into every row.
 
@@ -483,13 +491,20 @@ class Guard:
         cap: float | None,
         adjacency: str = ADD_REMOVE,
         unit: str = RECORD,
+        owner: Cap | None = None,
     ) -> None:
         check_delta(delta, None)
         check_adjacency(adjacency)
-        if cap is not None and not (cap > 0 and math.isfinite(cap)):
-            raise PrivacySettingError(
-                "privacy", "epsilon", f"as a cap must be a finite number above 0, got {cap!r}"
-            )
+        own = [] if cap is None else [Cap(cap, delta)]
+        self._caps = (*own, *([] if owner is None else [owner]))
+        for one in self._caps:
+            check_delta(one.delta, None)
+            if not (one.epsilon > 0 and math.isfinite(one.epsilon)):
+                raise PrivacySettingError(
+                    "privacy",
+                    "epsilon",
+                    f"as a cap must be a finite number above 0, got {one.epsilon!r}",
+                )
         self.ledger = ledger
         self.delta = delta
         self.cap = cap
@@ -509,16 +524,15 @@ class Guard:
     def refuse_beyond(self, rows: Sequence[Release], planned: Sequence[Release]) -> None:
         """`check`, against `rows` in place of the ledger's own."""
         self.check_unit(rows)
-        if self.cap is None:
-            return
-        after = epsilon([*rows, *planned], self.delta, self.adjacency)
-        if after > self.cap:
-            now = epsilon(rows, self.delta, self.adjacency)
-            raise BudgetExceededError(
-                f"client {self.ledger.client!r}: epsilon is {now:.4g} now and would be {after:.4g} "
-                "with the planned "
-                f"release, above the cap {self.cap:.4g} (delta {self.delta:g})"
-            )
+        for cap in self._caps:
+            after = epsilon([*rows, *planned], cap.delta, self.adjacency)
+            if after > cap.epsilon:
+                now = epsilon(rows, cap.delta, self.adjacency)
+                raise BudgetExceededError(
+                    f"client {self.ledger.client!r}: epsilon is {now:.4g} now and would be "
+                    f"{after:.4g} with the planned "
+                    f"release, above the cap {cap.epsilon:.4g} (delta {cap.delta:g})"
+                )
 
     def check_unit(self, rows: Sequence[Release]) -> None:
         """Refuse rows of another unit: a clip bounds one record's influence or one user's, and rows

@@ -30,8 +30,10 @@ from fedsynth.federation.nodes.served import Post, Served, serve
 from fedsynth.federation.nodes.session import Session
 from fedsynth.federation.nodes.to_nodes import Patience
 from fedsynth.methods import METHODS
-from fedsynth.privacy.errors import PrivacySettingError
-from fedsynth.privacy.ledger import Ledger, read_ledger
+from fedsynth.privacy.accounting import epsilon
+from fedsynth.privacy.errors import BudgetExceededError, PrivacySettingError
+from fedsynth.privacy.ledger import Guard, Ledger, read_ledger
+from fedsynth.privacy.releases import Release
 
 CLIENTS = 3
 PRIVATE = {"noise_multiplier": 5.0}
@@ -281,17 +283,33 @@ def joined(node: Node, proposal: Proposal) -> Frame:
 
 def test_a_policys_cap_holds_at_each_charge(place: Place) -> None:
     """The run has no cap of its own, and its server asks on: the ledger stays where it was."""
-    served = decided(place, Policy(epsilon=1.5), sections("feddm", privacy=PRIVATE))
+    served = decided(place, Policy(epsilon=1.5, delta=1e-5), sections("feddm", privacy=PRIVATE))
     assert "lost" not in served.metrics[0]
     assert served.metrics[1]["lost"]["2"].startswith("declines: ")
     assert len(place.ledger(2)) * 2 == len(place.ledger(0))
-    again = decided(place, Policy(epsilon=1.5), sections("feddm", privacy=PRIVATE))
+    again = decided(place, Policy(epsilon=1.5, delta=1e-5), sections("feddm", privacy=PRIVATE))
     assert all("2" in row["lost"] for row in again.metrics)
     assert len(place.ledger(2)) * 4 == len(place.ledger(0))
 
 
+def test_an_owners_cap_is_at_the_owners_delta() -> None:
+    """A run's δ is its server's: with a larger one the same releases have a smaller ε."""
+    row = Release(1, "sums", "residual", "each", 5.0, 1.0, 1.0, "full", 3, 10)
+    at_owners = epsilon([row], 1e-5)
+    assert epsilon([row], 1e-2) < 0.9 * at_owners < at_owners < 0.9 * epsilon([row], 1e-9)
+    for factor, refused in ((0.95, True), (1.05, False)):
+        cap = Owner(Policy(epsilon=factor * at_owners, delta=1e-5)).cap
+        for servers in (1e-2, 1e-9):
+            guard = Guard(Ledger("c"), servers, None, owner=cap)
+            if refused:
+                with pytest.raises(BudgetExceededError, match="delta 1e-05"):
+                    guard.check([row])
+            else:
+                guard.check([row])
+
+
 def test_where_all_budgets_are_spent_the_run_ends(place: Place) -> None:
-    policy = Policy(epsilon=1.5)
+    policy = Policy(epsilon=1.5, delta=1e-5)
     hand = place.hand(*(place.node(k, policy) for k in range(CLIENTS)))
     served = place.serve(sections("feddm", privacy=PRIVATE), hand)
     assert len(served.metrics) == 1
@@ -317,6 +335,8 @@ def test_an_approval_is_of_one_agreement(place: Place) -> None:
         {"methods": "feddm"},
         {"methods": []},
         {"epsilon": 0},
+        {"epsilon": 8.0},
+        {"epsilon": 8.0, "delta": 1.0},
         {"epsilon": "8"},
         {"epsilon": True},
         {"open": "no"},

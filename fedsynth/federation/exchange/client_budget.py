@@ -11,7 +11,7 @@ from fedsynth.federation.terms.privacy_plan import PrivacyPlan
 from fedsynth.privacy.allowance import Allowance, MakeSeries, UnaccountedNoise, authorise
 from fedsynth.privacy.errors import PrivacyError
 from fedsynth.privacy.history import History
-from fedsynth.privacy.ledger import Ledger
+from fedsynth.privacy.ledger import Cap, Ledger
 from fedsynth.privacy.mechanisms import GaussianSums
 from fedsynth.privacy.plans import MAIN
 from fedsynth.privacy.randomness import SecretGenerator
@@ -26,7 +26,7 @@ class ClientBudget:
         ledger: its own.
         plan: the run's.
         secret: its own; None makes one with a fresh key.
-        cap: the ε that the client's owner allows, beside the run's own cap; None: no other.
+        cap: what the client's owner allows, beside the run's own cap; None: no other.
 
     Attributes:
         plan: the run's.
@@ -42,7 +42,7 @@ class ClientBudget:
         ledger: Ledger,
         plan: PrivacyPlan,
         secret: SecretGenerator | None = None,
-        cap: float | None = None,
+        cap: Cap | None = None,
     ) -> None:
         self.client = client
         self.ledger = ledger

@@ -36,7 +36,7 @@ from fedsynth.federation.terms.settings import RunSettings
 from fedsynth.privacy.allowance import Allowance
 from fedsynth.privacy.errors import BudgetExceededError, LedgerError, RequestRefusedError
 from fedsynth.privacy.history import History
-from fedsynth.privacy.ledger import Ledger
+from fedsynth.privacy.ledger import Cap, Ledger
 from fedsynth.privacy.plans import FIRST
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.releases import USER
@@ -97,7 +97,7 @@ class ClientRuntime:
         data: its own.
         ledger: its own; None: nothing is charged.
         secret: of its noise; None makes one with a fresh key when it is needed.
-        cap: the ε that its owner allows, whatever the run's settings do; None: no other cap.
+        cap: what its owner allows, whatever the run's settings do; None: no other cap.
         apart: it is on its owner's machine, where each upload must have all of its own noise.
 
     Attributes:
@@ -113,7 +113,7 @@ class ClientRuntime:
         ledger: Ledger | None = None,
         *,
         secret: SecretGenerator | None = None,
-        cap: float | None = None,
+        cap: Cap | None = None,
         apart: bool = False,
     ) -> None:
         self.number = number

@@ -4,8 +4,8 @@ A policy is TOML. What it does not name, it does not bound, but for runs without
 privacy, which it allows only by `open = true`:
 
     methods = ["feddm", "fedaf"]     # names of methods
-    epsilon = 8.0                    # what all runs on these records may spend together
-    delta = 1e-5                     # the largest δ of a run
+    epsilon = 8.0                    # what all runs on these records may spend together ...
+    delta = 1e-5                     # ... at this δ, which is also the largest of a run
     rounds = 20                      # the most rounds of a run
     open = false                     # whether runs without differential privacy are allowed
 
@@ -25,6 +25,7 @@ from typing import Any
 
 from fedsynth.errors import SettingError
 from fedsynth.federation.nodes.proposal import Proposal
+from fedsynth.privacy.ledger import Cap
 from fedsynth.privacy.mechanism_facts import mechanism_facts
 
 ANY = "any"
@@ -39,13 +40,14 @@ class Policy:
         methods: names; None: all.
         epsilon: of all runs on the owner's records together, whatever a run's own cap is. It is
             enforced at each charge, too. None: runs' own caps alone.
-        delta: the largest δ of a run.
+        delta: at which that ε is, and the largest δ of a run. An ε alone says nothing: with a
+            larger δ, which the server sets, the same releases have a smaller one.
         rounds: the most rounds of a run.
         open: whether runs without a guarantee are allowed.
         settings: by "section.key" what a setting may be: a list of values, or of two numbers, the
             least and the most.
 
-    >>> Policy(methods=("feddm",), epsilon=8.0).open
+    >>> Policy(methods=("feddm",), epsilon=8.0, delta=1e-5).open
     False
     """
 
@@ -61,6 +63,10 @@ class Policy:
             value = getattr(self, name)
             if value is not None and not (_is_number(value) and 0 < value < math.inf):
                 raise SettingError("policy", name, f"must be above 0, got {value!r:.80}")
+        if self.epsilon is not None and self.delta is None:
+            raise SettingError("policy", "delta", "must be given with epsilon, which is at this δ")
+        if self.delta is not None and self.delta >= 1:
+            raise SettingError("policy", "delta", f"must be below 1, got {self.delta!r:.80}")
         if type(self.open) is not bool:
             raise SettingError("policy", "open", f"must be true or false, got {self.open!r:.80}")
 
@@ -157,9 +163,11 @@ class Owner:
     approved: frozenset[str] = frozenset()
 
     @property
-    def cap(self) -> float | None:
-        """The ε that all runs may spend together, beside each run's own cap."""
-        return None if self.policy is None else self.policy.epsilon
+    def cap(self) -> Cap | None:
+        """What all runs may spend together, beside each run's own cap."""
+        if self.policy is None or self.policy.epsilon is None or self.policy.delta is None:
+            return None
+        return Cap(self.policy.epsilon, self.policy.delta)
 
     def objections(self, proposal: Proposal) -> list[str]:
         """Why the owner does not take part; empty: the owner does."""

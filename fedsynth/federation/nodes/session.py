@@ -32,7 +32,7 @@ from fedsynth.federation.outputs.checkpoint import Kept, write_whole
 from fedsynth.federation.terms.devices import resolve_device
 from fedsynth.federation.terms.given_data import divided
 from fedsynth.federation.terms.public_context import public_context
-from fedsynth.privacy.ledger import Ledger
+from fedsynth.privacy.ledger import Cap, Ledger
 
 STATE = "session.json"
 KEPT_ROUNDS = 3
@@ -49,7 +49,7 @@ class Session:
         number: the client's, from 0.
         data: its records.
         ledger: its own.
-        cap: the ε that its owner allows.
+        cap: what its owner allows.
         device: as in a run's settings.
 
     Attributes:
@@ -63,7 +63,7 @@ class Session:
         number: int,
         data: ImageData,
         ledger: Ledger,
-        cap: float | None = None,
+        cap: Cap | None = None,
         device: str = "auto",
     ) -> None:
         self.folder = folder

@@ -30,7 +30,7 @@ from fedsynth.privacy.errors import (
     UnplannedReleaseError,
 )
 from fedsynth.privacy.history import History
-from fedsynth.privacy.ledger import Guard, Ledger
+from fedsynth.privacy.ledger import Cap, Guard, Ledger
 from fedsynth.privacy.mechanism_facts import MechanismFacts, mechanism_facts
 from fedsynth.privacy.plans import PrivatePlan, check_plans
 from fedsynth.privacy.releases import Release, check_delta
@@ -305,17 +305,17 @@ class PrivacyPlan:
         """How many of the run's rounds the busiest client takes part in."""
         return max(rounds[-1] for _, rounds in self._attendance)
 
-    def guard(self, ledger: Ledger, cap: float | None = None) -> Guard:
+    def guard(self, ledger: Ledger, cap: Cap | None = None) -> Guard:
         """What refuses a release from this ledger that would exceed the plan's cap.
 
         Args:
             ledger: a client's.
-            cap: the ε that its owner allows, whatever the run does; None: the run's alone.
+            cap: what its owner allows, whatever the run does; None: the run's alone.
         """
         privacy = self.privacy
-        caps = [one for one in (privacy.epsilon, cap) if one is not None]
-        least = min(caps, default=None)
-        return Guard(ledger, privacy.delta, least, privacy.adjacency, privacy.unit)
+        return Guard(
+            ledger, privacy.delta, privacy.epsilon, privacy.adjacency, privacy.unit, owner=cap
+        )
 
     def check_cap(self) -> None:
         """Refuses a cap that allows no round even where nothing was spent before.
