@@ -15,6 +15,7 @@ import torch
 from PIL import Image
 
 from fedsynth import resolve, simulate
+from fedsynth.data.declaration import proposal as declaration
 from fedsynth.data.registry import DatasetSpec, dataset_spec
 from fedsynth.errors import CheckpointError, DataError, MessageError, SettingError
 from fedsynth.federation.exchange.frames import Frame
@@ -593,6 +594,71 @@ def test_a_class_is_a_folder_of_the_owners_and_no_other_place(tmp_path: Path) ->
             continue
         with pytest.raises(DataError, match="names no folder in"):
             source.read(Proposal(new_run(), settings, spec), 0)
+
+
+def scans(**more: Any) -> DatasetSpec:
+    known = DatasetSpec("scans", 1, 8, 8, 2, 9, 9, (0.5,), (0.5,), ("healthy", "ill"), "x")
+    return replace(known, **more)
+
+
+def with_scans(folder: Path) -> Path:
+    """An owner's folder of images of both classes."""
+    drawn = np.random.default_rng(0).integers(0, 256, (20, 8, 8), np.uint8)
+    for k, image in enumerate(drawn):
+        place = folder / ("healthy", "ill")[k % 2]
+        place.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(image).save(place / f"{k}.png")
+    return folder
+
+
+@pytest.mark.parametrize("declared", [False, True])
+def test_a_server_does_not_learn_which_images_fit(tmp_path: Path, declared: bool) -> None:
+    """What an owner says of its images decides, also where images of what is asked are there."""
+    folder = with_scans(tmp_path / "data")
+    says = {"classes": ("healthy", "ill"), "height": 8, "width": 8, "channels": 1}
+    policy = Policy() if declared else Policy(**says)
+    if declared:
+        text = declaration(scans(), [], 20, 0).replace('by = ""', 'by = "A"')
+        (folder / "fedsynth.toml").write_text(text.replace('date = ""', 'date = "2026-01-01"'))
+
+    def answer(number: int, owner: Owner, spec: DatasetSpec) -> Frame:
+        settings = resolve(sections("feddm", privacy=PRIVATE), own_data="scans")
+        node = Node(0, tmp_path / str(number), ClassFolders(folder), owner, device="cpu")
+        return joined(node, Proposal(new_run(), settings, spec))
+
+    assert answer(0, Owner(policy), scans()).kind == "answer"
+    others = [{"height": 16}, {"width": 16}, {"class_names": ("ill", "healthy")}]
+    (folder / "flu").mkdir()
+    for number, other in enumerate([*others, {"class_names": ("healthy", "flu")}], 1):
+        told = answer(number, Owner(policy), scans(**other))
+        assert told.kind == "refusal"
+        assert "owner" in told.facts["reason"]
+    if not declared:
+        told = answer(9, Owner(approved=frozenset({ANY})), scans())
+        assert "says no classes and image size" in told.facts["reason"]
+
+
+def test_whatever_is_wrong_with_own_data_is_one_answer(tmp_path: Path) -> None:
+    says = {"classes": ("healthy", "ill"), "height": 8, "width": 8, "channels": 1}
+    answers = set()
+    for name in ("size", "none", "damaged"):
+        folder = tmp_path / name
+        folder.mkdir()
+        if name != "none":
+            with_scans(folder)
+        if name == "size":
+            Image.fromarray(np.zeros((9, 9), np.uint8)).save(folder / "ill" / "1.png")
+        if name == "damaged":
+            (folder / "ill" / "1.png").write_bytes(b"no image")
+        said: list[str] = []
+        owner = Owner(Policy(**says))
+        home = tmp_path / f"home-{name}"
+        node = Node(0, home, ClassFolders(folder), owner, device="cpu", say=said.append)
+        settings = resolve(sections("feddm", privacy=PRIVATE), own_data="scans")
+        answers.add(joined(node, Proposal(new_run(), settings, scans())).to_bytes())
+        assert str(folder) in said[-1]
+    assert len(answers) == 1
+    assert b"cannot take part" in answers.pop()
 
 
 def test_an_owners_ledger_is_for_its_own_records(place: Place) -> None:

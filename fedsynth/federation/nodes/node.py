@@ -19,6 +19,7 @@ from fedsynth.data.images import ImageData
 from fedsynth.errors import FedsynthError, MessageError
 from fedsynth.federation.exchange.frames import Frame, agreement, whole
 from fedsynth.federation.exchange.protocol import REQUEST
+from fedsynth.federation.exchange.remote_client import BROKEN
 from fedsynth.federation.nodes.bundles import pack, unpack
 from fedsynth.federation.nodes.own_data import Source
 from fedsynth.federation.nodes.owner_report import write_owner_report
@@ -34,6 +35,12 @@ from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.ledger_folder import LedgerFolder
 
 RUNS = "runs"
+CANNOT = "this client cannot take part; its owner is told why"
+"""All that a server is told of what goes wrong with an owner's files."""
+
+
+class OwnRecordsError(FedsynthError):
+    """The owner's records, or their ledger, cannot be used for a run."""
 
 
 @dataclass
@@ -106,8 +113,9 @@ class Node:
             return answer
         except (FedsynthError, PrivacyError) as error:
             self.say(f"run {run:.16}: {error}")
-            # what a file, a folder or a ledger of the owner's says stays here
-            told = str(error) if type(error) is MessageError else type(error).__name__
+            # what a file, a folder or a ledger of the owner's says stays here, and also its kind:
+            # a server could ask on with other classes and sizes until it knew the owner's images
+            told = str(error) if type(error) is MessageError else CANNOT
             return self._named(_error(told), number)
 
     def _named(self, answer: Frame, number: int | None) -> bytes:
@@ -129,6 +137,9 @@ class Node:
         if kept is not None and kept.agreement != proposal.agreement:
             raise MessageError("the run was agreed on with other settings")
         objections = [*_unexecuted(proposal), *self.owner.objections(proposal)]
+        policy = self.owner.policy
+        said = policy is not None and policy.says_images
+        objections += self.source.objections(proposal, said)
         if kept is None or objections:
             self._show(proposal, objections)
         if objections:
@@ -176,6 +187,17 @@ class Node:
         return session
 
     def _new(self, proposal: Proposal) -> Session:
+        """Reads the owner's records for a run.
+
+        Raises:
+            OwnRecordsError: whatever went wrong with them; the owner alone is told what.
+        """
+        try:
+            return self._opened(proposal)
+        except (*BROKEN, FedsynthError, PrivacyError, OSError, MemoryError) as error:
+            raise OwnRecordsError(f"its records: {error}") from None
+
+    def _opened(self, proposal: Proposal) -> Session:
         data = self.source.read(proposal, self.number)
         return Session(
             self._folder(proposal.run),

@@ -9,9 +9,11 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from fedsynth.data.declaration import Declaration, read_declaration
 from fedsynth.data.folders import images_in, read_images
 from fedsynth.data.images import ImageData, from_arrays
 from fedsynth.data.load import load_dataset
+from fedsynth.data.own_files import DECLARATION
 from fedsynth.data.partition import GIVEN, partition
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.errors import DataError, DataFilesMissingError
@@ -29,6 +31,14 @@ class Source(Protocol):
             DataError: they are not there, or do not fit the run's specification.
         """
 
+    def objections(self, proposal: Proposal, said: bool) -> list[str]:
+        """Why these records are not read for a run, whatever they are; empty: they may be.
+
+        Args:
+            proposal: the server's.
+            said: whether the owner's policy says which images fit.
+        """
+
     def identifier(self, proposal: Proposal) -> str:
         """Names the records for their ledger, in all runs on them alike."""
 
@@ -43,6 +53,22 @@ class ClassFolders:
     """
 
     folder: Path
+
+    def objections(self, proposal: Proposal, said: bool) -> list[str]:
+        """A server that could name classes and sizes at will would learn from who joins which
+        folders and images there are: they are the owner's to say."""
+        declared: Declaration | None = None
+        if (self.folder / DECLARATION).is_file():
+            declared = read_declaration(self.folder / DECLARATION)
+        if declared is not None and declared.signed:
+            same = _images(declared.spec) == _images(proposal.spec)
+            return [] if same else ["classes or image size are not those that its owner declares"]
+        if proposal.settings.privacy is None or said:
+            return []
+        return [
+            f"its owner says no classes and image size (a signed {DECLARATION} beside the images, "
+            "or classes, height, width and channels in the policy)"
+        ]
 
     def read(self, proposal: Proposal, number: int) -> ImageData:
         spec = proposal.spec
@@ -73,6 +99,10 @@ class PartOf:
 
     data_root: Path | None = None
 
+    def objections(self, proposal: Proposal, said: bool) -> list[str]:
+        """None: the data set is published."""
+        return []
+
     def read(self, proposal: Proposal, number: int) -> ImageData:
         settings = replace(proposal.settings, data_root=self.data_root)
         train, _ = load_dataset(settings.dataset, settings.data_root)
@@ -87,6 +117,11 @@ class PartOf:
 
     def identifier(self, proposal: Proposal) -> str:
         return data_set_id(proposal.settings)
+
+
+def _images(spec: DatasetSpec) -> tuple[object, ...]:
+    """What decides on whether images can be read for a specification."""
+    return (spec.class_names, *spec.image_shape)
 
 
 def _class_images(folder: Path, name: str) -> list[Path]:

@@ -9,6 +9,11 @@ privacy, which it allows only by `open = true`:
     rounds = 20                      # the most rounds of a run
     open = false                     # whether runs without differential privacy are allowed
 
+    classes = ["healthy", "ill"]     # what may be known of the images: a run that says otherwise
+    height = 64                      # is refused before any is read
+    width = 64
+    channels = 1
+
     [settings]                       # any other setting: what it may be, or [least, most]
     "model.name" = ["convnet", "linear"]
     "model.width" = [1, 128]
@@ -44,6 +49,10 @@ class Policy:
             larger δ, which the server sets, the same releases have a smaller one.
         rounds: the most rounds of a run.
         open: whether runs without a guarantee are allowed.
+        classes: the images' classes, in a run's order; None: not said.
+        height: the images', in pixels; None: not said.
+        width: likewise.
+        channels: 1 or 3; None: not said.
         settings: by "section.key" what a setting may be: a list of values, or of two numbers, the
             least and the most.
 
@@ -56,10 +65,14 @@ class Policy:
     delta: float | None = None
     rounds: int | None = None
     open: bool = False
+    classes: tuple[str, ...] | None = None
+    height: int | None = None
+    width: int | None = None
+    channels: int | None = None
     settings: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name in ("epsilon", "delta", "rounds"):
+        for name in ("epsilon", "delta", "rounds", "height", "width", "channels"):
             value = getattr(self, name)
             if value is not None and not (_is_number(value) and 0 < value < math.inf):
                 raise SettingError("policy", name, f"must be above 0, got {value!r:.80}")
@@ -82,8 +95,8 @@ class Policy:
             if name not in known:
                 raise SettingError("policy", name, f"is unknown; there are {', '.join(known)}")
         values = dict(given)
-        if "methods" in values:
-            values["methods"] = _list("methods", values["methods"])
+        for name in {"methods", "classes"} & set(values):
+            values[name] = _list(name, values[name])
         settings = values.get("settings", {})
         if not isinstance(settings, Mapping):
             raise SettingError("policy", "settings", "must be a table of settings")
@@ -103,6 +116,26 @@ class Policy:
         except (OSError, ValueError) as error:
             raise SettingError(None, str(path), f"cannot be read as a policy: {error}") from None
 
+    @property
+    def says_images(self) -> bool:
+        """Whether it says all that decides on whether images fit a run."""
+        return None not in (self.classes, self.height, self.width, self.channels)
+
+    def _other_images(self, proposal: Proposal) -> list[str]:
+        spec = proposal.spec
+        proposed = {
+            "classes": spec.class_names,
+            "height": spec.height,
+            "width": spec.width,
+            "channels": spec.channels,
+        }
+        given = {name: getattr(self, name) for name in proposed}
+        return [
+            f"{name} = {value!r:.80} is not the owner's"
+            for name, value in proposed.items()
+            if given[name] is not None and given[name] != value
+        ]
+
     def objections(self, proposal: Proposal) -> list[str]:
         """Why the owner does not take part; empty: the owner does.
 
@@ -110,7 +143,7 @@ class Policy:
         """
         run = proposal.settings
         privacy = run.privacy
-        found: list[str] = []
+        found = self._other_images(proposal)
         if self.methods is not None and run.method.name not in self.methods:
             found.append(f"method {run.method.name} is not allowed ({', '.join(self.methods)})")
         if self.rounds is not None and run.rounds > self.rounds:

@@ -31,6 +31,7 @@ BREAKS, BOUNDED = 1, 2
 POLICY = """
 methods = ["feddm", "fedaf", "fedkf", "fedhydra", "scaffold"]
 epsilon = 2.6
+delta = 1e-5
 open = true
 """
 SMALL: dict[str, dict[str, Any]] = {
