@@ -455,7 +455,8 @@ def test_a_run_that_goes_on_has_its_own_settings_and_checkpoint(place: Place) ->
 
 def test_a_private_run_that_goes_on_charges_what_it_repeats(place: Place) -> None:
     given = sections("feddm", privacy=PRIVATE)
-    hand = place.hand()
+    policy = Policy(epsilon=8.0, delta=1e-5)
+    hand = place.hand(*(place.node(k, policy) for k in range(CLIENTS)))
     asked: list[int] = []
 
     def stops(node: int, sent: bytes, answer: bytes) -> bytes:
@@ -659,6 +660,42 @@ def test_whatever_is_wrong_with_own_data_is_one_answer(tmp_path: Path) -> None:
         assert str(folder) in said[-1]
     assert len(answers) == 1
     assert b"cannot take part" in answers.pop()
+
+
+def test_joining_again_is_no_way_to_more_releases(place: Place) -> None:
+    """With a cap a round is answered so often as a server that goes on needs it, and without one
+    once, whichever process of the node is asked; an approval is of one run."""
+    given = sections("feddm", privacy=PRIVATE)
+    caught: list[bytes] = []
+    hand = place.hand()
+
+    def catch(node: int, sent: bytes, answer: bytes) -> bytes:
+        if node == 100:
+            caught.append(sent)
+        return answer
+
+    hand.change = catch
+    place.serve(given, hand)
+    first = Frame.from_bytes(unpack(caught[0])[0]).facts["proposal"]
+    proposal = Proposal.from_json(first)
+    capped = Policy(epsilon=50.0, delta=1e-5)
+    for number, (policy, most) in enumerate(((capped, 3), (None, 1))):
+        home = place.folder / f"again-{number}"
+        approved = frozenset({proposal.agreement})
+        owner = Owner(policy) if policy is not None else Owner(approved=approved)
+        kinds = []
+        for _ in range(5):
+            node = Node(0, home, PartOf(), owner, device="cpu", say=place.said.append)
+            for sent in caught[:2]:
+                last = unpack(node.answer(proposal.run, sent))
+            kinds.append([Frame.from_bytes(one).facts.get("text", "") for one in last])
+        refused = ["was answered before" in " ".join(texts) for texts in kinds]
+        assert refused == [False] * most + [True] * (5 - most)
+        once = len(place.ledger(0)) // 2
+        assert len(read_ledger(home / "client-000.jsonl").releases) == most * once
+        other = replace(proposal, run=new_run())
+        told = joined(Node(0, home, PartOf(), owner, device="cpu"), other)
+        assert told.kind == ("answer" if policy is not None else "refusal")
 
 
 def test_an_owners_ledger_is_for_its_own_records(place: Place) -> None:

@@ -33,6 +33,7 @@ class RemoteClient:
 
     Attributes:
         done: (round, exchange) of each step that was asked for since it joined.
+        spent: likewise, of those that it answers no more, however often it joins; a node's.
         terms: as the server has told them; None: not yet.
         joined: whether it has joined; a process that goes on for another one says so.
     """
@@ -49,6 +50,7 @@ class RemoteClient:
         self._context = replace(context, reporter=self._reporter)
         self.joined = False
         self.done: set[tuple[int, str]] = set()
+        self.spent: set[tuple[int, str]] = set()
         self.terms: Terms | None = None
         self._answers: dict[str, Callable[[Frame], Frame]] = {
             "join": self._join,
@@ -155,7 +157,7 @@ class RemoteClient:
         message = expected.from_bytes(frame.payload)
         if self.runtime.number not in context.active:
             raise RequestRefusedError("this client takes no part in the round")
-        if (context.round, phase) in self.done and self.runtime.private:
+        if (context.round, phase) in self.done | self.spent and self.runtime.private:
             raise RequestRefusedError(f"round {context.round} was answered before")
         self.done.add((context.round, phase))
         reply = self.runtime.step(phase, message.to(context.device), context)

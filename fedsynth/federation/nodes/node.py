@@ -23,10 +23,10 @@ from fedsynth.federation.exchange.remote_client import BROKEN
 from fedsynth.federation.nodes.bundles import pack, unpack
 from fedsynth.federation.nodes.own_data import Source
 from fedsynth.federation.nodes.owner_report import write_owner_report
-from fedsynth.federation.nodes.policy import Owner
+from fedsynth.federation.nodes.policy import ANY, Owner
 from fedsynth.federation.nodes.proposal import Proposal
 from fedsynth.federation.nodes.request_words import request_words
-from fedsynth.federation.nodes.session import Session, kept_proposal
+from fedsynth.federation.nodes.session import Session, answered, kept_proposal
 from fedsynth.federation.terms.client_ledgers import Clients
 from fedsynth.federation.terms.privacy_plan import PrivacyPlan, check_own_noise
 from fedsynth.federation.terms.public_context import public_context
@@ -140,6 +140,7 @@ class Node:
         policy = self.owner.policy
         said = policy is not None and policy.says_images
         objections += self.source.objections(proposal, said)
+        objections += self._used_up(proposal)
         if kept is None or objections:
             self._show(proposal, objections)
         if objections:
@@ -152,6 +153,19 @@ class Node:
         session.keep()
         self._sessions[run] = session
         return answer
+
+    def _used_up(self, proposal: Proposal) -> list[str]:
+        """An approval by hand is of one run, where no ε bounds how many there may be."""
+        privacy = proposal.settings.privacy
+        if privacy is None or privacy.epsilon is not None or self.owner.cap is not None:
+            return []
+        if proposal.agreement not in self.owner.approved or ANY in self.owner.approved:
+            return []
+        for folder in sorted((self.home / RUNS).glob("*")):
+            kept = kept_proposal(folder) if folder.name != proposal.run else None
+            if kept is not None and kept.agreement == proposal.agreement and answered(folder):
+                return [f"its approval was for run {folder.name}, and no ε bounds more of them"]
+        return []
 
     def _show(self, proposal: Proposal, objections: list[str]) -> None:
         """What the owner reads before the client joins."""

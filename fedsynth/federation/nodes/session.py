@@ -35,6 +35,9 @@ from fedsynth.federation.terms.public_context import public_context
 from fedsynth.privacy.ledger import Cap, Ledger
 
 STATE = "session.json"
+MOST_ANSWERS = 3
+"""So often an exchange of a private run is answered, over all joins: a server that was killed goes
+on from its checkpoint and repeats a round. Each answer is charged; without a cap there is one."""
 KEPT_ROUNDS = 3
 """Of so many rounds the memory stays: a server that goes on lacks at most the last of them."""
 _MEMORY = re.compile(r"memory-([0-9]+)")
@@ -78,7 +81,24 @@ class Session:
         runtime = ClientRuntime(number, settings, context, own, ledger, cap=cap, apart=True)
         self.remote = RemoteClient(runtime, context)
         self._saved = 0
+        capped = cap is not None or (settings.privacy is not None and settings.privacy.epsilon)
+        self._most = MOST_ANSWERS if capped else 1
+        self._answered = answered(folder)
+        self._counted: set[tuple[int, str]] = set()
+        self._spend()
         self.history = ledger.history()
+
+    def _spend(self) -> None:
+        """What was answered as often as it may be is answered no more."""
+        over = {asked for asked, times in self._answered.items() if times >= self._most}
+        self.remote.spent = over
+
+    def _count(self) -> None:
+        """Counts what was asked for since it was last written."""
+        for asked in self.remote.done - self._counted:
+            self._answered[asked] = self._answered.get(asked, 0) + 1
+        self._counted = set(self.remote.done)
+        self._spend()
 
     @property
     def round(self) -> int:
@@ -128,6 +148,7 @@ class Session:
                 sigma = state["terms"]["noise_multiplier"]
                 self.remote.take(Terms(None if sizes is None else tuple(sizes), sigma))
             self.remote.done = {(int(number), str(phase)) for number, phase in state["done"]}
+            self._counted = set(self.remote.done)
             runtime = self.remote.runtime
             pending = state["pending"]
             first = None if pending is None else (pending, self._read(f"first-{pending}"))
@@ -144,6 +165,7 @@ class Session:
         Raises:
             OutputError: it cannot be written.
         """
+        self._count()
         runtime = self.remote.runtime
         standing = runtime.standing
         number = self.round
@@ -162,6 +184,7 @@ class Session:
                 if terms is None
                 else {"sizes": terms.sizes, "noise_multiplier": terms.noise_multiplier},
                 "done": sorted(self.remote.done),
+                "answered": [[*asked, times] for asked, times in sorted(self._answered.items())],
                 "recorded": standing.recorded,
                 "pending": None if standing.pending is None else standing.pending[0],
                 "memory": self._saved,
@@ -195,6 +218,21 @@ class Session:
         device = self.remote.runtime.context.device
         kept = Kept.from_bytes((self.folder / name).read_bytes()).memory
         return {key: tensor.to(device) for key, tensor in kept.items()}
+
+
+def answered(folder: Path) -> dict[tuple[int, str], int]:
+    """How often each exchange of the run of this folder was answered, over all joins.
+
+    Raises:
+        CheckpointError: the folder is damaged: it is not taken for one in which nothing was.
+    """
+    if not (folder / STATE).is_file():
+        return {}
+    try:
+        rows = json.loads((folder / STATE).read_text(encoding="utf-8"))["answered"]
+        return {(int(number), str(phase)): int(times) for number, phase, times in rows}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{folder} is damaged: {error!r:.120}") from None
 
 
 def kept_proposal(folder: Path) -> Proposal | None:
