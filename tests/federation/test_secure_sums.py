@@ -292,6 +292,36 @@ def test_the_threshold_is_above_half(threshold: int) -> None:
         SumTerms(b"one", threshold, 5, 3)
 
 
+def test_a_sum_has_the_noise_of_all_honest_clients() -> None:
+    """H = 4 and a colluder: 4 of 6 are above the threshold, and one of these may bring no noise.
+    A client refuses, whatever the server does, before its vector is masked and afterwards."""
+    terms = SumTerms(b"one", 4, 6, 3, honest=4, colluders=1)
+    vector = np.zeros(3, np.uint64)
+
+    def clients() -> tuple[dict[int, SumClient], dict[int, Sealed]]:
+        found = {k: SumClient(k, terms) for k in range(6)}
+        server = SumServer(terms)
+        roster = server.roster({k: one.keys() for k, one in found.items()})
+        return found, server.passed_on({k: one.share(roster) for k, one in found.items()})
+
+    found, passed = clients()
+    few = Sealed({k: one for k, one in passed[0].of.items() if k < 4})
+    with pytest.raises(SecureSumError, match="4 clients are left, and 5 are needed"):
+        found[0].mask(vector, few)
+    found, passed = clients()
+    for k, one in found.items():
+        one.mask(vector, passed[k])
+    with pytest.raises(SecureSumError, match="4 clients are present, and 5 are needed"):
+        found[0].unmask(Present((0, 1, 2, 3)))
+    assert set(found[1].unmask(Present((0, 1, 2, 3, 4))).keys) == {5}
+
+
+@pytest.mark.parametrize(("honest", "colluders"), [(0, 0), (1, -1), (5, 1), (2, 3)])
+def test_honest_clients_and_colluders_are_among_the_clients(honest: int, colluders: int) -> None:
+    with pytest.raises(SecureSumError, match="colluders"):
+        SumTerms(b"one", 3, 5, 3, honest, colluders)
+
+
 def test_a_share_for_nobody_is_refused() -> None:
     """Masks that one side alone has would not cancel, and the sum be wrong unseen."""
     played = Played(clients=3, threshold=2)

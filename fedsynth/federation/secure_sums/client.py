@@ -35,25 +35,40 @@ class SumTerms:
     Args:
         name: of this sum, and no other one.
         threshold: so many clients are enough, and as many are needed, to take masks away. More
-            than half of the clients: a server that tells some that a client is lost, and others
-            that it is there, then lacks shares of one kind.
+            than half of clients and colluders: a server that tells some that a client is lost, and
+            others that it is there, then lacks shares of one kind.
         clients: how many there are; numbers go from 0.
         length: of vectors.
+        honest: H, so many honest clients' vectors a sum has at least: where each adds the noise of
+            1 of H, a sum of fewer has less noise than the guarantee needs.
+        colluders: so many clients may be on the server's side, beside the honest ones.
     """
 
     name: bytes
     threshold: int
     clients: int
     length: int
+    honest: int = 1
+    colluders: int = 0
 
     def __post_init__(self) -> None:
-        if not self.clients // 2 < self.threshold <= self.clients:
+        if self.honest < 1 or self.colluders < 0 or self.honest + self.colluders > self.clients:
             raise SecureSumError(
-                f"the threshold must be above half of the {self.clients} clients and at most all, "
-                f"got {self.threshold}"
+                f"{self.honest} honest clients and {self.colluders} colluders are not among "
+                f"{self.clients}"
+            )
+        if not (self.clients + self.colluders) // 2 < self.threshold <= self.clients:
+            raise SecureSumError(
+                f"the threshold must be above half of the {self.clients} clients and "
+                f"{self.colluders} colluders, and at most all clients, got {self.threshold}"
             )
         if self.length < 1 or not self.name:
             raise SecureSumError("a sum has a name, and vectors of at least one coordinate")
+
+    @property
+    def least(self) -> int:
+        """Of fewer clients there is no sum: the threshold, or H and the colluders."""
+        return max(self.threshold, self.honest + self.colluders)
 
 
 def usual_threshold(clients: int) -> int:
@@ -144,8 +159,8 @@ class SumClient:
 
     def _check(self, roster: Roster) -> None:
         keys = roster.keys
-        if len(keys) < self.terms.threshold or max(keys) >= self.terms.clients:
-            raise SecureSumError(f"{len(keys)} clients are no sum of {self.terms.threshold}")
+        if len(keys) < self.terms.least or max(keys) >= self.terms.clients:
+            raise SecureSumError(f"{len(keys)} clients are no sum of {self.terms.least}")
         own = keys.get(self.number)
         if own is None or own.mask != pairs.public(self._mask_key):
             raise SecureSumError("the server has other keys of this client")
@@ -185,9 +200,9 @@ class SumClient:
         senders = sorted(received.of)
         if self.number in senders or not set(senders) <= set(self._roster):
             raise SecureSumError("shares of clients that have no keys")
-        if len(senders) + 1 < self.terms.threshold:
+        if len(senders) + 1 < self.terms.least:
             raise SecureSumError(
-                f"{len(senders) + 1} clients are left, and {self.terms.threshold} are needed"
+                f"{len(senders) + 1} clients are left, and {self.terms.least} are needed"
             )
         words = vector + pairs.mask(
             pairs.derived(self._seed, pairs.OWN, self.terms.name), self.terms.length
@@ -215,9 +230,9 @@ class SumClient:
         """
         self._next(3)
         there = set(present.clients)
-        if len(there) < self.terms.threshold or not there <= set(self._shares):
+        if len(there) < self.terms.least or not there <= set(self._shares):
             raise SecureSumError(
-                f"{len(there)} clients are present, and {self.terms.threshold} are needed"
+                f"{len(there)} clients are present, and {self.terms.least} are needed"
             )
         if self.number not in there:
             raise SecureSumError("the server says that this client's vector is not there")

@@ -38,10 +38,11 @@ class SumServer:
         self._sealed: dict[int, Sealed] = {}
         self.masked: dict[int, Words] = {}
 
-    def _enough(self, clients: int, what: str) -> None:
-        if clients < self.terms.threshold:
+    def _enough(self, clients: int, what: str, least: int | None = None) -> None:
+        needed = self.terms.least if least is None else least
+        if clients < needed:
             raise SecureSumError(
-                f"{clients} clients have sent {what}, and {self.terms.threshold} are needed: "
+                f"{clients} clients have sent {what}, and {needed} are needed: "
                 "there is no sum, and the server has learned nothing"
             )
 
@@ -92,7 +93,7 @@ class SumServer:
             SecureSumError: too few shares, or such as are not what was shared: there is no sum.
         """
         answers = {k: one for k, one in shares.items() if k in self.masked}
-        self._enough(len(answers), "what takes the masks away")
+        self._enough(len(answers), "what takes the masks away", self.terms.threshold)
         total = sum(self.masked.values(), start=next(iter(self.masked.values())) * 0)
         name = self.terms.name
         for k in self.masked:
