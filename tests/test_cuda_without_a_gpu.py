@@ -86,7 +86,6 @@ ALLOWED = {
     ("methods/shared/around.py", "maps_around"): DRAWN,
     ("methods/fedsum.py", "FedSum._images"): DRAWN,
     ("methods/fedsum.py", "FedSum._set"): "which classes have images, once for each round",
-    ("methods/fedsum.py", "FedSum.facts"): RESULT,
     ("methods/fedfm.py", "FedFM.task"): LOOK,
     ("methods/fedgen.py", "FedGen._generator"): MODEL,
     ("methods/fedgen.py", "FedGen.complete"): RESULT,
