@@ -172,9 +172,9 @@ class FedStats(Method):
     honest: int = 0
     ipc: int = 0
     image_steps: int = 60
-    image_lr: float = 0.05
+    image_lr: float = 0.1
     teacher_weight: float = 0.1
-    smoothness: float = 1.0
+    smoothness: float = 0.3
 
     def __post_init__(self) -> None:
         check_ranges(self, centre_share=(1e-4, 0.9), moment_share=(1e-4, 0.999))
@@ -231,7 +231,9 @@ class FedStats(Method):
         """Centre and moments of round 1, and a step of each later round.
 
         Ratios are such that μ² is divided by the shares: with all of them the run's σ is that of a
-        single Gaussian release.
+        single Gaussian release. Signals are of C equally frequent classes, the examples of each alike
+        and any two orthogonal: then Σ e/b ⊗ z is n/C of C orthogonal terms of norm 1, of norm n/√C,
+        and so is Σ z zᵀ; all examples share their centre.
 
         Raises:
             SettingError: a clip or a rate is set, where the method's theorem has its own.
@@ -264,6 +266,7 @@ class FedStats(Method):
             clip=1.0,
             dimension=self._moment_width(d, classes, privacy),
             noise_ratio=self.moment_share**-0.5,
+            signal=classes**-0.5,
         )
         centre = make(
             name=CENTRE,
@@ -273,6 +276,7 @@ class FedStats(Method):
             dimension=d,
             noise_ratio=self.centre_share**-0.5,
             phase=FIRST,
+            signal=1.0,
         )
         step = make(
             name=STEP,
@@ -281,6 +285,7 @@ class FedStats(Method):
             clip=self.step_clip,
             dimension=classes * d,
             noise_ratio=math.sqrt(steps / rest),
+            signal=classes**-0.5,
         )
         return (moments, centre, step) if context.rounds > 1 else (moments, centre)
 

@@ -62,9 +62,9 @@ class ImageSteps:
     """
 
     steps: int = 60
-    learning_rate: float = 0.05
+    learning_rate: float = 0.1
     teacher_weight: float = 0.1
-    smoothness: float = 1.0
+    smoothness: float = 0.3
 
 
 def shrunk(class_means_Cd: Tensor, deviation: float) -> Tensor:
@@ -168,5 +168,3 @@ def total_variation(x_NCHW: Tensor) -> Tensor:
     across = (x_NCHW[..., 1:] - x_NCHW[..., :-1]).abs()
     total: Tensor = down.mean() + across.mean()
     return total
-
-
