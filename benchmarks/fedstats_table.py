@@ -162,7 +162,7 @@ def students(options: argparse.Namespace) -> None:
         run = partial(student_run, test_Nd=vectors_test)
         for seed in options.seeds:
             settings = settings_for(case, seed, options.device, options.quick)
-            settings = replace(settings, method=replace(settings.method, ipc=10))
+            settings = replace(settings, method=FedStats(ipc=10))
             results.get(f"{case.name} seed={seed}", settings, (train, test), run)
 
 

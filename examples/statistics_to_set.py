@@ -43,10 +43,13 @@ def main(folder: Path, epsilon: float = 30.0) -> tuple[float, float]:
     run = simulate(settings, output=folder / "runs", quiet=True)
     found = load_synthetic(export_run(str(run.folder), folder / "share"))
     model = own_model()
-    train_student(model, found.normalised(), found.soft_labels, teacher=run.model)
-    student = accuracy(model, load_dataset("digits")[1])
-    print(f"{found}: classifier {run.accuracy:.3f}, model trained on the images {student:.3f}")
-    return run.accuracy, student
+    labels = found.labels if found.soft_labels is None else found.soft_labels
+    train_student(model, found.normalised(), labels, teacher=run.model)
+    test = load_dataset("digits")[1]
+    teacher = accuracy(run.model, test)
+    student = accuracy(model, test)
+    print(f"{found}: classifier {teacher:.3f}, model trained on the images {student:.3f}")
+    return teacher, student
 
 
 if __name__ == "__main__":

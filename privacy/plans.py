@@ -6,6 +6,7 @@ these, and a step gets the charged series by the plan's name (`fedsynth.privacy.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -92,7 +93,7 @@ class PrivatePlan:
         if self.signal is None:
             return None
         noise = noise_multiplier * self.noise_ratio
-        return self.signal * records / (noise * (clients / self.shares * self.dimension) ** 0.5)
+        return self.signal * records / (noise * math.sqrt(clients / self.shares * self.dimension))
 
     def release(
         self,

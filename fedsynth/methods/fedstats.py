@@ -422,17 +422,24 @@ class FedStats(Method):
         uploads: Mapping[int, StatisticSums],
         context: RoundContext,
     ) -> FedStatsState:
-        """The closed form, or a step."""
-        if not self.enough(uploads, context):
-            return state
+        """The closed form, or a step; after the last round, images."""
+        if self.enough(uploads, context):
+            state = self._moved(state, uploads, context)
+        return self._with_images(state, context) if context.round == context.rounds else state
+
+    def _moved(
+        self,
+        state: FedStatsState,
+        uploads: Mapping[int, StatisticSums],
+        context: RoundContext,
+    ) -> FedStatsState:
         if context.round == 1:
             pool = self.pooled(uploads, MOMENTS, context)
             state = self._closed_form(state, pool, context)
             if self.ipc:
-                state = replace(state, class_means=self._class_means(pool, context))
-        else:
-            state = self._step(state, self.pooled(uploads, STEP, context), context)
-        return self._with_images(state, context) if context.round == context.rounds else state
+                return replace(state, class_means=self._class_means(pool, context))
+            return state
+        return self._step(state, self.pooled(uploads, STEP, context), context)
 
     def _class_means(self, pool: Pool, context: RoundContext) -> Tensor:
         """Of z about their common mean, drawn towards 0 as their noise asks, [C, d]: C/n times the

@@ -79,8 +79,8 @@ def test_a_budget_gives_sigma_for_each_mechanism() -> None:
 def test_a_plan_tells_the_signal_to_noise_of_releases_that_have_a_public_case() -> None:
     """σ = 2, four clients of 100, 324 features of the digits: centre Σ norm 400, moments and steps
     400/√10, over 2·√share⁻¹·√4·√D."""
-    words = ("privacy", "plan", "--method", "fedstats", "--n", "100", "--clients", "4")
-    words = (*words, "--sigma", "2", "--rounds", "3", "--dataset", "digits")
+    public = ("--n", "100", "--clients", "4", "--rounds", "3", "--dataset", "digits")
+    words = ("privacy", "plan", "--method", "fedstats", "--sigma", "2", *public)
     (plan,) = json.loads(call(*words, "--json").stdout)
     expected = [
         40 * 10**0.5 / (2 * 0.1**-0.5 * 2 * (324 * 325 // 2 + 3240) ** 0.5),
