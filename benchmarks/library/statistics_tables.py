@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from operator import itemgetter
 
 from library.rows import by_key, percents, spread, table
 
@@ -59,7 +60,7 @@ def _students() -> str:
         name = f"{dataset} eps=1 own alpha=0.5 K=10"
         cells = []
         for key in ("accuracy", "student_hard", "student_soft"):
-            values = percents(rows, name, SEEDS, lambda row, key=key: row[key])
+            values = percents(rows, name, SEEDS, itemgetter(key))
             cells.append(spread(values, len(SEEDS)))
         body.append([label, *cells])
     head = ["", "classifier on features", "ConvNet, hard labels", "ConvNet, soft labels"]

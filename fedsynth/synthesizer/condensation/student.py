@@ -35,6 +35,9 @@ class StudentSettings:
         views: augmented copies of each image beside it.
         flip: whether copies may be mirrored: not where left and right are told apart.
         seed: of copies, batches and mixing.
+
+    >>> StudentSettings(views=0).mixup
+    True
     """
 
     steps: int = 1000
