@@ -7,6 +7,7 @@ from typing import Any
 SMALL: dict[str, dict[str, Any]] = {
     "feddm": {"iterations": 3, "ipc": 2, "server_epochs": 2},
     "fedaf": {"iterations": 3, "ipc": 2, "server_epochs": 2},
+    "fedsum": {"iterations": 3, "ipc": 2, "server_epochs": 2},
     "real": {"ipc": 2, "server_epochs": 2},
     "fedstats": {"features": "pixels"},
     "feddf": {"local_epochs": 1, "server_steps": 3, "proxy": "noise"},
