@@ -135,7 +135,7 @@ class FedStats(Method):
 
     >>> from fedsynth import FedStats, PrivacySettings, RunSettings, simulate
     >>> result = simulate(RunSettings(FedStats(), rounds=4, privacy=PrivacySettings(epsilon=3.0)))
-    >>> result.accuracy > 0.7
+    >>> result.accuracy > 0.5  # about 0.75
     True
     """
 
