@@ -557,10 +557,10 @@ class Simulation:
         row["seconds"] = round(time.perf_counter() - started, 3)
         told = self._disclosed(row)
         self.metrics.append(row)
+        self._draw_round(number)  # before the checkpoint, which says that the round is over
         self._keep(context)
         if self.folder is not None:
             self.folder.append_metrics(told)
-            self._draw_round(number)
         self.observer.round_ended(told.shown)
 
     def _disclosed(self, row: Mapping[str, Any]) -> Disclosed:
