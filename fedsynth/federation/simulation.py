@@ -657,11 +657,12 @@ class Simulation:
         folder.write_model(self.server.final_parameters())
         uploads = {k: one for k, one in self.uploads.items() if isinstance(one, SyntheticSet)}
         sets = [(client, one.images, one.labels) for client, one in uploads.items()]
+        soft = [one.soft_labels() for one in uploads.values()]
         made = self.method.synthetic(self.server.state, self.context)
         if made is not None:
             sets.append((SERVER, *made))
+            soft.append(self.method.synthetic_soft_labels(self.server.state, self.context))
         if sets:
-            soft = [one.soft_labels() for one in uploads.values()]
             folder.write_synthetic(sets, self.context.spec, soft)
         folder.write_artefacts(artefacts)
         if report is not None and report.get("run") is not None:
