@@ -118,6 +118,8 @@ class ReportContext:
         shares: H of this run, where each client adds 1/√H of the noise that is charged, and a
             secure aggregation has to show the sums alone; 1: the noise is each client's own. The
             ledgers' rows say it of earlier runs, whose H counts as well.
+        own_code: what of the user's own code computes on private data ("the model x"), beside the
+            method.
         run: which run it is, and who answers for it; None makes a report as earlier versions did,
             without a first page.
         files: file of the run → its SHA-256.
@@ -151,6 +153,7 @@ class ReportContext:
     rows_before: Mapping[str, int] = field(default_factory=dict)
     abandoned: bool = False
     shares: int = 1
+    own_code: tuple[str, ...] = ()
     run: RunFacts | None = NAMELESS
     files: Mapping[str, str] = field(default_factory=dict)
 
@@ -307,6 +310,13 @@ def _assumptions(context: ReportContext, shares: int) -> list[str]:
         "Gaussian noise in floating point stands for the exact one; attacks on its low-order bits "
         "are not ruled out",
     ]
+    if context.own_code:
+        assumptions.append(
+            f"{' and '.join(context.own_code)}, which the user gave, makes of each example what "
+            "depends on that example alone, and nothing in it comes from private data: a trial on "
+            "random public images found no mixing of examples, and for the rest it is taken at its "
+            "word"
+        )
     if shares > 1:
         assumptions.append(
             "a secure aggregation shows of every release whose noise is that of several clients "

@@ -127,6 +127,7 @@ class FedStats(Method):
     upload: ClassVar[type[Message]] = StatisticSums
     state: ClassVar[type[ServerState]] = FedStatsState
     even_rounds: ClassVar[bool] = False
+    model_sees_data: ClassVar[bool] = False
     robust_refusal: ClassVar[str] = (
         "its server needs the sums over all clients' examples, which no rule on clients' shares "
         "of them can stand in for"

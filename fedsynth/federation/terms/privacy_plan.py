@@ -20,6 +20,8 @@ from fedsynth.errors import Setting, SettingError, Text, unknown_value
 from fedsynth.federation.terms.participation import Participation
 from fedsynth.federation.terms.planned_rounds import PlannedEpsilon, shown_rounds
 from fedsynth.federation.terms.settings import RunSettings
+from fedsynth.models.own import refuse_mixing
+from fedsynth.models.registry import is_own_model
 from fedsynth.privacy import accounting
 from fedsynth.privacy.accounting import Totals, totals
 from fedsynth.privacy.calibration import calibrate_noise_multiplier
@@ -93,6 +95,7 @@ class PrivacyPlan:
         privacy = replace(given, mechanism=mechanism)
         plans = tuple(method.private_plans(privacy, context))
         check_plans(plans)
+        _refuse_mixing_model(settings, context)
         if not method.even_rounds and settings.participation < 1:
             raise SettingError(
                 "run",
@@ -402,6 +405,12 @@ def check_method(method: Method) -> None:
             method.refusal or f"its upload has fields that no mechanism protects: {', '.join(bad)}"
         )
         raise UnaccountedReleaseError(f"{method.name} cannot run with differential privacy: {why}")
+
+
+def _refuse_mixing_model(settings: RunSettings, context: RoundContext) -> None:
+    """Refuses a model of one's own whose outputs are not each of its own image alone."""
+    if settings.method.model_sees_data and is_own_model(settings.model):
+        refuse_mixing(settings.model.name, context.architecture, context.spec.image_shape)
 
 
 def _refuse_own_proxy(method: Method, spec: DatasetSpec) -> None:
