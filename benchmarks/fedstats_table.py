@@ -1,7 +1,9 @@
-"""FedStats: accuracy of the classifier on features ("teacher") by ε, noise, skew and clients.
+"""FedStats: accuracy of the classifier on features ("teacher") by ε, noise, skew and clients; with
+`--students` that of ConvNets trained on the images made of the statistics, at ε = 1.
 
     FEDSYNTH_DATA=DIR python benchmarks/fedstats_table.py [--quick] [--json] [--only "mnist eps=1 "]
         [--datasets mnist fashion-mnist] [--epsilons 1] [--seeds 0] [--time-budget 3600]
+        [--students]
 
 Data sets MNIST, Fashion-MNIST, EMNIST letters and CIFAR-10; ε 0.5, 1, 3, 10 and none; Dir(0.01),
 Dir(0.5), Dir(100); every client's own noise, and aggregated noise; ten clients, at ε = 1 also 3 and
@@ -9,29 +11,47 @@ Dir(0.5), Dir(100); every client's own noise, and aggregated noise; ten clients,
 held-out part of its training images); the test images were looked at once, for the rows. Features
 are made once (`--cache`), so seconds are those of all else.
 
-Resumes: finished runs are lines of results/fedstats_table.jsonl, the important ones first; `--only`
-shares the work among processes, and after `--time-budget` seconds no further run is begun.
+A student is a ConvNet of width 32 and depth 3, trained on ten images of each class and nothing else:
+on hard labels, whose augmented copies keep them ("hard"), or on soft ones, with copies that the
+released classifier relabels ("soft").
+
+Resumes: finished runs are lines of results/fedstats_table.jsonl (of fedstats_students.jsonl with
+`--students`), the important ones first; `--only` shares the work among processes, and after
+`--time-budget` seconds no further run is begun.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torch import Tensor
+from safetensors.torch import load_file
+from torch import Tensor, nn
 
-from fedsynth import FedStats, PartitionSettings, PrivacySettings, RunSettings
+from fedsynth import (
+    FedStats,
+    ModelSettings,
+    PartitionSettings,
+    PrivacySettings,
+    RunSettings,
+    StudentSettings,
+    train_student,
+)
 from fedsynth.cli.memory import keep_large_allocations
 from fedsynth.core.feature_cache import keep_features
 from fedsynth.data.images import ImageData
 from fedsynth.data.load import load_dataset
-from fedsynth.data.registry import dataset_spec
+from fedsynth.data.registry import DatasetSpec, dataset_spec
+from fedsynth.evaluation.accuracy import accuracy
 from fedsynth.federation.simulation import simulate
 from fedsynth.models.feature_linear import embedded
+from fedsynth.models.registry import build_model
 from library import RESULTS
 from library.kept_features import vectors
 from library.options import add_share, table_options
@@ -42,6 +62,7 @@ EPSILONS = ("1", "10", "3", "0.5", "inf")
 ALPHAS = (0.01, 0.5, 100.0)
 SEEDS = (0, 1, 2, 3, 4)
 ROUNDS = 16
+STUDENT = StudentSettings(steps=800, views=10)
 
 
 class Case(NamedTuple):
@@ -93,15 +114,56 @@ def teacher_run(
 ) -> dict[str, Any]:
     """A run on training images whose features are kept, and its accuracy on kept test features."""
     result = simulate(settings, data=(data[0], None))
-    parameters = result.model.state_dict()
-    radius = FedStats().map_of(data[0].spec).radius
-    z = embedded(test_Nd, parameters["centre"].cpu(), radius)
-    guessed = (z @ parameters["classifier.weight"].cpu().T).argmax(dim=1)
     return {
-        "accuracy": float((guessed == labels_N).float().mean()),
+        "accuracy": _teacher_accuracy(result.model, data[0].spec, test_Nd, labels_N),
         "bytes": result.summary["upload_bytes"],
         "seconds": round(sum(row["seconds"] for row in result.metrics), 3),
     }
+
+
+def student_run(
+    settings: RunSettings, data: tuple[ImageData, ImageData], test_Nd: Tensor
+) -> dict[str, Any]:
+    """A run that makes images, and the accuracy of the classifier and of two students on `data[1]`,
+    whose features are `test_Nd`."""
+    train, test = data
+    with tempfile.TemporaryDirectory() as place:
+        result = simulate(settings, data=(train, None), output=place, quiet=True)
+        found = load_file(Path(str(result.folder)) / "synthetic.safetensors")
+    row = {"accuracy": _teacher_accuracy(result.model, train.spec, test_Nd, test.labels)}
+    chosen = {"hard": (found["labels"], None), "soft": (found["soft_labels"], result.model)}
+    for name, (labels, teacher) in chosen.items():
+        network = build_model(
+            ModelSettings(width=32), train.spec.image_shape, train.spec.classes, 0
+        )
+        train_student(network, found["images"], labels, STUDENT, teacher=teacher)
+        row[f"student_{name}"] = accuracy(network, test)
+    seconds = sum(one["seconds"] for one in result.metrics)
+    return {**row, "images": len(found["labels"]), "seconds": round(seconds, 3)}
+
+
+def _teacher_accuracy(
+    model: nn.Module, spec: DatasetSpec, test_Nd: Tensor, labels_N: Tensor
+) -> float:
+    """Of the released classifier on kept features."""
+    parameters = model.state_dict()
+    z = embedded(test_Nd, parameters["centre"].cpu(), FedStats().map_of(spec).radius)
+    guessed = (z @ parameters["classifier.weight"].cpu().T).argmax(dim=1)
+    return float((guessed == labels_N).float().mean())
+
+
+def students(options: argparse.Namespace) -> None:
+    """The rows of `--students`."""
+    path = RESULTS / f"fedstats_students{'_quick' if options.quick else ''}.jsonl"
+    results = Results(path, options.only, options.time_budget)
+    for dataset in options.datasets:
+        case = Case(dataset, "1", "own", 0.5, 10)
+        train, test, vectors_test = _prepared(dataset, options.cache)
+        run = partial(student_run, test_Nd=vectors_test)
+        for seed in options.seeds:
+            settings = settings_for(case, seed, options.device, options.quick)
+            settings = replace(settings, method=FedStats(ipc=10))
+            results.get(f"{case.name} seed={seed}", settings, (train, test), run)
 
 
 def main() -> None:
@@ -111,9 +173,13 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS))
     folder = Path(tempfile.gettempdir()) / "fedsynth-features"
     parser.add_argument("--cache", type=Path, default=folder, help="folder of kept features")
+    parser.add_argument("--students", action="store_true", help="train students on the images")
     add_share(parser)
     options = parser.parse_args()
     keep_large_allocations()
+    if options.students:
+        students(options)
+        return
     path = RESULTS / f"fedstats_table{'_quick' if options.quick else ''}.jsonl"
     results = Results(path, options.only, options.time_budget)
     kept: dict[str, Any] = {}

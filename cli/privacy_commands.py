@@ -46,6 +46,11 @@ PLAN_NAMED: tuple[tuple[str, Place], ...] = (
     ("steps", ("method", "local_epochs")),
 )
 
+SIGNAL = (
+    "S/N, signal to noise: of the sum over all clients, if the examples of each class were alike, and "
+    "any two\nclasses orthogonal (docs/fedstats.md); real classes have less"
+)
+
 privacy_app = typer.Typer(
     help="Plan a privacy budget; read, verify, sign and audit what a run claims.",
     no_args_is_help=True,
@@ -122,6 +127,8 @@ def plan(
 ) -> None:
     """What a budget buys, or a σ costs: before any data are touched, from public numbers alone.
 
+    With fedstats also the signal-to-noise ratio that each release can have.
+
     Examples: `fedsynth privacy plan --epsilon 8 --rounds 5`, `fedsynth privacy plan --sigma 3
     --method fedavg --n 6000`.
     """
@@ -194,7 +201,9 @@ def print_plans(plans: list[Plan]) -> None:
 
     console = Console()
     table = Table(title=f"plan, for one example of one client, δ = {plans[0].delta:g}")
-    for name in ("mechanism", "ε", "releases", "σ", "clip", "q", "a round"):
+    told = any("signal_to_noise" in row for p in plans for row in p.rows)
+    names = ("mechanism", "ε", "releases", "σ", "clip", "q", "a round")
+    for name in (*names, "S/N") if told else names:
         table.add_column(name)
     for p in plans:
         for number, row in enumerate(p.rows):
@@ -207,8 +216,11 @@ def print_plans(plans: list[Plan]) -> None:
                 f"{row['clip']:.4g}",
                 rate,
                 str(row["releases"]),
+                *([f"{row['signal_to_noise']:.3g}"] if "signal_to_noise" in row else []),
             )
     console.print(table)
+    if told:
+        print(SIGNAL)
     numbers = sorted(plans[0].epsilon)
     shown = (
         numbers

@@ -6,6 +6,7 @@ these, and a step gets the charged series by the plan's name (`fedsynth.privacy.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -35,6 +36,8 @@ class PrivatePlan:
         phase: the exchange that it is made in, "main" or "first".
         shares: H of secure aggregation: the noise that is charged is that of H clients together,
             each of whom adds 1/√H of its deviation; 1: every client adds all of it.
+        signal: norm of the sum over all clients' examples, over its bound (𝒞 for each example), in a
+            public case that the method's documentation describes; None: it names none.
 
     Raises:
         PrivacySettingError: an unknown phase, no share, or a dimension that is not of equal groups.
@@ -52,6 +55,7 @@ class PrivatePlan:
     noise_ratio: float = 1.0
     phase: str = MAIN
     shares: int = 1
+    signal: float | None = None
 
     def __post_init__(self) -> None:
         if self.phase not in PHASES:
@@ -71,6 +75,25 @@ class PrivatePlan:
                 f"of plan {self.name!r}, {self.groups}, must divide its {self.dimension} "
                 "coordinates evenly",
             )
+
+    def signal_to_noise(
+        self, noise_multiplier: float, records: float, clients: int
+    ) -> float | None:
+        """Norm of the pooled sum in the public case over the root mean square of its noise's norm:
+        signal·n·𝒞 / (σ·𝒞·√(K/H)·√D).
+
+        Args:
+            noise_multiplier: the run's σ.
+            records: n, the public number of examples (or users) of all clients.
+            clients: K, who each add noise.
+
+        Returns:
+            The ratio; None where the plan names no signal.
+        """
+        if self.signal is None:
+            return None
+        noise = noise_multiplier * self.noise_ratio
+        return self.signal * records / (noise * math.sqrt(clients / self.shares * self.dimension))
 
     def release(
         self,

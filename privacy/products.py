@@ -210,7 +210,7 @@ def svec(matrix: Tensor) -> Tensor:
 def smat(vector_D: Tensor, d: int) -> Tensor:
     """The symmetric matrix [d, d] whose `svec` this is.
 
-    >>> smat(svec(torch.tensor([[1.0, 2.0], [2.0, 3.0]])), 2).tolist()
+    >>> smat(svec(torch.tensor([[1.0, 2.0], [2.0, 3.0]])), 2).round().tolist()
     [[1.0, 2.0], [2.0, 3.0]]
     """
     row, column = torch.triu_indices(d, d, device=vector_D.device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from operator import itemgetter
 
 from library.rows import by_key, percents, spread, table
 
@@ -51,10 +52,26 @@ def _clients() -> str:
     return table(["", "3 clients", "10 clients", "50 clients"], body)
 
 
+def _students() -> str:
+    """Classifier and students at ε = 1 with own noise, Dir(0.5), ten clients, ten images a class."""
+    rows = by_key("fedstats_students")
+    body = []
+    for dataset, label in DATASETS.items():
+        name = f"{dataset} eps=1 own alpha=0.5 K=10"
+        cells = []
+        for key in ("accuracy", "student_hard", "student_soft"):
+            values = percents(rows, name, SEEDS, itemgetter(key))
+            cells.append(spread(values, len(SEEDS)))
+        body.append([label, *cells])
+    head = ["", "classifier on features", "ConvNet, hard labels", "ConvNet, soft labels"]
+    return table(head, body)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "fedstats-own": partial(_teacher, "own"),
     "fedstats-secure": partial(_teacher, "secure"),
     "fedstats-skew": _skew,
     "fedstats-clients": _clients,
+    "fedstats-students": _students,
 }
 SENTENCES: list[tuple[str, str, Callable[[], list[str]]]] = []

@@ -260,6 +260,10 @@ class Method:
         values alone."""
         return None
 
+    def synthetic_soft_labels(self, state: State, context: RoundContext) -> torch.Tensor | None:
+        """Soft labels [N, classes] of the images of `synthetic`, rows of sum 1; None: it has none."""
+        return None
+
     def client_bytes(self, context: RoundContext) -> int | None:
         """Memory that one more client in a `client_step` takes, about; None: clients go one at a
         time, as nothing is gained by a group.

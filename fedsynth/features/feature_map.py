@@ -34,8 +34,8 @@ class FeatureMap:
         radius: R, a public constant in the same units: about the distance of an image's vector from
             the mean of all. fedstats clips (φ − m)/R to norm 1.
         source: where the two constants come from, for the report.
-        function: float32 pixels in [0, 1] [N, C, H, W] -> [N, d], differentiable where images are to
-            be made from statistics.
+        function: float32 pixels in [0, 1] [N, C, H, W] -> [N, d], differentiable where images are
+            to be made from statistics.
 
     Raises:
         SettingError: a dimension below 1, or a constant that is not positive and finite.

@@ -557,10 +557,10 @@ class Simulation:
         row["seconds"] = round(time.perf_counter() - started, 3)
         told = self._disclosed(row)
         self.metrics.append(row)
+        self._draw_round(number)  # before the checkpoint, which says that the round is over
         self._keep(context)
         if self.folder is not None:
             self.folder.append_metrics(told)
-            self._draw_round(number)
         self.observer.round_ended(told.shown)
 
     def _disclosed(self, row: Mapping[str, Any]) -> Disclosed:
@@ -657,11 +657,12 @@ class Simulation:
         folder.write_model(self.server.final_parameters())
         uploads = {k: one for k, one in self.uploads.items() if isinstance(one, SyntheticSet)}
         sets = [(client, one.images, one.labels) for client, one in uploads.items()]
+        soft = [one.soft_labels() for one in uploads.values()]
         made = self.method.synthetic(self.server.state, self.context)
         if made is not None:
             sets.append((SERVER, *made))
+            soft.append(self.method.synthetic_soft_labels(self.server.state, self.context))
         if sets:
-            soft = [one.soft_labels() for one in uploads.values()]
             folder.write_synthetic(sets, self.context.spec, soft)
         folder.write_artefacts(artefacts)
         if report is not None and report.get("run") is not None:

@@ -44,8 +44,11 @@ class FeatureLinear(nn.Module):
 
     def embed(self, x_NCHW: Tensor) -> Tensor:
         """z, [N, d], of norm at most 1."""
-        pixels = x_NCHW * self.std + self.mean  # type: ignore[operator]
-        return embedded(self.features(pixels), self.centre, self.features.radius)  # type: ignore[arg-type]
+        return self.embed_pixels(x_NCHW * self.std + self.mean)  # type: ignore[operator]
+
+    def embed_pixels(self, pixels_NCHW: Tensor) -> Tensor:
+        """z of pixels in [0, 1], [N, d]."""
+        return embedded(self.features(pixels_NCHW), self.centre, self.features.radius)  # type: ignore[arg-type]
 
     def forward(self, x_NCHW: Tensor) -> Tensor:
         logits: Tensor = self.classifier(self.embed(x_NCHW))

@@ -36,7 +36,7 @@ CASES: list[tuple[str, tuple[str, ...], str]] = [
         "feddm",
         ("--set", "ipc"),
         "KEY=VALUE of the method, or SECTION.KEY=VALUE of method, run, data, partition, model, "
-        "privacy; got 'ipc'",
+        "privacy, report; got 'ipc'",
     ),
     ("feddm", ("--set", "=3"), "got '=3'"),
     ("feddm", ("--set", "batch=ten"), "--set method.batch must be a whole number, got 'ten'"),

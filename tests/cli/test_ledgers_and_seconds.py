@@ -244,7 +244,7 @@ def test_plans_of_enormous_runs_come_at_once(fedsynth: Train, words: tuple[str, 
 def test_a_plan_that_draws_for_long_says_so(
     fedsynth: Train, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    few = ("--method", "fedavg", "--participation", "0.1", "--rounds")
+    few = ("--method", "fedavg", "--participation", "0.2", "--rounds")
     dry = ("train", "--dry-run", "--dp-sigma", "3", *few)
     plan = ("privacy", "plan", "--sigma", "3", *few)
     for words in (dry, plan):

@@ -24,9 +24,10 @@ CASES: dict[str, tuple[str, ...]] = {
 }
 FILES = {"config.toml", "metrics.jsonl", "summary.json", "model.safetensors"}
 SIMULATION_ONLY = {
-    f"simulation_only/{name}" for name in ("README.txt", "partition.txt", "partition.png")
+    f"simulation_only/{name}"
+    for name in ("README.txt", "partition.txt", "partition.png", "partition.json")
 }
-IMAGES = {"synthetic.safetensors", "synthetic.png"}
+IMAGES = {"synthetic.safetensors", "synthetic.png", "synthetic_by_round/round-00001.png"}
 PRIVACY = {
     *(f"privacy_report.{e}" for e in ("json", "md", "html")),
     "ledger/client-000.jsonl",

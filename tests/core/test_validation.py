@@ -92,7 +92,17 @@ def test_every_conversion_names_section_and_key(cls: Any, base: dict[str, Any]) 
 
 def test_a_runs_own_conversions_name_them_too() -> None:
     assert set(RUN_KINDS) == set(field_types(RunSettings)) - {
-        *("method", "dataset", "data_root", "partition", "model", "privacy", "ledger", "folder")
+        *(
+            "method",
+            "dataset",
+            "data_root",
+            "partition",
+            "model",
+            "privacy",
+            "ledger",
+            "folder",
+            "report",
+        )
     }
     for name, kind in RUN_KINDS.items():
         if kind is not str:

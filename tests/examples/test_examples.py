@@ -134,3 +134,10 @@ def test_fedprox_keeps_partial_work(capsys: pytest.CaptureFixture[str]) -> None:
     gammas = [float(g) for g in re.findall(r"largest ([\d.]+)", capsys.readouterr().out)]
     assert len(gammas) == 3
     assert max(gammas[1:]) > gammas[0]  # stragglers solve their subproblems less exactly
+
+
+def test_a_set_from_statistics_trains_a_model_of_ones_own(tmp_path: Path) -> None:
+    teacher, student = runpy.run_path(str(EXAMPLES / "statistics_to_set.py"))["main"](tmp_path)
+    assert teacher > 0.85
+    assert student > 0.25  # about 0.5; chance is 0.1
+    assert len((EXAMPLES / "statistics_to_set.py").read_text().splitlines()) <= 60

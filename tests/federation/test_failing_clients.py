@@ -249,7 +249,7 @@ def test_a_private_run_with_failures_is_verified(name: str, tmp_path: Path) -> N
     assert any("lost" in row for row in result.metrics)
     missed = [row["not_counted"]["exchange"] for row in result.metrics if "not_counted" in row]
     assert missed
-    assert (FIRST in missed) == (name in ("fedfm", "fedaf"))
+    assert (FIRST in missed) == (name in ("fedfm", "fedaf", "fedstats"))
 
 
 def test_what_was_computed_is_charged_and_what_was_not_is_not(tmp_path: Path) -> None:

@@ -205,7 +205,8 @@ def test_every_field_of_every_upload_is_checked(name: str) -> None:
             assert why.startswith(field), f"{field} {attack}: {why}"
             assert len(why) < 400
             tried += 1
-    assert tried >= 20 or name == "solo"
+    least = {"solo": 0, "fedstats": 10}.get(name, 20)  # fedstats sends one vector an exchange
+    assert tried >= least
 
 
 def test_there_are_enough_attacks() -> None:

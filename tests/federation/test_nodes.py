@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import load_file
 
 from fedsynth import resolve, simulate
 from fedsynth.data.registry import DatasetSpec, dataset_spec
@@ -118,6 +119,18 @@ def test_a_run_over_nodes_ends_as_a_simulation(place: Place, method: str) -> Non
     for name, value in together.model.state_dict().items():
         torch.testing.assert_close(served.parameters[name], value, rtol=1e-5, atol=1e-6)
     assert served.metrics[-1]["test_accuracy"] == together.metrics[-1]["test_accuracy"]
+
+
+def test_what_the_server_makes_is_kept_with_its_soft_labels(place: Place) -> None:
+    """FedStats' images, as a simulation keeps them."""
+    given = sections("fedstats", method={"features": "pixels", "ipc": 1, "image_steps": 2})
+    kept = load_file(place.serve(given).folder / "synthetic.safetensors")
+    together = simulate(resolve(given), output=place.folder / "simulated", quiet=True)
+    assert together.folder is not None
+    expected = load_file(together.folder / "synthetic.safetensors")
+    assert kept.keys() == expected.keys() >= {"images", "labels", "soft_labels", "client"}
+    assert kept["client"].tolist() == [-1] * 10
+    torch.testing.assert_close(kept["soft_labels"], expected["soft_labels"], rtol=0, atol=1e-3)
 
 
 def test_a_round_is_one_message_an_exchange(place: Place) -> None:

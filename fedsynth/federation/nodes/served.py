@@ -41,7 +41,7 @@ from fedsynth.federation.outputs.losses import losses
 from fedsynth.federation.outputs.measure import Measure
 from fedsynth.federation.outputs.report_context import report_context
 from fedsynth.federation.outputs.result import summarise
-from fedsynth.federation.outputs.run_folder import PRIVATE_START, RunFolder
+from fedsynth.federation.outputs.run_folder import PRIVATE_START, SERVER, RunFolder
 from fedsynth.federation.terms.devices import resolve_device
 from fedsynth.federation.terms.given_data import NO_TEST, PUBLIC
 from fedsynth.federation.terms.participation import Participation
@@ -295,13 +295,15 @@ class _Run:
         return build_report(replace(context, fresh_ledger=False, no_ledger=""), histories)
 
     def _write_sets(self) -> None:
-        sets = [
-            (client, upload.images, upload.labels)
-            for client, upload in self.uploads.items()
-            if isinstance(upload, SyntheticSet)
-        ]
+        sent = {k: one for k, one in self.uploads.items() if isinstance(one, SyntheticSet)}
+        sets = [(client, one.images, one.labels) for client, one in sent.items()]
+        soft = [one.soft_labels() for one in sent.values()]
+        made = self.method.synthetic(self.server.state, self.context)
+        if made is not None:
+            sets.append((SERVER, *made))
+            soft.append(self.method.synthetic_soft_labels(self.server.state, self.context))
         if sets:
-            self.folder.write_synthetic(sets, self.proposal.spec)
+            self.folder.write_synthetic(sets, self.proposal.spec, soft)
             try:
                 self.folder.draw_synthetic(sets, self.proposal.spec)
             except OutputError as error:

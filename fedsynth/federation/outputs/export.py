@@ -85,8 +85,8 @@ def export_run(
         `out`.
 
     Raises:
-        OutputError: the run made no synthetic images, did not finish, or guarantees nothing (without
-            `unprotected`); `out` is there, or cannot be written.
+        OutputError: the run made no synthetic images, did not finish, or guarantees nothing
+            (without `unprotected`); `out` is there, or cannot be written.
         PrivacyError: the run's report does not follow from its ledgers.
 
     >>> export_run("/no/such/run", "share")

@@ -19,6 +19,7 @@ from fedsynth.federation.terms.public_context import public_context
 from fedsynth.federation.terms.settings import RunSettings, resolve
 from fedsynth.privacy.errors import PrivacySettingError
 from fedsynth.privacy.mechanism_facts import mechanism_facts
+from fedsynth.privacy.plans import PrivatePlan
 from fedsynth.privacy.plots import line_plot
 from fedsynth.privacy.settings import needs_a_budget
 
@@ -42,7 +43,8 @@ class Plan:
         delta: δ.
         target: the budget that was asked for, if one was.
         rows: each thing that a client releases in a round, by `quantity`, with its own σ, clip, q
-            and number.
+            and number; where the method names a public case, also the pooled sum's
+            `signal_to_noise` (`PrivatePlan.signal_to_noise`).
     """
 
     mechanism: str
@@ -58,16 +60,7 @@ class Plan:
 
 def plan_of(plan: PrivacyPlan, target: float | None) -> Plan:
     """What a planned run costs."""
-    rows = tuple(
-        {
-            "quantity": one.quantity,
-            "noise_multiplier": plan.sigma * one.noise_ratio,
-            "clip": one.clip,
-            "sample_rate": one.sample_rate,
-            "releases": one.steps,
-        }
-        for one in plan.plans
-    )
+    rows = tuple(_row(plan, one) for one in plan.plans)
     chief = plan.chief
     return Plan(
         mechanism=chief.mechanism,
@@ -80,6 +73,20 @@ def plan_of(plan: PrivacyPlan, target: float | None) -> Plan:
         target=target,
         rows=rows,
     )
+
+
+def _row(plan: PrivacyPlan, one: PrivatePlan) -> Mapping[str, Any]:
+    """One kind of release."""
+    row: dict[str, Any] = {
+        "quantity": one.quantity,
+        "noise_multiplier": plan.sigma * one.noise_ratio,
+        "clip": one.clip,
+        "sample_rate": one.sample_rate,
+        "releases": one.steps,
+    }
+    clients = plan.run.partition.clients
+    ratio = one.signal_to_noise(plan.sigma, clients * plan.nominal_size, clients)
+    return row if ratio is None else {**row, "signal_to_noise": ratio}
 
 
 def long_draw(settings: RunSettings) -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from fedsynth.data.declaration import Declaration, require_signed
@@ -13,7 +14,7 @@ from fedsynth.data.load import load_dataset
 from fedsynth.data.load_folder import FolderData, read_folder
 from fedsynth.data.partition import GIVEN, IntArray
 from fedsynth.data.registry import DatasetSpec, dataset_spec
-from fedsynth.errors import DataError, PartitionError, Setting, Text
+from fedsynth.errors import DataError, PartitionError, Setting, SettingError, Text
 from fedsynth.federation.terms.given_data import NO_TEST, checked_data, kind_of_test
 from fedsynth.federation.terms.settings import RunSettings
 
@@ -131,6 +132,18 @@ def _required(declaration: Declaration | None, settings: RunSettings) -> Declara
     return declaration
 
 
+def _require_same_ledger(given: str | Path | None, declared: Path) -> None:
+    """What was spent on these images is in the declared one: with another it would not count."""
+    if given is not None and Path(given).expanduser().resolve() != declared.resolve():
+        raise SettingError(
+            "privacy",
+            "ledger",
+            f"must be that of the declaration, {declared}, or be left out: with another what these "
+            "images have spent would not count",
+            value=str(given),
+        )
+
+
 def with_declared(settings: RunSettings, declaration: Declaration) -> RunSettings:
     """The settings, with what the declaration says where they say nothing."""
     settings = replace(settings, dataset=declaration.spec.name)
@@ -142,6 +155,7 @@ def with_declared(settings: RunSettings, declaration: Declaration) -> RunSetting
         return settings
     if privacy.max_records is None:
         privacy = replace(privacy, max_records=declaration.most_images)
-    if privacy.ledger is None and declaration.ledger is not None:
+    if declaration.ledger is not None:
+        _require_same_ledger(privacy.ledger, declaration.ledger)
         privacy = replace(privacy, ledger=declaration.ledger)
     return replace(settings, privacy=privacy)

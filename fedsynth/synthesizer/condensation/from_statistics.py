@@ -1,0 +1,170 @@
+"""Images from class statistics of fixed features: post-processing of what was released, no data.
+
+The released sum Σ (e_y − 1/C) ⊗ z over n examples, times C/n, is of classes that are about as
+frequent the class means of z about their common mean. Start images, which are public, are moved
+until theirs are the same, the released classifier gives each image its class, and neighbouring
+pixels are alike (total variation, as in Mahendran & Vedaldi 2015, arXiv 1412.0035):
+
+    Σ_c ‖(mean_c z − mean z) − t_c‖² / Σ_c ‖t_c‖²  +  a·cross-entropy  +  b·total variation
+
+Nothing here has an argument that private data could be in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fedsynth.features.random_images import random_images
+
+CANDIDATES = 10
+"""Random-process images that are drawn for each start image that is taken."""
+AT_ONCE = 200
+
+
+@dataclass(frozen=True, eq=False)
+class ReleasedStatistics:
+    """What images are made from: public and released values.
+
+    Attributes:
+        embed: pixels in [0, 1] [N, C, H, W] -> z [N, d], differentiable.
+        weight: of the released classifier on z, [classes, d].
+        class_means: t_c, of z by class about their common mean, [classes, d].
+    """
+
+    embed: Callable[[Tensor], Tensor]
+    weight: Tensor
+    class_means: Tensor
+
+    def distance(self, z_CId: Tensor) -> Tensor:
+        """Of class means [classes, I, d] -> about their mean from `class_means`, squared, relative
+        to theirs; a scalar."""
+        means = z_CId.mean(dim=1)
+        about = means - means.mean(dim=0)
+        size = self.class_means.square().sum().clamp_min(1e-12)
+        gap: Tensor = (about - self.class_means).square().sum() / size
+        return gap
+
+
+@dataclass(frozen=True)
+class ImageSteps:
+    """How images are moved.
+
+    Args:
+        steps: of Adam.
+        learning_rate: in pixel units, where 1 is white.
+        teacher_weight: a, of the classifier's cross-entropy.
+        smoothness: b, of the mean absolute difference of neighbours.
+    """
+
+    steps: int = 60
+    learning_rate: float = 0.1
+    teacher_weight: float = 0.1
+    smoothness: float = 0.3
+
+
+def shrunk(class_means_Cd: Tensor, deviation: float) -> Tensor:
+    """Noisy means drawn towards 0 as their noise asks: the positive-part James-Stein estimate,
+    (1 − d·σ²/‖t_c‖²)₊ t_c of each class.
+
+    Args:
+        class_means_Cd: released, about their common mean.
+        deviation: σ of the noise in each coordinate, which is public.
+
+    >>> shrunk(torch.tensor([[3.0, 4.0], [0.3, 0.4]]), deviation=1.0).norm(dim=1)
+    tensor([4.6000, 0.0000])
+    """
+    size = class_means_Cd.square().sum(dim=1, keepdim=True).clamp_min(1e-12)
+    noise = class_means_Cd.shape[1] * deviation**2
+    return class_means_Cd * (1 - noise / size).clamp_min(0)
+
+
+def public_start(
+    statistics: ReleasedStatistics,
+    ipc: int,
+    image_shape: tuple[int, int, int],
+    generator: torch.Generator,
+) -> Tensor:
+    """Of random-process images those that the classifier takes for a class most surely, each once,
+    [classes, ipc, C, H, W] in [0, 1], on the weight's device."""
+    device = statistics.weight.device
+    classes = len(statistics.weight)
+    drawn = random_images(CANDIDATES * classes * ipc, image_shape, generator).to(device)
+    with torch.no_grad():
+        parts = [statistics.embed(some) @ statistics.weight.T for some in drawn.split(AT_ONCE)]
+    scores = torch.log_softmax(torch.cat(parts), dim=1)
+    chosen = []
+    for label in range(classes):
+        best = scores[:, label].topk(ipc).indices
+        chosen.append(drawn[best])
+        scores[best] = -torch.inf  # taken
+    return torch.stack(chosen)
+
+
+def images_from_statistics(
+    statistics: ReleasedStatistics,
+    start_CICHW: Tensor,
+    settings: ImageSteps,
+    report: Callable[[int, int], None] = lambda done, total: None,
+) -> Tensor:
+    """Moves start images towards released statistics.
+
+    Args:
+        statistics: released.
+        start_CICHW: [classes, ipc, C, H, W] in [0, 1]; is left as it is.
+        settings: how.
+        report: told of steps that are done, and of how many there are.
+
+    Returns:
+        Pixels [classes, ipc, C, H, W] in [0, 1].
+    """
+    shape = start_CICHW.shape
+    pixels = start_CICHW.flatten(0, 1).clone().requires_grad_(True)
+    labels = torch.arange(shape[0], device=pixels.device).repeat_interleave(shape[1])
+    adam = torch.optim.Adam([pixels], lr=settings.learning_rate)
+    for step in range(settings.steps):
+        adam.param_groups[0]["lr"] = settings.learning_rate * (1 - step / settings.steps)
+        pixels.grad = _gradient(statistics, pixels.detach(), labels, settings)
+        adam.step()
+        with torch.no_grad():
+            pixels.clamp_(0, 1)
+        report(step + 1, settings.steps)
+    return pixels.detach().view(shape)
+
+
+def _gradient(
+    statistics: ReleasedStatistics, pixels: Tensor, labels: Tensor, settings: ImageSteps
+) -> Tensor:
+    """Of the loss by the pixels, with the graph of `AT_ONCE` images in memory at a time."""
+    classes = len(statistics.weight)
+    with torch.no_grad():
+        z = torch.cat([statistics.embed(some) for some in pixels.split(AT_ONCE)])
+    z.requires_grad_(True)
+    with torch.enable_grad():
+        loss = statistics.distance(z.view(classes, -1, z.shape[1]))
+        wrong = F.cross_entropy(z @ statistics.weight.T, labels)
+        (by_z,) = torch.autograd.grad(loss + settings.teacher_weight * wrong, z)
+    found = []
+    for some, pulled in zip(pixels.split(AT_ONCE), by_z.split(AT_ONCE), strict=True):
+        leaf = some.clone().requires_grad_(True)
+        with torch.enable_grad():
+            moved = (statistics.embed(leaf) * pulled).sum()
+            rough = settings.smoothness * len(some) / len(pixels) * total_variation(leaf)
+            found.extend(torch.autograd.grad(moved + rough, leaf))
+    return torch.cat(found)
+
+
+def total_variation(x_NCHW: Tensor) -> Tensor:
+    """Mean absolute difference of neighbouring pixels, down and across, a scalar.
+
+    >>> float(total_variation(torch.tensor([[[[0.0, 1.0], [0.0, 1.0]]]])))
+    1.0
+    """
+    down = (x_NCHW[..., 1:, :] - x_NCHW[..., :-1, :]).abs()
+    across = (x_NCHW[..., 1:] - x_NCHW[..., :-1]).abs()
+    total: Tensor = down.mean() + across.mean()
+    return total

@@ -1,0 +1,152 @@
+"""A network trained on a synthetic set alone: mixup, and augmented images that a teacher relabels.
+
+The set and the teacher are released or public, and so is all that comes of them. With few images a
+student sees little variety; the teacher labels any image, so images that are moved, scaled, turned
+or covered get labels of their own (after Asano & Saeed 2023, arXiv 2112.00725), and pairs are mixed
+(mixup: Zhang et al. 2018, arXiv 1710.09412).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fedsynth.core.validation import check_ranges
+from fedsynth.seeding import torch_generator
+from fedsynth.synthesizer.condensation.siamese import SiameseAugmentation
+
+AT_ONCE = 200
+
+
+@dataclass(frozen=True)
+class StudentSettings:
+    """How a student is trained.
+
+    Args:
+        steps: of AdamW; the learning rate falls to 0 by a cosine.
+        batch: images of a step.
+        learning_rate: the first.
+        weight_decay: AdamW's.
+        mixup: whether pairs are mixed, in shares uniform on [0, 1].
+        views: augmented copies of each image beside it.
+        flip: whether copies may be mirrored: not where left and right are told apart.
+        seed: of copies, batches and mixing.
+
+    >>> StudentSettings(views=0).mixup
+    True
+    """
+
+    steps: int = 1000
+    batch: int = 64
+    learning_rate: float = 2e-3
+    weight_decay: float = 1e-2
+    mixup: bool = True
+    views: int = 20
+    flip: bool = False
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_ranges(self, steps=(1, 10**7), batch=(2, 10**6), views=(0, 10**4))
+        check_ranges(self, learning_rate=(0, 10), weight_decay=(0, 10))
+
+
+def train_student(
+    student: nn.Module,
+    images_NCHW: Tensor,
+    labels: Tensor,
+    settings: StudentSettings | None = None,
+    *,
+    teacher: nn.Module | None = None,
+    report: Callable[[int, int], None] = lambda done, total: None,
+) -> None:
+    """Trains a network in place on synthetic images and nothing else.
+
+    Args:
+        student: any network from normalised images to logits.
+        images_NCHW: normalised; `SharedSet.normalised()`, say.
+        labels: classes [N], or soft labels [N, classes].
+        settings: how; None: `StudentSettings()`.
+        teacher: relabels augmented copies by its softmax; None: they keep their image's label.
+        report: told of steps that are done, and of how many there are.
+
+    >>> from fedsynth import ModelSettings
+    >>> from fedsynth.models.registry import build_model
+    >>> student = build_model(ModelSettings("linear"), (1, 8, 8), classes=2, seed=0)
+    >>> images = torch.ones(2, 1, 8, 8) * torch.tensor([-1.0, 1.0]).view(2, 1, 1, 1)
+    >>> train_student(student, images, torch.tensor([0, 1]), StudentSettings(steps=50, views=0))
+    >>> student(images).argmax(dim=1).tolist()
+    [0, 1]
+    """
+    how = settings or StudentSettings()
+    x, y = augmented(images_NCHW, as_shares(labels, student, images_NCHW), how, teacher)
+    draws = torch_generator(how.seed, "student training")
+    optimiser = torch.optim.AdamW(
+        student.parameters(), lr=how.learning_rate, weight_decay=how.weight_decay
+    )
+    falling = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, how.steps)
+    mode = student.training
+    student.train()
+    for step in range(how.steps):
+        rows = torch.randint(len(x), (2, how.batch), generator=draws).to(x.device)
+        share = torch.rand(how.batch, generator=draws).to(x.device) if how.mixup else None
+        optimiser.zero_grad()
+        with torch.enable_grad():
+            F.cross_entropy(student(mixed(x, rows, share)), mixed(y, rows, share)).backward()
+        optimiser.step()
+        falling.step()
+        report(step + 1, how.steps)
+    student.train(mode)
+
+
+def as_shares(labels: Tensor, student: nn.Module, images_NCHW: Tensor) -> Tensor:
+    """Labels [N] as one-hot rows of as many classes as the student has; rows [N, C] as they are."""
+    if labels.dim() == 2:
+        return labels.float()
+    mode = student.training
+    with torch.no_grad():
+        classes = student.eval()(images_NCHW[:1]).shape[1]
+    student.train(mode)
+    return F.one_hot(labels, classes).float()
+
+
+def augmented(
+    images_NCHW: Tensor, shares_NC: Tensor, settings: StudentSettings, teacher: nn.Module | None
+) -> tuple[Tensor, Tensor]:
+    """The images with their copies [(1 + views)·N, C, H, W], and rows of labels."""
+    draws = torch_generator(settings.seed, "student's copies", device=images_NCHW.device)
+    kept = [images_NCHW]
+    rows = [shares_NC]
+    each = torch.arange(len(images_NCHW), device=images_NCHW.device)
+    for _ in range(settings.views):
+        change = SiameseAugmentation(len(images_NCHW), draws, flip=settings.flip)
+        copies = change(images_NCHW, each)
+        kept.append(copies)
+        rows.append(shares_NC if teacher is None else soft_labels(teacher, copies))
+    return torch.cat(kept), torch.cat(rows)
+
+
+def soft_labels(teacher: nn.Module, images_NCHW: Tensor) -> Tensor:
+    """The teacher's softmax [N, classes]; its mode is restored."""
+    mode = teacher.training
+    teacher.eval()
+    with torch.no_grad():
+        parts = [torch.softmax(teacher(some), dim=1) for some in images_NCHW.split(AT_ONCE)]
+    teacher.train(mode)
+    return torch.cat(parts)
+
+
+def mixed(values: Tensor, rows_2B: Tensor, share_B: Tensor | None) -> Tensor:
+    """share·values[first] + (1 − share)·values[second]; without shares the first alone.
+
+    >>> mixed(torch.tensor([0.0, 4.0]), torch.tensor([[1], [0]]), torch.tensor([0.25]))
+    tensor([1.])
+    """
+    first = values[rows_2B[0]]
+    if share_B is None:
+        return first
+    share = share_B.view(-1, *[1] * (values.dim() - 1))
+    return share * first + (1 - share) * values[rows_2B[1]]

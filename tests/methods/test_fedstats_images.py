@@ -1,0 +1,146 @@
+"""FedStats' images: a function of released state alone, kept with soft labels, worth training on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from fedsynth import (
+    FedStats,
+    ModelSettings,
+    PrivacySettings,
+    RunSettings,
+    export_run,
+    load_dataset,
+    load_synthetic,
+    simulate,
+)
+from fedsynth.core.context import RoundContext, round_context
+from fedsynth.data.registry import dataset_spec
+from fedsynth.evaluation.accuracy import accuracy
+from fedsynth.methods.fedstats import FedStatsState, StatisticSums
+from fedsynth.methods.shared.class_statistics import target_norm
+from fedsynth.models.feature_linear import feature_linear
+from fedsynth.models.registry import build_model
+from fedsynth.privacy.plans import PrivatePlan
+from fedsynth.synthesizer.condensation.student import StudentSettings, train_student
+
+SPEC, CPU = dataset_spec("digits"), torch.device("cpu")
+SMALL = FedStats(features="pixels", ipc=2, image_steps=5)
+
+
+def context(number: int = 1, rounds: int = 1, sigma: float | None = None) -> RoundContext:
+    privacy = None if sigma is None else PrivacySettings(noise_multiplier=sigma)
+    network = feature_linear(SMALL.map_of(SPEC), SPEC)
+    return round_context(number, 0, CPU, SPEC, network, 20.0, privacy, rounds=rounds)
+
+
+def begun() -> FedStatsState:
+    network = feature_linear(SMALL.map_of(SPEC), SPEC)
+    return FedStatsState(network.state_dict())
+
+
+@pytest.mark.parametrize("second", ["yes", "no"])
+def test_class_means_are_those_of_the_sums(second: str) -> None:
+    """Of classes that are equally frequent: their means about the common one, by NumPy."""
+    z = 0.1 * np.random.default_rng(0).normal(size=(20, 64))
+    labels = np.arange(20) % 10
+    crossed = (np.eye(10)[labels] - 0.1).T @ z / target_norm(10)
+    squares = np.array([z[:, i] @ z[:, j] * (1 if i == j else 2**0.5)
+                        for i in range(64) for j in range(i, 64)])  # fmt: skip
+    sums = crossed.ravel()
+    if second == "yes":
+        sums = 0.5**0.5 * np.concatenate([squares, sums])
+    method = FedStats(features="pixels", ipc=1, image_steps=1, second_moments=second)
+    upload = StatisticSums(torch.from_numpy(sums).float())
+    state = method.server_step(begun(), {0: upload}, context())
+    means = np.stack([z[labels == c].mean(axis=0) for c in range(10)])
+    assert state.class_means is not None
+    np.testing.assert_allclose(state.class_means, means - means.mean(axis=0), atol=1e-5)
+
+
+def test_images_come_after_the_last_round_from_the_server_s_state_alone() -> None:
+    """The same sums give the same images, without a client or its data; no images without ipc."""
+    draws = torch.Generator().manual_seed(0)
+    upload = {0: StatisticSums(torch.randn(10 * 64, generator=draws))}
+    method = FedStats(features="pixels", ipc=2, image_steps=5, second_moments="no")
+    made = [method.server_step(begun(), upload, context()) for _ in range(2)]
+    assert made[0].images is not None
+    assert made[0].soft_labels is not None
+    assert torch.equal(made[0].images, made[1].images)  # type: ignore[arg-type]
+    assert made[0].images.shape == (20, 1, 8, 8)
+    torch.testing.assert_close(made[0].soft_labels.sum(dim=1), torch.ones(20))
+    first = method.server_step(begun(), upload, context(rounds=2))
+    assert first.images is None
+    assert method.synthetic(first, context()) is None
+    without = FedStats(features="pixels", second_moments="no")
+    assert without.server_step(begun(), upload, context()).class_means is None
+
+
+def test_a_run_with_images_releases_what_one_without_does() -> None:
+    privacy = PrivacySettings(noise_multiplier=3.0)
+    runs = [
+        simulate(RunSettings(method, rounds=2, privacy=privacy), quiet=True)
+        for method in (FedStats(features="pixels"), SMALL)
+    ]
+    guarantees = [run.privacy["guarantee"] for run in runs]  # type: ignore[index]
+    ledgers = [run.privacy["ledger"] for run in runs]  # type: ignore[index]
+    assert guarantees[0] == guarantees[1]
+    assert len(ledgers[0]) == len(ledgers[1]) > 0  # type: ignore[arg-type]
+
+
+def test_a_student_learns_from_the_exported_images_alone(tmp_path: Path) -> None:
+    """Scattering, no privacy: above what start images are worth, which is about 0.2."""
+    method = FedStats(ipc=5, image_steps=40)
+    run = simulate(RunSettings(method, rounds=2), output=tmp_path, quiet=True)
+    assert run.folder is not None
+    found = load_synthetic(export_run(run.folder, tmp_path / "share", unprotected=True))
+    assert found.labels.tolist() == [c for c in range(10) for _ in range(5)]
+    assert found.soft_labels is not None
+    assert found.clients is None  # one maker, the server
+    torch.testing.assert_close(found.soft_labels.sum(dim=1), torch.ones(50))
+    assert float((found.soft_labels.argmax(dim=1) == found.labels).float().mean()) > 0.9
+    student = build_model(ModelSettings(width=16, depth=2), SPEC.image_shape, 10, seed=0)
+    settings = StudentSettings(steps=300, views=5)
+    train_student(student, found.normalised(), found.soft_labels, settings, teacher=run.model)
+    assert accuracy(student, load_dataset("digits")[1]) > 0.4
+
+
+# ------------------------------------------------------------------------------- signal to noise
+
+
+@pytest.mark.parametrize(("second", "aggregation"), [("no", "own"), ("yes", "secure")])
+def test_signal_to_noise_is_that_of_a_simulation(second: str, aggregation: str) -> None:
+    """Orthogonal classes of equal examples, written out, summed over four clients who each add
+    noise."""
+    method = FedStats(features="pixels", second_moments=second, aggregation=aggregation)
+    network = feature_linear(method.map_of(SPEC), SPEC)
+    where = round_context(
+        1, 0, CPU, SPEC, network, 50.0, PrivacySettings(noise_multiplier=3.0), rounds=3, clients=4
+    )
+    plans = {one.name: one for one in method.private_plans(where.privacy, where)}  # type: ignore[arg-type]
+    z, e = np.eye(64)[:10], np.eye(10) - 0.1  # an example of each class
+    crossed = np.einsum("nc,nd->ncd", e / target_norm(10), z).reshape(10, -1)
+    wrong = 0.7 * np.einsum("nc,nd->ncd", -e / target_norm(10), z).reshape(10, -1)
+    i, j = np.triu_indices(64)
+    squares = np.einsum("nd,ne->nde", z, z)[:, i, j] * np.where(i == j, 1, 2**0.5)
+    both = 0.5**0.5 * np.concatenate([squares, crossed], axis=1)
+    bound = plans["centre"].clip
+    cases = {
+        "moments": both if second == "yes" else crossed,
+        "step": wrong,
+        "centre": np.tile(bound * np.eye(64)[0], (10, 1)),
+    }
+    draws = np.random.default_rng(0)
+    for name, rows in cases.items():
+        plan: PrivatePlan = plans[name]
+        signal = np.linalg.norm(20 * rows.sum(axis=0))  # 200 examples
+        each = 3.0 * plan.noise_ratio * plan.clip / plan.shares**0.5
+        noise = [
+            np.linalg.norm(draws.normal(0, each, (4, rows.shape[1])).sum(0)) for _ in range(50)
+        ]
+        expected = signal / np.sqrt(np.mean(np.square(noise)))
+        assert plan.signal_to_noise(3.0, 200, 4) == pytest.approx(expected, rel=0.03)
