@@ -146,7 +146,7 @@ def _meaning(report: Mapping[str, Any]) -> list[str]:
         case = case.replace("example", "person's data").replace("another one", "another person's")
     right = 100 * guess_right(epsilon, delta)
     lines = [
-        f"Whoever sees everything that was released, and knows everything else, may ask: {case}?",
+        f"{_who(report)}, and knows everything else, may ask: {case}?",
         "",
         f"- **Odds.** No answer shifts the odds by more than a factor of e^ε = "
         f"**{odds_factor(epsilon)}**, but for a failure whose probability is of the size of δ = "
@@ -162,6 +162,13 @@ def _meaning(report: Mapping[str, Any]) -> list[str]:
     ]
     strong = [f"{'; '.join(bands)}.", "", f"So {BANDS_FROM}: a convention of practice, no law."]
     return [*_section("What ε means", lines), *_section("Is that strong?", strong)]
+
+
+def _who(report: Mapping[str, Any]) -> str:
+    """Against whom ε holds."""
+    if report["trust_model"]["secure_aggregation"] == "none":
+        return "Whoever sees everything that was released"
+    return "Whoever sees the released sums over all sites, and **no site's own upload**"
 
 
 def _percent_up(value: float) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fedsynth.privacy.errors import PrivacySettingError
-from fedsynth.privacy.releases import RECORD, Release
+from fedsynth.privacy.releases import RECORD, Release, aggregated
 
 FIRST, MAIN = "first", "main"
 PHASES = (FIRST, MAIN)
@@ -125,11 +125,6 @@ class PrivatePlan:
             unaccounted=unaccounted,
             unit=unit,
         )
-
-
-def aggregated(shares: int) -> str:
-    """What a ledger's row says of noise that is not the client's alone."""
-    return f", noise of {shares} clients together" if shares > 1 else ""
 
 
 def check_plans(plans: Sequence[PrivatePlan]) -> None:

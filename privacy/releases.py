@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
@@ -42,6 +43,7 @@ USER = "user"
 UNITS = (RECORD, USER)
 """Who is added or removed under adjacency: one example, or one user with all examples of theirs."""
 SAMPLERS = ("poisson", "full")
+_AGGREGATED = re.compile(r", noise of ([1-9][0-9]{0,8}) clients together\Z")
 
 
 @dataclass(frozen=True)
@@ -130,6 +132,12 @@ class Release:
             q,
         )
 
+    @property
+    def shares(self) -> int:
+        """H, where the noise is that of H clients together (`aggregated`); 1: the client's own."""
+        found = _AGGREGATED.search(self.mechanism)
+        return int(found[1]) if found else 1
+
     def to_json(self) -> dict[str, Any]:
         """The row as a flat, JSON-able dict; `from_json` is its inverse."""
         return asdict(self)
@@ -146,6 +154,15 @@ class Release:
                 f"must have exactly the fields {sorted(names)}, got {shown(sorted(row))}",
             )
         return cls(**row)
+
+
+def aggregated(shares: int) -> str:
+    """What a row's mechanism ends with, where its noise is not the client's alone.
+
+    It is a part of the mechanism's name, and no field, so that the ledgers that have such rows say
+    it as they are; `Release.shares` reads it.
+    """
+    return f", noise of {shares} clients together" if shares > 1 else ""
 
 
 def is_real(value: object) -> bool:

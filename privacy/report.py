@@ -115,8 +115,11 @@ class ReportContext:
             a mapping).
         rows_before: client → rows that its ledger held when the run began; 0 where it is not named.
         abandoned: the run did not finish: the report was built afterwards, from what it left.
-        shares: H, where each client adds 1/√H of the noise that is charged, and a secure
-            aggregation has to show the sums alone; 1: the noise is each client's own.
+        shares: H of this run, where each client adds 1/√H of the noise that is charged, and a
+            secure aggregation has to show the sums alone; 1: the noise is each client's own. The
+            ledgers' rows say it of earlier runs, whose H counts as well.
+        own_code: what of the user's own code computes on private data ("the model x"), beside the
+            method.
         run: which run it is, and who answers for it; None makes a report as earlier versions did,
             without a first page.
         files: file of the run → its SHA-256.
@@ -150,6 +153,7 @@ class ReportContext:
     rows_before: Mapping[str, int] = field(default_factory=dict)
     abandoned: bool = False
     shares: int = 1
+    own_code: tuple[str, ...] = ()
     run: RunFacts | None = NAMELESS
     files: Mapping[str, str] = field(default_factory=dict)
 
@@ -189,9 +193,10 @@ def build_report(context: ReportContext, histories: Sequence[History]) -> dict[s
         )
     promise = sections.guarantee(rows, context.delta, context.adjacency) if private else None
     worst = None if promise is None else promise.worst_client
+    shares = max([context.shares, *(row.shares for some in rows.values() for row in some)])
     return Report(
         schema_version=SCHEMA_VERSION,
-        verdict=_verdict(context, reasons, promise),
+        verdict=_verdict(context, reasons, promise, shares),
         method=context.method,
         mechanism=context.mechanism,
         noise_multiplier=context.noise_multiplier,
@@ -200,7 +205,7 @@ def build_report(context: ReportContext, histories: Sequence[History]) -> dict[s
         adjacency=adjacency_words(context.adjacency, context.unit),
         max_records=context.max_records,
         data_set=as_lists(context.data_set),
-        trust_model=_trust_model(private, context.unit, context.shares),
+        trust_model=_trust_model(private, context.unit, shares),
         public_items=dict(context.public_items),
         scope=[
             Access(access=one.what, status=one.status, note=one.note) for one in context.accesses
@@ -256,7 +261,9 @@ def _abandoned(context: ReportContext) -> list[str]:
     ]
 
 
-def _verdict(context: ReportContext, reasons: list[str], promise: Guarantee | None) -> Verdict:
+def _verdict(
+    context: ReportContext, reasons: list[str], promise: Guarantee | None, shares: int
+) -> Verdict:
     abandoned = [ABANDONED] if context.abandoned else []
     if promise is None:
         text = NO_GUARANTEE if reasons else NOT_PRIVATE
@@ -264,7 +271,7 @@ def _verdict(context: ReportContext, reasons: list[str], promise: Guarantee | No
             injected = "noise or sampling masks were injected by a test, so they are known"
             reasons = [*reasons, injected]
         return Verdict(text=text, formal=False, reasons=reasons, assumptions=[], warnings=abandoned)
-    warnings = [*abandoned, *sections.weakness(promise.epsilon)]
+    warnings = [*abandoned, *_sums_alone(shares), *sections.weakness(promise.epsilon)]
     if context.max_records is None:
         warnings.append(
             "No public bound on the number of records was declared, so delta was not checked "
@@ -274,13 +281,25 @@ def _verdict(context: ReportContext, reasons: list[str], promise: Guarantee | No
         text=FORMAL,
         formal=True,
         reasons=[],
-        assumptions=_assumptions(context),
+        assumptions=_assumptions(context, shares),
         warnings=warnings,
     )
 
 
-def _assumptions(context: ReportContext) -> list[str]:
-    """What a guarantee rests on."""
+def _sums_alone(shares: int) -> list[str]:
+    """The warning where noise is shared, in this run or in one whose releases are counted too."""
+    if shares == 1:
+        return []
+    return [
+        "The noise of some releases is that of several clients together (see the ledger): epsilon "
+        "holds only against those who see the sums over all clients, and no client's own upload. "
+        f"A single upload has as little as 1/√{shares} of the noise that is charged: whoever sees "
+        "one, such as a server without a secure aggregation, learns more than epsilon says."
+    ]
+
+
+def _assumptions(context: ReportContext, shares: int) -> list[str]:
+    """What a guarantee rests on; `shares` is the largest H of all releases that are counted."""
     assumptions = [
         "the code that ran is this code, and it drew the noise and the sampling masks that the "
         "ledger lists",
@@ -291,6 +310,19 @@ def _assumptions(context: ReportContext) -> list[str]:
         "Gaussian noise in floating point stands for the exact one; attacks on its low-order bits "
         "are not ruled out",
     ]
+    if context.own_code:
+        assumptions.append(
+            f"{' and '.join(context.own_code)}, which the user gave, makes of each example what "
+            "depends on that example alone, and nothing in it comes from private data: a trial on "
+            "random public images found no mixing of examples, and for the rest it is taken at its "
+            "word"
+        )
+    if shares > 1:
+        assumptions.append(
+            "a secure aggregation shows of every release whose noise is that of several clients "
+            "together nothing but the sum over all clients, and as many clients as the ledger says "
+            f"(up to {shares}) add their noise to it and tell it to nobody"
+        )
     if context.max_records is not None:
         assumptions.append(
             f"all clients together hold at most {context.max_records} records, the declared bound"

@@ -84,6 +84,8 @@ class Method:
             which, and all clients take part in every round.
         discloses: of each key of its facts what it is with differential privacy; a key that is not
             declared ends a private run.
+        model_sees_data: whether clients compute on private data with the network: one of the user's
+            own is then refused where it mixes the examples of a batch.
         later: settings that came after run folders with reports were left by earlier versions: they
             are not told while they change nothing, so that such a folder's report is made again as
             it was.
@@ -118,6 +120,7 @@ class Method:
     presets: ClassVar[Presets] = {}
     even_rounds: ClassVar[bool] = True
     discloses: ClassVar[Mapping[str, Disclosure]] = {}
+    model_sees_data: ClassVar[bool] = True
     later: ClassVar[frozenset[str]] = frozenset()
 
     def told(self) -> dict[str, Any]:

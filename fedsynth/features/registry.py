@@ -8,9 +8,14 @@ run has to register the same map: it is public, as an architecture is.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 
-from fedsynth.errors import unknown_name
+import torch
+from torch import Tensor
+
+from fedsynth.core.rows_alone import mixes_rows
+from fedsynth.errors import SettingError, unknown_name
 from fedsynth.features.feature_map import FeatureMap, Shape
 
 Builder = Callable[[Shape], FeatureMap]
@@ -35,23 +40,67 @@ def feature_names() -> tuple[str, ...]:
     return (*_BUILT_IN, *_OWN)
 
 
+def is_own_features(name: str) -> bool:
+    """Whether the map of this name comes from outside the package."""
+    return name in _OWN
+
+
 def feature_map(name: str, shape: Shape) -> FeatureMap:
     """The map with this name for images of this shape.
 
     Raises:
         UnknownNameError: no such map; names the near matches.
-        SettingError: the map cannot take such images.
+        SettingError: the map cannot take such images, or one of one's own mixes examples.
 
     >>> feature_map("pixels", (1, 28, 28)).dimension
     784
     """
     if name in _OWN:
-        return _OWN[name](shape)
+        return _looked_at(_OWN[name](shape))
     if name not in _BUILT_IN:
         raise unknown_name("feature map", name, feature_names(), "method", "features")
     module, _, function = _BUILT_IN[name].partition(":")
     build: Builder = getattr(import_module(module), function)
     return build(shape)
+
+
+@dataclass(eq=False)
+class _EachAlone:
+    """A function of one's own, tried on public images on each device before it gets others there."""
+
+    name: str
+    function: Callable[[Tensor], Tensor]
+    tried: set[torch.device] = field(default_factory=set)
+
+    def __call__(self, pixels_NCHW: Tensor) -> Tensor:
+        _, channels, height, width = pixels_NCHW.shape
+        self.try_on(pixels_NCHW.device, (channels, height, width))
+        return self.function(pixels_NCHW)
+
+    def try_on(self, device: torch.device, shape: Shape) -> None:
+        if device in self.tried:
+            return
+        if mixes_rows(self.function, shape, device):
+            raise SettingError(
+                "method",
+                "features",
+                f"{self.name!r}: its function mixes the examples of a batch (an image's vector "
+                "changes with the other images), so one example's influence has no bound: make "
+                "each vector of its own image alone",
+            )
+        self.tried.add(device)
+
+
+def _looked_at(own: FeatureMap) -> FeatureMap:
+    """The same map with a function that refuses to mix examples, if it can be at once."""
+    function = _EachAlone(own.name, own.function)
+    try:
+        function.try_on(torch.device("cpu"), own.image_shape)
+    except SettingError:
+        raise
+    except Exception:
+        pass  # it may want another device: there it is tried before it gets its first images
+    return replace(own, function=function)
 
 
 def register_features(name: str, build: Builder) -> None:

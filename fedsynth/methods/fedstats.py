@@ -151,6 +151,7 @@ class FedStats(Method):
     upload: ClassVar[type[Message]] = StatisticSums
     state: ClassVar[type[ServerState]] = FedStatsState
     even_rounds: ClassVar[bool] = False
+    model_sees_data: ClassVar[bool] = False
     later: ClassVar[frozenset[str]] = frozenset(
         {"ipc", "image_steps", "image_lr", "teacher_weight", "smoothness"}
     )

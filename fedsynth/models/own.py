@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fedsynth.copies import copied
+from fedsynth.core.rows_alone import mixes_rows
 from fedsynth.data.files import one_line
 from fedsynth.errors import SettingError
 
@@ -41,10 +43,10 @@ def builder(
     if isinstance(model, nn.Module):
         module = model
 
-        def copied(shape: Shape, classes: int, settings: Any) -> nn.Module:
+        def duplicate(shape: Shape, classes: int, settings: Any) -> nn.Module:
             return checked(name, copy.deepcopy(module), shape, classes)
 
-        return copied
+        return duplicate
     accepted = _parameters(name, model)
 
     def made(shape: Shape, classes: int, settings: Any) -> nn.Module:
@@ -112,6 +114,30 @@ def checked(name: str, network: Any, shape: Shape, classes: int) -> nn.Module:
         if not hasattr(network, "embedding_size"):
             network.embedding_size = last.in_features  # type: ignore[assignment]
     return network
+
+
+def refuse_mixing(name: str, network: nn.Module, shape: Shape) -> None:
+    """Refuses a network that mixes the examples of a batch, in training or in evaluation, as far as
+    public random images show it: no bound on one example's influence would hold.
+
+    Raises:
+        SettingError: names the model.
+    """
+    tried = copied(network)  # what it may remember of a batch is forgotten
+    device = next(tried.parameters()).device
+    parts: list[Callable[[Tensor], Tensor]] = [tried]
+    if hasattr(tried, "embed"):
+        parts.append(tried.embed)  # type: ignore[arg-type]
+    for training in (False, True):
+        tried.train(training)
+        if any(mixes_rows(part, shape, device) for part in parts):
+            raise SettingError(
+                "model",
+                "name",
+                f"{name} mixes the examples of a batch (an image's output changes with the other "
+                "images), so with differential privacy one example's influence has no bound: make "
+                "each output of its own image alone",
+            )
 
 
 def _wrong(name: str, what: str, error: Exception) -> SettingError:

@@ -221,6 +221,11 @@ def has_given_weights(settings: ModelSettings) -> bool:
     return _MODELS[settings.name].given_weights
 
 
+def is_own_model(settings: ModelSettings) -> bool:
+    """Whether the architecture comes from outside the package."""
+    return _MODELS[settings.name].own
+
+
 def build_model(settings: ModelSettings, image_shape: Shape, classes: int, seed: int) -> nn.Module:
     """A freshly initialised network whose weights depend on `seed` alone; the global RNG is left as
     it was.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -51,3 +53,21 @@ def test_own_maps_are_known_by_their_names() -> None:
         register_features("pixels", own)
     with pytest.raises(UnknownNameError, match="pixels"):
         feature_map("pixel", (1, 8, 8))
+
+
+def test_an_own_map_that_mixes_a_batch_is_refused() -> None:
+    def mixing(shape: tuple[int, int, int]) -> FeatureMap:
+        return replace(own(shape), function=lambda x: (x - x.mean(0)).mean(dim=(1, 2, 3))[:, None])
+
+    def by_number(shape: tuple[int, int, int]) -> FeatureMap:
+        return replace(own(shape), function=lambda x: x.mean(dim=(1, 2, 3))[:, None] / len(x))
+
+    before = torch.random.get_rng_state()
+    for build in (mixing, by_number):
+        register_features("own-mixing", build)
+        with pytest.raises(SettingError, match="mixes the examples of a batch"):
+            feature_map("own-mixing", (1, 8, 8))
+    register_features("own-alone", own)
+    images = torch.full((3, 1, 8, 8), 0.25)
+    assert feature_map("own-alone", (1, 8, 8))(images).tolist() == [[0.25]] * 3
+    assert torch.equal(before, torch.random.get_rng_state())

@@ -25,7 +25,9 @@ from fedsynth.errors import (
     SettingError,
 )
 from fedsynth.federation.outputs.result import RunResult
+from fedsynth.federation.outputs.verification import verify_run
 from fedsynth.privacy.errors import PrivacyError, PrivacySettingError
+from fedsynth.privacy.files import file_hash
 from tests.own_images import declare, make_folder
 
 TINY = {
@@ -81,6 +83,30 @@ def test_nothing_in_them_tells_of_the_house(share: Path, secret_place: Path) -> 
         assert [one for one in names if one.encode() in content] == [], name
     for name in ("README.md", "privacy_report.md"):
         assert re.findall(r"(?<![\d.])(92|46)(?![\d.])", (share / name).read_text()) == []
+
+
+def test_the_hash_of_the_settings_stays_with_them(share: Path) -> None:
+    """config.toml has paths, which its hash would let somebody guess who knows the rest."""
+    (run,) = (share.parent / "runs").iterdir()
+    kept = json.loads((run / "privacy_report.json").read_text())["files"]
+    sent = json.loads((share / "privacy_report.json").read_text())["files"]
+    assert sent == {name: digest for name, digest in kept.items() if name != "config.toml"}
+    assert "synthetic.safetensors" in sent
+    for name in REPORTS:
+        assert file_hash(run / "config.toml") not in (share / name).read_text()
+    assert verify_run(run).problems == []
+
+
+def test_whose_test_images_they_were_is_said_where_it_is_known(tmp_path: Path) -> None:
+    """A run without differential privacy does not say whether they are public."""
+    for name, privacy, words in (
+        ("private", {"noise_multiplier": 3.0}, "accuracy on public test images"),
+        ("open", {}, "accuracy on test images"),
+    ):
+        folder = digits_run(tmp_path / name, privacy=privacy).folder
+        assert folder is not None
+        share = export_run(folder, tmp_path / f"{name}-share", unprotected=not privacy)
+        assert words in (share / "README.md").read_text()
 
 
 def test_tensors_are_in_pixel_units_and_the_pictures_are_theirs(share: Path) -> None:

@@ -409,6 +409,23 @@ def test_a_run_says_what_it_assumes(sections: dict[str, dict[str, Any]]) -> None
     assert all("2 clients" in row["mechanism"] for row in rows)
 
 
+def test_shared_noise_needs_more_participants_than_shares(
+    sections: dict[str, dict[str, Any]],
+) -> None:
+    """Two of four take part: noise of three, or of two, is never whole."""
+    sections["partition"]["clients"] = 4
+    sections["run"]["participation"] = 0.5
+    sections["method"]["aggregation"] = "secure"
+    private = {**sections, "privacy": {"noise_multiplier": 0.5}}
+    for honest in (0, 2, 3):
+        sections["method"]["honest"] = honest
+        with pytest.raises(SettingError, match="2 of 4 clients take part"):
+            simulate(resolve(private))
+    sections["method"]["honest"] = 2
+    sections["run"]["participation"] = 0.75
+    assert simulate(resolve(private)).privacy is not None
+
+
 def test_requests_of_another_form_and_batch_norm_are_refused() -> None:
     method = FedSum(**TINY)
     ctx = context()

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from fedsynth import FedAvg, FedDM, ModelSettings, RunSettings, register_model, resolve, simulate
 from fedsynth.core.validation import check_embedding
 from fedsynth.errors import SettingError, UnknownNameError
+from fedsynth.models.own import refuse_mixing
 from fedsynth.models.registry import build_model, has_given_weights, model_names
 
 Shape = tuple[int, int, int]
@@ -193,3 +194,46 @@ def test_googlenet_takes_the_smallest_that_it_says() -> None:
     network = build_model(ModelSettings("googlenet"), (1, 15, 15), 10, 0).eval()
     with torch.no_grad():
         assert network(torch.zeros(1, 1, 15, 15)).shape == (1, 10)
+
+
+class Mixing(Net):
+    """Adds up what it sees of a batch, always or in training alone."""
+
+    def __init__(self, image_shape: Shape, classes: int, always: bool = True) -> None:
+        super().__init__(image_shape, classes)
+        self.always = always
+
+    def embed(self, x: Tensor) -> Tensor:
+        h = super().embed(x)
+        return h - 3 * h.mean(0) if self.always or self.training else h
+
+
+class Dropping(Net):
+    """Draws, and mixes nothing."""
+
+    def embed(self, x: Tensor) -> Tensor:
+        return nn.functional.dropout(super().embed(x), 0.5, self.training)
+
+
+def test_a_model_that_mixes_a_batch_is_refused_with_privacy() -> None:
+    for always in (True, False):
+        with pytest.raises(SettingError, match="mixes the examples of a batch"):
+            refuse_mixing("own", Mixing((1, 8, 8), 10, always), (1, 8, 8))
+    for sound in (Net((1, 8, 8), 10), Net((1, 8, 8), 10, norm="group"), Dropping((1, 8, 8), 10)):
+        refuse_mixing("own", sound, (1, 8, 8))
+        assert sound.training
+    register_model("own-mixing", Mixing)
+    sections = {
+        "run": {"method": "feddm", "rounds": 1, "device": "cpu"},
+        "partition": {"clients": 2},
+        "model": {"name": "own-mixing"},
+        "privacy": {"noise_multiplier": 3.0},
+    }
+    with pytest.raises(SettingError, match="mixes the examples of a batch"):
+        simulate(resolve(sections))
+    register_model("own-mixing", Net)
+    sections["method"] = {"iterations": 1, "server_epochs": 1, "ipc": 1}
+    report = simulate(resolve(sections)).privacy
+    assert report is not None
+    words = "the model own-mixing, which the user gave"
+    assert any(one.startswith(words) for one in report["verdict"]["assumptions"])  # type: ignore[index]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from fedsynth.privacy.first_page import band, guess_right, odds_factor
 from fedsynth.privacy.ledger import Ledger
-from fedsynth.privacy.releases import Release
+from fedsynth.privacy.releases import Release, aggregated
 from fedsynth.privacy.report import ReportContext, build_report, render_html, render_markdown
 from fedsynth.privacy.report_schema import RunFacts, schema_problems
 
@@ -151,3 +151,33 @@ def test_the_worst_clients_line_is_seen_where_the_others_are_the_same() -> None:
     assert 'stroke-width="6"' in drawn[-2]
     assert "stroke-dasharray" in drawn[-1]
     assert 'stroke-width="2"' in drawn[-1]
+
+
+def shared_noise(*rows: Release) -> dict[str, object]:
+    ledger = Ledger("client-000")
+    for row in rows:
+        ledger.charge(row)
+    return build_report(CONTEXT, [ledger.history()])
+
+
+def test_shared_noise_is_told_wherever_the_guarantee_is() -> None:
+    """ε of shared noise holds against who sees sums alone: also where this run adds all of its own,
+    and an earlier one on the same ledger did not."""
+    own = Release(2, "sums", "features", "1", 9.0, 1.0, 1.0, "full", 1, 10, None)
+    secure = replace(own, round=1, mechanism="features" + aggregated(4))
+    assert (own.shares, secure.shares) == (1, 4)
+    assert Release.from_json(secure.to_json()).shares == 4
+    for report in (shared_noise(secure), shared_noise(secure, own), shared_noise(own, secure)):
+        assert not schema_problems(report)
+        assert "no client's own upload" in report["trust_model"]["adversary"]  # type: ignore[index]
+        verdict = report["verdict"]
+        assert any("secure aggregation" in one for one in verdict["assumptions"])  # type: ignore[index]
+        assert any("1/√4" in one for one in verdict["warnings"])  # type: ignore[index]
+        text = page(report)
+        assert "Whoever sees the released sums over all sites, and **no site's own upload**" in text
+        assert "1/√4" in text
+    alone = shared_noise(own)
+    assert "see every upload" in alone["trust_model"]["adversary"]  # type: ignore[index]
+    assert not alone["verdict"]["warnings"]  # type: ignore[index]
+    assert "Whoever sees everything that was released" in page(alone)
+    assert "secure aggregation" not in page(alone)

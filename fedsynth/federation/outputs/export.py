@@ -26,6 +26,7 @@ from fedsynth.data.shared_set import FORMAT, README, TENSORS, write_hashes
 from fedsynth.errors import OutputError, Setting, Text
 from fedsynth.federation.outputs.run_folder import INCOMPLETE, PRIVATE_START
 from fedsynth.federation.outputs.verification import verify_run
+from fedsynth.federation.terms.given_data import PUBLIC
 from fedsynth.privacy.errors import PrivacyError
 from fedsynth.privacy.report import write_report
 from fedsynth.privacy.report_text import up
@@ -33,6 +34,7 @@ from fedsynth.privacy.verify import read_json, sound_report
 from fedsynth.version import __version__
 
 UNPROTECTED = "unprotected"
+CONFIG = "config.toml"
 _LONGEST_NAME = 60
 
 
@@ -45,13 +47,15 @@ class _Made:
             else there is of each image.
         facts: the file's metadata.
         report: the privacy report; None: the run had no differential privacy.
-        accuracy: of the run's model on public test images; None: not measured.
+        accuracy: of the run's model on test images; None: not measured.
+        test: what these images are: "public", "private", or "" where the run says nothing of it.
     """
 
     tensors: Mapping[str, Tensor]
     facts: Mapping[str, str]
     report: dict[str, Any] | None
     accuracy: float | None
+    test: str
 
     @property
     def class_names(self) -> list[str]:
@@ -160,9 +164,19 @@ def _read(folder: Path, unprotected: bool, method: type[Method] | None) -> _Made
             "epsilon": json.dumps(promise.get("epsilon")),
             "delta": json.dumps(promise.get("delta")),
         },
-        report,
+        None if report is None else _without_settings(report),
         accuracy if type(accuracy) is float else None,
+        str(read_json(folder / PRIVATE_START, "start of a run")["test_images"]) if private else "",
     )
+
+
+def _without_settings(report: dict[str, Any]) -> dict[str, Any]:
+    """The report without the hash of config.toml, which does not go with it: who knows the other
+    settings could guess names of folders in it, and see by the hash that the guess is right."""
+    if "files" not in report:
+        return report
+    kept = {name: digest for name, digest in report["files"].items() if name != CONFIG}
+    return {**report, "files": kept}
 
 
 def _sound_report(folder: Path, method: type[Method] | None) -> dict[str, Any]:
@@ -211,7 +225,7 @@ def _write(made: _Made, out: Path) -> None:
     _draw(made, out / "images")
     if made.report is not None:
         write_report(made.report, out)
-    (out / README).write_text(readme(made.tensors, made.facts, made.report, made.accuracy), "utf-8")
+    (out / README).write_text(readme(made), "utf-8")
     write_hashes(out)
 
 
@@ -242,13 +256,11 @@ def _draw(made: _Made, folder: Path) -> None:
             Image.fromarray(shown).save(folder / name / f"{row:05d}.png")
 
 
-def readme(
-    tensors: Mapping[str, Tensor],
-    facts: Mapping[str, str],
-    report: Mapping[str, Any] | None,
-    accuracy: float | None,
-) -> str:
+def readme(made: _Made) -> str:
     """What the recipient reads first."""
+    tensors = made.tensors
+    facts = made.facts
+    report = made.report
     images = tensors["images"]
     names = json.loads(facts["class_names"])
     count, channels, height, width = images.shape
@@ -262,12 +274,7 @@ def readme(
         if "client" in tensors
         else ""
     )
-    measured = (
-        f"\nA model that was trained on them had {100 * accuracy:.1f} % accuracy on public test "
-        "images.\n"
-        if accuracy is not None
-        else ""
-    )
+    measured = _measured(made)
     listed = "\n".join(f"| {number} | {name} |" for number, name in enumerate(names))
     return f"""\
 # Synthetic images of {facts["data_set"]}
@@ -303,6 +310,16 @@ channel); treat real images alike.
 
 With fedsynth installed, `fedsynth.load_synthetic(".")` checks the hashes and gives the same tensors.
 """
+
+
+def _measured(made: _Made) -> str:
+    """How good the run's model was, and on which images: private ones stand outside a guarantee."""
+    if made.accuracy is None:
+        return ""
+    whose = "public test images" if made.test == PUBLIC else "test images"
+    return (
+        f"\nA model that was trained on them had {100 * made.accuracy:.1f} % accuracy on {whose}.\n"
+    )
 
 
 def _promise(report: Mapping[str, Any] | None) -> str:

@@ -18,11 +18,12 @@ from typing import Any
 from fedsynth.core.messages import privacy_of_fields
 from fedsynth.data.partition import clients_or_groups
 from fedsynth.data.registry import is_published
+from fedsynth.features.registry import is_own_features
 from fedsynth.federation.outputs.privacy_words import how_many
 from fedsynth.federation.terms.given_data import PRIVATE, PUBLIC
 from fedsynth.federation.terms.privacy_plan import PrivacyPlan
 from fedsynth.federation.terms.settings import RunSettings
-from fedsynth.models.registry import has_given_weights
+from fedsynth.models.registry import has_given_weights, is_own_model
 from fedsynth.privacy import disclosure
 from fedsynth.privacy.files import file_hash
 from fedsynth.privacy.first_page import FILES
@@ -95,6 +96,7 @@ def report_context(
         rows_before={one.client: len(one.releases) for one in plan.histories},
         abandoned=abandoned,
         shares=plan.chief.shares,
+        own_code=_own_code(plan.run),
         run=None if began is None else _run_facts(plan, began),
         files=files or {},
     )
@@ -109,6 +111,17 @@ def _run_facts(plan: PrivacyPlan, began: Began) -> RunFacts:
         purpose=said.purpose or None,
         sites=said.site_names([one.client for one in plan.histories]),
     )
+
+
+def _own_code(run: RunSettings) -> tuple[str, ...]:
+    """What computes on private data, and comes from outside the package."""
+    found = []
+    if run.method.model_sees_data and is_own_model(run.model):
+        found.append(f"the model {run.model.name}")
+    features = getattr(run.method, "features", None)
+    if isinstance(features, str) and is_own_features(features):
+        found.append(f"the feature map {features}")
+    return tuple(found)
 
 
 def handed_over(folder: Path) -> dict[str, str]:

@@ -17,9 +17,11 @@ from fedsynth.core.messages import privacy_of_fields
 from fedsynth.core.method import Method
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.errors import Setting, SettingError, Text, unknown_value
-from fedsynth.federation.terms.participation import Participation
+from fedsynth.federation.terms.participation import Participation, active_clients
 from fedsynth.federation.terms.planned_rounds import PlannedEpsilon, shown_rounds
 from fedsynth.federation.terms.settings import RunSettings
+from fedsynth.models.own import refuse_mixing
+from fedsynth.models.registry import is_own_model
 from fedsynth.privacy import accounting
 from fedsynth.privacy.accounting import Totals, totals
 from fedsynth.privacy.calibration import calibrate_noise_multiplier
@@ -93,6 +95,7 @@ class PrivacyPlan:
         privacy = replace(given, mechanism=mechanism)
         plans = tuple(method.private_plans(privacy, context))
         check_plans(plans)
+        _refuse_mixing_model(settings, context)
         if not method.even_rounds and settings.participation < 1:
             raise SettingError(
                 "run",
@@ -101,6 +104,7 @@ class PrivacyPlan:
                 "client",
                 value=settings.participation,
             )
+        _refuse_noise_of_absent_clients(settings, plans)
         return cls(settings, spec, context.nominal_size, privacy, plans, most)
 
     @classmethod
@@ -420,6 +424,29 @@ def check_method(method: Method) -> None:
             method.refusal or f"its upload has fields that no mechanism protects: {', '.join(bad)}"
         )
         raise UnaccountedReleaseError(f"{method.name} cannot run with differential privacy: {why}")
+
+
+def _refuse_noise_of_absent_clients(settings: RunSettings, plans: Sequence[PrivatePlan]) -> None:
+    """Refuses shared noise of which a round's clients would always lack a part."""
+    if settings.participation == 1:
+        return  # a method knows all clients, and says itself how many it counts on
+    shares = max(plan.shares for plan in plans)
+    there = active_clients(settings.partition.clients, settings.participation)
+    if shares > 1 and shares >= there:
+        raise SettingError(
+            "run",
+            "participation",
+            f"lets {there} of {settings.partition.clients} clients take part in a round, and the "
+            f"noise is shared by {shares} others than the one who is attacked: take "
+            f"method.honest of less than {there}, more participation, or each client's own noise",
+            value=settings.participation,
+        )
+
+
+def _refuse_mixing_model(settings: RunSettings, context: RoundContext) -> None:
+    """Refuses a model of one's own whose outputs are not each of its own image alone."""
+    if settings.method.model_sees_data and is_own_model(settings.model):
+        refuse_mixing(settings.model.name, context.architecture, context.spec.image_shape)
 
 
 def _refuse_own_proxy(method: Method, spec: DatasetSpec) -> None:
