@@ -3,6 +3,7 @@ folder (section `data` of a config file)."""
 
 from __future__ import annotations
 
+import hashlib
 import re
 import warnings
 from collections import Counter
@@ -395,11 +396,20 @@ def _by_site(
 
 
 def site_names(names: Sequence[str]) -> tuple[str, ...]:
-    """Sites' names as they name clients and ledgers: what neither may have is written as `_`."""
+    """Sites' names as they name clients and ledgers: what neither may have is written as `_`.
+
+    A name that is changed so ends with a hash of its own: sites that are added later change no
+    other's, and a ledger stays its site's.
+
+    >>> site_names(["Nord", "Süd"])
+    ('Nord', 'S_d-be833b')
+    """
     plain = [re.sub(r"[^A-Za-z0-9._-]", "_", name)[:64] for name in names]
     plain = [name if name[0].isalnum() else f"x{name}"[:64] for name in plain]
     folded = [name.casefold() for name in plain]
     return tuple(
-        name if folded.count(name.casefold()) == 1 else f"{name[:60]}-{number}"
-        for number, name in enumerate(plain)
+        new
+        if new == name and folded.count(new.casefold()) == 1
+        else f"{new[:57]}-{hashlib.sha256(name.encode()).hexdigest()[:6]}"
+        for name, new in zip(names, plain, strict=True)
     )

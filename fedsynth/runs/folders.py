@@ -83,12 +83,19 @@ def run_folders(folder: Path) -> list[Path]:
 
 
 def finished_runs(given: Sequence[Path]) -> list[Path]:
-    """The finished runs in these folders, which may be runs or folders of such.
+    """The finished runs in these folders, which may be runs, folders of such, or sweeps, whose runs
+    stand a level deeper.
 
     Raises:
         RunFolderError: there is none.
     """
-    found = [run for folder in given for run in run_folders(folder)]
+    found: list[Path] = []
+    for folder in given:
+        if not folder.is_dir():
+            raise RunFolderError(f"there is no folder {folder}")
+        below = sorted(path for path in folder.iterdir() if path.is_dir())
+        deeper = [run for inner in below for run in run_folders(inner)]
+        found += run_folders(folder) or deeper
     if not found:
         raise RunFolderError(f"no finished run in {', '.join(str(folder) for folder in given)}")
     return found

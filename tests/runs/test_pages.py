@@ -206,5 +206,11 @@ def test_the_commands(runs: list[Run], tmp_path: Path) -> None:
         assert out.exit_code == 2
         assert words in out.stderr
     assert len(finished_runs([runs[0].folder.parent])) == 4
-    with pytest.raises(RunFolderError, match="no finished run"):
+    (tmp_path / "sweep").mkdir()
+    (tmp_path / "sweep" / "cell").symlink_to(runs[0].folder.parent)
+    assert len(finished_runs([tmp_path / "sweep"])) == 4
+    with pytest.raises(RunFolderError, match="there is no folder"):
         finished_runs([tmp_path / "nothing"])
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(RunFolderError, match="no finished run"):
+        finished_runs([tmp_path / "empty"])
