@@ -42,8 +42,9 @@ def test_from_a_folder_to_a_set_to_hand_over(tmp_path: Path, fedsynth: Call) -> 
     toml.write_text(
         toml.read_text().replace('by = ""', 'by = "me"').replace('date = ""', 'date = "x"')
     )
-    done = fedsynth(*run, *runs)
+    done = fedsynth(*run, *runs, "--responsible", "Klinikum Mitte")
     assert done.code == 0, done.stderr
+    assert "Klinikum Mitte" in (share / "privacy_report.md").read_text()
     assert f"to hand over: {share}" in done.stderr
     found = load_synthetic(share)
     assert found.epsilon is not None
