@@ -264,6 +264,16 @@ class Method:
         """Soft labels [N, classes] of the images of `synthetic`, rows of sum 1; None: it has none."""
         return None
 
+    def makes_images(self, counted: Sequence[int], rounds: int) -> bool:
+        """Whether `synthetic` surely has images at the end, for verification: a run folder without
+        them lacks something.
+
+        Args:
+            counted: the rounds that counted.
+            rounds: all that were planned.
+        """
+        return False
+
     def client_bytes(self, context: RoundContext) -> int | None:
         """Memory that one more client in a `client_step` takes, about; None: clients go one at a
         time, as nothing is gained by a group.

@@ -483,6 +483,10 @@ class FedStats(Method):
         labels = torch.arange(context.spec.classes, device=state.images.device)
         return state.images, labels.repeat_interleave(self.ipc)
 
+    def makes_images(self, counted: Sequence[int], rounds: int) -> bool:
+        """Moments are of round 1, images of the last; a sum that lacks noise makes neither."""
+        return self.ipc > 0 and self.aggregation == OWN and {1, rounds} <= set(counted)
+
     def synthetic_soft_labels(self, state: FedStatsState, context: RoundContext) -> Tensor | None:
         return state.soft_labels
 

@@ -268,6 +268,9 @@ class FedSum(TrainsInBall, SharesNoise):
         made = self._set(state, context)
         return made.images, made.labels
 
+    def makes_images(self, counted: Sequence[int], rounds: int) -> bool:
+        return bool(counted)
+
     def _floor(self, clients: int, context: RoundContext) -> float:
         """The least pooled count that a class counts with."""
         noise = 2 * self.pooled_deviation(COUNTS, clients, context)

@@ -427,10 +427,10 @@ class Evidence:
         if self.run.summary is None or self.run.summary.get("rounds") == 0:
             return []
         names = ["metrics.jsonl"]
-        counted = any(NOT_COUNTED not in row for row in self.run.rows)
-        method = type(self.run.settings.method)
-        by_server = method.synthetic is not Method.synthetic
-        if counted and (by_server or issubclass(method.upload, SyntheticSet)):
+        counted = [row["round"] for row in self.run.rows if NOT_COUNTED not in row]
+        method = self.run.settings.method
+        by_server = method.makes_images(counted, self.run.settings.rounds)
+        if by_server or (counted and issubclass(method.upload, SyntheticSet)):
             names.append("synthetic.safetensors")
         return [f"{name} is missing" for name in names if not (self.folder / name).is_file()]
 
