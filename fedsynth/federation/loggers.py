@@ -124,13 +124,13 @@ class Logger(Observer):
         self._close({} if summary is None else numbers_of(summary), summary is not None)
 
     def _open(self, name: str, settings: Mapping[str, Any]) -> None:
-        raise NotImplementedError
+        raise NotImplementedError  # abstract
 
     def _write(self, values: Numbers, round: int) -> None:
-        raise NotImplementedError
+        raise NotImplementedError  # abstract
 
     def _close(self, summary: Numbers, finished: bool) -> None:
-        raise NotImplementedError
+        raise NotImplementedError  # abstract
 
 
 class CsvLogger(Logger):

@@ -41,11 +41,11 @@ class Parcel:
             raise SecureSumError(f"no {cls.kind} of a secure sum: {error!s:.120}") from None
 
     def _parts(self) -> tuple[Mapping[str, Any], bytes]:
-        raise NotImplementedError
+        raise NotImplementedError  # abstract
 
     @classmethod
     def _of(cls, facts: Mapping[str, Any], payload: bytes) -> Self:
-        raise NotImplementedError
+        raise NotImplementedError  # abstract
 
 
 @dataclass(frozen=True)
