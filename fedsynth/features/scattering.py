@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -180,17 +181,38 @@ def _padded(side: int) -> int:
     return ((side + step) // step + 1) * step
 
 
+class _Aliased(torch.autograd.Function):
+    """`_aliased`, whose derivative repeats: slices would each be given a spectrum of zeros."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(spectrum: Tensor, step: int) -> Tensor:
+        height, width = (side // step for side in spectrum.shape[-2:])
+        # slices are added one by one, as a reduction over two inner dimensions is several times
+        # slower
+        total = spectrum[..., :height, :width]
+        for down in range(step):
+            for right in range(step):
+                if down or right:
+                    rows = slice(down * height, (down + 1) * height)
+                    total = total + spectrum[..., rows, right * width : (right + 1) * width]
+        return total / step**2
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, int], output: Tensor) -> None:
+        ctx.step = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, pulled: Tensor) -> tuple[Tensor, None]:
+        ones = [1] * (pulled.dim() - 2)
+        return (pulled / ctx.step**2).repeat(*ones, ctx.step, ctx.step), None
+
+
 def _aliased(spectrum: Tensor, step: int) -> Tensor:
     """The spectrum of every `step`-th sample in both directions: the mean over aliases."""
-    height, width = (side // step for side in spectrum.shape[-2:])
-    # slices are added one by one, as a reduction over two inner dimensions is several times slower
-    total = spectrum[..., :height, :width]
-    for down in range(step):
-        for right in range(step):
-            if down or right:
-                rows = slice(down * height, (down + 1) * height)
-                total = total + spectrum[..., rows, right * width : (right + 1) * width]
-    return total / step**2
+    mean: Tensor = _Aliased.apply(spectrum, step)
+    return mean
 
 
 def _smoothing(low_H: Real) -> Tensor:

@@ -40,6 +40,7 @@ from fedsynth.data.images import normalise
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.errors import SettingError
 from fedsynth.features.feature_map import FeatureMap
+from fedsynth.features.low_pass import low_pass
 from fedsynth.features.registry import feature_map, feature_names
 from fedsynth.methods.shared.class_statistics import (
     ClassMoments,
@@ -50,19 +51,20 @@ from fedsynth.methods.shared.class_statistics import (
     step_rows,
     target_norm,
 )
+from fedsynth.methods.shared.pixel_moments import (
+    PIXELS,
+    PixelMoments,
+    pixel_plan,
+    pixel_rows,
+    pixel_width,
+)
+from fedsynth.methods.shared.statistics_images import ImageMaking, class_means_of, make_images
 from fedsynth.models.feature_linear import FeatureLinear, feature_linear
 from fedsynth.models.registry import ModelSettings
 from fedsynth.privacy.plans import FIRST, MAIN, PrivatePlan
 from fedsynth.privacy.products import Products, Rows
 from fedsynth.privacy.settings import PrivacySettings
-from fedsynth.seeding import torch_generator
-from fedsynth.synthesizer.condensation.from_statistics import (
-    ImageSteps,
-    ReleasedStatistics,
-    images_from_statistics,
-    public_start,
-    shrunk,
-)
+from fedsynth.synthesizer.condensation.from_statistics import ImageSteps
 from fedsynth.synthesizer.condensation.sets import MOST_IPC
 from fedsynth.synthesizer.condensation.student import soft_labels
 
@@ -90,15 +92,20 @@ class FedStatsState(ServerState):
     Args:
         eigenvalues: of the released second moments, plus the ridge, [d]; None before round 1.
         eigenvectors: [d, d].
+        velocity: of the steps, [C, d]; None before the first.
         class_means: of z about their common mean, by the released moments, where images are to be
             made, [C, d].
+        picture_means, picture_roots: of the released small pictures (`PixelMoments`), likewise.
         images: that were made after the last round, [C · ipc, channels, H, W], normalised.
         soft_labels: of them, by the released classifier, [C · ipc, C].
     """
 
     eigenvalues: Tensor | None = None
     eigenvectors: Tensor | None = None
+    velocity: Tensor | None = None
     class_means: Tensor | None = None
+    picture_means: Tensor | None = None
+    picture_roots: Tensor | None = None
     images: Tensor | None = None
     soft_labels: Tensor | None = None
 
@@ -119,6 +126,7 @@ class FedStats(Method):
         ridge: λ over σ_A·√d, with σ_A the noise of a moment.
         step_clip: c of clip(p − y); ‖p − y‖ is at most √2.
         step_size: of the Newton-like step.
+        momentum: the part of the last move that is made again with each step.
         curvature: without second moments, what stands for all their eigenvalues.
         step_floor: with second moments, the least eigenvalue that a step divides by, over σ_G·√d,
             with σ_G the noise of a gradient's coordinate.
@@ -127,7 +135,9 @@ class FedStats(Method):
             see to; a simulation executes none.
         honest: H, a public minimum of honest clients that survive a round; 0: all but one.
         ipc: images of each class that the server makes of the released statistics after the last
-            round, with soft labels; 0: none. They take nothing of the budget.
+            round, with soft labels; 0: none.
+        pixel_share: of the budget for moments of small pictures, which images start from; taken
+            where images are asked for. 0: they start from random processes.
         image_steps: of Adam on them.
         image_lr: in pixel units, where 1 is white.
         teacher_weight: of the released classifier's cross-entropy beside the class means' distance.
@@ -153,7 +163,15 @@ class FedStats(Method):
     even_rounds: ClassVar[bool] = False
     model_sees_data: ClassVar[bool] = False
     later: ClassVar[frozenset[str]] = frozenset(
-        {"ipc", "image_steps", "image_lr", "teacher_weight", "smoothness"}
+        {
+            "ipc",
+            "image_steps",
+            "image_lr",
+            "teacher_weight",
+            "smoothness",
+            "pixel_share",
+            "momentum",
+        }
     )
     robust_refusal: ClassVar[str] = (
         "its server needs the sums over all clients' examples, which no rule on clients' shares "
@@ -167,11 +185,13 @@ class FedStats(Method):
     ridge: float = 0.25
     step_clip: float = 0.7
     step_size: float = 1.5
+    momentum: float = 0.7
     step_floor: float = 0.1
     curvature: float = 0.01
     aggregation: str = OWN
     honest: int = 0
     ipc: int = 0
+    pixel_share: float = 0.15
     image_steps: int = 60
     image_lr: float = 0.1
     teacher_weight: float = 0.1
@@ -183,14 +203,16 @@ class FedStats(Method):
         check_ranges(self, step_floor=(0, inf), honest=(0, inf), curvature=(1e-9, inf))
         check_ranges(self, ipc=(0, MOST_IPC), image_steps=(0, inf), image_lr=(0, inf))
         check_ranges(self, teacher_weight=(0, inf), smoothness=(0, inf))
+        check_ranges(self, pixel_share=(0, 0.9), momentum=(0, 0.999))
         check_choices(self, features=feature_names())
         check_choices(self, aggregation=(OWN, SECURE), second_moments=(YES, NO, AUTO))
-        if self.centre_share + self.moment_share >= 1:
+        taken = self.centre_share + self.moment_share + self.picture_share
+        if taken >= 1:
+            others = "centre_share and pixel_share" if self.picture_share else "centre_share"
             raise SettingError(
                 "method",
                 "moment_share",
-                f"must leave something for the steps: with centre_share it is "
-                f"{self.centre_share + self.moment_share:g} of the budget",
+                f"must leave something for the steps: with {others} it is {taken:g} of the budget",
             )
 
     # ------------------------------------------------------------------------ public values
@@ -202,6 +224,11 @@ class FedStats(Method):
     def network(self, model: ModelSettings, spec: DatasetSpec, seed: int) -> FeatureLinear:
         """A linear model on φ, whatever the run's model is."""
         return feature_linear(self.map_of(spec), spec)
+
+    @property
+    def picture_share(self) -> float:
+        """What small pictures take of the budget: nothing where no images are asked for."""
+        return self.pixel_share if self.ipc else 0.0
 
     def public_facts(self, spec: DatasetSpec) -> Mapping[str, str]:
         features = self.map_of(spec)
@@ -229,12 +256,12 @@ class FedStats(Method):
     def private_plans(
         self, privacy: PrivacySettings, context: RoundContext
     ) -> tuple[PrivatePlan, ...]:
-        """Centre and moments of round 1, and a step of each later round.
+        """Centre, moments and, for images, small pictures of round 1; a step of each later round.
 
         Ratios are such that μ² is divided by the shares: with all of them the run's σ is that of a
         single Gaussian release. Signals are of C equally frequent classes, the examples of each alike
         and any two orthogonal: then Σ e/b ⊗ z is n/C of C orthogonal terms of norm 1, of norm n/√C,
-        and so is Σ z zᵀ; all examples share their centre.
+        and so is Σ z zᵀ; all examples share their centre. Small pictures are as moments.
 
         Raises:
             SettingError: a clip or a rate is set, where the method's theorem has its own.
@@ -250,7 +277,7 @@ class FedStats(Method):
         d = features.dimension
         classes = context.spec.classes
         steps = max(1, context.rounds - 1)
-        rest = 1 - self.centre_share - self.moment_share
+        rest = 1 - self.centre_share - self.moment_share - self.picture_share
         make = partial(
             PrivatePlan,
             mechanism="statistics",
@@ -288,7 +315,11 @@ class FedStats(Method):
             noise_ratio=math.sqrt(steps / rest),
             signal=classes**-0.5,
         )
-        return (moments, centre, step) if context.rounds > 1 else (moments, centre)
+        first = [moments, centre]
+        if self.picture_share:
+            shape = context.spec.image_shape
+            first.append(pixel_plan(make, self.picture_share, shape, classes))
+        return (*first, step) if context.rounds > 1 else tuple(first)
 
     def has_second(self, privacy: PrivacySettings | None) -> bool:
         """Whether second moments are released; a rule on settings, which are public."""
@@ -303,8 +334,13 @@ class FedStats(Method):
     def _moment_width(self, d: int, classes: int, privacy: PrivacySettings | None) -> int:
         return d * classes + (d * (d + 1) // 2 if self.has_second(privacy) else 0)
 
+    def _picture_width(self, spec: DatasetSpec) -> int:
+        if not self.picture_share:
+            return 0
+        return pixel_width(low_pass(spec.image_shape).dimension, spec.classes)
+
     def round_plans(self, plans: tuple[PrivatePlan, ...], round: int) -> tuple[PrivatePlan, ...]:
-        first = (MOMENTS, CENTRE)
+        first = (MOMENTS, CENTRE, PIXELS)
         return tuple(plan for plan in plans if (plan.name in first) == (round == 1))
 
     def upload_rules(self, phase: str, client: int, context: RoundContext) -> dict[str, Rule]:
@@ -312,7 +348,9 @@ class FedStats(Method):
         d = self.map_of(context.spec).dimension
         width = classes * d
         if context.round == 1:
-            width = d if phase == FIRST else self._moment_width(d, classes, context.privacy)
+            width = self._moment_width(d, classes, context.privacy)
+            if phase == FIRST:
+                width = d + self._picture_width(context.spec)
         far = LARGEST * max(1.0, *context.noise.values(), 1.0)
         return {"sums": Array((width,), least=-far, most=far)}
 
@@ -335,13 +373,21 @@ class FedStats(Method):
         memories: Sequence[Memory],
         context: RoundContext,
     ) -> Results:
-        """The sum of features, each clipped to the public norm."""
-        bound = self.map_of(context.spec).norm_bound
+        """The sum of features, each clipped to the public norm; for images also those of small
+        pictures."""
+        features = self.map_of(context.spec)
 
         def rows(features_Nd: Tensor, labels_N: Tensor) -> Products:
-            return Rows(features_Nd, bound)
+            return Rows(features_Nd, features.norm_bound)
 
-        return self._replies(CENTRE, rows, clients, memories, context)
+        sums = [self._sums(CENTRE, features, rows, clients)]
+        if self.picture_share:
+
+            def pictures(u_ND: Tensor, labels_N: Tensor) -> Products:
+                return pixel_rows(u_ND, labels_N, context.spec.classes)
+
+            sums.append(self._sums(PIXELS, low_pass(context.spec.image_shape), pictures, clients))
+        return self._replies(torch.cat(sums, dim=1), memories)
 
     def client_step(
         self,
@@ -353,33 +399,33 @@ class FedStats(Method):
         """Round 1: moments about the released centre; later: a gradient of the released model."""
         centre = message.parameters["centre"]
         weight = message.parameters["classifier.weight"]
-        radius = self.map_of(context.spec).radius
+        features = self.map_of(context.spec)
         classes = context.spec.classes
 
         def rows(features_Nd: Tensor, labels_N: Tensor) -> Products:
-            z = centred(features_Nd, centre, radius)
+            z = centred(features_Nd, centre, features.radius)
             if context.round == 1:
                 make = moment_rows if self.has_second(context.privacy) else crossed_rows
                 return make(z, labels_N, classes)
             return step_rows(z, labels_N, weight, self.step_clip)
 
         name = MOMENTS if context.round == 1 else STEP
-        return self._replies(name, rows, clients, memories, context)
+        return self._replies(self._sums(name, features, rows, clients), memories)
 
-    def _replies(
+    def _sums(
         self,
         name: str,
+        features: FeatureMap,
         rows: Callable[[Tensor, Tensor], Products],
         clients: ClientGroup,
-        memories: Sequence[Memory],
-        context: RoundContext,
-    ) -> Results:
-        features = self.map_of(context.spec)
+    ) -> Tensor:
+        """The release of this name, of each client, [clients, D]."""
         if isinstance(clients, PrivateClients):
-            sums: Tensor = clients.feature_sums(clients.series(name), features, rows)
-        else:
-            sums = clients.feature_sums(features, rows).float()
-        each = zip(sums.unbind(), memories, strict=True)
+            return clients.feature_sums(clients.series(name), features, rows)
+        return clients.feature_sums(features, rows).float()
+
+    def _replies(self, sums_KD: Tensor, memories: Sequence[Memory]) -> Results:
+        each = zip(sums_KD.unbind(), memories, strict=True)
         return [(StatisticSums(own.clone()), memory) for own, memory in each]
 
     # -------------------------------------------------------------------------------- server
@@ -410,12 +456,21 @@ class FedStats(Method):
         replies: Mapping[int, StatisticSums],
         context: RoundContext,
     ) -> FedStatsState:
-        """The centre m."""
+        """The centre m; for images also what small pictures are like."""
         if not self.enough(replies, context):
             return state
         pool = self.pooled(replies, CENTRE, context)
-        centre = (pool.sums / pool.records).float()
-        return replace(state, parameters={**state.parameters, "centre": centre})
+        d = self.map_of(context.spec).dimension
+        centre = (pool.sums[:d] / pool.records).float()
+        state = replace(state, parameters={**state.parameters, "centre": centre})
+        if not self.picture_share:
+            return state
+        pool = self.pooled(replies, PIXELS, context)
+        width = low_pass(context.spec.image_shape).dimension
+        found = PixelMoments.unpacked(
+            pool.sums[d:], width, context.spec.classes, pool.records, pool.deviation
+        )
+        return replace(state, picture_means=found.means, picture_roots=found.roots)
 
     def server_step(
         self,
@@ -438,20 +493,12 @@ class FedStats(Method):
             pool = self.pooled(uploads, MOMENTS, context)
             state = self._closed_form(state, pool, context)
             if self.ipc:
-                return replace(state, class_means=self._class_means(pool, context))
+                second = self.has_second(context.privacy)
+                size = (context.spec.classes, self.map_of(context.spec).dimension)
+                means = class_means_of(pool.sums, pool.deviation, pool.records, size, second=second)
+                state = replace(state, class_means=means)
             return state
         return self._step(state, self.pooled(uploads, STEP, context), context)
-
-    def _class_means(self, pool: Pool, context: RoundContext) -> Tensor:
-        """Of z about their common mean, drawn towards 0 as their noise asks, [C, d]: C/n times the
-        sums of (e_y − 1/C) ⊗ z, which is exact where classes are as frequent as each other."""
-        classes = context.spec.classes
-        width = classes * self.map_of(context.spec).dimension
-        scale = classes * target_norm(classes) / pool.records
-        if self.has_second(context.privacy):
-            scale *= math.sqrt(2)
-        found = scale * pool.sums[-width:].view(classes, -1)
-        return shrunk(found, scale * pool.deviation).float()
 
     def _with_images(self, state: FedStatsState, context: RoundContext) -> FedStatsState:
         """Images of what was released until now, with soft labels."""
@@ -461,17 +508,12 @@ class FedStats(Method):
         if not isinstance(teacher, FeatureLinear):
             raise TypeError(f"{self.name} has a linear model on features")
         teacher.requires_grad_(False)
-        statistics = ReleasedStatistics(
-            teacher.embed_pixels, teacher.classifier.weight, state.class_means
-        )
-        draws = torch_generator(context.seed, "fedstats' start images")
-        made = images_from_statistics(
-            statistics,
-            public_start(statistics, self.ipc, context.spec.image_shape, draws),
-            ImageSteps(self.image_steps, self.image_lr, self.teacher_weight, self.smoothness),
-            lambda done, total: context.report("images", done, total),
-        )
-        pixels = made.flatten(0, 1).mul(255).round().to(torch.uint8)
+        moments = None
+        if state.picture_means is not None and state.picture_roots is not None:
+            moments = PixelMoments(state.picture_means, state.picture_roots)
+        steps = ImageSteps(self.image_steps, self.image_lr, self.teacher_weight, self.smoothness)
+        making = ImageMaking(self.ipc, steps)
+        pixels = make_images(teacher, state.class_means, moments, making, context)
         images = normalise(pixels, context.spec)
         return replace(state, images=images, soft_labels=soft_labels(teacher, images))
 
@@ -515,12 +557,19 @@ class FedStats(Method):
         if state.eigenvalues is None or state.eigenvectors is None:
             if self.has_second(context.privacy):  # round 1 did not count
                 return state
-            down = weight - self.step_size / self.curvature * gradient
-            return replace(state, parameters={**state.parameters, "classifier.weight": down})
-        spectrum = Spectrum(state.eigenvalues, state.eigenvectors)
-        noise = pool.deviation / pool.records * math.sqrt(weight.shape[1])
-        moved = weight - self.step_size * spectrum.step(gradient, self.step_floor * noise)
-        return replace(state, parameters={**state.parameters, "classifier.weight": moved})
+            down = gradient / self.curvature
+        else:
+            spectrum = Spectrum(state.eigenvalues, state.eigenvectors)
+            noise = pool.deviation / pool.records * math.sqrt(weight.shape[1])
+            down = spectrum.step(gradient, self.step_floor * noise)
+        if state.velocity is not None:
+            down = self.momentum * state.velocity + down
+        moved = weight - self.step_size * down
+        return replace(
+            state,
+            parameters={**state.parameters, "classifier.weight": moved},
+            velocity=down,
+        )
 
 
 @dataclass(frozen=True)

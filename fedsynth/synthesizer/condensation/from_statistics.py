@@ -23,7 +23,7 @@ from fedsynth.features.random_images import random_images
 
 CANDIDATES = 10
 """Random-process images that are drawn for each start image that is taken."""
-AT_ONCE = 200
+AT_ONCE = 48
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,10 +125,13 @@ def images_from_statistics(
     shape = start_CICHW.shape
     pixels = start_CICHW.flatten(0, 1).clone().requires_grad_(True)
     labels = torch.arange(shape[0], device=pixels.device).repeat_interleave(shape[1])
+    with torch.no_grad():
+        z = torch.cat([statistics.embed(some) for some in pixels.split(AT_ONCE)])
     adam = torch.optim.Adam([pixels], lr=settings.learning_rate)
     for step in range(settings.steps):
         adam.param_groups[0]["lr"] = settings.learning_rate * (1 - step / settings.steps)
-        pixels.grad = _gradient(statistics, pixels.detach(), labels, settings)
+        pulled = _pull(statistics, z, labels, settings)
+        pixels.grad, z = _gradient(statistics, pixels.detach(), pulled, settings)
         adam.step()
         with torch.no_grad():
             pixels.clamp_(0, 1)
@@ -136,26 +139,35 @@ def images_from_statistics(
     return pixels.detach().view(shape)
 
 
-def _gradient(
-    statistics: ReleasedStatistics, pixels: Tensor, labels: Tensor, settings: ImageSteps
+def _pull(
+    statistics: ReleasedStatistics, z_Nd: Tensor, labels: Tensor, settings: ImageSteps
 ) -> Tensor:
-    """Of the loss by the pixels, with the graph of `AT_ONCE` images in memory at a time."""
-    classes = len(statistics.weight)
-    with torch.no_grad():
-        z = torch.cat([statistics.embed(some) for some in pixels.split(AT_ONCE)])
-    z.requires_grad_(True)
+    """The loss's derivative by z, [N, d]."""
+    z = z_Nd.detach().requires_grad_(True)
     with torch.enable_grad():
-        loss = statistics.distance(z.view(classes, -1, z.shape[1]))
+        loss = statistics.distance(z.view(len(statistics.weight), -1, z.shape[1]))
         wrong = F.cross_entropy(z @ statistics.weight.T, labels)
         (by_z,) = torch.autograd.grad(loss + settings.teacher_weight * wrong, z)
+    return by_z
+
+
+def _gradient(
+    statistics: ReleasedStatistics, pixels: Tensor, pulled_Nd: Tensor, settings: ImageSteps
+) -> tuple[Tensor, Tensor]:
+    """By the pixels, and the pixels' z, with the graph of `AT_ONCE` images in memory at a time.
+
+    The pull on z is that of the step before, so that features are made once in a step.
+    """
     found = []
-    for some, pulled in zip(pixels.split(AT_ONCE), by_z.split(AT_ONCE), strict=True):
+    made = []
+    for some, pull in zip(pixels.split(AT_ONCE), pulled_Nd.split(AT_ONCE), strict=True):
         leaf = some.clone().requires_grad_(True)
         with torch.enable_grad():
-            moved = (statistics.embed(leaf) * pulled).sum()
+            z = statistics.embed(leaf)
             rough = settings.smoothness * len(some) / len(pixels) * total_variation(leaf)
-            found.extend(torch.autograd.grad(moved + rough, leaf))
-    return torch.cat(found)
+            found.extend(torch.autograd.grad((z * pull).sum() + rough, leaf))
+        made.append(z.detach())
+    return torch.cat(found), torch.cat(made)
 
 
 def total_variation(x_NCHW: Tensor) -> Tensor:

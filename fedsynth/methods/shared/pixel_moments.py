@@ -1,0 +1,138 @@
+"""Released moments of small pictures, and images drawn from them.
+
+Clients release noisy sums of √½·[svec(u uᵀ); e_y ⊗ u], u the vector of norm 1 that
+`fedsynth.features.low_pass` makes of an image and e_y its one-hot label (`Moments` with targets of
+norm 1). From the sums come the classes' counts and means, and their common covariance about them,
+of which the directions above the noise are kept. All here is post-processing of such sums.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fedsynth.features.feature_map import Shape
+from fedsynth.features.low_pass import CONSTANT, cells_of, low_pass
+from fedsynth.privacy.plans import FIRST, PrivatePlan
+from fedsynth.privacy.products import Moments, smat
+
+PIXELS = "pixels"
+"""The name of the plan."""
+WHITE = 0.98
+"""The quantile of an image's pixels that is made white: a small picture has lost its brightness."""
+FEWEST = 1e-3
+"""Of a class's share of all examples: a count below is noise."""
+
+
+def pixel_rows(u_ND: Tensor, labels_N: Tensor, classes: int) -> Moments:
+    """What each example adds: √½·[svec(u uᵀ); e_y ⊗ u], of norm at most 1."""
+    return Moments(u_ND, F.one_hot(labels_N, classes).to(u_ND.dtype), 1.0)
+
+
+def pixel_plan(
+    make: Callable[..., PrivatePlan], share: float, shape: Shape, classes: int
+) -> PrivatePlan:
+    """The release, in the first exchange of its round.
+
+    Args:
+        make: a plan, of what all of a method's plans have in common.
+        share: of the budget μ².
+        shape: of the images.
+        classes: C.
+    """
+    return make(
+        name=PIXELS,
+        quantity="products of small pictures with labels, and their second moments",
+        clipped="u of each example, an image averaged in cells over its own norm, beside a "
+        "constant; the joint vector of its products has norm at most 1",
+        clip=1.0,
+        dimension=pixel_width(low_pass(shape).dimension, classes),
+        noise_ratio=share**-0.5,
+        phase=FIRST,
+        signal=classes**-0.5,
+    )
+
+
+def pixel_width(dimension: int, classes: int) -> int:
+    """Coordinates of the release."""
+    return dimension * (dimension + 1) // 2 + dimension * classes
+
+
+@dataclass(frozen=True, eq=False)
+class PixelMoments:
+    """Of v/‖v‖, small pictures over their norm.
+
+    Attributes:
+        means: of each class, [C, D].
+        roots: columns that span what classes vary by, [D, k]: roots·rootsᵀ is the covariance that
+            all classes share, along its eigenvectors above the noise.
+    """
+
+    means: Tensor
+    roots: Tensor
+
+    @classmethod
+    def unpacked(
+        cls, sums_D: Tensor, dimension: int, classes: int, records: float, deviation: float
+    ) -> PixelMoments:
+        """From the pooled sums.
+
+        Args:
+            sums_D: Σ √½·[svec(u uᵀ); e_y ⊗ u] over all clients, with their noise.
+            dimension, classes: of u; C.
+            records: n, the public number of all records.
+            deviation: of the pooled noise in a coordinate of the sums.
+        """
+        scaled = sums_D.double() * (math.sqrt(2) / records)
+        packed = dimension * (dimension + 1) // 2
+        gram = smat(scaled[:packed], dimension)[:-1, :-1] / (1 - CONSTANT**2)
+        crossed = scaled[packed:].view(classes, dimension)
+        noise = deviation * math.sqrt(2) / records / (1 - CONSTANT**2)
+        shares = (crossed[:, -1:] / CONSTANT).clamp_min(max(FEWEST, noise))
+        means = crossed[:, :-1] / shares / math.sqrt(1 - CONSTANT**2)
+        within = gram - (shares * means).T @ means
+        values, vectors = torch.linalg.eigh(within)
+        kept = values > max(noise * math.sqrt(dimension), 1e-9)
+        return cls(means, vectors[:, kept] * values[kept].sqrt())
+
+    def drawn(
+        self, count: int, shape: Shape, variety: tuple[float, float], generator: torch.Generator
+    ) -> Tensor:
+        """Images of each class from its Gaussian, [C, count, channels, H, W] in [0, 1].
+
+        Args:
+            count: of each class.
+            shape: (channels, H, W).
+            variety: from which to which part of the deviation images vary, evenly over a class.
+            generator: on the CPU.
+        """
+        classes = len(self.means)
+        width = self.roots.shape[1]
+        draws = torch.randn(classes, count, width, generator=generator, dtype=torch.float64)
+        spread = torch.linspace(*variety, count, dtype=torch.float64).view(1, -1, 1)
+        pictures = self.means.cpu()[:, None] + (spread * draws) @ self.roots.cpu().T
+        small = pictures.float().reshape(-1, *cells_of(shape))
+        large = F.interpolate(small, size=shape[1:], mode="bicubic", align_corners=False)
+        white = large.flatten(1).quantile(WHITE, dim=1).clamp_min(1e-6).view(-1, 1, 1, 1)
+        return (large / white).clamp(0, 1).view(classes, count, *shape)
+
+
+def sharpened(x_NCHW: Tensor, steepness_N: Tensor, middle_N: Tensor) -> Tensor:
+    """A steeper curve from black to white, since averages of many images are blurred and images
+    are not: (s(x) − s(0))/(s(1) − s(0)) with s(x) the logistic function of steepness·(x − middle).
+
+    >>> x = torch.tensor([0.0, 0.4, 1.0]).view(1, 1, 1, 3)
+    >>> sharpened(x, torch.tensor([10.0]), torch.tensor([0.4])).flatten()
+    tensor([0.0000, 0.4921, 1.0000])
+    """
+    k = steepness_N.view(-1, 1, 1, 1)
+    middle = middle_N.view(-1, 1, 1, 1)
+    low = torch.sigmoid(-k * middle)
+    high = torch.sigmoid(k * (1 - middle))
+    curved: Tensor = (torch.sigmoid(k * (x_NCHW - middle)) - low) / (high - low)
+    return curved

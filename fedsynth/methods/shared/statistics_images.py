@@ -1,0 +1,105 @@
+"""FedStats' images: made by its server after the last round, of released sums and nothing else.
+
+Start images are drawn from the class Gaussians of the released small pictures, and made sharper.
+They may then be moved towards the released class means of features
+(`fedsynth.synthesizer.condensation.from_statistics`). The released classifier labels them.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fedsynth.core.context import RoundContext
+from fedsynth.features.feature_map import Shape
+from fedsynth.methods.shared.class_statistics import target_norm
+from fedsynth.methods.shared.pixel_moments import PixelMoments, sharpened
+from fedsynth.models.feature_linear import FeatureLinear
+from fedsynth.seeding import torch_generator
+from fedsynth.synthesizer.condensation.from_statistics import (
+    ImageSteps,
+    ReleasedStatistics,
+    images_from_statistics,
+    public_start,
+    shrunk,
+)
+
+VARIETY = (0.4, 1.0)
+"""Parts of the released deviation by which a class's first and last image vary."""
+STEEPNESS = (4.0, 32.0)
+MIDDLE = (0.3, 0.45)
+"""Of the curve that makes an image sharper: drawn for each image, the first evenly in its log."""
+
+
+def class_means_of(
+    sums_D: Tensor, deviation: float, records: float, shape: tuple[int, int], *, second: bool
+) -> Tensor:
+    """Class means of z about their common mean, drawn towards 0 as their noise asks, [C, d]: C/n
+    times the sums of (e_y − 1/C) ⊗ z, exact where classes are as frequent as each other.
+
+    Args:
+        sums_D: the pooled release of moments.
+        deviation: of its noise in a coordinate.
+        records: n.
+        shape: (C, d).
+        second: whether second moments stand before them.
+    """
+    classes = shape[0]
+    scale = classes * target_norm(classes) / records * (math.sqrt(2) if second else 1.0)
+    found = scale * sums_D[-math.prod(shape) :].view(shape)
+    return shrunk(found, scale * deviation).float()
+
+
+@dataclass(frozen=True)
+class ImageMaking:
+    """What is asked for: images a class, and how they are moved."""
+
+    ipc: int
+    steps: ImageSteps
+
+
+def make_images(
+    teacher: FeatureLinear,
+    class_means_Cd: Tensor,
+    moments: PixelMoments | None,
+    making: ImageMaking,
+    context: RoundContext,
+) -> Tensor:
+    """Pixels uint8 [C · ipc, channels, H, W], class by class.
+
+    Args:
+        teacher: the released classifier.
+        class_means_Cd: released, of z.
+        moments: released, of small pictures; None: images start from random processes.
+        making: how many, and how.
+        context: of the last round.
+    """
+    weight = teacher.classifier.weight
+    statistics = ReleasedStatistics(teacher.embed_pixels, weight, class_means_Cd)
+    draws = torch_generator(context.seed, "fedstats' start images")
+    shape = context.spec.image_shape
+    if moments is None:
+        start = public_start(statistics, making.ipc, shape, draws)
+    else:
+        start = drawn_start(moments, making.ipc, shape, draws).to(weight.device)
+    made = images_from_statistics(
+        statistics,
+        start,
+        making.steps,
+        lambda done, total: context.report("images", done, total),
+    )
+    return made.flatten(0, 1).mul(255).round().to(torch.uint8)
+
+
+def drawn_start(
+    moments: PixelMoments, ipc: int, shape: Shape, generator: torch.Generator
+) -> Tensor:
+    """Start images of each class, [C, ipc, channels, H, W] in [0, 1], on the CPU."""
+    made = moments.drawn(ipc, shape, VARIETY, generator).flatten(0, 1)
+    share = torch.rand(2, len(made), generator=generator)
+    steepness = STEEPNESS[0] * (STEEPNESS[1] / STEEPNESS[0]) ** share[0]
+    middle = MIDDLE[0] + (MIDDLE[1] - MIDDLE[0]) * share[1]
+    return sharpened(made, steepness, middle).view(len(moments.means), ipc, *shape)
