@@ -182,22 +182,13 @@ def _padded(side: int) -> int:
 
 
 class _Aliased(torch.autograd.Function):
-    """`_aliased`, whose derivative repeats: slices would each be given a spectrum of zeros."""
+    """`_mean_of_aliases`, whose derivative repeats: slices would each get a spectrum of zeros."""
 
     generate_vmap_rule = True
 
     @staticmethod
     def forward(spectrum: Tensor, step: int) -> Tensor:
-        height, width = (side // step for side in spectrum.shape[-2:])
-        # slices are added one by one, as a reduction over two inner dimensions is several times
-        # slower
-        total = spectrum[..., :height, :width]
-        for down in range(step):
-            for right in range(step):
-                if down or right:
-                    rows = slice(down * height, (down + 1) * height)
-                    total = total + spectrum[..., rows, right * width : (right + 1) * width]
-        return total / step**2
+        return _mean_of_aliases(spectrum, step)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, int], output: Tensor) -> None:
@@ -211,8 +202,22 @@ class _Aliased(torch.autograd.Function):
 
 def _aliased(spectrum: Tensor, step: int) -> Tensor:
     """The spectrum of every `step`-th sample in both directions: the mean over aliases."""
+    if not spectrum.requires_grad:
+        return _mean_of_aliases(spectrum, step)
     mean: Tensor = _Aliased.apply(spectrum, step)
     return mean
+
+
+def _mean_of_aliases(spectrum: Tensor, step: int) -> Tensor:
+    height, width = (side // step for side in spectrum.shape[-2:])
+    # slices are added one by one, as a reduction over two inner dimensions is several times slower
+    total = spectrum[..., :height, :width]
+    for down in range(step):
+        for right in range(step):
+            if down or right:
+                rows = slice(down * height, (down + 1) * height)
+                total = total + spectrum[..., rows, right * width : (right + 1) * width]
+    return total / step**2
 
 
 def _smoothing(low_H: Real) -> Tensor:

@@ -72,7 +72,7 @@ CENTRE, MOMENTS, STEP = "centre", "moments", "step"
 """The names of the plans."""
 OWN, SECURE = "own", "secure"
 YES, NO, AUTO = "yes", "no", "auto"
-LARGE_EPSILON, SMALL_NOISE = 2.0, 2.0
+LARGE_EPSILON, SMALL_NOISE = 5.0, 0.9
 """From which ε on, and up to which σ, "auto" releases second moments."""
 SCALE = 4.0
 """From a regression on labels to logits: the softmax's slope at even odds of two classes is ¼."""
@@ -92,7 +92,7 @@ class FedStatsState(ServerState):
     Args:
         eigenvalues: of the released second moments, plus the ridge, [d]; None before round 1.
         eigenvectors: [d, d].
-        velocity: of the steps, [C, d]; None before the first.
+        velocity: the last step's move over the step size, [C, d]; None before the first.
         class_means: of z about their common mean, by the released moments, where images are to be
             made, [C, d].
         picture_means, picture_roots: of the released small pictures (`PixelMoments`), likewise.
@@ -121,12 +121,13 @@ class FedStats(Method):
         second_moments: whether z zᵀ is released with z ⊗ e. "no": the clip has all of z ⊗ e, an
             upload is smaller by about d/2C, and one curvature stands in for all: right where
             features are white already and noise is large. "yes": steps are Newton's, right where ε
-            is large. "auto": yes without privacy, and from ε = 2 (or σ = 2 down) on, by the
+            is large. "auto": yes without privacy, and from ε = 5 (or σ = 0.9 down) on, by the
             settings alone.
         ridge: λ over σ_A·√d, with σ_A the noise of a moment.
         step_clip: c of clip(p − y); ‖p − y‖ is at most √2.
         step_size: of the Newton-like step.
-        momentum: the part of the last move that is made again with each step.
+        momentum: without second moments, the part of the last move that is made again with each
+            step.
         curvature: without second moments, what stands for all their eigenvalues.
         step_floor: with second moments, the least eigenvalue that a step divides by, over σ_G·√d,
             with σ_G the noise of a gradient's coordinate.
@@ -187,7 +188,7 @@ class FedStats(Method):
     step_size: float = 1.5
     momentum: float = 0.7
     step_floor: float = 0.1
-    curvature: float = 0.01
+    curvature: float = 0.0075
     aggregation: str = OWN
     honest: int = 0
     ipc: int = 0
@@ -558,12 +559,12 @@ class FedStats(Method):
             if self.has_second(context.privacy):  # round 1 did not count
                 return state
             down = gradient / self.curvature
+            if state.velocity is not None:
+                down = self.momentum * state.velocity + down
         else:
             spectrum = Spectrum(state.eigenvalues, state.eigenvectors)
             noise = pool.deviation / pool.records * math.sqrt(weight.shape[1])
             down = spectrum.step(gradient, self.step_floor * noise)
-        if state.velocity is not None:
-            down = self.momentum * state.velocity + down
         moved = weight - self.step_size * down
         return replace(
             state,

@@ -17,6 +17,13 @@ PHASES = {
     "centre": {"centre_share": 0.9, "moment_share": 0.05},
     "moments": {"centre_share": 0.01, "moment_share": 0.97},
     "steps": {"centre_share": 0.01, "moment_share": 0.01},
+    "pictures": {
+        "centre_share": 0.01,
+        "moment_share": 0.01,
+        "pixel_share": 0.9,
+        "ipc": 1,
+        "image_steps": 1,
+    },
 }
 SIGMA = 1.37  # ε = 3 at δ = 1e-5
 SIGMA_OF_ONE = 3.74  # ε = 1

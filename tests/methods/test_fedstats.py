@@ -281,8 +281,8 @@ def test_features_that_are_not_finite_are_dropped_and_not_spread() -> None:
 def test_second_moments_go_by_the_settings_alone() -> None:
     auto = FedStats()
     assert auto.has_second(None)
-    assert auto.has_second(PrivacySettings(epsilon=3.0))
+    assert auto.has_second(PrivacySettings(epsilon=8.0))
     assert not auto.has_second(PrivacySettings(epsilon=1.0))
     assert not auto.has_second(PrivacySettings(epsilon=1.0, noise_multiplier=0.5))
-    assert auto.has_second(PrivacySettings(noise_multiplier=1.0))
+    assert auto.has_second(PrivacySettings(noise_multiplier=0.8))
     assert not auto.has_second(PrivacySettings(noise_multiplier=3.0))

@@ -69,7 +69,9 @@ def test_the_gradient_is_that_of_the_whole_loss(monkeypatch: pytest.MonkeyPatch)
     )
     (expected,) = torch.autograd.grad(loss + 0.7 * total_variation(pixels), pixels)
     settings = ImageSteps(teacher_weight=0.3, smoothness=0.7)
-    found = from_statistics._gradient(released, pixels.detach(), labels, settings)
+    pulled = from_statistics._pull(released, z.detach(), labels, settings)
+    found, seen = from_statistics._gradient(released, pixels.detach(), pulled, settings)
+    torch.testing.assert_close(seen, z.detach())
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
     assert float(found.abs().amax(dim=(1, 2, 3)).min()) > 0  # it reaches every image
 

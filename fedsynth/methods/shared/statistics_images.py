@@ -1,8 +1,9 @@
 """FedStats' images: made by its server after the last round, of released sums and nothing else.
 
 Start images are drawn from the class Gaussians of the released small pictures, and made sharper.
-They may then be moved towards the released class means of features
-(`fedsynth.synthesizer.condensation.from_statistics`). The released classifier labels them.
+They are moved towards the released class means of features
+(`fedsynth.synthesizer.condensation.from_statistics`), and images between start and end are taken
+too. The released classifier labels all.
 """
 
 from __future__ import annotations
@@ -29,6 +30,9 @@ from fedsynth.synthesizer.condensation.from_statistics import (
 
 VARIETY = (0.4, 1.0)
 """Parts of the released deviation by which a class's first and last image vary."""
+ALONG = (1.0, 0.75, 0.5, 0.25)
+"""Where images are taken on their straight way from start to end: those between cost no features,
+and are another half of the variety."""
 STEEPNESS = (4.0, 32.0)
 MIDDLE = (0.3, 0.45)
 """Of the curve that makes an image sharper: drawn for each image, the first evenly in its log."""
@@ -78,20 +82,23 @@ def make_images(
         context: of the last round.
     """
     weight = teacher.classifier.weight
+    paths = math.ceil(making.ipc / len(ALONG))
     statistics = ReleasedStatistics(teacher.embed_pixels, weight, class_means_Cd)
     draws = torch_generator(context.seed, "fedstats' start images")
     shape = context.spec.image_shape
     if moments is None:
-        start = public_start(statistics, making.ipc, shape, draws)
+        start = public_start(statistics, paths, shape, draws)
     else:
-        start = drawn_start(moments, making.ipc, shape, draws).to(weight.device)
+        start = drawn_start(moments, paths, shape, draws).to(weight.device)
     made = images_from_statistics(
         statistics,
         start,
         making.steps,
         lambda done, total: context.report("images", done, total),
     )
-    return made.flatten(0, 1).mul(255).round().to(torch.uint8)
+    between = [start + share * (made - start) for share in ALONG]
+    taken = torch.cat(between, dim=1)[:, : making.ipc]
+    return taken.flatten(0, 1).mul(255).round().to(torch.uint8)
 
 
 def drawn_start(

@@ -1,11 +1,12 @@
 """Images from class statistics of fixed features: post-processing of what was released, no data.
 
 The released sum Σ (e_y − 1/C) ⊗ z over n examples, times C/n, is of classes that are about as
-frequent the class means of z about their common mean. Start images, which are public, are moved
+frequent the class means of z about their common mean; and that is about 0, since z is of features about
+their released mean. Start images, public or of released pictures, are moved
 until theirs are the same, the released classifier gives each image its class, and neighbouring
 pixels are alike (total variation, as in Mahendran & Vedaldi 2015, arXiv 1412.0035):
 
-    Σ_c ‖(mean_c z − mean z) − t_c‖² / Σ_c ‖t_c‖²  +  a·cross-entropy  +  b·total variation
+    Σ_c ‖mean_c z − t_c‖² / Σ_c ‖t_c‖²  +  a·cross-entropy  +  b·total variation
 
 Nothing here has an argument that private data could be in.
 """
@@ -33,7 +34,8 @@ class ReleasedStatistics:
     Attributes:
         embed: pixels in [0, 1] [N, C, H, W] -> z [N, d], differentiable.
         weight: of the released classifier on z, [classes, d].
-        class_means: t_c, of z by class about their common mean, [classes, d].
+        class_means: t_c, of z by class about their common mean, which is about 0 where z is of
+            features about their released mean, [classes, d].
     """
 
     embed: Callable[[Tensor], Tensor]
@@ -41,12 +43,10 @@ class ReleasedStatistics:
     class_means: Tensor
 
     def distance(self, z_CId: Tensor) -> Tensor:
-        """Of class means [classes, I, d] -> about their mean from `class_means`, squared, relative
-        to theirs; a scalar."""
-        means = z_CId.mean(dim=1)
-        about = means - means.mean(dim=0)
+        """Of the classes' means of [classes, I, d] from `class_means`, squared, relative to these; a
+        scalar."""
         size = self.class_means.square().sum().clamp_min(1e-12)
-        gap: Tensor = (about - self.class_means).square().sum() / size
+        gap: Tensor = (z_CId.mean(dim=1) - self.class_means).square().sum() / size
         return gap
 
 

@@ -1,9 +1,10 @@
 """A network trained on a synthetic set alone: mixup, and augmented images that a teacher relabels.
 
 The set and the teacher are released or public, and so is all that comes of them. With few images a
-student sees little variety; the teacher labels any image, so images that are moved, scaled, turned
-or covered get labels of their own (after Asano & Saeed 2023, arXiv 2112.00725), and pairs are mixed
-(mixup: Zhang et al. 2018, arXiv 1710.09412).
+student sees little variety; the teacher labels any image, so copies that are moved, turned and bent,
+or mixed in pairs, get labels of their own (after Asano & Saeed 2023, arXiv 2112.00725). Without a
+teacher copies keep their image's label, and labels are mixed as images are (mixup: Zhang et al.
+2018, arXiv 1710.09412).
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from torch.nn import functional as F
 from fedsynth.core.validation import check_ranges
 from fedsynth.seeding import torch_generator
 from fedsynth.synthesizer.condensation.siamese import SiameseAugmentation
+from fedsynth.synthesizer.condensation.warps import blended, warped
 
-AT_ONCE = 200
+AT_ONCE = 48
 
 
 @dataclass(frozen=True)
@@ -31,8 +33,9 @@ class StudentSettings:
         batch: images of a step.
         learning_rate: the first.
         weight_decay: AdamW's.
-        mixup: whether pairs are mixed, in shares uniform on [0, 1].
-        views: augmented copies of each image beside it.
+        mixup: whether pairs are mixed, in shares uniform on [0, 1]: with a teacher every second
+            copy is such a mixture, which it labels; without one, batches and their labels are mixed.
+        views: copies of each image beside it.
         flip: whether copies may be mirrored: not where left and right are told apart.
         seed: of copies, batches and mixing.
 
@@ -45,7 +48,7 @@ class StudentSettings:
     learning_rate: float = 2e-3
     weight_decay: float = 1e-2
     mixup: bool = True
-    views: int = 20
+    views: int = 6
     flip: bool = False
     seed: int = 0
 
@@ -83,6 +86,7 @@ def train_student(
     """
     how = settings or StudentSettings()
     x, y = augmented(images_NCHW, as_shares(labels, student, images_NCHW), how, teacher)
+    in_batches = how.mixup and teacher is None
     draws = torch_generator(how.seed, "student training")
     optimiser = torch.optim.AdamW(
         student.parameters(), lr=how.learning_rate, weight_decay=how.weight_decay
@@ -92,7 +96,7 @@ def train_student(
     student.train()
     for step in range(how.steps):
         rows = torch.randint(len(x), (2, how.batch), generator=draws).to(x.device)
-        share = torch.rand(how.batch, generator=draws).to(x.device) if how.mixup else None
+        share = torch.rand(how.batch, generator=draws).to(x.device) if in_batches else None
         optimiser.zero_grad()
         with torch.enable_grad():
             F.cross_entropy(student(mixed(x, rows, share)), mixed(y, rows, share)).backward()
@@ -121,11 +125,19 @@ def augmented(
     kept = [images_NCHW]
     rows = [shares_NC]
     each = torch.arange(len(images_NCHW), device=images_NCHW.device)
-    for _ in range(settings.views):
-        change = SiameseAugmentation(len(images_NCHW), draws, flip=settings.flip)
-        copies = change(images_NCHW, each)
+    for view in range(settings.views):
+        if teacher is None:
+            change = SiameseAugmentation(len(images_NCHW), draws, flip=settings.flip)
+            kept.append(change(images_NCHW, each))
+            rows.append(shares_NC)
+            continue
+        mixing = settings.mixup and view % 2 == 1
+        copies = blended(images_NCHW, draws) if mixing else warped(images_NCHW, draws)
+        if settings.flip:
+            mirrored = torch.rand(len(copies), 1, 1, 1, generator=draws, device=copies.device) < 0.5
+            copies = torch.where(mirrored, copies.flip(-1), copies)
         kept.append(copies)
-        rows.append(shares_NC if teacher is None else soft_labels(teacher, copies))
+        rows.append(soft_labels(teacher, copies))
     return torch.cat(kept), torch.cat(rows)
 
 

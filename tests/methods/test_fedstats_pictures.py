@@ -1,0 +1,234 @@
+"""FedStats' release of small pictures: what one example may move, sums that do not depend on who has
+what, its share of the budget, and images drawn from it; and the momentum of steps."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn import functional as F
+
+from fedsynth import FedStats, PartitionSettings, PrivacySettings, RunSettings, simulate
+from fedsynth.core.client import OpenClients
+from fedsynth.core.context import RoundContext, round_context
+from fedsynth.core.messages import ModelParameters
+from fedsynth.data.images import ImageData, from_arrays
+from fedsynth.data.registry import dataset_spec
+from fedsynth.errors import SettingError
+from fedsynth.features.low_pass import CONSTANT, low_pass
+from fedsynth.methods.fedstats import FedStatsState, StatisticSums
+from fedsynth.methods.shared.pixel_moments import (
+    PIXELS,
+    PixelMoments,
+    pixel_rows,
+    pixel_width,
+    sharpened,
+)
+from fedsynth.models.feature_linear import feature_linear
+from fedsynth.privacy.products import svec
+
+SPEC, CPU = dataset_spec("digits"), torch.device("cpu")
+METHOD = FedStats(features="pixels", ipc=2, image_steps=1, second_moments="no")
+WIDTH = 65  # 8×8 cells and the constant
+HOSTILE = [0.0, 1e-30, 1.0, -3.0, 1e20, 3e38, float("nan"), float("inf"), -float("inf")]
+
+
+def context(number: int = 1, sigma: float | None = None, rounds: int = 3) -> RoundContext:
+    privacy = None if sigma is None else PrivacySettings(noise_multiplier=sigma)
+    network = feature_linear(METHOD.map_of(SPEC), SPEC)
+    return round_context(number, 0, CPU, SPEC, network, 20.0, privacy, rounds=rounds, clients=2)
+
+
+def images(count: int = 20) -> ImageData:
+    """The last two are black and white."""
+    pixels = np.random.default_rng(0).integers(0, 256, (count, 1, 8, 8)).astype(np.uint8)
+    pixels[-2] = 0
+    pixels[-1] = 255
+    return from_arrays(pixels, np.arange(count) % 10, SPEC)
+
+
+def first_sums(parts: list[list[int]], data: ImageData) -> Tensor:
+    """What clients with these records send in the first exchange, without noise, of pictures."""
+    clients = OpenClients(range(len(parts)), data, [torch.tensor(p).long() for p in parts])
+    message = ModelParameters(feature_linear(METHOD.map_of(SPEC), SPEC).state_dict(), 1.0)
+    replies = METHOD.first_step(message, clients, [{} for _ in parts], context())
+    return torch.stack([reply.sums.double()[64:] for reply, _ in replies])  # type: ignore[attr-defined]
+
+
+# ------------------------------------------------------------------------------------- sensitivity
+
+
+def test_one_example_moves_the_release_by_its_bound() -> None:
+    """A black or white image too: what the plan charges, and not much less."""
+    data = images()
+    plans = METHOD.private_plans(PrivacySettings(noise_multiplier=1.0), context())
+    (plan,) = [one for one in plans if one.name == PIXELS]
+    everybody = first_sums([list(range(20))], data)
+    assert everybody.shape[1] == plan.dimension == pixel_width(WIDTH, 10)
+    for left_out in range(20):
+        rest = [n for n in range(20) if n != left_out]
+        moved = float((everybody - first_sums([rest], data)).norm())
+        assert moved <= plan.clip * (1 + 1e-5)
+        assert moved > 0.05
+
+
+@given(
+    u=st.lists(
+        st.one_of(st.floats(-9, 9, width=32), st.sampled_from(HOSTILE)), min_size=4, max_size=4
+    ),
+    label=st.integers(0, 2),
+)
+@settings(max_examples=100, deadline=None)
+def test_hostile_vectors_move_it_by_no_more(u: list[float], label: int) -> None:
+    moved = pixel_rows(torch.tensor([u]), torch.tensor([label]), 3).sums()
+    assert float(moved.norm()) <= 1 + 1e-9
+    assert bool(torch.isfinite(moved).all())
+
+
+def test_broken_twins_would_move_it_by_more() -> None:
+    """Pictures that are not divided by their norm; and no ½ between squares and products."""
+    white = torch.ones(1, 1, 8, 8)
+    u = low_pass((1, 8, 8))(white)
+    assert float(u.norm()) == pytest.approx(1.0)
+    assert float(white.flatten(1).norm()) == pytest.approx(8.0)
+    squares = svec(torch.einsum("nd,ne->nde", u, u)).flatten()
+    twin = torch.cat([squares, torch.outer(torch.eye(10)[3], u[0]).flatten()])
+    assert float(twin.norm()) == pytest.approx(math.sqrt(2))
+    honest = pixel_rows(u, torch.tensor([3]), 10).sums()
+    assert float(honest.norm()) == pytest.approx(1.0)
+
+
+def test_sums_over_clients_are_those_of_the_pooled_data() -> None:
+    data = images()
+    pooled = first_sums([list(range(20))], data).sum(0)
+    by_class = [[n for n in range(20) if n % 10 == c] for c in range(10)]
+    for parts in (by_class, [list(range(7)), list(range(7, 20)), []]):
+        torch.testing.assert_close(first_sums(parts, data).sum(0), pooled, rtol=1e-6, atol=1e-6)
+
+
+# -------------------------------------------------------------------------------------- accounting
+
+
+@pytest.mark.parametrize("rounds", [1, 3])
+def test_it_has_its_share_of_the_budget_and_epsilon_is_the_same(rounds: int) -> None:
+    """μ² of all releases is 1/σ², with pictures or without; they are charged where images are asked
+    for alone."""
+    privacy = PrivacySettings(noise_multiplier=2.0)
+    shares = {}
+    for ipc in (0, 2):
+        method = FedStats(features="pixels", ipc=ipc, image_steps=1, pixel_share=0.3)
+        plans = method.private_plans(privacy, context(rounds=rounds))
+        of_round = {plan.name: plan.noise_ratio**-2 for plan in plans}
+        shares[ipc] = of_round
+        if rounds > 1:
+            whole = sum(of_round.values()) + of_round["step"] * (rounds - 2)
+            assert whole == pytest.approx(1.0)
+    assert PIXELS not in shares[0]
+    assert shares[2][PIXELS] == pytest.approx(0.3)
+    assert shares[2]["moments"] == shares[0]["moments"]
+
+
+def test_a_run_s_ledger_has_it_and_epsilon_is_that_of_one_without() -> None:
+    parts = PartitionSettings("iid", clients=2)
+    privacy = PrivacySettings(noise_multiplier=3.0)
+    found: dict[int, Any] = {}
+    for ipc in (0, 2):
+        method = FedStats(features="pixels", ipc=ipc, image_steps=1)
+        run = simulate(RunSettings(method, rounds=2, privacy=privacy, partition=parts), quiet=True)
+        found[ipc] = run.privacy
+    epsilons = [found[ipc]["guarantee"]["epsilon"] for ipc in (0, 2)]
+    assert epsilons[0] == pytest.approx(epsilons[1], rel=1e-9)
+    rows = {row["quantity"]: row for row in found[2]["ledger"]}
+    assert len(rows) == len(found[0]["ledger"]) + 1
+    row = next(row for quantity, row in rows.items() if "small pictures" in quantity)
+    assert row["noise_multiplier"] == pytest.approx(3.0 * METHOD.pixel_share**-0.5)
+    assert row["sensitivity"] == 1.0
+
+
+def test_shares_must_leave_something_for_the_steps() -> None:
+    with pytest.raises(SettingError, match="leave something for the steps"):
+        FedStats(ipc=1, pixel_share=0.88)
+    assert FedStats(pixel_share=0.88).picture_share == 0
+
+
+# ------------------------------------------------------------------------------- from the release
+
+
+def test_means_and_covariance_by_numpy() -> None:
+    """Of classes of different sizes, whose counts come with the sums."""
+    draws = np.random.default_rng(0)
+    x = draws.random((60, 1, 8, 8)).astype(np.float32)
+    labels = np.sort(np.r_[np.arange(10), draws.integers(0, 4, 50)])
+    sums = pixel_rows(low_pass((1, 8, 8))(torch.from_numpy(x)), torch.from_numpy(labels), 10).sums()
+    found = PixelMoments.unpacked(sums, WIDTH, 10, 60, 0.0)
+    v = x.reshape(60, -1)
+    v = v / np.linalg.norm(v, axis=1, keepdims=True)
+    means = np.stack([v[labels == c].mean(axis=0) for c in range(10)])
+    np.testing.assert_allclose(found.means, means, atol=1e-5)
+    about = v - means[labels]
+    np.testing.assert_allclose(found.roots @ found.roots.T, about.T @ about / 60, atol=1e-5)
+
+
+def test_directions_below_the_noise_are_dropped() -> None:
+    """Noise alone leaves but a few of 65."""
+    draws = torch.Generator().manual_seed(0)
+    noise = torch.randn(pixel_width(WIDTH, 10), generator=draws, dtype=torch.float64)
+    found = PixelMoments.unpacked(10.0 * noise, WIDTH, 10, 1000.0, 10.0)
+    assert bool(torch.isfinite(found.means).all())
+    assert found.roots.shape[1] < 22
+    assert PixelMoments.unpacked(10.0 * noise, WIDTH, 10, 1000.0, 0.0).roots.shape[1] > 25
+
+
+def test_images_are_drawn_about_their_class_s_mean() -> None:
+    means = torch.eye(64, dtype=torch.float64)[:10]
+    roots = 0.05 * torch.ones(64, 1, dtype=torch.float64)
+    moments = PixelMoments(means, roots)
+    made = moments.drawn(50, (1, 8, 8), (0.5, 1.0), torch.Generator().manual_seed(0))
+    assert made.shape == (10, 50, 1, 8, 8)
+    assert float(made.min()) >= 0
+    assert float(made.max()) <= 1
+    assert made.flatten(2).mean(dim=1).argmax(dim=1).tolist() == list(range(10))
+    assert float(made[:, -10:].std(dim=1).mean()) > float(made[:, :10].std(dim=1).mean())
+
+
+def test_sharpening_keeps_black_white_and_order() -> None:
+    ramp = torch.linspace(0, 1, 64).view(1, 1, 8, 8)
+    curved = sharpened(ramp, torch.tensor([20.0]), torch.tensor([0.4])).flatten()
+    assert curved[[0, -1]].tolist() == pytest.approx([0.0, 1.0], abs=1e-6)
+    assert bool((curved.diff() > 0).all())
+    assert float(((curved - 0.5).abs() > 0.4).float().mean()) > 0.7
+
+
+def test_brightness_does_not_matter_and_the_constant_counts() -> None:
+    x = torch.rand(3, 1, 8, 8, generator=torch.Generator().manual_seed(0))
+    u = low_pass((1, 8, 8))(x)
+    torch.testing.assert_close(low_pass((1, 8, 8))(0.3 * x), u)
+    assert u[:, -1].tolist() == pytest.approx([CONSTANT] * 3)
+    torch.testing.assert_close(u[:, :-1], math.sqrt(0.9) * F.normalize(x.flatten(1)))
+
+
+# ---------------------------------------------------------------------------------------- momentum
+
+
+def test_a_step_makes_a_part_of_the_last_move_again() -> None:
+    """W₁ = W₀ − s·g₁/κ and W₂ = W₁ − s·(g₂ + m·g₁)/κ, by hand."""
+    method = FedStats(features="pixels", second_moments="no", momentum=0.5, step_size=2.0)
+    network = feature_linear(method.map_of(SPEC), SPEC)
+    state = FedStatsState(network.state_dict())
+    weight = state.parameters["classifier.weight"].double()
+    gradients = torch.randn(2, 10, 64, generator=torch.Generator().manual_seed(0))
+    moves = []
+    for number, gradient in enumerate(gradients, start=2):
+        upload = StatisticSums(20.0 * gradient.flatten())  # of a client of nominal size 20
+        state = method.server_step(state, {0: upload}, context(number, rounds=9, sigma=5.0))
+        moves.append(gradient.double() / method.curvature)
+    expected = weight - 2 * moves[0] - 2 * (moves[1] + 0.5 * moves[0])
+    torch.testing.assert_close(
+        state.parameters["classifier.weight"].double(), expected, rtol=1e-4, atol=1e-4
+    )
