@@ -11,9 +11,9 @@ Dir(0.5), Dir(100); every client's own noise, and aggregated noise; ten clients,
 held-out part of its training images); the test images were looked at once, for the rows. Features
 are made once (`--cache`), so seconds are those of all else.
 
-A student is a ConvNet of width 32 and depth 3, trained on ten images of each class and nothing else:
-on hard labels, whose augmented copies keep them ("hard"), or on soft ones, with copies that the
-released classifier relabels ("soft").
+A student is a ConvNet of width 32 and depth 3, trained on 400 images of each class and nothing else:
+on the classes that they were made for ("hard"), on the soft labels that are kept with them
+("stored"), or on these and copies that the released classifier labels ("taught").
 
 Resumes: finished runs are lines of results/fedstats_table.jsonl (of fedstats_students.jsonl with
 `--students`), the important ones first; `--only` shares the work among processes, and after
@@ -62,7 +62,9 @@ EPSILONS = ("1", "10", "3", "0.5", "inf")
 ALPHAS = (0.01, 0.5, 100.0)
 SEEDS = (0, 1, 2, 3, 4)
 ROUNDS = 16
-STUDENT = StudentSettings(steps=800, views=10)
+IPC = 400
+ALONE = StudentSettings(steps=800, views=0, mixup=False)
+TAUGHT = StudentSettings(steps=800, views=2)
 
 
 class Case(NamedTuple):
@@ -124,19 +126,23 @@ def teacher_run(
 def student_run(
     settings: RunSettings, data: tuple[ImageData, ImageData], test_Nd: Tensor
 ) -> dict[str, Any]:
-    """A run that makes images, and the accuracy of the classifier and of two students on `data[1]`,
+    """A run that makes images, and the accuracy of the classifier and of three students on `data[1]`,
     whose features are `test_Nd`."""
     train, test = data
     with tempfile.TemporaryDirectory() as place:
         result = simulate(settings, data=(train, None), output=place, quiet=True)
         found = load_file(Path(str(result.folder)) / "synthetic.safetensors")
     row = {"accuracy": _teacher_accuracy(result.model, train.spec, test_Nd, test.labels)}
-    chosen = {"hard": (found["labels"], None), "soft": (found["soft_labels"], result.model)}
-    for name, (labels, teacher) in chosen.items():
+    chosen = {
+        "hard": (found["labels"], None, ALONE),
+        "stored": (found["soft_labels"], None, ALONE),
+        "taught": (found["soft_labels"], result.model, TAUGHT),
+    }
+    for name, (labels, teacher, how) in chosen.items():
         network = build_model(
             ModelSettings(width=32), train.spec.image_shape, train.spec.classes, 0
         )
-        train_student(network, found["images"], labels, STUDENT, teacher=teacher)
+        train_student(network, found["images"], labels, how, teacher=teacher)
         row[f"student_{name}"] = accuracy(network, test)
     seconds = sum(one["seconds"] for one in result.metrics)
     return {**row, "images": len(found["labels"]), "seconds": round(seconds, 3)}
@@ -162,7 +168,7 @@ def students(options: argparse.Namespace) -> None:
         run = partial(student_run, test_Nd=vectors_test)
         for seed in options.seeds:
             settings = settings_for(case, seed, options.device, options.quick)
-            settings = replace(settings, method=FedStats(ipc=10))
+            settings = replace(settings, method=FedStats(ipc=4 if options.quick else IPC))
             results.get(f"{case.name} seed={seed}", settings, (train, test), run)
 
 

@@ -193,9 +193,9 @@ class FedStats(Method):
     honest: int = 0
     ipc: int = 0
     pixel_share: float = 0.15
-    image_steps: int = 60
-    image_lr: float = 0.1
-    teacher_weight: float = 0.1
+    image_steps: int = 12
+    image_lr: float = 0.05
+    teacher_weight: float = 0.03
     smoothness: float = 0.3
 
     def __post_init__(self) -> None:
@@ -540,7 +540,8 @@ class FedStats(Method):
         classes, d = weight.shape
         if not self.has_second(context.privacy):
             crossed = pool.sums.view(classes, d) * (target_norm(classes) / pool.records)
-            linear = (SCALE / self.curvature * crossed).float()
+            scale = trust(pool, classes, 1.0) * SCALE / self.curvature
+            linear = (scale * crossed).float()
             return replace(state, parameters={**state.parameters, "classifier.weight": linear})
         moments = ClassMoments.unpacked(pool.sums, d, classes, pool.records, pool.deviation)
         spectrum = Spectrum.of(moments, self.ridge)
@@ -558,7 +559,7 @@ class FedStats(Method):
         if state.eigenvalues is None or state.eigenvectors is None:
             if self.has_second(context.privacy):  # round 1 did not count
                 return state
-            down = gradient / self.curvature
+            down = trust(pool, len(weight), self.step_clip) / self.curvature * gradient
             if state.velocity is not None:
                 down = self.momentum * state.velocity + down
         else:
@@ -586,6 +587,20 @@ class Pool:
     sums: Tensor
     deviation: float
     records: float
+
+
+def trust(pool: Pool, classes: int, clip: float) -> float:
+    """What a sum that is no white curvature's own is scaled by: its signal-to-noise ratio as the
+    planner has it (`PrivatePlan.signal_to_noise`), where that is below 1; a public number. With few
+    records steps then do not carry a model away.
+
+    Args:
+        pool: of class products of norm up to `clip`.
+        classes: C.
+        clip: 𝒞.
+    """
+    noise = pool.deviation / clip * math.sqrt(len(pool.sums) * classes)
+    return min(1.0, pool.records / noise) if noise > 0 else 1.0
 
 
 __all__ = ["FIRST", "MAIN", "FedStats", "FedStatsState", "Pool", "StatisticSums"]

@@ -33,8 +33,8 @@ VARIETY = (0.4, 1.0)
 ALONG = (1.0, 0.75, 0.5, 0.25)
 """Where images are taken on their straight way from start to end: those between cost no features,
 and are another half of the variety."""
-STEEPNESS = (4.0, 32.0)
-MIDDLE = (0.3, 0.45)
+STEEPNESS = (12.0, 50.0)
+MIDDLE = (0.35, 0.55)
 """Of the curve that makes an image sharper: drawn for each image, the first evenly in its log."""
 
 

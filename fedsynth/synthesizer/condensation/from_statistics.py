@@ -61,9 +61,9 @@ class ImageSteps:
         smoothness: b, of the mean absolute difference of neighbours.
     """
 
-    steps: int = 60
-    learning_rate: float = 0.1
-    teacher_weight: float = 0.1
+    steps: int = 12
+    learning_rate: float = 0.05
+    teacher_weight: float = 0.03
     smoothness: float = 0.3
 
 
