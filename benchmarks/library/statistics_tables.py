@@ -15,6 +15,12 @@ DATASETS = {
     "emnist-letters": "EMNIST letters",
     "cifar10": "CIFAR-10",
 }
+SOURCES = {
+    "real": "the training images themselves (an upper bound, not private)",
+    "random": "random processes",
+    "drawn": "drawn from small pictures (step 1)",
+    "moved": "moved towards class means as well (steps 1 to 3)",
+}
 NOISES = {"own": "own", "secure": "aggregated"}
 
 
@@ -53,18 +59,31 @@ def _clients() -> str:
 
 
 def _students() -> str:
-    """Classifier and students at ε = 1 with own noise, Dir(0.5), ten clients, ten images a class."""
+    """Classifier and students at ε = 1 with own noise, Dir(0.5), ten clients, 400 images a class."""
     rows = by_key("fedstats_students")
     body = []
     for dataset, label in DATASETS.items():
         name = f"{dataset} eps=1 own alpha=0.5 K=10"
         cells = []
-        for key in ("accuracy", "student_hard", "student_soft"):
+        for key in ("accuracy", "student_hard", "student_stored", "student_taught"):
             values = percents(rows, name, SEEDS, itemgetter(key))
             cells.append(spread(values, len(SEEDS)))
         body.append([label, *cells])
-    head = ["", "classifier on features", "ConvNet, hard labels", "ConvNet, soft labels"]
+    head = ["", "classifier", "hard labels", "stored soft labels", "classifier labels copies"]
     return table(head, body)
+
+
+def _diagnosis() -> str:
+    """Students by the source of their images, on held-out training images."""
+    rows = by_key("student_images")
+    body = []
+    for source, label in SOURCES.items():
+        cells = []
+        for dataset in ("mnist", "fashion-mnist"):
+            values = percents(rows, f"{dataset} {source}", (0,))
+            cells.append(spread(values, 1))
+        body.append([label, *cells])
+    return table(["images", "MNIST", "Fashion-MNIST"], body)
 
 
 TABLES: dict[str, Callable[[], str]] = {
@@ -73,5 +92,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "fedstats-skew": _skew,
     "fedstats-clients": _clients,
     "fedstats-students": _students,
+    "fedstats-diagnosis": _diagnosis,
 }
 SENTENCES: list[tuple[str, str, Callable[[], list[str]]]] = []

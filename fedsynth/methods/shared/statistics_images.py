@@ -82,7 +82,8 @@ def make_images(
         context: of the last round.
     """
     weight = teacher.classifier.weight
-    paths = math.ceil(making.ipc / len(ALONG))
+    along = ALONG if making.steps.steps else (1.0,)
+    paths = math.ceil(making.ipc / len(along))
     statistics = ReleasedStatistics(teacher.embed_pixels, weight, class_means_Cd)
     draws = torch_generator(context.seed, "fedstats' start images")
     shape = context.spec.image_shape
@@ -96,7 +97,7 @@ def make_images(
         making.steps,
         lambda done, total: context.report("images", done, total),
     )
-    between = [start + share * (made - start) for share in ALONG]
+    between = [start + share * (made - start) for share in along]
     taken = torch.cat(between, dim=1)[:, : making.ipc]
     return taken.flatten(0, 1).mul(255).round().to(torch.uint8)
 
