@@ -86,6 +86,8 @@ class Method:
             declared ends a private run.
         model_sees_data: whether clients compute on private data with the network: one of the user's
             own is then refused where it mixes the examples of a batch.
+        takes_model: whether the run's model settings decide its network; False: it has one of its
+            own, and a run that sets a model says that this changes nothing.
         later: settings that came after run folders with reports were left by earlier versions: they
             are not told while they change nothing, so that such a folder's report is made again as
             it was.
@@ -121,6 +123,7 @@ class Method:
     even_rounds: ClassVar[bool] = True
     discloses: ClassVar[Mapping[str, Disclosure]] = {}
     model_sees_data: ClassVar[bool] = True
+    takes_model: ClassVar[bool] = True
     later: ClassVar[frozenset[str]] = frozenset()
 
     def told(self) -> dict[str, Any]:

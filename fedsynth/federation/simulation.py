@@ -77,7 +77,7 @@ from fedsynth.federation.terms.own_data import data_of_run
 from fedsynth.federation.terms.participation import Participation
 from fedsynth.federation.terms.privacy_plan import PrivacyPlan, check_method
 from fedsynth.federation.terms.public_context import public_context
-from fedsynth.federation.terms.settings import RunSettings, to_toml
+from fedsynth.federation.terms.settings import RunSettings, model_is_set, to_toml
 from fedsynth.privacy.errors import PrivacySettingError
 from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.ledger_folder import check_names
@@ -272,6 +272,14 @@ class Simulation:
                     "nothing tests here (",
                     Setting("partition", "local_test", "0.2"),
                     ")",
+                )
+            )
+        if not self.method.takes_model and model_is_set(settings):
+            headline.append(
+                Text(
+                    f"warning: {self.method.name} has a model of its own: what ",
+                    Setting("model", "name"),
+                    " and its kin say changes nothing",
                 )
             )
         if not self.over:

@@ -163,6 +163,7 @@ class FedStats(Method):
     state: ClassVar[type[ServerState]] = FedStatsState
     even_rounds: ClassVar[bool] = False
     model_sees_data: ClassVar[bool] = False
+    takes_model: ClassVar[bool] = False
     later: ClassVar[frozenset[str]] = frozenset(
         {
             "ipc",

@@ -14,7 +14,7 @@ from torch import Tensor
 from fedsynth.errors import SettingError
 from fedsynth.features.public_statistics import IMAGES, Whitening, constants, public_vectors
 from fedsynth.features.registry import feature_map
-from fedsynth.features.scattering import Scattering, scattering_features
+from fedsynth.features.scattering import Scattering, _aliased, scattering_features
 
 NAMES = ("scattering", "whitened-scattering")
 # kymatio 0.3.0's Scattering2D(J=2, (16, 20)) of `waves()`: channel -> values at (0, 0), (2, 3), (3, 4)
@@ -113,3 +113,22 @@ def test_whitening_makes_channels_and_cells_white() -> None:
     made = white.applied(vectors).unflatten(1, (4, 3)).numpy()
     between = np.einsum("nas,nbs->ab", made, made) / made.shape[0] / 3
     np.testing.assert_allclose(between / between[0, 0], np.eye(4), atol=0.05)
+
+
+def test_every_second_sample_has_the_mean_of_the_spectrum_s_aliases_and_its_derivative() -> None:
+    """Also where a function is mapped over examples, as per-example gradients are."""
+    draws = torch.Generator().manual_seed(0)
+    signal = torch.randn(2, 8, 8, generator=draws, dtype=torch.float64)
+    spectrum = torch.fft.fft2(signal)
+    expected = torch.fft.fft2(signal[:, ::2, ::2])
+    torch.testing.assert_close(_aliased(spectrum, 2), expected)
+    leaf = spectrum.clone().requires_grad_(True)
+    torch.testing.assert_close(_aliased(leaf, 2).detach(), expected)
+    assert torch.autograd.gradcheck(lambda x: _aliased(x, 2), leaf)
+
+    def size(one: Tensor) -> Tensor:
+        return _aliased(torch.fft.fft2(one), 4).abs().sum()
+
+    each = torch.func.vmap(torch.func.grad(size))(signal)
+    alone = torch.stack([torch.func.grad(size)(one) for one in signal])
+    torch.testing.assert_close(each, alone)

@@ -14,7 +14,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedsynth import FedStats, PartitionSettings, PrivacySettings, RunSettings, simulate
+from fedsynth import (
+    FedStats,
+    ModelSettings,
+    PartitionSettings,
+    PrivacySettings,
+    RunSettings,
+    simulate,
+)
 from fedsynth.core.client import OpenClients
 from fedsynth.core.context import RoundContext, round_context
 from fedsynth.core.messages import ModelParameters
@@ -22,7 +29,7 @@ from fedsynth.data.images import ImageData, from_arrays
 from fedsynth.data.registry import dataset_spec
 from fedsynth.errors import SettingError
 from fedsynth.features.low_pass import CONSTANT, low_pass
-from fedsynth.methods.fedstats import FedStatsState, StatisticSums
+from fedsynth.methods.fedstats import FedStatsState, Pool, StatisticSums, trust
 from fedsynth.methods.shared.pixel_moments import (
     PIXELS,
     PixelMoments,
@@ -232,3 +239,28 @@ def test_a_step_makes_a_part_of_the_last_move_again() -> None:
     torch.testing.assert_close(
         state.parameters["classifier.weight"].double(), expected, rtol=1e-4, atol=1e-4
     )
+
+
+# ----------------------------------------------------------------------------- settings and budget
+
+
+def test_a_model_that_is_set_is_said_to_change_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    for model, said in ((ModelSettings(), False), (ModelSettings(width=16), True)):
+        simulate(RunSettings(FedStats(features="pixels"), rounds=1, model=model))
+        assert ("has a model of its own" in "".join(capsys.readouterr())) == said
+
+
+def test_moves_are_scaled_by_signal_to_noise_below_one() -> None:
+    """As the planner has it: with a tenth of the records the same sum moves a tenth as far."""
+    method = FedStats(features="pixels", second_moments="no")
+    privacy = PrivacySettings(noise_multiplier=2.0)
+    plans = method.private_plans(privacy, context(rounds=3))
+    (step,) = [plan for plan in plans if plan.name == "step"]
+    deviation = 2.0 * step.noise_ratio * step.clip * math.sqrt(2)  # of two clients' sum
+    sums = torch.zeros(640)
+    for records in (40.0, 400.0, 1e6):
+        expected = step.signal_to_noise(2.0, records, 2)
+        assert expected is not None
+        found = trust(Pool(sums, deviation, records), 10, step.clip)
+        assert found == pytest.approx(min(1.0, expected))
+    assert trust(Pool(sums, 0.0, 40.0), 10, step.clip) == 1.0

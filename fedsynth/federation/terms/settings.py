@@ -358,6 +358,12 @@ def preset_of(dataset: str, method: type[Method]) -> dict[str, dict[str, Any]]:
     return {**sections, "method": own} if own else sections
 
 
+def model_is_set(settings: RunSettings) -> bool:
+    """Whether the model settings are others than a run has that says nothing of them."""
+    preset = preset_of(settings.dataset, type(settings.method)).get("model", {})
+    return settings.model not in (ModelSettings(), ModelSettings(**preset))
+
+
 def resolve(
     given: Mapping[str, Mapping[str, Any]],
     *,
