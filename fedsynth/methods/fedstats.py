@@ -8,7 +8,8 @@ does not matter. Round 1 has two releases, a centre m and, about it, the second 
 
 from which the server has a ridge classifier in closed form (or, without second moments, of z ⊗ e
 alone, a linear one). Each later round is one Newton-like step of softmax regression, Σ clip_c(p − y)
-⊗ z, preconditioned by the released second moments, or by a public constant. Nothing is sampled, so
+⊗ z, preconditioned by the released second moments, or by a public constant and with momentum. Where
+images are asked for, round 1 also releases moments of small pictures. Nothing is sampled, so
 the composition is that of Gaussians and exact. docs/privacy.md has the sensitivities with their
 proofs, docs/fedstats.md what comes out.
 
@@ -112,7 +113,8 @@ class FedStatsState(ServerState):
 
 @dataclass(frozen=True)
 class FedStats(Method):
-    """Settings; a run of n rounds has n − 1 steps. Defaults were found on EMNIST letters.
+    """Settings; a run of n rounds has n − 1 steps. Defaults were found on EMNIST letters and on
+    held-out training images.
 
     Args:
         features: the map φ, see `fedsynth.features.feature_names`, or one that was registered.
