@@ -236,7 +236,10 @@ class FedStats(Method):
 
     def public_facts(self, spec: DatasetSpec) -> Mapping[str, str]:
         features = self.map_of(spec)
+        pictures = low_pass(spec.image_shape)
+        facts = {"small pictures": f"{pictures.dimension} coordinates of norm 1: {pictures.source}"}
         return {
+            **(facts if self.picture_share else {}),
             "feature map": f"{features.name}, {features.dimension} coordinates: fixed before data "
             "are read, and shaped by none",
             "constants of the features": f"norm bound {features.norm_bound:.6g}, radius R "

@@ -264,3 +264,8 @@ def test_moves_are_scaled_by_signal_to_noise_below_one() -> None:
         found = trust(Pool(sums, deviation, records), 10, step.clip)
         assert found == pytest.approx(min(1.0, expected))
     assert trust(Pool(sums, 0.0, 40.0), 10, step.clip) == 1.0
+
+
+def test_the_report_lists_small_pictures_where_they_are_released() -> None:
+    assert "65 coordinates" in METHOD.public_facts(SPEC)["small pictures"]
+    assert "small pictures" not in FedStats(features="pixels").public_facts(SPEC)
