@@ -38,9 +38,14 @@ from library import (
 from library.rows import RowsError
 
 ROOT = Path(__file__).resolve().parent.parent
+MADE = ("generated", "_build")  # below docs/, by building the site: not documents of their own
 DOCUMENTS = (
     "README.md",
-    *sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md")),
+    *sorted(
+        path.relative_to(ROOT).as_posix()
+        for path in (ROOT / "docs").rglob("*.md")
+        if path.relative_to(ROOT / "docs").parts[0] not in MADE
+    ),
 )
 PARTS = (
     method_tables,
