@@ -97,7 +97,27 @@ def _hidden_list(names: Iterable[str]) -> str:
     return f"\n```{{toctree}}\n:hidden:\n\n{entries}\n```\n"
 
 
-def setup(app: Any) -> None:
+def commands_of_this_python() -> None:
+    """Tutorials call `fedsynth`: that of the Python that builds the site, on one thread."""
+    folder = DOCS / "_build" / "bin"
+    folder.mkdir(parents=True, exist_ok=True)
+    script = folder / "fedsynth"
+    start = "from fedsynth.cli.app import main; main()"
+    script.write_text(f"#!/bin/sh\nexec '{sys.executable}' -c '{start}' \"$@\"\n")
+    script.chmod(0o755)
+    beside = Path(sys.executable).parent  # Flower's own commands
+    os.environ["PATH"] = os.pathsep.join([str(folder), str(beside), os.environ["PATH"]])
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def begin(app: Any) -> None:
     """Generated pages are written before Sphinx looks for pages."""
-    app.connect("builder-inited", lambda app: write_all())
+    write_all()
+    commands_of_this_python()
+
+
+def setup(app: Any) -> dict[str, bool]:
+    """What is done while the site is built."""
+    app.connect("builder-inited", begin)
     app.connect("source-read", whole_site)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}
