@@ -20,7 +20,6 @@ import torch
 
 from fedsynth import DatasetSpec, ImageData, PrivacySettings, from_arrays, owner_settings, simulate
 from library.machine import machine, saver
-from library.memory import forget_peak, peak
 from library.options import table_options
 from library.rows import lines
 
@@ -80,17 +79,14 @@ def one_round(case: dict[str, int], data: ImageData, releases: int, epochs: int)
 
 
 def measured(case: dict[str, int]) -> dict[str, Any]:
-    """Seconds of a release and of an epoch, and the memory on top of what was there."""
+    """Seconds of a release and of an epoch."""
     data = noise(case)
     one_round(case, data, 1, 1)  # the first call of everything
-    forget_peak()
-    before = peak()
     few = one_round(case, data, FEW, FEW)
     return {
         "seconds_a_release": (one_round(case, data, MORE, FEW) - few) / (MORE - FEW),
         "seconds_an_epoch": (one_round(case, data, FEW, FEW + 10 * (MORE - FEW)) - few)
         / (10 * (MORE - FEW)),
-        "peak_mib": (peak() - before) / 2**20,
     }
 
 

@@ -18,10 +18,9 @@ from typing import Any
 DOCS = Path(__file__).resolve().parent
 sys.path.insert(0, str(DOCS))  # for `generate`
 
+from fedsynth import __version__  # noqa: E402
 from generate import write_all  # noqa: E402
 from generate.project import DOCUMENTS  # noqa: E402
-
-from fedsynth import __version__  # noqa: E402
 
 project = "fedsynth"
 author = "The fedsynth maintainers"

@@ -16,7 +16,7 @@ RELEASES, EPOCHS = 40, 200
 def _one_owner() -> str:
     rows = [_owner_row(row) for row in lines("how_long")]
     head = ["images", "pixels a side", "classes", "width", "a release", "an epoch", "the whole set"]
-    return table([*head, "memory on top"], rows)
+    return table(head, rows)
 
 
 def _owner_row(row: dict[str, Any]) -> list[str]:
@@ -30,7 +30,6 @@ def _owner_row(row: dict[str, Any]) -> list[str]:
         f"{release:.2f} s",
         f"{1000 * epoch:.0f} ms",
         spoken(whole),
-        f"{row['peak_mib']:.0f} MiB",
     ]
 
 

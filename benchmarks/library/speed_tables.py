@@ -202,7 +202,11 @@ TABLES: dict[str, Callable[[], str]] = {
     "condense": _condense,
 }
 SENTENCES: list[tuple[str, str, Callable[[], list[str]]]] = [
-    ("docs/speed.md", "the floor of the first row at {} in fp32 and {} with bf16 real passes", _floor),
+    (
+        "docs/speed.md",
+        "the floor of the first row at {} in fp32 and {} with bf16 real passes",
+        _floor,
+    ),
     (
         "docs/speed.md",
         "the loop takes {} and the ratios are {}, {}, {} and {}.",

@@ -72,7 +72,9 @@ def section(words: str, command: Any) -> str:
     arguments = [one for one in command.params if one.param_type_name == "argument"]
     options = [one for one in command.params if one.param_type_name == "option"]
     inner = " COMMAND [ARGS]…" if getattr(command, "commands", {}) else ""
-    usage = " ".join(["fedsynth", words, *(["[OPTIONS]"] if options else []), *map(_shape, arguments)])
+    usage = " ".join(
+        ["fedsynth", words, *(["[OPTIONS]"] if options else []), *map(_shape, arguments)]
+    )
     parts = [f"{depth} fedsynth {words}", fence("text", usage + inner)]
     parts += [_text(each) for each in cleandoc(command.help or "").split("\n\n")]
     hints = _hints(command)

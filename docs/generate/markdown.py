@@ -6,6 +6,8 @@ import re
 import textwrap
 from collections.abc import Iterable, Sequence
 
+_NAMES_OVER_LINES = re.compile(r"^((?:\w+, )*\w+,)\n((?:\w+, )*\w+[,:])", re.MULTILINE)
+
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A table; cells may have anything but line breaks, which become spaces."""
@@ -45,8 +47,11 @@ def arguments(docstring: str) -> dict[str, str]:
         re.MULTILINE,
     ):
         name = ""
-        for line in textwrap.dedent(section[1]).splitlines():
-            begun = re.match(r"(\*{0,2}\w+(?:, \*{0,2}\w+)*):\s*(.*)", line)
+        body = textwrap.dedent(section[1])
+        while body != (joined := _NAMES_OVER_LINES.sub(r"\1 \2", body)):
+            body = joined
+        for line in body.splitlines():
+            begun = re.match(r"(\w+(?:, \w+)*):\s*(.*)", line)
             if begun:
                 name = begun[1]
                 found[name] = begun[2]

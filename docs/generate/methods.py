@@ -99,8 +99,9 @@ def _python(cls: type[Method]) -> str:
 def _settings(cls: type[Method]) -> Iterator[list[str]]:
     texts = [arguments(getdoc(one) or "") for one in (cls, *explaining(cls))]
     for one in fields(cls):
-        said = next((text[one.name] for text in texts if one.name in text), "")
-        yield [code(one.name), _default(one), _type(one), plain(said)]
+        said = [text[one.name] for text in texts if one.name in text]
+        said.sort(key=lambda text: text.startswith("see `"))  # who explains comes before who refers
+        yield [code(one.name), _default(one), _type(one), plain(said[0] if said else "")]
 
 
 def _default(one: Field[Any]) -> str:
