@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -96,23 +97,26 @@ def _hidden_list(names: Iterable[str]) -> str:
     return f"\n```{{toctree}}\n:hidden:\n\n{entries}\n```\n"
 
 
-def commands_of_this_python() -> None:
+def kernels() -> None:
     """Tutorials call `fedsynth`: that of the Python that builds the site, on one thread."""
-    folder = DOCS / "_build" / "bin"
-    folder.mkdir(parents=True, exist_ok=True)
-    script = folder / "fedsynth"
+    script = DOCS / "_build" / "bin" / "fedsynth"
+    script.parent.mkdir(parents=True, exist_ok=True)
     start = "from fedsynth.cli.app import main; main()"
     script.write_text(f"#!/bin/sh\nexec '{sys.executable}' -c '{start}' \"$@\"\n")
     script.chmod(0o755)
     beside = Path(sys.executable).parent  # Flower's own commands
-    os.environ["PATH"] = os.pathsep.join([str(folder), str(beside), os.environ["PATH"]])
+    os.environ["PATH"] = os.pathsep.join([str(script.parent), str(beside), os.environ["PATH"]])
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    first = DOCS / "_build" / "ipython" / "profile_default" / "startup"
+    first.mkdir(parents=True, exist_ok=True)
+    shutil.copy(DOCS / "cells.py", first)
+    os.environ["IPYTHONDIR"] = str(DOCS / "_build" / "ipython")
 
 
 def begin(app: Any) -> None:
     """Generated pages are written before Sphinx looks for pages."""
     write_all()
-    commands_of_this_python()
+    kernels()
 
 
 def setup(app: Any) -> dict[str, bool]:
