@@ -4,7 +4,7 @@ bytes and seconds.
     FEDSYNTH_DATA=... python benchmarks/compare.py [--quick] [--json] [--device cuda]
         [--methods fedprox moon] [--only 'seed=1'] [--time-budget SECONDS]
 
-A tenth of each class, a ConvNet of width 16. The budget is passes over a client's own data: 5
+A tenth of each class, a ConvNet of width 8. The budget is passes over a client's own data: 5
 rounds of 5 for methods that send models, batches of 32, SGD without momentum, as SCAFFOLD and q-FFL
 have none. The rate of each is the best on 5,000 held-out training images with seed 0 (rows "rate
 …"), of 0.003, 0.01, 0.03, 0.1 and 0.3, and further ones as long as the best is at an end. FedBN and
@@ -66,7 +66,7 @@ def settings_for(name: str, seed: int, device: str, quick: bool, rate: float | N
             },
             "data": {"dataset": "fashion-mnist"},
             "partition": {"kind": "dirichlet", "alpha": 0.1, "clients": 10, "subset": 0.1, **own},
-            "model": {"width": 16, "norm": "batch" if name == "fedbn" else "instance"},
+            "model": {"width": 8, "norm": "batch" if name == "fedbn" else "instance"},
             "method": {**values, **(small if quick else {})},
         }
     )

@@ -146,13 +146,16 @@ def read_sweep(file: Path) -> Sweep:
 
 
 def _cells(shared: Sections, grid: Values, methods: Values, file: Path) -> list[Cell]:
-    common = {name: _axis(name, values) for name, values in grid.items() if _is_axis(values)}
+    common = _common_axes(grid, file)
     own = {name: values for name, values in grid.items() if not _is_axis(values)}
-    named = {str(one) for one in common.get("method", ())}
-    named |= {str(shared.get("run", {}).get("method", "feddm"))} if not named else set()
+    named = [str(one) for one in common.get("method", ())]
+    if not named:
+        named = [str(shared.get("run", {}).get("method", "feddm"))]
     for name in (*own, *methods):
         if name not in named:
-            raise SweepError(f"{file}: no run of the sweep has method {name!r}")
+            raise SweepError(
+                f"{file}: no run of the sweep has method {name!r}; there are {', '.join(named)}"
+            )
     cells: list[Cell] = []
     for values in _product(common):
         method = str(values.get("method", shared.get("run", {}).get("method", "feddm")))
@@ -164,6 +167,21 @@ def _cells(shared: Sections, grid: Values, methods: Values, file: Path) -> list[
     if len({cell.key for cell in cells}) < len(cells):
         raise SweepError(f"{file}: two runs of the grid have the same settings")
     return cells
+
+
+def _common_axes(grid: Values, file: Path) -> dict[str, list[Any]]:
+    """The axes of all methods; "run.seed" is "seed", as tables and methods' sections look for it."""
+    axes: dict[str, list[Any]] = {}
+    names: dict[tuple[str, str], str] = {}  # by the setting that an axis moves
+    for name, values in grid.items():
+        if not _is_axis(values):
+            continue
+        home = home_of(name)
+        if home in names:
+            raise SweepError(f"{file}: {names[home]!r} and {name!r} of the grid are one setting")
+        names[home] = name
+        axes[name.removeprefix("run.")] = _axis(name, values)
+    return axes
 
 
 def _cell(shared: Sections, of_method: Values, values: Values, own: Values) -> Cell:

@@ -101,6 +101,14 @@ def test_the_grid_is_every_combination(made: Made) -> None:
     assert made("[run]\nrounds = 1\n").cells[0].words == ""  # no grid: one run
 
 
+def test_full_names_of_a_runs_settings_are_the_short_ones(made: Made) -> None:
+    full = GRID.replace("\nmethod =", '\n"run.method" =').replace("\nseed =", '\n"run.seed" =')
+    assert full.count('"run.') == 2
+    sweep = made(full)
+    assert sweep.axes == made(GRID).axes
+    assert [cell.key for cell in sweep.cells] == [cell.key for cell in made(GRID).cells]
+
+
 def test_another_setting_is_another_run_and_another_device_is_not(made: Made) -> None:
     one = made('[grid]\nmethod = ["fedavg"]\nseed = [0]\n').cells[0]
     other = made('[run]\nrounds = 4\n[grid]\nmethod = ["fedavg"]\nseed = [0]\n').cells[0]
@@ -121,6 +129,7 @@ def test_another_setting_is_another_run_and_another_device_is_not(made: Made) ->
         ("[gird]\nalpha = [1]\n", "unknown section 'gird'"),
         ("[grid]\nalpha = [1]\n[grid.fedprox]\nmu = [1]\n", "no run of the sweep has method"),
         ("[grid]\nalpha = [1]\n[methods.fedprox]\nmu = 1\n", "no run of the sweep has method"),
+        ('[grid]\nalpha = [1.0]\n"partition.alpha" = [2.0]\n', "are one setting"),
         ("[grid]\nalpha = [1.0, 1.0]\n", "two runs of the grid have the same settings"),
         ("[grid]\nseed = [" + "0," * 101 + "]\nalpha = [" + "1.0," * 101 + "]\n", "more than"),
         ("[sweep]\njobs = 0\n", "jobs must be in"),
