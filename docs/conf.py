@@ -58,6 +58,8 @@ napoleon_custom_sections = [("Class attributes", "params_style")]
 
 # Tutorials are executed whenever they changed; a cell that fails ends the build.
 nb_execution_mode = os.environ.get("FEDSYNTH_DOCS_EXECUTE", "cache")
+if nb_execution_mode == "off":
+    suppress_warnings.append("myst-nb.lexer")  # only a kernel knows its language
 nb_execution_in_temp = True
 nb_execution_timeout = 150
 nb_execution_raise_on_error = True
