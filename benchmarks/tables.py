@@ -13,8 +13,8 @@ in the document so, whatever its line breaks. Every other decimal number, and ev
 a reference (`FREE`), or between `<!-- given -->` and `<!-- end -->`, as papers' figures are.
 
 The tables are in `library/method_tables.py`, `library/speed_tables.py`,
-`library/reliability_tables.py`, `library/reproduction_tables.py`, `library/own_data_tables.py`
-and `library/statistics_tables.py`.
+`library/reliability_tables.py`, `library/reproduction_tables.py`, `library/own_data_tables.py`,
+`library/statistics_tables.py` and `library/how_long_tables.py`.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from library import (
+    how_long_tables,
     method_tables,
     own_data_tables,
     reliability_tables,
@@ -38,9 +39,14 @@ from library import (
 from library.rows import RowsError
 
 ROOT = Path(__file__).resolve().parent.parent
+MADE = ("generated", "_build")  # below docs/, by building the site: not documents of their own
 DOCUMENTS = (
     "README.md",
-    *sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md")),
+    *sorted(
+        path.relative_to(ROOT).as_posix()
+        for path in (ROOT / "docs").rglob("*.md")
+        if path.relative_to(ROOT / "docs").parts[0] not in MADE
+    ),
 )
 PARTS = (
     method_tables,
@@ -49,6 +55,7 @@ PARTS = (
     reproduction_tables,
     own_data_tables,
     statistics_tables,
+    how_long_tables,
 )
 TABLES: dict[str, Callable[[], str]] = {
     name: made for part in PARTS for name, made in part.TABLES.items()

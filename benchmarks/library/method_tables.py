@@ -495,9 +495,9 @@ TABLES: dict[str, Callable[[], str]] = {
 }
 SENTENCES: list[tuple[str, str, Callable[[], list[str]]]] = [
     (
-        "README.md",
+        "docs/results.md",
         "training images at the same number of rounds ({}, {} and {} %)",
         _fedavg_grid,
     ),
-    ("README.md", "on one seed it comes within {} points", _closest),
+    ("docs/results.md", "on one seed it comes within {} points", _closest),
 ]

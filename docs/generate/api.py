@@ -1,0 +1,95 @@
+"""The library's reference: every name that `import fedsynth` offers, in groups, for autodoc."""
+
+from __future__ import annotations
+
+import fedsynth
+from fedsynth.methods import CLASSES
+
+GROUPS: dict[str, tuple[str, ...]] = {
+    "Runs": (
+        "simulate",
+        "RunSettings",
+        "resolve",
+        "load_preset",
+        "RunResult",
+        "Observer",
+        "export_run",
+    ),
+    "Settings": ("PartitionSettings", "ModelSettings", "PrivacySettings"),
+    "Data": (
+        "load_dataset",
+        "load_folder",
+        "FolderSettings",
+        "FolderData",
+        "from_arrays",
+        "ImageData",
+        "DatasetSpec",
+    ),
+    "Synthetic sets": (
+        "synthesize",
+        "owner_settings",
+        "load_synthetic",
+        "SharedSet",
+        "train_student",
+        "StudentSettings",
+        "DataFreeDistiller",
+    ),
+    "A method or a model of your own": (
+        "Method",
+        "TrainsLocally",
+        "Task",
+        "Condenses",
+        "Message",
+        "ModelParameters",
+        "ServerState",
+        "RoundContext",
+        "register_method",
+        "register_model",
+    ),
+}
+FUNCTIONS = "autofunction"
+CLASS = "autoclass"
+
+
+def groups() -> dict[str, tuple[str, ...]]:
+    """Every exported name, in one group each; the methods are the last."""
+    offered = set(dir(fedsynth)) - {"__version__"}
+    listed = {name for names in GROUPS.values() for name in names}
+    rest = offered - listed - set(CLASSES)
+    if rest or not listed <= offered:
+        raise LookupError(f"docs/generate/api.py: in no group, or not offered: {rest or listed}")
+    return {**GROUPS, "Methods": tuple(sorted(CLASSES))}
+
+
+def pages() -> dict[str, str]:
+    """`api/GROUP.md` for each group, and their list."""
+    made = {f"api/{_file(title)}.md": _page(title, names) for title, names in groups().items()}
+    entries = "\n".join(_file(title) for title in groups())
+    made["api/index.md"] = f"""# The library
+
+The names that `import fedsynth` offers are the stable ones ([deprecation](../../deprecation.md));
+the modules below it may still move. Importing fedsynth imports neither torch nor any method until a
+name is used.
+
+```{{toctree}}
+:maxdepth: 2
+
+{entries}
+```
+"""
+    return made
+
+
+def _file(title: str) -> str:
+    return title.lower().replace(" ", "-")
+
+
+def _page(title: str, names: tuple[str, ...]) -> str:
+    return f"# {title}\n\n" + "\n\n".join(map(_directive, names)) + "\n"
+
+
+def _directive(name: str) -> str:
+    kind = CLASS if isinstance(getattr(fedsynth, name), type) else FUNCTIONS
+    options = "" if kind == FUNCTIONS or name in CLASSES else "\n   :members:"
+    body = f".. {kind}:: fedsynth.{name}{options}"
+    return f"## {name}\n\n```{{eval-rst}}\n{body}\n```"

@@ -1,0 +1,31 @@
+"""The documents at the top of the repository, as pages of the site."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+DOCUMENTS = {
+    "CHANGELOG.md": "changelog.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "SECURITY.md": "security.md",
+}
+
+
+def pages(root: Path) -> dict[str, str]:
+    """Their texts, with links that hold one folder below docs/."""
+    return {
+        page: _moved((root / document).read_text(encoding="utf-8"))
+        for document, page in DOCUMENTS.items()
+    }
+
+
+def _moved(text: str) -> str:
+    text = re.sub(r"\]\(docs/", "](../", text)
+    for document, page in DOCUMENTS.items():
+        text = text.replace(f"]({document}", f"]({page}")
+    return re.sub(
+        r"\]\((?!https?://|\.\./|#)(\w[^)]*)\)",
+        lambda found: found[0] if found[1] in DOCUMENTS.values() else f"](../../{found[1]})",
+        text,
+    )

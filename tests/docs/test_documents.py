@@ -1,0 +1,136 @@
+"""Documents: links lead somewhere, tutorials are plain text, the README is short, and every page
+has its place in the site."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from tests.docs.written import DOCS, NAMES, ROOT, TUTORIALS
+
+LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
+LARGEST_PICTURE = 150_000
+
+
+def without_code(text: str) -> str:
+    return re.sub(r"^(```+|:::+).*?^\1", "", text, flags=re.DOTALL | re.MULTILINE)
+
+
+def anchors(text: str) -> set[str]:
+    """As GitHub makes them of headings."""
+    found = set()
+    for line in re.findall(r"^#+ (.*)$", without_code(text), re.MULTILINE):
+        words = re.sub(r"[^\w\- ]", "", re.sub(r"\]\([^)]*\)", "", line).lower())
+        found.add(words.strip().replace(" ", "-"))
+    return found
+
+
+def broken_links(text: str, place: Path) -> list[str]:
+    wrong = []
+    for link in LINK.findall(re.sub(r"`[^`]*`", "", without_code(text))):
+        if re.match(r"\w+:", link):
+            continue
+        name, _, anchor = link.partition("#")
+        target = (place.parent / name).resolve() if name else place
+        if DOCS / "generated" in target.parents:
+            continue  # the site's; building it checks it
+        if not target.exists():
+            wrong.append(f"{place.name}: {link}: no such file")
+        elif anchor and anchor not in anchors(target.read_text(encoding="utf-8")):
+            wrong.append(f"{place.name}: {link}: no such heading")
+    return wrong
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_links_lead_somewhere(name: str) -> None:
+    text = (ROOT / name).read_text(encoding="utf-8")
+    assert broken_links(text, ROOT / name) == []
+    if not name.startswith("docs/tutorials") and name != "docs/index.md":
+        assert "generated/" not in "".join(LINK.findall(text)), "GitHub has no generated pages"
+
+
+def test_a_link_that_leads_nowhere_is_found() -> None:
+    place = DOCS / "index.md"
+    assert broken_links("[a](nothing.md)", place)
+    assert broken_links("[a](privacy.md#nothing)", place)
+    assert not broken_links("[a](privacy.md#definitions) `[b](c)` [d](https://example.org)", place)
+
+
+def test_every_page_has_its_place_in_the_site() -> None:
+    listed = set(re.findall(r"^([\w/-]+)$", (DOCS / "index.md").read_text(), re.MULTILINE))
+    pages = {name.removeprefix("docs/").removesuffix(".md") for name in NAMES if "docs/" in name}
+    elsewhere = {"index", "images/README"}
+    assert {p for p in pages if not p.startswith("decisions/")} - elsewhere <= listed
+    decisions = (DOCS / "decisions" / "README.md").read_text()
+    for path in (DOCS / "decisions").glob("[a-z]*.md"):
+        assert f"]({path.name})" in decisions
+
+
+@pytest.mark.parametrize("name", TUTORIALS)
+def test_tutorials_are_text_that_runs_anywhere(name: str) -> None:
+    text = (ROOT / name).read_text(encoding="utf-8")
+    assert text.startswith("---\nfile_format: mystnb\nkernelspec:\n  name: python3\n---\n")
+    cells = re.findall(r"^```\{code-cell\} ipython3\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    assert len(cells) >= 6
+    assert "{code-cell-output}" not in text
+    for cell in cells:
+        own = re.search(r"(?<![\w.$}*~])/(home|root|work|tmp|Users|mnt)/", cell)
+        assert own is None, f"a path of somebody's machine: {cell}"
+        assert not re.search(r"https?://|--download|FEDSYNTH_DATA", cell), "needs a network or data"
+
+
+def test_there_are_five_tutorials_and_no_stored_notebooks() -> None:
+    assert len(TUTORIALS) == 5
+    assert not [path for path in DOCS.rglob("*.ipynb") if "_build" not in path.parts]
+
+
+def test_the_readme_is_for_five_minutes() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 130
+    first = "\n".join(text.splitlines()[:30])
+    for what in ("enforced budget", "across runs", "verified"):
+        assert what in first
+    pictures = [DOCS / name for name in re.findall(r"!\[[^\]]*\]\(docs/([^)]+)\)", text)]
+    assert len(pictures) >= 2
+    for picture in pictures:
+        assert picture.stat().st_size < LARGEST_PICTURE
+        assert f"`{picture.name}`" in (DOCS / "images" / "README.md").read_text()
+
+
+def dockerfile() -> str:
+    return (ROOT / "Dockerfile").read_text(encoding="utf-8")
+
+
+def test_the_dockerfile_names_files_that_exist() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+    ignored = (ROOT / ".dockerignore").read_text().splitlines()
+    copied = [
+        word
+        for line in re.findall(r"^COPY (?!--from)(.*)$", dockerfile(), re.MULTILINE)
+        for word in line.split()[:-1]
+    ]
+    assert len(copied) >= 6
+    assert ignored.count("*") == 1
+    for name in copied:
+        assert (ROOT / name).exists()
+        assert f"!{name}" in ignored, "the build would not see it"
+    [chosen] = re.findall(r"^ARG EXTRAS=(\S+)$", dockerfile(), re.MULTILINE)
+    assert set(chosen.split(",")) <= set(extras)
+
+
+def test_the_container_runs_fedsynth_and_is_not_root() -> None:
+    text = dockerfile()
+    assert 'ENTRYPOINT ["fedsynth"]' in text
+    assert re.findall(r"^USER (\S+)$", text, re.MULTILINE) == ["10001"]
+    assert "--uid 10001" in text
+    after = text[text.rindex("USER 10001") :]
+    assert "RUN" not in after
+    asked = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    for name in ("torch", "torchvision"):
+        [wanted] = [one for one in asked if re.match(rf"{name}\W", one)]
+        assert text.count(f'"{wanted}"') == 2

@@ -1,0 +1,120 @@
+"""Generated pages: each method, command, option, exported name and example has its place."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import fedsynth
+from fedsynth.core.messages import privacy_of_fields
+from fedsynth.methods import METHODS, method_class
+from fedsynth.reproduction.presets import preset_names
+from tests.docs.written import ROOT
+
+
+@pytest.mark.parametrize("name", sorted(METHODS))
+def test_each_method_has_a_page_with_all_that_it_declares(
+    generated: dict[str, str], name: str
+) -> None:
+    page = generated[f"methods/{name}.md"]
+    cls = method_class(name)
+    assert page.startswith(f"# {name}\n")
+    for field in dataclasses.fields(cls):
+        assert f"| `{field.name}` | `" in page
+    for message in filter(None, (cls.first_upload, cls.upload)):
+        assert f"`{message.__name__}`" in page
+        for key, (kind, _) in privacy_of_fields(message).items():
+            assert f"| `{key}` | {kind} |" in page
+    for mechanism in cls.protects:
+        assert f"| `{mechanism}` |" in page
+    assert ("Refused: " in page) == (not cls.protects)
+    assert f"fedsynth train --method {name}" in page
+    assert name in generated["methods/index.md"].split("```{toctree}")[1].split()
+
+
+def test_settings_have_defaults_and_are_explained(generated: dict[str, str]) -> None:
+    assert "| `iterations` | `1000` | `int` | T, condensation" in generated["methods/feddm.md"]
+    assert "| `mu` | `0.01` | `float` | μ; the comparison" in generated["methods/fedprox.md"]
+    without = sum(text.count("` |  |\n") for name, text in generated.items() if "methods/" in name)
+    assert without == 0, "settings without an explanation"
+
+
+def test_each_published_table_is_on_a_method_s_page(generated: dict[str, str]) -> None:
+    methods = "".join(text for name, text in generated.items() if name.startswith("methods/"))
+    there = {name for name in preset_names() if f"| `{name}` |" in methods}
+    assert len(there) > 25
+    assert "| `feddm:table2` |" in generated["methods/feddm.md"]
+    assert "| `feddm:table2` |" in generated["methods/fedavg.md"]
+    assert "| `feddm:table2` |" not in generated["methods/fedkf.md"]
+
+
+def test_mechanism_paper_guarantees_nothing(generated: dict[str, str]) -> None:
+    page = generated["methods/feddm.md"]
+    assert "| `paper` | **guarantees nothing** |" in page
+    assert "| `residual` | ε by the ledger's accountant | default |" in page
+
+
+def test_each_command_and_option_is_in_the_reference(
+    generate: ModuleType, generated: dict[str, str]
+) -> None:
+    found = generate.commands.commands()
+    assert len(found) > 20
+    for words, command in found.items():
+        if not words:
+            continue
+        page = generated[f"commands/{words.split(' ')[0]}.md"]
+        assert f"# fedsynth {words}\n" in page
+        assert f"[fedsynth {words}]" in generated["commands/index.md"]
+        here = page.split(f"# fedsynth {words}\n")[1].split("\n## ")[0]
+        for parameter in command.params:
+            if parameter.param_type_name == "option":
+                assert all(f"`{name}`" in here for name in parameter.opts)
+
+
+def test_each_exported_name_is_in_the_library_s_reference(
+    generate: ModuleType, generated: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pages = "".join(text for name, text in generated.items() if name.startswith("api/"))
+    for name in set(dir(fedsynth)) - {"__version__"}:
+        assert f":: fedsynth.{name}\n" in pages + "\n"
+    monkeypatch.delitem(generate.api.GROUPS, "Data")
+    with pytest.raises(LookupError, match="ImageData"):
+        generate.api.groups()
+
+
+def test_each_example_has_a_page(generated: dict[str, str]) -> None:
+    for path in (ROOT / "examples").glob("*.py"):
+        assert path.read_text(encoding="utf-8").rstrip() in generated[f"examples/{path.stem}.md"]
+
+
+def test_the_changelog_s_links_hold_one_folder_deeper(generated: dict[str, str]) -> None:
+    assert "](../reproduction.md)" in generated["changelog.md"]
+    assert "](docs/" not in "".join(generated.values())
+
+
+def test_pages_that_are_not_wanted_any_more_go(generate: ModuleType, tmp_path: Path) -> None:
+    (tmp_path / "methods").mkdir()
+    (tmp_path / "methods" / "gone.md").write_text("# gone")
+    made = generate.write_all(tmp_path)
+    assert tmp_path / "methods" / "feddm.md" in made
+    assert not (tmp_path / "methods" / "gone.md").exists()
+    before = (tmp_path / "methods" / "feddm.md").stat().st_mtime_ns
+    generate.write_all(tmp_path)
+    assert (tmp_path / "methods" / "feddm.md").stat().st_mtime_ns == before
+
+
+def test_text_from_docstrings_is_no_markdown(generate: ModuleType) -> None:
+    plain, table = generate.markdown.plain, generate.markdown.table
+    assert plain("w_t * <b> `x_y`") == r"w\_t \* \<b\> `x_y`"
+    assert table(["a"], [["1 | 2\n3"]]) == "| a |\n| --- |\n| 1 \\| 2 3 |"
+    text = "Say.\n\nArgs:\n    a, b: both of\n        them.\n    c: one.\n\n>>> 1\n1\n"
+    assert generate.markdown.arguments(text) == {
+        "a": "both of them.",
+        "b": "both of them.",
+        "c": "one.",
+    }
+    assert generate.markdown.prose(text) == "Say."
+    assert generate.markdown.example(text) == "```pycon\n>>> 1\n1\n```"
