@@ -17,6 +17,7 @@ from fedsynth.privacy.errors import PrivacySettingError
 
 DIGITS = 52
 """Bits of a part: a float64 of at most so many grid steps is on the grid exactly."""
+MOST_BITS = 63
 SUM_DIGITS = 62
 """Bits of the sum, in a signed word of 64."""
 TAIL = 40.0
@@ -69,7 +70,7 @@ def finest(bound: float, clients: int) -> Grid:
     True
     """
     digits = min(DIGITS, SUM_DIGITS - math.ceil(math.log2(clients)))
-    return Grid(digits - math.ceil(math.log2(bound)), bound)
+    return Grid(min(MOST_BITS, digits - math.ceil(math.log2(bound))), bound)
 
 
 def grid_of(clip: float, deviation: float, shares: int, addends: Addends) -> Grid:

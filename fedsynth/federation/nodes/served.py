@@ -25,6 +25,7 @@ from fedsynth.data.registry import is_published
 from fedsynth.errors import CheckpointError, DataFilesMissingError, OutputError
 from fedsynth.federation.exchange.rounds import Played, agree, play_round, with_proxy
 from fedsynth.federation.exchange.server import Server
+from fedsynth.federation.exchange.sum_form import check_quorum
 from fedsynth.federation.nodes.proposal import Proposal, new_run
 from fedsynth.federation.nodes.to_nodes import Carrier, Patience, ToNodes
 from fedsynth.federation.observer import Observer
@@ -42,6 +43,7 @@ from fedsynth.federation.outputs.measure import Measure
 from fedsynth.federation.outputs.report_context import report_context
 from fedsynth.federation.outputs.result import summarise
 from fedsynth.federation.outputs.run_folder import PRIVATE_START, SERVER, RunFolder
+from fedsynth.federation.secure_sums.errors import require_cryptography
 from fedsynth.federation.terms.devices import resolve_device
 from fedsynth.federation.terms.given_data import NO_TEST, PUBLIC
 from fedsynth.federation.terms.participation import Participation
@@ -134,8 +136,12 @@ class _Run:
         if self.private:
             check_method(self.method)
         context = public_context(settings, proposal.spec, resolve_device(settings.device))
-        if self.private:
-            check_own_noise(PrivacyPlan.checked(settings, context).plans)
+        plan = PrivacyPlan.checked(settings, context) if self.private else None
+        if self.method.sums_alone:
+            require_cryptography()
+            check_quorum(settings, context)
+        elif plan is not None:
+            check_own_noise(plan.plans)
         self.method.check_model(context.architecture)
         context = with_proxy(context, settings)
         self.test = _test_set(proposal)
