@@ -20,13 +20,12 @@ from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import LENGTH_BYTES, Message, public
 from fedsynth.core.method import Method
 from fedsynth.core.uploads import Array
-from fedsynth.errors import MessageError, SettingError
+from fedsynth.errors import MessageError
 from fedsynth.federation.exchange.frames import declared
 from fedsynth.federation.secure_sums.client import SumTerms
 from fedsynth.federation.secure_sums.errors import SecureSumError
 from fedsynth.federation.secure_sums.fixed_point import FixedPoint, Words
-from fedsynth.federation.terms.participation import active_clients
-from fedsynth.federation.terms.settings import RunSettings
+from fedsynth.federation.terms.sums import fewest
 from fedsynth.privacy.grid import Grid, finest
 
 SUM = "sum"
@@ -146,42 +145,6 @@ def sum_form(method: Method, phase: str, context: RoundContext) -> SumForm:
 
 def _fixed(grid: Grid, clients: int) -> FixedPoint:
     return FixedPoint(grid.bound, clients, grid.bits)
-
-
-def fewest(method: Method, taking: int, clients: int) -> int:
-    """Of fewer clients' uploads there is no sum: a majority, and H.
-
-    Args:
-        method: one whose server sees sums alone.
-        taking: the round's clients.
-        clients: K.
-    """
-    return max(taking // 2 + 1, method.noise_shares(clients))
-
-
-def check_quorum(settings: RunSettings, context: RoundContext) -> None:
-    """Refuses a quorum with which a round would count that has no sum.
-
-    Raises:
-        SettingError: says what to set.
-    """
-    taking = active_clients(context.clients, settings.participation)
-    least = fewest(settings.method, taking, context.clients)
-    if least > taking:
-        raise SettingError(
-            "run",
-            "participation",
-            f"lets {taking} clients take part in a round, and a sum needs {least}",
-            value=settings.participation,
-        )
-    if math.ceil(settings.quorum * taking - 1e-9) < least:
-        enough = math.ceil(1000 * least / taking) / 1000
-        raise SettingError(
-            "run",
-            "quorum",
-            f"must be at least {enough:g}: a secure sum needs {least} of {taking} clients",
-            value=settings.quorum,
-        )
 
 
 def sum_terms(

@@ -56,6 +56,6 @@ def _cost(proposal: Proposal, ledger: Ledger | None) -> list[str]:
     try:
         context = public_context(run, proposal.spec, torch.device("cpu"))
         plan = PrivacyPlan.make(run, context, [own] * run.partition.clients)
-        return [f"  {line}" for line in headline(plan)]
+        return [f"  {line}" for line in headline(plan, simulated=False)]
     except (FedsynthError, PrivacyError) as error:
         return [f"  it cannot take part: {error}"]

@@ -25,7 +25,6 @@ from fedsynth.data.registry import is_published
 from fedsynth.errors import CheckpointError, DataFilesMissingError, OutputError
 from fedsynth.federation.exchange.rounds import Played, agree, play_round, with_proxy
 from fedsynth.federation.exchange.server import Server
-from fedsynth.federation.exchange.sum_form import check_quorum
 from fedsynth.federation.nodes.proposal import Proposal, new_run
 from fedsynth.federation.nodes.to_nodes import Carrier, Patience, ToNodes
 from fedsynth.federation.observer import Observer
@@ -54,6 +53,7 @@ from fedsynth.federation.terms.privacy_plan import (
 )
 from fedsynth.federation.terms.public_context import public_context
 from fedsynth.federation.terms.settings import RunSettings, to_toml
+from fedsynth.federation.terms.sums import check_quorum
 from fedsynth.privacy.errors import LedgerError
 from fedsynth.privacy.history import History
 from fedsynth.privacy.report import build_report, write_report
@@ -139,7 +139,7 @@ class _Run:
         plan = PrivacyPlan.checked(settings, context) if self.private else None
         if self.method.sums_alone:
             require_cryptography()
-            check_quorum(settings, context)
+            check_quorum(settings)
         elif plan is not None:
             check_own_noise(plan.plans)
         self.method.check_model(context.architecture)
@@ -187,7 +187,7 @@ class _Run:
         """Writes what a private run begins with, and goes to where a checkpoint stands."""
         plan = self.agreed.plan
         if plan is not None:
-            for line in privacy_words.headline(plan):
+            for line in privacy_words.headline(plan, simulated=False):
                 self.observer.note(line)
             if not self.folder.has_begun:
                 there = self.exchange.histories()

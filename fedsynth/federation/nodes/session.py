@@ -188,7 +188,9 @@ class Session:
         Raises:
             CheckpointError: what is kept is damaged.
         """
-        if asked.kind in ("prepare", "begin") and self._answers.has(asked.facts.get("round"), FIRST, MAIN):
+        if asked.kind in ("prepare", "begin") and self._answers.has(
+            asked.facts.get("round"), FIRST, MAIN
+        ):
             return Frame("answer", {})  # what is asked then may be kept; else its charge is asked
         found = self._answers.of(asked)
         if found is None or asked.kind != STEP:

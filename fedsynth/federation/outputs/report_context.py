@@ -21,8 +21,10 @@ from fedsynth.data.registry import is_published
 from fedsynth.features.registry import is_own_features
 from fedsynth.federation.outputs.privacy_words import how_many
 from fedsynth.federation.terms.given_data import PRIVATE, PUBLIC
+from fedsynth.federation.terms.participation import active_clients
 from fedsynth.federation.terms.privacy_plan import PrivacyPlan
 from fedsynth.federation.terms.settings import RunSettings
+from fedsynth.federation.terms.sums import fewest
 from fedsynth.models.registry import has_given_weights, is_own_model
 from fedsynth.privacy import disclosure
 from fedsynth.privacy.files import file_hash
@@ -96,10 +98,20 @@ def report_context(
         rows_before={one.client: len(one.releases) for one in plan.histories},
         abandoned=abandoned,
         shares=plan.chief.shares,
+        fewest=0 if simulated else fewest_in_a_sum(plan),
         own_code=_own_code(plan.run),
         run=None if began is None else _run_facts(plan, began),
         files=files or {},
     )
+
+
+def fewest_in_a_sum(plan: PrivacyPlan) -> int:
+    """Of fewer clients' uploads a server that sees sums alone gets none; 0: it sees them all."""
+    run = plan.run
+    if not run.method.sums_alone:
+        return 0
+    taking = active_clients(run.partition.clients, run.participation)
+    return fewest(run.method, taking, run.partition.clients)
 
 
 def _run_facts(plan: PrivacyPlan, began: Began) -> RunFacts:
