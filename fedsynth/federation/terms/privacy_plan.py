@@ -400,8 +400,8 @@ def _distinct(histories: Sequence[History]) -> tuple[list[Totals], list[int]]:
 
 
 def check_own_noise(plans: Sequence[PrivatePlan]) -> None:
-    """Refuses plans in which a client adds a part of the noise alone: over machines nobody executes
-    the aggregation that such a plan assumes, and the server sees each upload.
+    """Refuses plans in which a client adds a part of the noise alone, of a method whose uploads go
+    over machines as they are: the server sees each of them.
 
     Raises:
         PrivacySettingError: says what to set.
@@ -411,8 +411,8 @@ def check_own_noise(plans: Sequence[PrivatePlan]) -> None:
         raise PrivacySettingError(
             "method",
             "aggregation",
-            "must be own: secure aggregation is not executed over machines yet, and each upload "
-            f"would carry the noise of 1 of {shared[0].shares} clients",
+            "must be own over machines: the sum of this method's uploads is not made under masks, "
+            f"and each would carry the noise of 1 of {shared[0].shares} clients",
             value="secure",
         )
 
