@@ -40,13 +40,10 @@ from fedsynth.privacy.accounting import epsilon
 from fedsynth.privacy.errors import BudgetExceededError, PrivacySettingError
 from fedsynth.privacy.ledger import Guard, Ledger, read_ledger
 from fedsynth.privacy.releases import Release
+from tests.small import small_settings
 
 CLIENTS = 3
 PRIVATE = {"noise_multiplier": 5.0}
-SMALL: dict[str, dict[str, Any]] = {
-    "feddm": {"iterations": 3, "ipc": 2, "server_epochs": 2},
-    "fedaf": {"iterations": 3, "ipc": 2, "server_epochs": 2},
-}
 
 
 def sections(name: str, **more: Any) -> dict[str, dict[str, Any]]:
@@ -56,7 +53,7 @@ def sections(name: str, **more: Any) -> dict[str, dict[str, Any]]:
         "run": {**run, **more.pop("run", {})},
         "partition": {"clients": CLIENTS, "subset": 0.2, "alpha": 1.0},
         "model": {"width": 4, "depth": 2, "norm": "instance"},
-        "method": SMALL.get(name, {"local_epochs": 1}),
+        "method": small_settings(name),
         **more,
     }
 

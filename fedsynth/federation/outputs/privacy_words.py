@@ -148,13 +148,20 @@ def summary(plan: PrivacyPlan, histories: Sequence[History]) -> Promise:
     )
 
 
-def resumed(after: int, rounds: int) -> str:
+def resumed(after: int, rounds: int, *, simulated: bool = True) -> str:
     """What a private run's report says of a resumption.
 
     Args:
         after: the last round that had ended.
         rounds: of the run.
+        simulated: all clients are in one process; else each is where its data are.
     """
+    if not simulated:
+        return (
+            f"resumed after {after} of {rounds} rounds: what round {after + 1} had released by "
+            "then is charged; a client that was asked the same again has sent the same again, and "
+            "any other is charged for the round again"
+        )
     return (
         f"resumed after {after} of {rounds} rounds: what round {after + 1} had released by then is "
         "charged, and the round is charged again"

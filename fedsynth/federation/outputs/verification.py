@@ -33,16 +33,18 @@ from fedsynth.federation.outputs.disclosed import (
     declared_row,
     declared_summary,
 )
-from fedsynth.federation.outputs.losses import NOT_COUNTED
+from fedsynth.federation.outputs.losses import LOST, NOT_COUNTED, REJECTED
 from fedsynth.federation.outputs.report_context import handed_over, report_context
 from fedsynth.federation.outputs.result import own_sources
 from fedsynth.federation.outputs.run_folder import (
     INCOMPLETE,
     PRIVATE_START,
     RESUMED,
+    SERVED,
     resumed_rounds,
 )
 from fedsynth.federation.outputs.verified_losses import VerifiedLosses
+from fedsynth.federation.outputs.verified_owner import OWNER, OwnersRun, owners_numbers
 from fedsynth.federation.terms.client_ledgers import data_set_id
 from fedsynth.federation.terms.privacy_plan import PrivacyPlan
 from fedsynth.federation.terms.public_context import public_context
@@ -122,6 +124,8 @@ def verify_run(
 def _verified(
     folder: Path, report: dict[str, Any], ledger: Path | None, method: type[Method] | None
 ) -> Verification:
+    if (folder / OWNER).is_file():
+        return _verified_owner(folder, report, ledger, method)
     finished = (folder / "summary.json").exists()
     abandoned = not finished and folder.resolve().suffix == INCOMPLETE
     missing = _missing(folder, abandoned)
@@ -137,6 +141,24 @@ def _verified(
             problems += Evidence(run, held, folder, abandoned=abandoned).problems(report)
         except (FedsynthError, PrivacyError) as error:
             problems.append(str(error))
+    return _with_version(report, problems, notes)
+
+
+def _verified_owner(
+    folder: Path, report: dict[str, Any], ledger: Path | None, method: type[Method] | None
+) -> Verification:
+    """An owner's own report of a run over nodes."""
+    try:
+        start, settings, spec = _read_start(folder, method)
+        client, rounds = owners_numbers(folder / OWNER, settings.rounds)
+        run = OwnersRun(settings, spec, start, client, rounds)
+        problems, notes = run.problems(report, folder, ledger)
+    except (FedsynthError, PrivacyError) as error:
+        return _with_version(report, [str(error)], [])
+    return _with_version(report, problems, notes)
+
+
+def _with_version(report: Mapping[str, Any], problems: list[str], notes: list[str]) -> Verification:
     made_by = report["provenance"].get("fedsynth", "an unknown version")
     if problems and made_by != __version__:
         problems.append(
@@ -169,6 +191,7 @@ class RunFiles:
         rows: of metrics.jsonl.
         summary: None, where there is none.
         resumed: after which rounds the run was resumed.
+        served: it was over nodes.
     """
 
     settings: RunSettings
@@ -177,6 +200,7 @@ class RunFiles:
     rows: list[dict[str, Any]]
     summary: dict[str, Any] | None
     resumed: tuple[int, ...] = ()
+    served: bool = False
 
     @property
     def began(self) -> Began | None:
@@ -187,7 +211,9 @@ class RunFiles:
     @property
     def resumptions(self) -> list[str]:
         """What the report says of them."""
-        return [privacy_words.resumed(after, self.settings.rounds) for after in self.resumed]
+        rounds = self.settings.rounds
+        simulated = not self.served
+        return [privacy_words.resumed(one, rounds, simulated=simulated) for one in self.resumed]
 
 
 def read_run(folder: Path, method: type[Method] | None = None) -> RunFiles:
@@ -196,6 +222,30 @@ def read_run(folder: Path, method: type[Method] | None = None) -> RunFiles:
     Raises:
         MismatchError, PrivacyError: a file is missing, damaged, or does not fit another.
     """
+    start, settings, spec = _read_start(folder, method)
+    if settings.partition.clients != len(start["ledgers"]):
+        raise MismatchError(
+            f"config.toml has {settings.partition.clients} clients, and {PRIVATE_START} "
+            f"{len(start['ledgers'])}"
+        )
+    summary = folder / "summary.json"
+    run = RunFiles(
+        settings,
+        spec,
+        start,
+        _metrics(folder / "metrics.jsonl"),
+        read_json(summary, "run's summary") if summary.exists() else None,
+        _resumed(folder / RESUMED, settings.rounds),
+        (folder / SERVED).is_file(),
+    )
+    _check_resumed(run)
+    return run
+
+
+def _read_start(
+    folder: Path, method: type[Method] | None
+) -> tuple[dict[str, Any], RunSettings, DatasetSpec]:
+    """What a private run began with, its settings and its data set."""
     start = read_json(folder / PRIVATE_START, "start of a private run")
     problems = schema_problems(start, Start)
     if problems:
@@ -215,26 +265,11 @@ def read_run(folder: Path, method: type[Method] | None = None) -> RunFiles:
             "config.toml says that the run had no differential privacy: it has no privacy report"
         )
     named = sections.get("data", {}).get("dataset")
-    if named != spec.name:
+    if named != spec.name and not (own and named is None):
         raise MismatchError(
             f"config.toml names the data set {shown(named)}, and {PRIVATE_START} {spec.name!r}"
         )
-    if settings.partition.clients != len(start["ledgers"]):
-        raise MismatchError(
-            f"config.toml has {settings.partition.clients} clients, and {PRIVATE_START} "
-            f"{len(start['ledgers'])}"
-        )
-    summary = folder / "summary.json"
-    run = RunFiles(
-        settings,
-        spec,
-        start,
-        _metrics(folder / "metrics.jsonl"),
-        read_json(summary, "run's summary") if summary.exists() else None,
-        _resumed(folder / RESUMED, settings.rounds),
-    )
-    _check_resumed(run)
-    return run
+    return start, settings, spec
 
 
 def _check_resumed(run: RunFiles) -> None:
@@ -298,6 +333,8 @@ def _ledger_files(folder: Path, run: RunFiles, ledger: Path | None) -> tuple[Pat
 
     Files beside the report are the run's own; a kept ledger may have grown since.
     """
+    if run.served:  # its clients' ledgers are theirs
+        return ledger, False
     privacy = run.settings.privacy
     beside = folder / "ledger"
     kept_in = privacy.ledger_folder if privacy is not None else None
@@ -379,6 +416,41 @@ def plan_when_it_began(
     return evidence.plan
 
 
+class ServedEvidence:
+    """What a report of a run over nodes may say of its clients, beside their ledgers.
+
+    Args:
+        absent: numbers of the clients that the report has nothing of.
+        run: the run's files.
+    """
+
+    def __init__(self, absent: Sequence[int], run: RunFiles) -> None:
+        self._absent = set(absent)
+        self._run = run
+
+    @property
+    def has_losses(self) -> bool:
+        """Whether a client was lost, or its answer not used, in any round."""
+        return any(LOST in row or REJECTED in row for row in self._run.rows)
+
+    def deviations(self, stated: Sequence[str], done: int, *, abandoned: bool) -> list[str]:
+        """Who took no part, why in the server's words; where the run was resumed; and that it ended
+        early, likewise."""
+        first = [one for one in stated if _NO_PART.fullmatch(one)]
+        named = [int(_NO_PART.fullmatch(one)[1]) for one in first]  # type: ignore[index]
+        if set(named) != self._absent or len(set(named)) != len(named):
+            first = [f"client {k} took no part" for k in sorted(self._absent)]
+        rounds = self._run.settings.rounds
+        last: list[str] = []
+        if done < rounds and not abandoned:
+            ended = f"ended after {done} of {rounds} rounds: "
+            last = [one for one in stated[-1:] if one.startswith(ended)] or [ended]
+        return [*first, *self._run.resumptions, *last]
+
+
+_NO_PART = re.compile(r"client ([0-9]{1,9}) took no part: .{1,600}")
+
+
 class Evidence:
     """What a run's files prove: the plan, the rows that it charged, and the report that follows.
 
@@ -392,19 +464,23 @@ class Evidence:
         self.folder = folder
         self.abandoned = abandoned
         privacy = run.settings.privacy
-        self.kept = privacy is not None and privacy.ledger_folder is not None
+        self.kept = run.served or (privacy is not None and privacy.ledger_folder is not None)
         self.done = len(run.rows)
         self.rounds = run.settings.rounds
         start = run.start["ledgers"]
-        if set(held.rows) != set(start):
+        absent = [number for number, client in enumerate(start) if client not in held.rows]
+        if not set(held.rows) <= set(start) or (absent and not run.served):
             raise MismatchError(f"the report has other clients than {PRIVATE_START}")
-        self.held = replace(held, rows={client: held.rows[client] for client in start})
-        self.before = {client: held.rows[client][: start[client]["rows"]] for client in start}
-        self.since = {client: held.rows[client][start[client]["rows"] :] for client in start}
+        self.there = {client: held.rows[client] for client in start if client in held.rows}
+        self.held = replace(held, rows=self.there)
+        rows = {client: self.there.get(client, ()) for client in start}
+        self.before = {client: rows[client][: start[client]["rows"]] for client in start}
+        self.since = {client: rows[client][start[client]["rows"] :] for client in start}
+        self.served = ServedEvidence(absent, run) if run.served else None
         self.plan = rebuilt(run, self.before)
         self.context = context_of(run)
-        self.losses = VerifiedLosses(self.plan, run.rows)
-        self.now = _histories(run, self.held.rows)
+        self.losses = VerifiedLosses(self.plan, run.rows, served=run.served)
+        self.now = _histories(run, rows)
         self.own: dict[str, list[Release]] = {}
         self.foreign: dict[str, list[Release]] = {}
         self.lacking: dict[str, list[Release]] = {}
@@ -448,6 +524,7 @@ class Evidence:
             abandoned=self.abandoned,
             began=self.run.began,
             files={} if self.abandoned else handed_over(self.folder),
+            simulated=not self.run.served,
         )
 
     # ----------------------------------------------------------------- ledger rows against the plan
@@ -530,8 +607,8 @@ class Evidence:
     def _end_problems(self) -> list[str]:
         if self.abandoned or self.done == self.rounds:
             return []
-        if self.done < self.rounds and self._refusal() is not None:
-            return []
+        if self.done < self.rounds and (self.served or self._refusal() is not None):
+            return []  # over nodes, owners' policies bound a run beside its own cap
         return [
             f"metrics.jsonl has {self.done} of {self.rounds} rounds, and no cap explains the end "
             "there"
@@ -540,6 +617,8 @@ class Evidence:
     def _deviations(self, stated: Sequence[str]) -> list[str]:
         """What a report may say of the run: where it was resumed, and its end by the cap, in the
         words of the refusal."""
+        if self.served is not None:
+            return self.served.deviations(stated, self.done, abandoned=self.abandoned)
         resumed = self.run.resumptions
         expected = None if self.abandoned or self.done >= self.rounds else self._refusal()
         if expected is None:
@@ -573,6 +652,9 @@ class Evidence:
             ]
         table = self._epsilon_by_round()
         alone = not any(self.foreign.values())
+        if self.served is not None and self.served.has_losses:
+            table = {}  # what a lost client was charged for is known later
+            alone = False
         problems = []
         spent = table.get(0, 0.0)
         most = self.plan.epsilon(self.now)

@@ -23,6 +23,7 @@ import torch
 import fedsynth
 from fedsynth import resolve
 from fedsynth.federation.nodes.proposal import Proposal, own_proposal
+from tests.small import small_settings
 
 HERE = Path(__file__).parent
 CLIENTS = 3
@@ -34,16 +35,6 @@ epsilon = 2.6
 delta = 1e-5
 open = true
 """
-SMALL: dict[str, dict[str, Any]] = {
-    "feddm": {"iterations": 3, "ipc": 2, "server_epochs": 2},
-    "fedaf": {"iterations": 3, "ipc": 2, "server_epochs": 2},
-    "fedhydra": {
-        "local_epochs": 1,
-        "server_epochs": 2,
-        "generator_steps": 2,
-        "stratification_steps": 2,
-    },
-}
 
 
 def sections(name: str, **more: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -58,7 +49,7 @@ def sections(name: str, **more: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         },
         "partition": {"clients": CLIENTS, "subset": 0.2, "alpha": 1.0},
         "model": {"width": 4, "depth": 2, "norm": "instance"},
-        "method": {**SMALL.get(name, {"local_epochs": 1}), **more.pop("method", {})},
+        "method": {**small_settings(name), **more.pop("method", {})},
         **{key: dict(values) for key, values in more.items()},
     }
 

@@ -32,7 +32,7 @@ from tests.federation.network.conftest import (
 from tests.federation.test_unchanged import RepeatableNoise
 
 pytestmark = pytest.mark.network
-SECURE = {"features": "pixels", "aggregation": "secure"}
+SECURE = {"aggregation": "secure"}
 PRIVATE = {"noise_multiplier": 5.0}
 
 

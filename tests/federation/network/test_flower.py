@@ -99,8 +99,8 @@ def test_open_runs_end_with_the_model_of_one_process(federation: Federation) -> 
     for method in ("feddm", "fedaf", "fedkf", "fedhydra", "fedstats"):
         given = sections(method)
         if method == "fedstats":  # of which the server sees sums alone
-            settings = {"features": "pixels", "second_moments": "no", "aggregation": "secure"}
-            given = {**given, "method": settings}
+            settings = {"second_moments": "no", "aggregation": "secure"}
+            given = sections(method, method=settings)
         runs[method] = (given, federation.run(given))
     for given, run in runs.values():
         folder = run.ended()
