@@ -17,6 +17,8 @@ from safetensors.torch import load_file
 
 from fedsynth import simulate
 from fedsynth.privacy import randomness
+from fedsynth.privacy.accounting import epsilon
+from fedsynth.privacy.ledger import read_ledger
 from fedsynth.privacy.report import NOT_PRIVATE
 from tests.federation.network.conftest import (
     BOUNDED,
@@ -68,17 +70,24 @@ def same_model(folder: Path, given: Any) -> Any:
     return together
 
 
+def ledger(repeating: Federation, number: int) -> tuple[Any, ...]:
+    """What stands in a data owner's ledger; nothing before its first run."""
+    file = repeating.home(number) / f"client-{number:03d}.jsonl"
+    return read_ledger(file).releases if file.is_file() else ()
+
+
 @pytest.mark.usefixtures("same_noise")
 @pytest.mark.parametrize(("method", "settings"), [("feddm", {}), ("fedstats", SECURE)])
 def test_a_private_run_is_that_of_one_process(
     repeating: Federation, method: str, settings: dict[str, Any]
 ) -> None:
     given = sections(method, method=settings, privacy=PRIVATE)
+    before = [len(ledger(repeating, number)) for number in range(CLIENTS)]
     folder = repeating.run(given).ended()
     together = same_model(folder, given)
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert rows[-1]["epsilon"] == pytest.approx(together.metrics[-1]["epsilon"], rel=1e-12)
     for number in range(CLIENTS):
+        spent = epsilon(ledger(repeating, number)[before[number] :], 1e-5)
+        assert spent == pytest.approx(together.metrics[-1]["epsilon"], rel=1e-12)
         files = repeating.home(number).glob("runs/*/privacy_report.json")
         newest = max(files, key=lambda file: file.stat().st_mtime_ns)
         assert report_of(newest.parent)["verdict"]["text"] == NOT_PRIVATE
