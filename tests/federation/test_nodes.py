@@ -783,6 +783,31 @@ def memories(home: Path) -> dict[str, dict[str, list[float]]]:
     }
 
 
+def test_a_server_that_goes_on_keeps_the_noise_that_it_began_with(place: Place) -> None:
+    """Where a budget is given, the server finds σ for all clients; told anew it is the same one."""
+    proposal, caught = asked_of(place, sections("feddm", privacy={"epsilon": 5.0}))
+    home = place.folder / "again"
+
+    def node() -> Node:
+        owner = Owner(approved=frozenset({ANY}))
+        return Node(0, home, PartOf(), owner, device="cpu", say=place.said.append)
+
+    for sent in caught[:2]:
+        node().answer(proposal.run, sent)
+    rows = read_ledger(home / "client-000.jsonl").releases
+    assert rows
+    frames = [Frame.from_bytes(one) for one in unpack(otherwise(caught[1]))]
+    facts = dict(frames[0].facts)
+    for factor, kind in ((0.5, "error"), (2.0, "error"), (1.0, "answer")):
+        node().answer(proposal.run, caught[0])  # joins again
+        told = {**facts, "noise_multiplier": facts["noise_multiplier"] * factor}
+        other = [replace(frames[0], facts=told), *frames[1:]]
+        answers = unpack(node().answer(proposal.run, pack([one.to_bytes() for one in other])))
+        assert Frame.from_bytes(answers[0]).kind == kind
+        more = read_ledger(home / "client-000.jsonl").releases
+        assert (len(more) > len(rows)) == (kind == "answer")
+
+
 def test_what_fails_in_a_step_is_one_answer_whatever_it_was(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:

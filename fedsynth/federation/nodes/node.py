@@ -115,6 +115,8 @@ class Node:
                 return self._named(self._end(session, frame), number)
             if frame.kind == "start" and session.told(frame.facts):
                 return self._named(Frame("answer", {}), number)  # the answer to it was lost
+            if frame.kind == "start":
+                session.check_terms(frame.facts)
             again = session.again(frame)
             if again is not None:
                 session.keep()

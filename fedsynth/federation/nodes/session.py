@@ -101,6 +101,7 @@ class Session:
         capped = cap is not None or (settings.privacy is not None and settings.privacy.epsilon)
         self._most = MOST_ANSWERS if capped else 1
         self._answered = answered(folder)
+        self._sigma = _sigma(folder)
         self._counted: set[tuple[int, str]] = set()
         self._spend()
         self.history = ledger.history()
@@ -131,6 +132,17 @@ class Session:
         return sizes == facts.get("sizes") and terms.noise_multiplier == facts.get(
             "noise_multiplier"
         )
+
+    def check_terms(self, facts: Mapping[str, Any]) -> None:
+        """Refuses another σ than the run was begun with: it is found once, and a server that goes on
+        has it written down. (Each charge is at the σ that is drawn with, so that the ledger would be
+        right with another, too; but it would be no run that its owner has agreed to.)
+
+        Raises:
+            MessageError: σ is another one.
+        """
+        if self._sigma is not None and facts.get("noise_multiplier") != self._sigma:
+            raise MessageError("the run was begun with another noise multiplier")
 
     def begin(self, after: int) -> None:
         """Begins, with what it kept after this round: 0, or where a server goes on.
@@ -248,6 +260,7 @@ class Session:
                 "terms": None
                 if terms is None
                 else {"sizes": terms.sizes, "noise_multiplier": terms.noise_multiplier},
+                "sigma": self._sigma if terms is None else terms.noise_multiplier,
                 "done": sorted(self.remote.done),
                 "answered": [[*asked, times] for asked, times in sorted(self._answered.items())],
                 "recorded": standing.recorded,
@@ -308,6 +321,21 @@ def answered(folder: Path) -> dict[tuple[int, str], int]:
     try:
         rows = json.loads((folder / STATE).read_text(encoding="utf-8"))["answered"]
         return {(int(number), str(phase)): int(times) for number, phase, times in rows}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{folder} is damaged: {error!r:.120}") from None
+
+
+def _sigma(folder: Path) -> float | None:
+    """σ, as the server of the run of this folder has told it; None: it has not yet.
+
+    Raises:
+        CheckpointError: the folder is damaged.
+    """
+    if not (folder / STATE).is_file():
+        return None
+    try:
+        told = json.loads((folder / STATE).read_text(encoding="utf-8"))["sigma"]
+        return None if told is None else float(told)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{folder} is damaged: {error!r:.120}") from None
 
