@@ -33,7 +33,7 @@ from fedsynth.federation.outputs.disclosed import (
     declared_row,
     declared_summary,
 )
-from fedsynth.federation.outputs.losses import LOST, NOT_COUNTED, REJECTED
+from fedsynth.federation.outputs.losses import NOT_COUNTED
 from fedsynth.federation.outputs.report_context import handed_over, report_context
 from fedsynth.federation.outputs.result import own_sources
 from fedsynth.federation.outputs.run_folder import (
@@ -45,6 +45,7 @@ from fedsynth.federation.outputs.run_folder import (
 )
 from fedsynth.federation.outputs.verified_losses import VerifiedLosses
 from fedsynth.federation.outputs.verified_owner import OWNER, OwnersRun, owners_numbers
+from fedsynth.federation.outputs.verified_served import ServedEvidence
 from fedsynth.federation.terms.client_ledgers import data_set_id
 from fedsynth.federation.terms.privacy_plan import PrivacyPlan
 from fedsynth.federation.terms.public_context import public_context
@@ -416,41 +417,6 @@ def plan_when_it_began(
     return evidence.plan
 
 
-class ServedEvidence:
-    """What a report of a run over nodes may say of its clients, beside their ledgers.
-
-    Args:
-        absent: numbers of the clients that the report has nothing of.
-        run: the run's files.
-    """
-
-    def __init__(self, absent: Sequence[int], run: RunFiles) -> None:
-        self._absent = set(absent)
-        self._run = run
-
-    @property
-    def has_losses(self) -> bool:
-        """Whether a client was lost, or its answer not used, in any round."""
-        return any(LOST in row or REJECTED in row for row in self._run.rows)
-
-    def deviations(self, stated: Sequence[str], done: int, *, abandoned: bool) -> list[str]:
-        """Who took no part, why in the server's words; where the run was resumed; and that it ended
-        early, likewise."""
-        first = [one for one in stated if _NO_PART.fullmatch(one)]
-        named = [int(_NO_PART.fullmatch(one)[1]) for one in first]  # type: ignore[index]
-        if set(named) != self._absent or len(set(named)) != len(named):
-            first = [f"client {k} took no part" for k in sorted(self._absent)]
-        rounds = self._run.settings.rounds
-        last: list[str] = []
-        if done < rounds and not abandoned:
-            ended = f"ended after {done} of {rounds} rounds: "
-            last = [one for one in stated[-1:] if one.startswith(ended)] or [ended]
-        return [*first, *self._run.resumptions, *last]
-
-
-_NO_PART = re.compile(r"client ([0-9]{1,9}) took no part: .{1,600}")
-
-
 class Evidence:
     """What a run's files prove: the plan, the rows that it charged, and the report that follows.
 
@@ -476,7 +442,9 @@ class Evidence:
         rows = {client: self.there.get(client, ()) for client in start}
         self.before = {client: rows[client][: start[client]["rows"]] for client in start}
         self.since = {client: rows[client][start[client]["rows"] :] for client in start}
-        self.served = ServedEvidence(absent, run) if run.served else None
+        self.served: ServedEvidence | None = None
+        if run.served:
+            self.served = ServedEvidence(absent, run.rows, run.resumptions, self.rounds)
         self.plan = rebuilt(run, self.before)
         self.context = context_of(run)
         self.losses = VerifiedLosses(self.plan, run.rows, served=run.served)
