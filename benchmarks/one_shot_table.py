@@ -2,7 +2,7 @@
 
     FEDSYNTH_DATA=... python benchmarks/one_shot_table.py [--quick] [--device cuda]
         [--datasets mnist] [--partitions 2c/c] [--methods DENSE] [--seeds 0 1] [--only 'seed=1']
-        [--time-budget SECONDS] [--paper-steps]
+        [--time-budget SECONDS] [--paper-steps] [--generators]
 
 The papers' setting (5 clients; Dir(0.5), Dir(0.1), and 2c/c: two disjoint classes a client; SGD
 0.01) but for the size: a twentieth of each class, ConvNets of width 8 with batch norm, 60 local
@@ -20,7 +20,10 @@ Rows "P": what P says of real test images, for each reading of Ū_c and several 
 (figures for the benchmark alone, as a server has no such images): `right`, the share that P, asked
 for an image's own class, gives that class; `obeyed`, the share that P, asked for another class,
 gives that other class, though the image is not of it; `truth`, the share that it then still gives
-the image's own. `--paper-steps`: 200 epochs and the paper's rate of 0.001, rows of their own.
+the image's own. `--paper-steps`: the papers' 200 epochs, all else alike, rows of their own.
+
+`--generators`, rows "G": what DENSE's images are after four epochs by the generator's width and rate.
+DENSE begins each epoch with a fresh generator, so thirty steps must be enough to make one.
 
 One line of results/one_shot_table.jsonl for each method of a row, so that a further call goes on
 where this one ended; nothing is begun after `--time-budget` seconds. `tables.py` prints the tables.
@@ -86,7 +89,13 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "FedHydra (DENSE's training)": ("fedhydra", {**SERVER, **LIKE_DENSE}),
 }
 READINGS = ("FedHydra (raw Ū_c)", "FedHydra", "FedHydra (Ū_r alone)", "FedHydra (AE)")
-PAPER_STEPS: dict[str, Any] = {"server_epochs": 200, "generator_lr": 0.001}
+PAPER_STEPS: dict[str, Any] = {"server_epochs": 200}
+GENERATORS: dict[str, dict[str, Any]] = {
+    f"width {width}, rate {rate:g}": {"generator_width": width, "generator_lr": rate}
+    for width in (8, 64)
+    for rate in (0.001, 0.01)
+}
+FEW_EPOCHS: dict[str, Any] = {"server_epochs": 4}
 STRATA: dict[str, dict[str, Any]] = {
     "30 steps, batch 32, rate 0.01": {},
     "30 steps, batch 32, rate 0.001": {"stratification_lr": 0.001},
@@ -186,10 +195,10 @@ class Row:
         each = [context.load(u.parameters, client) for client, u in uploads.items()]
         return [model.requires_grad_(False).eval() for model in each]
 
-    def distilled(self, name: str) -> dict[str, Any]:
+    def distilled(self, name: str, **changes: Any) -> dict[str, Any]:
         """A method's accuracy, and what its generated images are."""
         context, uploads, test = self.ready()
-        method = self.settings(name).method
+        method = replace(self.settings(name).method, **changes)
         if not isinstance(method, DistilsEnsemble):
             raise TypeError(f"{name} does not distil")
         device = context.device
@@ -247,6 +256,14 @@ def make(row: Row, title: str, names: list[str], lines: Lines, options: argparse
     if any(lines.wanted(f"P: {key(name, 'clients')}") for name in STRATA):
         for name, found in row.strata():
             lines.add(f"P: {key(name, 'clients')}", found, 0.0)
+    if options.generators:
+        for name, values in GENERATORS.items():
+            title_of_line = f"G: {key(name, 'clients')}"
+            if lines.wanted(title_of_line):
+                started = time.process_time()
+                found = row.distilled("DENSE", **{**values, **FEW_EPOCHS})
+                lines.add(title_of_line, found, time.process_time() - started)
+        return
     for name in ("clients", *names):
         suffix = " 200×30" if options.paper_steps and name != "clients" else ""
         if lines.wanted(key(name, name, suffix)):
@@ -287,7 +304,8 @@ def main() -> None:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--datasets", nargs="+", default=["fashion-mnist", "mnist"])
     parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS)
-    parser.add_argument("--paper-steps", action="store_true", help="200 epochs at rate 0.001")
+    parser.add_argument("--paper-steps", action="store_true", help="200 epochs")
+    parser.add_argument("--generators", action="store_true", help="rows G alone")
     parser.add_argument("--partitions", nargs="+", choices=PARTITIONS, default=list(PARTITIONS))
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     add_share(parser, "rows")

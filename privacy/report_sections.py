@@ -9,12 +9,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from fedsynth.privacy.accounting import (
-    FFT_SLACK,
     deltas_at,
     describe_accountant,
     epsilon,
     epsilon_by_round,
     epsilon_rdp,
+    merge,
 )
 from fedsynth.privacy.attacks import attack_success
 from fedsynth.privacy.releases import Release
@@ -144,10 +144,12 @@ def group(rows: Rows, delta: float, size: int, adjacency: str) -> Group:
         exact = epsilon(scaled, delta, adjacency)
         return Group(units=size, epsilon=exact, note="exact for this mechanism")
     least = epsilon(rows, delta, adjacency)
+    merged = merge(rows, adjacency)
+    slack = math.inf if merged is None else merged.slack
     for factor in range(40):
         each = least * (1 + factor / 10)
         spread = math.fsum(math.exp(min(i * each, 700.0)) for i in range(size))
-        if spread * FFT_SLACK > delta:  # below the accountant's accuracy from here on
+        if spread * slack > delta:  # below the accountant's accuracy from here on
             break
         if deltas_at(rows, [each], adjacency)[0] * spread <= delta:
             note = "upper bound by chaining neighbours"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -222,6 +223,8 @@ def _local(row: Row, final: str, figure: str, scale: float) -> float:
 
 DATASETS = {"fashion-mnist": "Fashion-MNIST", "mnist": "MNIST"}
 PARTITIONS = ("Dir(0.5)", "Dir(0.1)", "2c/c", "heterogeneous")
+LENGTHS = {"": "", " 200×30": ", 200 epochs"}
+GENERATORS = [f"width {width}, rate {rate}" for width in (8, 64) for rate in ("0.001", "0.01")]
 ONE_SHOT = {
     "clients": "FedAvg",
     "FedDF": "FedDF",
@@ -256,13 +259,14 @@ PAIRS = (
 def _one_shot(dataset: str) -> str:
     rows = by_key("one_shot_table")
     body = []
-    for where in PARTITIONS:
+    for where, (suffix, length) in itertools.product(PARTITIONS, LENGTHS.items()):
         cells = []
         for name in ONE_SHOT:
-            found = percents(rows, f"{dataset}, {where}, {name},", MORE_SEEDS)
+            of = name if name == "clients" else f"{name}{suffix}"
+            found = percents(rows, f"{dataset}, {where}, {of},", MORE_SEEDS)
             cells.append(spread(found, 5))
-        if set(cells) != {NOTHING}:
-            body.append([where, *cells])
+        if set(cells[1:]) != {NOTHING}:  # beside FedAvg, which has no epochs on the server
+            body.append([f"{where}{length}", *cells])
     return table([DATASETS[dataset], *ONE_SHOT.values()], body)
 
 
@@ -270,24 +274,41 @@ def _one_shot_pairs() -> str:
     rows = by_key("one_shot_table")
     body = []
     for dataset, title in DATASETS.items():
-        for where in PARTITIONS:
-            cells = [f"{title}, {where}"]
-            for one, other in PAIRS:
-                prefix = f"{dataset}, {where}, "
-                both = [
-                    seed
-                    for seed in MORE_SEEDS
-                    if all(_accuracy(rows, f"{prefix}{n}, seed={seed}") for n in (one, other))
-                ]
-                a, b = (percents(rows, f"{prefix}{name},", both) for name in (one, other))
-                cells.append(apart(a, b, 5))
-            body.append(cells)
+        for where, (suffix, length) in itertools.product(PARTITIONS, LENGTHS.items()):
+            cells = []
+            for pair in PAIRS:
+                one, other = _in_pairs(rows, f"{dataset}, {where}, ", pair, suffix)
+                cells.append(apart(one, other, 5))
+            if set(cells) != {NOTHING}:
+                body.append([f"{title}, {where}{length}", *cells])
     head = [f"{ONE_SHOT[one]} − {ONE_SHOT[other]}" for one, other in PAIRS]
     return table(["", *head], body)
 
 
-def _accuracy(rows: Mapping[str, Row], key: str) -> float | None:
-    return rows[key]["accuracy"] if key in rows else None
+def _in_pairs(
+    rows: Mapping[str, Row], prefix: str, pair: Sequence[str], suffix: str
+) -> list[list[float]]:
+    """The percentages of two methods in the seeds that both have."""
+    names = [f"{prefix}{name if name == 'clients' else name + suffix}," for name in pair]
+    both = [
+        seed
+        for seed in MORE_SEEDS
+        if all(rows.get(f"{name} seed={seed}", {}).get("accuracy") for name in names)
+    ]
+    return [percents(rows, name, both) for name in names]
+
+
+def _one_shot_generators() -> str:
+    """What thirty steps make of DENSE's fresh generator."""
+    rows = by_key("one_shot_table")
+    body = []
+    for name in GENERATORS:
+        key = f"G: fashion-mnist, Dir(0.1), {name},"
+        made = [rows[f"{key} seed={s}"] for s in MORE_SEEDS if f"{key} seed={s}" in rows]
+        if made:
+            accuracy = statistics.mean(100 * row["accuracy"] for row in made)
+            body.append([name, _generated(made), f"{accuracy:.1f}", str(len(made))])
+    return table(["generator", "asked class, entropy", "student", "seeds"], body)
 
 
 def _one_shot_images() -> str:
@@ -301,7 +322,8 @@ def _one_shot_images() -> str:
                 key = f"{dataset}, {where}, {name},"
                 made = [rows[f"{key} seed={s}"] for s in MORE_SEEDS if f"{key} seed={s}" in rows]
                 cells.append(_generated(made))
-            body.append(cells)
+            if set(cells[1:]) != {NOTHING}:
+                body.append(cells)
     return table(["", *(ONE_SHOT[name] for name in GENERATING)], body)
 
 
@@ -466,6 +488,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "one-shot-mnist": partial(_one_shot, "mnist"),
     "one-shot-pairs": _one_shot_pairs,
     "one-shot-images": _one_shot_images,
+    "one-shot-generators": _one_shot_generators,
     "one-shot-strata": _strata,
     "compare": partial(_compare, personal=False),
     "compare-personal": partial(_compare, personal=True),

@@ -64,7 +64,9 @@ class Line:
             return "scaled: no verdict"
         if self.diverged:
             return f"{self.diverged} diverged"
-        return self.compared.verdict if self.compared.values else "not run"
+        if not self.compared.values:
+            return "not run"
+        return "changed: no verdict" if self.changes else self.compared.verdict
 
     def to_json(self) -> dict[str, Any]:
         """As plain values."""

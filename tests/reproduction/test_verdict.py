@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedsynth.reproduction.measures import curve_of, measured
-from fedsynth.reproduction.presets import Number
-from fedsynth.reproduction.report import shown
+from fedsynth.reproduction.presets import Number, preset
+from fedsynth.reproduction.report import lines, shown
 from fedsynth.reproduction.verdict import ABOVE, BELOW, NONE, WITHIN, Compared, verdict
 
 
@@ -119,3 +120,13 @@ def test_numbers_are_shown_in_digits_that_fit() -> None:
     assert shown(635040.0, None) == "635,040"
     assert shown(None, None) == "–"
     assert math.isclose(Compared(1.0, None, (1.0, 2.0)).mean or 0, 1.5)
+
+
+def test_a_changed_run_has_no_verdict() -> None:
+    """Another alpha's number is not to be held against the published one."""
+    table = preset("feddm:table2")
+    (found,) = lines(table, table.select(dataset="mnist", alpha=0.1, method="feddm"), [0], {})
+    made = replace(found, compared=Compared(90.0, 1.0, (90.0, 90.1)))
+    assert (found.verdict, made.verdict) == ("not run", WITHIN)
+    changed = replace(made, changes={"partition": {"alpha": 100.0}})
+    assert changed.verdict == "changed: no verdict"
