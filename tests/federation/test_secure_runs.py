@@ -24,7 +24,8 @@ from fedsynth.federation.exchange.server import Server
 from fedsynth.federation.exchange.sum_form import sum_form, with_parcel
 from fedsynth.federation.nodes.bundles import pack, unpack
 from fedsynth.federation.nodes.proposal import Proposal, own_proposal
-from fedsynth.federation.nodes.served import Served
+from fedsynth.federation.nodes.served import Post, Served, serve
+from fedsynth.federation.nodes.to_nodes import Patience
 from fedsynth.federation.secure_sums.fixed_point import Words
 from fedsynth.federation.secure_sums.parcels import Keys, Present, Roster, Sealed, Shares
 from fedsynth.federation.terms.public_context import public_context
@@ -341,13 +342,19 @@ def test_who_sends_nonsense_is_out_of_the_sum(place: Place, question: str) -> No
 
 
 def test_a_quorum_below_what_a_sum_needs_is_refused_at_the_start(place: Place) -> None:
+    """By the command, before anything is started, and by the run itself; a quorum of H is none."""
     given = sections("fedsum", 5, privacy=PRIVATE)
-    with pytest.raises(
-        SettingError, match=r"quorum=0\.6 must be at least 0\.8: .* needs 4 of 5"
-    ) as error:
-        place.serve(given)
+    said = r"quorum=0\.6 must be at least 0\.8: a secure sum needs 4 of 5 clients"
+    with pytest.raises(SettingError, match=said) as error:
+        own_proposal(given)
     assert "\n" not in str(error.value)
+    enough = own_proposal({**given, "run": {**given["run"], "quorum": 0.8}})
+    few = replace(enough, settings=replace(enough.settings, quorum=0.6))
+    with pytest.raises(SettingError, match=said):
+        serve(few, Post(place.hand(), Patience(join=0.2)), place.folder / "runs")
     assert not (place.folder / "runs").exists()
+    own = {**given, "method": {**given["method"], "aggregation": "own"}}
+    assert own_proposal(own).settings.quorum == 0.6
 
 
 # --------------------------------------------------------------------------- what a server asks for

@@ -39,7 +39,8 @@ def request_words(proposal: Proposal, number: int, ledger: Ledger | None) -> lis
             name if run.privacy is None else f"{name} ({kind})"
             for name, (kind, _) in declared.items()
         )
-        lines.append(f"  it sends in each round: {named}")
+        how = ", masked, for sums of which the server sees no part" if method.sums_alone else ""
+        lines.append(f"  it sends in each round{how}: {named}")
     return lines + _cost(proposal, ledger)
 
 

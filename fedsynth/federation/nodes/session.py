@@ -230,6 +230,7 @@ class Session:
         """
         answer = self.remote.answer(sent)
         try:
+            self._keep_sum()  # first: what was masked is never masked again in the same way
             self._answers.keep(asked, Frame.from_bytes(answer))
         except OSError as error:
             raise OutputError(f"cannot write {self.folder}: {error.strerror or error}") from None
@@ -277,6 +278,7 @@ class Session:
         """Where a secure sum stands; of one that is over nothing stays."""
         stated = self.remote.sums.standing
         if stated is not None:
+            self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             write_whole(self.folder / SUM_FILE, json.dumps(stated).encode())
         elif (self.folder / SUM_FILE).is_file():
             (self.folder / SUM_FILE).unlink()
