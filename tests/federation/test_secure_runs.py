@@ -40,12 +40,12 @@ PRIVATE = {"noise_multiplier": 2.0}
 METHODS = ["fedstats", "fedsum"]
 
 
-def sections(method: str, clients: int = CLIENTS, **more: Any) -> dict[str, dict[str, Any]]:
+def sections(name: str, clients: int = CLIENTS, **more: Any) -> dict[str, dict[str, Any]]:
     """Two rounds on the digits, with sums that the server alone does not see the parts of."""
-    given = {**small_settings(method), "aggregation": "secure", **more.pop("method", {})}
-    if method == "fedsum":
+    given = {**small_settings(name), "aggregation": "secure", **more.pop("method", {})}
+    if name == "fedsum":
         given["networks"] = 2
-    run = {"method": method, "rounds": 2, "device": "cpu", "evaluate_every": 2}
+    run = {"method": name, "rounds": 2, "device": "cpu", "evaluate_every": 2}
     return {
         "run": {**run, "quorum": 0.6, **more.pop("run", {})},
         "partition": {"clients": clients, "subset": 0.2, "alpha": 1.0},
@@ -112,6 +112,19 @@ def test_each_message_may_find_another_process(
     served = place.serve(sections(method), Fresh(place.hand().nodes_))
     close(served, simulate(resolve(sections(method)), quiet=True))
     assert not list(place.folder.glob("owner-*/runs/*/sum.json"))
+
+
+def test_some_clients_of_a_round_have_a_sum_of_their_own(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three of four take part, who are known to each other by their places among these."""
+    run = {"participation": 0.75, "quorum": 0.7, "rounds": 3}
+    given = sections("fedsum", 4, run=run, method={"honest": 2}, privacy=PRIVATE)
+    nodes = [place.node(k, secret=injected(k)) for k in range(4)]
+    served = place.serve(given, place.hand(*nodes))
+    taking = [row["participants"] for row in served.metrics]
+    assert any(some != [0, 1, 2] for some in taking)
+    close(served, simulated(given, monkeypatch))
 
 
 # ---------------------------------------------------------------------------- what a server holds
