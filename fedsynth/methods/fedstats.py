@@ -105,10 +105,13 @@ class FedStatsState(ServerState):
 
 @dataclass(frozen=True)
 class FedStats(SharesNoise):
-    """Settings beside those of `SharesNoise`; a run of n rounds has n − 1 steps. Defaults were found
-    on EMNIST letters.
+    """Settings; a run of n rounds has n − 1 steps. Defaults were found on EMNIST letters.
 
     Args:
+        aggregation: "own": every client adds all of the noise. "secure": each adds 1/√H of it, and
+            the guarantee holds for those who see the sum alone. Over nodes they see no more; a
+            simulation assumes it.
+        honest: H, a public minimum of honest clients that survive a round; 0: all but one.
         features: the map φ, see `fedsynth.features.feature_names`, or one that was registered.
         centre_share: of the budget μ² for the centre.
         moment_share: for the moments; steps share the rest.

@@ -246,6 +246,7 @@ def decided(place: Place, policy: Policy, given: Any) -> Served:
         ({"delta": 1e-6}, "δ = 1e-05 is above"),
         ({"settings": {"model.width": [8, 64]}}, "model.width = 4 is not allowed"),
         ({"settings": {"model.name": ["linear"]}}, "model.name = 'convnet' is not allowed"),
+        ({"settings": {"partition.clients": [4, 9]}}, "partition.clients = 3 is not allowed"),
         ({"settings": {"method.nothing": ["x"]}}, "method.nothing = None is not allowed"),
     ],
 )
