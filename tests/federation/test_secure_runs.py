@@ -23,9 +23,12 @@ from fedsynth.federation.exchange.secure_step import SecureStep
 from fedsynth.federation.exchange.server import Server
 from fedsynth.federation.exchange.sum_form import sum_form, with_parcel
 from fedsynth.federation.nodes.bundles import pack, unpack
+from fedsynth.federation.nodes.identities import read_identities
 from fedsynth.federation.nodes.proposal import Proposal, own_proposal
 from fedsynth.federation.nodes.served import Post, Served, serve
 from fedsynth.federation.nodes.to_nodes import Patience
+from fedsynth.federation.secure_sums import pairs
+from fedsynth.federation.secure_sums.client import Identities
 from fedsynth.federation.secure_sums.fixed_point import Words
 from fedsynth.federation.secure_sums.parcels import Keys, Present, Roster, Sealed, Shares
 from fedsynth.federation.terms.public_context import public_context
@@ -471,6 +474,50 @@ def test_a_sum_of_too_few_is_not_unmasked(asked: Asked) -> None:
     for k in range(CLIENTS):
         assert asked.step(k, passed[k]).kind == "answer"
     assert asked.ask(asked.nodes[1], "unmask", Present((1,)).to_bytes()).kind == "error"
+
+
+def identified(folder: Path, clients: int = CLIENTS) -> list[Identities]:
+    """What `--identity` and `--identities` of each client read."""
+    from cryptography.hazmat.primitives import serialization as ser
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+    public = folder / "identities"
+    public.mkdir()
+    for k in range(clients):
+        key = Ed25519PrivateKey.generate()
+        plain = ser.NoEncryption()
+        (folder / f"own-{k}.pem").write_bytes(
+            key.private_bytes(ser.Encoding.PEM, ser.PrivateFormat.PKCS8, plain)
+        )
+        (public / f"client-{k:03d}.pem").write_bytes(
+            key.public_key().public_bytes(ser.Encoding.PEM, ser.PublicFormat.SubjectPublicKeyInfo)
+        )
+    return [read_identities(folder / f"own-{k}.pem", public) for k in range(clients)]
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_with_identities_a_server_cannot_take_a_clients_place(asked: Asked, known: bool) -> None:
+    """It gives its own keys out as client 2's; without identities nobody can tell."""
+    folder = asked.place.folder
+    if known:
+        for node, one in zip(asked.nodes, identified(folder), strict=True):
+            node.identities = one
+            assert joined(node, asked.proposal).kind == "answer"
+            start = {"sizes": None, "noise_multiplier": 2.0}
+            assert asked.ask(node, "start", **start).kind == "answer"
+    keys = {k: Keys.from_bytes(asked.ask(n, "keys").payload) for k, n in enumerate(asked.nodes)}
+    mine = replace(keys[2], mask=pairs.public(pairs.new_key()), channel=keys[2].channel)
+    false = asked.ask(asked.nodes[0], "shares", Roster({**keys, 2: mine}).to_bytes())
+    assert false.kind == ("error" if known else "answer")
+    true = asked.ask(asked.nodes[1], "shares", Roster(keys).to_bytes())
+    assert true.kind == "answer"
+
+
+def test_runs_with_identities_end_as_without(place: Place) -> None:
+    known = identified(place.folder)
+    nodes = [place.node(k, identities=known[k]) for k in range(CLIENTS)]
+    served = place.serve(sections("fedsum"), place.hand(*nodes))
+    close(served, simulate(resolve(sections("fedsum")), quiet=True))
 
 
 def test_a_server_that_begins_anew_gets_another_sum_and_pays_again(

@@ -19,6 +19,7 @@ from fedsynth.federation.exchange.protocol import Refusal, Terms
 from fedsynth.federation.exchange.secure_client import SumDesk
 from fedsynth.federation.exchange.secure_step import KEYS, SHARES, UNMASK
 from fedsynth.federation.exchange.sum_form import SUM, parted
+from fedsynth.federation.secure_sums.client import Identities
 from fedsynth.privacy.errors import PrivacyError, RequestRefusedError
 from fedsynth.privacy.plans import PHASES
 
@@ -37,6 +38,7 @@ class RemoteClient:
         context: public, as `fedsynth.federation.terms.costs.public_context` makes it of the
             settings, with proxy images where the method names them.
         reporter: told of progress.
+        identities: of all clients, for secure sums; None: see `SumDesk`.
 
     Attributes:
         done: (round, exchange) of each step that was asked for since it joined.
@@ -51,6 +53,7 @@ class RemoteClient:
         runtime: ClientRuntime,
         context: RoundContext,
         reporter: Reporter | None = None,
+        identities: Identities | None = None,
     ) -> None:
         self._settings = runtime.settings
         self.runtime = runtime
@@ -60,7 +63,7 @@ class RemoteClient:
         self.done: set[tuple[int, str]] = set()
         self.spent: set[tuple[int, str]] = set()
         self.terms: Terms | None = None
-        self.sums = SumDesk(runtime, agreement(runtime.settings))
+        self.sums = SumDesk(runtime, agreement(runtime.settings), identities)
         self._answers: dict[str, Answer] = {
             "join": self._join,
             "start": self._start,

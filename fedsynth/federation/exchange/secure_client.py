@@ -22,7 +22,7 @@ from fedsynth.federation.exchange.client_runtime import ClientRuntime
 from fedsynth.federation.exchange.frames import Frame
 from fedsynth.federation.exchange.protocol import Refusal
 from fedsynth.federation.exchange.sum_form import SUM, sum_form, sum_terms
-from fedsynth.federation.secure_sums.client import SumClient
+from fedsynth.federation.secure_sums.client import Identities, SumClient
 from fedsynth.federation.secure_sums.errors import SecureSumError
 from fedsynth.federation.secure_sums.parcels import Present, Roster, Sealed
 
@@ -33,10 +33,15 @@ class SumDesk:
     Args:
         runtime: the client.
         agreed: the hash of the run's settings, by the client's own copy.
+        identities: of all clients by their numbers; None: the server is trusted to pass on keys as
+            they are.
     """
 
-    def __init__(self, runtime: ClientRuntime, agreed: str) -> None:
+    def __init__(
+        self, runtime: ClientRuntime, agreed: str, identities: Identities | None = None
+    ) -> None:
         self._runtime = runtime
+        self._identities = identities
         self._agreed = agreed
         self._stated: Mapping[str, Any] | None = None
         self._client: SumClient | None = None
@@ -55,7 +60,8 @@ class SumDesk:
 
     def keys(self, frame: Frame, phase: str, context: RoundContext) -> Frame:
         """Begins a sum; one that was under way is given up, and its secrets forgotten."""
-        client = SumClient(self._place(context), self._terms(frame, phase, context))
+        terms = self._terms(frame, phase, context)
+        client = SumClient(self._place(context), terms, self._known(context))
         answer = Frame("answer", {}, client.keys().to_bytes())
         self._client = client
         self._stated = None
@@ -97,6 +103,14 @@ class SumDesk:
             raise MessageError("this client takes no part in the round")
         return context.active.index(self._runtime.number)
 
+    def _known(self, context: RoundContext) -> Identities | None:
+        """The identities of the round's clients, by their places among them."""
+        known = self._identities
+        if known is None:
+            return None
+        places = enumerate(context.active)
+        return Identities(known.own, {p: known.others[k] for p, k in places if k in known.others})
+
     def _terms(self, frame: Frame, phase: str, context: RoundContext) -> Any:
         if not self._runtime.method.sums_alone:
             raise MessageError(f"{self._runtime.method.name} sends its uploads as they are")
@@ -112,7 +126,8 @@ class SumDesk:
         terms = self._terms(frame, phase, context)
         if self._client is None and self._stated is not None:
             place = self._place(context)
-            self._client = SumClient.from_json(self._stated, place, terms, None)
+            known = self._known(context)
+            self._client = SumClient.from_json(self._stated, place, terms, known)
         if self._client is None or self._client.terms != terms:
             raise SecureSumError("this client takes no part in such a sum")
         return self._client

@@ -28,6 +28,7 @@ from fedsynth.federation.nodes.policy import ANY, Owner
 from fedsynth.federation.nodes.proposal import Proposal
 from fedsynth.federation.nodes.request_words import request_words
 from fedsynth.federation.nodes.session import Session, answered, kept_proposal
+from fedsynth.federation.secure_sums.client import Identities
 from fedsynth.federation.secure_sums.errors import require_cryptography
 from fedsynth.federation.terms.client_ledgers import Clients
 from fedsynth.federation.terms.privacy_plan import PrivacyPlan, check_own_noise
@@ -61,6 +62,8 @@ class Node:
         secret: makes the generator of a run's noise, for tests of the owner's own: a report over
             noise that can be repeated says "not private". Nothing that a server sends, no setting
             and no environment leads here. None: each has a fresh key.
+        identities: of all clients by their numbers, exchanged without the server, for secure sums;
+            None: the server is trusted to pass on keys as they are.
         ended: how many runs have ended.
 
     Raises:
@@ -75,6 +78,7 @@ class Node:
     device: str = "auto"
     say: Callable[[str], None] = print
     secret: Callable[[], SecretGenerator] | None = None
+    identities: Identities | None = None
     ended: int = 0
     _sessions: dict[str, Session] = field(default_factory=dict)
 
@@ -234,6 +238,7 @@ class Node:
             self.device,
             None if self.secret is None else self.secret(),
             Teller(self.say),
+            self.identities,
         )
 
     def _ledger(self, proposal: Proposal, data: ImageData) -> Ledger:

@@ -36,6 +36,7 @@ from fedsynth.federation.exchange.secure_step import STEP
 from fedsynth.federation.nodes.kept_answers import KeptAnswers
 from fedsynth.federation.nodes.proposal import Proposal
 from fedsynth.federation.outputs.checkpoint import Kept, write_whole
+from fedsynth.federation.secure_sums.client import Identities
 from fedsynth.federation.terms.devices import resolve_device
 from fedsynth.federation.terms.given_data import divided
 from fedsynth.federation.terms.public_context import public_context
@@ -66,6 +67,7 @@ class Session:
         device: as in a run's settings.
         secret: of its noise; None: one with a fresh key.
         reporter: told what goes wrong.
+        identities: of all clients, for secure sums; None: see `SumDesk`.
 
     Attributes:
         remote: answers the server's frames.
@@ -82,6 +84,7 @@ class Session:
         device: str = "auto",
         secret: SecretGenerator | None = None,
         reporter: Reporter | None = None,
+        identities: Identities | None = None,
     ) -> None:
         self.folder = folder
         self.proposal = proposal
@@ -95,7 +98,7 @@ class Session:
         runtime = ClientRuntime(
             number, settings, context, own, ledger, secret=secret, cap=cap, apart=True
         )
-        self.remote = RemoteClient(runtime, context, reporter)
+        self.remote = RemoteClient(runtime, context, reporter, identities)
         self._answers = KeptAnswers(folder)
         self._saved = 0
         capped = cap is not None or (settings.privacy is not None and settings.privacy.epsilon)
