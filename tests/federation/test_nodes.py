@@ -472,7 +472,10 @@ def test_a_run_that_goes_on_has_its_own_settings_and_checkpoint(place: Place) ->
         place.serve(sections("fedavg"), resume=folder)
 
 
-def test_a_private_run_that_goes_on_charges_what_it_repeats(place: Place) -> None:
+@pytest.mark.parametrize("changed", [False, True])
+def test_a_private_run_that_goes_on_charges_what_is_asked_anew(place: Place, changed: bool) -> None:
+    """Who had answered the round that is repeated sends the same again; asked with another model it
+    is charged again."""
     given = sections("feddm", privacy=PRIVATE)
     policy = Policy(epsilon=8.0, delta=1e-5)
     hand = place.hand(*(place.node(k, policy) for k in range(CLIENTS)))
@@ -485,15 +488,24 @@ def test_a_private_run_that_goes_on_charges_what_it_repeats(place: Place) -> Non
             raise StoppedError
         return answer
 
+    class Moves(Hand):
+        def ask(self, messages: Mapping[int, bytes], seconds: float) -> dict[int, bytes | str]:
+            return super().ask({k: otherwise(one) for k, one in messages.items()}, seconds)
+
     hand.change = stops
     with pytest.raises(StoppedError):
         place.serve(given, hand)
     [folder] = (place.folder / "runs").glob("*.incomplete")
-    served = place.serve(given, place.hand(*hand.nodes_.values()), resume=folder)
+    again = (Moves if changed else Hand)(hand.nodes_)
+    served = place.serve(given, again, resume=folder)
     rows = [len(place.ledger(k)) for k in range(CLIENTS)]
-    assert rows[0] * 2 == rows[1] * 3 == rows[2] * 3  # the first one had answered round 2
     together = simulate(resolve(given))
-    assert served.metrics[-1]["epsilon"] > together.metrics[-1]["epsilon"]
+    if changed:
+        assert rows[0] * 2 == rows[1] * 3 == rows[2] * 3
+        assert served.metrics[-1]["epsilon"] > together.metrics[-1]["epsilon"]
+    else:
+        assert rows[0] == rows[1] == rows[2]
+        assert served.metrics[-1]["epsilon"] == together.metrics[-1]["epsilon"]
     assert served.report is not None
     assert served.report["ledger_heads"]["client-000"]["rows_before"] == 0
 
