@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from fedsynth.core.client import ClientGroup, PrivateClients
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message, ModelParameters, released
-from fedsynth.core.method import Memory, Method, Presets, Results
+from fedsynth.core.method import Memory, Presets, Results
 from fedsynth.core.state import ServerState
 from fedsynth.core.uploads import LARGEST, Array, Rule
 from fedsynth.core.validation import check_choices, check_ranges
@@ -50,6 +50,7 @@ from fedsynth.methods.shared.class_statistics import (
     step_rows,
     target_norm,
 )
+from fedsynth.methods.shared.noise_shares import OWN, SharesNoise
 from fedsynth.models.feature_linear import FeatureLinear, feature_linear
 from fedsynth.models.registry import ModelSettings
 from fedsynth.privacy.plans import FIRST, MAIN, PrivatePlan
@@ -68,7 +69,6 @@ from fedsynth.synthesizer.condensation.student import soft_labels
 
 CENTRE, MOMENTS, STEP = "centre", "moments", "step"
 """The names of the plans."""
-OWN, SECURE = "own", "secure"
 YES, NO, AUTO = "yes", "no", "auto"
 LARGE_EPSILON, SMALL_NOISE = 2.0, 2.0
 """From which ε on, and up to which σ, "auto" releases second moments."""
@@ -104,10 +104,14 @@ class FedStatsState(ServerState):
 
 
 @dataclass(frozen=True)
-class FedStats(Method):
+class FedStats(SharesNoise):
     """Settings; a run of n rounds has n − 1 steps. Defaults were found on EMNIST letters.
 
     Args:
+        aggregation: "own": every client adds all of the noise. "secure": each adds 1/√H of it, and
+            the guarantee holds for those who see the sum alone. Over nodes they see no more; a
+            simulation assumes it.
+        honest: H, a public minimum of honest clients that survive a round; 0: all but one.
         features: the map φ, see `fedsynth.features.feature_names`, or one that was registered.
         centre_share: of the budget μ² for the centre.
         moment_share: for the moments; steps share the rest.
@@ -122,10 +126,6 @@ class FedStats(Method):
         curvature: without second moments, what stands for all their eigenvalues.
         step_floor: with second moments, the least eigenvalue that a step divides by, over σ_G·√d,
             with σ_G the noise of a gradient's coordinate.
-        aggregation: "own": every client adds all of the noise. "secure": each adds 1/√H of it, and
-            the guarantee holds for those who see the sum alone, which a secure aggregation has to
-            see to; a simulation executes none.
-        honest: H, a public minimum of honest clients that survive a round; 0: all but one.
         ipc: images of each class that the server makes of the released statistics after the last
             round, with soft labels; 0: none. They take nothing of the budget.
         image_steps: of Adam on them.
@@ -169,8 +169,6 @@ class FedStats(Method):
     step_size: float = 1.5
     step_floor: float = 0.1
     curvature: float = 0.01
-    aggregation: str = OWN
-    honest: int = 0
     ipc: int = 0
     image_steps: int = 60
     image_lr: float = 0.1
@@ -180,11 +178,12 @@ class FedStats(Method):
     def __post_init__(self) -> None:
         check_ranges(self, centre_share=(1e-4, 0.9), moment_share=(1e-4, 0.999))
         check_ranges(self, ridge=(0, inf), step_clip=(1e-3, 1.5), step_size=(0, inf))
-        check_ranges(self, step_floor=(0, inf), honest=(0, inf), curvature=(1e-9, inf))
+        check_ranges(self, step_floor=(0, inf), curvature=(1e-9, inf))
         check_ranges(self, ipc=(0, MOST_IPC), image_steps=(0, inf), image_lr=(0, inf))
         check_ranges(self, teacher_weight=(0, inf), smoothness=(0, inf))
         check_choices(self, features=feature_names())
-        check_choices(self, aggregation=(OWN, SECURE), second_moments=(YES, NO, AUTO))
+        check_choices(self, second_moments=(YES, NO, AUTO))
+        self.check_aggregation()
         if self.centre_share + self.moment_share >= 1:
             raise SettingError(
                 "method",
@@ -211,20 +210,6 @@ class FedStats(Method):
             "constants of the features": f"norm bound {features.norm_bound:.6g}, radius R "
             f"{features.radius:.6g}: {features.source}",
         }
-
-    def _shares(self, clients: int) -> int:
-        """H; 1 where every client's noise is its own."""
-        if self.aggregation == OWN:
-            return 1
-        if self.honest >= clients:
-            raise SettingError(
-                "method",
-                "honest",
-                f"must be below the number of clients, {clients}: the one who is attacked does not "
-                "count on itself",
-                value=self.honest,
-            )
-        return self.honest or max(1, clients - 1)
 
     def private_plans(
         self, privacy: PrivacySettings, context: RoundContext
@@ -256,7 +241,6 @@ class FedStats(Method):
             mechanism="statistics",
             sample_rate=1.0,
             steps=1,
-            shares=self._shares(context.clients),
         )
         moments = make(
             name=MOMENTS,
@@ -288,7 +272,8 @@ class FedStats(Method):
             noise_ratio=math.sqrt(steps / rest),
             signal=classes**-0.5,
         )
-        return (moments, centre, step) if context.rounds > 1 else (moments, centre)
+        plans = (moments, centre, step) if context.rounds > 1 else (moments, centre)
+        return self.added_up(plans, privacy, context)
 
     def has_second(self, privacy: PrivacySettings | None) -> bool:
         """Whether second moments are released; a rule on settings, which are public."""
@@ -314,7 +299,14 @@ class FedStats(Method):
         if context.round == 1:
             width = d if phase == FIRST else self._moment_width(d, classes, context.privacy)
         far = LARGEST * max(1.0, *context.noise.values(), 1.0)
-        return {"sums": Array((width,), least=-far, most=far)}
+        [plan] = self.sum_releases(phase, context).values()
+        dtype = self.sum_dtype(plan, context)
+        return {"sums": Array((width,), dtype, least=-far, most=far)}
+
+    def sum_releases(self, phase: str, context: RoundContext) -> Mapping[str, str]:
+        if context.round > 1:
+            return {"sums": STEP}
+        return {"sums": CENTRE if phase == FIRST else MOMENTS}
 
     def check_model(self, model: nn.Module) -> None:
         if not isinstance(model, FeatureLinear):
@@ -384,63 +376,39 @@ class FedStats(Method):
 
     # -------------------------------------------------------------------------------- server
 
-    def pooled(
-        self, uploads: Mapping[int, StatisticSums], plan: str, context: RoundContext
-    ) -> Pool:
+    def pool(self, total: StatisticSums, clients: int, plan: str, context: RoundContext) -> Pool:
         """The sum over clients, and the deviation of its noise."""
-        total = torch.stack([one.sums.double() for one in uploads.values()]).sum(dim=0)
-        each = context.noise.get(plan, 0.0) / math.sqrt(self._shares(context.clients))
-        records = context.nominal_size * len(uploads)
-        return Pool(total, each * math.sqrt(len(uploads)), records)
+        records = context.nominal_size * clients
+        return Pool(total.sums, self.pooled_deviation(plan, clients, context), records)
 
-    def enough(self, uploads: Mapping[int, StatisticSums], context: RoundContext) -> bool:
-        """Whether so many clients answered that the sum has all the noise that is charged; of a sum
-        with less nothing is made."""
-        if context.privacy is None or len(uploads) >= self._shares(context.clients):
-            return True
-        context.note(
-            f"round {context.round}: {len(uploads)} clients answered, and the noise is that of "
-            f"{self._shares(context.clients)}: nothing is made of this round"
-        )
-        return False
-
-    def first_aggregate(
+    def from_sum(
         self,
+        phase: str,
         state: FedStatsState,
-        replies: Mapping[int, StatisticSums],
+        total: StatisticSums,
+        clients: int,
         context: RoundContext,
     ) -> FedStatsState:
-        """The centre m."""
-        if not self.enough(replies, context):
-            return state
-        pool = self.pooled(replies, CENTRE, context)
-        centre = (pool.sums / pool.records).float()
-        return replace(state, parameters={**state.parameters, "centre": centre})
-
-    def server_step(
-        self,
-        state: FedStatsState,
-        uploads: Mapping[int, StatisticSums],
-        context: RoundContext,
-    ) -> FedStatsState:
-        """The closed form, or a step; after the last round, images."""
-        if self.enough(uploads, context):
-            state = self._moved(state, uploads, context)
+        """The centre m; the closed form, or a step; after the last round, images."""
+        [plan] = self.sum_releases(phase, context).values()
+        pool = self.pool(total, clients, plan, context)
+        enough = self.enough(clients, context)
+        if phase == FIRST:
+            if not enough:
+                return state
+            centre = (pool.sums / pool.records).float()
+            return replace(state, parameters={**state.parameters, "centre": centre})
+        if enough:
+            state = self._moved(state, pool, context)
         return self._with_images(state, context) if context.round == context.rounds else state
 
-    def _moved(
-        self,
-        state: FedStatsState,
-        uploads: Mapping[int, StatisticSums],
-        context: RoundContext,
-    ) -> FedStatsState:
-        if context.round == 1:
-            pool = self.pooled(uploads, MOMENTS, context)
-            state = self._closed_form(state, pool, context)
-            if self.ipc:
-                return replace(state, class_means=self._class_means(pool, context))
-            return state
-        return self._step(state, self.pooled(uploads, STEP, context), context)
+    def _moved(self, state: FedStatsState, pool: Pool, context: RoundContext) -> FedStatsState:
+        if context.round > 1:
+            return self._step(state, pool, context)
+        state = self._closed_form(state, pool, context)
+        if self.ipc:
+            return replace(state, class_means=self._class_means(pool, context))
+        return state
 
     def _class_means(self, pool: Pool, context: RoundContext) -> Tensor:
         """Of z about their common mean, drawn towards 0 as their noise asks, [C, d]: C/n times the
