@@ -168,6 +168,12 @@ def client(
         list[str] | None,
         typer.Option(help="An agreement that you allow, as it is shown; any: all. Repeatable."),
     ] = None,
+    identity: Annotated[
+        Path | None, _file("For secure sums, your long-lived private key, Ed25519 in PEM.")
+    ] = None,
+    identities: Annotated[
+        Path | None, _file("With it, a folder of all clients' public keys, client-NNN.pem.")
+    ] = None,
     name: Annotated[str, typer.Option(help="Of your ledger; default client-NNN.")] = "",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     once: Annotated[bool, typer.Option("--once", help="Leave when a run has ended.")] = False,
@@ -185,6 +191,7 @@ def client(
 
         require_flower()
         from fedsynth.federation.flower.joining import Door, join
+        from fedsynth.federation.nodes.identities import read_identities
         from fedsynth.federation.nodes.node import Node
         from fedsynth.federation.nodes.own_data import ClassFolders, PartOf, Source
         from fedsynth.privacy.ledger_folder import check_names
@@ -193,10 +200,14 @@ def client(
             raise OptionError("--data names your records; or --trial, a published data set's part")
         if ca is None and not insecure:
             raise OptionError("--ca is needed, or --insecure for a trial on this machine alone")
+        if (identity is None) != (identities is None):
+            raise OptionError("--identity and --identities belong together")
         check_names([name or f"client-{number:03d}"], 1)
         source: Source = PartOf(data_root) if data is None else ClassFolders(data)
         door = Door(server, ca, key)
         node = Node(number, ledger, source, _owner(policy, approve), name, device, _say)
+        if identity is not None and identities is not None:
+            node.identities = read_identities(identity, identities)
         with ended_by_signals():
             join(node, door, once=once, wait=wait)
 

@@ -169,7 +169,9 @@ def authorise(
     granted: list[tuple[PrivatePlan, GaussianSums]] = []
     for plan in here:
         row = plan.release(round, noise_multiplier)
+        grid = plan.grid(noise_multiplier)
         series = make_series(row, plan.groups, guard, secret)
         series.shares = plan.shares
+        series.grid = grid
         granted.append((plan, series))
     return Allowance(phase, granted, [plan for plan in plans if plan.phase != phase])

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from fedsynth.privacy.clipping import clip_rows as clip_rows
 from fedsynth.privacy.errors import PrivacyError
+from fedsynth.privacy.grid import Grid
 from fedsynth.privacy.ledger import Guard
 from fedsynth.privacy.randomness import SecretGenerator, this_process
 from fedsynth.privacy.releases import USER, Release
@@ -128,6 +129,8 @@ class GaussianSums:
         owner: the number of the client that it was handed out for; None: it was made by hand.
         shares: H of securely aggregated noise: what is charged is the noise of H clients together,
             and this one adds its part, the deviation over √H. 1: all of it is its own.
+        grid: what releases are rounded to after the noise, where they are added up before anybody
+            sees them (`fedsynth.privacy.grid`); None: to float32.
 
     Raises:
         BudgetExceededError: the series would exceed the client's cap; nothing was charged and
@@ -152,6 +155,7 @@ class GaussianSums:
         self.steps_left = release.steps
         self.owner: int | None = None
         self.shares = 1
+        self.grid: Grid | None = None
         self._unit = guard.unit
         self._process = this_process()
         self._users = UserSums(groups, self._width, release.sensitivity)
@@ -251,10 +255,11 @@ class GaussianSums:
 
     def release(self) -> Released:
         """Ends the step: [groups, D] float32 sums with fresh noise on every group, also for an
-        empty sample.
+        empty sample; on a grid float64 ones.
 
         The noise is added in float64: rounding afterwards is post-processing, rounding before it
-        would not be.
+        would not be. Of a part of a sum it is none: such a part goes to its grid, which has equal
+        steps, and not to float32, whose steps go by the sums.
         """
         self._refuse_forks()
         if self._sums is None:
@@ -264,7 +269,10 @@ class GaussianSums:
         self._sums = None
         self.steps_left -= 1
         noise = self._secret.normal((self._groups, self._width), self.deviation, sums.device)
-        return Released((sums + noise).to(torch.float32))
+        noisy = sums + noise
+        if self.grid is None:
+            return Released(noisy.to(torch.float32))
+        return Released(torch.round(noisy / self.grid.spacing) * self.grid.spacing)
 
     def _refuse_forks(self) -> None:
         if self._process != this_process():

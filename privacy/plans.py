@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fedsynth.privacy.errors import PrivacySettingError
+from fedsynth.privacy.grid import Addends, Grid, grid_of
 from fedsynth.privacy.releases import RECORD, Release, aggregated
 
 FIRST, MAIN = "first", "main"
@@ -36,6 +37,8 @@ class PrivatePlan:
         phase: the exchange that it is made in, "main" or "first".
         shares: H of secure aggregation: the noise that is charged is that of H clients together,
             each of whom adds 1/√H of its deviation; 1: every client adds all of it.
+        addends: whose releases are added up before anybody sees them, and rounded for that; None:
+            each is seen by itself.
         signal: norm of the sum over all clients' examples, over its bound (𝒞 for each example), in a
             public case that the method's documentation describes; None: it names none.
 
@@ -55,6 +58,7 @@ class PrivatePlan:
     noise_ratio: float = 1.0
     phase: str = MAIN
     shares: int = 1
+    addends: Addends | None = None
     signal: float | None = None
 
     def __post_init__(self) -> None:
@@ -94,6 +98,20 @@ class PrivatePlan:
             return None
         noise = noise_multiplier * self.noise_ratio
         return self.signal * records / (noise * math.sqrt(clients / self.shares * self.dimension))
+
+    def grid(self, noise_multiplier: float) -> Grid | None:
+        """What a client rounds its noisy release to; None: to no grid, as each is seen by itself.
+
+        Args:
+            noise_multiplier: the run's σ.
+
+        Raises:
+            PrivacySettingError: see `grid_of`.
+        """
+        if self.addends is None:
+            return None
+        charged = noise_multiplier * self.noise_ratio * self.clip
+        return grid_of(self.clip, charged / math.sqrt(self.shares), self.shares, self.addends)
 
     def release(
         self,

@@ -118,6 +118,8 @@ class ReportContext:
         shares: H of this run, where each client adds 1/√H of the noise that is charged, and a
             secure aggregation has to show the sums alone; 1: the noise is each client's own. The
             ledgers' rows say it of earlier runs, whose H counts as well.
+        fewest: of fewer clients' uploads there was no sum, where this run's were added up so that
+            its server saw sums alone; 0: nothing of that kind was executed.
         own_code: what of the user's own code computes on private data ("the model x"), beside the
             method.
         run: which run it is, and who answers for it; None makes a report as earlier versions did,
@@ -153,6 +155,7 @@ class ReportContext:
     rows_before: Mapping[str, int] = field(default_factory=dict)
     abandoned: bool = False
     shares: int = 1
+    fewest: int = 0
     own_code: tuple[str, ...] = ()
     run: RunFacts | None = NAMELESS
     files: Mapping[str, str] = field(default_factory=dict)
@@ -205,7 +208,7 @@ def build_report(context: ReportContext, histories: Sequence[History]) -> dict[s
         adjacency=adjacency_words(context.adjacency, context.unit),
         max_records=context.max_records,
         data_set=as_lists(context.data_set),
-        trust_model=_trust_model(private, context.unit, shares),
+        trust_model=_trust_model(private, context, shares),
         public_items=dict(context.public_items),
         scope=[
             Access(access=one.what, status=one.status, note=one.note) for one in context.accesses
@@ -271,7 +274,7 @@ def _verdict(
             injected = "noise or sampling masks were injected by a test, so they are known"
             reasons = [*reasons, injected]
         return Verdict(text=text, formal=False, reasons=reasons, assumptions=[], warnings=abandoned)
-    warnings = [*abandoned, *_sums_alone(shares), *sections.weakness(promise.epsilon)]
+    warnings = [*abandoned, *_sums_alone(context, shares), *sections.weakness(promise.epsilon)]
     if context.max_records is None:
         warnings.append(
             "No public bound on the number of records was declared, so delta was not checked "
@@ -286,10 +289,17 @@ def _verdict(
     )
 
 
-def _sums_alone(shares: int) -> list[str]:
+def _sums_alone(context: ReportContext, shares: int) -> list[str]:
     """The warning where noise is shared, in this run or in one whose releases are counted too."""
     if shares == 1:
         return []
+    if context.fewest:
+        return [
+            "The noise of some releases is that of several clients together (see the ledger): "
+            "epsilon holds against those who see the sums over clients, which is all that this "
+            "run's server was sent, and not against a server with enough clients on its side to "
+            "take the masks from a single upload (see the assumptions)."
+        ]
     return [
         "The noise of some releases is that of several clients together (see the ledger): epsilon "
         "holds only against those who see the sums over all clients, and no client's own upload. "
@@ -317,7 +327,15 @@ def _assumptions(context: ReportContext, shares: int) -> list[str]:
             "random public images found no mixing of examples, and for the rest it is taken at its "
             "word"
         )
-    if shares > 1:
+    if shares > 1 and context.fewest:
+        assumptions.append(
+            f"of this run's sums, which were made under masks of at least {context.fewest} "
+            "clients: their server has passed on the clients' keys as they were and told all of "
+            f"them the same, fewer than {context.fewest} clients are on its side, and of the "
+            f"clients in a sum at least {context.shares} have added their noise and tell it to "
+            "nobody; of earlier runs on the same ledgers what their reports assume"
+        )
+    elif shares > 1:
         assumptions.append(
             "a secure aggregation shows of every release whose noise is that of several clients "
             "together nothing but the sum over all clients, and as many clients as the ledger says "
@@ -376,8 +394,10 @@ def protected_unit(private: bool, unit: str, user_records: int | None) -> Unit:
     )
 
 
-def _aggregated(model: TrustModel, shares: int) -> TrustModel:
+def _aggregated(model: TrustModel, context: ReportContext, shares: int) -> TrustModel:
     """The model where noise is shared: it holds against who sees sums alone."""
+    if context.fewest:
+        return model.model_copy(update=_executed(context))
     return model.model_copy(
         update={
             "trusted": "each client trusts its own machine and this software, a secure "
@@ -392,7 +412,24 @@ def _aggregated(model: TrustModel, shares: int) -> TrustModel:
     )
 
 
-def _trust_model(private: bool, unit: str, shares: int) -> TrustModel:
+def _executed(context: ReportContext) -> dict[str, str]:
+    """What the model says where the sums were made under masks."""
+    return {
+        "trusted": "each client trusts its own machine and this software, that the server passes "
+        "on the clients' keys as they are, that fewer than "
+        f"{context.fewest} clients are on its side, and that at least {context.shares} clients of "
+        "a sum add their noise",
+        "adversary": "the server, fewer clients than a sum needs, and everybody else; they know all "
+        "settings and code, every other example, and see the sum over the clients of every round, "
+        "and of a client's own upload masked words",
+        "secure_aggregation": "aggregation executed: the server was sent masked vectors (Bonawitz "
+        "et al. 2017: X25519, ChaCha20, shares of Shamir's), and has made sums of at least "
+        f"{context.fewest} clients of them; each client adds 1/√{context.shares} of the noise that "
+        "is charged, and rounds after it to a grid that is the same for all",
+    }
+
+
+def _trust_model(private: bool, context: ReportContext, shares: int) -> TrustModel:
     model = TrustModel(
         trusted="each client trusts its own machine and this software, and nobody else",
         adversary="the server, the other clients and everybody else; they know all settings and "
@@ -403,8 +440,8 @@ def _trust_model(private: bool, unit: str, shares: int) -> TrustModel:
     if not private:
         return model
     if shares > 1:
-        model = _aggregated(model, shares)
-    one = "user" if unit == USER else "example"
+        model = _aggregated(model, context, shares)
+    one = "user" if context.unit == USER else "example"
     whose = f"epsilon is the worst client's, for one {one} held by one client"
     return model.model_copy(update={"federation": whose})
 

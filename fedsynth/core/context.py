@@ -15,6 +15,7 @@ from torch import nn
 
 from fedsynth.copies import copied
 from fedsynth.data.registry import DatasetSpec
+from fedsynth.privacy.grid import Grid
 from fedsynth.privacy.settings import PrivacySettings
 
 
@@ -104,6 +105,8 @@ class Federation:
         privacy: the run's privacy settings, with mechanism and σ; None with DP off.
         noise: the standard deviation of the noise in each coordinate of a release, by the name of
             its plan; {} with DP off.
+        grids: what clients round releases to that are added up before anybody sees them, by the
+            name of the plan; of others nothing.
         sizes: n_k of all clients, as they say when they join; None with DP on: private.
         proxy: public images, for methods that name a data set of them (`proxy`).
         robust: what takes the place of averages of clients' uploads ("none": nothing does).
@@ -119,6 +122,7 @@ class Federation:
     client_architectures: tuple[nn.Module, ...] | None = None
     privacy: PrivacySettings | None = None
     noise: Mapping[str, float] = field(default_factory=dict)
+    grids: Mapping[str, Grid] = field(default_factory=dict)
     sizes: tuple[int, ...] | None = None
     proxy: PublicImages | None = None
     robust: str = "none"
@@ -216,6 +220,10 @@ class RoundContext:
     @property
     def noise(self) -> Mapping[str, float]:
         return self.federation.noise
+
+    @property
+    def grids(self) -> Mapping[str, Grid]:
+        return self.federation.grids
 
     @property
     def sizes(self) -> tuple[int, ...] | None:

@@ -90,7 +90,8 @@ class Packed:
         )
 
     def to_bytes(self) -> bytes:
-        """The dataclass as it goes over a wire; tensors go through the CPU, and arrive there.
+        """The dataclass as it goes over a wire, equal ones as equal bytes; tensors go through the
+        CPU, and arrive there.
 
         Raises:
             MessageError: a number that is not finite, or a field of another type.
@@ -116,7 +117,7 @@ class Packed:
         header = {"type": type(self).__name__, "numbers": numbers, "keys": keys, "none": none}
         tensors = {name: t.detach().cpu().contiguous().clone() for name, t in self.arrays()}
         metadata = {"fedsynth_message": WIRE_FORMAT, "header": json.dumps(header)}
-        return safetensors.torch.save(tensors, metadata)
+        return _in_one_order(safetensors.torch.save(tensors, metadata))
 
     @classmethod
     def from_bytes(cls, sent: bytes) -> Self:
@@ -182,6 +183,15 @@ class Message(Packed):
     >>> ClassSums.from_bytes(sent.to_bytes()).classes
     10
     """
+
+
+def _in_one_order(saved: bytes) -> bytes:
+    """The same file with its header's keys in one order: safetensors leaves that to chance."""
+    end = LENGTH_BYTES + int.from_bytes(saved[:LENGTH_BYTES], "little")
+    parsed = json.loads(saved[LENGTH_BYTES:end])
+    header = json.dumps(parsed, sort_keys=True, separators=(",", ":")).encode()
+    header += b" " * (-len(header) % LENGTH_BYTES)  # tensors begin at a multiple of eight bytes
+    return len(header).to_bytes(LENGTH_BYTES, "little") + header + saved[end:]
 
 
 def _header(sent: bytes) -> dict[str, Any]:

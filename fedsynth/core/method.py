@@ -141,6 +141,38 @@ class Method:
             return ExchangeTypes(cls.first_downlink, cls.first_upload)
         return ExchangeTypes(cls.downlink, cls.upload)
 
+    @property
+    def sums_alone(self) -> bool:
+        """Whether the server is to see the sum of its clients' uploads, and none of them: it then
+        makes its state by `from_sum`."""
+        return False
+
+    def noise_shares(self, clients: int) -> int:
+        """H: the noise that is charged is that of so many clients together; 1: each one's own.
+
+        Args:
+            clients: K.
+        """
+        return 1
+
+    def sum_releases(self, phase: str, context: RoundContext) -> Mapping[str, str]:
+        """Of each field of an upload whose sum alone is seen the name of its plan."""
+        raise NotImplementedError  # abstract
+
+    def from_sum(
+        self, phase: str, state: State, total: Up, clients: int, context: RoundContext
+    ) -> ServerState:
+        """The state after an exchange of which the server has the sum of the uploads.
+
+        Args:
+            phase: "first" or "main".
+            state: before it.
+            total: a message whose fields are the uploads' sums, float64.
+            clients: of how many.
+            context: the round's.
+        """
+        raise NotImplementedError  # abstract
+
     def initial_state(self, parameters: Mapping[str, torch.Tensor]) -> ServerState:
         """The state before the first round, from the initial model."""
         return self.state(parameters)

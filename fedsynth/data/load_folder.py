@@ -372,14 +372,35 @@ def _say_failed(files: OwnFiles, failed: dict[int, Failed], skip_corrupt: bool, 
 def _read_test(
     folder: Path, spec: DatasetSpec, skip_corrupt: bool, note: Note
 ) -> tuple[ImageData, tuple[str, ...]]:
+    data, skipped = read_as(folder, spec, note, skip_corrupt=skip_corrupt)
+    return replace(data, groups=None), skipped
+
+
+def read_as(
+    folder: Path, spec: DatasetSpec, note: Note, *, skip_corrupt: bool = False
+) -> tuple[ImageData, tuple[str, ...]]:
+    """The images of a folder by a specification that is known, and the files that were skipped: in
+    its size and channels; a class of it that the folder has not has no images.
+
+    Args:
+        folder: as `load_folder` takes it.
+        spec: the specification; its classes' names are compared with the folder's, and never
+            followed.
+        note, skip_corrupt: see `read_folder`.
+
+    Raises:
+        DataError: a class that the specification has not, or as `load_folder`.
+    """
+    if spec.channels not in (1, 3):
+        raise DataError(f"{spec.name} has {spec.channels} channels: image files have 1 or 3")
     files = find_files(folder)
     strange = [name for name in files.class_names if name not in spec.class_names]
     if strange:
         raise DataError(
-            f"{folder} has a class {one_line(strange[0])!r} that the training images do not have"
+            f"{folder} has a class {one_line(strange[0])!r} that {spec.name} does not have"
         )
     data, _, skipped = _read(files, spec, skip_corrupt, note)
-    return replace(data, groups=None), skipped
+    return data, skipped
 
 
 def _by_site(

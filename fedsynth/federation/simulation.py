@@ -59,9 +59,10 @@ from fedsynth.federation.outputs.disclosed import (
 )
 from fedsynth.federation.outputs.losses import losses
 from fedsynth.federation.outputs.measure import Measure
-from fedsynth.federation.outputs.report_context import handed_over, report_context
+from fedsynth.federation.outputs.report_context import report_context
 from fedsynth.federation.outputs.result import RunResult, own_sources, summarise
-from fedsynth.federation.outputs.run_folder import SERVER, RunFolder
+from fedsynth.federation.outputs.results import Results
+from fedsynth.federation.outputs.run_folder import RunFolder
 from fedsynth.federation.outputs.verification import plan_when_it_began
 from fedsynth.federation.spoken import Spoken
 from fedsynth.federation.terms.client_ledgers import Clients
@@ -81,7 +82,7 @@ from fedsynth.federation.terms.settings import RunSettings, model_is_set, to_tom
 from fedsynth.privacy.errors import PrivacySettingError
 from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.ledger_folder import check_names
-from fedsynth.privacy.report import ReportContext, build_report, write_report
+from fedsynth.privacy.report import ReportContext, build_report
 from fedsynth.privacy.report_schema import Began
 from fedsynth.synthesizer.condensation.sets import SyntheticSet
 
@@ -597,7 +598,15 @@ class Simulation:
         told = disclosed(summary, declared)
         summary = dict(told.shown)
         if self.folder is not None:
-            report = self._write_results(self.folder, artefacts, report)
+            results = Results(
+                self.method,
+                state,
+                self.context,
+                self.server.final_parameters(),
+                self.uploads,
+                report,
+            )
+            report = results.write(self.folder, self._picture_missing)
             summary["folder"] = str(self.folder.finish(told))
             # not before: without it a run that is killed here would begin anew
             CheckpointFolder(self.folder.checkpoints, "").discard()
@@ -648,41 +657,6 @@ class Simulation:
             self.folder.draw_round(number, sets, self.context.spec)
         except OutputError as error:
             self._picture_missing(error)
-
-    def _write_results(
-        self,
-        folder: RunFolder,
-        artefacts: Mapping[str, Tensor],
-        report: dict[str, Any] | None,
-    ) -> dict[str, Any] | None:
-        """What was promised first, and pictures last: none of them may cost a result.
-
-        The report is written again once the files are there whose hashes it has; that one is
-        returned.
-        """
-        if report is not None:
-            write_report(report, folder.path)
-        folder.write_model(self.server.final_parameters())
-        uploads = {k: one for k, one in self.uploads.items() if isinstance(one, SyntheticSet)}
-        sets = [(client, one.images, one.labels) for client, one in uploads.items()]
-        soft = [one.soft_labels() for one in uploads.values()]
-        made = self.method.synthetic(self.server.state, self.context)
-        if made is not None:
-            sets.append((SERVER, *made))
-            soft.append(self.method.synthetic_soft_labels(self.server.state, self.context))
-        if sets:
-            folder.write_synthetic(sets, self.context.spec, soft)
-        folder.write_artefacts(artefacts)
-        if report is not None and report.get("run") is not None:
-            report = {**report, "files": handed_over(folder.path)}
-            write_report(report, folder.path)
-        try:
-            if sets:
-                folder.draw_synthetic(sets, self.context.spec)
-            folder.draw_artefacts(artefacts, self.context.spec.class_names)
-        except OutputError as error:
-            self._picture_missing(error)
-        return report
 
 
 def _today() -> Began:

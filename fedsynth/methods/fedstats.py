@@ -25,7 +25,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from fedsynth.core.client import ClientGroup, PrivateClients
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message, ModelParameters, released
-from fedsynth.core.method import Memory, Method, Presets, Results
+from fedsynth.core.method import Memory, Presets, Results
 from fedsynth.core.state import ServerState
 from fedsynth.core.uploads import LARGEST, Array, Rule
 from fedsynth.core.validation import check_choices, check_ranges
@@ -52,6 +52,7 @@ from fedsynth.methods.shared.class_statistics import (
     step_rows,
     target_norm,
 )
+from fedsynth.methods.shared.noise_shares import OWN, SharesNoise
 from fedsynth.methods.shared.pixel_moments import (
     PIXELS,
     PixelMoments,
@@ -71,7 +72,6 @@ from fedsynth.synthesizer.condensation.student import soft_labels
 
 CENTRE, MOMENTS, STEP = "centre", "moments", "step"
 """The names of the plans."""
-OWN, SECURE = "own", "secure"
 YES, NO, AUTO = "yes", "no", "auto"
 LARGE_EPSILON, SMALL_NOISE = 5.0, 0.9
 """From which ε on, and up to which σ, "auto" releases second moments."""
@@ -84,6 +84,15 @@ class StatisticSums(Message):
     """A client's noisy sum of one release, a vector."""
 
     sums: Tensor = released()
+
+
+@dataclass(frozen=True)
+class CentreSums(Message):
+    """A client's noisy sums of the first exchange: of features, and of small pictures, which are no
+    coordinates where no images are asked for."""
+
+    sums: Tensor = released()
+    pictures: Tensor = released()
 
 
 @dataclass(frozen=True)
@@ -112,11 +121,15 @@ class FedStatsState(ServerState):
 
 
 @dataclass(frozen=True)
-class FedStats(Method):
+class FedStats(SharesNoise):
     """Settings; a run of n rounds has n − 1 steps. Defaults were found on EMNIST letters and on
     held-out training images.
 
     Args:
+        aggregation: "own": every client adds all of the noise. "secure": each adds 1/√H of it, and
+            the guarantee holds for those who see the sum alone. Over nodes they see no more; a
+            simulation assumes it.
+        honest: H, a public minimum of honest clients that survive a round; 0: all but one.
         features: the map φ, see `fedsynth.features.feature_names`, or one that was registered.
         centre_share: of the budget μ² for the centre.
         moment_share: for the moments; steps share the rest.
@@ -133,10 +146,6 @@ class FedStats(Method):
         curvature: without second moments, what stands for all their eigenvalues.
         step_floor: with second moments, the least eigenvalue that a step divides by, over σ_G·√d,
             with σ_G the noise of a gradient's coordinate.
-        aggregation: "own": every client adds all of the noise. "secure": each adds 1/√H of it, and
-            the guarantee holds for those who see the sum alone, which a secure aggregation has to
-            see to; a simulation executes none.
-        honest: H, a public minimum of honest clients that survive a round; 0: all but one.
         ipc: images of each class that the server makes of the released statistics after the last
             round, with soft labels; 0: none.
         pixel_share: of the budget for moments of small pictures, which images start from; taken
@@ -160,7 +169,7 @@ class FedStats(Method):
     protects: ClassVar[tuple[str, ...]] = ("statistics",)
     presets: ClassVar[Presets] = {}
     first_downlink: ClassVar[type[Message] | None] = ModelParameters
-    first_upload: ClassVar[type[Message] | None] = StatisticSums
+    first_upload: ClassVar[type[Message] | None] = CentreSums
     upload: ClassVar[type[Message]] = StatisticSums
     state: ClassVar[type[ServerState]] = FedStatsState
     even_rounds: ClassVar[bool] = False
@@ -192,8 +201,6 @@ class FedStats(Method):
     momentum: float = 0.7
     step_floor: float = 0.1
     curvature: float = 0.0075
-    aggregation: str = OWN
-    honest: int = 0
     ipc: int = 0
     pixel_share: float = 0.15
     image_steps: int = 12
@@ -204,12 +211,13 @@ class FedStats(Method):
     def __post_init__(self) -> None:
         check_ranges(self, centre_share=(1e-4, 0.9), moment_share=(1e-4, 0.999))
         check_ranges(self, ridge=(0, inf), step_clip=(1e-3, 1.5), step_size=(0, inf))
-        check_ranges(self, step_floor=(0, inf), honest=(0, inf), curvature=(1e-9, inf))
+        check_ranges(self, step_floor=(0, inf), curvature=(1e-9, inf))
         check_ranges(self, ipc=(0, MOST_IPC), image_steps=(0, inf), image_lr=(0, inf))
         check_ranges(self, teacher_weight=(0, inf), smoothness=(0, inf))
         check_ranges(self, pixel_share=(0, 0.9), momentum=(0, 0.999))
         check_choices(self, features=feature_names())
-        check_choices(self, aggregation=(OWN, SECURE), second_moments=(YES, NO, AUTO))
+        check_choices(self, second_moments=(YES, NO, AUTO))
+        self.check_aggregation()
         taken = self.centre_share + self.moment_share + self.picture_share
         if taken >= 1:
             others = "centre_share and pixel_share" if self.picture_share else "centre_share"
@@ -246,20 +254,6 @@ class FedStats(Method):
             f"{features.radius:.6g}: {features.source}",
         }
 
-    def _shares(self, clients: int) -> int:
-        """H; 1 where every client's noise is its own."""
-        if self.aggregation == OWN:
-            return 1
-        if self.honest >= clients:
-            raise SettingError(
-                "method",
-                "honest",
-                f"must be below the number of clients, {clients}: the one who is attacked does not "
-                "count on itself",
-                value=self.honest,
-            )
-        return self.honest or max(1, clients - 1)
-
     def private_plans(
         self, privacy: PrivacySettings, context: RoundContext
     ) -> tuple[PrivatePlan, ...]:
@@ -290,7 +284,6 @@ class FedStats(Method):
             mechanism="statistics",
             sample_rate=1.0,
             steps=1,
-            shares=self._shares(context.clients),
         )
         moments = make(
             name=MOMENTS,
@@ -322,11 +315,13 @@ class FedStats(Method):
             noise_ratio=math.sqrt(steps / rest),
             signal=classes**-0.5,
         )
-        first = [moments, centre]
+        plans = [moments, centre]
         if self.picture_share:
             shape = context.spec.image_shape
-            first.append(pixel_plan(make, self.picture_share, shape, classes))
-        return (*first, step) if context.rounds > 1 else tuple(first)
+            plans.append(pixel_plan(make, self.picture_share, shape, classes))
+        if context.rounds > 1:
+            plans.append(step)
+        return self.added_up(tuple(plans), privacy, context)
 
     def has_second(self, privacy: PrivacySettings | None) -> bool:
         """Whether second moments are released; a rule on settings, which are public."""
@@ -353,13 +348,22 @@ class FedStats(Method):
     def upload_rules(self, phase: str, client: int, context: RoundContext) -> dict[str, Rule]:
         classes = context.spec.classes
         d = self.map_of(context.spec).dimension
-        width = classes * d
-        if context.round == 1:
-            width = self._moment_width(d, classes, context.privacy)
-            if phase == FIRST:
-                width = d + self._picture_width(context.spec)
+        widths = {
+            CENTRE: d,
+            PIXELS: self._picture_width(context.spec),
+            MOMENTS: self._moment_width(d, classes, context.privacy),
+            STEP: classes * d,
+        }
         far = LARGEST * max(1.0, *context.noise.values(), 1.0)
-        return {"sums": Array((width,), least=-far, most=far)}
+        return {
+            field: Array((widths[plan],), self.sum_dtype(plan, context), least=-far, most=far)
+            for field, plan in self.sum_releases(phase, context).items()
+        }
+
+    def sum_releases(self, phase: str, context: RoundContext) -> Mapping[str, str]:
+        if context.round > 1:
+            return {"sums": STEP}
+        return {"sums": CENTRE, "pictures": PIXELS} if phase == FIRST else {"sums": MOMENTS}
 
     def check_model(self, model: nn.Module) -> None:
         if not isinstance(model, FeatureLinear):
@@ -387,14 +391,15 @@ class FedStats(Method):
         def rows(features_Nd: Tensor, labels_N: Tensor) -> Products:
             return Rows(features_Nd, features.norm_bound)
 
-        sums = [self._sums(CENTRE, features, rows, clients)]
+        def pictures(u_ND: Tensor, labels_N: Tensor) -> Products:
+            return pixel_rows(u_ND, labels_N, context.spec.classes)
+
+        sums = self._sums(CENTRE, features, rows, clients)
+        small = torch.zeros(len(sums), 0, device=sums.device)
         if self.picture_share:
-
-            def pictures(u_ND: Tensor, labels_N: Tensor) -> Products:
-                return pixel_rows(u_ND, labels_N, context.spec.classes)
-
-            sums.append(self._sums(PIXELS, low_pass(context.spec.image_shape), pictures, clients))
-        return self._replies(torch.cat(sums, dim=1), memories)
+            small = self._sums(PIXELS, low_pass(context.spec.image_shape), pictures, clients)
+        each = zip(sums.unbind(), small.unbind(), memories, strict=True)
+        return [(CentreSums(own.clone(), its.clone()), memory) for own, its, memory in each]
 
     def client_step(
         self,
@@ -417,7 +422,9 @@ class FedStats(Method):
             return step_rows(z, labels_N, weight, self.step_clip)
 
         name = MOMENTS if context.round == 1 else STEP
-        return self._replies(self._sums(name, features, rows, clients), memories)
+        sums = self._sums(name, features, rows, clients)
+        each = zip(sums.unbind(), memories, strict=True)
+        return [(StatisticSums(own.clone()), memory) for own, memory in each]
 
     def _sums(
         self,
@@ -431,81 +438,60 @@ class FedStats(Method):
             return clients.feature_sums(clients.series(name), features, rows)
         return clients.feature_sums(features, rows).float()
 
-    def _replies(self, sums_KD: Tensor, memories: Sequence[Memory]) -> Results:
-        each = zip(sums_KD.unbind(), memories, strict=True)
-        return [(StatisticSums(own.clone()), memory) for own, memory in each]
-
     # -------------------------------------------------------------------------------- server
 
-    def pooled(
-        self, uploads: Mapping[int, StatisticSums], plan: str, context: RoundContext
+    def pool(
+        self, total: StatisticSums | CentreSums, clients: int, plan: str, context: RoundContext
     ) -> Pool:
         """The sum over clients, and the deviation of its noise."""
-        total = torch.stack([one.sums.double() for one in uploads.values()]).sum(dim=0)
-        each = context.noise.get(plan, 0.0) / math.sqrt(self._shares(context.clients))
-        records = context.nominal_size * len(uploads)
-        return Pool(total, each * math.sqrt(len(uploads)), records)
+        records = context.nominal_size * clients
+        return Pool(total.sums, self.pooled_deviation(plan, clients, context), records)
 
-    def enough(self, uploads: Mapping[int, StatisticSums], context: RoundContext) -> bool:
-        """Whether so many clients answered that the sum has all the noise that is charged; of a sum
-        with less nothing is made."""
-        if context.privacy is None or len(uploads) >= self._shares(context.clients):
-            return True
-        context.note(
-            f"round {context.round}: {len(uploads)} clients answered, and the noise is that of "
-            f"{self._shares(context.clients)}: nothing is made of this round"
-        )
-        return False
-
-    def first_aggregate(
+    def from_sum(
         self,
+        phase: str,
         state: FedStatsState,
-        replies: Mapping[int, StatisticSums],
+        total: Any,
+        clients: int,
         context: RoundContext,
     ) -> FedStatsState:
-        """The centre m; for images also what small pictures are like."""
-        if not self.enough(replies, context):
-            return state
-        pool = self.pooled(replies, CENTRE, context)
-        d = self.map_of(context.spec).dimension
-        centre = (pool.sums[:d] / pool.records).float()
+        """The centre m, and for images what small pictures are like; the closed form, or a step; after
+        the last round, images."""
+        enough = self.enough(clients, context)
+        if phase == FIRST:
+            return self._begun(state, total, clients, context) if enough else state
+        if enough:
+            plan = MOMENTS if context.round == 1 else STEP
+            state = self._moved(state, self.pool(total, clients, plan, context), context)
+        return self._with_images(state, context) if context.round == context.rounds else state
+
+    def _begun(
+        self, state: FedStatsState, total: CentreSums, clients: int, context: RoundContext
+    ) -> FedStatsState:
+        pool = self.pool(total, clients, CENTRE, context)
+        centre = (pool.sums / pool.records).float()
         state = replace(state, parameters={**state.parameters, "centre": centre})
         if not self.picture_share:
             return state
-        pool = self.pooled(replies, PIXELS, context)
-        width = low_pass(context.spec.image_shape).dimension
         found = PixelMoments.unpacked(
-            pool.sums[d:], width, context.spec.classes, pool.records, pool.deviation
+            total.pictures,
+            low_pass(context.spec.image_shape).dimension,
+            context.spec.classes,
+            pool.records,
+            self.pooled_deviation(PIXELS, clients, context),
         )
         return replace(state, picture_means=found.means, picture_roots=found.roots)
 
-    def server_step(
-        self,
-        state: FedStatsState,
-        uploads: Mapping[int, StatisticSums],
-        context: RoundContext,
-    ) -> FedStatsState:
-        """The closed form, or a step; after the last round, images."""
-        if self.enough(uploads, context):
-            state = self._moved(state, uploads, context)
-        return self._with_images(state, context) if context.round == context.rounds else state
-
-    def _moved(
-        self,
-        state: FedStatsState,
-        uploads: Mapping[int, StatisticSums],
-        context: RoundContext,
-    ) -> FedStatsState:
-        if context.round == 1:
-            pool = self.pooled(uploads, MOMENTS, context)
-            state = self._closed_form(state, pool, context)
-            if self.ipc:
-                second = self.has_second(context.privacy)
-                size = (context.spec.classes, self.map_of(context.spec).dimension)
-                means = class_means_of(pool.sums, pool.deviation, pool.records, size, second=second)
-                state = replace(state, class_means=means)
+    def _moved(self, state: FedStatsState, pool: Pool, context: RoundContext) -> FedStatsState:
+        if context.round > 1:
+            return self._step(state, pool, context)
+        state = self._closed_form(state, pool, context)
+        if not self.ipc:
             return state
-        return self._step(state, self.pooled(uploads, STEP, context), context)
+        second = self.has_second(context.privacy)
+        size = (context.spec.classes, self.map_of(context.spec).dimension)
+        means = class_means_of(pool.sums, pool.deviation, pool.records, size, second=second)
+        return replace(state, class_means=means)
 
     def _with_images(self, state: FedStatsState, context: RoundContext) -> FedStatsState:
         """Images of what was released until now, with soft labels."""

@@ -168,7 +168,6 @@ class FedSum(TrainsInBall, SharesNoise):
     # --------------------------------------------------------------------------------- the messages
 
     def broadcast(self, state: CondensedState, context: RoundContext) -> Message:
-        self.note_aggregation(context)
         return SumsRequest(state.parameters, 1.0, self._images(state, context))
 
     def check_request(self, message: SumsRequest, context: RoundContext) -> None:
@@ -182,8 +181,13 @@ class FedSum(TrainsInBall, SharesNoise):
         counts = Array((classes,), least=0.0, most=most_examples(client, context))
         if context.privacy is not None:
             counts = Array((classes,), least=-far, most=far)
+            counts = replace(counts, dtype=self.sum_dtype(COUNTS, context))
         shape = (self.networks, classes, feature_width(context, logits=True))
-        return {"sums": Array(shape, least=-far, most=far), "counts": counts}
+        dtype = self.sum_dtype(IMAGES, context)
+        return {"sums": Array(shape, dtype, least=-far, most=far), "counts": counts}
+
+    def sum_releases(self, phase: str, context: RoundContext) -> Mapping[str, str]:
+        return {"sums": IMAGES, "counts": COUNTS}
 
     # ----------------------------------------------------------------------------------- the client
 
@@ -195,8 +199,7 @@ class FedSum(TrainsInBall, SharesNoise):
         plans = feature_plans(
             privacy, context, networks=self.networks, count_noise=self.count_noise
         )
-        shares = self.noise_shares(context.clients)
-        return tuple(replace(plan, shares=shares) for plan in plans)
+        return self.added_up(plans, privacy, context)
 
     def client_bytes(self, context: RoundContext) -> int:
         numbers = self.networks * context.spec.classes * feature_width(context, logits=True)
@@ -229,17 +232,26 @@ class FedSum(TrainsInBall, SharesNoise):
 
     def server_step(
         self, state: CondensedState, uploads: Mapping[int, NetworkSums], context: RoundContext
+    ) -> ServerState:
+        return SharesNoise.server_step(self, state, uploads, context)
+
+    def from_sum(
+        self,
+        phase: str,
+        state: CondensedState,
+        total: NetworkSums,
+        clients: int,
+        context: RoundContext,
     ) -> CondensedState:
-        if not self.enough(len(uploads), context):
+        if not self.enough(clients, context):
             return state
         model = context.load(state.parameters)
         frozen = context.load(state.parameters).requires_grad_(False).eval()
         start = self._by_class(self._images(state, context), context)
         networks = self._networks(frozen, context)
-        counts, sums = pooled(list(uploads.values()))
-        floor = self._floor(len(uploads), context)
-        kept = counts >= floor
-        means = sums / counts.clamp_min(floor)[:, None]
+        floor = self._floor(clients, context)
+        kept = total.counts >= floor
+        means = total.sums / total.counts.clamp_min(floor)[:, None]
         targets = centres(networks, start) + means.float()
         draw_network, draw_augmentation = networks.draws()
         images = condense(
@@ -333,16 +345,3 @@ class FedSum(TrainsInBall, SharesNoise):
         labels = labels.repeat_interleave(self.ipc)
         where = state.kept[labels]
         return SyntheticSet(state.images[where], labels[where])
-
-
-def pooled(uploads: Sequence[NetworkSums]) -> tuple[Tensor, Tensor]:
-    """Counts [classes] and sums [M, classes, D] of all clients together, in float64.
-
-    >>> one = NetworkSums(torch.ones(2, 3, 4), torch.tensor([1.0, 0.0, 2.0]))
-    >>> counts, sums = pooled([one, one])
-    >>> counts.tolist(), float(sums.sum())
-    ([2.0, 0.0, 4.0], 48.0)
-    """
-    counts = torch.stack([upload.counts for upload in uploads]).double().sum(dim=0)
-    sums = torch.stack([upload.sums for upload in uploads]).double().sum(dim=0)
-    return counts, sums

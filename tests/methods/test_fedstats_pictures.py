@@ -65,7 +65,7 @@ def first_sums(parts: list[list[int]], data: ImageData) -> Tensor:
     clients = OpenClients(range(len(parts)), data, [torch.tensor(p).long() for p in parts])
     message = ModelParameters(feature_linear(METHOD.map_of(SPEC), SPEC).state_dict(), 1.0)
     replies = METHOD.first_step(message, clients, [{} for _ in parts], context())
-    return torch.stack([reply.sums.double()[64:] for reply, _ in replies])  # type: ignore[attr-defined]
+    return torch.stack([reply.pictures.double() for reply, _ in replies])  # type: ignore[attr-defined]
 
 
 # ------------------------------------------------------------------------------------- sensitivity
@@ -141,12 +141,13 @@ def test_it_has_its_share_of_the_budget_and_epsilon_is_the_same(rounds: int) -> 
     assert shares[2]["moments"] == shares[0]["moments"]
 
 
-def test_a_run_s_ledger_has_it_and_epsilon_is_that_of_one_without() -> None:
+@pytest.mark.parametrize("aggregation", ["own", "secure"])
+def test_a_run_s_ledger_has_it_and_epsilon_is_that_of_one_without(aggregation: str) -> None:
     parts = PartitionSettings("iid", clients=2)
     privacy = PrivacySettings(noise_multiplier=3.0)
     found: dict[int, Any] = {}
     for ipc in (0, 2):
-        method = FedStats(features="pixels", ipc=ipc, image_steps=1)
+        method = FedStats(features="pixels", ipc=ipc, image_steps=1, aggregation=aggregation)
         run = simulate(RunSettings(method, rounds=2, privacy=privacy, partition=parts), quiet=True)
         found[ipc] = run.privacy
     epsilons = [found[ipc]["guarantee"]["epsilon"] for ipc in (0, 2)]
@@ -233,7 +234,9 @@ def test_a_step_makes_a_part_of_the_last_move_again() -> None:
     moves = []
     for number, gradient in enumerate(gradients, start=2):
         upload = StatisticSums(20.0 * gradient.flatten())  # of a client of nominal size 20
-        state = method.server_step(state, {0: upload}, context(number, rounds=9, sigma=5.0))
+        moved = method.server_step(state, {0: upload}, context(number, rounds=9, sigma=5.0))
+        assert isinstance(moved, FedStatsState)
+        state = moved
         moves.append(gradient.double() / method.curvature)
     expected = weight - 2 * moves[0] - 2 * (moves[1] + 0.5 * moves[0])
     torch.testing.assert_close(

@@ -25,8 +25,9 @@ from fedsynth.data.images import ImageData, from_arrays
 from fedsynth.data.registry import dataset_spec
 from fedsynth.errors import SettingError
 from fedsynth.federation.observer import Observer
-from fedsynth.methods.fedsum import CondensedState, FedSum, NetworkSums, pooled
+from fedsynth.methods.fedsum import CondensedState, FedSum, NetworkSums
 from fedsynth.methods.shared.class_sums import COUNTS
+from fedsynth.methods.shared.noise_shares import total_of
 from fedsynth.methods.shared.private_condensation import IMAGES
 from fedsynth.models.registry import ModelSettings, build_model
 from fedsynth.privacy import mechanisms
@@ -144,8 +145,10 @@ def test_sums_of_clients_add_up_to_those_of_all_data(owners: list[int]) -> None:
     images = data()
     who = torch.tensor(owners)
     parts = [torch.nonzero(who == k).flatten() for k in range(5)]
-    counts, sums = pooled(list(uploads(method, ctx, images, parts).values()))
-    held, whole = pooled(list(uploads(method, ctx, images, [torch.arange(60)]).values()))
+    pooled = total_of(uploads(method, ctx, images, parts))
+    counts, sums = pooled.counts, pooled.sums
+    alone = total_of(uploads(method, ctx, images, [torch.arange(60)]))
+    held, whole = alone.counts, alone.sums
     assert torch.equal(counts, held)
     assert relative(sums, whole) < 1e-6
 

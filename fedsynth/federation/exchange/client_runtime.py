@@ -98,7 +98,8 @@ class ClientRuntime:
         ledger: its own; None: nothing is charged.
         secret: of its noise; None makes one with a fresh key when it is needed.
         cap: what its owner allows, whatever the run's settings do; None: no other cap.
-        apart: it is on its owner's machine, where each upload must have all of its own noise.
+        apart: it is on its owner's machine, where an upload that lacks a part of the noise leaves
+            in a secure sum alone.
 
     Attributes:
         budget: from `start` on, with differential privacy.
@@ -163,6 +164,11 @@ class ClientRuntime:
         """Whether it takes part with differential privacy."""
         return self.settings.privacy is not None
 
+    @property
+    def sees_sums(self) -> bool:
+        """Whether its uploads leave it in secure sums alone."""
+        return self._apart and self.method.sums_alone
+
     def join(self) -> Joined:
         """What it says of itself; its size is its own where the run is private."""
         size = None if self.private else len(self.data.records)
@@ -198,7 +204,7 @@ class ClientRuntime:
         if type(sigma) is not float or not 0 < sigma < math.inf:
             raise RequestRefusedError(f"a noise multiplier must be above 0, got {sigma!r:.80}")
         plan = PrivacyPlan.checked(self.settings, self._context)
-        if self._apart:
+        if self._apart and not self.method.sums_alone:
             check_own_noise(plan.plans)
         own = plan.privacy.noise_multiplier
         if own is not None and sigma != own:

@@ -68,6 +68,21 @@ class Refusal:
 
 
 @dataclass(frozen=True)
+class Total:
+    """The sum of some clients' uploads, where nobody sees more.
+
+    Args:
+        message: whose fields are the sums.
+        clients: whose, ascending.
+        each: what stands for each one's upload, which nobody has seen.
+    """
+
+    message: Message
+    clients: tuple[int, ...]
+    each: Message
+
+
+@dataclass(frozen=True)
 class Replies:
     """Answers of a round's clients, by client number.
 
@@ -76,12 +91,14 @@ class Replies:
         refusals: of clients that refuse.
         lost: of clients that did not answer, or with an error, why.
         rejected: of clients whose answer is no message of the declared type, what is wrong.
+        total: in place of messages, where the server sees their sum alone.
     """
 
     messages: Mapping[int, Message] = field(default_factory=dict)
     refusals: tuple[Refusal, ...] = ()
     lost: Mapping[int, str] = field(default_factory=dict)
     rejected: Mapping[int, str] = field(default_factory=dict)
+    total: Total | None = None
 
 
 @dataclass(frozen=True)

@@ -11,13 +11,21 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from fedsynth.core.context import Reporter, RoundContext, Silent
+from fedsynth.core.messages import Message
 from fedsynth.errors import FedsynthError, MessageError
 from fedsynth.federation.exchange.client_runtime import ClientRuntime
 from fedsynth.federation.exchange.frames import Frame, Models, agreement, declared, whole
 from fedsynth.federation.exchange.protocol import Refusal, Terms
+from fedsynth.federation.exchange.secure_client import SumDesk
+from fedsynth.federation.exchange.secure_step import KEYS, SHARES, UNMASK
+from fedsynth.federation.exchange.sum_form import SUM, parted
+from fedsynth.federation.secure_sums.client import Identities
 from fedsynth.privacy.errors import PrivacyError, RequestRefusedError
 from fedsynth.privacy.plans import PHASES
 
+Answer = Callable[[Frame], Frame]
+FAILED = "the request failed; this client's owner is told why"
+"""All that a server is told of an error that is none of its own."""
 BROKEN = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 """What a request that is not sound can raise in a step."""
 
@@ -30,12 +38,14 @@ class RemoteClient:
         context: public, as `fedsynth.federation.terms.costs.public_context` makes it of the
             settings, with proxy images where the method names them.
         reporter: told of progress.
+        identities: of all clients, for secure sums; None: see `SumDesk`.
 
     Attributes:
         done: (round, exchange) of each step that was asked for since it joined.
         spent: likewise, of those that it answers no more, however often it joins; a node's.
         terms: as the server has told them; None: not yet.
         joined: whether it has joined; a process that goes on for another one says so.
+        sums: answers what is asked for sums, where the server sees these alone.
     """
 
     def __init__(
@@ -43,6 +53,7 @@ class RemoteClient:
         runtime: ClientRuntime,
         context: RoundContext,
         reporter: Reporter | None = None,
+        identities: Identities | None = None,
     ) -> None:
         self._settings = runtime.settings
         self.runtime = runtime
@@ -52,7 +63,8 @@ class RemoteClient:
         self.done: set[tuple[int, str]] = set()
         self.spent: set[tuple[int, str]] = set()
         self.terms: Terms | None = None
-        self._answers: dict[str, Callable[[Frame], Frame]] = {
+        self.sums = SumDesk(runtime, agreement(runtime.settings), identities)
+        self._answers: dict[str, Answer] = {
             "join": self._join,
             "start": self._start,
             "prepare": self._prepare,
@@ -61,6 +73,9 @@ class RemoteClient:
             "facts": self._facts,
             "history": self._history,
             "evaluate": self._evaluate,
+            KEYS: self._in_sum(self.sums.keys),
+            SHARES: self._in_sum(self.sums.shares),
+            UNMASK: self._in_sum(self.sums.unmask),
         }
 
     def answer(self, sent: bytes) -> bytes:
@@ -86,9 +101,10 @@ class RemoteClient:
         return replace(answer, facts={**answer.facts, **named}).to_bytes()
 
     def _failed(self, error: Exception) -> Frame:
-        """Says the kind of error alone: its text may speak of records, or of this machine."""
+        """Says that it failed, and neither how nor with which kind of error: both may go by records,
+        or by this machine. The reporter is told."""
         self._reporter.note(f"a request failed: {error!r}")
-        return Frame("error", {"text": f"the request failed ({type(error).__name__})"})
+        return Frame("error", {"text": FAILED})
 
     def _join(self, frame: Frame) -> Frame:
         if frame.facts.get("agreement") != agreement(self._settings):
@@ -147,23 +163,49 @@ class RemoteClient:
         self.runtime.begin(self._round(frame))
         return Frame("answer", {})
 
-    def _step(self, frame: Frame) -> Frame:
+    def _phase(self, frame: Frame) -> str:
         phase = frame.facts.get("phase")
         if phase not in PHASES:
             raise MessageError(f"a round has no exchange {phase!r:.80}")
+        return str(phase)
+
+    def _in_sum(self, answer: Callable[[Frame, str, RoundContext], Frame]) -> Answer:
+        """Answers a frame of a sum, once the client was told the terms."""
+
+        def answered(frame: Frame) -> Frame:
+            self.runtime.require_terms()
+            return answer(frame, self._phase(frame), self._round(frame))
+
+        return answered
+
+    def _step(self, frame: Frame) -> Frame:
+        phase = self._phase(frame)
         context = self._round(frame)
-        method = self.runtime.method
-        expected = declared(method, phase, "downlink")
-        message = expected.from_bytes(frame.payload)
+        self.runtime.require_terms()
+        masked = SUM in frame.facts
+        if self.runtime.sees_sums and not masked:
+            raise RequestRefusedError("this client's uploads are seen in sums alone")
+        sealed, sent = parted(frame.payload) if masked else (b"", frame.payload)
+        message = declared(self.runtime.method, phase, "downlink").from_bytes(sent)
         if self.runtime.number not in context.active:
             raise RequestRefusedError("this client takes no part in the round")
-        if (context.round, phase) in self.done | self.spent and self.runtime.private:
+        once = self.runtime.private or masked
+        if (context.round, phase) in self.done | self.spent and once:
             raise RequestRefusedError(f"round {context.round} was answered before")
+        if masked:
+            self.sums.receive(frame, phase, context, sealed)
         self.done.add((context.round, phase))
-        reply = self.runtime.step(phase, message.to(context.device), context)
-        if isinstance(reply, Refusal):
-            return _refused(reply)
-        return Frame("answer", {}, reply.to_bytes())
+
+        def step() -> Message | Refusal:
+            return self.runtime.step(phase, message.to(context.device), context)
+
+        if masked:
+            answer = self.sums.masked(frame, phase, context, step)
+            return _refused(answer) if isinstance(answer, Refusal) else answer
+        reply = step()
+        return (
+            _refused(reply) if isinstance(reply, Refusal) else Frame("answer", {}, reply.to_bytes())
+        )
 
     def _facts(self, frame: Frame) -> Frame:
         return Frame("answer", {"facts": dict(self.runtime.facts(self._round(frame)))})

@@ -11,7 +11,7 @@ from fedsynth.core.messages import Message
 from fedsynth.data.load import load_dataset
 from fedsynth.data.proxy import NOISE, ProxyImages, noise_images
 from fedsynth.federation.exchange.checks import diverged_error
-from fedsynth.federation.exchange.protocol import REQUEST, Exchange, Refusal, Terms
+from fedsynth.federation.exchange.protocol import REQUEST, Exchange, Refusal, Replies, Terms
 from fedsynth.federation.exchange.server import Checked, Server
 from fedsynth.federation.terms.privacy_plan import PrivacyPlan
 from fedsynth.federation.terms.settings import QUORUM, RunSettings
@@ -165,15 +165,26 @@ def play_round(
         said = FIRST_EXCHANGE if phase == FIRST else ""
         rejected.update({client: said + why for client, why in replies.rejected.items()})
         rejected.update({client: f"{said}{error}" for client, error in checked.rejected.items()})
-        for client, message in checked.accepted.items():
+        used = _used(replies, checked)
+        for client, message in used.items():
             sent[client] = (*sent[client], message)
-        if len(checked.accepted) < needed:
+        if len(used) < needed:
             _refuse_divergence(checked, context)
-            missed = NoQuorum(phase, len(checked.accepted), needed)
+            missed = NoQuorum(phase, len(used), needed)
             return Played({}, sent, lost=lost, rejected=rejected, no_quorum=missed)
-        server.receive(phase, checked.accepted, context)
-        uploads = checked.accepted
+        if replies.total is None:
+            server.receive(phase, checked.accepted, context)
+            uploads = checked.accepted
+        else:
+            server.receive_total(phase, replies.total, context)
     return Played(uploads, sent, lost=lost, rejected=rejected)
+
+
+def _used(replies: Replies, checked: Checked) -> Mapping[int, Message]:
+    """What the next state is made of, by client: uploads, or what stands for those of a sum."""
+    if replies.total is None:
+        return checked.accepted
+    return dict.fromkeys(replies.total.clients, replies.total.each)
 
 
 def needed_uploads(quorum: float, clients: int) -> int:

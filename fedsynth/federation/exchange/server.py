@@ -18,6 +18,7 @@ from fedsynth.core.state import ServerState
 from fedsynth.core.uploads import check_fields, overlap
 from fedsynth.errors import UploadRejectedError
 from fedsynth.federation.exchange.checks import check_declared, check_finite
+from fedsynth.federation.exchange.protocol import Total
 from fedsynth.privacy.plans import FIRST
 
 
@@ -120,6 +121,21 @@ class Server:
         made = self.method.server_step(self._next, ordered, context)
         check_finite(made.parameters, "server's model", context.round)
         self.state = self._next = made
+
+    def receive_total(self, phase: str, total: Total, context: RoundContext) -> None:
+        """Makes the next state from the sum of replies of which it has seen none.
+
+        Raises:
+            TypeError: a sum of other messages than the method declares.
+            DivergedError: the new model is not finite.
+        """
+        check_declared(self.method, total.message, self.method.exchange_types(phase).upload)
+        count = len(total.clients)
+        made = self.method.from_sum(phase, self._next, total.message, count, context)
+        self._next = made
+        if phase != FIRST:
+            check_finite(made.parameters, "server's model", context.round)
+            self.state = made
 
     def final_parameters(self) -> Mapping[str, Tensor]:
         """The model that the federation ends with."""

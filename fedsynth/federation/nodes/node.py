@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from fedsynth.core.context import Silent
 from fedsynth.data.images import ImageData
 from fedsynth.errors import FedsynthError, MessageError
 from fedsynth.federation.exchange.frames import Frame, agreement, whole
@@ -27,12 +28,15 @@ from fedsynth.federation.nodes.policy import ANY, Owner
 from fedsynth.federation.nodes.proposal import Proposal
 from fedsynth.federation.nodes.request_words import request_words
 from fedsynth.federation.nodes.session import Session, answered, kept_proposal
+from fedsynth.federation.secure_sums.client import Identities
+from fedsynth.federation.secure_sums.errors import require_cryptography
 from fedsynth.federation.terms.client_ledgers import Clients
 from fedsynth.federation.terms.privacy_plan import PrivacyPlan, check_own_noise
 from fedsynth.federation.terms.public_context import public_context
 from fedsynth.privacy.errors import PrivacyError
 from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.ledger_folder import LedgerFolder
+from fedsynth.privacy.randomness import SecretGenerator
 
 RUNS = "runs"
 CANNOT = "this client cannot take part; its owner is told why"
@@ -55,6 +59,11 @@ class Node:
         name: the client's, by which its ledger and reports know it; "": its number's.
         device: as in a run's settings.
         say: told what is for the owner to read.
+        secret: makes the generator of a run's noise, for tests of the owner's own: a report over
+            noise that can be repeated says "not private". Nothing that a server sends, no setting
+            and no environment leads here. None: each has a fresh key.
+        identities: of all clients by their numbers, exchanged without the server, for secure sums;
+            None: the server is trusted to pass on keys as they are.
         ended: how many runs have ended.
 
     Raises:
@@ -68,6 +77,8 @@ class Node:
     name: str = ""
     device: str = "auto"
     say: Callable[[str], None] = print
+    secret: Callable[[], SecretGenerator] | None = None
+    identities: Identities | None = None
     ended: int = 0
     _sessions: dict[str, Session] = field(default_factory=dict)
 
@@ -108,9 +119,13 @@ class Node:
                 return self._named(self._end(session, frame), number)
             if frame.kind == "start" and session.told(frame.facts):
                 return self._named(Frame("answer", {}), number)  # the answer to it was lost
-            answer = session.remote.answer(sent)
-            session.keep()
-            return answer
+            if frame.kind == "start":
+                session.check_terms(frame.facts)
+            again = session.again(frame)
+            if again is not None:
+                session.keep()
+                return self._named(again, number)
+            return session.answer(frame, sent)
         except (FedsynthError, PrivacyError) as error:
             self.say(f"run {run:.16}: {error}")
             # what a file, a folder or a ledger of the owner's says stays here, and also its kind:
@@ -221,6 +236,9 @@ class Node:
             self._ledger(proposal, data),
             self.owner.cap,
             self.device,
+            None if self.secret is None else self.secret(),
+            Teller(self.say),
+            self.identities,
         )
 
     def _ledger(self, proposal: Proposal, data: ImageData) -> Ledger:
@@ -247,14 +265,33 @@ class Node:
 def _unexecuted(proposal: Proposal) -> list[str]:
     """Why nobody can take part, whatever the owner allows: asked of public values alone."""
     run = proposal.settings
-    if run.privacy is None:
-        return []
     try:
+        if run.method.sums_alone:
+            require_cryptography()
+        if run.privacy is None:
+            return []
         context = public_context(run, proposal.spec, torch.device("cpu"))
-        check_own_noise(PrivacyPlan.checked(run, context).plans)
+        plan = PrivacyPlan.checked(run, context)
+        if not run.method.sums_alone:
+            check_own_noise(plan.plans)
     except (FedsynthError, PrivacyError) as error:
         return [str(error)]
     return []
+
+
+class Teller(Silent):
+    """Tells the owner what goes wrong in a step.
+
+    Args:
+        say: told the lines.
+    """
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
+
+    def note(self, text: str) -> None:
+        """A line for the owner."""
+        self._say(text)
 
 
 def _error(text: str) -> Frame:

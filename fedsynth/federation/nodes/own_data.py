@@ -7,16 +7,15 @@ from pathlib import Path
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from fedsynth.data.declaration import Declaration, read_declaration
-from fedsynth.data.folders import images_in, read_images
-from fedsynth.data.images import ImageData, from_arrays
+from fedsynth.data.images import ImageData
 from fedsynth.data.load import load_dataset
+from fedsynth.data.load_folder import read_as
 from fedsynth.data.own_files import DECLARATION
 from fedsynth.data.partition import GIVEN, partition
 from fedsynth.data.registry import DatasetSpec
-from fedsynth.errors import DataError, DataFilesMissingError
+from fedsynth.errors import DataError
 from fedsynth.federation.nodes.proposal import Proposal
 from fedsynth.federation.terms.client_ledgers import data_set_id
 
@@ -45,8 +44,9 @@ class Source(Protocol):
 
 @dataclass(frozen=True)
 class ClassFolders:
-    """Images in FOLDER/CLASS/*, a folder for each class by the specification's names; a class that
-    the owner has not may lack its folder.
+    """An owner's images, as `fedsynth.load_folder` takes them (CLASS/files, or a manifest; sites in
+    it make no difference here), in the run's size; a class that the owner has not may be missing.
+    Names that a server has said are compared with the folders', and never followed.
 
     Args:
         folder: the owner's.
@@ -71,19 +71,7 @@ class ClassFolders:
         ]
 
     def read(self, proposal: Proposal, number: int) -> ImageData:
-        spec = proposal.spec
-        paths: list[Path] = []
-        labels: list[int] = []
-        for label, name in enumerate(spec.class_names):
-            files = _class_images(self.folder, name)
-            paths += files
-            labels += [label] * len(files)
-        if not paths:
-            raise DataFilesMissingError(
-                f"{self.folder} has no images in folders of the classes of {spec.name}: "
-                f"{', '.join(spec.class_names)}"
-            )
-        return from_arrays(_pixels(paths, spec), np.array(labels, np.int64), spec)
+        return read_as(self.folder, proposal.spec, print)[0]
 
     def identifier(self, proposal: Proposal) -> str:
         return f"{proposal.spec.name}-{GIVEN}"
@@ -122,39 +110,6 @@ class PartOf:
 def _images(spec: DatasetSpec) -> tuple[object, ...]:
     """What decides on whether images can be read for a specification."""
     return (spec.class_names, *spec.image_shape)
-
-
-def _class_images(folder: Path, name: str) -> list[Path]:
-    """The images of a class whose name a server has said; none where its folder is missing.
-
-    Raises:
-        DataError: the name is none of a folder in this one, or leads out of it (a link).
-    """
-    wrong = f"{name!r:.80} is a class's name and names no folder in {folder}"
-    if name in ("", ".", "..") or set(name) & set("/\\\0"):
-        raise DataError(wrong)
-    try:
-        root = folder.resolve()
-        found = (root / name).resolve()
-        if found.parent != root:
-            raise DataError(wrong)
-        return images_in(found) if found.is_dir() else []
-    except (OSError, ValueError) as error:  # too long a name, one that cannot be encoded, ...
-        raise DataError(f"{wrong}: {type(error).__name__}") from None
-
-
-def _pixels(paths: list[Path], spec: DatasetSpec) -> npt.NDArray[np.uint8]:
-    """The files' images, [N, C, H, W]; grey ones where the data set has one channel."""
-    if spec.channels == 3:
-        return read_images(paths, spec)
-    if spec.channels != 1:
-        raise DataError(f"{spec.name} has {spec.channels} channels: image files have 1 or 3")
-    in_colour = replace(spec, channels=3, mean=spec.mean * 3, std=spec.std * 3)
-    images = read_images(paths, in_colour)
-    coloured = np.flatnonzero((images != images[:, :1]).any(axis=(1, 2, 3)))
-    if len(coloured):
-        raise DataError(f"{paths[coloured[0]]} has colours: images of {spec.name} are grey")
-    return images[:, :1]
 
 
 def _check_same(own: DatasetSpec, proposed: DatasetSpec) -> None:

@@ -1,14 +1,24 @@
-"""A data owner's own privacy report of a run: over its own ledger, without anybody else's."""
+"""A data owner's own privacy report of a run: over its own ledger, without anybody else's, with what
+`fedsynth privacy verify` needs to make it again."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import json
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fedsynth.federation.outputs.report_context import report_context
+from fedsynth.federation.outputs import privacy_words
+from fedsynth.federation.outputs.checkpoint import write_whole
+from fedsynth.federation.outputs.report_context import owner_context
+from fedsynth.federation.outputs.run_folder import PRIVATE_START
+from fedsynth.federation.outputs.verified_owner import OWNER
 from fedsynth.federation.terms.given_data import NO_TEST
+from fedsynth.federation.terms.settings import to_toml
+from fedsynth.privacy.history import History
+from fedsynth.privacy.ledger import chain_hashes
 from fedsynth.privacy.report import build_report, write_report
+from fedsynth.privacy.report_schema import Began
 
 if TYPE_CHECKING:
     from fedsynth.federation.nodes.session import Session
@@ -33,13 +43,16 @@ def write_owner_report(session: Session, rounds: int, folder: Path) -> str:
     budget = runtime.budget
     if budget is None:
         return "it was without differential privacy, which the ledger says"
-    plan = replace(budget.plan, histories=(session.history,))
-    done = min(rounds, plan.run.rounds)
-    context = report_context(
-        plan, done, (), test=NO_TEST, secret=budget.secret.is_secret, simulated=False
-    )
-    context = replace(context, fresh_ledger=False, no_ledger="")
+    plan = budget.plan
+    held = _as_it_was(session.history, budget.ledger.path)
+    began = Began(id=folder.name, date=f"{datetime.now():%Y-%m-%d}")
+    start = privacy_words.start(plan, (held,), NO_TEST, began)
+    write_whole(folder / "config.toml", to_toml(plan.run.to_mapping()).encode())
+    write_whole(folder / PRIVATE_START, json.dumps(start.to_json(), indent=1).encode())
+    about = {"client": runtime.number, "rounds": rounds}
+    write_whole(folder / OWNER, json.dumps(about).encode())
     now = budget.history()
+    context = owner_context(plan, held, rounds, secret=budget.secret.is_secret)
     write_report(build_report(context, [now]), folder)
     if not plan.guaranteed([now]):
         return f"no ε can be stated; the report is in {folder}"
@@ -47,3 +60,11 @@ def write_owner_report(session: Session, rounds: int, folder: Path) -> str:
         f"this client's ledger stands at ε = {plan.epsilon([now]):.4g} at "
         f"δ = {plan.privacy.delta:g}; the report is in {folder}"
     )
+
+
+def _as_it_was(history: History, ledger: Path | None) -> History:
+    """What the ledger held when the client joined, with the chain hash of that time."""
+    if ledger is None:
+        return history
+    chain = chain_hashes(ledger)[len(history.releases)]
+    return History(history.client, history.releases, chain)

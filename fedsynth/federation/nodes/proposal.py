@@ -20,6 +20,7 @@ from fedsynth.data.registry import DATASETS, DatasetSpec, dataset_spec
 from fedsynth.errors import FedsynthError, MessageError, SettingError
 from fedsynth.federation.exchange.frames import agreement
 from fedsynth.federation.terms.settings import RunSettings, resolve
+from fedsynth.federation.terms.sums import check_quorum
 
 OWN = {"run": ("device", "memory_gb", "compile"), "data": ("data_root",), "privacy": ("ledger",)}
 """Settings that say where a party computes and what it keeps: each party's own."""
@@ -97,7 +98,10 @@ def own_proposal(sections: Mapping[str, Mapping[str, Any]], spec: Path | None = 
                 found = spec_from_json(tomllib.load(file))
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise SettingError(None, str(spec), f"says no specification: {error!r:.120}") from None
-    return Proposal(new_run(), resolve(sections, own_data=own_name(found)), found)
+    settings = resolve(sections, own_data=own_name(found))
+    if settings.method.sums_alone:
+        check_quorum(settings)
+    return Proposal(new_run(), settings, found)
 
 
 def new_run() -> str:

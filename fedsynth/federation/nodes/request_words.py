@@ -39,7 +39,8 @@ def request_words(proposal: Proposal, number: int, ledger: Ledger | None) -> lis
             name if run.privacy is None else f"{name} ({kind})"
             for name, (kind, _) in declared.items()
         )
-        lines.append(f"  it sends in each round: {named}")
+        how = ", masked, for sums of which the server sees no part" if method.sums_alone else ""
+        lines.append(f"  it sends in each round{how}: {named}")
     return lines + _cost(proposal, ledger)
 
 
@@ -56,6 +57,6 @@ def _cost(proposal: Proposal, ledger: Ledger | None) -> list[str]:
     try:
         context = public_context(run, proposal.spec, torch.device("cpu"))
         plan = PrivacyPlan.make(run, context, [own] * run.partition.clients)
-        return [f"  {line}" for line in headline(plan)]
+        return [f"  {line}" for line in headline(plan, simulated=False)]
     except (FedsynthError, PrivacyError) as error:
         return [f"  it cannot take part: {error}"]

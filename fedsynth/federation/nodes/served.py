@@ -11,6 +11,7 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,9 @@ from fedsynth.federation.outputs.losses import losses
 from fedsynth.federation.outputs.measure import Measure
 from fedsynth.federation.outputs.report_context import report_context
 from fedsynth.federation.outputs.result import summarise
-from fedsynth.federation.outputs.run_folder import PRIVATE_START, SERVER, RunFolder
+from fedsynth.federation.outputs.results import Results
+from fedsynth.federation.outputs.run_folder import PRIVATE_START, SERVED, RunFolder
+from fedsynth.federation.secure_sums.errors import require_cryptography
 from fedsynth.federation.terms.devices import resolve_device
 from fedsynth.federation.terms.given_data import NO_TEST, PUBLIC
 from fedsynth.federation.terms.participation import Participation
@@ -52,13 +55,12 @@ from fedsynth.federation.terms.privacy_plan import (
 )
 from fedsynth.federation.terms.public_context import public_context
 from fedsynth.federation.terms.settings import RunSettings, to_toml
+from fedsynth.federation.terms.sums import check_quorum
 from fedsynth.privacy.errors import LedgerError
 from fedsynth.privacy.history import History
-from fedsynth.privacy.report import build_report, write_report
+from fedsynth.privacy.report import build_report
+from fedsynth.privacy.report_schema import Began
 from fedsynth.synthesizer.condensation.sets import SyntheticSet
-
-RUN = "run.json"
-"""The run's name and agreement, in its folder: a run that is resumed goes by the same."""
 
 
 @dataclass(frozen=True)
@@ -134,8 +136,12 @@ class _Run:
         if self.private:
             check_method(self.method)
         context = public_context(settings, proposal.spec, resolve_device(settings.device))
-        if self.private:
-            check_own_noise(PrivacyPlan.checked(settings, context).plans)
+        plan = PrivacyPlan.checked(settings, context) if self.private else None
+        if self.method.sums_alone:
+            require_cryptography()
+            check_quorum(settings)
+        elif plan is not None:
+            check_own_noise(plan.plans)
         self.method.check_model(context.architecture)
         context = with_proxy(context, settings)
         self.test = _test_set(proposal)
@@ -181,11 +187,11 @@ class _Run:
         """Writes what a private run begins with, and goes to where a checkpoint stands."""
         plan = self.agreed.plan
         if plan is not None:
-            for line in privacy_words.headline(plan):
+            for line in privacy_words.headline(plan, simulated=False):
                 self.observer.note(line)
             if not self.folder.has_begun:
-                there = self.exchange.histories()
-                start = privacy_words.start(plan, there, self._test_kind)
+                began = Began(id=self.folder.name, date=f"{datetime.now():%Y-%m-%d}")
+                start = privacy_words.start(plan, plan.histories, self._test_kind, began)
                 self.folder.write_private_start(start.to_json())
         if checkpoint is not None:
             device = self.context.device
@@ -198,7 +204,10 @@ class _Run:
             rounds = self.folder.resumptions()
             if done < self.settings.rounds:
                 rounds = self.folder.resumed(done)
-            words = [privacy_words.resumed(after, self.settings.rounds) for after in rounds]
+            words = [
+                privacy_words.resumed(after, self.settings.rounds, simulated=False)
+                for after in rounds
+            ]
             self.deviations.extend(words)
             self.observer.note(f"the run goes on after {done} of {self.settings.rounds} rounds")
 
@@ -274,11 +283,9 @@ class _Run:
         if plan is not None:
             report = self._report(plan, histories)
             promised = privacy_words.summary(plan, histories).to_json()
-            write_report(report, self.folder.path)
         final = self.server.final_parameters()
-        self.folder.write_model(final)
-        self._write_sets()
-        self.folder.write_artefacts(self.method.artefacts(state))
+        results = Results(self.method, state, self.context, final, self.uploads, report)
+        report = results.write(self.folder, self._picture_missing)
         summary = summarise(
             self.settings,
             self.metrics,
@@ -296,24 +303,17 @@ class _Run:
     def _report(self, plan: PrivacyPlan, histories: Sequence[History]) -> dict[str, object]:
         """Over what was released to the server, by the clients' ledgers as they state them."""
         context = report_context(
-            plan, len(self.metrics), self.deviations, test=self._test_kind, simulated=False
+            plan,
+            len(self.metrics),
+            self.deviations,
+            test=self._test_kind,
+            began=self.folder.began(),
+            simulated=False,
         )
-        return build_report(replace(context, fresh_ledger=False, no_ledger=""), histories)
+        return build_report(context, histories)
 
-    def _write_sets(self) -> None:
-        sent = {k: one for k, one in self.uploads.items() if isinstance(one, SyntheticSet)}
-        sets = [(client, one.images, one.labels) for client, one in sent.items()]
-        soft = [one.soft_labels() for one in sent.values()]
-        made = self.method.synthetic(self.server.state, self.context)
-        if made is not None:
-            sets.append((SERVER, *made))
-            soft.append(self.method.synthetic_soft_labels(self.server.state, self.context))
-        if sets:
-            self.folder.write_synthetic(sets, self.proposal.spec, soft)
-            try:
-                self.folder.draw_synthetic(sets, self.proposal.spec)
-            except OutputError as error:
-                self.observer.note(f"warning: a picture is missing: {error}")
+    def _picture_missing(self, error: OutputError) -> None:
+        self.observer.note(f"warning: a picture is missing: {error}")
 
 
 def _test_set(proposal: Proposal) -> ImageData | None:
@@ -347,7 +347,7 @@ def _name(folder: RunFolder, proposal: Proposal, resume: Path | None) -> str:
     Raises:
         CheckpointError: that run is of other settings, or its file is damaged.
     """
-    file = folder.path / RUN
+    file = folder.path / SERVED
     if resume is None:
         stated = {"run": new_run(), "agreement": proposal.agreement}
         write_whole(file, json.dumps(stated).encode())

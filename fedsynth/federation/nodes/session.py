@@ -7,6 +7,9 @@ the last rounds, so that a server that goes on from its checkpoint finds the one
     HOME/runs/RUN/session.json           the proposal, the terms, and which steps were done
     HOME/runs/RUN/memory-ROUND           what the client keeps after that round
     HOME/runs/RUN/first-ROUND            what it keeps of that round's first exchange
+    HOME/runs/RUN/answer-ROUND-EXCHANGE-QUESTION    what it has answered, for a server that asks for
+                                         the same again: it costs nothing then, and says no more
+    HOME/runs/RUN/sum.json               where a secure sum stands, with its secrets, while it lasts
 """
 
 from __future__ import annotations
@@ -20,21 +23,29 @@ from typing import Any
 
 import torch
 
+from fedsynth.core.context import Reporter
 from fedsynth.core.method import Memory
 from fedsynth.data.images import ImageData
 from fedsynth.errors import CheckpointError, MessageError, OutputError
 from fedsynth.federation.exchange.client_runtime import ClientRuntime, OwnData, Standing
+from fedsynth.federation.exchange.frames import Frame
 from fedsynth.federation.exchange.protocol import Terms
 from fedsynth.federation.exchange.remote_client import RemoteClient
 from fedsynth.federation.exchange.rounds import with_proxy
+from fedsynth.federation.exchange.secure_step import STEP
+from fedsynth.federation.nodes.kept_answers import KeptAnswers
 from fedsynth.federation.nodes.proposal import Proposal
 from fedsynth.federation.outputs.checkpoint import Kept, write_whole
+from fedsynth.federation.secure_sums.client import Identities
 from fedsynth.federation.terms.devices import resolve_device
 from fedsynth.federation.terms.given_data import divided
 from fedsynth.federation.terms.public_context import public_context
 from fedsynth.privacy.ledger import Cap, Ledger
+from fedsynth.privacy.plans import FIRST, MAIN
+from fedsynth.privacy.randomness import SecretGenerator
 
 STATE = "session.json"
+SUM_FILE = "sum.json"
 MOST_ANSWERS = 3
 """So often an exchange of a private run is answered, over all joins: a server that was killed goes
 on from its checkpoint and repeats a round. Each answer is charged; without a cap there is one."""
@@ -54,6 +65,9 @@ class Session:
         ledger: its own.
         cap: what its owner allows.
         device: as in a run's settings.
+        secret: of its noise; None: one with a fresh key.
+        reporter: told what goes wrong.
+        identities: of all clients, for secure sums; None: see `SumDesk`.
 
     Attributes:
         remote: answers the server's frames.
@@ -68,6 +82,9 @@ class Session:
         ledger: Ledger,
         cap: Cap | None = None,
         device: str = "auto",
+        secret: SecretGenerator | None = None,
+        reporter: Reporter | None = None,
+        identities: Identities | None = None,
     ) -> None:
         self.folder = folder
         self.proposal = proposal
@@ -78,12 +95,16 @@ class Session:
         whole = [torch.arange(len(data))]
         training, held_out = divided(settings, whole, data)
         own = OwnData(data.to(where), training[0], held_out[0])
-        runtime = ClientRuntime(number, settings, context, own, ledger, cap=cap, apart=True)
-        self.remote = RemoteClient(runtime, context)
+        runtime = ClientRuntime(
+            number, settings, context, own, ledger, secret=secret, cap=cap, apart=True
+        )
+        self.remote = RemoteClient(runtime, context, reporter, identities)
+        self._answers = KeptAnswers(folder)
         self._saved = 0
         capped = cap is not None or (settings.privacy is not None and settings.privacy.epsilon)
         self._most = MOST_ANSWERS if capped else 1
         self._answered = answered(folder)
+        self._sigma = _sigma(folder)
         self._counted: set[tuple[int, str]] = set()
         self._spend()
         self.history = ledger.history()
@@ -103,7 +124,7 @@ class Session:
     @property
     def round(self) -> int:
         """The last round that it has answered whole; 0: none."""
-        return max((number for number, phase in self.remote.done if phase == "main"), default=0)
+        return max((number for number, phase in self.remote.done if phase == MAIN), default=0)
 
     def told(self, facts: Mapping[str, Any]) -> bool:
         """Whether these are the terms that it was told before."""
@@ -114,6 +135,17 @@ class Session:
         return sizes == facts.get("sizes") and terms.noise_multiplier == facts.get(
             "noise_multiplier"
         )
+
+    def check_terms(self, facts: Mapping[str, Any]) -> None:
+        """Refuses another σ than the run was begun with: it is found once, and a server that goes on
+        has it written down. (Each charge is at the σ that is drawn with, so that the ledger would be
+        right with another, too; but it would be no run that its owner has agreed to.)
+
+        Raises:
+            MessageError: σ is another one.
+        """
+        if self._sigma is not None and facts.get("noise_multiplier") != self._sigma:
+            raise MessageError("the run was begun with another noise multiplier")
 
     def begin(self, after: int) -> None:
         """Begins, with what it kept after this round: 0, or where a server goes on.
@@ -130,7 +162,8 @@ class Session:
             self.remote.runtime.memory = self._read(f"memory-{after}")
             self._saved = after
         for later in rounds:
-            if later > after:  # of rounds that the server plays again
+            # of rounds that the server plays again, unless what was answered then is kept, too
+            if later > after and not self._answers.has(later, MAIN):
                 (self.folder / f"memory-{later}").unlink(missing_ok=True)
 
     def resume(self) -> None:
@@ -156,8 +189,56 @@ class Session:
             if state["memory"]:
                 runtime.memory = self._read(f"memory-{state['memory']}")
             self._saved = state["memory"]
+            if (self.folder / SUM_FILE).is_file():
+                stated = json.loads((self.folder / SUM_FILE).read_text(encoding="utf-8"))
+                self.remote.sums.standing = stated
         except (OSError, ValueError, KeyError, TypeError, MessageError) as error:
             raise CheckpointError(f"{self.folder} is damaged: {error!r:.120}") from None
+
+    def again(self, asked: Frame) -> Frame | None:
+        """What was answered to the same question before; the client is then where that left it.
+
+        The ledger is not asked: nothing leaves that has not left before. None: it is a new question.
+
+        Raises:
+            CheckpointError: what is kept is damaged.
+        """
+        if asked.kind in ("prepare", "begin") and self._answers.has(
+            asked.facts.get("round"), FIRST, MAIN
+        ):
+            return Frame("answer", {})  # what is asked then may be kept; else its charge is asked
+        found = self._answers.of(asked)
+        if found is None or asked.kind != STEP:
+            return found
+        number = int(asked.facts["round"])
+        phase = str(asked.facts["phase"])
+        runtime = self.remote.runtime
+        kept = f"{'first' if phase == FIRST else 'memory'}-{number}"
+        memory = self._read(kept) if (self.folder / kept).is_file() else {}
+        runtime.remember(phase, memory, replace(runtime.context, round=number))
+        if (number, phase) not in self.remote.done:
+            self.remote.done.add((number, phase))
+            self._counted.add((number, phase))
+        return found
+
+    def answer(self, asked: Frame, sent: bytes) -> bytes:
+        """The client's answer to a frame; it is kept, and where the client stands, too.
+
+        Args:
+            asked: the frame.
+            sent: the same as it came.
+
+        Raises:
+            OutputError: nothing can be kept.
+        """
+        answer = self.remote.answer(sent)
+        try:
+            self._keep_sum()  # first: what was masked is never masked again in the same way
+            self._answers.keep(asked, Frame.from_bytes(answer))
+        except OSError as error:
+            raise OutputError(f"cannot write {self.folder}: {error.strerror or error}") from None
+        self.keep()
+        return answer
 
     def keep(self) -> None:
         """Writes where it stands; what it answers leaves the node only afterwards.
@@ -183,6 +264,7 @@ class Session:
                 "terms": None
                 if terms is None
                 else {"sizes": terms.sizes, "noise_multiplier": terms.noise_multiplier},
+                "sigma": self._sigma if terms is None else terms.noise_multiplier,
                 "done": sorted(self.remote.done),
                 "answered": [[*asked, times] for asked, times in sorted(self._answered.items())],
                 "recorded": standing.recorded,
@@ -190,17 +272,30 @@ class Session:
                 "memory": self._saved,
             }
             write_whole(self.folder / STATE, json.dumps(state).encode())
+            self._keep_sum()
             self._prune(standing)
         except OSError as error:
             raise OutputError(f"cannot write {self.folder}: {error.strerror or error}") from None
 
+    def _keep_sum(self) -> None:
+        """Where a secure sum stands; of one that is over nothing stays."""
+        stated = self.remote.sums.standing
+        if stated is not None:
+            self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            write_whole(self.folder / SUM_FILE, json.dumps(stated).encode())
+        elif (self.folder / SUM_FILE).is_file():
+            (self.folder / SUM_FILE).unlink()
+
     def _prune(self, standing: Standing) -> None:
-        """Leaves the last rounds' memories, and the pending one."""
+        """Leaves the last rounds' memories, the pending one, and those of answers that are kept."""
+        self._answers.prune()
         for number in sorted(self._rounds())[:-KEPT_ROUNDS]:
             (self.folder / f"memory-{number}").unlink(missing_ok=True)
         pending = None if standing.pending is None else standing.pending[0]
         for path in self.folder.glob("first-*"):
-            if path.name != f"first-{pending}":
+            of_round = path.name.removeprefix("first-")
+            kept = of_round.isdecimal() and self._answers.has(int(of_round), FIRST)
+            if not kept and path.name != f"first-{pending}":
                 path.unlink(missing_ok=True)
 
     def _rounds(self) -> set[int]:
@@ -231,6 +326,21 @@ def answered(folder: Path) -> dict[tuple[int, str], int]:
     try:
         rows = json.loads((folder / STATE).read_text(encoding="utf-8"))["answered"]
         return {(int(number), str(phase)): int(times) for number, phase, times in rows}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{folder} is damaged: {error!r:.120}") from None
+
+
+def _sigma(folder: Path) -> float | None:
+    """σ, as the server of the run of this folder has told it; None: it has not yet.
+
+    Raises:
+        CheckpointError: the folder is damaged.
+    """
+    if not (folder / STATE).is_file():
+        return None
+    try:
+        told = json.loads((folder / STATE).read_text(encoding="utf-8"))["sigma"]
+        return None if told is None else float(told)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{folder} is damaged: {error!r:.120}") from None
 

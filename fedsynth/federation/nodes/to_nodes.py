@@ -18,7 +18,13 @@ import torch
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import LENGTH_BYTES, Message
 from fedsynth.errors import MessageError
-from fedsynth.federation.exchange.frames import LONGEST_FACTS, LONGEST_HEADER, Frame, whole
+from fedsynth.federation.exchange.frames import (
+    LONGEST_FACTS,
+    LONGEST_HEADER,
+    Frame,
+    agreement,
+    whole,
+)
 from fedsynth.federation.exchange.over_wire import (
     OverWire,
     RemoteError,
@@ -29,6 +35,7 @@ from fedsynth.federation.exchange.over_wire import (
 )
 from fedsynth.federation.exchange.protocol import Joined, Refusal, Replies, Terms
 from fedsynth.federation.exchange.rounds import needed_uploads
+from fedsynth.federation.exchange.secure_step import SecureStep
 from fedsynth.federation.nodes.bundles import pack, unpack
 from fedsynth.federation.nodes.proposal import Proposal
 from fedsynth.privacy.history import History
@@ -36,6 +43,8 @@ from fedsynth.privacy.plans import MAIN
 
 WAITING = ("start", "prepare", "begin")
 """Frames that wait for the next message: nothing is released for them."""
+AFTER = ("facts", "history")
+"""Frames that go with a step."""
 
 
 class Carrier(Protocol):
@@ -234,10 +243,43 @@ class ToNodes(OverWire):
         with the first one's refusal."""
         numbers = context.active if asked is None else asked
         self._declined: dict[int, Refusal] = {}
-        replies = super().step(phase, message, context, numbers)
-        if self._declined and not replies.messages and not replies.rejected:
+        if self._method.sums_alone:
+            replies = self._step_in_sum(phase, message, context, numbers)
+        else:
+            replies = super().step(phase, message, context, numbers)
+        answered = replies.messages or replies.rejected or replies.total is not None
+        if self._declined and not answered:
             return Replies(refusals=tuple(self._declined.values()))
         return replies
+
+    def _step_in_sum(
+        self, phase: str, message: Message, context: RoundContext, numbers: Sequence[int]
+    ) -> Replies:
+        """The sum of the replies, of which the server sees none."""
+        unsound: list[Refusal] = []
+
+        def ask(questions: Mapping[int, Frame], longest: int) -> dict[int, bytes]:
+            most = dict.fromkeys(questions, longest)
+            there = {k: one for k, one in questions.items() if k not in self._lost}
+            answers: dict[int, Frame] = {}
+            for client, answer in self._asked_each(there, most).items():
+                if isinstance(answer, Frame):
+                    answers[client] = answer
+                else:
+                    self._lost[client] = answer
+            unsound.extend(self._refusals(answers)[1])
+            return {k: one.payload for k, one in answers.items() if one.kind == "answer"}
+
+        where = of_round(context)
+        agreed = agreement(self._settings)
+        exchange = SecureStep(self._method, phase, context, where, agreed, ask)
+        total = exchange.run(numbers, message)
+        there = () if total is None else total.clients
+        lost = {k: self._lost[k] for k in numbers if k in self._lost and k not in there}
+        if total is None and unsound and len(unsound) == len(lost) == len(numbers):
+            return Replies(refusals=tuple(unsound))
+        rejected = {k: why for k, why in exchange.rejected.items() if k not in {*lost, *there}}
+        return Replies(lost=lost, rejected=rejected, total=total)
 
     def _refusals(self, answers: Mapping[int, Frame]) -> tuple[list[Refusal], list[Refusal]]:
         spent, unsound = super()._refusals(answers)
@@ -270,18 +312,21 @@ class ToNodes(OverWire):
     def _asked_all(
         self, clients: Sequence[int], frame: Frame, longest: Mapping[int, int] | None
     ) -> dict[int, Frame | str]:
-        """Each client's answer, or why there is none: a message to each."""
-        after = []
-        if frame.kind == "step" and frame.facts["phase"] == MAIN:
-            where = {key: frame.facts[key] for key in ("round", "participants")}
-            after = [Frame("facts", where), Frame("history", {})]
+        """Each client's answer, or why there is none."""
+        return self._asked_each(dict.fromkeys(clients, frame), longest)
+
+    def _asked_each(
+        self, questions: Mapping[int, Frame], longest: Mapping[int, int] | None
+    ) -> dict[int, Frame | str]:
+        """The same where each client has a question of its own: a message to each."""
         first = self._asked
         at: dict[int, int] = {}
         messages: dict[int, bytes] = {}
-        self._asked += len(WAITING) + 1 + len(after)
-        for client in clients:
+        self._asked += len(WAITING) + 1 + len(AFTER)
+        for client, frame in questions.items():
             if client in self.out:
                 continue
+            after = _after(frame)
             known = self._known[client]
             start = [] if known.told or self._start is None else [self._start]
             frames = [*start, *self._waiting, frame, *after]
@@ -294,7 +339,7 @@ class ToNodes(OverWire):
         self._waiting = []
         answers = self._carrier.ask(messages, self._patience.answer)
         found: dict[int, Frame | str] = {}
-        for client in clients:
+        for client in questions:
             if client in self.out:
                 found[client] = self.out[client]
                 continue
@@ -337,6 +382,15 @@ class ToNodes(OverWire):
                 known.facts = frame.facts
             if "history" in frame.facts:
                 known.history = read_history(frame.facts["history"])
+
+
+def _after(frame: Frame) -> list[Frame]:
+    """What is asked together with a question: after a round's step, what the round's row needs."""
+    if frame.kind != "step" or frame.facts["phase"] != MAIN:
+        return []
+    where = {key: frame.facts[key] for key in ("round", "participants")}
+    facts, history = AFTER
+    return [Frame(facts, where), Frame(history, {})]
 
 
 def _absent(client: int) -> Joined:

@@ -26,8 +26,13 @@ WEAK = 10.0
 """ε above which the headline warns."""
 
 
-def headline(plan: PrivacyPlan) -> list[str]:
-    """What the run is about to do, ε first."""
+def headline(plan: PrivacyPlan, *, simulated: bool = True) -> list[str]:
+    """What the run is about to do, ε first.
+
+    Args:
+        plan: the run's.
+        simulated: all clients are in one process; else each is where its data are.
+    """
     facts = plan.facts
     delta = plan.privacy.delta
     if not facts.guaranteed:
@@ -53,7 +58,12 @@ def headline(plan: PrivacyPlan) -> list[str]:
         f"  mechanism {chief.mechanism} (σ = {plan.sigma:.4g}, clip {chief.clip:.4g}), {sampling}, "
         f"{schedule(plan)}",
     ]
-    if chief.shares > 1:
+    if chief.shares > 1 and not simulated:
+        lines.append(
+            f"  each client adds the noise of one of {chief.shares}, and sends its part of a sum "
+            "masked: ε holds against who sees the sums over clients alone"
+        )
+    elif chief.shares > 1:
         lines.append(
             f"  aggregation assumed, not executed: each client adds the noise of one of "
             f"{chief.shares}, and ε holds against who sees the sums over all clients alone"
@@ -138,13 +148,20 @@ def summary(plan: PrivacyPlan, histories: Sequence[History]) -> Promise:
     )
 
 
-def resumed(after: int, rounds: int) -> str:
+def resumed(after: int, rounds: int, *, simulated: bool = True) -> str:
     """What a private run's report says of a resumption.
 
     Args:
         after: the last round that had ended.
         rounds: of the run.
+        simulated: all clients are in one process; else each is where its data are.
     """
+    if not simulated:
+        return (
+            f"resumed after {after} of {rounds} rounds: what round {after + 1} had released by "
+            "then is charged; a client that was asked the same again has sent the same again, and "
+            "any other is charged for the round again"
+        )
     return (
         f"resumed after {after} of {rounds} rounds: what round {after + 1} had released by then is "
         "charged, and the round is charged again"

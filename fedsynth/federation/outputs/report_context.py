@@ -10,7 +10,7 @@ import json
 import math
 import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -20,13 +20,16 @@ from fedsynth.data.partition import clients_or_groups
 from fedsynth.data.registry import is_published
 from fedsynth.features.registry import is_own_features
 from fedsynth.federation.outputs.privacy_words import how_many
-from fedsynth.federation.terms.given_data import PRIVATE, PUBLIC
+from fedsynth.federation.terms.given_data import NO_TEST, PRIVATE, PUBLIC
+from fedsynth.federation.terms.participation import active_clients
 from fedsynth.federation.terms.privacy_plan import PrivacyPlan
 from fedsynth.federation.terms.settings import RunSettings
+from fedsynth.federation.terms.sums import fewest
 from fedsynth.models.registry import has_given_weights, is_own_model
 from fedsynth.privacy import disclosure
 from fedsynth.privacy.files import file_hash
 from fedsynth.privacy.first_page import FILES
+from fedsynth.privacy.history import History
 from fedsynth.privacy.plans import PrivatePlan
 from fedsynth.privacy.randomness import DESCRIPTION
 from fedsynth.privacy.releases import RECORD, USER
@@ -81,11 +84,11 @@ def report_context(
         epsilon_cap=privacy.epsilon,
         planned_rounds=plan.run.rounds,
         rounds_done=rounds_done,
-        public_items=public_items(plan),
+        public_items=public_items(plan, simulated=simulated),
         no_guarantee=facts.reasons,
         deviations=tuple(deviations),
-        fresh_ledger=privacy.ledger_folder is None,
-        no_ledger=_why_no_ledger(plan),
+        fresh_ledger=simulated and privacy.ledger_folder is None,
+        no_ledger=_why_no_ledger(plan) if simulated else "",
         randomness=facts.randomness or randomness,
         published=_published(plan),
         accesses=accesses(plan, test, simulated=simulated),
@@ -96,10 +99,36 @@ def report_context(
         rows_before={one.client: len(one.releases) for one in plan.histories},
         abandoned=abandoned,
         shares=plan.chief.shares,
+        fewest=0 if simulated else fewest_in_a_sum(plan),
         own_code=_own_code(plan.run),
         run=None if began is None else _run_facts(plan, began),
         files=files or {},
     )
+
+
+def fewest_in_a_sum(plan: PrivacyPlan) -> int:
+    """Of fewer clients' uploads a server that sees sums alone gets none; 0: it sees them all."""
+    run = plan.run
+    if not run.method.sums_alone:
+        return 0
+    taking = active_clients(run.partition.clients, run.participation)
+    return fewest(run.method, taking, run.partition.clients)
+
+
+def owner_context(
+    plan: PrivacyPlan, history: History, rounds: int, *, secret: bool
+) -> ReportContext:
+    """What a data owner's own report says beside its ledger.
+
+    Args:
+        plan: the run's.
+        history: what the owner's ledger held when the client joined.
+        rounds: that have ended, as the server says; charges are the ledger's.
+        secret: whether the noise came from the operating system's keys.
+    """
+    own = replace(plan, histories=(history,))
+    done = min(rounds, plan.run.rounds)
+    return report_context(own, done, (), test=NO_TEST, secret=secret, simulated=False)
 
 
 def _run_facts(plan: PrivacyPlan, began: Began) -> RunFacts:
@@ -134,12 +163,12 @@ def handed_over(folder: Path) -> dict[str, str]:
     return {name: file_hash(folder / name) for name in there}
 
 
-def public_items(plan: PrivacyPlan) -> dict[str, str]:
+def public_items(plan: PrivacyPlan, *, simulated: bool = True) -> dict[str, str]:
     """What was fixed before any data were read, and why it is public."""
     spec = plan.spec
     run = plan.run
     items = {
-        "data set": _data_set(plan),
+        "data set": _data_set(plan, simulated=simulated),
         "classes and image shape": (
             f"{spec.classes} classes, {spec.channels}×{spec.height}×{spec.width}"
         ),
@@ -225,11 +254,13 @@ def _why_no_ledger(plan: PrivacyPlan) -> str:
     return f"the user declares that the data set {plan.spec.name!r} is public"
 
 
-def _data_set(plan: PrivacyPlan) -> str:
+def _data_set(plan: PrivacyPlan, *, simulated: bool) -> str:
     """Which data set it is, and what is public of it."""
     spec = plan.spec
     if is_published(spec):
         return f"{spec.name}, published: {spec.source}"
+    if not simulated:
+        return f"{spec.name}: the data owners'; its specification is public, its records are not"
     if plan.privacy.ledger_folder is None:
         return f"{spec.name}: the user's own, declared public by the user"
     return f"{spec.name}: the user's own; its specification is public, its records are not"
@@ -253,7 +284,7 @@ def accesses(plan: PrivacyPlan, test: str, *, simulated: bool = True) -> tuple[P
         for one in plan.plans
     ]
     found += [PrivateAccess(what, disclosure.UNACCOUNTED, note) for what, note in facts.accesses]
-    if plan.privacy.ledger_folder is not None:
+    if plan.privacy.ledger_folder is not None or not simulated:
         found.append(COMPARED_RECORDS)
     if not simulated:
         found.append(TIMING)

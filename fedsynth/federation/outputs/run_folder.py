@@ -16,6 +16,7 @@ files are on the disk. A folder without that ending is finished, also after a po
     privacy_start.json   then too: what was public and fixed when the run began, which the report
                          of a run that was killed needs
     sources/             the files of one's own that method and model were loaded from
+    run.json             of a run over nodes: its name, which it keeps when it is resumed
     resumed.json         after which rounds a run was resumed, where it was
     simulation_only/     what only a simulation may show: exact functions of private data, outside
                          the guarantee; until the run ends also its checkpoint
@@ -63,6 +64,8 @@ SIMULATION_ONLY_NOTE = (
 )
 PRIVATE_START = "privacy_start.json"
 RESUMED = "resumed.json"
+SERVED = "run.json"
+"""The name and the agreement of a run over nodes."""
 INCOMPLETE = ".incomplete"
 LOCK = ".lock"
 NAME_LIMIT = 60  # with two bytes a letter, far below the 255 that file systems take

@@ -13,17 +13,15 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from fedsynth.config_file import read_sections
 from fedsynth.core.context import RoundContext
 from fedsynth.core.method import Method
-from fedsynth.data.registry import DatasetSpec, dataset_spec
-from fedsynth.errors import FedsynthError, Setting, Text, UnknownNameError
+from fedsynth.errors import FedsynthError, Setting, Text
 from fedsynth.federation.outputs import privacy_words
 from fedsynth.federation.outputs.disclosed import (
     MODELS,
@@ -36,30 +34,34 @@ from fedsynth.federation.outputs.disclosed import (
 from fedsynth.federation.outputs.losses import NOT_COUNTED
 from fedsynth.federation.outputs.report_context import handed_over, report_context
 from fedsynth.federation.outputs.result import own_sources
+from fedsynth.federation.outputs.run_files import (
+    MismatchError,
+    RunFiles,
+    ledger_files,
+    read_run,
+    read_start,
+)
 from fedsynth.federation.outputs.run_folder import (
     INCOMPLETE,
     PRIVATE_START,
-    RESUMED,
-    resumed_rounds,
 )
 from fedsynth.federation.outputs.verified_losses import VerifiedLosses
+from fedsynth.federation.outputs.verified_owner import OWNER, OwnersRun, owners_numbers
+from fedsynth.federation.outputs.verified_served import ServedEvidence
 from fedsynth.federation.terms.client_ledgers import data_set_id
 from fedsynth.federation.terms.privacy_plan import PrivacyPlan
 from fedsynth.federation.terms.public_context import public_context
-from fedsynth.federation.terms.settings import RunSettings, resolve
 from fedsynth.privacy.accounting import epsilon_by_round
 from fedsynth.privacy.errors import BudgetExceededError, PrivacyError
-from fedsynth.privacy.files import read_text
 from fedsynth.privacy.history import History
 from fedsynth.privacy.ledger import chain_hashes, read_ledger
 from fedsynth.privacy.releases import Release
 from fedsynth.privacy.report import (
     NOT_PRIVATE,
-    SCHEMA_VERSION,
     ReportContext,
     build_report,
 )
-from fedsynth.privacy.report_schema import Began, Start, schema_problems
+from fedsynth.privacy.report_schema import schema_problems
 from fedsynth.privacy.report_sections import over_clients
 from fedsynth.privacy.verify import (
     HOSTILE,
@@ -67,8 +69,6 @@ from fedsynth.privacy.verify import (
     Verification,
     differences,
     held_rows,
-    parse_json,
-    read_json,
     read_report,
     report_problems,
     taken_as_stated,
@@ -77,16 +77,8 @@ from fedsynth.privacy.wording import shown
 from fedsynth.synthesizer.condensation.sets import SyntheticSet
 from fedsynth.version import __version__
 
-OWN_METHOD = (
-    "a method of your own has to be given again: its file, or in Python "
-    "fedsynth.federation.outputs.verification.verify_run(folder, method=TheClass)"
-)
 CALIBRATED = 2e-3  # σ is found to 0.1 %: another version of the libraries may end elsewhere in that
 Rows = Mapping[str, Sequence[Release]]
-
-
-class MismatchError(PrivacyError):
-    """A file of the run folder does not fit the others."""
 
 
 def verify_run(
@@ -122,6 +114,8 @@ def verify_run(
 def _verified(
     folder: Path, report: dict[str, Any], ledger: Path | None, method: type[Method] | None
 ) -> Verification:
+    if (folder / OWNER).is_file():
+        return _verified_owner(folder, report, ledger, method)
     finished = (folder / "summary.json").exists()
     abandoned = not finished and folder.resolve().suffix == INCOMPLETE
     missing = _missing(folder, abandoned)
@@ -130,13 +124,31 @@ def _verified(
     if not {"config.toml", PRIVATE_START} & set(missing):
         try:
             run = read_run(folder, method)
-            files, exact = _ledger_files(folder, run, ledger)
+            files, exact = ledger_files(folder, run, ledger)
             held = held_rows(report, files, exact=exact)
             problems += held.problems
             notes.append(held.note)
             problems += Evidence(run, held, folder, abandoned=abandoned).problems(report)
         except (FedsynthError, PrivacyError) as error:
             problems.append(str(error))
+    return _with_version(report, problems, notes)
+
+
+def _verified_owner(
+    folder: Path, report: dict[str, Any], ledger: Path | None, method: type[Method] | None
+) -> Verification:
+    """An owner's own report of a run over nodes."""
+    try:
+        start, settings, spec = read_start(folder, method)
+        client, rounds = owners_numbers(folder / OWNER, settings.rounds)
+        run = OwnersRun(settings, spec, start, client, rounds)
+        problems, notes = run.problems(report, folder, ledger)
+    except (FedsynthError, PrivacyError) as error:
+        return _with_version(report, [str(error)], [])
+    return _with_version(report, problems, notes)
+
+
+def _with_version(report: Mapping[str, Any], problems: list[str], notes: list[str]) -> Verification:
     made_by = report["provenance"].get("fedsynth", "an unknown version")
     if problems and made_by != __version__:
         problems.append(
@@ -153,160 +165,6 @@ def _missing(folder: Path, abandoned: bool) -> list[str]:
     if not abandoned:
         names += ["summary.json", "model.safetensors"]
     return [name for name in names if not (folder / name).is_file()]
-
-
-# ------------------------------------------------------------------------------ the run's own files
-
-
-@dataclass(frozen=True)
-class RunFiles:
-    """What a run folder says of its run, as far as the run's report follows from it.
-
-    Attributes:
-        settings: of config.toml.
-        spec: the data set's.
-        start: privacy_start.json, of a sound shape.
-        rows: of metrics.jsonl.
-        summary: None, where there is none.
-        resumed: after which rounds the run was resumed.
-    """
-
-    settings: RunSettings
-    spec: DatasetSpec
-    start: dict[str, Any]
-    rows: list[dict[str, Any]]
-    summary: dict[str, Any] | None
-    resumed: tuple[int, ...] = ()
-
-    @property
-    def began(self) -> Began | None:
-        """Which run it is; None: an earlier version's, which did not write it down."""
-        said = self.start.get("run")
-        return None if said is None else Began(**said)
-
-    @property
-    def resumptions(self) -> list[str]:
-        """What the report says of them."""
-        return [privacy_words.resumed(after, self.settings.rounds) for after in self.resumed]
-
-
-def read_run(folder: Path, method: type[Method] | None = None) -> RunFiles:
-    """Reads a private run's folder.
-
-    Raises:
-        MismatchError, PrivacyError: a file is missing, damaged, or does not fit another.
-    """
-    start = read_json(folder / PRIVATE_START, "start of a private run")
-    problems = schema_problems(start, Start)
-    if problems:
-        raise MismatchError(f"{PRIVATE_START}: {'; '.join(problems)}")
-    if start["schema_version"] != SCHEMA_VERSION:
-        raise MismatchError(f"{PRIVATE_START} is of schema {start['schema_version']}")
-    sections = read_sections(folder / "config.toml")
-    spec, own = _specification(start["data_set"])
-    try:
-        settings = resolve(sections, own_method=method, own_data=spec.name if own else None)
-    except UnknownNameError as error:
-        raise MismatchError(f"config.toml: {error}; {OWN_METHOD}") from None
-    except FedsynthError as error:
-        raise MismatchError(f"config.toml: {error}") from None
-    if settings.privacy is None:
-        raise MismatchError(
-            "config.toml says that the run had no differential privacy: it has no privacy report"
-        )
-    named = sections.get("data", {}).get("dataset")
-    if named != spec.name:
-        raise MismatchError(
-            f"config.toml names the data set {shown(named)}, and {PRIVATE_START} {spec.name!r}"
-        )
-    if settings.partition.clients != len(start["ledgers"]):
-        raise MismatchError(
-            f"config.toml has {settings.partition.clients} clients, and {PRIVATE_START} "
-            f"{len(start['ledgers'])}"
-        )
-    summary = folder / "summary.json"
-    run = RunFiles(
-        settings,
-        spec,
-        start,
-        _metrics(folder / "metrics.jsonl"),
-        read_json(summary, "run's summary") if summary.exists() else None,
-        _resumed(folder / RESUMED, settings.rounds),
-    )
-    _check_resumed(run)
-    return run
-
-
-def _check_resumed(run: RunFiles) -> None:
-    if run.resumed and run.resumed[-1] > len(run.rows):
-        raise MismatchError(
-            f"{RESUMED} names round {run.resumed[-1]}, and metrics.jsonl has {len(run.rows)}"
-        )
-
-
-def _specification(stated: Mapping[str, Any]) -> tuple[DatasetSpec, bool]:
-    """The data set's specification, and whether it is the user's own and not one that fedsynth
-    publishes."""
-    facts: dict[str, Any] = {
-        key: tuple(value) if isinstance(value, list) else value for key, value in stated.items()
-    }
-    try:
-        spec = DatasetSpec(**facts)
-    except (FedsynthError, *HOSTILE) as error:
-        raise MismatchError(f"{PRIVATE_START} has no data set's specification: {error}") from None
-    try:
-        published = dataset_spec(spec.name)
-    except UnknownNameError:
-        return spec, True
-    if published != spec:
-        differ = [
-            f.name for f in fields(spec) if getattr(spec, f.name) != getattr(published, f.name)
-        ]
-        raise MismatchError(
-            f"{PRIVATE_START} gives {spec.name} another {differ[0]} than the published one"
-        )
-    return spec, False
-
-
-def _metrics(file: Path) -> list[dict[str, Any]]:
-    """The rows; a last line that was cut off when the run was killed is none."""
-    try:
-        text = read_text(file) if file.exists() else ""
-    except (OSError, ValueError) as error:
-        raise MismatchError(f"cannot read {file}: {error}") from None
-    lines = text.split("\n")[:-1]
-    rows = [parse_json(line, f"{file.name} is damaged") for line in lines]
-    for number, row in enumerate(rows, start=1):
-        if row.get("round") != number:
-            raise MismatchError(f"{file.name}: line {number} is not of round {number}")
-    return rows
-
-
-def _resumed(file: Path, rounds: int) -> tuple[int, ...]:
-    try:
-        found = resumed_rounds(file)
-    except (OSError, ValueError) as error:
-        raise MismatchError(f"{file.name} is damaged: {error}") from None
-    if found and found[-1] >= rounds:
-        raise MismatchError(f"{file.name} names round {found[-1]}, and the run has {rounds}")
-    return tuple(found)
-
-
-def _ledger_files(folder: Path, run: RunFiles, ledger: Path | None) -> tuple[Path | None, bool]:
-    """The folder of the ledger files (None: out of reach), and whether they hold this run's rows
-    alone.
-
-    Files beside the report are the run's own; a kept ledger may have grown since.
-    """
-    privacy = run.settings.privacy
-    beside = folder / "ledger"
-    kept_in = privacy.ledger_folder if privacy is not None else None
-    files = ledger or (beside if beside.is_dir() or kept_in is None else kept_in)
-    if not files.is_dir():
-        if ledger is not None or kept_in is None:
-            raise MismatchError(f"there is no ledger folder {files}")
-        return None, False
-    return files, kept_in is None or files.resolve() == beside.resolve()
 
 
 # -------------------------------------------------------------------------------------- rebuilding
@@ -361,7 +219,7 @@ def plan_when_it_began(
     start = run.start["ledgers"]
     if [one.client for one in histories] != list(start):
         raise MismatchError(f"the run's clients are not those of {PRIVATE_START}")
-    files, _ = _ledger_files(folder, run, None)
+    files, _ = ledger_files(folder, run, None)
     if files is None:
         raise MismatchError("the run's ledgers are not where its config.toml says")
     for one in histories:
@@ -392,19 +250,25 @@ class Evidence:
         self.folder = folder
         self.abandoned = abandoned
         privacy = run.settings.privacy
-        self.kept = privacy is not None and privacy.ledger_folder is not None
+        self.kept = run.served or (privacy is not None and privacy.ledger_folder is not None)
         self.done = len(run.rows)
         self.rounds = run.settings.rounds
         start = run.start["ledgers"]
-        if set(held.rows) != set(start):
+        absent = [number for number, client in enumerate(start) if client not in held.rows]
+        if not set(held.rows) <= set(start) or (absent and not run.served):
             raise MismatchError(f"the report has other clients than {PRIVATE_START}")
-        self.held = replace(held, rows={client: held.rows[client] for client in start})
-        self.before = {client: held.rows[client][: start[client]["rows"]] for client in start}
-        self.since = {client: held.rows[client][start[client]["rows"] :] for client in start}
+        self.there = {client: held.rows[client] for client in start if client in held.rows}
+        self.held = replace(held, rows=self.there)
+        rows = {client: self.there.get(client, ()) for client in start}
+        self.before = {client: rows[client][: start[client]["rows"]] for client in start}
+        self.since = {client: rows[client][start[client]["rows"] :] for client in start}
+        self.served: ServedEvidence | None = None
+        if run.served:
+            self.served = ServedEvidence(absent, run.rows, run.resumptions, self.rounds)
         self.plan = rebuilt(run, self.before)
         self.context = context_of(run)
-        self.losses = VerifiedLosses(self.plan, run.rows)
-        self.now = _histories(run, self.held.rows)
+        self.losses = VerifiedLosses(self.plan, run.rows, served=run.served)
+        self.now = _histories(run, rows)
         self.own: dict[str, list[Release]] = {}
         self.foreign: dict[str, list[Release]] = {}
         self.lacking: dict[str, list[Release]] = {}
@@ -448,6 +312,7 @@ class Evidence:
             abandoned=self.abandoned,
             began=self.run.began,
             files={} if self.abandoned else handed_over(self.folder),
+            simulated=not self.run.served,
         )
 
     # ----------------------------------------------------------------- ledger rows against the plan
@@ -530,8 +395,8 @@ class Evidence:
     def _end_problems(self) -> list[str]:
         if self.abandoned or self.done == self.rounds:
             return []
-        if self.done < self.rounds and self._refusal() is not None:
-            return []
+        if self.done < self.rounds and (self.served or self._refusal() is not None):
+            return []  # over nodes, owners' policies bound a run beside its own cap
         return [
             f"metrics.jsonl has {self.done} of {self.rounds} rounds, and no cap explains the end "
             "there"
@@ -540,6 +405,8 @@ class Evidence:
     def _deviations(self, stated: Sequence[str]) -> list[str]:
         """What a report may say of the run: where it was resumed, and its end by the cap, in the
         words of the refusal."""
+        if self.served is not None:
+            return self.served.deviations(stated, self.done, abandoned=self.abandoned)
         resumed = self.run.resumptions
         expected = None if self.abandoned or self.done >= self.rounds else self._refusal()
         if expected is None:
@@ -573,6 +440,9 @@ class Evidence:
             ]
         table = self._epsilon_by_round()
         alone = not any(self.foreign.values())
+        if self.served is not None and self.served.has_losses:
+            table = {}  # what a lost client was charged for is known later
+            alone = False
         problems = []
         spent = table.get(0, 0.0)
         most = self.plan.epsilon(self.now)
@@ -741,7 +611,7 @@ def unfinished_report(
         )
     try:
         run = read_run(folder, method)
-        files, _ = _ledger_files(folder, run, ledger)
+        files, _ = ledger_files(folder, run, ledger)
         if files is None:
             raise PrivacyError(
                 Text(

@@ -20,10 +20,15 @@ class VerifiedLosses:
     Args:
         plan: the run's.
         rows: of metrics.jsonl, by round; may be of any shape.
+        served: the run was over nodes, whose clients are lost by no seed; whether a client that is
+            lost was charged before is not known.
     """
 
-    def __init__(self, plan: PrivacyPlan, rows: Sequence[Mapping[str, Any]]) -> None:
+    def __init__(
+        self, plan: PrivacyPlan, rows: Sequence[Mapping[str, Any]], *, served: bool = False
+    ) -> None:
         self._plan = plan
+        self._served = served
         self._failures = plan.run.failures
         self._rows = rows
 
@@ -34,6 +39,8 @@ class VerifiedLosses:
         number = context.round
         row = self._rows[number - 1] if number <= len(self._rows) else {}
         plans = self._plan.client_plans(client, context)
+        if self._served and str(client) in {**_mapping(row, LOST), **_mapping(row, REJECTED)}:
+            return [(release, False) for release in self._plan.client_rows(client, context)]
         found: list[tuple[Release, bool]] = []
         for plan, release in zip(plans, self._plan.client_rows(client, context), strict=True):
             two = self._two(number)
@@ -71,6 +78,8 @@ class VerifiedLosses:
                 expected[str(client)] = failure.kind
         found: list[tuple[str, str, str]] = []
         lost = _mapping(row, LOST)
+        if self._served:
+            expected = {k: why for k, why in lost.items() if k in set(map(str, active))}
         if {key: why for key, why in lost.items() if key not in rejected} != expected:
             found.append((LOST, f"{dict(lost)!r:.80}", "by the run's seed it is not so"))
         if not set(rejected) <= set(map(str, active)):

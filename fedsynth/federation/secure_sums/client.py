@@ -6,7 +6,7 @@ import hashlib
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fedsynth.federation.secure_sums import pairs
 from fedsynth.federation.secure_sums.errors import SecureSumError, require_cryptography
@@ -95,7 +95,8 @@ class Identities:
 
 
 class SumClient:
-    """One client of one sum. Its four answers are asked for in this order, each once.
+    """One client of one sum. Its answers are asked for in this order, each once: `keys`, `share`,
+    `mask` (or `receive` and `masked`), `unmask`. It can go on in another process (`to_json`).
 
     Args:
         number: the client's.
@@ -184,19 +185,20 @@ class SumClient:
         return key, about
 
     def mask(self, vector: Words, received: Sealed) -> Masked:
-        """Its vector under all masks.
+        """`receive`, and `masked`: its vector under all masks."""
+        self.receive(received)
+        return self.masked(vector)
+
+    def receive(self, received: Sealed) -> None:
+        """Takes others' shares: who sends none is lost before any mask is made.
 
         Args:
-            vector: uint64 [n], as `FixedPoint.encode` makes it.
-            received: others' shares for this client, from the server: who sends none is lost
-                before any mask is made.
+            received: for this client, from the server.
 
         Raises:
-            SecureSumError: a wrong length, shares that were changed, or too few.
+            SecureSumError: shares that were changed, or too few.
         """
         self._next(2)
-        if vector.shape != (self.terms.length,):
-            raise SecureSumError(f"a vector has {self.terms.length} numbers, not {vector.shape}")
         senders = sorted(received.of)
         if self.number in senders or not set(senders) <= set(self._roster):
             raise SecureSumError("shares of clients that have no keys")
@@ -204,14 +206,28 @@ class SumClient:
             raise SecureSumError(
                 f"{len(senders) + 1} clients are left, and {self.terms.least} are needed"
             )
-        words = vector + pairs.mask(
-            pairs.derived(self._seed, pairs.OWN, self.terms.name), self.terms.length
-        )
         for k in senders:
             key, about = self._channel(k, k, self.number)
             self._shares[k] = pairs.unseal(key, received.of[k], about)
             if len(self._shares[k]) != 2 * SHARE_BYTES:
                 raise SecureSumError(f"client {k} has sent other things than shares")
+
+    def masked(self, vector: Words) -> Masked:
+        """Its vector under all masks.
+
+        Args:
+            vector: uint64 [n], as `FixedPoint.encode` makes it.
+
+        Raises:
+            SecureSumError: a wrong length.
+        """
+        self._next(3)
+        if vector.shape != (self.terms.length,):
+            raise SecureSumError(f"a vector has {self.terms.length} numbers, not {vector.shape}")
+        words = vector + pairs.mask(
+            pairs.derived(self._seed, pairs.OWN, self.terms.name), self.terms.length
+        )
+        for k in sorted(set(self._shares) - {self.number}):
             common = pairs.common(
                 self._mask_key,
                 self._roster[k].mask,
@@ -228,7 +244,7 @@ class SumClient:
         Raises:
             SecureSumError: too few are present, or some that were never there: the masks stay.
         """
-        self._next(3)
+        self._next(4)
         there = set(present.clients)
         if len(there) < self.terms.least or not there <= set(self._shares):
             raise SecureSumError(
@@ -239,3 +255,36 @@ class SumClient:
         own = {k: one[SHARE_BYTES:] for k, one in self._shares.items() if k in there}
         keys = {k: one[:SHARE_BYTES] for k, one in self._shares.items() if k not in there}
         return Shares(own, keys)
+
+    def to_json(self) -> dict[str, Any]:
+        """Where it stands, with its secrets: for a file that nobody but the client reads."""
+        return {
+            "name": self.terms.name.hex(),
+            "step": self._step,
+            "mask_key": self._mask_key.private_bytes_raw().hex(),
+            "channel_key": self._channel_key.private_bytes_raw().hex(),
+            "seed": self._seed.hex(),
+            "roster": Roster(self._roster).to_bytes().hex(),
+            "shares": {str(k): one.hex() for k, one in self._shares.items()},
+        }
+
+    @classmethod
+    def from_json(
+        cls, stated: Mapping[str, Any], number: int, terms: SumTerms, identities: Identities | None
+    ) -> SumClient:
+        """The client that stood there.
+
+        Raises:
+            SecureSumError: it was one of another sum.
+            KeyError, TypeError, ValueError: nobody stood there.
+        """
+        if bytes.fromhex(stated["name"]) != terms.name:
+            raise SecureSumError(f"client {number} takes part in another sum")
+        found = cls(number, terms, identities)
+        found._step = int(stated["step"])
+        found._mask_key = pairs.key_of(bytes.fromhex(stated["mask_key"]))
+        found._channel_key = pairs.key_of(bytes.fromhex(stated["channel_key"]))
+        found._seed = bytes.fromhex(stated["seed"])
+        found._roster = Roster.from_bytes(bytes.fromhex(stated["roster"])).keys
+        found._shares = {int(k): bytes.fromhex(one) for k, one in stated["shares"].items()}
+        return found

@@ -31,6 +31,7 @@ from fedsynth.privacy.errors import (
     UnaccountedReleaseError,
     UnplannedReleaseError,
 )
+from fedsynth.privacy.grid import Grid
 from fedsynth.privacy.history import History
 from fedsynth.privacy.ledger import Cap, Guard, Ledger
 from fedsynth.privacy.mechanism_facts import MechanismFacts, mechanism_facts
@@ -204,9 +205,21 @@ class PrivacyPlan:
         rows = {plan.name: self._row(plan, 1, self.sigma) for plan in self.plans}
         return {name: row.noise_multiplier * row.sensitivity for name, row in rows.items()}
 
+    @property
+    def grids(self) -> dict[str, Grid]:
+        """What clients round releases to that are added up before anybody sees them, by plan.
+
+        Raises:
+            PrivacySettingError: the noise is too small for it.
+        """
+        found = {plan.name: plan.grid(self.sigma) for plan in self.plans}
+        return {name: grid for name, grid in found.items() if grid is not None}
+
     def in_context(self, context: RoundContext) -> RoundContext:
         """The context of the run's steps, which know what is public of the plan."""
-        federation = replace(context.federation, privacy=self.privacy, noise=self.noise)
+        federation = replace(
+            context.federation, privacy=self.privacy, noise=self.noise, grids=self.grids
+        )
         return replace(context, federation=federation)
 
     def planned(
@@ -387,8 +400,8 @@ def _distinct(histories: Sequence[History]) -> tuple[list[Totals], list[int]]:
 
 
 def check_own_noise(plans: Sequence[PrivatePlan]) -> None:
-    """Refuses plans in which a client adds a part of the noise alone: over machines nobody executes
-    the aggregation that such a plan assumes, and the server sees each upload.
+    """Refuses plans in which a client adds a part of the noise alone, of a method whose uploads go
+    over machines as they are: the server sees each of them.
 
     Raises:
         PrivacySettingError: says what to set.
@@ -398,8 +411,8 @@ def check_own_noise(plans: Sequence[PrivatePlan]) -> None:
         raise PrivacySettingError(
             "method",
             "aggregation",
-            "must be own: secure aggregation is not executed over machines yet, and each upload "
-            f"would carry the noise of 1 of {shared[0].shares} clients",
+            "must be own over machines: the sum of this method's uploads is not made under masks, "
+            f"and each would carry the noise of 1 of {shared[0].shares} clients",
             value="secure",
         )
 

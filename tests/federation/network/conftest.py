@@ -23,27 +23,18 @@ import torch
 import fedsynth
 from fedsynth import resolve
 from fedsynth.federation.nodes.proposal import Proposal, own_proposal
+from tests.small import small_settings
 
 HERE = Path(__file__).parent
 CLIENTS = 3
 BREAKS, BOUNDED = 1, 2
 """The client that may send nonsense, and the one whose policy bounds what it does."""
 POLICY = """
-methods = ["feddm", "fedaf", "fedkf", "fedhydra", "scaffold"]
+methods = ["feddm", "fedaf", "fedkf", "fedhydra", "scaffold", "fedstats"]
 epsilon = 2.6
 delta = 1e-5
 open = true
 """
-SMALL: dict[str, dict[str, Any]] = {
-    "feddm": {"iterations": 3, "ipc": 2, "server_epochs": 2},
-    "fedaf": {"iterations": 3, "ipc": 2, "server_epochs": 2},
-    "fedhydra": {
-        "local_epochs": 1,
-        "server_epochs": 2,
-        "generator_steps": 2,
-        "stratification_steps": 2,
-    },
-}
 
 
 def sections(name: str, **more: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -58,7 +49,7 @@ def sections(name: str, **more: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         },
         "partition": {"clients": CLIENTS, "subset": 0.2, "alpha": 1.0},
         "model": {"width": 4, "depth": 2, "norm": "instance"},
-        "method": {**SMALL.get(name, {"local_epochs": 1}), **more.pop("method", {})},
+        "method": {**small_settings(name), **more.pop("method", {})},
         **{key: dict(values) for key, values in more.items()},
     }
 
@@ -115,14 +106,16 @@ class Federation:
 
     Args:
         folder: for all that they leave.
+        script: what every client's process runs; None: `fedsynth client`, and one that may break.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, script: Path | None = None) -> None:
         from fedsynth.federation.flower.keys import make_keys
         from fedsynth.federation.flower.processes import free_port
         from fedsynth.federation.flower.serving import Link, Tls, key_files, superlink
 
         self.folder = folder
+        self.script = script
         self.keys = folder / "keys"
         self.watch = folder / "watch.log"
         self.clients: dict[int, subprocess.Popen[bytes]] = {}
@@ -166,13 +159,13 @@ class Federation:
     def start_client(self, number: int) -> None:
         """A data owner's process; one of them may break."""
         arguments = self.client_arguments(number)
-        if number == BREAKS:
+        script = self.script or (HERE / "breaking_client.py" if number == BREAKS else None)
+        if script is not None:
             self.home(number).mkdir(exist_ok=True)
             authority = str(self.keys / "ca.crt")
             key = str(self.keys / f"client-{number:03d}")
-            script = [sys.executable, str(HERE / "breaking_client.py")]
             where = [f"127.0.0.1:{self.port}", str(number), str(self.home(number))]
-            arguments = [*script, *where, authority, key]
+            arguments = [sys.executable, str(script), *where, authority, key]
         with (self.folder / f"owner-{number}.log").open("ab") as log:
             self.clients[number] = subprocess.Popen(
                 arguments, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True

@@ -22,6 +22,7 @@ import torch
 from safetensors.torch import load_file
 
 from fedsynth import simulate
+from fedsynth.federation.outputs.verification import verify_run
 from fedsynth.privacy.ledger import read_ledger
 from tests.federation.network.conftest import (
     BOUNDED,
@@ -67,6 +68,7 @@ def test_a_private_run_charges_each_owners_ledger_as_a_simulation(federation: Fe
     assert rows[-1]["epsilon"] == pytest.approx(alone.metrics[-1]["epsilon"], rel=1e-12)
     assert "seconds" not in rows[-1]
     assert not (folder / "simulation_only").exists()
+    assert verify_run(folder).problems == []
     together = report_of(folder)
     assert together["verdict"]["formal"]
     assert set(together["ledger_heads"]) == {f"client-{k:03d}" for k in range(CLIENTS)}
@@ -75,6 +77,7 @@ def test_a_private_run_charges_each_owners_ledger_as_a_simulation(federation: Fe
         report = report_of(own.parent)
         assert set(report["ledger_heads"]) == {f"client-{number:03d}"}
         assert report["guarantee"]["epsilon"] == pytest.approx(rows[-1]["epsilon"], rel=1e-12)
+        assert verify_run(own.parent).problems == []
         assert "asks client" in federation.log(number)
         assert "privacy: ε = " in federation.log(number)
 
@@ -96,8 +99,11 @@ def test_a_spent_budget_declines_and_the_run_goes_on(federation: Federation) -> 
 
 def test_open_runs_end_with_the_model_of_one_process(federation: Federation) -> None:
     runs: dict[str, tuple[Any, Run]] = {}
-    for method in ("feddm", "fedaf", "fedkf", "fedhydra"):
+    for method in ("feddm", "fedaf", "fedkf", "fedhydra", "fedstats"):
         given = sections(method)
+        if method == "fedstats":  # of which the server sees sums alone
+            settings = {"second_moments": "no", "aggregation": "secure"}
+            given = sections(method, method=settings)
         runs[method] = (given, federation.run(given))
     for given, run in runs.values():
         folder = run.ended()

@@ -1,0 +1,100 @@
+"""A node's last answers, as files: a server that asks for exactly the same again, as it lost the
+answer or went on from its checkpoint, gets the same bytes.
+
+Nothing is computed, drawn or charged then, and nothing leaves the node that has not left it before.
+Any other question is a new one, and costs what it costs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from fedsynth.errors import CheckpointError, MessageError
+from fedsynth.federation.exchange.frames import Frame
+from fedsynth.federation.exchange.secure_step import QUESTIONS
+from fedsynth.federation.outputs.checkpoint import write_whole
+from fedsynth.privacy.plans import PHASES
+
+HASH_BYTES = 32
+KEPT_ROUNDS = 2
+"""Of so many rounds answers stay: a server that goes on lacks the last one."""
+_NAME = re.compile(r"answer-([0-9]+)-([a-z]+)-([a-z]+)")
+
+
+class KeptAnswers:
+    """Of one client of a run.
+
+    Args:
+        folder: the run's, of the client.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def of(self, asked: Frame) -> Frame | None:
+        """The answer to this question; None: it was not asked before.
+
+        Raises:
+            CheckpointError: the file is damaged: an answer that cannot be repeated is none.
+        """
+        file = self._file(asked)
+        if file is None or not file.is_file():
+            return None
+        content = file.read_bytes()
+        if content[:HASH_BYTES] != _question(asked):
+            return None
+        answer = content[2 * HASH_BYTES :]
+        try:
+            if hashlib.sha256(answer).digest() != content[HASH_BYTES : 2 * HASH_BYTES]:
+                raise MessageError("its hash is another")
+            return Frame.from_bytes(answer)
+        except MessageError as error:
+            raise CheckpointError(f"{file} is damaged: {error}") from None
+
+    def keep(self, asked: Frame, answer: Frame) -> None:
+        """Keeps an answer; what was no answer is not kept.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        file = self._file(asked)
+        if file is None or answer.kind != "answer":
+            return
+        sent = answer.to_bytes()
+        self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        write_whole(file, _question(asked) + hashlib.sha256(sent).digest() + sent)
+
+    def has(self, number: Any, *phases: str) -> bool:
+        """Whether the step of one of these exchanges of a round is kept."""
+        if type(number) is not int:
+            return False
+        names = [f"answer-{number}-{phase}-step" for phase in phases]
+        return any((self._folder / name).is_file() for name in names)
+
+    def prune(self) -> None:
+        """Leaves those of the last rounds."""
+        found = [_NAME.fullmatch(path.name) for path in self._folder.glob("answer-*")]
+        rounds = {int(one[1]) for one in found if one is not None}
+        old = set(sorted(rounds)[:-KEPT_ROUNDS])
+        for one in found:
+            if one is not None and int(one[1]) in old:
+                (self._folder / one[0]).unlink(missing_ok=True)
+
+    def _file(self, asked: Frame) -> Path | None:
+        """Where the answer to such a question is; None: it is none that is kept."""
+        number = asked.facts.get("round")
+        phase = asked.facts.get("phase")
+        if asked.kind not in QUESTIONS or type(number) is not int or phase not in PHASES:
+            return None
+        return self._folder / f"answer-{number}-{phase}-{asked.kind}"
+
+
+def _question(asked: Frame) -> bytes:
+    """A hash of all that was asked, but for the question's number."""
+    facts = {name: value for name, value in asked.facts.items() if name != "number"}
+    text = json.dumps([asked.kind, facts], sort_keys=True)
+    return hashlib.sha256(text.encode() + b"\0" + asked.payload).digest()

@@ -1,0 +1,46 @@
+"""How many clients a sum needs that nobody sees the parts of; all of it is public."""
+
+from __future__ import annotations
+
+import math
+
+from fedsynth.core.method import Method
+from fedsynth.errors import SettingError
+from fedsynth.federation.terms.participation import active_clients
+from fedsynth.federation.terms.settings import RunSettings
+
+
+def fewest(method: Method, taking: int, clients: int) -> int:
+    """Of fewer clients' uploads there is no sum: a majority, and H.
+
+    Args:
+        method: one whose server sees sums alone.
+        taking: the round's clients.
+        clients: K.
+    """
+    return max(taking // 2 + 1, method.noise_shares(clients))
+
+
+def check_quorum(settings: RunSettings) -> None:
+    """Refuses a quorum with which a round would count that has no sum.
+
+    Raises:
+        SettingError: says what to set.
+    """
+    taking = active_clients(settings.partition.clients, settings.participation)
+    least = fewest(settings.method, taking, settings.partition.clients)
+    if least > taking:
+        raise SettingError(
+            "run",
+            "participation",
+            f"lets {taking} clients take part in a round, and a sum needs {least}",
+            value=settings.participation,
+        )
+    if math.ceil(settings.quorum * taking - 1e-9) < least:
+        enough = math.ceil(1000 * least / taking) / 1000
+        raise SettingError(
+            "run",
+            "quorum",
+            f"must be at least {enough:g}: a secure sum needs {least} of {taking} clients",
+            value=settings.quorum,
+        )
