@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from fedsynth import resolve, simulate
 from fedsynth.errors import SettingError
@@ -64,14 +65,14 @@ def injected(number: int) -> Callable[[], randomness.SecretGenerator]:
     return lambda: randomness.SecretGenerator(test_only=noise)
 
 
-def simulated(given: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+def simulated(given: Any, monkeypatch: pytest.MonkeyPatch, output: Path | None = None) -> Any:
     """The same run in one process, with noise that can be repeated."""
     made = itertools.count()
     clients = given["partition"]["clients"]
     with monkeypatch.context() as patch:
         fresh = lambda: RepeatableNoise(next(made) % clients)  # noqa: E731
         patch.setattr(randomness, "_fresh_generator", fresh)
-        return simulate(resolve(given), quiet=True)
+        return simulate(resolve(given), output=output, quiet=True)
 
 
 def close(served: Served, together: Any) -> None:
@@ -99,6 +100,22 @@ def test_with_injected_noise_the_result_is_the_simulations(
     together = simulated(given, monkeypatch)
     close(served, together)
     assert served.metrics[-1]["epsilon"] == together.metrics[-1]["epsilon"]
+
+
+def test_two_releases_in_one_exchange_are_added_up_each_on_its_grid(
+    place: Place, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Features and small pictures, whose noises differ; the images are made of both."""
+    given = sections("fedstats", privacy=PRIVATE, method={"ipc": 2, "image_steps": 1})
+    nodes = [place.node(k, secret=injected(k)) for k in range(CLIENTS)]
+    served = place.serve(given, place.hand(*nodes))
+    together = simulated(given, monkeypatch, tmp_path / "runs")
+    close(served, together)
+    made, wanted = (
+        load_file(folder / "synthetic.safetensors") for folder in (served.folder, together.folder)
+    )
+    torch.testing.assert_close(made["images"], wanted["images"], rtol=0, atol=1e-3)
+    torch.testing.assert_close(made["soft_labels"], wanted["soft_labels"], rtol=0, atol=1e-3)
 
 
 @pytest.mark.parametrize("method", METHODS)
