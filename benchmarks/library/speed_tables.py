@@ -40,7 +40,7 @@ def _utility(epsilons: tuple[str, ...], digits: int, short: bool) -> str:
     head = [""]
     for title in DATASETS.values():
         head += [f"{title} ε = {epsilons[0]}", *(e if short else f"ε = {e}" for e in epsilons[1:])]
-    body = []
+    body = [] if short else [_fedstats(epsilons, digits)]
     for mechanism, title in MECHANISMS.items():
         cells = [title.removeprefix("FedDM, ") if short else title]
         for dataset in DATASETS:
@@ -53,6 +53,13 @@ def _utility(epsilons: tuple[str, ...], digits: int, short: bool) -> str:
             without += ["", "", found]
         body.append(without)
     return table(head, body)
+
+
+def _fedstats(epsilons: tuple[str, ...], digits: int) -> list[str]:
+    """Its row beside them."""
+    rows = by_key("fedstats_table")
+    keys = [f"{dataset} eps={e} own alpha=0.5 K=10" for dataset in DATASETS for e in epsilons]
+    return ["FedStats", *(spread(percents(rows, key, range(5)), 5, digits) for key in keys)]
 
 
 def _mean(dataset: str, mechanism: str, epsilon: str) -> float:
