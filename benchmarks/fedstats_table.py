@@ -29,7 +29,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -37,8 +37,6 @@ from torch import Tensor, nn
 from fedsynth import (
     FedStats,
     ModelSettings,
-    PartitionSettings,
-    PrivacySettings,
     RunSettings,
     StudentSettings,
     train_student,
@@ -53,6 +51,7 @@ from fedsynth.federation.simulation import simulate
 from fedsynth.models.feature_linear import embedded
 from fedsynth.models.registry import build_model
 from library import RESULTS
+from library.fedstats import Case, settings_for
 from library.kept_features import vectors
 from library.options import add_share, table_options
 from library.results import Results, summarise
@@ -61,27 +60,9 @@ DATASETS = ("mnist", "fashion-mnist", "emnist-letters", "cifar10")
 EPSILONS = ("1", "10", "3", "0.5", "inf")
 ALPHAS = (0.01, 0.5, 100.0)
 SEEDS = (0, 1, 2, 3, 4)
-ROUNDS = 16
 IPC = 400
 ALONE = StudentSettings(steps=800, views=0, mixup=False)
 TAUGHT = StudentSettings(steps=800, views=2)
-
-
-class Case(NamedTuple):
-    """One cell of the table."""
-
-    dataset: str
-    epsilon: str
-    noise: str
-    alpha: float
-    clients: int
-
-    @property
-    def name(self) -> str:
-        """As in the rows."""
-        return (
-            f"{self.dataset} eps={self.epsilon} {self.noise} alpha={self.alpha:g} K={self.clients}"
-        )
 
 
 def cases(datasets: list[str], epsilons: list[str]) -> Iterator[Case]:
@@ -96,19 +77,6 @@ def cases(datasets: list[str], epsilons: list[str]) -> Iterator[Case]:
         for clients in (3, 50):
             for dataset in datasets:
                 yield Case(dataset, "1", "own", 0.5, clients)
-
-
-def settings_for(case: Case, seed: int, device: str, quick: bool) -> RunSettings:
-    private = None if case.epsilon == "inf" else PrivacySettings(epsilon=float(case.epsilon))
-    return RunSettings(
-        FedStats(aggregation=case.noise),
-        dataset=case.dataset,
-        rounds=2 if quick else ROUNDS,
-        seed=seed,
-        device=device,
-        partition=PartitionSettings("dirichlet-plain", clients=case.clients, alpha=case.alpha),
-        privacy=private,
-    )
 
 
 def teacher_run(

@@ -24,7 +24,6 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from fedstats_table import Case, settings_for
 from fedsynth import FedStats, ModelSettings, StudentSettings, train_student
 from fedsynth.cli.memory import keep_large_allocations
 from fedsynth.core.feature_cache import keep_features
@@ -38,6 +37,7 @@ from fedsynth.models.registry import build_model
 from fedsynth.seeding import torch_generator
 from fedsynth.synthesizer.condensation.student import soft_labels
 from library import RESULTS
+from library.fedstats import Case, settings_for
 from library.kept_features import vectors
 from library.options import add_share, table_options
 from library.results import Results

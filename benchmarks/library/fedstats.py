@@ -1,0 +1,39 @@
+"""The runs of FedStats' tables: a cell's name and settings."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from fedsynth import FedStats, PartitionSettings, PrivacySettings, RunSettings
+
+ROUNDS = 16
+
+
+class Case(NamedTuple):
+    """One cell of the table."""
+
+    dataset: str
+    epsilon: str
+    noise: str
+    alpha: float
+    clients: int
+
+    @property
+    def name(self) -> str:
+        """As in the rows."""
+        return (
+            f"{self.dataset} eps={self.epsilon} {self.noise} alpha={self.alpha:g} K={self.clients}"
+        )
+
+
+def settings_for(case: Case, seed: int, device: str, quick: bool) -> RunSettings:
+    private = None if case.epsilon == "inf" else PrivacySettings(epsilon=float(case.epsilon))
+    return RunSettings(
+        FedStats(aggregation=case.noise),
+        dataset=case.dataset,
+        rounds=2 if quick else ROUNDS,
+        seed=seed,
+        device=device,
+        partition=PartitionSettings("dirichlet-plain", clients=case.clients, alpha=case.alpha),
+        privacy=private,
+    )
