@@ -82,16 +82,26 @@ def _fedaf(alphas: Sequence[str]) -> str:
     rows = by_key("fedaf_table")
     head = [""]
     for alpha in alphas:
-        head += [f"Dir({alpha}), last", "best"]
+        head += [f"Dir({alpha}), last", "best", "last − FedDM's"]
     body = []
     for name in FEDAF_ROWS:
-        cells = [FEDAF_TITLES.get(name, name)]
+        cells = []
         for alpha in alphas:
             key = f"{name} alpha={alpha}"
             cells.append(spread(percents(rows, key, MORE_SEEDS), 5))
             cells.append(spread(percents(rows, key, MORE_SEEDS, _best), 5))
-        body.append(cells)
+            cells.append(NOTHING if name == "FedDM" else _fedaf_ahead(rows, name, alpha))
+        if set(cells) != {NOTHING}:
+            body.append([FEDAF_TITLES.get(name, name), *cells])
     return table(head, body)
+
+
+def _fedaf_ahead(rows: Mapping[str, Row], name: str, alpha: str) -> str:
+    """Paired differences to FedDM."""
+    keys = [f"{one} alpha={alpha}" for one in (name, "FedDM")]
+    both = [seed for seed in MORE_SEEDS if all(f"{key} seed={seed}" in rows for key in keys)]
+    own, feddm = (percents(rows, key, both) for key in keys)
+    return apart(own, feddm, 5)
 
 
 def _fedaf_domains() -> str:
@@ -107,6 +117,7 @@ def _fedaf_domains() -> str:
             *(spread(percents(rows, f"{name} domains", SEEDS, v), 3) for v in columns.values()),
         ]
         for name in FEDAF_ROWS
+        if any(key.startswith(f"{name} domains") for key in rows)
     ]
     return table(["", *columns], body)
 
