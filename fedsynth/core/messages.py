@@ -32,6 +32,9 @@ from fedsynth.privacy.wording import shown
 WIRE_FORMAT = "2"
 LARGEST = 2**63  # of whole numbers
 LENGTH_BYTES = 8  # of a safetensors header's length, little-endian
+DAMAGED = (safetensors.SafetensorError, LookupError, ValueError, RuntimeError, TypeError)
+"""What reading damaged tensors ends in: beside what safetensors finds, types that torch has not,
+and sizes beyond its own."""
 LONGEST_HEADER = 8 * 2**20  # bytes, as JSON takes many times its length: 50,000 tensors' names
 
 
@@ -135,8 +138,7 @@ class Packed:
             raise MessageError(f"a message {cls.__name__} without its numbers and keys")
         try:
             tensors = safetensors.torch.load(sent)
-        except (safetensors.SafetensorError, LookupError, ValueError, RuntimeError) as error:
-            # beside what safetensors finds, types that torch has not, and sizes beyond its own
+        except DAMAGED as error:
             raise MessageError(f"a damaged message {cls.__name__}: {one_line(error)}") from None
         values: dict[str, Any] = {}
         forms = _forms(cls)

@@ -96,7 +96,15 @@ def load_synthetic(folder: str | Path) -> SharedSet:
             facts = file.metadata() or {}
             found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         return _shared_set(found, facts)
-    except (SafetensorError, OSError, KeyError, ValueError, TypeError, FedsynthError) as error:
+    except (
+        SafetensorError,
+        OSError,
+        LookupError,
+        ValueError,
+        RuntimeError,  # of torch, for sizes beyond its own
+        TypeError,
+        FedsynthError,
+    ) as error:
         raise DataFilesCorruptError(f"{root / TENSORS} is damaged: {one_line(error)}") from None
 
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from fedsynth.core.context import Notes, Reporter, RoundContext, round_context
-from fedsynth.core.messages import ModelParameters
+from fedsynth.core.messages import DAMAGED, ModelParameters
 from fedsynth.data.load import load_dataset
 from fedsynth.data.registry import DatasetSpec, dataset_spec
 from fedsynth.errors import (
@@ -168,7 +168,7 @@ def _read(file: Path, network: nn.Module) -> nn.Module:
         raise DataFilesMissingError(f"no model file {file}")
     try:
         network.load_state_dict(load_file(file))
-    except (OSError, SafetensorError, RuntimeError) as error:
+    except (OSError, *DAMAGED) as error:
         reason = " ".join(str(error).split())[:300]
         raise DataFilesCorruptError(
             f"{file} is not a model of this architecture: {reason}"

@@ -189,9 +189,20 @@ def changed(good: bytes = GOOD, version: str = "", **header: Any) -> bytes:
     return struct.pack("<Q", len(text)) + text + good[8 + length :]
 
 
+def resized(shape: list[int]) -> bytes:
+    """`GOOD` without its numbers, and with another shape of them."""
+    length = struct.unpack("<Q", GOOD[:8])[0]
+    outer = json.loads(GOOD[8 : 8 + length])
+    outer["parameters.w"].update(shape=shape, data_offsets=[0, 0])
+    text = json.dumps(outer).encode()
+    return struct.pack("<Q", len(text)) + text
+
+
 @pytest.mark.parametrize(
     ("sent", "match"),
     [
+        (resized([0, 2**63]), "damaged message"),
+        (resized([0, 2**64 - 1]), "damaged message"),
         (b"", "no message of fedsynth"),
         (GOOD[:20], "no message of fedsynth"),
         (b"\xff" * 64, "no message of fedsynth"),

@@ -20,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from fedsynth.core.messages import DAMAGED
 from fedsynth.core.method import Method
 from fedsynth.data.files import one_line
 from fedsynth.data.shared_set import FORMAT, README, TENSORS, write_hashes
@@ -206,7 +207,7 @@ def _tensors(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
         if "soft_labels" in found:
             kept["soft_labels"] = found["soft_labels"]
         return kept, facts
-    except (SafetensorError, OSError, KeyError, ValueError) as error:
+    except (OSError, *DAMAGED) as error:
         raise OutputError(f"{file} cannot be used: {one_line(error)}") from None
 
 

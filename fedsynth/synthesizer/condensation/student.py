@@ -34,7 +34,8 @@ class StudentSettings:
         learning_rate: the first.
         weight_decay: AdamW's.
         mixup: whether pairs are mixed, in shares uniform on [0, 1]: with a teacher every second
-            copy is such a mixture, which it labels; without one, batches and their labels are mixed.
+            copy is such a mixture, which it labels; without one, batches and their labels are
+            mixed.
         views: copies of each image beside it.
         flip: whether copies may be mirrored: not where left and right are told apart.
         seed: of copies, batches and mixing.
