@@ -5,13 +5,15 @@ release that is post-processing; of the sum of several it is none, as what is ro
 each part. The lemma in docs/privacy.md ("Rounding on a grid") bounds what it can tell: with spacing
 γ, and a part's noise of deviation τ, sums of H rounded parts are at total variation at most
 2·D·H·exp(−2π²τ²/(γ²H)) from a function of the sum of the unrounded ones. A grid is fine enough
-where τ ≥ 2¹⁰·γ·√H: then this is below 10⁻⁸⁰⁰⁰⁰⁰⁰, and neither sensitivity nor noise changes.
+where τ ≥ 2¹⁰·γ·√H: then this is below 10⁻⁸⁰⁰⁰⁰⁰⁰, and neither sensitivity nor noise changes. The
+coarsest such grid is taken, and not the finest: parts are float64, and where a step is not much
+larger than float64's own, ties go to even numbers of steps, which the lemma does not know.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fedsynth.privacy.errors import PrivacySettingError
 
@@ -24,6 +26,8 @@ TAIL = 40.0
 """So many deviations no noise is beyond: the odds are e⁻⁸⁰⁰ a coordinate."""
 FINE = 2.0**10
 """A part's noise has at least so many grid steps times √H."""
+SPARE = 4.0
+"""So many times as many, where there is room."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +91,8 @@ def grid_of(clip: float, deviation: float, shares: int, addends: Addends) -> Gri
             tells would not be negligible.
     """
     grid = finest(addends.records * clip + TAIL * deviation, addends.clients)
+    enough = math.ceil(math.log2(SPARE * FINE * math.sqrt(shares) / deviation))
+    grid = replace(grid, bits=min(grid.bits, max(0, enough)))
     if deviation < FINE * grid.spacing * math.sqrt(shares):
         raise PrivacySettingError(
             "privacy",

@@ -307,3 +307,13 @@ def test_without_flower_the_commands_say_what_to_install(
     for need in needs:
         with pytest.raises(processes.FlowerError, match="pip install"):
             need()
+
+
+@pytest.mark.parametrize("own", ["data", "policy"])
+def test_a_server_does_not_choose_an_owners_ledger(own: str, tmp_path: Path) -> None:
+    """Flower's app takes the folder of homes from the server's run, for trials."""
+    flwr()
+    from fedsynth.federation.flower.client_app import node_of
+
+    with pytest.raises(MessageError, match="needs a home of its own"):
+        node_of({"partition-id": 0, own: str(tmp_path / own)}, str(tmp_path / "elsewhere"))

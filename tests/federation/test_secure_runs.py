@@ -25,15 +25,17 @@ from fedsynth.federation.exchange.server import Server
 from fedsynth.federation.exchange.sum_form import sum_form, with_parcel
 from fedsynth.federation.nodes.bundles import pack, unpack
 from fedsynth.federation.nodes.identities import read_identities
+from fedsynth.federation.nodes.policy import Owner, Policy
 from fedsynth.federation.nodes.proposal import Proposal, own_proposal
 from fedsynth.federation.nodes.served import Post, Served, serve
 from fedsynth.federation.nodes.to_nodes import Patience
 from fedsynth.federation.secure_sums import pairs
-from fedsynth.federation.secure_sums.client import Identities
+from fedsynth.federation.secure_sums.client import Identities, SumClient, SumTerms
+from fedsynth.federation.secure_sums.errors import SecureSumError
 from fedsynth.federation.secure_sums.fixed_point import Words
 from fedsynth.federation.secure_sums.parcels import Keys, Present, Roster, Sealed, Shares
 from fedsynth.federation.terms.public_context import public_context
-from fedsynth.privacy import randomness
+from fedsynth.privacy import grid, randomness
 from tests.federation.test_nodes import CLIENTS, Hand, Place, StoppedError, joined, place
 from tests.federation.test_unchanged import RepeatableNoise
 from tests.small import small_settings
@@ -254,6 +256,7 @@ def test_the_server_holds_masked_vectors_and_the_sum_alone(
         arrived.append(answer)
         return answer
 
+    monkeypatch.setattr(grid, "SPARE", 2.0**40)  # so fine that no word is another's by chance
     seen = watched(monkeypatch, place.folder / "runs")
     hand = place.hand()
     hand.change = look
@@ -543,6 +546,7 @@ def test_a_server_that_begins_anew_gets_another_sum_and_pays_again(
     """It is killed when all masked vectors are there: what it repeats has fresh noise and masks, as
     two sums of the same uploads with others present would tell one by their difference."""
     given = sections("fedsum", privacy={**PRIVATE, "epsilon": 60.0})
+    monkeypatch.setattr(grid, "SPARE", 2.0**40)  # so fine that no word is another's by chance
     hand = place.hand()
     seen = watched(monkeypatch, place.folder / "runs")
 
@@ -579,3 +583,102 @@ def test_the_reports_say_that_the_sum_was_executed_and_what_it_rests_on(place: P
     assert any("sends its part of a sum masked" in one for one in place.said)
     assumed: Any = simulate(resolve(given), quiet=True).privacy
     assert assumed["trust_model"]["secure_aggregation"].startswith("assumed, not executed")
+
+
+def opened(place: Place, clients: int, policy: Policy | None = None, **method: Any) -> Asked:
+    """Nodes that have joined a run of FedStats without differential privacy, as `asked`."""
+    given = sections("fedstats", clients, method=method)
+    given["run"]["rounds"] = 3
+    proposal = own_proposal(given)
+    nodes = [place.node(k, policy) for k in range(clients)]
+    context = public_context(proposal.settings, proposal.spec, torch.device("cpu"))
+    chosen: Any = proposal.settings.method
+    state = chosen.initial_state(context.architecture.state_dict())
+    everybody = list(range(clients))
+    where = {"round": 1, "participants": everybody, "phase": "first", "sum": "ab" * 16}
+    message = chosen.first_request(state, context).to_bytes()
+    made = Asked(place, nodes, proposal, where, message)
+    for node in nodes:
+        made_ready(made, node)
+    return made
+
+
+def made_ready(asked: Asked, node: Any) -> None:
+    assert joined(node, asked.proposal).kind == "answer"
+    clients = asked.proposal.settings.partition.clients
+    start = {"sizes": [100] * clients, "noise_multiplier": None}
+    assert asked.ask(node, "start", **start).kind == "answer"
+
+
+def test_what_one_process_has_answered_another_one_knows(asked: Asked) -> None:
+    """Two processes of each owner on its folder: shares of one kind of each client, from both."""
+    passed = asked.shared()
+    for k in range(CLIENTS):
+        assert asked.step(k, passed[k]).kind == "answer"
+    others = [asked.place.node(k) for k in range(CLIENTS)]
+    first = Present((0, 1)).to_bytes()
+    assert asked.ask(others[0], "unmask", first).kind == "answer"
+    both = Present((0, 1, 2)).to_bytes()
+    assert asked.ask(asked.nodes[0], "unmask", both).kind == "error"
+    assert asked.ask(asked.nodes[0], "unmask", first).kind == "answer"  # the kept one
+
+
+def test_what_a_client_keeps_of_a_sum_nobody_else_reads(asked: Asked) -> None:
+    passed = asked.shared()
+    assert asked.step(0, passed[0]).kind == "answer"
+    kept = [path for path in asked.place.folder.glob("owner-0/runs/*/*") if path.is_file()]
+    assert {"sum.json", "session.json"} <= {path.name for path in kept}
+    assert {path.stat().st_mode & 0o777 for path in kept} == {0o600}
+
+
+def test_who_takes_part_is_the_settings_and_not_the_servers_to_say(place: Place) -> None:
+    """Without differential privacy, too: of fewer a sum would need fewer, down to one."""
+    asked = opened(place, 5, honest=2)
+    for some in ([0], [0, 1], [0, 1, 2, 3]):
+        assert asked.ask(asked.nodes[0], "keys", participants=some).kind == "error"
+    assert asked.ask(asked.nodes[0], "keys").kind == "answer"
+
+
+def test_a_client_goes_on_in_the_same_sum_alone() -> None:
+    terms = SumTerms(b"one", threshold=3, clients=3, length=2)
+    stated = SumClient(1, terms).to_json()
+    assert SumClient.from_json(stated, 1, terms, None).number == 1
+    for number, other in (
+        (0, terms),
+        (1, replace(terms, threshold=2)),
+        (1, replace(terms, length=3)),
+    ):
+        with pytest.raises(SecureSumError, match="takes part in another sum"):
+            SumClient.from_json(stated, number, other, None)
+
+
+def test_an_open_exchange_is_not_repeated_whatever_the_owners_cap(place: Place) -> None:
+    """The difference of two sums of the same uploads, one of them without a client, is its upload."""
+    asked = opened(place, CLIENTS, Policy(open=True, epsilon=8.0, delta=1e-5))
+    passed = asked.shared()
+    for k in range(CLIENTS):
+        assert asked.step(k, passed[k]).kind == "answer"
+    for node in asked.nodes:
+        made_ready(asked, node)
+    asked.where["sum"] = "cd" * 16
+    passed = asked.shared()
+    assert asked.step(0, passed[0]).kind == "error"
+
+
+def test_an_approval_by_hand_is_of_one_open_run_of_sums(place: Place) -> None:
+    asked = opened(place, CLIENTS)
+    passed = asked.shared()
+    node = place.node(0)
+    node.owner = Owner(approved=frozenset({asked.proposal.agreement}))
+    assert asked.step(0, passed[0]).kind == "answer"
+    again = joined(node, replace(asked.proposal, run="0123456789abcdef"))
+    assert again.kind == "refusal"
+    assert "its approval was for run" in again.facts["reason"]
+
+
+@pytest.mark.parametrize("question", ["keys", "shares", "step", "unmask", "prepare"])
+def test_a_round_that_is_no_number_of_a_round_ends_nobodys_process(
+    asked: Asked, question: str
+) -> None:
+    for number in (10**300, 0, -1):
+        assert asked.ask(asked.nodes[0], question, round=number).kind == "error"

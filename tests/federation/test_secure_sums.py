@@ -6,6 +6,7 @@ import multiprocessing
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -403,3 +404,16 @@ def test_usual_threshold_holds_against_a_third() -> None:
         assert clients // 2 < threshold <= clients
         if clients > 2:
             assert 2 * threshold > clients + clients // 3
+
+
+@given(st.lists(st.floats(-1e15, 1e15), min_size=1, max_size=5), st.integers(0, 40))
+def test_private_words_are_taken_modulo_2_64_and_never_refused(
+    values: list[float], fraction: int
+) -> None:
+    """Beside Python's whole numbers: a refusal would tell of one vector."""
+    form = FixedPoint(bound=1.0, clients=2, fraction=fraction, wraps=True)
+    wanted = [round(value * 2**fraction) % 2**64 for value in map(Fraction, values)]
+    assert [int(word) for word in form.encode(values)] == wanted
+    if any(abs(value) > 1 for value in values):
+        with pytest.raises(SecureSumError, match="beyond"):
+            replace(form, wraps=False).encode(values)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from scipy.stats import norm
 
 from fedsynth.privacy.errors import PrivacySettingError
-from fedsynth.privacy.grid import FINE, TAIL, Addends, finest, grid_of
+from fedsynth.privacy.grid import FINE, TAIL, Addends, Grid, finest, grid_of
 from fedsynth.privacy.ledger import Guard, Ledger
 from fedsynth.privacy.mechanisms import GaussianSums
 from fedsynth.privacy.plans import PrivatePlan
@@ -127,7 +127,6 @@ def test_a_part_is_on_its_grid_after_the_noise() -> None:
         assert part.dtype == torch.float64
         steps = part / grid.spacing
         assert torch.equal(steps, steps.round())
-        assert not torch.equal(part, part.float().double())
     plain = released(replace(PLAN, addends=None), SecretGenerator(), rows)
     assert plain.dtype == torch.float32
 
@@ -139,3 +138,20 @@ def test_rounding_changes_neither_the_charge_nor_the_deviation() -> None:
     deviation = 1.5 * wide.clip / math.sqrt(wide.shares)
     assert float(part.std()) == pytest.approx(deviation, rel=0.02)
     assert wide.release(1, 1.5) == replace(wide, addends=None).release(1, 1.5)
+
+
+def evenness(grid: Grid, deviation: float, mean: float) -> float:
+    """The share of parts of an even number of steps, less that of odd ones."""
+    noise = SecretGenerator(test_only=np.random.default_rng(0)).normal((200_000,), deviation)
+    steps = torch.round((mean + noise) / grid.spacing)
+    return float(1 - 2 * (steps % 2).abs().mean())
+
+
+def test_no_grid_is_as_fine_as_float64() -> None:
+    """Its ties go to even numbers of steps, more of them for larger parts; the broken twin is the
+    finest grid."""
+    deviation, addends = 10 / math.sqrt(2), Addends(3, 1000)
+    for mean in (0.0, 400.0, 900.0):
+        assert abs(evenness(grid_of(1.0, deviation, 2, addends), deviation, mean)) < 0.01
+    twin = finest(1000 + TAIL * deviation, 3)
+    assert evenness(twin, deviation, 900.0) > 0.05

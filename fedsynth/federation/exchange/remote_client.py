@@ -20,6 +20,7 @@ from fedsynth.federation.exchange.secure_client import SumDesk
 from fedsynth.federation.exchange.secure_step import KEYS, SHARES, UNMASK
 from fedsynth.federation.exchange.sum_form import SUM, parted
 from fedsynth.federation.secure_sums.client import Identities
+from fedsynth.federation.terms.participation import Participation
 from fedsynth.privacy.errors import PrivacyError, RequestRefusedError
 from fedsynth.privacy.plans import PHASES
 
@@ -55,7 +56,9 @@ class RemoteClient:
         reporter: Reporter | None = None,
         identities: Identities | None = None,
     ) -> None:
-        self._settings = runtime.settings
+        run = runtime.settings
+        self._settings = run
+        self._participation = Participation(run.seed, run.partition.clients, run.participation)
         self.runtime = runtime
         self._reporter = reporter or Silent()
         self._context = replace(context, reporter=self._reporter)
@@ -150,8 +153,9 @@ class RemoteClient:
             raise MessageError(f"the participants must be of the {clients} clients, ascending")
         if not 1 <= number <= self._settings.rounds:
             raise RequestRefusedError(f"the run has {self._settings.rounds} rounds, not {number}")
-        budget = self.runtime.budget
-        if budget is not None and participants != budget.plan.participation.in_round(number):
+        # of a sum the fewest clients follow from who takes part, with privacy and without
+        fixed = self.runtime.private or self.runtime.sees_sums
+        if fixed and participants != self._participation.in_round(number):
             raise RequestRefusedError(f"others take part in round {number} by the run's settings")
         return replace(self._context, round=number, participants=participants)
 

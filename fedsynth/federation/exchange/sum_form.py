@@ -26,7 +26,7 @@ from fedsynth.federation.secure_sums.client import SumTerms
 from fedsynth.federation.secure_sums.errors import SecureSumError
 from fedsynth.federation.secure_sums.fixed_point import FixedPoint, Words
 from fedsynth.federation.terms.sums import fewest
-from fedsynth.privacy.grid import Grid, finest
+from fedsynth.privacy.grid import finest
 
 SUM = "sum"
 """A fact of the frames of a sum: what its server calls it."""
@@ -137,14 +137,12 @@ def sum_form(method: Method, phase: str, context: RoundContext) -> SumForm:
         if not isinstance(rule, Array) or None in rule.shape:
             raise SecureSumError(f"{name} has no known size, and cannot be added up unseen")
         largest = max(abs(rule.least), abs(rule.most))
-        grid = context.grids.get(plan) or finest(largest, context.clients)
-        shape = tuple(size or 0 for size in rule.shape)
-        parts.append(Part(name, shape, _fixed(grid, context.clients)))
+        grid = context.grids.get(plan)
+        private = grid is not None
+        grid = grid or finest(largest, context.clients)
+        form = FixedPoint(grid.bound, context.clients, grid.bits, wraps=private)
+        parts.append(Part(name, tuple(size or 0 for size in rule.shape), form))
     return SumForm(declared(method, phase, "upload"), tuple(parts))
-
-
-def _fixed(grid: Grid, clients: int) -> FixedPoint:
-    return FixedPoint(grid.bound, clients, grid.bits)
 
 
 def sum_terms(

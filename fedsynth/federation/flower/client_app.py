@@ -24,6 +24,7 @@ from typing import Any
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 
+from fedsynth.errors import MessageError
 from fedsynth.federation.flower.records import from_record, reply
 from fedsynth.federation.nodes.node import Node
 from fedsynth.federation.nodes.own_data import ClassFolders, PartOf, Source
@@ -46,7 +47,13 @@ def node_of(given: Mapping[str, Any], homes: str = "") -> Node:
     Args:
         given: as this module's docstring has it.
         homes: for trials, the folder in which each client has its home, where `given` names none.
+
+    Raises:
+        MessageError: data or a policy of an owner's, and no home: a server, which names `homes`,
+            would choose the ledger.
     """
+    if "home" not in given and {"data", "policy"} & set(given):
+        raise MessageError("a node with data or a policy of its own needs a home of its own")
     number = int(given["partition-id"])
     beside = Path(homes or "homes") / f"client-{number:03d}"
     home = Path(str(given["home"])) if "home" in given else beside

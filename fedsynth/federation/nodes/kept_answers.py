@@ -22,6 +22,7 @@ from fedsynth.privacy.plans import PHASES
 HASH_BYTES = 32
 KEPT_ROUNDS = 2
 """Of so many rounds answers stay: a server that goes on lacks the last one."""
+MOST_ROUNDS = 10**9  # a number of a server's, which goes into a file's name
 _NAME = re.compile(r"answer-([0-9]+)-([a-z]+)-([a-z]+)")
 
 
@@ -66,11 +67,12 @@ class KeptAnswers:
             return
         sent = answer.to_bytes()
         self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        write_whole(file, _question(asked) + hashlib.sha256(sent).digest() + sent)
+        content = _question(asked) + hashlib.sha256(sent).digest() + sent
+        write_whole(file, content, secret=True)
 
     def has(self, number: Any, *phases: str) -> bool:
         """Whether the step of one of these exchanges of a round is kept."""
-        if type(number) is not int:
+        if type(number) is not int or not 0 < number < MOST_ROUNDS:
             return False
         names = [f"answer-{number}-{phase}-step" for phase in phases]
         return any((self._folder / name).is_file() for name in names)
@@ -88,7 +90,9 @@ class KeptAnswers:
         """Where the answer to such a question is; None: it is none that is kept."""
         number = asked.facts.get("round")
         phase = asked.facts.get("phase")
-        if asked.kind not in QUESTIONS or type(number) is not int or phase not in PHASES:
+        if asked.kind not in QUESTIONS or phase not in PHASES:
+            return None
+        if type(number) is not int or not 0 < number < MOST_ROUNDS:
             return None
         return self._folder / f"answer-{number}-{phase}-{asked.kind}"
 

@@ -8,7 +8,9 @@ release; what leaves the node are public parameters, released values, and the le
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import fcntl
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -39,6 +41,7 @@ from fedsynth.privacy.ledger_folder import LedgerFolder
 from fedsynth.privacy.randomness import SecretGenerator
 
 RUNS = "runs"
+LOCK = ".answering"
 CANNOT = "this client cannot take part; its owner is told why"
 """All that a server is told of what goes wrong with an owner's files."""
 
@@ -100,11 +103,23 @@ class Node:
             return pack([self._named(_error(str(error)), None)])
         answers: list[bytes] = []
         for frame in frames:
-            answer = self._one(run, frame)
+            with self._alone():
+                answer = self._one(run, frame)
             answers.append(answer)
             if Frame.from_bytes(answer).kind != "answer":
                 break
         return pack(answers)
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """One process at a time answers for this owner, and the next one finds what it has left:
+        what may be answered once is so among all of them."""
+        if not self.home.is_dir():  # nothing is made before the owner has joined a run
+            yield
+            return
+        with (self.home / LOCK).open("ab") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
 
     def _one(self, run: str, sent: bytes) -> bytes:
         number: int | None = None
@@ -126,7 +141,7 @@ class Node:
                 session.keep()
                 return self._named(again, number)
             return session.answer(frame, sent)
-        except (FedsynthError, PrivacyError) as error:
+        except (FedsynthError, PrivacyError, OSError) as error:
             self.say(f"run {run:.16}: {error}")
             # what a file, a folder or a ledger of the owner's says stays here, and also its kind:
             # a server could ask on with other classes and sizes until it knew the owner's images
@@ -172,7 +187,9 @@ class Node:
     def _used_up(self, proposal: Proposal) -> list[str]:
         """An approval by hand is of one run, where no ε bounds how many there may be."""
         privacy = proposal.settings.privacy
-        if privacy is None or privacy.epsilon is not None or self.owner.cap is not None:
+        if privacy is None and not proposal.settings.method.sums_alone:
+            return []
+        if privacy is not None and (privacy.epsilon is not None or self.owner.cap is not None):
             return []
         if proposal.agreement not in self.owner.approved or ANY in self.owner.approved:
             return []
@@ -204,7 +221,7 @@ class Node:
         Raises:
             MessageError: the client has not joined it.
         """
-        if run in self._sessions:
+        if run in self._sessions and self._sessions[run].current:
             return self._sessions[run]
         known = {path.name for path in (self.home / RUNS).glob("*")}
         proposal = kept_proposal(self._folder(run)) if run in known else None

@@ -101,7 +101,9 @@ class Session:
         self.remote = RemoteClient(runtime, context, reporter, identities)
         self._answers = KeptAnswers(folder)
         self._saved = 0
-        capped = cap is not None or (settings.privacy is not None and settings.privacy.epsilon)
+        self._stamp = _stamp(folder)
+        privacy = settings.privacy  # without it a second sum of the same uploads tells one of them
+        capped = privacy is not None and (cap is not None or privacy.epsilon is not None)
         self._most = MOST_ANSWERS if capped else 1
         self._answered = answered(folder)
         self._sigma = _sigma(folder)
@@ -120,6 +122,11 @@ class Session:
             self._answered[asked] = self._answered.get(asked, 0) + 1
         self._counted = set(self.remote.done)
         self._spend()
+
+    @property
+    def current(self) -> bool:
+        """Whether no other process has answered for this client since this one did."""
+        return self._stamp == _stamp(self.folder)
 
     @property
     def round(self) -> int:
@@ -271,7 +278,8 @@ class Session:
                 "pending": None if standing.pending is None else standing.pending[0],
                 "memory": self._saved,
             }
-            write_whole(self.folder / STATE, json.dumps(state).encode())
+            write_whole(self.folder / STATE, json.dumps(state).encode(), secret=True)
+            self._stamp = _stamp(self.folder)
             self._keep_sum()
             self._prune(standing)
         except OSError as error:
@@ -282,9 +290,10 @@ class Session:
         stated = self.remote.sums.standing
         if stated is not None:
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            write_whole(self.folder / SUM_FILE, json.dumps(stated).encode())
-        elif (self.folder / SUM_FILE).is_file():
-            (self.folder / SUM_FILE).unlink()
+            write_whole(self.folder / SUM_FILE, json.dumps(stated).encode(), secret=True)
+        else:
+            for left in (SUM_FILE, f"{SUM_FILE}.partial"):
+                (self.folder / left).unlink(missing_ok=True)
 
     def _prune(self, standing: Standing) -> None:
         """Leaves the last rounds' memories, the pending one, and those of answers that are kept."""
@@ -306,7 +315,7 @@ class Session:
         return {int(one.group(1)) for one in found if one is not None}
 
     def _write(self, name: str, memory: Memory) -> None:
-        write_whole(self.folder / name, Kept(memory).to_bytes())
+        write_whole(self.folder / name, Kept(memory).to_bytes(), secret=True)
 
     def _read(self, name: str) -> Memory:
         """What the client kept, on its device."""
@@ -343,6 +352,15 @@ def _sigma(folder: Path) -> float | None:
         return None if told is None else float(told)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{folder} is damaged: {error!r:.120}") from None
+
+
+def _stamp(folder: Path) -> tuple[int, int, int] | None:
+    """Another one whenever the state was written; None: it was not yet."""
+    try:
+        found = (folder / STATE).stat()
+    except FileNotFoundError:
+        return None
+    return found.st_ino, found.st_mtime_ns, found.st_ctime_ns
 
 
 def kept_proposal(folder: Path) -> Proposal | None:

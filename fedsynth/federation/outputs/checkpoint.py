@@ -341,19 +341,23 @@ class KeptSteps:
         return self._folder.path / f"steps-{self._number}-{name}"
 
 
-def write_whole(path: Path, content: bytes, *, lasting: bool = True) -> None:
+def write_whole(path: Path, content: bytes, *, lasting: bool = True, secret: bool = False) -> None:
     """Replaces a file in one step: it is the old one or the new one, and never a part.
 
     Args:
         path: of the file.
         content: of the new one; on the disk when this returns.
         lasting: the name is on the disk, too; else `sync_folder` follows.
+        secret: nobody but the user may read it.
 
     Raises:
         OSError: it cannot be written; the old one is still there.
     """
     partial = path.with_name(f"{path.name}.partial")
-    with partial.open("wb") as file:
+    if secret:
+        partial.unlink(missing_ok=True)  # one that was left has the rights that it was made with
+    rights = 0o600 if secret else 0o666
+    with open(partial, "wb", opener=lambda name, flags: os.open(name, flags, rights)) as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())

@@ -256,10 +256,16 @@ class SumClient:
         keys = {k: one[:SHARE_BYTES] for k, one in self._shares.items() if k not in there}
         return Shares(own, keys)
 
+    @staticmethod
+    def _sizes(terms: SumTerms) -> list[int]:
+        return [terms.threshold, terms.clients, terms.length, terms.honest, terms.colluders]
+
     def to_json(self) -> dict[str, Any]:
         """Where it stands, with its secrets: for a file that nobody but the client reads."""
         return {
             "name": self.terms.name.hex(),
+            "number": self.number,
+            "terms": self._sizes(self.terms),
             "step": self._step,
             "mask_key": self._mask_key.private_bytes_raw().hex(),
             "channel_key": self._channel_key.private_bytes_raw().hex(),
@@ -278,7 +284,8 @@ class SumClient:
             SecureSumError: it was one of another sum.
             KeyError, TypeError, ValueError: nobody stood there.
         """
-        if bytes.fromhex(stated["name"]) != terms.name:
+        known = bytes.fromhex(stated["name"]), stated["number"], stated["terms"]
+        if known != (terms.name, number, cls._sizes(terms)):
             raise SecureSumError(f"client {number} takes part in another sum")
         found = cls(number, terms, identities)
         found._step = int(stated["step"])

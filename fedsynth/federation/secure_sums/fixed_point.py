@@ -25,6 +25,8 @@ class FixedPoint:
         bound: of each coordinate's absolute value, public. Larger ones are an error, and never cut
             off: a sum of cut-off noise is no noise of any known distribution.
         clients: the most vectors of a sum: it must not overflow.
+        wraps: words of larger ones are taken modulo 2^64, too. So it must be where they are private:
+            an error would tell of one client's vector what its sum alone may tell.
         fraction: bits behind the point: a coordinate of the sum is off by at most
             clients / 2^(fraction + 1).
 
@@ -37,6 +39,7 @@ class FixedPoint:
     bound: float
     clients: int
     fraction: int = 24
+    wraps: bool = False
 
     def __post_init__(self) -> None:
         if not 0 < self.bound < math.inf or self.clients < 1 or not 0 <= self.fraction < BITS:
@@ -60,9 +63,15 @@ class FixedPoint:
         values = np.asarray(vector, np.float64)
         if values.ndim != 1:
             raise SecureSumError(f"a vector has one dimension, got {values.ndim}")
-        if not bool((np.abs(values) <= self.bound).all()):
+        inside = np.isfinite(values) if self.wraps else np.abs(values) <= self.bound
+        if not bool(inside.all()):
             raise SecureSumError(f"a coordinate is not finite, or beyond ±{self.bound:g}")
-        return np.rint(values * 2.0**self.fraction).astype(np.int64).view(np.uint64)
+        steps = np.rint(values * 2.0**self.fraction)
+        if self.wraps:  # exact: the remainder of whole numbers in float64 is one
+            steps = np.fmod(steps, 2.0**BITS)
+            steps -= np.where(steps >= 2.0 ** (BITS - 1), 2.0**BITS, 0.0)
+            steps += np.where(steps < -(2.0 ** (BITS - 1)), 2.0**BITS, 0.0)
+        return steps.astype(np.int64).view(np.uint64)
 
     def decode(self, words: Words) -> Reals:
         """The sum of at most `clients` encoded vectors, float64 [n]."""
