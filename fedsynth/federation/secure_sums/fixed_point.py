@@ -25,10 +25,10 @@ class FixedPoint:
         bound: of each coordinate's absolute value, public. Larger ones are an error, and never cut
             off: a sum of cut-off noise is no noise of any known distribution.
         clients: the most vectors of a sum: it must not overflow.
-        wraps: words of larger ones are taken modulo 2^64, too. So it must be where they are private:
-            an error would tell of one client's vector what its sum alone may tell.
         fraction: bits behind the point: a coordinate of the sum is off by at most
             clients / 2^(fraction + 1).
+        wraps: words of larger ones are taken modulo 2^64, too. So it must be where they are
+            private: an error would tell of one client's vector what its sum alone may tell.
 
     >>> form = FixedPoint(bound=4.0, clients=3)
     >>> words = form.encode(np.array([1.5, -0.25])) + form.encode(np.array([1.0, -3.0]))
