@@ -32,10 +32,10 @@ RUN case "$VARIANT" in \
     && pip install --no-cache-dir "${wheel}[${EXTRAS}]" \
     && rm -rf /wheels \
     && useradd --create-home --uid 10001 fedsynth \
-    && install -d -o fedsynth -g fedsynth /work
+    && install -d -o fedsynth -g fedsynth /output
 
 ENV PYTHONUNBUFFERED=1 FEDSYNTH_DATA=/data
 USER 10001
-WORKDIR /work
+WORKDIR /output
 ENTRYPOINT ["fedsynth"]
 CMD ["--help"]

@@ -135,7 +135,7 @@ def test_commands_are_found() -> None:
         "fedsynth train --rounds many",
         "fedsynth synthesize --data scans",  # without --out
         "for m in a b; do fedsynth train --methods $m; done",
-        'docker run --rm -v "$PWD:/work" fedsynth train --epsilon 8',
+        'docker run --rm -v "$PWD:/output" fedsynth train --epsilon 8',
         "fedsynth runs a b > x.txt && fedsynth plot --mena",
     ],
 )
