@@ -81,8 +81,10 @@ def test_nothing_in_them_tells_of_the_house(share: Path, secret_place: Path) -> 
     for name in files(share):
         content = (share / name).read_bytes()
         assert [one for one in names if one.encode() in content] == [], name
+    by_chance = r"[0-9a-f]{32,}|\d{8}-\d{6}|\d+:\d+(:\d+)?"  # hashes, the run's name, times of day
     for name in ("README.md", "privacy_report.md"):
-        assert re.findall(r"(?<![\d.])(92|46)(?![\d.])", (share / name).read_text()) == []
+        text = re.sub(by_chance, "", (share / name).read_text())
+        assert re.findall(r"(?<![\d.])(92|46)(?![\d.])", text) == []
 
 
 def test_the_hash_of_the_settings_stays_with_them(share: Path) -> None:
