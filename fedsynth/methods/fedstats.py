@@ -7,8 +7,8 @@ does not matter. Round 1 has two releases, a centre m and, about it, the second 
     z = clip₁((φ(x) − m)/R),    √½·[svec(z zᵀ); z ⊗ (e_y − 1/C)/√(1 − 1/C)]    (norm ≤ 1),
 
 from which the server has a ridge classifier in closed form (or, without second moments, of z ⊗ e
-alone, a linear one). Each later round is one Newton-like step of softmax regression, Σ clip_c(p − y)
-⊗ z, preconditioned by the released second moments, or by a public constant and with momentum. Where
+alone, a first gradient). Each later round is one step of softmax regression, Σ clip_c(p − y) ⊗ z:
+Newton-like by the released second moments, or with momentum, as far as the noise bears. Where
 images are asked for, round 1 also releases moments of small pictures. Nothing is sampled, so
 the composition is that of Gaussians and exact. docs/privacy.md has the sensitivities with their
 proofs, docs/fedstats.md what comes out.
@@ -40,8 +40,9 @@ from fedsynth.core.validation import check_choices, check_ranges
 from fedsynth.data.images import normalise
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.errors import SettingError
-from fedsynth.features.feature_map import FeatureMap
+from fedsynth.features.feature_map import FeatureMap, Shape
 from fedsynth.features.low_pass import low_pass
+from fedsynth.features.random_process import LEAST
 from fedsynth.features.registry import feature_map, feature_names
 from fedsynth.methods.shared.class_statistics import (
     ClassMoments,
@@ -53,6 +54,7 @@ from fedsynth.methods.shared.class_statistics import (
     target_norm,
 )
 from fedsynth.methods.shared.noise_shares import OWN, SharesNoise
+from fedsynth.methods.shared.noisy_steps import Pace, Pool, pace
 from fedsynth.methods.shared.pixel_moments import (
     PIXELS,
     PixelMoments,
@@ -73,8 +75,6 @@ from fedsynth.synthesizer.condensation.student import soft_labels
 CENTRE, MOMENTS, STEP = "centre", "moments", "step"
 """The names of the plans."""
 YES, NO, AUTO = "yes", "no", "auto"
-LARGE_EPSILON, SMALL_NOISE = 5.0, 0.9
-"""From which ε on, and up to which σ, "auto" releases second moments."""
 SCALE = 4.0
 """From a regression on labels to logits: the softmax's slope at even odds of two classes is ¼."""
 
@@ -102,7 +102,7 @@ class FedStatsState(ServerState):
     Args:
         eigenvalues: of the released second moments, plus the ridge, [d]; None before round 1.
         eigenvectors: [d, d].
-        velocity: the last step's move over the step size, [C, d]; None before the first.
+        velocity: the last move over its rate, [C, d]; None before the first.
         class_means: of z about their common mean, by the released moments, where images are to be
             made, [C, d].
         picture_means, picture_roots: of the released small pictures (`PixelMoments`), likewise.
@@ -131,18 +131,23 @@ class FedStats(SharesNoise):
             simulation assumes it.
         honest: H, a public minimum of honest clients that survive a round; 0: all but one.
         features: the map φ, see `fedsynth.features.feature_names`, or one that was registered.
+            "auto": by the images' public shape (`features_for`).
         centre_share: of the budget μ² for the centre.
-        moment_share: for the moments; steps share the rest.
+        moment_share: with second moments, for them and z ⊗ e; steps share the rest. Without, z ⊗ e
+            is the first of as many gradients as rounds, with equal shares.
         second_moments: whether z zᵀ is released with z ⊗ e. "no": the clip has all of z ⊗ e, an
-            upload is smaller by about d/2C, and one curvature stands in for all: right where
-            features are white already and noise is large. "yes": steps are Newton's, right where ε
-            is large. "auto": yes without privacy, and from ε = 5 (or σ = 0.9 down) on, by the
-            settings alone.
+            upload is smaller by about d/2C, and steps have one rate for all directions: right where
+            features are white already and there is noise. "yes": steps are Newton's. "auto": yes
+            without privacy, and no with it.
         ridge: λ over σ_A·√d, with σ_A the noise of a moment.
         step_clip: c of clip(p − y); ‖p − y‖ is at most √2.
-        step_size: of the Newton-like step.
+        step_size: of the Newton-like step; without second moments, of the longest step over
+            1/`curvature`.
+        logit_noise: without second moments, how far steps go: until the noise of all of them is of
+            this deviation in a logit. Their rate, and their momentum, follow from it and the public
+            noise (`fedsynth.methods.shared.noisy_steps.pace`).
         momentum: without second moments, the part of the last move that is made again with each
-            step.
+            step; more where the longest steps would not go far enough.
         curvature: without second moments, what stands for all their eigenvalues.
         step_floor: with second moments, the least eigenvalue that a step divides by, over σ_G·√d,
             with σ_G the noise of a gradient's coordinate.
@@ -184,6 +189,7 @@ class FedStats(SharesNoise):
             "smoothness",
             "pixel_share",
             "momentum",
+            "logit_noise",
         }
     )
     robust_refusal: ClassVar[str] = (
@@ -191,14 +197,15 @@ class FedStats(SharesNoise):
         "of them can stand in for"
     )
 
-    features: str = "whitened-scattering"
+    features: str = AUTO
     centre_share: float = 0.04
     moment_share: float = 0.1
     second_moments: str = AUTO
     ridge: float = 0.25
     step_clip: float = 0.7
     step_size: float = 1.5
-    momentum: float = 0.7
+    logit_noise: float = 0.6
+    momentum: float = 0.5
     step_floor: float = 0.1
     curvature: float = 0.0075
     ipc: int = 0
@@ -214,8 +221,8 @@ class FedStats(SharesNoise):
         check_ranges(self, step_floor=(0, inf), curvature=(1e-9, inf))
         check_ranges(self, ipc=(0, MOST_IPC), image_steps=(0, inf), image_lr=(0, inf))
         check_ranges(self, teacher_weight=(0, inf), smoothness=(0, inf))
-        check_ranges(self, pixel_share=(0, 0.9), momentum=(0, 0.999))
-        check_choices(self, features=feature_names())
+        check_ranges(self, pixel_share=(0, 0.9), momentum=(0, 0.999), logit_noise=(1e-3, inf))
+        check_choices(self, features=(AUTO, *feature_names()))
         check_choices(self, second_moments=(YES, NO, AUTO))
         self.check_aggregation()
         taken = self.centre_share + self.moment_share + self.picture_share
@@ -231,7 +238,10 @@ class FedStats(SharesNoise):
 
     def map_of(self, spec: DatasetSpec) -> FeatureMap:
         """φ for a data set's images."""
-        return feature_map(self.features, spec.image_shape)
+        name = self.features
+        if name == AUTO:
+            name = features_for(spec.image_shape)
+        return feature_map(name, spec.image_shape)
 
     def network(self, model: ModelSettings, spec: DatasetSpec, seed: int) -> FeatureLinear:
         """A linear model on φ, whatever the run's model is."""
@@ -277,8 +287,7 @@ class FedStats(SharesNoise):
         features = self.map_of(context.spec)
         d = features.dimension
         classes = context.spec.classes
-        steps = max(1, context.rounds - 1)
-        rest = 1 - self.centre_share - self.moment_share - self.picture_share
+        moment_share, step_share = self._shares(privacy, context.rounds)
         make = partial(
             PrivatePlan,
             mechanism="statistics",
@@ -293,7 +302,7 @@ class FedStats(SharesNoise):
             "at most 1",
             clip=1.0,
             dimension=self._moment_width(d, classes, privacy),
-            noise_ratio=self.moment_share**-0.5,
+            noise_ratio=moment_share**-0.5,
             signal=classes**-0.5,
         )
         centre = make(
@@ -312,7 +321,7 @@ class FedStats(SharesNoise):
             clipped="p − y of each example, and z",
             clip=self.step_clip,
             dimension=classes * d,
-            noise_ratio=math.sqrt(steps / rest),
+            noise_ratio=step_share**-0.5,
             signal=classes**-0.5,
         )
         plans = [moments, centre]
@@ -323,15 +332,18 @@ class FedStats(SharesNoise):
             plans.append(step)
         return self.added_up(tuple(plans), privacy, context)
 
+    def _shares(self, privacy: PrivacySettings | None, rounds: int) -> tuple[float, float]:
+        """Of the budget, for the moments and for each step."""
+        rest = 1 - self.centre_share - self.picture_share
+        if not self.has_second(privacy):
+            return rest / rounds, rest / rounds
+        return self.moment_share, (rest - self.moment_share) / max(1, rounds - 1)
+
     def has_second(self, privacy: PrivacySettings | None) -> bool:
         """Whether second moments are released; a rule on settings, which are public."""
-        if self.second_moments != AUTO:
-            return self.second_moments == YES
-        if privacy is None:
-            return True
-        if privacy.epsilon is not None:
-            return privacy.epsilon >= LARGE_EPSILON
-        return (privacy.noise_multiplier or math.inf) <= SMALL_NOISE
+        if self.second_moments == AUTO:
+            return privacy is None
+        return self.second_moments == YES
 
     def _moment_width(self, d: int, classes: int, privacy: PrivacySettings | None) -> int:
         return d * classes + (d * (d + 1) // 2 if self.has_second(privacy) else 0)
@@ -531,10 +543,10 @@ class FedStats(SharesNoise):
         weight = state.parameters["classifier.weight"]
         classes, d = weight.shape
         if not self.has_second(context.privacy):
-            crossed = pool.sums.view(classes, d) * (target_norm(classes) / pool.records)
-            scale = trust(pool, classes, 1.0) * SCALE / self.curvature
-            linear = (scale * crossed).float()
-            return replace(state, parameters={**state.parameters, "classifier.weight": linear})
+            slope = pool.sums.view(classes, d) * (-target_norm(classes) / pool.records)
+            first = {"classifier.weight": torch.zeros_like(weight)}
+            begun = replace(state, parameters={**state.parameters, **first})
+            return self._gone(begun, slope.float(), context)
         moments = ClassMoments.unpacked(pool.sums, d, classes, pool.records, pool.deviation)
         spectrum = Spectrum.of(moments, self.ridge)
         solved = (SCALE * spectrum.solve(moments.crossed)).float()
@@ -551,48 +563,53 @@ class FedStats(SharesNoise):
         if state.eigenvalues is None or state.eigenvectors is None:
             if self.has_second(context.privacy):  # round 1 did not count
                 return state
-            down = trust(pool, len(weight), self.step_clip) / self.curvature * gradient
-            if state.velocity is not None:
-                down = self.momentum * state.velocity + down
-        else:
-            spectrum = Spectrum(state.eigenvalues, state.eigenvectors)
-            noise = pool.deviation / pool.records * math.sqrt(weight.shape[1])
-            down = spectrum.step(gradient, self.step_floor * noise)
+            return self._gone(state, gradient, context)
+        spectrum = Spectrum(state.eigenvalues, state.eigenvectors)
+        noise = pool.deviation / pool.records * math.sqrt(weight.shape[1])
+        down = spectrum.step(gradient, self.step_floor * noise)
         moved = weight - self.step_size * down
+        return replace(state, parameters={**state.parameters, "classifier.weight": moved})
+
+    def _gone(
+        self, state: FedStatsState, gradient_Cd: Tensor, context: RoundContext
+    ) -> FedStatsState:
+        """A step with momentum."""
+        how = self.pace(context)
+        velocity = gradient_Cd
+        if state.velocity is not None:
+            velocity = how.momentum * state.velocity + velocity
+        moved = state.parameters["classifier.weight"] - how.rate * velocity
         return replace(
             state,
             parameters={**state.parameters, "classifier.weight": moved},
-            velocity=down,
+            velocity=velocity,
+        )
+
+    def pace(self, context: RoundContext) -> Pace:
+        """Rate and momentum of steps without second moments, of public numbers alone."""
+        records = context.nominal_size * context.clients
+        each = self.pooled_deviation(MOMENTS, context.clients, context) * self.step_clip / records
+        return pace(
+            each / math.sqrt(context.rounds),
+            context.rounds,
+            self.logit_noise,
+            self.step_size / self.curvature,
+            self.momentum,
         )
 
 
-@dataclass(frozen=True)
-class Pool:
-    """Sums over clients.
+def features_for(shape: Shape) -> str:
+    """Which map "auto" is for images of this shape, found on held-out training images.
 
-    Attributes:
-        sums: [D], float64.
-        deviation: of the noise in each coordinate.
-        records: the public number of records behind them.
+    >>> features_for((3, 32, 32))
+    'mirrored-scattering+random-process'
+    >>> features_for((1, 28, 28)), features_for((1, 8, 8))
+    ('whitened-scattering+random-process', 'whitened-scattering')
     """
-
-    sums: Tensor
-    deviation: float
-    records: float
-
-
-def trust(pool: Pool, classes: int, clip: float) -> float:
-    """What a sum that is no white curvature's own is scaled by: its signal-to-noise ratio as the
-    planner has it (`PrivatePlan.signal_to_noise`), where that is below 1; a public number. With few
-    records steps then do not carry a model away.
-
-    Args:
-        pool: of class products of norm up to `clip`.
-        classes: C.
-        clip: 𝒞.
-    """
-    noise = pool.deviation / clip * math.sqrt(len(pool.sums) * classes)
-    return min(1.0, pool.records / noise) if noise > 0 else 1.0
+    if shape[0] not in (1, 3) or min(shape[1:]) < LEAST:
+        return "whitened-scattering"
+    kind = "mirrored" if shape[0] == 3 else "whitened"
+    return f"{kind}-scattering+random-process"
 
 
 __all__ = ["FIRST", "MAIN", "FedStats", "FedStatsState", "Pool", "StatisticSums"]

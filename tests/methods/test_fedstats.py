@@ -160,9 +160,8 @@ def test_epsilon_is_that_of_one_gaussian_release(rounds: int, aggregation: str) 
     privacy = PrivacySettings(noise_multiplier=2.0)
     result = simulate(RunSettings(method, rounds=rounds, partition=iid, privacy=privacy))
     assert result.privacy is not None
-    share = 1.0 if rounds > 1 else 0.1 + method.moment_share
     found = result.privacy["guarantee"]["epsilon"]  # type: ignore[index]
-    assert found == pytest.approx(gaussian_epsilon(math.sqrt(share) / 2.0, 1e-5), rel=1e-6)
+    assert found == pytest.approx(gaussian_epsilon(1 / 2.0, 1e-5), rel=1e-6)
     rows = result.privacy["ledger"]
     assert len(rows) == (2 if rounds == 1 else 3)  # type: ignore[arg-type]
     assert ["together" in row["mechanism"] for row in rows] == (  # type: ignore[attr-defined]
@@ -281,8 +280,18 @@ def test_features_that_are_not_finite_are_dropped_and_not_spread() -> None:
 def test_second_moments_go_by_the_settings_alone() -> None:
     auto = FedStats()
     assert auto.has_second(None)
-    assert auto.has_second(PrivacySettings(epsilon=8.0))
-    assert not auto.has_second(PrivacySettings(epsilon=1.0))
-    assert not auto.has_second(PrivacySettings(epsilon=1.0, noise_multiplier=0.5))
-    assert auto.has_second(PrivacySettings(noise_multiplier=0.8))
-    assert not auto.has_second(PrivacySettings(noise_multiplier=3.0))
+    assert not auto.has_second(PrivacySettings(epsilon=8.0))
+    for second, expected in (("yes", True), ("no", False)):
+        method = FedStats(second_moments=second)
+        assert method.has_second(None) == method.has_second(PrivacySettings(epsilon=1.0))
+        assert method.has_second(None) == expected
+
+
+@pytest.mark.parametrize("second", ["yes", "no"])
+def test_releases_of_a_run_take_the_whole_budget_without_second_moments_evenly(second: str) -> None:
+    """Shares of μ² are 1/ratio²."""
+    method = FedStats(features="pixels", second_moments=second)
+    plans = method.private_plans(PrivacySettings(noise_multiplier=1.0), context(1))
+    shares = {plan.name: plan.noise_ratio**-2 for plan in plans}
+    assert shares[CENTRE] + shares[MOMENTS] + 2 * shares[STEP] == pytest.approx(1.0)
+    assert (shares[MOMENTS] == pytest.approx(shares[STEP])) == (second == "no")

@@ -1,0 +1,90 @@
+"""How far steps on noisy gradients go: until their noise, added up, is as large as it may be.
+
+With gradients of noise ν a coordinate each, T steps W ← W − Σ_t η_t g_t of effective lengths η_t
+leave noise ν·√(Σ η_t²) in a coordinate of W, and in the logit of a z of norm 1. Where a budget is
+divided over T releases, ν grows with √T, so that it is τ = Σ η_t alone that noise goes by, and not
+how many steps there are. As τ grows a classifier goes on from its class means to where the
+likelihood is largest, and noise grows with it; so τ is chosen by the noise, which is public before
+any data are read.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from torch import Tensor
+
+MOST_MOMENTUM = 0.9
+"""More is not made up for in tens of steps."""
+HALVINGS = 60
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Sums over clients.
+
+    Attributes:
+        sums: [D], float64.
+        deviation: of the noise in each coordinate.
+        records: the public number of records behind them.
+    """
+
+    sums: Tensor
+    deviation: float
+    records: float
+
+
+@dataclass(frozen=True)
+class Pace:
+    """Steps v ← m·v + g, W ← W − rate·v.
+
+    Attributes:
+        rate: of each step.
+        momentum: m.
+    """
+
+    rate: float
+    momentum: float
+
+
+def reach(steps: int, momentum: float) -> float:
+    """τ over the rate: how often gradients are taken in all, Σ_t (1 − mᵗ)/(1 − m).
+
+    >>> reach(2, 0.5)
+    2.5
+    """
+    return sum((1 - momentum**t) / (1 - momentum) for t in range(1, steps + 1))
+
+
+def pace(noise: float, steps: int, logit_noise: float, most_rate: float, momentum: float) -> Pace:
+    """The steps whose noise in a logit is about `logit_noise`.
+
+    Rates up to `most_rate` with `momentum`, and if these do not reach so far, more momentum, up to
+    `MOST_MOMENTUM`.
+
+    Args:
+        noise: ν/√T, the deviation of a gradient's coordinate if the whole budget were one
+            gradient's; 0: as far as steps go.
+        steps: T.
+        logit_noise: in a logit, of all T together.
+        most_rate: that steps along the steepest direction bear.
+        momentum: the least that is taken, below 1.
+
+    >>> pace(0.001, steps=1, logit_noise=0.1, most_rate=200.0, momentum=0.5)
+    Pace(rate=100.0, momentum=0.5)
+    """
+    far = logit_noise / noise if noise > 0 else math.inf
+    if far <= most_rate * reach(steps, momentum):
+        return Pace(far / reach(steps, momentum), momentum)
+    low = momentum
+    high = max(momentum, MOST_MOMENTUM)
+    if far >= most_rate * reach(steps, high):
+        return Pace(most_rate, high)
+    for _ in range(HALVINGS):
+        middle = (low + high) / 2
+        if most_rate * reach(steps, middle) < far:
+            low = middle
+        else:
+            high = middle
+    return Pace(most_rate, high)

@@ -1,0 +1,82 @@
+"""Two kinds of features in one vector, and the mean over an image and its mirror image."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+import torch
+from torch import Tensor
+
+from fedsynth.errors import SettingError
+from fedsynth.features import feature_map
+from fedsynth.features.feature_map import Shape
+from fedsynth.features.public_statistics import constants, public_vectors
+from fedsynth.features.random_images import random_images
+from fedsynth.features.side_by_side import DICTIONARY, SMALLER, Mirrored, SideBySide
+from fedsynth.seeding import torch_generator
+
+SHAPES = ((3, 16, 16), (1, 16, 16))
+PAIR, MIRRORED = "whitened-scattering+random-process", "mirrored-scattering+random-process"
+
+
+def images(count: int, shape: Shape) -> Tensor:
+    return random_images(count, shape, torch_generator(1, "test"))
+
+
+def test_vectors_stand_side_by_side_each_times_its_factor() -> None:
+    made = SideBySide((lambda x: x.flatten(1), lambda x: x.flatten(1)[:, :2]), (2.0, -1.0))
+    x = torch.tensor([[[[1.0, 2.0, 3.0]]]])
+    assert made(x).tolist() == [[2.0, 4.0, 6.0, -1.0, -2.0]]
+    assert Mirrored(made)(x).tolist() == [[4.0, 4.0, 4.0, -2.0, -2.0]]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_an_image_and_its_mirror_image_have_one_vector(shape: Shape) -> None:
+    """The mean of both vectors of the other map, of which each is another."""
+    x = images(6, shape)
+    mirrored = feature_map(MIRRORED, shape)
+    torch.testing.assert_close(mirrored(x), mirrored(x.flip(-1)), rtol=1e-4, atol=1e-4)
+    pair = feature_map(PAIR, shape)
+    both = (pair(x), pair(x.flip(-1)))
+    torch.testing.assert_close(mirrored(x), (both[0] + both[1]) / 2, rtol=1e-4, atol=1e-4)
+    assert float((both[0] - both[1]).norm(dim=1).min()) > 0.1 * pair.radius
+
+
+@pytest.mark.parametrize("name", [PAIR, MIRRORED])
+def test_each_image_s_vector_is_its_own_and_can_be_pulled_back(name: str) -> None:
+    features = feature_map(name, (3, 16, 16))
+    x = images(5, (3, 16, 16))
+    x[2] = 0.0
+    together = features(x)
+    torch.testing.assert_close(features(x[1:2]), together[1:2], rtol=1e-4, atol=1e-4)
+    x.requires_grad_()
+    features(x).square().sum().backward()
+    assert x.grad is not None
+    assert bool(torch.isfinite(x.grad).all())
+    assert pickle.loads(pickle.dumps(features))(x[:1].detach()).shape == (1, features.dimension)
+
+
+@pytest.mark.parametrize("name", [PAIR, MIRRORED])
+def test_constants_are_public_and_smaller_than_their_medians(name: str) -> None:
+    features = feature_map(name, (3, 16, 16))
+    norm, radius = constants(public_vectors(features.function, (3, 16, 16)))
+    assert features.norm_bound == pytest.approx(SMALLER * norm, rel=0.02)
+    assert features.radius == pytest.approx(SMALLER * radius, rel=0.02)
+    assert "no data" in features.source
+
+
+def test_neither_kind_drowns_the_other() -> None:
+    """Distances of public images from their mean: the dictionary's are its factor of scattering's."""
+    vectors = public_vectors(feature_map(PAIR, (1, 16, 16)).function, (1, 16, 16))
+    size = feature_map("whitened-scattering", (1, 16, 16)).dimension
+    about = vectors - vectors.mean(dim=0)
+    one = about[:, :size].norm(dim=1).median()
+    other = about[:, size:].norm(dim=1).median()
+    assert float(other / one) == pytest.approx(DICTIONARY, rel=0.02)
+
+
+@pytest.mark.parametrize("name", [PAIR, MIRRORED])
+def test_images_that_the_dictionary_cannot_take_are_refused(name: str) -> None:
+    with pytest.raises(SettingError, match="at least 12×12"):
+        feature_map(name, (1, 8, 8))

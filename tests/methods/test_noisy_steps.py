@@ -1,0 +1,62 @@
+"""The pace of noisy steps: how far they go, by NumPy, and what happens at its bounds."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as some
+
+from fedsynth.methods.shared.noisy_steps import MOST_MOMENTUM, Pace, pace, reach
+
+COUNTS = some.integers(1, 40)
+
+
+@given(COUNTS, some.floats(0, 0.95))
+def test_reach_is_how_often_gradients_are_taken(steps: int, momentum: float) -> None:
+    """Of gradients that are all 1, step by step."""
+    velocity = weight = 0.0
+    for _ in range(steps):
+        velocity = momentum * velocity + 1.0
+        weight += velocity
+    assert reach(steps, momentum) == pytest.approx(weight, rel=1e-9)
+
+
+@given(some.floats(1e-6, 1.0), COUNTS, some.floats(0.01, 10), some.floats(0, 0.9))
+def test_steps_go_as_far_as_noise_allows_or_as_they_can(
+    noise: float, steps: int, logit_noise: float, momentum: float
+) -> None:
+    found = pace(noise, steps, logit_noise, 200.0, momentum)
+    far = found.rate * reach(steps, found.momentum)
+    assert momentum <= found.momentum <= MOST_MOMENTUM
+    assert found.rate <= 200.0
+    assert far <= logit_noise / noise * (1 + 1e-9)
+    short = far < logit_noise / noise * (1 - 1e-9)
+    assert not short or found == Pace(200.0, MOST_MOMENTUM)
+    assert found.momentum == momentum or found.rate == 200.0
+
+
+def test_momentum_makes_up_for_rates_that_are_at_their_most() -> None:
+    """A tenth of the noise goes ten times as far."""
+    near, middle, far = (pace(noise, 16, 0.6, 100.0, 0.5) for noise in (1e-3, 1e-4, 1e-9))
+    assert near.momentum == 0.5
+    assert near.rate == pytest.approx(600 / reach(16, 0.5))
+    assert 0.5 < middle.momentum < MOST_MOMENTUM
+    assert middle.rate * reach(16, middle.momentum) == pytest.approx(6000)
+    assert far == pace(0.0, 16, 0.6, 100.0, 0.5) == Pace(100.0, MOST_MOMENTUM)
+
+
+def test_noise_goes_by_how_far_and_not_by_how_many_steps() -> None:
+    """The whole budget divided over few steps or many: the same noise in the weights, drawn."""
+    found = []
+    for steps in (4, 16, 48):
+        how = pace(0.01, steps, 0.6, math.inf, 0.5)
+        draws = 0.01 * math.sqrt(steps) * np.random.default_rng(0).normal(size=(steps, 20_000))
+        velocity = weight = np.zeros(20_000)
+        for gradient in draws:
+            velocity = how.momentum * velocity + gradient
+            weight = weight - how.rate * velocity
+        found.append(weight.std())
+    assert found == [pytest.approx(0.6, rel=0.12)] * 3
