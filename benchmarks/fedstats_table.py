@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from fedsynth import (
     FedStats,
@@ -45,13 +45,12 @@ from fedsynth.cli.memory import keep_large_allocations
 from fedsynth.core.feature_cache import keep_features
 from fedsynth.data.images import ImageData
 from fedsynth.data.load import load_dataset
-from fedsynth.data.registry import DatasetSpec, dataset_spec
+from fedsynth.data.registry import dataset_spec
 from fedsynth.evaluation.accuracy import accuracy
 from fedsynth.federation.simulation import simulate
-from fedsynth.models.feature_linear import embedded
 from fedsynth.models.registry import build_model
 from library import RESULTS
-from library.fedstats import Case, settings_for
+from library.fedstats import Case, classifier_accuracy, settings_for
 from library.kept_features import vectors
 from library.options import add_share, table_options
 from library.results import Results, summarise
@@ -85,7 +84,7 @@ def teacher_run(
     """A run on training images whose features are kept, and its accuracy on kept test features."""
     result = simulate(settings, data=(data[0], None))
     return {
-        "accuracy": _teacher_accuracy(result.model, data[0].spec, test_Nd, labels_N),
+        "accuracy": classifier_accuracy(result.model, FedStats(), data[0].spec, test_Nd, labels_N),
         "bytes": result.summary["upload_bytes"],
         "seconds": round(sum(row["seconds"] for row in result.metrics), 3),
     }
@@ -100,7 +99,9 @@ def student_run(
     with tempfile.TemporaryDirectory() as place:
         result = simulate(settings, data=(train, None), output=place, quiet=True)
         found = load_file(Path(str(result.folder)) / "synthetic.safetensors")
-    row = {"accuracy": _teacher_accuracy(result.model, train.spec, test_Nd, test.labels)}
+    row = {
+        "accuracy": classifier_accuracy(result.model, FedStats(), train.spec, test_Nd, test.labels)
+    }
     chosen = {
         "hard": (found["labels"], None, ALONE),
         "stored": (found["soft_labels"], None, ALONE),
@@ -114,16 +115,6 @@ def student_run(
         row[f"student_{name}"] = accuracy(network, test)
     seconds = sum(one["seconds"] for one in result.metrics)
     return {**row, "images": len(found["labels"]), "seconds": round(seconds, 3)}
-
-
-def _teacher_accuracy(
-    model: nn.Module, spec: DatasetSpec, test_Nd: Tensor, labels_N: Tensor
-) -> float:
-    """Of the released classifier on kept features."""
-    parameters = model.state_dict()
-    z = embedded(test_Nd, parameters["centre"].cpu(), FedStats().map_of(spec).radius)
-    guessed = (z @ parameters["classifier.weight"].cpu().T).argmax(dim=1)
-    return float((guessed == labels_N).float().mean())
 
 
 def students(options: argparse.Namespace) -> None:

@@ -1,10 +1,14 @@
-"""The runs of FedStats' tables: a cell's name and settings."""
+"""The runs of FedStats' tables: a cell's name and settings, and accuracy on kept features."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
+from torch import Tensor, nn
+
 from fedsynth import FedStats, PartitionSettings, PrivacySettings, RunSettings
+from fedsynth.data.registry import DatasetSpec
+from fedsynth.models.feature_linear import embedded
 
 ROUNDS = 16
 
@@ -37,3 +41,13 @@ def settings_for(case: Case, seed: int, device: str, quick: bool) -> RunSettings
         partition=PartitionSettings("dirichlet-plain", clients=case.clients, alpha=case.alpha),
         privacy=private,
     )
+
+
+def classifier_accuracy(
+    model: nn.Module, method: FedStats, spec: DatasetSpec, features_Nd: Tensor, labels_N: Tensor
+) -> float:
+    """Of a run's classifier on kept features of some images."""
+    parameters = model.state_dict()
+    z = embedded(features_Nd, parameters["centre"].cpu(), method.map_of(spec).radius)
+    guessed = (z @ parameters["classifier.weight"].cpu().T).argmax(dim=1)
+    return float((guessed == labels_N).float().mean())

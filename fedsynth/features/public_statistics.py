@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -23,11 +24,16 @@ DIGITS = 3
 SOURCE = f"medians over {IMAGES} images of random processes, seed {SEED} (no data)"
 
 
+@lru_cache(maxsize=2)
+def _images(shape: Shape) -> Tensor:
+    with torch.inference_mode(False):  # kept, and used where autograd is on
+        return random_images(IMAGES, shape, torch_generator(SEED, "public statistics of features"))
+
+
 def public_vectors(function: Callable[[Tensor], Tensor], shape: Shape) -> Tensor:
     """Vectors [IMAGES, d] of the procedure's images."""
-    images = random_images(IMAGES, shape, torch_generator(SEED, "public statistics of features"))
     with torch.no_grad():
-        return torch.cat([function(some) for some in images.split(50)])
+        return torch.cat([function(some) for some in _images(shape).split(50)])
 
 
 def constants(vectors_Nd: Tensor) -> tuple[float, float]:
@@ -57,8 +63,8 @@ class Whitening:
     Args:
         function: pixels -> [N, channels · cells], channels first.
         mean: m, [d].
-        channels: the first root, symmetric.
-        cells: the second.
+        channels: the first root, symmetric; or its largest directions alone, [kept, channels].
+        cells: the second, symmetric.
     """
 
     function: Callable[[Tensor], Tensor]
@@ -68,20 +74,29 @@ class Whitening:
 
     @classmethod
     def of(
-        cls, function: Callable[[Tensor], Tensor], vectors_Nd: Tensor, cells: int, floor: float
+        cls,
+        function: Callable[[Tensor], Tensor],
+        vectors_Nd: Tensor,
+        cells: int,
+        floor: float,
+        kept: int | None = None,
     ) -> Whitening:
         """Args:
         function: see the class.
         vectors_Nd: what it makes of public images.
         cells: how many each channel has.
         floor: added to eigenvalues, over the largest: what is nearly constant stays small.
+        kept: of so many channels' directions there are coordinates, those in which the images
+            differ most; None: there are as many as channels, and no basis is chosen.
         """
         mean = vectors_Nd.mean(dim=0)
         about = (vectors_Nd - mean).double().unflatten(1, (-1, cells))
         between = torch.einsum("nas,nbs->ab", about, about) / (len(about) * cells)
         across = torch.einsum("nas,nat->st", about, about) / (len(about) * about.shape[1])
-        roots = [_inverse_root(one, floor).float() for one in (between, across)]
-        return cls(function, mean, *roots)
+        scaled, turns = _inverse_root(between, floor)
+        channels = scaled @ turns.T if kept is None else scaled.T[-kept:].flip(0)
+        scaled, turns = _inverse_root(across, floor)
+        return cls(function, mean, channels.float(), (scaled @ turns.T).float())
 
     def __call__(self, x_NCHW: Tensor) -> Tensor:
         """Vectors [N, d] about the procedure's mean."""
@@ -97,9 +112,15 @@ class Whitening:
         return white
 
 
-def _inverse_root(covariance: Tensor, floor: float) -> Tensor:
-    """(C/λ₁ + floor)^−½ of a symmetric matrix with largest eigenvalue λ₁."""
+def _inverse_root(covariance: Tensor, floor: float) -> tuple[Tensor, Tensor]:
+    """Eigenvectors V of a symmetric matrix C with largest eigenvalue λ₁, a column each, that of λ₁
+    last, and V diag(λ/λ₁ + floor)^−½: V times that transposed is (C/λ₁ + floor)^−½.
+
+    Signs are such that Σ i·vᵢ > 0, so that machines agree on them: of a largest entry they would
+    not, where it has a twin of the other sign in the mirror image's channel.
+    """
     values, vectors = torch.linalg.eigh(covariance)
-    kept = (values / values[-1]).clamp_min(0) + floor
-    root: Tensor = (vectors / kept.sqrt()) @ vectors.T
-    return root
+    counted = torch.arange(1, len(values) + 1, dtype=vectors.dtype, device=vectors.device)
+    signs = torch.where(counted @ vectors < 0, -1.0, 1.0)
+    turns = vectors * signs
+    return turns * ((values / values[-1]).clamp_min(0) + floor).rsqrt(), turns

@@ -270,7 +270,7 @@ def scattering(shape: Shape) -> FeatureMap:
     Raises:
         SettingError: a side below 8 pixels.
     """
-    channels, cells = _sizes(shape)
+    channels, cells = sizes(shape)
     norm, radius = constants(_public(shape))
     return FeatureMap(
         name="scattering",
@@ -290,7 +290,7 @@ def whitened_scattering(shape: Shape) -> FeatureMap:
     Raises:
         SettingError: a side below 8 pixels.
     """
-    channels, cells = _sizes(shape)
+    channels, cells = sizes(shape)
     white = Whitening.of(scattering_features, _public(shape), cells, FLOOR)
     norm, radius = constants(white.applied(_public(shape)))
     return FeatureMap(
@@ -310,7 +310,7 @@ def _public(shape: Shape) -> Tensor:
         return public_vectors(scattering_features, shape)
 
 
-def _sizes(shape: Shape) -> tuple[int, int]:
+def sizes(shape: Shape) -> tuple[int, int]:
     """Channels, and cells of each."""
     low = Scattering.of((shape[1], shape[2])).low
     rows, columns = (side // 2**J - 2 for side in low.shape)

@@ -132,3 +132,20 @@ def test_every_second_sample_has_the_mean_of_the_spectrum_s_aliases_and_its_deri
     each = torch.func.vmap(torch.func.grad(size))(signal)
     alone = torch.stack([torch.func.grad(size)(one) for one in signal])
     torch.testing.assert_close(each, alone)
+
+
+def test_the_main_directions_alone_are_white_and_in_order() -> None:
+    """By NumPy's eigenvectors: so many of the channels', the largest first."""
+    generator = torch.Generator().manual_seed(0)
+    scale = torch.tensor([1.0, 8.0, 2.0, 4.0])[:, None]
+    turn = torch.linalg.qr(torch.randn(4, 4, generator=generator)).Q
+    vectors = (turn @ (scale * torch.randn(4000, 4, 3, generator=generator))).flatten(1)
+    white = Whitening.of(lambda x: x, vectors, cells=3, floor=0.0, kept=2)
+    made = white.applied(vectors).unflatten(1, (2, 3)).numpy()
+    between = np.einsum("nas,nbs->ab", made, made) / made.shape[0] / 3
+    np.testing.assert_allclose(between / between[0, 0], np.eye(2), atol=0.05)
+    first = white.channels[0].numpy()
+    assert abs(first @ turn[:, 1].numpy()) > 0.99 * np.linalg.norm(first)
+    assert np.linalg.norm(white.channels[1]) > 1.5 * np.linalg.norm(first)
+    again = Whitening.of(lambda x: x, -vectors, cells=3, floor=0.0, kept=2)
+    torch.testing.assert_close(again.channels, white.channels)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 
 import pytest
@@ -13,10 +14,11 @@ from fedsynth.features import feature_map
 from fedsynth.features.feature_map import Shape
 from fedsynth.features.public_statistics import constants, public_vectors
 from fedsynth.features.random_images import random_images
-from fedsynth.features.side_by_side import DICTIONARY, SMALLER, Mirrored, SideBySide
+from fedsynth.features.scattering import sizes
+from fedsynth.features.side_by_side import DICTIONARY, KEPT, SMALLER, Mirrored, SideBySide
 from fedsynth.seeding import torch_generator
 
-SHAPES = ((3, 16, 16), (1, 16, 16))
+GREY, COLOUR = (1, 14, 14), (3, 12, 12)
 PAIR, MIRRORED = "whitened-scattering+random-process", "mirrored-scattering+random-process"
 
 
@@ -31,7 +33,7 @@ def test_vectors_stand_side_by_side_each_times_its_factor() -> None:
     assert Mirrored(made)(x).tolist() == [[4.0, 4.0, 4.0, -2.0, -2.0]]
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("shape", [GREY, COLOUR], ids=str)
 def test_an_image_and_its_mirror_image_have_one_vector(shape: Shape) -> None:
     """The mean of both vectors of the other map, of which each is another."""
     x = images(6, shape)
@@ -45,8 +47,8 @@ def test_an_image_and_its_mirror_image_have_one_vector(shape: Shape) -> None:
 
 @pytest.mark.parametrize("name", [PAIR, MIRRORED])
 def test_each_image_s_vector_is_its_own_and_can_be_pulled_back(name: str) -> None:
-    features = feature_map(name, (3, 16, 16))
-    x = images(5, (3, 16, 16))
+    features = feature_map(name, COLOUR)
+    x = images(5, COLOUR)
     x[2] = 0.0
     together = features(x)
     torch.testing.assert_close(features(x[1:2]), together[1:2], rtol=1e-4, atol=1e-4)
@@ -59,8 +61,8 @@ def test_each_image_s_vector_is_its_own_and_can_be_pulled_back(name: str) -> Non
 
 @pytest.mark.parametrize("name", [PAIR, MIRRORED])
 def test_constants_are_public_and_smaller_than_their_medians(name: str) -> None:
-    features = feature_map(name, (3, 16, 16))
-    norm, radius = constants(public_vectors(features.function, (3, 16, 16)))
+    features = feature_map(name, COLOUR)
+    norm, radius = constants(public_vectors(features.function, COLOUR))
     assert features.norm_bound == pytest.approx(SMALLER * norm, rel=0.02)
     assert features.radius == pytest.approx(SMALLER * radius, rel=0.02)
     assert "no data" in features.source
@@ -68,8 +70,9 @@ def test_constants_are_public_and_smaller_than_their_medians(name: str) -> None:
 
 def test_neither_kind_drowns_the_other() -> None:
     """Distances of public images from their mean: the dictionary's are its factor of scattering's."""
-    vectors = public_vectors(feature_map(PAIR, (1, 16, 16)).function, (1, 16, 16))
-    size = feature_map("whitened-scattering", (1, 16, 16)).dimension
+    vectors = public_vectors(feature_map(PAIR, GREY).function, GREY)
+    channels, cells = sizes(GREY)
+    size = math.ceil(KEPT * channels) * cells
     about = vectors - vectors.mean(dim=0)
     one = about[:, :size].norm(dim=1).median()
     other = about[:, size:].norm(dim=1).median()

@@ -1,0 +1,105 @@
+"""FedStats' settings compared on held-out training images, ε = 1, ten clients, own noise.
+
+    FEDSYNTH_DATA=DIR python benchmarks/fedstats_settings.py [--quick] [--datasets cifar10]
+        [--seeds 0] [--only "logit noise"] [--time-budget 600]
+
+A run (defaults but for one setting, Dir(0.5), 16 rounds, δ = 1e-5) sees all training images but the
+last 10,000, and is measured on these; no test image is read. Compared are feature maps, and how far
+steps go (`logit_noise`), with every client's own noise and with aggregated noise.
+
+Resumes: finished rows are lines of results/fedstats_settings.jsonl.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedsynth import FedStats, RunSettings
+from fedsynth.cli.memory import keep_large_allocations
+from fedsynth.core.feature_cache import keep_features
+from fedsynth.data.images import ImageData
+from fedsynth.data.load import load_dataset
+from fedsynth.federation.simulation import simulate
+from library import RESULTS
+from library.fedstats import Case, classifier_accuracy, settings_for
+from library.kept_features import vectors
+from library.options import add_share, table_options
+from library.results import Results
+
+DATASETS = ("fashion-mnist", "mnist", "cifar10", "emnist-letters")
+HELD_OUT = 10_000
+SCATTERING = "whitened-scattering"
+PAIR = "whitened-scattering+random-process"
+MIRRORED = "mirrored-scattering+random-process"
+REACHES = (0.3, 0.6, 1.2)
+
+
+def variants(dataset: str) -> dict[str, FedStats]:
+    """By name, the most telling first."""
+    maps = (SCATTERING, PAIR, MIRRORED) if dataset == "cifar10" else (SCATTERING, PAIR)
+    found = {f"features {name}": FedStats(features=name) for name in maps}
+    for noise in ("own", "secure"):
+        for far in REACHES:
+            method = FedStats(aggregation=noise, logit_noise=far)
+            found[f"logit noise {far:g} {noise}"] = method
+    return found
+
+
+def held_out_run(
+    settings: RunSettings,
+    data: tuple[ImageData, ImageData],
+    vectors_Nd: Tensor,
+    method: FedStats,
+) -> dict[str, Any]:
+    """A run, and its classifier's accuracy on `data[1]`, whose features are `vectors_Nd`."""
+    train, held_out = data
+    result = simulate(settings, data=(train, None), quiet=True)
+    accuracy = classifier_accuracy(result.model, method, train.spec, vectors_Nd, held_out.labels)
+    return {
+        "accuracy": accuracy,
+        "bytes": result.summary["upload_bytes"],
+        "seconds": round(sum(row["seconds"] for row in result.metrics), 3),
+    }
+
+
+def main() -> None:
+    parser = table_options(__doc__, "two rounds, to see that it runs")
+    parser.add_argument("--datasets", nargs="+", default=list(DATASETS), choices=DATASETS)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    folder = Path(tempfile.gettempdir()) / "fedsynth-features"
+    parser.add_argument("--cache", type=Path, default=folder, help="folder of kept features")
+    add_share(parser)
+    options = parser.parse_args()
+    keep_large_allocations()
+    path = RESULTS / f"fedstats_settings{'_quick' if options.quick else ''}.jsonl"
+    results = Results(path, options.only, options.time_budget)
+    for dataset in options.datasets:
+        whole, _ = load_dataset(dataset)
+        count = len(whole) - HELD_OUT
+        seen = whole.subset(torch.arange(count))
+        held_out = whole.subset(torch.arange(count, len(whole)))
+        made: dict[str, Tensor] = {}
+        for variant, method in variants(dataset).items():
+            if not any(options.only in f"{dataset} {variant} seed={n}" for n in options.seeds):
+                continue
+            features = method.map_of(whole.spec)
+            if features.name not in made:
+                made = {features.name: vectors(options.cache, "train", whole, features)}
+                keep_features(seen, features, made[features.name][:count])
+            for seed in options.seeds:
+                case = Case(dataset, "1", method.aggregation, 0.5, 10)
+                base = settings_for(case, seed, options.device, options.quick)
+                run = partial(held_out_run, vectors_Nd=made[features.name][count:], method=method)
+                settings = replace(base, method=method)
+                results.get(f"{dataset} {variant} seed={seed}", settings, (seen, held_out), run)
+
+
+if __name__ == "__main__":
+    main()
