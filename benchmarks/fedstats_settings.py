@@ -5,7 +5,8 @@
 
 A run (defaults but for one setting, Dir(0.5), 16 rounds, δ = 1e-5) sees all training images but the
 last 10,000, and is measured on these; no test image is read. Compared are feature maps, and how far
-steps go (`logit_noise`), with every client's own noise and with aggregated noise.
+steps go (`logit_noise`), with every client's own noise and with aggregated noise. Of the embedded
+digits, which stand for few records (300 are held out), it is the number of rounds.
 
 Resumes: finished rows are lines of results/fedstats_settings.jsonl.
 """
@@ -16,7 +17,7 @@ import tempfile
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,27 +29,41 @@ from fedsynth.data.images import ImageData
 from fedsynth.data.load import load_dataset
 from fedsynth.federation.simulation import simulate
 from library import RESULTS
-from library.fedstats import Case, classifier_accuracy, settings_for
+from library.fedstats import ROUNDS, Case, classifier_accuracy, settings_for
 from library.kept_features import vectors
 from library.options import add_share, table_options
 from library.results import Results
 
-DATASETS = ("fashion-mnist", "mnist", "cifar10", "emnist-letters")
-HELD_OUT = 10_000
+DATASETS = ("digits", "fashion-mnist", "mnist", "cifar10", "emnist-letters")
+HELD_OUT, FEW = 10_000, 300
 SCATTERING = "whitened-scattering"
 PAIR = "whitened-scattering+random-process"
 MIRRORED = "mirrored-scattering+random-process"
 REACHES = (0.3, 0.6, 1.2)
 
 
-def variants(dataset: str) -> dict[str, FedStats]:
+class Variant(NamedTuple):
+    """What is compared."""
+
+    method: FedStats
+    epsilon: str = "1"
+    rounds: int = ROUNDS
+
+
+def variants(dataset: str) -> dict[str, Variant]:
     """By name, the most telling first."""
+    if dataset == "digits":
+        return {
+            f"rounds {rounds} eps={epsilon}": Variant(FedStats(), epsilon, rounds)
+            for epsilon in ("1", "3")
+            for rounds in (1, 4, ROUNDS)
+        }
     maps = (SCATTERING, PAIR, MIRRORED) if dataset == "cifar10" else (SCATTERING, PAIR)
-    found = {f"features {name}": FedStats(features=name) for name in maps}
+    found = {f"features {name}": Variant(FedStats(features=name)) for name in maps}
     for noise in ("own", "secure"):
         for far in REACHES:
             method = FedStats(aggregation=noise, logit_noise=far)
-            found[f"logit noise {far:g} {noise}"] = method
+            found[f"logit noise {far:g} {noise}"] = Variant(method)
     return found
 
 
@@ -82,11 +97,11 @@ def main() -> None:
     results = Results(path, options.only, options.time_budget)
     for dataset in options.datasets:
         whole, _ = load_dataset(dataset)
-        count = len(whole) - HELD_OUT
+        count = len(whole) - (FEW if dataset == "digits" else HELD_OUT)
         seen = whole.subset(torch.arange(count))
         held_out = whole.subset(torch.arange(count, len(whole)))
         made: dict[str, Tensor] = {}
-        for variant, method in variants(dataset).items():
+        for variant, (method, epsilon, rounds) in variants(dataset).items():
             if not any(options.only in f"{dataset} {variant} seed={n}" for n in options.seeds):
                 continue
             features = method.map_of(whole.spec)
@@ -94,10 +109,11 @@ def main() -> None:
                 made = {features.name: vectors(options.cache, "train", whole, features)}
                 keep_features(seen, features, made[features.name][:count])
             for seed in options.seeds:
-                case = Case(dataset, "1", method.aggregation, 0.5, 10)
+                case = Case(dataset, epsilon, method.aggregation, 0.5, 10)
                 base = settings_for(case, seed, options.device, options.quick)
                 run = partial(held_out_run, vectors_Nd=made[features.name][count:], method=method)
-                settings = replace(base, method=method)
+                asked = 2 if options.quick else rounds
+                settings = replace(base, method=method, rounds=asked)
                 results.get(f"{dataset} {variant} seed={seed}", settings, (seen, held_out), run)
 
 

@@ -11,6 +11,9 @@ from fedsynth.data.registry import DatasetSpec
 from fedsynth.models.feature_linear import embedded
 
 ROUNDS = 16
+DELTA = 1e-5
+DELTAS = {"emnist-letters": 5e-6}
+"""Below one over the number of records."""
 
 
 class Case(NamedTuple):
@@ -31,7 +34,10 @@ class Case(NamedTuple):
 
 
 def settings_for(case: Case, seed: int, device: str, quick: bool) -> RunSettings:
-    private = None if case.epsilon == "inf" else PrivacySettings(epsilon=float(case.epsilon))
+    private = None
+    if case.epsilon != "inf":
+        delta = DELTAS.get(case.dataset, DELTA)
+        private = PrivacySettings(epsilon=float(case.epsilon), delta=delta)
     return RunSettings(
         FedStats(aggregation=case.noise),
         dataset=case.dataset,

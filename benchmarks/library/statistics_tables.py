@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable
 from functools import partial
 from operator import itemgetter
 
-from library.rows import by_key, percents, spread, table
+from library.rows import NOTHING, by_key, percents, spread, table
 
 SEEDS = (0, 1, 2, 3, 4)
 DATASETS = {
@@ -22,6 +23,11 @@ SOURCES = {
     "moved": "moved towards class means as well (steps 1 to 3)",
 }
 NOISES = {"own": "own", "secure": "aggregated"}
+SCATTERING, PAIR, MIRRORED = (
+    "whitened-scattering",
+    "whitened-scattering+random-process",
+    "mirrored-scattering+random-process",
+)
 
 
 def _cell(dataset: str, epsilon: str, noise: str, alpha: str, clients: int) -> str:
@@ -58,6 +64,59 @@ def _clients() -> str:
     return table(["", "3 clients", "10 clients", "50 clients"], body)
 
 
+def _cost() -> str:
+    """What a client sends, and seconds of a run but for features, at ε = 1 with own noise."""
+    rows = by_key("fedstats_table")
+    body = []
+    for dataset, label in DATASETS.items():
+        name = f"{dataset} eps=1 own alpha=0.5 K=10"
+        there = [rows[f"{name} seed={n}"] for n in SEEDS if f"{name} seed={n}" in rows]
+        if not there:
+            body.append([label, NOTHING, NOTHING])
+            continue
+        sent = there[0]["bytes"] / 10 / 1e6
+        seconds = statistics.median(row["seconds"] for row in there)
+        body.append([label, f"{sent:.2f}", f"{seconds:.0f}"])
+    return table(["", "MB that a client sends", "seconds"], body)
+
+
+def _features() -> str:
+    """Held-out accuracy at ε = 1 with own noise by feature map."""
+    rows = by_key("fedstats_settings")
+    body = []
+    for name in (SCATTERING, PAIR, MIRRORED):
+        values = [percents(rows, f"{one} features {name}", (0,)) for one in DATASETS]
+        body.append([f"`{name}`", *(spread(one, 1) for one in values)])
+    return table(["", *DATASETS.values()], body)
+
+
+def _reach() -> str:
+    """Held-out accuracy at ε = 1 by how far steps go."""
+    rows = by_key("fedstats_settings")
+    body = []
+    for dataset, label in DATASETS.items():
+        for noise, word in NOISES.items():
+            values = [
+                percents(rows, f"{dataset} logit noise {far} {noise}", (0,))
+                for far in ("0.3", "0.6", "1.2")
+            ]
+            if any(values):
+                body.append([f"{label}, {word} noise", *(spread(one, 1) for one in values)])
+    return table(["`logit_noise`", "0.3", "0.6", "1.2"], body)
+
+
+def _few_records() -> str:
+    """Held-out accuracy on the embedded digits by the number of rounds."""
+    rows = by_key("fedstats_settings")
+    body = []
+    for epsilon in ("1", "3"):
+        values = [
+            percents(rows, f"digits rounds {rounds} eps={epsilon}", SEEDS) for rounds in (1, 4, 16)
+        ]
+        body.append([f"ε = {epsilon}", *(spread(one, len(SEEDS), 1) for one in values)])
+    return table(["", "1 round", "4 rounds", "16 rounds"], body)
+
+
 def _students() -> str:
     """Classifier and students at ε = 1 with own noise, Dir(0.5), ten clients, 400 images a class."""
     rows = by_key("fedstats_students")
@@ -91,6 +150,10 @@ TABLES: dict[str, Callable[[], str]] = {
     "fedstats-secure": partial(_teacher, "secure"),
     "fedstats-skew": _skew,
     "fedstats-clients": _clients,
+    "fedstats-cost": _cost,
+    "fedstats-features": _features,
+    "fedstats-reach": _reach,
+    "fedstats-few-records": _few_records,
     "fedstats-students": _students,
     "fedstats-diagnosis": _diagnosis,
 }

@@ -207,7 +207,7 @@ class FedStats(SharesNoise):
     logit_noise: float = 0.6
     momentum: float = 0.5
     step_floor: float = 0.1
-    curvature: float = 0.0075
+    curvature: float = 0.00375
     ipc: int = 0
     pixel_share: float = 0.15
     image_steps: int = 12

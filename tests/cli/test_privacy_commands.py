@@ -77,15 +77,15 @@ def test_a_budget_gives_sigma_for_each_mechanism() -> None:
 
 
 def test_a_plan_tells_the_signal_to_noise_of_releases_that_have_a_public_case() -> None:
-    """σ = 2, four clients of 100, 324 features of the digits: centre Σ norm 400, moments (at such a σ
-    without second ones) and steps 400/√10, over 2·√share⁻¹·√4·√D."""
+    """σ = 2, four clients of 100, 324 features of the digits: centre Σ norm 400, moments
+    (with privacy without second ones) and steps 400/√10, over 2·√share⁻¹·√4·√D."""
     public = ("--n", "100", "--clients", "4", "--rounds", "3", "--dataset", "digits")
     words = ("privacy", "plan", "--method", "fedstats", "--sigma", "2", *public)
     (plan,) = json.loads(call(*words, "--json").stdout)
     expected = [
-        40 * 10**0.5 / (2 * 0.1**-0.5 * 2 * 3240**0.5),
+        40 * 10**0.5 / (2 * (3 / 0.96) ** 0.5 * 2 * 3240**0.5),
         400 / (2 * 0.04**-0.5 * 2 * 324**0.5),
-        40 * 10**0.5 / (2 * (2 / 0.86) ** 0.5 * 2 * 3240**0.5),
+        40 * 10**0.5 / (2 * (3 / 0.96) ** 0.5 * 2 * 3240**0.5),
     ]
     assert [row["signal_to_noise"] for row in plan["rows"]] == pytest.approx(expected)
     shown = call(*words).stdout
