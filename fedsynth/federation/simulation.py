@@ -63,7 +63,7 @@ from fedsynth.federation.outputs.report_context import report_context
 from fedsynth.federation.outputs.result import RunResult, own_sources, summarise
 from fedsynth.federation.outputs.results import Results
 from fedsynth.federation.outputs.run_folder import RunFolder
-from fedsynth.federation.outputs.verification import plan_when_it_began
+from fedsynth.federation.outputs.verified_charges import plan_when_it_began
 from fedsynth.federation.spoken import Spoken
 from fedsynth.federation.terms.client_ledgers import Clients
 from fedsynth.federation.terms.devices import check_compiler, resolve_device
