@@ -179,6 +179,25 @@ def _fedkf_paper() -> str:
     return table(["Dir(0.1), one seed", "AMP", "FM", "WLP"], body)
 
 
+def _fedkf_long(alpha: str, seed: int) -> str:
+    """One seed at two lengths: AMP after the last round, and the best of those measured."""
+    rows = by_key("fedkf_table")
+    body = []
+    for name, title in FEDKF_ROWS.items():
+        runs = [rows.get(f"{size}{name} alpha={alpha} seed={seed}") for size in ("", "long ")]
+        if runs[1] is None:
+            continue
+        for final in ("aca", "oca"):
+            cells = [f"{title} ({final.upper()})"]
+            for run in runs:
+                measured = [row for row in ([] if run is None else run["rows"]) if "models" in row]
+                curve = [100 * row["models"][final]["local"]["amp"] for row in measured]
+                cells += [f"{curve[-1]:.2f}", f"{max(curve):.2f}"] if curve else [NOTHING] * 2
+            body.append(cells)
+    head = ["50 rounds, rate 0.02: AMP, last", "best", "100 rounds, rate 0.01: AMP, last", "best"]
+    return table([f"Dir({alpha}), seed {seed}", *head], body)
+
+
 def _fedkf_generators(alphas: Sequence[str]) -> str:
     """Class entropy over log C of what clients' generators make, by round."""
     rows = by_key("fedkf_table")
@@ -492,6 +511,7 @@ TABLES: dict[str, Callable[[], str]] = {
     **{f"fedaf-{group}": partial(_fedaf_readings, group) for group in READINGS},
     "fedkf": partial(_fedkf, ("0.1", "0.01")),
     "fedkf-paper": _fedkf_paper,
+    "fedkf-long": partial(_fedkf_long, "0.1", 3),
     "fedkf-generators": partial(_fedkf_generators, ("0.1", "0.01")),
     "data-free-scale": partial(_data_free, "scale"),
     "data-free-table": partial(_data_free, "table"),
