@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from library.compared import PERSONAL, TAKE_FEDAVGS_RATE
-from library.fedaf import READINGS
+from library.fedaf import ALPHA, READING_SEEDS, READINGS
 from library.rows import NOTHING, apart, by_key, lines, percents, spread, table
 
 SEEDS = range(3)
@@ -62,7 +62,7 @@ def _feddm_readings() -> str:
     names = dict.fromkeys(key.rsplit(" seed=", 1)[0] for key in rows)
     body = []
     for name in names:
-        made = percents(rows, name, READING_SEEDS)
+        made = percents(rows, name, range(2))
         body.append([name, spread(made, len(made)), str(len(made))])
     return table(["reading", "held-out accuracy", "seeds"], body)
 
@@ -71,7 +71,6 @@ def _feddm_readings() -> str:
 
 FEDAF_ROWS = ("FedDM", "FedAF", "without CDC", "without LGKM", "γ = 0.5", "γ = 1")
 FEDAF_TITLES = {"FedAF": "FedAF (γ = 0.9)"}
-READING_SEEDS = range(2)
 
 
 def _best(row: Row) -> float:
@@ -125,11 +124,12 @@ def _fedaf_domains() -> str:
 def _fedaf_readings(group: str) -> str:
     """Readings of one group on held-out images, with the seeds that are made."""
     rows = by_key("fedaf_readings")
+    seeds = READING_SEEDS.get(group, (0, 1))
     body = []
     for name in READINGS[group]:
-        key = f"{name}, Dir(0.1)"
+        key = f"{name}, Dir({ALPHA.get(group, 0.1)})"
         last, best = (
-            spread(percents(rows, key, READING_SEEDS, value), len(READING_SEEDS))
+            spread(percents(rows, key, seeds, value), len(seeds))
             for value in (lambda row: row["accuracy"], _best)
         )
         if last != NOTHING:
