@@ -134,6 +134,10 @@ READINGS: dict[
         for name in ("without LGKM", "mean")
     }
     | {
+        f"late: mean, τ = 4, {title}": ("FedAF", 10, {**MATCHING["mean, τ = 4"], **LATE[title]})
+        for title in ("image rate = 0.2, from real images",)
+    }
+    | {
         f"late: FedDM, image rate = {r:g}, from real images": (
             "FedDM",
             10,
