@@ -382,7 +382,9 @@ class PrivateClients:
                 return self._images(part[indices], len(indices))
 
             labels = self._data.labels[part]
-            dp_sgd(model, images, labels, s, steps, settings, penalty, loss, units)
+            linear = isinstance(model, OnFeatures) and model.linear
+            factors = model.gradient_factors if linear else None
+            dp_sgd(model, images, labels, s, steps, settings, penalty, loss, units, factors)
             report(done)
 
 

@@ -62,6 +62,13 @@ class OnFeatures(nn.Module):
         logits: Tensor = self(self.vectors(features_Nd))
         return logits
 
+    def gradient_factors(self, x: Tensor, labels_N: Tensor) -> tuple[Tensor, Tensor]:
+        """p − y [N, classes] and z [N, d] of a linear model: the gradient of an example's
+        cross-entropy is their outer product."""
+        z = self.embed(x)
+        p = self.classifier(z).softmax(dim=1)
+        return p - nn.functional.one_hot(labels_N, p.shape[1]), z
+
     def forward(self, x: Tensor) -> Tensor:
         logits: Tensor = self.classifier(self.embed(x))
         return logits

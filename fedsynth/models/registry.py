@@ -16,6 +16,7 @@ from torch import nn
 from fedsynth.core.validation import check_ranges
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.errors import Setting, SettingError, unknown_name, unknown_value
+from fedsynth.features.feature_map import FeatureMap
 from fedsynth.features.registry import feature_map, feature_names
 from fedsynth.models.alexnet import AlexNet
 from fedsynth.models.convnet import NORMS, ConvNet
@@ -278,10 +279,18 @@ def build_network(settings: ModelSettings, spec: DatasetSpec, seed: int) -> nn.M
     """
     if not settings.features:
         return build_model(settings, spec.image_shape, spec.classes, seed)
-    features = feature_map(settings.features, spec.image_shape)
+    features = _map_below(settings, spec)
     hidden = settings.width if settings.name == "mlp" else 0
     with forked_rng(seed, "model initialisation"):
         return OnFeatures(features, spec, hidden)
+
+
+def _map_below(settings: ModelSettings, spec: DatasetSpec) -> FeatureMap:
+    """φ; what is wrong with it is said of this setting."""
+    try:
+        return feature_map(settings.features, spec.image_shape)
+    except SettingError as error:
+        raise SettingError("model", "features", f"cannot be used: {error}") from None
 
 
 def feature_facts(settings: ModelSettings, spec: DatasetSpec) -> dict[str, str]:
@@ -289,7 +298,7 @@ def feature_facts(settings: ModelSettings, spec: DatasetSpec) -> dict[str, str]:
     without one."""
     if not settings.features:
         return {}
-    features = feature_map(settings.features, spec.image_shape)
+    features = _map_below(settings, spec)
     return {
         "feature map": f"{features.name}, {features.dimension} coordinates: fixed before data are "
         "read; each image's vector depends on that image alone",
