@@ -31,9 +31,7 @@ PIXELS = feature_map("pixels", SPEC.image_shape)
 
 def data(n: int = 40) -> ImageData:
     rng = np.random.default_rng(0)
-    return from_arrays(
-        rng.integers(0, 256, (n, 1, 8, 8)).astype(np.uint8), np.arange(n) % 10, SPEC
-    )
+    return from_arrays(rng.integers(0, 256, (n, 1, 8, 8)).astype(np.uint8), np.arange(n) % 10, SPEC)
 
 
 def z_of(images: ImageData) -> np.ndarray:
