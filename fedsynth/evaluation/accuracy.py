@@ -45,8 +45,9 @@ def correct(
     """
     mode = model.training
     model.eval()
-    where = torch.arange(len(data)) if among is None else among
-    where = where.to(data.labels.device)
+    device = data.labels.device
+    where = torch.arange(len(data), device=device) if among is None else among
+    where = where.to(device, non_blocking=True)
     logits = _logits_of(model, data, where)
     with torch.no_grad():
         right = [logits(some).argmax(dim=1) == data.labels[some] for some in where.split(batch)]
