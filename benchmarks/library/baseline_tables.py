@@ -28,7 +28,7 @@ def _name(kind: int, dataset: str, alpha: str) -> tuple[str, str]:
 
 def _rows(kind: int) -> list[Mapping[str, Any]]:
     """All rows of one way."""
-    found = []
+    found: list[Mapping[str, Any]] = []
     for dataset in DATASETS:
         for alpha in ALPHAS:
             file, name = _name(kind, dataset, alpha)

@@ -51,7 +51,13 @@ def candidates() -> Iterator[Candidate]:
 
 
 def linear_settings(
-    dataset: str, one: Candidate, alpha: float, seed: int, device: str, quick: bool
+    dataset: str,
+    one: Candidate,
+    alpha: float,
+    seed: int,
+    device: str,
+    quick: bool,
+    epsilon: float = EPSILON,
 ) -> RunSettings:
     """A run of DP-FedAvg with a linear model on features."""
     steps = round(1 / one.rate)
@@ -64,7 +70,7 @@ def linear_settings(
         evaluate_every=one.rounds,
         partition=PartitionSettings("dirichlet-plain", clients=10, alpha=alpha),
         model=ModelSettings(features=FEATURES),
-        privacy=PrivacySettings(epsilon=EPSILON, clip=one.clip, sample_rate=one.rate),
+        privacy=PrivacySettings(epsilon=epsilon, clip=one.clip, sample_rate=one.rate),
     )
 
 
