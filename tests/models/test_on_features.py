@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fedsynth import FedAvg, ModelSettings, RunSettings, resolve, simulate
+from fedsynth.core import feature_cache
 from fedsynth.core.client import OpenClients
 from fedsynth.core.feature_cache import kept_features
 from fedsynth.data.images import ImageData, from_arrays, normalise
@@ -122,6 +123,27 @@ def test_each_image_is_mapped_once_a_run(counting: list[int], privacy: dict[str,
     )
     simulate(settings, data=(train, test))
     assert sum(counting) == len(train) + len(test)
+
+
+def test_vectors_of_a_large_data_set_are_made_anew_to_the_same_model(
+    monkeypatch: pytest.MonkeyPatch, counting: list[int]
+) -> None:
+    settings = resolve(
+        {
+            "run": {"method": "fedavg", "rounds": 2},
+            "method": {"local_epochs": 2},
+            "model": {"features": "own-counting"},
+        }
+    )
+    found = []
+    for most in (feature_cache.MOST_BYTES, 1):
+        counting.clear()
+        monkeypatch.setattr(feature_cache, "MOST_BYTES", most)
+        train = load_dataset("digits")[0]
+        model = simulate(settings, data=(train, None)).model
+        found.append(model.state_dict()["classifier.weight"])
+    assert sum(counting) >= 4 * len(train)  # two passes a round
+    torch.testing.assert_close(found[0], found[1])
 
 
 def shifted(by: float) -> FeatureMap:

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from fedsynth import resolve
+from fedsynth import resolve, simulate
 from fedsynth.core.charging import charge_for
 from fedsynth.core.client import PrivateClients
 from fedsynth.core.context import RoundContext, round_context
@@ -244,6 +244,31 @@ def test_the_report_lists_the_constants() -> None:
     assert plan.plans[0].name == MODEL
     assert plan.plans[0].dimension == 640
     assert PIXELS.source in items["constants of the features"]
+
+
+def test_full_steps_do_not_depend_on_the_partition() -> None:
+    """Three rounds of one step on all records: those of one client that has everything, but for
+    rounding and noise that is next to none."""
+    data = from_arrays(images(60), np.arange(60) % 10, SPEC)
+    found = []
+    for partition in ({"clients": 1}, {"clients": 3, "alpha": 0.1, "min_size": 1}):
+        run = resolve(
+            {
+                "run": {"method": "fedavg", "rounds": 3},
+                "partition": partition,
+                "method": {"local_steps": 1, "lr": 5.0, "momentum": 0.0},
+                "model": {"features": "pixels"},
+                "privacy": {
+                    "noise_multiplier": 1e-6,
+                    "clip": 0.3,
+                    "sample_rate": 1.0,
+                    "nominal_size": 60 / partition["clients"],
+                },
+            }
+        )
+        model = simulate(run, data=(data, None)).model
+        found.append(model.state_dict()["classifier.weight"])
+    torch.testing.assert_close(found[0], found[1], atol=1e-5, rtol=1e-4)
 
 
 def test_users_mean_gradients_are_written_out_and_clipped_as_before() -> None:
