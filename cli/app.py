@@ -131,6 +131,7 @@ def train(
     quorum: given.Quorum = None,
     model: given.Model = None,
     client_models: given.ClientModels = None,
+    features: given.Features = None,
     width: given.Width = None,
     depth: given.Depth = None,
     norm: given.Norm = None,

@@ -67,7 +67,7 @@ ALLOWED = {
     ("data/images.py", "ImageData.to"): "the data, once",
     ("data/images.py", "_check_finite"): LOOK,
     ("data/images.py", "_check_label_range"): LOOK,
-    ("core/feature_cache.py", "kept_features"): "which vectors are there, in the first round",
+    ("core/feature_cache.py", "feature_table"): "which vectors are there, once for each step",
     ("data/images.py", "ImageData.subset"): LOOK,
     ("data/fingerprints.py", "record_digests"): "who holds what out, before the first round",
     ("evaluation/generated.py", "tally"): RESULT,
@@ -150,6 +150,9 @@ CASES = {
     "feddm, batch norm": small("feddm", False, model={"norm": "batch"}),
     "feddm, distributions": small("feddm", False, method={"matching": "sinkhorn"}),
     "fedaf, rows": small("fedaf", False, method={"distance": "rows"}),
+    "fedavg, on features": small("fedavg", False, model={"features": "pixels"}),
+    "fedavg, on features, private": small("fedavg", True, model={"features": "pixels"}),
+    "moon, on features, private": small("moon", True, model={"features": "pixels", "name": "mlp"}),
     "fedavg, in one pass": small(
         "fedavg", False, model={"name": "linear"}, partition={"clients": 5}, method={"batch": 8}
     ),
