@@ -2,16 +2,17 @@
 of `fedaf_table.py`.
 
     FEDSYNTH_DATA=... python benchmarks/fedaf_readings.py [--group matching] [--quick] [--json]
-        [--alphas 0.1] [--seeds 0 1] [--only 'τ = 4'] [--time-budget 3600]
+        [--seeds 0 1] [--only 'τ = 4'] [--time-budget 3600]
 
 Groups: `rates` (the image rate at the table's number of steps, of FedAF and of FedDM, which the
 table takes), `real` (how strong knowledge matching is, how soft, when, and by which batch norm, and
 as many server steps as the paper has: on random real images in place of condensed ones, kept over
 the rounds, at width 8, so that a row costs a minute), `matching` (the same for few readings with
 condensed images, at the table's size), `late` (the paper's image rate over the table's ten rounds,
-from averages of images and from images), `steps` (with as many server steps as the paper has and
-four times the condensation steps, at width 8). Accuracy is that on 5,000 training images held out of the
-run: the test set is not read. Finished runs are lines of results/fedaf_readings.jsonl.
+from averages of images and from images), `skew` (the table's own settings at Dir(0.02)), `steps`
+(with as many server steps as the paper has and four times the condensation steps, at width 8).
+Accuracy is that on 5,000 training images held out of the run: the test set is not read. Finished
+runs are lines of results/fedaf_readings.jsonl.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import Any
 from fedsynth.cli.memory import keep_large_allocations
 from fedsynth.data.load import load_dataset
 from library import RESULTS
-from library.fedaf import READINGS, reading
+from library.fedaf import ALPHA, READING_SEEDS, READINGS, reading
 from library.options import add_share, table_options
 from library.results import Results, held_out, summarise
 
@@ -30,8 +31,7 @@ from library.results import Results, held_out, summarise
 def main() -> None:
     parser = table_options(__doc__)
     parser.add_argument("--group", choices=READINGS, nargs="+", default=list(READINGS))
-    parser.add_argument("--alphas", type=float, nargs="+", default=[0.1])
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
+    parser.add_argument("--seeds", type=int, nargs="+", help="0 and 1; of `skew` 0, 1 and 2")
     add_share(parser)
     options = parser.parse_args()
     keep_large_allocations()
@@ -39,14 +39,14 @@ def main() -> None:
     path = RESULTS / f"fedaf_readings{'_quick' if options.quick else ''}.jsonl"
     results = Results(path, options.only, options.time_budget)
     table: dict[tuple[float, str, str], list[dict[str, Any]]] = {}
-    for alpha in options.alphas:
-        for seed in options.seeds:  # one seed of every reading before the next seed of any
-            for group in options.group:
-                for name in READINGS[group]:
-                    settings = reading(group, name, alpha, seed, options.device, options.quick)
-                    row = results.get(f"{name}, Dir({alpha}) seed={seed}", settings, data)
-                    if row is not None:
-                        table.setdefault((alpha, group, name), []).append(row)
+    for group in options.group:
+        alpha = ALPHA.get(group, 0.1)
+        for seed in options.seeds or READING_SEEDS.get(group, (0, 1)):  # one of every reading first
+            for name in READINGS[group]:
+                settings = reading(group, name, alpha, seed, options.device, options.quick)
+                row = results.get(f"{name}, Dir({alpha}) seed={seed}", settings, data)
+                if row is not None:
+                    table.setdefault((alpha, group, name), []).append(row)
     shown = {
         f"{name}, Dir({alpha:g})": {
             "last": summarise([100 * row["accuracy"] for row in rows]),

@@ -1,15 +1,16 @@
 """FedAvg, FedAvg (OCA) and FedKF's four variants on a tenth of EMNIST letters, 4 of 20 clients a
 round, for two CPU cores.
 
-    FEDSYNTH_DATA=... python benchmarks/fedkf_table.py [--paper] [--quick] [--json] [--alphas 0.1]
+    FEDSYNTH_DATA=... python benchmarks/fedkf_table.py [--size long] [--quick] [--json] [--alphas 0.1]
         [--seeds 0] [--only 'seed=1'] [--time-budget 3600]
 
 The paper's Table V setting as its official code has it: LeNet-5, batch 64, 10 local epochs, every
 client with the same number of steps, the code's own partition, 20 % of each client's data test, 10
 % of each class is used. What differs: 50 rounds where the paper has 100, so the learning rate is
 twice the paper's, 0.02, for every row; and generators of width 8 (the paper's: 64). Nothing is
-chosen by the test splits. `--paper` has neither difference: 100 rounds, rate 0.01, width 64 (hours
-a run; Dir(0.1) and one seed unless others are named).
+chosen by the test splits. `--size long` has the paper's 100 rounds and rate with the small generators,
+and `--size paper` its generators too (hours a run); both take Dir(0.1), and `paper` one seed, unless
+others are named.
 
 One training of FedAvg, FedKF and FedKF⁻ each gives both final models. AMP and WLP in %, FM in 10⁻³,
 of the last round; the rounds until AMP reaches FedAvg's last one (evaluated every fifth round);
@@ -22,7 +23,7 @@ from __future__ import annotations
 
 import json
 import statistics
-from typing import Any
+from typing import Any, NamedTuple
 
 from fedsynth.cli.memory import keep_large_allocations
 from fedsynth.data.load import load_dataset
@@ -35,15 +36,25 @@ from library.results import Results
 SIZE: dict[str, Any] = {
     "local_epochs": 10,
     "batch": 64,
-    "lr": 0.02,
     "momentum": 0.0,
     "final": "oca",
     "equal_steps": True,
 }
-GENERATOR: dict[str, Any] = {"generator_width": 8}
-ROUNDS = 50
-PAPER: dict[str, Any] = {"lr": 0.01}
-PAPER_ROUNDS = 100
+
+
+class Length(NamedTuple):
+    """How long a training is, and with which generators; the rate goes with the rounds."""
+
+    rounds: int
+    lr: float
+    generator_width: int | None
+
+
+SIZES = {
+    "table": Length(50, 0.02, 8),
+    "long": Length(100, 0.01, 8),
+    "paper": Length(100, 0.01, None),
+}
 TRAININGS: dict[str, tuple[str, dict[str, Any]]] = {
     "FedAvg": ("fedavg", {}),
     "FedKF-": ("fedkf", {"teacher": "aca"}),
@@ -53,17 +64,19 @@ EVERY = 5
 
 
 def settings_for(
-    name: str, alpha: float, seed: int, device: str, quick: bool, paper: bool = False
+    name: str, alpha: float, seed: int, device: str, quick: bool, size: str = "table"
 ) -> RunSettings:
     method, values = TRAININGS[name]
-    size = {**SIZE, **(PAPER if paper else {}), **({"local_epochs": 1} if quick else {})}
-    generator = {} if paper or method != "fedkf" else GENERATOR
-    rounds = PAPER_ROUNDS if paper else ROUNDS
+    length = SIZES[size]
+    steps = {**SIZE, "lr": length.lr, **({"local_epochs": 1} if quick else {})}
+    generator: dict[str, Any] = {}
+    if method == "fedkf" and length.generator_width is not None:
+        generator["generator_width"] = length.generator_width
     return resolve(
         {
             "run": {
                 "method": method,
-                "rounds": 2 if quick else rounds,
+                "rounds": 2 if quick else length.rounds,
                 "seed": seed,
                 "device": device,
                 "participation": 0.2,
@@ -78,33 +91,33 @@ def settings_for(
                 "local_test": 0.2,
             },
             "model": {"name": "lenet5"},
-            "method": {**size, **generator, **values},
+            "method": {**steps, **generator, **values},
         }
     )
 
 
 def main() -> None:
     parser = table_options(__doc__, "two rounds and few steps, to see that it runs")
-    parser.add_argument("--paper", action="store_true", help="the paper's size")
+    parser.add_argument("--size", choices=SIZES, default="table", help="how much of the paper's")
     parser.add_argument("--alphas", type=float, nargs="+")
     parser.add_argument("--seeds", type=int, nargs="+")
     add_share(parser)
     options = parser.parse_args()
-    alphas = options.alphas or ([0.1] if options.paper else [0.1, 0.01])
-    seeds = options.seeds or ([0] if options.paper else [0, 1, 2, 3, 4])
+    alphas = options.alphas or ([0.1, 0.01] if options.size == "table" else [0.1])
+    seeds = options.seeds or ([0] if options.size == "paper" else [0, 1, 2, 3, 4])
     keep_large_allocations()
     data = load_dataset("emnist-letters")
     path = RESULTS / f"fedkf_table{'_quick' if options.quick else ''}.jsonl"
     results = Results(path, options.only, options.time_budget)
-    size = "paper " if options.paper else ""
+    prefix = "" if options.size == "table" else f"{options.size} "
     made: dict[tuple[str, float, int], dict[str, Any]] = {}
     for alpha in alphas:
         for seed in seeds:  # one seed of every row before the next
             for name in TRAININGS:
                 settings = settings_for(
-                    name, alpha, seed, options.device, options.quick, options.paper
+                    name, alpha, seed, options.device, options.quick, options.size
                 )
-                row = results.get(f"{size}{name} alpha={alpha:g} seed={seed}", settings, data)
+                row = results.get(f"{prefix}{name} alpha={alpha:g} seed={seed}", settings, data)
                 if row is not None:
                     made[name, alpha, seed] = row
     table = {

@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from library import (
+    baseline_tables,
     how_long_tables,
     method_tables,
     own_data_tables,
@@ -55,6 +56,7 @@ PARTS = (
     reproduction_tables,
     own_data_tables,
     statistics_tables,
+    baseline_tables,
     how_long_tables,
 )
 TABLES: dict[str, Callable[[], str]] = {

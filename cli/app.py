@@ -131,6 +131,7 @@ def train(
     quorum: given.Quorum = None,
     model: given.Model = None,
     client_models: given.ClientModels = None,
+    features: given.Features = None,
     width: given.Width = None,
     depth: given.Depth = None,
     norm: given.Norm = None,
@@ -259,7 +260,7 @@ def _show_partition(
 def _dry_run(sections: dict[str, dict[str, Any]], names: given.OptionNames, as_json: bool) -> None:
     from fedsynth.cli.privacy_commands import print_plans
     from fedsynth.federation.outputs.privacy_words import headline
-    from fedsynth.federation.simulation import NO_LATER_EPSILON, UNPROTECTED
+    from fedsynth.federation.run_words import NO_LATER_EPSILON, UNPROTECTED
     from fedsynth.federation.terms.costs import long_draw, plan_of, privacy_plan
     from fedsynth.federation.terms.devices import check_compiler, resolve_device
     from fedsynth.federation.terms.settings import resolve

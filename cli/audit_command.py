@@ -86,6 +86,7 @@ def audit(
     participation: given.Participation = None,
     model: given.Model = None,
     client_models: given.ClientModels = None,
+    features: given.Features = None,
     width: given.Width = None,
     depth: given.Depth = None,
     norm: given.Norm = None,

@@ -265,7 +265,7 @@ Model = Annotated[
     _model(
         "--model",
         "--server-model",
-        help="convnet, linear, lenet5, cnn1, cnn2, resnet8, resnet18, resnet50, alexnet or "
+        help="convnet, linear, mlp, lenet5, cnn1, cnn2, resnet8, resnet18, resnet50, alexnet or "
         "googlenet; or your own: FILE.py:NAME, a class or function of image_shape and classes.",
     ),
 ]
@@ -276,7 +276,16 @@ ClientModels = Annotated[
         "methods)."
     ),
 ]
-Width = Annotated[int | None, _model(help="Channels of a block.")]
+Features = Annotated[
+    str | None,
+    _model(
+        help="A fixed feature map that a linear model (or --model mlp) is trained on, by methods that "
+        "train models: whitened-scattering, scattering, random-process, pixels, ....",
+    ),
+]
+Width = Annotated[
+    int | None, _model(help="Channels of a block of convnet; units of the hidden layer of mlp.")
+]
 Depth = Annotated[int | None, _model(help="Number of blocks.")]
 Norm = Annotated[
     str | None, _model(help="instance, group, batch or none; the model's own if not given.")
@@ -384,7 +393,7 @@ SETTINGS: dict[str, tuple[str, str]] = {
     },
     "model": ("model", "name"),
     "client_models": ("model", "clients"),
-    **{name: ("model", name) for name in ("width", "depth", "norm")},
+    **{name: ("model", name) for name in ("features", "width", "depth", "norm")},
     **{name: ("method", name) for name in ("ipc", "matching")},
     "dp_sigma": ("privacy", "noise_multiplier"),
     **{

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from fedsynth.privacy.errors import ForbiddenLayerError, PrivacyError
 from fedsynth.privacy.mechanisms import GaussianSums
 from fedsynth.privacy.passes import padded, pass_length
+from fedsynth.privacy.products import clipped_product
 from fedsynth.privacy.units import Units
 from fedsynth.privacy.wording import Setting, Text
 
@@ -36,12 +37,21 @@ ExampleLoss = Callable[[nn.Module, Tensor, Tensor], Tensor]
 """(network, images [N, C, H, W], labels [N]) -> the loss of each example [N], which depends on that
 example alone."""
 
+Factors = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""(inputs [N, …], labels [N]) -> l [N, P] and r [N, Q]: the gradient of each example's cross-entropy
+is l ⊗ r, row by row of the model's only parameter [P, Q], and depends on that example alone."""
+
 PHYSICAL_BATCH, PHYSICAL_BYTES = 128, 2**30
 """Per-example gradients held at a time, at most."""
 
 PASS_START = 2**18
 """What a pass costs by itself, in units of a row's parameters (Opacus' hooks and bookkeeping,
 measured on a CPU for ConvNets)."""
+
+
+FACTOR_BATCH, FACTOR_START = 512, 64.0
+"""Of passes whose gradients come as factors: rows held at a time, and what a pass costs by itself, in
+rows (the product of the factors is written out once a pass)."""
 
 
 class Optimiser(Protocol):
@@ -141,6 +151,7 @@ def dp_sgd(
     penalty: Penalty | None = None,
     loss: ExampleLoss | None = None,
     units: Units | None = None,
+    factors: Factors | None = None,
 ) -> None:
     """Trains `model` in place for `steps` private steps.
 
@@ -158,6 +169,9 @@ def dp_sgd(
             released models, and at no other example.
         units: of the client's records; None: each is one. Where users are the units, a user's mean
             gradient is clipped, and `expected_batch_size` counts users.
+        factors: of a linear model's gradients, at the model's present weights: they are then clipped
+            and summed without being written out, to the same sums but for rounding. For its
+            cross-entropy alone, and not used where users are the units.
     """
     from opacus.grad_sample import GradSampleModule
 
@@ -169,13 +183,21 @@ def dp_sgd(
     size = len(flat)
     at_most = min(PHYSICAL_BATCH, PHYSICAL_BYTES // (2 * 4 * size))  # by layer, and joined
     members = Units(len(labels_N)) if units is None else units
+    short = factors is not None and loss is None and not members.grouped
     length = pass_length(settings.expected_batch_size, PASS_START / size, max(1, at_most))
+    if short:
+        length = pass_length(settings.expected_batch_size, FACTOR_START, FACTOR_BATCH)
     try:
         for _ in range(steps):
             for sample in members.sample(series).split(length):
                 part = sample.records.to(labels_N.device, non_blocking=True)
                 x = padded(images(part), length)
                 y = padded(labels_N[part], length)
+                if factors is not None and short:
+                    with torch.no_grad():
+                        made = clipped_product(*factors(x, y), series.sensitivity)
+                    series.add_products(made.part(slice(len(part))), sample)
+                    continue
                 rows = _per_example_gradients(model, parameters, x, y, loss or cross_entropies)
                 one_group = torch.zeros(len(part), dtype=torch.int64, device=rows.device)
                 series.add(rows[: len(part)], one_group, sample)

@@ -173,6 +173,11 @@ class GaussianSums:
         return self._release.sample_rate
 
     @property
+    def sensitivity(self) -> float:
+        """𝒞, as charged: what every unit's contribution is clipped to."""
+        return self._release.sensitivity
+
+    @property
     def deviation(self) -> float:
         """σ𝒞/√H, the standard deviation of the noise that this client adds to each coordinate of a
         release; public."""

@@ -186,6 +186,20 @@ class Moments:
         return math.sqrt(0.5) * torch.cat([squares, crossed])
 
 
+def clipped_product(left_NP: Tensor, right_NQ: Tensor, clip: float) -> Outer:
+    """l ⊗ r of each example, clipped to `clip` as a whole, in float64: r is made a unit vector, and l
+    takes its length, so that clipping l clips the product.
+
+    >>> made = clipped_product(torch.tensor([[3.0]]), torch.tensor([[0.0, 2.0]]), clip=5.0)
+    >>> made.rows().tolist()  # of norm 6, clipped to 5
+    [[0.0, 5.0]]
+    """
+    right = right_NQ.to(torch.float64)
+    length = torch.linalg.vector_norm(right, dim=1, keepdim=True)
+    unit = right / length.clamp_min(torch.finfo(torch.float64).tiny)
+    return Outer(left_NP.to(torch.float64) * length, unit, clip)
+
+
 def _weighted(rows: Tensor, shares_N: Tensor | None) -> Tensor:
     if shares_N is None:
         return rows

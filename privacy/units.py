@@ -79,6 +79,11 @@ class Units:
         self._sizes = torch.bincount(number)
         self._starts = self._sizes.cumsum(0) - self._sizes
 
+    @property
+    def grouped(self) -> bool:
+        """Whether users are the units."""
+        return self._order is not None
+
     def __len__(self) -> int:
         """How many units there are: private."""
         return self._records if self._order is None else len(self._sizes)

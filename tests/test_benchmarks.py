@@ -70,6 +70,26 @@ def test_settings_still_have_the_hash_of_finished_rows(script: Any) -> None:
     assert f"real seed=1 {other}" not in keys("compare")
 
 
+def test_the_private_baseline_is_the_best_of_a_grid_that_goes_on_around_it(script: Any) -> None:
+    """Catches: rows of other settings than the grid's, and an optimum at its edge."""
+    baselines, fingerprint = script("library.baselines"), script("library.results").fingerprint
+    rows = script("library.rows").by_key("private_baselines")
+    grid = list(baselines.candidates())
+    tried = {one: rows[f"tune {one.name}"]["accuracy"] for one in grid}
+    best = max(tried, key=lambda one: tried[one])
+    for change in (
+        {"rounds": best.rounds // 2},
+        {"rounds": best.rounds * 2},
+        {"lr": best.lr / 2},
+        {"lr": best.lr * 2},
+        {"clip": best.clip / 2},
+        {"clip": best.clip * 2},
+    ):
+        assert tried[best._replace(**change)] <= tried[best]
+    made = fingerprint(baselines.linear_settings("mnist", best, 0.5, 0, "auto", False))
+    assert f"mnist linear alpha=0.5 seed=0 {made}" in keys("private_baselines")
+
+
 def test_reproduced_rows_are_of_the_presets_as_they_are() -> None:
     """Catches: a preset that changed without its rows being deleted or made again."""
     from fedsynth.reproduction.presets import preset
@@ -145,6 +165,6 @@ def test_finished_rows_are_shown_and_nothing_is_started() -> None:
         timeout=120,
     )
     assert run.returncode == 0, run.stderr
-    assert len(run.stdout.splitlines()) == sum("image rate" in key for key in before)
+    assert len(run.stdout.splitlines()) == sum(key.startswith("image rate") for key in before)
     assert run.stderr == ""
     assert keys("fedaf_readings") == before

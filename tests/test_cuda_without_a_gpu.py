@@ -67,7 +67,7 @@ ALLOWED = {
     ("data/images.py", "ImageData.to"): "the data, once",
     ("data/images.py", "_check_finite"): LOOK,
     ("data/images.py", "_check_label_range"): LOOK,
-    ("core/feature_cache.py", "kept_features"): "which vectors are there, in the first round",
+    ("core/feature_cache.py", "feature_table"): "which vectors are there, once for each step",
     ("data/images.py", "ImageData.subset"): LOOK,
     ("data/fingerprints.py", "record_digests"): "who holds what out, before the first round",
     ("evaluation/generated.py", "tally"): RESULT,
@@ -80,7 +80,7 @@ ALLOWED = {
     ("federation/exchange/client_runtime.py", "evaluate_together"): RESULT,
     ("federation/outputs/measure.py", "Measure._on_test"): RESULT,
     ("federation/simulation.py", "Simulation.__init__"): "the first model, once",
-    ("federation/simulation.py", "Simulation._after_uploads"): "a warning in the first round",
+    ("federation/run_words.py", "missing_classes"): "a warning in the first round",
     ("methods/fedaf.py", "FedAF.objective"): DRAWN,
     ("methods/shared/class_statistics.py", "Spectrum.of"): RESULT,
     ("methods/shared/around.py", "maps_around"): DRAWN,
@@ -150,6 +150,9 @@ CASES = {
     "feddm, batch norm": small("feddm", False, model={"norm": "batch"}),
     "feddm, distributions": small("feddm", False, method={"matching": "sinkhorn"}),
     "fedaf, rows": small("fedaf", False, method={"distance": "rows"}),
+    "fedavg, on features": small("fedavg", False, model={"features": "pixels"}),
+    "fedavg, on features, private": small("fedavg", True, model={"features": "pixels"}),
+    "moon, on features, private": small("moon", True, model={"features": "pixels", "name": "mlp"}),
     "fedavg, in one pass": small(
         "fedavg", False, model={"name": "linear"}, partition={"clients": 5}, method={"batch": 8}
     ),

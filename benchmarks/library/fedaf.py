@@ -134,6 +134,10 @@ READINGS: dict[
         for name in ("without LGKM", "mean")
     }
     | {
+        f"late: mean, τ = 4, {title}": ("FedAF", 10, {**MATCHING["mean, τ = 4"], **LATE[title]})
+        for title in ("image rate = 0.2, from real images",)
+    }
+    | {
         f"late: FedDM, image rate = {r:g}, from real images": (
             "FedDM",
             10,
@@ -141,11 +145,22 @@ READINGS: dict[
         )
         for r in (0.2, 1.0)
     },
+    "skew": {
+        "skew: FedDM": ("FedDM", 10, {}),
+        **{
+            f"skew: {name}": ("FedAF", 10, MATCHING[name])
+            for name in ("without LGKM", "mean", "mean, τ = 4", "mean, once an epoch")
+        },
+    },
     "steps": {
         f"condensed, long: {name}": ("FedAF", 10, {**LONG, **MATCHING[name]}) for name in FEW
     },
 }
 WIDTH = {"real": 8, "steps": 8}
+ALPHA = {"skew": 0.02}
+"""Of groups that are not of Dir(0.1)."""
+READING_SEEDS = {"skew": (0, 1, 2)}
+"""Of groups that have others than seeds 0 and 1."""
 
 
 def reading(

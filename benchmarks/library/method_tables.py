@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from library.compared import PERSONAL, TAKE_FEDAVGS_RATE
-from library.fedaf import READINGS
+from library.fedaf import ALPHA, READING_SEEDS, READINGS
 from library.rows import NOTHING, apart, by_key, lines, percents, spread, table
 
 SEEDS = range(3)
@@ -62,7 +62,7 @@ def _feddm_readings() -> str:
     names = dict.fromkeys(key.rsplit(" seed=", 1)[0] for key in rows)
     body = []
     for name in names:
-        made = percents(rows, name, READING_SEEDS)
+        made = percents(rows, name, range(2))
         body.append([name, spread(made, len(made)), str(len(made))])
     return table(["reading", "held-out accuracy", "seeds"], body)
 
@@ -71,7 +71,6 @@ def _feddm_readings() -> str:
 
 FEDAF_ROWS = ("FedDM", "FedAF", "without CDC", "without LGKM", "γ = 0.5", "γ = 1")
 FEDAF_TITLES = {"FedAF": "FedAF (γ = 0.9)"}
-READING_SEEDS = range(2)
 
 
 def _best(row: Row) -> float:
@@ -125,11 +124,12 @@ def _fedaf_domains() -> str:
 def _fedaf_readings(group: str) -> str:
     """Readings of one group on held-out images, with the seeds that are made."""
     rows = by_key("fedaf_readings")
+    seeds = READING_SEEDS.get(group, (0, 1))
     body = []
     for name in READINGS[group]:
-        key = f"{name}, Dir(0.1)"
+        key = f"{name}, Dir({ALPHA.get(group, 0.1)})"
         last, best = (
-            spread(percents(rows, key, READING_SEEDS, value), len(READING_SEEDS))
+            spread(percents(rows, key, seeds, value), len(seeds))
             for value in (lambda row: row["accuracy"], _best)
         )
         if last != NOTHING:
@@ -177,6 +177,25 @@ def _fedkf_paper() -> str:
             ]
             body.append([f"{title} ({final.upper()})", *cells])
     return table(["Dir(0.1), one seed", "AMP", "FM", "WLP"], body)
+
+
+def _fedkf_long(alpha: str, seed: int) -> str:
+    """One seed at two lengths: AMP after the last round, and the best of those measured."""
+    rows = by_key("fedkf_table")
+    body = []
+    for name, title in FEDKF_ROWS.items():
+        runs = [rows.get(f"{size}{name} alpha={alpha} seed={seed}") for size in ("", "long ")]
+        if runs[1] is None:
+            continue
+        for final in ("aca", "oca"):
+            cells = [f"{title} ({final.upper()})"]
+            for run in runs:
+                measured = [row for row in ([] if run is None else run["rows"]) if "models" in row]
+                curve = [100 * row["models"][final]["local"]["amp"] for row in measured]
+                cells += [f"{curve[-1]:.2f}", f"{max(curve):.2f}"] if curve else [NOTHING] * 2
+            body.append(cells)
+    head = ["50 rounds, rate 0.02: AMP, last", "best", "100 rounds, rate 0.01: AMP, last", "best"]
+    return table([f"Dir({alpha}), seed {seed}", *head], body)
 
 
 def _fedkf_generators(alphas: Sequence[str]) -> str:
@@ -492,6 +511,7 @@ TABLES: dict[str, Callable[[], str]] = {
     **{f"fedaf-{group}": partial(_fedaf_readings, group) for group in READINGS},
     "fedkf": partial(_fedkf, ("0.1", "0.01")),
     "fedkf-paper": _fedkf_paper,
+    "fedkf-long": partial(_fedkf_long, "0.1", 3),
     "fedkf-generators": partial(_fedkf_generators, ("0.1", "0.01")),
     "data-free-scale": partial(_data_free, "scale"),
     "data-free-table": partial(_data_free, "table"),

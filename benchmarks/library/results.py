@@ -47,6 +47,14 @@ class Results:
         self._machine = machine()
         self._end = time.monotonic() + budget
 
+    def found(self, name: str, settings: RunSettings) -> dict[str, Any] | None:
+        """The row of a finished run; None: it has not been made."""
+        return self._rows().get(f"{name} {fingerprint(settings)}")
+
+    def _rows(self) -> dict[str, dict[str, Any]]:
+        lines = self.path.read_text().splitlines() if self.path.exists() else []
+        return {row["key"]: row for row in map(json.loads, lines)}
+
     def get(
         self,
         name: str,
@@ -57,8 +65,7 @@ class Results:
         """The run's row, made if need be (by `one_run`, if nothing else is given); None if `only`
         or the time leaves it to another call."""
         key = f"{name} {fingerprint(settings)}"
-        lines = self.path.read_text().splitlines() if self.path.exists() else []
-        rows: dict[str, dict[str, Any]] = {row["key"]: row for row in map(json.loads, lines)}
+        rows = self._rows()
         if key in rows or self._only not in name or time.monotonic() > self._end:
             return rows.get(key)
         row = {"key": key, **(run or one_run)(settings, data), **self._machine}

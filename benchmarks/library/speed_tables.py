@@ -40,7 +40,7 @@ def _utility(epsilons: tuple[str, ...], digits: int, short: bool) -> str:
     head = [""]
     for title in DATASETS.values():
         head += [f"{title} ε = {epsilons[0]}", *(e if short else f"ε = {e}" for e in epsilons[1:])]
-    body = [] if short else [_fedstats(epsilons, digits)]
+    body = [] if short else [_fedstats(epsilons, digits), _on_features(epsilons, digits)]
     for mechanism, title in MECHANISMS.items():
         cells = [title.removeprefix("FedDM, ") if short else title]
         for dataset in DATASETS:
@@ -60,6 +60,18 @@ def _fedstats(epsilons: tuple[str, ...], digits: int) -> list[str]:
     rows = by_key("fedstats_table")
     keys = [f"{dataset} eps={e} own alpha=0.5 K=10" for dataset in DATASETS for e in epsilons]
     return ["FedStats", *(spread(percents(rows, key, range(5)), 5, digits) for key in keys)]
+
+
+def _on_features(epsilons: tuple[str, ...], digits: int) -> list[str]:
+    """DP-FedAvg of a linear model on features, likewise."""
+    rows = by_key("private_baselines")
+    cells = []
+    for dataset in DATASETS:
+        for epsilon in epsilons:
+            chosen = "" if epsilon == "1" else f" eps={epsilon}"
+            name = f"{dataset} linear{chosen} alpha=0.5"
+            cells.append(spread(percents(rows, name, range(5)), 5, digits))
+    return ["DP-FedAvg, linear on features", *cells]
 
 
 def _mean(dataset: str, mechanism: str, epsilon: str) -> float:

@@ -14,9 +14,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from fedsynth.core.feature_cache import kept_features
+from fedsynth.core.feature_cache import feature_table, kept_features
 from fedsynth.data.images import ImageData, normalise
 from fedsynth.features.feature_map import FeatureMap
+from fedsynth.models.on_features import OnFeatures
 from fedsynth.privacy.allowance import Allowance, GroupAllowance, UnaccountedNoise
 from fedsynth.privacy.dpsgd import DpSgdSettings, ExampleLoss, Penalty, dp_sgd
 from fedsynth.privacy.errors import UnplannedReleaseError
@@ -40,6 +41,18 @@ def chunk(device: torch.device) -> int:
     """Real images that are held as floats at a time: a memory bound. Features are per example, so
     it moves results by rounding only."""
     return GPU_CHUNK if device.type == "cuda" else CPU_CHUNK
+
+
+def _inputs(
+    network: nn.Module | None, data: ImageData, parts: Sequence[Tensor]
+) -> Callable[[Tensor], Tensor] | None:
+    """Where the network stands on a feature map, what gives its inputs z [N, d] for records [N] of
+    these parts: their features are made now, once for all. None: it takes images."""
+    if not isinstance(network, OnFeatures):
+        return None
+    on = network
+    look_up = feature_table(data, on.feature_map, torch.cat([*parts, parts[0][:0]]))
+    return lambda records: on.vectors(look_up(records))
 
 
 @dataclass(frozen=True)
@@ -70,6 +83,7 @@ class OpenClients:
         data: resident; all clients' images.
         parts: of each client the positions of its records.
         allowances: of each client its noise, with a mechanism that guarantees nothing; else none.
+        network: that is trained. Where it stands on a feature map, `images` gives its inputs.
     """
 
     def __init__(
@@ -78,6 +92,8 @@ class OpenClients:
         data: ImageData,
         parts: Sequence[Tensor],
         allowances: Sequence[Allowance[UnaccountedNoise]] = (),
+        *,
+        network: nn.Module | None = None,
     ) -> None:
         self.ids = tuple(ids)
         self.data = data
@@ -85,6 +101,7 @@ class OpenClients:
         self._parts = [part.to(data.labels.device) for part in parts]
         self._labels = [data.labels[part].cpu() for part in self._parts]
         self._allowance = GroupAllowance(allowances)
+        self._inputs = _inputs(network, data, self._parts)
 
     def noise(self, name: str) -> list[UnaccountedNoise]:
         """Each client's noise for the plan with this name, where the run's mechanism adds noise
@@ -122,7 +139,9 @@ class OpenClients:
         return part[where.to(part.device, non_blocking=True)]
 
     def images(self, indices: Tensor) -> Tensor:
-        """Normalised images [N, C, H, W], float32."""
+        """Normalised images [N, C, H, W], float32; for a network on a feature map vectors z [N, d]."""
+        if self._inputs is not None:
+            return self._inputs(indices)
         return normalise(self.data.images[indices], self.spec)
 
     def labels(self, indices: Tensor) -> Tensor:
@@ -167,6 +186,8 @@ class PrivateClients:
         users: whose each of `data`'s records is [len(data)], where users are protected and not
             records (`fedsynth.privacy.units`); `nominal_size`, and all public sizes, then count
             users.
+        network: that is trained. Where it stands on a feature map, its inputs, each of one record
+            alone, take the place of images.
     """
 
     def __init__(
@@ -178,6 +199,7 @@ class PrivateClients:
         *,
         nominal_size: float | None = None,
         users: Tensor | None = None,
+        network: nn.Module | None = None,
     ) -> None:
         self.ids = tuple(ids)
         self.spec = data.spec
@@ -187,6 +209,7 @@ class PrivateClients:
         self._parts = [part.to(data.labels.device) for part in parts]
         self._records = [part.cpu() for part in parts]
         self._labels = data.labels.cpu()
+        self._inputs = _inputs(network, data, self._parts)
         self._users = None if users is None else users.cpu()
         self._units = [
             Units(len(own), None if self._users is None else self._users[own])
@@ -329,8 +352,12 @@ class PrivateClients:
         return self._nominal_size * sum(s.sample_rate for s in series)
 
     def _images(self, records: Tensor, length: int) -> Tensor:
-        """Normalised images [length, C, H, W] of these records, filled up with black ones."""
-        images = self._data.images[records.to(self._data.labels.device, non_blocking=True)]
+        """Normalised images [length, C, H, W] of these records, filled up with black ones; for a
+        network on a feature map z [length, d], filled up with zeros."""
+        there = records.to(self._data.labels.device, non_blocking=True)
+        if self._inputs is not None:
+            return padded(self._inputs(there), length)
+        images = self._data.images[there]
         return normalise(padded(images, length), self.spec)
 
     def fit(
@@ -355,7 +382,9 @@ class PrivateClients:
                 return self._images(part[indices], len(indices))
 
             labels = self._data.labels[part]
-            dp_sgd(model, images, labels, s, steps, settings, penalty, loss, units)
+            linear = isinstance(model, OnFeatures) and model.linear
+            factors = model.gradient_factors if linear else None
+            dp_sgd(model, images, labels, s, steps, settings, penalty, loss, units, factors)
             report(done)
 
 

@@ -7,6 +7,7 @@ data set is, and nothing writes them down.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from weakref import WeakKeyDictionary
 
 import torch
@@ -31,27 +32,32 @@ class _Kept:
         self.there = torch.zeros(len(data), dtype=torch.bool)
 
 
-_KEPT: WeakKeyDictionary[ImageData, dict[str, _Kept]] = WeakKeyDictionary()
+_KEPT: WeakKeyDictionary[ImageData, WeakKeyDictionary[FeatureMap, _Kept]] = WeakKeyDictionary()
+"""By the map itself: two maps can share a name, a dimension and all constants."""
 
 
 def kept_features(data: ImageData, features: FeatureMap, records: Tensor) -> Tensor:
-    """Vectors [N, d] of the data set's images at these positions [N], float32, on its device.
+    """Vectors [N, d] of the data set's images at these positions [N], float32, on its device."""
+    return feature_table(data, features, records)(records)
 
-    Maps of one name and dimension are the same map.
-    """
+
+def feature_table(
+    data: ImageData, features: FeatureMap, records: Tensor
+) -> Callable[[Tensor], Tensor]:
+    """What looks up the vectors [M, d] of positions [M] among `records` [N], which it has made where
+    they were missing; a look-up waits for nothing on the device."""
     if 4 * len(data) * features.dimension > MOST_BYTES:
-        return _made(data, features, records)
-    key = _key(features)
-    of_data = _KEPT.setdefault(data, {})
-    if key not in of_data:
-        of_data[key] = _Kept(data, features)
-    kept = of_data[key]
+        return lambda some: _made(data, features, some)
+    kept = _KEPT.setdefault(data, WeakKeyDictionary()).get(features)
+    if kept is None:
+        kept = _KEPT[data][features] = _Kept(data, features)
     where = records.cpu()
     missing = where[~kept.there[where]]
     if len(missing):
-        kept.vectors[missing.to(records.device, non_blocking=True)] = _made(data, features, missing)
+        made = _made(data, features, missing)
+        kept.vectors[missing.to(made.device, non_blocking=True)] = made
         kept.there[missing] = True
-    return kept.vectors[records]
+    return kept.vectors.__getitem__
 
 
 def keep_features(data: ImageData, features: FeatureMap, vectors_Nd: Tensor) -> None:
@@ -65,11 +71,7 @@ def keep_features(data: ImageData, features: FeatureMap, vectors_Nd: Tensor) -> 
     kept = _Kept.__new__(_Kept)
     kept.vectors = vectors_Nd
     kept.there = torch.ones(len(data), dtype=torch.bool)
-    _KEPT.setdefault(data, {})[_key(features)] = kept
-
-
-def _key(features: FeatureMap) -> str:
-    return f"{features.name} {features.dimension}"
+    _KEPT.setdefault(data, WeakKeyDictionary())[features] = kept
 
 
 def _made(data: ImageData, features: FeatureMap, records: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ from fedsynth.core.state import ServerState
 from fedsynth.core.uploads import Rule, model_rules
 from fedsynth.core.validation import from_mapping
 from fedsynth.data.registry import DatasetSpec
-from fedsynth.models.registry import ModelSettings, build_model
+from fedsynth.models.registry import ModelSettings, build_network
 from fedsynth.privacy.disclosure import Disclosure
 from fedsynth.privacy.plans import FIRST
 from fedsynth.privacy.plans import PrivatePlan as PrivatePlan  # part of the seam
@@ -79,6 +79,8 @@ class Method:
             privacy, and `refusal` says why.
         robust_refusal: why robust aggregation (`RunSettings.robust`) is refused; empty: the uploads
             that its step gets are then made by the rule.
+        features_refusal: why its network cannot stand on a fixed feature map
+            (`ModelSettings.features`); empty: it can, and clients' "images" are then vectors.
         presets: by data set, what it changes of these settings' defaults.
         even_rounds: whether every round releases all of `private_plans`; False: `round_plans` says
             which, and all clients take part in every round.
@@ -119,6 +121,7 @@ class Method:
     robust_refusal: ClassVar[str] = (
         "its server takes no average of models that a rule could replace"
     )
+    features_refusal: ClassVar[str] = "its clients or its server work on images themselves"
     presets: ClassVar[Presets] = {}
     even_rounds: ClassVar[bool] = True
     discloses: ClassVar[Mapping[str, Disclosure]] = {}
@@ -325,7 +328,7 @@ class Method:
             spec: the data set's.
             seed: of the initial weights.
         """
-        return build_model(model, spec.image_shape, spec.classes, seed)
+        return build_network(model, spec, seed)
 
     def public_facts(self, spec: DatasetSpec) -> Mapping[str, str]:
         """What else the privacy report lists as public: an item, and why it is."""

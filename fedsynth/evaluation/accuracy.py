@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
+from fedsynth.core.feature_cache import feature_table
 from fedsynth.data.images import ImageData, normalise
+from fedsynth.models.feature_linear import FeatureLinear
+from fedsynth.models.on_features import OnFeatures
 
 
 def accuracy(model: nn.Module, data: ImageData, batch: int = 1000) -> float:
@@ -27,16 +32,33 @@ def accuracy_by_domain(right_N: Tensor, data: ImageData) -> dict[str, float]:
     }
 
 
-def correct(model: nn.Module, data: ImageData, batch: int = 1000) -> Tensor:
-    """Which examples `model` classifies rightly, bool [N]; the model's mode is restored."""
+def correct(
+    model: nn.Module, data: ImageData, batch: int = 1000, *, among: Tensor | None = None
+) -> Tensor:
+    """Which examples `model` classifies rightly, bool [N]; the model's mode is restored.
+
+    Args:
+        model: of images; the features of one that stands on a feature map are kept with the data.
+        data: all examples.
+        batch: of a pass.
+        among: positions [N] of those that are asked about; None: all.
+    """
     mode = model.training
     model.eval()
+    device = data.labels.device
+    where = torch.arange(len(data), device=device) if among is None else among
+    where = where.to(device, non_blocking=True)
+    logits = _logits_of(model, data, where)
     with torch.no_grad():
-        right = [
-            model(normalise(images, data.spec)).argmax(dim=1) == labels
-            for images, labels in zip(
-                data.images.split(batch), data.labels.split(batch), strict=True
-            )
-        ]
+        right = [logits(some).argmax(dim=1) == data.labels[some] for some in where.split(batch)]
     model.train(mode)
     return torch.cat(right)
+
+
+def _logits_of(model: nn.Module, data: ImageData, where: Tensor) -> Callable[[Tensor], Tensor]:
+    """Logits of records [M] among `where` [N]."""
+    if isinstance(model, OnFeatures | FeatureLinear):
+        on = model
+        look_up = feature_table(data, on.feature_map, where)
+        return lambda records: on.from_features(look_up(records))
+    return lambda records: model(normalise(data.images[records], data.spec))

@@ -99,6 +99,10 @@ class FeatureMap:
             )
         return made.float()
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> FeatureMap:
+        """Itself: it cannot change, and vectors are kept by which map made them."""
+        return self
+
     def facts(self) -> dict[str, Any]:
         """What a report says of it: all of it is public."""
         return {

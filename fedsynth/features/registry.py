@@ -31,6 +31,8 @@ _BUILT_IN = {
     "mirrored-scattering+random-process": "fedsynth.features.side_by_side:mirrored_pair",
 }
 _OWN: dict[str, Builder] = {}
+_MADE: dict[tuple[str, Shape], FeatureMap] = {}
+"""A name means one object, as long as it means one map: vectors are kept by it."""
 
 
 def feature_names() -> tuple[str, ...]:
@@ -57,6 +59,12 @@ def feature_map(name: str, shape: Shape) -> FeatureMap:
     >>> feature_map("pixels", (1, 28, 28)).dimension
     784
     """
+    if (name, shape) not in _MADE:
+        _MADE[name, shape] = _made(name, shape)
+    return _MADE[name, shape]
+
+
+def _made(name: str, shape: Shape) -> FeatureMap:
     if name in _OWN:
         return _looked_at(_OWN[name](shape))
     if name not in _BUILT_IN:
@@ -128,3 +136,5 @@ def register_features(name: str, build: Builder) -> None:
             "free name for own features", name, (f"own-{name}",), "method", "features"
         )
     _OWN[name] = build
+    for made in [one for one in _MADE if one[0] == name]:
+        del _MADE[made]

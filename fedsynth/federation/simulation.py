@@ -15,7 +15,7 @@ splits, pictures of who has what) is done here.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import partial
@@ -27,15 +27,14 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from fedsynth.config_file import read_sections
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message
-from fedsynth.core.method import Memory
 from fedsynth.data.images import ImageData, require_all_classes
 from fedsynth.data.load_folder import FolderData
 from fedsynth.data.partition import GIVEN, IntArray, check_parts, count_matrix, partition
 from fedsynth.data.users import check_one_client_each
-from fedsynth.errors import CheckpointError, OutputError, Setting, Text
+from fedsynth.errors import OutputError, Setting, Text
+from fedsynth.federation import run_words
 from fedsynth.federation.exchange.client_runtime import ClientRuntime, OwnData
 from fedsynth.federation.exchange.in_process import InProcess
 from fedsynth.federation.exchange.protocol import Refusal
@@ -43,13 +42,7 @@ from fedsynth.federation.exchange.rounds import Played, agree, play_round, with_
 from fedsynth.federation.exchange.server import Server
 from fedsynth.federation.observer import Observer
 from fedsynth.federation.outputs import privacy_words
-from fedsynth.federation.outputs.checkpoint import (
-    Checkpoint,
-    CheckpointFolder,
-    KeptSteps,
-    run_identity,
-    without_place,
-)
+from fedsynth.federation.outputs.checkpoint import Checkpoint, run_identity
 from fedsynth.federation.outputs.disclosed import (
     Disclosed,
     check_facts,
@@ -62,8 +55,9 @@ from fedsynth.federation.outputs.measure import Measure
 from fedsynth.federation.outputs.report_context import report_context
 from fedsynth.federation.outputs.result import RunResult, own_sources, summarise
 from fedsynth.federation.outputs.results import Results
+from fedsynth.federation.outputs.run_checkpoints import RunCheckpoints
 from fedsynth.federation.outputs.run_folder import RunFolder
-from fedsynth.federation.outputs.verification import plan_when_it_began
+from fedsynth.federation.outputs.verified_charges import plan_when_it_began
 from fedsynth.federation.spoken import Spoken
 from fedsynth.federation.terms.client_ledgers import Clients
 from fedsynth.federation.terms.devices import check_compiler, resolve_device
@@ -78,7 +72,7 @@ from fedsynth.federation.terms.own_data import data_of_run
 from fedsynth.federation.terms.participation import Participation
 from fedsynth.federation.terms.privacy_plan import PrivacyPlan, check_method
 from fedsynth.federation.terms.public_context import public_context
-from fedsynth.federation.terms.settings import RunSettings, model_is_set, to_toml
+from fedsynth.federation.terms.settings import RunSettings, to_toml
 from fedsynth.privacy.errors import PrivacySettingError
 from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.ledger_folder import check_names
@@ -86,15 +80,7 @@ from fedsynth.privacy.report import ReportContext, build_report
 from fedsynth.privacy.report_schema import Began
 from fedsynth.synthesizer.condensation.sets import SyntheticSet
 
-UNPROTECTED = Text(
-    "no differential privacy: what clients send is not protected (",
-    Setting("privacy", "epsilon"),
-    " protects it)",
-)
 Counts = npt.NDArray[np.int64]
-STEP_SECONDS = 60.0
-"""Inside a round, where an open client's condensation stands is written so often."""
-NO_LATER_EPSILON = "no run on these data can have an ε afterwards"
 
 
 def simulate(
@@ -227,9 +213,9 @@ class Simulation:
         self.context = with_proxy(context, settings, download=download)
         if settings.privacy is not None:
             PrivacyPlan.checked(settings, self.context)
-        self.checkpoints: CheckpointFolder | None = None
-        self._identity = partial(run_identity, settings, train, test[0], parts)
-        checkpoint = None if resumed is None else self._checkpoint(resumed)
+        identity = partial(run_identity, settings, train, test[0], parts)
+        self.checkpoints = RunCheckpoints(settings, identity)
+        checkpoint = None if resumed is None else self.checkpoints.read(resumed)
         self.exchange = self._clients(clients, train, parts, resumed)
         planned = None
         if resumed is not None and (checkpoint is not None or resumed.has_begun):
@@ -248,13 +234,15 @@ class Simulation:
         # nothing.
         new = resumed is None
         self.over = new and self._private and bool(self.exchange.prepare(self._plain_context(1)))
-        headline = [] if self.over else self._headline()
+        headline: list[str] = []
+        if not self.over:
+            headline = run_words.headline(settings, self.agreed.plan)
         if long:
             headline.append(long)
         self.folder: RunFolder | None = resumed
         if output is not None and new and not self.over:
             self.folder = self._new_folder(output, clients)
-            self.checkpoints = CheckpointFolder(self.folder.checkpoints, self._identity())
+            self.checkpoints.begin(self.folder)
         if self.folder is not None:
             numbers = [part.numpy() for part in parts]
             labels = train.labels.cpu().numpy()
@@ -266,23 +254,7 @@ class Simulation:
             self._private and self.test_kind == PRIVATE,
             settings.partition.local_test > 0,
         )
-        if self.method.personal and not settings.partition.local_test:
-            headline.append(
-                Text(
-                    f"warning: {self.method.name}'s clients keep models of their own, which "
-                    "nothing tests here (",
-                    Setting("partition", "local_test", "0.2"),
-                    ")",
-                )
-            )
-        if not self.method.takes_model and model_is_set(settings):
-            headline.append(
-                Text(
-                    f"warning: {self.method.name} has a model of its own: what ",
-                    Setting("model", "name"),
-                    " and its kin say changes nothing",
-                )
-            )
+        headline += run_words.warnings(settings)
         if not self.over:
             observer.started(settings, None if self.folder is None else self.folder.final)
         for line in headline:
@@ -378,9 +350,8 @@ class Simulation:
     def round_context(self, number: int) -> RoundContext:
         """What the steps of this round know."""
         context = self._plain_context(number)
-        if self.checkpoints is None:
-            return context
-        return replace(context, keeper=KeptSteps(self.checkpoints, number, STEP_SECONDS))
+        keeper = self.checkpoints.steps_of(number)
+        return context if keeper is None else replace(context, keeper=keeper)
 
     def _plain_context(self, number: int) -> RoundContext:
         return replace(
@@ -403,33 +374,12 @@ class Simulation:
 
     # ------------------------------------------------------------------ to stop, and to go on
 
-    def _checkpoint(self, folder: RunFolder) -> Checkpoint | None:
-        """What the run goes on from; None: from its beginning.
-
-        Raises:
-            CheckpointError: it is damaged, or of other settings or data.
-        """
-        config = read_sections(folder.path / "config.toml")
-        if without_place(config) != without_place(self.settings.to_mapping()):
-            raise CheckpointError(
-                f"the run in {folder.path} has other settings: its config.toml differs"
-            )
-        self.checkpoints = CheckpointFolder(folder.checkpoints, self._identity())
-        found = self.checkpoints.read(self.method)
-        if found is None and folder.has_rounds:
-            raise CheckpointError(
-                f"the run in {folder.path} has ended rounds, and its checkpoint is gone: it would "
-                "begin anew, and be charged for them again"
-            )
-        return found
-
     def _go_on(self, folder: RunFolder, checkpoint: Checkpoint | None) -> None:
         """Puts server and clients where the checkpoint has them."""
-        if checkpoint is not None and self.checkpoints is not None:
+        if checkpoint is not None:
             device = self.context.device
             self.server.state = checkpoint.state.to(device)
-            for number in self.checkpoints.clients:
-                self._store(self.checkpoints, number)
+            self.checkpoints.give_memories(self.exchange.clients, device)
             self.uploads = {k: upload.to(device) for k, upload in checkpoint.uploads.items()}
             self.metrics = list(checkpoint.rows)
         done = len(self.metrics)
@@ -444,23 +394,16 @@ class Simulation:
 
     def _keep(self, context: RoundContext) -> None:
         """A checkpoint after a round."""
-        if self.checkpoints is None:
-            return
-        stored = {one.number for one in self.exchange.clients if one.stored}
-        resident = (one for one in self.exchange.clients if not one.stored)
-        memories = {one.number: one.memory for one in resident if one.memory}
         sets = {k: u for k, u in self.uploads.items() if isinstance(u, SyntheticSet)}
-        checkpoint = Checkpoint(tuple(self.metrics), self.server.state, memories, sets)
-        self.checkpoints.write(checkpoint, frozenset(context.active), frozenset(stored))
-        if self.settings.participation < 1 and context.round < self.settings.rounds:
-            coming = self.participation.in_round(context.round + 1)
-            for number in set(memories) - set(coming):
-                self._store(self.checkpoints, number)
-
-    def _store(self, checkpoints: CheckpointFolder, number: int) -> None:
-        """Leaves a client's memory to its file."""
-        load = partial(checkpoints.memory, number)
-        self.exchange.clients[number].store(partial(_on_device, load, self.context.device))
+        following: Sequence[int] = ()
+        if context.round < self.settings.rounds:
+            following = self.participation.in_round(context.round + 1)
+        self.checkpoints.keep(
+            Checkpoint(tuple(self.metrics), self.server.state, uploads=sets),
+            self.exchange.clients,
+            context,
+            following,
+        )
 
     def _spent(self) -> str:
         """What has been spent by now, in words; empty without a guarantee."""
@@ -502,14 +445,6 @@ class Simulation:
             folder.write_private_start(start.to_json())
         folder.write_partition(counts, self.context.spec.class_names)
 
-    def _headline(self) -> list[str]:
-        if self._private:
-            return privacy_words.headline(self.plan)
-        lines: list[str] = [UNPROTECTED]
-        if self.settings.ledger is not None:
-            lines.append(f"  the ledgers in {self.settings.ledger} say so: {NO_LATER_EPSILON}")
-        return lines
-
     def _end_early(self, number: int, refusal: Refusal) -> None:
         done = number - 1
         self.deviations.append(
@@ -523,21 +458,11 @@ class Simulation:
 
     def _after_uploads(self, context: RoundContext) -> None:
         """A class that is too rare at every client would otherwise vanish without a word."""
-        if context.round > 1 or len(self.uploads) < context.clients:
-            return
-        sets = [u for u in self.uploads.values() if isinstance(u, SyntheticSet)]
-        sent = {label for u in sets for label in u.labels.unique().tolist()}
-        missing = sorted(set(range(context.spec.classes)) - sent) if sets else []
-        if missing:
-            names = ", ".join(context.spec.class_names[c] for c in missing)
-            enough = Setting("method", "min_examples", "1")
-            why = Text("no client has min_examples examples of it (", enough, ")")
-            if self._private and self.plan.facts.guaranteed:
-                why = Text(
-                    "no client's released count of it is clearly above the counts' noise "
-                    "(a larger budget helps)"
-                )
-            self.observer.note(Text(f"warning: nobody sends images of {names}: ", why))
+        if context.round == 1 and len(self.uploads) == context.clients:
+            sets = [u for u in self.uploads.values() if isinstance(u, SyntheticSet)]
+            guaranteed = self._private and self.plan.facts.guaranteed
+            for line in run_words.missing_classes(sets, context.spec, guaranteed=guaranteed):
+                self.observer.note(line)
 
     def _record(self, context: RoundContext, started: float) -> None:
         """The round's row."""
@@ -609,7 +534,7 @@ class Simulation:
             report = results.write(self.folder, self._picture_missing)
             summary["folder"] = str(self.folder.finish(told))
             # not before: without it a run that is killed here would begin anew
-            CheckpointFolder(self.folder.checkpoints, "").discard()
+            self.checkpoints.discard(self.folder)
         return RunResult(
             self.settings,
             accuracy,
@@ -662,10 +587,6 @@ class Simulation:
 def _today() -> Began:
     """Of a run that leaves no folder."""
     return Began(id=None, date=f"{datetime.now():%Y-%m-%d}")
-
-
-def _on_device(load: Callable[[], Memory], device: torch.device) -> Memory:
-    return {name: tensor.to(device) for name, tensor in load().items()}
 
 
 @dataclass(frozen=True)

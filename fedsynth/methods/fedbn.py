@@ -56,6 +56,9 @@ class FedBN(TrainsLocally):
     reference: ClassVar[str] = "Li et al. 2021, FedBN, arXiv 2102.07623"
     personal: ClassVar[bool] = True
     protects: ClassVar[tuple[str, ...]] = ()
+    features_refusal: ClassVar[str] = (
+        "it is about batch norms, and a model on features has none: take fedavg"
+    )
     refusal: ClassVar[str] = (
         "it is about batch norm, which mixes a batch's examples: no example's influence on a step "
         "can be bounded"

@@ -107,6 +107,9 @@ class FedFAPlus(TrainsLocally):
         "and histograms of features that no mechanism protects"
     )
     protects: ClassVar[tuple[str, ...]] = ()
+    features_refusal: ClassVar[str] = (
+        "it changes what convolutional stages make, and a model on features has none: take fedfm"
+    )
     robust_refusal: ClassVar[str] = (
         "beside the models its server needs how far the clients' channel statistics differ, which "
         "a rule that outvotes clients would take away"

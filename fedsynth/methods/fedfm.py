@@ -39,6 +39,7 @@ from fedsynth.methods.shared.class_sums import (
     sums_rules,
 )
 from fedsynth.methods.shared.local import Task, TrainsLocally
+from fedsynth.models.on_features import check_learned_embedding
 from fedsynth.privacy.plans import FIRST, MAIN, PrivatePlan
 from fedsynth.privacy.requests import check_tensor
 from fedsynth.privacy.settings import PrivacySettings
@@ -174,6 +175,7 @@ class FedFM(TrainsLocally):
 
     def check_model(self, model: nn.Module) -> None:
         check_embedding(self.name, model)
+        check_learned_embedding(self.name, model)
 
     def check_request(self, message: ModelParameters, context: RoundContext) -> None:
         if isinstance(message, AnchorsDown):  # and not the first exchange's model alone

@@ -39,6 +39,7 @@ from fedsynth.errors import UploadRejectedError
 from fedsynth.evaluation.generated import GENERATOR, describe, tally
 from fedsynth.methods.shared.aggregation import AveragingState, average
 from fedsynth.methods.shared.local import Task, TrainsLocally
+from fedsynth.models.on_features import check_learned_embedding
 from fedsynth.privacy.disclosure import Disclosure, released
 from fedsynth.privacy.requests import check_named, check_tensor
 from fedsynth.seeding import torch_generator
@@ -161,6 +162,7 @@ class FedGen(TrainsLocally):
 
     def check_model(self, model: nn.Module) -> None:
         check_embedding(self.name, model)
+        check_learned_embedding(self.name, model)
 
     def check_request(self, message: GeneratorDown, context: RoundContext) -> None:
         check_tensor("known", message.known, (context.spec.classes,), torch.bool)

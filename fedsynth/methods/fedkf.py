@@ -89,6 +89,9 @@ class FedKF(TrainsLocally):
         "their own"
     )
     reference: ClassVar[str] = "Zhou et al. 2023, FedKF, arXiv 2207.10447"
+    features_refusal: ClassVar[str] = (
+        "its server makes images for clients to distil on: take fedgkd, which distils on their own"
+    )
     presets: ClassVar[Presets] = {
         "digits": {"lr": 0.2, "generator_width": 8, "generator_batch": 32}
     }

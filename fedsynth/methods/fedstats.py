@@ -180,6 +180,7 @@ class FedStats(SharesNoise):
     even_rounds: ClassVar[bool] = False
     model_sees_data: ClassVar[bool] = False
     takes_model: ClassVar[bool] = False
+    features_refusal: ClassVar[str] = "its own map is a setting of the method, method.features"
     later: ClassVar[frozenset[str]] = frozenset(
         {
             "ipc",

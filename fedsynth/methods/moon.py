@@ -25,6 +25,7 @@ from fedsynth.core.messages import Message, ModelParameters
 from fedsynth.core.method import Memory
 from fedsynth.core.validation import check_embedding, check_ranges
 from fedsynth.methods.shared.local import Task, Trained, TrainsLocally
+from fedsynth.models.on_features import check_learned_embedding
 
 
 def contrastive(z: Tensor, z_global: Tensor, z_previous: Tensor, temperature: float) -> Tensor:
@@ -68,6 +69,7 @@ class Moon(TrainsLocally):
 
     def check_model(self, model: nn.Module) -> None:
         check_embedding(self.name, model)
+        check_learned_embedding(self.name, model)
 
     def task(
         self, client: int, message: ModelParameters, memory: Memory, context: RoundContext

@@ -50,12 +50,24 @@ class FeatureLinear(nn.Module):
         """z of pixels in [0, 1], [N, d]."""
         return embedded(self.features(pixels_NCHW), self.centre, self.features.radius)  # type: ignore[arg-type]
 
+    @property
+    def feature_map(self) -> FeatureMap:
+        """φ."""
+        return self.features
+
+    def from_features(self, features_Nd: Tensor) -> Tensor:
+        """Logits of features φ(x)."""
+        logits: Tensor = self.classifier(
+            embedded(features_Nd, self.centre, self.features.radius)  # type: ignore[arg-type]
+        )
+        return logits
+
     def forward(self, x_NCHW: Tensor) -> Tensor:
         logits: Tensor = self.classifier(self.embed(x_NCHW))
         return logits
 
 
-def embedded(features_Nd: Tensor, centre_d: Tensor, radius: float) -> Tensor:
+def embedded(features_Nd: Tensor, centre_d: Tensor | float, radius: float) -> Tensor:
     """z = clip₁((φ − m)/R), [N, d]: rows of norm at most 1.
 
     >>> embedded(torch.tensor([[3.0, 4.0], [0.3, 0.4]]), torch.zeros(2), 1.0).norm(dim=1).tolist()

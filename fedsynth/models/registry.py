@@ -7,21 +7,25 @@ inside it want `embed` (everything before the last linear layer) and `classifier
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
 from torch import nn
 
 from fedsynth.core.validation import check_ranges
+from fedsynth.data.registry import DatasetSpec
 from fedsynth.errors import Setting, SettingError, unknown_name, unknown_value
+from fedsynth.features.feature_map import FeatureMap
+from fedsynth.features.registry import feature_map, feature_names
 from fedsynth.models.alexnet import AlexNet
 from fedsynth.models.convnet import NORMS, ConvNet
 from fedsynth.models.googlenet import googlenet
+from fedsynth.models.on_features import OnFeatures
 from fedsynth.models.own import builder, own_name
 from fedsynth.models.projection import Projected
 from fedsynth.models.resnet import ResNet18, ResNet50
-from fedsynth.models.small import Cnn, LeNet5, Linear, ResNet8
+from fedsynth.models.small import Cnn, LeNet5, Linear, Mlp, ResNet8
 from fedsynth.own_code import OwnCode
 from fedsynth.seeding import forked_rng
 
@@ -30,6 +34,8 @@ WIDEST = 2**16
 """Of a layer, and the most blocks."""
 MOST_PARAMETERS = 2**30
 """Of a network: 4 GB, and training takes several times that."""
+ON_FEATURES = ("linear", "mlp")
+"""The networks that can stand on a feature map."""
 _COUNTED = 1024  # a wider layer is counted before it is made
 
 
@@ -58,6 +64,7 @@ _MODELS: dict[str, _Architecture] = {
         NORMS,
     ),
     "linear": _Architecture(lambda shape, classes, s: Linear(shape, classes), ("none",)),
+    "mlp": _Architecture(lambda shape, classes, s: Mlp(shape, classes, s.width), ("none",)),
     "lenet5": _Architecture(lambda shape, classes, s: LeNet5(shape, classes), ("none",)),
     "cnn1": _Architecture(
         lambda shape, classes, s: Cnn(shape, classes, (32, 64), 128, norm=s.norm),
@@ -91,8 +98,9 @@ class ModelSettings:
     """Which architecture; every client and the server use the same one. All of it is public.
 
     Args:
-        name: see `model_names`.
-        width: channels of a layer of "convnet"; the others have their published sizes.
+        name: see `model_names`; empty is "convnet", and with `features` "linear".
+        width: channels of a layer of "convnet", units of the hidden layer of "mlp"; the others have
+            their published sizes.
         depth: blocks of "convnet", each of which halves the image.
         norm: empty takes the architecture's own: instance norm for the ConvNet and ResNet-8, batch
             norm for the others; LeNet-5 and "linear" have none.
@@ -100,6 +108,10 @@ class ModelSettings:
             dealt out in turn ("lenet5,resnet8"), with their own norms; empty: the server's.
         projection: size of a projection head before the last layer (MOON: 256), whose outcome is
             then the embedding; 0: none.
+        features: a fixed feature map (`fedsynth.features.feature_names`, or one that was
+            registered) that the network, "linear" or "mlp", stands on, for methods that train
+            models. Each image's vector is made once. Its norm is at most 1, so that rates are
+            larger than those of networks.
 
     >>> def size(settings):
     ...     return parameter_count(build_model(settings, (1, 8, 8), classes=10, seed=0))
@@ -109,14 +121,17 @@ class ModelSettings:
 
     section: ClassVar[str] = "model"  # of a config file
 
-    name: str = "convnet"
+    name: str = ""
     width: int = 128
     depth: int = 3
     norm: str = ""
     clients: str = ""
     projection: int = 0
+    features: str = field(default="", repr=False)  # reports of earlier runs have the others
 
     def __post_init__(self) -> None:
+        if not self.name:
+            object.__setattr__(self, "name", "linear" if self.features else "convnet")
         if self.name not in _MODELS:
             _refuse_unknown(self.name)
         norms = _MODELS[self.name].norms
@@ -128,6 +143,23 @@ class ModelSettings:
         for name in self.client_names:
             if name not in _MODELS:
                 raise unknown_name("client model", name, _MODELS, "model", "clients")
+        if self.features:
+            self._check_features()
+
+    def _check_features(self) -> None:
+        if self.features not in feature_names():
+            raise unknown_name("feature map", self.features, feature_names(), "model", "features")
+        if self.name not in ON_FEATURES:
+            raise SettingError(
+                "model",
+                "name",
+                f"must be {' or '.join(ON_FEATURES)} with ",
+                Setting("model", "features", self.features),
+                ": other networks work on images",
+                value=self.name,
+            )
+        if self.projection:
+            raise SettingError("model", "projection", "must be 0 with features: take the model mlp")
 
     @property
     def client_names(self) -> tuple[str, ...]:
@@ -237,6 +269,41 @@ def build_model(settings: ModelSettings, image_shape: Shape, classes: int, seed:
         _refuse_beyond_measure(settings, image_shape, classes)
     with forked_rng(seed, "model initialisation"):
         return _build(settings, image_shape, classes)
+
+
+def build_network(settings: ModelSettings, spec: DatasetSpec, seed: int) -> nn.Module:
+    """`build_model` for a data set's images; with `features` a network on their feature map.
+
+    Raises:
+        SettingError: as `build_model`, or a feature map that cannot take such images.
+    """
+    if not settings.features:
+        return build_model(settings, spec.image_shape, spec.classes, seed)
+    features = _map_below(settings, spec)
+    hidden = settings.width if settings.name == "mlp" else 0
+    with forked_rng(seed, "model initialisation"):
+        return OnFeatures(features, spec, hidden)
+
+
+def _map_below(settings: ModelSettings, spec: DatasetSpec) -> FeatureMap:
+    """φ; what is wrong with it is said of this setting."""
+    try:
+        return feature_map(settings.features, spec.image_shape)
+    except SettingError as error:
+        raise SettingError("model", "features", f"cannot be used: {error}") from None
+
+
+def feature_facts(settings: ModelSettings, spec: DatasetSpec) -> dict[str, str]:
+    """What a report lists of the feature map below the network: an item, and why it is public; empty
+    without one."""
+    if not settings.features:
+        return {}
+    features = _map_below(settings, spec)
+    return {
+        "feature map": f"{features.name}, {features.dimension} coordinates: fixed before data are "
+        "read; each image's vector depends on that image alone",
+        "constants of the features": f"radius R {features.radius:.6g}: {features.source}",
+    }
 
 
 def _build(settings: ModelSettings, image_shape: Shape, classes: int) -> nn.Module:

@@ -1,4 +1,4 @@
-"""Small networks with `embed` and `classifier`: softmax regression, LeNet-5 (LeCun et al. 1998),
+"""Small networks with `embed` and `classifier`: softmax regression, one hidden layer, LeNet-5 (LeCun et al. 1998),
 FedHydra's CNNs, ResNet-8 (He et al. 2016).
 
 LeNet-5 in its common form: ReLU and max pooling, 5×5 convolutions of 6 and 16 channels, 120 and 84
@@ -31,6 +31,29 @@ class Linear(nn.Module):
     def embed(self, x_NCHW: Tensor) -> Tensor:
         """The pixels, [N, C·H·W]."""
         return x_NCHW.flatten(1)
+
+    def forward(self, x_NCHW: Tensor) -> Tensor:
+        z: Tensor = self.classifier(self.embed(x_NCHW))
+        return z
+
+
+class Mlp(nn.Module):
+    """One hidden layer: normalised images [N, C, H, W] to logits [N, classes]."""
+
+    dense = True
+
+    def __init__(self, image_shape: tuple[int, int, int], classes: int, hidden: int) -> None:
+        super().__init__()
+        channels, height, width = image_shape
+        inputs = channels * height * width
+        self.hidden = nn.Linear(inputs, hidden)
+        self.classifier = nn.Linear(hidden, classes)
+        self.embedding_size = hidden
+        self.largest_activation = max(inputs, hidden)
+
+    def embed(self, x_NCHW: Tensor) -> Tensor:
+        """Embeddings, [N, hidden]."""
+        return torch.relu(self.hidden(x_NCHW.flatten(1)))
 
     def forward(self, x_NCHW: Tensor) -> Tensor:
         z: Tensor = self.classifier(self.embed(x_NCHW))

@@ -1,11 +1,11 @@
 """A cell with a part of its work, to see that it runs: never a result.
 
 Scaled by s in (0, 1): rounds, and every length of a method (settings that count epochs, steps or
-iterations), are s times as many, at least 1 and 2; s of each class's examples are used, but not
-fewer than 50 a client on average, of the published size; the fewest examples of a client, and of a
-class that is condensed, shrink alike. Networks, batches, rates, images per class, clients and the
-test set stay as they are. So s = 0.05 is some hundredth to ten-thousandth of the work, as rounds,
-epochs and data multiply.
+iterations), are s times as many, at least 1 and 2, and what begins in a later round begins s times
+as early; s of each class's examples are used, but not fewer than 50 a client on average, of the
+published size; the fewest examples of a client, and of a class that is condensed, shrink alike.
+Networks, batches, rates, images per class, clients and the test set stay as they are. So s = 0.05
+is some hundredth to ten-thousandth of the work, as rounds, epochs and data multiply.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def _shorter(settings: RunSettings, scale: float) -> dict[str, int]:
     method = settings.method
     values = {field.name: getattr(method, field.name) for field in fields(method)}
     least = {name: 2 for name in values if name.rpartition("_")[2] in LENGTHS}
-    least["min_examples"] = 1
+    least.update(min_examples=1, start_round=1)
     return {
         name: _part(values[name], scale, fewest)
         for name, fewest in least.items()

@@ -16,9 +16,9 @@ import torch
 
 from fedsynth import RunResult, load_dataset, resolve, simulate
 from fedsynth.core.context import RoundContext
+from fedsynth.core.frames import Frame
 from fedsynth.core.messages import ModelParameters
 from fedsynth.errors import SettingError
-from fedsynth.federation.exchange.frames import Frame
 from fedsynth.federation.exchange.in_process import InProcess
 from fedsynth.federation.exchange.over_wire import OverWire, RemoteError
 from fedsynth.federation.exchange.remote_client import RemoteClient

@@ -16,12 +16,12 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from fedsynth import resolve, simulate
+from fedsynth.core.frames import Frame
 from fedsynth.core.messages import ModelParameters
 from fedsynth.data.declaration import proposal as declaration
 from fedsynth.data.registry import DatasetSpec, dataset_spec
 from fedsynth.errors import CheckpointError, DataError, MessageError, SettingError
 from fedsynth.federation.exchange import client_runtime
-from fedsynth.federation.exchange.frames import Frame
 from fedsynth.federation.exchange.over_wire import RemoteError
 from fedsynth.federation.exchange.protocol import Terms
 from fedsynth.federation.nodes.bundles import pack, unpack

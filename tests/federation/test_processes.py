@@ -15,12 +15,13 @@ import pytest
 import torch
 
 from fedsynth import RunSettings, load_dataset, resolve, simulate
+from fedsynth.core.frames import Frame
 from fedsynth.core.messages import ModelParameters
 from fedsynth.data.images import ImageData
 from fedsynth.data.partition import partition
 from fedsynth.errors import MessageError
+from fedsynth.federation.exchange.channel import Models, agreement
 from fedsynth.federation.exchange.client_runtime import ClientRuntime, OwnData
-from fedsynth.federation.exchange.frames import Frame, Models, agreement
 from fedsynth.federation.exchange.over_wire import OverWire, RemoteError
 from fedsynth.federation.exchange.remote_client import RemoteClient
 from fedsynth.federation.exchange.rounds import agree, play_round, with_proxy

@@ -26,6 +26,7 @@ from fedsynth.errors import CheckpointError, FedsynthError, OutputError
 from fedsynth.federation import simulation
 from fedsynth.federation.observer import Observer
 from fedsynth.federation.outputs import checkpoint as checkpoints
+from fedsynth.federation.outputs import run_checkpoints
 from fedsynth.federation.outputs.checkpoint import POINTER, Checkpoint, CheckpointFolder, KeptSteps
 from fedsynth.federation.outputs.run_folder import RESUMED, RunFolder
 from fedsynth.federation.outputs.verification import unfinished_report, verify_run
@@ -271,7 +272,7 @@ def test_a_condensation_goes_on_inside_a_round(
 ) -> None:
     given = sections(method, run={"rounds": 2}, method=more)
     whole = run(given, tmp_path / "whole")
-    monkeypatch.setattr(simulation, "STEP_SECONDS", 0.0)
+    monkeypatch.setattr(run_checkpoints, "STEP_SECONDS", 0.0)
     offer = KeptSteps.offer
     offered: list[int] = []
 
@@ -293,7 +294,7 @@ def test_a_private_condensation_is_never_gone_on_with(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its releases would be made twice on one charge."""
-    monkeypatch.setattr(simulation, "STEP_SECONDS", 0.0)
+    monkeypatch.setattr(run_checkpoints, "STEP_SECONDS", 0.0)
     monkeypatch.setattr(KeptSteps, "offer", interrupt)
     run(sections("feddm", privacy={"noise_multiplier": 1.0}), tmp_path)
 

@@ -16,8 +16,8 @@ import torch
 from safetensors.torch import load_file
 
 from fedsynth import resolve, simulate
+from fedsynth.core.frames import Frame
 from fedsynth.errors import SettingError
-from fedsynth.federation.exchange.frames import Frame
 from fedsynth.federation.exchange.protocol import Total
 from fedsynth.federation.exchange.secure_client import SumDesk
 from fedsynth.federation.exchange.secure_step import SecureStep

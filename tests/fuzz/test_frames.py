@@ -13,10 +13,11 @@ import torch
 
 from fedsynth import load_dataset, resolve
 from fedsynth.core.context import RoundContext
+from fedsynth.core.frames import Frame
 from fedsynth.data.images import ImageData
 from fedsynth.errors import MessageError
+from fedsynth.federation.exchange.channel import Models, agreement
 from fedsynth.federation.exchange.client_runtime import ClientRuntime, OwnData
-from fedsynth.federation.exchange.frames import Frame, Models, agreement
 from fedsynth.federation.exchange.over_wire import OverWire
 from fedsynth.federation.exchange.protocol import Terms
 from fedsynth.federation.exchange.remote_client import RemoteClient

@@ -233,6 +233,8 @@ def test_what_a_scale_shrinks() -> None:
     assert found["partition"] == {"subset": 0.05, "min_size": 1}
     assert scaled(settings, 0.001)["partition"]["subset"] == pytest.approx(50 * 10 / 60_000)
     assert scaled(settings, None) == {}
+    late = resolve({"run": {"method": "fedfm", "rounds": 100}, "method": {"start_round": 21}})
+    assert scaled(late, 0.1)["method"]["start_round"] == 2  # else it would never begin
     for wrong in (0.0, 1.0, -1.0):
         with pytest.raises(SettingError, match="scale must be above 0"):
             scaled(settings, wrong)

@@ -339,10 +339,9 @@ class ClientRuntime:
         held_out = self.data.held_out
         right = dict.fromkeys(models, 0)
         if len(held_out):
-            test = self.data.resident.subset(held_out)
             for name, parameters in models.items():
                 model = context.load(self.personal(parameters))
-                right[name] = int(correct(model, test).sum())
+                right[name] = int(correct(model, self.data.resident, among=held_out).sum())
         return Evaluated(self.number, len(self.data.records), len(held_out), right)
 
 
@@ -366,10 +365,10 @@ def view(clients: Sequence[ClientRuntime], phase: str, context: RoundContext) ->
     if not private:
         for client in clients:
             client.begin(context)
-        return OpenClients(ids, resident, records)
+        return OpenClients(ids, resident, records, network=context.architecture)
     allowances = [_charged(client, phase, context) for client in clients]
     if not _guaranteed(clients[0]):
-        return OpenClients(ids, resident, records, allowances)
+        return OpenClients(ids, resident, records, allowances, network=context.architecture)
     protects_users = context.privacy is not None and context.privacy.unit == USER
     return PrivateClients(
         ids,
@@ -378,6 +377,7 @@ def view(clients: Sequence[ClientRuntime], phase: str, context: RoundContext) ->
         allowances,
         nominal_size=context.nominal_size,
         users=resident.groups if protects_users else None,
+        network=context.architecture,
     )
 
 
@@ -441,9 +441,11 @@ def evaluate_together(
         client.begin(context)
     resident = clients[0].data.resident
     where = torch.cat([client.data.held_out for client in clients]).to(resident.labels.device)
-    test = resident.subset(where)
     right = {
-        name: [int(own.sum()) for own in correct(context.load(model), test).cpu().split(tested)]
+        name: [
+            int(own.sum())
+            for own in correct(context.load(model), resident, among=where).cpu().split(tested)
+        ]
         for name, model in models.items()
     }
     return [

@@ -1,5 +1,5 @@
 """A server's exchange with clients that are elsewhere: each question is a frame to each client
-(`fedsynth.federation.exchange.frames`)."""
+(`fedsynth.core.frames`)."""
 
 from __future__ import annotations
 
@@ -12,19 +12,17 @@ import torch
 from torch import Tensor
 
 from fedsynth.core.context import RoundContext
+from fedsynth.core.frames import LONGEST_HEADER, Frame, whole
 from fedsynth.core.messages import LENGTH_BYTES, Message
 from fedsynth.core.uploads import LARGEST, most_bytes
 from fedsynth.errors import FedsynthError, MessageError
-from fedsynth.federation.exchange.frames import (
+from fedsynth.federation.exchange.channel import (
     BROKEN_CHANNEL,
     LONGEST_FACTS,
-    LONGEST_HEADER,
     Channel,
-    Frame,
     Models,
     agreement,
     declared,
-    whole,
 )
 from fedsynth.federation.exchange.protocol import (
     BUDGET,

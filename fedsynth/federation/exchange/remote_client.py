@@ -1,4 +1,4 @@
-"""A client that is apart from its server: it answers frames (`fedsynth.federation.exchange.frames`)
+"""A client that is apart from its server: it answers frames (`fedsynth.core.frames`)
 with what its `ClientRuntime` replies.
 
 Whatever a frame asks, the client goes by its own settings, and charges its own ledger first.
@@ -11,10 +11,11 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from fedsynth.core.context import Reporter, RoundContext, Silent
+from fedsynth.core.frames import Frame, whole
 from fedsynth.core.messages import Message
 from fedsynth.errors import FedsynthError, MessageError
+from fedsynth.federation.exchange.channel import Models, agreement, declared
 from fedsynth.federation.exchange.client_runtime import ClientRuntime
-from fedsynth.federation.exchange.frames import Frame, Models, agreement, declared, whole
 from fedsynth.federation.exchange.protocol import Refusal, Terms
 from fedsynth.federation.exchange.secure_client import SumDesk
 from fedsynth.federation.exchange.secure_step import KEYS, SHARES, UNMASK

@@ -16,10 +16,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from fedsynth.core.context import RoundContext
+from fedsynth.core.frames import Frame
 from fedsynth.core.messages import Message
 from fedsynth.errors import MessageError
 from fedsynth.federation.exchange.client_runtime import ClientRuntime
-from fedsynth.federation.exchange.frames import Frame
 from fedsynth.federation.exchange.protocol import Refusal
 from fedsynth.federation.exchange.sum_form import SUM, sum_form, sum_terms
 from fedsynth.federation.secure_sums.client import Identities, SumClient

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from fedsynth.core.context import RoundContext
+from fedsynth.core.frames import Frame
 from fedsynth.core.messages import Message
 from fedsynth.core.method import Method
-from fedsynth.federation.exchange.frames import Frame
 from fedsynth.federation.exchange.protocol import Total
 from fedsynth.federation.exchange.sum_form import (
     NAME_DIGITS,

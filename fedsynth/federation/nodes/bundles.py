@@ -3,7 +3,7 @@
 A message to a node costs seconds, whatever is in it, so that a round is one message an exchange:
 the client is told the terms where it was not yet, prepares, begins, takes its step, and says what
 the round's row and the report need. It answers frames in order, up to the first that it does not
-answer (`fedsynth.federation.exchange.frames`).
+answer (`fedsynth.core.frames`).
 """
 
 from __future__ import annotations

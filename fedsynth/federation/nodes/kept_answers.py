@@ -13,8 +13,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+from fedsynth.core.frames import Frame
 from fedsynth.errors import CheckpointError, MessageError
-from fedsynth.federation.exchange.frames import Frame
 from fedsynth.federation.exchange.secure_step import QUESTIONS
 from fedsynth.federation.outputs.checkpoint import write_whole
 from fedsynth.privacy.plans import PHASES

@@ -18,9 +18,10 @@ import numpy as np
 import torch
 
 from fedsynth.core.context import Silent
+from fedsynth.core.frames import Frame, whole
 from fedsynth.data.images import ImageData
 from fedsynth.errors import FedsynthError, MessageError
-from fedsynth.federation.exchange.frames import Frame, agreement, whole
+from fedsynth.federation.exchange.channel import agreement
 from fedsynth.federation.exchange.protocol import REQUEST
 from fedsynth.federation.exchange.remote_client import BROKEN
 from fedsynth.federation.nodes.bundles import pack, unpack

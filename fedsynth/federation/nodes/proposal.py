@@ -18,7 +18,7 @@ from typing import Any
 
 from fedsynth.data.registry import DATASETS, DatasetSpec, dataset_spec
 from fedsynth.errors import FedsynthError, MessageError, SettingError
-from fedsynth.federation.exchange.frames import agreement
+from fedsynth.federation.exchange.channel import agreement
 from fedsynth.federation.terms.settings import RunSettings, resolve
 from fedsynth.federation.terms.sums import check_quorum
 

@@ -24,11 +24,11 @@ from typing import Any
 import torch
 
 from fedsynth.core.context import Reporter
+from fedsynth.core.frames import Frame
 from fedsynth.core.method import Memory
 from fedsynth.data.images import ImageData
 from fedsynth.errors import CheckpointError, MessageError, OutputError
 from fedsynth.federation.exchange.client_runtime import ClientRuntime, OwnData, Standing
-from fedsynth.federation.exchange.frames import Frame
 from fedsynth.federation.exchange.protocol import Terms
 from fedsynth.federation.exchange.remote_client import RemoteClient
 from fedsynth.federation.exchange.rounds import with_proxy

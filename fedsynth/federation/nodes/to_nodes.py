@@ -16,15 +16,10 @@ from typing import Any, Protocol
 import torch
 
 from fedsynth.core.context import RoundContext
+from fedsynth.core.frames import LONGEST_HEADER, Frame, whole
 from fedsynth.core.messages import LENGTH_BYTES, Message
 from fedsynth.errors import MessageError
-from fedsynth.federation.exchange.frames import (
-    LONGEST_FACTS,
-    LONGEST_HEADER,
-    Frame,
-    agreement,
-    whole,
-)
+from fedsynth.federation.exchange.channel import LONGEST_FACTS, agreement
 from fedsynth.federation.exchange.over_wire import (
     OverWire,
     RemoteError,

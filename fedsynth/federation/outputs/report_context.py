@@ -25,7 +25,7 @@ from fedsynth.federation.terms.participation import active_clients
 from fedsynth.federation.terms.privacy_plan import PrivacyPlan
 from fedsynth.federation.terms.settings import RunSettings
 from fedsynth.federation.terms.sums import fewest
-from fedsynth.models.registry import has_given_weights, is_own_model
+from fedsynth.models.registry import feature_facts, has_given_weights, is_own_model
 from fedsynth.privacy import disclosure
 from fedsynth.privacy.files import file_hash
 from fedsynth.privacy.first_page import FILES
@@ -147,9 +147,9 @@ def _own_code(run: RunSettings) -> tuple[str, ...]:
     found = []
     if run.method.model_sees_data and is_own_model(run.model):
         found.append(f"the model {run.model.name}")
-    features = getattr(run.method, "features", None)
-    if isinstance(features, str) and is_own_features(features):
-        found.append(f"the feature map {features}")
+    for features in (run.model.features, getattr(run.method, "features", None)):
+        if isinstance(features, str) and is_own_features(features):
+            found.append(f"the feature map {features}")
     return tuple(found)
 
 
@@ -179,6 +179,7 @@ def public_items(plan: PrivacyPlan, *, simulated: bool = True) -> dict[str, str]
         "hyper-parameters": json.dumps(run.to_mapping()["method"]),
         "bound on all records": f"{plan.max_records} (δ is checked against it)",
         "schedule": (f"{_rounds(plan)}, fixed before data are read"),
+        **feature_facts(run.model, spec),
         **run.method.public_facts(spec),
     }
     if run.participation < 1:

@@ -1,41 +1,24 @@
 """What a private run's report must say, made again from its folder: from config.toml,
 privacy_start.json and the ledgers.
 
-The run's plan is made as the run made it (`PrivacyPlan`), from what its ledgers held when it began.
-The rows since then must be those that this plan charges, and the report, summary.json and the ε of
-metrics.jsonl must follow from them. What rebuilds a report also makes the report of a run that was
-killed.
+The run's plan, and which rows of the ledgers are the run's, are made again by `verified_charges`.
+The report, summary.json and the ε of metrics.jsonl (`verified_measured`) must follow from them. What
+rebuilds a report also makes the report of a run that was killed.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from fedsynth.core.context import RoundContext
 from fedsynth.core.method import Method
 from fedsynth.errors import FedsynthError, Setting, Text
-from fedsynth.federation.outputs import privacy_words
-from fedsynth.federation.outputs.disclosed import (
-    MODELS,
-    ON_TEST,
-    SOURCES,
-    Declared,
-    declared_row,
-    declared_summary,
-)
 from fedsynth.federation.outputs.losses import NOT_COUNTED
 from fedsynth.federation.outputs.report_context import handed_over, report_context
-from fedsynth.federation.outputs.result import own_sources
 from fedsynth.federation.outputs.run_files import (
-    MismatchError,
     RunFiles,
     ledger_files,
     read_run,
@@ -45,29 +28,22 @@ from fedsynth.federation.outputs.run_folder import (
     INCOMPLETE,
     PRIVATE_START,
 )
-from fedsynth.federation.outputs.verified_losses import VerifiedLosses
+from fedsynth.federation.outputs.verified_charges import Charges, rebuilt
+from fedsynth.federation.outputs.verified_measured import metrics_problems, summary_problems
 from fedsynth.federation.outputs.verified_owner import OWNER, OwnersRun, owners_numbers
 from fedsynth.federation.outputs.verified_served import ServedEvidence
-from fedsynth.federation.terms.client_ledgers import data_set_id
-from fedsynth.federation.terms.privacy_plan import PrivacyPlan
-from fedsynth.federation.terms.public_context import public_context
-from fedsynth.privacy.accounting import epsilon_by_round
-from fedsynth.privacy.errors import BudgetExceededError, PrivacyError
-from fedsynth.privacy.history import History
-from fedsynth.privacy.ledger import chain_hashes, read_ledger
-from fedsynth.privacy.releases import Release
+from fedsynth.privacy.errors import PrivacyError
+from fedsynth.privacy.ledger import read_ledger
 from fedsynth.privacy.report import (
     NOT_PRIVATE,
     ReportContext,
     build_report,
 )
 from fedsynth.privacy.report_schema import schema_problems
-from fedsynth.privacy.report_sections import over_clients
 from fedsynth.privacy.verify import (
     HOSTILE,
     Held,
     Verification,
-    differences,
     held_rows,
     read_report,
     report_problems,
@@ -76,9 +52,6 @@ from fedsynth.privacy.verify import (
 from fedsynth.privacy.wording import shown
 from fedsynth.synthesizer.condensation.sets import SyntheticSet
 from fedsynth.version import __version__
-
-CALIBRATED = 2e-3  # σ is found to 0.1 %: another version of the libraries may end elsewhere in that
-Rows = Mapping[str, Sequence[Release]]
 
 
 def verify_run(
@@ -167,78 +140,8 @@ def _missing(folder: Path, abandoned: bool) -> list[str]:
     return [name for name in names if not (folder / name).is_file()]
 
 
-# -------------------------------------------------------------------------------------- rebuilding
-
-
-def context_of(run: RunFiles) -> RoundContext:
-    """The public context of the run's first round."""
-    return public_context(run.settings, run.spec, torch.device("cpu"))
-
-
-def rebuilt(run: RunFiles, before: Rows) -> PrivacyPlan:
-    """The run's plan, as it was when the run began with these rows in its clients' ledgers."""
-    context = context_of(run)
-    run.settings.method.check_model(context.architecture)
-    plan = PrivacyPlan.make(run.settings, context, _histories(run, before))
-    stated = run.start["noise_multiplier"]
-    found = plan.privacy.noise_multiplier
-    given = run.settings.privacy and run.settings.privacy.noise_multiplier
-    tolerance = 0.0 if given else CALIBRATED
-    if stated is None or found is None or not math.isclose(stated, found, rel_tol=tolerance):
-        raise MismatchError(
-            f"{PRIVATE_START} says σ = {stated}, and config.toml and the ledgers give {found}"
-        )
-    return replace(plan, privacy=replace(plan.privacy, noise_multiplier=stated))
-
-
-def _histories(run: RunFiles, rows: Rows) -> list[History]:
-    """What these rows are of, in the clients' order."""
-    return [History(client, tuple(rows[client])) for client in run.start["ledgers"]]
-
-
-def plan_when_it_began(
-    folder: Path,
-    histories: Sequence[History],
-    *,
-    method: type[Method],
-    rows: Sequence[dict[str, Any]],
-) -> PrivacyPlan:
-    """The plan of a run that is to be resumed: with σ, and what its ledgers held, as when it began.
-
-    Args:
-        folder: the run's.
-        histories: what the clients' ledgers hold now, in the clients' order.
-        method: the run's.
-        rows: of the rounds that have ended, as its checkpoint has them.
-
-    Raises:
-        PrivacyError: a file is damaged, a ledger is not the one that the run began with, or it
-            lacks what the run has charged: the run would forget it, and exceed its cap.
-    """
-    run = replace(read_run(folder, method), rows=list(rows))
-    start = run.start["ledgers"]
-    if [one.client for one in histories] != list(start):
-        raise MismatchError(f"the run's clients are not those of {PRIVATE_START}")
-    files, _ = ledger_files(folder, run, None)
-    if files is None:
-        raise MismatchError("the run's ledgers are not where its config.toml says")
-    for one in histories:
-        began = start[one.client]
-        chains = chain_hashes(files / f"{one.client}.jsonl")
-        if len(chains) <= began["rows"] or chains[began["rows"]] != began["chain"]:
-            raise MismatchError(f"{one.client}: its ledger is not the one that the run began with")
-    held = Held({one.client: one.releases for one in histories}, {}, {}, {}, [], "")
-    evidence = Evidence(run, held, folder, abandoned=True)
-    for client, lacking in evidence.lacking.items():
-        if lacking:
-            raise MismatchError(
-                f"{client}: its ledger has lost rows that the run has charged: {_row(lacking[0])}"
-            )
-    return evidence.plan
-
-
 class Evidence:
-    """What a run's files prove: the plan, the rows that it charged, and the report that follows.
+    """Everything in a run's files that bears on its report.
 
     Args:
         held: the rows that the report speaks of.
@@ -249,41 +152,24 @@ class Evidence:
         self.run = run
         self.folder = folder
         self.abandoned = abandoned
-        privacy = run.settings.privacy
-        self.kept = run.served or (privacy is not None and privacy.ledger_folder is not None)
-        self.done = len(run.rows)
+        self.charges = Charges(run, held)
+        self.done = self.charges.done
         self.rounds = run.settings.rounds
-        start = run.start["ledgers"]
-        absent = [number for number, client in enumerate(start) if client not in held.rows]
-        if not set(held.rows) <= set(start) or (absent and not run.served):
-            raise MismatchError(f"the report has other clients than {PRIVATE_START}")
-        self.there = {client: held.rows[client] for client in start if client in held.rows}
-        self.held = replace(held, rows=self.there)
-        rows = {client: self.there.get(client, ()) for client in start}
-        self.before = {client: rows[client][: start[client]["rows"]] for client in start}
-        self.since = {client: rows[client][start[client]["rows"] :] for client in start}
         self.served: ServedEvidence | None = None
         if run.served:
+            absent = self.charges.absent
             self.served = ServedEvidence(absent, run.rows, run.resumptions, self.rounds)
-        self.plan = rebuilt(run, self.before)
-        self.context = context_of(run)
-        self.losses = VerifiedLosses(self.plan, run.rows, served=run.served)
-        self.now = _histories(run, rows)
-        self.own: dict[str, list[Release]] = {}
-        self.foreign: dict[str, list[Release]] = {}
-        self.lacking: dict[str, list[Release]] = {}
-        for number, client in enumerate(start):
-            self._sort_rows(number, client)
 
     def problems(self, report: Mapping[str, Any]) -> list[str]:
         """Everything in which the run's files and its report differ."""
+        losses = self.served is not None and self.served.has_losses
         return [
             *self._missing(),
-            *self._ledger_problems(),
+            *self.charges.problems(),
             *self._end_problems(),
-            *report_problems(report, self._context(report), self.held, self.folder),
-            *self._metrics_problems(),
-            *self._summary_problems(),
+            *report_problems(report, self._context(report), self.charges.held, self.folder),
+            *metrics_problems(self.charges, losses=losses),
+            *summary_problems(self.charges),
         ]
 
     def _missing(self) -> list[str]:
@@ -304,7 +190,7 @@ class Evidence:
         # noise that a test injected leaves no other trace than this verdict
         secret = report["verdict"]["text"] != NOT_PRIVATE
         return report_context(
-            self.plan,
+            self.charges.plan,
             self.done,
             deviations,
             test=self.run.start["test_images"],
@@ -315,87 +201,10 @@ class Evidence:
             simulated=not self.run.served,
         )
 
-    # ----------------------------------------------------------------- ledger rows against the plan
-
-    def _sort_rows(self, number: int, client: str) -> None:
-        """Sorts a client's rows since the start into those that the plan charges, also for a
-        round under way, or once more for one in which the run was resumed, and others."""
-        left = list(self.since[client])
-        self.own[client], self.lacking[client] = [], []
-        for planned, needed in self._planned_rows(number):
-            match = next((row for row in left if _fits(row, planned)), None)
-            if match is not None:
-                left.remove(match)
-                self.own[client].append(match)
-            elif needed and planned.round <= self.done:
-                self.lacking[client].append(planned)
-        for repeated in self._repeated_rows(number):
-            match = next((row for row in left if _fits(row, repeated)), None)
-            if match is not None:
-                left.remove(match)
-                self.own[client].append(match)
-        self.own[client].sort(key=lambda row: row.round)
-        self.foreign[client] = left
-
-    def _planned_rows(self, client: int) -> list[tuple[Release, bool]]:
-        """What the plan charges this client for until the end of the round under way, and whether
-        its ledger must have each."""
-        rows: list[tuple[Release, bool]] = []
-        rounds = self.plan.participation.rounds_of(client, min(self.done + 1, self.rounds))
-        for number in rounds:
-            rows += self.losses.charged(client, self._in_round(number))
-        return rows
-
-    def _repeated_rows(self, client: int) -> list[Release]:
-        """What the client may have been charged for in rounds that were cut off and repeated."""
-        contexts = [self._in_round(after + 1) for after in self.run.resumed]
-        return [
-            row
-            for context in contexts
-            if client in context.active
-            for row in self.plan.client_rows(client, context)
-        ]
-
-    def _in_round(self, number: int) -> RoundContext:
-        there = self.plan.participation.in_round(number)
-        return replace(self.context, round=number, participants=there)
-
-    def _ledger_problems(self) -> list[str]:
-        problems = []
-        for client, start in self.run.start["ledgers"].items():
-            if self.held.starts.get(client, start["chain"]) != start["chain"]:
-                problems.append(
-                    f"{client}: the ledger's first {start['rows']} rows are not those of "
-                    f"{PRIVATE_START}"
-                )
-            problems += [
-                f"{client}: by config.toml {_row(row)} is charged, and the ledger has no such row"
-                for row in self.lacking[client]
-            ]
-            if not self.kept:
-                problems += [
-                    f"{client}: the ledger has {_row(row)}, which by config.toml is not charged"
-                    for row in self.foreign[client]
-                ]
-                own = data_set_id(self.run.settings)
-                if self.held.data_sets.get(client, own) != own:
-                    problems.append(f"{client}: the ledger is another data set's or partition's")
-        return problems
-
-    # --------------------------------------------------------------------------- the end of the run
-
-    def _refusal(self) -> str | None:
-        """Why no round more would have been allowed; None if it would have been."""
-        try:
-            self.plan.check_round(self.done + 1, self.now)
-        except BudgetExceededError as error:
-            return f"ended after {self.done} of {self.rounds} rounds: {error}"
-        return None
-
     def _end_problems(self) -> list[str]:
         if self.abandoned or self.done == self.rounds:
             return []
-        if self.done < self.rounds and (self.served or self._refusal() is not None):
+        if self.done < self.rounds and (self.served or self.charges.refusal() is not None):
             return []  # over nodes, owners' policies bound a run beside its own cap
         return [
             f"metrics.jsonl has {self.done} of {self.rounds} rounds, and no cap explains the end "
@@ -408,151 +217,14 @@ class Evidence:
         if self.served is not None:
             return self.served.deviations(stated, self.done, abandoned=self.abandoned)
         resumed = self.run.resumptions
-        expected = None if self.abandoned or self.done >= self.rounds else self._refusal()
+        expected = None if self.abandoned or self.done >= self.rounds else self.charges.refusal()
         if expected is None:
             return resumed
-        under_way = any(row.round > self.done for some in self.own.values() for row in some)
-        alone = not any(self.foreign.values()) and not under_way
+        under_way = any(row.round > self.done for some in self.charges.own.values() for row in some)
+        alone = not any(self.charges.foreign.values()) and not under_way
         last = list(stated[len(resumed) :])
         same = len(last) == 1 and _same_refusal(last[0], expected, exact=alone)
         return resumed + (last if same else [expected])
-
-    # ------------------------------------------------------------------ metrics.jsonl, summary.json
-
-    def _metrics_problems(self) -> list[str]:
-        """Nothing but what may be shown, and the ε of each round."""
-        declared = declared_row(type(self.run.settings.method))
-        problems = [
-            f"metrics.jsonl: round {row['round']} says {key}, which may not be shown"
-            for row in self.run.rows
-            for key in _not_shown(row, declared)
-        ]
-        return problems + self.losses.problems() + self._epsilon_problems()
-
-    def _epsilon_problems(self) -> list[str]:
-        """The ε of each round, from the rows that were charged until its end."""
-        if not self.plan.guaranteed(self.plan.histories):
-            return [
-                f"metrics.jsonl gives an epsilon in round {row['round']}, where no figure would be "
-                "true"
-                for row in self.run.rows
-                if "epsilon" in row
-            ]
-        table = self._epsilon_by_round()
-        alone = not any(self.foreign.values())
-        if self.served is not None and self.served.has_losses:
-            table = {}  # what a lost client was charged for is known later
-            alone = False
-        problems = []
-        spent = table.get(0, 0.0)
-        most = self.plan.epsilon(self.now)
-        for row in self.run.rows:
-            spent = table.get(row["round"], spent)
-            stated = row.get("epsilon")
-            if stated is None and math.isinf(most):  # another run's release had no guarantee
-                continue
-            if alone:
-                problems += differences(
-                    f"metrics.jsonl: epsilon of round {row['round']}", spent, stated
-                )
-            elif type(stated) is not float or not spent * 0.999999 <= stated <= most * 1.000001:
-                problems.append(  # when exactly another run charged the ledger is not known
-                    f"metrics.jsonl: epsilon of round {row['round']} must be between {spent:.6g} "
-                    f"and {most:.6g}"
-                )
-        return problems
-
-    def _epsilon_by_round(self) -> dict[int, float]:
-        """The worst client's ε after each round, and as round 0 from before the run; of this
-        run's own rows."""
-        privacy = self.plan.privacy
-        histories = {}
-        for client, before in self.before.items():
-            earlier = [replace(row, round=0) for row in before]
-            rows = [*earlier, *self.own[client]]
-            histories[client] = epsilon_by_round(rows, privacy.delta, privacy.adjacency)
-        return {point.round: point.worst for point in over_clients(histories)}
-
-    def _summary_problems(self) -> list[str]:
-        if self.run.summary is None:
-            return []
-        settings = self.run.settings
-        method = self.run.settings.method
-        expected = {
-            "method": method.name,
-            "settings": json.loads(json.dumps(method.told())),
-            "dataset": settings.dataset,
-            "rounds": self.done,
-            "seed": settings.seed,
-            "differential_privacy": privacy_words.summary(self.plan, self.now).to_json(),
-        }
-        unknown = _not_shown(self.run.summary, declared_summary(type(method)))
-        return [
-            *self._accuracy_problems(),
-            *(f"summary.json: {key} is no key of a summary" for key in unknown),
-            *self._source_problems(self.run.summary.get(SOURCES, {})),
-            *(
-                text
-                for key, value in expected.items()
-                for text in differences(f"summary.json: {key}", value, self.run.summary.get(key))
-            ),
-        ]
-
-    def _source_problems(self, stated: Any) -> list[str]:
-        """Files of one's own that are not those that the run was made with."""
-        if not isinstance(stated, dict):
-            return ["summary.json: sources must be a table"]
-        return [
-            f"summary.json: the {key}'s file {one.file} is another than the run's"
-            for key, one in own_sources(self.run.settings).items()
-            if not isinstance(stated.get(key), dict) or stated[key].get("sha256") != one.sha256
-        ]
-
-    def _accuracy_problems(self) -> list[str]:
-        """Accuracies on test images that are private, or that are none, stand nowhere here."""
-        summary = self.run.summary or {}
-        test = self.run.start["test_images"]
-        if test == "public":
-            measured = type(summary.get("test_accuracy")) is float
-            if "test_data" not in summary and (measured or not self.done):
-                return []
-            return ["summary.json has no accuracy on the public test images"]
-        problems = differences("summary.json: test_data", test, summary.get("test_data"))
-        problems += differences("summary.json: test_accuracy", None, summary.get("test_accuracy"))
-        return problems + [
-            f"{_of(row)} has an accuracy, and the test images are {test}"
-            for row in (summary, *self.run.rows)
-            if _measured_on_test(row)
-        ]
-
-
-def _measured_on_test(row: Mapping[str, Any]) -> bool:
-    """Whether a row, or one of its models' rows, has what is measured on the test images."""
-    models = row.get(MODELS, {})
-    within = models.values() if isinstance(models, dict) else (models,)
-    rows = (row, *(one for one in within if isinstance(one, dict)))
-    return any(one.get(key) is not None for one in rows for key in ON_TEST)
-
-
-def _of(row: Mapping[str, Any]) -> str:
-    return f"metrics.jsonl: round {row['round']}" if "round" in row else "summary.json"
-
-
-def _not_shown(row: Mapping[str, Any], declared: Declared) -> list[str]:
-    """Keys of a row, or of one of its models' rows, that no private run may show."""
-    models = row.get(MODELS, {})
-    within = models.values() if isinstance(models, dict) else ()
-    keys = [*row, *(key for one in within if isinstance(one, dict) for key in one)]
-    return sorted({key for key in keys if key not in declared or not declared[key].shown})
-
-
-def _fits(row: Release, planned: Release) -> bool:
-    """Whether a row is what was planned, but for rounding."""
-    return differences("", asdict(planned), asdict(row)) == []
-
-
-def _row(row: Release) -> str:
-    return f"{row.quantity} in round {row.round} (σ = {row.noise_multiplier:.6g})"
 
 
 _REFUSAL = re.compile(

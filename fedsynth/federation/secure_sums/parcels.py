@@ -1,5 +1,5 @@
 """What clients and server send each other in a secure sum: JSON facts and words, as frames
-(`fedsynth.federation.exchange.frames`). Everything that comes is a stranger's."""
+(`fedsynth.core.frames`). Everything that comes is a stranger's."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any, Self
 
 import numpy as np
 
+from fedsynth.core.frames import Frame
 from fedsynth.errors import MessageError
-from fedsynth.federation.exchange.frames import Frame
 from fedsynth.federation.secure_sums.errors import SecureSumError
 from fedsynth.federation.secure_sums.fixed_point import Words
 

@@ -186,6 +186,12 @@ class RunSettings:
         if self.sampling == "size":
             self._check_sampling_by_size()
         self._check_robust()
+        if self.model.features and self.method.features_refusal:
+            raise SettingError(
+                "model",
+                "features",
+                f"must be left out with {self.method.name}: {self.method.features_refusal}",
+            )
         if self.model.client_names:
             self._check_client_models()
 
@@ -294,7 +300,8 @@ class RunSettings:
                 **({} if self.folder is None else _given(self.folder)),
             },
             "partition": dataclasses.asdict(self.partition),
-            "model": dataclasses.asdict(self.model),
+            # a feature map is left out where there is none, as in settings of earlier versions
+            "model": {**dataclasses.asdict(self.model), "features": self.model.features or None},
             "method": self.method.told(),
             "privacy": dataclasses.asdict(self.privacy)
             if self.privacy is not None

@@ -56,6 +56,9 @@ class DistilsEnsemble(TrainsLocally):
     heterogeneous: ClassVar[bool] = True
     state: ClassVar[type[ServerState]] = EnsembleState
     presets: ClassVar[Presets] = {"digits": {"local_epochs": 20}}
+    features_refusal: ClassVar[str] = (
+        "its server distils on images that it makes or is given: take fedavg"
+    )
     robust_refusal: ClassVar[str] = (
         "its server distils every client's model into one, each by what it says of an image, and "
         "averages none"

@@ -32,6 +32,7 @@ from fedsynth.core.validation import check_choices, check_ranges
 from fedsynth.errors import Setting, SettingError
 from fedsynth.methods.shared.aggregation import AveragingState, average, cached
 from fedsynth.methods.shared.robust import robust_uploads
+from fedsynth.models.on_features import input_size
 from fedsynth.models.registry import parameter_count
 from fedsynth.privacy.disclosure import Disclosure, public
 from fedsynth.privacy.dpsgd import DpSgdSettings, ExampleLoss, Penalty, check_model
@@ -136,6 +137,7 @@ class TrainsLocally(Method):
     state: ClassVar[type[ServerState]] = AveragingState
     protects: ClassVar[tuple[str, ...]] = ("dp-sgd",)
     robust_refusal: ClassVar[str] = ""
+    features_refusal: ClassVar[str] = ""
     discloses: ClassVar[Mapping[str, Disclosure]] = {
         "stragglers": public("drawn from the run's seed"),
         "stragglers_dropped": public("a setting"),
@@ -233,7 +235,7 @@ class TrainsLocally(Method):
         return results
 
     def client_bytes(self, context: RoundContext) -> int | None:
-        scalars = math.prod(context.spec.image_shape)
+        scalars = input_size(context.architecture, context.spec)
         if (
             not self.one_pass
             or context.privacy is not None

@@ -1,0 +1,117 @@
+"""When a simulation writes its checkpoint, what it goes on from, and which clients' memories are in
+files: those of clients that take no part in the next round."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from fedsynth.config_file import read_sections
+from fedsynth.core.context import RoundContext
+from fedsynth.core.method import Memory
+from fedsynth.errors import CheckpointError
+from fedsynth.federation.exchange.client_runtime import ClientRuntime
+from fedsynth.federation.outputs.checkpoint import (
+    Checkpoint,
+    CheckpointFolder,
+    KeptSteps,
+    without_place,
+)
+from fedsynth.federation.outputs.run_folder import RunFolder
+from fedsynth.federation.terms.settings import RunSettings
+
+STEP_SECONDS = 60.0
+"""Inside a round, where an open client's condensation stands is written so often."""
+
+
+class RunCheckpoints:
+    """Those of one run; a run without a folder has none.
+
+    Args:
+        settings: the run's.
+        identity: gives the hash of its settings and data (`run_identity`), which takes a while.
+    """
+
+    def __init__(self, settings: RunSettings, identity: Callable[[], str]) -> None:
+        self._settings = settings
+        self._identity = identity
+        self._folder: CheckpointFolder | None = None
+
+    def begin(self, run: RunFolder) -> None:
+        """Of a new run."""
+        self._folder = CheckpointFolder(run.checkpoints, self._identity())
+
+    def read(self, run: RunFolder) -> Checkpoint | None:
+        """What a run goes on from; None: from its beginning.
+
+        Raises:
+            CheckpointError: it is damaged, or of other settings or data.
+        """
+        config = read_sections(run.path / "config.toml")
+        if without_place(config) != without_place(self._settings.to_mapping()):
+            raise CheckpointError(
+                f"the run in {run.path} has other settings: its config.toml differs"
+            )
+        self.begin(run)
+        found = None if self._folder is None else self._folder.read(self._settings.method)
+        if found is None and run.has_rounds:
+            raise CheckpointError(
+                f"the run in {run.path} has ended rounds, and its checkpoint is gone: it would "
+                "begin anew, and be charged for them again"
+            )
+        return found
+
+    def give_memories(self, clients: Sequence[ClientRuntime], device: torch.device) -> None:
+        """Clients keep what the checkpoint has of them, which stays in its files until needed."""
+        for number in [] if self._folder is None else self._folder.clients:
+            self._store(clients[number], device)
+
+    def keep(
+        self,
+        checkpoint: Checkpoint,
+        clients: Sequence[ClientRuntime],
+        context: RoundContext,
+        following: Sequence[int],
+    ) -> None:
+        """Writes one after a round.
+
+        Args:
+            checkpoint: of the round, without clients' memories.
+            clients: all, by number.
+            context: of the round.
+            following: who takes part in the next one; nobody after the last.
+        """
+        if self._folder is None:
+            return
+        stored = {one.number for one in clients if one.stored}
+        resident = (one for one in clients if not one.stored)
+        memories = {one.number: one.memory for one in resident if one.memory}
+        whole = replace(checkpoint, memories=memories)
+        self._folder.write(whole, frozenset(context.active), frozenset(stored))
+        if self._settings.participation < 1 and following:
+            for number in set(memories) - set(following):
+                self._store(clients[number], context.device)
+
+    def steps_of(self, number: int) -> KeptSteps | None:
+        """Keeps where the loops inside a round stand; None: nothing does."""
+        if self._folder is None:
+            return None
+        return KeptSteps(self._folder, number, STEP_SECONDS)
+
+    @staticmethod
+    def discard(run: RunFolder) -> None:
+        """Of a run that has ended, and whose folder has its final name."""
+        CheckpointFolder(run.checkpoints, "").discard()
+
+    def _store(self, client: ClientRuntime, device: torch.device) -> None:
+        """Leaves a client's memory to its file."""
+        if self._folder is not None:
+            load = partial(self._folder.memory, client.number)
+            client.store(partial(_on_device, load, device))
+
+
+def _on_device(load: Callable[[], Memory], device: torch.device) -> Memory:
+    return {name: tensor.to(device) for name, tensor in load().items()}

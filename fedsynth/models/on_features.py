@@ -1,0 +1,101 @@
+"""A small model on a fixed feature map: a linear one, or one with a hidden layer.
+
+What it trains on is z = clip₁(φ(x)/R), of norm at most 1, with φ and R of a `FeatureMap`: a function
+of one image alone, fixed before data are read. Its per-example gradient is (p − y) ⊗ z where it is
+linear (Tramèr & Boneh 2021, arXiv 2011.11660, train such a model by DP-SGD).
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from fedsynth.data.images import pixel_constants
+from fedsynth.data.registry import DatasetSpec
+from fedsynth.errors import SettingError
+from fedsynth.features.feature_map import FeatureMap
+from fedsynth.models.feature_linear import embedded
+
+
+class OnFeatures(nn.Module):
+    """`forward`: vectors z [N, d] that were made before, or normalised images [N, C, H, W], to logits
+    [N, classes]. It has no buffers: φ is no part of it that anybody sends.
+
+    Args:
+        feature_map: φ and its constants.
+        spec: of the images.
+        hidden: units of a hidden layer, which gets √d·z (coordinates of about 1, as its initial
+            weights expect); 0: the model is linear, without a bias.
+    """
+
+    dense = True
+
+    def __init__(self, feature_map: FeatureMap, spec: DatasetSpec, hidden: int = 0) -> None:
+        super().__init__()
+        self.feature_map = feature_map
+        self.spec = spec
+        d = feature_map.dimension
+        self.hidden = nn.Linear(d, hidden) if hidden else nn.Identity()
+        self.embedding_size = self.largest_activation = hidden or d
+        self.classifier = nn.Linear(self.embedding_size, spec.classes, bias=bool(hidden))
+
+    @property
+    def linear(self) -> bool:
+        """Whether the embedding is z itself, which no training changes."""
+        return isinstance(self.hidden, nn.Identity)
+
+    def vectors(self, features_Nd: Tensor) -> Tensor:
+        """z of features φ(x), [N, d]."""
+        return embedded(features_Nd, 0.0, self.feature_map.radius)
+
+    def embed(self, x: Tensor) -> Tensor:
+        """z, or what the hidden layer makes of it, [N, embedding_size]."""
+        z = x if x.dim() == 2 else self.vectors(self.feature_map(self._pixels(x)))
+        if self.linear:
+            return z
+        return torch.relu(self.hidden(math.sqrt(z.shape[1]) * z))
+
+    def from_features(self, features_Nd: Tensor) -> Tensor:
+        """Logits of features φ(x)."""
+        logits: Tensor = self(self.vectors(features_Nd))
+        return logits
+
+    def gradient_factors(self, x: Tensor, labels_N: Tensor) -> tuple[Tensor, Tensor]:
+        """p − y [N, classes] and z [N, d] of a linear model: the gradient of an example's
+        cross-entropy is their outer product."""
+        z = self.embed(x)
+        p = self.classifier(z).softmax(dim=1)
+        return p - nn.functional.one_hot(labels_N, p.shape[1]), z
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.classifier(self.embed(x))
+        return logits
+
+    def _pixels(self, x_NCHW: Tensor) -> Tensor:
+        mean, std = pixel_constants(self.spec, x_NCHW.device)
+        return x_NCHW * std + mean
+
+
+def input_size(network: nn.Module, spec: DatasetSpec) -> int:
+    """Numbers of one input as clients hand it to the network: pixels, or coordinates of z."""
+    if isinstance(network, OnFeatures):
+        return network.feature_map.dimension
+    return math.prod(spec.image_shape)
+
+
+def check_learned_embedding(method: str, model: nn.Module) -> None:
+    """Refuses a linear model on features to a method whose loss is on what a network learns before its
+    last layer.
+
+    Raises:
+        SettingError: says what to take.
+    """
+    if isinstance(model, OnFeatures) and model.linear:
+        raise SettingError(
+            "model",
+            "name",
+            f"must be mlp on features: {method} works on an embedding that is learned, and that of "
+            "a linear model is the feature map's",
+        )

@@ -1,0 +1,251 @@
+"""Models on fixed feature maps: what they compute, what they train on, and whose features are kept."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from fedsynth import FedAvg, ModelSettings, RunSettings, resolve, simulate
+from fedsynth.core import feature_cache
+from fedsynth.core.client import OpenClients
+from fedsynth.core.feature_cache import kept_features
+from fedsynth.data.images import ImageData, from_arrays, normalise
+from fedsynth.data.load import load_dataset
+from fedsynth.data.registry import dataset_spec
+from fedsynth.errors import FedsynthError, SettingError, UnknownNameError
+from fedsynth.evaluation.accuracy import correct
+from fedsynth.features import FeatureMap, feature_map, register_features
+from fedsynth.features.registry import Builder
+from fedsynth.methods import METHODS
+from fedsynth.models.on_features import OnFeatures
+from fedsynth.models.registry import build_network
+from tests.small import small_settings
+
+SPEC = dataset_spec("digits")
+PIXELS = feature_map("pixels", SPEC.image_shape)
+
+
+def data(n: int = 40) -> ImageData:
+    rng = np.random.default_rng(0)
+    return from_arrays(rng.integers(0, 256, (n, 1, 8, 8)).astype(np.uint8), np.arange(n) % 10, SPEC)
+
+
+def z_of(images: ImageData) -> np.ndarray:
+    """clip₁(φ/R) of `pixels` in NumPy."""
+    features = PIXELS(images.images).double().numpy() / PIXELS.radius
+    found: np.ndarray = features / np.maximum(1, np.linalg.norm(features, axis=1, keepdims=True))
+    return found
+
+
+def network(name: str = "linear", **other: Any) -> OnFeatures:
+    made = build_network(ModelSettings(name, features="pixels", **other), SPEC, 3)
+    assert isinstance(made, OnFeatures)
+    return made
+
+
+def test_images_and_vectors_have_the_same_logits_by_hand() -> None:
+    images = data()
+    z = z_of(images)
+    assert (np.linalg.norm(z, axis=1) <= 1 + 1e-6).all()
+    linear = network()
+    w = linear.classifier.weight.detach().double().numpy()
+    x = normalise(images.images, SPEC)
+    vectors = torch.tensor(z, dtype=torch.float32)
+    with torch.no_grad():
+        np.testing.assert_allclose(linear(x).numpy(), z @ w.T, atol=1e-5)
+        np.testing.assert_allclose(linear(vectors).numpy(), z @ w.T, atol=1e-6)
+        small: Any = network("mlp", width=7)
+        first, last = small.hidden, small.classifier
+        hidden = np.maximum(
+            0, 8 * z @ first.weight.double().numpy().T + first.bias.double().numpy()
+        )
+        by_hand = hidden @ last.weight.double().numpy().T + last.bias.double().numpy()
+        np.testing.assert_allclose(small(x).numpy(), by_hand, atol=1e-4)
+    assert correct(linear, images, among=torch.tensor([3, 5])).tolist() == [
+        bool((z @ w.T)[i].argmax() == images.labels[i]) for i in (3, 5)
+    ]
+
+
+def test_local_training_is_softmax_regression_on_the_vectors() -> None:
+    """One full-batch step of one client, by NumPy; a client hands out vectors in place of images."""
+    images = data()
+    method = FedAvg(local_epochs=1, batch=100, lr=2.0, momentum=0.0)
+    settings = RunSettings(method, rounds=1, model=ModelSettings(features="pixels"))
+    settings = resolve(
+        {**settings.to_mapping(), "partition": {"clients": 1, "alpha": 100.0, "min_size": 1}}
+    )
+    result = simulate(settings, data=(images, None))
+    start: Any = build_network(settings.model, SPEC, settings.seed)
+    w = start.classifier.weight.detach().double().numpy()
+    z, y = z_of(images), images.labels.numpy()
+    p = np.exp(z @ w.T)
+    r = p / p.sum(axis=1, keepdims=True) - np.eye(10)[y]
+    found = result.model.state_dict()["classifier.weight"].double().numpy()
+    np.testing.assert_allclose(found, w - 2.0 * r.T @ z / len(y), atol=1e-5)
+    clients = OpenClients([0], images, [torch.arange(40)], network=start)
+    np.testing.assert_allclose(clients.images(torch.tensor([4])), z[4:5], atol=1e-6)
+
+
+@pytest.fixture
+def counting() -> list[int]:
+    """A map that notes how many images it was asked for; registered as own-counting."""
+    asked: list[int] = []
+
+    def build(shape: tuple[int, int, int]) -> FeatureMap:
+        def counted(x: Tensor) -> Tensor:
+            asked.append(int((x.flatten(1).abs().sum(dim=1) > 0).sum()))
+            return x.flatten(1) - 0.5
+
+        return replace(PIXELS, name="own-counting", function=counted)
+
+    register_features("own-counting", build)
+    feature_map("own-counting", SPEC.image_shape)  # tried on public images here
+    asked.clear()
+    return asked
+
+
+@pytest.mark.parametrize("privacy", [{}, {"epsilon": 8}])
+def test_each_image_is_mapped_once_a_run(counting: list[int], privacy: dict[str, Any]) -> None:
+    train, test = load_dataset("digits")
+    settings = resolve(
+        {
+            "run": {"method": "fedavg", "rounds": 3},
+            "partition": {"local_test": 0.2},
+            "method": {"local_epochs": 2, "batch": 200},
+            "model": {"features": "own-counting"},
+            "privacy": privacy,
+        }
+    )
+    simulate(settings, data=(train, test))
+    assert sum(counting) == len(train) + len(test)
+
+
+def test_vectors_of_a_large_data_set_are_made_anew_to_the_same_model(
+    monkeypatch: pytest.MonkeyPatch, counting: list[int]
+) -> None:
+    settings = resolve(
+        {
+            "run": {"method": "fedavg", "rounds": 2},
+            "method": {"local_epochs": 2},
+            "model": {"features": "own-counting"},
+        }
+    )
+    found = []
+    for most in (feature_cache.MOST_BYTES, 1):
+        counting.clear()
+        monkeypatch.setattr(feature_cache, "MOST_BYTES", most)
+        train = load_dataset("digits")[0]
+        model = simulate(settings, data=(train, None)).model
+        found.append(model.state_dict()["classifier.weight"])
+    assert sum(counting) >= 4 * len(train)  # two passes a round
+    torch.testing.assert_close(found[0], found[1])
+
+
+def shifted(by: float) -> FeatureMap:
+    """`pixels` under another name with other values, but the same constants for all `by`."""
+    return replace(PIXELS, name="own-shifted", function=lambda x: x.flatten(1) - by)
+
+
+def test_maps_of_one_name_and_constants_do_not_share_vectors() -> None:
+    """A cache that goes by name and dimension gives the second map the first one's vectors."""
+    images, some = data(), torch.arange(4)
+    for by in (0.5, 0.25):
+        expected = images.images[:4].flatten(1) / 255 - by
+        torch.testing.assert_close(kept_features(images, shifted(by), some), expected)
+
+    def build(by: float) -> Builder:
+        return lambda shape: shifted(by)
+
+    found = []
+    for by in (0.5, 0.25):
+        register_features("own-shifted", build(by))
+        found.append(feature_map("own-shifted", SPEC.image_shape))
+        expected = images.images[:4].flatten(1) / 255 - by
+        torch.testing.assert_close(kept_features(images, found[-1], some), expected)
+    assert feature_map("own-shifted", SPEC.image_shape) is found[1] is not found[0]
+
+
+TRAINS = [
+    "fedavg",
+    "fedavgm",
+    "fedprox",
+    "scaffold",
+    "fednova",
+    "feddyn",
+    "moon",
+    "fedgkd",
+    "qffl",
+    "fedgen",
+    "fedfm",
+    "fedfm-lite",
+    "solo",
+]
+LEARNED = ("moon", "fedgen", "fedfm", "fedfm-lite")
+"""Of a linear model they say that its embedding is not learned."""
+
+
+def settings_of(method: str, model: dict[str, Any]) -> RunSettings:
+    return resolve(
+        {
+            "run": {"method": method, "rounds": 2},
+            "partition": {"local_test": 0.2 if method == "solo" else 0.0},
+            "method": small_settings(method),
+            "model": model,
+        }
+    )
+
+
+@pytest.mark.parametrize("method", TRAINS)
+def test_methods_that_train_models_do_so_on_features(method: str) -> None:
+    train, test = load_dataset("digits")
+    few = train.subset(np.arange(200)), test.subset(np.arange(50))
+    if method in LEARNED:
+        with pytest.raises(SettingError, match=r"model\.name must be mlp on features"):
+            simulate(settings_of(method, {"features": "pixels"}), data=few)
+    else:
+        simulate(settings_of(method, {"features": "pixels"}), data=few)
+    result = simulate(settings_of(method, {"features": "pixels", "name": "mlp"}), data=few)
+    assert 0 <= (result.accuracy or 0) <= 1
+
+
+@pytest.mark.parametrize("method", sorted(set(METHODS) - set(TRAINS)))
+def test_other_methods_say_why_they_have_no_features(method: str) -> None:
+    with pytest.raises(SettingError, match=r"model\.features must be left out") as error:
+        settings_of(method, {"features": "pixels"})
+    assert "take " in str(error.value) or "method.features" in str(error.value)
+
+
+def test_settings_of_features() -> None:
+    assert ModelSettings().name == "convnet"
+    assert ModelSettings(features="scattering").name == "linear"
+    with pytest.raises(SettingError, match="must be linear or mlp with"):
+        ModelSettings("convnet", features="pixels")
+    with pytest.raises(UnknownNameError, match="whitened-scattering"):
+        ModelSettings(features="whitened-scatering")
+    with pytest.raises(SettingError, match="projection must be 0"):
+        ModelSettings("mlp", features="pixels", projection=8)
+    run = RunSettings(FedAvg(), model=ModelSettings("mlp", features="pixels"))
+    assert resolve(run.to_mapping()) == run
+    assert "features" not in RunSettings(FedAvg()).to_mapping()["model"]
+
+
+def test_an_own_map_that_looks_at_the_batch_is_refused_by_the_name_of_the_setting() -> None:
+    def build(shape: tuple[int, int, int]) -> FeatureMap:
+        return replace(PIXELS, name="own-mixed", function=lambda x: (x - x.mean(0)).flatten(1))
+
+    register_features("own-mixed", build)
+    for privacy in ({}, {"epsilon": 8}):
+        settings = resolve(
+            {
+                "run": {"method": "fedavg", "rounds": 1},
+                "model": {"features": "own-mixed"},
+                "privacy": privacy,
+            }
+        )
+        with pytest.raises(FedsynthError, match=r"model\.features.*mixes the examples of a batch"):
+            simulate(settings)
