@@ -144,10 +144,10 @@ class FedStats(SharesNoise):
         step_size: of the Newton-like step; without second moments, of the longest step over
             1/`curvature`.
         logit_noise: without second moments, how far steps go: until the noise of all of them is of
-            this deviation in a logit. Their rate, and their momentum, follow from it and the public
-            noise (`fedsynth.methods.shared.noisy_steps.pace`).
+            this deviation in a logit. Their rate follows from it and the public noise
+            (`fedsynth.methods.shared.noisy_steps.pace`).
         momentum: without second moments, the part of the last move that is made again with each
-            step; more where the longest steps would not go far enough.
+            step.
         curvature: without second moments, what stands for all their eigenvalues.
         step_floor: with second moments, the least eigenvalue that a step divides by, over σ_G·√d,
             with σ_G the noise of a gradient's coordinate.

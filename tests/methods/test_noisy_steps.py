@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from fedsynth.methods.shared.noisy_steps import MOST_MOMENTUM, Pace, pace, reach
+from fedsynth.methods.shared.noisy_steps import Pace, pace, reach
 
 COUNTS = some.integers(1, 40)
 
@@ -29,23 +29,17 @@ def test_steps_go_as_far_as_noise_allows_or_as_they_can(
     noise: float, steps: int, logit_noise: float, momentum: float
 ) -> None:
     found = pace(noise, steps, logit_noise, 200.0, momentum)
-    far = found.rate * reach(steps, found.momentum)
-    assert momentum <= found.momentum <= MOST_MOMENTUM
+    far = found.rate * reach(steps, momentum)
+    assert found.momentum == momentum
     assert found.rate <= 200.0
     assert far <= logit_noise / noise * (1 + 1e-9)
     short = far < logit_noise / noise * (1 - 1e-9)
-    assert not short or found == Pace(200.0, MOST_MOMENTUM)
-    assert found.momentum == momentum or found.rate == 200.0
+    assert not short or found.rate == 200.0
 
 
-def test_momentum_makes_up_for_rates_that_are_at_their_most() -> None:
-    """A tenth of the noise goes ten times as far."""
-    near, middle, far = (pace(noise, 16, 0.6, 100.0, 0.5) for noise in (1e-3, 1e-4, 1e-9))
-    assert near.momentum == 0.5
-    assert near.rate == pytest.approx(600 / reach(16, 0.5))
-    assert 0.5 < middle.momentum < MOST_MOMENTUM
-    assert middle.rate * reach(16, middle.momentum) == pytest.approx(6000)
-    assert far == pace(0.0, 16, 0.6, 100.0, 0.5) == Pace(100.0, MOST_MOMENTUM)
+def test_without_noise_steps_are_the_longest() -> None:
+    assert pace(0.0, 16, 0.6, 100.0, 0.5) == Pace(100.0, 0.5) == pace(1e-9, 16, 0.6, 100.0, 0.5)
+    assert pace(1e-3, 16, 0.6, 100.0, 0.5).rate == pytest.approx(600 / reach(16, 0.5))
 
 
 def test_noise_goes_by_how_far_and_not_by_how_many_steps() -> None:

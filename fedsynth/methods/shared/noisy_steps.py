@@ -15,10 +15,6 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-MOST_MOMENTUM = 0.9
-"""More is not made up for in tens of steps."""
-HALVINGS = 60
-
 
 @dataclass(frozen=True)
 class Pool:
@@ -58,10 +54,7 @@ def reach(steps: int, momentum: float) -> float:
 
 
 def pace(noise: float, steps: int, logit_noise: float, most_rate: float, momentum: float) -> Pace:
-    """The steps whose noise in a logit is about `logit_noise`.
-
-    Rates up to `most_rate` with `momentum`, and if these do not reach so far, more momentum, up to
-    `MOST_MOMENTUM`.
+    """The steps whose noise in a logit is about `logit_noise`, or the longest there are.
 
     Args:
         noise: ν/√T, the deviation of a gradient's coordinate if the whole budget were one
@@ -69,22 +62,10 @@ def pace(noise: float, steps: int, logit_noise: float, most_rate: float, momentu
         steps: T.
         logit_noise: in a logit, of all T together.
         most_rate: that steps along the steepest direction bear.
-        momentum: the least that is taken, below 1.
+        momentum: m, below 1.
 
     >>> pace(0.001, steps=1, logit_noise=0.1, most_rate=200.0, momentum=0.5)
     Pace(rate=100.0, momentum=0.5)
     """
     far = logit_noise / noise if noise > 0 else math.inf
-    if far <= most_rate * reach(steps, momentum):
-        return Pace(far / reach(steps, momentum), momentum)
-    low = momentum
-    high = max(momentum, MOST_MOMENTUM)
-    if far >= most_rate * reach(steps, high):
-        return Pace(most_rate, high)
-    for _ in range(HALVINGS):
-        middle = (low + high) / 2
-        if most_rate * reach(steps, middle) < far:
-            low = middle
-        else:
-            high = middle
-    return Pace(most_rate, high)
+    return Pace(min(most_rate, far / reach(steps, momentum)), momentum)
