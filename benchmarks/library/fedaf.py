@@ -34,6 +34,7 @@ ROUNDS = {"fashion": 10, "office": 5}
 ROWS: dict[str, dict[str, Any] | None] = {  # what differs from FedAF's settings; None: FedDM
     "FedDM": None,
     "FedAF": {},
+    "FedAF, τ = 4": {"temperature": 4.0},
     "without CDC": {"local_weight": 0.0},
     "without LGKM": {"global_weight": 0.0},
     "γ = 0.5": {"gamma": 0.5},

@@ -69,8 +69,8 @@ def _feddm_readings() -> str:
 
 # --- FedAF ---------------------------------------------------------------------------------------
 
-FEDAF_ROWS = ("FedDM", "FedAF", "without CDC", "without LGKM", "γ = 0.5", "γ = 1")
-FEDAF_TITLES = {"FedAF": "FedAF (γ = 0.9)"}
+FEDAF_ROWS = ("FedDM", "FedAF", "FedAF, τ = 4", "without CDC", "without LGKM", "γ = 0.5", "γ = 1")
+FEDAF_TITLES = {"FedAF": "FedAF (γ = 0.9, τ = 1)"}
 
 
 def _best(row: Row) -> float:
