@@ -7,9 +7,9 @@
 
 Data sets MNIST, Fashion-MNIST, EMNIST letters and CIFAR-10; ε 0.5, 1, 3, 10 and none; Dir(0.01),
 Dir(0.5), Dir(100); every client's own noise, and aggregated noise; ten clients, at ε = 1 also 3 and
-50; 16 rounds; δ = 1e-5. Settings are the method's defaults, which were found on EMNIST letters (a
-held-out part of its training images); the test images were looked at once, for the rows. Features
-are made once (`--cache`), so seconds are those of all else.
+50; 16 rounds; δ = 1e-5 (EMNIST letters 5e-6). Settings are the method's defaults, found on held-out
+training images (docs/fedstats.md says with which exception). Features are made once (`--cache`), so
+seconds are those of all else.
 
 A student is a ConvNet of width 32 and depth 3, trained on 400 images of each class and nothing else:
 on the classes that they were made for ("hard"), on the soft labels that are kept with them
