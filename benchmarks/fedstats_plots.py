@@ -84,6 +84,7 @@ def by_epsilon(cells: Cells) -> Any:
         axes.set_xscale("log")
         axes.set_xticks([float(e) for e in EPSILONS], EPSILONS)
         axes.set_xticks([], minor=True)
+        axes.set_xlim(0.4, 12.5)
         _finish(axes, name, "ε")
     return figure
 
