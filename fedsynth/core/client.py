@@ -45,14 +45,15 @@ def chunk(device: torch.device) -> int:
 
 def _inputs(
     network: nn.Module | None, data: ImageData, parts: Sequence[Tensor]
-) -> Callable[[Tensor], Tensor] | None:
-    """Where the network stands on a feature map, what gives its inputs z [N, d] for records [N] of
-    these parts: their features are made now, once for all. None: it takes images."""
+) -> Callable[[Tensor, int], Tensor] | None:
+    """Where the network stands on a feature map, what gives its inputs z [length, d] for records [N]
+    of these parts, whose features are made now, once for all, and filled up with zeros before z is
+    made of them. None: it takes images."""
     if not isinstance(network, OnFeatures):
         return None
     on = network
     look_up = feature_table(data, on.feature_map, torch.cat([*parts, parts[0][:0]]))
-    return lambda records: on.vectors(look_up(records))
+    return lambda records, length: on.vectors(padded(look_up(records), length))
 
 
 @dataclass(frozen=True)
@@ -141,7 +142,7 @@ class OpenClients:
     def images(self, indices: Tensor) -> Tensor:
         """Normalised images [N, C, H, W], float32; for a network on a feature map vectors z [N, d]."""
         if self._inputs is not None:
-            return self._inputs(indices)
+            return self._inputs(indices, len(indices))
         return normalise(self.data.images[indices], self.spec)
 
     def labels(self, indices: Tensor) -> Tensor:
@@ -356,7 +357,7 @@ class PrivateClients:
         network on a feature map z [length, d], filled up with zeros."""
         there = records.to(self._data.labels.device, non_blocking=True)
         if self._inputs is not None:
-            return padded(self._inputs(there), length)
+            return self._inputs(there, length)
         images = self._data.images[there]
         return normalise(padded(images, length), self.spec)
 

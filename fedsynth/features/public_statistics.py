@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fedsynth.features.feature_map import Shape
 from fedsynth.features.random_images import random_images
+from fedsynth.features.row_products import two_sided
 from fedsynth.seeding import torch_generator
 
 IMAGES = 600
@@ -108,8 +109,7 @@ class Whitening:
         about = vectors_Nd - self.mean.to(device)
         cells = self.cells.to(device)
         grid = about.unflatten(1, (-1, len(cells)))
-        white: Tensor = (self.channels.to(device) @ grid @ cells).flatten(1)
-        return white
+        return two_sided(self.channels.to(device), grid, cells).flatten(1)
 
 
 def _inverse_root(covariance: Tensor, floor: float) -> tuple[Tensor, Tensor]:

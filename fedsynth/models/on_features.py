@@ -16,6 +16,7 @@ from fedsynth.data.images import pixel_constants
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.errors import SettingError
 from fedsynth.features.feature_map import FeatureMap
+from fedsynth.features.row_products import LANES, filled_up, row_product
 from fedsynth.models.feature_linear import embedded
 
 
@@ -26,8 +27,9 @@ class OnFeatures(nn.Module):
     Args:
         feature_map: φ and its constants.
         spec: of the images.
-        hidden: units of a hidden layer, which gets √d·z (coordinates of about 1, as its initial
-            weights expect); 0: the model is linear, without a bias.
+        hidden: units of a hidden layer, rounded up to a multiple of 16, which gets √d·z
+            (coordinates of about 1, as its initial weights expect) and zeros after it, up to such a
+            multiple; 0: the model is linear, without a bias.
     """
 
     dense = True
@@ -37,7 +39,10 @@ class OnFeatures(nn.Module):
         self.feature_map = feature_map
         self.spec = spec
         d = feature_map.dimension
-        self.hidden = nn.Linear(d, hidden) if hidden else nn.Identity()
+        # a private run's rows must not depend on their place: see `row_products`
+        wide = d + -d % LANES
+        hidden += -hidden % LANES
+        self.hidden = nn.Linear(wide, hidden) if hidden else nn.Identity()
         self.embedding_size = self.largest_activation = hidden or d
         self.classifier = nn.Linear(self.embedding_size, spec.classes, bias=bool(hidden))
 
@@ -55,7 +60,7 @@ class OnFeatures(nn.Module):
         z = x if x.dim() == 2 else self.vectors(self.feature_map(self._pixels(x)))
         if self.linear:
             return z
-        return torch.relu(self.hidden(math.sqrt(z.shape[1]) * z))
+        return torch.relu(self.hidden(filled_up(math.sqrt(z.shape[1]) * z)))
 
     def from_features(self, features_Nd: Tensor) -> Tensor:
         """Logits of features φ(x)."""
@@ -66,7 +71,7 @@ class OnFeatures(nn.Module):
         """p − y [N, classes] and z [N, d] of a linear model: the gradient of an example's
         cross-entropy is their outer product."""
         z = self.embed(x)
-        p = self.classifier(z).softmax(dim=1)
+        p = row_product(z, self.classifier.weight).softmax(dim=1)
         return p - nn.functional.one_hot(labels_N, p.shape[1]), z
 
     def forward(self, x: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fedsynth.features.row_products import row_product
 from fedsynth.models.feature_linear import embedded
 from fedsynth.privacy.products import Moments, Outer, smat
 
@@ -40,7 +41,7 @@ def crossed_rows(z_Nd: Tensor, labels_N: Tensor, classes: int) -> Outer:
 
 def step_rows(z_Nd: Tensor, labels_N: Tensor, weight_Cd: Tensor, clip: float) -> Outer:
     """What each example adds to a step: clip(p − y) ⊗ z, the cross-entropy's gradient."""
-    wrong = torch.softmax(z_Nd @ weight_Cd.T, dim=1) - F.one_hot(labels_N, len(weight_Cd))
+    wrong = torch.softmax(row_product(z_Nd, weight_Cd), dim=1) - F.one_hot(labels_N, len(weight_Cd))
     return Outer(wrong, z_Nd, clip)
 
 
