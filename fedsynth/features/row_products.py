@@ -19,6 +19,7 @@ LANES = 16
 def row_product(rows_Nd: Tensor, weight_Cd: Tensor) -> Tensor:
     """rows · weightᵀ, [N, C].
 
+    >>> import torch
     >>> row_product(torch.ones(2, 3), torch.ones(1, 3)).tolist()
     [[3.0], [3.0]]
     """
@@ -28,6 +29,7 @@ def row_product(rows_Nd: Tensor, weight_Cd: Tensor) -> Tensor:
 def two_sided(left_ka: Tensor, rows_Nas: Tensor, right_st: Tensor) -> Tensor:
     """left · row · right of each row, [N, k, t].
 
+    >>> import torch
     >>> two_sided(torch.eye(2), torch.ones(1, 2, 3), torch.eye(3)).shape
     torch.Size([1, 2, 3])
     """

@@ -260,7 +260,7 @@ class FedStats(SharesNoise):
         return {
             **(facts if self.picture_share else {}),
             "feature map": f"{features.name}, {features.dimension} coordinates: fixed before data "
-            "are read, and shaped by none",
+            "are read; which map was chosen on public benchmarks",
             "constants of the features": f"norm bound {features.norm_bound:.6g}, radius R "
             f"{features.radius:.6g}: {features.source}",
         }
