@@ -3,10 +3,11 @@
     FEDSYNTH_DATA=DIR python benchmarks/fedstats_settings.py [--quick] [--datasets cifar10]
         [--seeds 0] [--only "logit noise"] [--time-budget 600]
 
-A run (defaults but for one setting, Dir(0.5), 16 rounds, δ = 1e-5) sees all training images but the
-last 10,000, and is measured on these; no test image is read. Compared are feature maps, and how far
-steps go (`logit_noise`), with every client's own noise and with aggregated noise. Of the embedded
-digits, which stand for few records (300 are held out), it is the number of rounds.
+A run (defaults but for one setting, Dir(0.5), 32 rounds, δ = 1e-5) sees all training images but the
+last 10,000, and is measured on these; no test image is read. Compared are feature maps, whitening by
+released covariances (with 16 rounds too, with aggregated noise, and at ε = 10), how far steps go
+(`logit_noise`), and their clip. Of the embedded digits, which stand for few records (300 are held
+out), it is the number of rounds.
 
 Resumes: finished rows are lines of results/fedstats_settings.jsonl.
 """
@@ -39,7 +40,8 @@ HELD_OUT, FEW = 10_000, 300
 SCATTERING = "whitened-scattering"
 PAIR = "whitened-scattering+random-process"
 MIRRORED = "mirrored-scattering+random-process"
-REACHES = (0.3, 0.6, 1.2)
+REACHES = (0.45, 0.9, 1.8)
+CLIPS = (0.3, 0.5, 0.7)
 
 
 class Variant(NamedTuple):
@@ -60,10 +62,18 @@ def variants(dataset: str) -> dict[str, Variant]:
         }
     maps = (SCATTERING, PAIR, MIRRORED) if dataset == "cifar10" else (SCATTERING, PAIR)
     found = {f"features {name}": Variant(FedStats(features=name)) for name in maps}
+    for noise, epsilon in (("own", "1"), ("secure", "1"), ("own", "10")):
+        for rounds in (16, 32):
+            for white in ("no", "yes"):
+                method = FedStats(aggregation=noise, whitening=white)
+                name = f"whitening {white} {noise} eps={epsilon} rounds {rounds}"
+                found[name] = Variant(method, epsilon, rounds)
     for noise in ("own", "secure"):
         for far in REACHES:
             method = FedStats(aggregation=noise, logit_noise=far)
             found[f"logit noise {far:g} {noise}"] = Variant(method)
+    for clip in CLIPS:
+        found[f"step clip {clip:g}"] = Variant(FedStats(step_clip=clip))
     return found
 
 

@@ -8,6 +8,9 @@ the L2 norm of the example's whole vector, whatever the example is:
 - `Moments`: u = √½·[svec(z zᵀ); z ⊗ e/b] with ‖z‖ ≤ 1 and ‖e‖ ≤ b. svec writes the upper triangle
   of a symmetric matrix with its off-diagonal entries times √2, so that ‖svec(z zᵀ)‖ = ‖z zᵀ‖_F =
   ‖z‖². Hence ‖u‖² = ½‖z‖⁴ + ½‖z‖²‖e‖²/b² ≤ 1.
+- `Grams`: z is a row of matrices Z_b, and u = [p·svec(Z_b Z_bᵀ); q·svec(Z_bᵀ Z_b)] over b with
+  ‖z‖ ≤ 1 and p² + q² = 1. ‖Z Zᵀ‖_F ≤ ‖Z‖_F², and Zᵀ Z has the same norm; hence ‖u‖² ≤
+  (p² + q²)·Σ_b ‖Z_b‖⁴ ≤ (Σ_b ‖Z_b‖²)² = ‖z‖⁴ ≤ 1.
 
 An example's vector of d(d+1)/2 + dC coordinates thus costs one row of two matrix products, and the
 sums are those of the clipped vectors written out (tests/privacy/test_products.py). Everything is in
@@ -184,6 +187,82 @@ class Moments:
         squares = svec(weighted.T @ z)
         crossed = (e.T @ weighted).flatten()
         return math.sqrt(0.5) * torch.cat([squares, crossed])
+
+
+@dataclass(frozen=True, eq=False)
+class Grams:
+    """[p·svec(Z Zᵀ); q·svec(Zᵀ Z)] of each of an example's matrices Z [channels, cells], one after
+    another.
+
+    Args:
+        z: [N, Σ channels·cells], clipped to norm 1.
+        blocks: (channels, cells) of each matrix.
+        cells_part: q² in [0, 1]; p² is the rest.
+    """
+
+    z: Tensor
+    blocks: tuple[tuple[int, int], ...]
+    cells_part: float
+
+    @property
+    def bound(self) -> float:
+        """1."""
+        return 1.0
+
+    @property
+    def width(self) -> int:
+        """Σ channels·(channels + 1)/2 + cells·(cells + 1)/2."""
+        return grams_width(self.blocks)
+
+    def __len__(self) -> int:
+        return len(self.z)
+
+    def part(self, taken: slice | Tensor) -> Grams:
+        """The vectors of some of the examples."""
+        return Grams(self.z[taken], self.blocks, self.cells_part)
+
+    def _weights(self) -> tuple[float, float]:
+        return math.sqrt(1 - self.cells_part), math.sqrt(self.cells_part)
+
+    def rows(self) -> Tensor:
+        """The vectors written out, [N, width], float64."""
+        of_channels, of_cells = self._weights()
+        pieces = []
+        for Z in matrices_of(clip_rows(self.z, 1.0), self.blocks):
+            pieces.append(of_channels * svec(torch.einsum("nas,nbs->nab", Z, Z)))
+            pieces.append(of_cells * svec(torch.einsum("nas,nat->nst", Z, Z)))
+        return torch.cat(pieces, dim=1)
+
+    def sums(self, shares_N: Tensor | None = None) -> Tensor:
+        """Their (weighted) sum, [width], float64."""
+        of_channels, of_cells = self._weights()
+        z = clip_rows(self.z, 1.0)
+        both = zip(
+            matrices_of(_weighted(z, shares_N), self.blocks),
+            matrices_of(z, self.blocks),
+            strict=True,
+        )
+        pieces = []
+        for weighted, Z in both:
+            channels = weighted.transpose(0, 1).flatten(1) @ Z.transpose(0, 1).flatten(1).T
+            cells = weighted.flatten(0, 1).T @ Z.flatten(0, 1)
+            pieces += [of_channels * svec(channels), of_cells * svec(cells)]
+        return torch.cat(pieces)
+
+
+def grams_width(blocks: tuple[tuple[int, int], ...]) -> int:
+    """Coordinates of `Grams`.
+
+    >>> grams_width(((3, 2),))
+    9
+    """
+    return sum((a * (a + 1) + s * (s + 1)) // 2 for a, s in blocks)
+
+
+def matrices_of(rows_Nd: Tensor, blocks: tuple[tuple[int, int], ...]) -> list[Tensor]:
+    """The matrices that rows are made of, [N, channels, cells] each."""
+    split = rows_Nd.split([a * s for a, s in blocks], dim=1)
+    return [part.unflatten(1, size) for part, size in zip(split, blocks, strict=True)]
 
 
 def clipped_product(left_NP: Tensor, right_NQ: Tensor, clip: float) -> Outer:

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 from fedsynth import FedStats, PartitionSettings, PrivacySettings, RunSettings
 from fedsynth.data.registry import DatasetSpec
-from fedsynth.models.feature_linear import embedded
+from fedsynth.models.feature_linear import embed_by
 
-ROUNDS = 16
+ROUNDS = 32
 DELTA = 1e-5
 DELTAS = {"emnist-letters": 5e-6}
 """Below one over the number of records."""
@@ -53,7 +53,7 @@ def classifier_accuracy(
     model: nn.Module, method: FedStats, spec: DatasetSpec, features_Nd: Tensor, labels_N: Tensor
 ) -> float:
     """Of a run's classifier on kept features of some images."""
-    parameters = model.state_dict()
-    z = embedded(features_Nd, parameters["centre"].cpu(), method.map_of(spec).radius)
-    guessed = (z @ parameters["classifier.weight"].cpu().T).argmax(dim=1)
+    parameters = {name: value.cpu() for name, value in model.state_dict().items()}
+    z = embed_by(parameters, features_Nd, method.map_of(spec))
+    guessed = (z @ parameters["classifier.weight"].T).argmax(dim=1)
     return float((guessed == labels_N).float().mean())

@@ -36,9 +36,12 @@ class FeatureMap:
         source: where the two constants come from, for the report.
         function: float32 pixels in [0, 1] [N, C, H, W] -> [N, d], differentiable where images are
             to be made from statistics.
+        blocks: where a vector is a row of matrices [channels, cells], one after another, their
+            sizes: what covariances of channels and of cells can be made of. Empty: it is not.
 
     Raises:
-        SettingError: a dimension below 1, or a constant that is not positive and finite.
+        SettingError: a dimension below 1, a constant that is not positive and finite, or blocks
+            that are not the whole vector.
 
     >>> import torch
     >>> brightness = FeatureMap(
@@ -55,6 +58,7 @@ class FeatureMap:
     radius: float
     source: str
     function: Callable[[Tensor], Tensor]
+    blocks: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
         if self.dimension < 1:
@@ -69,6 +73,13 @@ class FeatureMap:
                 raise SettingError(
                     None, name, f"of features {self.name!r} must be positive, got {value}"
                 )
+        if self.blocks and sum(a * b for a, b in self.blocks) != self.dimension:
+            raise SettingError(
+                None,
+                "blocks",
+                f"of features {self.name!r} must have {self.dimension} coordinates in all, got "
+                f"{self.blocks}",
+            )
 
     def __call__(self, pixels_NCHW: Tensor) -> Tensor:
         """Vectors [N, d], float32, of images as the package's data hold them.

@@ -103,7 +103,7 @@ def random_process(shape: Shape) -> FeatureMap:
     """
     _check(shape)
     return _with_constants(
-        "random-process", shape, 2 * shipped().atoms.shape[1] * CELLS**2, shipped()
+        "random-process", shape, ((2 * shipped().atoms.shape[1], CELLS**2),), shipped()
     )
 
 
@@ -124,15 +124,19 @@ def scattering_and_random_process(shape: Shape) -> FeatureMap:
         )
 
     name = "scattering+random-process"
-    return _with_constants(name, shape, one.dimension + other.dimension, function)
+    return _with_constants(name, shape, one.blocks + other.blocks, function)
 
 
 def _with_constants(
-    name: str, shape: Shape, dimension: int, function: Callable[[Tensor], Tensor]
+    name: str,
+    shape: Shape,
+    blocks: tuple[tuple[int, int], ...],
+    function: Callable[[Tensor], Tensor],
 ) -> FeatureMap:
     """The map, with norm and radius from random-process images."""
     norm, radius = constants(public_vectors(function, shape))
-    return FeatureMap(name, shape, dimension, norm, radius, SOURCE, function)
+    dimension = sum(channels * cells for channels, cells in blocks)
+    return FeatureMap(name, shape, dimension, norm, radius, SOURCE, function, blocks)
 
 
 def _check(shape: Shape) -> None:

@@ -280,6 +280,7 @@ def scattering(shape: Shape) -> FeatureMap:
         radius=radius,
         source=SOURCE,
         function=scattering_features,
+        blocks=((channels, cells),),
     )
 
 
@@ -301,6 +302,7 @@ def whitened_scattering(shape: Shape) -> FeatureMap:
         radius=radius,
         source=SOURCE,
         function=white,
+        blocks=((channels, cells),),
     )
 
 

@@ -47,10 +47,12 @@ class SideBySide:
     Args:
         functions: pixels -> [N, d_i].
         factors: one for each.
+        blocks: (channels, cells) of each one's vectors.
     """
 
     functions: tuple[Callable[[Tensor], Tensor], ...]
     factors: tuple[float, ...]
+    blocks: tuple[tuple[int, int], ...]
 
     def __call__(self, x_NCHW: Tensor) -> Tensor:
         """Vectors [N, Σ d_i]."""
@@ -77,7 +79,8 @@ def whitened_pair(shape: Shape) -> FeatureMap:
     Raises:
         SettingError: images that are neither grey nor colour, or smaller than 12×12.
     """
-    return _named("whitened-scattering+random-process", shape, _pair(shape))
+    pair = _pair(shape)
+    return _named("whitened-scattering+random-process", shape, pair, pair.blocks)
 
 
 @lru_cache(maxsize=8)
@@ -87,7 +90,8 @@ def mirrored_pair(shape: Shape) -> FeatureMap:
     Raises:
         SettingError: as above.
     """
-    return _named("mirrored-scattering+random-process", shape, Mirrored(_pair(shape)))
+    pair = _pair(shape)
+    return _named("mirrored-scattering+random-process", shape, Mirrored(pair), pair.blocks)
 
 
 @lru_cache(maxsize=8)
@@ -95,7 +99,8 @@ def _pair(shape: Shape) -> SideBySide:
     dictionary = random_process(shape).function
     one, scattered = _whitened(scattering_features, shape, sizes(shape)[1])
     other, compared = _whitened(dictionary, shape, CELLS**2)
-    return SideBySide((one, other), (1 / scattered, DICTIONARY / compared))
+    blocks = tuple((len(each.channels), len(each.cells)) for each in (one, other))
+    return SideBySide((one, other), (1 / scattered, DICTIONARY / compared), blocks)
 
 
 def _whitened(
@@ -109,10 +114,15 @@ def _whitened(
         return white, constants(white.applied(raw))[1]
 
 
-def _named(name: str, shape: Shape, function: Callable[[Tensor], Tensor]) -> FeatureMap:
+def _named(
+    name: str,
+    shape: Shape,
+    function: Callable[[Tensor], Tensor],
+    blocks: tuple[tuple[int, int], ...],
+) -> FeatureMap:
     """The map, with its dimension and constants from public images."""
     with torch.inference_mode(False):
         vectors = public_vectors(function, shape)
     norm, radius = (rounded(SMALLER * value) for value in constants(vectors))
     source = f"{SMALLER} of {SOURCE}"
-    return FeatureMap(name, shape, vectors.shape[1], norm, radius, source, function)
+    return FeatureMap(name, shape, vectors.shape[1], norm, radius, source, function, blocks)

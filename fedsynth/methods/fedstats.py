@@ -8,10 +8,10 @@ does not matter. Round 1 has two releases, a centre m and, about it, the second 
 
 from which the server has a ridge classifier in closed form (or, without second moments, of z ⊗ e
 alone, a first gradient). Each later round is one step of softmax regression, Σ clip_c(p − y) ⊗ z:
-Newton-like by the released second moments, or with momentum, as far as the noise bears. Where
-images are asked for, round 1 also releases moments of small pictures. Nothing is sampled, so
-the composition is that of Gaussians and exact. docs/privacy.md has the sensitivities with their
-proofs, docs/fedstats.md what comes out.
+Newton-like by the released second moments, or with momentum, as far as the noise bears. Beside the
+centre, round 1 may release covariances of φ's channels and cells, which whiten z, and where images
+are asked for, moments of small pictures. Nothing is sampled, so the composition is that of Gaussians
+and exact. docs/privacy.md has the sensitivities with their proofs, docs/fedstats.md what comes out.
 
 Prior work: DP-FC and DP-NTK use such moments centrally (arXiv 2211.13403), one-shot federated ridge
 sums them over clients (arXiv 2601.08216), Tramèr & Boneh train on scattering features by DP-SGD
@@ -47,7 +47,6 @@ from fedsynth.features.registry import feature_map, feature_names
 from fedsynth.methods.shared.class_statistics import (
     ClassMoments,
     Spectrum,
-    centred,
     crossed_rows,
     moment_rows,
     step_rows,
@@ -63,10 +62,16 @@ from fedsynth.methods.shared.pixel_moments import (
     pixel_width,
 )
 from fedsynth.methods.shared.statistics_images import ImageMaking, class_means_of, make_images
-from fedsynth.models.feature_linear import FeatureLinear, feature_linear
+from fedsynth.methods.shared.whitening import (
+    COVARIANCES,
+    covariance_plan,
+    covariance_rows,
+    released_roots,
+)
+from fedsynth.models.feature_linear import FeatureLinear, embed_by, feature_linear
 from fedsynth.models.registry import ModelSettings
 from fedsynth.privacy.plans import FIRST, MAIN, PrivatePlan
-from fedsynth.privacy.products import Products, Rows
+from fedsynth.privacy.products import Products, Rows, grams_width
 from fedsynth.privacy.settings import PrivacySettings
 from fedsynth.synthesizer.condensation.from_statistics import ImageSteps
 from fedsynth.synthesizer.condensation.sets import MOST_IPC
@@ -88,11 +93,12 @@ class StatisticSums(Message):
 
 @dataclass(frozen=True)
 class CentreSums(Message):
-    """A client's noisy sums of the first exchange: of features, and of small pictures, which are no
-    coordinates where no images are asked for."""
+    """A client's noisy sums of the first exchange: of features, of small pictures and of products for
+    covariances. The latter two have no coordinates where they are not asked for."""
 
     sums: Tensor = released()
     pictures: Tensor = released()
+    covariances: Tensor = released()
 
 
 @dataclass(frozen=True)
@@ -133,6 +139,10 @@ class FedStats(SharesNoise):
         features: the map φ, see `fedsynth.features.feature_names`, or one that was registered.
             "auto": by the images' public shape (`features_for`).
         centre_share: of the budget μ² for the centre.
+        whitening: whether covariances of the features' channels and cells are released with the
+            centre, and z is whitened by them. "auto": with privacy, for grey images of 12 pixels a
+            side and more; in colour it costs what it brings. Without privacy there is no need.
+        covariance_share: of the budget for them.
         moment_share: with second moments, for them and z ⊗ e; steps share the rest. Without, z ⊗ e
             is the first of as many gradients as rounds, with equal shares.
         second_moments: whether z zᵀ is released with z ⊗ e. "no": the clip has all of z ⊗ e, an
@@ -191,6 +201,8 @@ class FedStats(SharesNoise):
             "pixel_share",
             "momentum",
             "logit_noise",
+            "whitening",
+            "covariance_share",
         }
     )
     robust_refusal: ClassVar[str] = (
@@ -200,12 +212,14 @@ class FedStats(SharesNoise):
 
     features: str = AUTO
     centre_share: float = 0.04
+    whitening: str = AUTO
+    covariance_share: float = 0.05
     moment_share: float = 0.1
     second_moments: str = AUTO
     ridge: float = 0.25
-    step_clip: float = 0.7
+    step_clip: float = 0.5
     step_size: float = 1.5
-    logit_noise: float = 0.6
+    logit_noise: float = 0.9
     momentum: float = 0.5
     step_floor: float = 0.1
     curvature: float = 0.00375
@@ -224,15 +238,22 @@ class FedStats(SharesNoise):
         check_ranges(self, teacher_weight=(0, inf), smoothness=(0, inf))
         check_ranges(self, pixel_share=(0, 0.9), momentum=(0, 0.999), logit_noise=(1e-3, inf))
         check_choices(self, features=(AUTO, *feature_names()))
-        check_choices(self, second_moments=(YES, NO, AUTO))
+        check_ranges(self, covariance_share=(1e-4, 0.9))
+        check_choices(self, second_moments=(YES, NO, AUTO), whitening=(YES, NO, AUTO))
         self.check_aggregation()
-        taken = self.centre_share + self.moment_share + self.picture_share
+        most = 0.0 if self.whitening == NO else self.covariance_share
+        others = {
+            "centre_share": self.centre_share,
+            "pixel_share": self.picture_share,
+            "covariance_share": most,
+        }
+        taken = self.moment_share + sum(others.values())
         if taken >= 1:
-            others = "centre_share and pixel_share" if self.picture_share else "centre_share"
+            names = ", ".join(name for name, share in others.items() if share)
             raise SettingError(
                 "method",
                 "moment_share",
-                f"must leave something for the steps: with {others} it is {taken:g} of the budget",
+                f"must leave something for the steps: with {names} it is {taken:g} of the budget",
             )
 
     # ------------------------------------------------------------------------ public values
@@ -246,7 +267,35 @@ class FedStats(SharesNoise):
 
     def network(self, model: ModelSettings, spec: DatasetSpec, seed: int) -> FeatureLinear:
         """A linear model on φ, whatever the run's model is."""
-        return feature_linear(self.map_of(spec), spec)
+        return feature_linear(self.map_of(spec), spec, whitens=self.whitens(spec))
+
+    def whitens(self, spec: DatasetSpec) -> bool:
+        """Whether z is whitened by what private runs release; by public facts alone.
+
+        Raises:
+            SettingError: `whitening=yes` of features that have no channels and cells.
+        """
+        if self.whitening == NO:
+            return False
+        features = self.map_of(spec)
+        if self.whitening == AUTO:
+            shape = spec.image_shape
+            return bool(features.blocks) and shape[0] == 1 and min(shape[1:]) >= LEAST
+        if not features.blocks:
+            raise SettingError(
+                "method",
+                "whitening",
+                f"needs features of channels and cells (FeatureMap.blocks), which "
+                f"{features.name!r} are not",
+                value=self.whitening,
+            )
+        return True
+
+    def released_covariance_share(
+        self, privacy: PrivacySettings | None, spec: DatasetSpec
+    ) -> float:
+        """What covariances take of the budget: nothing where none are released."""
+        return self.covariance_share if privacy is not None and self.whitens(spec) else 0.0
 
     @property
     def picture_share(self) -> float:
@@ -257,8 +306,13 @@ class FedStats(SharesNoise):
         features = self.map_of(spec)
         pictures = low_pass(spec.image_shape)
         facts = {"small pictures": f"{pictures.dimension} coordinates of norm 1: {pictures.source}"}
+        whitening = {
+            "whitening": "in a private run by noisy covariances of the features' channels and "
+            "cells, released in round 1"
+        }
         return {
             **(facts if self.picture_share else {}),
+            **(whitening if self.whitens(spec) else {}),
             "feature map": f"{features.name}, {features.dimension} coordinates: fixed before data "
             "are read; which map was chosen on public benchmarks",
             "constants of the features": f"norm bound {features.norm_bound:.6g}, radius R "
@@ -288,7 +342,8 @@ class FedStats(SharesNoise):
         features = self.map_of(context.spec)
         d = features.dimension
         classes = context.spec.classes
-        moment_share, step_share = self._shares(privacy, context.rounds)
+        moment_share, step_share = self._shares(privacy, context)
+        covariance_share = self.released_covariance_share(privacy, context.spec)
         make = partial(
             PrivatePlan,
             mechanism="statistics",
@@ -329,16 +384,21 @@ class FedStats(SharesNoise):
         if self.picture_share:
             shape = context.spec.image_shape
             plans.append(pixel_plan(make, self.picture_share, shape, classes))
+        if covariance_share:
+            plans.append(covariance_plan(make, covariance_share, features))
         if context.rounds > 1:
             plans.append(step)
         return self.added_up(tuple(plans), privacy, context)
 
-    def _shares(self, privacy: PrivacySettings | None, rounds: int) -> tuple[float, float]:
+    def _shares(
+        self, privacy: PrivacySettings | None, context: RoundContext
+    ) -> tuple[float, float]:
         """Of the budget, for the moments and for each step."""
-        rest = 1 - self.centre_share - self.picture_share
+        covariances = self.released_covariance_share(privacy, context.spec)
+        rest = 1 - self.centre_share - self.picture_share - covariances
         if not self.has_second(privacy):
-            return rest / rounds, rest / rounds
-        return self.moment_share, (rest - self.moment_share) / max(1, rounds - 1)
+            return rest / context.rounds, rest / context.rounds
+        return self.moment_share, (rest - self.moment_share) / max(1, context.rounds - 1)
 
     def has_second(self, privacy: PrivacySettings | None) -> bool:
         """Whether second moments are released; a rule on settings, which are public."""
@@ -355,15 +415,18 @@ class FedStats(SharesNoise):
         return pixel_width(low_pass(spec.image_shape).dimension, spec.classes)
 
     def round_plans(self, plans: tuple[PrivatePlan, ...], round: int) -> tuple[PrivatePlan, ...]:
-        first = (MOMENTS, CENTRE, PIXELS)
+        first = (MOMENTS, CENTRE, PIXELS, COVARIANCES)
         return tuple(plan for plan in plans if (plan.name in first) == (round == 1))
 
     def upload_rules(self, phase: str, client: int, context: RoundContext) -> dict[str, Rule]:
         classes = context.spec.classes
-        d = self.map_of(context.spec).dimension
+        features = self.map_of(context.spec)
+        d = features.dimension
+        covariances = self.released_covariance_share(context.privacy, context.spec)
         widths = {
             CENTRE: d,
             PIXELS: self._picture_width(context.spec),
+            COVARIANCES: grams_width(features.blocks) if covariances else 0,
             MOMENTS: self._moment_width(d, classes, context.privacy),
             STEP: classes * d,
         }
@@ -376,7 +439,9 @@ class FedStats(SharesNoise):
     def sum_releases(self, phase: str, context: RoundContext) -> Mapping[str, str]:
         if context.round > 1:
             return {"sums": STEP}
-        return {"sums": CENTRE, "pictures": PIXELS} if phase == FIRST else {"sums": MOMENTS}
+        if phase == FIRST:
+            return {"sums": CENTRE, "pictures": PIXELS, "covariances": COVARIANCES}
+        return {"sums": MOMENTS}
 
     def check_model(self, model: nn.Module) -> None:
         if not isinstance(model, FeatureLinear):
@@ -398,21 +463,28 @@ class FedStats(SharesNoise):
         context: RoundContext,
     ) -> Results:
         """The sum of features, each clipped to the public norm; for images also those of small
-        pictures."""
+        pictures, and for whitening those of products."""
         features = self.map_of(context.spec)
 
         def rows(features_Nd: Tensor, labels_N: Tensor) -> Products:
             return Rows(features_Nd, features.norm_bound)
+
+        def products(features_Nd: Tensor, labels_N: Tensor) -> Products:
+            return covariance_rows(features_Nd, features)
 
         def pictures(u_ND: Tensor, labels_N: Tensor) -> Products:
             return pixel_rows(u_ND, labels_N, context.spec.classes)
 
         sums = self._sums(CENTRE, features, rows, clients)
         small = torch.zeros(len(sums), 0, device=sums.device)
+        spread = small
         if self.picture_share:
             small = self._sums(PIXELS, low_pass(context.spec.image_shape), pictures, clients)
-        each = zip(sums.unbind(), small.unbind(), memories, strict=True)
-        return [(CentreSums(own.clone(), its.clone()), memory) for own, its, memory in each]
+        if self.released_covariance_share(context.privacy, context.spec):
+            spread = self._sums(COVARIANCES, features, products, clients)
+        each = zip(sums.unbind(), small.unbind(), spread.unbind(), strict=True)
+        sent = [CentreSums(*(own.clone() for own in three)) for three in each]
+        return list(zip(sent, memories, strict=True))
 
     def client_step(
         self,
@@ -422,13 +494,12 @@ class FedStats(SharesNoise):
         context: RoundContext,
     ) -> Results:
         """Round 1: moments about the released centre; later: a gradient of the released model."""
-        centre = message.parameters["centre"]
         weight = message.parameters["classifier.weight"]
         features = self.map_of(context.spec)
         classes = context.spec.classes
 
         def rows(features_Nd: Tensor, labels_N: Tensor) -> Products:
-            z = centred(features_Nd, centre, features.radius)
+            z = embed_by(message.parameters, features_Nd, features)
             if context.round == 1:
                 make = moment_rows if self.has_second(context.privacy) else crossed_rows
                 return make(z, labels_N, classes)
@@ -453,12 +524,10 @@ class FedStats(SharesNoise):
 
     # -------------------------------------------------------------------------------- server
 
-    def pool(
-        self, total: StatisticSums | CentreSums, clients: int, plan: str, context: RoundContext
-    ) -> Pool:
-        """The sum over clients, and the deviation of its noise."""
+    def pool(self, sums_D: Tensor, clients: int, plan: str, context: RoundContext) -> Pool:
+        """The sum over clients of a release, and the deviation of its noise."""
         records = context.nominal_size * clients
-        return Pool(total.sums, self.pooled_deviation(plan, clients, context), records)
+        return Pool(sums_D, self.pooled_deviation(plan, clients, context), records)
 
     def from_sum(
         self,
@@ -475,15 +544,20 @@ class FedStats(SharesNoise):
             return self._begun(state, total, clients, context) if enough else state
         if enough:
             plan = MOMENTS if context.round == 1 else STEP
-            state = self._moved(state, self.pool(total, clients, plan, context), context)
+            state = self._moved(state, self.pool(total.sums, clients, plan, context), context)
         return self._with_images(state, context) if context.round == context.rounds else state
 
     def _begun(
         self, state: FedStatsState, total: CentreSums, clients: int, context: RoundContext
     ) -> FedStatsState:
-        pool = self.pool(total, clients, CENTRE, context)
+        pool = self.pool(total.sums, clients, CENTRE, context)
         centre = (pool.sums / pool.records).float()
         state = replace(state, parameters={**state.parameters, "centre": centre})
+        if self.released_covariance_share(context.privacy, context.spec):
+            second = self.pool(total.covariances, clients, COVARIANCES, context)
+            noise = pool.deviation / pool.records
+            roots = released_roots(second, centre, noise, self.map_of(context.spec))
+            state = replace(state, parameters={**state.parameters, **roots})
         if not self.picture_share:
             return state
         found = PixelMoments.unpacked(

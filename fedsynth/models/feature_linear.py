@@ -1,17 +1,29 @@
 """A linear model on fixed features: the classifier that class statistics give (fedstats), and a
 strong, cheap baseline for methods that train models.
 
-Its embedding is z = clip₁((φ(x) − m)/R), with φ and R of a `FeatureMap` and a centre m that fedstats
-releases (0 for other methods): each image's z depends on that image alone, and has norm at most 1.
+Its embedding is z = clip₁(T(φ(x) − m)/R), with φ and R of a `FeatureMap` and a centre m that fedstats
+releases (0 for other methods). T is nothing, or what whitens z: symmetric matrices for the channels
+and the cells of φ's blocks. Each image's z depends on that image alone, and has norm at most 1.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.features.feature_map import FeatureMap
+from fedsynth.features.row_products import two_sided
+
+
+class Root(NamedTuple):
+    """T of one block: Z [channels, cells] becomes channels·Z·cells."""
+
+    channels: Tensor
+    cells: Tensor
 
 
 class FeatureLinear(nn.Module):
@@ -22,6 +34,7 @@ class FeatureLinear(nn.Module):
         features: φ and its constants.
         classes: number of classes.
         mean, std: of the images' normalisation, which is undone before φ.
+        whitens: whether there is a T, which is the identity at first.
     """
 
     dense = False
@@ -33,11 +46,16 @@ class FeatureLinear(nn.Module):
         classes: int,
         mean: tuple[float, ...],
         std: tuple[float, ...],
+        *,
+        whitens: bool = False,
     ) -> None:
         super().__init__()
         self.features = features
         self.embedding_size = features.dimension
         self.register_buffer("centre", torch.zeros(features.dimension))
+        sizes = [size for block in features.blocks for size in block]
+        for name, size in zip(root_names(features.blocks), sizes, strict=True) if whitens else ():
+            self.register_buffer(name, torch.eye(size))
         self.register_buffer("mean", torch.tensor(mean).view(1, -1, 1, 1), persistent=False)
         self.register_buffer("std", torch.tensor(std).view(1, -1, 1, 1), persistent=False)
         self.classifier = nn.Linear(features.dimension, classes, bias=False)
@@ -48,7 +66,11 @@ class FeatureLinear(nn.Module):
 
     def embed_pixels(self, pixels_NCHW: Tensor) -> Tensor:
         """z of pixels in [0, 1], [N, d]."""
-        return embedded(self.features(pixels_NCHW), self.centre, self.features.radius)  # type: ignore[arg-type]
+        return self.embed_features(self.features(pixels_NCHW))
+
+    def embed_features(self, features_Nd: Tensor) -> Tensor:
+        """z of φ(x), [N, d]."""
+        return embed_by(dict(self.named_buffers()), features_Nd, self.features)
 
     @property
     def feature_map(self) -> FeatureMap:
@@ -57,9 +79,7 @@ class FeatureLinear(nn.Module):
 
     def from_features(self, features_Nd: Tensor) -> Tensor:
         """Logits of features φ(x)."""
-        logits: Tensor = self.classifier(
-            embedded(features_Nd, self.centre, self.features.radius)  # type: ignore[arg-type]
-        )
+        logits: Tensor = self.classifier(self.embed_features(features_Nd))
         return logits
 
     def forward(self, x_NCHW: Tensor) -> Tensor:
@@ -67,17 +87,59 @@ class FeatureLinear(nn.Module):
         return logits
 
 
-def embedded(features_Nd: Tensor, centre_d: Tensor | float, radius: float) -> Tensor:
-    """z = clip₁((φ − m)/R), [N, d]: rows of norm at most 1.
+def root_names(blocks: Sequence[tuple[int, int]]) -> tuple[str, ...]:
+    """Of T's matrices among a model's parameters, channels' and cells' of each block.
+
+    >>> root_names([(41, 9)])
+    ('channels_root_0', 'cells_root_0')
+    """
+    return tuple(
+        f"{side}_root_{number}" for number in range(len(blocks)) for side in ("channels", "cells")
+    )
+
+
+def embed_by(parameters: Mapping[str, Tensor], features_Nd: Tensor, features: FeatureMap) -> Tensor:
+    """z of φ(x) by a model's centre and, where it has them, its T's matrices, [N, d]."""
+    names = root_names(features.blocks)
+    there = [parameters[name] for name in names if name in parameters]
+    roots = [Root(*pair) for pair in zip(there[::2], there[1::2], strict=True)]
+    return embedded(features_Nd, parameters["centre"], features.radius, roots)
+
+
+def embedded(
+    features_Nd: Tensor, centre_d: Tensor | float, radius: float, roots: Sequence[Root] = ()
+) -> Tensor:
+    """z = clip₁(T(φ − m)/R), [N, d]: rows of norm at most 1.
+
+    Args:
+        features_Nd: φ.
+        centre_d: m.
+        radius: R.
+        roots: T, of each block; empty: none.
 
     >>> embedded(torch.tensor([[3.0, 4.0], [0.3, 0.4]]), torch.zeros(2), 1.0).norm(dim=1).tolist()
     [1.0, 0.5]
     """
     scaled = (features_Nd - centre_d) / radius
+    if roots:
+        scaled = _turned(scaled, roots)
     z: Tensor = scaled / torch.linalg.vector_norm(scaled, dim=1, keepdim=True).clamp_min(1.0)
     return z
 
 
-def feature_linear(features: FeatureMap, spec: DatasetSpec) -> FeatureLinear:
+def _turned(rows_Nd: Tensor, roots: Sequence[Root]) -> Tensor:
+    """T of rows, whose bits depend on the row alone."""
+    sizes = [(len(root.channels), len(root.cells)) for root in roots]
+    split = rows_Nd.split([a * s for a, s in sizes], dim=1)
+    turned = [
+        two_sided(root.channels, part.unflatten(1, size), root.cells).flatten(1)
+        for part, size, root in zip(split, sizes, roots, strict=True)
+    ]
+    return torch.cat(turned, dim=1)
+
+
+def feature_linear(
+    features: FeatureMap, spec: DatasetSpec, *, whitens: bool = False
+) -> FeatureLinear:
     """The model on a data set's images."""
-    return FeatureLinear(features, spec.classes, spec.mean, spec.std)
+    return FeatureLinear(features, spec.classes, spec.mean, spec.std, whitens=whitens)

@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fedsynth.features.row_products import row_product
-from fedsynth.models.feature_linear import embedded
 from fedsynth.privacy.products import Moments, Outer, smat
 
 EXACT = 1e-6
@@ -43,11 +42,6 @@ def step_rows(z_Nd: Tensor, labels_N: Tensor, weight_Cd: Tensor, clip: float) ->
     """What each example adds to a step: clip(p − y) ⊗ z, the cross-entropy's gradient."""
     wrong = torch.softmax(row_product(z_Nd, weight_Cd), dim=1) - F.one_hot(labels_N, len(weight_Cd))
     return Outer(wrong, z_Nd, clip)
-
-
-def centred(features_Nd: Tensor, centre_d: Tensor, radius: float) -> Tensor:
-    """z of examples' features; of features that are not finite too, which the mechanism drops."""
-    return embedded(features_Nd, centre_d, radius)
 
 
 @dataclass(frozen=True)
