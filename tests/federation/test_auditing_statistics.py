@@ -24,14 +24,22 @@ PHASES = {
         "ipc": 1,
         "image_steps": 1,
     },
+    "covariances": {
+        "centre_share": 0.01,
+        "moment_share": 0.01,
+        "covariance_share": 0.9,
+        "whitening": "yes",
+    },
 }
+SCATTERED = ("centre", "covariances")
 SIGMA = 1.37  # ε = 3 at δ = 1e-5
 SIGMA_OF_ONE = 3.74  # ε = 1
 
 
 def audited(phase: str, sigma: float = SIGMA, **options: Any) -> AuditResult:
-    """Features of 324 coordinates for the centre, where 64 have no room for many canaries."""
-    features = "scattering" if phase == "centre" else "pixels"
+    """Features of 324 coordinates for the centre, where 64 have no room for many canaries, and for
+    covariances, which pixels have none of."""
+    features = "scattering" if phase in SCATTERED else "pixels"
     settings = resolve(
         {
             "run": {"method": "fedstats", "rounds": 3, "device": "cpu"},
@@ -67,7 +75,7 @@ def test_a_quarter_of_the_noise_shows_in_each_phase(
         return original(self, shape, deviation / 4, device)
 
     monkeypatch.setattr(SecretGenerator, "normal", quarter)
-    assert audited(phase, SIGMA_OF_ONE, canaries=320 if phase == "centre" else 1000).fault
+    assert audited(phase, SIGMA_OF_ONE, canaries=320 if phase in SCATTERED else 1000).fault
 
 
 def test_a_single_upload_of_a_secure_sum_cannot_be_audited() -> None:

@@ -126,7 +126,7 @@ def test_signal_to_noise_is_that_of_a_simulation(second: str, aggregation: str) 
     plans = {one.name: one for one in method.private_plans(where.privacy, where)}  # type: ignore[arg-type]
     z, e = np.eye(64)[:10], np.eye(10) - 0.1  # an example of each class
     crossed = np.einsum("nc,nd->ncd", e / target_norm(10), z).reshape(10, -1)
-    wrong = 0.7 * np.einsum("nc,nd->ncd", -e / target_norm(10), z).reshape(10, -1)
+    wrong = method.step_clip * np.einsum("nc,nd->ncd", -e / target_norm(10), z).reshape(10, -1)
     i, j = np.triu_indices(64)
     squares = np.einsum("nd,ne->nde", z, z)[:, i, j] * np.where(i == j, 1, 2**0.5)
     both = 0.5**0.5 * np.concatenate([squares, crossed], axis=1)

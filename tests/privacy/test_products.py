@@ -16,7 +16,16 @@ from torch.nn import functional as F
 from fedsynth.privacy.errors import PrivacyError
 from fedsynth.privacy.ledger import Guard, Ledger
 from fedsynth.privacy.mechanisms import GaussianSums
-from fedsynth.privacy.products import Moments, Outer, Products, Rows, smat, svec
+from fedsynth.privacy.products import (
+    Grams,
+    Moments,
+    Outer,
+    Products,
+    Rows,
+    grams_width,
+    smat,
+    svec,
+)
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.releases import USER, Release
 from fedsynth.privacy.units import Sample
@@ -26,7 +35,7 @@ B = math.sqrt(1 - 1 / CLASSES)
 HOSTILE = [0.0, 1e-30, 1.0, -3.0, 1e20, 3e38, float("nan"), float("inf"), -float("inf")]
 values = st.one_of(st.floats(-1e6, 1e6, width=32), st.sampled_from(HOSTILE))
 vectors = st.lists(values, min_size=D, max_size=D)
-KINDS = ("rows", "outer", "moments")
+KINDS = ("rows", "outer", "moments", "grams")
 
 
 def targets(labels: Tensor) -> Tensor:
@@ -38,6 +47,8 @@ def products(kind: str, z: Tensor, labels: Tensor, left: Tensor | None = None) -
         return Rows(z, CLIP)
     if kind == "outer":
         return Outer(targets(labels) if left is None else left, z, CLIP)
+    if kind == "grams":
+        return Grams(z, ((D, 1),), 0.3)
     return Moments(z, targets(labels), B)
 
 
@@ -70,6 +81,49 @@ def test_the_bound_is_reached(kind: str) -> None:
     left = torch.tensor([[1.0, -1.0, 0.0, 0.0]])
     whole = products(kind, z, torch.tensor([2]), left)
     assert float(whole.sums().norm()) == pytest.approx(whole.bound, rel=1e-6)
+
+
+BLOCKS = ((3, 2), (1, 4))
+
+
+def grams_by_numpy(z: np.ndarray, cells_part: float) -> np.ndarray:
+    """[√(1 − part)·svec(Z Zᵀ); √part·svec(Zᵀ Z)] of one example's matrices."""
+    pieces = []
+    for Z in (z[:6].reshape(3, 2), z[6:].reshape(1, 4)):
+        for square, part in ((Z @ Z.T, 1 - cells_part), (Z.T @ Z, cells_part)):
+            i, j = np.triu_indices(len(square))
+            pieces.append(part**0.5 * square[i, j] * np.where(i == j, 1, 2**0.5))
+    return np.concatenate(pieces)
+
+
+def test_grams_are_numpy_s_and_shares_weigh_examples() -> None:
+    """Catches: channels and cells exchanged, a weight that counts twice, a block left out."""
+    z = np.random.default_rng(0).normal(size=(5, 10))
+    z /= 1.5 * np.linalg.norm(z, axis=1, keepdims=True)
+    expected = np.stack([grams_by_numpy(one, 0.3) for one in z])
+    made = Grams(torch.from_numpy(z), BLOCKS, 0.3)
+    assert made.width == grams_width(BLOCKS) == expected.shape[1]
+    np.testing.assert_allclose(made.rows(), expected, atol=1e-12)
+    shares = np.array([1.0, 0.5, 0.0, 0.25, 1.0])
+    found = made.sums(torch.from_numpy(shares))
+    np.testing.assert_allclose(found, shares @ expected, atol=1e-12)
+
+
+@given(data=st.lists(values, min_size=10, max_size=10), part=st.floats(0, 1))
+@settings(max_examples=100, deadline=None)
+def test_grams_of_hostile_examples_keep_to_their_bound(data: list[float], part: float) -> None:
+    moved = Grams(torch.tensor([data]), BLOCKS, part).sums()
+    assert float(moved.norm()) <= 1 + 1e-9
+    assert bool(torch.isfinite(moved).all())
+
+
+def test_the_broken_twin_of_grams_moves_by_more() -> None:
+    """Channels and cells with weight 1 each, where squares of weights must add up to 1."""
+    z = np.zeros(10)
+    z[0] = 1.0
+    twin = np.concatenate([grams_by_numpy(z, 0.0), grams_by_numpy(z, 1.0)])
+    assert np.linalg.norm(twin) == pytest.approx(2**0.5)
+    assert float(Grams(torch.from_numpy(z)[None], BLOCKS, 0.3).sums().norm()) == pytest.approx(1.0)
 
 
 def unclipped(z: Tensor, labels: Tensor) -> Tensor:

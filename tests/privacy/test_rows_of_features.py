@@ -24,7 +24,8 @@ from fedsynth.features.registry import feature_map
 from fedsynth.features.row_products import LANES, row_product, two_sided
 from fedsynth.methods.fedavg import FedAvg
 from fedsynth.methods.fedstats import FedStats
-from fedsynth.methods.shared.class_statistics import centred, step_rows
+from fedsynth.methods.shared.class_statistics import step_rows
+from fedsynth.models.feature_linear import Root, embedded
 from fedsynth.models.on_features import OnFeatures
 from fedsynth.models.registry import ModelSettings, build_network
 from fedsynth.privacy.ledger import Guard, Ledger
@@ -64,13 +65,20 @@ def row_functions() -> dict[str, Callable[[Tensor], Tensor]]:
     linear = OnFeatures(on, SPEC)
     hidden = OnFeatures(on, SPEC, hidden=33)
 
+    draws = torch.Generator().manual_seed(1)
+    roots = [
+        Root(*(1e4 * torch.randn(size, size, generator=draws) for size in block))
+        for block in on.blocks
+    ]
+
     def step(x: Tensor) -> Tensor:
-        z = centred(on(x), torch.zeros(on.dimension), on.radius)
+        z = embedded(on(x), torch.zeros(on.dimension), on.radius)
         return step_rows(z, torch.zeros(len(x), dtype=torch.int64), 1e6 * weight, 0.7).left
 
     return {
         **vectors,
         "step": step,
+        "whitened": lambda x: embedded(on(x), 0.0, on.radius, roots),
         "linear": lambda x: linear.gradient_factors(
             linear.vectors(on(x)), torch.zeros(len(x), dtype=torch.int64)
         )[0],
@@ -118,7 +126,7 @@ def test_hostile_weights_do_not_let_a_record_move_others(
         clip = 0.5
         privacy = PrivacySettings(noise_multiplier=3.0, sample_rate=1.0, clip=clip)
         number = 1
-    z = centred(
+    z = embedded(
         on(torch.from_numpy(images[1:]).float() / 255), torch.zeros(on.dimension), on.radius
     )
     parameters = {**network.state_dict(), "classifier.weight": cancelling(z)}

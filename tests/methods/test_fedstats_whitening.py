@@ -1,0 +1,218 @@
+"""FedStats' covariances of channels and cells: what one example may move, sums over clients, the
+share of the budget, and what the server makes of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from fedsynth import FedStats, PartitionSettings, PrivacySettings, RunSettings, simulate
+from fedsynth.core.client import OpenClients
+from fedsynth.core.context import RoundContext, round_context
+from fedsynth.core.messages import ModelParameters
+from fedsynth.data.images import ImageData, from_arrays
+from fedsynth.data.registry import dataset_spec
+from fedsynth.errors import SettingError
+from fedsynth.features.feature_map import FeatureMap
+from fedsynth.methods.shared import whitening
+from fedsynth.methods.shared.noisy_steps import Pool
+from fedsynth.methods.shared.whitening import COVARIANCES, released_roots, white_signal
+from fedsynth.models.feature_linear import embed_by, root_names
+from fedsynth.privacy.products import Grams
+from fedsynth.privacy.settings import PrivacySettings as Settings
+
+SPEC = dataset_spec("digits")
+METHOD = FedStats(features="scattering", whitening="yes")
+PRIVATE = Settings(noise_multiplier=1.0)
+
+
+def context(**other: Any) -> RoundContext:
+    network = METHOD.network(other.pop("model", None), SPEC, 0)
+    return round_context(
+        1, 0, torch.device("cpu"), SPEC, network, 20.0, PRIVATE, rounds=3, clients=2, **other
+    )
+
+
+def images(count: int = 20) -> ImageData:
+    """The last two are black and white."""
+    pixels = np.random.default_rng(0).integers(0, 256, (count, 1, 8, 8)).astype(np.uint8)
+    pixels[-2] = 0
+    pixels[-1] = 255
+    return from_arrays(pixels, np.arange(count) % 10, SPEC)
+
+
+def sums(parts: list[list[int]], data: ImageData) -> Tensor:
+    """What clients with these records send of covariances, without noise, [clients, D]."""
+    clients = OpenClients(range(len(parts)), data, [torch.tensor(p).long() for p in parts])
+    message = ModelParameters(METHOD.network(None, SPEC, 0).state_dict(), 1.0)  # type: ignore[arg-type]
+    replies = METHOD.first_step(message, clients, [{} for _ in parts], context())
+    return torch.stack([reply.covariances.double() for reply, _ in replies])  # type: ignore[attr-defined]
+
+
+# ------------------------------------------------------------------------------------- privacy
+
+
+def test_one_example_moves_the_release_by_at_most_its_clip() -> None:
+    """A black or white image too."""
+    data = images()
+    (plan,) = [one for one in METHOD.private_plans(PRIVATE, context()) if one.name == COVARIANCES]
+    everybody = sums([list(range(20))], data)
+    assert everybody.shape[1] == plan.dimension
+    for left_out in range(20):
+        rest = [n for n in range(20) if n != left_out]
+        moved = float((everybody - sums([rest], data)).norm())
+        assert moved <= plan.clip * (1 + 1e-5)
+        assert moved > 0.02 or left_out == 18  # black, of which all coefficients are 0
+
+
+def test_sums_over_clients_are_those_of_the_pooled_data() -> None:
+    data = images()
+    pooled = sums([list(range(20))], data).sum(0)
+    by_class = [[n for n in range(20) if n % 10 == c] for c in range(10)]
+    for parts in (by_class, [list(range(7)), list(range(7, 20)), []]):
+        torch.testing.assert_close(sums(parts, data).sum(0), pooled, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("white", ["yes", "no"])
+def test_all_releases_have_the_whole_budget(white: str) -> None:
+    """Shares of μ² are 1/ratio², with covariances or without."""
+    method = FedStats(features="scattering", whitening=white, covariance_share=0.2)
+    plans = {plan.name: plan for plan in method.private_plans(PRIVATE, context())}
+    assert (COVARIANCES in plans) == (white == "yes")
+    shares = {name: plan.noise_ratio**-2 for name, plan in plans.items()}
+    assert sum(shares.values()) + shares["step"] == pytest.approx(1.0)
+    if white == "yes":
+        assert shares[COVARIANCES] == pytest.approx(0.2)
+
+
+def test_the_signal_is_that_of_white_examples() -> None:
+    """±√d·axes of a block each, whose channels and cells are white: written out."""
+    blocks = ((3, 2), (4, 2))
+    axes = np.eye(14)
+    z = 2**-0.5 * np.stack([axes[i] + axes[6 + j] for i in range(6) for j in range(8)])
+    made = Grams(torch.from_numpy(z), blocks, whitening.CELLS_PART).sums()
+    assert float(made.norm()) / len(z) == pytest.approx(white_signal(blocks))
+
+
+# -------------------------------------------------------------------------------------- server
+
+BLOCKS = ((3, 2),)
+MAP = FeatureMap("grid", (1, 2, 3), 6, 2.0, 1.0, "a test", lambda x: x.flatten(1), BLOCKS)
+
+
+def pool_of(z_Nd: np.ndarray, deviation: float) -> Pool:
+    made = Grams(torch.from_numpy(z_Nd / MAP.norm_bound), BLOCKS, whitening.CELLS_PART).sums()
+    return Pool(made, deviation, len(z_Nd))
+
+
+def test_roots_are_powers_of_the_covariances_and_keep_their_trace() -> None:
+    """By NumPy, of examples about a mean that is not 0, without noise."""
+    rng = np.random.default_rng(0)
+    spread = np.array([1.0, 0.3, 0.1])[:, None] * np.array([1.0, 0.5])
+    Z = 0.3 + 0.3 * spread * rng.normal(size=(400, 3, 2))
+    z = Z.reshape(400, 6)
+    assert np.linalg.norm(z, axis=1).max() < MAP.norm_bound
+    centre = torch.from_numpy(z.mean(0))
+    found = released_roots(pool_of(z, 0.0), centre, 0.0, MAP)
+    about = (Z - Z.mean(0)) / MAP.norm_bound
+    for name, pattern in zip(root_names(BLOCKS), ("nas,nbs->ab", "nas,nat->st"), strict=True):
+        covariance = np.einsum(pattern, about, about) / 400
+        values, vectors = np.linalg.eigh(covariance)
+        floored = np.maximum(values, whitening.FLOOR * values.mean())
+        root = vectors @ np.diag(floored ** (-whitening.POWER / 2)) @ vectors.T
+        root *= np.sqrt(np.trace(covariance) / np.trace(root @ covariance @ root))
+        np.testing.assert_allclose(found[name], root, rtol=1e-4, atol=1e-5)
+
+
+def test_the_centre_s_own_noise_is_taken_off() -> None:
+    """A noisy centre's outer product is spread over all directions, and must not make them look
+    flatter than they are: told its deviation, roots are nearer those by the true centre."""
+    rng = np.random.default_rng(1)
+    spread = np.array([1.0, 0.5, 0.3])[:, None] * np.array([1.0, 0.5])
+    z = (0.5 * spread * rng.normal(size=(4000, 3, 2))).reshape(4000, 6)
+    pool = pool_of(z, 0.0)
+    exact = released_roots(pool, torch.zeros(6), 0.0, MAP)["channels_root_0"]
+    misses = []
+    for told in (0.1, 0.0):
+        draws = np.random.default_rng(2)
+        found = [
+            released_roots(pool, torch.from_numpy(0.1 * draws.normal(size=6)), told, MAP)
+            for _ in range(200)
+        ]
+        mean = torch.stack([one["channels_root_0"] for one in found]).mean(0)
+        misses.append(float((mean - exact).norm()))
+    assert misses[0] < misses[1] / 2
+
+
+def test_drowned_covariances_change_nothing() -> None:
+    """Where noise is all there is, T is the identity: directions stay alike."""
+    z = np.random.default_rng(2).normal(size=(50, 6)) * 0.1
+    found = released_roots(pool_of(z, 1e4), torch.zeros(6), 0.0, MAP)
+    for root in found.values():
+        torch.testing.assert_close(root, torch.eye(len(root)), atol=1e-6, rtol=0)
+
+
+def test_nothing_released_and_nothing_seen_is_the_identity() -> None:
+    found = released_roots(pool_of(np.zeros((4, 6)), 0.0), torch.zeros(6), 0.0, MAP)
+    assert all(torch.equal(root, torch.eye(len(root))) for root in found.values())
+
+
+def test_a_model_s_vectors_are_turned_block_by_block() -> None:
+    """T of a model's buffers is channels·Z·cells, before the clip."""
+    rng = np.random.default_rng(3)
+    Z = 0.05 * rng.normal(size=(4, 3, 2))
+    left, right = rng.normal(size=(3, 3)), rng.normal(size=(2, 2))
+    parameters = {
+        "centre": torch.zeros(6, dtype=torch.float64),
+        "channels_root_0": torch.from_numpy(left),
+        "cells_root_0": torch.from_numpy(right),
+    }
+    found = embed_by(parameters, torch.from_numpy(Z.reshape(4, 6)), MAP)
+    expected = (left @ Z @ right).reshape(4, 6)
+    expected /= np.maximum(1, np.linalg.norm(expected, axis=1, keepdims=True))
+    np.testing.assert_allclose(found, expected, atol=1e-12)
+
+
+# ---------------------------------------------------------------------------------------- runs
+
+
+def run(**other: Any) -> Any:
+    parts = PartitionSettings("iid", clients=2)
+    return simulate(RunSettings(METHOD, rounds=3, partition=parts, **other))
+
+
+def test_a_private_run_whitens_and_an_open_one_does_not() -> None:
+    private = run(privacy=PrivacySettings(epsilon=8.0))
+    names = root_names(METHOD.map_of(SPEC).blocks)
+    flat = [
+        torch.equal(value, torch.eye(len(value)))
+        for name, value in private.model.state_dict().items()
+        if name in names
+    ]
+    assert flat == [False, False]
+    assert private.accuracy > 0.7
+    quantities = [row["quantity"] for row in private.privacy["ledger"]]
+    assert sum("channels" in one for one in quantities) == 1
+    opened = run().model.state_dict()
+    assert all(torch.equal(opened[name], torch.eye(len(opened[name]))) for name in names)
+
+
+def test_which_features_are_whitened_is_public() -> None:
+    assert not FedStats().whitens(SPEC)  # 8 pixels a side
+    assert FedStats().whitens(dataset_spec("mnist"))
+    assert not FedStats().whitens(dataset_spec("cifar10"))
+    assert not FedStats(whitening="no").whitens(dataset_spec("mnist"))
+    assert FedStats(whitening="yes").whitens(dataset_spec("cifar10"))
+    with pytest.raises(SettingError, match="channels and cells"):
+        FedStats(whitening="yes", features="pixels").whitens(SPEC)
+    with pytest.raises(SettingError, match="covariance_share"):
+        FedStats(covariance_share=0.89, moment_share=0.1)
+
+
+def test_blocks_are_the_whole_vector() -> None:
+    with pytest.raises(SettingError, match="blocks"):
+        FeatureMap("grid", (1, 2, 3), 6, 2.0, 1.0, "a test", lambda x: x.flatten(1), ((3, 3),))
