@@ -22,6 +22,8 @@ SOURCES = {
     "drawn": "drawn from small pictures (step 1)",
     "moved": "moved towards class means as well (steps 1 to 3)",
 }
+REACHES = ("0.45", "0.9", "1.8")
+CLIPS = ("0.3", "0.5", "0.7")
 NOISES = {"own": "own", "secure": "aggregated"}
 SCATTERING, PAIR, MIRRORED = (
     "whitened-scattering",
@@ -97,12 +99,42 @@ def _reach() -> str:
     for dataset, label in DATASETS.items():
         for noise, word in NOISES.items():
             values = [
-                percents(rows, f"{dataset} logit noise {far} {noise}", (0,))
-                for far in ("0.3", "0.6", "1.2")
+                percents(rows, f"{dataset} logit noise {far} {noise}", (0,)) for far in REACHES
             ]
             if any(values):
                 body.append([f"{label}, {word} noise", *(spread(one, 1) for one in values)])
-    return table(["`logit_noise`", "0.3", "0.6", "1.2"], body)
+    return table(["`logit_noise`", *REACHES], body)
+
+
+def _clip() -> str:
+    """Held-out accuracy at ε = 1 with own noise by the clip of steps."""
+    rows = by_key("fedstats_settings")
+    body = []
+    for dataset, label in DATASETS.items():
+        values = [percents(rows, f"{dataset} step clip {clip}", (0,)) for clip in CLIPS]
+        if any(values):
+            body.append([label, *(spread(one, 1) for one in values)])
+    return table(["`step_clip`", *CLIPS], body)
+
+
+def _whitening() -> str:
+    """Held-out accuracy with released covariances and without, by rounds, noise and ε."""
+    rows = by_key("fedstats_settings")
+    cases = [("own", "1"), ("secure", "1"), ("own", "10")]
+    body = []
+    for dataset, label in DATASETS.items():
+        for rounds in (16, 32):
+            cells = [
+                percents(
+                    rows, f"{dataset} whitening {white} {noise} eps={epsilon} rounds {rounds}", (0,)
+                )
+                for noise, epsilon in cases
+                for white in ("no", "yes")
+            ]
+            if any(cells):
+                body.append([f"{label}, {rounds} rounds", *(spread(one, 1) for one in cells)])
+    heads = [f"{NOISES[noise]}, ε = {epsilon}" for noise, epsilon in cases]
+    return table(["", *(f"{head}{end}" for head in heads for end in (": no", ": yes"))], body)
 
 
 def _few_records() -> str:
@@ -153,6 +185,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "fedstats-cost": _cost,
     "fedstats-features": _features,
     "fedstats-reach": _reach,
+    "fedstats-clip": _clip,
+    "fedstats-whitening": _whitening,
     "fedstats-few-records": _few_records,
     "fedstats-students": _students,
     "fedstats-diagnosis": _diagnosis,
