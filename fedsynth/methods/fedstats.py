@@ -241,11 +241,18 @@ class FedStats(SharesNoise):
         check_ranges(self, covariance_share=(1e-4, 0.9))
         check_choices(self, second_moments=(YES, NO, AUTO), whitening=(YES, NO, AUTO))
         self.check_aggregation()
-        most = 0.0 if self.whitening == NO else self.covariance_share
+        self._check_shares(self.covariance_share if self.whitening == YES else 0.0)
+
+    def _check_shares(self, covariances: float) -> None:
+        """Refuses shares that leave steps nothing.
+
+        Args:
+            covariances: their share, 0 where none are released.
+        """
         others = {
             "centre_share": self.centre_share,
             "pixel_share": self.picture_share,
-            "covariance_share": most,
+            "covariance_share": covariances,
         }
         taken = self.moment_share + sum(others.values())
         if taken >= 1:
@@ -344,6 +351,7 @@ class FedStats(SharesNoise):
         classes = context.spec.classes
         moment_share, step_share = self._shares(privacy, context)
         covariance_share = self.released_covariance_share(privacy, context.spec)
+        self._check_shares(covariance_share)
         make = partial(
             PrivatePlan,
             mechanism="statistics",

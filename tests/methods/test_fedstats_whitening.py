@@ -210,7 +210,13 @@ def test_which_features_are_whitened_is_public() -> None:
     with pytest.raises(SettingError, match="channels and cells"):
         FedStats(whitening="yes", features="pixels").whitens(SPEC)
     with pytest.raises(SettingError, match="covariance_share"):
-        FedStats(covariance_share=0.89, moment_share=0.1)
+        FedStats(whitening="yes", covariance_share=0.89, moment_share=0.1)
+    unsaid = FedStats(covariance_share=0.89, moment_share=0.1)  # "auto": known with the data set
+    where = round_context(
+        1, 0, torch.device("cpu"), dataset_spec("mnist"), torch.nn.Identity(), 20.0, PRIVATE
+    )
+    with pytest.raises(SettingError, match="covariance_share"):
+        unsaid.private_plans(PRIVATE, where)
 
 
 def test_blocks_are_the_whole_vector() -> None:
