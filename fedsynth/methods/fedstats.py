@@ -23,7 +23,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from math import inf
 from typing import Any, ClassVar
 
@@ -54,31 +53,26 @@ from fedsynth.methods.shared.class_statistics import (
 )
 from fedsynth.methods.shared.noise_shares import OWN, SharesNoise
 from fedsynth.methods.shared.noisy_steps import Pace, Pool, pace
-from fedsynth.methods.shared.pixel_moments import (
-    PIXELS,
-    PixelMoments,
-    pixel_plan,
-    pixel_rows,
-    pixel_width,
-)
+from fedsynth.methods.shared.pixel_moments import PIXELS, PixelMoments, pixel_rows
 from fedsynth.methods.shared.statistics_images import ImageMaking, class_means_of, make_images
-from fedsynth.methods.shared.whitening import (
-    COVARIANCES,
-    covariance_plan,
-    covariance_rows,
-    released_roots,
+from fedsynth.methods.shared.statistics_releases import (
+    CENTRE,
+    FIRST_ROUND,
+    MOMENTS,
+    STEP,
+    Releases,
+    Shares,
 )
+from fedsynth.methods.shared.whitening import COVARIANCES, covariance_rows, released_roots
 from fedsynth.models.feature_linear import FeatureLinear, embed_by, feature_linear
 from fedsynth.models.registry import ModelSettings
 from fedsynth.privacy.plans import FIRST, MAIN, PrivatePlan
-from fedsynth.privacy.products import Products, Rows, grams_width
+from fedsynth.privacy.products import Products, Rows
 from fedsynth.privacy.settings import PrivacySettings
 from fedsynth.synthesizer.condensation.from_statistics import ImageSteps
 from fedsynth.synthesizer.condensation.sets import MOST_IPC
 from fedsynth.synthesizer.condensation.student import soft_labels
 
-CENTRE, MOMENTS, STEP = "centre", "moments", "step"
-"""The names of the plans."""
 YES, NO, AUTO = "yes", "no", "auto"
 SCALE = 4.0
 """From a regression on labels to logits: the softmax's slope at even odds of two classes is ¼."""
@@ -241,27 +235,7 @@ class FedStats(SharesNoise):
         check_ranges(self, covariance_share=(1e-4, 0.9))
         check_choices(self, second_moments=(YES, NO, AUTO), whitening=(YES, NO, AUTO))
         self.check_aggregation()
-        self._check_shares(self.covariance_share if self.whitening == YES else 0.0)
-
-    def _check_shares(self, covariances: float) -> None:
-        """Refuses shares that leave steps nothing.
-
-        Args:
-            covariances: their share, 0 where none are released.
-        """
-        others = {
-            "centre_share": self.centre_share,
-            "pixel_share": self.picture_share,
-            "covariance_share": covariances,
-        }
-        taken = self.moment_share + sum(others.values())
-        if taken >= 1:
-            names = ", ".join(name for name, share in others.items() if share)
-            raise SettingError(
-                "method",
-                "moment_share",
-                f"must leave something for the steps: with {names} it is {taken:g} of the budget",
-            )
+        self._shares(self.covariance_share if self.whitening == YES else 0.0)
 
     # ------------------------------------------------------------------------ public values
 
@@ -298,16 +272,41 @@ class FedStats(SharesNoise):
             )
         return True
 
-    def released_covariance_share(
-        self, privacy: PrivacySettings | None, spec: DatasetSpec
-    ) -> float:
-        """What covariances take of the budget: nothing where none are released."""
-        return self.covariance_share if privacy is not None and self.whitens(spec) else 0.0
-
     @property
     def picture_share(self) -> float:
         """What small pictures take of the budget: nothing where no images are asked for."""
         return self.pixel_share if self.ipc else 0.0
+
+    def _shares(self, covariances: float) -> Shares:
+        return Shares(self.centre_share, self.picture_share, covariances, self.moment_share)
+
+    def has_second(self, privacy: PrivacySettings | None) -> bool:
+        """Whether second moments are released; a rule on settings, which are public."""
+        if self.second_moments == AUTO:
+            return privacy is None
+        return self.second_moments == YES
+
+    def has_covariances(self, privacy: PrivacySettings | None, spec: DatasetSpec) -> bool:
+        """Whether covariances are released: where there is noise, and z is to be whitened."""
+        return privacy is not None and self.whitens(spec)
+
+    def releases(self, privacy: PrivacySettings | None, context: RoundContext) -> Releases:
+        """All releases of a run with these settings.
+
+        Raises:
+            SettingError: shares that leave steps nothing.
+        """
+        spec = context.spec
+        share = self.covariance_share if self.has_covariances(privacy, spec) else 0.0
+        return Releases(
+            self.map_of(spec),
+            spec.image_shape,
+            spec.classes,
+            context.rounds,
+            self.has_second(privacy),
+            self._shares(share),
+            self.step_clip,
+        )
 
     def public_facts(self, spec: DatasetSpec) -> Mapping[str, str]:
         features = self.map_of(spec)
@@ -329,15 +328,11 @@ class FedStats(SharesNoise):
     def private_plans(
         self, privacy: PrivacySettings, context: RoundContext
     ) -> tuple[PrivatePlan, ...]:
-        """Centre, moments and, for images, small pictures of round 1; a step of each later round.
-
-        Ratios are such that μ² is divided by the shares: with all of them the run's σ is that of a
-        single Gaussian release. Signals are of C equally frequent classes, the examples of each alike
-        and any two orthogonal: then Σ e/b ⊗ z is n/C of C orthogonal terms of norm 1, of norm n/√C,
-        and so is Σ z zᵀ; all examples share their centre. Small pictures are as moments.
+        """Those of `Releases.plans`.
 
         Raises:
-            SettingError: a clip or a rate is set, where the method's theorem has its own.
+            SettingError: a clip or a rate is set, where the method's theorem has its own; shares
+                that leave steps nothing.
         """
         for key in ("clip", "sample_rate"):
             if getattr(privacy, key) is not None:
@@ -346,98 +341,13 @@ class FedStats(SharesNoise):
                     key,
                     f"must be left out with {self.name}: its releases have their own",
                 )
-        features = self.map_of(context.spec)
-        d = features.dimension
-        classes = context.spec.classes
-        moment_share, step_share = self._shares(privacy, context)
-        covariance_share = self.released_covariance_share(privacy, context.spec)
-        self._check_shares(covariance_share)
-        make = partial(
-            PrivatePlan,
-            mechanism="statistics",
-            sample_rate=1.0,
-            steps=1,
-        )
-        moments = make(
-            name=MOMENTS,
-            quantity="products of features with labels"
-            + (", and second moments of features" if self.has_second(privacy) else ""),
-            clipped="z = (φ(x) − m)/R of each example; the joint vector of its products has norm "
-            "at most 1",
-            clip=1.0,
-            dimension=self._moment_width(d, classes, privacy),
-            noise_ratio=moment_share**-0.5,
-            signal=classes**-0.5,
-        )
-        centre = make(
-            name=CENTRE,
-            quantity="sum of features",
-            clipped="φ(x) of each example",
-            clip=features.norm_bound,
-            dimension=d,
-            noise_ratio=self.centre_share**-0.5,
-            phase=FIRST,
-            signal=1.0,
-        )
-        step = make(
-            name=STEP,
-            quantity="sum of gradients of a linear model on features",
-            clipped="p − y of each example, and z",
-            clip=self.step_clip,
-            dimension=classes * d,
-            noise_ratio=step_share**-0.5,
-            signal=classes**-0.5,
-        )
-        plans = [moments, centre]
-        if self.picture_share:
-            shape = context.spec.image_shape
-            plans.append(pixel_plan(make, self.picture_share, shape, classes))
-        if covariance_share:
-            plans.append(covariance_plan(make, covariance_share, features))
-        if context.rounds > 1:
-            plans.append(step)
-        return self.added_up(tuple(plans), privacy, context)
-
-    def _shares(
-        self, privacy: PrivacySettings | None, context: RoundContext
-    ) -> tuple[float, float]:
-        """Of the budget, for the moments and for each step."""
-        covariances = self.released_covariance_share(privacy, context.spec)
-        rest = 1 - self.centre_share - self.picture_share - covariances
-        if not self.has_second(privacy):
-            return rest / context.rounds, rest / context.rounds
-        return self.moment_share, (rest - self.moment_share) / max(1, context.rounds - 1)
-
-    def has_second(self, privacy: PrivacySettings | None) -> bool:
-        """Whether second moments are released; a rule on settings, which are public."""
-        if self.second_moments == AUTO:
-            return privacy is None
-        return self.second_moments == YES
-
-    def _moment_width(self, d: int, classes: int, privacy: PrivacySettings | None) -> int:
-        return d * classes + (d * (d + 1) // 2 if self.has_second(privacy) else 0)
-
-    def _picture_width(self, spec: DatasetSpec) -> int:
-        if not self.picture_share:
-            return 0
-        return pixel_width(low_pass(spec.image_shape).dimension, spec.classes)
+        return self.added_up(self.releases(privacy, context).plans(), privacy, context)
 
     def round_plans(self, plans: tuple[PrivatePlan, ...], round: int) -> tuple[PrivatePlan, ...]:
-        first = (MOMENTS, CENTRE, PIXELS, COVARIANCES)
-        return tuple(plan for plan in plans if (plan.name in first) == (round == 1))
+        return tuple(plan for plan in plans if (plan.name in FIRST_ROUND) == (round == 1))
 
     def upload_rules(self, phase: str, client: int, context: RoundContext) -> dict[str, Rule]:
-        classes = context.spec.classes
-        features = self.map_of(context.spec)
-        d = features.dimension
-        covariances = self.released_covariance_share(context.privacy, context.spec)
-        widths = {
-            CENTRE: d,
-            PIXELS: self._picture_width(context.spec),
-            COVARIANCES: grams_width(features.blocks) if covariances else 0,
-            MOMENTS: self._moment_width(d, classes, context.privacy),
-            STEP: classes * d,
-        }
+        widths = self.releases(context.privacy, context).widths()
         far = LARGEST * max(1.0, *context.noise.values(), 1.0)
         return {
             field: Array((widths[plan],), self.sum_dtype(plan, context), least=-far, most=far)
@@ -488,7 +398,7 @@ class FedStats(SharesNoise):
         spread = small
         if self.picture_share:
             small = self._sums(PIXELS, low_pass(context.spec.image_shape), pictures, clients)
-        if self.released_covariance_share(context.privacy, context.spec):
+        if self.has_covariances(context.privacy, context.spec):
             spread = self._sums(COVARIANCES, features, products, clients)
         each = zip(sums.unbind(), small.unbind(), spread.unbind(), strict=True)
         sent = [CentreSums(*(own.clone() for own in three)) for three in each]
@@ -561,7 +471,7 @@ class FedStats(SharesNoise):
         pool = self.pool(total.sums, clients, CENTRE, context)
         centre = (pool.sums / pool.records).float()
         state = replace(state, parameters={**state.parameters, "centre": centre})
-        if self.released_covariance_share(context.privacy, context.spec):
+        if self.has_covariances(context.privacy, context.spec):
             second = self.pool(total.covariances, clients, COVARIANCES, context)
             noise = pool.deviation / pool.records
             roots = released_roots(second, centre, noise, self.map_of(context.spec))

@@ -1,0 +1,156 @@
+"""FedStats' releases: what each is, how wide, and which share of the budget it has.
+
+Shares are of μ²: a release with share s has the run's noise multiplier over √s, so that with all of
+them together the run's σ is that of a single Gaussian release.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+from fedsynth.errors import SettingError
+from fedsynth.features.feature_map import FeatureMap, Shape
+from fedsynth.features.low_pass import low_pass
+from fedsynth.methods.shared.pixel_moments import PIXELS, pixel_plan, pixel_width
+from fedsynth.methods.shared.whitening import COVARIANCES, covariance_plan
+from fedsynth.privacy.plans import FIRST, PrivatePlan
+from fedsynth.privacy.products import grams_width
+
+CENTRE, MOMENTS, STEP = "centre", "moments", "step"
+"""The names of the plans; `PIXELS` and `COVARIANCES` are the others."""
+FIRST_ROUND = (MOMENTS, CENTRE, PIXELS, COVARIANCES)
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Of the budget μ², for the releases of the first round; steps share the rest.
+
+    Args:
+        centre: of features.
+        pictures: small ones; 0: none are released.
+        covariances: of channels and cells; 0: none.
+        moments: with second moments; without, they have a step's share.
+
+    Raises:
+        SettingError: they leave steps nothing.
+    """
+
+    centre: float
+    pictures: float
+    covariances: float
+    moments: float
+
+    def __post_init__(self) -> None:
+        named = {
+            "centre_share": self.centre,
+            "pixel_share": self.pictures,
+            "covariance_share": self.covariances,
+        }
+        taken = self.moments + sum(named.values())
+        if taken >= 1:
+            names = ", ".join(name for name, share in named.items() if share)
+            raise SettingError(
+                "method",
+                "moment_share",
+                f"must leave something for the steps: with {names} it is {taken:g} of the budget",
+            )
+
+    def of_moments_and_step(self, rounds: int, *, second: bool) -> tuple[float, float]:
+        """For the moments, and for each step.
+
+        Args:
+            rounds: of the run.
+            second: whether second moments are released.
+        """
+        rest = 1 - self.centre - self.pictures - self.covariances
+        if not second:
+            return rest / rounds, rest / rounds
+        return self.moments, (rest - self.moments) / max(1, rounds - 1)
+
+
+@dataclass(frozen=True)
+class Releases:
+    """All releases of a run, by public facts.
+
+    Args:
+        features: φ.
+        image_shape: of the images.
+        classes: C.
+        rounds: of the run.
+        second: whether second moments are released.
+        shares: of the budget.
+        step_clip: c of a step's clip(p − y).
+    """
+
+    features: FeatureMap
+    image_shape: Shape
+    classes: int
+    rounds: int
+    second: bool
+    shares: Shares
+    step_clip: float
+
+    def widths(self) -> dict[str, int]:
+        """Coordinates of each release by its plan's name; 0 of what is not made."""
+        d = self.features.dimension
+        pictures = pixel_width(low_pass(self.image_shape).dimension, self.classes)
+        return {
+            CENTRE: d,
+            PIXELS: pictures if self.shares.pictures else 0,
+            COVARIANCES: grams_width(self.features.blocks) if self.shares.covariances else 0,
+            MOMENTS: d * self.classes + (d * (d + 1) // 2 if self.second else 0),
+            STEP: d * self.classes,
+        }
+
+    def plans(self) -> tuple[PrivatePlan, ...]:
+        """Moments, centre and what else is of round 1; a step of each later round.
+
+        Signals are of C equally frequent classes, the examples of each alike and any two orthogonal:
+        then Σ e/b ⊗ z is n/C of C orthogonal terms of norm 1, of norm n/√C, and so is Σ z zᵀ; all
+        examples share their centre. Small pictures are as moments; covariances are of white
+        features.
+        """
+        widths = self.widths()
+        of_moments, of_step = self.shares.of_moments_and_step(self.rounds, second=self.second)
+        make = partial(PrivatePlan, mechanism="statistics", sample_rate=1.0, steps=1)
+        plans = [
+            make(
+                name=MOMENTS,
+                quantity="products of features with labels"
+                + (", and second moments of features" if self.second else ""),
+                clipped="z = T(φ(x) − m)/R of each example; the joint vector of its products has "
+                "norm at most 1",
+                clip=1.0,
+                dimension=widths[MOMENTS],
+                noise_ratio=of_moments**-0.5,
+                signal=self.classes**-0.5,
+            ),
+            make(
+                name=CENTRE,
+                quantity="sum of features",
+                clipped="φ(x) of each example",
+                clip=self.features.norm_bound,
+                dimension=widths[CENTRE],
+                noise_ratio=self.shares.centre**-0.5,
+                phase=FIRST,
+                signal=1.0,
+            ),
+        ]
+        if self.shares.pictures:
+            plans.append(pixel_plan(make, self.shares.pictures, self.image_shape, self.classes))
+        if self.shares.covariances:
+            plans.append(covariance_plan(make, self.shares.covariances, self.features))
+        if self.rounds > 1:
+            plans.append(
+                make(
+                    name=STEP,
+                    quantity="sum of gradients of a linear model on features",
+                    clipped="p − y of each example, and z",
+                    clip=self.step_clip,
+                    dimension=widths[STEP],
+                    noise_ratio=of_step**-0.5,
+                    signal=self.classes**-0.5,
+                )
+            )
+        return tuple(plans)
