@@ -24,6 +24,7 @@ from torch.func import functional_call, vmap
 
 from fedsynth.models.flat import FlatNetwork, flatten, load_flat
 from fedsynth.training.sgd import Penalty, Pull, SgdSettings, make_step, steps_of
+from fedsynth.training.softmax_regression import is_softmax_regression, regression_gradients
 
 FEW = 4  # clients below which a pass costs more than it saves
 LARGE_BATCH = 2**15  # numbers in a batch, above which arithmetic outweighs Python
@@ -228,6 +229,11 @@ def _gradients(
     network: nn.Module, flat_AP: Tensor, x_ABCHW: Tensor, labels_M: Tensor, share_AB: Tensor
 ) -> Tensor:
     """The gradient of each learner's mean cross-entropy with respect to its own row, [A, P]."""
+    if is_softmax_regression(network):
+        classes: int = network.classifier.out_features  # type: ignore[assignment,union-attr]
+        x_ABD = network.embed(x_ABCHW.flatten(0, 1)).unflatten(0, x_ABCHW.shape[:2])  # type: ignore[operator]
+        labels_AB = labels_M.view_as(share_AB)
+        return regression_gradients(flat_AP, x_ABD, labels_AB, share_AB, classes)
     named = dict(network.named_parameters())
     sizes = [p.numel() for p in named.values()]
     shapes = [p.shape for p in named.values()]

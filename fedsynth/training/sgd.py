@@ -15,6 +15,7 @@ from fedsynth.models.batch_norm import has_batch_norm
 from fedsynth.models.flat import FlatNetwork, load_flat
 from fedsynth.training.cuda_graphs import recorded
 from fedsynth.training.optimisers import Optimiser
+from fedsynth.training.softmax_regression import is_softmax_regression, regression_gradients
 
 WORTH_RECORDING = 20  # steps
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -143,8 +144,10 @@ def make_step(
     grad = network.grad
     start = flat.clone()
     pull = penalty if isinstance(penalty, Pull) else None
+    plain = objective is None and loss is nn.functional.cross_entropy and penalty is pull
+    closed = plain and is_softmax_regression(network.module)
 
-    def step(where: Tensor) -> None:
+    def differentiate(where: Tensor) -> None:
         grad.zero_()
         if objective is None:
             value = loss(network.module(images(where)), labels(where))
@@ -153,6 +156,18 @@ def make_step(
         (
             value if penalty is None or pull is not None else value + penalty(network.module)
         ).backward()
+
+    def differentiate_regression(where: Tensor) -> None:
+        layer: nn.Linear = network.module.classifier  # type: ignore[assignment]
+        x_1BD = network.module.embed(images(where))[None]  # type: ignore[operator]
+        y_1B = labels(where)[None]
+        share_1B = flat.new_full(y_1B.shape, 1 / len(where))
+        grad.copy_(regression_gradients(flat[None], x_1BD, y_1B, share_1B, layer.out_features)[0])
+
+    gradient = differentiate_regression if closed else differentiate
+
+    def step(where: Tensor) -> None:
+        gradient(where)
         with torch.no_grad():
             if pull is not None:
                 pull.add_gradient(grad, flat)
