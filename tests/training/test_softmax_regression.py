@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -59,6 +61,9 @@ def test_training_is_the_same_with_and_without_it(
     shape = SPEC.image_shape
     x = torch.rand(60, *shape, generator=draws)
     y = torch.randint(10, (60,), generator=draws)
+    base: nn.Module = OnFeatures(feature_map("pixels", shape), SPEC)
+    if kind == "linear":
+        base = build_model(ModelSettings("linear"), shape, 10, 0)
     ends = []
     for closed in (True, False):
         if not closed:
@@ -66,10 +71,7 @@ def test_training_is_the_same_with_and_without_it(
                 monkeypatch.setattr(module, "is_softmax_regression", lambda network: False)
         made = []
         for client in range(5):
-            if kind == "linear":
-                model: nn.Module = build_model(ModelSettings("linear"), shape, 10, 0)
-            else:
-                model = OnFeatures(feature_map("pixels", shape), SPEC)
+            model = copy.deepcopy(base)
             size = sum(p.numel() for p in model.parameters())
             pull = Pull(0.1, torch.ones(size), torch.full((size,), 0.01))
             settings = SgdSettings(3, 4, MomentumSgd(0.1, 0.9))
