@@ -143,10 +143,10 @@ def _few_records() -> str:
     body = []
     for epsilon in ("1", "3"):
         values = [
-            percents(rows, f"digits rounds {rounds} eps={epsilon}", SEEDS) for rounds in (1, 4, 16)
+            percents(rows, f"digits rounds {rounds} eps={epsilon}", SEEDS) for rounds in (1, 4, 32)
         ]
         body.append([f"ε = {epsilon}", *(spread(one, len(SEEDS), 1) for one in values)])
-    return table(["", "1 round", "4 rounds", "16 rounds"], body)
+    return table(["", "1 round", "4 rounds", "32 rounds"], body)
 
 
 def _students() -> str:
