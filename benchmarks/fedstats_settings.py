@@ -5,8 +5,8 @@
 
 A run (defaults but for one setting, Dir(0.5), 32 rounds, δ = 1e-5) sees all training images but the
 last 10,000, and is measured on these; no test image is read. Compared are feature maps, whitening by
-released covariances (with 16 rounds too, with aggregated noise, and at ε = 10), how far steps go
-(`logit_noise`), and their clip. Of the embedded digits, which stand for few records (300 are held
+released covariances (with 16 rounds too, with aggregated noise, and at ε = 10), second moments, how
+far steps go (`logit_noise`), and their clip. Of the embedded digits, which stand for few records (300 are held
 out), it is the number of rounds.
 
 Resumes: finished rows are lines of results/fedstats_settings.jsonl.
@@ -72,6 +72,9 @@ def variants(dataset: str) -> dict[str, Variant]:
         for far in REACHES:
             method = FedStats(aggregation=noise, logit_noise=far)
             found[f"logit noise {far:g} {noise}"] = Variant(method)
+    for epsilon in ("1", "10"):
+        method = FedStats(second_moments="yes")
+        found[f"second moments eps={epsilon}"] = Variant(method, epsilon)
     for clip in CLIPS:
         found[f"step clip {clip:g}"] = Variant(FedStats(step_clip=clip))
     return found

@@ -7,13 +7,14 @@
 
 Data sets MNIST, Fashion-MNIST, EMNIST letters and CIFAR-10; ε 0.5, 1, 3, 10 and none; Dir(0.01),
 Dir(0.5), Dir(100); every client's own noise, and aggregated noise; ten clients, at ε = 1 also 3 and
-50; 16 rounds; δ = 1e-5 (EMNIST letters 5e-6). Settings are the method's defaults, found on held-out
+50; 32 rounds; δ = 1e-5 (EMNIST letters 5e-6). Settings are the method's defaults, found on held-out
 training images (docs/fedstats.md says with which exception). Features are made once (`--cache`), so
 seconds are those of all else.
 
 A student is a ConvNet of width 32 and depth 3, trained on 400 images of each class and nothing else:
 on the classes that they were made for ("hard"), on the soft labels that are kept with them
-("stored"), or on these and copies that the released classifier labels ("taught").
+("stored"), both for 800 steps, or on these and four copies of each that the released classifier
+labels, for 2,000 ("taught"; found on held-out training images).
 
 Resumes: finished runs are lines of results/fedstats_table.jsonl (of fedstats_students.jsonl with
 `--students`), the important ones first; `--only` shares the work among processes, and after
@@ -61,7 +62,7 @@ ALPHAS = (0.01, 0.5, 100.0)
 SEEDS = (0, 1, 2, 3, 4)
 IPC = 400
 ALONE = StudentSettings(steps=800, views=0, mixup=False)
-TAUGHT = StudentSettings(steps=800, views=2)
+TAUGHT = StudentSettings(steps=2000, views=4)
 
 
 def cases(datasets: list[str], epsilons: list[str]) -> Iterator[Case]:

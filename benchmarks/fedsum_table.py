@@ -10,7 +10,8 @@ images a class as ten clients of FedDM have together, and a rate that is as many
 5 rounds, as `compare.py` has. FedDM makes 50 steps a round with 64 real images a class, at image
 rates 1 (the paper's) and 10; FedSum M = 8 passes over the data and 400 steps on the server, at rate
 10, with start images from random processes; these were found on 3,000 held-out training images.
-FedDM's partition is Dir(0.1), FedSum's that and Dir(100), of which it should not depend.
+FedDM's partition is Dir(0.1), FedSum's that and Dir(100), of which it should not depend; FedSum also
+has five times as many images, at a rate five times as large.
 "private" runs have all images, and the preset of `dp_utility.py`'s FedDM `features`, whose rows the
 table shows beside them: Dir(0.5), 2 rounds of M = 4 networks, clip 6.
 Seconds are of this process's CPU time, which other processes on the machine move little. Resumes:
@@ -51,6 +52,7 @@ FEDSUM: dict[str, Any] = {
 }
 for _alpha in (0.1, 100.0):
     OPEN[f"fedsum, Dir({_alpha:g})"] = ("fedsum", _alpha, FEDSUM)
+OPEN["fedsum with 50 images, Dir(0.1)"] = ("fedsum", 0.1, {**FEDSUM, "ipc": 50, "image_lr": 50.0})
 PRIVATE = {
     f"fedsum, ε = {epsilon:g}, {aggregation} noise": {
         "epsilon": epsilon,

@@ -434,6 +434,7 @@ def _fedsum_open() -> str:
         "feddm, rate 10, Dir(0.1)": "FedDM, image rate 10, Dir(0.1)",
         "fedsum, Dir(0.1)": "FedSum, Dir(0.1)",
         "fedsum, Dir(100)": "FedSum, Dir(100)",
+        "fedsum with 50 images, Dir(0.1)": "FedSum, ipc 50, Dir(0.1)",
     }
     rows = by_key("fedsum_table")
     body = []

@@ -117,6 +117,25 @@ def _clip() -> str:
     return table(["`step_clip`", *CLIPS], body)
 
 
+def _second() -> str:
+    """Held-out accuracy with released second moments and without, 32 rounds, own noise."""
+    rows = by_key("fedstats_settings")
+    body = []
+    for dataset, label in DATASETS.items():
+        cells = [
+            percents(rows, f"{dataset} {name}", (0,))
+            for epsilon in ("1", "10")
+            for name in (
+                f"whitening yes own eps={epsilon} rounds 32",
+                f"second moments eps={epsilon}",
+            )
+        ]
+        if cells[1] or cells[3]:
+            body.append([label, *(spread(one, 1) for one in cells)])
+    heads = [f"ε = {epsilon}: {end}" for epsilon in ("1", "10") for end in ("no", "yes")]
+    return table(["second moments", *heads], body)
+
+
 def _whitening() -> str:
     """Held-out accuracy with released covariances and without, by rounds, noise and ε."""
     rows = by_key("fedstats_settings")
@@ -187,6 +206,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "fedstats-reach": _reach,
     "fedstats-clip": _clip,
     "fedstats-whitening": _whitening,
+    "fedstats-second": _second,
     "fedstats-few-records": _few_records,
     "fedstats-students": _students,
     "fedstats-diagnosis": _diagnosis,
