@@ -3,7 +3,7 @@
     FEDSYNTH_DATA=DIR python benchmarks/student_images.py [--quick] [--datasets fashion-mnist]
         [--only moved] [--time-budget 600]
 
-A run (defaults, ten clients, own noise, 16 rounds) sees all training images but the last 10,000. A
+A run (defaults, ten clients, own noise, 32 rounds) sees all training images but the last 10,000. A
 ConvNet of width 32 learns from 2,000 images with soft labels by the run's classifier, and nothing
 else: the run's training images themselves ("real": an upper bound, which is not private), random
 processes ("random"), images drawn from released small pictures ("drawn"), or moved as well

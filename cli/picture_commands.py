@@ -42,11 +42,11 @@ def plot(
     SVG and HTML need nothing else; PNG needs matplotlib (`fedsynth[plots]`).
     """
     with one_line_errors(context.command):
-        from fedsynth.core.validation import check_choice
         from fedsynth.privacy.plots import standalone
         from fedsynth.runs.curves import AXES, curves, curves_svg, write_png
         from fedsynth.runs.folders import Run, finished_runs
         from fedsynth.runs.page import curves_page
+        from fedsynth.validation import check_choice
 
         check_choice(None, "by", by, tuple(AXES))
         ending = output.suffix.lower()

@@ -54,10 +54,10 @@ def report(
     folder.
     """
     with one_line_errors(context.command):
-        from fedsynth.core.validation import check_choice
         from fedsynth.privacy.errors import PrivacyError
         from fedsynth.privacy.report import render_html, render_markdown
         from fedsynth.privacy.verify import HOSTILE, sound_report
+        from fedsynth.validation import check_choice
 
         check_choice(None, "format", form, ("markdown", "json", "html"))
         own_code_alone(method, model)

@@ -55,10 +55,10 @@ def sweep(
     Example: `[grid]` with `method = ["fedavg", "feddm"]`, `alpha = [0.1, 1.0]`, `seed = [0, 1, 2]`.
     """
     with one_line_errors(context.command):
-        from fedsynth.core.validation import check_choice
         from fedsynth.runs.sweep import finished, run_sweep
         from fedsynth.runs.sweep_file import read_sweep
         from fedsynth.runs.tables import FORMATS, render, sweep_lines
+        from fedsynth.validation import check_choice
 
         check_choice(None, "format", form, FORMATS)
         plan = read_sweep(file)

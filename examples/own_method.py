@@ -30,8 +30,8 @@ from fedsynth import (
     simulate,
 )
 from fedsynth.core.method import Method
-from fedsynth.core.validation import check_ranges
 from fedsynth.methods.shared.aggregation import AveragingState, average
+from fedsynth.validation import check_ranges
 
 
 @dataclass(frozen=True)

@@ -27,13 +27,13 @@ from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message, ModelParameters
 from fedsynth.core.state import ServerState
 from fedsynth.core.uploads import Rule, model_rules
-from fedsynth.core.validation import from_mapping
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.models.registry import ModelSettings, build_network
 from fedsynth.privacy.disclosure import Disclosure
 from fedsynth.privacy.plans import FIRST
 from fedsynth.privacy.plans import PrivatePlan as PrivatePlan  # part of the seam
 from fedsynth.privacy.settings import PrivacySettings
+from fedsynth.validation import from_mapping
 
 Memory = Mapping[str, torch.Tensor]
 """What a client keeps between rounds; it never leaves the client."""

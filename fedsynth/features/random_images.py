@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedsynth.core.validation import check_choice
 from fedsynth.errors import SettingError
+from fedsynth.validation import check_choice
 
 PROCESSES = ("dead-leaves", "generator", "spectral", "mixed")
 """What `random_images` draws from; "mixed" takes equal shares of the others."""

@@ -14,9 +14,9 @@ from importlib import import_module
 import torch
 from torch import Tensor
 
-from fedsynth.core.rows_alone import mixes_rows
 from fedsynth.errors import SettingError, unknown_name
 from fedsynth.features.feature_map import FeatureMap, Shape
+from fedsynth.rows_alone import mixes_rows
 
 Builder = Callable[[Shape], FeatureMap]
 """(channels, height, width) of the images -> their map."""

@@ -16,13 +16,13 @@ from torch import Tensor, nn
 
 from fedsynth.core.context import RoundContext
 from fedsynth.core.method import Presets
-from fedsynth.core.validation import check_choices
 from fedsynth.errors import SettingError
 from fedsynth.evaluation.generated import GENERATOR, average, describe
 from fedsynth.methods.shared.ensemble import DistilsEnsemble, EnsembleState
 from fedsynth.privacy.disclosure import Disclosure, released
 from fedsynth.synthesizer.generation.ensembles import Aggregate, average_of_logits
 from fedsynth.synthesizer.generation.many_teachers import IMAGES, OneShotDistillation
+from fedsynth.validation import check_choices
 
 _OWN_NAMES = {
     "epochs": "server_epochs",

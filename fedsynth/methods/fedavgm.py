@@ -15,9 +15,9 @@ from torch import Tensor
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import ModelParameters
 from fedsynth.core.state import ServerState
-from fedsynth.core.validation import check_ranges
 from fedsynth.methods.shared.aggregation import AveragingState, average, trainable
 from fedsynth.methods.shared.local import TrainsLocally
+from fedsynth.validation import check_ranges
 
 
 @dataclass(frozen=True)

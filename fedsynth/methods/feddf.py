@@ -18,11 +18,11 @@ from torch import nn
 
 from fedsynth.core.context import RoundContext
 from fedsynth.core.method import Presets
-from fedsynth.core.validation import check_ranges
 from fedsynth.errors import SettingError
 from fedsynth.methods.shared.ensemble import DistilsEnsemble, EnsembleState
 from fedsynth.seeding import torch_generator
 from fedsynth.synthesizer.generation.generators import distillation_loss
+from fedsynth.validation import check_ranges
 
 
 @dataclass(frozen=True)

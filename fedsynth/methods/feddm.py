@@ -22,7 +22,6 @@ from torch import nn
 from fedsynth.core.client import ClientGroup, OpenClients, Segments
 from fedsynth.core.context import RoundContext
 from fedsynth.core.method import Down, Presets, PrivatePlan
-from fedsynth.core.validation import check_choices, check_ranges
 from fedsynth.errors import Setting, SettingError
 from fedsynth.methods.shared.around import AUGMENTATIONS, maps_around
 from fedsynth.methods.shared.condensing import Condenses, FeatureMaps
@@ -33,6 +32,7 @@ from fedsynth.privacy.settings import PrivacySettings
 from fedsynth.synthesizer.condensation.matchers import ClippedMatcher, Matcher
 from fedsynth.synthesizer.condensation.network_means import NetworkMeansMatcher
 from fedsynth.synthesizer.condensation.perturbation import READINGS
+from fedsynth.validation import check_choices, check_ranges
 
 
 @dataclass(frozen=True)

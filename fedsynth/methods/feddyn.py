@@ -20,11 +20,11 @@ from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message, ModelParameters
 from fedsynth.core.method import Memory
 from fedsynth.core.state import ServerState
-from fedsynth.core.validation import check_ranges
 from fedsynth.methods.shared.aggregation import AveragingState, average, trainable
 from fedsynth.methods.shared.local import Task, Trained, TrainsLocally
 from fedsynth.models.flat import flatten_named
 from fedsynth.training.sgd import Pull
+from fedsynth.validation import check_ranges
 
 
 @dataclass(frozen=True)

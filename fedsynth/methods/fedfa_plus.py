@@ -33,7 +33,6 @@ from fedsynth.core.messages import Message, ModelParameters, public, unprotected
 from fedsynth.core.method import Memory
 from fedsynth.core.state import ServerState
 from fedsynth.core.uploads import Array, Named, Rule
-from fedsynth.core.validation import check_choices, check_embedding, check_ranges
 from fedsynth.errors import Setting, SettingError
 from fedsynth.methods.shared.aggregation import AveragingState, average
 from fedsynth.methods.shared.local import Task, Trained, TrainsLocally
@@ -46,6 +45,7 @@ from fedsynth.training.feature_statistics import (
     soft_histogram,
     symmetric_divergence,
 )
+from fedsynth.validation import check_choices, check_embedding, check_ranges
 
 HISTOGRAM = "histogram"
 

@@ -28,7 +28,6 @@ from fedsynth.core.messages import Message, ModelParameters, public, released
 from fedsynth.core.method import Memory, Results
 from fedsynth.core.state import ServerState
 from fedsynth.core.uploads import Rule
-from fedsynth.core.validation import check_choices, check_embedding, check_ranges
 from fedsynth.errors import Setting, SettingError, Text
 from fedsynth.methods.shared.aggregation import AveragingState, average
 from fedsynth.methods.shared.class_sums import (
@@ -43,6 +42,7 @@ from fedsynth.models.on_features import check_learned_embedding
 from fedsynth.privacy.plans import FIRST, MAIN, PrivatePlan
 from fedsynth.privacy.requests import check_tensor
 from fedsynth.privacy.settings import PrivacySettings
+from fedsynth.validation import check_choices, check_embedding, check_ranges
 
 
 @dataclass(frozen=True)

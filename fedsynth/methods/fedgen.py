@@ -34,7 +34,6 @@ from fedsynth.core.messages import Message, ModelParameters, public
 from fedsynth.core.method import Memory
 from fedsynth.core.state import ServerState
 from fedsynth.core.uploads import Array, Rule, most_examples
-from fedsynth.core.validation import check_embedding, check_ranges
 from fedsynth.errors import UploadRejectedError
 from fedsynth.evaluation.generated import GENERATOR, describe, tally
 from fedsynth.methods.shared.aggregation import AveragingState, average
@@ -49,6 +48,7 @@ from fedsynth.synthesizer.generation.generators import (
     diversity_loss,
     make_latent_generator,
 )
+from fedsynth.validation import check_embedding, check_ranges
 
 DECAY = 0.98
 POOL = 16  # noise vectors of a class

@@ -23,11 +23,11 @@ from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message, ModelParameters, public
 from fedsynth.core.method import Memory
 from fedsynth.core.state import ServerState
-from fedsynth.core.validation import check_ranges
 from fedsynth.methods.shared.aggregation import AveragingState, average
 from fedsynth.methods.shared.local import Task, TrainsLocally
 from fedsynth.privacy.dpsgd import cross_entropies
 from fedsynth.privacy.requests import check_named
+from fedsynth.validation import check_ranges
 
 
 @dataclass(frozen=True)

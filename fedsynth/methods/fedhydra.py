@@ -21,7 +21,6 @@ from torch import Tensor, nn
 
 from fedsynth.core.context import RoundContext
 from fedsynth.core.method import Presets
-from fedsynth.core.validation import check_choices, check_ranges
 from fedsynth.methods.dense import DistilsWithoutData
 from fedsynth.methods.shared.ensemble import EnsembleState
 from fedsynth.synthesizer.generation.ensembles import (
@@ -32,6 +31,7 @@ from fedsynth.synthesizer.generation.ensembles import (
     stratified_probabilities,
     stratified_weights,
 )
+from fedsynth.validation import check_choices, check_ranges
 
 ARTEFACTS = ("stratification", "clients_for_class", "classes_of_client")
 

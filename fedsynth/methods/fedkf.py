@@ -29,7 +29,6 @@ from torch import Tensor, nn
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message, ModelParameters, public
 from fedsynth.core.method import Memory, Presets
-from fedsynth.core.validation import check_choices, check_embedding, check_ranges
 from fedsynth.evaluation.generated import GENERATOR, average, describe
 from fedsynth.methods.shared.aggregation import AveragingState
 from fedsynth.methods.shared.local import Task, TrainsLocally, plain_upload
@@ -39,6 +38,7 @@ from fedsynth.seeding import torch_generator
 from fedsynth.synthesizer.generation.generator_memory import PREFIX
 from fedsynth.synthesizer.generation.generators import make_generator
 from fedsynth.synthesizer.generation.one_teacher import Distillation
+from fedsynth.validation import check_choices, check_embedding, check_ranges
 
 TALLY = "tally"
 """A memory's tally of images of the client's generator, as of its last training."""

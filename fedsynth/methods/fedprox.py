@@ -23,13 +23,13 @@ from fedsynth.core.messages import Message, ModelParameters, public
 from fedsynth.core.method import Memory, PrivatePlan
 from fedsynth.core.state import ServerState
 from fedsynth.core.uploads import Number, Rule
-from fedsynth.core.validation import check_ranges
 from fedsynth.errors import SettingError
 from fedsynth.methods.shared.aggregation import AveragingState, average
 from fedsynth.methods.shared.local import Task, Trained, TrainsLocally, mean_loss
 from fedsynth.models.flat import flatten_named
 from fedsynth.privacy.settings import PrivacySettings
 from fedsynth.training.sgd import Pull
+from fedsynth.validation import check_ranges
 
 CHANGE, PATIENCE = 0.1, 5
 

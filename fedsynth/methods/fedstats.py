@@ -35,7 +35,6 @@ from fedsynth.core.messages import Message, ModelParameters, released
 from fedsynth.core.method import Memory, Presets, Results
 from fedsynth.core.state import ServerState
 from fedsynth.core.uploads import LARGEST, Array, Rule
-from fedsynth.core.validation import check_choices, check_ranges
 from fedsynth.data.images import normalise
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.errors import SettingError
@@ -72,6 +71,7 @@ from fedsynth.privacy.settings import PrivacySettings
 from fedsynth.synthesizer.condensation.from_statistics import ImageSteps
 from fedsynth.synthesizer.condensation.sets import MOST_IPC
 from fedsynth.synthesizer.condensation.student import soft_labels
+from fedsynth.validation import check_choices, check_ranges
 
 YES, NO, AUTO = "yes", "no", "auto"
 SCALE = 4.0

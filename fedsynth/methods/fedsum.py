@@ -29,7 +29,6 @@ from fedsynth.core.messages import Message, ModelParameters, public, released
 from fedsynth.core.method import Memory, Presets, PrivatePlan, Results
 from fedsynth.core.state import ServerState
 from fedsynth.core.uploads import LARGEST, Array, Rule, most_examples
-from fedsynth.core.validation import check_choices, check_embedding, check_ranges
 from fedsynth.data.images import normalise
 from fedsynth.features.random_images import random_images
 from fedsynth.methods.shared.around import AUGMENTATIONS, FRESH, maps_around
@@ -54,6 +53,7 @@ from fedsynth.synthesizer.condensation.network_sums import (
 from fedsynth.synthesizer.condensation.perturbation import READINGS
 from fedsynth.synthesizer.condensation.sets import MOST_IPC, SyntheticSet, train_on_union
 from fedsynth.training.optimisers import MomentumSgd
+from fedsynth.validation import check_choices, check_embedding, check_ranges
 
 STARTS = ("noise", "random-process")
 """What images start from: normal noise, or random-process images. Both are public."""

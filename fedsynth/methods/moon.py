@@ -23,9 +23,9 @@ from torch.nn import functional as F
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message, ModelParameters
 from fedsynth.core.method import Memory
-from fedsynth.core.validation import check_embedding, check_ranges
 from fedsynth.methods.shared.local import Task, Trained, TrainsLocally
 from fedsynth.models.on_features import check_learned_embedding
+from fedsynth.validation import check_embedding, check_ranges
 
 
 def contrastive(z: Tensor, z_global: Tensor, z_previous: Tensor, temperature: float) -> Tensor:

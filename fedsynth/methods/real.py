@@ -15,7 +15,6 @@ from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message, ModelParameters, unprotected
 from fedsynth.core.method import Memory, Presets, Results
 from fedsynth.core.uploads import Rule
-from fedsynth.core.validation import check_ranges
 from fedsynth.methods.shared.union import TrainsInBall
 from fedsynth.privacy.errors import UnaccountedReleaseError
 from fedsynth.synthesizer.condensation.sets import (
@@ -26,6 +25,7 @@ from fedsynth.synthesizer.condensation.sets import (
     set_rules,
     split_uploads,
 )
+from fedsynth.validation import check_ranges
 
 
 @dataclass(frozen=True)

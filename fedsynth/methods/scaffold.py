@@ -22,13 +22,13 @@ from fedsynth.core.messages import Message, ModelParameters, public, released
 from fedsynth.core.method import Memory
 from fedsynth.core.state import ServerState
 from fedsynth.core.uploads import Named, Rule
-from fedsynth.core.validation import check_ranges
 from fedsynth.errors import SettingError
 from fedsynth.methods.shared.aggregation import AveragingState, average, trainable
 from fedsynth.methods.shared.local import Task, Trained, TrainsLocally
 from fedsynth.models.flat import flatten_named
 from fedsynth.privacy.requests import check_named
 from fedsynth.training.sgd import Pull
+from fedsynth.validation import check_ranges
 
 
 @dataclass(frozen=True)

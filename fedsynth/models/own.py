@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from fedsynth.copies import copied
-from fedsynth.core.rows_alone import mixes_rows
 from fedsynth.data.files import one_line
 from fedsynth.errors import SettingError
+from fedsynth.rows_alone import mixes_rows
 
 Shape = tuple[int, int, int]
 TAKEN = ("norm", "width", "depth")

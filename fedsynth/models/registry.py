@@ -13,7 +13,6 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from fedsynth.core.validation import check_ranges
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.errors import Setting, SettingError, unknown_name, unknown_value
 from fedsynth.features.feature_map import FeatureMap
@@ -28,6 +27,7 @@ from fedsynth.models.resnet import ResNet18, ResNet50
 from fedsynth.models.small import Cnn, LeNet5, Linear, Mlp, ResNet8
 from fedsynth.own_code import OwnCode
 from fedsynth.seeding import forked_rng
+from fedsynth.validation import check_ranges
 
 Shape = tuple[int, int, int]
 WIDEST = 2**16

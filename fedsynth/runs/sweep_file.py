@@ -34,13 +34,13 @@ from pathlib import Path
 from typing import Any
 
 from fedsynth.config_file import read_sections
-from fedsynth.core.validation import from_mapping
 from fedsynth.data.partition import PartitionSettings
 from fedsynth.errors import FedsynthError, SettingError
 from fedsynth.federation.terms.settings import RUN_KINDS, SECTIONS, RunSettings, resolve
 from fedsynth.models.registry import ModelSettings
 from fedsynth.privacy.errors import PrivacyError
 from fedsynth.privacy.settings import PrivacySettings
+from fedsynth.validation import from_mapping
 
 MOST_RUNS = 10_000
 SEED = "seed"

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from fedsynth import FedAvg, FedDM, ModelSettings, RunSettings, register_model, resolve, simulate
-from fedsynth.core.validation import check_embedding
 from fedsynth.errors import SettingError, UnknownNameError
 from fedsynth.models.own import refuse_mixing
 from fedsynth.models.registry import build_model, has_given_weights, model_names
+from fedsynth.validation import check_embedding
 
 Shape = tuple[int, int, int]
 

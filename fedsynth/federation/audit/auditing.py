@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from fedsynth.core.context import RoundContext
-from fedsynth.core.validation import check_choice
 from fedsynth.data.images import ImageData, from_arrays
 from fedsynth.data.partition import IntArray
 from fedsynth.data.registry import DatasetSpec
@@ -45,6 +44,7 @@ from fedsynth.privacy.releases import USER, is_real
 from fedsynth.privacy.report import write_report
 from fedsynth.privacy.verify import read_json, read_report
 from fedsynth.seeding import numpy_generator, torch_generator
+from fedsynth.validation import check_choice
 
 REST, OTHERS = 1000, 100
 """At most so many random records has the audited client beside the canaries, and another client."""

@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedsynth.core.validation import check_choice
 from fedsynth.data.images import ImageData
 from fedsynth.data.partition import IntArray, hold_out
 from fedsynth.data.registry import DatasetSpec, is_published
@@ -19,6 +18,7 @@ from fedsynth.federation.terms.settings import RunSettings
 from fedsynth.privacy.errors import PrivacySettingError
 from fedsynth.privacy.releases import USER
 from fedsynth.privacy.settings import NO_LEDGER
+from fedsynth.validation import check_choice
 
 PUBLIC, PRIVATE, NO_TEST = "public", "private", "none"
 """What a run's test images are."""

@@ -15,13 +15,6 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from fedsynth.core.method import Method
-from fedsynth.core.validation import (
-    check_choices,
-    check_ranges,
-    converted,
-    field_types,
-    from_mapping,
-)
 from fedsynth.data.files import expanded
 from fedsynth.data.load_folder import FolderSettings, own_name
 from fedsynth.data.partition import GIVEN, PartitionSettings
@@ -35,6 +28,13 @@ from fedsynth.methods.shared.robust import FEWEST, RULES
 from fedsynth.models.registry import ModelSettings, own_model
 from fedsynth.privacy.settings import PrivacySettings, ledger_setting
 from fedsynth.privacy.wording import shown
+from fedsynth.validation import (
+    check_choices,
+    check_ranges,
+    converted,
+    field_types,
+    from_mapping,
+)
 
 QUORUM = 0.5
 """Of a round's clients, the share whose uploads make a round."""

@@ -25,7 +25,6 @@ from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message, ModelParameters
 from fedsynth.core.method import Down, Memory, PrivatePlan, Results, Up
 from fedsynth.core.uploads import Rule
-from fedsynth.core.validation import check_choices, check_embedding, check_ranges
 from fedsynth.methods.shared.private_condensation import (
     IMAGES,
     Matching,
@@ -58,6 +57,7 @@ from fedsynth.synthesizer.condensation.sets import (
     with_kept_images,
 )
 from fedsynth.training.optimisers import MomentumSgd, Optimiser
+from fedsynth.validation import check_choices, check_embedding, check_ranges
 
 
 @dataclass(frozen=True)

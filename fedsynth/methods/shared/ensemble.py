@@ -22,10 +22,10 @@ from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import ModelParameters
 from fedsynth.core.method import Presets
 from fedsynth.core.state import ServerState
-from fedsynth.core.validation import check_choices
 from fedsynth.errors import SettingError
 from fedsynth.methods.shared.aggregation import AveragingState, average
 from fedsynth.methods.shared.local import TrainsLocally
+from fedsynth.validation import check_choices
 
 
 @dataclass(frozen=True)

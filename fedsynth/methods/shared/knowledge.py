@@ -24,7 +24,6 @@ from fedsynth.core.messages import Message, ModelParameters, released
 from fedsynth.core.method import Memory, PrivatePlan, Results
 from fedsynth.core.state import ServerState
 from fedsynth.core.uploads import Array, Rule
-from fedsynth.core.validation import check_choices, check_ranges
 from fedsynth.data.images import denormalise
 from fedsynth.methods.shared.class_sums import class_means, sums_plans
 from fedsynth.methods.shared.condensing import Condenses
@@ -33,6 +32,7 @@ from fedsynth.privacy.requests import check_tensor
 from fedsynth.privacy.settings import PrivacySettings
 from fedsynth.synthesizer.condensation.knowledge import average_over_holders, soft_labels
 from fedsynth.synthesizer.condensation.sets import SyntheticSet, set_rules
+from fedsynth.validation import check_choices, check_ranges
 
 LOGITS = "logit sums"
 """The name of the plan of what V_k is made of, beside the class counts'."""

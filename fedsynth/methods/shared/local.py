@@ -28,7 +28,6 @@ from fedsynth.core.messages import Message, ModelParameters
 from fedsynth.core.method import Down, Memory, Method, Presets, Results, State, Up
 from fedsynth.core.state import ServerState
 from fedsynth.core.uploads import most_examples
-from fedsynth.core.validation import check_choices, check_ranges
 from fedsynth.errors import Setting, SettingError
 from fedsynth.methods.shared.aggregation import AveragingState, average, cached
 from fedsynth.methods.shared.robust import robust_uploads
@@ -42,6 +41,7 @@ from fedsynth.seeding import numpy_generator, torch_generator
 from fedsynth.training.many_clients import Learner, learner_bytes, train_together, worth_batching
 from fedsynth.training.optimisers import MomentumSgd, Optimiser
 from fedsynth.training.sgd import Pull, SgdSettings, steps_of, train_on
+from fedsynth.validation import check_choices, check_ranges
 
 MODEL = "model"
 """The name of the trained model's plan."""

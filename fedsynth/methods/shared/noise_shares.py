@@ -22,11 +22,11 @@ from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message
 from fedsynth.core.method import Method, State, Up
 from fedsynth.core.state import ServerState
-from fedsynth.core.validation import check_choices, check_ranges
 from fedsynth.errors import SettingError
 from fedsynth.privacy.grid import Addends
 from fedsynth.privacy.plans import FIRST, MAIN, PrivatePlan
 from fedsynth.privacy.settings import PrivacySettings
+from fedsynth.validation import check_choices, check_ranges
 
 OWN, SECURE = "own", "secure"
 M = TypeVar("M", bound=Message)

@@ -11,10 +11,10 @@ from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message, ModelParameters
 from fedsynth.core.method import Method, Presets, State, Up
 from fedsynth.core.state import ServerState
-from fedsynth.core.validation import check_ranges
 from fedsynth.synthesizer.condensation.sets import train_on_union
 from fedsynth.training.optimisers import MomentumSgd
 from fedsynth.training.sgd import Objective, SgdSettings
+from fedsynth.validation import check_ranges
 
 
 @dataclass(frozen=True)

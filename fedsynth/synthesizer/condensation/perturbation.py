@@ -12,9 +12,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from fedsynth.core.validation import check_choice
 from fedsynth.models.flat import FlatNetwork
 from fedsynth.seeding import torch_generator
+from fedsynth.validation import check_choice
 
 READINGS = ("sphere", "ball")
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from fedsynth.core.client import OpenClients, Segments
-from fedsynth.core.validation import check_choice
 from fedsynth.seeding import torch_generator
+from fedsynth.validation import check_choice
 
 SMALL_CLASS = ("all", "resample")
 

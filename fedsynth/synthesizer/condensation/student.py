@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedsynth.core.validation import check_ranges
 from fedsynth.seeding import torch_generator
 from fedsynth.synthesizer.condensation.siamese import SiameseAugmentation
 from fedsynth.synthesizer.condensation.warps import blended, warped
+from fedsynth.validation import check_ranges
 
 AT_ONCE = 48
 

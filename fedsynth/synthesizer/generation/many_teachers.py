@@ -16,13 +16,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedsynth.core.validation import check_choices, check_ranges
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.evaluation.generated import tally
 from fedsynth.seeding import torch_generator
 from fedsynth.synthesizer.generation.ensembles import Aggregate, batch_norm_matching, has_statistics
 from fedsynth.synthesizer.generation.generators import Generator, distillation_loss, make_generator
 from fedsynth.synthesizer.generation.views import Views
+from fedsynth.validation import check_choices, check_ranges
 
 IMAGES = ("all", "last", "best")
 

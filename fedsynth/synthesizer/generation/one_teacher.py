@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fedsynth.core.validation import check_ranges
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.evaluation.generated import describe, tally
 from fedsynth.seeding import torch_generator
@@ -31,6 +30,7 @@ from fedsynth.synthesizer.generation.generators import (
     make_generator,
 )
 from fedsynth.synthesizer.generation.many_teachers import adversarial_loss
+from fedsynth.validation import check_ranges
 
 TALLIED = 256  # images of a tally: enough that 26 classes, all alike, are 3.2 and not 3.1 nats
 

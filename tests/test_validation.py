@@ -14,7 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedsynth import ModelSettings, PartitionSettings, PrivacySettings, RunSettings
-from fedsynth.core.validation import check_ranges, field_types, from_mapping
 from fedsynth.errors import (
     FedsynthError,
     Setting,
@@ -27,6 +26,7 @@ from fedsynth.errors import (
 from fedsynth.federation.terms.settings import RUN_KINDS, resolve
 from fedsynth.methods import METHODS, method_class
 from fedsynth.privacy.errors import PrivacyError, PrivacySettingError
+from fedsynth.validation import check_ranges, field_types, from_mapping
 
 CLASSES: tuple[tuple[Any, dict[str, Any]], ...] = (
     *((method_class(name), {}) for name in METHODS),
