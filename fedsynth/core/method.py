@@ -50,6 +50,9 @@ Presets = Mapping[str, Mapping[str, Any]]
 """A data set: the settings' values that are a method's defaults there, beside those of its
 bases."""
 
+Later = Mapping[str, Any]
+"""A setting: what a run that does not say it has (`Method.later`)."""
+
 
 @dataclass(frozen=True)
 class ExchangeTypes:
@@ -90,9 +93,10 @@ class Method:
             own is then refused where it mixes the examples of a batch.
         takes_model: whether the run's model settings decide its network; False: it has one of its
             own, and a run that sets a model says that this changes nothing.
-        later: settings that came after run folders with reports were left by earlier versions: they
-            are not told while they change nothing, so that such a folder's report is made again as
-            it was.
+        later: settings that came after run folders with reports were left by earlier versions, and
+            the value that such a run had in effect. A setting is not told while it has that value,
+            and a run folder that does not say it has it (`as_recorded`), so that its report is made
+            again as it was, whatever the default is today.
 
     >>> from fedsynth import ModelParameters, RunSettings, simulate
     >>> class Untrained(Method):
@@ -127,14 +131,14 @@ class Method:
     discloses: ClassVar[Mapping[str, Disclosure]] = {}
     model_sees_data: ClassVar[bool] = True
     takes_model: ClassVar[bool] = True
-    later: ClassVar[frozenset[str]] = frozenset()
+    later: ClassVar[Later] = {}
 
     def told(self) -> dict[str, Any]:
         """Its settings, as configs, reports and summaries have them."""
         return {
             one.name: getattr(self, one.name)
             for one in fields(self)
-            if one.name not in self.later or getattr(self, one.name) != one.default
+            if one.name not in self.later or getattr(self, one.name) != self.later[one.name]
         }
 
     @classmethod

@@ -4,7 +4,7 @@
 sums over its examples, so sums over clients are those of the pooled data: how the data are divided
 does not matter. Round 1 has two releases, a centre m and, about it, the second moments
 
-    z = clip₁((φ(x) − m)/R),    √½·[svec(z zᵀ); z ⊗ (e_y − 1/C)/√(1 − 1/C)]    (norm ≤ 1),
+    z = clip₁(T(φ(x) − m)/R),   √½·[svec(z zᵀ); z ⊗ (e_y − 1/C)/√(1 − 1/C)]    (norm ≤ 1),
 
 from which the server has a ridge classifier in closed form (or, without second moments, of z ⊗ e
 alone, a first gradient). Each later round is one step of softmax regression, Σ clip_c(p − y) ⊗ z:
@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from fedsynth.core.client import ClientGroup, PrivateClients
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message, ModelParameters, released
-from fedsynth.core.method import Memory, Presets, Results
+from fedsynth.core.method import Later, Memory, Presets, Results
 from fedsynth.core.state import ServerState
 from fedsynth.core.uploads import LARGEST, Array, Rule
 from fedsynth.data.images import normalise
@@ -185,20 +185,18 @@ class FedStats(SharesNoise):
     model_sees_data: ClassVar[bool] = False
     takes_model: ClassVar[bool] = False
     features_refusal: ClassVar[str] = "its own map is a setting of the method, method.features"
-    later: ClassVar[frozenset[str]] = frozenset(
-        {
-            "ipc",
-            "image_steps",
-            "image_lr",
-            "teacher_weight",
-            "smoothness",
-            "pixel_share",
-            "momentum",
-            "logit_noise",
-            "whitening",
-            "covariance_share",
-        }
-    )
+    later: ClassVar[Later] = {
+        "ipc": 0,
+        "image_steps": 12,
+        "image_lr": 0.05,
+        "teacher_weight": 0.03,
+        "smoothness": 0.3,
+        "pixel_share": 0.15,
+        "momentum": 0.5,
+        "logit_noise": 0.6,
+        "whitening": NO,
+        "covariance_share": 0.05,
+    }
     robust_refusal: ClassVar[str] = (
         "its server needs the sums over all clients' examples, which no rule on clients' shares "
         "of them can stand in for"
@@ -251,7 +249,8 @@ class FedStats(SharesNoise):
         return feature_linear(self.map_of(spec), spec, whitens=self.whitens(spec))
 
     def whitens(self, spec: DatasetSpec) -> bool:
-        """Whether z is whitened by what private runs release; by public facts alone.
+        """Whether the model has a T, by which private runs whiten z; by public facts alone. An open
+        run's stays the identity.
 
         Raises:
             SettingError: `whitening=yes` of features that have no channels and cells.

@@ -45,7 +45,7 @@ def network(method: FedStats = PIXELS) -> FeatureLinear:
 def context(number: int, sigma: float | None = None, **other: Any) -> RoundContext:
     privacy = None if sigma is None else PrivacySettings(noise_multiplier=sigma)
     return round_context(
-        number, 0, CPU, SPEC, network(), 20.0, privacy, rounds=3, **{"clients": 2, **other}
+        number, 0, CPU, SPEC, network(), 20.0, privacy, **{"rounds": 3, "clients": 2, **other}
     )
 
 
@@ -295,3 +295,11 @@ def test_releases_of_a_run_take_the_whole_budget_without_second_moments_evenly(s
     shares = {plan.name: plan.noise_ratio**-2 for plan in plans}
     assert shares[CENTRE] + shares[MOMENTS] + 2 * shares[STEP] == pytest.approx(1.0)
     assert (shares[MOMENTS] == pytest.approx(shares[STEP])) == (second == "no")
+
+
+@pytest.mark.parametrize("second", ["yes", "no"])
+def test_a_run_of_one_round_leaves_nothing_of_its_budget(second: str) -> None:
+    """There are no steps, so that moments have all that the centre has not."""
+    method = FedStats(features="pixels", second_moments=second)
+    plans = method.private_plans(PrivacySettings(noise_multiplier=1.0), context(1, rounds=1))
+    assert sum(plan.noise_ratio**-2 for plan in plans) == pytest.approx(1.0)

@@ -3,6 +3,8 @@ share of the budget, and what the server makes of them."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fedsynth import FedStats, PartitionSettings, PrivacySettings, RunSettings, simulate
+from fedsynth.cli.settings_options import read_config
 from fedsynth.core.client import OpenClients
 from fedsynth.core.context import RoundContext, round_context
 from fedsynth.core.messages import ModelParameters
@@ -18,6 +21,8 @@ from fedsynth.data.images import ImageData, from_arrays
 from fedsynth.data.registry import dataset_spec
 from fedsynth.errors import SettingError
 from fedsynth.features.feature_map import FeatureMap
+from fedsynth.federation.outputs.verification import verify_run
+from fedsynth.federation.terms.settings import resolve
 from fedsynth.methods.shared import whitening
 from fedsynth.methods.shared.noisy_steps import Pool
 from fedsynth.methods.shared.whitening import COVARIANCES, released_roots, white_signal
@@ -145,11 +150,26 @@ def test_the_centre_s_own_noise_is_taken_off() -> None:
         ]
         mean = torch.stack([one["channels_root_0"] for one in found]).mean(0)
         misses.append(float((mean - exact).norm()))
-    assert misses[0] < misses[1] / 2
+    assert misses[0] < 0.75 * misses[1]
 
 
-def test_drowned_covariances_change_nothing() -> None:
-    """Where noise is all there is, T is the identity: directions stay alike."""
+def test_drowned_covariances_change_next_to_nothing() -> None:
+    """Of the sizes that maps have, where noise is all there is: single eigenvalues are above the
+    noise's edge by chance, by up to a quarter. Catches: a trace of both signs in the scale."""
+    draws = torch.Generator().manual_seed(0)
+    for size in (3, 9, 41, 98):
+        for signal in (0.0, 3.0):  # one direction that can just be seen
+            for _ in range(50):
+                noise = torch.randn(size, size, generator=draws, dtype=torch.float64)
+                noise = (noise.triu() + noise.triu(1).T) * 0.5**0.5
+                noise.diagonal().mul_(2**0.5)
+                noise[0, 0] += signal * (2 * size) ** 0.5
+                values = torch.linalg.eigvalsh(whitening._root(noise, 1.0))
+                assert float(values.min()) > 0.4
+                assert float(values.max()) < 1.3 * max(1.0, signal + 1) ** (whitening.POWER / 2)
+
+
+def test_wholly_drowned_covariances_change_nothing() -> None:
     z = np.random.default_rng(2).normal(size=(50, 6)) * 0.1
     found = released_roots(pool_of(z, 1e4), torch.zeros(6), 0.0, MAP)
     for root in found.values():
@@ -180,9 +200,9 @@ def test_a_model_s_vectors_are_turned_block_by_block() -> None:
 # ---------------------------------------------------------------------------------------- runs
 
 
-def run(**other: Any) -> Any:
+def run(output: Path | None = None, **other: Any) -> Any:
     parts = PartitionSettings("iid", clients=2)
-    return simulate(RunSettings(METHOD, rounds=3, partition=parts, **other))
+    return simulate(RunSettings(METHOD, rounds=3, partition=parts, **other), output=output)
 
 
 def test_a_private_run_whitens_and_an_open_one_does_not() -> None:
@@ -199,6 +219,31 @@ def test_a_private_run_whitens_and_an_open_one_does_not() -> None:
     assert sum("channels" in one for one in quantities) == 1
     opened = run().model.state_dict()
     assert all(torch.equal(opened[name], torch.eye(len(opened[name]))) for name in names)
+
+
+def test_a_folder_that_does_not_say_it_was_not_whitened(tmp_path: Path) -> None:
+    """What earlier versions did is said by saying nothing, and today's default is said."""
+    today = run(privacy=PrivacySettings(epsilon=8.0), output=tmp_path / "today").folder
+    assert 'whitening = "yes"' in (today / "config.toml").read_text()
+    earlier = replace(METHOD, whitening="no", logit_noise=0.6)
+    result = simulate(
+        RunSettings(
+            earlier,
+            rounds=2,
+            partition=PartitionSettings("iid", clients=2),
+            privacy=PrivacySettings(epsilon=8.0),
+        ),
+        output=tmp_path / "earlier",
+    )
+    assert result.folder is not None
+    text = (result.folder / "config.toml").read_text()
+    assert "whitening" not in text
+    assert "logit_noise" not in text
+    assert "T" not in str(result.privacy["ledger"][1]["clipped"])  # type: ignore[index]
+    for folder in (today, result.folder):
+        assert not verify_run(folder).problems
+    sections = read_config(result.folder)
+    assert resolve(sections).method == earlier
 
 
 def test_which_features_are_whitened_is_public() -> None:

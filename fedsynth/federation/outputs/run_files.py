@@ -14,6 +14,7 @@ from fedsynth.data.registry import DatasetSpec, dataset_spec
 from fedsynth.errors import FedsynthError, UnknownNameError
 from fedsynth.federation.outputs import privacy_words
 from fedsynth.federation.outputs.run_folder import PRIVATE_START, RESUMED, SERVED, resumed_rounds
+from fedsynth.federation.terms.recorded import as_recorded
 from fedsynth.federation.terms.settings import RunSettings, resolve
 from fedsynth.privacy.errors import PrivacyError
 from fedsynth.privacy.files import read_text
@@ -104,7 +105,7 @@ def read_start(
         raise MismatchError(f"{PRIVATE_START}: {'; '.join(problems)}")
     if start["schema_version"] != SCHEMA_VERSION:
         raise MismatchError(f"{PRIVATE_START} is of schema {start['schema_version']}")
-    sections = read_sections(folder / "config.toml")
+    sections = as_recorded(read_sections(folder / "config.toml"), method)
     spec, own = _specification(start["data_set"])
     try:
         settings = resolve(sections, own_method=method, own_data=spec.name if own else None)

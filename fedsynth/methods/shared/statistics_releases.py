@@ -64,9 +64,9 @@ class Shares:
             second: whether second moments are released.
         """
         rest = 1 - self.centre - self.pictures - self.covariances
-        if not second:
+        if not second or rounds == 1:  # without steps, moments have all of it
             return rest / rounds, rest / rounds
-        return self.moments, (rest - self.moments) / max(1, rounds - 1)
+        return self.moments, (rest - self.moments) / (rounds - 1)
 
 
 @dataclass(frozen=True)
@@ -114,13 +114,15 @@ class Releases:
         widths = self.widths()
         of_moments, of_step = self.shares.of_moments_and_step(self.rounds, second=self.second)
         make = partial(PrivatePlan, mechanism="statistics", sample_rate=1.0, steps=1)
+        turned = "T" if self.shares.covariances else ""
+        by = "; T is made of the released covariances" if self.shares.covariances else ""
         plans = [
             make(
                 name=MOMENTS,
                 quantity="products of features with labels"
                 + (", and second moments of features" if self.second else ""),
-                clipped="z = T(φ(x) − m)/R of each example; the joint vector of its products has "
-                "norm at most 1",
+                clipped=f"z = {turned}(φ(x) − m)/R of each example; the joint vector of its products "
+                f"has norm at most 1{by}",
                 clip=1.0,
                 dimension=widths[MOMENTS],
                 noise_ratio=of_moments**-0.5,

@@ -6,7 +6,8 @@ along all others are slow. A covariance of all d coordinates has d²/2 entries a
 channels and of cells have few, and are released beside the centre, of u = clip₁(φ/B) with B the
 map's norm bound (`fedsynth.privacy.products.Grams`). All else here is post-processing: T has an
 eigenvector's direction times λ^(−POWER/2), with every eigenvalue below its noise taken to be the
-noise, so that directions of which nothing is known stay alike.
+noise, so that directions of which nothing is known stay alike. It is the covariance of u about its
+mean that is flattened; z is of φ itself, which may be longer.
 """
 
 from __future__ import annotations
@@ -78,7 +79,8 @@ def released_roots(
     """T's matrices by their names in a model (`fedsynth.models.feature_linear.root_names`).
 
     Args:
-        pool: the summed release.
+        pool: the summed release; its records are the public number, and where there are more or
+            fewer, T is of somewhat other covariances.
         centre_d: the released centre, in the map's units.
         centre_deviation: of the noise in each of its coordinates.
         features: the map.
@@ -108,7 +110,8 @@ def _root(covariance: Tensor, noise: float) -> Tensor:
     Args:
         covariance: released [size, size].
         noise: the deviation of a diagonal entry; those beside it have √½ of that, so that the noise
-            alone has eigenvalues up to about noise·√(2·size).
+            alone has eigenvalues up to about noise·√(2·size): single ones are above it by chance,
+            by up to a quarter.
     """
     values, vectors = torch.linalg.eigh(covariance)
     mean = float(values.clamp_min(0).mean())
@@ -118,7 +121,8 @@ def _root(covariance: Tensor, noise: float) -> Tensor:
     factors = (values.clamp_min(least) / least) ** (-POWER / 2)
     before = float(values.sum())
     after = float((values * factors**2).sum())
-    if before > 0 and after > 0:
-        factors = factors * math.sqrt(before / after)
+    if before > 0 and after > 0:  # noise's eigenvalues of either sign make the ratio uncertain
+        most = max(1.0, float(values.max()) / least) ** POWER
+        factors = factors * math.sqrt(min(max(1.0, before / after), most))
     root: Tensor = (vectors * factors) @ vectors.T
     return root
