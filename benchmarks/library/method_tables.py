@@ -283,6 +283,7 @@ PAIRS = (
     ("FedHydra", "FedHydra (AE)"),
     ("FedHydra", "FedHydra (lessons of the average)"),
     ("FedHydra (DENSE's training)", "DENSE"),
+    ("FedHydra (DENSE's training)", "FedHydra"),
 )
 
 
