@@ -16,6 +16,7 @@ from fedsynth.features.public_statistics import constants, public_vectors
 from fedsynth.features.random_images import random_images
 from fedsynth.features.scattering import sizes
 from fedsynth.features.side_by_side import DICTIONARY, KEPT, SMALLER, Mirrored, SideBySide
+from fedsynth.privacy.products import matrices_of
 from fedsynth.seeding import torch_generator
 
 GREY, COLOUR = (1, 14, 14), (3, 12, 12)
@@ -27,7 +28,8 @@ def images(count: int, shape: Shape) -> Tensor:
 
 
 def test_vectors_stand_side_by_side_each_times_its_factor() -> None:
-    made = SideBySide((lambda x: x.flatten(1), lambda x: x.flatten(1)[:, :2]), (2.0, -1.0))
+    functions = (lambda x: x.flatten(1), lambda x: x.flatten(1)[:, :2])
+    made = SideBySide(functions, (2.0, -1.0), ((1, 3), (1, 2)))
     x = torch.tensor([[[[1.0, 2.0, 3.0]]]])
     assert made(x).tolist() == [[2.0, 4.0, 6.0, -1.0, -2.0]]
     assert Mirrored(made)(x).tolist() == [[4.0, 4.0, 4.0, -2.0, -2.0]]
@@ -83,3 +85,20 @@ def test_neither_kind_drowns_the_other() -> None:
 def test_images_that_the_dictionary_cannot_take_are_refused(name: str) -> None:
     with pytest.raises(SettingError, match="at least 12×12"):
         feature_map(name, (1, 8, 8))
+
+
+@pytest.mark.parametrize("shape", [GREY, COLOUR], ids=str)
+def test_blocks_are_where_the_channels_are(shape: Shape) -> None:
+    """A map's blocks are its matrices of channels by cells. Catches: cells before channels, or blocks
+    in another order: a covariance of cells is then no longer that of neighbours."""
+    made = feature_map(PAIR, shape)
+    assert sum(a * s for a, s in made.blocks) == made.dimension
+    assert [cells for _, cells in made.blocks] == [9, 9]
+    x = images(1, shape)
+    corner = x.clone()
+    corner[..., -4:, -4:] = 1 - corner[..., -4:, -4:]  # the last cell's, and few others'
+    moved = (made(corner) - made(x)).abs()[0]
+    for block in matrices_of(moved[None], made.blocks):
+        by_cell = block[0].mean(dim=0)
+        assert int(by_cell.argmax()) == 8
+        assert float(by_cell[8]) > 3 * float(by_cell[0])
