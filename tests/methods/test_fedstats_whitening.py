@@ -185,7 +185,8 @@ def test_a_model_s_vectors_are_turned_block_by_block() -> None:
     """T of a model's buffers is channels·Z·cells, before the clip."""
     rng = np.random.default_rng(3)
     Z = 0.05 * rng.normal(size=(4, 3, 2))
-    left, right = rng.normal(size=(3, 3)), rng.normal(size=(2, 2))
+    left = rng.normal(size=(3, 3))
+    right = rng.normal(size=(2, 2))
     parameters = {
         "centre": torch.zeros(6, dtype=torch.float64),
         "channels_root_0": torch.from_numpy(left),

@@ -13,8 +13,8 @@ from fedsynth.methods import method_class
 def as_recorded(
     sections: Mapping[str, Mapping[str, Any]], own_method: type[Method] | None = None
 ) -> dict[str, dict[str, Any]]:
-    """The sections of a folder's config.toml, with what its method did before settings came that the
-    file does not say (`Method.later`).
+    """The sections of a folder's config.toml, with what its method did before settings came that
+    the file does not say (`Method.later`).
 
     Args:
         sections: as they were read.

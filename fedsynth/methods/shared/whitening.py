@@ -63,8 +63,8 @@ def covariance_plan(
 
 
 def white_signal(blocks: Sequence[tuple[int, int]]) -> float:
-    """Norm over n of the sum of n examples whose channels and cells are white, blocks alike: whether
-    a flat spectrum can be seen.
+    """Norm over n of the sum of n examples whose channels and cells are white, blocks alike:
+    whether a flat spectrum can be seen.
 
     >>> round(white_signal([(1, 1)]), 3)
     1.0
