@@ -1,8 +1,8 @@
 """What a server makes of summed class statistics: a closed-form classifier, and Newton-like steps.
 
 With z = clip₁(T(φ(x) − m)/R) and e = e_y − 1/C, clients release noisy sums of
-√½·[svec(z zᵀ); z ⊗ e/b] with b = ‖e‖ = √(1 − 1/C) (`fedsynth.privacy.products.Moments`), later of clip(p − y) ⊗ z. All here
-is post-processing of such sums.
+√½·[svec(z zᵀ); z ⊗ e/b] with b = ‖e‖ = √(1 − 1/C) (`fedsynth.privacy.products.Moments`), later of
+clip(p − y) ⊗ z. All here is post-processing of such sums.
 """
 
 from __future__ import annotations
