@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from fedsynth import FedStats, PartitionSettings, PrivacySettings, RunSettings
 from fedsynth.data.registry import DatasetSpec
-from fedsynth.models.feature_linear import embed_by
+from fedsynth.models.feature_linear import Embedding
 
 ROUNDS = 32
 DELTA = 1e-5
@@ -54,6 +54,6 @@ def classifier_accuracy(
 ) -> float:
     """Of a run's classifier on kept features of some images."""
     parameters = {name: value.cpu() for name, value in model.state_dict().items()}
-    z = embed_by(parameters, features_Nd, method.map_of(spec))
+    z = Embedding.of(parameters, method.map_of(spec))(features_Nd)
     guessed = (z @ parameters["classifier.weight"].T).argmax(dim=1)
     return float((guessed == labels_N).float().mean())

@@ -14,9 +14,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from fedsynth.core.feature_cache import feature_table, kept_features
+from fedsynth.core.feature_cache import feature_table
 from fedsynth.data.images import ImageData, normalise
 from fedsynth.features.feature_map import FeatureMap
+from fedsynth.models.feature_linear import Embedding
 from fedsynth.models.on_features import OnFeatures
 from fedsynth.privacy.allowance import Allowance, GroupAllowance, UnaccountedNoise
 from fedsynth.privacy.dpsgd import DpSgdSettings, ExampleLoss, Penalty, dp_sgd
@@ -34,7 +35,7 @@ FEATURE_START = 64.0
 """What such a pass costs by itself, in examples: the sum of a matrix product is written out."""
 
 FeatureRows = Callable[[Tensor, Tensor], Products]
-"""(features [N, d], labels [N]) -> each example's vector, which depends on that example alone."""
+"""(features or z [N, d], labels [N]) -> each example's vector, which depends on that example alone."""
 
 
 def chunk(device: torch.device) -> int:
@@ -148,15 +149,17 @@ class OpenClients:
     def labels(self, indices: Tensor) -> Tensor:
         return self.data.labels[indices]
 
-    def feature_sums(self, features: FeatureMap, rows: FeatureRows) -> Tensor:
+    def feature_sums(
+        self, features: FeatureMap, rows: FeatureRows, embedding: Embedding | None = None
+    ) -> Tensor:
         """The exact sum over each client's examples of what `PrivateClients.feature_sums` releases
         with noise, [clients, D], float64: clipped in the same way."""
         sums = []
         for part in self._parts:
             total: Tensor | None = None
+            look_up = feature_table(self.data, features, part, embedding)
             for some in part.split(FEATURE_PASS):
-                z_ND = kept_features(self.data, features, some)
-                made = rows(z_ND, self.data.labels[some]).sums()
+                made = rows(look_up(some), self.data.labels[some]).sums()
                 total = made if total is None else total + made
             if total is None:  # a client without examples
                 nothing = self.data.labels.new_zeros(0)
@@ -317,7 +320,11 @@ class PrivateClients:
         return Released(torch.cat([s.release().to(device) for s in series]))
 
     def feature_sums(
-        self, series: Sequence[GaussianSums], features: FeatureMap, rows: FeatureRows
+        self,
+        series: Sequence[GaussianSums],
+        features: FeatureMap,
+        rows: FeatureRows,
+        embedding: Embedding | None = None,
     ) -> Released:
         """One step of every client: the noisy sum of a vector of each sampled record's features.
 
@@ -326,6 +333,7 @@ class PrivateClients:
             features: public; each record's vector is made once, and kept beside the data.
             rows: (features [N, d], labels [N]) -> the records' vectors, as `class_sums` has them;
                 what fills up the last pass are rows of zeros with label 0.
+            embedding: public; where there is one, `rows` gets z in place of features.
 
         Returns:
             [clients, D]
@@ -337,10 +345,10 @@ class PrivateClients:
         for own, units, one in zip(self._records, self._units, series, strict=True):
             sample = units.sample(one)
             records = own[sample.records]
+            look_up = feature_table(self._data, features, records, embedding)
             for start in range(0, len(records), size):
                 some = records[start : start + size].to(device, non_blocking=True)
-                z_ND = padded(kept_features(self._data, features, some), size)
-                made = rows(z_ND, padded(self._data.labels[some], size))
+                made = rows(padded(look_up(some), size), padded(self._data.labels[some], size))
                 mine = sample.part(start, start + len(some))
                 one.add_products(made.part(slice(len(some))), mine)
             released.append(one.release().to(device))

@@ -15,21 +15,46 @@ from torch import Tensor
 
 from fedsynth.data.images import ImageData
 from fedsynth.features.feature_map import FeatureMap
+from fedsynth.models.feature_linear import Embedding
 from fedsynth.privacy.passes import padded
 
 MOST_BYTES = 3 * 2**30
-"""Of one data set's vectors; those of a larger one are made anew each time."""
+"""Of one data set's φ, and as much again of its z; those of a larger one are made anew each time."""
 PASS = 64
 """Images that are mapped at a time, always as many: kernels then do not go by how many records
 there are (`fedsynth.privacy.passes`)."""
+EMBEDDING_PASS = 512
+"""Vectors that are embedded at a time, for the same reason."""
 
 
-class _Kept:
-    """The vectors of one data set by one map, as far as they were asked for."""
+Look = Callable[[Tensor], Tensor]
+"""Positions [M] in a data set to vectors [M, d]."""
+
+
+class _Table:
+    """Vectors of a data set's images, as far as they were asked for."""
 
     def __init__(self, data: ImageData, features: FeatureMap) -> None:
         self.vectors = torch.zeros(len(data), features.dimension, device=data.images.device)
         self.there = torch.zeros(len(data), dtype=torch.bool)
+
+    def look(self, where: Tensor, make: Look) -> Look:
+        """What looks up vectors among those of positions on the CPU, of which it makes what is
+        missing."""
+        missing = where[~self.there[where]]
+        if len(missing):
+            made = make(missing)
+            self.vectors[missing.to(made.device, non_blocking=True)] = made
+            self.there[missing] = True
+        return self.vectors.__getitem__
+
+
+class _Kept:
+    """Of one data set and one map: φ, and z of the last embedding that was asked for."""
+
+    def __init__(self, features: _Table) -> None:
+        self.features = features
+        self.embedded: tuple[Embedding, _Table] | None = None
 
 
 _KEPT: WeakKeyDictionary[ImageData, WeakKeyDictionary[FeatureMap, _Kept]] = WeakKeyDictionary()
@@ -42,22 +67,43 @@ def kept_features(data: ImageData, features: FeatureMap, records: Tensor) -> Ten
 
 
 def feature_table(
-    data: ImageData, features: FeatureMap, records: Tensor
-) -> Callable[[Tensor], Tensor]:
-    """What looks up the vectors [M, d] of positions [M] among `records` [N], which it has made where
-    they were missing; a look-up waits for nothing on the device."""
+    data: ImageData, features: FeatureMap, records: Tensor, embedding: Embedding | None = None
+) -> Look:
+    """What looks up vectors [M, d] of positions [M] among `records` [N], which it has made where they
+    were missing; a look-up waits for nothing on the device.
+
+    Args:
+        data: whose images.
+        features: φ.
+        records: positions, int64.
+        embedding: what z is made of φ with. z is kept too, until another embedding is asked for:
+            fedstats' is the same from its first step to its last.
+
+    Returns:
+        A function of positions, to φ or z.
+    """
     if 4 * len(data) * features.dimension > MOST_BYTES:
-        return lambda some: _made(data, features, some)
-    kept = _KEPT.setdefault(data, WeakKeyDictionary()).get(features)
+        return lambda some: _turned(_made(data, features, some), embedding)
+    maps = _KEPT.setdefault(data, WeakKeyDictionary())
+    kept = maps.get(features)
     if kept is None:
-        kept = _KEPT[data][features] = _Kept(data, features)
+        kept = maps[features] = _Kept(_Table(data, features))
+    phi = kept.features
+
+    def make(missing: Tensor) -> Tensor:
+        return _made(data, features, missing)
+
+    def embed(missing: Tensor) -> Tensor:
+        there = missing.to(data.images.device, non_blocking=True)
+        return _turned(phi.look(missing, make)(there), embedding)
+
     where = records.cpu()
-    missing = where[~kept.there[where]]
-    if len(missing):
-        made = _made(data, features, missing)
-        kept.vectors[missing.to(made.device, non_blocking=True)] = made
-        kept.there[missing] = True
-    return kept.vectors.__getitem__
+    if embedding is None:
+        return phi.look(where, make)
+    last = kept.embedded
+    if last is None or not (last[0] is embedding or last[0].same(embedding)):
+        last = kept.embedded = (embedding, _Table(data, features))
+    return last[1].look(where, embed)
 
 
 def keep_features(data: ImageData, features: FeatureMap, vectors_Nd: Tensor) -> None:
@@ -68,10 +114,10 @@ def keep_features(data: ImageData, features: FeatureMap, vectors_Nd: Tensor) -> 
         features: what made them.
         vectors_Nd: float32, on the data's device, in the data's order.
     """
-    kept = _Kept.__new__(_Kept)
-    kept.vectors = vectors_Nd
-    kept.there = torch.ones(len(data), dtype=torch.bool)
-    _KEPT.setdefault(data, WeakKeyDictionary())[features] = kept
+    table = _Table.__new__(_Table)
+    table.vectors = vectors_Nd
+    table.there = torch.ones(len(data), dtype=torch.bool)
+    _KEPT.setdefault(data, WeakKeyDictionary())[features] = _Kept(table)
 
 
 def _made(data: ImageData, features: FeatureMap, records: Tensor) -> Tensor:
@@ -79,4 +125,14 @@ def _made(data: ImageData, features: FeatureMap, records: Tensor) -> Tensor:
     with torch.no_grad():
         for some in records.to(data.images.device, non_blocking=True).split(PASS):
             parts.append(features(padded(data.images[some], PASS))[: len(some)])
+    return torch.cat(parts)
+
+
+def _turned(features_Nd: Tensor, embedding: Embedding | None) -> Tensor:
+    """z of these features, or they themselves."""
+    if embedding is None:
+        return features_Nd
+    parts = [features_Nd[:0]]
+    for some in features_Nd.split(EMBEDDING_PASS):
+        parts.append(embedding(padded(some, EMBEDDING_PASS))[: len(some)])
     return torch.cat(parts)

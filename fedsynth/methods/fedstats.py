@@ -63,7 +63,7 @@ from fedsynth.methods.shared.statistics_releases import (
     Shares,
 )
 from fedsynth.methods.shared.whitening import COVARIANCES, covariance_rows, released_roots
-from fedsynth.models.feature_linear import FeatureLinear, embed_by, feature_linear
+from fedsynth.models.feature_linear import Embedding, FeatureLinear, feature_linear
 from fedsynth.models.registry import ModelSettings
 from fedsynth.privacy.plans import FIRST, MAIN, PrivatePlan
 from fedsynth.privacy.products import Products, Rows
@@ -413,17 +413,17 @@ class FedStats(SharesNoise):
         """Round 1: moments about the released centre; later: a gradient of the released model."""
         weight = message.parameters["classifier.weight"]
         features = self.map_of(context.spec)
+        embedding = Embedding.of(message.parameters, features)
         classes = context.spec.classes
 
-        def rows(features_Nd: Tensor, labels_N: Tensor) -> Products:
-            z = embed_by(message.parameters, features_Nd, features)
+        def rows(z: Tensor, labels_N: Tensor) -> Products:
             if context.round == 1:
                 make = moment_rows if self.has_second(context.privacy) else crossed_rows
                 return make(z, labels_N, classes)
             return step_rows(z, labels_N, weight, self.step_clip)
 
         name = MOMENTS if context.round == 1 else STEP
-        sums = self._sums(name, features, rows, clients)
+        sums = self._sums(name, features, rows, clients, embedding)
         each = zip(sums.unbind(), memories, strict=True)
         return [(StatisticSums(own.clone()), memory) for own, memory in each]
 
@@ -433,11 +433,12 @@ class FedStats(SharesNoise):
         features: FeatureMap,
         rows: Callable[[Tensor, Tensor], Products],
         clients: ClientGroup,
+        embedding: Embedding | None = None,
     ) -> Tensor:
         """The release of this name, of each client, [clients, D]."""
         if isinstance(clients, PrivateClients):
-            return clients.feature_sums(clients.series(name), features, rows)
-        return clients.feature_sums(features, rows).float()
+            return clients.feature_sums(clients.series(name), features, rows, embedding)
+        return clients.feature_sums(features, rows, embedding).float()
 
     # -------------------------------------------------------------------------------- server
 

@@ -9,6 +9,8 @@ and the cells of φ's blocks. Each image's z depends on that image alone, and ha
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -70,7 +72,7 @@ class FeatureLinear(nn.Module):
 
     def embed_features(self, features_Nd: Tensor) -> Tensor:
         """z of φ(x), [N, d]."""
-        return embed_by(dict(self.named_buffers()), features_Nd, self.features)
+        return Embedding.of(dict(self.named_buffers()), self.features)(features_Nd)
 
     @property
     def feature_map(self) -> FeatureMap:
@@ -98,12 +100,38 @@ def root_names(blocks: Sequence[tuple[int, int]]) -> tuple[str, ...]:
     )
 
 
-def embed_by(parameters: Mapping[str, Tensor], features_Nd: Tensor, features: FeatureMap) -> Tensor:
-    """z of φ(x) by a model's centre and, where it has them, its T's matrices, [N, d]."""
-    names = root_names(features.blocks)
-    there = [parameters[name] for name in names if name in parameters]
-    roots = [Root(*pair) for pair in zip(there[::2], there[1::2], strict=True)]
-    return embedded(features_Nd, parameters["centre"], features.radius, roots)
+@dataclass(frozen=True, eq=False)
+class Embedding:
+    """z of φ(x) as a model has it: called with φ [N, d], gives z [N, d].
+
+    Args:
+        centre: m, [d].
+        radius: R.
+        roots: T, of each block; empty: none.
+    """
+
+    centre: Tensor
+    radius: float
+    roots: tuple[Root, ...] = ()
+
+    @classmethod
+    def of(cls, parameters: Mapping[str, Tensor], features: FeatureMap) -> Embedding:
+        """That of a model's centre and, where it has them, its T's matrices."""
+        names = root_names(features.blocks)
+        there = [parameters[name] for name in names if name in parameters]
+        roots = tuple(Root(*pair) for pair in zip(there[::2], there[1::2], strict=True))
+        return cls(parameters["centre"], features.radius, roots)
+
+    def __call__(self, features_Nd: Tensor) -> Tensor:
+        return embedded(features_Nd, self.centre, self.radius, self.roots)
+
+    def same(self, other: Embedding) -> bool:
+        """Whether all constants are equal, bit by bit."""
+        mine = [self.centre, *chain.from_iterable(self.roots)]
+        others = [other.centre, *chain.from_iterable(other.roots)]
+        if self.radius != other.radius or len(mine) != len(others):
+            return False
+        return all(torch.equal(a, b) for a, b in zip(mine, others, strict=True))
 
 
 def embedded(

@@ -26,7 +26,7 @@ from fedsynth.federation.terms.settings import resolve
 from fedsynth.methods.shared import whitening
 from fedsynth.methods.shared.noisy_steps import Pool
 from fedsynth.methods.shared.whitening import COVARIANCES, released_roots, white_signal
-from fedsynth.models.feature_linear import embed_by, root_names
+from fedsynth.models.feature_linear import Embedding, root_names
 from fedsynth.privacy.products import Grams
 from fedsynth.privacy.settings import PrivacySettings as Settings
 
@@ -192,7 +192,7 @@ def test_a_model_s_vectors_are_turned_block_by_block() -> None:
         "channels_root_0": torch.from_numpy(left),
         "cells_root_0": torch.from_numpy(right),
     }
-    found = embed_by(parameters, torch.from_numpy(Z.reshape(4, 6)), MAP)
+    found = Embedding.of(parameters, MAP)(torch.from_numpy(Z.reshape(4, 6)))
     expected = (left @ Z @ right).reshape(4, 6)
     expected /= np.maximum(1, np.linalg.norm(expected, axis=1, keepdims=True))
     np.testing.assert_allclose(found, expected, atol=1e-12)
