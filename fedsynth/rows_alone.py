@@ -1,5 +1,5 @@
 """Whether a function of a batch treats each example by itself, as a bound on one example's influence
-takes for granted.
+takes for granted: but for rounding (`mixes_rows`), or to the last bit (`moves_with_place`).
 
 It is tried on random images, which are public: what it finds is a fault, and what it does not find
 is no proof.
@@ -15,6 +15,8 @@ from torch import Tensor
 from fedsynth.seeding import forked_rng, torch_generator
 
 ROWS = 6
+SHIFTS = (1, 3)
+"""Places by which a batch is moved on: not multiples of what a register or a thread takes."""
 CPU_ROUNDING = 1e-4
 DEVICE_ROUNDING = 1e-2
 """Of the largest value: other batches may take other kernels, on an accelerator coarser ones."""
@@ -48,6 +50,34 @@ def mixes_rows(
             return False  # it draws, and one example alone would draw other things
         alone = torch.cat([_values(function, images[k : k + 1], 0) for k in range(ROWS)])
     return _differ(first, alone)
+
+
+def moves_with_place(
+    function: Callable[[Tensor], Tensor],
+    shape: tuple[int, int, int],
+    device: torch.device,
+    places: int,
+) -> bool:
+    """Whether an example's bits depend on its place in a batch of constant length.
+
+    Args:
+        function: images [N, C, H, W] -> values [N, …]; it draws nothing.
+        shape: (C, H, W).
+        device: where it takes them.
+        places: the batch's length.
+
+    >>> shape = (1, 4, 4)
+    >>> moves_with_place(lambda x: x.flatten(1), shape, torch.device("cpu"), 8)
+    False
+    >>> last = torch.tensor([0.0] * 7 + [2.0**-20]).view(8, 1)
+    >>> moves_with_place(lambda x: x.flatten(1) + last, shape, torch.device("cpu"), 8)
+    True
+    """
+    generator = torch_generator(0, "examples in other places")
+    images = torch.randn(places, *shape, generator=generator).to(device)
+    first = function(images).detach()
+    moved = (function(images.roll(shift, 0)).detach().roll(-shift, 0) for shift in SHIFTS)
+    return not all(torch.equal(first, other) for other in moved)
 
 
 def _values(function: Callable[[Tensor], Tensor], images: Tensor, draw: int) -> Tensor:

@@ -13,6 +13,7 @@ Composition: the ledger's row holds all steps of the round.
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -181,10 +182,9 @@ def dp_sgd(
     flat = torch.cat([p.detach().flatten() for p in parameters])
     state = settings.optimiser.init(flat)
     size = len(flat)
-    at_most = min(PHYSICAL_BATCH, PHYSICAL_BYTES // (2 * 4 * size))  # by layer, and joined
     members = Units(len(labels_N)) if units is None else units
     short = factors is not None and loss is None and not members.grouped
-    length = pass_length(settings.expected_batch_size, PASS_START / size, max(1, at_most))
+    length = pass_length(settings.expected_batch_size, PASS_START / size, rows_at_once(model))
     if short:
         length = pass_length(settings.expected_batch_size, FACTOR_START, FACTOR_BATCH)
     try:
@@ -244,6 +244,27 @@ def _quiet_hooks() -> Iterator[None]:
 def cross_entropies(network: nn.Module, x_NCHW: Tensor, labels_N: Tensor) -> Tensor:
     """The cross-entropy of each example [N]."""
     return nn.functional.cross_entropy(network(x_NCHW), labels_N, reduction="none")
+
+
+def rows_at_once(network: nn.Module) -> int:
+    """Examples whose gradients are held at a time, by layer and joined."""
+    size = sum(p.numel() for p in network.parameters())
+    return max(1, min(PHYSICAL_BATCH, PHYSICAL_BYTES // (2 * 4 * max(1, size))))
+
+
+def example_gradients(network: nn.Module, x_NCHW: Tensor, labels_N: Tensor) -> Tensor:
+    """The gradient of each example's cross-entropy [N, P], as a step computes them, un-noised: for
+    audits and checks on public images. The network stays as it is."""
+    from opacus.grad_sample import GradSampleModule
+
+    own = copy.deepcopy(network).train().requires_grad_(True)
+    wrapped = GradSampleModule(own, loss_reduction="sum")
+    with torch.enable_grad():
+        rows = _per_example_gradients(
+            own, list(own.parameters()), x_NCHW, labels_N, cross_entropies
+        )
+    wrapped.to_standard_module()
+    return rows
 
 
 def _per_example_gradients(

@@ -55,6 +55,7 @@ MODEL = "a model of the run's architecture, once for each client or round"
 DRAWN = "what a round draws at its start, on the host"
 RESULT = "a result that is read, once for each round"
 LOOK = "one look at what came, before it is used"
+TRIED = "the run's network on random images, before the first round"
 ALLOWED = {
     **IN_LOOPS,
     ("core/client.py", "OpenClients.__init__"): "the records of a group, once for each step",
@@ -70,6 +71,8 @@ ALLOWED = {
     ("core/feature_cache.py", "feature_table"): "which vectors are there, once for each step",
     ("data/images.py", "ImageData.subset"): LOOK,
     ("models/feature_linear.py", "Embedding.same"): "whether a round's z is the last one's, once",
+    ("rows_alone.py", "moves_with_place"): TRIED,
+    ("federation/terms/places.py", "place_warnings"): TRIED,
     ("data/fingerprints.py", "record_digests"): "who holds what out, before the first round",
     ("evaluation/generated.py", "tally"): RESULT,
     ("evaluation/generated.py", "_images"): RESULT,

@@ -70,6 +70,7 @@ from fedsynth.federation.terms.given_data import (
 )
 from fedsynth.federation.terms.own_data import data_of_run
 from fedsynth.federation.terms.participation import Participation
+from fedsynth.federation.terms.places import place_warnings
 from fedsynth.federation.terms.privacy_plan import PrivacyPlan, check_method
 from fedsynth.federation.terms.public_context import public_context
 from fedsynth.federation.terms.settings import RunSettings, to_toml
@@ -255,6 +256,7 @@ class Simulation:
             settings.partition.local_test > 0,
         )
         headline += run_words.warnings(settings)
+        headline += place_warnings(settings, self.context)
         if not self.over:
             observer.started(settings, None if self.folder is None else self.folder.final)
         for line in headline:

@@ -34,6 +34,7 @@ from fedsynth.federation.nodes.served import Post, Served, serve
 from fedsynth.federation.nodes.session import Session
 from fedsynth.federation.nodes.to_nodes import Patience
 from fedsynth.federation.outputs.checkpoint import Kept
+from fedsynth.federation.terms import places
 from fedsynth.methods import METHODS
 from fedsynth.methods.fedsum import FedSum
 from fedsynth.privacy.accounting import epsilon
@@ -138,6 +139,15 @@ def test_what_the_server_makes_is_kept_with_its_soft_labels(place: Place) -> Non
     assert kept.keys() == expected.keys() >= {"images", "labels", "soft_labels", "client"}
     assert kept["client"].tolist() == [-1] * 10
     torch.testing.assert_close(kept["soft_labels"], expected["soft_labels"], rtol=0, atol=1e-3)
+
+
+def test_an_owner_is_warned_once_of_rows_that_depend_on_their_place(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before it joins, and not with each message."""
+    monkeypatch.setattr(places, "moves_with_place", lambda *args: True)
+    place.serve(sections("feddm", privacy=PRIVATE))
+    assert sum("depend on its place" in line for line in place.said) == CLIENTS
 
 
 def test_a_round_is_one_message_an_exchange(place: Place) -> None:

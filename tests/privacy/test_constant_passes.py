@@ -8,7 +8,6 @@ how many records there are, and at one shape a row's bits depend on its own reco
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -28,7 +27,7 @@ from fedsynth.data.registry import dataset_spec
 from fedsynth.federation.terms.settings import resolve
 from fedsynth.methods import method_class
 from fedsynth.models.registry import ModelSettings, build_model
-from fedsynth.privacy import dpsgd
+from fedsynth.privacy.dpsgd import example_gradients
 from fedsynth.privacy.ledger import Guard, Ledger
 from fedsynth.privacy.mechanisms import GaussianSums, Released
 from fedsynth.privacy.passes import padded, pass_length, power_of_two
@@ -207,17 +206,6 @@ def row_functions(device: torch.device) -> Iterator[tuple[str, Callable[[Tensor,
 
 def enlarged(x: Tensor) -> Tensor:
     return nn.functional.interpolate(x, size=(28, 28))
-
-
-def example_gradients(network: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    from opacus.grad_sample import GradSampleModule
-
-    own = copy.deepcopy(network).requires_grad_(True)
-    wrapped = GradSampleModule(own, loss_reduction="sum")
-    parameters = list(own.parameters())
-    rows = dpsgd._per_example_gradients(own, parameters, x, y, dpsgd.cross_entropies)
-    wrapped.to_standard_module()
-    return rows
 
 
 @pytest.mark.parametrize("length", [8, 32])

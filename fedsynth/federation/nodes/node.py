@@ -34,6 +34,7 @@ from fedsynth.federation.nodes.session import Session, answered, kept_proposal
 from fedsynth.federation.secure_sums.client import Identities
 from fedsynth.federation.secure_sums.errors import require_cryptography
 from fedsynth.federation.terms.client_ledgers import Clients
+from fedsynth.federation.terms.places import place_warnings
 from fedsynth.federation.terms.privacy_plan import PrivacyPlan, check_own_noise
 from fedsynth.federation.terms.public_context import public_context
 from fedsynth.privacy.errors import PrivacyError
@@ -178,6 +179,9 @@ class Node:
             told = f"declines: {'; '.join(objections)}"
             return self._named(Frame("refusal", {"reason": told, "kind": REQUEST}), number)
         session = self._new(proposal)
+        if kept is None:
+            for line in place_warnings(proposal.settings, session.context):
+                self.say(f"  {line}")
         session.begin(whole(frame.facts.get("after", 0), "round"))
         asked = Frame("join", {"agreement": agreement(proposal.settings), "number": number})
         answer = session.remote.answer(asked.to_bytes())

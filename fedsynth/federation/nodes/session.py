@@ -71,6 +71,7 @@ class Session:
 
     Attributes:
         remote: answers the server's frames.
+        context: of the run.
     """
 
     def __init__(
@@ -92,6 +93,7 @@ class Session:
         where = resolve_device(device)
         context = with_proxy(public_context(settings, proposal.spec, where), settings)
         settings.method.check_model(context.architecture)
+        self.context = context
         whole = [torch.arange(len(data))]
         training, held_out = divided(settings, whole, data)
         own = OwnData(data.to(where), training[0], held_out[0])
