@@ -5,9 +5,10 @@
 
 A run (defaults, ten clients, own noise, 32 rounds) sees all training images but the last 10,000. A
 ConvNet of width 32 learns from 2,000 images with soft labels by the run's classifier, and nothing
-else: the run's training images themselves ("real": an upper bound, which is not private), random
-processes ("random"), images drawn from released small pictures ("drawn"), or moved as well
-("moved"). It is measured on 4,000 of the 10,000; no test image is read.
+else: the run's training images themselves ("real": an upper bound, which is not private), these as
+small pictures show them ("small": what drawing from small pictures can come to), random processes
+("random"), images drawn from released small pictures ("drawn"), or moved as well ("moved"). It is
+measured on 4,000 of the 10,000; no test image is read.
 
 Resumes: finished rows are lines of results/student_images.jsonl.
 """
@@ -30,9 +31,12 @@ from fedsynth.core.feature_cache import keep_features
 from fedsynth.data.images import ImageData, normalise
 from fedsynth.data.load import load_dataset
 from fedsynth.evaluation.accuracy import accuracy
+from fedsynth.features.low_pass import low_pass
 from fedsynth.features.random_images import random_images
 from fedsynth.federation.simulation import simulate
 from fedsynth.federation.terms.settings import RunSettings
+from fedsynth.methods.shared.pixel_moments import enlarged
+from fedsynth.methods.shared.statistics_images import clear
 from fedsynth.models.registry import build_model
 from fedsynth.seeding import torch_generator
 from fedsynth.synthesizer.condensation.student import soft_labels
@@ -42,7 +46,7 @@ from library.kept_features import vectors
 from library.options import add_share, table_options
 from library.results import Results
 
-SOURCES = ("real", "random", "drawn", "moved")
+SOURCES = ("real", "small", "random", "drawn", "moved")
 HELD_OUT, MEASURED = 10_000, 4000
 IPC = 200
 STUDENT = StudentSettings(steps=500, views=0, mixup=False)
@@ -70,9 +74,13 @@ def diagnosis(
 def _images(source: str, made: Tensor, train: ImageData) -> Tensor:
     """As many as the run made, normalised."""
     draws = torch_generator(0, "images of a diagnosis")
-    if source == "real":
-        some = torch.randperm(len(train), generator=draws)[: len(made)]
-        return normalise(train.images[some], train.spec)
+    if source in ("real", "small"):
+        some = train.images[torch.randperm(len(train), generator=draws)[: len(made)]]
+        if source == "small":
+            shape = train.spec.image_shape
+            pictures = low_pass(shape)(some)[:, :-1]
+            some = clear(enlarged(pictures, shape), draws).mul(255).round().to(torch.uint8)
+        return normalise(some, train.spec)
     if source == "random":
         drawn = random_images(len(made), train.spec.image_shape, draws)
         return normalise(drawn.mul(255).round().to(torch.uint8), train.spec)

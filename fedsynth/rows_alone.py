@@ -58,13 +58,14 @@ def moves_with_place(
     device: torch.device,
     places: int,
 ) -> bool:
-    """Whether an example's bits depend on its place in a batch of constant length.
+    """Whether an example's bits depend on its place in a batch of constant length, or on what the
+    others are.
 
     Args:
         function: images [N, C, H, W] -> values [N, …]; it draws nothing.
         shape: (C, H, W).
         device: where it takes them.
-        places: the batch's length.
+        places: the batch's length, at least 1.
 
     >>> shape = (1, 4, 4)
     >>> moves_with_place(lambda x: x.flatten(1), shape, torch.device("cpu"), 8)
@@ -77,7 +78,11 @@ def moves_with_place(
     images = torch.randn(places, *shape, generator=generator).to(device)
     first = function(images).detach()
     moved = (function(images.roll(shift, 0)).detach().roll(-shift, 0) for shift in SHIFTS)
-    return not all(torch.equal(first, other) for other in moved)
+    if not all(torch.equal(first, other) for other in moved):
+        return True
+    others = torch.randn(places - 1, *shape, generator=generator).to(device)
+    among = function(torch.cat([images[:1], others])).detach()
+    return not torch.equal(first[:1], among[:1])
 
 
 def _values(function: Callable[[Tensor], Tensor], images: Tensor, draw: int) -> Tensor:

@@ -171,8 +171,8 @@ def dp_sgd(
         units: of the client's records; None: each is one. Where users are the units, a user's mean
             gradient is clipped, and `expected_batch_size` counts users.
         factors: of a linear model's gradients, at the model's present weights: they are then clipped
-            and summed without being written out, to the same sums but for rounding. For its
-            cross-entropy alone, and not used where users are the units.
+            and summed without being written out, to the same sums but for rounding; where users are
+            the units, they are. For its cross-entropy alone.
     """
     from opacus.grad_sample import GradSampleModule
 
@@ -183,7 +183,8 @@ def dp_sgd(
     state = settings.optimiser.init(flat)
     size = len(flat)
     members = Units(len(labels_N)) if units is None else units
-    short = factors is not None and loss is None and not members.grouped
+    by_factors = factors if loss is None else None
+    short = by_factors is not None and not members.grouped
     length = pass_length(settings.expected_batch_size, PASS_START / size, rows_at_once(model))
     if short:
         length = pass_length(settings.expected_batch_size, FACTOR_START, FACTOR_BATCH)
@@ -193,12 +194,15 @@ def dp_sgd(
                 part = sample.records.to(labels_N.device, non_blocking=True)
                 x = padded(images(part), length)
                 y = padded(labels_N[part], length)
-                if factors is not None and short:
+                if by_factors is not None and short:
                     with torch.no_grad():
-                        made = clipped_product(*factors(x, y), series.sensitivity)
+                        made = clipped_product(*by_factors(x, y), series.sensitivity)
                     series.add_products(made.part(slice(len(part))), sample)
                     continue
-                rows = _per_example_gradients(model, parameters, x, y, loss or cross_entropies)
+                if by_factors is not None:
+                    rows = _written_out(by_factors, x, y)
+                else:
+                    rows = _per_example_gradients(model, parameters, x, y, loss or cross_entropies)
                 one_group = torch.zeros(len(part), dtype=torch.int64, device=rows.device)
                 series.add(rows[: len(part)], one_group, sample)
             gradient = (series.release()[0] / settings.expected_batch_size).to(flat)
@@ -244,6 +248,13 @@ def _quiet_hooks() -> Iterator[None]:
 def cross_entropies(network: nn.Module, x_NCHW: Tensor, labels_N: Tensor) -> Tensor:
     """The cross-entropy of each example [N]."""
     return nn.functional.cross_entropy(network(x_NCHW), labels_N, reduction="none")
+
+
+def _written_out(factors: Factors, x: Tensor, labels_N: Tensor) -> Tensor:
+    """l ⊗ r of each example, [N, P·Q]."""
+    with torch.no_grad():
+        left, right = factors(x, labels_N)
+        return (left[:, :, None] * right[:, None, :]).flatten(1)
 
 
 def rows_at_once(network: nn.Module) -> int:

@@ -25,6 +25,8 @@ PASS = 64
 there are (`fedsynth.privacy.passes`)."""
 EMBEDDING_PASS = 512
 """Vectors that are embedded at a time, for the same reason."""
+AT_ONCE = 16 * EMBEDDING_PASS
+"""Vectors that are made before they are put away: a bound on memory beside what is kept."""
 
 
 Look = Callable[[Tensor], Tensor]
@@ -42,10 +44,10 @@ class _Table:
         """What looks up vectors among those of positions on the CPU, of which it makes what is
         missing."""
         missing = where[~self.there[where]]
-        if len(missing):
-            made = make(missing)
-            self.vectors[missing.to(made.device, non_blocking=True)] = made
-            self.there[missing] = True
+        for some in missing.split(AT_ONCE) if len(missing) else ():
+            made = make(some)
+            self.vectors[some.to(made.device, non_blocking=True)] = made
+        self.there[missing] = True
         return self.vectors.__getitem__
 
 
@@ -101,8 +103,9 @@ def feature_table(
     if embedding is None:
         return phi.look(where, make)
     last = kept.embedded
-    if last is None or not (last[0] is embedding or last[0].same(embedding)):
-        last = kept.embedded = (embedding, _Table(data, features))
+    if last is None or not last[0].same(embedding):
+        kept.embedded = last = None  # frees the other one's first
+        last = kept.embedded = (embedding.copy(), _Table(data, features))
     return last[1].look(where, embed)
 
 

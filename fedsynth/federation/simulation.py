@@ -37,6 +37,7 @@ from fedsynth.errors import OutputError, Setting, Text
 from fedsynth.federation import run_words
 from fedsynth.federation.exchange.client_runtime import ClientRuntime, OwnData
 from fedsynth.federation.exchange.in_process import InProcess
+from fedsynth.federation.exchange.places import place_warnings
 from fedsynth.federation.exchange.protocol import Refusal
 from fedsynth.federation.exchange.rounds import Played, agree, play_round, with_proxy
 from fedsynth.federation.exchange.server import Server
@@ -70,7 +71,6 @@ from fedsynth.federation.terms.given_data import (
 )
 from fedsynth.federation.terms.own_data import data_of_run
 from fedsynth.federation.terms.participation import Participation
-from fedsynth.federation.terms.places import place_warnings
 from fedsynth.federation.terms.privacy_plan import PrivacyPlan, check_method
 from fedsynth.federation.terms.public_context import public_context
 from fedsynth.federation.terms.settings import RunSettings, to_toml
@@ -256,7 +256,10 @@ class Simulation:
             settings.partition.local_test > 0,
         )
         headline += run_words.warnings(settings)
-        headline += place_warnings(settings, self.context)
+        if new and not self.over:
+            context = self.context
+            networks = context.client_architectures or (context.architecture,)
+            headline += place_warnings(settings, context, networks)
         if not self.over:
             observer.started(settings, None if self.folder is None else self.folder.final)
         for line in headline:

@@ -10,8 +10,9 @@ charges it as any other.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import inf
 from typing import ClassVar
 
@@ -21,12 +22,13 @@ from torch.nn import functional as F
 
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message, ModelParameters, public
-from fedsynth.core.method import Memory
+from fedsynth.core.method import Memory, RowsOf
 from fedsynth.core.state import ServerState
 from fedsynth.methods.shared.aggregation import AveragingState, average
-from fedsynth.methods.shared.local import Task, TrainsLocally
+from fedsynth.methods.shared.local import Task, TrainsLocally, gradient_rows
 from fedsynth.privacy.dpsgd import cross_entropies
 from fedsynth.privacy.requests import check_named
+from fedsynth.privacy.settings import PrivacySettings
 from fedsynth.validation import check_ranges
 
 
@@ -98,6 +100,11 @@ class FedGKD(TrainsLocally):
             return F.cross_entropy(logits, y, reduction="none") + self.gamma / 2 * apart
 
         return Task(loss=loss if self.gamma else cross_entropies)
+
+    def private_rows(
+        self, network: nn.Module, privacy: PrivacySettings, context: RoundContext
+    ) -> Sequence[RowsOf]:
+        return [partial(gradient_rows, network)]  # its loss is its own, also of a linear model
 
     def combine(
         self, state: PastState, uploads: Mapping[int, ModelParameters], context: RoundContext

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from fedsynth.core.client import ClientGroup, PrivateClients
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message, ModelParameters, released
-from fedsynth.core.method import Later, Memory, Presets, Results
+from fedsynth.core.method import Later, Memory, Presets, Results, RowsOf
 from fedsynth.core.state import ServerState
 from fedsynth.core.uploads import LARGEST, Array, Rule
 from fedsynth.data.images import normalise
@@ -341,6 +341,19 @@ class FedStats(SharesNoise):
                     f"must be left out with {self.name}: its releases have their own",
                 )
         return self.added_up(self.releases(privacy, context).plans(), privacy, context)
+
+    def private_rows(
+        self, network: nn.Module, privacy: PrivacySettings, context: RoundContext
+    ) -> Sequence[RowsOf]:
+        if not isinstance(network, FeatureLinear):
+            raise TypeError(f"{self.name} has a linear model on features")
+
+        def step(images: Tensor) -> Tensor:
+            z = network.embed(images)
+            labels = torch.zeros(len(z), dtype=torch.int64, device=z.device)
+            return torch.cat([z, step_rows(z, labels, network.classifier.weight, 1.0).left], dim=1)
+
+        return [step]
 
     def round_plans(self, plans: tuple[PrivatePlan, ...], round: int) -> tuple[PrivatePlan, ...]:
         return tuple(plan for plan in plans if (plan.name in FIRST_ROUND) == (round == 1))

@@ -125,8 +125,13 @@ class Embedding:
     def __call__(self, features_Nd: Tensor) -> Tensor:
         return embedded(features_Nd, self.centre, self.radius, self.roots)
 
+    def copy(self) -> Embedding:
+        """With constants that nobody else holds."""
+        roots = tuple(Root(*(side.clone() for side in root)) for root in self.roots)
+        return Embedding(self.centre.clone(), self.radius, roots)
+
     def same(self, other: Embedding) -> bool:
-        """Whether all constants are equal, bit by bit."""
+        """Whether all constants are equal."""
         mine = [self.centre, *chain.from_iterable(self.roots)]
         others = [other.centre, *chain.from_iterable(other.roots)]
         if self.radius != other.radius or len(mine) != len(others):

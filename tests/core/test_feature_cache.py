@@ -89,14 +89,34 @@ def test_each_records_features_and_z_are_made_once(monkeypatch: pytest.MonkeyPat
     assert sum(mapped) == sum(embedded) == len(images)
 
 
-def test_a_records_z_has_the_same_bits_whoever_else_is_embedded() -> None:
-    """Catches passes as long as the records are many."""
+def test_a_records_z_has_the_same_bits_whoever_else_is_embedded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And passes are of one length, so that no kernel's shape goes by how many records there are."""
+    lengths: set[int] = set()
+    call = Embedding.__call__
+    monkeypatch.setattr(
+        Embedding, "__call__", lambda self, phi: lengths.add(len(phi)) or call(self, phi)
+    )
     whole = data()
     everyone = torch.arange(len(whole))
     together = feature_table(whole, PIXELS, everyone, embedding(0))(everyone)
     for some in (torch.arange(1), torch.arange(3, 20), torch.arange(100, 700)):
         alone = feature_table(data(), PIXELS, some, embedding(0))(some)
         assert torch.equal(alone, together[some])
+    assert lengths == {feature_cache.EMBEDDING_PASS}
+
+
+def test_z_is_made_anew_where_a_constant_was_changed_in_place() -> None:
+    """Catches a cache that keeps the caller's tensors: they would be equal to themselves."""
+    images = data(20)
+    records = torch.arange(20)
+    changing = embedding(0)
+    first = feature_table(images, PIXELS, records, changing)(records)
+    changing.centre.add_(0.2)
+    again = feature_table(images, PIXELS, records, changing)(records)
+    assert not torch.equal(first, again)
+    np.testing.assert_allclose(again, by_hand(images, changing), atol=1e-5)
 
 
 @pytest.mark.parametrize(

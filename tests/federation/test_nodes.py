@@ -21,7 +21,7 @@ from fedsynth.core.messages import ModelParameters
 from fedsynth.data.declaration import proposal as declaration
 from fedsynth.data.registry import DatasetSpec, dataset_spec
 from fedsynth.errors import CheckpointError, DataError, MessageError, SettingError
-from fedsynth.federation.exchange import client_runtime
+from fedsynth.federation.exchange import client_runtime, places
 from fedsynth.federation.exchange.over_wire import RemoteError
 from fedsynth.federation.exchange.protocol import Terms
 from fedsynth.federation.nodes.bundles import pack, unpack
@@ -34,7 +34,6 @@ from fedsynth.federation.nodes.served import Post, Served, serve
 from fedsynth.federation.nodes.session import Session
 from fedsynth.federation.nodes.to_nodes import Patience
 from fedsynth.federation.outputs.checkpoint import Kept
-from fedsynth.federation.terms import places
 from fedsynth.methods import METHODS
 from fedsynth.methods.fedsum import FedSum
 from fedsynth.privacy.accounting import epsilon
@@ -144,10 +143,39 @@ def test_what_the_server_makes_is_kept_with_its_soft_labels(place: Place) -> Non
 def test_an_owner_is_warned_once_of_rows_that_depend_on_their_place(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before it joins, and not with each message."""
+    """With what it reads before it joins, and neither again with the next message nor when the
+    server asks it to join again."""
     monkeypatch.setattr(places, "moves_with_place", lambda *args: True)
-    place.serve(sections("feddm", privacy=PRIVATE))
-    assert sum("depend on its place" in line for line in place.said) == CLIENTS
+    joins: list[tuple[int, bytes]] = []
+    hand = place.hand()
+
+    def warned() -> int:
+        return sum("depend on its place" in line for line in place.said)
+
+    def look(node: int, sent: bytes, answer: bytes) -> bytes:
+        if b'"kind": "join"' in sent:
+            joins.append((node, sent))
+            assert warned() == len(joins)
+        return answer
+
+    hand.change = look
+    place.serve(sections("feddm", privacy=PRIVATE), hand)
+    assert warned() == len(joins) == CLIENTS
+    hand.nodes_[joins[0][0]].answer(hand.run, joins[0][1])
+    assert warned() == CLIENTS
+
+
+def test_a_try_that_fails_decides_over_nothing(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches an error of the try that leaves the node: its process would end."""
+
+    def fails(*args: Any) -> bool:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(places, "moves_with_place", fails)
+    assert place.serve(sections("feddm", privacy=PRIVATE)).metrics
+    assert sum("could not be tried: out of memory" in line for line in place.said) == CLIENTS
 
 
 def test_a_round_is_one_message_an_exchange(place: Place) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import Tensor
 
 from fedsynth import resolve, simulate
 from fedsynth.core.charging import charge_for
@@ -271,34 +271,31 @@ def test_full_steps_do_not_depend_on_the_partition() -> None:
     torch.testing.assert_close(found[0], found[1], atol=1e-5, rtol=1e-4)
 
 
-def test_users_mean_gradients_are_written_out_and_clipped_as_before() -> None:
-    """With users as units the short way is not taken: a user's mean gradient is clipped as a whole."""
+def test_users_mean_gradients_are_written_out_of_the_factors_and_clipped_as_a_whole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """To what Opacus' gradients give; and the network's own forward pass, in whose products a row's
+    bits go by its place, is not asked. Products of clipped factors would be other sums."""
     data = from_arrays(images(12), np.arange(12) % 10, SPEC)
-    network: Any = build_network(ModelSettings(features="pixels"), SPEC, 0)
-    asked: list[int] = []
-
-    def factors(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        asked.append(len(x))
-        found: tuple[Tensor, Tensor] = network.gradient_factors(x, y)
-        return found
-
-    z = network.vectors(PIXELS(data.images))
-    for users, expected in ((None, True), (torch.arange(12) // 2, False)):
-        asked.clear()
-        release = Release(1, "model update", "dp-sgd", "gradients", 1e-9, 1.0, 1.0, "full", 1, 640)
-        unit = "record" if users is None else "user"
-        guard = Guard(Ledger("c"), 1e-5, None, unit=unit)
-        series = GaussianSums(release, 1, guard, SecretGenerator())
-        settings_ = DpSgdSettings(MomentumSgd(1.0), 12.0)
-        made: nn.Module = build_network(ModelSettings(features="pixels"), SPEC, 0)
+    found = []
+    for by_factors in (False, True):
+        release = Release(1, "model update", "dp-sgd", "gradients", 1e-9, 0.1, 1.0, "full", 1, 640)
+        guard = Guard(Ledger("c"), 1e-5, None, unit="user")
+        made: Any = build_network(ModelSettings(features="pixels"), SPEC, 0)
+        if by_factors:
+            monkeypatch.setattr(dpsgd, "_per_example_gradients", None)
+            monkeypatch.setattr(GaussianSums, "add_products", None)
         dpsgd.dp_sgd(
             made,
-            z.__getitem__,
+            made.vectors(PIXELS(data.images)).__getitem__,
             data.labels,
-            series,
+            GaussianSums(release, 1, guard, SecretGenerator()),
             1,
-            settings_,
-            units=Units(12, users),
-            factors=factors,
+            DpSgdSettings(MomentumSgd(1.0), 6.0),
+            units=Units(12, torch.arange(12) // 2),
+            factors=made.gradient_factors if by_factors else None,
         )
-        assert bool(asked) == expected
+        found.append(made.classifier.weight.detach())
+    start: Any = build_network(ModelSettings(features="pixels"), SPEC, 0)
+    assert not torch.equal(found[1], start.classifier.weight)
+    torch.testing.assert_close(found[0], found[1], atol=1e-6, rtol=1e-4)

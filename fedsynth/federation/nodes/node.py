@@ -22,6 +22,7 @@ from fedsynth.core.frames import Frame, whole
 from fedsynth.data.images import ImageData
 from fedsynth.errors import FedsynthError, MessageError
 from fedsynth.federation.exchange.channel import agreement
+from fedsynth.federation.exchange.places import place_warnings
 from fedsynth.federation.exchange.protocol import REQUEST
 from fedsynth.federation.exchange.remote_client import BROKEN
 from fedsynth.federation.nodes.bundles import pack, unpack
@@ -34,7 +35,6 @@ from fedsynth.federation.nodes.session import Session, answered, kept_proposal
 from fedsynth.federation.secure_sums.client import Identities
 from fedsynth.federation.secure_sums.errors import require_cryptography
 from fedsynth.federation.terms.client_ledgers import Clients
-from fedsynth.federation.terms.places import place_warnings
 from fedsynth.federation.terms.privacy_plan import PrivacyPlan, check_own_noise
 from fedsynth.federation.terms.public_context import public_context
 from fedsynth.privacy.errors import PrivacyError
@@ -180,7 +180,8 @@ class Node:
             return self._named(Frame("refusal", {"reason": told, "kind": REQUEST}), number)
         session = self._new(proposal)
         if kept is None:
-            for line in place_warnings(proposal.settings, session.context):
+            own = session.context.architecture_of(self.number)
+            for line in place_warnings(proposal.settings, session.context, [own]):
                 self.say(f"  {line}")
         session.begin(whole(frame.facts.get("after", 0), "round"))
         asked = Frame("join", {"agreement": agreement(proposal.settings), "number": number})

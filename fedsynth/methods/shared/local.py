@@ -25,16 +25,22 @@ from fedsynth.copies import copied
 from fedsynth.core.client import ClientGroup, OpenClients, PrivateClients, chunk
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message, ModelParameters
-from fedsynth.core.method import Down, Memory, Method, Presets, Results, State, Up
+from fedsynth.core.method import Down, Memory, Method, Presets, Results, RowsOf, State, Up
 from fedsynth.core.state import ServerState
 from fedsynth.core.uploads import most_examples
 from fedsynth.errors import Setting, SettingError
 from fedsynth.methods.shared.aggregation import AveragingState, average, cached
 from fedsynth.methods.shared.robust import robust_uploads
-from fedsynth.models.on_features import input_size
+from fedsynth.models.on_features import OnFeatures, input_size
 from fedsynth.models.registry import parameter_count
 from fedsynth.privacy.disclosure import Disclosure, public
-from fedsynth.privacy.dpsgd import DpSgdSettings, ExampleLoss, Penalty, check_model
+from fedsynth.privacy.dpsgd import (
+    DpSgdSettings,
+    ExampleLoss,
+    Penalty,
+    check_model,
+    example_gradients,
+)
 from fedsynth.privacy.plans import PrivatePlan
 from fedsynth.privacy.settings import PrivacySettings
 from fedsynth.seeding import numpy_generator, torch_generator
@@ -313,6 +319,13 @@ class TrainsLocally(Method):
     def variants(self, state: State) -> Mapping[str, Mapping[str, Tensor]]:
         return {"aca": state.parameters, "oca": state.overall} if state.overall else {}
 
+    def private_rows(
+        self, network: nn.Module, privacy: PrivacySettings, context: RoundContext
+    ) -> Sequence[RowsOf]:
+        if isinstance(network, OnFeatures) and network.linear:
+            return [partial(_linear_rows, network)]
+        return [partial(gradient_rows, network)]
+
     def private_plans(
         self, privacy: PrivacySettings, context: RoundContext
     ) -> tuple[PrivatePlan, ...]:
@@ -461,3 +474,15 @@ def mean_loss(model: nn.Module, clients: OpenClients, position: int) -> float:
                 )
             )
     return total / max(1, len(mine))
+
+
+def gradient_rows(network: nn.Module, images: Tensor) -> Tensor:
+    """The gradient of each example's cross-entropy, [N, P]."""
+    labels = torch.zeros(len(images), dtype=torch.int64, device=images.device)
+    return example_gradients(network, images, labels)
+
+
+def _linear_rows(network: OnFeatures, images: Tensor) -> Tensor:
+    """Its factors, side by side."""
+    labels = torch.zeros(len(images), dtype=torch.int64, device=images.device)
+    return torch.cat(network.gradient_factors(images, labels), dim=1)

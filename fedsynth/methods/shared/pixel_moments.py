@@ -116,10 +116,15 @@ class PixelMoments:
         draws = torch.randn(classes, count, width, generator=generator, dtype=torch.float64)
         spread = torch.linspace(*variety, count, dtype=torch.float64).view(1, -1, 1)
         pictures = self.means.cpu()[:, None] + (spread * draws) @ self.roots.cpu().T
-        small = pictures.float().reshape(-1, *cells_of(shape))
-        large = F.interpolate(small, size=shape[1:], mode="bicubic", align_corners=False)
-        white = large.flatten(1).quantile(WHITE, dim=1).clamp_min(1e-6).view(-1, 1, 1, 1)
-        return (large / white).clamp(0, 1).view(classes, count, *shape)
+        return enlarged(pictures.flatten(0, 1), shape).view(classes, count, *shape)
+
+
+def enlarged(pictures_ND: Tensor, shape: Shape) -> Tensor:
+    """Images [N, channels, H, W] in [0, 1] of small pictures [N, D] of any brightness."""
+    small = pictures_ND.float().reshape(-1, *cells_of(shape))
+    large = F.interpolate(small, size=shape[1:], mode="bicubic", align_corners=False)
+    white = large.flatten(1).quantile(WHITE, dim=1).clamp_min(1e-6).view(-1, 1, 1, 1)
+    return (large / white).clamp(0, 1)
 
 
 def sharpened(x_NCHW: Tensor, steepness_N: Tensor, middle_N: Tensor) -> Tensor:

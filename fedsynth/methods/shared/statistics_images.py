@@ -107,7 +107,12 @@ def drawn_start(
 ) -> Tensor:
     """Start images of each class, [C, ipc, channels, H, W] in [0, 1], on the CPU."""
     made = moments.drawn(ipc, shape, VARIETY, generator).flatten(0, 1)
-    share = torch.rand(2, len(made), generator=generator)
+    return clear(made, generator).view(len(moments.means), ipc, *shape)
+
+
+def clear(blurred_NCHW: Tensor, generator: torch.Generator) -> Tensor:
+    """Each image made sharper by a curve of its own."""
+    share = torch.rand(2, len(blurred_NCHW), generator=generator)
     steepness = STEEPNESS[0] * (STEEPNESS[1] / STEEPNESS[0]) ** share[0]
     middle = MIDDLE[0] + (MIDDLE[1] - MIDDLE[0]) * share[1]
-    return sharpened(made, steepness, middle).view(len(moments.means), ipc, *shape)
+    return sharpened(blurred_NCHW, steepness, middle)
