@@ -27,6 +27,8 @@ PLACES = (8, 32)
 """Lengths of the passes that are tried; less where memory would not hold so many gradients."""
 UNTRIED = (*BROKEN, FedsynthError, MemoryError, PrivacyError)
 MOVED = "warning: on this machine the bits of an example's row depend on its place among others"
+TAKE = "; against a server that may craft weights take "
+WIDTHS = " in multiples of 8, and images of even sides"
 
 
 def place_warnings(
@@ -59,13 +61,7 @@ def place_warnings(
         return []
     if not settings.method.takes_model or settings.model.features:
         return [Text(MOVED, " (docs/privacy.md, active servers)")]
-    width = Setting("model", "width")
-    return [
-        Text(
-            MOVED, "; against a server that may craft weights take ", width, " in multiples of 8, "
-        )
-        + "and images of even sides"
-    ]
+    return [Text(MOVED, TAKE, Setting("model", "width"), WIDTHS)]
 
 
 def lengths(network: nn.Module) -> list[int]:
