@@ -35,7 +35,7 @@ FEATURE_START = 64.0
 """What such a pass costs by itself, in examples: the sum of a matrix product is written out."""
 
 FeatureRows = Callable[[Tensor, Tensor], Products]
-"""(features or z [N, d], labels [N]) -> each example's vector, which depends on that example alone."""
+"""(features or z [N, d], labels [N]) -> each example's vector, which depends on it alone."""
 
 
 def chunk(device: torch.device) -> int:

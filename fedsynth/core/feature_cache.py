@@ -19,7 +19,7 @@ from fedsynth.models.feature_linear import Embedding
 from fedsynth.privacy.passes import padded
 
 MOST_BYTES = 3 * 2**30
-"""Of one data set's φ, and as much again of its z; those of a larger one are made anew each time."""
+"""Of one data set's φ, and as much again of its z; a larger one's are made anew each time."""
 PASS = 64
 """Images that are mapped at a time, always as many: kernels then do not go by how many records
 there are (`fedsynth.privacy.passes`)."""
@@ -71,8 +71,8 @@ def kept_features(data: ImageData, features: FeatureMap, records: Tensor) -> Ten
 def feature_table(
     data: ImageData, features: FeatureMap, records: Tensor, embedding: Embedding | None = None
 ) -> Look:
-    """What looks up vectors [M, d] of positions [M] among `records` [N], which it has made where they
-    were missing; a look-up waits for nothing on the device.
+    """What looks up vectors [M, d] of positions [M] among `records` [N], which it has made where
+    they were missing; a look-up waits for nothing on the device.
 
     Args:
         data: whose images.

@@ -360,7 +360,7 @@ class Method:
     ) -> Sequence[RowsOf]:
         """What a private client computes of its examples through the network, a row for each: a
         row's bits must not depend on its place, which is tried on random images before a run
-        (`fedsynth.federation.terms.places`).
+        (`fedsynth.federation.exchange.places`).
 
         Args:
             network: of the client, on the context's device.

@@ -1,5 +1,5 @@
-"""Kept features and what is kept of their embedding: equal to what is made anew, made once, and never
-another embedding's."""
+"""Kept features and what is kept of their embedding: equal to what is made anew, made once, and
+never another embedding's."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_each_records_features_and_z_are_made_once(monkeypatch: pytest.MonkeyPat
 def test_a_records_z_has_the_same_bits_whoever_else_is_embedded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """And passes are of one length, so that no kernel's shape goes by how many records there are."""
+    """And passes are of one length: no kernel's shape goes by how many records there are."""
     lengths: set[int] = set()
     call = Embedding.__call__
     monkeypatch.setattr(

@@ -68,8 +68,8 @@ def test_a_private_run_says_so_and_an_open_one_has_nothing_to_lose(
 def test_what_the_methods_clients_compute_is_what_is_tried(
     method: str, moving: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Catches a try of the plain forward pass, which is no client's: condensing methods sum features
-    of channels-last passes, methods that train gradients, FedStats factors of gradients."""
+    """Catches a try of the plain forward pass, which is no client's: condensing methods sum
+    features of channels-last passes, methods that train gradients, FedStats factors of them."""
     if moving == "gradients":
         monkeypatch.setattr(local, "example_gradients", lambda network, x, y: by_place(x))
     if moving == "features":
