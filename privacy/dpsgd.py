@@ -170,9 +170,9 @@ def dp_sgd(
             released models, and at no other example.
         units: of the client's records; None: each is one. Where users are the units, a user's mean
             gradient is clipped, and `expected_batch_size` counts users.
-        factors: of a linear model's gradients, at the model's present weights: they are then clipped
-            and summed without being written out, to the same sums but for rounding; where users are
-            the units, they are. For its cross-entropy alone.
+        factors: of a linear model's gradients, at the model's present weights: they are then
+            clipped and summed without being written out, to the same sums but for rounding; where
+            users are the units, they are. For its cross-entropy alone.
     """
     from opacus.grad_sample import GradSampleModule
 
