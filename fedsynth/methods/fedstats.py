@@ -106,8 +106,9 @@ class FedStatsState(ServerState):
         class_means: of z about their common mean, by the released moments, where images are to be
             made, [C, d].
         picture_means, picture_roots: of the released small pictures (`PixelMoments`), likewise.
-        images: that were made after the last round, [C · ipc, channels, H, W], normalised.
-        soft_labels: of them, by the released classifier, [C · ipc, C].
+        images: that were made after the last round, [C · m, channels, H, W], normalised, with m
+            `images_each`.
+        soft_labels: of them, by the released classifier, [C · m, C].
     """
 
     eigenvalues: Tensor | None = None
@@ -156,7 +157,9 @@ class FedStats(SharesNoise):
         step_floor: with second moments, the least eigenvalue that a step divides by, over σ_G·√d,
             with σ_G the noise of a gradient's coordinate.
         ipc: images of each class that the server makes of the released statistics after the last
-            round, with soft labels; 0: none.
+            round and moves towards them, with soft labels; 0: none.
+        drawn_ipc: images of each class beside those, as they are drawn: worse each, but not alike.
+            A student learns more from both; they cost no privacy, and a server little time.
         pixel_share: of the budget for moments of small pictures, which images start from; taken
             where images are asked for. 0: they start from random processes.
         image_steps: of Adam on them.
@@ -216,6 +219,7 @@ class FedStats(SharesNoise):
     step_floor: float = 0.1
     curvature: float = 0.00375
     ipc: int = 0
+    drawn_ipc: int = 0
     pixel_share: float = 0.15
     image_steps: int = 12
     image_lr: float = 0.05
@@ -226,7 +230,8 @@ class FedStats(SharesNoise):
         check_ranges(self, centre_share=(1e-4, 0.9), moment_share=(1e-4, 0.999))
         check_ranges(self, ridge=(0, inf), step_clip=(1e-3, 1.5), step_size=(0, inf))
         check_ranges(self, step_floor=(0, inf), curvature=(1e-9, inf))
-        check_ranges(self, ipc=(0, MOST_IPC), image_steps=(0, inf), image_lr=(0, inf))
+        check_ranges(self, ipc=(0, MOST_IPC), drawn_ipc=(0, MOST_IPC))
+        check_ranges(self, image_steps=(0, inf), image_lr=(0, inf))
         check_ranges(self, teacher_weight=(0, inf), smoothness=(0, inf))
         check_ranges(self, pixel_share=(0, 0.9), momentum=(0, 0.999), logit_noise=(1e-3, inf))
         check_choices(self, features=(AUTO, *feature_names()))
@@ -274,7 +279,12 @@ class FedStats(SharesNoise):
     @property
     def picture_share(self) -> float:
         """What small pictures take of the budget: nothing where no images are asked for."""
-        return self.pixel_share if self.ipc else 0.0
+        return self.pixel_share if self.images_each else 0.0
+
+    @property
+    def images_each(self) -> int:
+        """Images of each class that are made."""
+        return self.ipc + self.drawn_ipc
 
     def _shares(self, covariances: float) -> Shares:
         return Shares(self.centre_share, self.picture_share, covariances, self.moment_share)
@@ -504,7 +514,7 @@ class FedStats(SharesNoise):
         if context.round > 1:
             return self._step(state, pool, context)
         state = self._closed_form(state, pool, context)
-        if not self.ipc:
+        if not self.images_each:
             return state
         second = self.has_second(context.privacy)
         size = (context.spec.classes, self.map_of(context.spec).dimension)
@@ -523,7 +533,7 @@ class FedStats(SharesNoise):
         if state.picture_means is not None and state.picture_roots is not None:
             moments = PixelMoments(state.picture_means, state.picture_roots)
         steps = ImageSteps(self.image_steps, self.image_lr, self.teacher_weight, self.smoothness)
-        making = ImageMaking(self.ipc, steps)
+        making = ImageMaking(self.ipc, self.drawn_ipc, steps)
         pixels = make_images(teacher, state.class_means, moments, making, context)
         images = normalise(pixels, context.spec)
         return replace(state, images=images, soft_labels=soft_labels(teacher, images))
@@ -534,11 +544,11 @@ class FedStats(SharesNoise):
         if state.images is None:
             return None
         labels = torch.arange(context.spec.classes, device=state.images.device)
-        return state.images, labels.repeat_interleave(self.ipc)
+        return state.images, labels.repeat_interleave(self.images_each)
 
     def makes_images(self, counted: Sequence[int], rounds: int) -> bool:
         """Moments are of round 1, images of the last; a sum that lacks noise makes neither."""
-        return self.ipc > 0 and self.aggregation == OWN and {1, rounds} <= set(counted)
+        return self.images_each > 0 and self.aggregation == OWN and {1, rounds} <= set(counted)
 
     def synthetic_soft_labels(self, state: FedStatsState, context: RoundContext) -> Tensor | None:
         return state.soft_labels

@@ -81,6 +81,39 @@ def test_images_come_after_the_last_round_from_the_server_s_state_alone() -> Non
     assert without.server_step(begun(), upload, context()).class_means is None
 
 
+@pytest.mark.parametrize(("ipc", "drawn", "moving"), [(0, 3, 5), (2, 3, 5), (3, 0, 0)])
+def test_drawn_images_stand_beside_moved_ones(ipc: int, drawn: int, moving: int) -> None:
+    """After a class's moved images, which they leave as they are; none of them is moved, and each is
+    one that was not there before."""
+    draws = torch.Generator().manual_seed(0)
+    upload = {0: StatisticSums(torch.randn(10 * 64, generator=draws))}
+    made = {}
+    for asked in {(ipc, drawn), (ipc, 0)} - {(0, 0)}:
+        method = FedStats(
+            features="pixels",
+            ipc=asked[0],
+            drawn_ipc=asked[1],
+            image_steps=moving,
+            second_moments="no",
+        )
+        state = method.server_step(begun(), upload, context())
+        found = method.synthetic(state, context())
+        assert found is not None
+        assert found[1].tolist() == [c for c in range(10) for _ in range(sum(asked))]
+        assert state.soft_labels is not None
+        assert len(state.soft_labels) == len(found[0])
+        made[asked] = found[0].view(10, sum(asked), -1)
+    both = made[ipc, drawn]
+    if ipc:
+        assert torch.equal(both[:, :ipc], made[ipc, 0])
+    assert len(both.flatten(0, 1).unique(dim=0)) == 10 * (ipc + drawn)
+    still = FedStats(features="pixels", ipc=ipc + drawn, image_steps=0, second_moments="no")
+    never_moved = still.server_step(begun(), upload, context()).images
+    assert never_moved is not None
+    if ipc == 0 or drawn == 0:
+        assert torch.equal(both.flatten(0, 1), never_moved.flatten(1))
+
+
 def test_images_from_random_processes_cost_nothing() -> None:
     """Without small pictures a run with images releases what one without does."""
     privacy = PrivacySettings(noise_multiplier=3.0)

@@ -3,12 +3,13 @@
 Start images are drawn from the class Gaussians of the released small pictures, and made sharper.
 They are moved towards the released class means of features
 (`fedsynth.synthesizer.condensation.from_statistics`), and images between start and end are taken
-too. The released classifier labels all.
+too. Further start images are left as they are drawn. The released classifier labels all.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -59,9 +60,11 @@ def class_means_of(
 
 @dataclass(frozen=True)
 class ImageMaking:
-    """What is asked for: images a class, and how they are moved."""
+    """What is asked for: images a class that are moved, those that are only drawn, and how the first
+    are moved."""
 
     ipc: int
+    drawn: int
     steps: ImageSteps
 
 
@@ -72,7 +75,7 @@ def make_images(
     making: ImageMaking,
     context: RoundContext,
 ) -> Tensor:
-    """Pixels uint8 [C · ipc, channels, H, W], class by class.
+    """Pixels uint8 [C · (ipc + drawn), channels, H, W], class by class, moved images first.
 
     Args:
         teacher: the released classifier.
@@ -82,24 +85,37 @@ def make_images(
         context: of the last round.
     """
     weight = teacher.classifier.weight
-    along = ALONG if making.steps.steps else (1.0,)
-    paths = math.ceil(making.ipc / len(along))
     statistics = ReleasedStatistics(teacher.embed_pixels, weight, class_means_Cd)
     draws = torch_generator(context.seed, "fedstats' start images")
-    shape = context.spec.image_shape
-    if moments is None:
-        start = public_start(statistics, paths, shape, draws)
-    else:
-        start = drawn_start(moments, paths, shape, draws).to(weight.device)
+
+    def start(count: int) -> Tensor:
+        shape = context.spec.image_shape
+        if moments is None:
+            return public_start(statistics, count, shape, draws)
+        return drawn_start(moments, count, shape, draws).to(weight.device)
+
+    parts = [_moved(statistics, start, making, context)] if making.ipc else []
+    parts += [start(making.drawn)] if making.drawn else []
+    return torch.cat(parts, dim=1).flatten(0, 1).mul(255).round().to(torch.uint8)
+
+
+def _moved(
+    statistics: ReleasedStatistics,
+    start: Callable[[int], Tensor],
+    making: ImageMaking,
+    context: RoundContext,
+) -> Tensor:
+    """[C, ipc, channels, H, W]: images at the end of their way, then those along it."""
+    along = ALONG if making.steps.steps else (1.0,)
+    begin = start(math.ceil(making.ipc / len(along)))
     made = images_from_statistics(
         statistics,
-        start,
+        begin,
         making.steps,
         lambda done, total: context.report("images", done, total),
     )
-    between = [start + share * (made - start) for share in along]
-    taken = torch.cat(between, dim=1)[:, : making.ipc]
-    return taken.flatten(0, 1).mul(255).round().to(torch.uint8)
+    between = [begin + share * (made - begin) for share in along]
+    return torch.cat(between, dim=1)[:, : making.ipc]
 
 
 def drawn_start(
