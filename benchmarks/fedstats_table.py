@@ -11,10 +11,11 @@ Dir(0.5), Dir(100); every client's own noise, and aggregated noise; ten clients,
 training images (docs/fedstats.md says with which exception). Features are made once (`--cache`), so
 seconds are those of all else.
 
-A student is a ConvNet of width 32 and depth 3, trained on 400 images of each class and nothing else:
-on the classes that they were made for ("hard"), on the soft labels that are kept with them
-("stored"), both for 800 steps, or on these and four copies of each that the released classifier
-labels, for 2,000 ("taught"; found on held-out training images).
+A student is a ConvNet of width 32 and depth 3, trained on 2,000 images of each class, of which 400
+are moved and the others as they are drawn, and on nothing else: on the classes that they were made
+for ("hard"), on the soft labels that are kept with them ("stored"), both for 2,000 steps, or on
+these and four copies of each that the released classifier labels, for 5,000 ("taught"; found on
+held-out training images).
 
 Resumes: finished runs are lines of results/fedstats_table.jsonl (of fedstats_students.jsonl with
 `--students`), the important ones first; `--only` shares the work among processes, and after
@@ -60,9 +61,9 @@ DATASETS = ("mnist", "fashion-mnist", "emnist-letters", "cifar10")
 EPSILONS = ("1", "10", "3", "0.5", "inf")
 ALPHAS = (0.01, 0.5, 100.0)
 SEEDS = (0, 1, 2, 3, 4)
-IPC = 400
-ALONE = StudentSettings(steps=800, views=0, mixup=False)
-TAUGHT = StudentSettings(steps=2000, views=4)
+IPC, DRAWN = 400, 1600
+ALONE = StudentSettings(steps=2000, views=0, mixup=False)
+TAUGHT = StudentSettings(steps=5000, views=4)
 
 
 def cases(datasets: list[str], epsilons: list[str]) -> Iterator[Case]:
@@ -128,7 +129,8 @@ def students(options: argparse.Namespace) -> None:
         run = partial(student_run, test_Nd=vectors_test)
         for seed in options.seeds:
             settings = settings_for(case, seed, options.device, options.quick)
-            settings = replace(settings, method=FedStats(ipc=4 if options.quick else IPC))
+            ipc, drawn = (4, 4) if options.quick else (IPC, DRAWN)
+            settings = replace(settings, method=FedStats(ipc=ipc, drawn_ipc=drawn))
             results.get(f"{case.name} seed={seed}", settings, (train, test), run)
 
 
