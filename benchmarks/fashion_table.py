@@ -1,5 +1,5 @@
-"""FedDM, REAL and FedAvg on Fashion-MNIST, 10 clients, Dir(0.1): the first table of docs/results.md, at a size that
-two CPU cores can do.
+"""FedDM, REAL and FedAvg on Fashion-MNIST, 10 clients, Dir(0.1): the first table of
+docs/results.md, at a size that two CPU cores can do.
 
     FEDSYNTH_DATA=... python benchmarks/fashion_table.py [--quick] [--json] [--device cuda]
 

@@ -9,15 +9,15 @@ The paper's settings (on Fashion-MNIST λ_loc 1e-3, λ_glob 2.0; on Office-Calte
 images a class, 60 server epochs (Office-Caltech: width 8, 5 rounds, 20 iterations, 24 real images,
 40 server epochs). That leaves a thirtieth of the paper's server steps, so the server's learning
 rate is ten times the paper's, 0.01, for every row; and a twentieth of its condensation steps, so
-that start images stay much of what the clients send: they are single real images in every row, where
-the paper has averages of a number that it does not give, and the image rate, 0.2, is the best on
-held-out images of those tried for FedAF's rows and for FedDM's (`fedaf_readings.py --group late`).
-Each round starts anew (the paper's Sec. 3 has initialisation as condensation's first step). FedDM
-as that paper runs it: momentum 0.9, gradient norm clipped at 2, ρ 5. The table gives the accuracy
-after the last round and, as the paper does, the best over rounds; on Office-Caltech also the last
-round's average over domains. Nothing is chosen by the test set. Resumes: finished
-runs are lines of results/fedaf_table.jsonl, `--only` shares the work among processes, and after
-`--time-budget` seconds no further run is begun.
+that start images stay much of what the clients send: they are single real images in every row,
+where the paper has averages of a number that it does not give, and the image rate, 0.2, is the best
+on held-out images of those tried for FedAF's rows and for FedDM's
+(`fedaf_readings.py --group late`). Each round starts anew (the paper's Sec. 3 has initialisation as
+condensation's first step). FedDM as that paper runs it: momentum 0.9, gradient norm clipped at 2, ρ
+5. The table gives the accuracy after the last round and, as the paper does, the best over rounds;
+on Office-Caltech also the last round's average over domains. Nothing is chosen by the test set.
+Resumes: finished runs are lines of results/fedaf_table.jsonl, `--only` shares the work among
+processes, and after `--time-budget` seconds no further run is begun.
 """
 
 from __future__ import annotations

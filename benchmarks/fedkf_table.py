@@ -8,9 +8,9 @@ The paper's Table V setting as its official code has it: LeNet-5, batch 64, 10 l
 client with the same number of steps, the code's own partition, 20 % of each client's data test, 10
 % of each class is used. What differs: 50 rounds where the paper has 100, so the learning rate is
 twice the paper's, 0.02, for every row; and generators of width 8 (the paper's: 64). Nothing is
-chosen by the test splits. `--size long` has the paper's 100 rounds and rate with the small generators,
-and `--size paper` its generators too (hours a run); both take Dir(0.1), and `paper` one seed, unless
-others are named.
+chosen by the test splits. `--size long` has the paper's 100 rounds and rate with the small
+generators, and `--size paper` its generators too (hours a run); both take Dir(0.1), and `paper` one
+seed, unless others are named.
 
 One training of FedAvg, FedKF and FedKF⁻ each gives both final models. AMP and WLP in %, FM in 10⁻³,
 of the last round; the rounds until AMP reaches FedAvg's last one (evaluated every fifth round);

@@ -95,8 +95,8 @@ def teacher_run(
 def student_run(
     settings: RunSettings, data: tuple[ImageData, ImageData], test_Nd: Tensor
 ) -> dict[str, Any]:
-    """A run that makes images, and the accuracy of the classifier and of three students on `data[1]`,
-    whose features are `test_Nd`."""
+    """A run that makes images, and the accuracy of the classifier and of three students on
+    `data[1]`, whose features are `test_Nd`."""
     train, test = data
     with tempfile.TemporaryDirectory() as place:
         result = simulate(settings, data=(train, None), output=place, quiet=True)

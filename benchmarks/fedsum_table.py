@@ -1,17 +1,18 @@
-"""FedSum beside FedDM, 10 clients, on the digits and Fashion-MNIST: accuracy by round, seconds of CPU and bytes.
+"""FedSum beside FedDM, 10 clients, on the digits and Fashion-MNIST: accuracy by round, seconds of
+CPU and bytes.
 
     FEDSYNTH_DATA=... python benchmarks/fedsum_table.py [--quick] [--json] [--device cuda]
         [--only 'open'] [--time-budget SECONDS]
 
 "digits" runs have the embedded digits, a ConvNet of width 16 and depth 2, ipc 5 and 3 rounds: FedDM
-with the digits' preset of 10 steps, FedSum with M = 4 and 100 steps, image rate 5 for both; and FedSum with as many
-images a class as ten clients of FedDM have together, and a rate that is as many times as large.
-"open" runs, on Fashion-MNIST without privacy, have a tenth of the training images, a ConvNet of width 16, ipc 10 and
-5 rounds, as `compare.py` has. FedDM makes 50 steps a round with 64 real images a class, at image
-rates 1 (the paper's) and 10; FedSum M = 8 passes over the data and 400 steps on the server, at rate
-10, with start images from random processes; these were found on 3,000 held-out training images.
-FedDM's partition is Dir(0.1), FedSum's that and Dir(100), of which it should not depend; FedSum also
-has five times as many images, at a rate five times as large.
+with the digits' preset of 10 steps, FedSum with M = 4 and 100 steps, image rate 5 for both; and
+FedSum with as many images a class as ten clients of FedDM have together, and a rate that is as many
+times as large. "open" runs, on Fashion-MNIST without privacy, have a tenth of the training images,
+a ConvNet of width 16, ipc 10 and 5 rounds, as `compare.py` has. FedDM makes 50 steps a round with
+64 real images a class, at image rates 1 (the paper's) and 10; FedSum M = 8 passes over the data and
+400 steps on the server, at rate 10, with start images from random processes; these were found on
+3,000 held-out training images. FedDM's partition is Dir(0.1), FedSum's that and Dir(100), of which
+it should not depend; FedSum also has five times as many images, at a rate five times as large.
 "private" runs have all images, and the preset of `dp_utility.py`'s FedDM `features`, whose rows the
 table shows beside them: Dir(0.5), 2 rounds of M = 4 networks, clip 6.
 Seconds are of this process's CPU time, which other processes on the machine move little. Resumes:

@@ -1,4 +1,5 @@
-"""Many clients and many rounds: memory and time of runs with 10 to 1,000 clients, and of 200 rounds.
+"""Many clients and many rounds: memory and time of runs with 10 to 1,000 clients, and of 200
+rounds.
 
     FEDSYNTH_DATA=... python benchmarks/load.py [--quick] [--json] [--only soak]
 

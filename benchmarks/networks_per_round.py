@@ -1,5 +1,5 @@
-"""FedDM with M networks a round, whose exact class means are made once, beside the literal loop with
-a new network and a minibatch in each step: accuracy and time.
+"""FedDM with M networks a round, whose exact class means are made once, beside the literal loop
+with a new network and a minibatch in each step: accuracy and time.
 
     FEDSYNTH_DATA=... python benchmarks/networks_per_round.py [--quick] [--json] [--device cuda]
         [--datasets mnist] [--seeds 0 1] [--networks 20] [--only 'M=20'] [--time-budget SECONDS]

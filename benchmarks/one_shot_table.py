@@ -22,8 +22,8 @@ for an image's own class, gives that class; `obeyed`, the share that P, asked fo
 gives that other class, though the image is not of it; `truth`, the share that it then still gives
 the image's own. `--paper-steps`: the papers' 200 epochs, all else alike, rows of their own.
 
-`--generators`, rows "G": what DENSE's images are after four epochs by the generator's width and rate.
-DENSE begins each epoch with a fresh generator, so thirty steps must be enough to make one.
+`--generators`, rows "G": what DENSE's images are after four epochs by the generator's width and
+rate. DENSE begins each epoch with a fresh generator, so thirty steps must be enough to make one.
 
 One line of results/one_shot_table.jsonl for each method of a row, so that a further call goes on
 where this one ended; nothing is begun after `--time-budget` seconds. `tables.py` prints the tables.

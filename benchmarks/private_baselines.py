@@ -5,12 +5,12 @@ Fashion-MNIST, 10 clients, Dir(0.5) and Dir(0.01).
         [--only "mnist linear"] [--datasets mnist] [--seeds 0] [--time-budget 3600]
 
 The linear model is on whitened scattering coefficients, each image's made once (`--cache`), so that
-seconds are those of all else. Its rounds, sampling rate, clip and learning rate are the best of a grid
-(`library/baselines.py`) on 5,000 Fashion-MNIST training images held out of the run, with a seed that
-the table does not use; they then serve both data sets and both partitions, and the choice is not
-accounted for (the data are public). `--tune` runs the grid and nothing else. The ConvNet has the clip
-and the rate that `dp_utility.py` found in the same way; its rows at Dir(0.5) are that script's. Rows of
-the linear model at ε = 10 have the settings that were chosen at ε = 1.
+seconds are those of all else. Its rounds, sampling rate, clip and learning rate are the best of a
+grid (`library/baselines.py`) on 5,000 Fashion-MNIST training images held out of the run, with a
+seed that the table does not use; they then serve both data sets and both partitions, and the choice
+is not accounted for (the data are public). `--tune` runs the grid and nothing else. The ConvNet has
+the clip and the rate that `dp_utility.py` found in the same way; its rows at Dir(0.5) are that
+script's. Rows of the linear model at ε = 10 have the settings that were chosen at ε = 1.
 
 Resumes: finished runs are lines of results/private_baselines.jsonl; `--only` shares the work among
 processes.
@@ -65,7 +65,8 @@ def with_features(dataset: str, cache: Path) -> tuple[ImageData, ImageData]:
 
 
 def held_out(cache: Path) -> tuple[ImageData, ImageData]:
-    """(the rest, 5,000 training images) of the data set that settings are chosen on, with features."""
+    """(the rest, 5,000 training images) of the data set that settings are chosen on, with
+    features."""
     train, _ = load_dataset(TUNE_ON)
     features = feature_map(FEATURES, train.spec.image_shape)
     found = vectors(cache, "train", train, features)

@@ -3,10 +3,10 @@
     python benchmarks/random_process_prior.py --write
     FEDSYNTH_DATA=... python benchmarks/random_process_prior.py [--quick] [--features scattering ...]
 
-`--write` learns the dictionary from random-process images (no data are read; half a minute) and puts
-it beside `fedsynth/features/random_process.py`. Else: accuracy of a ridge classifier on features of
-4,500 CIFAR-10 training images, on 1,500 others; each coordinate standardised, the ridge the best of
-three for each map. No test image is read. Finished rows are lines of
+`--write` learns the dictionary from random-process images (no data are read; half a minute) and
+puts it beside `fedsynth/features/random_process.py`. Else: accuracy of a ridge classifier on
+features of 4,500 CIFAR-10 training images, on 1,500 others; each coordinate standardised, the ridge
+the best of three for each map. No test image is read. Finished rows are lines of
 results/random_process_prior.jsonl.
 """
 

@@ -1,4 +1,5 @@
-"""`fedsynth data describe`: what is public of a folder of one's own images, proposed to be checked."""
+"""`fedsynth data describe`: what is public of a folder of one's own images, proposed to be
+checked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""How a run ends that is told to: by Ctrl-C, or by SIGTERM, as Slurm and container hosts send it."""
+"""How a run ends that is told to: by Ctrl-C, or by SIGTERM, as Slurm and container hosts send
+it."""
 
 from __future__ import annotations
 

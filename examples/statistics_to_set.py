@@ -1,8 +1,9 @@
 """Images -> private sums -> a synthetic set -> a torch model of your own.
 
 Three owners of the embedded digits release noisy class statistics of fixed features (FedStats); the
-server makes images of what was released. Whoever gets the folder that is exported trains any network
-on it, without the data and at no further cost in privacy. There are few digits, so ε is large here.
+server makes images of what was released. Whoever gets the folder that is exported trains any
+network on it, without the data and at no further cost in privacy. There are few digits, so ε is
+large here.
 """
 
 from __future__ import annotations

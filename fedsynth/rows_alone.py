@@ -1,5 +1,6 @@
 """Whether a function of a batch treats each example by itself, as a bound on one example's
-influence takes for granted: but for rounding (`mixes_rows`), or to the last bit (`moves_with_place`).
+influence takes for granted: but for rounding (`mixes_rows`), or to the last bit
+(`moves_with_place`).
 
 It is tried on random images, which are public: what it finds is a fault, and what it does not find
 is no proof.

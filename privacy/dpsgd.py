@@ -39,8 +39,9 @@ ExampleLoss = Callable[[nn.Module, Tensor, Tensor], Tensor]
 example alone."""
 
 Factors = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-"""(inputs [N, …], labels [N]) -> l [N, P] and r [N, Q]: the gradient of each example's cross-entropy
-is l ⊗ r, row by row of the model's only parameter [P, Q], and depends on that example alone."""
+"""(inputs [N, …], labels [N]) -> l [N, P] and r [N, Q]: the gradient of each example's
+cross-entropy is l ⊗ r, row by row of the model's only parameter [P, Q], and depends on that example
+alone."""
 
 PHYSICAL_BATCH, PHYSICAL_BYTES = 128, 2**30
 """Per-example gradients held at a time, at most."""
@@ -51,8 +52,8 @@ measured on a CPU for ConvNets)."""
 
 
 FACTOR_BATCH, FACTOR_START = 512, 64.0
-"""Of passes whose gradients come as factors: rows held at a time, and what a pass costs by itself, in
-rows (the product of the factors is written out once a pass)."""
+"""Of passes whose gradients come as factors: rows held at a time, and what a pass costs by itself,
+in rows (the product of the factors is written out once a pass)."""
 
 
 class Optimiser(Protocol):

@@ -1,4 +1,5 @@
-"""The page of reports of earlier versions, which have no `run`: `verify` makes it again, byte for byte.
+"""The page of reports of earlier versions, which have no `run`: `verify` makes it again, byte for
+byte.
 
 Nothing here changes any more: what a page says now is `report_html`'s.
 """

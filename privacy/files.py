@@ -1,4 +1,5 @@
-"""Files that a user names: only regular ones are opened, and nobody waits for a lock without end."""
+"""Files that a user names: only regular ones are opened, and nobody waits for a lock without
+end."""
 
 from __future__ import annotations
 

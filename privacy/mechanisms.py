@@ -234,8 +234,8 @@ class GaussianSums:
             sample: see `add`. A user's vectors are averaged: the mean is no longer than its parts.
 
         Raises:
-            PrivacyError: as `add`; the bound is above the sensitivity that was charged, or there are
-                more groups than one.
+            PrivacyError: as `add`; the bound is above the sensitivity that was charged, or there
+                are more groups than one.
         """
         if self._sums is None:
             raise PrivacyError("no step is open: records must be sampled before they are summed")

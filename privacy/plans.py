@@ -39,8 +39,8 @@ class PrivatePlan:
             each of whom adds 1/√H of its deviation; 1: every client adds all of it.
         addends: whose releases are added up before anybody sees them, and rounded for that; None:
             each is seen by itself.
-        signal: norm of the sum over all clients' examples, over its bound (𝒞 for each example), in a
-            public case that the method's documentation describes; None: it names none.
+        signal: norm of the sum over all clients' examples, over its bound (𝒞 for each example), in
+            a public case that the method's documentation describes; None: it names none.
 
     Raises:
         PrivacySettingError: an unknown phase, no share, or a dimension that is not of equal groups.

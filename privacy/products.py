@@ -266,8 +266,8 @@ def matrices_of(rows_Nd: Tensor, blocks: tuple[tuple[int, int], ...]) -> list[Te
 
 
 def clipped_product(left_NP: Tensor, right_NQ: Tensor, clip: float) -> Outer:
-    """l ⊗ r of each example, clipped to `clip` as a whole, in float64: r is made a unit vector, and l
-    takes its length, so that clipping l clips the product.
+    """l ⊗ r of each example, clipped to `clip` as a whole, in float64: r is made a unit vector, and
+    l takes its length, so that clipping l clips the product.
 
     >>> made = clipped_product(torch.tensor([[3.0]]), torch.tensor([[0.0, 2.0]]), clip=5.0)
     >>> made.rows().tolist()  # of norm 6, clipped to 5

@@ -459,8 +459,8 @@ NOT_COVERED = NotCovered(
 
 
 def write_report(report: Mapping[str, object], folder: Path) -> tuple[Path, Path, Path]:
-    """Write privacy_report.json, .md and .html into `folder`; each appears whole, and on the disk, or
-    not at all.
+    """Write privacy_report.json, .md and .html into `folder`; each appears whole, and on the disk,
+    or not at all.
 
     Raises:
         PrivacyError: the folder cannot be written to.

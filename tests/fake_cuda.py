@@ -9,8 +9,8 @@ What makes the host wait for the device is kept with the functions of the packag
 (`Wait`). As in `torch.cuda.set_sync_debug_mode` these are values that are read (`.item()`, boolean
 indices, `.cpu()`, …) and copies to the device that are not `non_blocking`.
 
-Everything that PyTorch does not promise to keep is imported or called here and nowhere else. Seen to
-work with PyTorch 2.13 built without CUDA and 2.15 built with it, both without a driver. The C++
+Everything that PyTorch does not promise to keep is imported or called here and nowhere else. Seen
+to work with PyTorch 2.13 built without CUDA and 2.15 built with it, both without a driver. The C++
 side of a stand-in says `meta`, since the autograd engine asks a driver about streams of `cuda`;
 what Python sees says `cuda:0`.
 """
@@ -204,7 +204,8 @@ class StandIn(Tensor):
 
 
 class _Names(TorchFunctionMode):
-    """Calls that name `cuda` name `meta` instead: C++ would ask the driver for the device's number."""
+    """Calls that name `cuda` name `meta` instead: C++ would ask the driver for the device's
+    number."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -25,8 +25,8 @@ class Candidate(NamedTuple):
     """How DP-FedAvg trains a linear model on features: a pass over the data a round."""
 
     rate: float
-    """Of Poisson sampling, q: 1 is one step a round on all records, without momentum; below, 1/q steps
-    with momentum 0.9."""
+    """Of Poisson sampling, q: 1 is one step a round on all records, without momentum; below, 1/q
+    steps with momentum 0.9."""
     rounds: int
     clip: float
     lr: float
@@ -38,8 +38,8 @@ class Candidate(NamedTuple):
 
 
 def candidates() -> Iterator[Candidate]:
-    """The grid: rounds by learning rate, and what is clipped at half and at twice the norm, with steps
-    of the same rate and of the same length; for small batches, which cost as much, fewer."""
+    """The grid: rounds by learning rate, and what is clipped at half and at twice the norm, with
+    steps of the same rate and of the same length; for small batches, which cost as much, fewer."""
     for lr in (64.0, 128.0, 256.0):
         for rounds in (32, 64, 128):
             yield Candidate(1.0, rounds, 0.5, lr)
@@ -77,8 +77,8 @@ def linear_settings(
 def network_settings(
     dataset: str, best: tuple[float, float], alpha: float, seed: int, device: str, quick: bool
 ) -> RunSettings:
-    """A run of DP-FedAvg with the ConvNet of `dp_utility.py`, at the clip and the rate that were best
-    there."""
+    """A run of DP-FedAvg with the ConvNet of `dp_utility.py`, at the clip and the rate that were
+    best there."""
     clip, rate = best
     settings = convnet_settings(
         dataset, "dp-sgd", seed, device, {"epsilon": EPSILON}, clip, rate, quick

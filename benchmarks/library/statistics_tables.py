@@ -169,7 +169,8 @@ def _few_records() -> str:
 
 
 def _students() -> str:
-    """Classifier and students at ε = 1 with own noise, Dir(0.5), ten clients, 2,000 images a class."""
+    """Classifier and students at ε = 1 with own noise, Dir(0.5), ten clients, 2,000 images a
+    class."""
     rows = by_key("fedstats_students")
     body = []
     for dataset, label in DATASETS.items():

@@ -47,9 +47,9 @@ def chunk(device: torch.device) -> int:
 def _inputs(
     network: nn.Module | None, data: ImageData, parts: Sequence[Tensor]
 ) -> Callable[[Tensor, int], Tensor] | None:
-    """Where the network stands on a feature map, what gives its inputs z [length, d] for records [N]
-    of these parts, whose features are made now, once for all, and filled up with zeros before z is
-    made of them. None: it takes images."""
+    """Where the network stands on a feature map, what gives its inputs z [length, d] for records
+    [N] of these parts, whose features are made now, once for all, and filled up with zeros before z
+    is made of them. None: it takes images."""
     if not isinstance(network, OnFeatures):
         return None
     on = network
@@ -141,7 +141,8 @@ class OpenClients:
         return part[where.to(part.device, non_blocking=True)]
 
     def images(self, indices: Tensor) -> Tensor:
-        """Normalised images [N, C, H, W], float32; for a network on a feature map vectors z [N, d]."""
+        """Normalised images [N, C, H, W], float32; for a network on a feature map vectors z
+        [N, d]."""
         if self._inputs is not None:
             return self._inputs(indices, len(indices))
         return normalise(self.data.images[indices], self.spec)

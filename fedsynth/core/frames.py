@@ -1,8 +1,8 @@
 """Frames: what passes between a server and a client that are apart.
 
 A frame is a JSON header (its length first, 8 bytes little-endian) and, for requests, replies and
-models, one packed message (`fedsynth.core.messages`). Nothing in it is executed, and what comes is a
-stranger's.
+models, one packed message (`fedsynth.core.messages`). Nothing in it is executed, and what comes is
+a stranger's.
 """
 
 from __future__ import annotations

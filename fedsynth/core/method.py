@@ -306,7 +306,8 @@ class Method:
         return None
 
     def synthetic_soft_labels(self, state: State, context: RoundContext) -> torch.Tensor | None:
-        """Soft labels [N, classes] of the images of `synthetic`, rows of sum 1; None: it has none."""
+        """Soft labels [N, classes] of the images of `synthetic`, rows of sum 1; None: it has
+        none."""
         return None
 
     def makes_images(self, counted: Sequence[int], rounds: int) -> bool:

@@ -23,8 +23,8 @@ from fedsynth.data.registry import DatasetSpec
 from fedsynth.errors import DataError, DataFilesCorruptError, FedsynthError
 
 MEAN, STD = 0.5, 0.25
-"""Of pixels in [0, 1], where nobody says better: constants, for a computed mean is an exact function
-of the images."""
+"""Of pixels in [0, 1], where nobody says better: constants, for a computed mean is an exact
+function of the images."""
 Name = Annotated[str, Field(min_length=1, max_length=200)]
 Count = Annotated[int, Field(ge=1, lt=10**15)]
 

@@ -1,8 +1,8 @@
 """Which files a folder of one's own images has: SITE/CLASS/files, CLASS/files, or a manifest.
 
 A manifest is a CSV file with the columns `path` (below the manifest's folder, with `/`) and
-`label`, and where they are known `site` (the hospital, the client) and `user` (the patient). Without
-one, a file users.csv (`fedsynth.data.users`) may say whose each image is.
+`label`, and where they are known `site` (the hospital, the client) and `user` (the patient).
+Without one, a file users.csv (`fedsynth.data.users`) may say whose each image is.
 """
 
 from __future__ import annotations
@@ -75,7 +75,8 @@ class OwnFiles:
 
 
 def find_files(place: Path) -> OwnFiles:
-    """The images of a folder, or of a manifest (the CSV file itself, or manifest.csv in the folder).
+    """The images of a folder, or of a manifest (the CSV file itself, or manifest.csv in the
+    folder).
 
     Raises:
         DataFilesMissingError: nothing is there.

@@ -1,4 +1,5 @@
-"""A synthetic set that somebody hands over, as `fedsynth synthesize` and `fedsynth export` write it.
+"""A synthetic set that somebody hands over, as `fedsynth synthesize` and `fedsynth export` write
+it.
 
 README.md                   what it is, and how to train on it
 images/NN-CLASS/NNNN.png    each image, to be looked at: pixels cut off at black and white

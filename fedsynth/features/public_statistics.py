@@ -56,7 +56,8 @@ def rounded(value: float) -> float:
 
 @dataclass(frozen=True, eq=False)
 class Whitening:
-    """φ ↦ (φ − m) times the inverse roots of a covariance between channels and of one between cells.
+    """φ ↦ (φ − m) times the inverse roots of a covariance between channels and of one between
+    cells.
 
     Directions that all images share strongly would else take most of a vector's norm, which is what
     a private sum's clip bounds and its noise is scaled by.

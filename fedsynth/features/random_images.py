@@ -1,7 +1,7 @@
 """Images drawn from random processes: public pictures that need no data set.
 
-Nothing but a seed goes in, so whatever is computed from these images (a feature map's centre, a norm
-bound, an encoder's weights) is a public constant. Three processes, after Baradad et al. 2021,
+Nothing but a seed goes in, so whatever is computed from these images (a feature map's centre, a
+norm bound, an encoder's weights) is a public constant. Three processes, after Baradad et al. 2021,
 "Learning to See by Looking at Noise" (arXiv 2106.05963), which DP-RandP (Tang et al. 2023, arXiv
 2306.06076) learns a private classifier's prior from:
 

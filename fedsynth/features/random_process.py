@@ -1,11 +1,12 @@
 """Features of a dictionary of patches that random-process images are made of: a prior from no data.
 
-Single-layer learning of Coates, Ng & Lee 2011, "An Analysis of Single-Layer Networks in Unsupervised
-Feature Learning": 6×6 patches are normalised, whitened, and compared with K unit vectors, and what
-exceeds a threshold, of either sign, is averaged in 3×3 overlapping cells. The dictionary was learned
-by spherical k-means (`random_process_training.py`) from images that `random_images.py` draws. It came
-from a seed and a procedure, so it is as public as an architecture. docs/features.md has what it adds
-to scattering, and what a network trained on the same images does.
+Single-layer learning of Coates, Ng & Lee 2011, "An Analysis of Single-Layer Networks in
+Unsupervised Feature Learning": 6×6 patches are normalised, whitened, and compared with K unit
+vectors, and what exceeds a threshold, of either sign, is averaged in 3×3 overlapping cells. The
+dictionary was learned by spherical k-means (`random_process_training.py`) from images that
+`random_images.py` draws. It came from a seed and a procedure, so it is as public as an
+architecture. docs/features.md has what it adds to scattering, and what a network trained on the
+same images does.
 """
 
 from __future__ import annotations

@@ -76,7 +76,8 @@ def _made(name: str, shape: Shape) -> FeatureMap:
 
 @dataclass(eq=False)
 class _EachAlone:
-    """A function of one's own, tried on public images on each device before it gets others there."""
+    """A function of one's own, tried on public images on each device before it gets others
+    there."""
 
     name: str
     function: Callable[[Tensor], Tensor]

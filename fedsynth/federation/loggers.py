@@ -1,4 +1,5 @@
-"""Observers that write a run's rounds down for other tools: CSV, TensorBoard, Weights & Biases, MLflow.
+"""Observers that write a run's rounds down for other tools: CSV, TensorBoard, Weights & Biases,
+MLflow.
 
 They get what metrics.jsonl gets: of a private run nothing that only a simulation may show. But the
 last three stamp the time on each entry, and time may tell of private data; so their files do not

@@ -23,8 +23,8 @@ PRESET: Mapping[str, Mapping[str, Any]] = {
     "method": {"ipc": 10, "iterations": 20, "image_lr": 5.0, "server_epochs": 100},
     "model": {"width": 32},
 }
-"""What differs from FedDM's defaults, whose 20 × 1000 releases leave nothing at any ε that one would
-state."""
+"""What differs from FedDM's defaults, whose 20 × 1000 releases leave nothing at any ε that one
+would state."""
 ONE_OWNER: Mapping[str, Any] = {"kind": "iid", "clients": 1}
 SMALL = 16
 """Images with a side below it get a ConvNet of two blocks."""

@@ -1,8 +1,8 @@
 """FedStats: class statistics of fixed features, and everything else from them.
 
-φ is a public map that no private data shaped (`fedsynth.features`). A client gives nothing but noisy
-sums over its examples, so sums over clients are those of the pooled data: how the data are divided
-does not matter. Round 1 has two releases, a centre m and, about it, the second moments
+φ is a public map that no private data shaped (`fedsynth.features`). A client gives nothing but
+noisy sums over its examples, so sums over clients are those of the pooled data: how the data are
+divided does not matter. Round 1 has two releases, a centre m and, about it, the second moments
 
     z = clip₁(T(φ(x) − m)/R),   √½·[svec(z zᵀ); z ⊗ (e_y − 1/C)/√(1 − 1/C)]    (norm ≤ 1),
 
@@ -10,8 +10,9 @@ from which the server has a ridge classifier in closed form (or, without second 
 alone, a first gradient). Each later round is one step of softmax regression, Σ clip_c(p − y) ⊗ z:
 Newton-like by the released second moments, or with momentum, as far as the noise bears. Beside the
 centre, round 1 may release covariances of φ's channels and cells, which whiten z, and where images
-are asked for, moments of small pictures. Nothing is sampled, so the composition is that of Gaussians
-and exact. docs/privacy.md has the sensitivities with their proofs, docs/fedstats.md what comes out.
+are asked for, moments of small pictures. Nothing is sampled, so the composition is that of
+Gaussians and exact. docs/privacy.md has the sensitivities with their proofs, docs/fedstats.md what
+comes out.
 
 Prior work: DP-FC and DP-NTK use such moments centrally (arXiv 2211.13403), one-shot federated ridge
 sums them over clients (arXiv 2601.08216), Tramèr & Boneh train on scattering features by DP-SGD
@@ -87,8 +88,8 @@ class StatisticSums(Message):
 
 @dataclass(frozen=True)
 class CentreSums(Message):
-    """A client's noisy sums of the first exchange: of features, of small pictures and of products for
-    covariances. The latter two have no coordinates where they are not asked for."""
+    """A client's noisy sums of the first exchange: of features, of small pictures and of products
+    for covariances. The latter two have no coordinates where they are not asked for."""
 
     sums: Tensor = released()
     pictures: Tensor = released()
@@ -478,8 +479,8 @@ class FedStats(SharesNoise):
         clients: int,
         context: RoundContext,
     ) -> FedStatsState:
-        """The centre m, and for images what small pictures are like; the closed form, or a step; after
-        the last round, images."""
+        """The centre m, and for images what small pictures are like; the closed form, or a step;
+        after the last round, images."""
         enough = self.enough(clients, context)
         if phase == FIRST:
             return self._begun(state, total, clients, context) if enough else state

@@ -1,9 +1,10 @@
 """A linear model on fixed features: the classifier that class statistics give (fedstats), and a
 strong, cheap baseline for methods that train models.
 
-Its embedding is z = clip₁(T(φ(x) − m)/R), with φ and R of a `FeatureMap` and a centre m that fedstats
-releases (0 for other methods). T is nothing, or what whitens z: symmetric matrices for the channels
-and the cells of φ's blocks. Each image's z depends on that image alone, and has norm at most 1.
+Its embedding is z = clip₁(T(φ(x) − m)/R), with φ and R of a `FeatureMap` and a centre m that
+fedstats releases (0 for other methods). T is nothing, or what whitens z: symmetric matrices for the
+channels and the cells of φ's blocks. Each image's z depends on that image alone, and has norm at
+most 1.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A small model on a fixed feature map: a linear one, or one with a hidden layer.
 
-What it trains on is z = clip₁(φ(x)/R), of norm at most 1, with φ and R of a `FeatureMap`: a function
-of one image alone, fixed before data are read. Its per-example gradient is (p − y) ⊗ z where it is
-linear (Tramèr & Boneh 2021, arXiv 2011.11660, train such a model by DP-SGD).
+What it trains on is z = clip₁(φ(x)/R), of norm at most 1, with φ and R of a `FeatureMap`: a
+function of one image alone, fixed before data are read. Its per-example gradient is (p − y) ⊗ z
+where it is linear (Tramèr & Boneh 2021, arXiv 2011.11660, train such a model by DP-SGD).
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from fedsynth.models.feature_linear import embedded
 
 
 class OnFeatures(nn.Module):
-    """`forward`: vectors z [N, d] that were made before, or normalised images [N, C, H, W], to logits
-    [N, classes]. It has no buffers: φ is no part of it that anybody sends.
+    """`forward`: vectors z [N, d] that were made before, or normalised images [N, C, H, W], to
+    logits [N, classes]. It has no buffers: φ is no part of it that anybody sends.
 
     Args:
         feature_map: φ and its constants.
@@ -91,8 +91,8 @@ def input_size(network: nn.Module, spec: DatasetSpec) -> int:
 
 
 def check_learned_embedding(method: str, model: nn.Module) -> None:
-    """Refuses a linear model on features to a method whose loss is on what a network learns before its
-    last layer.
+    """Refuses a linear model on features to a method whose loss is on what a network learns before
+    its last layer.
 
     Raises:
         SettingError: says what to take.

@@ -294,8 +294,8 @@ def _map_below(settings: ModelSettings, spec: DatasetSpec) -> FeatureMap:
 
 
 def feature_facts(settings: ModelSettings, spec: DatasetSpec) -> dict[str, str]:
-    """What a report lists of the feature map below the network: an item, and why it is public; empty
-    without one."""
+    """What a report lists of the feature map below the network: an item, and why it is public;
+    empty without one."""
     if not settings.features:
         return {}
     features = _map_below(settings, spec)

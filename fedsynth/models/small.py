@@ -1,5 +1,5 @@
-"""Small networks with `embed` and `classifier`: softmax regression, one hidden layer, LeNet-5 (LeCun et al. 1998),
-FedHydra's CNNs, ResNet-8 (He et al. 2016).
+"""Small networks with `embed` and `classifier`: softmax regression, one hidden layer, LeNet-5
+(LeCun et al. 1998), FedHydra's CNNs, ResNet-8 (He et al. 2016).
 
 LeNet-5 in its common form: ReLU and max pooling, 5×5 convolutions of 6 and 16 channels, 120 and 84
 units; 61,706 parameters for MNIST (28×28 images are padded to 32×32), 63,066 for EMNIST letters.

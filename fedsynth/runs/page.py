@@ -1,5 +1,5 @@
-"""Several runs beside each other as one self-contained page: curves, who has what, synthetic images,
-fairness, generators, privacy, settings. No script, nothing loaded from elsewhere.
+"""Several runs beside each other as one self-contained page: curves, who has what, synthetic
+images, fairness, generators, privacy, settings. No script, nothing loaded from elsewhere.
 
 Of private runs it shows what may be shown. What stands in `simulation_only` comes in on request
 alone, and the page then says at its top that it must not be handed on.

@@ -1,8 +1,9 @@
-"""Makes a sweep's runs, several at once within a memory bound, each in a process of its own; goes on
-where it was stopped.
+"""Makes a sweep's runs, several at once within a memory bound, each in a process of its own; goes
+on where it was stopped.
 
-A run's folder stands below OUTPUT/KEY, where KEY follows from its settings. One that has finished is
-not made again, one that was stopped is resumed, and one whose settings were changed is another run.
+A run's folder stands below OUTPUT/KEY, where KEY follows from its settings. One that has finished
+is not made again, one that was stopped is resumed, and one whose settings were changed is another
+run.
 """
 
 from __future__ import annotations

@@ -123,7 +123,8 @@ def read_sweep(file: Path) -> Sweep:
     """Reads a sweep's file and checks the settings of every run.
 
     Raises:
-        SweepError, SettingError, UnknownNameError, PrivacyError: what is wrong, with the run's axes.
+        SweepError, SettingError, UnknownNameError, PrivacyError: what is wrong, with the run's
+        axes.
     """
     given = read_sections(file)
     own = given.pop("sweep", {})
@@ -170,7 +171,8 @@ def _cells(shared: Sections, grid: Values, methods: Values, file: Path) -> list[
 
 
 def _common_axes(grid: Values, file: Path) -> dict[str, list[Any]]:
-    """The axes of all methods; "run.seed" is "seed", as tables and methods' sections look for it."""
+    """The axes of all methods; "run.seed" is "seed", as tables and methods' sections look for
+    it."""
     axes: dict[str, list[Any]] = {}
     names: dict[tuple[str, str], str] = {}  # by the setting that an axis moves
     for name, values in grid.items():

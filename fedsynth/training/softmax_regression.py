@@ -22,7 +22,8 @@ def is_softmax_regression(network: nn.Module) -> bool:
 def regression_gradients(
     flat_AP: Tensor, x_ABD: Tensor, labels_AB: Tensor, share_AB: Tensor, classes: int
 ) -> Tensor:
-    """The gradient of each learner's cross-entropy, weighted by shares, with respect to its own row.
+    """The gradient of each learner's cross-entropy, weighted by shares, with respect to its own
+    row.
 
     Args:
         flat_AP: weights [classes·D] and, where there is one, the bias [classes] of each.

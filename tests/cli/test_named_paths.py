@@ -1,5 +1,5 @@
-"""Files and folders that options name: no pipe is waited for, no device read, and a name that none can
-have is one line."""
+"""Files and folders that options name: no pipe is waited for, no device read, and a name that none
+can have is one line."""
 
 from __future__ import annotations
 

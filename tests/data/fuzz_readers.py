@@ -1,10 +1,10 @@
 """Damaged and hostile data files for one reader, in a process of its own: `python fuzz_readers.py
 KIND SEED CASES`.
 
-KIND is pickle, mat, image, leaf, users, idx or list. Prints one JSON object: how many cases were refused
-and accepted, the largest traced memory beyond ten times the file's size, the longest time, and what
-was neither a refusal in one line nor a result as promised. The number of the case at work stands in
-the file CASE of the current folder, for the reader who finds a signal.
+KIND is pickle, mat, image, leaf, users, idx or list. Prints one JSON object: how many cases were
+refused and accepted, the largest traced memory beyond ten times the file's size, the longest time,
+and what was neither a refusal in one line nor a result as promised. The number of the case at work
+stands in the file CASE of the current folder, for the reader who finds a signal.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""The scattering transform against kymatio: its numbers, kept here, and itself where it is there."""
+"""The scattering transform against kymatio: its numbers, kept here, and itself where it is
+there."""
 
 from __future__ import annotations
 

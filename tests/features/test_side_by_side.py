@@ -71,7 +71,8 @@ def test_constants_are_public_and_smaller_than_their_medians(name: str) -> None:
 
 
 def test_neither_kind_drowns_the_other() -> None:
-    """Distances of public images from their mean: the dictionary's are its factor of scattering's."""
+    """Distances of public images from their mean: the dictionary's are its factor of
+    scattering's."""
     vectors = public_vectors(feature_map(PAIR, GREY).function, GREY)
     channels, cells = sizes(GREY)
     size = math.ceil(KEPT * channels) * cells
@@ -89,8 +90,8 @@ def test_images_that_the_dictionary_cannot_take_are_refused(name: str) -> None:
 
 @pytest.mark.parametrize("shape", [GREY, COLOUR], ids=str)
 def test_blocks_are_where_the_channels_are(shape: Shape) -> None:
-    """A map's blocks are its matrices of channels by cells. Catches: cells before channels, or blocks
-    in another order: a covariance of cells is then no longer that of neighbours."""
+    """A map's blocks are its matrices of channels by cells. Catches: cells before channels, or
+    blocks in another order: a covariance of cells is then no longer that of neighbours."""
     made = feature_map(PAIR, shape)
     assert sum(a * s for a, s in made.blocks) == made.dimension
     assert [cells for _, cells in made.blocks] == [9, 9]

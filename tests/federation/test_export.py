@@ -243,7 +243,8 @@ def test_of_several_clients_it_says_whose_each_is(tmp_path: Path) -> None:
 
 
 def test_soft_labels_go_with_their_images(tmp_path: Path) -> None:
-    """Catches: FedAF's images without R; rows that do not sum to one; uint8 taken for normalised."""
+    """Catches: FedAF's images without R; rows that do not sum to one; uint8 taken for
+    normalised."""
     run = digits_run(tmp_path, "fedaf", privacy={"noise_multiplier": 3.0})
     assert run.folder is not None
     out = export_run(run.folder, tmp_path / "share")

@@ -1,4 +1,5 @@
-"""What a run's report says of who ran it and of the files that it hands over, and that it is verified."""
+"""What a run's report says of who ran it and of the files that it hands over, and that it is
+verified."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Observers hear a run from its start to its end, and loggers write it down: each into the real library,
-without a network, and skipped where that is not installed."""
+"""Observers hear a run from its start to its end, and loggers write it down: each into the real
+library, without a network, and skipped where that is not installed."""
 
 from __future__ import annotations
 

@@ -653,7 +653,8 @@ def test_a_client_goes_on_in_the_same_sum_alone() -> None:
 
 
 def test_an_open_exchange_is_not_repeated_whatever_the_owners_cap(place: Place) -> None:
-    """The difference of two sums of the same uploads, one of them without a client, is its upload."""
+    """The difference of two sums of the same uploads, one of them without a client, is its
+    upload."""
     asked = opened(place, CLIENTS, Policy(open=True, epsilon=8.0, delta=1e-5))
     passed = asked.shared()
     for k in range(CLIENTS):

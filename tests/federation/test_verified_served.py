@@ -1,5 +1,5 @@
-"""`fedsynth privacy verify` of runs over nodes: the server's folder, and each owner's own report; what
-was tampered with is noticed."""
+"""`fedsynth privacy verify` of runs over nodes: the server's folder, and each owner's own report;
+what was tampered with is noticed."""
 
 from __future__ import annotations
 

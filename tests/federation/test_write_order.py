@@ -1,5 +1,5 @@
-"""What a run leaves first and last: its promise before its pictures, all of it on the disk before the
-folder has its final name."""
+"""What a run leaves first and last: its promise before its pictures, all of it on the disk before
+the folder has its final name."""
 
 from __future__ import annotations
 

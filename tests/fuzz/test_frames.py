@@ -177,7 +177,8 @@ class Damaging:
 
 
 def test_a_server_reads_whatever_it_is_answered(data: ImageData) -> None:
-    """A history that is none is refused by name; after joining, a client that answers so is lost."""
+    """A history that is none is refused by name; after joining, a client that answers so is
+    lost."""
     faults = Faults()
     lost: list[int] = []
     for number in range(ANSWERED):

@@ -1,4 +1,5 @@
-"""FedStats' images: a function of released state alone, kept with soft labels, worth training on."""
+"""FedStats' images: a function of released state alone, kept with soft labels, worth training
+on."""
 
 from __future__ import annotations
 
@@ -83,8 +84,8 @@ def test_images_come_after_the_last_round_from_the_server_s_state_alone() -> Non
 
 @pytest.mark.parametrize(("ipc", "drawn", "moving"), [(0, 3, 5), (2, 3, 5), (3, 0, 0)])
 def test_drawn_images_stand_beside_moved_ones(ipc: int, drawn: int, moving: int) -> None:
-    """After a class's moved images, which they leave as they are; none of them is moved, and each is
-    one that was not there before."""
+    """After a class's moved images, which they leave as they are; none of them is moved, and each
+    is one that was not there before."""
     draws = torch.Generator().manual_seed(0)
     upload = {0: StatisticSums(torch.randn(10 * 64, generator=draws))}
     made = {}

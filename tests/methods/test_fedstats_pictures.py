@@ -1,5 +1,5 @@
-"""FedStats' release of small pictures: what one example may move, sums that do not depend on who has
-what, its share of the budget, and images drawn from it; and the momentum of steps."""
+"""FedStats' release of small pictures: what one example may move, sums that do not depend on who
+has what, its share of the budget, and images drawn from it; and the momentum of steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Models on fixed feature maps: what they compute, what they train on, and whose features are kept."""
+"""Models on fixed feature maps: what they compute, what they train on, and whose features are
+kept."""
 
 from __future__ import annotations
 
@@ -73,7 +74,8 @@ def test_images_and_vectors_have_the_same_logits_by_hand() -> None:
 
 
 def test_local_training_is_softmax_regression_on_the_vectors() -> None:
-    """One full-batch step of one client, by NumPy; a client hands out vectors in place of images."""
+    """One full-batch step of one client, by NumPy; a client hands out vectors in place of
+    images."""
     images = data()
     method = FedAvg(local_epochs=1, batch=100, lr=2.0, momentum=0.0)
     settings = RunSettings(method, rounds=1, model=ModelSettings(features="pixels"))

@@ -469,8 +469,8 @@ def test_a_hundred_million_subsampled_steps_are_bounded_at_once() -> None:
 
 
 def test_the_slack_covers_the_rounding_of_an_fft_of_a_million_steps() -> None:
-    """Composed in a million steps, a Gaussian's δ comes out up to 2e-11 below its exact curve, which
-    a slack of 1e-11 does not cover."""
+    """Composed in a million steps, a Gaussian's δ comes out up to 2e-11 below its exact curve,
+    which a slack of 1e-11 does not cover."""
     μ, steps = 1.0, 1_000_000
     σ = math.sqrt(steps) / μ
     merged = Merged(sampled=((σ, 0.5, steps),))

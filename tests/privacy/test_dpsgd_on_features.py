@@ -188,8 +188,8 @@ def charged_for(model: ModelSettings) -> Release:
 
 
 def test_the_ledger_is_that_of_any_linear_model() -> None:
-    """σ, q, clip and steps: the map adds no release. A linear model on pixels has a bias, and so ten
-    coordinates more."""
+    """σ, q, clip and steps: the map adds no release. A linear model on pixels has a bias, and so
+    ten coordinates more."""
     row = charged_for(ModelSettings(features="pixels"))
     plain = charged_for(ModelSettings("linear"))
     assert row.dimension == plain.dimension - 10 == 640

@@ -1,8 +1,8 @@
 """A record moves no other's vector, not by one bit: feature maps, and what is summed of vectors.
 
-A server may send weights under which all but the rounding of other records cancels. One record more,
-placed first, moves every other to another place in memory; where a kernel's sums depend on that, all
-rows change. `fedsynth.features.row_products` is what keeps them.
+A server may send weights under which all but the rounding of other records cancels. One record
+more, placed first, moves every other to another place in memory; where a kernel's sums depend on
+that, all rows change. `fedsynth.features.row_products` is what keeps them.
 """
 
 from __future__ import annotations

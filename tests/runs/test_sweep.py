@@ -1,5 +1,5 @@
-"""Sweeps: which runs a file asks for, that they go on where they were stopped, how many go at once, and
-what their table says."""
+"""Sweeps: which runs a file asks for, that they go on where they were stopped, how many go at once,
+and what their table says."""
 
 from __future__ import annotations
 

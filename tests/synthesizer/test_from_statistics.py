@@ -1,5 +1,5 @@
-"""Images from class statistics: gradients reach pixels, images come nearer to the released means, by
-the seed alone."""
+"""Images from class statistics: gradients reach pixels, images come nearer to the released means,
+by the seed alone."""
 
 from __future__ import annotations
 

@@ -23,7 +23,8 @@ SPEC = dataset_spec("digits")
 
 @pytest.mark.parametrize("bias", [False, True])
 def test_it_is_autograds_gradient(bias: bool) -> None:
-    """Of learners with weights, batches and shares of their own; a share of 0 counts for nothing."""
+    """Of learners with weights, batches and shares of their own; a share of 0 counts for
+    nothing."""
     draws = torch.Generator().manual_seed(0)
     layers = [nn.Linear(5, 3, bias=bias) for _ in range(4)]
     x = torch.randn(4, 6, 5, generator=draws)

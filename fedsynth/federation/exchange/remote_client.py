@@ -105,8 +105,8 @@ class RemoteClient:
         return replace(answer, facts={**answer.facts, **named}).to_bytes()
 
     def _failed(self, error: Exception) -> Frame:
-        """Says that it failed, and neither how nor with which kind of error: both may go by records,
-        or by this machine. The reporter is told."""
+        """Says that it failed, and neither how nor with which kind of error: both may go by
+        records, or by this machine. The reporter is told."""
         self._reporter.note(f"a request failed: {error!r}")
         return Frame("error", {"text": FAILED})
 

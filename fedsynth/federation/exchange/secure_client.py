@@ -6,8 +6,8 @@ it masked, and in no other way.
     step      theirs are there; the step itself, charged as every step, and its upload under masks
     unmask    of each client one share, by who is there
 
-Each is answered once a sum, and a sum is for one exchange of one round: what could be asked twice of
-the same upload, with others there, would tell it by the difference.
+Each is answered once a sum, and a sum is for one exchange of one round: what could be asked twice
+of the same upload, with others there, would tell it by the difference.
 """
 
 from __future__ import annotations
@@ -73,7 +73,8 @@ class SumDesk:
         return Frame("answer", {}, client.share(Roster.from_bytes(frame.payload)).to_bytes())
 
     def receive(self, frame: Frame, phase: str, context: RoundContext, sealed: bytes) -> None:
-        """Takes the others' shares; before the step, which is not charged where they are too few."""
+        """Takes the others' shares; before the step, which is not charged where they are too
+        few."""
         self._under_way(frame, phase, context).receive(Sealed.from_bytes(sealed))
 
     def masked(

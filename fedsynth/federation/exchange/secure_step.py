@@ -1,8 +1,8 @@
-"""A server's side of an exchange of which it sees the sum alone: four questions in place of one, and
-clients may be lost before each (`fedsynth.federation.secure_sums`).
+"""A server's side of an exchange of which it sees the sum alone: four questions in place of one,
+and clients may be lost before each (`fedsynth.federation.secure_sums`).
 
-What it holds on the way are public keys, closed shares, masked vectors, shares that take masks away,
-and the sum. Nothing of it outlives the exchange but the sum.
+What it holds on the way are public keys, closed shares, masked vectors, shares that take masks
+away, and the sum. Nothing of it outlives the exchange but the sum.
 """
 
 from __future__ import annotations

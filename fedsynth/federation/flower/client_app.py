@@ -7,7 +7,8 @@ goes through the SuperNode with each message, and is gone with it.
 A data owner who wants the ledger to hold whatever a server sends starts `fedsynth client` instead
 (`fedsynth.federation.flower.executor`): there the app that is sent is never run.
 
-The node's configuration (`--node-config`) may say, and in a simulation Flower itself says the first:
+The node's configuration (`--node-config`) may say, and in a simulation Flower itself says the
+first:
 
     partition-id    the client's number
     home            the folder of its ledgers

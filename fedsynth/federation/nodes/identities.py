@@ -1,5 +1,5 @@
-"""Clients' long-lived keys, which they exchange without their server: with them a client of a secure
-sum knows that the keys it is passed on are the other clients' own."""
+"""Clients' long-lived keys, which they exchange without their server: with them a client of a
+secure sum knows that the keys it is passed on are the other clients' own."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""A data owner's own privacy report of a run: over its own ledger, without anybody else's, with what
-`fedsynth privacy verify` needs to make it again."""
+"""A data owner's own privacy report of a run: over its own ledger, without anybody else's, with
+what `fedsynth privacy verify` needs to make it again."""
 
 from __future__ import annotations
 

@@ -146,9 +146,9 @@ class Session:
         )
 
     def check_terms(self, facts: Mapping[str, Any]) -> None:
-        """Refuses another σ than the run was begun with: it is found once, and a server that goes on
-        has it written down. (Each charge is at the σ that is drawn with, so that the ledger would be
-        right with another, too; but it would be no run that its owner has agreed to.)
+        """Refuses another σ than the run was begun with: it is found once, and a server that goes
+        on has it written down. (Each charge is at the σ that is drawn with, so that the ledger
+        would be right with another, too; but it would be no run that its owner has agreed to.)
 
         Raises:
             MessageError: σ is another one.
@@ -207,7 +207,8 @@ class Session:
     def again(self, asked: Frame) -> Frame | None:
         """What was answered to the same question before; the client is then where that left it.
 
-        The ledger is not asked: nothing leaves that has not left before. None: it is a new question.
+        The ledger is not asked: nothing leaves that has not left before. None: it is a new
+        question.
 
         Raises:
             CheckpointError: what is kept is damaged.

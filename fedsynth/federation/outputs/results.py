@@ -76,7 +76,8 @@ class Results:
         return report
 
     def _sets(self) -> tuple[list[tuple[int, Tensor, Tensor]], list[Tensor | None]]:
-        """The last uploads' images and the server's own: client, images, labels; and soft labels."""
+        """The last uploads' images and the server's own: client, images, labels; and soft
+        labels."""
         sent = {k: one for k, one in self.uploads.items() if isinstance(one, SyntheticSet)}
         sets = [(client, one.images, one.labels) for client, one in sent.items()]
         soft = [one.soft_labels() for one in sent.values()]

@@ -2,8 +2,8 @@
 privacy_start.json and the ledgers.
 
 The run's plan, and which rows of the ledgers are the run's, are made again by `verified_charges`.
-The report, summary.json and the ε of metrics.jsonl (`verified_measured`) must follow from them. What
-rebuilds a report also makes the report of a run that was killed.
+The report, summary.json and the ε of metrics.jsonl (`verified_measured`) must follow from them.
+What rebuilds a report also makes the report of a run that was killed.
 """
 
 from __future__ import annotations

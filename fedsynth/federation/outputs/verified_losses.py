@@ -1,5 +1,5 @@
-"""What a private run's metrics say of lost clients, against the run's seed and its quorum; and which
-rows the ledgers lack because of it."""
+"""What a private run's metrics say of lost clients, against the run's seed and its quorum; and
+which rows the ledgers lack because of it."""
 
 from __future__ import annotations
 

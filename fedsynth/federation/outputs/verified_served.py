@@ -1,4 +1,5 @@
-"""What a report of a run over nodes may say that follows from no seed and no ledger of the server's."""
+"""What a report of a run over nodes may say that follows from no seed and no ledger of the
+server's."""
 
 from __future__ import annotations
 

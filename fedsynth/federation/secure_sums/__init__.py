@@ -1,5 +1,5 @@
-"""Sums of clients' vectors of which the server sees the sum alone, after Bonawitz et al., "Practical
-Secure Aggregation for Privacy-Preserving Machine Learning" (CCS 2017), Fig. 4.
+"""Sums of clients' vectors of which the server sees the sum alone, after Bonawitz et al.,
+"Practical Secure Aggregation for Privacy-Preserving Machine Learning" (CCS 2017), Fig. 4.
 
 Each client adds to its vector a mask that it shares with each other client, with opposite signs, so
 that they cancel in the sum, and one of its own. Where a client is lost after masks were agreed on,

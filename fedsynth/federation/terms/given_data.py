@@ -1,5 +1,5 @@
-"""The data that a simulation is given: whether they fit together, and what of them trains or tests at
-each client."""
+"""The data that a simulation is given: whether they fit together, and what of them trains or tests
+at each client."""
 
 from __future__ import annotations
 

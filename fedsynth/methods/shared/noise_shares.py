@@ -5,8 +5,8 @@ With `aggregation="own"` every client adds all of the noise that is charged, and
 upload. With "secure" each adds 1/√H of its deviation, H a public minimum of honest clients that
 survive a round: the guarantee then holds for those who see the sum alone. Over data owners' nodes
 the sum is made so that nobody sees more (`fedsynth.federation.exchange.secure_step`); a simulation
-assumes it. What is charged is the noise of H clients, however many answered, and of a sum with fewer
-nothing is made.
+assumes it. What is charged is the noise of H clients, however many answered, and of a sum with
+fewer nothing is made.
 """
 
 from __future__ import annotations

@@ -60,8 +60,8 @@ def class_means_of(
 
 @dataclass(frozen=True)
 class ImageMaking:
-    """What is asked for: images a class that are moved, those that are only drawn, and how the first
-    are moved."""
+    """What is asked for: images a class that are moved, those that are only drawn, and how the
+    first are moved."""
 
     ipc: int
     drawn: int

@@ -106,10 +106,10 @@ class Releases:
     def plans(self) -> tuple[PrivatePlan, ...]:
         """Moments, centre and what else is of round 1; a step of each later round.
 
-        Signals are of C equally frequent classes, the examples of each alike and any two orthogonal:
-        then Σ e/b ⊗ z is n/C of C orthogonal terms of norm 1, of norm n/√C, and so is Σ z zᵀ; all
-        examples share their centre. Small pictures are as moments; covariances are of white
-        features.
+        Signals are of C equally frequent classes, the examples of each alike and any two
+        orthogonal: then Σ e/b ⊗ z is n/C of C orthogonal terms of norm 1, of norm n/√C, and so is Σ
+        z zᵀ; all examples share their centre. Small pictures are as moments; covariances are of
+        white features.
         """
         widths = self.widths()
         of_moments, of_step = self.shares.of_moments_and_step(self.rounds, second=self.second)

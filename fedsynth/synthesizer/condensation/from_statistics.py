@@ -1,8 +1,8 @@
 """Images from class statistics of fixed features: post-processing of what was released, no data.
 
 The released sum Σ (e_y − 1/C) ⊗ z over n examples, times C/n, is of classes that are about as
-frequent the class means of z about their common mean; and that is about 0, since z is of features about
-their released mean. Start images, public or of released pictures, are moved
+frequent the class means of z about their common mean; and that is about 0, since z is of features
+about their released mean. Start images, public or of released pictures, are moved
 until theirs are the same, the released classifier gives each image its class, and neighbouring
 pixels are alike (total variation, as in Mahendran & Vedaldi 2015, arXiv 1412.0035):
 
@@ -43,8 +43,8 @@ class ReleasedStatistics:
     class_means: Tensor
 
     def distance(self, z_CId: Tensor) -> Tensor:
-        """Of the classes' means of [classes, I, d] from `class_means`, squared, relative to these; a
-        scalar."""
+        """Of the classes' means of [classes, I, d] from `class_means`, squared, relative to these;
+        a scalar."""
         size = self.class_means.square().sum().clamp_min(1e-12)
         gap: Tensor = (z_CId.mean(dim=1) - self.class_means).square().sum() / size
         return gap

@@ -5,10 +5,10 @@ For network m and class c a client's sum about a public centre s_{m,c} is
     R_{m,c} = Σ_{x ∈ c} (u_m(x) − s_{m,c}),      s_{m,c} = mean_{S_c} u_m,
 
 with u_m = [h_m; b·z_m] and S images that everybody has. Sums add up over clients, so with pooled
-counts n_c the estimate s_{m,c} + Σ_k R_{k,m,c} / n_c is the class mean of all clients' data together,
-whichever client has which example. With differential privacy each example's u_m(x) − s is clipped,
-and each R is one release of mechanism `features` (`feature_sums.py`, which has the argument for its
-sensitivity); the counts are one more.
+counts n_c the estimate s_{m,c} + Σ_k R_{k,m,c} / n_c is the class mean of all clients' data
+together, whichever client has which example. With differential privacy each example's u_m(x) − s is
+clipped, and each R is one release of mechanism `features` (`feature_sums.py`, which has the
+argument for its sensitivity); the counts are one more.
 """
 
 from __future__ import annotations
@@ -173,8 +173,8 @@ def sums_of(
 class TargetMatcher:
     """A `Matcher` on given class means: step t pulls towards those of network t mod M.
 
-    Its gradient is that of Σ_c ‖mean_{S_c} u_m − target_{m,c}‖² (FedDM, Eq. 9, with the means of all
-    clients' data); classes without a target stay where they are.
+    Its gradient is that of Σ_c ‖mean_{S_c} u_m − target_{m,c}‖² (FedDM, Eq. 9, with the means of
+    all clients' data); classes without a target stay where they are.
 
     Args:
         targets_MSD: class means.

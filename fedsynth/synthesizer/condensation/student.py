@@ -1,10 +1,10 @@
 """A network trained on a synthetic set alone: mixup, and augmented images that a teacher relabels.
 
 The set and the teacher are released or public, and so is all that comes of them. With few images a
-student sees little variety; the teacher labels any image, so copies that are moved, turned and bent,
-or mixed in pairs, get labels of their own (after Asano & Saeed 2023, arXiv 2112.00725). Without a
-teacher copies keep their image's label, and labels are mixed as images are (mixup: Zhang et al.
-2018, arXiv 1710.09412).
+student sees little variety; the teacher labels any image, so copies that are moved, turned and
+bent, or mixed in pairs, get labels of their own (after Asano & Saeed 2023, arXiv 2112.00725).
+Without a teacher copies keep their image's label, and labels are mixed as images are (mixup: Zhang
+et al. 2018, arXiv 1710.09412).
 """
 
 from __future__ import annotations

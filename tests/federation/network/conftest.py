@@ -246,7 +246,8 @@ class Federation:
         os.environ.update(self._before)
 
     def watched(self) -> list[tuple[int, str, str]]:
-        """(process, what, of what) of everything that the processes did, as far as it is watched."""
+        """(process, what, of what) of everything that the processes did, as far as it is
+        watched."""
         lines = self.watch.read_text().splitlines()
         parted = [line.split("\t", 2) for line in lines]
         return [(int(pid), kind, what) for pid, kind, what in parted]

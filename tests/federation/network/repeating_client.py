@@ -1,6 +1,6 @@
-"""A data owner's node whose noise can be repeated: so a run with differential privacy over nodes can
-be compared with one in one process. It is Python of the owner's own; nothing that a server sends,
-no setting and no environment makes a node do this, and its report says "not private"."""
+"""A data owner's node whose noise can be repeated: so a run with differential privacy over nodes
+can be compared with one in one process. It is Python of the owner's own; nothing that a server
+sends, no setting and no environment makes a node do this, and its report says "not private"."""
 
 import sys
 from pathlib import Path
