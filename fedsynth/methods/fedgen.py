@@ -5,10 +5,11 @@ Server: with the uploaded models it trains G(y, ε) -> embedding on Σ_k w_{k,y}
 ε)), y) + η·diversity, w_{k,y} client k's share of the round's examples of class y (Eq. 4 there, in
 the form of its public code), and sends G with the averaged model. Client:
 
-    CE on its batch  +  α·CE(classifier(G(y', ε)), y'), y' drawn evenly from the classes that any
-                     client has had +  β·KL(softmax classifier(G(y, ε)) ‖ p(x)) for its own examples
-                     (x, y), the target held fixed,
+    CE on its batch  +  α·CE(classifier(G(y', ε)), y')
+                     +  β·KL(softmax classifier(G(y, ε)) ‖ p(x)),
 
+y' drawn evenly from the classes that any client has had; (x, y) its own examples, the target held
+fixed;
 α and β times 0.98 each round; from round 2 on, when there is a G.
 
 For the last term the noise is a fixed pool for each class and round, and the target is averaged
