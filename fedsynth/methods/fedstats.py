@@ -161,8 +161,10 @@ class FedStats(SharesNoise):
             round and moves towards them, with soft labels; 0: none.
         drawn_ipc: images of each class beside those, as they are drawn: worse each, but not alike.
             A student learns more from both; they cost no privacy, and a server little time.
-        pixel_share: of the budget for moments of small pictures, which images start from; taken
-            where images are asked for. 0: they start from random processes.
+        pictures: whether moments of small pictures are released for images to start from; else they
+            start from random processes, which cost nothing. "auto": of grey images; in colour a
+            student learns more from random processes.
+        pixel_share: of the budget for these moments, taken where images are asked for.
         image_steps: of Adam on them.
         image_lr: in pixel units, where 1 is white.
         teacher_weight: of the released classifier's cross-entropy beside the class means' distance.
@@ -196,6 +198,7 @@ class FedStats(SharesNoise):
         "teacher_weight": 0.03,
         "smoothness": 0.3,
         "pixel_share": 0.15,
+        "pictures": YES,
         "momentum": 0.5,
         "logit_noise": 0.6,
         "whitening": NO,
@@ -221,6 +224,7 @@ class FedStats(SharesNoise):
     curvature: float = 0.00375
     ipc: int = 0
     drawn_ipc: int = 0
+    pictures: str = AUTO
     pixel_share: float = 0.15
     image_steps: int = 12
     image_lr: float = 0.05
@@ -238,8 +242,11 @@ class FedStats(SharesNoise):
         check_choices(self, features=(AUTO, *feature_names()))
         check_ranges(self, covariance_share=(1e-4, 0.9))
         check_choices(self, second_moments=(YES, NO, AUTO), whitening=(YES, NO, AUTO))
+        check_choices(self, pictures=(YES, NO, AUTO))
         self.check_aggregation()
-        self._shares(self.covariance_share if self.whitening == YES else 0.0)
+        asked = self.images_each > 0 and self.pictures != NO
+        covariances = self.covariance_share if self.whitening == YES else 0.0
+        self._shares(self.pixel_share if asked else 0.0, covariances)
 
     # ------------------------------------------------------------------------ public values
 
@@ -277,18 +284,19 @@ class FedStats(SharesNoise):
             )
         return True
 
-    @property
-    def picture_share(self) -> float:
-        """What small pictures take of the budget: nothing where no images are asked for."""
-        return self.pixel_share if self.images_each else 0.0
+    def picture_share(self, spec: DatasetSpec) -> float:
+        """What small pictures take of the budget: nothing where no images are asked for, or where they
+        start from random processes; by public facts alone."""
+        wanted = self.pictures == YES or (self.pictures == AUTO and spec.channels == 1)
+        return self.pixel_share if wanted and self.images_each else 0.0
 
     @property
     def images_each(self) -> int:
         """Images of each class that are made."""
         return self.ipc + self.drawn_ipc
 
-    def _shares(self, covariances: float) -> Shares:
-        return Shares(self.centre_share, self.picture_share, covariances, self.moment_share)
+    def _shares(self, pictures: float, covariances: float) -> Shares:
+        return Shares(self.centre_share, pictures, covariances, self.moment_share)
 
     def has_second(self, privacy: PrivacySettings | None) -> bool:
         """Whether second moments are released; a rule on settings, which are public."""
@@ -314,7 +322,7 @@ class FedStats(SharesNoise):
             spec.classes,
             context.rounds,
             self.has_second(privacy),
-            self._shares(share),
+            self._shares(self.picture_share(spec), share),
             self.step_clip,
         )
 
@@ -327,7 +335,7 @@ class FedStats(SharesNoise):
             "cells, released in round 1"
         }
         return {
-            **(facts if self.picture_share else {}),
+            **(facts if self.picture_share(spec) else {}),
             **(whitening if self.whitens(spec) else {}),
             "feature map": f"{features.name}, {features.dimension} coordinates: fixed before data "
             "are read; which map was chosen on public benchmarks",
@@ -419,7 +427,7 @@ class FedStats(SharesNoise):
         sums = self._sums(CENTRE, features, rows, clients)
         small = torch.zeros(len(sums), 0, device=sums.device)
         spread = small
-        if self.picture_share:
+        if self.picture_share(context.spec):
             small = self._sums(PIXELS, low_pass(context.spec.image_shape), pictures, clients)
         if self.has_covariances(context.privacy, context.spec):
             spread = self._sums(COVARIANCES, features, products, clients)
@@ -500,7 +508,7 @@ class FedStats(SharesNoise):
             noise = pool.deviation / pool.records
             roots = released_roots(second, centre, noise, self.map_of(context.spec))
             state = replace(state, parameters={**state.parameters, **roots})
-        if not self.picture_share:
+        if not self.picture_share(context.spec):
             return state
         found = PixelMoments.unpacked(
             total.pictures,

@@ -21,13 +21,16 @@ from fedsynth import (
     simulate,
 )
 from fedsynth.core.context import RoundContext, round_context
+from fedsynth.data.images import denormalise
 from fedsynth.data.registry import dataset_spec
 from fedsynth.evaluation.accuracy import accuracy
+from fedsynth.features.random_images import random_images
 from fedsynth.methods.fedstats import FedStatsState, StatisticSums
 from fedsynth.methods.shared.class_statistics import target_norm
 from fedsynth.models.feature_linear import feature_linear
 from fedsynth.models.registry import build_model
 from fedsynth.privacy.plans import PrivatePlan
+from fedsynth.seeding import torch_generator
 from fedsynth.synthesizer.condensation.student import StudentSettings, train_student
 
 SPEC, CPU = dataset_spec("digits"), torch.device("cpu")
@@ -82,37 +85,35 @@ def test_images_come_after_the_last_round_from_the_server_s_state_alone() -> Non
     assert without.server_step(begun(), upload, context()).class_means is None
 
 
-@pytest.mark.parametrize(("ipc", "drawn", "moving"), [(0, 3, 5), (2, 3, 5), (3, 0, 0)])
-def test_drawn_images_stand_beside_moved_ones(ipc: int, drawn: int, moving: int) -> None:
-    """After a class's moved images, which they leave as they are; none of them is moved, and each
-    is one that was not there before."""
+def drawn_beside(ipc: int, drawn: int) -> torch.Tensor:
+    """Pixels [classes, ipc + drawn, 64] in bytes; checks that labels and soft labels go with them."""
     draws = torch.Generator().manual_seed(0)
     upload = {0: StatisticSums(torch.randn(10 * 64, generator=draws))}
-    made = {}
-    for asked in {(ipc, drawn), (ipc, 0)} - {(0, 0)}:
-        method = FedStats(
-            features="pixels",
-            ipc=asked[0],
-            drawn_ipc=asked[1],
-            image_steps=moving,
-            second_moments="no",
-        )
-        state = method.server_step(begun(), upload, context())
-        found = method.synthetic(state, context())
-        assert found is not None
-        assert found[1].tolist() == [c for c in range(10) for _ in range(sum(asked))]
-        assert state.soft_labels is not None
-        assert len(state.soft_labels) == len(found[0])
-        made[asked] = found[0].view(10, sum(asked), -1)
-    both = made[ipc, drawn]
-    if ipc:
-        assert torch.equal(both[:, :ipc], made[ipc, 0])
-    assert len(both.flatten(0, 1).unique(dim=0)) == 10 * (ipc + drawn)
-    still = FedStats(features="pixels", ipc=ipc + drawn, image_steps=0, second_moments="no")
-    never_moved = still.server_step(begun(), upload, context()).images
-    assert never_moved is not None
-    if ipc == 0 or drawn == 0:
-        assert torch.equal(both.flatten(0, 1), never_moved.flatten(1))
+    method = FedStats(
+        features="pixels", ipc=ipc, drawn_ipc=drawn, image_steps=5, second_moments="no"
+    )
+    state = method.server_step(begun(), upload, context())
+    found = method.synthetic(state, context())
+    assert found is not None
+    assert found[1].tolist() == [c for c in range(10) for _ in range(ipc + drawn)]
+    assert state.soft_labels is not None
+    assert len(state.soft_labels) == len(found[0])
+    return denormalise(found[0], SPEC).view(10, ipc + drawn, -1)
+
+
+def test_drawn_images_stand_beside_moved_ones() -> None:
+    """After a class's moved images, which they leave as they are; all are different."""
+    both = drawn_beside(ipc=2, drawn=3)
+    assert torch.equal(both[:, :2], drawn_beside(ipc=2, drawn=0))
+    assert len(both.flatten(0, 1).unique(dim=0)) == 50
+
+
+def test_drawn_images_are_not_moved() -> None:
+    """Each is one of the random-process images that it was chosen of."""
+    alone = drawn_beside(ipc=0, drawn=3).flatten(0, 1)
+    draws = torch_generator(0, "fedstats' start images")
+    public = random_images(60, SPEC.image_shape, draws).mul(255).round().to(torch.uint8)
+    assert all((public.flatten(1) == one).all(dim=1).any() for one in alone)
 
 
 def test_images_from_random_processes_cost_nothing() -> None:

@@ -165,7 +165,17 @@ def test_a_run_s_ledger_has_it_and_epsilon_is_that_of_one_without(aggregation: s
 def test_shares_must_leave_something_for_the_steps() -> None:
     with pytest.raises(SettingError, match="leave something for the steps"):
         FedStats(ipc=1, pixel_share=0.88)
-    assert FedStats(pixel_share=0.88).picture_share == 0
+    assert FedStats(pixel_share=0.88).picture_share(dataset_spec("digits")) == 0
+
+
+def test_in_colour_images_start_from_random_processes() -> None:
+    """Then nothing is released for them; "yes" and "no" say otherwise."""
+    colour, grey = dataset_spec("cifar10"), dataset_spec("mnist")
+    shares = {
+        pictures: [FedStats(ipc=1, pictures=pictures).picture_share(one) for one in (grey, colour)]
+        for pictures in ("auto", "yes", "no")
+    }
+    assert shares == {"auto": [0.15, 0.0], "yes": [0.15, 0.15], "no": [0.0, 0.0]}
 
 
 # ------------------------------------------------------------------------------- from the release

@@ -1,7 +1,7 @@
 """FedStats' images: made by its server after the last round, of released sums and nothing else.
 
-Start images are drawn from the class Gaussians of the released small pictures, and made sharper.
-They are moved towards the released class means of features
+Start images are drawn from the class Gaussians of the released small pictures, and made sharper; or
+from random processes, where there are no such pictures. They are moved towards the released class means of features
 (`fedsynth.synthesizer.condensation.from_statistics`), and images between start and end are taken
 too. Further start images are left as they are drawn. The released classifier labels all.
 """
@@ -9,7 +9,6 @@ too. Further start images are left as they are drawn. The released classifier la
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -22,6 +21,7 @@ from fedsynth.methods.shared.pixel_moments import PixelMoments, sharpened
 from fedsynth.models.feature_linear import FeatureLinear
 from fedsynth.seeding import torch_generator
 from fedsynth.synthesizer.condensation.from_statistics import (
+    CANDIDATES,
     ImageSteps,
     ReleasedStatistics,
     images_from_statistics,
@@ -34,6 +34,8 @@ VARIETY = (0.4, 1.0)
 ALONG = (1.0, 0.75, 0.5, 0.25)
 """Where images are taken on their straight way from start to end: those between cost no features,
 and are another half of the variety."""
+FEW_CANDIDATES = 2
+"""Random-process images for each that is left as it is: a surer choice helps no student."""
 STEEPNESS = (12.0, 50.0)
 MIDDLE = (0.35, 0.55)
 """Of the curve that makes an image sharper: drawn for each image, the first evenly in its log."""
@@ -67,6 +69,11 @@ class ImageMaking:
     drawn: int
     steps: ImageSteps
 
+    @property
+    def along(self) -> tuple[float, ...]:
+        """Where on its way each moved image is taken."""
+        return ALONG if self.steps.steps else (1.0,)
+
 
 def make_images(
     teacher: FeatureLinear,
@@ -88,33 +95,32 @@ def make_images(
     statistics = ReleasedStatistics(teacher.embed_pixels, weight, class_means_Cd)
     draws = torch_generator(context.seed, "fedstats' start images")
 
-    def start(count: int) -> Tensor:
+    def start(count: int, candidates: int) -> Tensor:
         shape = context.spec.image_shape
         if moments is None:
-            return public_start(statistics, count, shape, draws)
+            return public_start(statistics, count, shape, draws, candidates)
         return drawn_start(moments, count, shape, draws).to(weight.device)
 
-    parts = [_moved(statistics, start, making, context)] if making.ipc else []
-    parts += [start(making.drawn)] if making.drawn else []
+    parts = []
+    if making.ipc:
+        begin = start(math.ceil(making.ipc / len(making.along)), CANDIDATES)
+        parts.append(_moved(statistics, begin, making, context))
+    if making.drawn:
+        parts.append(start(making.drawn, FEW_CANDIDATES))
     return torch.cat(parts, dim=1).flatten(0, 1).mul(255).round().to(torch.uint8)
 
 
 def _moved(
-    statistics: ReleasedStatistics,
-    start: Callable[[int], Tensor],
-    making: ImageMaking,
-    context: RoundContext,
+    statistics: ReleasedStatistics, begin: Tensor, making: ImageMaking, context: RoundContext
 ) -> Tensor:
     """[C, ipc, channels, H, W]: images at the end of their way, then those along it."""
-    along = ALONG if making.steps.steps else (1.0,)
-    begin = start(math.ceil(making.ipc / len(along)))
     made = images_from_statistics(
         statistics,
         begin,
         making.steps,
         lambda done, total: context.report("images", done, total),
     )
-    between = [begin + share * (made - begin) for share in along]
+    between = [begin + share * (made - begin) for share in making.along]
     return torch.cat(between, dim=1)[:, : making.ipc]
 
 

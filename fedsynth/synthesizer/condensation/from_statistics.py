@@ -88,12 +88,23 @@ def public_start(
     ipc: int,
     image_shape: tuple[int, int, int],
     generator: torch.Generator,
+    candidates: int = CANDIDATES,
 ) -> Tensor:
-    """Of random-process images those that the classifier takes for a class most surely, each once,
-    [classes, ipc, C, H, W] in [0, 1], on the weight's device."""
+    """Random-process images that the classifier takes for a class most surely, each once.
+
+    Args:
+        statistics: released.
+        ipc: of each class.
+        image_shape: C, H, W.
+        generator: of the images.
+        candidates: how many times as many images are drawn.
+
+    Returns:
+        Pixels [classes, ipc, C, H, W] in [0, 1], on the weight's device.
+    """
     device = statistics.weight.device
     classes = len(statistics.weight)
-    drawn = random_images(CANDIDATES * classes * ipc, image_shape, generator).to(device)
+    drawn = random_images(candidates * classes * ipc, image_shape, generator).to(device)
     with torch.no_grad():
         parts = [statistics.embed(some) @ statistics.weight.T for some in drawn.split(AT_ONCE)]
     scores = torch.log_softmax(torch.cat(parts), dim=1)
