@@ -7,8 +7,8 @@ A run (defaults, ten clients, own noise, 32 rounds) sees all training images but
 ConvNet of width 32 learns from 2,000 images with soft labels by the run's classifier, and nothing
 else: the run's training images themselves ("real": an upper bound, which is not private), these as
 small pictures show them ("small": what drawing from small pictures can come to), random processes
-("random"), images drawn from released small pictures ("drawn"), or moved as well ("moved"). It is
-measured on 4,000 of the 10,000; no test image is read.
+("random"), images drawn from released small pictures ("drawn"), or moved as well ("moved"). In colour "moved" ones start from random processes, as is the default there, and "drawn" ones
+are what `pictures=yes` would start from. It is measured on 4,000 of the 10,000; no test image is read.
 
 Resumes: finished rows are lines of results/student_images.jsonl.
 """
@@ -89,8 +89,8 @@ def _images(source: str, made: Tensor, train: ImageData) -> Tensor:
 
 def main() -> None:
     parser = table_options(__doc__, "two rounds and few images, to see that it runs")
-    both = ["mnist", "fashion-mnist"]
-    parser.add_argument("--datasets", nargs="+", default=both, choices=both)
+    all_of_them = ["mnist", "fashion-mnist", "cifar10"]
+    parser.add_argument("--datasets", nargs="+", default=all_of_them, choices=all_of_them)
     folder = Path(tempfile.gettempdir()) / "fedsynth-features"
     parser.add_argument("--cache", type=Path, default=folder, help="folder of kept features")
     add_share(parser)
@@ -107,6 +107,8 @@ def main() -> None:
             steps = FedStats().image_steps if source == "moved" else 0
             ipc = 4 if options.quick else IPC
             method = FedStats(ipc=ipc, image_steps=steps)
+            if source == "drawn" and whole.spec.channels == 3:
+                method = replace(method, pictures="yes")
             features = method.map_of(whole.spec)
             keep_features(seen, features, vectors(options.cache, "train", whole, features)[:count])
             case = Case(dataset, "1", "own", 0.5, 10)

@@ -17,7 +17,7 @@ DATASETS = {
 }
 SOURCES = {
     "real": "the training images themselves (an upper bound, not private)",
-    "small": "these as 14×14 pictures, enlarged and sharpened as drawn ones are (not private)",
+    "small": "these as 14×14 pictures (CIFAR-10: 8×8), enlarged and sharpened as drawn ones are (not private)",
     "random": "random processes",
     "drawn": "drawn from small pictures (step 1)",
     "moved": "moved towards class means as well (steps 1 to 3)",
@@ -190,11 +190,11 @@ def _diagnosis() -> str:
     body = []
     for source, label in SOURCES.items():
         cells = []
-        for dataset in ("mnist", "fashion-mnist"):
+        for dataset in ("mnist", "fashion-mnist", "cifar10"):
             values = percents(rows, f"{dataset} {source}", (0,))
             cells.append(spread(values, 1))
         body.append([label, *cells])
-    return table(["images", "MNIST", "Fashion-MNIST"], body)
+    return table(["images", "MNIST", "Fashion-MNIST", "CIFAR-10"], body)
 
 
 TABLES: dict[str, Callable[[], str]] = {
