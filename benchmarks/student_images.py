@@ -7,8 +7,9 @@ A run (defaults, ten clients, own noise, 32 rounds) sees all training images but
 ConvNet of width 32 learns from 2,000 images with soft labels by the run's classifier, and nothing
 else: the run's training images themselves ("real": an upper bound, which is not private), these as
 small pictures show them ("small": what drawing from small pictures can come to), random processes
-("random"), images drawn from released small pictures ("drawn"), or moved as well ("moved"). In colour "moved" ones start from random processes, as is the default there, and "drawn" ones
-are what `pictures=yes` would start from. It is measured on 4,000 of the 10,000; no test image is read.
+("random"), images drawn from released small pictures ("drawn"), or moved as well ("moved"). In
+colour moved ones start from random processes, as is the default there, and drawn ones are what
+`pictures=yes` would start from. It is measured on 4,000 of the 10,000; no test image is read.
 
 Resumes: finished rows are lines of results/student_images.jsonl.
 """
