@@ -285,8 +285,8 @@ class FedStats(SharesNoise):
         return True
 
     def picture_share(self, spec: DatasetSpec) -> float:
-        """What small pictures take of the budget: nothing where no images are asked for, or where they
-        start from random processes; by public facts alone."""
+        """What small pictures take of the budget: nothing where no images are asked for, or where
+        they start from random processes; by public facts alone."""
         wanted = self.pictures == YES or (self.pictures == AUTO and spec.channels == 1)
         return self.pixel_share if wanted and self.images_each else 0.0
 

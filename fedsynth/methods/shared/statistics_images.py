@@ -1,8 +1,9 @@
 """FedStats' images: made by its server after the last round, of released sums and nothing else.
 
 Start images are drawn from the class Gaussians of the released small pictures, and made sharper; or
-from random processes, where there are no such pictures. They are moved towards the released class means of features
-(`fedsynth.synthesizer.condensation.from_statistics`), and images between start and end are taken
+from random processes, where there are no such pictures. They are moved towards the released class
+means of features (`fedsynth.synthesizer.condensation.from_statistics`), and images between start
+and end are taken
 too. Further start images are left as they are drawn. The released classifier labels all.
 """
 
