@@ -3,8 +3,8 @@
 Start images are drawn from the class Gaussians of the released small pictures, and made sharper; or
 from random processes, where there are no such pictures. They are moved towards the released class
 means of features (`fedsynth.synthesizer.condensation.from_statistics`), and images between start
-and end are taken
-too. Further start images are left as they are drawn. The released classifier labels all.
+and end are taken too. Further start images are left as they are drawn. The released classifier
+labels all.
 """
 
 from __future__ import annotations
