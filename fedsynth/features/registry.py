@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fedsynth.errors import SettingError, unknown_name
 from fedsynth.features.feature_map import FeatureMap, Shape
+from fedsynth.features.random_process import LEAST
 from fedsynth.rows_alone import mixes_rows
 
 Builder = Callable[[Shape], FeatureMap]
@@ -42,6 +43,20 @@ def feature_names() -> tuple[str, ...]:
     True
     """
     return (*_BUILT_IN, *_OWN)
+
+
+def features_for(shape: Shape) -> str:
+    """The default for images of this shape, found on held-out training images.
+
+    >>> features_for((3, 32, 32))
+    'mirrored-scattering+random-process'
+    >>> features_for((1, 28, 28)), features_for((1, 8, 8))
+    ('whitened-scattering+random-process', 'whitened-scattering')
+    """
+    if shape[0] not in (1, 3) or min(shape[1:]) < LEAST:
+        return "whitened-scattering"
+    kind = "mirrored" if shape[0] == 3 else "whitened"
+    return f"{kind}-scattering+random-process"
 
 
 def is_own_features(name: str) -> bool:

@@ -36,25 +36,23 @@ from fedsynth.core.messages import Message, ModelParameters, released
 from fedsynth.core.method import Later, Memory, Presets, Results, RowsOf
 from fedsynth.core.state import ServerState
 from fedsynth.core.uploads import LARGEST, Array, Rule
-from fedsynth.data.images import normalise
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.errors import SettingError
-from fedsynth.features.feature_map import FeatureMap, Shape
+from fedsynth.features.feature_map import FeatureMap
 from fedsynth.features.low_pass import low_pass
-from fedsynth.features.random_process import LEAST
-from fedsynth.features.registry import feature_map, feature_names
+from fedsynth.features.registry import feature_map, feature_names, features_for
 from fedsynth.methods.shared.class_statistics import (
     ClassMoments,
     Spectrum,
     crossed_rows,
+    first_gradient,
     moment_rows,
     step_rows,
-    target_norm,
 )
-from fedsynth.methods.shared.noise_shares import OWN, SharesNoise
-from fedsynth.methods.shared.noisy_steps import Pace, Pool, pace
+from fedsynth.methods.shared.noise_shares import Pool, SharesNoise
+from fedsynth.methods.shared.noisy_steps import Pace, pace
 from fedsynth.methods.shared.pixel_moments import PIXELS, PixelMoments, pixel_rows
-from fedsynth.methods.shared.statistics_images import ImageMaking, class_means_of, make_images
+from fedsynth.methods.shared.statistics_images import ImagesState, MakesImages, class_means_of
 from fedsynth.methods.shared.statistics_releases import (
     CENTRE,
     FIRST_ROUND,
@@ -62,19 +60,24 @@ from fedsynth.methods.shared.statistics_releases import (
     STEP,
     Releases,
     Shares,
+    public_facts,
 )
-from fedsynth.methods.shared.whitening import COVARIANCES, covariance_rows, released_roots
+from fedsynth.methods.shared.whitening import (
+    AUTO,
+    COVARIANCES,
+    NO,
+    YES,
+    covariance_rows,
+    released_roots,
+    whitens,
+)
 from fedsynth.models.feature_linear import Embedding, FeatureLinear, feature_linear
 from fedsynth.models.registry import ModelSettings
-from fedsynth.privacy.plans import FIRST, MAIN, PrivatePlan
+from fedsynth.privacy.plans import FIRST, PrivatePlan
 from fedsynth.privacy.products import Products, Rows
 from fedsynth.privacy.settings import PrivacySettings
-from fedsynth.synthesizer.condensation.from_statistics import ImageSteps
-from fedsynth.synthesizer.condensation.sets import MOST_IPC
-from fedsynth.synthesizer.condensation.student import soft_labels
 from fedsynth.validation import check_choices, check_ranges
 
-YES, NO, AUTO = "yes", "no", "auto"
 SCALE = 4.0
 """From a regression on labels to logits: the softmax's slope at even odds of two classes is ¼."""
 
@@ -97,41 +100,26 @@ class CentreSums(Message):
 
 
 @dataclass(frozen=True)
-class FedStatsState(ServerState):
-    """What the server keeps beside the classifier.
+class FedStatsState(ImagesState):
+    """What the server keeps beside the classifier; see `ImagesState`, and
 
     Args:
         eigenvalues: of the released second moments, plus the ridge, [d]; None before round 1.
         eigenvectors: [d, d].
         velocity: the last move over its rate, [C, d]; None before the first.
-        class_means: of z about their common mean, by the released moments, where images are to be
-            made, [C, d].
-        picture_means, picture_roots: of the released small pictures (`PixelMoments`), likewise.
-        images: that were made after the last round, [C · m, channels, H, W], normalised, with m
-            `images_each`.
-        soft_labels: of them, by the released classifier, [C · m, C].
     """
 
     eigenvalues: Tensor | None = None
     eigenvectors: Tensor | None = None
     velocity: Tensor | None = None
-    class_means: Tensor | None = None
-    picture_means: Tensor | None = None
-    picture_roots: Tensor | None = None
-    images: Tensor | None = None
-    soft_labels: Tensor | None = None
 
 
 @dataclass(frozen=True)
-class FedStats(SharesNoise):
+class FedStats(SharesNoise, MakesImages):
     """Settings; a run of n rounds has n − 1 steps. Defaults were found on EMNIST letters and on
-    held-out training images.
+    held-out training images. See `SharesNoise`, `MakesImages`, and
 
     Args:
-        aggregation: "own": every client adds all of the noise. "secure": each adds 1/√H of it, and
-            the guarantee holds for those who see the sum alone. Over nodes they see no more; a
-            simulation assumes it.
-        honest: H, a public minimum of honest clients that survive a round; 0: all but one.
         features: the map φ, see `fedsynth.features.feature_names`, or one that was registered.
             "auto": by the images' public shape (`features_for`).
         centre_share: of the budget μ² for the centre.
@@ -157,18 +145,6 @@ class FedStats(SharesNoise):
         curvature: without second moments, what stands for all their eigenvalues.
         step_floor: with second moments, the least eigenvalue that a step divides by, over σ_G·√d,
             with σ_G the noise of a gradient's coordinate.
-        ipc: images of each class that the server makes of the released statistics after the last
-            round and moves towards them, with soft labels; 0: none.
-        drawn_ipc: images of each class beside those, as they are drawn: worse each, but not alike.
-            A student learns more from both; they cost no privacy, and a server little time.
-        pictures: whether moments of small pictures are released for images to start from; else they
-            start from random processes, which cost nothing. "auto": of grey images; in colour a
-            student learns more from random processes.
-        pixel_share: of the budget for these moments, taken where images are asked for.
-        image_steps: of Adam on them.
-        image_lr: in pixel units, where 1 is white.
-        teacher_weight: of the released classifier's cross-entropy beside the class means' distance.
-        smoothness: of total variation beside it.
 
     >>> from fedsynth import FedStats, PrivacySettings, RunSettings, simulate
     >>> result = simulate(RunSettings(FedStats(), rounds=1, privacy=PrivacySettings(epsilon=8.0)))
@@ -222,28 +198,17 @@ class FedStats(SharesNoise):
     momentum: float = 0.5
     step_floor: float = 0.1
     curvature: float = 0.00375
-    ipc: int = 0
-    drawn_ipc: int = 0
-    pictures: str = AUTO
-    pixel_share: float = 0.15
-    image_steps: int = 12
-    image_lr: float = 0.05
-    teacher_weight: float = 0.03
-    smoothness: float = 0.3
 
     def __post_init__(self) -> None:
         check_ranges(self, centre_share=(1e-4, 0.9), moment_share=(1e-4, 0.999))
         check_ranges(self, ridge=(0, inf), step_clip=(1e-3, 1.5), step_size=(0, inf))
         check_ranges(self, step_floor=(0, inf), curvature=(1e-9, inf))
-        check_ranges(self, ipc=(0, MOST_IPC), drawn_ipc=(0, MOST_IPC))
-        check_ranges(self, image_steps=(0, inf), image_lr=(0, inf))
-        check_ranges(self, teacher_weight=(0, inf), smoothness=(0, inf))
-        check_ranges(self, pixel_share=(0, 0.9), momentum=(0, 0.999), logit_noise=(1e-3, inf))
+        check_ranges(self, momentum=(0, 0.999), logit_noise=(1e-3, inf))
         check_choices(self, features=(AUTO, *feature_names()))
         check_ranges(self, covariance_share=(1e-4, 0.9))
         check_choices(self, second_moments=(YES, NO, AUTO), whitening=(YES, NO, AUTO))
-        check_choices(self, pictures=(YES, NO, AUTO))
         self.check_aggregation()
+        self.check_images()
         asked = self.images_each > 0 and self.pictures != NO
         covariances = self.covariance_share if self.whitening == YES else 0.0
         self._shares(self.pixel_share if asked else 0.0, covariances)
@@ -262,38 +227,13 @@ class FedStats(SharesNoise):
         return feature_linear(self.map_of(spec), spec, whitens=self.whitens(spec))
 
     def whitens(self, spec: DatasetSpec) -> bool:
-        """Whether the model has a T, by which private runs whiten z; by public facts alone. An open
-        run's stays the identity.
+        """Whether the model has a T, by which private runs whiten z. An open run's stays the
+        identity.
 
         Raises:
             SettingError: `whitening=yes` of features that have no channels and cells.
         """
-        if self.whitening == NO:
-            return False
-        features = self.map_of(spec)
-        if self.whitening == AUTO:
-            shape = spec.image_shape
-            return bool(features.blocks) and shape[0] == 1 and min(shape[1:]) >= LEAST
-        if not features.blocks:
-            raise SettingError(
-                "method",
-                "whitening",
-                f"needs features of channels and cells (FeatureMap.blocks), which "
-                f"{features.name!r} are not",
-                value=self.whitening,
-            )
-        return True
-
-    def picture_share(self, spec: DatasetSpec) -> float:
-        """What small pictures take of the budget: nothing where no images are asked for, or where
-        they start from random processes; by public facts alone."""
-        wanted = self.pictures == YES or (self.pictures == AUTO and spec.channels == 1)
-        return self.pixel_share if wanted and self.images_each else 0.0
-
-    @property
-    def images_each(self) -> int:
-        """Images of each class that are made."""
-        return self.ipc + self.drawn_ipc
+        return whitens(self.whitening, self.map_of(spec), spec.image_shape)
 
     def _shares(self, pictures: float, covariances: float) -> Shares:
         return Shares(self.centre_share, pictures, covariances, self.moment_share)
@@ -327,21 +267,12 @@ class FedStats(SharesNoise):
         )
 
     def public_facts(self, spec: DatasetSpec) -> Mapping[str, str]:
-        features = self.map_of(spec)
-        pictures = low_pass(spec.image_shape)
-        facts = {"small pictures": f"{pictures.dimension} coordinates of norm 1: {pictures.source}"}
-        whitening = {
-            "whitening": "in a private run by noisy covariances of the features' channels and "
-            "cells, released in round 1"
-        }
-        return {
-            **(facts if self.picture_share(spec) else {}),
-            **(whitening if self.whitens(spec) else {}),
-            "feature map": f"{features.name}, {features.dimension} coordinates: fixed before data "
-            "are read; which map was chosen on public benchmarks",
-            "constants of the features": f"norm bound {features.norm_bound:.6g}, radius R "
-            f"{features.radius:.6g}: {features.source}",
-        }
+        return public_facts(
+            self.map_of(spec),
+            spec.image_shape,
+            pictures=self.picture_share(spec) > 0,
+            whitening=self.whitens(spec),
+        )
 
     def private_plans(
         self, privacy: PrivacySettings, context: RoundContext
@@ -474,11 +405,6 @@ class FedStats(SharesNoise):
 
     # -------------------------------------------------------------------------------- server
 
-    def pool(self, sums_D: Tensor, clients: int, plan: str, context: RoundContext) -> Pool:
-        """The sum over clients of a release, and the deviation of its noise."""
-        records = context.nominal_size * clients
-        return Pool(sums_D, self.pooled_deviation(plan, clients, context), records)
-
     def from_sum(
         self,
         phase: str,
@@ -494,29 +420,26 @@ class FedStats(SharesNoise):
             return self._begun(state, total, clients, context) if enough else state
         if enough:
             plan = MOMENTS if context.round == 1 else STEP
-            state = self._moved(state, self.pool(total.sums, clients, plan, context), context)
-        return self._with_images(state, context) if context.round == context.rounds else state
+            pool = self.pooled(total.sums, clients, plan, context)
+            state = self._moved(state, pool, context)
+        return self.with_images(state, context) if context.round == context.rounds else state
 
     def _begun(
         self, state: FedStatsState, total: CentreSums, clients: int, context: RoundContext
     ) -> FedStatsState:
-        pool = self.pool(total.sums, clients, CENTRE, context)
+        pool = self.pooled(total.sums, clients, CENTRE, context)
         centre = (pool.sums / pool.records).float()
         state = replace(state, parameters={**state.parameters, "centre": centre})
         if self.has_covariances(context.privacy, context.spec):
-            second = self.pool(total.covariances, clients, COVARIANCES, context)
+            second = self.pooled(total.covariances, clients, COVARIANCES, context)
             noise = pool.deviation / pool.records
             roots = released_roots(second, centre, noise, self.map_of(context.spec))
             state = replace(state, parameters={**state.parameters, **roots})
         if not self.picture_share(context.spec):
             return state
-        found = PixelMoments.unpacked(
-            total.pictures,
-            low_pass(context.spec.image_shape).dimension,
-            context.spec.classes,
-            pool.records,
-            self.pooled_deviation(PIXELS, clients, context),
-        )
+        small = self.pooled(total.pictures, clients, PIXELS, context)
+        width = low_pass(context.spec.image_shape).dimension
+        found = PixelMoments.unpacked(small, width, context.spec.classes)
         return replace(state, picture_means=found.means, picture_roots=found.roots)
 
     def _moved(self, state: FedStatsState, pool: Pool, context: RoundContext) -> FedStatsState:
@@ -527,40 +450,8 @@ class FedStats(SharesNoise):
             return state
         second = self.has_second(context.privacy)
         size = (context.spec.classes, self.map_of(context.spec).dimension)
-        means = class_means_of(pool.sums, pool.deviation, pool.records, size, second=second)
+        means = class_means_of(pool, size, second=second)
         return replace(state, class_means=means)
-
-    def _with_images(self, state: FedStatsState, context: RoundContext) -> FedStatsState:
-        """Images of what was released until now, with soft labels."""
-        if state.class_means is None:
-            return state
-        teacher = context.load(state.parameters)
-        if not isinstance(teacher, FeatureLinear):
-            raise TypeError(f"{self.name} has a linear model on features")
-        teacher.requires_grad_(False)
-        moments = None
-        if state.picture_means is not None and state.picture_roots is not None:
-            moments = PixelMoments(state.picture_means, state.picture_roots)
-        steps = ImageSteps(self.image_steps, self.image_lr, self.teacher_weight, self.smoothness)
-        making = ImageMaking(self.ipc, self.drawn_ipc, steps)
-        pixels = make_images(teacher, state.class_means, moments, making, context)
-        images = normalise(pixels, context.spec)
-        return replace(state, images=images, soft_labels=soft_labels(teacher, images))
-
-    def synthetic(
-        self, state: FedStatsState, context: RoundContext
-    ) -> tuple[Tensor, Tensor] | None:
-        if state.images is None:
-            return None
-        labels = torch.arange(context.spec.classes, device=state.images.device)
-        return state.images, labels.repeat_interleave(self.images_each)
-
-    def makes_images(self, counted: Sequence[int], rounds: int) -> bool:
-        """Moments are of round 1, images of the last; a sum that lacks noise makes neither."""
-        return self.images_each > 0 and self.aggregation == OWN and {1, rounds} <= set(counted)
-
-    def synthetic_soft_labels(self, state: FedStatsState, context: RoundContext) -> Tensor | None:
-        return state.soft_labels
 
     def _closed_form(
         self, state: FedStatsState, pool: Pool, context: RoundContext
@@ -568,11 +459,10 @@ class FedStats(SharesNoise):
         weight = state.parameters["classifier.weight"]
         classes, d = weight.shape
         if not self.has_second(context.privacy):
-            slope = pool.sums.view(classes, d) * (-target_norm(classes) / pool.records)
             first = {"classifier.weight": torch.zeros_like(weight)}
             begun = replace(state, parameters={**state.parameters, **first})
-            return self._gone(begun, slope.float(), context)
-        moments = ClassMoments.unpacked(pool.sums, d, classes, pool.records, pool.deviation)
+            return self._gone(begun, first_gradient(pool, classes), context)
+        moments = ClassMoments.unpacked(pool, d, classes)
         spectrum = Spectrum.of(moments, self.ridge)
         solved = (SCALE * spectrum.solve(moments.crossed)).float()
         return replace(
@@ -599,11 +489,8 @@ class FedStats(SharesNoise):
         self, state: FedStatsState, gradient_Cd: Tensor, context: RoundContext
     ) -> FedStatsState:
         """A step with momentum."""
-        how = self.pace(context)
-        velocity = gradient_Cd
-        if state.velocity is not None:
-            velocity = how.momentum * state.velocity + velocity
-        moved = state.parameters["classifier.weight"] - how.rate * velocity
+        weight = state.parameters["classifier.weight"]
+        moved, velocity = self.pace(context).step(weight, gradient_Cd, state.velocity)
         return replace(
             state,
             parameters={**state.parameters, "classifier.weight": moved},
@@ -621,20 +508,3 @@ class FedStats(SharesNoise):
             self.step_size / self.curvature,
             self.momentum,
         )
-
-
-def features_for(shape: Shape) -> str:
-    """Which map "auto" is for images of this shape, found on held-out training images.
-
-    >>> features_for((3, 32, 32))
-    'mirrored-scattering+random-process'
-    >>> features_for((1, 28, 28)), features_for((1, 8, 8))
-    ('whitened-scattering+random-process', 'whitened-scattering')
-    """
-    if shape[0] not in (1, 3) or min(shape[1:]) < LEAST:
-        return "whitened-scattering"
-    kind = "mirrored" if shape[0] == 3 else "whitened"
-    return f"{kind}-scattering+random-process"
-
-
-__all__ = ["FIRST", "MAIN", "FedStats", "FedStatsState", "Pool", "StatisticSums"]

@@ -21,8 +21,10 @@ from fedsynth.data.load import load_dataset
 from fedsynth.data.registry import dataset_spec
 from fedsynth.errors import SettingError
 from fedsynth.features.registry import feature_map
-from fedsynth.methods.fedstats import CENTRE, MOMENTS, STEP, StatisticSums
+from fedsynth.methods.fedstats import StatisticSums
 from fedsynth.methods.shared.class_statistics import ClassMoments, Spectrum, target_norm
+from fedsynth.methods.shared.noise_shares import Pool
+from fedsynth.methods.shared.statistics_releases import CENTRE, MOMENTS, STEP
 from fedsynth.models.feature_linear import FeatureLinear, feature_linear
 from fedsynth.privacy.errors import PrivacySettingError
 from fedsynth.privacy.ledger import Guard, Ledger
@@ -216,7 +218,7 @@ def test_the_closed_form_is_ridge_regression() -> None:
     triangle = np.array([z[:, i] @ z[:, j] * (1 if i == j else 2**0.5)
                          for i in range(5) for j in range(i, 5)])  # fmt: skip
     sums_D = 0.5**0.5 * np.concatenate([triangle, (e.T @ z).ravel() / target_norm(3)])
-    moments = ClassMoments.unpacked(torch.from_numpy(sums_D), 5, 3, 200.0, deviation=0.7)
+    moments = ClassMoments.unpacked(Pool(torch.from_numpy(sums_D), 0.7, 200.0), 5, 3)
     np.testing.assert_allclose(moments.second, z.T @ z / 200, atol=1e-12)
     spectrum = Spectrum.of(moments, ridge=0.5)
     ridge = 0.5 * (0.7 * 2**0.5 / 200) * 5**0.5

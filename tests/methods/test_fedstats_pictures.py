@@ -30,6 +30,7 @@ from fedsynth.data.registry import dataset_spec
 from fedsynth.errors import SettingError
 from fedsynth.features.low_pass import CONSTANT, low_pass
 from fedsynth.methods.fedstats import FedStatsState, StatisticSums
+from fedsynth.methods.shared.noise_shares import Pool
 from fedsynth.methods.shared.pixel_moments import (
     PIXELS,
     PixelMoments,
@@ -187,7 +188,7 @@ def test_means_and_covariance_by_numpy() -> None:
     x = draws.random((60, 1, 8, 8)).astype(np.float32)
     labels = np.sort(np.r_[np.arange(10), draws.integers(0, 4, 50)])
     sums = pixel_rows(low_pass((1, 8, 8))(torch.from_numpy(x)), torch.from_numpy(labels), 10).sums()
-    found = PixelMoments.unpacked(sums, WIDTH, 10, 60, 0.0)
+    found = PixelMoments.unpacked(Pool(sums, 0.0, 60), WIDTH, 10)
     v = x.reshape(60, -1)
     v = v / np.linalg.norm(v, axis=1, keepdims=True)
     means = np.stack([v[labels == c].mean(axis=0) for c in range(10)])
@@ -200,10 +201,10 @@ def test_directions_below_the_noise_are_dropped() -> None:
     """Noise alone leaves but a few of 65."""
     draws = torch.Generator().manual_seed(0)
     noise = torch.randn(pixel_width(WIDTH, 10), generator=draws, dtype=torch.float64)
-    found = PixelMoments.unpacked(10.0 * noise, WIDTH, 10, 1000.0, 10.0)
+    found = PixelMoments.unpacked(Pool(10.0 * noise, 10.0, 1000.0), WIDTH, 10)
     assert bool(torch.isfinite(found.means).all())
     assert found.roots.shape[1] < 22
-    assert PixelMoments.unpacked(10.0 * noise, WIDTH, 10, 1000.0, 0.0).roots.shape[1] > 25
+    assert PixelMoments.unpacked(Pool(10.0 * noise, 0.0, 1000.0), WIDTH, 10).roots.shape[1] > 25
 
 
 def test_images_are_drawn_about_their_class_s_mean() -> None:

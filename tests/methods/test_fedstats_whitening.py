@@ -24,7 +24,7 @@ from fedsynth.features.feature_map import FeatureMap
 from fedsynth.federation.outputs.verification import verify_run
 from fedsynth.federation.terms.settings import resolve
 from fedsynth.methods.shared import whitening
-from fedsynth.methods.shared.noisy_steps import Pool
+from fedsynth.methods.shared.noise_shares import Pool
 from fedsynth.methods.shared.whitening import COVARIANCES, released_roots, white_signal
 from fedsynth.models.feature_linear import Embedding, root_names
 from fedsynth.privacy.products import Grams

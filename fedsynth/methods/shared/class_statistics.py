@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fedsynth.features.row_products import row_product
+from fedsynth.methods.shared.noise_shares import Pool
 from fedsynth.privacy.products import Moments, Outer, smat
 
 EXACT = 1e-6
@@ -24,6 +25,12 @@ EXACT = 1e-6
 def target_norm(classes: int) -> float:
     """b = ‖e_y − 1/C‖, the same for every class."""
     return math.sqrt(1 - 1 / classes)
+
+
+def first_gradient(pool: Pool, classes: int) -> Tensor:
+    """The mean cross-entropy's gradient at W = 0, [C, d], of moments without second ones."""
+    gradient: Tensor = pool.sums.view(classes, -1) * (-target_norm(classes) / pool.records)
+    return gradient.float()
 
 
 def moment_rows(z_Nd: Tensor, labels_N: Tensor, classes: int) -> Moments:
@@ -59,21 +66,17 @@ class ClassMoments:
     noise: float
 
     @classmethod
-    def unpacked(
-        cls, sums_D: Tensor, dimension: int, classes: int, records: float, deviation: float
-    ) -> ClassMoments:
+    def unpacked(cls, pool: Pool, dimension: int, classes: int) -> ClassMoments:
         """From the pooled sums.
 
         Args:
-            sums_D: Σ √½·[svec(z zᵀ); z ⊗ e/b] over all clients, with their noise.
+            pool: Σ √½·[svec(z zᵀ); z ⊗ e/b] over all clients, with their noise.
             dimension, classes: d, C.
-            records: n, the public number of all records.
-            deviation: of the pooled noise in a coordinate of the sums.
         """
-        scaled = sums_D.double() * (math.sqrt(2) / records)
+        scaled = pool.sums.double() * (math.sqrt(2) / pool.records)
         packed = dimension * (dimension + 1) // 2
         crossed = scaled[packed:].view(classes, dimension) * target_norm(classes)
-        noise = deviation * math.sqrt(2) / records
+        noise = pool.deviation * math.sqrt(2) / pool.records
         return cls(smat(scaled[:packed], dimension), crossed, noise)
 
 

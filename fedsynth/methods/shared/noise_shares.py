@@ -17,6 +17,7 @@ from math import inf, sqrt
 from typing import TypeVar
 
 import torch
+from torch import Tensor
 
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message
@@ -30,6 +31,21 @@ from fedsynth.validation import check_choices, check_ranges
 
 OWN, SECURE = "own", "secure"
 M = TypeVar("M", bound=Message)
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Sums over clients.
+
+    Attributes:
+        sums: [D], float64.
+        deviation: of the noise in each coordinate.
+        records: the public number of records behind them.
+    """
+
+    sums: Tensor
+    deviation: float
+    records: float
 
 
 @dataclass(frozen=True)
@@ -99,6 +115,11 @@ class SharesNoise(Method):
         """
         each = context.noise.get(plan, 0.0) / sqrt(self.noise_shares(context.clients))
         return each * sqrt(clients)
+
+    def pooled(self, sums_D: Tensor, clients: int, plan: str, context: RoundContext) -> Pool:
+        """The sum of so many clients' uploads, with its noise and the public number of records."""
+        records = context.nominal_size * clients
+        return Pool(sums_D, self.pooled_deviation(plan, clients, context), records)
 
     def sum_dtype(self, plan: str, context: RoundContext) -> torch.dtype:
         """Of an upload's field: float64 on a release's grid, else float32."""

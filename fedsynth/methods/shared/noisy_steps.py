@@ -17,21 +17,6 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Pool:
-    """Sums over clients.
-
-    Attributes:
-        sums: [D], float64.
-        deviation: of the noise in each coordinate.
-        records: the public number of records behind them.
-    """
-
-    sums: Tensor
-    deviation: float
-    records: float
-
-
-@dataclass(frozen=True)
 class Pace:
     """Steps v ← m·v + g, W ← W − rate·v.
 
@@ -42,6 +27,15 @@ class Pace:
 
     rate: float
     momentum: float
+
+    def step(
+        self, weight_Cd: Tensor, gradient_Cd: Tensor, velocity_Cd: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """W and v after a step; v is None before the first."""
+        velocity = gradient_Cd
+        if velocity_Cd is not None:
+            velocity = self.momentum * velocity_Cd + gradient_Cd
+        return weight_Cd - self.rate * velocity, velocity
 
 
 def reach(steps: int, momentum: float) -> float:

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from fedsynth.features.feature_map import Shape
 from fedsynth.features.low_pass import CONSTANT, cells_of, low_pass
+from fedsynth.methods.shared.noise_shares import Pool
 from fedsynth.privacy.plans import FIRST, PrivatePlan
 from fedsynth.privacy.products import Moments, smat
 
@@ -77,22 +78,18 @@ class PixelMoments:
     roots: Tensor
 
     @classmethod
-    def unpacked(
-        cls, sums_D: Tensor, dimension: int, classes: int, records: float, deviation: float
-    ) -> PixelMoments:
+    def unpacked(cls, pool: Pool, dimension: int, classes: int) -> PixelMoments:
         """From the pooled sums.
 
         Args:
-            sums_D: Σ √½·[svec(u uᵀ); e_y ⊗ u] over all clients, with their noise.
+            pool: Σ √½·[svec(u uᵀ); e_y ⊗ u] over all clients, with their noise.
             dimension, classes: of u; C.
-            records: n, the public number of all records.
-            deviation: of the pooled noise in a coordinate of the sums.
         """
-        scaled = sums_D.double() * (math.sqrt(2) / records)
+        scaled = pool.sums.double() * (math.sqrt(2) / pool.records)
         packed = dimension * (dimension + 1) // 2
         gram = smat(scaled[:packed], dimension)[:-1, :-1] / (1 - CONSTANT**2)
         crossed = scaled[packed:].view(classes, dimension)
-        noise = deviation * math.sqrt(2) / records / (1 - CONSTANT**2)
+        noise = pool.deviation * math.sqrt(2) / pool.records / (1 - CONSTANT**2)
         shares = (crossed[:, -1:] / CONSTANT).clamp_min(max(FEWEST, noise))
         means = crossed[:, :-1] / shares / math.sqrt(1 - CONSTANT**2)
         within = gram - (shares * means).T @ means

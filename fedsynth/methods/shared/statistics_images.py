@@ -10,14 +10,22 @@ labels all.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import inf
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from fedsynth.core.context import RoundContext
+from fedsynth.core.method import Method
+from fedsynth.core.state import ServerState
+from fedsynth.data.images import normalise
+from fedsynth.data.registry import DatasetSpec
 from fedsynth.features.feature_map import Shape
 from fedsynth.methods.shared.class_statistics import target_norm
+from fedsynth.methods.shared.noise_shares import Pool
 from fedsynth.methods.shared.pixel_moments import PixelMoments, sharpened
 from fedsynth.models.feature_linear import FeatureLinear
 from fedsynth.seeding import torch_generator
@@ -29,7 +37,11 @@ from fedsynth.synthesizer.condensation.from_statistics import (
     public_start,
     shrunk,
 )
+from fedsynth.synthesizer.condensation.sets import MOST_IPC
+from fedsynth.synthesizer.condensation.student import soft_labels
+from fedsynth.validation import check_choices, check_ranges
 
+YES, NO, AUTO = "yes", "no", "auto"
 VARIETY = (0.4, 1.0)
 """Parts of the released deviation by which a class's first and last image vary."""
 ALONG = (1.0, 0.75, 0.5, 0.25)
@@ -42,23 +54,119 @@ MIDDLE = (0.35, 0.55)
 """Of the curve that makes an image sharper: drawn for each image, the first evenly in its log."""
 
 
-def class_means_of(
-    sums_D: Tensor, deviation: float, records: float, shape: tuple[int, int], *, second: bool
-) -> Tensor:
+@dataclass(frozen=True)
+class ImagesState(ServerState):
+    """What the server keeps for images, and they.
+
+    Args:
+        class_means: of z about their common mean, by the released moments, where images are to be
+            made, [C, d]; None before.
+        picture_means, picture_roots: of the released small pictures (`PixelMoments`), likewise.
+        images: that were made after the last round, [C · m, channels, H, W], normalised, with m
+            `images_each`.
+        soft_labels: of them, by the released classifier, [C · m, C].
+    """
+
+    class_means: Tensor | None = None
+    picture_means: Tensor | None = None
+    picture_roots: Tensor | None = None
+    images: Tensor | None = None
+    soft_labels: Tensor | None = None
+
+
+S = TypeVar("S", bound=ImagesState)
+
+
+@dataclass(frozen=True)
+class MakesImages(Method):
+    """A method whose server makes images of released statistics after the last round.
+
+    Args:
+        ipc: images of each class that the server makes of the released statistics after the last
+            round and moves towards them, with soft labels; 0: none.
+        drawn_ipc: images of each class beside those, as they are drawn: worse each, but not alike.
+            A student learns more from both; they cost no privacy, and a server little time.
+        pictures: whether moments of small pictures are released for images to start from; else they
+            start from random processes, which cost nothing. "auto": of grey images; in colour a
+            student learns more from random processes.
+        pixel_share: of the budget for these moments, taken where images are asked for.
+        image_steps: of Adam on them.
+        image_lr: in pixel units, where 1 is white.
+        teacher_weight: of the released classifier's cross-entropy beside the class means' distance.
+        smoothness: of total variation beside it.
+    """
+
+    ipc: int = 0
+    drawn_ipc: int = 0
+    pictures: str = AUTO
+    pixel_share: float = 0.15
+    image_steps: int = 12
+    image_lr: float = 0.05
+    teacher_weight: float = 0.03
+    smoothness: float = 0.3
+
+    def check_images(self) -> None:
+        """Refuses what is out of range."""
+        check_ranges(self, ipc=(0, MOST_IPC), drawn_ipc=(0, MOST_IPC), pixel_share=(0, 0.9))
+        check_ranges(self, image_steps=(0, inf), image_lr=(0, inf))
+        check_ranges(self, teacher_weight=(0, inf), smoothness=(0, inf))
+        check_choices(self, pictures=(YES, NO, AUTO))
+
+    @property
+    def images_each(self) -> int:
+        """Images of each class that are made."""
+        return self.ipc + self.drawn_ipc
+
+    def picture_share(self, spec: DatasetSpec) -> float:
+        """What small pictures take of the budget: nothing where no images are asked for, or where
+        they start from random processes; by public facts alone."""
+        wanted = self.pictures == YES or (self.pictures == AUTO and spec.channels == 1)
+        return self.pixel_share if wanted and self.images_each else 0.0
+
+    def with_images(self, state: S, context: RoundContext) -> S:
+        """The state with images of what was released until now, and their soft labels."""
+        if state.class_means is None:
+            return state
+        teacher = context.load(state.parameters)
+        if not isinstance(teacher, FeatureLinear):
+            raise TypeError(f"{self.name} has a linear model on features")
+        teacher.requires_grad_(False)
+        moments = None
+        if state.picture_means is not None and state.picture_roots is not None:
+            moments = PixelMoments(state.picture_means, state.picture_roots)
+        steps = ImageSteps(self.image_steps, self.image_lr, self.teacher_weight, self.smoothness)
+        making = ImageMaking(self.ipc, self.drawn_ipc, steps)
+        pixels = make_images(teacher, state.class_means, moments, making, context)
+        images = normalise(pixels, context.spec)
+        return replace(state, images=images, soft_labels=soft_labels(teacher, images))
+
+    def synthetic(self, state: ImagesState, context: RoundContext) -> tuple[Tensor, Tensor] | None:
+        if state.images is None:
+            return None
+        labels = torch.arange(context.spec.classes, device=state.images.device)
+        return state.images, labels.repeat_interleave(self.images_each)
+
+    def synthetic_soft_labels(self, state: ImagesState, context: RoundContext) -> Tensor | None:
+        return state.soft_labels
+
+    def makes_images(self, counted: Sequence[int], rounds: int) -> bool:
+        """Moments are of round 1, images of the last; a sum that lacks noise makes neither."""
+        return self.images_each > 0 and not self.sums_alone and {1, rounds} <= set(counted)
+
+
+def class_means_of(pool: Pool, shape: tuple[int, int], *, second: bool) -> Tensor:
     """Class means of z about their common mean, drawn towards 0 as their noise asks, [C, d]: C/n
     times the sums of (e_y − 1/C) ⊗ z, exact where classes are as frequent as each other.
 
     Args:
-        sums_D: the pooled release of moments.
-        deviation: of its noise in a coordinate.
-        records: n.
+        pool: the release of moments.
         shape: (C, d).
         second: whether second moments stand before them.
     """
     classes = shape[0]
-    scale = classes * target_norm(classes) / records * (math.sqrt(2) if second else 1.0)
-    found = scale * sums_D[-math.prod(shape) :].view(shape)
-    return shrunk(found, scale * deviation).float()
+    scale = classes * target_norm(classes) / pool.records * (math.sqrt(2) if second else 1.0)
+    found = scale * pool.sums[-math.prod(shape) :].view(shape)
+    return shrunk(found, scale * pool.deviation).float()
 
 
 @dataclass(frozen=True)

@@ -156,3 +156,33 @@ class Releases:
                 )
             )
         return tuple(plans)
+
+
+def public_facts(
+    features: FeatureMap, image_shape: Shape, *, pictures: bool, whitening: bool
+) -> dict[str, str]:
+    """What a report says of a run that was fixed before data were read.
+
+    Args:
+        features: φ.
+        image_shape: of the images.
+        pictures: whether small ones are released.
+        whitening: whether covariances are, in a private run.
+    """
+    facts = {}
+    if pictures:
+        small = low_pass(image_shape)
+        facts["small pictures"] = f"{small.dimension} coordinates of norm 1: {small.source}"
+    if whitening:
+        facts["whitening"] = (
+            "in a private run by noisy covariances of the features' channels and cells, released "
+            "in round 1"
+        )
+    facts["feature map"] = (
+        f"{features.name}, {features.dimension} coordinates: fixed before data are read; which map "
+        "was chosen on public benchmarks"
+    )
+    facts["constants of the features"] = (
+        f"norm bound {features.norm_bound:.6g}, radius R {features.radius:.6g}: {features.source}"
+    )
+    return facts

@@ -18,12 +18,15 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from fedsynth.features.feature_map import FeatureMap
-from fedsynth.methods.shared.noisy_steps import Pool
+from fedsynth.errors import SettingError
+from fedsynth.features.feature_map import FeatureMap, Shape
+from fedsynth.features.random_process import LEAST
+from fedsynth.methods.shared.noise_shares import Pool
 from fedsynth.models.feature_linear import root_names
 from fedsynth.privacy.plans import FIRST, PrivatePlan
 from fedsynth.privacy.products import Grams, grams_width, matrices_of, smat
 
+YES, NO, AUTO = "yes", "no", "auto"
 COVARIANCES = "covariances"
 """The name of the plan."""
 CELLS_PART = 0.16
@@ -32,6 +35,30 @@ POWER = 0.75
 """1: white. Less, as eigenvalues are uncertain; found on held-out training images."""
 FLOOR = 0.02
 """The least eigenvalue over their mean, where there is no noise."""
+
+
+def whitens(choice: str, features: FeatureMap, shape: Shape) -> bool:
+    """Whether z is whitened in a private run; by public facts alone.
+
+    Args:
+        choice: "yes", "no" or "auto": of grey images of 12 pixels a side and more.
+        features: the map.
+        shape: of the images.
+
+    Raises:
+        SettingError: "yes" of features that have no channels and cells.
+    """
+    if choice == AUTO:
+        return bool(features.blocks) and shape[0] == 1 and min(shape[1:]) >= LEAST
+    if choice == YES and not features.blocks:
+        raise SettingError(
+            "method",
+            "whitening",
+            f"needs features of channels and cells (FeatureMap.blocks), which {features.name!r} "
+            "are not",
+            value=choice,
+        )
+    return choice == YES
 
 
 def covariance_rows(features_Nd: Tensor, features: FeatureMap) -> Grams:
