@@ -4,6 +4,7 @@ formula, and the server's arithmetic."""
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -133,6 +134,32 @@ def test_private_sums_are_the_open_ones_plus_noise(number: int, phase: str, name
         for plan in PIXELS.private_plans(PrivacySettings(noise_multiplier=1.0), where)
         if plan.name == name
     ]
+
+
+@pytest.mark.parametrize(("number", "phase", "name"), PHASES)
+@pytest.mark.parametrize("aggregation", ["own", "secure"])
+def test_a_client_without_records_sends_noise_like_everybody(
+    number: int, phase: str, name: str, aggregation: str
+) -> None:
+    """Else its upload says that it has none. The noise is what is charged, divided by √H where it
+    is shared: with H = 4 of 5 clients half of it."""
+    from fedsynth.core.charging import charge_for
+
+    sigma = 3.0
+    method = replace(PIXELS, aggregation=aggregation)
+    where = context(number, sigma=sigma, clients=5)
+    plans = method.private_plans(PrivacySettings(noise_multiplier=sigma), where)
+    plan = next(one for one in plans if one.name == name)
+    drawn = SecretGenerator(test_only=np.random.default_rng(0))
+    allowances = charge_for(method, where, [0], [Guard(Ledger("c"), 1e-5, None)], [drawn], phase)
+    nobody = torch.arange(0)
+    clients = PrivateClients([0], images(20), [nobody], allowances, nominal_size=20.0)
+    message = ModelParameters(network().state_dict(), 1.0)
+    step = method.first_step if phase == FIRST else method.client_step
+    ((reply, _),) = step(message, clients, [{}], where)
+    charged = sigma * plan.noise_ratio * plan.clip
+    expected = charged / (2 if aggregation == "secure" else 1)
+    assert float(reply.sums.double().std()) == pytest.approx(expected, rel=0.2)
 
 
 # -------------------------------------------------------------------------------------- accounting
