@@ -100,7 +100,14 @@ class FeatureMap:
             )
         x = pixels_NCHW
         x = x.float() / 255 if x.dtype == torch.uint8 else x.float()
-        made = self.function(x)
+        made: object = self.function(x)
+        if not isinstance(made, Tensor):
+            raise SettingError(
+                None,
+                "function",
+                f"of features {self.name!r} must make a tensor [N, {self.dimension}], got "
+                f"{type(made).__name__}",
+            )
         if tuple(made.shape) != (len(x), self.dimension):
             raise SettingError(
                 None,

@@ -81,7 +81,7 @@ def feature_map(name: str, shape: Shape) -> FeatureMap:
 
 def _made(name: str, shape: Shape) -> FeatureMap:
     if name in _OWN:
-        return _looked_at(_OWN[name](shape))
+        return _looked_at(name, _OWN[name](shape), shape)
     if name not in _BUILT_IN:
         raise unknown_name("feature map", name, feature_names(), "method", "features")
     module, _, function = _BUILT_IN[name].partition(":")
@@ -117,16 +117,25 @@ class _EachAlone:
         self.tried.add(device)
 
 
-def _looked_at(own: FeatureMap) -> FeatureMap:
-    """The same map with a function that refuses to mix examples, if it can be at once."""
-    function = _EachAlone(own.name, own.function)
+def _looked_at(name: str, own: object, shape: Shape) -> FeatureMap:
+    """The same map by its registered name, with a function that refuses to mix examples, if it can be at once; what it
+    makes of a black image is looked at before anybody's ledger is charged."""
+    if not isinstance(own, FeatureMap):
+        raise SettingError(
+            "method",
+            "features",
+            f"{name!r}: what was registered makes {type(own).__name__}, and should make a "
+            "fedsynth.features.FeatureMap of an image shape",
+        )
+    function = _EachAlone(name, own.function)
     try:
+        own(torch.zeros(2, *shape))
         function.try_on(torch.device("cpu"), own.image_shape)
     except SettingError:
         raise
     except Exception:
         pass  # it may want another device: there it is tried before it gets its first images
-    return replace(own, function=function)
+    return replace(own, name=name, function=function)
 
 
 def register_features(name: str, build: Builder) -> None:
@@ -139,7 +148,8 @@ def register_features(name: str, build: Builder) -> None:
             private data.
 
     Raises:
-        UnknownNameError: the name is taken by a map of the package.
+        SettingError: the name is that of a map of the package, or `build` is no function. What
+            `build` makes is looked at when a run first needs it; there it has the registered name.
 
     >>> register_features("mean-grey", lambda shape: FeatureMap(
     ...     "mean-grey", shape, 1, 1.0, 0.5, "pixels are in [0, 1]",
@@ -148,8 +158,15 @@ def register_features(name: str, build: Builder) -> None:
     1
     """
     if name in _BUILT_IN:
-        raise unknown_name(
-            "free name for own features", name, (f"own-{name}",), "method", "features"
+        raise SettingError(
+            None, "name", f"of own features cannot be {name!r}: the package has a map of that name"
+        )
+    if not callable(build):
+        raise SettingError(
+            None,
+            "build",
+            f"of own features must be a function from an image shape to a FeatureMap, got "
+            f"{type(build).__name__}",
         )
     _OWN[name] = build
     for made in [one for one in _MADE if one[0] == name]:

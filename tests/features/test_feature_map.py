@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -49,10 +51,29 @@ def test_own_maps_are_known_by_their_names() -> None:
     register_features("own-test", own)
     assert "own-test" in feature_names()
     assert feature_map("own-test", (3, 4, 4)).image_shape == (3, 4, 4)
-    with pytest.raises(UnknownNameError, match="own-pixels"):
+    with pytest.raises(SettingError, match="cannot be 'pixels': the package has a map"):
         register_features("pixels", own)
+    assert feature_map("own-test", (3, 4, 4)).name == "own-test"
     with pytest.raises(UnknownNameError, match="pixels"):
         feature_map("pixel", (1, 8, 8))
+
+
+def test_an_own_map_is_looked_at_before_a_run_needs_it() -> None:
+    """What it makes of one image must have its declared form, before any ledger is charged."""
+    wrong: dict[str, tuple[Any, str]] = {
+        "own-array": (lambda shape: torch.ones(3), "makes Tensor, and should make a"),
+        "own-width": (lambda shape: own(shape, dimension=2), "is 2, but its function made"),
+        "own-numpy": (
+            lambda shape: replace(own(shape), function=lambda x: np.zeros((len(x), 1))),  # type: ignore[arg-type,return-value]
+            "must make a tensor .*, got ndarray",
+        ),
+    }
+    for name, (build, says) in wrong.items():
+        register_features(name, build)
+        with pytest.raises(SettingError, match=says):
+            feature_map(name, (1, 8, 8))
+    with pytest.raises(SettingError, match=r"must be a function .*, got ndarray"):
+        register_features("own-none", np.zeros(3))  # type: ignore[arg-type]
 
 
 def test_an_own_map_that_mixes_a_batch_is_refused() -> None:

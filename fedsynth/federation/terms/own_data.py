@@ -9,12 +9,20 @@ from pathlib import Path
 from typing import Any
 
 from fedsynth.data.declaration import Declaration, require_signed
+from fedsynth.data.files import one_line
 from fedsynth.data.images import ImageData
 from fedsynth.data.load import load_dataset
 from fedsynth.data.load_folder import FolderData, read_folder
 from fedsynth.data.partition import GIVEN, IntArray
 from fedsynth.data.registry import DatasetSpec, dataset_spec
-from fedsynth.errors import DataError, PartitionError, Setting, SettingError, Text
+from fedsynth.errors import (
+    DataError,
+    DataFilesMissingError,
+    PartitionError,
+    Setting,
+    SettingError,
+    Text,
+)
 from fedsynth.federation.terms.given_data import NO_TEST, checked_data, kind_of_test
 from fedsynth.federation.terms.settings import RunSettings
 
@@ -124,6 +132,8 @@ def declared(settings: RunSettings) -> Declaration:
 def _required(declaration: Declaration | None, settings: RunSettings) -> Declaration:
     if declaration is None:
         folder = "FOLDER" if settings.folder is None else settings.folder.folder
+        if folder != "FOLDER" and not Path(folder).exists():
+            raise DataFilesMissingError(f"there is no folder {one_line(folder)}")
         raise DataError(
             "a private run on your own images must be told what is public of them: fedsynth data "
             f"describe {folder} proposes a declaration, which a person checks and signs"

@@ -12,6 +12,7 @@ from functools import partial
 from fedsynth.errors import SettingError
 from fedsynth.features.feature_map import FeatureMap, Shape
 from fedsynth.features.low_pass import low_pass
+from fedsynth.features.registry import is_own_features
 from fedsynth.methods.shared.pixel_moments import PIXELS, pixel_plan, pixel_width
 from fedsynth.methods.shared.whitening import COVARIANCES, covariance_plan
 from fedsynth.privacy.plans import FIRST, PrivatePlan
@@ -178,9 +179,9 @@ def public_facts(
             "in a private run by noisy covariances of the features' channels and cells, released "
             "in round 1"
         )
+    chosen = "" if is_own_features(features.name) else "; which map was chosen on public benchmarks"
     facts["feature map"] = (
-        f"{features.name}, {features.dimension} coordinates: fixed before data are read; which map "
-        "was chosen on public benchmarks"
+        f"{features.name}, {features.dimension} coordinates: fixed before data are read{chosen}"
     )
     facts["constants of the features"] = (
         f"norm bound {features.norm_bound:.6g}, radius R {features.radius:.6g}: {features.source}"
