@@ -56,7 +56,7 @@ def report(
     with one_line_errors(context.command):
         from fedsynth.privacy.errors import PrivacyError
         from fedsynth.privacy.report import render_html, render_markdown
-        from fedsynth.privacy.verify import HOSTILE, sound_report
+        from fedsynth.privacy.report_file import HOSTILE, sound_report
         from fedsynth.validation import check_choice
 
         check_choice(None, "format", form, ("markdown", "json", "html"))

@@ -27,7 +27,7 @@ from fedsynth.privacy.errors import PrivacyError
 from fedsynth.privacy.ledger import Ledger, read_ledger
 from fedsynth.privacy.releases import ADJACENCIES
 from fedsynth.privacy.report import render_html, render_markdown
-from fedsynth.privacy.verify import unfolded
+from tests.unfolded import unfolded
 
 Report = dict[str, Any]
 Tamper = Callable[[Path], None]

@@ -19,8 +19,8 @@ from fedsynth.federation.terms.settings import RunSettings, resolve
 from fedsynth.privacy.errors import PrivacyError
 from fedsynth.privacy.files import read_text
 from fedsynth.privacy.report import SCHEMA_VERSION
+from fedsynth.privacy.report_file import HOSTILE, parse_json, read_json
 from fedsynth.privacy.report_schema import Began, Start, schema_problems
-from fedsynth.privacy.verify import HOSTILE, parse_json, read_json
 from fedsynth.privacy.wording import shown
 
 OWN_METHOD = (
