@@ -281,7 +281,7 @@ def repair(
     instead.
     """
     with one_line_errors(context.command):
-        from fedsynth.privacy.ledger import repair_ledger
+        from fedsynth.privacy.ledger_repair import repair_ledger
 
         done = repair_ledger(ledger)
         if done is None:
