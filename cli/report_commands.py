@@ -13,7 +13,8 @@ from typing import Annotated, Any
 import typer
 
 from fedsynth.cli.errors import OptionError, one_line_errors, write_text
-from fedsynth.cli.options import PATH, OwnMethod, OwnModel, named_path
+from fedsynth.cli.options import OwnMethod, OwnModel
+from fedsynth.cli.paths import PATH, named_path
 from fedsynth.cli.settings_options import own_code_alone
 
 SHOWN = 40  # mismatches

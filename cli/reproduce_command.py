@@ -15,6 +15,8 @@ import typer
 
 from fedsynth.cli import options as given
 from fedsynth.cli.errors import OptionError, one_line_errors
+from fedsynth.cli.option_names import OptionNames
+from fedsynth.cli.paths import PATH, named_path
 from fedsynth.cli.settings_options import set_options
 from fedsynth.cli.signals import ended_by_signals
 
@@ -66,9 +68,7 @@ def reproduce(
     seeds: Annotated[int, typer.Option(min=1, help="Runs of each cell: seeds 0, 1, ….")] = 1,
     output: Annotated[
         Path,
-        typer.Option(
-            parser=given.named_path, metavar=given.PATH, help="Where rows and run folders go."
-        ),
+        typer.Option(parser=named_path, metavar=PATH, help="Where rows and run folders go."),
     ] = Path("reproduction"),
     time_budget: Annotated[
         str | None,
@@ -159,7 +159,7 @@ def _run(
     table: Preset,
     cells: Sequence[Cell],
     seeds: Sequence[int],
-    names: given.OptionNames,
+    names: OptionNames,
     how: dict[str, Any],
 ) -> None:
     from fedsynth.cli.memory import keep_large_allocations

@@ -9,7 +9,7 @@ from typing import Any
 import typer
 
 from fedsynth.cli.errors import OptionError
-from fedsynth.cli.options import SET_SECTIONS
+from fedsynth.cli.option_names import SET_SECTIONS
 from fedsynth.errors import Setting
 
 Sections = dict[str, dict[str, Any]]

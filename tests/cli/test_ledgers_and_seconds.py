@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fedsynth.cli.options import OptionNames
+from fedsynth.cli.option_names import OptionNames
 from fedsynth.cli.progress import LONG_PHASE, PlainObserver, print_summary, round_line
 from fedsynth.data.images import from_arrays
 from fedsynth.data.registry import dataset_spec
