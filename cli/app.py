@@ -233,7 +233,7 @@ def _show_partition(
     from fedsynth.data.picture import partition_png, partition_table
     from fedsynth.evaluation.volume import condensation_floats
     from fedsynth.federation.terms.own_data import data_of_run
-    from fedsynth.federation.terms.settings import resolve
+    from fedsynth.federation.terms.resolve import resolve
     from fedsynth.methods.feddm import FedDM
 
     def note(text: str) -> None:
@@ -265,7 +265,7 @@ def _dry_run(sections: dict[str, dict[str, Any]], names: OptionNames, as_json: b
     from fedsynth.federation.run_words import NO_LATER_EPSILON, UNPROTECTED
     from fedsynth.federation.terms.costs import long_draw, plan_of, privacy_plan
     from fedsynth.federation.terms.devices import check_compiler, resolve_device
-    from fedsynth.federation.terms.settings import resolve
+    from fedsynth.federation.terms.resolve import resolve
 
     settings = resolve(sections)
     device = resolve_device(settings.device)
@@ -314,7 +314,7 @@ def _run(
     from fedsynth.cli.report_commands import signer
     from fedsynth.federation.loggers import Several
     from fedsynth.federation.simulation import simulate
-    from fedsynth.federation.terms.settings import resolve
+    from fedsynth.federation.terms.resolve import resolve
     from fedsynth.privacy.errors import BudgetExceededError
 
     settings = resolve(sections)

@@ -131,7 +131,7 @@ def _audit_options(
     config: Path | None, chosen: Sections, numbers: dict[str, Any], names: OptionNames
 ) -> tuple[AuditResult, str]:
     """The audit of the given options, and the command as it was typed."""
-    from fedsynth.federation.terms.settings import resolve
+    from fedsynth.federation.terms.resolve import resolve
 
     chosen = {"run": {}, "data": {}, **chosen}
     sections = merged(read_config(config), chosen, lambda text: print(text, file=sys.stderr))
@@ -157,7 +157,7 @@ def _audit_folder(
 ) -> tuple[AuditResult, str]:
     """The audit of a finished run's settings, which goes into its report, and what repeats it."""
     from fedsynth.federation.audit.auditing import settings_of_run, write_audit
-    from fedsynth.federation.terms.settings import resolve
+    from fedsynth.federation.terms.resolve import resolve
 
     if config is not None:
         raise OptionError("--run audits the run's own config.toml: leave --config out")

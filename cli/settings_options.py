@@ -210,7 +210,7 @@ def from_preset(sections: Sections) -> str:
     """What a data set's preset decides in a run with these sections, in words; empty for
     nothing.
     """
-    from fedsynth.federation.terms.settings import preset_of
+    from fedsynth.federation.terms.resolve import preset_of
     from fedsynth.methods import method_class
 
     if sections["data"].get("folder"):

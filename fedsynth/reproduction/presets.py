@@ -13,7 +13,7 @@ A file of `tables/` is a table's preset. `feddm-table2.toml` is "feddm:table2":
     [[cells]]        cells that have no published number, column = value or list of values
 
 A later block wins over an earlier one, and all of them over what the row's own words say
-(`words.py`). What no block names is the data set's preset (`terms.settings`) or the method's
+(`words.py`). What no block names is the data set's preset (`terms.resolve`) or the method's
 default. Cells are the file's rows that one run answers: rows of other metrics, or of other domains,
 are numbers of the same cell.
 """
@@ -28,7 +28,8 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from fedsynth.errors import unknown_name
-from fedsynth.federation.terms.settings import SECTIONS, RunSettings, resolve
+from fedsynth.federation.terms.resolve import resolve
+from fedsynth.federation.terms.settings import SECTIONS, RunSettings
 from fedsynth.reproduction.published import DATA, Published, published
 from fedsynth.reproduction.words import (
     PresetError,

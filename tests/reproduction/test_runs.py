@@ -19,7 +19,8 @@ import torch
 from fedsynth.data.load import load_dataset
 from fedsynth.errors import OutputError, SettingError
 from fedsynth.federation.observer import Observer
-from fedsynth.federation.terms.settings import RunSettings, resolve
+from fedsynth.federation.terms.resolve import resolve
+from fedsynth.federation.terms.settings import RunSettings
 from fedsynth.reproduction.estimate import Estimate, duration, estimate, run_lengths
 from fedsynth.reproduction.presets import preset
 from fedsynth.reproduction.rows import Rows, claimed, run_hash, unfinished
