@@ -118,7 +118,7 @@ def reproduce(
                 raise OptionError("name a table (feddm:table2), or see them all with --list")
             _list_tables(as_json)
             return
-        from fedsynth.reproduction.presets import preset as preset_of
+        from fedsynth.reproduction.preset_files import preset as preset_of
 
         table = preset_of(preset)
         cells = table.select(**chosen)
@@ -295,7 +295,7 @@ def _print(rows: Sequence[Sequence[str]]) -> None:
 
 def _list_tables(as_json: bool) -> None:
     """All tables, and the published experiments that are not among them."""
-    from fedsynth.reproduction.presets import not_covered, preset, preset_names
+    from fedsynth.reproduction.preset_files import not_covered, preset, preset_names
 
     tables = [preset(name) for name in preset_names()]
     facts = [

@@ -192,7 +192,8 @@ def from_table(
     """
     if config is not None:
         raise OptionError("--preset and --config both give all settings: give one of them")
-    from fedsynth.reproduction.presets import cell_words, sections_over
+    from fedsynth.reproduction.choice import sections_over
+    from fedsynth.reproduction.presets import cell_words
     from fedsynth.reproduction.report import shown
 
     sections, table, cell = sections_over(name, given)
