@@ -19,7 +19,7 @@ from typing import Any
 
 from fedsynth.cli.memory import keep_large_allocations
 from fedsynth.federation.audit.auditing import audit_run
-from fedsynth.federation.terms.settings import resolve
+from fedsynth.federation.terms.resolve import resolve
 from library import RESULTS
 from library.machine import machine
 from library.options import table_options

@@ -34,7 +34,8 @@ from fedsynth.data.images import ImageData
 from fedsynth.data.load import load_dataset
 from fedsynth.federation.observer import Observer
 from fedsynth.federation.simulation import simulate
-from fedsynth.federation.terms.settings import RunSettings, resolve
+from fedsynth.federation.terms.resolve import resolve
+from fedsynth.federation.terms.settings import RunSettings
 from library import RESULTS
 from library.machine import machine
 from library.options import add_share, table_options

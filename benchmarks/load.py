@@ -28,7 +28,8 @@ from fedsynth.cli.memory import keep_large_allocations
 from fedsynth.data.load import load_dataset
 from fedsynth.federation.observer import Observer
 from fedsynth.federation.simulation import simulate
-from fedsynth.federation.terms.settings import RunSettings, resolve
+from fedsynth.federation.terms.resolve import resolve
+from fedsynth.federation.terms.settings import RunSettings
 from library import RESULTS
 from library.machine import machine
 from library.memory import forget_peak, open_files, peak, resident

@@ -23,7 +23,8 @@ from typing import Any
 
 from fedsynth.cli.memory import keep_large_allocations
 from fedsynth.data.load import load_dataset
-from fedsynth.federation.terms.settings import RunSettings, resolve
+from fedsynth.federation.terms.resolve import resolve
+from fedsynth.federation.terms.settings import RunSettings
 from library import RESULTS
 from library.options import add_share, table_options
 from library.results import Results, summarise

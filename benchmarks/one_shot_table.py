@@ -53,7 +53,8 @@ from fedsynth.evaluation.accuracy import accuracy
 from fedsynth.evaluation.generated import GENERATOR
 from fedsynth.federation.simulation import simulate
 from fedsynth.federation.terms.public_context import public_context
-from fedsynth.federation.terms.settings import RunSettings, resolve
+from fedsynth.federation.terms.resolve import resolve
+from fedsynth.federation.terms.settings import RunSettings
 from fedsynth.methods.fedhydra import FedHydra
 from fedsynth.methods.shared.aggregation import average
 from fedsynth.methods.shared.ensemble import DistilsEnsemble, EnsembleState

@@ -20,6 +20,8 @@ from fedsynth.cli.data_commands import data_app
 from fedsynth.cli.deploy_commands import client, deploy_app, server
 from fedsynth.cli.errors import OneLineGroup, one_line_errors
 from fedsynth.cli.method_commands import distill, methods_app
+from fedsynth.cli.option_names import OptionNames, sections_of
+from fedsynth.cli.paths import PATH, named_path
 from fedsynth.cli.picture_commands import plot, report
 from fedsynth.cli.privacy_commands import privacy_app
 from fedsynth.cli.reproduce_command import reproduce
@@ -160,7 +162,7 @@ def train(
     preset; the run folder's config.toml shows what was used.
     """
     with one_line_errors(context.command) as names:
-        chosen = with_set_options(given.sections_of(context.params), settings or [], names)
+        chosen = with_set_options(sections_of(context.params), settings or [], names)
         chosen = with_own_code(chosen)
         if resume is not None:
             refuse_beside_resume(context)
@@ -209,8 +211,8 @@ def partition(
     picture: Annotated[
         Path | None,
         typer.Option(
-            parser=given.named_path,
-            metavar=given.PATH,
+            parser=named_path,
+            metavar=PATH,
             help="Also write the picture to this PNG file.",
         ),
     ] = None,
@@ -219,7 +221,7 @@ def partition(
     divides them.
     """
     with one_line_errors(context.command) as names:
-        chosen = with_set_options(given.sections_of(context.params), settings or [], names)
+        chosen = with_set_options(sections_of(context.params), settings or [], names)
         _show_partition(merged({}, chosen), download, picture)
 
 
@@ -231,7 +233,7 @@ def _show_partition(
     from fedsynth.data.picture import partition_png, partition_table
     from fedsynth.evaluation.volume import condensation_floats
     from fedsynth.federation.terms.own_data import data_of_run
-    from fedsynth.federation.terms.settings import resolve
+    from fedsynth.federation.terms.resolve import resolve
     from fedsynth.methods.feddm import FedDM
 
     def note(text: str) -> None:
@@ -257,13 +259,13 @@ def _show_partition(
         partition_png(counts, picture, data.spec.class_names)
 
 
-def _dry_run(sections: dict[str, dict[str, Any]], names: given.OptionNames, as_json: bool) -> None:
+def _dry_run(sections: dict[str, dict[str, Any]], names: OptionNames, as_json: bool) -> None:
     from fedsynth.cli.privacy_commands import print_plans
     from fedsynth.federation.outputs.privacy_words import headline
     from fedsynth.federation.run_words import NO_LATER_EPSILON, UNPROTECTED
     from fedsynth.federation.terms.costs import long_draw, plan_of, privacy_plan
     from fedsynth.federation.terms.devices import check_compiler, resolve_device
-    from fedsynth.federation.terms.settings import resolve
+    from fedsynth.federation.terms.resolve import resolve
 
     settings = resolve(sections)
     device = resolve_device(settings.device)
@@ -299,7 +301,7 @@ def _dry_run(sections: dict[str, dict[str, Any]], names: given.OptionNames, as_j
 
 def _run(
     sections: dict[str, dict[str, Any]],
-    names: given.OptionNames,
+    names: OptionNames,
     output: Path,
     download: bool,
     as_json: bool,
@@ -312,7 +314,7 @@ def _run(
     from fedsynth.cli.report_commands import signer
     from fedsynth.federation.loggers import Several
     from fedsynth.federation.simulation import simulate
-    from fedsynth.federation.terms.settings import resolve
+    from fedsynth.federation.terms.resolve import resolve
     from fedsynth.privacy.errors import BudgetExceededError
 
     settings = resolve(sections)

@@ -12,6 +12,8 @@ import typer
 
 from fedsynth.cli import options as given
 from fedsynth.cli.errors import OptionError, one_line_errors
+from fedsynth.cli.option_names import OptionNames, sections_of
+from fedsynth.cli.paths import PATH, named_path
 from fedsynth.cli.settings_options import (
     Sections,
     from_preset,
@@ -54,8 +56,8 @@ def audit(
     run: Annotated[
         Path | None,
         typer.Option(
-            parser=given.named_path,
-            metavar=given.PATH,
+            parser=named_path,
+            metavar=PATH,
             help="Audit this run folder's settings, and put the result into its privacy report.",
             rich_help_panel=AUDIT,
         ),
@@ -113,7 +115,7 @@ def audit(
     `fedsynth privacy audit --run runs/… --canaries 1000`.
     """
     with one_line_errors(context.command) as names:
-        chosen = with_set_options(given.sections_of(context.params), settings or [], names)
+        chosen = with_set_options(sections_of(context.params), settings or [], names)
         chosen = {name: values for name, values in with_own_code(chosen).items() if values}
         numbers = {"canaries": canaries, "canaries_as": canaries_as, "confidence": confidence}
         if guesses is not None:
@@ -126,10 +128,10 @@ def audit(
 
 
 def _audit_options(
-    config: Path | None, chosen: Sections, numbers: dict[str, Any], names: given.OptionNames
+    config: Path | None, chosen: Sections, numbers: dict[str, Any], names: OptionNames
 ) -> tuple[AuditResult, str]:
     """The audit of the given options, and the command as it was typed."""
-    from fedsynth.federation.terms.settings import resolve
+    from fedsynth.federation.terms.resolve import resolve
 
     chosen = {"run": {}, "data": {}, **chosen}
     sections = merged(read_config(config), chosen, lambda text: print(text, file=sys.stderr))
@@ -151,11 +153,11 @@ def _audit_folder(
     config: Path | None,
     chosen: Sections,
     numbers: dict[str, Any],
-    names: given.OptionNames,
+    names: OptionNames,
 ) -> tuple[AuditResult, str]:
     """The audit of a finished run's settings, which goes into its report, and what repeats it."""
     from fedsynth.federation.audit.auditing import settings_of_run, write_audit
-    from fedsynth.federation.terms.settings import resolve
+    from fedsynth.federation.terms.resolve import resolve
 
     if config is not None:
         raise OptionError("--run audits the run's own config.toml: leave --config out")
@@ -189,7 +191,7 @@ def _same(settings: RunSettings, wanted: RunSettings, run: Path) -> None:
 
 
 def _audited(
-    settings: RunSettings, numbers: dict[str, Any], first: str, names: given.OptionNames
+    settings: RunSettings, numbers: dict[str, Any], first: str, names: OptionNames
 ) -> AuditResult:
     from fedsynth.cli.memory import keep_large_allocations
     from fedsynth.cli.progress import make_observer

@@ -11,6 +11,7 @@ import typer
 
 from fedsynth.cli import options as given
 from fedsynth.cli.errors import OptionError, one_line_errors, write_text
+from fedsynth.cli.paths import PATH, named_path
 
 data_app = typer.Typer(help="Your own images: what is public of them.", no_args_is_help=True)
 
@@ -26,7 +27,7 @@ def describe(
     folder: Annotated[
         Path,
         typer.Argument(
-            parser=given.named_path,
+            parser=named_path,
             metavar="DIR",
             help="SITE/CLASS/files, CLASS/files, or with a manifest.csv (path,label,site,user).",
         ),
@@ -41,8 +42,8 @@ def describe(
     output: Annotated[
         Path | None,
         typer.Option(
-            parser=given.named_path,
-            metavar=given.PATH,
+            parser=named_path,
+            metavar=PATH,
             help="Where it goes; default: fedsynth.toml in the folder, where `train --data` looks.",
         ),
     ] = None,

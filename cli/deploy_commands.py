@@ -11,7 +11,8 @@ import typer
 
 from fedsynth.cli import options as given
 from fedsynth.cli.errors import OptionError, one_line_errors
-from fedsynth.cli.options import PATH, named_path
+from fedsynth.cli.option_names import OptionNames, sections_of
+from fedsynth.cli.paths import PATH, named_path
 from fedsynth.cli.settings_options import merged, read_config, with_set_options
 from fedsynth.cli.signals import ended_by_signals
 
@@ -227,7 +228,7 @@ def _owner(policy: Path | None, approve: list[str] | None) -> Owner:
 
 def _proposal(
     context: typer.Context,
-    names: given.OptionNames,
+    names: OptionNames,
     config: Path | None,
     settings: list[str] | None,
     spec: Path | None,
@@ -235,6 +236,6 @@ def _proposal(
     """The run that the options say."""
     from fedsynth.federation.nodes.proposal import own_proposal
 
-    chosen = with_set_options(given.sections_of(context.params), settings or [], names)
+    chosen = with_set_options(sections_of(context.params), settings or [], names)
     sections = merged(read_config(config), chosen)
     return own_proposal(sections, spec)

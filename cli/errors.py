@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import typer
 from typer.core import TyperGroup
 
-from fedsynth.cli.options import OptionNames, option_names
+from fedsynth.cli.option_names import OptionNames, option_names
 from fedsynth.cli.signals import TerminatedError
 from fedsynth.errors import FedsynthError, OutputError
 from fedsynth.privacy.errors import PrivacyError

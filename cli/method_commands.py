@@ -10,7 +10,8 @@ from typing import Annotated, Any
 import typer
 
 from fedsynth.cli.errors import one_line_errors
-from fedsynth.cli.options import PATH, OptionNames, named_path, option_names
+from fedsynth.cli.option_names import OptionNames, option_names
+from fedsynth.cli.paths import PATH, named_path
 
 ROBUST = "median, trimmed or clip (run.robust)"
 methods_app = typer.Typer(help="The methods: a line each, or one in full.", no_args_is_help=False)

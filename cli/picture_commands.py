@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from fedsynth.cli.errors import OptionError, one_line_errors, write_text
-from fedsynth.cli.options import PATH, named_path
+from fedsynth.cli.paths import PATH, named_path
 
 Runs = Annotated[
     list[Path],

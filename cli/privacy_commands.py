@@ -14,7 +14,8 @@ import typer
 
 from fedsynth.cli.audit_command import audit
 from fedsynth.cli.errors import OptionError, one_line_errors, write_text
-from fedsynth.cli.options import PATH, Place, named_path, option_names, sections_of
+from fedsynth.cli.option_names import Place, option_names, sections_of
+from fedsynth.cli.paths import PATH, named_path
 from fedsynth.cli.report_commands import report, sign, verify
 from fedsynth.cli.settings_options import with_set_options
 
@@ -281,7 +282,7 @@ def repair(
     instead.
     """
     with one_line_errors(context.command):
-        from fedsynth.privacy.ledger import repair_ledger
+        from fedsynth.privacy.ledger_repair import repair_ledger
 
         done = repair_ledger(ledger)
         if done is None:

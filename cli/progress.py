@@ -16,7 +16,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from fedsynth.cli.options import OptionNames
+from fedsynth.cli.option_names import OptionNames
 from fedsynth.cli.pace import Pace
 from fedsynth.evaluation.generated import GENERATOR, in_words
 from fedsynth.federation.loggers import Logger, make_loggers

@@ -13,7 +13,8 @@ from typing import Annotated, Any
 import typer
 
 from fedsynth.cli.errors import OptionError, one_line_errors, write_text
-from fedsynth.cli.options import PATH, OwnMethod, OwnModel, named_path
+from fedsynth.cli.options import OwnMethod, OwnModel
+from fedsynth.cli.paths import PATH, named_path
 from fedsynth.cli.settings_options import own_code_alone
 
 SHOWN = 40  # mismatches
@@ -56,7 +57,7 @@ def report(
     with one_line_errors(context.command):
         from fedsynth.privacy.errors import PrivacyError
         from fedsynth.privacy.report import render_html, render_markdown
-        from fedsynth.privacy.verify import HOSTILE, sound_report
+        from fedsynth.privacy.report_file import HOSTILE, sound_report
         from fedsynth.validation import check_choice
 
         check_choice(None, "format", form, ("markdown", "json", "html"))

@@ -15,6 +15,8 @@ import typer
 
 from fedsynth.cli import options as given
 from fedsynth.cli.errors import OptionError, one_line_errors
+from fedsynth.cli.option_names import OptionNames
+from fedsynth.cli.paths import PATH, named_path
 from fedsynth.cli.settings_options import set_options
 from fedsynth.cli.signals import ended_by_signals
 
@@ -66,9 +68,7 @@ def reproduce(
     seeds: Annotated[int, typer.Option(min=1, help="Runs of each cell: seeds 0, 1, ….")] = 1,
     output: Annotated[
         Path,
-        typer.Option(
-            parser=given.named_path, metavar=given.PATH, help="Where rows and run folders go."
-        ),
+        typer.Option(parser=named_path, metavar=PATH, help="Where rows and run folders go."),
     ] = Path("reproduction"),
     time_budget: Annotated[
         str | None,
@@ -118,7 +118,7 @@ def reproduce(
                 raise OptionError("name a table (feddm:table2), or see them all with --list")
             _list_tables(as_json)
             return
-        from fedsynth.reproduction.presets import preset as preset_of
+        from fedsynth.reproduction.preset_files import preset as preset_of
 
         table = preset_of(preset)
         cells = table.select(**chosen)
@@ -159,7 +159,7 @@ def _run(
     table: Preset,
     cells: Sequence[Cell],
     seeds: Sequence[int],
-    names: given.OptionNames,
+    names: OptionNames,
     how: dict[str, Any],
 ) -> None:
     from fedsynth.cli.memory import keep_large_allocations
@@ -295,7 +295,7 @@ def _print(rows: Sequence[Sequence[str]]) -> None:
 
 def _list_tables(as_json: bool) -> None:
     """All tables, and the published experiments that are not among them."""
-    from fedsynth.reproduction.presets import not_covered, preset, preset_names
+    from fedsynth.reproduction.preset_files import not_covered, preset, preset_names
 
     tables = [preset(name) for name in preset_names()]
     facts = [

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from fedsynth.cli.errors import one_line_errors
-from fedsynth.cli.options import PATH, named_path
+from fedsynth.cli.paths import PATH, named_path
 
 
 def runs(

@@ -9,7 +9,7 @@ from typing import Any
 import typer
 
 from fedsynth.cli.errors import OptionError
-from fedsynth.cli.options import SET_SECTIONS
+from fedsynth.cli.option_names import SET_SECTIONS
 from fedsynth.errors import Setting
 
 Sections = dict[str, dict[str, Any]]
@@ -192,7 +192,8 @@ def from_table(
     """
     if config is not None:
         raise OptionError("--preset and --config both give all settings: give one of them")
-    from fedsynth.reproduction.presets import cell_words, sections_over
+    from fedsynth.reproduction.choice import sections_over
+    from fedsynth.reproduction.presets import cell_words
     from fedsynth.reproduction.report import shown
 
     sections, table, cell = sections_over(name, given)
@@ -210,7 +211,7 @@ def from_preset(sections: Sections) -> str:
     """What a data set's preset decides in a run with these sections, in words; empty for
     nothing.
     """
-    from fedsynth.federation.terms.settings import preset_of
+    from fedsynth.federation.terms.resolve import preset_of
     from fedsynth.methods import method_class
 
     if sections["data"].get("folder"):

@@ -12,6 +12,8 @@ import typer
 
 from fedsynth.cli import options as given
 from fedsynth.cli.errors import one_line_errors
+from fedsynth.cli.option_names import sections_of
+from fedsynth.cli.paths import PATH, named_path
 from fedsynth.cli.settings_options import (
     merged,
     own_code_alone,
@@ -25,8 +27,8 @@ Out = Annotated[
     Path,
     typer.Option(
         "--out",
-        parser=given.named_path,
-        metavar=given.PATH,
+        parser=named_path,
+        metavar=PATH,
         help="The folder to be made: what may leave the house, and nothing else.",
     ),
 ]
@@ -96,7 +98,7 @@ def synthesize(
         from fedsynth.federation.synthesize import synthesize as make
         from fedsynth.privacy.errors import BudgetExceededError
 
-        chosen = with_set_options(given.sections_of(context.params), settings or [], names)
+        chosen = with_set_options(sections_of(context.params), settings or [], names)
         chosen = with_own_code(chosen)
         resolved = owner_settings(merged(read_config(config), chosen))
         keep_large_allocations()
@@ -122,7 +124,7 @@ def export(
     context: typer.Context,
     run: Annotated[
         Path,
-        typer.Argument(parser=given.named_path, metavar="RUN", help="A finished run's folder."),
+        typer.Argument(parser=named_path, metavar="RUN", help="A finished run's folder."),
     ],
     out: Out,
     unprotected: Unprotected = False,

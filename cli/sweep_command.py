@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from fedsynth.cli.errors import one_line_errors, write_text
-from fedsynth.cli.options import PATH, named_path
+from fedsynth.cli.paths import PATH, named_path
 from fedsynth.cli.signals import ended_by_signals
 
 COMMAND = (sys.executable, "-c", "from fedsynth.cli.app import main; main()")

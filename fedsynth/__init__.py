@@ -41,8 +41,8 @@ if TYPE_CHECKING:
     from fedsynth.federation.simulation import simulate as simulate
     from fedsynth.federation.synthesize import owner_settings as owner_settings
     from fedsynth.federation.synthesize import synthesize as synthesize
+    from fedsynth.federation.terms.resolve import resolve as resolve
     from fedsynth.federation.terms.settings import RunSettings as RunSettings
-    from fedsynth.federation.terms.settings import resolve as resolve
     from fedsynth.methods import register_method as register_method
     from fedsynth.methods.registry import *  # noqa: F403
     from fedsynth.methods.shared.condensing import Condenses as Condenses
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from fedsynth.models.registry import ModelSettings as ModelSettings
     from fedsynth.models.registry import register_model as register_model
     from fedsynth.privacy.settings import PrivacySettings as PrivacySettings
-    from fedsynth.reproduction.presets import load_preset as load_preset
+    from fedsynth.reproduction.choice import load_preset as load_preset
     from fedsynth.synthesizer.condensation.student import StudentSettings as StudentSettings
     from fedsynth.synthesizer.condensation.student import train_student as train_student
     from fedsynth.synthesizer.generation.one_teacher import DataFreeDistiller as DataFreeDistiller

@@ -1,8 +1,10 @@
-"""A run's config.toml, which may come from anybody: its sections, of plain values."""
+"""A run's config.toml, its sections of plain values: written, and read from anybody."""
 
 from __future__ import annotations
 
+import json
 import tomllib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +38,23 @@ def read_sections(path: Path) -> Sections:
     if _largest(list(read.values())) >= 2**63:
         raise ConfigFileError(f"{path} is not valid TOML: a whole number of more than 64 bits")
     return read
+
+
+def to_toml(sections: Mapping[str, Mapping[str, Any]]) -> str:
+    """Sections of strings, numbers and booleans as TOML; what `tomllib` reads back is equal."""
+    lines = []
+    for name, values in sections.items():
+        lines.append(f"[{name}]")
+        for key, value in values.items():
+            if isinstance(value, bool):
+                text = str(value).lower()
+            elif isinstance(value, str):
+                text = json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+            else:
+                text = repr(value)
+            lines.append(f"{key} = {text}")
+        lines.append("")
+    return "\n".join(lines)
 
 
 def _largest(values: list[Any]) -> int:

@@ -364,6 +364,24 @@ def read_ledger(path: Path) -> Ledger:
         raise LedgerError(f"{path} is not a fedsynth ledger: {error}") from None
 
 
+def check_content(path: Path, content: bytes) -> None:
+    """Refuse what is no whole ledger.
+
+    Args:
+        path: of the ledger, for errors.
+        content: what may be its bytes.
+
+    Raises:
+        LedgerError: it is damaged, or no ledger.
+    """
+    try:
+        ledger = Ledger(str(json.loads(content.split(b"\n", 1)[0])["client"]))
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise LedgerError(f"{path} is not a fedsynth ledger: {error}") from None
+    ledger.path = path  # for messages
+    ledger._catch_up(BytesIO(content))
+
+
 def chain_hashes(path: Path) -> list[str]:
     """The chain hash on the header's line, and on each release's, of a ledger file that
     `read_ledger` accepts.
@@ -380,79 +398,6 @@ def chain_hashes(path: Path) -> list[str]:
         return [str(line["chain"]) for line in (*lines[:1], *rows)]
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         raise LedgerError(f"{path} is not a fedsynth ledger: {error}") from None
-
-
-@dataclass(frozen=True)
-class Repair:
-    """What `repair_ledger` did: the torn line, whether it counts, and the copy of the file as it
-    was."""
-
-    line: str
-    counts: bool
-    copy: Path
-
-
-def repair_ledger(path: Path) -> Repair | None:
-    """Take a torn last line out of a ledger; the file as it was is kept beside it.
-
-    No release belongs to a torn line: noise is drawn only after the line is whole and durable. One
-    that lacks nothing but its line break may have been read as whole: it counts, and gets its
-    break.
-
-    Returns:
-        None where no line is torn.
-
-    Raises:
-        LedgerError: the file cannot be read or written, or has other damage, which is not repaired.
-    """
-    try:
-        with open_regular(path, writing=True) as file:
-            lock(file, path)
-            data = file.readall()
-            whole = data.rfind(b"\n") + 1
-            if whole == len(data):
-                _check(path, data)
-                return None
-            counts = _is_whole(path, data + b"\n")
-            if not counts:
-                _check(path, data[:whole])
-            repair = Repair(data[whole:].decode(errors="replace"), counts, _keep_copy(path, data))
-            if counts:
-                file.write(b"\n")
-            else:
-                file.truncate(whole)
-            os.fsync(file.fileno())
-            return repair
-    except OSError as error:
-        raise LedgerError(f"cannot repair ledger {path}: {error}") from error
-
-
-def _check(path: Path, content: bytes) -> None:
-    """Refuse what is no whole ledger."""
-    try:
-        ledger = Ledger(str(json.loads(content.split(b"\n", 1)[0])["client"]))
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise LedgerError(f"{path} is not a fedsynth ledger: {error}") from None
-    ledger.path = path  # for messages
-    ledger._catch_up(BytesIO(content))
-
-
-def _is_whole(path: Path, content: bytes) -> bool:
-    try:
-        _check(path, content)
-    except LedgerError:
-        return False
-    return True
-
-
-def _keep_copy(path: Path, content: bytes) -> Path:
-    """A durable copy of a ledger, under a name that no ledger has."""
-    copy = path.with_name(f"{path.name}.torn-{datetime.now(UTC).strftime('%Y%m%dT%H%M%S%f')}")
-    with open(os.open(copy, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    return copy
 
 
 def _repair_command(path: Path | None) -> str:

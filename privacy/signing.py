@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING
 
 from fedsynth.privacy.errors import SigningError
 from fedsynth.privacy.files import MOST_TEXT_BYTES, read_regular
+from fedsynth.privacy.report_file import read_json, read_report
 from fedsynth.privacy.report_schema import Signature, schema_problems
-from fedsynth.privacy.verify import read_json, read_report
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import (

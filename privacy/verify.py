@@ -11,11 +11,8 @@ This checks bookkeeping. It does not, and cannot, attest that the noise was adde
 
 from __future__ import annotations
 
-import json
 import math
 import re
-import reprlib
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,40 +21,20 @@ from typing import Any
 from pydantic import ValidationError
 
 from fedsynth.privacy import audit as audits
-from fedsynth.privacy.errors import LedgerError, PrivacyError
-from fedsynth.privacy.files import read_regular, read_text
+from fedsynth.privacy.errors import PrivacyError
+from fedsynth.privacy.files import read_regular
+from fedsynth.privacy.held_rows import Held
 from fedsynth.privacy.history import History
-from fedsynth.privacy.ledger import Ledger, chain_hashes, read_ledger
-from fedsynth.privacy.releases import Release
-from fedsynth.privacy.report import (
-    SCHEMA_VERSION,
-    ReportContext,
-    build_report,
-    render_html,
-    render_markdown,
-)
-from fedsynth.privacy.report_schema import faults, schema_problems
-from fedsynth.privacy.wording import Setting, Text
+from fedsynth.privacy.report import ReportContext, build_report, render_html, render_markdown
+from fedsynth.privacy.report_file import HOSTILE, SHORT, parse_json
+from fedsynth.privacy.report_schema import faults
 
 TOLERANCE = 1e-6  # of figures that another version of the libraries may round differently
-HOSTILE = (
-    KeyError,
-    TypeError,
-    AttributeError,
-    ValueError,
-    IndexError,
-    ArithmeticError,
-    RecursionError,
-    MemoryError,
-)
-"""What values that nobody foresaw may raise in code that is written for sound ones."""
 HYPER_PARAMETERS = "public_items.hyper-parameters"
 EARLIER_WORDS = {"--dp-ledger": "privacy.ledger", "--dp-unit user": "privacy.unit=user"}
 """How reports of earlier versions name a setting: by the command line's option."""
 _COMMAND = re.compile(r"fedsynth privacy audit( [ -~]{0,2000})?")
 _VERSION = re.compile(r"[0-9][0-9A-Za-z.+!_-]{0,63}")
-_SHORT = reprlib.Repr()
-_SHORT.maxstring = _SHORT.maxother = 120
 
 
 @dataclass(frozen=True)
@@ -71,257 +48,6 @@ class Verification:
 
     problems: list[str]
     notes: list[str] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class Held:
-    """The ledger rows that a report speaks of.
-
-    Attributes:
-        rows: of each client, in the order of the file where there is one.
-        chains: client → the chain hash over them, for the clients whose file is the one that the
-            report speaks of.
-        starts: client → the chain hash over the rows from before the run.
-        data_sets: client → what its file says that it is of.
-        problems: where files and report differ.
-        note: which files were compared.
-    """
-
-    rows: dict[str, tuple[Release, ...]]
-    chains: dict[str, str | None]
-    starts: dict[str, str | None]
-    data_sets: dict[str, str]
-    problems: list[str]
-    note: str
-
-
-# ------------------------------------------------------------------------------------------ reading
-
-
-def read_report(path: Path) -> dict[str, Any]:
-    """The JSON report of a run folder, or from its own path; only its version is looked at.
-
-    Raises:
-        PrivacyError: there is none, or it is of another schema.
-    """
-    file = path / "privacy_report.json" if path.is_dir() else path
-    report = read_json(file, "privacy report")
-    version = report.get("schema_version")
-    if version != SCHEMA_VERSION or type(version) is not int:
-        raise PrivacyError(
-            f"{file} has report schema {_SHORT.repr(version)}, and this fedsynth reads "
-            f"{SCHEMA_VERSION}"
-        )
-    return report
-
-
-def sound_report(path: Path) -> dict[str, Any]:
-    """A report whose shape is right, so that it can be rendered; whether what it says is true is
-    another matter.
-
-    Raises:
-        PrivacyError: there is none, or it is damaged.
-    """
-    report = read_report(path)
-    problems = schema_problems(report)
-    if problems:
-        raise PrivacyError(f"the report at {path} is damaged: {'; '.join(problems)}")
-    return report
-
-
-def read_json(file: Path, what: str) -> dict[str, Any]:
-    """A JSON object from a file that may come from anybody."""
-    try:
-        text = read_text(file)
-    except OSError as error:
-        raise PrivacyError(f"cannot read a {what} at {file}: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise PrivacyError(f"{file} is not a {what}: it is not UTF-8") from None
-    return parse_json(text, f"{file} is not a {what}")
-
-
-def parse_json(text: str, complaint: str) -> dict[str, Any]:
-    """A JSON object without NaN, infinities, a key twice, or half a character.
-
-    Raises:
-        PrivacyError: it is none; begins with `complaint`.
-    """
-    try:
-        value = json.loads(
-            text, parse_constant=_refuse, parse_float=_finite, object_pairs_hook=_distinct
-        )
-        json.dumps(value, ensure_ascii=False).encode()  # a lone surrogate cannot be written
-    except (ValueError, RecursionError, MemoryError) as error:
-        raise PrivacyError(f"{complaint}: {error}") from None
-    if not isinstance(value, dict):
-        raise PrivacyError(f"{complaint}: it is no JSON object")
-    return value
-
-
-def _refuse(literal: str) -> None:
-    raise ValueError(f"{literal} is no number")
-
-
-def _finite(literal: str) -> float:
-    value = float(literal)
-    if not math.isfinite(value):
-        raise ValueError("a number is too large")
-    return value
-
-
-def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        raise ValueError("a key stands twice in one object")
-    return found
-
-
-# -------------------------------------------------------------------------------------- ledger rows
-
-
-def unfolded(report: Mapping[str, Any]) -> dict[str, list[Release]]:
-    """Each client's rows, from the folded ledger of the report, by round."""
-    rows = _stated_rows(report)
-    return {client: sorted(some, key=lambda row: row.round) for client, some in rows.items()}
-
-
-def _stated_rows(report: Mapping[str, Any]) -> dict[str, list[Release]]:
-    """The same in the order of the entries, which fold to the same entries again."""
-    rows: dict[str, list[Release]] = {}
-    apart = ("rounds", "clients", "noise_standard_deviation")
-    try:
-        for entry in report["ledger"]:
-            if not entry["rounds"] or not entry["clients"]:
-                raise KeyError("a ledger entry without rounds or clients")
-            fields = {key: value for key, value in entry.items() if key not in apart}
-            some = [Release.from_json({**fields, "round": number}) for number in entry["rounds"]]
-            for client in entry["clients"]:
-                rows.setdefault(client, []).extend(some)
-    except (*HOSTILE, PrivacyError) as error:
-        raise PrivacyError(f"the report's ledger section is damaged: {error}") from None
-    return rows
-
-
-def held_rows(report: Mapping[str, Any], files: Path | None, *, exact: bool) -> Held:
-    """The rows that the report speaks of, from its ledger files.
-
-    Args:
-        files: folder of the ledger files; None: there is none to compare with, and the report's own
-            rows are taken.
-        exact: the files hold these rows and no others; else (a ledger that is kept over runs) they
-            may have grown since.
-
-    Raises:
-        PrivacyError: the report's own ledger section is damaged.
-    """
-    heads = report["ledger_heads"]
-    stated = _stated_rows(report)
-    problems = [
-        f"the report's ledger names {client}, its ledger_heads do not"
-        for client in stated
-        if client not in heads
-    ]
-    if files is None:
-        note = Text(
-            "no ledger file was compared: the ledger is kept elsewhere (",
-            Setting(None, "ledger", "DIR"),
-            ")",
-        )
-        rows = {client: tuple(stated.get(client, ())) for client in heads}
-        problems += [
-            f"{client}: the report has {len(rows[client])} rows, and its ledger head {head['rows']}"
-            for client, head in heads.items()
-            if head["rows"] != len(rows[client])
-        ]
-        chains = {client: head["chain"] for client, head in heads.items()}
-        return Held(rows, chains, {}, {}, problems, note)
-    found, bad = _ledgers_in(files)
-    if exact or not set(heads) <= set(found):
-        problems += bad
-    if exact:
-        problems += [
-            f"{files} has a ledger of {client}, whom the report does not name"
-            for client in found
-            if client not in heads
-        ]
-    held = Held(
-        {}, {}, {}, {}, problems, f"its rows were compared with the ledger files in {files}"
-    )
-    for client, head in heads.items():
-        own = tuple(stated.get(client, ()))
-        if client in found:
-            ledger, hashes = found[client]
-            held.data_sets[client] = ledger.dataset
-            _compare_file(held, client, head, own, ledger.releases, hashes, exact)
-        else:
-            problems.append(f"{files} has no ledger of {client}")
-            held.rows[client] = own
-    return held
-
-
-def _ledgers_in(folder: Path) -> tuple[dict[str, tuple[Ledger, list[str]]], list[str]]:
-    """Ledgers and their chain hashes by client, and what is wrong with files."""
-    found: dict[str, tuple[Ledger, list[str]]] = {}
-    problems: list[str] = []
-    for path in sorted(folder.glob("*.jsonl")):
-        try:
-            ledger = read_ledger(path)
-            hashes = chain_hashes(path)
-        except LedgerError as error:
-            problems.append(str(error))
-            continue
-        if path.stem == ledger.client:
-            found[ledger.client] = ledger, hashes
-        else:
-            problems.append(f"{path} is the ledger of {_SHORT.repr(ledger.client)}")
-    return found, problems
-
-
-def _compare_file(
-    held: Held,
-    client: str,
-    head: Mapping[str, Any],
-    stated: tuple[Release, ...],
-    file: tuple[Release, ...],
-    hashes: list[str],
-    exact: bool,
-) -> None:
-    """One client's file against the report's rows and head; fills in `held`."""
-    count = head["rows"]
-    before = head["rows_before"]
-    held.rows[client] = stated
-    if count > len(file) or (exact and count != len(file)):
-        held.problems.append(
-            f"{client}: the ledger file has {len(file)} rows, the report speaks of {count}"
-        )
-    elif hashes[count] != head["chain"]:
-        held.problems.append(
-            f"{client}: the chain hash of the ledger file's first {count} rows is not the "
-            "report's: they are other rows"
-        )
-    else:
-        held.chains[client] = hashes[count]
-    if before <= min(count, len(file)):
-        held.starts[client] = hashes[before]
-    own = file if exact else file[:count]
-    missing = Counter(stated) - Counter(own)
-    more = Counter(own) - Counter(stated)
-    held.problems.extend(
-        f"{client}: the ledger file lacks {_row(row)}" for row in missing.elements()
-    )
-    held.problems.extend(
-        f"{client}: the report lacks {_row(row)}, which the ledger file holds"
-        for row in more.elements()
-    )
-    if not missing and not more:
-        held.rows[client] = own
-
-
-def _row(row: Release) -> str:
-    return f"{_SHORT.repr(row.quantity)[1:-1]} of round {row.round}"
-
-
-# ---------------------------------------------------------------------------------------- comparing
 
 
 def report_problems(
@@ -372,7 +98,7 @@ def _as_stated(report: Mapping[str, Any], expected: dict[str, Any]) -> list[str]
     if set(versions) == set(expected["provenance"]):
         for name, value in versions.items():
             if name != "config" and not _VERSION.fullmatch(value):
-                problems.append(f"provenance.{name} is no version: {_SHORT.repr(value)}")
+                problems.append(f"provenance.{name} is no version: {SHORT.repr(value)}")
         own = expected["provenance"].get("config")
         expected["provenance"] = versions if own is None else {**versions, "config": own}
         if "dp-accounting" in versions:
@@ -410,7 +136,7 @@ def _audit(stated: Mapping[str, Any], report: Mapping[str, Any]) -> list[str]:
             f"give {bound:.6g}"
         )
     if not _COMMAND.fullmatch(stated["command"]):
-        problems.append(f"audit.command is no audit's command: {_SHORT.repr(stated['command'])}")
+        problems.append(f"audit.command is no audit's command: {SHORT.repr(stated['command'])}")
     return [*problems, *differences("audit.text", audits.audit_text(stated), stated["text"])]
 
 
@@ -422,7 +148,7 @@ def _worst_client(report: Mapping[str, Any]) -> list[str]:
     spent = promise["epsilon_by_client"].get(promise["worst_client"])
     if spent is not None and _same(promise["epsilon"], spent):
         return []
-    return [f"guarantee.worst_client {_SHORT.repr(promise['worst_client'])} has not spent the most"]
+    return [f"guarantee.worst_client {SHORT.repr(promise['worst_client'])} has not spent the most"]
 
 
 def _renderings(report: Mapping[str, Any], folder: Path) -> list[str]:
@@ -479,7 +205,7 @@ def differences(where: str, expected: Any, stated: Any) -> list[str]:
 
 def _key(key: Any) -> str:
     text = str(key)
-    return text if len(text) <= 80 and text.isprintable() else _SHORT.repr(text)
+    return text if len(text) <= 80 and text.isprintable() else SHORT.repr(text)
 
 
 def _same(expected: Any, stated: Any, small: float = 1e-12) -> bool:
@@ -497,4 +223,4 @@ def _same(expected: Any, stated: Any, small: float = 1e-12) -> bool:
 def _short(value: Any) -> str:
     if type(value) is object:
         return "nothing"
-    return f"{value:.6g}" if isinstance(value, float) else _SHORT.repr(value)
+    return f"{value:.6g}" if isinstance(value, float) else SHORT.repr(value)

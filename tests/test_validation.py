@@ -23,7 +23,8 @@ from fedsynth.errors import (
     unknown_name,
     unknown_value,
 )
-from fedsynth.federation.terms.settings import RUN_KINDS, resolve
+from fedsynth.federation.terms.resolve import resolve
+from fedsynth.federation.terms.settings import RUN_KINDS
 from fedsynth.methods import METHODS, method_class
 from fedsynth.privacy.errors import PrivacyError, PrivacySettingError
 from fedsynth.validation import check_ranges, field_types, from_mapping

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from fedsynth.federation.terms.settings import RunSettings, resolve
+from fedsynth.federation.terms.resolve import resolve
+from fedsynth.federation.terms.settings import RunSettings
 
 SIZE: dict[str, Any] = {
     "ipc": 10,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from fedsynth.federation.terms.settings import RunSettings, resolve
+from fedsynth.federation.terms.resolve import resolve
+from fedsynth.federation.terms.settings import RunSettings
 
 EPSILONS = (1.0, 3.0, 10.0)
 CLIPS, RATES = (0.5, 1.0, 2.0), (1.0, 3.0)

@@ -7,7 +7,8 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from fedsynth.reproduction.presets import Preset, cell_words, preset, preset_names
+from fedsynth.reproduction.preset_files import preset, preset_names
+from fedsynth.reproduction.presets import Preset, cell_words
 from fedsynth.reproduction.report import Line, lines, shown
 from fedsynth.reproduction.rows import Rows
 from fedsynth.reproduction.words import dataset_of

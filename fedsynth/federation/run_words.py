@@ -8,7 +8,8 @@ from fedsynth.data.registry import DatasetSpec
 from fedsynth.errors import Setting, Text
 from fedsynth.federation.outputs import privacy_words
 from fedsynth.federation.terms.privacy_plan import PrivacyPlan
-from fedsynth.federation.terms.settings import RunSettings, model_is_set
+from fedsynth.federation.terms.resolve import model_is_set
+from fedsynth.federation.terms.settings import RunSettings
 from fedsynth.synthesizer.condensation.sets import SyntheticSet
 
 UNPROTECTED = Text(

@@ -27,6 +27,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from fedsynth.config_file import to_toml
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message
 from fedsynth.data.images import ImageData, require_all_classes
@@ -73,7 +74,7 @@ from fedsynth.federation.terms.own_data import data_of_run
 from fedsynth.federation.terms.participation import Participation
 from fedsynth.federation.terms.privacy_plan import PrivacyPlan, check_method
 from fedsynth.federation.terms.public_context import public_context
-from fedsynth.federation.terms.settings import RunSettings, to_toml
+from fedsynth.federation.terms.settings import RunSettings
 from fedsynth.privacy.errors import PrivacySettingError
 from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.ledger_folder import check_names

@@ -14,7 +14,8 @@ from fedsynth.federation.outputs.export import UNPROTECTED, export_run, require_
 from fedsynth.federation.outputs.result import RunResult
 from fedsynth.federation.simulation import simulate
 from fedsynth.federation.terms.own_data import specification
-from fedsynth.federation.terms.settings import RunSettings, resolve
+from fedsynth.federation.terms.resolve import resolve
+from fedsynth.federation.terms.settings import RunSettings
 from fedsynth.privacy.errors import PrivacySettingError
 from fedsynth.synthesizer.condensation.sets import SyntheticSet
 

@@ -1,48 +1,28 @@
-"""Presets: the settings of each published table, every value with its source.
+"""Presets: the settings of each published table, every value with its source, and its cells.
 
-A file of `tables/` is a table's preset. `feddm-table2.toml` is "feddm:table2":
-
-    source, table    as published_results.csv names it
-    title            what the table shows
-    base             a file of `tables/base/` whose blocks come before its own; may be left out
-    [[settings]]     a block: sections of settings (`method.lr = 0.01`), `source` (where the paper
-                     says so, or "not given in the paper: chosen"), `why`; `when`, the cells that
-                     it is for (column = value, or a list of values); `variant`, the one of several
-                     final models that the cell's number is of
-    [[not_runnable]] `when`, and the `reason`
-    [[cells]]        cells that have no published number, column = value or list of values
-
-A later block wins over an earlier one, and all of them over what the row's own words say
-(`words.py`). What no block names is the data set's preset (`terms.settings`) or the method's
-default. Cells are the file's rows that one run answers: rows of other metrics, or of other domains,
-are numbers of the same cell.
+A later block of settings wins over an earlier one, and all of them over what the row's own words
+say (`words.py`). What no block names is the data set's preset (`terms.resolve`) or the method's
+default. Cells are rows of published_results.csv that one run answers: rows of other metrics, or of
+other domains, are numbers of the same cell.
 """
 
 from __future__ import annotations
 
-import functools
-import itertools
-import tomllib
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from fedsynth.errors import unknown_name
-from fedsynth.federation.terms.settings import SECTIONS, RunSettings, resolve
-from fedsynth.reproduction.published import DATA, Published, published
+from fedsynth.federation.terms.resolve import resolve
+from fedsynth.federation.terms.settings import RunSettings
 from fedsynth.reproduction.words import (
     PresetError,
     Sections,
     dataset_of,
-    domain_of,
     partition_of,
     sections_of_words,
 )
 
-CHOSEN = "not given in the paper: chosen"
 COLUMNS = ("dataset", "partition", "clients", "model", "rounds", "method", "note")
-_TABLES = DATA / "tables"
-_BLOCK_KEYS = {"source", "why", "when", "variant", *SECTIONS}
 
 
 @dataclass(frozen=True)
@@ -267,236 +247,9 @@ def cell_words(cell: Cell, preset: Preset) -> str:
     return " ".join(filter(None, words))
 
 
-def preset_names() -> tuple[str, ...]:
-    """All presets, sorted by paper and table."""
-    stems = [
-        one.name.removesuffix(".toml") for one in _TABLES.iterdir() if one.name[-5:] == ".toml"
-    ]
-    return tuple(sorted((stem.replace("-", ":", 1) for stem in stems), key=_order))
-
-
-@functools.cache
-def preset(name: str) -> Preset:
-    """The preset of a table.
-
-    Raises:
-        UnknownNameError: there is none, with the near matches.
-        PresetError: its file is not as it should be.
-    """
-    if name not in preset_names():
-        raise unknown_name("preset", name, preset_names())
-    text = (_TABLES / f"{name.replace(':', '-', 1)}.toml").read_text(encoding="utf-8")
-    read = tomllib.loads(text)
-    blocks = list(read.get("settings", ()))
-    if base := read.get("base"):
-        below = (_TABLES / "base" / f"{base}.toml").read_text(encoding="utf-8")
-        blocks = [*tomllib.loads(below)["settings"], *blocks]
-    refusals = read.get("not_runnable", ())
-    here = Preset(
-        name,
-        read["source"],
-        read["table"],
-        read["title"],
-        tuple(_block(name, one) for one in blocks),
-        tuple((_when(name, one.get("when", {})), str(one["reason"])) for one in refusals),
-        (),
-    )
-    rows = [row for row in published() if (row.source, row.table) == (here.source, here.table)]
-    cells = (*_published_cells(name, rows), *_own_cells(name, read.get("cells", ())))
-    return replace(here, cells=cells)
-
-
-def load_preset(
-    name: str,
-    *,
-    dataset: str | None = None,
-    partition: str | None = None,
-    alpha: float | None = None,
-    clients: int | None = None,
-    rounds: int | None = None,
-    method: str | None = None,
-    note: str | None = None,
-    seed: int = 0,
-    changes: Mapping[str, Mapping[str, Any]] | None = None,
-) -> RunSettings:
-    """The settings of a published table's run, as `fedsynth train --preset` has them.
-
-    Args:
-        name: the table's preset ("feddm:table2"; `fedsynth reproduce --list` names them).
-        dataset, partition, alpha, clients, rounds, method, note: which cell of the table, see
-            `Preset.select`; of several that fit, the first of the paper's own method, or else the
-            first.
-        seed: of everything that is reproducible.
-        changes: sections of settings over the preset's, as `resolve` takes them.
-
-    Raises:
-        UnknownNameError: no such preset.
-        PresetError: no cell fits, or the cell cannot be run here.
-
-    >>> settings = load_preset("feddm:table2", dataset="cifar10", alpha=0.1)
-    >>> settings.method.name, settings.method.ipc, settings.rounds, settings.partition.alpha
-    ('feddm', 10, 20, 0.1)
-    >>> load_preset("feddm:table2", method="scaffold", changes={"run": {"rounds": 5}}).rounds
-    5
-    """
-    table = preset(name)
-    cell = chosen_cell(
-        table,
-        dataset=dataset,
-        partition=partition,
-        alpha=alpha,
-        clients=clients,
-        rounds=rounds,
-        method=method,
-        note=note,
-    )
-    return table.settings(cell, seed, changes)
-
-
-def chosen_cell(table: Preset, **filters: Any) -> Cell:
-    """The first of the table's cells that fit: of the paper's own method, if it is among them."""
-    fitting = table.select(**filters)
-    own = table.name.partition(":")[0]
-    runnable = [cell for cell in fitting if not table.refusal(cell)] or list(fitting)
-    named = [cell for cell in runnable if cell.method == own]
-    variants = [cell for cell in runnable if cell.method.startswith(own)]
-    return (named or variants or runnable)[0]
-
-
-def sections_over(
-    name: str, given: Mapping[str, Mapping[str, Any]]
-) -> tuple[Sections, Preset, Cell]:
-    """A preset's settings under those that are given, and which cell they are of.
-
-    What is given selects the cell as far as it can: the data set and the method have to be the
-    table's, and are its words or names here; alpha, the number of clients and that of rounds
-    select if a cell has them. Whatever is given wins over the cell's own.
-
-    Args:
-        name: the table's preset.
-        given: sections of settings, without None.
-
-    Raises:
-        UnknownNameError: no such preset.
-        PresetError: the table has no such data set or method, or the cell cannot be run.
-    """
-    table = preset(name)
-    places = {
-        "dataset": ("data", "dataset"),
-        "method": ("run", "method"),
-        "alpha": ("partition", "alpha"),
-        "clients": ("partition", "clients"),
-        "rounds": ("run", "rounds"),
-    }
-    filters: dict[str, Any] = {}
-    for column, (section, key) in places.items():
-        value = given.get(section, {}).get(key)
-        if value is None:
-            continue
-        try:
-            table.select(**{**filters, column: value})
-        except PresetError:
-            if column in ("dataset", "method"):
-                raise
-        else:
-            filters[column] = value
-    cell = chosen_cell(table, **filters)
-    words = {("data", "dataset"), ("run", "method")}  # the cell's own, by their names here
-    rest = {
-        section: {k: v for k, v in values.items() if (section, k) not in words}
-        for section, values in given.items()
-    }
-    return over(table.sections(cell), rest), table, cell
-
-
-@functools.cache
-def not_covered() -> tuple[tuple[str, str, str], ...]:
-    """(paper, where, what) of published experiments whose numbers the package does not hold."""
-    read = tomllib.loads((DATA / "not_covered.toml").read_text(encoding="utf-8"))
-    return tuple(
-        (paper["paper"], where, what)
-        for paper in read["papers"]
-        for where, what in paper["experiments"].items()
-    )
-
-
-def _order(name: str) -> tuple[str, int, str]:
-    paper, _, table = name.partition(":")
-    digits = "".join(filter(str.isdigit, table))
-    return paper, int(digits or 0), table
-
-
 def _fits(when: Mapping[str, tuple[str, ...]], cell: Cell) -> bool:
     def has(column: str, values: tuple[str, ...]) -> bool:
         word = getattr(cell, column)
         return word in values or (column == "dataset" and word.partition(":")[0] in values)
 
     return all(has(column, values) for column, values in when.items())
-
-
-def _when(name: str, given: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
-    if strange := set(given) - set(COLUMNS):
-        raise PresetError(f"preset {name}: `when` knows no column {min(strange)}")
-    return {
-        column: tuple(values) if isinstance(values, list) else (values,)
-        for column, values in given.items()
-    }
-
-
-def _block(name: str, given: Mapping[str, Any]) -> Block:
-    if strange := set(given) - _BLOCK_KEYS:
-        raise PresetError(f"preset {name}: a block of settings has no {min(strange)}")
-    if not given.get("source"):
-        raise PresetError(f"preset {name}: a block of settings without its source")
-    return Block(
-        {section: given[section] for section in SECTIONS if section in given},
-        given["source"],
-        given.get("why", ""),
-        _when(name, given.get("when", {})),
-        given.get("variant", ""),
-    )
-
-
-def _published_cells(name: str, rows: list[Published]) -> Iterator[Cell]:
-    """Rows with the same columns but for the metric and the domain are one cell."""
-    groups: dict[tuple[str, ...], list[Number]] = {}
-    for row in rows:
-        key = tuple(
-            row.dataset.partition(":")[0] if column == "dataset" else getattr(row, column)
-            for column in COLUMNS
-        )
-        number = Number(row.metric, domain_of(row.dataset), row.value, row.std)
-        groups.setdefault(key, []).append(number)
-    for key, numbers in groups.items():
-        yield _cell(name, dict(zip(COLUMNS, key, strict=True)), tuple(numbers))
-
-
-def _cell(name: str, words: Mapping[str, str], numbers: tuple[Number, ...]) -> Cell:
-    return Cell(
-        name,
-        words["dataset"],
-        words["partition"],
-        words["clients"],
-        words["model"],
-        words["rounds"],
-        words["method"],
-        words["note"],
-        numbers,
-    )
-
-
-def _own_cells(name: str, given: list[Mapping[str, Any]]) -> Iterator[Cell]:
-    """The cells that a preset's file names, which have no published number."""
-    known = {field.name for field in fields(Cell)}
-    for one in given:
-        lists = {
-            column: value if isinstance(value, list) else [value]
-            for column, value in one.items()
-            if column != "metrics"
-        }
-        if strange := set(lists) - known:
-            raise PresetError(f"preset {name}: a cell has no {min(strange)}")
-        numbers = tuple(Number(metric, "", None, None) for metric in one["metrics"])
-        for values in itertools.product(*lists.values()):
-            words = {**dict.fromkeys(COLUMNS, ""), **dict(zip(lists, values, strict=True))}
-            yield _cell(name, words, numbers)

@@ -22,8 +22,8 @@ from fedsynth.privacy.figures import printable, up
 from fedsynth.privacy.files import read_regular, read_text
 from fedsynth.privacy.first_page import band, odds_factor
 from fedsynth.privacy.plots import Line, line_plot
+from fedsynth.privacy.report_file import HOSTILE, sound_report
 from fedsynth.privacy.report_html import STYLE
-from fedsynth.privacy.verify import HOSTILE, sound_report
 from fedsynth.runs.compare import differing, labels
 from fedsynth.runs.curves import AXES, curve, curves_svg, is_share, words_of
 from fedsynth.runs.folders import Run, RunFolderError, value_at

@@ -16,9 +16,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from fedsynth.config_file import to_toml
 from fedsynth.errors import OutputError
 from fedsynth.federation.outputs.run_folder import INCOMPLETE
-from fedsynth.federation.terms.settings import RunSettings, to_toml
+from fedsynth.federation.terms.settings import RunSettings
 from fedsynth.runs.folders import run_folders
 from fedsynth.runs.sweep_file import Cell, Sweep, SweepError
 

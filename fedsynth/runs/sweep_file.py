@@ -36,7 +36,8 @@ from typing import Any
 from fedsynth.config_file import read_sections
 from fedsynth.data.partition import PartitionSettings
 from fedsynth.errors import FedsynthError, SettingError
-from fedsynth.federation.terms.settings import RUN_KINDS, SECTIONS, RunSettings, resolve
+from fedsynth.federation.terms.resolve import resolve
+from fedsynth.federation.terms.settings import RUN_KINDS, SECTIONS, RunSettings
 from fedsynth.models.registry import ModelSettings
 from fedsynth.privacy.errors import PrivacyError
 from fedsynth.privacy.settings import PrivacySettings

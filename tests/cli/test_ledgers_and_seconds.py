@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fedsynth.cli.options import OptionNames
+from fedsynth.cli.option_names import OptionNames
 from fedsynth.cli.progress import LONG_PHASE, PlainObserver, print_summary, round_line
 from fedsynth.data.images import from_arrays
 from fedsynth.data.registry import dataset_spec
 from fedsynth.federation.outputs.disclosed import declared_row, disclosed
 from fedsynth.federation.simulation import simulate
-from fedsynth.federation.terms.settings import resolve
+from fedsynth.federation.terms.resolve import resolve
 from fedsynth.methods.fedavg import FedAvg
 from fedsynth.privacy.ledger import Ledger, read_ledger
 from fedsynth.privacy.releases import Release

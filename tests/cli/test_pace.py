@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from fedsynth.cli.options import OptionNames
+from fedsynth.cli.option_names import OptionNames
 from fedsynth.cli.pace import Pace, duration
 from fedsynth.cli.progress import PlainObserver
-from fedsynth.federation.terms.settings import resolve
+from fedsynth.federation.terms.resolve import resolve
 
 
 class Clock:

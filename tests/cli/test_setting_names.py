@@ -17,7 +17,7 @@ import fedsynth
 from fedsynth import FolderSettings, ModelSettings, PartitionSettings, PrivacySettings
 from fedsynth.cli.app import app
 from fedsynth.cli.method_commands import method_settings_alone
-from fedsynth.cli.options import OptionNames, option_names
+from fedsynth.cli.option_names import OptionNames, option_names
 from fedsynth.cli.privacy_commands import PLAN_NAMED
 from fedsynth.cli.settings_options import set_options
 from fedsynth.errors import Setting, Text

@@ -12,7 +12,7 @@ from typer.main import get_command
 from fedsynth import FedDM, ModelSettings, PartitionSettings, PrivacySettings, RunSettings
 from fedsynth.cli.app import app, partition, train
 from fedsynth.cli.errors import OptionError
-from fedsynth.cli.options import SETTINGS, option_names, sections_of
+from fedsynth.cli.option_names import SETTINGS, option_names, sections_of
 from fedsynth.cli.settings_options import method_settings, set_options, with_set_options
 from fedsynth.federation.terms.report_settings import ReportSettings
 

@@ -12,7 +12,7 @@ import pytest
 
 from fedsynth.cli.progress import round_line
 from fedsynth.cli.settings_options import from_preset, merged
-from fedsynth.federation.terms.settings import resolve
+from fedsynth.federation.terms.resolve import resolve
 
 
 def metrics(run: Any) -> list[dict[str, Any]]:

@@ -28,7 +28,7 @@ from fedsynth.data.load import load_dataset
 from fedsynth.data.registry import dataset_spec
 from fedsynth.data.svhn import read_svhn
 from fedsynth.errors import DataFilesCorruptError, DataFilesMissingError, UnknownNameError
-from fedsynth.federation.terms.settings import resolve
+from fedsynth.federation.terms.resolve import resolve
 
 MEGABYTE = 2**20
 OFFICE, CINIC, SVHN = map(dataset_spec, ("office-caltech-10", "cinic10", "svhn"))

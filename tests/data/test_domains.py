@@ -19,7 +19,7 @@ from fedsynth.data.registry import DatasetSpec, dataset_spec
 from fedsynth.errors import DataError, DataFilesCorruptError, DataFilesMissingError, PartitionError
 from fedsynth.evaluation.accuracy import accuracy_by_domain, correct
 from fedsynth.federation.simulation import simulate
-from fedsynth.federation.terms.settings import resolve
+from fedsynth.federation.terms.resolve import resolve
 
 OFFICE, DOMAINNET = dataset_spec("office-caltech-10"), dataset_spec("domainnet-10")
 

@@ -10,7 +10,7 @@ import pytest
 
 from fedsynth.data.registry import DATASETS, DatasetSpec, dataset_spec, is_published
 from fedsynth.errors import SettingError, UnknownNameError
-from fedsynth.federation.terms.settings import resolve
+from fedsynth.federation.terms.resolve import resolve
 
 
 def test_the_names_and_the_published_sizes() -> None:

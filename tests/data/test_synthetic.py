@@ -23,7 +23,7 @@ from fedsynth.data.synthetic import (
     to_levels,
 )
 from fedsynth.federation.simulation import simulate
-from fedsynth.federation.terms.settings import resolve
+from fedsynth.federation.terms.resolve import resolve
 
 NAMES = [
     "synthetic(iid)",

@@ -11,7 +11,7 @@ import pytest
 import fedsynth
 from fedsynth.core.messages import privacy_of_fields
 from fedsynth.methods import METHODS, method_class
-from fedsynth.reproduction.presets import preset_names
+from fedsynth.reproduction.preset_files import preset_names
 from tests.docs.written import ROOT
 
 

@@ -18,7 +18,8 @@ from fedsynth.errors import FedsynthError
 from fedsynth.federation.audit.auditing import AuditedRun, AuditResult, audit_run
 from fedsynth.federation.simulation import simulate
 from fedsynth.federation.terms.costs import privacy_plan
-from fedsynth.federation.terms.settings import RunSettings, resolve
+from fedsynth.federation.terms.resolve import resolve
+from fedsynth.federation.terms.settings import RunSettings
 from fedsynth.privacy.errors import PrivacyError
 from fedsynth.privacy.ledger import Guard
 from fedsynth.privacy.mechanisms import clip_rows

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fedsynth.errors import SettingError
 from fedsynth.federation.audit.auditing import AuditResult, audit_run
-from fedsynth.federation.terms.settings import resolve
+from fedsynth.federation.terms.resolve import resolve
 from fedsynth.privacy.randomness import SecretGenerator
 
 PHASES = {

@@ -20,7 +20,7 @@ from fedsynth.federation.outputs.disclosed import (
 )
 from fedsynth.federation.outputs.verification import verify_run
 from fedsynth.federation.simulation import simulate
-from fedsynth.federation.terms.settings import resolve
+from fedsynth.federation.terms.resolve import resolve
 from fedsynth.methods import METHODS, method_class
 from fedsynth.methods.fedavg import FedAvg
 from fedsynth.privacy.disclosure import Disclosure, public, released

@@ -15,7 +15,7 @@ from fedsynth.errors import SettingError
 from fedsynth.federation.outputs.verification import verify_run
 from fedsynth.federation.simulation import simulate
 from fedsynth.federation.terms.report_settings import ReportSettings
-from fedsynth.federation.terms.settings import resolve
+from fedsynth.federation.terms.resolve import resolve
 from fedsynth.privacy.files import file_hash
 from fedsynth.privacy.settings import NO_LEDGER
 

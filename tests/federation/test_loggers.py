@@ -18,7 +18,8 @@ from fedsynth.federation import loggers
 from fedsynth.federation.loggers import LOGGERS, Several, make_loggers, numbers_of
 from fedsynth.federation.observer import Observer
 from fedsynth.federation.simulation import simulate
-from fedsynth.federation.terms.settings import RunSettings, resolve
+from fedsynth.federation.terms.resolve import resolve
+from fedsynth.federation.terms.settings import RunSettings
 
 TINY: dict[str, dict[str, Any]] = {
     "run": {"method": "fedavg", "rounds": 2, "device": "cpu"},

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from fedsynth.config_file import to_toml
 from fedsynth.data.images import ImageData, from_arrays
 from fedsynth.data.registry import dataset_spec
 from fedsynth.errors import DataError, FedsynthError, SettingError
@@ -18,7 +19,8 @@ from fedsynth.federation.observer import Observer
 from fedsynth.federation.outputs.verification import verify_run
 from fedsynth.federation.simulation import simulate
 from fedsynth.federation.terms.participation import Participation
-from fedsynth.federation.terms.settings import RunSettings, resolve, to_toml
+from fedsynth.federation.terms.resolve import resolve
+from fedsynth.federation.terms.settings import RunSettings
 from fedsynth.privacy.accounting import epsilon
 from fedsynth.privacy.errors import (
     LedgerError,

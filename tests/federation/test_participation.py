@@ -24,7 +24,8 @@ from fedsynth.federation.terms.client_ledgers import data_set_id
 from fedsynth.federation.terms.costs import privacy_plan
 from fedsynth.federation.terms.participation import Participation
 from fedsynth.federation.terms.planned_rounds import PlannedEpsilon, shown_rounds
-from fedsynth.federation.terms.settings import RunSettings, resolve
+from fedsynth.federation.terms.resolve import resolve
+from fedsynth.federation.terms.settings import RunSettings
 from fedsynth.methods.shared import condensing
 from fedsynth.privacy.accounting import epsilon
 from fedsynth.privacy.errors import LedgerError

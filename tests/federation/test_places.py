@@ -15,7 +15,8 @@ from fedsynth.data.registry import dataset_spec
 from fedsynth.federation.exchange import places
 from fedsynth.federation.exchange.places import lengths, place_warnings
 from fedsynth.federation.terms.public_context import public_context
-from fedsynth.federation.terms.settings import RunSettings, resolve
+from fedsynth.federation.terms.resolve import resolve
+from fedsynth.federation.terms.settings import RunSettings
 from fedsynth.methods import method_class
 from fedsynth.methods.shared import local
 from fedsynth.models.registry import ModelSettings, build_model

@@ -29,7 +29,7 @@ from fedsynth.federation.outputs.disclosed import (
 )
 from fedsynth.federation.outputs.run_folder import RunFolder
 from fedsynth.federation.simulation import simulate
-from fedsynth.federation.terms.settings import resolve
+from fedsynth.federation.terms.resolve import resolve
 from fedsynth.methods.feddm import FedDM
 from fedsynth.privacy.errors import BudgetExceededError
 from fedsynth.privacy.settings import NO_LEDGER

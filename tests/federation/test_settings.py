@@ -11,11 +11,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fedsynth.config_file import to_toml
 from fedsynth.data.partition import PartitionSettings
 from fedsynth.data.registry import dataset_spec
 from fedsynth.errors import FedsynthError, SettingError, UnknownNameError
 from fedsynth.federation.terms.public_context import public_context
-from fedsynth.federation.terms.settings import RunSettings, resolve, to_toml
+from fedsynth.federation.terms.resolve import resolve
+from fedsynth.federation.terms.settings import RunSettings
 from fedsynth.methods import METHODS, method_class
 from fedsynth.methods.shared.local import TrainsLocally
 from fedsynth.privacy.errors import PrivacySettingError

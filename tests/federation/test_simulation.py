@@ -18,7 +18,8 @@ from fedsynth.errors import DataError, DivergedError, PartitionError, SettingErr
 from fedsynth.federation.observer import Observer
 from fedsynth.federation.simulation import simulate
 from fedsynth.federation.terms.privacy_plan import check_method
-from fedsynth.federation.terms.settings import RunSettings, resolve
+from fedsynth.federation.terms.resolve import resolve
+from fedsynth.federation.terms.settings import RunSettings
 from fedsynth.methods.feddm import FedDM
 from fedsynth.methods.real import Real
 from fedsynth.privacy.accounting import epsilon

@@ -18,16 +18,17 @@ from typing import Any
 import pytest
 import torch
 
+from fedsynth.config_file import to_toml
 from fedsynth.federation.outputs.report_context import provenance
 from fedsynth.federation.outputs.verification import _same_refusal, verify_run
 from fedsynth.federation.simulation import simulate
-from fedsynth.federation.terms.settings import resolve, to_toml
+from fedsynth.federation.terms.resolve import resolve
 from fedsynth.privacy import report_sections as sections
 from fedsynth.privacy.errors import PrivacyError
 from fedsynth.privacy.ledger import Ledger, read_ledger
 from fedsynth.privacy.releases import ADJACENCIES
 from fedsynth.privacy.report import render_html, render_markdown
-from fedsynth.privacy.verify import unfolded
+from tests.unfolded import unfolded
 
 Report = dict[str, Any]
 Tamper = Callable[[Path], None]

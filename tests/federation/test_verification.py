@@ -23,7 +23,8 @@ from fedsynth.federation.outputs.verification import (
     verify_run,
 )
 from fedsynth.federation.simulation import RunResult, simulate
-from fedsynth.federation.terms.settings import RunSettings, resolve
+from fedsynth.federation.terms.resolve import resolve
+from fedsynth.federation.terms.settings import RunSettings
 from fedsynth.privacy.errors import PrivacyError
 from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.report import write_report

@@ -13,7 +13,7 @@ from fedsynth.errors import OutputError
 from fedsynth.federation.observer import Observer
 from fedsynth.federation.outputs import run_folder
 from fedsynth.federation.simulation import simulate
-from fedsynth.federation.terms.settings import resolve
+from fedsynth.federation.terms.resolve import resolve
 
 TINY = {
     "run": {"method": "feddm", "rounds": 1, "device": "cpu"},

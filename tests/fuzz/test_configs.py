@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from fedsynth import resolve
-from fedsynth.config_file import read_sections
-from fedsynth.federation.terms.settings import RunSettings, to_toml
+from fedsynth.config_file import read_sections, to_toml
+from fedsynth.federation.terms.settings import RunSettings
 from tests.fuzz.mutations import (
     HOSTILE,
     CommandFailedError,

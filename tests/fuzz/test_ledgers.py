@@ -10,7 +10,8 @@ import random
 from pathlib import Path
 from typing import Any
 
-from fedsynth.privacy.ledger import Ledger, chain_hashes, read_ledger, repair_ledger
+from fedsynth.privacy.ledger import Ledger, chain_hashes, read_ledger
+from fedsynth.privacy.ledger_repair import repair_ledger
 from fedsynth.privacy.releases import SAMPLERS, UNITS, Release
 from tests.fuzz.mutations import Faults, altered, altered_json, generator, json_bytes
 

@@ -23,7 +23,7 @@ from fedsynth.errors import SettingError
 from fedsynth.federation.exchange.server import Server
 from fedsynth.federation.simulation import simulate
 from fedsynth.federation.terms.participation import Participation
-from fedsynth.federation.terms.settings import resolve
+from fedsynth.federation.terms.resolve import resolve
 from fedsynth.methods.fedavg import FedAvg
 from fedsynth.methods.fedavgm import FedAvgM
 from fedsynth.methods.fedbn import FedBN, local_names

@@ -21,7 +21,7 @@ from fedsynth.data.registry import DatasetSpec, dataset_spec
 from fedsynth.errors import SettingError
 from fedsynth.federation.exchange.server import Server
 from fedsynth.federation.simulation import simulate
-from fedsynth.federation.terms.settings import resolve
+from fedsynth.federation.terms.resolve import resolve
 from fedsynth.methods.fedfa_plus import FedFAPlus, StatisticsUp
 from fedsynth.methods.fedfm import AnchorState, FedFM, FedFMLite, anchor_losses
 from fedsynth.methods.fedgen import (

@@ -21,7 +21,7 @@ from fedsynth.data.registry import dataset_spec
 from fedsynth.errors import SettingError, UnknownNameError
 from fedsynth.federation.exchange.server import Server
 from fedsynth.federation.simulation import simulate
-from fedsynth.federation.terms.settings import resolve
+from fedsynth.federation.terms.resolve import resolve
 from fedsynth.methods.fedaf import FedAF
 from fedsynth.methods.shared.knowledge import CondensedSet, KnowledgeState
 from fedsynth.models.flat import flatten

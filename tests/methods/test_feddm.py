@@ -20,7 +20,7 @@ from fedsynth.errors import SettingError, UnknownNameError
 from fedsynth.evaluation.volume import condensation_floats
 from fedsynth.federation.exchange.server import Server
 from fedsynth.federation.simulation import simulate
-from fedsynth.federation.terms.settings import resolve
+from fedsynth.federation.terms.resolve import resolve
 from fedsynth.methods.feddm import FedDM
 from fedsynth.models.registry import ModelSettings, build_model
 from fedsynth.privacy.allowance import Allowance, UnaccountedNoise

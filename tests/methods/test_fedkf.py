@@ -19,7 +19,7 @@ from fedsynth.data.images import from_arrays, normalise
 from fedsynth.data.registry import dataset_spec
 from fedsynth.errors import SettingError, UnknownNameError
 from fedsynth.federation.simulation import simulate
-from fedsynth.federation.terms.settings import resolve
+from fedsynth.federation.terms.resolve import resolve
 from fedsynth.methods.fedavg import FedAvg
 from fedsynth.methods.fedkf import FedKF, TwoModels
 from fedsynth.methods.shared.aggregation import AveragingState

@@ -22,7 +22,7 @@ from fedsynth.data.registry import dataset_spec
 from fedsynth.errors import SettingError
 from fedsynth.features.feature_map import FeatureMap
 from fedsynth.federation.outputs.verification import verify_run
-from fedsynth.federation.terms.settings import resolve
+from fedsynth.federation.terms.resolve import resolve
 from fedsynth.methods.shared import whitening
 from fedsynth.methods.shared.noise_shares import Pool
 from fedsynth.methods.shared.whitening import COVARIANCES, released_roots, white_signal

@@ -20,7 +20,7 @@ from fedsynth.data.registry import DatasetSpec
 from fedsynth.errors import DivergedError
 from fedsynth.federation.exchange.server import Server
 from fedsynth.federation.simulation import simulate
-from fedsynth.federation.terms.settings import resolve
+from fedsynth.federation.terms.resolve import resolve
 from fedsynth.methods import METHODS, method_class
 from fedsynth.methods.dense import Dense
 from fedsynth.methods.fedavg import FedAvg

@@ -14,7 +14,7 @@ import pytest
 
 import fedsynth
 from fedsynth.core.method import Method
-from fedsynth.federation.terms.settings import resolve
+from fedsynth.federation.terms.resolve import resolve
 from fedsynth.lazily import homes
 from fedsynth.methods import CLASSES, METHODS, method_class, name_of
 from fedsynth.methods.shared.local import TrainsLocally

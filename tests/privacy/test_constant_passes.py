@@ -24,7 +24,7 @@ from fedsynth.core.client import PrivateClients
 from fedsynth.core.context import Compute, round_context
 from fedsynth.data.images import ImageData, from_arrays, normalise
 from fedsynth.data.registry import dataset_spec
-from fedsynth.federation.terms.settings import resolve
+from fedsynth.federation.terms.resolve import resolve
 from fedsynth.methods import method_class
 from fedsynth.models.registry import ModelSettings, build_model
 from fedsynth.privacy.dpsgd import example_gradients

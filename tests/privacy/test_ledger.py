@@ -15,7 +15,8 @@ import pytest
 
 from fedsynth.privacy.accounting import epsilon
 from fedsynth.privacy.errors import BudgetExceededError, LedgerError, PrivacySettingError
-from fedsynth.privacy.ledger import Guard, Ledger, chain_hashes, read_ledger, repair_ledger
+from fedsynth.privacy.ledger import Guard, Ledger, chain_hashes, read_ledger
+from fedsynth.privacy.ledger_repair import repair_ledger
 from fedsynth.privacy.releases import Release
 
 DELTA = 1e-5

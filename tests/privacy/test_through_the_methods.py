@@ -24,7 +24,7 @@ from fedsynth.data.partition import partition
 from fedsynth.data.registry import dataset_spec
 from fedsynth.federation.exchange.client_budget import ClientBudget
 from fedsynth.federation.simulation import simulate
-from fedsynth.federation.terms.settings import resolve
+from fedsynth.federation.terms.resolve import resolve
 from fedsynth.methods.fedavg import FedAvg
 from fedsynth.methods.feddm import FedDM
 from fedsynth.models.registry import ModelSettings, build_model

@@ -13,6 +13,7 @@ import pytest
 
 from fedsynth.privacy.audit import audit_text, epsilon_lower_bound
 from fedsynth.privacy.errors import PrivacyError
+from fedsynth.privacy.held_rows import held_rows
 from fedsynth.privacy.ledger import Ledger, chain_hashes, read_ledger
 from fedsynth.privacy.releases import Release
 from fedsynth.privacy.report import (
@@ -23,16 +24,10 @@ from fedsynth.privacy.report import (
     render_markdown,
     write_report,
 )
+from fedsynth.privacy.report_file import read_report, sound_report
 from fedsynth.privacy.report_schema import schema_problems
-from fedsynth.privacy.verify import (
-    differences,
-    held_rows,
-    read_report,
-    report_problems,
-    sound_report,
-    taken_as_stated,
-    unfolded,
-)
+from fedsynth.privacy.verify import differences, report_problems, taken_as_stated
+from tests.unfolded import unfolded
 
 CONTEXT = ReportContext(
     method="feddm",

@@ -9,17 +9,10 @@ import pytest
 from fedsynth import load_preset
 from fedsynth.errors import UnknownNameError
 from fedsynth.federation.terms.settings import RunSettings
-from fedsynth.reproduction.presets import (
-    CHOSEN,
-    PresetError,
-    chosen_cell,
-    not_covered,
-    preset,
-    preset_names,
-    sections_over,
-)
+from fedsynth.reproduction.choice import chosen_cell, sections_over
+from fedsynth.reproduction.preset_files import CHOSEN, not_covered, preset, preset_names
 from fedsynth.reproduction.published import published, published_tables
-from fedsynth.reproduction.words import partition_of
+from fedsynth.reproduction.words import PresetError, partition_of
 
 CELLS = [(name, cell) for name in preset_names() for cell in preset(name).cells]
 

@@ -19,9 +19,10 @@ import torch
 from fedsynth.data.load import load_dataset
 from fedsynth.errors import OutputError, SettingError
 from fedsynth.federation.observer import Observer
-from fedsynth.federation.terms.settings import RunSettings, resolve
+from fedsynth.federation.terms.resolve import resolve
+from fedsynth.federation.terms.settings import RunSettings
 from fedsynth.reproduction.estimate import Estimate, duration, estimate, run_lengths
-from fedsynth.reproduction.presets import preset
+from fedsynth.reproduction.preset_files import preset
 from fedsynth.reproduction.rows import Rows, claimed, run_hash, unfinished
 from fedsynth.reproduction.runs import Clock, Job, Outcome, Runner, fits, jobs_of
 from fedsynth.reproduction.scaling import scaled
@@ -34,7 +35,7 @@ import sys
 from contextlib import contextmanager
 from pathlib import Path
 from fedsynth.federation.observer import Observer
-from fedsynth.reproduction.presets import preset
+from fedsynth.reproduction.preset_files import preset
 from fedsynth.reproduction.rows import Rows
 from fedsynth.reproduction.runs import Clock, Runner, jobs_of
 

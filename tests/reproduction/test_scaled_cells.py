@@ -16,7 +16,7 @@ import pytest
 
 from fedsynth.federation.observer import Observer
 from fedsynth.federation.terms.settings import RunSettings
-from fedsynth.reproduction.presets import preset
+from fedsynth.reproduction.preset_files import preset
 from fedsynth.reproduction.report import lines
 from fedsynth.reproduction.rows import Rows
 from fedsynth.reproduction.runs import Clock, Runner, jobs_of
@@ -74,7 +74,7 @@ def test_a_scaled_cell_runs_end_to_end(name: str, tmp_path: Path, data_root: Pat
 
 def test_every_paper_has_a_scaled_cell() -> None:
     """Catches: a paper whose presets nothing runs."""
-    from fedsynth.reproduction.presets import preset_names
+    from fedsynth.reproduction.preset_files import preset_names
 
     papers = {name.partition(":")[0] for name in preset_names()}
     assert papers == {name.partition(":")[0] for name in CELLS}

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedsynth.reproduction.measures import curve_of, measured
-from fedsynth.reproduction.presets import Number, preset
+from fedsynth.reproduction.preset_files import preset
+from fedsynth.reproduction.presets import Number
 from fedsynth.reproduction.report import lines, shown
 from fedsynth.reproduction.verdict import ABOVE, BELOW, NONE, WITHIN, Compared, verdict
 

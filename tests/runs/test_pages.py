@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 from fedsynth.cli.app import app
 from fedsynth.errors import OutputError
 from fedsynth.federation.simulation import simulate
-from fedsynth.federation.terms.settings import resolve
+from fedsynth.federation.terms.resolve import resolve
 from fedsynth.runs.compare import by_seed, labels
 from fedsynth.runs.curves import NEEDS_MATPLOTLIB, curve, curves, curves_svg, write_png
 from fedsynth.runs.folders import Run, RunFolderError, finished_runs

@@ -17,7 +17,7 @@ from fedsynth.data.images import from_arrays
 from fedsynth.data.registry import dataset_spec
 from fedsynth.errors import SettingError, UnknownNameError
 from fedsynth.federation.simulation import simulate
-from fedsynth.federation.terms.settings import resolve
+from fedsynth.federation.terms.resolve import resolve
 from fedsynth.methods.fedaf import FedAF
 from fedsynth.methods.feddm import FedDM
 from fedsynth.models.convnet import ConvNet

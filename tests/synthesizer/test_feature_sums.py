@@ -20,7 +20,7 @@ from fedsynth.data.images import ImageData, from_arrays
 from fedsynth.data.registry import dataset_spec
 from fedsynth.federation.observer import Observer
 from fedsynth.federation.simulation import simulate
-from fedsynth.federation.terms.settings import resolve
+from fedsynth.federation.terms.resolve import resolve
 from fedsynth.methods.feddm import FedDM
 from fedsynth.models.flat import flatten
 from fedsynth.models.registry import ModelSettings, build_model

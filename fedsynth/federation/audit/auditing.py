@@ -42,7 +42,7 @@ from fedsynth.privacy.mechanism_facts import mechanism_facts
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.releases import USER, is_real
 from fedsynth.privacy.report import write_report
-from fedsynth.privacy.verify import read_json, read_report
+from fedsynth.privacy.report_file import read_json, read_report
 from fedsynth.seeding import numpy_generator, torch_generator
 from fedsynth.validation import check_choice
 

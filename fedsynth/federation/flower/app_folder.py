@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from fedsynth.config_file import to_toml
 from fedsynth.errors import OutputError
 from fedsynth.federation.nodes.proposal import Proposal, own_name, shared_sections
-from fedsynth.federation.terms.settings import to_toml
 from fedsynth.version import __version__
 
 SERVER = "fedsynth.federation.flower.server_app:app"

@@ -30,7 +30,7 @@ from fedsynth.federation.nodes.proposal import Proposal, new_run, own_name, spec
 from fedsynth.federation.nodes.served import Post, Served, serve
 from fedsynth.federation.nodes.to_nodes import Patience
 from fedsynth.federation.observer import Observer
-from fedsynth.federation.terms.settings import resolve
+from fedsynth.federation.terms.resolve import resolve
 
 LOOK = 0.3
 """Seconds between two looks for answers."""

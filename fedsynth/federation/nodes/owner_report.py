@@ -8,13 +8,13 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fedsynth.config_file import to_toml
 from fedsynth.federation.outputs import privacy_words
 from fedsynth.federation.outputs.checkpoint import write_whole
 from fedsynth.federation.outputs.report_context import owner_context
 from fedsynth.federation.outputs.run_folder import PRIVATE_START
 from fedsynth.federation.outputs.verified_owner import OWNER
 from fedsynth.federation.terms.given_data import NO_TEST
-from fedsynth.federation.terms.settings import to_toml
 from fedsynth.privacy.history import History
 from fedsynth.privacy.ledger import chain_hashes
 from fedsynth.privacy.report import build_report, write_report

@@ -19,7 +19,8 @@ from typing import Any
 from fedsynth.data.registry import DATASETS, DatasetSpec, dataset_spec
 from fedsynth.errors import FedsynthError, MessageError, SettingError
 from fedsynth.federation.exchange.channel import agreement
-from fedsynth.federation.terms.settings import RunSettings, resolve
+from fedsynth.federation.terms.resolve import resolve
+from fedsynth.federation.terms.settings import RunSettings
 from fedsynth.federation.terms.sums import check_quorum
 
 OWN = {"run": ("device", "memory_gb", "compile"), "data": ("data_root",), "privacy": ("ledger",)}

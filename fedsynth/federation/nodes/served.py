@@ -18,6 +18,7 @@ from typing import Any
 
 from torch import Tensor
 
+from fedsynth.config_file import to_toml
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message
 from fedsynth.data.images import ImageData
@@ -54,7 +55,7 @@ from fedsynth.federation.terms.privacy_plan import (
     check_own_noise,
 )
 from fedsynth.federation.terms.public_context import public_context
-from fedsynth.federation.terms.settings import RunSettings, to_toml
+from fedsynth.federation.terms.settings import RunSettings
 from fedsynth.federation.terms.sums import check_quorum
 from fedsynth.privacy.errors import LedgerError
 from fedsynth.privacy.history import History

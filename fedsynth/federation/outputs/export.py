@@ -30,8 +30,8 @@ from fedsynth.federation.outputs.verification import verify_run
 from fedsynth.federation.terms.given_data import PUBLIC
 from fedsynth.privacy.errors import PrivacyError
 from fedsynth.privacy.report import write_report
+from fedsynth.privacy.report_file import read_json, sound_report
 from fedsynth.privacy.report_text import up
-from fedsynth.privacy.verify import read_json, sound_report
 from fedsynth.version import __version__
 
 UNPROTECTED = "unprotected"

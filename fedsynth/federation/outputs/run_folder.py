@@ -54,8 +54,8 @@ from fedsynth.errors import OutputError
 from fedsynth.federation.outputs.checkpoint import write_whole
 from fedsynth.federation.outputs.disclosed import Disclosed
 from fedsynth.privacy.files import open_regular, sync_folder
+from fedsynth.privacy.report_file import read_json
 from fedsynth.privacy.report_schema import Began
-from fedsynth.privacy.verify import read_json
 
 SIMULATION_ONLY_NOTE = (
     "Everything in this folder is an exact function of the clients' data. A simulation may show "

@@ -30,11 +30,12 @@ from fedsynth.federation.terms.privacy_plan import PrivacyPlan
 from fedsynth.federation.terms.public_context import public_context
 from fedsynth.privacy.accounting import epsilon_by_round
 from fedsynth.privacy.errors import BudgetExceededError
+from fedsynth.privacy.held_rows import Held
 from fedsynth.privacy.history import History
 from fedsynth.privacy.ledger import chain_hashes
 from fedsynth.privacy.releases import Release
 from fedsynth.privacy.report_sections import over_clients
-from fedsynth.privacy.verify import Held, differences
+from fedsynth.privacy.verify import differences
 
 CALIBRATED = 2e-3  # σ is found to 0.1 %: another version of the libraries may end elsewhere in that
 Rows = Mapping[str, Sequence[Release]]

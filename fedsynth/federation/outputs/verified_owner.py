@@ -20,9 +20,11 @@ from fedsynth.federation.terms.privacy_plan import PrivacyPlan
 from fedsynth.federation.terms.public_context import public_context
 from fedsynth.federation.terms.settings import RunSettings
 from fedsynth.privacy.errors import PrivacyError
+from fedsynth.privacy.held_rows import held_rows
 from fedsynth.privacy.history import History
 from fedsynth.privacy.report import NOT_PRIVATE
-from fedsynth.privacy.verify import held_rows, read_json, report_problems
+from fedsynth.privacy.report_file import read_json
+from fedsynth.privacy.verify import report_problems
 
 OWNER = "owner.json"
 """Of an owner's report: which client it was, and after how many rounds the run ended."""

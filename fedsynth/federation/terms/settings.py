@@ -1,39 +1,32 @@
 """Everything that decides a run, in one frozen object that goes to TOML and back.
 
-`resolve` merges what a user gave over the data set's preset over the method's defaults (the papers'
-values), and validates all.
+`fedsynth.federation.terms.resolve` makes one of what a user gave.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
 from fedsynth.core.method import Method
-from fedsynth.data.files import expanded
-from fedsynth.data.load_folder import FolderSettings, own_name
-from fedsynth.data.partition import GIVEN, PartitionSettings
-from fedsynth.data.registry import dataset_spec, is_known
-from fedsynth.errors import Setting, SettingError, UnknownNameError, unknown_name
+from fedsynth.data.load_folder import FolderSettings
+from fedsynth.data.partition import PartitionSettings
+from fedsynth.errors import Setting, SettingError
 from fedsynth.federation.terms.failures import Failures
 from fedsynth.federation.terms.participation import active_clients
 from fedsynth.federation.terms.report_settings import ReportSettings
-from fedsynth.methods import method_class, own_source
+from fedsynth.methods import own_source
 from fedsynth.methods.shared.robust import FEWEST, RULES
 from fedsynth.models.registry import ModelSettings, own_model
 from fedsynth.privacy.settings import PrivacySettings, ledger_setting
-from fedsynth.privacy.wording import shown
 from fedsynth.validation import (
     check_choices,
     check_ranges,
-    converted,
     field_types,
-    from_mapping,
 )
 
 QUORUM = 0.5
@@ -44,20 +37,6 @@ ROBUST: Mapping[str, Any] = {"robust": "none", "robust_share": 0.2}
 """Defaults of the settings of robust aggregation."""
 SECTIONS = ("run", "data", "partition", "model", "method", "privacy", "report")
 
-# What a data set changes beside the method; what it changes of a method's settings stands with the
-# method (`Method.presets`). For the embedded 8×8 digits: a model that such images can feed, and few
-# enough releases that σ = 3 means ε < 10. Found on the digits, which are public.
-PRESETS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
-    "digits": {
-        "run": {"rounds": 3},
-        "partition": {"clients": 5},
-        "model": {"width": 32, "depth": 2},
-    },
-    "synthetic": {"partition": {"kind": "natural", "clients": 30}, "model": {"name": "linear"}},
-    "femnist": {"partition": {"kind": "natural"}},
-    "office-caltech-10": {"partition": {"kind": "domain", "clients": 4}},
-    "domainnet-10": {"partition": {"kind": "domain", "clients": 6}},
-}
 
 _KINDS: Mapping[str, tuple[type, str]] = {
     "method": (Method, "FedDM()"),
@@ -162,7 +141,7 @@ class RunSettings:
                     "is that of a run without privacy; with privacy it is ",
                     Setting("privacy", "ledger"),
                 )
-            object.__setattr__(self, "ledger", _folder(ledger_setting(self.ledger)))
+            object.__setattr__(self, "ledger", kept_ledger(self.ledger))
         for name, (kind, example) in _KINDS.items():
             value = getattr(self, name)
             if not (isinstance(value, kind) or (name in _MAY_BE_NONE and value is None)):
@@ -315,6 +294,16 @@ class RunSettings:
         return {name: values for name, values in plain.items() if values}
 
 
+def kept_ledger(given: Path | str) -> Path | None:
+    """The folder that a run without privacy keeps ledgers in; None: it is said that there is none.
+
+    Raises:
+        PrivacySettingError: as `fedsynth.privacy.settings.ledger_setting`.
+    """
+    folder = ledger_setting(given)
+    return folder if isinstance(folder, Path) else None
+
+
 def _given(folder: FolderSettings) -> dict[str, Any]:
     """The settings of a folder that are set at all."""
     return {name: value for name, value in dataclasses.asdict(folder).items() if value}
@@ -337,177 +326,5 @@ RUN_KINDS: Mapping[str, type] = {
 """The fields of `RunSettings` that stand in the section "run", with their types."""
 
 
-def _of_the_method(method: type[Method], values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The values, unless one is no setting of the method but of another section: then that is
-    said.
-    """
-    homes = {**{key: "run" for key in RUN_KINDS}, "dataset": "data", "data_root": "data"}
-    kinds = (PartitionSettings, ModelSettings, PrivacySettings, ReportSettings, FolderSettings)
-    for kind in kinds:
-        homes.update({f.name: kind.section for f in fields(kind) if f.name not in homes})
-    known = {field.name for field in fields(method)}
-    for key in values:
-        if key not in known and key in homes:
-            there = Setting(homes[key], key)
-            raise SettingError(
-                "method", key, f"is no setting of {method.name}, but ", there, " is one"
-            )
-    return values
-
-
-def preset_of(dataset: str, method: type[Method]) -> dict[str, dict[str, Any]]:
-    """The defaults that a data set changes, as sections of settings."""
-    family = dataset.partition("(")[0]  # synthetic(1,1) and all its kind have one preset
-    sections = {name: dict(values) for name, values in PRESETS.get(family, {}).items()}
-    own: dict[str, Any] = {}
-    for cls in reversed(method.__mro__):  # bases first
-        own.update(vars(cls).get("presets", {}).get(family, {}))
-    return {**sections, "method": own} if own else sections
-
-
-def model_is_set(settings: RunSettings) -> bool:
-    """Whether the model settings are others than a run has that says nothing of them."""
-    preset = preset_of(settings.dataset, type(settings.method)).get("model", {})
-    return settings.model not in (ModelSettings(), ModelSettings(**preset))
-
-
-def resolve(
-    given: Mapping[str, Mapping[str, Any]],
-    *,
-    own_method: type[Method] | None = None,
-    own_data: str | None = None,
-) -> RunSettings:
-    """Settings from sections of plain values, over the data set's preset and the method's defaults.
-
-    Args:
-        given: sections such as `{"run": {"method": "feddm"}, "method": {"ipc": 5}}`; text is
-            converted to a setting's type.
-        own_method: a class outside the package, in place of the method that `given` names.
-        own_data: the name of images of your own, in place of the data set that `given` names; it
-            has no preset.
-
-    Raises:
-        UnknownNameError: an unknown section, setting, method, data set or model (with the near
-            matches).
-        SettingError, PrivacySettingError: a value of the wrong type or outside its range.
-
-    >>> settings = resolve({"run": {"method": "fedkf", "rounds": "5"}, "method": {"lr": 0.1}})
-    >>> settings.rounds, settings.method.lr, settings.method.generator_width  # of digits' preset
-    (5, 0.1, 8)
-    >>> resolve({"method": {"ipcs": 5}})
-    Traceback (most recent call last):
-    fedsynth.errors.UnknownNameError: ...
-    """
-    for name in given:
-        if name not in SECTIONS:
-            raise unknown_name("section", name, SECTIONS)
-    run = dict(given.get("run", {}))
-    data = dict(given.get("data", {}))
-    name = str(run.pop("method", "feddm"))
-    _check_source(name, run.pop("method_source", None), own_method)
-    root = data.pop("data_root", None)
-    method = own_method or method_class(name)
-    dataset, folder = _own_folder(data)
-    if folder is not None:
-        own_data = own_data or dataset
-    else:
-        dataset = own_data or dataset_spec(dataset).name
-    preset = preset_of(dataset, method) if own_data is None else {}
-    run = {**preset.get("run", {}), **run}
-    partition = {**preset.get("partition", {}), **given.get("partition", {})}
-    if folder is not None:
-        partition.setdefault("kind", GIVEN)
-    privacy = dict(given.get("privacy", {}))
-    # A ledger alone is that of a run without privacy.
-    ledger = privacy.pop("ledger") if privacy.keys() == {"ledger"} else None
-    values = converted("run", run, RUN_KINDS, "run")
-    return RunSettings(
-        method=method.from_mapping(
-            {**preset.get("method", {}), **_of_the_method(method, given.get("method", {}))}
-        ),
-        dataset=dataset,
-        data_root=expanded(str(root)).absolute() if root else None,
-        partition=from_mapping(PartitionSettings, partition),
-        model=from_mapping(ModelSettings, {**preset.get("model", {}), **given.get("model", {})}),
-        privacy=from_mapping(PrivacySettings, privacy) if privacy else None,
-        report=from_mapping(ReportSettings, given.get("report", {})),
-        ledger=None if ledger is None else _folder(ledger_setting(str(ledger))),
-        folder=folder,
-        **values,
-    )
-
-
-def _check_source(name: str, stated: Any, own_method: type[Method] | None) -> None:
-    """Refuses a method of one's own that is not there, or comes from another file than stated."""
-    if stated is None or own_method is not None:
-        return
-    try:
-        method_class(name)
-    except UnknownNameError:
-        raise SettingError(
-            "run",
-            "method",
-            f"is {name} of {shown(stated)}, of your own: it has to be given again (",
-            Setting("run", "method", f"PATH/{str(stated).partition('@')[0]:.200}"),
-            ", or fedsynth.register_method)",
-        ) from None
-    source = own_source(name)
-    if source is not None and source.label != stated:
-        raise SettingError(
-            "run", "method", f"is of {shown(stated)}, and what was given is another: {source.label}"
-        )
-
-
-def _own_folder(data: Mapping[str, Any]) -> tuple[str, FolderSettings | None]:
-    """The data set's name, and the folder of one's own images, if these are the data.
-
-    Args:
-        data: the section, without the data folder.
-    """
-    values = dict(data)
-    name = values.pop("dataset", None)
-    known = {"dataset": str, "data_root": str, **field_types(FolderSettings)}
-    for key in values:
-        if key not in known:
-            raise unknown_name("setting of data", key, known, "data", key)
-    if not values:
-        return str(name or "digits"), None
-    if not values.get("folder"):
-        key = next(iter(values))
-        raise SettingError(
-            "data", key, "is of your own images, which ", Setting("data", "folder"), " names"
-        )
-    folder = from_mapping(FolderSettings, values)
-    if name is not None and is_known(str(name)):
-        raise SettingError(
-            "data",
-            "dataset",
-            f"is the name of a published data set, {name}, and cannot be that of the images in "
-            f"{folder.folder}",
-        )
-    return str(name or own_name(folder)), folder
-
-
-def _folder(ledger: Path | str) -> Path | None:
-    return ledger if isinstance(ledger, Path) else None
-
-
 def _plain(value: Any) -> Any:
     return str(value) if isinstance(value, Path) else value
-
-
-def to_toml(sections: Mapping[str, Mapping[str, Any]]) -> str:
-    """Sections of strings, numbers and booleans as TOML; what `tomllib` reads back is equal."""
-    lines = []
-    for name, values in sections.items():
-        lines.append(f"[{name}]")
-        for key, value in values.items():
-            if isinstance(value, bool):
-                text = str(value).lower()
-            elif isinstance(value, str):
-                text = json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-            else:
-                text = repr(value)
-            lines.append(f"{key} = {text}")
-        lines.append("")
-    return "\n".join(lines)
