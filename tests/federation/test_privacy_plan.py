@@ -17,12 +17,14 @@ from fedsynth.core.context import RoundContext
 from fedsynth.core.method import Down, Memory, Results
 from fedsynth.data.registry import dataset_spec
 from fedsynth.federation.exchange.client_budget import ClientBudget
+from fedsynth.federation.outputs.privacy_words import headline
 from fedsynth.federation.simulation import simulate
 from fedsynth.federation.terms.privacy_plan import PrivacyPlan
 from fedsynth.federation.terms.public_context import public_context
 from fedsynth.federation.terms.resolve import resolve
 from fedsynth.federation.terms.settings import RunSettings
 from fedsynth.methods.fedavg import FedAvg
+from fedsynth.methods.fedstats import FedStats
 from fedsynth.privacy.accounting import epsilon
 from fedsynth.privacy.calibration import calibrate_noise_multiplier
 from fedsynth.privacy.errors import (
@@ -122,6 +124,12 @@ def test_what_a_plan_is_of_is_refused_before_anything_is_opened() -> None:
         plan_of(run, joining((), (replace(SPENT, unit=USER),), ()))
     with pytest.raises(BudgetExceededError, match="already spent"):
         plan_of(settings(epsilon=0.1), joining((SPENT,) * 3, (), ()))
+    held = plan_of(settings(epsilon=8.0), joining((SPENT,), (), ())).epsilon(
+        (joining((SPENT,))[0],)
+    )
+    nearly = settings(epsilon=held * (1 + 1e-5))
+    with pytest.raises(BudgetExceededError, match="what is left bears nothing but noise"):
+        plan_of(nearly, joining((SPENT,), (), ()))
     unsettled = PrivacyPlan.checked(settings(epsilon=8.0), context(run))
     with pytest.raises(Exception, match="no client has joined"):
         _ = unsettled.sigma
@@ -333,3 +341,21 @@ def test_every_planned_series_is_spent(name: str, monkeypatch: pytest.MonkeyPatc
     simulate(settings(name, clients=2, own=own, noise_multiplier=3.0, **privacy))
     assert given
     assert all(not one._left for one in given)
+
+
+def test_people_are_told_that_noise_is_larger_than_the_signal() -> None:
+    """FedStats' plan says how large its sums can be; with σ = 50 noise is larger."""
+
+    def told(sigma: float) -> list[str]:
+        run = replace(
+            settings("fedavg", noise_multiplier=sigma), method=FedStats(features="pixels"), rounds=1
+        )
+        return [str(line) for line in headline(plan_of(run)) if "warning: noise" in line]
+
+    assert told(0.5) == []
+    (line,) = told(50.0)
+    # at best 3 clients' n records a class orthogonal: n/√C, beside noise of 64·10 coordinates
+    n = float(context(settings()).nominal_size) * 3
+    share = (1 - FedStats().centre_share) ** 0.5
+    assert f"S/N {n * 10**-0.5 / (50.0 / share * (3 * 640) ** 0.5):.2g}" in line
+    assert "`fedsynth privacy plan`" in line

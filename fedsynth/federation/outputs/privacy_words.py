@@ -71,7 +71,20 @@ def headline(plan: PrivacyPlan, *, simulated: bool = True) -> list[str]:
     spent = plan.epsilon(plan.histories)
     if spent > 0:
         lines.append(f"  of this, ε = {up(spent, 3)} stands in the ledgers from earlier runs")
-    return lines + _of_the_cap(plan, planned)
+    return lines + _of_the_noise(plan) + _of_the_cap(plan, planned)
+
+
+def _of_the_noise(plan: PrivacyPlan) -> list[str]:
+    """That noise is larger than what releases say, even in the case that is good for them."""
+    told = [(plan.signal_to_noise(one), one.quantity) for one in plan.plans]
+    drowned = [(ratio, quantity) for ratio, quantity in told if ratio is not None and ratio < 1]
+    if not drowned:
+        return []
+    ratio, quantity = min(drowned)
+    return [
+        f"  warning: noise is larger than what the releases can say (S/N {ratio:.2g}: {quantity}); "
+        "little can be learned: `fedsynth privacy plan` shows what more records, clients or ε bring"
+    ]
 
 
 def schedule(plan: PrivacyPlan) -> str:

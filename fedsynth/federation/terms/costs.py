@@ -85,8 +85,7 @@ def _row(plan: PrivacyPlan, one: PrivatePlan) -> Mapping[str, Any]:
         "sample_rate": one.sample_rate,
         "releases": one.steps,
     }
-    clients = plan.run.partition.clients
-    ratio = one.signal_to_noise(plan.sigma, clients * plan.nominal_size, clients)
+    ratio = plan.signal_to_noise(one)
     return row if ratio is None else {**row, "signal_to_noise": ratio}
 
 

@@ -40,6 +40,10 @@ from fedsynth.privacy.releases import Release, check_delta
 from fedsynth.privacy.report_sections import reasons_in_ledgers
 from fedsynth.privacy.settings import PrivacySettings
 
+NOTHING_LEFT = 1e-3
+"""Part of a budget that is too little to plan a run with: σ would be some thirty times as large as
+for the whole, or thousands of times."""
+
 
 @dataclass(frozen=True)
 class PrivacyPlan:
@@ -169,6 +173,11 @@ class PrivacyPlan:
                 "privacy", "noise_multiplier", "is not found yet: no client has joined"
             )
         return self.privacy.noise_multiplier
+
+    def signal_to_noise(self, one: PrivatePlan) -> float | None:
+        """Of the sum over all clients (`PrivatePlan.signal_to_noise`); None: no signal is named."""
+        clients = self.run.partition.clients
+        return one.signal_to_noise(self.sigma, clients * self.nominal_size, clients)
 
     @property
     def releases(self) -> int:
@@ -378,10 +387,12 @@ class PrivacyPlan:
             rounds = attended[-1]
             if not rounds:
                 continue
-            if self._spent(spent) >= target:
+            held = self._spent(spent)
+            if held >= target * (1 - NOTHING_LEFT):
                 raise BudgetExceededError(
                     f"the budget ε = {target:g} is already spent: a client's ledger stands at "
-                    f"{self._spent(spent):.4g}"
+                    f"{held:.4g}"
+                    + ("" if held >= target else ", and what is left bears nothing but noise")
                 )
 
             def after(sigma: float, spent: Totals = spent, rounds: int = rounds) -> Totals:
