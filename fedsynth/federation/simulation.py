@@ -46,16 +46,15 @@ from fedsynth.federation.outputs import privacy_words
 from fedsynth.federation.outputs.checkpoint import Checkpoint, run_identity
 from fedsynth.federation.outputs.disclosed import (
     Disclosed,
-    check_facts,
     declared_row,
     declared_summary,
     disclosed,
 )
-from fedsynth.federation.outputs.losses import losses
 from fedsynth.federation.outputs.measure import Measure
 from fedsynth.federation.outputs.report_context import report_context
 from fedsynth.federation.outputs.result import RunResult, own_sources, summarise
 from fedsynth.federation.outputs.results import Results
+from fedsynth.federation.outputs.round_row import round_row
 from fedsynth.federation.outputs.run_checkpoints import RunCheckpoints
 from fedsynth.federation.outputs.run_folder import RunFolder
 from fedsynth.federation.outputs.verified_charges import plan_when_it_began
@@ -269,7 +268,6 @@ class Simulation:
             self.method, {name: t.to(self.context.device) for name, t in initial.items()}
         )
         self.uploads: dict[int, Message] = {}
-        self.sent: Mapping[int, tuple[Message, ...]] = {}
         self.played = Played()
         self.metrics: list[dict[str, Any]] = []
         self.deviations: list[str] = []
@@ -371,7 +369,6 @@ class Simulation:
         played = play_round(self.server, self.exchange, context, self.settings.quorum)
         if played.refusal is None:
             self.played = played
-            self.sent = played.sent
             if played.no_quorum is None:  # else the last ones that made a round stay
                 self.uploads = dict(played.uploads)
                 self._after_uploads(context)
@@ -470,33 +467,19 @@ class Simulation:
                 self.observer.note(line)
 
     def _record(self, context: RoundContext, started: float) -> None:
-        """The round's row."""
-        number = context.round
-        state = self.server.state
-        facts = self.method.discloses if self._private else None
-        row: dict[str, Any] = {
-            "round": number,
-            **check_facts(self.method.facts(state, context), facts),
-            **check_facts(
-                self.method.merge_facts(self.exchange.facts(context, self.played.there)), facts
-            ),
-        }
-        if number % self.settings.evaluate_every == 0 or number == self.settings.rounds:
-            row.update(self.measure.row(state, context))
-        if self._private:
-            histories = self.exchange.histories()
-            if self.plan.guaranteed(histories):
-                row["epsilon"] = self.plan.epsilon(histories)
-        row["upload_floats"] = sum(m.floats for sent in self.sent.values() for m in sent)
-        row["client_upload_bytes"] = [sum(m.nbytes for m in sent) for sent in self.sent.values()]
-        row["upload_bytes"] = sum(row["client_upload_bytes"])
-        if len(context.active) < context.clients:
-            row["participants"] = list(context.active)
-        row.update(losses(self.played))
-        row["seconds"] = round(time.perf_counter() - started, 3)
+        """The round's row, its picture, and the checkpoint."""
+        row = round_row(
+            self.settings,
+            self.agreed.plan,
+            self.measure,
+            self.server.state,
+            context,
+            self.played,
+            started,
+        )
         told = self._disclosed(row)
         self.metrics.append(row)
-        self._draw_round(number)  # before the checkpoint, which says that the round is over
+        self._draw_round(context.round)  # before the checkpoint, which says that the round is over
         self._keep(context)
         if self.folder is not None:
             self.folder.append_metrics(told)
