@@ -69,7 +69,6 @@ from fedsynth.federation.terms.given_data import (
     require_a_ledger,
 )
 from fedsynth.federation.terms.own_data import data_of_run
-from fedsynth.federation.terms.participation import Participation
 from fedsynth.federation.terms.privacy_plan import PrivacyPlan, check_method
 from fedsynth.federation.terms.public_context import public_context
 from fedsynth.federation.terms.settings import RunSettings, to_toml
@@ -224,12 +223,7 @@ class Simulation:
             planned = partial(plan_when_it_began, resumed.path, method=kind, rows=rows)
         self.agreed = agree(settings, self.context, self.exchange, planned)
         self.context = self.agreed.context
-        self.participation = Participation(
-            settings.seed,
-            settings.partition.clients,
-            settings.participation,
-            self.agreed.terms.sizes if settings.sampling == "size" else None,
-        )
+        self.participation = settings.schedule(self.agreed.terms.sizes)
         # Where earlier runs have spent the budget, this one ends before it begins, and leaves
         # nothing.
         new = resumed is None
@@ -263,10 +257,7 @@ class Simulation:
             observer.started(settings, None if self.folder is None else self.folder.final)
         for line in headline:
             observer.note(line)
-        initial = self.context.architecture.state_dict()
-        self.server = Server(
-            self.method, {name: t.to(self.context.device) for name, t in initial.items()}
-        )
+        self.server = Server.begun(self.method, self.context)
         self.uploads: dict[int, Message] = {}
         self.played = Played()
         self.metrics: list[dict[str, Any]] = []

@@ -46,7 +46,6 @@ from fedsynth.federation.outputs.run_folder import PRIVATE_START, SERVED, RunFol
 from fedsynth.federation.secure_sums.errors import require_cryptography
 from fedsynth.federation.terms.devices import resolve_device
 from fedsynth.federation.terms.given_data import NO_TEST, PUBLIC
-from fedsynth.federation.terms.participation import Participation
 from fedsynth.federation.terms.privacy_plan import (
     PrivacyPlan,
     check_method,
@@ -164,19 +163,11 @@ class _Run:
         planned = partial(_plan_when_it_began, self.folder.path, settings, context)
         self.agreed = agree(settings, context, self.exchange, planned if began else None)
         self.context = self.agreed.context
-        self.participation = Participation(
-            settings.seed,
-            settings.partition.clients,
-            settings.participation,
-            self.agreed.terms.sizes if settings.sampling == "size" else None,
-        )
+        self.participation = settings.schedule(self.agreed.terms.sizes)
         test = None if self.test is None else self.test.to(context.device)
         local = settings.partition.local_test > 0 and not self.private
         self.measure = Measure(self.method, self.exchange, test, False, local)
-        initial = self.context.architecture.state_dict()
-        self.server = Server(
-            self.method, {name: t.to(self.context.device) for name, t in initial.items()}
-        )
+        self.server = Server.begun(self.method, self.context)
         self.metrics: list[dict[str, Any]] = []
         self.uploads: dict[int, Message] = {}
         self.deviations = [f"client {k} took no part: {w}" for k, w in self.exchange.out.items()]

@@ -21,7 +21,7 @@ from fedsynth.data.partition import GIVEN, PartitionSettings
 from fedsynth.data.registry import dataset_spec, is_known
 from fedsynth.errors import Setting, SettingError, UnknownNameError, unknown_name
 from fedsynth.federation.terms.failures import Failures
-from fedsynth.federation.terms.participation import active_clients
+from fedsynth.federation.terms.participation import Participation, active_clients
 from fedsynth.federation.terms.report_settings import ReportSettings
 from fedsynth.methods import method_class, own_source
 from fedsynth.methods.shared.robust import FEWEST, RULES
@@ -267,6 +267,16 @@ class RunSettings:
     def failures(self) -> Failures:
         """Which clients fail in which round."""
         return Failures(self.seed, self.client_failures)
+
+    def schedule(self, sizes: tuple[int, ...] | None = None) -> Participation:
+        """Which clients take part in which round.
+
+        Args:
+            sizes: n_k of all clients, where they are known; looked at only where clients are drawn
+                by size.
+        """
+        by_size = sizes if self.sampling == "size" else None
+        return Participation(self.seed, self.partition.clients, self.participation, by_size)
 
     def to_mapping(self) -> dict[str, dict[str, Any]]:
         """Sections of plain values, without what is None; `resolve` makes the same settings of
