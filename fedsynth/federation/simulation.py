@@ -15,7 +15,7 @@ splits, pictures of who has what) is done here.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import partial
@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -73,13 +72,12 @@ from fedsynth.federation.terms.privacy_plan import PrivacyPlan, check_method
 from fedsynth.federation.terms.public_context import public_context
 from fedsynth.federation.terms.settings import RunSettings, to_toml
 from fedsynth.privacy.errors import PrivacySettingError
+from fedsynth.privacy.history import History
 from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.ledger_folder import check_names
 from fedsynth.privacy.report import ReportContext, build_report
 from fedsynth.privacy.report_schema import Began
 from fedsynth.synthesizer.condensation.sets import SyntheticSet
-
-Counts = npt.NDArray[np.int64]
 
 
 def simulate(
@@ -216,11 +214,7 @@ class Simulation:
         self.checkpoints = RunCheckpoints(settings, identity)
         checkpoint = None if resumed is None else self.checkpoints.read(resumed)
         self.exchange = self._clients(clients, train, parts, resumed)
-        planned = None
-        if resumed is not None and (checkpoint is not None or resumed.has_begun):
-            rows = () if checkpoint is None else checkpoint.rows
-            kind = type(self.method)
-            planned = partial(plan_when_it_began, resumed.path, method=kind, rows=rows)
+        planned = self._planned_before(resumed, checkpoint)
         self.agreed = agree(settings, self.context, self.exchange, planned)
         self.context = self.agreed.context
         self.participation = settings.schedule(self.agreed.terms.sizes)
@@ -228,19 +222,11 @@ class Simulation:
         # nothing.
         new = resumed is None
         self.over = new and self._private and bool(self.exchange.prepare(self._plain_context(1)))
-        headline: list[str] = []
-        if not self.over:
-            headline = run_words.headline(settings, self.agreed.plan)
-        if long:
-            headline.append(long)
         self.folder: RunFolder | None = resumed
         if output is not None and new and not self.over:
             self.folder = self._new_folder(output, clients)
-            self.checkpoints.begin(self.folder)
         if self.folder is not None:
-            numbers = [part.numpy() for part in parts]
-            labels = train.labels.cpu().numpy()
-            self._begin(self.folder, count_matrix(labels, numbers, train.spec.classes))
+            self._begin(self.folder, train, parts)
         self.measure = Measure(
             self.method,
             self.exchange,
@@ -248,15 +234,7 @@ class Simulation:
             self._private and self.test_kind == PRIVATE,
             settings.partition.local_test > 0,
         )
-        headline += run_words.warnings(settings)
-        if new and not self.over:
-            context = self.context
-            networks = context.client_architectures or (context.architecture,)
-            headline += place_warnings(settings, context, networks)
-        if not self.over:
-            observer.started(settings, None if self.folder is None else self.folder.final)
-        for line in headline:
-            observer.note(line)
+        self._announce(long, new=new)
         self.server = Server.begun(self.method, self.context)
         self.uploads: dict[int, Message] = {}
         self.played = Played()
@@ -311,6 +289,35 @@ class Simulation:
                 for number in range(len(parts))
             ]
         )
+
+    def _planned_before(
+        self, resumed: RunFolder | None, checkpoint: Checkpoint | None
+    ) -> Callable[[Sequence[History]], PrivacyPlan] | None:
+        """Gives the plan that a resumed run began with; None: none was made yet."""
+        if resumed is None or (checkpoint is None and not resumed.has_begun):
+            return None
+        rows = () if checkpoint is None else checkpoint.rows
+        return partial(plan_when_it_began, resumed.path, method=type(self.method), rows=rows)
+
+    def _announce(self, long: str | None, *, new: bool) -> None:
+        """What the observer is told before the first round.
+
+        Args:
+            long: how long the run takes, if that is worth a line.
+            new: the run is not resumed.
+        """
+        settings, context = self.settings, self.context
+        lines = [] if self.over else run_words.headline(settings, self.agreed.plan)
+        if long:
+            lines.append(long)
+        lines += run_words.warnings(settings)
+        if new and not self.over:
+            networks = context.client_architectures or (context.architecture,)
+            lines += place_warnings(settings, context, networks)
+        if not self.over:
+            self.observer.started(settings, None if self.folder is None else self.folder.final)
+        for line in lines:
+            self.observer.note(line)
 
     def run(self) -> RunResult:
         """All rounds that are left, and the result."""
@@ -418,7 +425,7 @@ class Simulation:
         return Text(*parts)
 
     def _new_folder(self, output: Path, clients: Clients) -> RunFolder:
-        """The run folder, with the settings; fresh ledgers go into it."""
+        """The run folder, with the settings; fresh ledgers go into it, and checkpoints."""
         name = f"{self.method.name}-{self.context.spec.name}"
         folder = RunFolder(output, name)
         folder.write_config(to_toml(self.settings.to_mapping()))
@@ -427,15 +434,18 @@ class Simulation:
             moved = clients.fresh_ledgers(folder.path / "ledger", self.settings)
             for client, ledger in zip(self.exchange.clients, moved, strict=True):
                 client.move_ledger(ledger)
+        self.checkpoints.begin(folder)
         return folder
 
-    def _begin(self, folder: RunFolder, counts: Counts) -> None:
+    def _begin(self, folder: RunFolder, train: ImageData, parts: list[Tensor]) -> None:
         """Writes what is known before the first round, as far as it is not there."""
         if self._private and not folder.has_begun:
             histories = self.exchange.histories()
             began = Began(id=folder.name, date=f"{datetime.now():%Y-%m-%d}")
             start = privacy_words.start(self.plan, histories, self.test_kind, began)
             folder.write_private_start(start.to_json())
+        numbers = [part.numpy() for part in parts]
+        counts = count_matrix(train.labels.cpu().numpy(), numbers, train.spec.classes)
         folder.write_partition(counts, self.context.spec.class_names)
 
     def _end_early(self, number: int, refusal: Refusal) -> None:
