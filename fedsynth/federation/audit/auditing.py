@@ -27,7 +27,7 @@ from fedsynth.federation.audit.canaries import KINDS, Canaries
 from fedsynth.federation.exchange.client_budget import ClientBudget
 from fedsynth.federation.observer import Observer
 from fedsynth.federation.outputs.report_context import provenance
-from fedsynth.federation.simulation import Simulation
+from fedsynth.federation.simulated_run import Simulation
 from fedsynth.federation.terms.client_ledgers import Clients
 from fedsynth.federation.terms.costs import privacy_plan
 from fedsynth.federation.terms.devices import resolve_device

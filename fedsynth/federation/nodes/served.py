@@ -1,6 +1,6 @@
 """A run over data owners' nodes: the rounds, their checkpoint, and what the run leaves.
 
-It does what `simulation` does, without what only a simulation may show: nobody here sees a
+It does what `simulated_run` does, without what only a simulation may show: nobody here sees a
 partition, a record, or anybody's test split. What the server restarts from has the server's state
 and its rows; what clients keep stays with them.
 """
