@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from fedsynth import __version__
-from fedsynth.federation.simulation import Simulation
+from fedsynth.federation.simulated_run import Simulation
 from fedsynth.methods import METHODS
 
 SCRIPT = Path(sysconfig.get_path("scripts")) / "fedsynth"
@@ -114,7 +114,7 @@ def test_an_interrupted_run_says_so(
     def interrupt(*args: object, **kwargs: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("fedsynth.federation.simulation.Simulation.play", interrupt)
+    monkeypatch.setattr("fedsynth.federation.simulated_run.Simulation.play", interrupt)
     run = fedsynth("train", "--device", "cpu", "--output", str(tmp_path / "out"))
     assert run.code == 130
     assert run.folder.name.endswith("-feddm-digits.incomplete")

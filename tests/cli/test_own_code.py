@@ -122,7 +122,7 @@ def test_a_killed_run_goes_on_with_its_own_file_alone(
     code: Path, fedsynth: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Catches: --resume that cannot be, or goes on with another file."""
-    from fedsynth.federation.simulation import Simulation
+    from fedsynth.federation.simulated_run import Simulation
 
     method = f"{code / 'mine.py'}:Mine"
     run = ("train", "--output", str(code / "out"), "--clients", "2", "--device", "cpu", "--rounds")

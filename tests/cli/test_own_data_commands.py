@@ -12,7 +12,7 @@ import pytest
 from fedsynth import FedAvg, ModelSettings, PrivacySettings, RunSettings, load_synthetic, simulate
 from fedsynth.errors import DivergedError, SettingError
 from fedsynth.federation.observer import Observer
-from fedsynth.federation.simulation import Simulation
+from fedsynth.federation.simulated_run import Simulation
 from fedsynth.privacy.errors import PrivacySettingError
 from tests.own_images import declare, make_folder, write_image
 

@@ -25,7 +25,7 @@ from fedsynth.federation.exchange.remote_client import RemoteClient
 from fedsynth.federation.exchange.rounds import Played, agree, needed_uploads, play_round
 from fedsynth.federation.exchange.server import Server
 from fedsynth.federation.outputs.verification import verify_run
-from fedsynth.federation.simulation import Simulation
+from fedsynth.federation.simulated_run import Simulation
 from fedsynth.federation.terms.failures import CRASHED, KINDS, LATE, TIMED_OUT, Failure, Failures
 from fedsynth.federation.terms.public_context import public_context
 from fedsynth.methods import METHODS, method_class
@@ -149,7 +149,7 @@ def test_a_client_lost_in_the_first_exchange_is_not_asked_in_the_second(name: st
             return super().check(phase, replies, context)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fedsynth.federation.simulation.Server", Watching)
+        patch.setattr("fedsynth.federation.simulated_run.Server", Watching)
         simulate(settings)
     phases = set()
     for number in range(1, ROUNDS + 1):
@@ -179,7 +179,7 @@ def test_a_round_below_the_quorum_leaves_the_model(name: str) -> None:
 
     run = {**FAILING, "quorum": 0.75}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fedsynth.federation.simulation.Server", Watching)
+        patch.setattr("fedsynth.federation.simulated_run.Server", Watching)
         result = simulate(settings_of(case(name, run=run)))
     before = dict(reversed(models))  # the first request of each round
     missed = [row["round"] for row in result.metrics if "not_counted" in row]

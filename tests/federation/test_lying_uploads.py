@@ -78,7 +78,7 @@ def exchanges(name: str) -> tuple[Exchanged, ...]:
             return super().check(phase, replies, context)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fedsynth.federation.simulation.Server", Watching)
+        patch.setattr("fedsynth.federation.simulated_run.Server", Watching)
         simulate(resolve({key: values for key, values in TINY[name].items() if values}))
     return tuple(one for one in seen if one.context.round == seen[-1].context.round)
 

@@ -13,7 +13,7 @@ from fedsynth.config_file import read_sections
 from fedsynth.errors import DataError, PartitionError, SettingError
 from fedsynth.federation.audit.auditing import audit_run
 from fedsynth.federation.outputs.verification import verify_run
-from fedsynth.federation.simulation import Simulation
+from fedsynth.federation.simulated_run import Simulation
 from fedsynth.federation.terms.costs import privacy_plan
 from fedsynth.federation.terms.settings import RunSettings
 from fedsynth.privacy.errors import LedgerError, PrivacySettingError

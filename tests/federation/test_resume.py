@@ -23,14 +23,14 @@ from safetensors.torch import load_file
 from fedsynth import load_dataset, resolve, simulate
 from fedsynth.core.messages import ModelParameters
 from fedsynth.errors import CheckpointError, FedsynthError, OutputError
-from fedsynth.federation import simulation
+from fedsynth.federation import simulated_run
 from fedsynth.federation.observer import Observer
 from fedsynth.federation.outputs import checkpoint as checkpoints
 from fedsynth.federation.outputs import run_checkpoints
 from fedsynth.federation.outputs.checkpoint import POINTER, Checkpoint, CheckpointFolder, KeptSteps
+from fedsynth.federation.outputs.result import RunResult
 from fedsynth.federation.outputs.run_folder import RESUMED, RunFolder
 from fedsynth.federation.outputs.verification import unfinished_report, verify_run
-from fedsynth.federation.simulation import RunResult
 from fedsynth.methods import METHODS
 from fedsynth.privacy.errors import PrivacyError
 from fedsynth.privacy.ledger import read_ledger
@@ -565,14 +565,14 @@ def test_memories_of_clients_that_are_not_active_are_on_disk(
 ) -> None:
     given = sections("scaffold", run={"rounds": 5, "participation": 0.25})
     without = simulate(resolve(given))
-    keep = simulation.Simulation._keep
+    keep = simulated_run.Simulation._keep
     held: list[int] = []
 
-    def counting(self: simulation.Simulation, context: Any) -> None:
+    def counting(self: simulated_run.Simulation, context: Any) -> None:
         keep(self, context)
         held.append(sum(bool(client._memory) for client in self.exchange.clients))
 
-    monkeypatch.setattr(simulation.Simulation, "_keep", counting)
+    monkeypatch.setattr(simulated_run.Simulation, "_keep", counting)
     result = run(given, tmp_path)
     assert max(held[:-1]) <= 1
     assert isinstance(next(iter(result.uploads.values())), ModelParameters)

@@ -27,13 +27,12 @@ from fedsynth.federation.audit.canaries import KINDS, Canaries
 from fedsynth.federation.exchange.client_budget import ClientBudget
 from fedsynth.federation.observer import Observer
 from fedsynth.federation.outputs.report_context import provenance
-from fedsynth.federation.simulation import Simulation
+from fedsynth.federation.simulated_run import Simulation
 from fedsynth.federation.terms.client_ledgers import Clients
 from fedsynth.federation.terms.costs import privacy_plan
 from fedsynth.federation.terms.devices import resolve_device
 from fedsynth.federation.terms.given_data import PUBLIC
 from fedsynth.federation.terms.own_data import declared, specification, with_declared
-from fedsynth.federation.terms.participation import Participation
 from fedsynth.federation.terms.public_context import public_context
 from fedsynth.federation.terms.settings import RunSettings
 from fedsynth.privacy.audit import audit_text, epsilon_lower_bound, guesses_for, right_guesses
@@ -273,7 +272,7 @@ class AuditedRun(Simulation):
 
 def _busiest(settings: RunSettings) -> int:
     """A client that takes part in most rounds."""
-    drawn = Participation(settings.seed, settings.partition.clients, settings.participation)
+    drawn = settings.schedule()
     clients = range(settings.partition.clients)
     return max(clients, key=lambda client: len(drawn.rounds_of(client, settings.rounds)))
 

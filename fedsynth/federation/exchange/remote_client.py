@@ -21,7 +21,6 @@ from fedsynth.federation.exchange.secure_client import SumDesk
 from fedsynth.federation.exchange.secure_step import KEYS, SHARES, UNMASK
 from fedsynth.federation.exchange.sum_form import SUM, parted
 from fedsynth.federation.secure_sums.client import Identities
-from fedsynth.federation.terms.participation import Participation
 from fedsynth.privacy.errors import PrivacyError, RequestRefusedError
 from fedsynth.privacy.plans import PHASES
 
@@ -57,9 +56,8 @@ class RemoteClient:
         reporter: Reporter | None = None,
         identities: Identities | None = None,
     ) -> None:
-        run = runtime.settings
-        self._settings = run
-        self._participation = Participation(run.seed, run.partition.clients, run.participation)
+        self._settings = runtime.settings
+        self._participation = runtime.settings.schedule()
         self.runtime = runtime
         self._reporter = reporter or Silent()
         self._context = replace(context, reporter=self._reporter)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Self
 
 from torch import Tensor
 
@@ -50,6 +51,12 @@ class Server:
         self.method = method
         self.state: ServerState = method.initial_state(parameters)
         self._next = self.state
+
+    @classmethod
+    def begun(cls, method: Method, context: RoundContext) -> Self:
+        """One that begins with the initial weights of the context's architecture."""
+        initial = context.architecture.state_dict()
+        return cls(method, {name: t.to(context.device) for name, t in initial.items()})
 
     def request(self, phase: str, context: RoundContext) -> Message | None:
         """What the clients of the round are asked in this exchange; None: the round has none such.

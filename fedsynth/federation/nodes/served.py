@@ -1,6 +1,6 @@
 """A run over data owners' nodes: the rounds, their checkpoint, and what the run leaves.
 
-It does what `simulation` does, without what only a simulation may show: nobody here sees a
+It does what `simulated_run` does, without what only a simulation may show: nobody here sees a
 partition, a record, or anybody's test split. What the server restarts from has the server's state
 and its rows; what clients keep stays with them.
 """
@@ -34,21 +34,19 @@ from fedsynth.federation.outputs import privacy_words
 from fedsynth.federation.outputs.checkpoint import Checkpoint, CheckpointFolder, write_whole
 from fedsynth.federation.outputs.disclosed import (
     Disclosed,
-    check_facts,
     declared_row,
     declared_summary,
     disclosed,
 )
-from fedsynth.federation.outputs.losses import losses
 from fedsynth.federation.outputs.measure import Measure
 from fedsynth.federation.outputs.report_context import report_context
 from fedsynth.federation.outputs.result import summarise
 from fedsynth.federation.outputs.results import Results
+from fedsynth.federation.outputs.round_row import round_row
 from fedsynth.federation.outputs.run_folder import PRIVATE_START, SERVED, RunFolder
 from fedsynth.federation.secure_sums.errors import require_cryptography
 from fedsynth.federation.terms.devices import resolve_device
 from fedsynth.federation.terms.given_data import NO_TEST, PUBLIC
-from fedsynth.federation.terms.participation import Participation
 from fedsynth.federation.terms.privacy_plan import (
     PrivacyPlan,
     check_method,
@@ -166,19 +164,11 @@ class _Run:
         planned = partial(_plan_when_it_began, self.folder.path, settings, context)
         self.agreed = agree(settings, context, self.exchange, planned if began else None)
         self.context = self.agreed.context
-        self.participation = Participation(
-            settings.seed,
-            settings.partition.clients,
-            settings.participation,
-            self.agreed.terms.sizes if settings.sampling == "size" else None,
-        )
+        self.participation = settings.schedule(self.agreed.terms.sizes)
         test = None if self.test is None else self.test.to(context.device)
         local = settings.partition.local_test > 0 and not self.private
         self.measure = Measure(self.method, self.exchange, test, False, local)
-        initial = self.context.architecture.state_dict()
-        self.server = Server(
-            self.method, {name: t.to(self.context.device) for name, t in initial.items()}
-        )
+        self.server = Server.begun(self.method, self.context)
         self.metrics: list[dict[str, Any]] = []
         self.uploads: dict[int, Message] = {}
         self.deviations = [f"client {k} took no part: {w}" for k, w in self.exchange.out.items()]
@@ -239,28 +229,9 @@ class _Run:
         """The round's row, and the checkpoint."""
         if played.no_quorum is None:
             self.uploads = dict(played.uploads)
-        number = context.round
         state = self.server.state
-        facts = self.method.discloses if self.private else None
-        told = self.exchange.facts(context, played.there)
-        row: dict[str, Any] = {
-            "round": number,
-            **check_facts(self.method.facts(state, context), facts),
-            **check_facts(self.method.merge_facts(told), facts),
-        }
-        if number % self.settings.evaluate_every == 0 or number == self.settings.rounds:
-            row.update(self.measure.row(state, context))
-        if self.agreed.plan is not None:
-            histories = self.exchange.histories()
-            if self.agreed.plan.guaranteed(histories):
-                row["epsilon"] = self.agreed.plan.epsilon(histories)
-        row["upload_floats"] = sum(m.floats for sent in played.sent.values() for m in sent)
-        row["client_upload_bytes"] = [sum(m.nbytes for m in sent) for sent in played.sent.values()]
-        row["upload_bytes"] = sum(row["client_upload_bytes"])
-        if len(context.active) < context.clients:
-            row["participants"] = list(context.active)
-        row.update(losses(played))
-        row["seconds"] = round(time.perf_counter() - started, 3)
+        plan = self.agreed.plan
+        row = round_row(self.settings, plan, self.measure, state, context, played, started)
         shown = self._disclosed(row)
         self.metrics.append(row)
         sets = {k: u for k, u in self.uploads.items() if isinstance(u, SyntheticSet)}

@@ -295,8 +295,7 @@ class PrivacyPlan:
     @cached_property
     def participation(self) -> Participation:
         """Who takes part in which round, which is public."""
-        run = self.run
-        return Participation(run.seed, run.partition.clients, run.participation)
+        return self.run.schedule()
 
     def reasons(self, histories: Sequence[History]) -> list[str]:
         """What stands in ledgers without any guarantee, with the reasons."""

@@ -17,7 +17,7 @@ from fedsynth.data.load_folder import FolderSettings
 from fedsynth.data.partition import PartitionSettings
 from fedsynth.errors import Setting, SettingError
 from fedsynth.federation.terms.failures import Failures
-from fedsynth.federation.terms.participation import active_clients
+from fedsynth.federation.terms.participation import Participation, active_clients
 from fedsynth.federation.terms.report_settings import ReportSettings
 from fedsynth.methods import own_source
 from fedsynth.methods.shared.robust import FEWEST, RULES
@@ -246,6 +246,16 @@ class RunSettings:
     def failures(self) -> Failures:
         """Which clients fail in which round."""
         return Failures(self.seed, self.client_failures)
+
+    def schedule(self, sizes: tuple[int, ...] | None = None) -> Participation:
+        """Which clients take part in which round.
+
+        Args:
+            sizes: n_k of all clients, where they are known; looked at only where clients are drawn
+                by size.
+        """
+        by_size = sizes if self.sampling == "size" else None
+        return Participation(self.seed, self.partition.clients, self.participation, by_size)
 
     def to_mapping(self) -> dict[str, dict[str, Any]]:
         """Sections of plain values, without what is None; `resolve` makes the same settings of
