@@ -12,9 +12,7 @@ in the document so, whatever its line breaks. Every other decimal number, and ev
 %, points or times, is an error, unless it is no measurement: in code, after a name of a setting or
 a reference (`FREE`), or between `<!-- given -->` and `<!-- end -->`, as papers' figures are.
 
-The tables are in `library/method_tables.py`, `library/speed_tables.py`,
-`library/reliability_tables.py`, `library/reproduction_tables.py`, `library/own_data_tables.py`,
-`library/statistics_tables.py` and `library/how_long_tables.py`.
+The tables are in `library/*_tables.py`, which `PARTS` lists.
 """
 
 from __future__ import annotations

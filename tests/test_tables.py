@@ -32,6 +32,11 @@ def test_the_documents_say_what_the_rows_say(tables: Any, monkeypatch: pytest.Mo
     assert tables.main() == 0
 
 
+def test_every_part_is_listed(tables: Any) -> None:
+    files = {path.stem for path in (BENCHMARKS / "library").glob("*_tables.py")}
+    assert {part.__name__.removeprefix("library.") for part in tables.PARTS} == files
+
+
 def test_every_table_and_sentence_is_in_a_document(tables: Any) -> None:
     texts = "\n".join(_text(tables, document) for document in tables.DOCUMENTS)
     assert {name for name, _ in tables.BLOCK.findall(texts)} == set(tables.TABLES)
