@@ -26,9 +26,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from library import (
-    baseline_tables,
+    compare_tables,
+    feature_tables,
+    fedaf_tables,
+    feddm_tables,
+    fedkf_tables,
+    fedsum_tables,
     how_long_tables,
-    method_tables,
+    one_shot_tables,
     own_data_tables,
     reliability_tables,
     reproduction_tables,
@@ -48,13 +53,18 @@ DOCUMENTS = (
     ),
 )
 PARTS = (
-    method_tables,
+    feddm_tables,
+    fedaf_tables,
+    fedkf_tables,
+    one_shot_tables,
+    compare_tables,
+    fedsum_tables,
     speed_tables,
     reliability_tables,
     reproduction_tables,
     own_data_tables,
     statistics_tables,
-    baseline_tables,
+    feature_tables,
     how_long_tables,
 )
 TABLES: dict[str, Callable[[], str]] = {

@@ -10,6 +10,7 @@ from typing import Any
 from library import RESULTS
 
 NOTHING = "–"
+Row = Mapping[str, Any]
 
 
 class RowsError(Exception):
