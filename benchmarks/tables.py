@@ -4,6 +4,8 @@ results/*.jsonl.
     python benchmarks/tables.py            prints all tables and sentences
     python benchmarks/tables.py --check    compares the documents with the rows; exit code 1 if
                                            they differ
+    python benchmarks/tables.py --list     each table's document, rows and the script that makes
+                                           them
     python benchmarks/tables.py --write    puts the rows' numbers into the documents
 
 In a document a table stands between `<!-- table: NAME -->` and `<!-- end -->`, and is generated as
@@ -21,7 +23,7 @@ import argparse
 import difflib
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,7 +43,7 @@ from library import (
     speed_tables,
     statistics_tables,
 )
-from library.rows import RowsError
+from library.rows import READ, SCRIPTS, RowsError
 
 ROOT = Path(__file__).resolve().parent.parent
 MADE = ("generated", "_build")  # below docs/, by building the site: not documents of their own
@@ -192,6 +194,26 @@ def _table(name: str) -> str:
     return TABLES[name]()
 
 
+def origins(texts: Mapping[str, str]) -> list[tuple[str, str, str, str]]:
+    """Each table, its document, and its rows with their script; once for each file of rows."""
+    found = []
+    for document, text in texts.items():
+        for name, _ in BLOCK.findall(text):
+            READ.clear()
+            _table(name)
+            for rows in dict.fromkeys(READ):
+                script = SCRIPTS.get(rows, f"benchmarks/{rows}.py")
+                found.append((name, document, f"benchmarks/results/{rows}.jsonl", script))
+    return found
+
+
+def in_columns(rows: Sequence[Sequence[str]]) -> str:
+    """Lines of text whose cells stand below each other."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    padded = (map(str.ljust, row, widths) for row in rows)
+    return "\n".join("  ".join(cells).rstrip() for cells in padded)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -199,6 +221,7 @@ def main() -> int:
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--check", action="store_true", help="compare the documents with the rows")
     what.add_argument("--write", action="store_true", help="put the numbers into the documents")
+    what.add_argument("--list", action="store_true", help="show where each table comes from")
     options = parser.parse_args()
     texts = {name: (ROOT / name).read_text(encoding="utf-8") for name in DOCUMENTS}
     try:
@@ -209,6 +232,9 @@ def main() -> int:
         if options.write:
             for name, text in texts.items():
                 (ROOT / name).write_text(written(name, text), encoding="utf-8")
+            return 0
+        if options.list:
+            print(in_columns(origins(texts)))
             return 0
         for name in TABLES:
             print(f"{name}\n\n{_table(name)}\n")

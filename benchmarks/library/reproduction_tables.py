@@ -12,7 +12,7 @@ from fedsynth.reproduction.report import Line, lines, shown
 from fedsynth.reproduction.rows import Rows
 from fedsynth.reproduction.words import dataset_of
 from library import RESULTS
-from library.rows import NOTHING, Row, apart, by_key, percents, spread, table
+from library.rows import NOTHING, READ, REPRODUCTION, Row, apart, by_key, percents, spread, table
 
 FOLDER = RESULTS / "reproduction"
 NETWORK_SEEDS = range(5)
@@ -21,6 +21,7 @@ ACCURACIES = ("test_accuracy_pct", "best_test_accuracy_pct", "amp_pct")
 
 
 def _rows() -> dict[str, dict[str, Any]]:
+    READ.append(REPRODUCTION)
     return Rows(FOLDER).all()
 
 
