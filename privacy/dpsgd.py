@@ -297,7 +297,8 @@ def _per_example_gradients(
                 f"a loss of each example must have shape [{len(x_NCHW)}], got {list(each.shape)}"
             )
         each.sum().backward()
-    rows = torch.cat([p.grad_sample.flatten(1) for p in parameters], dim=1)  # type: ignore[attr-defined]
+    of_each = [p.grad_sample.flatten(1) for p in parameters]  # type: ignore[attr-defined]
+    rows = torch.cat(of_each, dim=1)
     for p in parameters:
         p.grad_sample = p.grad = None  # type: ignore[attr-defined]
     return rows
