@@ -7,7 +7,8 @@ from typing import Any
 from fedsynth.federation.terms.settings import RunSettings, resolve
 
 EPSILONS = (1.0, 3.0, 10.0)
-CLIPS, RATES = (0.5, 1.0, 2.0), (1.0, 3.0)
+CLIPS = (0.5, 1.0, 2.0)
+RATES = (1.0, 3.0)
 TUNE_ON = "fashion-mnist"
 FEDDM: dict[str, Any] = {"ipc": 5, "server_epochs": 60, "image_lr": 20.0}
 METHODS: dict[str, dict[str, Any]] = {
