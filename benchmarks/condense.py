@@ -96,7 +96,8 @@ def measure_growth(options: argparse.Namespace) -> dict[str, Any]:
     """One point of the growth table: the engine alone, in this process."""
     from fedsynth.federation.terms.devices import memory_bytes
 
-    device, (clients, classes) = torch.device(options.device), options.point
+    device = torch.device(options.device)
+    clients, classes = options.point
     spec = replace(
         dataset_spec("mnist"), classes=classes, class_names=tuple(str(c) for c in range(classes))
     )

@@ -1,8 +1,8 @@
 """FedAvg, FedAvg (OCA) and FedKF's four variants on a tenth of EMNIST letters, 4 of 20 clients a
 round, for two CPU cores.
 
-    FEDSYNTH_DATA=... python benchmarks/fedkf_table.py [--size long] [--quick] [--json] [--alphas 0.1]
-        [--seeds 0] [--only 'seed=1'] [--time-budget 3600]
+    FEDSYNTH_DATA=... python benchmarks/fedkf_table.py [--size long] [--quick] [--json]
+        [--alphas 0.1] [--seeds 0] [--only 'seed=1'] [--time-budget 3600]
 
 The paper's Table V setting as its official code has it: LeNet-5, batch 64, 10 local epochs, every
 client with the same number of steps, the code's own partition, 20 % of each client's data test, 10

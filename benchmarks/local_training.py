@@ -15,6 +15,7 @@ import copy
 import math
 import statistics
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -91,8 +92,12 @@ def learners(model: nn.Module, sizes: list[int], batch: int) -> list[Learner]:
 
 def one_after_another(each: list[Learner], x: Tensor, y: Tensor) -> None:
     for one in each:
-        mine = one.where
-        train_on(one.model, lambda i, mine=mine: x[mine[i]], y[mine], one.settings, one.generator)  # type: ignore[misc]
+        images = partial(_of_client, x, one.where)
+        train_on(one.model, images, y[one.where], one.settings, one.generator)
+
+
+def _of_client(x: Tensor, mine: Tensor, where: Tensor) -> Tensor:
+    return x[mine[where]]
 
 
 def measure(

@@ -1,7 +1,8 @@
 """Makes the `random-process` dictionary that the package ships, and measures what it adds.
 
     python benchmarks/random_process_prior.py --write
-    FEDSYNTH_DATA=... python benchmarks/random_process_prior.py [--quick] [--features scattering ...]
+    FEDSYNTH_DATA=... python benchmarks/random_process_prior.py [--quick]
+        [--features scattering ...]
 
 `--write` learns the dictionary from random-process images (no data are read; half a minute) and
 puts it beside `fedsynth/features/random_process.py`. Else: accuracy of a ridge classifier on

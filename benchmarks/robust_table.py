@@ -65,11 +65,11 @@ class LiedTo(FedAvg):
     ) -> Results:
         honest = super().client_step(message, clients, memories, context)
         return [
-            (self._lie(upload, message) if client in LIARS else upload, memory)  # type: ignore[arg-type]
+            (self._lie(upload, message) if client in LIARS else upload, memory)
             for client, (upload, memory) in zip(clients.ids, honest, strict=True)
         ]
 
-    def _lie(self, upload: ModelParameters, message: ModelParameters) -> ModelParameters:
+    def _lie(self, upload: Any, message: ModelParameters) -> Any:
         sent = dict(upload.parameters)
         if self.attack == "sign":
             sent = {n: message.parameters[n] * (1 + FAR) - value * FAR for n, value in sent.items()}

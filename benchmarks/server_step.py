@@ -39,9 +39,9 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
     y = torch.arange(IMAGES, device=device) % spec.classes
     epochs = 1 if options.quick else options.epochs
     sgd = SgdSettings(epochs, BATCH, MomentumSgd(0.01, 0.9, 5e-4), radius=5.0)
-    plain = {"epochs": epochs, "batch": BATCH, "learning_rate": 0.01, "radius": 5.0}
+    plain: dict[str, Any] = {"epochs": epochs, "batch": BATCH, "learning_rate": 0.01, "radius": 5.0}
     runs: dict[str, Callable[[], object]] = {
-        "reference": lambda: server_step(copy.deepcopy(model), x, y, **plain),  # type: ignore[arg-type]
+        "reference": lambda: server_step(copy.deepcopy(model), x, y, **plain),
         "engine": lambda: train_on(
             copy.deepcopy(model), lambda where: x[where], y, sgd, torch.Generator()
         ),

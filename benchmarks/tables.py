@@ -4,6 +4,8 @@ results/*.jsonl.
     python benchmarks/tables.py            prints all tables and sentences
     python benchmarks/tables.py --check    compares the documents with the rows; exit code 1 if
                                            they differ
+    python benchmarks/tables.py --list     each table's document, rows and the script that makes
+                                           them
     python benchmarks/tables.py --write    puts the rows' numbers into the documents
 
 In a document a table stands between `<!-- table: NAME -->` and `<!-- end -->`, and is generated as
@@ -12,9 +14,7 @@ in the document so, whatever its line breaks. Every other decimal number, and ev
 %, points or times, is an error, unless it is no measurement: in code, after a name of a setting or
 a reference (`FREE`), or between `<!-- given -->` and `<!-- end -->`, as papers' figures are.
 
-The tables are in `library/method_tables.py`, `library/speed_tables.py`,
-`library/reliability_tables.py`, `library/reproduction_tables.py`, `library/own_data_tables.py`,
-`library/statistics_tables.py` and `library/how_long_tables.py`.
+The tables are in `library/*_tables.py`, which `PARTS` lists.
 """
 
 from __future__ import annotations
@@ -23,21 +23,27 @@ import argparse
 import difflib
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from library import (
-    baseline_tables,
+    compare_tables,
+    feature_tables,
+    fedaf_tables,
+    feddm_tables,
+    fedkf_tables,
+    fedsum_tables,
     how_long_tables,
-    method_tables,
+    one_shot_tables,
     own_data_tables,
+    privacy_tables,
     reliability_tables,
     reproduction_tables,
     speed_tables,
     statistics_tables,
 )
-from library.rows import RowsError
+from library.rows import READ, SCRIPTS, RowsError
 
 ROOT = Path(__file__).resolve().parent.parent
 MADE = ("generated", "_build")  # below docs/, by building the site: not documents of their own
@@ -50,13 +56,19 @@ DOCUMENTS = (
     ),
 )
 PARTS = (
-    method_tables,
+    feddm_tables,
+    fedaf_tables,
+    fedkf_tables,
+    one_shot_tables,
+    compare_tables,
+    fedsum_tables,
+    privacy_tables,
     speed_tables,
     reliability_tables,
     reproduction_tables,
     own_data_tables,
     statistics_tables,
-    baseline_tables,
+    feature_tables,
     how_long_tables,
 )
 TABLES: dict[str, Callable[[], str]] = {
@@ -182,6 +194,26 @@ def _table(name: str) -> str:
     return TABLES[name]()
 
 
+def origins(texts: Mapping[str, str]) -> list[tuple[str, str, str, str]]:
+    """Each table, its document, and its rows with their script; once for each file of rows."""
+    found = []
+    for document, text in texts.items():
+        for name, _ in BLOCK.findall(text):
+            READ.clear()
+            _table(name)
+            for rows in dict.fromkeys(READ):
+                script = SCRIPTS.get(rows, f"benchmarks/{rows}.py")
+                found.append((name, document, f"benchmarks/results/{rows}.jsonl", script))
+    return found
+
+
+def in_columns(rows: Sequence[Sequence[str]]) -> str:
+    """Lines of text whose cells stand below each other."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    padded = (map(str.ljust, row, widths) for row in rows)
+    return "\n".join("  ".join(cells).rstrip() for cells in padded)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -189,6 +221,7 @@ def main() -> int:
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--check", action="store_true", help="compare the documents with the rows")
     what.add_argument("--write", action="store_true", help="put the numbers into the documents")
+    what.add_argument("--list", action="store_true", help="show where each table comes from")
     options = parser.parse_args()
     texts = {name: (ROOT / name).read_text(encoding="utf-8") for name in DOCUMENTS}
     try:
@@ -199,6 +232,9 @@ def main() -> int:
         if options.write:
             for name, text in texts.items():
                 (ROOT / name).write_text(written(name, text), encoding="utf-8")
+            return 0
+        if options.list:
+            print(in_columns(origins(texts)))
             return 0
         for name in TABLES:
             print(f"{name}\n\n{_table(name)}\n")

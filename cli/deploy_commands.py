@@ -61,8 +61,8 @@ def init(
         options = {"output": str(Path("runs").absolute()), "home": str(Path("homes").absolute())}
         write_app(folder, proposal, options)
         print(
-            f"{folder} is a Flower app of the run with agreement {proposal.agreement}; what is next "
-            "stands in docs/deployment.md"
+            f"{folder} is a Flower app of the run with agreement {proposal.agreement}; what is "
+            "next stands in docs/deployment.md"
         )
 
 

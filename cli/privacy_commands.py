@@ -48,9 +48,9 @@ PLAN_NAMED: tuple[tuple[str, Place], ...] = (
 )
 
 SIGNAL = (
-    "S/N, signal to noise: of the sum over all clients, if the examples of each class were alike, and "
-    "any two\nclasses orthogonal (of covariances: if features were white; docs/fedstats.md); real "
-    "classes have less"
+    "S/N, signal to noise: of the sum over all clients, if the examples of each class were alike, "
+    "and any two\nclasses orthogonal (of covariances: if features were white; docs/fedstats.md); "
+    "real classes have less"
 )
 
 privacy_app = typer.Typer(

@@ -169,7 +169,8 @@ def _run(
     from fedsynth.reproduction.runs import Clock, Runner, jobs_of
     from fedsynth.reproduction.scaling import scale_words
 
-    scale, changes = how["scale"], how["changes"]
+    scale = how["scale"]
+    changes = how["changes"]
     first = scale_words(scale)
     rows = Rows(how["output"], scale)
 

@@ -30,7 +30,11 @@ from fedsynth.synthesizer.condensation.sets import noise_start, split_uploads
 from fedsynth.training.optimisers import MomentumSgd
 from fedsynth.training.sgd import SgdSettings, train_on
 
-STEPS, IPC, CLIP, DELTA, BUDGET = 30, 10, 3.0, 1e-5, 5.0
+STEPS = 30
+IPC = 10
+CLIP = 3.0
+DELTA = 1e-5
+BUDGET = 5.0
 
 
 def main() -> float:

@@ -4,6 +4,8 @@ cost beside the images.
 
 from __future__ import annotations
 
+from typing import Any
+
 from fedsynth import FedAF, ModelSettings, PartitionSettings, PrivacySettings, RunSettings, simulate
 
 
@@ -35,7 +37,8 @@ if __name__ == "__main__":
             f"{100 * result.summary['test_accuracy']:.1f} %"
         )
         if result.privacy is not None:
-            for release in result.privacy["guarantee"]["epsilon_of_each_release_alone"]:  # type: ignore[index]
+            guarantee: Any = result.privacy["guarantee"]
+            for release in guarantee["epsilon_of_each_release_alone"]:
                 print(
                     f"  {release['quantity']}: ε = {release['epsilon']:.2f} if it were the only "
                     "release"

@@ -10,6 +10,7 @@ at all).
 from __future__ import annotations
 
 from statistics import median
+from typing import Any
 
 from fedsynth import (
     FedAvg,
@@ -64,11 +65,17 @@ def gammas(run: RunSettings, mu: float) -> list[float]:
 
 def main(rounds: int = 20, passes: int = 20) -> dict[str, float]:
     """Test accuracy of each."""
-    local = {"local_epochs": passes, "batch": 10, "lr": 0.01, "momentum": 0.0, "stragglers": 0.9}
+    local: dict[str, Any] = {
+        "local_epochs": passes,
+        "batch": 10,
+        "lr": 0.01,
+        "momentum": 0.0,
+        "stragglers": 0.9,
+    }
     methods: dict[str, Method] = {
-        "FedAvg, which drops stragglers": FedAvg(**local, drop_stragglers=True),  # type: ignore[arg-type]
-        "FedProx, μ = 0": FedProx(**local, mu=0.0),  # type: ignore[arg-type]
-        "FedProx, μ = 1": FedProx(**local, mu=1.0),  # type: ignore[arg-type]
+        "FedAvg, which drops stragglers": FedAvg(**local, drop_stragglers=True),
+        "FedProx, μ = 0": FedProx(**local, mu=0.0),
+        "FedProx, μ = 1": FedProx(**local, mu=1.0),
     }
     accuracy = {}
     for name, method in methods.items():

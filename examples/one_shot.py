@@ -8,6 +8,8 @@ can teach what, is printed for the open run.
 
 from __future__ import annotations
 
+from typing import Any
+
 from fedsynth import (
     Dense,
     FedDF,
@@ -21,8 +23,8 @@ from fedsynth import (
 from fedsynth.core.method import Method
 from fedsynth.synthesizer.generation.ensembles import share_of_clients
 
-LOCAL = {"local_epochs": 10, "batch": 32}
-SERVER = {
+LOCAL: dict[str, Any] = {"local_epochs": 10, "batch": 32}
+SERVER: dict[str, Any] = {
     "server_epochs": 10,
     "generator_steps": 5,
     "generator_batch": 64,
@@ -36,9 +38,9 @@ SERVER = {
 def methods() -> list[Method]:
     """The three, at a size for a short demonstration."""
     return [
-        FedHydra(**LOCAL, **SERVER, stratification_steps=15, stratification_batch=16),  # type: ignore[arg-type]
-        Dense(**LOCAL, **SERVER),  # type: ignore[arg-type]
-        FedDF(**LOCAL, proxy="noise", server_steps=100),  # type: ignore[arg-type]
+        FedHydra(**LOCAL, **SERVER, stratification_steps=15, stratification_batch=16),
+        Dense(**LOCAL, **SERVER),
+        FedDF(**LOCAL, proxy="noise", server_steps=100),
     ]
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from math import inf
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -88,11 +88,11 @@ def main(rounds: int = 10) -> dict[str, float]:
     """Test accuracy of FedAvg and FedAdam on the digits with softmax regression, and of FedAdam at
     ε = 8.
     """
-    local = {"batch": 32, "local_epochs": 2}
+    local: dict[str, Any] = {"batch": 32, "local_epochs": 2}
     methods: dict[str, tuple[Method, PrivacySettings | None]] = {
-        "FedAvg": (FedAvg(**local), None),  # type: ignore[arg-type]
-        "FedAdam": (FedAdam(**local), None),  # type: ignore[arg-type]
-        "FedAdam, ε = 8": (FedAdam(**local), PrivacySettings(epsilon=8.0)),  # type: ignore[arg-type]
+        "FedAvg": (FedAvg(**local), None),
+        "FedAdam": (FedAdam(**local), None),
+        "FedAdam, ε = 8": (FedAdam(**local), PrivacySettings(epsilon=8.0)),
     }
     accuracy = {}
     for name, (method, privacy) in methods.items():

@@ -48,7 +48,8 @@ class Merged:
 
     mu: float = 0.0
     sampled: tuple[tuple[float, float, int], ...] = ()
-    replace: bool = False  # replace-one; μ is then doubled already, σ is not: dp-accounting's REPLACE_ONE doubles
+    replace: bool = False
+    """Replace-one; μ is then doubled already, σ is not: dp-accounting's REPLACE_ONE doubles."""
 
     @property
     def nothing(self) -> bool:
@@ -352,5 +353,10 @@ def describe_accountant(releases: Sequence[Release], adjacency: str = ADD_REMOVE
         )
     else:
         how = "exact Gaussian composition (nothing is subsampled)"
-    return {"name": ACCOUNTANT, "library": f"dp-accounting {version('dp-accounting')}", "computation": how,
-            "discretisation_interval": interval, "neighbouring_relation": adjacency_words(adjacency, unit)}  # fmt: skip
+    return {
+        "name": ACCOUNTANT,
+        "library": f"dp-accounting {version('dp-accounting')}",
+        "computation": how,
+        "discretisation_interval": interval,
+        "neighbouring_relation": adjacency_words(adjacency, unit),
+    }

@@ -43,17 +43,20 @@ Factors = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 cross-entropy is l ⊗ r, row by row of the model's only parameter [P, Q], and depends on that example
 alone."""
 
-PHYSICAL_BATCH, PHYSICAL_BYTES = 128, 2**30
+PHYSICAL_BATCH = 128
 """Per-example gradients held at a time, at most."""
+PHYSICAL_BYTES = 2**30
+"""Bytes that they take, at most."""
 
 PASS_START = 2**18
 """What a pass costs by itself, in units of a row's parameters (Opacus' hooks and bookkeeping,
 measured on a CPU for ConvNets)."""
 
-
-FACTOR_BATCH, FACTOR_START = 512, 64.0
-"""Of passes whose gradients come as factors: rows held at a time, and what a pass costs by itself,
-in rows (the product of the factors is written out once a pass)."""
+FACTOR_BATCH = 512
+"""Rows held at a time in passes whose gradients come as factors."""
+FACTOR_START = 64.0
+"""What such a pass costs by itself, in rows (the product of the factors is written out once a
+pass)."""
 
 
 class Optimiser(Protocol):
@@ -297,7 +300,8 @@ def _per_example_gradients(
                 f"a loss of each example must have shape [{len(x_NCHW)}], got {list(each.shape)}"
             )
         each.sum().backward()
-    rows = torch.cat([p.grad_sample.flatten(1) for p in parameters], dim=1)  # type: ignore[attr-defined]
+    of_each = [p.grad_sample.flatten(1) for p in parameters]  # type: ignore[attr-defined]
+    rows = torch.cat(of_each, dim=1)
     for p in parameters:
         p.grad_sample = p.grad = None  # type: ignore[attr-defined]
     return rows

@@ -38,7 +38,8 @@ def render_earlier_html(report: Mapping[str, Any]) -> str:
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width">'
-        f"<title>{escape(title)}</title><style>{STYLE}</style></head>\n<body>\n{body}\n</body></html>\n"
+        f"<title>{escape(title)}</title><style>{STYLE}</style></head>\n"
+        f"<body>\n{body}\n</body></html>\n"
     )
 
 
@@ -158,7 +159,8 @@ def _line_plot(
     ):
         across, _ = at((value, 0.0))
         parts.append(
-            f'<text x="{across:.1f}" y="{HEIGHT - BOTTOM + 16}" text-anchor="middle">{value:g}</text>'
+            f'<text x="{across:.1f}" y="{HEIGHT - BOTTOM + 16}" text-anchor="middle">'
+            f"{value:g}</text>"
         )
     parts += [_line([at(p) for p in points], FAINT, 1) for points in faint]
     for number, (name, points) in enumerate(series):
@@ -180,9 +182,10 @@ def _bar_plot(bars: Sequence[tuple[str, float]], *, y: str) -> str:
     for number, (name, value) in enumerate(bars):
         top = 8 + 44 * number
         length = value / most * (WIDTH - 120)
+        colour = COLOURS[number % len(COLOURS)]
         parts.append(f'<text x="4" y="{top + 12}">{escape(name)}</text>')
         parts.append(
-            f'<rect x="4" y="{top + 18}" width="{length:.1f}" height="14" fill="{COLOURS[number % len(COLOURS)]}"/>'
+            f'<rect x="4" y="{top + 18}" width="{length:.1f}" height="14" fill="{colour}"/>'
         )
         parts.append(f'<text x="{length + 10:.1f}" y="{top + 30}">{value:.4g}</text>')
     return _svg(parts, 16 + 44 * len(bars), y)
@@ -208,7 +211,8 @@ def _axes(x: str, y: str, top: float) -> str:
     )
     middle = (TOP + base) / 2
     parts.append(
-        f'<text transform="translate(14 {middle}) rotate(-90)" text-anchor="middle">{escape(y)}</text>'
+        f'<text transform="translate(14 {middle}) rotate(-90)" text-anchor="middle">'
+        f"{escape(y)}</text>"
     )
     return "".join(parts)
 

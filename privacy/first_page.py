@@ -33,8 +33,8 @@ FILES = {
 }
 """Files of a run folder whose hashes a report holds, with what they are."""
 NOT_IN_THE_GUARANTEE = {
-    "tuning_and_selection": "choosing settings, methods or rounds by results on private data, which "
-    "costs privacy that this report does not count",
+    "tuning_and_selection": "choosing settings, methods or rounds by results on private data, "
+    "which costs privacy that this report does not count",
     "public_data_and_pretraining": "what was declared public, such as weights trained before",
     "timing": "how long a computation takes, and so what its length tells of the data",
     "drop_outs": "whether a site answers at all",
@@ -210,7 +210,8 @@ def _several(report: Mapping[str, Any]) -> list[str]:
         figure = "no figure can be stated; it is at least about "
         figure += f"{group['units']} times ε"
         if group["epsilon"] is not None:
-            figure = f"ε = {up(group['epsilon'])}, a factor of {odds_factor(group['epsilon'])} on the odds"
+            factor = odds_factor(group["epsilon"])
+            figure = f"ε = {up(group['epsilon'])}, a factor of {factor} on the odds"
             figure += f" ({band(group['epsilon'])})"
         lines.append(f"- {group['units']} {one}: {figure}")
     lines.append(

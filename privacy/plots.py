@@ -209,7 +209,8 @@ def _axes(scale: _Scale, x: str, y: str, percent: bool) -> str:
             f'<text x="{across:.1f}" y="{base + 16}" text-anchor="middle">{value:.6g}</text>'
         )
     parts.append(
-        f'<text x="{(LEFT + right) / 2:.1f}" y="{HEIGHT - 8}" text-anchor="middle">{escape(x)}</text>'
+        f'<text x="{(LEFT + right) / 2:.1f}" y="{HEIGHT - 8}" text-anchor="middle">'
+        f"{escape(x)}</text>"
     )
     middle = (TOP + base) / 2
     parts.append(

@@ -27,7 +27,9 @@ ADJACENCIES = {
 """Adjacency: its words for the report. Zero-out costs what add-remove costs; replace-one doubles
 every sensitivity."""
 USER_ADJACENCIES = {
-    "add-remove": "add or remove one user with all their examples (dp-accounting ADD_OR_REMOVE_ONE)",
+    "add-remove": (
+        "add or remove one user with all their examples (dp-accounting ADD_OR_REMOVE_ONE)"
+    ),
     "zero-out": (
         "replace all examples of one user by null records that contribute nothing (dp-accounting "
         "REPLACE_SPECIAL): how many users a client has is then public"

@@ -419,9 +419,9 @@ def _executed(context: ReportContext) -> dict[str, str]:
         "on the clients' keys as they are, that fewer than "
         f"{context.fewest} clients are on its side, and that at least {context.shares} clients of "
         "a sum add their noise",
-        "adversary": "the server, fewer clients than a sum needs, and everybody else; they know all "
-        "settings and code, every other example, and see the sum over the clients of every round, "
-        "and of a client's own upload masked words",
+        "adversary": "the server, fewer clients than a sum needs, and everybody else; they know "
+        "all settings and code, every other example, and see the sum over the clients of every "
+        "round, and of a client's own upload masked words",
         "secure_aggregation": "aggregation executed: the server was sent masked vectors (Bonawitz "
         "et al. 2017: X25519, ChaCha20, shares of Shamir's), and has made sums of at least "
         f"{context.fewest} clients of them; each client adds 1/√{context.shares} of the noise that "

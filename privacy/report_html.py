@@ -137,7 +137,8 @@ def _to_html(markdown: str, plots: Mapping[str, str]) -> Iterator[str]:
             yield _block(block)
             block = []
         if line.startswith("#"):
-            level, text = len(line) - len(line.lstrip("#")), line.lstrip("# ")
+            level = len(line) - len(line.lstrip("#"))
+            text = line.lstrip("# ")
             new_page = ' class="next"' if line == f"# {DATASHEET}" else ""
             yield f"<h{level}{new_page}>{escape(text)}</h{level}>" + plots.get(text, "")
         elif line:

@@ -29,8 +29,10 @@ if TYPE_CHECKING:
         Ed25519PublicKey,
     )
 
-SIGNATURE, LEFT_OUT = "signature.json", "simulation_only"
-SCHEMA, ALGORITHM = 1, "Ed25519"
+SIGNATURE = "signature.json"
+LEFT_OUT = "simulation_only"
+SCHEMA = 1
+ALGORITHM = "Ed25519"
 _PURPOSE = b"fedsynth run folder, schema 1\n"
 _MISSING = "signing needs the package cryptography: pip install 'fedsynth[sign]'"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -32,10 +33,28 @@ def test_the_documents_say_what_the_rows_say(tables: Any, monkeypatch: pytest.Mo
     assert tables.main() == 0
 
 
+def test_every_part_is_listed(tables: Any) -> None:
+    files = {path.stem for path in (BENCHMARKS / "library").glob("*_tables.py")}
+    assert {part.__name__.removeprefix("library.") for part in tables.PARTS} == files
+
+
 def test_every_table_and_sentence_is_in_a_document(tables: Any) -> None:
     texts = "\n".join(_text(tables, document) for document in tables.DOCUMENTS)
     assert {name for name, _ in tables.BLOCK.findall(texts)} == set(tables.TABLES)
     assert {sentence.document for sentence in tables.SENTENCES} <= set(tables.DOCUMENTS)
+
+
+def test_every_table_has_a_document_and_a_script_that_makes_its_rows(
+    tables: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["tables.py", "--list"])
+    assert tables.main() == 0
+    listed = [re.split("  +", line) for line in capsys.readouterr().out.splitlines()]
+    assert {name for name, *_ in listed} == set(tables.TABLES)
+    for name, document, rows, script in listed:
+        assert f"<!-- table: {name} -->" in _text(tables, document)
+        made_by = _text(tables, script.split()[0])
+        assert f'"{Path(rows).stem}' in made_by or script.endswith("(fedsynth reproduce)"), name
 
 
 @pytest.mark.parametrize(

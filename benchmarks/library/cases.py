@@ -24,7 +24,8 @@ from fedsynth.privacy.settings import PrivacySettings
 from library.machine import seconds
 from library.reference import client_step
 
-IPC, BATCH = 10, 256
+IPC = 10
+BATCH = 256
 
 
 def peak_flops(dtype: torch.dtype, device: torch.device) -> float:
@@ -62,10 +63,8 @@ class Case:
     def __init__(
         self, spec: DatasetSpec, width: int, clients: int, steps: int, device: torch.device
     ) -> None:
-        rng, per_client = (
-            np.random.default_rng(0),
-            spec.classes * (BATCH + 44),
-        )  # more than a batch, as in real runs
+        rng = np.random.default_rng(0)
+        per_client = spec.classes * (BATCH + 44)  # more than a batch, as in real runs
         n = clients * per_client
         images = rng.integers(0, 256, (n, *spec.image_shape), dtype=np.uint8)
         self.data: ImageData = from_arrays(images, np.arange(n) % spec.classes, spec).to(device)

@@ -20,7 +20,8 @@ def _one_owner() -> str:
 
 
 def _owner_row(row: dict[str, Any]) -> list[str]:
-    release, epoch = row["seconds_a_release"], row["seconds_an_epoch"]
+    release = row["seconds_a_release"]
+    epoch = row["seconds_an_epoch"]
     whole = RELEASES * release + EPOCHS * epoch
     return [
         f"{row['images']:,}",

@@ -8,7 +8,8 @@ from fedsynth.federation.terms.resolve import resolve
 from fedsynth.federation.terms.settings import RunSettings
 
 EPSILONS = (1.0, 3.0, 10.0)
-CLIPS, RATES = (0.5, 1.0, 2.0), (1.0, 3.0)
+CLIPS = (0.5, 1.0, 2.0)
+RATES = (1.0, 3.0)
 TUNE_ON = "fashion-mnist"
 FEDDM: dict[str, Any] = {"ipc": 5, "server_epochs": 60, "image_lr": 20.0}
 METHODS: dict[str, dict[str, Any]] = {

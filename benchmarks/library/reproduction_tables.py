@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from fedsynth.reproduction.preset_files import preset, preset_names
@@ -13,16 +13,16 @@ from fedsynth.reproduction.report import Line, lines, shown
 from fedsynth.reproduction.rows import Rows
 from fedsynth.reproduction.words import dataset_of
 from library import RESULTS
-from library.rows import NOTHING, apart, by_key, percents, spread, table
+from library.rows import NOTHING, READ, REPRODUCTION, Row, apart, by_key, percents, spread, table
 
 FOLDER = RESULTS / "reproduction"
 NETWORK_SEEDS = range(5)
 AT = (20, 50, 100, 150, 200)
 ACCURACIES = ("test_accuracy_pct", "best_test_accuracy_pct", "amp_pct")
-Row = Mapping[str, Any]
 
 
 def _rows() -> dict[str, dict[str, Any]]:
+    READ.append(REPRODUCTION)
     return Rows(FOLDER).all()
 
 

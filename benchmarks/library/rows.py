@@ -10,6 +10,16 @@ from typing import Any
 from library import RESULTS
 
 NOTHING = "–"
+Row = Mapping[str, Any]
+REPRODUCTION = "reproduction/*"
+SCRIPTS = {
+    "fedstats_students": "benchmarks/fedstats_table.py --students",
+    REPRODUCTION: "cli/reproduce_command.py (fedsynth reproduce)",
+}
+"""What makes a results file, where it is not the script of the file's name."""
+READ: list[str] = []
+"""Names of the results files that were asked for: whoever makes a table learns what it is made
+of."""
 
 
 class RowsError(Exception):
@@ -18,6 +28,7 @@ class RowsError(Exception):
 
 def lines(name: str) -> list[dict[str, Any]]:
     """All rows of a results file, in their order; none where there is no file yet."""
+    READ.append(name)
     path = RESULTS / f"{name}.jsonl"
     text = path.read_text(encoding="utf-8") if path.exists() else ""
     return [json.loads(line) for line in text.splitlines()]

@@ -17,7 +17,8 @@ DATASETS = {
 }
 SOURCES = {
     "real": "the training images themselves (an upper bound, not private)",
-    "small": "these as 14×14 pictures (CIFAR-10: 8×8), enlarged and sharpened as drawn ones are (not private)",
+    "small": "these as 14×14 pictures (CIFAR-10: 8×8), enlarged and sharpened as drawn ones are "
+    "(not private)",
     "random": "random processes",
     "drawn": "drawn from small pictures (step 1)",
     "moved": "moved towards class means as well (steps 1 to 3)",

@@ -63,7 +63,8 @@ def arguments(docstring: str) -> dict[str, str]:
 def prose(docstring: str) -> str:
     """A docstring's paragraphs, without the sections on arguments and without examples."""
     text = re.sub(
-        r"^(?:Args|Attributes|Class attributes|Returns|Raises|Yields):\n(?:[ ]{4}.*\n?|\n(?=[ ]{4}))+",
+        r"^(?:Args|Attributes|Class attributes|Returns|Raises|Yields):\n"
+        r"(?:[ ]{4}.*\n?|\n(?=[ ]{4}))+",
         "",
         docstring,
         flags=re.MULTILINE,

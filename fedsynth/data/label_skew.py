@@ -204,7 +204,8 @@ def _rounded(x: Floats, columns: IntArray) -> IntArray:
     from scipy.sparse import csr_array
     from scipy.sparse.csgraph import maximum_flow
 
-    (K, C), total = x.shape, int(columns.sum())
+    K, C = x.shape
+    total = int(columns.sum())
     down = np.floor(x + _WHOLE).astype(np.int64)
     source = 0
     extra = 1

@@ -23,10 +23,32 @@ _ORDERS: dict[bytes, Order] = {b"IM": "little", b"MI": "big"}
 _AT_ONCE = 2**20  # bytes inflated at a time
 
 _MATRIX, _COMPRESSED = 14, 15  # types of elements; those of numbers by NumPy's codes:
-_STORED = {1: "i1", 2: "u1", 3: "i2", 4: "u2", 5: "i4", 6: "u4", 7: "f4", 9: "f8", 12: "i8", 13: "u8"}  # fmt: skip
+_STORED = {
+    1: "i1",
+    2: "u1",
+    3: "i2",
+    4: "u2",
+    5: "i4",
+    6: "u4",
+    7: "f4",
+    9: "f8",
+    12: "i8",
+    13: "u8",
+}
 _INT8, _INT32, _UINT32 = 1, 5, 6
 # Classes of variables: those of numbers by NumPy's codes, and what the others hold.
-_NUMBERS = {6: "f8", 7: "f4", 8: "i1", 9: "u1", 10: "i2", 11: "u2", 12: "i4", 13: "u4", 14: "i8", 15: "u8"}  # fmt: skip
+_NUMBERS = {
+    6: "f8",
+    7: "f4",
+    8: "i1",
+    9: "u1",
+    10: "i2",
+    11: "u2",
+    12: "i4",
+    13: "u4",
+    14: "i8",
+    15: "u8",
+}
 _OTHERS = {1: "cells", 2: "structs", 3: "objects", 4: "text", 5: "sparse numbers", 16: "functions"}
 _COMPLEX = 0x800
 

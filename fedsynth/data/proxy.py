@@ -10,7 +10,8 @@ from fedsynth.data.images import ImageData, normalise
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.seeding import torch_generator
 
-NOISE, NOISE_IMAGES = "noise", 10_000
+NOISE = "noise"
+NOISE_IMAGES = 10_000
 
 
 def noise_images(spec: DatasetSpec, seed: int) -> ImageData:

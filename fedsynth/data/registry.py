@@ -215,7 +215,8 @@ _SPECS = (
         mean=(0.1722,),
         std=(0.3309,),
         class_names=tuple("abcdefghijklmnopqrstuvwxyz"),
-        source="EMNIST, letters split, Cohen, Afshar, Tapson and van Schaik, 2017 (arXiv 1702.05373)",
+        source="EMNIST, letters split, Cohen, Afshar, Tapson and van Schaik, 2017 "
+        "(arXiv 1702.05373)",
     ),
     DatasetSpec(
         name="cifar10",

@@ -89,7 +89,8 @@ def load_synthetic(folder: str | Path) -> SharedSet:
     root = Path(folder).expanduser()
     if not (root / SUMS).is_file():
         raise DataFilesMissingError(
-            f"{one_line(root)} is no synthetic set: it has no {SUMS} (fedsynth export RUN makes one)"
+            f"{one_line(root)} is no synthetic set: it has no {SUMS} (fedsynth export RUN makes "
+            "one)"
         )
     _check_hashes(root)
     try:

@@ -34,7 +34,10 @@ from fedsynth.seeding import numpy_generator
 
 Floats = npt.NDArray[np.float64]
 
-DEVICES, FEATURES, CLASSES, SEED = 30, 60, 10, 0
+DEVICES = 30
+FEATURES = 60
+CLASSES = 10
+SEED = 0
 DEVIATIONS: Floats = np.arange(1, FEATURES + 1, dtype=np.float64) ** np.float64(-0.6)
 """√Σ_jj."""
 

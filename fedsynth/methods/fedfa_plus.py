@@ -159,7 +159,8 @@ class FedFAPlus(TrainsLocally):
         def loss(network: nn.Module, x: Tensor, y: Tensor) -> Tensor:
             with augmented(network, layers):
                 f = network.embed(x)  # type: ignore[operator]
-            each = F.cross_entropy(network.classifier(f), y, reduction="none")  # type: ignore[operator]
+            logits = network.classifier(f)  # type: ignore[operator]
+            each = F.cross_entropy(logits, y, reduction="none")
             if shared is None:
                 return each
             mine = soft_histogram(f, self.bins, self.bin_temperature)

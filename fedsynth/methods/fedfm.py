@@ -245,7 +245,8 @@ class FedFM(TrainsLocally):
 
         def loss(network: nn.Module, x: Tensor, y: Tensor) -> Tensor:
             f = network.embed(x)  # type: ignore[operator]
-            plain = F.cross_entropy(network.classifier(f), y, reduction="none")  # type: ignore[operator]
+            logits = network.classifier(f)  # type: ignore[operator]
+            plain = F.cross_entropy(logits, y, reduction="none")
             apart = anchor_losses(
                 f,
                 y,

@@ -219,12 +219,13 @@ class FedGen(TrainsLocally):
         def penalty(network: nn.Module) -> Tensor:
             y = torch.multinomial(there, self.generator_batch, replacement=True, generator=draws)
             made = generator(y, torch.randn(len(y), self.noise, generator=draws, device=device))
-            return self.alpha * faded * F.cross_entropy(network.classifier(made), y)  # type: ignore[operator]
+            logits = network.classifier(made)  # type: ignore[operator]
+            return self.alpha * faded * F.cross_entropy(logits, y)
 
         def loss(network: nn.Module, x: Tensor, y: Tensor) -> Tensor:
             logits = network(x)
-            last = network.classifier
-            target = F.linear(pool, last.weight.detach(), last.bias.detach()).softmax(dim=1)  # type: ignore[union-attr,operator]
+            last: Any = network.classifier
+            target = F.linear(pool, last.weight.detach(), last.bias.detach()).softmax(dim=1)
             target = target.view(classes, POOL, classes).mean(dim=1)[y]
             apart = F.kl_div(logits.log_softmax(dim=1), target, reduction="none").sum(dim=1)
             known = message.known[y]  # of a class that nobody had, the generator knows nothing
@@ -279,9 +280,13 @@ class FedGen(TrainsLocally):
         return {**facts, GENERATOR: describe(tally(scores, asked))} if len(asked) else facts
 
     def _generator(self, context: RoundContext) -> LatentGenerator:
-        size: int = context.architecture.classifier.in_features  # type: ignore[assignment,union-attr]
+        last: Any = context.architecture.classifier
         made = make_latent_generator(
-            context.spec.classes, size, context.seed, noise=self.noise, hidden=self.hidden
+            context.spec.classes,
+            last.in_features,
+            context.seed,
+            noise=self.noise,
+            hidden=self.hidden,
         )
         return made.to(context.device)
 

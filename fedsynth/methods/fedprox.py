@@ -31,7 +31,8 @@ from fedsynth.privacy.settings import PrivacySettings
 from fedsynth.training.sgd import Pull
 from fedsynth.validation import check_ranges
 
-CHANGE, PATIENCE = 0.1, 5
+CHANGE = 0.1  # of an adaptive μ: up when the loss rises,
+PATIENCE = 5  # down when it fell so many times in a row
 
 
 @dataclass(frozen=True)

@@ -81,7 +81,8 @@ class Moon(TrainsLocally):
             z = network.embed(x)  # type: ignore[operator]
             with torch.no_grad():
                 z_global, z_previous = whole.embed(x), last.embed(x)  # type: ignore[operator]
-            plain = F.cross_entropy(network.classifier(z), y, reduction="none")  # type: ignore[operator]
+            logits = network.classifier(z)  # type: ignore[operator]
+            plain = F.cross_entropy(logits, y, reduction="none")
             return plain + self.mu * contrastive(z, z_global, z_previous, self.temperature)
 
         def finish(model: nn.Module, trained: Trained) -> tuple[Message, Memory]:

@@ -6,12 +6,13 @@ private example). Autograd pays for that with six passes over full-size activati
 two are left. With x̂ the normalised activation, γ, s the norm's weight and 1/deviation, and m =
 [γx̂ + β > 0]·γs/4 (ReLU, pooling and scaling in one mask), an incoming g (pooled size) becomes
 
-    dy = m ⊙ up(g),        dx = dy − mean(dy) − x̂ ⊙ mean(dy ⊙ x̂)        (means over an image's pixels, by channel),
+    dy = m ⊙ up(g),        dx = dy − mean(dy) − x̂ ⊙ mean(dy ⊙ x̂),
 
-and both means are sums at the pooled size: mean(dy) = Σ g ⊙ a, mean(dy ⊙ x̂) = Σ g ⊙ b, with a, b
-the 2×2 sums of m and m ⊙ x̂ over the number of pixels. Activations are channels-last, where
-convolutions reach the matrix peak. The forward pass is never in bfloat16 (that would flip ReLUs: 9
-% of a gradient, against 0.6 % when only g is rounded; on a GPU convolutions may use TF32).
+with means over an image's pixels, by channel. Both are sums at the pooled size: mean(dy) = Σ g ⊙ a,
+mean(dy ⊙ x̂) = Σ g ⊙ b, with a, b the 2×2 sums of m and m ⊙ x̂ over the number of pixels.
+Activations are channels-last, where convolutions reach the matrix peak. The forward pass is never
+in bfloat16 (that would flip ReLUs: 9 % of a gradient, against 0.6 % when only g is rounded; on a
+GPU convolutions may use TF32).
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ from torch.nn import functional as F
 VectorJacobian = Callable[[Tensor], Tensor]
 """g [V, N, …] of the output -> [V, N, C, H, W] of the images, float32."""
 
-FEW_CHANNELS = 4  # inputs with at most so many channels: the transposed convolution as a matrix product and a fold
+FEW_CHANNELS = 4
+"""Inputs with at most so many channels: the transposed convolution as a matrix product and a
+fold."""
 
 
 @dataclass(frozen=True)

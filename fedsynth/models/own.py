@@ -93,7 +93,9 @@ def checked(name: str, network: Any, shape: Shape, classes: int) -> nn.Module:
         with torch.no_grad():
             images = torch.zeros(2, *shape, device=next(network.parameters()).device)
             logits = network.eval()(images)
-            features = network.embed(images) if hasattr(network, "embed") else None  # type: ignore[operator]
+            features = None
+            if hasattr(network, "embed"):
+                features = network.embed(images)  # type: ignore[operator]
     except Exception as error:
         raise _wrong(name, f"cannot take images of {_shown(shape)}", error) from error
     network.train(training)

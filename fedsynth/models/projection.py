@@ -36,7 +36,8 @@ class Projected(nn.Module):
 
     def embed(self, x_NCHW: Tensor) -> Tensor:
         """Embeddings, [N, size]."""
-        projected: Tensor = self.projection(torch.relu(self.hidden(self.body.embed(x_NCHW))))  # type: ignore[operator]
+        of_body = self.body.embed(x_NCHW)  # type: ignore[operator]
+        projected: Tensor = self.projection(torch.relu(self.hidden(of_body)))
         return projected
 
     def forward(self, x_NCHW: Tensor) -> Tensor:

@@ -42,8 +42,10 @@ PROBED: Mapping[str, tuple[int, int]] = {
 """A length of a method: what it is in the first probe, and in the one that times it."""
 LONG_PROBE = 20.0
 """Seconds of a first probe after which it is not made again without its warm-up."""
-SHORT_PROBE, MANY = 0.3, 30
-"""Seconds that tell little of a length's steps, and how many times as many steps then do."""
+SHORT_PROBE = 0.3
+"""Seconds that tell little of a length's steps."""
+MANY = 30
+"""How many times as many steps are timed then."""
 TEST_IMAGES = 512
 QUIET = 0.9
 """A share of its cores from which on a process has them as good as alone."""

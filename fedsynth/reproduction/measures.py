@@ -16,14 +16,6 @@ Curve = Mapping[str, Sequence[float | None]]
 MEBI = 2**20
 """Bytes of a published megabyte: FedAF's 1.46 MB are 381,450 numbers of four bytes."""
 FIGURES = ("test_accuracy", "amp", "fm", "wlp")
-LOWER_IS_BETTER = frozenset(
-    {
-        "fm",
-        "upload_floats_per_round",
-        "upload_mb_per_client_per_round",
-        "rounds_to_fedavg_100_round_amp",
-    }
-)
 
 
 def curve_of(rows: Sequence[Mapping[str, Any]], domains: bool) -> dict[str, list[float | None]]:

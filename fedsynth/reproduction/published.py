@@ -64,9 +64,3 @@ def published() -> tuple[Published, ...]:
         )
         for row in csv.DictReader(text.splitlines())
     )
-
-
-@functools.cache
-def published_tables() -> tuple[tuple[str, str], ...]:
-    """(source, table) of each, in the file's order."""
-    return tuple(dict.fromkeys((row.source, row.table) for row in published()))

@@ -190,8 +190,9 @@ def _heat_map(caption: str, columns: Sequence[str], rows: Sequence[Sequence[floa
         cells = "".join(_heat(value, most) for value in row)
         lines.append(f'<tr><th scope="row">client {number}</th>{cells}</tr>')
     return (
-        f'<div class="scroll heat" tabindex="0" role="region" aria-label="{escape(caption)}"><table>'
-        f'<caption>{escape(caption)}</caption><thead><tr><th scope="col">client</th>{heads}</tr>'
+        f'<div class="scroll heat" tabindex="0" role="region" aria-label="{escape(caption)}">'
+        f"<table><caption>{escape(caption)}</caption>"
+        f'<thead><tr><th scope="col">client</th>{heads}</tr>'
         f"</thead><tbody>{''.join(lines)}</tbody></table></div>"
     )
 

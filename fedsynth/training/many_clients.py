@@ -231,7 +231,8 @@ def _gradients(
     """The gradient of each learner's mean cross-entropy with respect to its own row, [A, P]."""
     if is_softmax_regression(network):
         classes: int = network.classifier.out_features  # type: ignore[assignment,union-attr]
-        x_ABD = network.embed(x_ABCHW.flatten(0, 1)).unflatten(0, x_ABCHW.shape[:2])  # type: ignore[operator]
+        x_MD = network.embed(x_ABCHW.flatten(0, 1))  # type: ignore[operator]
+        x_ABD = x_MD.unflatten(0, x_ABCHW.shape[:2])
         labels_AB = labels_M.view_as(share_AB)
         return regression_gradients(flat_AP, x_ABD, labels_AB, share_AB, classes)
     named = dict(network.named_parameters())

@@ -38,7 +38,7 @@ from fedsynth.synthesizer.condensation.loop import NetworkFeatures
 from fedsynth.synthesizer.condensation.matchers import (
     GradientMatcher,
     ResidualMatcher,
-    synthetic_means,
+    frozen_means,
 )
 
 SPEC = dataset_spec("digits")
@@ -139,7 +139,7 @@ def test_adding_an_example_moves_the_released_sums_by_at_most_the_clip(
             sums.append(self._sums.clone())
             return super().release()
 
-    width = synthetic_means(features, S).shape[1] if matcher is ResidualMatcher else S[0].numel()
+    width = frozen_means(features, S).shape[1] if matcher is ResidualMatcher else S[0].numel()
     for part in (torch.arange(records), torch.cat([torch.arange(records), torch.tensor([12])])):
         row = Release(1, "i", "m", "c", 1e-9, clip, 1.0, "full", 1, 10 * width)
         series = Spy(row, 10, Guard(Ledger("0"), 1e-5, None), SecretGenerator())

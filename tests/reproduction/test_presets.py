@@ -11,7 +11,7 @@ from fedsynth.errors import UnknownNameError
 from fedsynth.federation.terms.settings import RunSettings
 from fedsynth.reproduction.choice import chosen_cell, sections_over
 from fedsynth.reproduction.preset_files import CHOSEN, not_covered, preset, preset_names
-from fedsynth.reproduction.published import published, published_tables
+from fedsynth.reproduction.published import published
 from fedsynth.reproduction.words import PresetError, partition_of
 
 CELLS = [(name, cell) for name in preset_names() for cell in preset(name).cells]
@@ -29,8 +29,9 @@ def test_the_file_is_read_as_it_is() -> None:
 def test_every_table_has_a_preset_with_all_its_numbers() -> None:
     """Catches: a table of the file without a preset, and a number that no cell has."""
     own = {(preset(name).source, preset(name).table): name for name in preset_names()}
-    assert set(published_tables()) <= set(own)
-    for source, table in published_tables():
+    tables = {(row.source, row.table) for row in published()}
+    assert tables <= set(own)
+    for source, table in tables:
         rows = [row for row in published() if (row.source, row.table) == (source, table)]
         cells = preset(own[source, table]).cells
         numbers = [number.value for cell in cells for number in cell.numbers]
@@ -176,5 +177,5 @@ def test_what_the_file_lacks_is_listed() -> None:
     listed = {(paper, where) for paper, where, _ in not_covered()}
     assert ("FedHydra", "Table 10") in listed
     assert ("FedDM", "Figures 3 and 10") in listed
-    tables = {(source.split()[0], table) for source, table in published_tables()}
+    tables = {(row.source.split()[0], row.table) for row in published()}
     assert not listed & tables

@@ -23,14 +23,14 @@ from fedsynth.synthesizer.condensation.loop import NetworkFeatures, condense
 from fedsynth.synthesizer.condensation.matchers import (
     ClippedMatcher,
     ExactMatcher,
+    FeatureMap,
     GradientMatcher,
     Matcher,
     PaperMatcher,
     ResidualMatcher,
     per_example_gradients,
     pull_back,
-    segment_means,
-    synthetic_means,
+    segment_sums,
 )
 from fedsynth.synthesizer.condensation.real_batches import BatchIndices
 from fedsynth.synthesizer.condensation.siamese import SiameseAugmentation
@@ -47,6 +47,20 @@ DEVICES = [
     ),
 ]
 N, CLASSES, IPC = 60, 10, 3
+
+
+def synthetic_means(features: FeatureMap, synthetic_SICHW: Tensor) -> Tensor:
+    """mean_{S_c} u_w for every segment, [S, D], with the graph to `synthetic_SICHW`."""
+    segments, ipc = synthetic_SICHW.shape[:2]
+    numbers = torch.arange(segments, device=synthetic_SICHW.device)
+    u = features(synthetic_SICHW.flatten(0, 1), numbers.repeat_interleave(ipc))
+    return u.view(segments, ipc, -1).mean(dim=1)
+
+
+def segment_means(values_ND: Tensor, segment_N: Tensor, segments: int) -> Tensor:
+    """Mean of the rows of each segment, [segments, D]; empty segments give zero."""
+    counts_S = torch.bincount(segment_N, minlength=segments).clamp_min(1)
+    return segment_sums(values_ND, segment_N, segments) / counts_S[:, None]
 
 
 def data(device: str = "cpu") -> ImageData:

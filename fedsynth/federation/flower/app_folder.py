@@ -40,7 +40,10 @@ def write_app(folder: Path, proposal: Proposal, options: Mapping[str, Any]) -> N
         package.mkdir(exist_ok=True)
         for module, named in (("server", SERVER), ("client", CLIENT)):
             where, _, what = named.partition(":")
-            text = f'"""The app is fedsynth\'s."""\n\nfrom {where} import {what}\n\n__all__ = ["app"]\n'
+            text = (
+                '"""The app is fedsynth\'s."""\n\n'
+                f'from {where} import {what}\n\n__all__ = ["app"]\n'
+            )
             (package / f"{module}.py").write_text(text, encoding="utf-8")
         (package / "__init__.py").write_text('"""A run of fedsynth."""\n', encoding="utf-8")
     except OSError as error:

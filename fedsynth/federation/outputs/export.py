@@ -147,8 +147,8 @@ def _read(folder: Path, unprotected: bool, method: type[Method] | None) -> _Made
         )
     if not (folder / TENSORS).is_file():
         raise OutputError(
-            f"the run in {folder} made no synthetic images: {one_line(summary.get('method'))} sends "
-            "models"
+            f"the run in {folder} made no synthetic images: {one_line(summary.get('method'))} "
+            "sends models"
         )
     tensors, facts = _tensors(folder / TENSORS)
     accuracy = summary.get("test_accuracy")
@@ -266,7 +266,8 @@ def readme(made: _Made) -> str:
     names = json.loads(facts["class_names"])
     count, channels, height, width = images.shape
     soft = (
-        "- `soft_labels`: float32 [N, classes], which sum to 1, to be learned in place of `labels`\n"
+        "- `soft_labels`: float32 [N, classes], which sum to 1, to be learned in place of "
+        "`labels`\n"
         if "soft_labels" in tensors
         else ""
     )

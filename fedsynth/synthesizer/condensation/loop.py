@@ -158,7 +158,8 @@ class NetworkFeatures:
         return h
 
     def _with_logits(self, h_ND: Tensor) -> Tensor:
-        return torch.cat([h_ND, self._logit_weight * self._network.classifier(h_ND)], dim=1)  # type: ignore[operator]
+        logits_NC = self._network.classifier(h_ND)  # type: ignore[operator]
+        return torch.cat([h_ND, self._logit_weight * logits_NC], dim=1)
 
 
 def client_bytes(context: RoundContext, ipc: int, iterations: int, batch: int) -> int:

@@ -68,14 +68,6 @@ class Matcher(Protocol):
     def gradient(self, step: int, features: FeatureMap, synthetic: Tensor) -> Tensor: ...
 
 
-def synthetic_means(features: FeatureMap, synthetic_SICHW: Tensor) -> Tensor:
-    """mean_{S_c} u_w for every segment, [S, D], with the graph to `synthetic_SICHW`."""
-    segments, ipc = synthetic_SICHW.shape[:2]
-    numbers = torch.arange(segments, device=synthetic_SICHW.device)
-    u = features(synthetic_SICHW.flatten(0, 1), numbers.repeat_interleave(ipc))
-    return u.view(segments, ipc, -1).mean(dim=1)
-
-
 class SyntheticPass:
     """One pass of some segments' synthetic images: their means, and J_cᵀ v for many v, with J_c the
     Jacobian of mean_{S_c} u."""
@@ -122,7 +114,7 @@ def pull_back(
 
 
 def frozen_means(features: FeatureMap, synthetic_SICHW: Tensor) -> Tensor:
-    """`synthetic_means` without graph, in the passes of `pull_back`."""
+    """mean_{S_c} u_w for every segment, [S, D], without graph, in the passes of `pull_back`."""
     ipc = synthetic_SICHW.shape[1]
     with torch.no_grad():
         rows = [
@@ -150,14 +142,6 @@ def segment_sums(values_ND: Tensor, segment_N: Tensor, segments: int) -> Tensor:
     """Sum of the rows of each segment, [segments, D], as a matrix product (deterministic on
     CUDA)."""
     return torch.nn.functional.one_hot(segment_N, segments).to(values_ND.dtype).T @ values_ND
-
-
-def segment_means(values_ND: Tensor, segment_N: Tensor, segments: int) -> Tensor:
-    """Mean of the rows of each segment, [segments, D]; empty segments give zero."""
-    counts = (
-        torch.nn.functional.one_hot(segment_N, segments).sum(dim=0).clamp_min(1).to(values_ND.dtype)
-    )
-    return segment_sums(values_ND, segment_N, segments) / counts[:, None]
 
 
 def first_columns(rows_ND: Tensor, columns: int | None) -> Tensor:

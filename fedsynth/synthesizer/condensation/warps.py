@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-TURN, SCALE, SHEAR, SHIFT = 0.15, 0.15, 0.1, 0.16
-"""At most: radians; part of the size; part of a side; half sides."""
-BEND, KNOTS = 0.12, 5
-"""Of a half side at most, at knots of a grid."""
+TURN = 0.15  # radians; this and the next four are the most
+SCALE = 0.15  # of the size
+SHEAR = 0.1  # of a side
+SHIFT = 0.16  # of half a side
+BEND = 0.12  # of half a side, at the knots of a grid
+KNOTS = 5  # of this grid, a side
 
 
 def warped(x_NCHW: Tensor, generator: torch.Generator) -> Tensor:

@@ -1,13 +1,12 @@
-"""The tables of docs/features.md on private baselines."""
+"""The tables of docs/features.md: feature maps, and private baselines on them."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 from library.baselines import candidates
-from library.rows import NOTHING, by_key, percents, spread, table
+from library.rows import NOTHING, Row, by_key, lines, percents, spread, table
 
 DATASETS = {"mnist": "MNIST", "fashion-mnist": "Fashion-MNIST"}
 ALPHAS = ("0.5", "0.01")
@@ -26,9 +25,9 @@ def _name(kind: int, dataset: str, alpha: str) -> tuple[str, str]:
     return "private_baselines", f"{dataset} {model} alpha={alpha}"
 
 
-def _rows(kind: int) -> list[Mapping[str, Any]]:
+def _rows(kind: int) -> list[Row]:
     """All rows of one way."""
-    found: list[Mapping[str, Any]] = []
+    found: list[Row] = []
     for dataset in DATASETS:
         for alpha in ALPHAS:
             file, name = _name(kind, dataset, alpha)
@@ -43,12 +42,12 @@ def _cell(kind: int, dataset: str, alpha: str) -> str:
     return spread(percents(by_key(file), name, SEEDS[kind]), len(SEEDS[kind]), 1)
 
 
-def _megabytes(rows: Sequence[Mapping[str, Any]]) -> str:
+def _megabytes(rows: Sequence[Row]) -> str:
     sizes = {row["bytes"] for row in rows if "bytes" in row}
     return f"{max(sizes) / 1e6:.1f}" if sizes else NOTHING
 
 
-def _seconds(rows: Sequence[Mapping[str, Any]]) -> str:
+def _seconds(rows: Sequence[Row]) -> str:
     return f"{statistics.median(row['seconds'] for row in rows):.0f}" if rows else NOTHING
 
 
@@ -84,7 +83,18 @@ def _tuning() -> str:
     return table(["q", "clip", "rate", *(f"{number} rounds" for number in rounds)], body)
 
 
+def _maps() -> str:
+    """Held-out accuracy of a linear classifier by feature map."""
+    rows = {row["key"]: row for row in lines("random_process_prior")}  # keys are the maps' names
+    body = [
+        [f"`{name}`", str(row["dimension"]), f"{100 * row['accuracy']:.1f}"]
+        for name, row in sorted(rows.items(), key=lambda item: float(item[1]["accuracy"]))
+    ]
+    return table(["features", "dimension", "held-out accuracy"], body)
+
+
 TABLES: dict[str, Callable[[], str]] = {
+    "random-process": _maps,
     "private-baselines": _baselines,
     "private-baselines-tuning": _tuning,
 }
