@@ -96,6 +96,8 @@ class Method:
             own is then refused where it mixes the examples of a batch.
         takes_model: whether the run's model settings decide its network; False: it has one of its
             own, and a run that sets a model says that this changes nothing.
+        images_from: in words, what a run's synthetic images need; empty: the method makes none.
+        learns_from_images: whether the run's model was trained on the images that it hands over.
         later: settings that came after run folders with reports were left by earlier versions, and
             the value that such a run had in effect. A setting is not told while it has that value,
             and a run folder that does not say it has it (`as_recorded`), so that its report is made
@@ -134,6 +136,8 @@ class Method:
     discloses: ClassVar[Mapping[str, Disclosure]] = {}
     model_sees_data: ClassVar[bool] = True
     takes_model: ClassVar[bool] = True
+    images_from: ClassVar[str] = ""
+    learns_from_images: ClassVar[bool] = True
     later: ClassVar[Later] = {}
 
     def told(self) -> dict[str, Any]:
@@ -260,6 +264,17 @@ class Method:
         """The next state from all uploads of the round, by client number, ascending."""
         raise NotImplementedError  # abstract
 
+    def at_end(self, state: State, context: RoundContext) -> ServerState:
+        """What the server makes of its state after the last round, which a run may reach before
+        all rounds are played (a budget that is spent): images, say. With differential privacy it
+        has released values alone, and so costs nothing.
+
+        Args:
+            state: after that round.
+            context: that round's.
+        """
+        return state  # type: ignore[no-any-return]
+
     def final_parameters(self, state: State) -> Mapping[str, torch.Tensor]:
         """The model that a run ends with, where it is not the one that clients start from."""
         found: Mapping[str, torch.Tensor] = state.parameters
@@ -310,13 +325,12 @@ class Method:
         none."""
         return None
 
-    def makes_images(self, counted: Sequence[int], rounds: int) -> bool:
+    def makes_images(self, counted: Sequence[int]) -> bool:
         """Whether `synthetic` surely has images at the end, for verification: a run folder without
         them lacks something.
 
         Args:
             counted: the rounds that counted.
-            rounds: all that were planned.
         """
         return False
 

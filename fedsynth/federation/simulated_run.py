@@ -373,6 +373,8 @@ class Simulation:
         return disclosed(row, declared_row(type(self.method)) if self._private else None)
 
     def _finish(self) -> RunResult:
+        if self.metrics:
+            self.server.end(self._plain_context(len(self.metrics)))
         state = self.server.state
         accuracy = self.measure.final_accuracy(self.metrics, state, self.context)
         artefacts = self.method.artefacts(state)

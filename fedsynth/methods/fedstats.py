@@ -413,16 +413,14 @@ class FedStats(SharesNoise, MakesImages):
         clients: int,
         context: RoundContext,
     ) -> FedStatsState:
-        """The centre m, and for images what small pictures are like; the closed form, or a step;
-        after the last round, images."""
-        enough = self.enough(clients, context)
+        """The centre m, and for images what small pictures are like; the closed form, or a
+        step."""
+        if not self.enough(clients, context):
+            return state
         if phase == FIRST:
-            return self._begun(state, total, clients, context) if enough else state
-        if enough:
-            plan = MOMENTS if context.round == 1 else STEP
-            pool = self.pooled(total.sums, clients, plan, context)
-            state = self._moved(state, pool, context)
-        return self.with_images(state, context) if context.round == context.rounds else state
+            return self._begun(state, total, clients, context)
+        plan = MOMENTS if context.round == 1 else STEP
+        return self._moved(state, self.pooled(total.sums, clients, plan, context), context)
 
     def _begun(
         self, state: FedStatsState, total: CentreSums, clients: int, context: RoundContext

@@ -290,7 +290,7 @@ class FedSum(TrainsInBall, SharesNoise):
         made = self._set(state, context)
         return made.images, made.labels
 
-    def makes_images(self, counted: Sequence[int], rounds: int) -> bool:
+    def makes_images(self, counted: Sequence[int]) -> bool:
         return bool(counted)
 
     def _floor(self, clients: int, context: RoundContext) -> float:

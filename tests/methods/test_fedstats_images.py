@@ -23,8 +23,10 @@ from fedsynth import (
 from fedsynth.core.context import RoundContext, round_context
 from fedsynth.data.images import denormalise
 from fedsynth.data.registry import dataset_spec
+from fedsynth.errors import OutputError
 from fedsynth.evaluation.accuracy import accuracy
 from fedsynth.features.random_images import random_images
+from fedsynth.federation.outputs.verification import verify_run
 from fedsynth.methods.fedstats import FedStatsState, StatisticSums
 from fedsynth.methods.shared.class_statistics import target_norm
 from fedsynth.models.feature_linear import feature_linear
@@ -61,7 +63,7 @@ def test_class_means_are_those_of_the_sums(second: str) -> None:
         sums = 0.5**0.5 * np.concatenate([squares, sums])
     method = FedStats(features="pixels", ipc=1, image_steps=1, second_moments=second)
     upload = StatisticSums(torch.from_numpy(sums).float())
-    state = method.server_step(begun(), {0: upload}, context())
+    state = method.at_end(method.server_step(begun(), {0: upload}, context()), context())
     means = np.stack([z[labels == c].mean(axis=0) for c in range(10)])
     assert state.class_means is not None
     np.testing.assert_allclose(state.class_means, means - means.mean(axis=0), atol=1e-5)
@@ -72,7 +74,8 @@ def test_images_come_after_the_last_round_from_the_server_s_state_alone() -> Non
     draws = torch.Generator().manual_seed(0)
     upload = {0: StatisticSums(torch.randn(10 * 64, generator=draws))}
     method = FedStats(features="pixels", ipc=2, image_steps=5, second_moments="no")
-    made = [method.server_step(begun(), upload, context()) for _ in range(2)]
+    last = [method.server_step(begun(), upload, context()) for _ in range(2)]
+    made = [method.at_end(state, context()) for state in last]
     assert made[0].images is not None
     assert made[0].soft_labels is not None
     assert torch.equal(made[0].images, made[1].images)  # type: ignore[arg-type]
@@ -92,7 +95,7 @@ def drawn_beside(ipc: int, drawn: int) -> torch.Tensor:
     method = FedStats(
         features="pixels", ipc=ipc, drawn_ipc=drawn, image_steps=5, second_moments="no"
     )
-    state = method.server_step(begun(), upload, context())
+    state = method.at_end(method.server_step(begun(), upload, context()), context())
     found = method.synthetic(state, context())
     assert found is not None
     assert found[1].tolist() == [c for c in range(10) for _ in range(ipc + drawn)]
@@ -127,6 +130,25 @@ def test_images_from_random_processes_cost_nothing() -> None:
     ledgers = [run.privacy["ledger"] for run in runs]  # type: ignore[index]
     assert guarantees[0] == guarantees[1]
     assert len(ledgers[0]) == len(ledgers[1]) > 0  # type: ignore[arg-type]
+
+
+def test_a_run_that_ends_on_its_budget_makes_images_of_what_it_has(tmp_path: Path) -> None:
+    """They cost nothing beyond what was released, and can be handed over."""
+    privacy = PrivacySettings(noise_multiplier=3.0, epsilon=1.2)
+    run = simulate(RunSettings(SMALL, rounds=6, privacy=privacy), output=tmp_path, quiet=True)
+    assert 1 <= len(run.metrics) < 6
+    assert verify_run(str(run.folder)).problems == []
+    share = export_run(str(run.folder), tmp_path / "share")
+    found = load_synthetic(share)
+    assert len(found.labels) == 20
+    assert found.soft_labels is not None
+    words = (share / "README.md").read_text()
+    assert "classifier, which was not trained on them" in words
+    assert "A model that was trained on them" not in words
+    settings = RunSettings(FedStats(), rounds=1, privacy=PrivacySettings(epsilon=8.0))
+    none = simulate(settings, output=tmp_path, quiet=True)
+    with pytest.raises(OutputError, match="with fedstats they need ipc or drawn_ipc above 0"):
+        export_run(str(none.folder), tmp_path / "other")
 
 
 def test_a_student_learns_from_the_exported_images_alone(tmp_path: Path) -> None:

@@ -129,6 +129,14 @@ class Server:
         check_finite(made.parameters, "server's model", context.round)
         self.state = self._next = made
 
+    def end(self, context: RoundContext) -> None:
+        """What is left to be made when no round is to follow.
+
+        Args:
+            context: of the last round that was played.
+        """
+        self.state = self._next = self.method.at_end(self.state, context)
+
     def receive_total(self, phase: str, total: Total, context: RoundContext) -> None:
         """Makes the next state from the sum of replies of which it has seen none.
 

@@ -211,8 +211,7 @@ class _Run:
         try:
             for number in range(len(self.metrics) + 1, self.settings.rounds + 1):
                 started = time.perf_counter()
-                taking = self.participation.in_round(number)
-                context = replace(self.context, round=number, participants=taking)
+                context = self._context_of(number)
                 played = play_round(self.server, self.exchange, context, self.settings.quorum)
                 if played.refusal is not None:
                     done = number - 1
@@ -224,6 +223,11 @@ class _Run:
             return self._finish()
         finally:
             self.folder.release()
+
+    def _context_of(self, number: int) -> RoundContext:
+        """What the server's steps of this round know."""
+        taking = self.participation.in_round(number)
+        return replace(self.context, round=number, participants=taking)
 
     def _record(self, context: RoundContext, played: Played, started: float) -> None:
         """The round's row, and the checkpoint."""
@@ -246,7 +250,10 @@ class _Run:
         return Disclosed(told.shown)
 
     def _finish(self) -> Served:
-        self.exchange.end(len(self.metrics))
+        done = len(self.metrics)
+        self.exchange.end(done)
+        if done:
+            self.server.end(self._context_of(done))
         state = self.server.state
         histories = self.exchange.histories()
         report = None

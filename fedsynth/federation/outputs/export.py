@@ -8,7 +8,7 @@ import re
 import shutil
 import tempfile
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,10 +24,11 @@ from fedsynth.core.messages import DAMAGED
 from fedsynth.core.method import Method
 from fedsynth.data.files import one_line
 from fedsynth.data.shared_set import FORMAT, README, TENSORS, write_hashes
-from fedsynth.errors import OutputError, Setting, Text
+from fedsynth.errors import OutputError, Setting, Text, UnknownNameError
 from fedsynth.federation.outputs.run_folder import INCOMPLETE, PRIVATE_START
 from fedsynth.federation.outputs.verification import verify_run
 from fedsynth.federation.terms.given_data import PUBLIC
+from fedsynth.methods import method_class
 from fedsynth.privacy.errors import PrivacyError
 from fedsynth.privacy.report import write_report
 from fedsynth.privacy.report_file import read_json, sound_report
@@ -49,6 +50,7 @@ class _Made:
         facts: the file's metadata.
         report: the privacy report; None: the run had no differential privacy.
         accuracy: of the run's model on test images; None: not measured.
+        learned: whether that model was trained on these images.
         test: what these images are: "public", "private", or "" where the run says nothing of it.
     """
 
@@ -56,6 +58,7 @@ class _Made:
     facts: Mapping[str, str]
     report: dict[str, Any] | None
     accuracy: float | None
+    learned: bool
     test: str
 
     @property
@@ -145,11 +148,12 @@ def _read(folder: Path, unprotected: bool, method: type[Method] | None) -> _Made
                 " hands them over all the same)",
             )
         )
+    name = one_line(summary.get("method"))
+    made_by = method or _known(name)
     if not (folder / TENSORS).is_file():
-        raise OutputError(
-            f"the run in {folder} made no synthetic images: {one_line(summary.get('method'))} "
-            "sends models"
-        )
+        needs = "" if made_by is None else made_by.images_from
+        why = f"with {name} they need {needs}" if needs else f"{name} sends models"
+        raise OutputError(f"the run in {folder} made no synthetic images: {why}")
     tensors, facts = _tensors(folder / TENSORS)
     accuracy = summary.get("test_accuracy")
     return _Made(
@@ -167,8 +171,17 @@ def _read(folder: Path, unprotected: bool, method: type[Method] | None) -> _Made
         },
         None if report is None else _without_settings(report),
         accuracy if type(accuracy) is float else None,
+        made_by is not None and made_by.learns_from_images,
         str(read_json(folder / PRIVATE_START, "start of a run")["test_images"]) if private else "",
     )
+
+
+def _known(name: str) -> type[Method] | None:
+    """The method's class; None: fedsynth does not know it."""
+    try:
+        return method_class(name)
+    except UnknownNameError:
+        return None
 
 
 def _without_settings(report: dict[str, Any]) -> dict[str, Any]:
@@ -276,6 +289,7 @@ def readme(made: _Made) -> str:
         if "client" in tensors
         else ""
     )
+    target = "soft_labels" if soft else "labels"
     measured = _measured(made)
     listed = "\n".join(f"| {number} | {name} |" for number, name in enumerate(names))
     return f"""\
@@ -308,9 +322,11 @@ channel); treat real images alike.
 ## To train on them
 
 ```python
-{training_code(channels, height, width, len(names), facts, soft=bool(soft))}```
+{training_code(images.shape, len(names), facts, soft=bool(soft))}```
 
-With fedsynth installed, `fedsynth.load_synthetic(".")` checks the hashes and gives the same tensors.
+With fedsynth installed, `found = fedsynth.load_synthetic(".")` checks the hashes and gives the same
+tensors, and `fedsynth.train_student(net, found.normalised(), found.{target})` trains any
+network on them, with changed copies and mixtures.
 """
 
 
@@ -319,8 +335,12 @@ def _measured(made: _Made) -> str:
     if made.accuracy is None:
         return ""
     whose = "public test images" if made.test == PUBLIC else "test images"
+    found = f"{100 * made.accuracy:.1f} % accuracy on {whose}"
+    if made.learned:
+        return f"\nA model that was trained on them had {found}.\n"
     return (
-        f"\nA model that was trained on them had {100 * made.accuracy:.1f} % accuracy on {whose}.\n"
+        f"\nThe run's classifier, which was not trained on them, had {found}, and gave them their\n"
+        "soft labels. What a model is worth that is trained on them alone was not measured.\n"
     )
 
 
@@ -354,10 +374,19 @@ def _report_files(report: Mapping[str, Any] | None) -> str:
 
 
 def training_code(
-    channels: int, height: int, width: int, classes: int, facts: Mapping[str, str], *, soft: bool
+    shape: Sequence[int], classes: int, facts: Mapping[str, str], *, soft: bool
 ) -> str:
-    """Ten lines of PyTorch that train a small network on the set, from within its folder."""
+    """Ten lines of PyTorch that train a small network on the set, from within its folder.
+
+    Args:
+        shape: [N, C, H, W] of the images.
+        classes: how many.
+        facts: the set's.
+        soft: whether it has soft labels.
+    """
+    count, channels, height, width = shape
     target = "soft_labels" if soft else "labels"
+    steps = min(3000, 300 + count // 5)
     size = 32 * max(1, height // 4) * max(1, width // 4)
     pool = f"nn.AdaptiveAvgPool2d(({max(1, height // 4)}, {max(1, width // 4)}))"
     return f"""\
@@ -371,7 +400,7 @@ x, y = (data["images"] - mean) / std, data["{target}"]
 net = nn.Sequential(nn.Conv2d({channels}, 32, 3, padding=1), nn.ReLU(), {pool},
                     nn.Flatten(), nn.Linear({size}, {classes}))
 optimiser = torch.optim.Adam(net.parameters(), lr=1e-3, weight_decay=1e-3)
-for step in range(300):
+for step in range({steps}):
     rows = torch.randint(len(x), (64,))
     loss = nn.functional.cross_entropy(net(x[rows]), y[rows])
     optimiser.zero_grad(), loss.backward(), optimiser.step()

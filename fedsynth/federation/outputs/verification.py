@@ -49,12 +49,12 @@ from fedsynth.version import __version__
 
 
 def verify_run(
-    path: Path, *, ledger: Path | None = None, method: type[Method] | None = None
+    run: Path | str, *, ledger: Path | None = None, method: type[Method] | None = None
 ) -> Verification:
     """Checks a run folder's report against everything that it follows from.
 
     Args:
-        path: the folder, or the privacy_report.json in it.
+        run: the folder, or the privacy_report.json in it.
         ledger: folder of the ledger files; None takes `ledger/` in the run folder, or where
             config.toml says that ledgers are kept.
         method: the class of a method that fedsynth does not know by name.
@@ -62,6 +62,7 @@ def verify_run(
     Raises:
         PrivacyError: there is no report of this schema to check.
     """
+    path = Path(run)
     if path.is_dir() and not (path / "privacy_report.json").exists() and is_unfinished(path):
         raise PrivacyError(
             f"the run in {path} did not finish and has no report yet: fedsynth privacy report "
@@ -173,7 +174,7 @@ class Evidence:
         names = ["metrics.jsonl"]
         counted = [row["round"] for row in self.run.rows if NOT_COUNTED not in row]
         method = self.run.settings.method
-        by_server = method.makes_images(counted, self.run.settings.rounds)
+        by_server = method.makes_images(counted)
         if by_server or (counted and issubclass(method.upload, SyntheticSet)):
             names.append("synthetic.safetensors")
         return [f"{name} is missing" for name in names if not (self.folder / name).is_file()]

@@ -13,13 +13,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import inf
-from typing import TypeVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from fedsynth.core.context import RoundContext
-from fedsynth.core.method import Method
+from fedsynth.core.method import Method, State
 from fedsynth.core.state import ServerState
 from fedsynth.data.images import normalise
 from fedsynth.data.registry import DatasetSpec
@@ -74,9 +74,6 @@ class ImagesState(ServerState):
     soft_labels: Tensor | None = None
 
 
-S = TypeVar("S", bound=ImagesState)
-
-
 @dataclass(frozen=True)
 class MakesImages(Method):
     """A method whose server makes images of released statistics after the last round.
@@ -95,6 +92,9 @@ class MakesImages(Method):
         teacher_weight: of the released classifier's cross-entropy beside the class means' distance.
         smoothness: of total variation beside it.
     """
+
+    images_from: ClassVar[str] = "ipc or drawn_ipc above 0 (--set ipc=10), and a first round"
+    learns_from_images: ClassVar[bool] = False
 
     ipc: int = 0
     drawn_ipc: int = 0
@@ -123,10 +123,10 @@ class MakesImages(Method):
         wanted = self.pictures == YES or (self.pictures == AUTO and spec.channels == 1)
         return self.pixel_share if wanted and self.images_each else 0.0
 
-    def with_images(self, state: S, context: RoundContext) -> S:
+    def at_end(self, state: State, context: RoundContext) -> ServerState:
         """The state with images of what was released until now, and their soft labels."""
         if state.class_means is None:
-            return state
+            return state  # type: ignore[no-any-return]
         teacher = context.load(state.parameters)
         if not isinstance(teacher, FeatureLinear):
             raise TypeError(f"{self.name} has a linear model on features")
@@ -138,7 +138,8 @@ class MakesImages(Method):
         making = ImageMaking(self.ipc, self.drawn_ipc, steps)
         pixels = make_images(teacher, state.class_means, moments, making, context)
         images = normalise(pixels, context.spec)
-        return replace(state, images=images, soft_labels=soft_labels(teacher, images))
+        made = {"images": images, "soft_labels": soft_labels(teacher, images)}
+        return replace(state, **made)  # type: ignore[no-any-return]
 
     def synthetic(self, state: ImagesState, context: RoundContext) -> tuple[Tensor, Tensor] | None:
         if state.images is None:
@@ -149,9 +150,9 @@ class MakesImages(Method):
     def synthetic_soft_labels(self, state: ImagesState, context: RoundContext) -> Tensor | None:
         return state.soft_labels
 
-    def makes_images(self, counted: Sequence[int], rounds: int) -> bool:
-        """Moments are of round 1, images of the last; a sum that lacks noise makes neither."""
-        return self.images_each > 0 and not self.sums_alone and {1, rounds} <= set(counted)
+    def makes_images(self, counted: Sequence[int]) -> bool:
+        """Moments are of round 1; of a sum that lacks noise there are none."""
+        return self.images_each > 0 and not self.sums_alone and 1 in counted
 
 
 def class_means_of(pool: Pool, shape: tuple[int, int], *, second: bool) -> Tensor:
