@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from fedsynth.federation.observer import Observer as Observer
     from fedsynth.federation.outputs.export import export_run as export_run
     from fedsynth.federation.outputs.result import RunResult as RunResult
+    from fedsynth.federation.outputs.saved_model import load_model as load_model
     from fedsynth.federation.simulation import simulate as simulate
     from fedsynth.federation.synthesize import owner_settings as owner_settings
     from fedsynth.federation.synthesize import synthesize as synthesize

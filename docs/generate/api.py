@@ -29,6 +29,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "synthesize",
         "owner_settings",
         "load_synthetic",
+        "load_model",
         "SharedSet",
         "train_student",
         "StudentSettings",

@@ -116,8 +116,8 @@ class FedStatsState(ImagesState):
 
 @dataclass(frozen=True)
 class FedStats(SharesNoise, MakesImages):
-    """Settings; a run of n rounds has n − 1 steps. Defaults were found on EMNIST letters and on
-    held-out training images. See `SharesNoise`, `MakesImages`, and
+    """Settings; a run of n rounds has n − 1 steps. Defaults were found on held-out
+    training images. See `SharesNoise`, `MakesImages`, and
 
     Args:
         features: the map φ, see `fedsynth.features.feature_names`, or one that was registered.

@@ -65,6 +65,7 @@ SIMULATION_ONLY_NOTE = (
 PRIVATE_START = "privacy_start.json"
 RESUMED = "resumed.json"
 SERVED = "run.json"
+MODEL = "model.safetensors"
 """The name and the agreement of a run over nodes."""
 INCOMPLETE = ".incomplete"
 LOCK = ".lock"
@@ -257,7 +258,7 @@ class RunFolder:
         with _writing(self.path):
             save_file(
                 {name: t.detach().cpu().contiguous() for name, t in parameters.items()},
-                self.path / "model.safetensors",
+                self.path / MODEL,
             )
 
     def write_synthetic(
