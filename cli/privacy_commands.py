@@ -164,7 +164,10 @@ def _steps_setting(method: str, steps: int | None) -> dict[str, Any]:
     if steps is None or method == "real":  # which is refused further on
         return {}
     known = {f.name for f in fields(method_class(method))}
-    return {"iterations" if "iterations" in known else "local_epochs": steps}
+    name = next((one for one in ("iterations", "local_epochs") if one in known), None)
+    if name is None:
+        raise OptionError(f"--steps has no meaning for {method}")
+    return {name: steps}
 
 
 def _warn(plans: list[Plan]) -> None:

@@ -55,8 +55,7 @@ def headline(plan: PrivacyPlan, *, simulated: bool = True) -> list[str]:
     lines = [
         f"privacy: ε = {up(planned, 3)} at δ = {delta:g} for each client over {rounds}, "
         f"{ONE[plan.privacy.unit]} {NEIGHBOURS[plan.privacy.adjacency]}",
-        f"  mechanism {chief.mechanism} (σ = {plan.sigma:.4g}, clip {chief.clip:.4g}), {sampling}, "
-        f"{schedule(plan)}",
+        f"  mechanism {chief.mechanism} ({_noise(plan)}), {sampling}, {schedule(plan)}",
     ]
     if chief.shares > 1 and not simulated:
         lines.append(
@@ -72,6 +71,13 @@ def headline(plan: PrivacyPlan, *, simulated: bool = True) -> list[str]:
     if spent > 0:
         lines.append(f"  of this, ε = {up(spent, 3)} stands in the ledgers from earlier runs")
     return lines + _of_the_noise(plan) + _of_the_cap(plan, planned)
+
+
+def _noise(plan: PrivacyPlan) -> str:
+    """σ with the clip; of several kinds of release, each with its own, what they come to."""
+    if plan.run.method.even_rounds:
+        return f"σ = {plan.sigma:.4g}, clip {plan.chief.clip:.4g}"
+    return f"σ = {plan.sigma:.4g} if all were one release; each has more"
 
 
 def _of_the_noise(plan: PrivacyPlan) -> list[str]:

@@ -43,18 +43,21 @@ class Shares:
     moments: float
 
     def __post_init__(self) -> None:
-        named = {
+        shares = {
             "centre_share": self.centre,
             "pixel_share": self.pictures,
             "covariance_share": self.covariances,
+            "moment_share": self.moments,
         }
-        taken = self.moments + sum(named.values())
+        taken = sum(shares.values())
         if taken >= 1:
-            names = ", ".join(name for name, share in named.items() if share)
+            names = ", ".join(name for name, share in shares.items() if share)
+            largest = max(shares, key=lambda name: shares[name])
             raise SettingError(
                 "method",
-                "moment_share",
-                f"must leave something for the steps: with {names} it is {taken:g} of the budget",
+                largest,
+                f"must leave something for the steps: {names} are {taken:g} of the budget together",
+                value=shares[largest],
             )
 
     def of_moments_and_step(self, rounds: int, *, second: bool) -> tuple[float, float]:
