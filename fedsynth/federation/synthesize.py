@@ -1,5 +1,5 @@
-"""One data owner's private synthetic set: FedDM with a single client, and what may leave the house
-of it."""
+"""One data owner's private synthetic set: FedDM or FedStats with a single client, and what may
+leave the house of it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from fedsynth.core.method import Method
 from fedsynth.errors import Setting, SettingError
 from fedsynth.federation.observer import Observer
 from fedsynth.federation.outputs.export import UNPROTECTED, export_run, require_new
@@ -19,13 +20,17 @@ from fedsynth.federation.terms.settings import RunSettings
 from fedsynth.privacy.errors import PrivacySettingError
 from fedsynth.synthesizer.condensation.sets import SyntheticSet
 
-PRESET: Mapping[str, Mapping[str, Any]] = {
-    "run": {"rounds": 2},
-    "method": {"ipc": 10, "iterations": 20, "image_lr": 5.0, "server_epochs": 100},
-    "model": {"width": 32},
+Preset = Mapping[str, Mapping[str, Any]]
+TWO_ROUNDS: Preset = {"run": {"rounds": 2}, "model": {"width": 32}}
+PRESETS: Mapping[str, Preset] = {
+    "feddm": {
+        **TWO_ROUNDS,
+        "method": {"ipc": 10, "iterations": 20, "image_lr": 5.0, "server_epochs": 100},
+    },
+    "fedstats": {"run": {"rounds": 32}, "method": {"ipc": 100, "drawn_ipc": 400}},
 }
-"""What differs from FedDM's defaults, whose 20 × 1000 releases leave nothing at any ε that one
-would state."""
+"""What differs from a method's defaults (of others: `TWO_ROUNDS`). FedDM's 20 × 1000 releases leave
+nothing at any ε that one would state; FedStats makes no images unless they are asked for."""
 ONE_OWNER: Mapping[str, Any] = {"kind": "iid", "clients": 1}
 SMALL = 16
 """Images with a side below it get a ConvNet of two blocks."""
@@ -34,7 +39,7 @@ SMALL = 16
 def owner_settings(given: Mapping[str, Mapping[str, Any]]) -> RunSettings:
     """The settings of one owner's synthetic set, from sections as `resolve` takes them.
 
-    Where nothing else is given they are `PRESET`'s; all images are those of one client, whatever
+    Where nothing else is given they are `PRESETS`'; all images are those of one client, whatever
     sites the folder has.
 
     Raises:
@@ -45,13 +50,13 @@ def owner_settings(given: Mapping[str, Mapping[str, Any]]) -> RunSettings:
     (20, 20, 1)
     """
     sections = {name: dict(values) for name, values in given.items()}
-    own = str(sections.get("run", {}).get("method", "feddm")).lower() == "feddm"
-    for section, values in PRESET.items():
-        if section != "method" or own:
-            sections[section] = {**values, **sections.get(section, {})}
+    name = str(sections.get("run", {}).get("method", "feddm")).lower()
+    for section, values in PRESETS.get(name, TWO_ROUNDS).items():
+        sections[section] = {**values, **sections.get(section, {})}
     sections["partition"] = {**ONE_OWNER, **sections.get("partition", {})}
     settings = resolve(sections)
-    if settings.privacy is None or "depth" in sections["model"]:
+    method = settings.method
+    if settings.privacy is None or not method.takes_model or "depth" in sections["model"]:
         return settings
     spec = specification(settings)
     if min(spec.height, spec.width) >= SMALL:
@@ -98,14 +103,22 @@ def synthesize(
             Setting(None, UNPROTECTED, "True"),
             " makes them all the same)",
         )
-    if not issubclass(settings.method.upload, SyntheticSet):
-        raise SettingError(
-            "run",
-            "method",
-            "must be one whose clients send synthetic images: feddm or fedaf",
-            value=settings.method.name,
-        )
+    _check_images(settings.method)
     result = simulate(settings, output=runs, observer=observer, download=download)
     if result.folder is not None and result.metrics:
         export_run(result.folder, target, unprotected=unprotected, method=type(settings.method))
     return result
+
+
+def _check_images(method: Method) -> None:
+    """Refuses a method that would leave no synthetic images, before it releases anything."""
+    if issubclass(method.upload, SyntheticSet) or method.makes_images([1]):
+        return
+    if method.images_from:
+        raise SettingError("method", "ipc", f"must be set: images need {method.images_from}")
+    raise SettingError(
+        "run",
+        "method",
+        "must be one that makes synthetic images: feddm, fedstats or fedaf",
+        value=method.name,
+    )

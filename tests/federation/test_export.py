@@ -324,6 +324,25 @@ def test_an_owner_is_one_client_whatever_sites_there_are(share: Path) -> None:
     assert report["public_items"]["nominal records of a client"].startswith("50 ")
 
 
+def test_an_owner_s_set_of_class_statistics(tmp_path: Path) -> None:
+    """FedStats with one client: images and soft labels within ε, made by the owner's own server."""
+    given = {
+        "run": {"method": "fedstats", "rounds": 2},
+        "method": {"ipc": 2, "drawn_ipc": 1},
+        "privacy": TINY["privacy"],
+    }
+    result = synthesize(owner_settings(given), tmp_path / "share", runs=tmp_path / "runs")
+    found = load_synthetic(tmp_path / "share")
+    assert len(found.labels) == 30
+    assert found.soft_labels is not None
+    assert found.clients is None
+    assert 7.9 < (found.epsilon or 0) <= 8
+    assert result.accuracy is not None
+    assert result.accuracy > 0.8  # of the classifier: 1,497 records of one owner
+    usual = owner_settings({"run": {"method": "fedstats"}, "privacy": TINY["privacy"]})
+    assert (usual.rounds, usual.partition.clients, usual.method.images_each) == (32, 1, 500)  # type: ignore[attr-defined]
+
+
 def test_mistakes_are_said_before_anything_is_spent(secret_place: Path, tmp_path: Path) -> None:
     data = {"folder": str(secret_place)}
     open_settings = owner_settings({**TINY, "data": data, "privacy": {}})
@@ -331,9 +350,17 @@ def test_mistakes_are_said_before_anything_is_spent(secret_place: Path, tmp_path
         synthesize(open_settings, tmp_path / "share", runs=tmp_path / "runs")
     local = {"run": {**TINY["run"], "method": "fedavg"}, "privacy": TINY["privacy"], "data": data}
     with pytest.raises(
-        SettingError, match=r"run.method=fedavg must be one whose clients send synthetic"
+        SettingError, match=r"run.method=fedavg must be one that makes synthetic images"
     ):
         synthesize(owner_settings(local), tmp_path / "share", runs=tmp_path / "runs")
+    without = {
+        "run": {"method": "fedstats", "rounds": 1},
+        "method": {"ipc": 0, "drawn_ipc": 0},
+        "privacy": TINY["privacy"],
+        "data": data,
+    }
+    with pytest.raises(SettingError, match=r"method.ipc must be set: images need ipc or drawn_ipc"):
+        synthesize(owner_settings(without), tmp_path / "share", runs=tmp_path / "runs")
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "x").write_text("")
     with pytest.raises(OutputError, match="is there already"):
