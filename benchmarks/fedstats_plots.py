@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from library.rows import by_key, percents
-from library.statistics_tables import DATASETS, NOISES, SEEDS
+from library.rows import STATISTICS_SEEDS, by_key, percents
+from library.statistics_tables import DATASETS, NOISES
 
 DOCS = Path(__file__).resolve().parent.parent / "docs" / "images"
 EPSILONS = ("0.5", "1", "3", "10")
@@ -46,7 +46,7 @@ class Cells:
     ) -> list[float]:
         """In %, of each seed that there is."""
         name = f"{dataset} eps={epsilon} {noise} alpha={alpha} K={clients}"
-        return percents(self._rows, name, SEEDS)
+        return percents(self._rows, name, STATISTICS_SEEDS)
 
 
 def line(axes: Any, points: Sequence[tuple[float, list[float]]], label: str, colour: str) -> None:

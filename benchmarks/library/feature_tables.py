@@ -6,12 +6,13 @@ import statistics
 from collections.abc import Callable, Sequence
 
 from library.baselines import candidates
-from library.rows import NOTHING, Row, by_key, lines, percents, spread, table
+from library.rows import NOTHING, STATISTICS_SEEDS, Row, by_key, lines, percents, spread, table
 
 DATASETS = {"mnist": "MNIST", "fashion-mnist": "Fashion-MNIST"}
 ALPHAS = ("0.5", "0.01")
 NETWORK, LINEAR, FEDSTATS = range(3)
-SEEDS = {NETWORK: (0, 1, 2), LINEAR: (0, 1, 2, 3, 4), FEDSTATS: (0, 1, 2, 3, 4)}
+SEEDS = {NETWORK: (0, 1, 2), LINEAR: (0, 1, 2, 3, 4), FEDSTATS: STATISTICS_SEEDS}
+EXPECTED = {NETWORK: 3, LINEAR: 5, FEDSTATS: 5}
 CLIENTS = 10
 
 
@@ -39,7 +40,7 @@ def _rows(kind: int) -> list[Row]:
 
 def _cell(kind: int, dataset: str, alpha: str) -> str:
     file, name = _name(kind, dataset, alpha)
-    return spread(percents(by_key(file), name, SEEDS[kind]), len(SEEDS[kind]), 1)
+    return spread(percents(by_key(file), name, SEEDS[kind]), EXPECTED[kind], 1)
 
 
 def _megabytes(rows: Sequence[Row]) -> str:

@@ -9,7 +9,7 @@ import statistics
 from collections.abc import Callable
 from functools import partial
 
-from library.rows import NOTHING, by_key, lines, percents, spread, table
+from library.rows import NOTHING, STATISTICS_SEEDS, by_key, lines, percents, spread, table
 
 SEEDS = range(3)
 MECHANISMS = {
@@ -51,7 +51,8 @@ def _fedstats(epsilons: tuple[str, ...], digits: int) -> list[str]:
     """Its row beside them."""
     rows = by_key("fedstats_table")
     keys = [f"{dataset} eps={e} own alpha=0.5 K=10" for dataset in DATASETS for e in epsilons]
-    return ["FedStats", *(spread(percents(rows, key, range(5)), 5, digits) for key in keys)]
+    found = [percents(rows, key, STATISTICS_SEEDS) for key in keys]
+    return ["FedStats", *(spread(one, 5, digits) for one in found)]
 
 
 def _on_features(epsilons: tuple[str, ...], digits: int) -> list[str]:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from operator import itemgetter
 
-from library.rows import NOTHING, by_key, percents, spread, table
+from library.rows import NOTHING, STATISTICS_SEEDS, by_key, percents, spread, table
 
 SEEDS = (0, 1, 2, 3, 4)
 DATASETS = {
@@ -35,7 +35,7 @@ SCATTERING, PAIR, MIRRORED = (
 
 def _cell(dataset: str, epsilon: str, noise: str, alpha: str, clients: int) -> str:
     name = f"{dataset} eps={epsilon} {noise} alpha={alpha} K={clients}"
-    return spread(percents(by_key("fedstats_table"), name, SEEDS), len(SEEDS))
+    return spread(percents(by_key("fedstats_table"), name, STATISTICS_SEEDS), len(SEEDS))
 
 
 def _teacher(noise: str) -> str:
