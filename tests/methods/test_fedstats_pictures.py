@@ -4,6 +4,7 @@ has what, its share of the budget, and images drawn from it; and the momentum of
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -177,6 +178,8 @@ def test_in_colour_images_start_from_random_processes() -> None:
         for pictures in ("auto", "yes", "no")
     }
     assert shares == {"auto": [0.15, 0.0], "yes": [0.15, 0.15], "no": [0.0, 0.0]}
+    vectors = replace(grey, height=1, width=64)
+    assert FedStats(ipc=1).picture_share(vectors) == 0.0
 
 
 # ------------------------------------------------------------------------------- from the release

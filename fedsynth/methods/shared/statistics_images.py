@@ -84,8 +84,8 @@ class MakesImages(Method):
         drawn_ipc: images of each class beside those, as they are drawn: worse each, but not alike.
             A student learns more from both; they cost no privacy, and a server little time.
         pictures: whether moments of small pictures are released for images to start from; else they
-            start from random processes, which cost nothing. "auto": of grey images; in colour a
-            student learns more from random processes.
+            start from random processes, which cost nothing. "auto": of grey images (a single row
+            of pixels is a vector); in colour a student learns more from random processes.
         pixel_share: of the budget for these moments, taken where images are asked for.
         image_steps: of Adam on them.
         image_lr: in pixel units, where 1 is white.
@@ -120,7 +120,8 @@ class MakesImages(Method):
     def picture_share(self, spec: DatasetSpec) -> float:
         """What small pictures take of the budget: nothing where no images are asked for, or where
         they start from random processes; by public facts alone."""
-        wanted = self.pictures == YES or (self.pictures == AUTO and spec.channels == 1)
+        grey = spec.channels == 1 and min(spec.height, spec.width) > 1
+        wanted = self.pictures == YES or (self.pictures == AUTO and grey)
         return self.pixel_share if wanted and self.images_each else 0.0
 
     def at_end(self, state: State, context: RoundContext) -> ServerState:
