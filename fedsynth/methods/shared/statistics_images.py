@@ -93,7 +93,7 @@ class MakesImages(Method):
         smoothness: of total variation beside it.
     """
 
-    images_from: ClassVar[str] = "ipc or drawn_ipc above 0 (--set ipc=10), and a first round"
+    images_from: ClassVar[str] = "ipc or drawn_ipc above 0, and a first round"
     learns_from_images: ClassVar[bool] = False
 
     ipc: int = 0
