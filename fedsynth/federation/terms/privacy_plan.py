@@ -40,9 +40,10 @@ from fedsynth.privacy.releases import Release, check_delta
 from fedsynth.privacy.report_sections import reasons_in_ledgers
 from fedsynth.privacy.settings import PrivacySettings
 
-NOTHING_LEFT = 1e-3
-"""Part of a budget that is too little to plan a run with: σ would be some thirty times as large as
-for the whole, or thousands of times."""
+NOTHING_LEFT = 2e-3
+"""Part of a budget that is too little to plan a run with, and more than a run leaves that was
+planned to spend all of it, as σ is found to 0.1 %. σ would be some twenty times as large as for the whole,
+or thousands of times."""
 
 
 @dataclass(frozen=True)
