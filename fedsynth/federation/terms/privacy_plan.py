@@ -42,8 +42,8 @@ from fedsynth.privacy.settings import PrivacySettings
 
 NOTHING_LEFT = 2e-3
 """Part of a budget that is too little to plan a run with, and more than a run leaves that was
-planned to spend all of it, as σ is found to 0.1 %. σ would be some twenty times as large as for the whole,
-or thousands of times."""
+planned to spend all of it, as σ is found to 0.1 %. σ would be some twenty times as large as for the
+whole, or thousands of times."""
 
 
 @dataclass(frozen=True)
