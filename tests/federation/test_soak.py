@@ -18,6 +18,7 @@ from fedsynth import Observer, resolve, simulate
 
 ROUNDS = 30
 SETTLED = 12  # rounds after which nothing new may stay
+HALFWAY = 21
 OF_A_ROUND = 8_000
 """Bytes of Python objects that a round may leave: its row of metrics, and with privacy the
 ledgers' rows. Measured: 700 to 4,800."""
@@ -48,7 +49,7 @@ class Alive(Observer):
         self.files: list[int] = []
 
     def round_ended(self, row: Mapping[str, Any]) -> None:
-        if row["round"] in (SETTLED, ROUNDS):
+        if row["round"] in (SETTLED, HALFWAY, ROUNDS):
             self.tensors.append(live_tensors())
             self.python.append(tracemalloc.get_traced_memory()[0])
             if sys.platform == "linux":
@@ -74,9 +75,11 @@ def test_rounds_leave_nothing_behind(name: str, private: bool, tmp_path: Path) -
         simulate(resolve(soaked(name, private)), observer=alive, output=tmp_path)
     finally:
         tracemalloc.stop()
-    assert alive.tensors[0] == alive.tensors[1]
-    assert alive.files[:1] == alive.files[1:]
-    assert (alive.python[1] - alive.python[0]) / (ROUNDS - SETTLED) < OF_A_ROUND
+    assert alive.tensors[0] == alive.tensors[1] == alive.tensors[2]
+    assert len(set(alive.files)) <= 1
+    first, second = alive.python[1] - alive.python[0], alive.python[2] - alive.python[1]
+    # what is made once (a module, a cache) is in one of the two; what rounds leave is in both
+    assert min(first, second) / (ROUNDS - HALFWAY) < OF_A_ROUND
 
 
 class Uploaded(Observer):
