@@ -118,8 +118,8 @@ class _EachAlone:
 
 
 def _looked_at(name: str, own: object, shape: Shape) -> FeatureMap:
-    """The same map by its registered name, with a function that refuses to mix examples, if it can be at once; what it
-    makes of a black image is looked at before anybody's ledger is charged."""
+    """The same map by its registered name, with a function that refuses to mix examples; what it
+    makes of black images is looked at before anybody's ledger is charged."""
     if not isinstance(own, FeatureMap):
         raise SettingError(
             "method",
@@ -131,9 +131,7 @@ def _looked_at(name: str, own: object, shape: Shape) -> FeatureMap:
     try:
         own(torch.zeros(2, *shape))
         function.try_on(torch.device("cpu"), own.image_shape)
-    except SettingError:
-        raise
-    except Exception:
+    except (RuntimeError, AssertionError, NotImplementedError):
         pass  # it may want another device: there it is tried before it gets its first images
     return replace(own, name=name, function=function)
 

@@ -87,8 +87,8 @@ class SharesNoise(Method):
             raise SettingError(
                 "method",
                 "honest",
-                f"must be below the number of clients, {clients}: one of them may be who looks, and "
-                "knows its own noise",
+                f"must be below the number of clients, {clients}: one of them may be who looks, "
+                "and knows its own noise",
                 value=self.honest,
             )
         return self.honest or max(1, clients - 1)
