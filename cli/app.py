@@ -37,6 +37,7 @@ from fedsynth.cli.settings_options import (
 )
 from fedsynth.cli.share_commands import export, synthesize
 from fedsynth.cli.signals import ended_by_signals
+from fedsynth.cli.student_command import student
 from fedsynth.cli.sweep_command import sweep
 from fedsynth.version import __version__
 
@@ -63,6 +64,7 @@ app.command()(report)
 app.command()(reproduce)
 app.command()(synthesize)
 app.command()(export)
+app.command()(student)
 
 
 def main() -> None:

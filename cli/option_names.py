@@ -84,6 +84,11 @@ ARGUMENTS: dict[str, str] = {
     "by": "by",
     "log": "log",
     "unprotected": "unprotected",
+    "with_model": "with_model",
+    "labels": "labels",
+    "teacher": "teacher",
+    "steps": "steps",
+    "copies": "views",
     "out": "out",
 }
 """A command's parameter: the argument of the library's function, where it is no setting of a

@@ -39,6 +39,14 @@ Unprotected = Annotated[
         help="Also without differential privacy: such images may show real ones.",
     ),
 ]
+WithModel = Annotated[
+    bool,
+    typer.Option(
+        "--with-model",
+        help="Also the run's model, which has the same guarantee: FedStats' labels changed copies "
+        "for `fedsynth student`.",
+    ),
+]
 
 
 def synthesize(
@@ -68,6 +76,7 @@ def synthesize(
     purpose: given.Purpose = None,
     sites: given.Sites = None,
     unprotected: Unprotected = False,
+    with_model: WithModel = False,
     method: given.Method = None,
     ipc: given.Ipc = None,
     rounds: given.Rounds = None,
@@ -108,6 +117,7 @@ def synthesize(
                 out,
                 runs=output,
                 unprotected=unprotected,
+                with_model=with_model,
                 observer=observer,
                 download=download,
             )
@@ -128,6 +138,7 @@ def export(
     ],
     out: Out,
     unprotected: Unprotected = False,
+    with_model: WithModel = False,
     method: given.OwnMethod = None,
     model: given.OwnModel = None,
 ) -> None:
@@ -142,4 +153,5 @@ def export(
         from fedsynth.federation.outputs.export import export_run
 
         own_code_alone(method, model)
-        print(f"to hand over: {export_run(run, out, unprotected=unprotected)}")
+        made = export_run(run, out, unprotected=unprotected, with_model=with_model)
+        print(f"to hand over: {made}")

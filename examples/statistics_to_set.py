@@ -1,9 +1,9 @@
 """Images -> private sums -> a synthetic set -> a torch model of your own.
 
 Three owners of the embedded digits release noisy class statistics of fixed features (FedStats); the
-server makes images of what was released. Whoever gets the folder that is exported trains any
-network on it, without the data and at no further cost in privacy. There are few digits, so ε is
-large here.
+server makes images of what was released. Whoever gets the folder that is exported, with the images
+and the released classifier, trains any network on it, without the data and at no further cost in
+privacy. There are few digits, so ε is large here.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from fedsynth import (
     RunSettings,
     export_run,
     load_dataset,
+    load_model,
     load_synthetic,
     simulate,
     train_student,
@@ -42,10 +43,11 @@ def main(folder: Path, epsilon: float = 30.0) -> tuple[float, float]:
         privacy=PrivacySettings(epsilon=epsilon),
     )
     run = simulate(settings, output=folder / "runs", quiet=True)
-    found = load_synthetic(export_run(str(run.folder), folder / "share"))
+    share = export_run(str(run.folder), folder / "share", with_model=True)
+    found = load_synthetic(share)
     model = own_model()
     labels = found.labels if found.soft_labels is None else found.soft_labels
-    train_student(model, found.normalised(), labels, teacher=run.model)
+    train_student(model, found.normalised(), labels, teacher=load_model(share))
     test = load_dataset("digits")[1]
     teacher = accuracy(run.model, test)
     student = accuracy(model, test)

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from fedsynth.federation.outputs.result import RunResult as RunResult
     from fedsynth.federation.outputs.saved_model import load_model as load_model
     from fedsynth.federation.simulation import simulate as simulate
+    from fedsynth.federation.student import student_of_set as student_of_set
     from fedsynth.federation.synthesize import owner_settings as owner_settings
     from fedsynth.federation.synthesize import synthesize as synthesize
     from fedsynth.federation.terms.resolve import resolve as resolve

@@ -31,6 +31,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "load_synthetic",
         "load_model",
         "SharedSet",
+        "student_of_set",
         "train_student",
         "StudentSettings",
         "DataFreeDistiller",

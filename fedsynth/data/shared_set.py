@@ -5,6 +5,7 @@ README.md                   what it is, and how to train on it
 images/NN-CLASS/NNNN.png    each image, to be looked at: pixels cut off at black and white
 synthetic.safetensors       the same, to be trained on: `images`, `labels`, and where there are
                             any `soft_labels`, and the `client` that made each
+model.safetensors           the run's model, where it was asked for (`fedsynth.load_model`)
 privacy_report.json, .md, .html    what is guaranteed; none without differential privacy
 SHA256SUMS                  the hashes of all of them, for `sha256sum -c`
 """
@@ -14,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -92,7 +94,7 @@ def load_synthetic(folder: str | Path) -> SharedSet:
             f"{one_line(root)} is no synthetic set: it has no {SUMS} (fedsynth export RUN makes "
             "one)"
         )
-    _check_hashes(root)
+    check_hashes(root)
     try:
         with safe_open(root / TENSORS, framework="pt") as file:
             facts = file.metadata() or {}
@@ -115,29 +117,40 @@ def _shared_set(found: dict[str, Tensor], facts: dict[str, str]) -> SharedSet:
         raise ValueError(f"its format is {facts.get('format')!r}, and should be {FORMAT!r}")
     images = found["images"]
     labels = found["labels"]
-    names = tuple(json.loads(facts["class_names"]))
-    _, channels, height, width = images.shape
+    classes = len(json.loads(facts["class_names"]))
     if labels.shape != (len(images),) or labels.dtype != torch.int64:
         raise ValueError("its labels are not one for each image")
-    if len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < len(names):
+    if len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < classes:
         raise ValueError("its labels are of classes that there are not")
-    spec = DatasetSpec(
+    epsilon = json.loads(facts["epsilon"])
+    delta = json.loads(facts["delta"])
+    return SharedSet(
+        images.float(),
+        labels,
+        found.get("soft_labels"),
+        found.get("client"),
+        spec_of(images, facts),
+        epsilon,
+        delta,
+    )
+
+
+def spec_of(images_NCHW: Tensor, facts: Mapping[str, str]) -> DatasetSpec:
+    """What a set's images are, by its file's metadata."""
+    count, channels, height, width = images_NCHW.shape
+    names = tuple(json.loads(facts["class_names"]))
+    return DatasetSpec(
         name=facts["data_set"],
         channels=channels,
         height=height,
         width=width,
         classes=len(names),
-        train_size=max(1, len(labels)),
+        train_size=max(1, count),
         test_size=1,
         mean=tuple(json.loads(facts["mean"])),
         std=tuple(json.loads(facts["std"])),
         class_names=names,
         source=f"synthetic, made by {facts['made_by']}",
-    )
-    epsilon = json.loads(facts["epsilon"])
-    delta = json.loads(facts["delta"])
-    return SharedSet(
-        images.float(), labels, found.get("soft_labels"), found.get("client"), spec, epsilon, delta
     )
 
 
@@ -161,7 +174,12 @@ def write_hashes(root: Path) -> None:
     (root / SUMS).write_text("".join(lines), encoding="utf-8")
 
 
-def _check_hashes(root: Path) -> None:
+def check_hashes(root: Path) -> None:
+    """Refuses a folder whose files are others than when it was written.
+
+    Raises:
+        DataFilesMissingError, DataFilesCorruptError: as `load_synthetic`.
+    """
     try:
         text = read_regular(root / SUMS, MOST_LIST_BYTES).decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -17,6 +17,7 @@ from fedsynth.federation.simulation import simulate
 from fedsynth.federation.terms.own_data import specification
 from fedsynth.federation.terms.resolve import resolve
 from fedsynth.federation.terms.settings import RunSettings
+from fedsynth.models.registry import usual_depth
 from fedsynth.privacy.errors import PrivacySettingError
 from fedsynth.synthesizer.condensation.sets import SyntheticSet
 
@@ -32,8 +33,6 @@ PRESETS: Mapping[str, Preset] = {
 """What differs from a method's defaults (of others: `TWO_ROUNDS`). FedDM's 20 × 1000 releases leave
 nothing at any ε that one would state; FedStats makes no images unless they are asked for."""
 ONE_OWNER: Mapping[str, Any] = {"kind": "iid", "clients": 1}
-SMALL = 16
-"""Images with a side below it get a ConvNet of two blocks."""
 
 
 def owner_settings(given: Mapping[str, Mapping[str, Any]]) -> RunSettings:
@@ -58,10 +57,8 @@ def owner_settings(given: Mapping[str, Mapping[str, Any]]) -> RunSettings:
     method = settings.method
     if settings.privacy is None or not method.takes_model or "depth" in sections["model"]:
         return settings
-    spec = specification(settings)
-    if min(spec.height, spec.width) >= SMALL:
-        return settings
-    return replace(settings, model=replace(settings.model, depth=2))
+    depth = usual_depth(specification(settings).image_shape)
+    return replace(settings, model=replace(settings.model, depth=depth))
 
 
 def synthesize(
@@ -70,6 +67,7 @@ def synthesize(
     *,
     runs: str | Path = "runs",
     unprotected: bool = False,
+    with_model: bool = False,
     observer: Observer | None = None,
     download: bool = False,
 ) -> RunResult:
@@ -81,6 +79,7 @@ def synthesize(
         runs: where the run folder goes, which stays in the house: what is private of the run is in
             it.
         unprotected: also without differential privacy.
+        with_model: hand over the run's model, too.
         observer: told of progress.
         download: let torchvision fetch a named data set.
 
@@ -106,7 +105,10 @@ def synthesize(
     _check_images(settings.method)
     result = simulate(settings, output=runs, observer=observer, download=download)
     if result.folder is not None and result.metrics:
-        export_run(result.folder, target, unprotected=unprotected, method=type(settings.method))
+        kind = type(settings.method)
+        export_run(
+            result.folder, target, unprotected=unprotected, with_model=with_model, method=kind
+        )
     return result
 
 

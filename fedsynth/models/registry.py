@@ -31,6 +31,8 @@ from fedsynth.validation import check_ranges
 
 Shape = tuple[int, int, int]
 WIDEST = 2**16
+SMALL = 16
+"""Images with a side below it get a ConvNet of two blocks, where nobody says how many."""
 """Of a layer, and the most blocks."""
 MOST_PARAMETERS = 2**30
 """Of a network: 4 GB, and training takes several times that."""
@@ -269,6 +271,15 @@ def build_model(settings: ModelSettings, image_shape: Shape, classes: int, seed:
         _refuse_beyond_measure(settings, image_shape, classes)
     with forked_rng(seed, "model initialisation"):
         return _build(settings, image_shape, classes)
+
+
+def usual_depth(image_shape: tuple[int, int, int]) -> int:
+    """Blocks of a ConvNet for such images: three, of small ones two.
+
+    >>> usual_depth((3, 32, 32)), usual_depth((1, 8, 8))
+    (3, 2)
+    """
+    return 3 if min(image_shape[1:]) >= SMALL else 2
 
 
 def build_network(settings: ModelSettings, spec: DatasetSpec, seed: int) -> nn.Module:

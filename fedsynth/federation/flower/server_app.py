@@ -24,9 +24,10 @@ from flwr.app import Context, Message
 from flwr.serverapp import Grid, ServerApp
 
 from fedsynth.data.registry import DatasetSpec, dataset_spec
+from fedsynth.data.stated_spec import spec_from_json
 from fedsynth.errors import FedsynthError, MessageError
 from fedsynth.federation.flower.records import from_record, request
-from fedsynth.federation.nodes.proposal import Proposal, new_run, own_name, spec_from_json
+from fedsynth.federation.nodes.proposal import Proposal, new_run, own_name
 from fedsynth.federation.nodes.served import Post, Served, serve
 from fedsynth.federation.nodes.to_nodes import Patience
 from fedsynth.federation.observer import Observer

@@ -12,11 +12,12 @@ import re
 import secrets
 import tomllib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from fedsynth.data.registry import DATASETS, DatasetSpec, dataset_spec
+from fedsynth.data.stated_spec import spec_from_json
 from fedsynth.errors import FedsynthError, MessageError, SettingError
 from fedsynth.federation.exchange.channel import agreement
 from fedsynth.federation.terms.resolve import resolve
@@ -26,7 +27,6 @@ from fedsynth.federation.terms.sums import check_quorum
 OWN = {"run": ("device", "memory_gb", "compile"), "data": ("data_root",), "privacy": ("ledger",)}
 """Settings that say where a party computes and what it keeps: each party's own."""
 _NAME = re.compile(r"[0-9a-f]{16}")
-_TUPLES = ("mean", "std", "class_names", "domains")
 
 
 @dataclass(frozen=True)
@@ -127,20 +127,3 @@ def shared_sections(sections: Mapping[str, Mapping[str, Any]]) -> dict[str, dict
         for name, values in sections.items()
     }
     return {name: values for name, values in kept.items() if values}
-
-
-def spec_from_json(stated: Mapping[str, Any]) -> DatasetSpec:
-    """A specification out of JSON or TOML.
-
-    Raises:
-        KeyError, TypeError, ValueError, SettingError: it is none.
-    """
-    names = {one.name for one in fields(DatasetSpec)}
-    unknown = sorted(set(stated) - names)
-    if unknown:
-        raise ValueError(f"a data set's specification has no {unknown[0]!r:.80}")
-    values: dict[str, Any] = {k: tuple(v) if k in _TUPLES else v for k, v in stated.items()}
-    for one in fields(DatasetSpec):
-        if one.type == "int" and one.name in values and type(values[one.name]) is not int:
-            raise TypeError(f"{one.name} must be a whole number")
-    return DatasetSpec(**values)

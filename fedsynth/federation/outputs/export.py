@@ -7,9 +7,7 @@ import json
 import re
 import shutil
 import tempfile
-import textwrap
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,16 +21,17 @@ from torch import Tensor
 from fedsynth.core.messages import DAMAGED
 from fedsynth.core.method import Method
 from fedsynth.data.files import one_line
-from fedsynth.data.shared_set import FORMAT, README, TENSORS, write_hashes
+from fedsynth.data.shared_set import FORMAT, README, TENSORS, spec_of, write_hashes
 from fedsynth.errors import OutputError, Setting, Text, UnknownNameError
-from fedsynth.federation.outputs.run_folder import INCOMPLETE, PRIVATE_START
+from fedsynth.federation.outputs.model_file import write_model
+from fedsynth.federation.outputs.run_folder import INCOMPLETE, MODEL, PRIVATE_START
+from fedsynth.federation.outputs.saved_model import model_of_run
+from fedsynth.federation.outputs.share_readme import HandedOver, readme
 from fedsynth.federation.outputs.verification import verify_run
-from fedsynth.federation.terms.given_data import PUBLIC
 from fedsynth.methods import method_class
 from fedsynth.privacy.errors import PrivacyError
 from fedsynth.privacy.report import write_report
 from fedsynth.privacy.report_file import read_json, sound_report
-from fedsynth.privacy.report_text import up
 from fedsynth.version import __version__
 
 UNPROTECTED = "unprotected"
@@ -40,49 +39,26 @@ CONFIG = "config.toml"
 _LONGEST_NAME = 60
 
 
-@dataclass(frozen=True)
-class _Made:
-    """A run's synthetic images.
-
-    Attributes:
-        tensors: `images` float32 [N, C, H, W] with 0 for black and 1 for white, `labels`, and what
-            else there is of each image.
-        facts: the file's metadata.
-        report: the privacy report; None: the run had no differential privacy.
-        accuracy: of the run's model on test images; None: not measured.
-        learned: whether that model was trained on these images.
-        test: what these images are: "public", "private", or "" where the run says nothing of it.
-    """
-
-    tensors: Mapping[str, Tensor]
-    facts: Mapping[str, str]
-    report: dict[str, Any] | None
-    accuracy: float | None
-    learned: bool
-    test: str
-
-    @property
-    def class_names(self) -> list[str]:
-        names: list[str] = json.loads(self.facts["class_names"])
-        return names
-
-
 def export_run(
     run: str | Path,
     out: str | Path,
     *,
     unprotected: bool = False,
+    with_model: bool = False,
     method: type[Method] | None = None,
 ) -> Path:
     """Writes what may leave the house of a finished run: synthetic images, their report, hashes.
 
-    No settings, ledgers, models, paths or names of the run go with it, and of the private data no
-    number that the report does not state.
+    No settings, ledgers, paths or names of the run go with it, and of the private data no number
+    that the report does not state.
 
     Args:
         run: the run's folder.
         out: the folder to be made.
         unprotected: also of a run that guarantees nothing, whose images may show real ones.
+        with_model: also the run's model, with its architecture's settings (`load_model(out)`). It
+            is made of what clients released, as the images are, and has the same guarantee.
+            FedStats' can label changed copies of the images for whoever trains on them.
         method: the class of a method that fedsynth does not know by name.
 
     Returns:
@@ -99,7 +75,7 @@ def export_run(
     """
     folder = Path(run)
     target = Path(out)
-    made = _read(folder, unprotected, method)
+    made = _read(folder, unprotected, with_model, method)
     require_new(target)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -129,7 +105,9 @@ def require_new(target: Path) -> None:
 # --------------------------------------------------------------------------------------- reading
 
 
-def _read(folder: Path, unprotected: bool, method: type[Method] | None) -> _Made:
+def _read(
+    folder: Path, unprotected: bool, with_model: bool, method: type[Method] | None
+) -> HandedOver:
     if not (folder / "summary.json").is_file():
         if folder.suffix == INCOMPLETE and folder.is_dir():
             raise OutputError(f"the run in {folder} did not finish: there is nothing to hand over")
@@ -156,22 +134,27 @@ def _read(folder: Path, unprotected: bool, method: type[Method] | None) -> _Made
         raise OutputError(f"the run in {folder} made no synthetic images: {why}")
     tensors, facts = _tensors(folder / TENSORS)
     accuracy = summary.get("test_accuracy")
-    return _Made(
+    stated = {
+        "format": FORMAT,
+        "pixels": "float32; 0 is black, 1 is white; values outside are not cut off",
+        "data_set": facts["dataset"],
+        "class_names": facts["class_names"],
+        "mean": facts["mean"],
+        "std": facts["std"],
+        "made_by": f"fedsynth {__version__}, {one_line(summary.get('method'), 60)}",
+        "epsilon": json.dumps(promise.get("epsilon")),
+        "delta": json.dumps(promise.get("delta")),
+    }
+    model = None
+    if with_model:
+        model = model_of_run(folder, spec_of(tensors["images"], stated), method)
+    return HandedOver(
         tensors,
-        {
-            "format": FORMAT,
-            "pixels": "float32; 0 is black, 1 is white; values outside are not cut off",
-            "data_set": facts["dataset"],
-            "class_names": facts["class_names"],
-            "mean": facts["mean"],
-            "std": facts["std"],
-            "made_by": f"fedsynth {__version__}, {one_line(summary.get('method'), 60)}",
-            "epsilon": json.dumps(promise.get("epsilon")),
-            "delta": json.dumps(promise.get("delta")),
-        },
+        stated,
         None if report is None else _without_settings(report),
         accuracy if type(accuracy) is float else None,
         made_by is not None and made_by.learns_from_images,
+        model,
         str(read_json(folder / PRIVATE_START, "start of a run")["test_images"]) if private else "",
     )
 
@@ -234,9 +217,12 @@ def _in_pixel_units(images: Tensor, facts: Mapping[str, str]) -> Tensor:
 # --------------------------------------------------------------------------------------- writing
 
 
-def _write(made: _Made, out: Path) -> None:
+def _write(made: HandedOver, out: Path) -> None:
     save_file(dict(made.tensors), out / TENSORS, metadata=dict(made.facts))
     _draw(made, out / "images")
+    if made.model is not None:
+        network, architecture = made.model
+        write_model(out / MODEL, network, architecture)
     if made.report is not None:
         write_report(made.report, out)
     (out / README).write_text(readme(made), "utf-8")
@@ -254,7 +240,7 @@ def folder_names(class_names: list[str]) -> list[str]:
     return [f"{number:0{digits}d}-{name}" for number, name in enumerate(plain)]
 
 
-def _draw(made: _Made, folder: Path) -> None:
+def _draw(made: HandedOver, folder: Path) -> None:
     """Each image as a PNG in its class's folder; of more channels than colours there are none."""
     images = made.tensors["images"]
     if images.shape[1] not in (1, 3):
@@ -268,141 +254,3 @@ def _draw(made: _Made, folder: Path) -> None:
             shown = pixels[row, 0] if pixels.shape[1] == 1 else pixels[row].transpose(1, 2, 0)
             # numbered as in the tensors, so that the two can be laid beside each other
             Image.fromarray(shown).save(folder / name / f"{row:05d}.png")
-
-
-def readme(made: _Made) -> str:
-    """What the recipient reads first."""
-    tensors = made.tensors
-    facts = made.facts
-    report = made.report
-    images = tensors["images"]
-    names = json.loads(facts["class_names"])
-    count, channels, height, width = images.shape
-    soft = (
-        "- `soft_labels`: float32 [N, classes], which sum to 1, to be learned in place of "
-        "`labels`\n"
-        if "soft_labels" in tensors
-        else ""
-    )
-    client = (
-        "- `client`: int64 [N], the number of the data owner who made the image\n"
-        if "client" in tensors
-        else ""
-    )
-    target = "soft_labels" if soft else "labels"
-    measured = _measured(made)
-    listed = "\n".join(f"| {number} | {name} |" for number, name in enumerate(names))
-    return f"""\
-# Synthetic images of {facts["data_set"]}
-
-{count} synthetic images, {channels}×{height}×{width}, of {len(names)} classes, made by {facts["made_by"]}. They were
-learned so that models trained on them work on real ones, and need not look like anything.
-{measured}
-{_promise(report)}
-## Files
-
-- `synthetic.safetensors`: what to train on
-- `images/NN-CLASS/*.png`: the same images to look at, cut off at black and white; the number is the
-  row in `synthetic.safetensors`
-{_report_files(report)}- `SHA256SUMS`: hashes of all these files (`sha256sum -c SHA256SUMS`)
-
-`synthetic.safetensors` has
-
-- `images`: float32 [N, {channels}, {height}, {width}] in pixel units: 0 is black, 1 is white. Values outside are
-  meant: do not cut them off.
-- `labels`: int64 [N], by the table below
-{soft}{client}
-Models take (images − mean) / std with mean {facts["mean"]} and std {facts["std"]} (in pixel units, by
-channel); treat real images alike.
-
-| label | class |
-| --- | --- |
-{listed}
-
-## To train on them
-
-```python
-{training_code(images.shape, len(names), facts, soft=bool(soft))}```
-
-With fedsynth installed, `found = fedsynth.load_synthetic(".")` checks the hashes and gives the same
-tensors, and `fedsynth.train_student(net, found.normalised(), found.{target})` trains any
-network on them, with changed copies and mixtures.
-"""
-
-
-def _measured(made: _Made) -> str:
-    """How good the run's model was, and on which images: private ones stand outside a guarantee."""
-    if made.accuracy is None:
-        return ""
-    whose = "public test images" if made.test == PUBLIC else "test images"
-    found = f"{100 * made.accuracy:.1f} % accuracy on {whose}"
-    if made.learned:
-        return f"\nA model that was trained on them had {found}.\n"
-    return (
-        f"\nThe run's classifier, which was not trained on them, had {found}, and gave them their\n"
-        "soft labels. What a model is worth that is trained on them alone was not measured.\n"
-    )
-
-
-def _promise(report: Mapping[str, Any] | None) -> str:
-    """What is guaranteed, in a paragraph."""
-    if report is None:
-        return textwrap.dedent("""\
-            **There is no differential privacy.** These images were learned from real ones, or are
-            real ones, and nothing is guaranteed to the people in the data.
-            """)
-    promise = report.get("guarantee")
-    if not promise:
-        return (
-            f"**Nothing is guaranteed**: {report['verdict']['text']}. `privacy_report.html` says "
-            "why.\n"
-        )
-    unit = report["unit"]["one"]
-    several = report["unit"]["does_not_protect"]
-    return (
-        f"**Differential privacy: ε = {up(promise['epsilon'])} at δ = {promise['delta']:g}**, for "
-        f"{unit}. Whatever is\ncomputed from these files has that guarantee, too. "
-        "`privacy_report.html` says what it rests on and\nwhat it does not cover.\n"
-        f"It is not for {several}.\n"
-    )
-
-
-def _report_files(report: Mapping[str, Any] | None) -> str:
-    if report is None:
-        return ""
-    return "- `privacy_report.html`, `.md`, `.json`: what is guaranteed to whom, and what is not\n"
-
-
-def training_code(
-    shape: Sequence[int], classes: int, facts: Mapping[str, str], *, soft: bool
-) -> str:
-    """Ten lines of PyTorch that train a small network on the set, from within its folder.
-
-    Args:
-        shape: [N, C, H, W] of the images.
-        classes: how many.
-        facts: the set's.
-        soft: whether it has soft labels.
-    """
-    count, channels, height, width = shape
-    target = "soft_labels" if soft else "labels"
-    steps = min(3000, 300 + count // 5)
-    size = 32 * max(1, height // 4) * max(1, width // 4)
-    pool = f"nn.AdaptiveAvgPool2d(({max(1, height // 4)}, {max(1, width // 4)}))"
-    return f"""\
-import torch
-from safetensors.torch import load_file
-from torch import nn
-
-data = load_file("synthetic.safetensors")
-mean, std = (torch.tensor(v).view(1, -1, 1, 1) for v in ({facts["mean"]}, {facts["std"]}))
-x, y = (data["images"] - mean) / std, data["{target}"]
-net = nn.Sequential(nn.Conv2d({channels}, 32, 3, padding=1), nn.ReLU(), {pool},
-                    nn.Flatten(), nn.Linear({size}, {classes}))
-optimiser = torch.optim.Adam(net.parameters(), lr=1e-3, weight_decay=1e-3)
-for step in range({steps}):
-    rows = torch.randint(len(x), (64,))
-    loss = nn.functional.cross_entropy(net(x[rows]), y[rows])
-    optimiser.zero_grad(), loss.backward(), optimiser.step()
-print(f"loss {{loss.item():.3f}}, accuracy {{(net(x).argmax(1) == data['labels']).float().mean():.3f}}")
-"""

@@ -11,6 +11,7 @@ from typing import Any
 from fedsynth.config_file import read_sections
 from fedsynth.core.method import Method
 from fedsynth.data.registry import DatasetSpec, dataset_spec
+from fedsynth.data.stated_spec import spec_from_json
 from fedsynth.errors import FedsynthError, UnknownNameError
 from fedsynth.federation.outputs import privacy_words
 from fedsynth.federation.outputs.run_folder import PRIVATE_START, RESUMED, SERVED, resumed_rounds
@@ -136,11 +137,8 @@ def _check_resumed(run: RunFiles) -> None:
 def _specification(stated: Mapping[str, Any]) -> tuple[DatasetSpec, bool]:
     """The data set's specification, and whether it is the user's own and not one that fedsynth
     publishes."""
-    facts: dict[str, Any] = {
-        key: tuple(value) if isinstance(value, list) else value for key, value in stated.items()
-    }
     try:
-        spec = DatasetSpec(**facts)
+        spec = spec_from_json(stated)
     except (FedsynthError, *HOSTILE) as error:
         raise MismatchError(f"{PRIVATE_START} has no data set's specification: {error}") from None
     try:

@@ -1,4 +1,5 @@
-"""The model that a finished run left, from its folder."""
+"""The model that a run left: from its folder, from a set that was handed over with it, or from a
+file that says its architecture."""
 
 from __future__ import annotations
 
@@ -12,29 +13,35 @@ from fedsynth.config_file import read_sections
 from fedsynth.core.method import Method
 from fedsynth.data.files import one_line
 from fedsynth.data.registry import DatasetSpec, dataset_spec
-from fedsynth.errors import OutputError
+from fedsynth.data.shared_set import SUMS, check_hashes
+from fedsynth.errors import OutputError, Setting, Text
+from fedsynth.federation.outputs.model_file import Architecture, read_model
 from fedsynth.federation.outputs.run_files import read_start
 from fedsynth.federation.outputs.run_folder import MODEL, PRIVATE_START
 from fedsynth.federation.terms.recorded import as_recorded
 from fedsynth.federation.terms.resolve import resolve
-from fedsynth.federation.terms.settings import RunSettings
+
+WITH_MODEL = "with_model"
 
 
 def load_model(
-    run: str | Path, *, spec: DatasetSpec | None = None, method: type[Method] | None = None
+    source: str | Path, *, spec: DatasetSpec | None = None, method: type[Method] | None = None
 ) -> nn.Module:
-    """The model of a finished run, in evaluation mode, on the CPU: from normalised images to
-    logits. FedStats' has its feature map, and can teach (`train_student(…, teacher=…)`).
+    """A model that was left or handed over, in evaluation mode, on the CPU: from normalised images
+    to logits. FedStats' has its feature map, and can teach (`train_student(…, teacher=…)`).
 
     Args:
-        run: the run's folder.
+        source: the folder of a finished run; a folder that was handed over with the run's model
+            (`export_run(…, with_model=True)`), whose hashes are compared; or a file that
+            `fedsynth student` wrote.
         spec: of the data set; needed of a run on your own images without differential privacy,
             whose folder does not say it (`ImageData.spec`).
         method: the class of a method that fedsynth does not know by name.
 
     Raises:
-        OutputError: the folder is none of a finished run, its model is damaged or of another
-            architecture, or `spec` is missing.
+        OutputError: there is no model, it is damaged or of another architecture, or `spec` is
+            missing.
+        DataFilesCorruptError: a file of the set is another than when it was written.
         FedsynthError, PrivacyError: its settings name something that this process does not know: a
             model or feature map of your own has to be registered first.
 
@@ -44,24 +51,48 @@ def load_model(
     >>> len(load_model(result.folder).state_dict()) == len(result.model.state_dict())
     True
     """
-    folder = Path(run)
+    place = Path(source)
+    if place.is_file():
+        return read_model(place, method)
+    if (place / SUMS).is_file():
+        return _handed_over(place, method)
+    return model_of_run(place, spec, method)[0]
+
+
+def model_of_run(
+    folder: Path, spec: DatasetSpec | None, method: type[Method] | None
+) -> tuple[nn.Module, Architecture]:
+    """The model of a run's folder, and what it is; see `load_model`."""
     if not (folder / MODEL).is_file():
         raise OutputError(f"{folder} is no folder of a finished run: it has no {MODEL}")
-    settings, known = _settings(folder, spec, method)
-    network = settings.method.network(settings.model, known, settings.seed)
+    made = _architecture(folder, spec, method)
+    network = made.network()
     try:
         network.load_state_dict(load_file(folder / MODEL))
     except (OSError, SafetensorError, RuntimeError) as error:
         raise OutputError(f"{folder / MODEL} cannot be used: {one_line(error)}") from None
-    return network.eval()
+    return network.eval(), made
 
 
-def _settings(
+def _handed_over(folder: Path, method: type[Method] | None) -> nn.Module:
+    if not (folder / MODEL).is_file():
+        raise OutputError(
+            Text(
+                f"{folder} was handed over without the run's model (fedsynth export with ",
+                Setting(None, WITH_MODEL, "True"),
+                " hands it over, too)",
+            )
+        )
+    check_hashes(folder)
+    return read_model(folder / MODEL, method)
+
+
+def _architecture(
     folder: Path, spec: DatasetSpec | None, method: type[Method] | None
-) -> tuple[RunSettings, DatasetSpec]:
+) -> Architecture:
     if (folder / PRIVATE_START).exists():
         _, settings, stated = read_start(folder, method)
-        return settings, spec or stated
+        return Architecture(spec or stated, run=settings)
     sections = as_recorded(read_sections(folder / "config.toml"), method)
     own = None if spec is None else spec.name
     settings = resolve(sections, own_method=method, own_data=own)
@@ -70,4 +101,4 @@ def _settings(
             f"the run in {folder} was on images of your own, whose form it does not say: give "
             "spec=, of the same images (`load_folder(…).train.spec`)"
         )
-    return settings, spec or dataset_spec(settings.dataset)
+    return Architecture(spec or dataset_spec(settings.dataset), run=settings)

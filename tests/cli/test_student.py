@@ -1,0 +1,81 @@
+"""`fedsynth student`: from a handed-over set to a network and its accuracy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fedsynth import FedStats, PrivacySettings, RunSettings, export_run, load_model, simulate
+from fedsynth.cli.app import app
+
+
+@pytest.fixture(scope="module")
+def share(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("student")
+    method = FedStats(ipc=2, drawn_ipc=4)
+    settings = RunSettings(method, rounds=3, privacy=PrivacySettings(epsilon=20.0))
+    run = simulate(settings, output=place / "runs", quiet=True)
+    app_exit(["export", str(run.folder), "--out", str(place / "share"), "--with-model"])
+    export_run(str(run.folder), place / "bare")
+    return place / "share"
+
+
+def app_exit(options: list[str]) -> int:
+    try:
+        app(options)
+    except SystemExit as exit_:
+        return int(exit_.code or 0)
+    return 0
+
+
+BRIEF = ("--model", "linear", "--steps", "20", "--copies", "1")
+
+
+def test_it_says_what_it_learned_its_guarantee_and_its_accuracy(
+    share: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = tmp_path / "mine.safetensors"
+    code = app_exit(["student", str(share), *BRIEF, "--dataset", "digits", "--output", str(made)])
+    out, err = capsys.readouterr()
+    assert code == 0, err
+    assert "learned: 60 images with soft labels, and changed copies of each (1) that a" in out
+    assert "guarantee: ε = " in out
+    assert " % of 359 real test images" in out
+    assert "step 20 of 20" in err
+    assert err.count("step ") == 10
+    assert load_model(made) is not None
+
+
+def test_without_the_model_nobody_labels_copies_and_without_test_images_nothing_is_claimed(
+    share: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = tmp_path / "mine.safetensors"
+    code = app_exit(["student", str(share.parent / "bare"), *BRIEF, "--output", str(made)])
+    out, err = capsys.readouterr()
+    assert code == 0, err
+    assert "learned: 60 images with soft labels\n" in out
+    assert "accuracy" not in out
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--labels", "sof"), "--labels cannot be 'sof'"),
+        (("--steps", "0"), "--steps must be at least 1"),
+        (("--copies", "-1"), "--copies must be at least 0"),
+        (("--width", "0"), "--width must be at least 1"),
+        (("--teacher", "nowhere"), "nowhere is no folder of a finished run"),
+        (("--dataset", "synthetic(1,1)"), "--dataset synthetic(1,1) has other images"),
+        (("--dataset", "digits", "--test-data", "x"), "--dataset is named beside --test-data"),
+    ],
+)
+def test_mistakes_are_one_line_with_the_command_s_own_options(
+    options: tuple[str, ...], words: str, share: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = app_exit(["student", str(share), *options])
+    err = capsys.readouterr().err
+    assert code == 2
+    assert err.startswith("fedsynth: error: ")
+    assert err.count("\n") == 1
+    assert words in err
