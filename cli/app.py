@@ -168,6 +168,7 @@ def train(
         chosen = with_own_code(chosen)
         if resume is not None:
             refuse_beside_resume(context)
+            chosen["model"].pop("features", None)  # registered; which it is stands in config.toml
             config = resume / "config.toml"
         if preset is not None:
             sections = from_table(preset, config, chosen, _to_stderr)

@@ -42,6 +42,12 @@ OwnModel = Annotated[
     str | None,
     typer.Option("--model", metavar="FILE.py:NAME", help="The run's model, if it is your own."),
 ]
+OwnFeatures = Annotated[
+    str | None,
+    typer.Option(
+        "--features", metavar="FILE.py:NAME", help="The run's feature map, if it is your own."
+    ),
+]
 Config = Annotated[
     Path | None,
     typer.Option(
@@ -250,7 +256,8 @@ Features = Annotated[
     str | None,
     _model(
         help="A fixed feature map that a linear model (or --model mlp) is trained on, by methods that "
-        "train models: whitened-scattering, scattering, random-process, pixels, ....",
+        "train models: whitened-scattering, scattering, random-process, pixels, …; or your own: "
+        "FILE.py:NAME, a function of image_shape that makes a FeatureMap.",
     ),
 ]
 Width = Annotated[

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from fedsynth.cli.errors import OptionError, one_line_errors, write_text
-from fedsynth.cli.options import OwnMethod, OwnModel
+from fedsynth.cli.options import OwnFeatures, OwnMethod, OwnModel
 from fedsynth.cli.paths import PATH, named_path
 from fedsynth.cli.settings_options import own_code_alone
 
@@ -48,6 +48,7 @@ def report(
     ledger: LedgerFolder = None,
     method: OwnMethod = None,
     model: OwnModel = None,
+    features: OwnFeatures = None,
 ) -> None:
     """Show a run's privacy budget report.
 
@@ -61,7 +62,7 @@ def report(
         from fedsynth.validation import check_choice
 
         check_choice(None, "format", form, ("markdown", "json", "html"))
-        own_code_alone(method, model)
+        own_code_alone(method, model, features)
         _report_unfinished(run, ledger)
         found = sound_report(run)
         render = {"markdown": render_markdown, "html": render_html, "json": _json}
@@ -111,6 +112,7 @@ def verify(
     ] = None,
     method: OwnMethod = None,
     model: OwnModel = None,
+    features: OwnFeatures = None,
 ) -> None:
     """Build the report again from the run's settings and ledgers; exit code 1 and the differences
     if it says anything else.
@@ -123,7 +125,7 @@ def verify(
         from fedsynth.privacy.report_text import printable
 
         key = _public_key(public_key)
-        own_code_alone(method, model)
+        own_code_alone(method, model, features)
         found = verify_run(run, ledger=ledger)
         problems, note = _signature(run if run.is_dir() else run.parent, key)
         problems = [*found.problems, *problems]

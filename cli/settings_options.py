@@ -87,7 +87,7 @@ def with_own_code(chosen: Sections) -> Sections:
     Of options alone: what a config file names is never executed.
 
     Raises:
-        SettingError: a file that cannot be executed, or has no such model or method.
+        SettingError: a file that cannot be executed, or has no such model, method or feature map.
     """
     from fedsynth.own_code import load_own, names_a_file
 
@@ -103,12 +103,20 @@ def with_own_code(chosen: Sections) -> Sections:
 
         made, source = load_own("model", "name", model)
         chosen["model"]["name"] = register_model(source.label, made, source=source).name
+    for section in ("model", "method"):
+        features = str(chosen.get(section, {}).get("features") or "")
+        if names_a_file(features):
+            from fedsynth.features.registry import register_features
+
+            build, source = load_own(section, "features", features)
+            register_features(source.label, build, source)
+            chosen[section]["features"] = source.label
     return chosen
 
 
-def own_code_alone(method: str | None, model: str | None) -> None:
+def own_code_alone(method: str | None, model: str | None, features: str | None) -> None:
     """Registers the files of one's own that a command on a run's folder is given."""
-    with_own_code({"run": {"method": method}, "model": {"name": model}})
+    with_own_code({"run": {"method": method}, "model": {"name": model, "features": features}})
 
 
 BESIDE_RESUME = {
@@ -123,6 +131,8 @@ BESIDE_RESUME = {
     "log",
 }
 """Parameters of `train` that may stand beside --resume."""
+OWN_CODE = ("method", "model", "features")
+"""Those that may name a file of one's own."""
 
 
 def refuse_beside_resume(context: typer.Context) -> None:
@@ -137,7 +147,7 @@ def refuse_beside_resume(context: typer.Context) -> None:
         name = parameter.name or ""
         source = context.get_parameter_source(name)
         given = source is not None and source.name == "COMMANDLINE"
-        if name in ("method", "model") and names_a_file(str(context.params.get(name))):
+        if name in OWN_CODE and names_a_file(str(context.params.get(name))):
             continue  # of one's own: it has to be given again
         if given and name not in BESIDE_RESUME:
             raise OptionError(

@@ -141,6 +141,7 @@ def export(
     with_model: WithModel = False,
     method: given.OwnMethod = None,
     model: given.OwnModel = None,
+    features: given.OwnFeatures = None,
 ) -> None:
     """Write what may leave the house of a run: synthetic images, their privacy report, hashes.
 
@@ -152,6 +153,6 @@ def export(
     with one_line_errors(context.command):
         from fedsynth.federation.outputs.export import export_run
 
-        own_code_alone(method, model)
+        own_code_alone(method, model, features)
         made = export_run(run, out, unprotected=unprotected, with_model=with_model)
         print(f"to hand over: {made}")

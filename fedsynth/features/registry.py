@@ -17,6 +17,7 @@ from torch import Tensor
 from fedsynth.errors import SettingError, unknown_name
 from fedsynth.features.feature_map import FeatureMap, Shape
 from fedsynth.features.random_process import LEAST
+from fedsynth.own_code import OwnCode
 from fedsynth.rows_alone import mixes_rows
 
 Builder = Callable[[Shape], FeatureMap]
@@ -31,7 +32,7 @@ _BUILT_IN = {
     "whitened-scattering+random-process": "fedsynth.features.side_by_side:whitened_pair",
     "mirrored-scattering+random-process": "fedsynth.features.side_by_side:mirrored_pair",
 }
-_OWN: dict[str, Builder] = {}
+_OWN: dict[str, tuple[Builder, OwnCode | None]] = {}
 _MADE: dict[tuple[str, Shape], FeatureMap] = {}
 """A name means one object, as long as it means one map: vectors are kept by it."""
 
@@ -64,6 +65,11 @@ def is_own_features(name: str) -> bool:
     return name in _OWN
 
 
+def features_source(name: str) -> OwnCode | None:
+    """The file that a map of one's own was loaded from; None: from none."""
+    return _OWN[name][1] if name in _OWN else None
+
+
 def feature_map(name: str, shape: Shape) -> FeatureMap:
     """The map with this name for images of this shape.
 
@@ -81,7 +87,7 @@ def feature_map(name: str, shape: Shape) -> FeatureMap:
 
 def _made(name: str, shape: Shape) -> FeatureMap:
     if name in _OWN:
-        return _looked_at(name, _OWN[name](shape), shape)
+        return _looked_at(name, _OWN[name][0](shape), shape)
     if name not in _BUILT_IN:
         raise unknown_name("feature map", name, feature_names(), "method", "features")
     module, _, function = _BUILT_IN[name].partition(":")
@@ -136,7 +142,7 @@ def _looked_at(name: str, own: object, shape: Shape) -> FeatureMap:
     return replace(own, name=name, function=function)
 
 
-def register_features(name: str, build: Builder) -> None:
+def register_features(name: str, build: Builder, source: OwnCode | None = None) -> None:
     """Makes a map of one's own known by a name, in this process; an earlier one of one's own with
     that name is replaced.
 
@@ -144,6 +150,7 @@ def register_features(name: str, build: Builder) -> None:
         name: for settings and reports; not that of a map of the package.
         build: from an image shape to the map, whose function and constants must not come from
             private data.
+        source: the file that it comes from, where it was loaded from one.
 
     Raises:
         SettingError: the name is that of a map of the package, or `build` is no function. What
@@ -166,6 +173,6 @@ def register_features(name: str, build: Builder) -> None:
             f"of own features must be a function from an image shape to a FeatureMap, got "
             f"{type(build).__name__}",
         )
-    _OWN[name] = build
+    _OWN[name] = (build, source)
     for made in [one for one in _MADE if one[0] == name]:
         del _MADE[made]

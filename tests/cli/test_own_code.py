@@ -1,4 +1,4 @@
-"""--model FILE.py:NAME and --method FILE.py:NAME: a user's own code, by name, and by hash
+"""--model, --method and --features FILE.py:NAME: a user's own code, by name, and by hash
 afterwards; and that nothing but what is named on the command line is ever executed."""
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import pytest
 
 from fedsynth import FedAvg, register_method
 from fedsynth.errors import SettingError
+from fedsynth.features.registry import _OWN as _OWN_FEATURES
 from fedsynth.federation.outputs.verification import verify_run
 from fedsynth.methods import _OWN, method_class
 
@@ -36,12 +37,22 @@ class Mine(FedAvg):
     lr: float = RATE
 """
 
+FEATURES = """
+from fedsynth.features import FeatureMap
+
+def rows(image_shape):
+    return FeatureMap(
+        "rows", image_shape, 8, 3.0, 3.0, "pixels are in [0, 1]", lambda x: x.mean(dim=(1, 3))
+    )
+"""
+
 
 @pytest.fixture
 def code(tmp_path: Path) -> Path:
     """A folder of a user's own files."""
     (tmp_path / "net.py").write_text(NET)
     (tmp_path / "mine.py").write_text(METHOD)
+    (tmp_path / "enc.py").write_text(FEATURES)
     (tmp_path / "helper.py").write_text("RATE = 0.5\n")
     return tmp_path
 
@@ -49,10 +60,11 @@ def code(tmp_path: Path) -> Path:
 @pytest.fixture(autouse=True)
 def registered() -> Any:
     """Forgets methods that a test has registered, as a new process would."""
-    before = dict(_OWN)
+    before = dict(_OWN), dict(_OWN_FEATURES)
     yield
-    _OWN.clear()
-    _OWN.update(before)
+    for registry, names in zip((_OWN, _OWN_FEATURES), before, strict=True):
+        registry.clear()
+        registry.update(names)
 
 
 def test_a_run_with_both_records_them_and_verifies(
@@ -110,8 +122,9 @@ def test_a_file_that_changed_is_no_file_of_the_run(
 def test_what_a_config_names_is_never_executed(code: Path, fedsynth: Callable[..., Any]) -> None:
     """Catches: a run folder from anybody that runs a program when it is read."""
     (code / "evil.py").write_text("open(__file__ + '.ran', 'w')\nclass Net: pass\n")
-    for section, key in (("model", "name"), ("run", "method")):
-        config = code / f"{key}.toml"
+    places = (("model", "name"), ("run", "method"), ("method", "features"), ("model", "features"))
+    for section, key in places:
+        config = code / f"{section}-{key}.toml"
         config.write_text(f'[{section}]\n{key} = "{code / "evil.py"}:Net"\n')
         done = fedsynth("train", "--config", str(config), "--output", str(code / "out"))
         assert (done.code, done.stderr.count("\n")) == (2, 1)
@@ -154,6 +167,90 @@ def test_a_killed_run_goes_on_with_its_own_file_alone(
     assert done.code == 0, done.stderr
     summary = json.loads((done.folder / "summary.json").read_text())
     assert summary["test_accuracy"] == accuracy
+
+
+@pytest.mark.parametrize("option", ["--features", "--set"])
+def test_a_feature_map_of_one_s_own_by_its_file(
+    option: str, code: Path, fedsynth: Callable[..., Any]
+) -> None:
+    """Catches: a map that no other command knows again, or one that changed unseen."""
+    features = f"{code / 'enc.py'}:rows"
+    given = {
+        "--set": ("--method", "fedstats", "--set", f"features={features}"),
+        "--features": ("--method", "fedavg", "--features", features),
+    }[option]
+    done = fedsynth(
+        *("train", "--output", str(code / "out"), "--clients", "2", "--device", "cpu"),
+        *("--rounds", "2", "--dp-epsilon", "8", *given),
+    )
+    assert done.code == 0, done.stderr
+    summary = json.loads((done.folder / "summary.json").read_text())
+    assert summary["sources"]["features"]["file"] == "enc.py"
+    assert (done.folder / "sources" / "enc.py").read_text() == FEATURES
+    report = (done.folder / "privacy_report.md").read_text()
+    assert "the feature map enc.py:rows@" in report
+
+    _OWN_FEATURES.clear()
+    forgotten = fedsynth("privacy", "verify", str(done.folder))
+    assert forgotten.code == 1
+    assert "enc.py:rows@" in forgotten.stdout
+    again = fedsynth("privacy", "verify", str(done.folder), "--features", features)
+    assert (again.code, again.stdout[:10]) == (0, "the report")
+    _OWN_FEATURES.clear()
+    (code / "enc.py").write_text(FEATURES + "# changed\n")
+    changed = fedsynth("privacy", "verify", str(done.folder), "--features", features)
+    assert changed.code == 1
+
+
+def test_a_killed_run_on_one_s_own_features_goes_on(
+    code: Path, fedsynth: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fedsynth.federation.simulated_run import Simulation
+
+    features = f"{code / 'enc.py'}:rows"
+    play = Simulation.play
+
+    def stopped(self: Simulation, context: Any) -> Any:
+        if context.round == 2:
+            raise KeyboardInterrupt
+        return play(self, context)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Simulation, "play", stopped)
+        cut = fedsynth(
+            *("train", "--output", str(code / "out"), "--clients", "2", "--device", "cpu"),
+            *("--rounds", "2", "--method", "fedstats", "--set", f"features={features}"),
+        )
+    assert cut.code == 130
+    (left,) = (code / "out").iterdir()
+    _OWN_FEATURES.clear()
+    alone = fedsynth("train", "--resume", str(left))
+    assert (alone.code, alone.stderr.count("\n")) == (2, 1)
+    done = fedsynth("train", "--resume", str(left), "--features", features)
+    assert done.code == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("rows = 3", "must be a function from an image shape"),
+        ("def rows(shape): return 3", "makes int, and should make a"),
+        (
+            FEATURES.replace("x.mean(dim=(1, 3))", "x.mean(dim=(0, 1, 3)).expand(len(x), 8)"),
+            "mixes",
+        ),
+    ],
+)
+def test_a_file_that_makes_no_feature_map_is_one_line(
+    text: str, words: str, code: Path, fedsynth: Callable[..., Any]
+) -> None:
+    (code / "enc.py").write_text(text + "\n")
+    done = fedsynth(
+        *("train", "--output", str(code / "out"), "--method", "fedstats", "--rounds", "1"),
+        *("--set", f"features={code / 'enc.py'}:rows", "--dp-epsilon", "8"),
+    )
+    assert (done.code, done.stderr.count("\n")) == (2, 1), done.stderr
+    assert words in done.stderr
 
 
 @pytest.mark.parametrize(

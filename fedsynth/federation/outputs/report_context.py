@@ -147,9 +147,7 @@ def _own_code(run: RunSettings) -> tuple[str, ...]:
     found = []
     if run.method.model_sees_data and is_own_model(run.model):
         found.append(f"the model {run.model.name}")
-    for features in (run.model.features, getattr(run.method, "features", None)):
-        if isinstance(features, str) and is_own_features(features):
-            found.append(f"the feature map {features}")
+    found += [f"the feature map {name}" for name in run.feature_names if is_own_features(name)]
     return tuple(found)
 
 

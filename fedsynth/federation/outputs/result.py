@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from fedsynth.core.messages import Message
 from fedsynth.evaluation.generated import GENERATOR
+from fedsynth.features.registry import features_source
 from fedsynth.federation.outputs.disclosed import COMMON, LOCAL, MODELS, SOURCES
 from fedsynth.federation.terms.given_data import NO_TEST
 from fedsynth.federation.terms.settings import RunSettings
@@ -62,8 +63,10 @@ class RunResult:
 
 
 def own_sources(settings: RunSettings) -> dict[str, OwnCode]:
-    """The files of one's own that a run's method and model were loaded from."""
+    """The files of one's own that a run's method, model and features were loaded from."""
     found = {"method": own_source(settings.method.name), "model": model_source(settings.model)}
+    for name in settings.feature_names:
+        found["features"] = features_source(name) or found.get("features")
     return {key: one for key, one in found.items() if one is not None}
 
 

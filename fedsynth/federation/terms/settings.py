@@ -166,10 +166,13 @@ class RunSettings:
             self._check_sampling_by_size()
         self._check_robust()
         if self.model.features and self.method.features_refusal:
+            has_its_own = hasattr(self.method, "features")
+            wanted = Setting("method", "features", self.model.features)
             raise SettingError(
                 "model",
                 "features",
                 f"must be left out with {self.method.name}: {self.method.features_refusal}",
+                *((" (", wanted, ")") if has_its_own else ()),
             )
         if self.model.client_names:
             self._check_client_models()
@@ -256,6 +259,12 @@ class RunSettings:
         """
         by_size = sizes if self.sampling == "size" else None
         return Participation(self.seed, self.partition.clients, self.participation, by_size)
+
+    @property
+    def feature_names(self) -> tuple[str, ...]:
+        """The feature maps that the model and the method stand on, by name."""
+        named = (self.model.features, getattr(self.method, "features", ""))
+        return tuple(name for name in named if isinstance(name, str) and name)
 
     def to_mapping(self) -> dict[str, dict[str, Any]]:
         """Sections of plain values, without what is None; `resolve` makes the same settings of
