@@ -12,7 +12,7 @@ import typer
 from fedsynth.cli import options as given
 from fedsynth.cli.errors import one_line_errors
 from fedsynth.cli.paths import PATH, named_path
-from fedsynth.cli.settings_options import with_own_code
+from fedsynth.cli.settings_options import own_code_alone, with_own_code
 
 TENTHS = 10
 
@@ -36,6 +36,12 @@ def student(
             "images; auto: the set's own model, if it has one; none.",
         ),
     ] = "auto",
+    features: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE.py:NAME", help="The teacher's feature map, if it is somebody's own."
+        ),
+    ] = None,
     steps: Annotated[int | None, typer.Option(help="Training steps.")] = None,
     copies: Annotated[int | None, typer.Option(help="Changed copies of each image.")] = None,
     flip: Annotated[
@@ -75,6 +81,7 @@ def student(
         spec = load_synthetic(share).spec
         test = real_images(spec, folder=test_data, dataset=dataset, data_root=data_root)
         asked = {"name": model, "width": width, "depth": depth, "norm": norm}
+        own_code_alone(None, None, features)
         network = network_for(spec, **with_own_code({"model": asked})["model"])
         usual = StudentSettings(flip=flip, seed=seed)
         how = replace(

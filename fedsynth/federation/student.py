@@ -15,7 +15,7 @@ from fedsynth.data.load import load_dataset
 from fedsynth.data.load_folder import read_as
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.data.shared_set import SharedSet, load_synthetic
-from fedsynth.errors import Setting, SettingError, unknown_value
+from fedsynth.errors import OutputError, Setting, SettingError, Text, unknown_value
 from fedsynth.evaluation.accuracy import accuracy
 from fedsynth.federation.outputs.model_file import Architecture, write_model
 from fedsynth.federation.outputs.run_folder import MODEL
@@ -139,7 +139,13 @@ def _teacher(folder: Path, named: str, spec: DatasetSpec) -> nn.Module | None:
     if named == NOBODY or (named == OWN and not (folder / MODEL).is_file()):
         return None
     place = folder if named == OWN else Path(named)
-    model = load_model(place, spec=spec)
+    try:
+        model = load_model(place, spec=spec)
+    except OutputError as error:
+        if named != OWN:
+            raise
+        without = Setting(None, "teacher", NOBODY)
+        raise OutputError(Text(f"{error} (", without, " does without it)")) from None
     try:
         with torch.no_grad():
             fits = model(torch.zeros(2, *spec.image_shape)).shape == (2, spec.classes)

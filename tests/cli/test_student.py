@@ -8,6 +8,7 @@ import pytest
 
 from fedsynth import FedStats, PrivacySettings, RunSettings, export_run, load_model, simulate
 from fedsynth.cli.app import app
+from fedsynth.features.registry import _OWN
 
 
 @pytest.fixture(scope="module")
@@ -79,3 +80,42 @@ def test_mistakes_are_one_line_with_the_command_s_own_options(
     assert err.startswith("fedsynth: error: ")
     assert err.count("\n") == 1
     assert words in err
+
+
+FEATURES = """
+from fedsynth.features import FeatureMap
+
+def rows(image_shape):
+    return FeatureMap(
+        "rows", image_shape, 8, 3.0, 3.0, "pixels are in [0, 1]", lambda x: x.mean(dim=(1, 3))
+    )
+"""
+
+
+def test_a_teacher_on_somebody_s_own_features_needs_their_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Catches: a set whose model nobody else can use, or a traceback of who has not the file."""
+    file = tmp_path / "enc.py"
+    file.write_text(FEATURES)
+    own = f"{file}:rows"
+    made = ("--output", str(tmp_path / "made.safetensors"))
+    train = ("train", "--method", "fedstats", "--rounds", "1", "--clients", "2")
+    settings = ("--set", f"features={own}", "--set", "drawn_ipc=4", "--dp-epsilon", "20")
+    assert app_exit([*train, *settings, "--output", str(tmp_path / "runs")]) == 0
+    (run,) = (tmp_path / "runs").iterdir()
+    share = str(tmp_path / "share")
+    assert app_exit(["export", str(run), "--out", share, "--with-model", "--features", own]) == 0
+    forgotten = dict(_OWN)
+    _OWN.clear()
+    capsys.readouterr()
+    assert app_exit(["student", share, *BRIEF, *made]) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert "enc.py:rows@" in err
+    assert "--teacher none" in err
+    assert app_exit(["student", share, *BRIEF, *made, "--teacher", "none"]) == 0
+    assert app_exit(["student", share, *BRIEF, *made, "--features", own]) == 0
+    assert "that a model labelled" in capsys.readouterr().out
+    _OWN.clear()
+    _OWN.update(forgotten)
