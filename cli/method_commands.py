@@ -8,13 +8,26 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from fedsynth.cli.errors import one_line_errors
 from fedsynth.cli.option_names import OptionNames, option_names
 from fedsynth.cli.paths import PATH, named_path
 
 ROBUST = "median, trimmed or clip (run.robust)"
-methods_app = typer.Typer(help="The methods: a line each, or one in full.", no_args_is_help=False)
+
+
+class MethodsGroup(TyperGroup):
+    """`fedsynth methods NAME` is `fedsynth methods show NAME`."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        named = args[0] not in self.commands and not args[0].startswith("-")
+        return super().resolve_command(ctx, ["show", *args] if named else args)
+
+
+methods_app = typer.Typer(
+    help="The methods: a line each, or one in full.", no_args_is_help=False, cls=MethodsGroup
+)
 
 
 @methods_app.callback(invoke_without_command=True)

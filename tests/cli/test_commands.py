@@ -64,6 +64,7 @@ def test_methods_lists_each_with_a_line_and_show_says_all(fedsynth: Callable[...
         assert ">>>" not in explained  # examples are for who writes Python
         for line in settings.splitlines()[1:]:
             assert re.search(rf"\b{line.split()[0]}\b", explained), (name, line)
+    assert fedsynth("methods", "feddm").stdout == feddm
     wrong = fedsynth("methods", "show", "fedpro")
     assert (wrong.code, "did you mean fedprox" in wrong.stderr) == (2, True)
 
