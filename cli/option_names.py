@@ -84,7 +84,6 @@ ARGUMENTS: dict[str, str] = {
     "by": "by",
     "log": "log",
     "unprotected": "unprotected",
-    "with_model": "with_model",
     "labels": "labels",
     "teacher": "teacher",
     "steps": "steps",

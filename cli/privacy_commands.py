@@ -17,7 +17,7 @@ from fedsynth.cli.errors import OptionError, one_line_errors, write_text
 from fedsynth.cli.option_names import Place, option_names, sections_of
 from fedsynth.cli.paths import PATH, named_path
 from fedsynth.cli.report_commands import report, sign, verify
-from fedsynth.cli.settings_options import with_set_options
+from fedsynth.cli.settings_options import with_own_code, with_set_options
 
 if TYPE_CHECKING:
     from fedsynth.federation.terms.costs import Plan
@@ -142,7 +142,7 @@ def plan(
             **sections_of(context.params, PLAN_SETTINGS),
             "method": _steps_setting(method, steps),
         }
-        sections = with_set_options(given, settings or [], names)
+        sections = with_own_code(with_set_options(given, settings or [], names))
         if not sections["privacy"].keys() & {"epsilon", "noise_multiplier"}:
             raise OptionError("a plan needs --epsilon (a budget, gives σ) or --sigma (gives ε)")
         plans = make_plans(sections, lambda words: print(f"note: {words}", file=sys.stderr))

@@ -10,7 +10,7 @@ import typer
 
 from fedsynth.cli.errors import OptionError
 from fedsynth.cli.option_names import SET_SECTIONS
-from fedsynth.errors import Setting
+from fedsynth.errors import Setting, SettingError
 
 Sections = dict[str, dict[str, Any]]
 
@@ -92,6 +92,10 @@ def with_own_code(chosen: Sections) -> Sections:
     from fedsynth.own_code import load_own, names_a_file
 
     chosen = {section: dict(values) for section, values in chosen.items()}
+    for section, key in OWN_SETTINGS:
+        given = str(chosen.get(section, {}).get(key) or "")
+        if given.endswith(".py"):
+            raise SettingError(section, key, f"must be FILE.py:NAME, got {given}")
     method = str(chosen.get("run", {}).get("method") or "")
     if names_a_file(method):
         from fedsynth.methods import register_method
@@ -99,18 +103,15 @@ def with_own_code(chosen: Sections) -> Sections:
         chosen["run"]["method"] = register_method(*load_own("run", "method", method))
     model = str(chosen.get("model", {}).get("name") or "")
     if names_a_file(model):
-        from fedsynth.models.registry import register_model
+        from fedsynth.models.registry import register_model_file
 
-        made, source = load_own("model", "name", model)
-        chosen["model"]["name"] = register_model(source.label, made, source=source).name
+        chosen["model"]["name"] = register_model_file(model).name
     for section in ("model", "method"):
         features = str(chosen.get(section, {}).get("features") or "")
         if names_a_file(features):
-            from fedsynth.features.registry import register_features
+            from fedsynth.features.registry import register_file
 
-            build, source = load_own(section, "features", features)
-            register_features(source.label, build, source)
-            chosen[section]["features"] = source.label
+            chosen[section]["features"] = register_file(features, section)
     return chosen
 
 
@@ -133,6 +134,13 @@ BESIDE_RESUME = {
 """Parameters of `train` that may stand beside --resume."""
 OWN_CODE = ("method", "model", "features")
 """Those that may name a file of one's own."""
+OWN_SETTINGS = (
+    ("run", "method"),
+    ("model", "name"),
+    ("model", "features"),
+    ("method", "features"),
+)
+"""The settings that may."""
 
 
 def refuse_beside_resume(context: typer.Context) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -13,6 +13,9 @@ from fedsynth.cli import options as given
 from fedsynth.cli.errors import one_line_errors
 from fedsynth.cli.paths import PATH, named_path
 from fedsynth.cli.settings_options import own_code_alone, with_own_code
+
+if TYPE_CHECKING:
+    from fedsynth.federation.student import Student
 
 TENTHS = 10
 
@@ -33,7 +36,7 @@ def student(
         typer.Option(
             metavar="PATH",
             help="A run's folder, or a set or file with a model, that labels changed copies of the "
-            "images; auto: the set's own model, if it has one; none.",
+            "images; auto: the set's own model, if it has one that was not trained on them; none.",
         ),
     ] = "auto",
     features: Annotated[
@@ -58,7 +61,9 @@ def student(
     dataset: Annotated[
         str | None, typer.Option(help="A data set whose test images to test on.")
     ] = None,
+    skip_corrupt: given.SkipCorrupt = None,
     data_root: given.DataRoot = None,
+    download: given.Download = False,
     seed: Annotated[int, typer.Option(help="Of weights, batches and copies.")] = 0,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     output: Annotated[
@@ -67,19 +72,34 @@ def student(
 ) -> None:
     """Train a network on a synthetic set and on nothing else.
 
-    `fedsynth.load_model` reads the file. What is guaranteed of the set holds of the network.
+    `fedsynth.load_model` reads the file. What is guaranteed of the set holds of the network, unless
+    the teacher is of another run.
 
     Example: `fedsynth student share --width 32 --steps 5000 --copies 4 --dataset fashion-mnist`.
     """
     with one_line_errors(context.command):
         from fedsynth.cli.memory import keep_large_allocations
         from fedsynth.data.shared_set import load_synthetic
-        from fedsynth.federation.student import network_for, real_images, student_of_set
+        from fedsynth.federation.student import (
+            network_for,
+            real_images,
+            require_place,
+            student_of_set,
+        )
         from fedsynth.synthesizer.condensation.student import StudentSettings
 
         keep_large_allocations()
         spec = load_synthetic(share).spec
-        test = real_images(spec, folder=test_data, dataset=dataset, data_root=data_root)
+        require_place(output)
+        test = real_images(
+            spec,
+            folder=test_data,
+            skip_corrupt=bool(skip_corrupt),
+            dataset=dataset,
+            data_root=data_root,
+            download=download,
+            note=_to_stderr,
+        )
         asked = {"name": model, "width": width, "depth": depth, "norm": norm}
         own_code_alone(None, None, features)
         network = network_for(spec, **with_own_code({"model": asked})["model"])
@@ -100,16 +120,31 @@ def student(
             report=_said,
         )
         made.save(output)
-        learned = f"{len(made.found.labels)} images with {made.labels} labels"
-        if made.taught:
-            learned += f", and changed copies of each ({how.views}) that a model labelled"
-        print(f"learned: {learned}")
-        if made.found.epsilon is not None:
-            print(f"guarantee: ε = {made.found.epsilon:.4g} at δ = {made.found.delta:g}, the set's")
+        copies_of = f", and {how.views} changed copies of each" if how.views else ""
+        whose = " that a model labelled" if made.taught and how.views else ""
+        print(f"learned: {len(made.found.labels)} images, {made.labels} labels{copies_of}{whose}")
+        print(f"guarantee: {_guarantee(made)}")
         if test is not None:
             right = 100 * made.accuracy_on(test)
             print(f"accuracy: {right:.2f} % of {len(test.labels)} real test images")
+            if test_data is not None:
+                _to_stderr("note: of private images that figure is outside any guarantee")
         print(f"student: {output}")
+
+
+def _guarantee(made: Student) -> str:
+    from fedsynth.privacy.figures import up
+
+    if made.found.epsilon is None:
+        return "none: the set has none"
+    epsilon = f"ε = {up(made.found.epsilon)} at δ = {made.found.delta:g}"
+    if made.guaranteed:
+        return f"{epsilon}, the set's"
+    return f"none that is known here: the set has {epsilon}, and the teacher is of another run"
+
+
+def _to_stderr(text: str) -> None:
+    print(text, file=sys.stderr)
 
 
 def _said(done: int, total: int) -> None:

@@ -10,3 +10,4 @@ from fedsynth.features.measured import measured_map as measured_map
 from fedsynth.features.registry import feature_map as feature_map
 from fedsynth.features.registry import feature_names as feature_names
 from fedsynth.features.registry import register_features as register_features
+from fedsynth.features.registry import register_file as register_file

@@ -10,15 +10,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from importlib import import_module
+from typing import NoReturn
 
 import torch
 from torch import Tensor
 
-from fedsynth.errors import SettingError, unknown_name
+from fedsynth.data.files import one_line
+from fedsynth.errors import FedsynthError, Setting, SettingError, unknown_name
 from fedsynth.features.feature_map import FeatureMap, Shape
 from fedsynth.features.random_process import LEAST
-from fedsynth.own_code import OwnCode
+from fedsynth.own_code import OwnCode, load_own
 from fedsynth.rows_alone import mixes_rows
+from fedsynth.seeding import torch_generator
 
 Builder = Callable[[Shape], FeatureMap]
 """(channels, height, width) of the images -> their map."""
@@ -87,12 +90,51 @@ def feature_map(name: str, shape: Shape) -> FeatureMap:
 
 def _made(name: str, shape: Shape) -> FeatureMap:
     if name in _OWN:
-        return _looked_at(name, _OWN[name][0](shape), shape)
+        return _looked_at(name, _built(name, shape), shape)
     if name not in _BUILT_IN:
-        raise unknown_name("feature map", name, feature_names(), "method", "features")
+        refuse_unknown_map(name, "method")
     module, _, function = _BUILT_IN[name].partition(":")
     build: Builder = getattr(import_module(module), function)
     return build(shape)
+
+
+def refuse_unknown_map(name: str, section: str) -> NoReturn:
+    """The error of a name that is no map's, or of a file that has to be named again.
+
+    Args:
+        name: what the setting `features` says.
+        section: whose setting it is, "method" or "model".
+    """
+    file, at, _ = name.partition("@")
+    if not at:
+        raise unknown_name("feature map", name, feature_names(), section, "features")
+    changed = [one for one in _OWN if one.partition("@")[0] == file]
+    if changed:
+        raise SettingError(
+            section, "features", f"is {name}, and what was given is another: {changed[-1]}"
+        )
+    raise SettingError(
+        section,
+        "features",
+        f"is {name}, a map of somebody's own: it has to be given again (",
+        Setting("model", "features", f"PATH/{file}"),
+        ", or fedsynth.features.register_file)",
+    )
+
+
+def _built(name: str, shape: Shape) -> object:
+    """What a builder of one's own makes; of its mistakes one line, with its traceback below."""
+    try:
+        return _OWN[name][0](shape)
+    except (FedsynthError, MemoryError):
+        raise
+    except Exception as error:
+        raise SettingError(
+            "method",
+            "features",
+            f"{name!r} fails for images of shape {shape}: {type(error).__name__}: "
+            f"{one_line(error)}",
+        ) from error
 
 
 @dataclass(eq=False)
@@ -135,11 +177,41 @@ def _looked_at(name: str, own: object, shape: Shape) -> FeatureMap:
         )
     function = _EachAlone(name, own.function)
     try:
-        own(torch.zeros(2, *shape))
+        _check_same(name, own)
         function.try_on(torch.device("cpu"), own.image_shape)
     except (RuntimeError, AssertionError, NotImplementedError):
         pass  # it may want another device: there it is tried before it gets its first images
     return replace(own, name=name, function=function)
+
+
+def _check_same(name: str, own: FeatureMap) -> None:
+    """Refuses a map that draws: its vectors are made once by some, and anew by others."""
+    draws = torch_generator(0, "the same vector twice")
+    images = torch.rand(2, *own.image_shape, generator=draws)
+    with torch.no_grad():
+        first, again = own(images), own(images)
+    if not torch.allclose(first, again, rtol=1e-3, atol=1e-3 * own.radius, equal_nan=True):
+        raise SettingError(
+            "method",
+            "features",
+            f"{name!r}: its function makes another vector of the same image each time: a network "
+            "has to be in evaluation mode, and nothing may be drawn",
+        )
+
+
+def register_file(given: str, section: str = "method") -> str:
+    """Makes the map of a file known: its name for settings, `FILE.py:NAME@HASH`.
+
+    Args:
+        given: `FILE.py:NAME`; the file is executed.
+        section: whose setting names it, for errors.
+
+    Raises:
+        SettingError: as `load_own` and `register_features`.
+    """
+    build, source = load_own(section, "features", given)
+    register_features(source.label, build, source)
+    return source.label
 
 
 def register_features(name: str, build: Builder, source: OwnCode | None = None) -> None:

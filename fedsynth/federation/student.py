@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +15,16 @@ from fedsynth.data.images import ImageData
 from fedsynth.data.load import load_dataset
 from fedsynth.data.load_folder import read_as
 from fedsynth.data.registry import DatasetSpec
-from fedsynth.data.shared_set import SharedSet, load_synthetic
+from fedsynth.data.shared_set import SUMS, SharedSet, load_synthetic
 from fedsynth.errors import OutputError, Setting, SettingError, Text, unknown_value
 from fedsynth.evaluation.accuracy import accuracy
-from fedsynth.federation.outputs.model_file import Architecture, write_model
+from fedsynth.federation.outputs.model_file import Architecture, teaches, write_model
 from fedsynth.federation.outputs.run_folder import MODEL
 from fedsynth.federation.outputs.saved_model import load_model
 from fedsynth.federation.terms.devices import resolve_device
-from fedsynth.models.registry import ModelSettings, usual_depth
+from fedsynth.models.registry import ModelSettings, own_model, usual_depth
+from fedsynth.privacy.files import file_hash
+from fedsynth.privacy.report_file import read_json
 from fedsynth.synthesizer.condensation.student import StudentSettings, train_student
 
 AUTO, SOFT, HARD = "auto", "soft", "hard"
@@ -38,35 +41,64 @@ class Student:
         architecture: what it is.
         found: the synthetic set; what is guaranteed of it holds of the network.
         labels: "soft" or "hard".
+        how: it was trained.
         taught: a teacher labelled changed copies.
+        guaranteed: what is guaranteed of the set holds of the network: nothing but what that
+            guarantee covers went in. Of another run's teacher that is not known.
     """
 
     network: nn.Module
     architecture: Architecture
     found: SharedSet
     labels: str
+    how: StudentSettings
     taught: bool
+    guaranteed: bool
 
     def save(self, file: str | Path) -> None:
-        """Writes weights and architecture, for `load_model`.
+        """Writes weights, architecture and what it learned from, for `load_model`.
 
         Raises:
-            OutputError: the file cannot be written.
+            OutputError: the file cannot be written, or would lie in a synthetic set.
         """
-        write_model(Path(file), self.network, self.architecture)
+        epsilon, delta = (self.found.epsilon, self.found.delta) if self.guaranteed else (None, None)
+        facts = {
+            "learned_from": f"{len(self.found.labels)} images of {self.found.spec.name}",
+            "labels": self.labels,
+            "training": json.dumps(asdict(self.how)),
+            "taught": json.dumps(self.taught),
+            "epsilon": json.dumps(epsilon),
+            "delta": json.dumps(delta),
+        }
+        write_model(require_place(Path(file)), self.network, self.architecture, facts)
 
     def accuracy_on(self, test: ImageData) -> float:
         """The share of test images that it labels rightly; they may be on any device."""
         return accuracy(self.network, test.to(next(self.network.parameters()).device))
 
 
+def require_place(file: Path) -> Path:
+    """Refuses a file that is a folder, or would make a synthetic set another than was handed over.
+
+    Raises:
+        OutputError: names it.
+    """
+    if file.is_dir():
+        raise OutputError(f"{file} is a folder: name a file")
+    if (file.absolute().parent / SUMS).is_file():
+        raise OutputError(
+            f"{file} would lie in a synthetic set, which has its hashes: name a file elsewhere"
+        )
+    return file
+
+
 def student_of_set(
     folder: str | Path,
-    model: ModelSettings | None = None,
+    model: ModelSettings | nn.Module | Callable[..., nn.Module] | None = None,
     how: StudentSettings | None = None,
     *,
     labels: str = AUTO,
-    teacher: str | Path = OWN,
+    teacher: str | Path | nn.Module = OWN,
     device: str = "auto",
     report: Callable[[int, int], None] = lambda done, total: None,
 ) -> Student:
@@ -74,12 +106,14 @@ def student_of_set(
 
     Args:
         folder: as `export_run` and `synthesize` make it; its hashes are compared.
-        model: the network; None: `network_for(the set's)`.
+        model: the network: settings, or a module or class of your own as `RunSettings.model` takes
+            it; None: `network_for(the set's)`.
         how: it is trained; its seed is the network's, too. None: `StudentSettings()`.
         labels: "soft", those that are kept with the images; "hard", their classes; "auto": soft
             ones where there are any.
-        teacher: whose model labels changed copies of the images: a path, as `load_model` takes it;
-            "auto": the set's own, if one was handed over; "none": copies keep their image's label.
+        teacher: what labels changed copies of the images: a model, or a path as `load_model` takes
+            it; "auto": the set's own model, if one was handed over that was not trained on these
+            images; "none": copies keep their image's label.
         device: "auto", "cpu" or "cuda".
         report: told of steps that are done, and of how many there are.
 
@@ -106,9 +140,12 @@ def student_of_set(
     soft = labels != HARD and found.soft_labels is not None
     target = found.soft_labels if soft and found.soft_labels is not None else found.labels
     where = resolve_device(device)
-    architecture = Architecture(found.spec, model or network_for(found.spec))
+    if model is None:
+        model = network_for(found.spec)
+    settings = model if isinstance(model, ModelSettings) else own_model(model)
+    architecture = Architecture(found.spec, settings)
     network = architecture.network(how.seed).to(where)
-    tutor = _teacher(Path(folder), str(teacher), found.spec)
+    tutor, covered = _teacher(Path(folder), teacher, found.spec)
     train_student(
         network,
         found.normalised().to(where),
@@ -117,7 +154,9 @@ def student_of_set(
         teacher=None if tutor is None else tutor.to(where),
         report=report,
     )
-    return Student(network.eval(), architecture, found, SOFT if soft else HARD, tutor is not None)
+    kind = SOFT if soft else HARD
+    taught = tutor is not None
+    return Student(network.eval(), architecture, found, kind, how, taught, covered)
 
 
 def network_for(spec: DatasetSpec, **asked: Any) -> ModelSettings:
@@ -135,41 +174,66 @@ def network_for(spec: DatasetSpec, **asked: Any) -> ModelSettings:
     return ModelSettings(**usual | {key: one for key, one in asked.items() if one is not None})
 
 
-def _teacher(folder: Path, named: str, spec: DatasetSpec) -> nn.Module | None:
-    if named == NOBODY or (named == OWN and not (folder / MODEL).is_file()):
-        return None
-    place = folder if named == OWN else Path(named)
-    try:
-        model = load_model(place, spec=spec)
-    except OutputError as error:
-        if named != OWN:
-            raise
-        without = Setting(None, "teacher", NOBODY)
-        raise OutputError(Text(f"{error} (", without, " does without it)")) from None
+def _teacher(
+    folder: Path, named: str | Path | nn.Module, spec: DatasetSpec
+) -> tuple[nn.Module | None, bool]:
+    """Who labels copies, and whether the set's guarantee covers that model."""
+    own = folder / MODEL
+    if isinstance(named, nn.Module):
+        return _fitting(named, "the teacher", spec), False
+    if str(named) == NOBODY or (str(named) == OWN and not (own.is_file() and teaches(own))):
+        return None, True
+    if str(named) == OWN:
+        try:
+            return _fitting(load_model(folder), str(folder), spec), True
+        except OutputError as error:
+            without = Setting(None, "teacher", NOBODY)
+            raise OutputError(Text(f"{error} (", without, " does without it)")) from None
+    place = Path(named)
+    return _fitting(load_model(place, spec=spec), str(place), spec), _vouched_for(folder, place)
+
+
+def _fitting(model: nn.Module, name: str, spec: DatasetSpec) -> nn.Module:
     try:
         with torch.no_grad():
-            fits = model(torch.zeros(2, *spec.image_shape)).shape == (2, spec.classes)
+            device = next((one.device for one in model.state_dict().values()), "cpu")
+            made = model(torch.zeros(2, *spec.image_shape, device=device))
     except RuntimeError:
-        fits = False
-    if not fits:
-        raise SettingError(None, "teacher", f"of {place} is for other images than the set's")
+        made = torch.empty(0)
+    if made.shape != (2, spec.classes):
+        raise SettingError(None, "teacher", f"of {name} is for other images than the set's")
     return model
+
+
+def _vouched_for(share: Path, run: Path) -> bool:
+    """Whether the set's privacy report names the model of this run's folder, by its hash."""
+    report, model = share / "privacy_report.json", run / MODEL
+    if not (report.is_file() and model.is_file()):
+        return False
+    named = read_json(report, "privacy report").get("files", {})
+    return isinstance(named, dict) and named.get(MODEL) == file_hash(model)
 
 
 def real_images(
     spec: DatasetSpec,
     *,
     folder: str | Path | None = None,
+    skip_corrupt: bool = False,
     dataset: str | None = None,
     data_root: Path | None = None,
+    download: bool = False,
+    note: Callable[[str], None] = lambda text: None,
 ) -> ImageData | None:
     """Real images to test a student on: those of a folder, or the test images of a data set.
 
     Args:
         spec: of the synthetic set, whose size and classes they must have.
         folder: of CLASS/files; they are resized.
+        skip_corrupt: leave out files of it that cannot be read.
         dataset: by name.
         data_root: folder of the data sets.
+        download: let torchvision fetch the data set.
+        note: told which files were left out.
 
     Returns:
         None where neither is named.
@@ -183,10 +247,10 @@ def real_images(
             "data", "dataset", "is named beside ", Setting("data", "test_folder"), ": give one"
         )
     if folder is not None:
-        return read_as(Path(folder), spec, lambda note: None)[0]
+        return read_as(Path(folder), spec, note, skip_corrupt=skip_corrupt)[0]
     if dataset is None:
         return None
-    found = load_dataset(dataset, data_root)[1]
+    found = load_dataset(dataset, data_root, download=download)[1]
     theirs = found.spec
     if theirs.image_shape != spec.image_shape or theirs.class_names != spec.class_names:
         raise SettingError(

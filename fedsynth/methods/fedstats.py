@@ -40,7 +40,12 @@ from fedsynth.data.registry import DatasetSpec
 from fedsynth.errors import SettingError
 from fedsynth.features.feature_map import FeatureMap
 from fedsynth.features.low_pass import low_pass
-from fedsynth.features.registry import feature_map, feature_names, features_for
+from fedsynth.features.registry import (
+    feature_map,
+    feature_names,
+    features_for,
+    refuse_unknown_map,
+)
 from fedsynth.methods.shared.class_statistics import (
     ClassMoments,
     Spectrum,
@@ -52,7 +57,12 @@ from fedsynth.methods.shared.class_statistics import (
 from fedsynth.methods.shared.noise_shares import Pool, SharesNoise
 from fedsynth.methods.shared.noisy_steps import Pace, pace
 from fedsynth.methods.shared.pixel_moments import PIXELS, PixelMoments, pixel_rows
-from fedsynth.methods.shared.statistics_images import ImagesState, MakesImages, class_means_of
+from fedsynth.methods.shared.statistics_images import (
+    ImagesState,
+    MakesImages,
+    check_differentiable,
+    class_means_of,
+)
 from fedsynth.methods.shared.statistics_releases import (
     CENTRE,
     FIRST_ROUND,
@@ -204,7 +214,8 @@ class FedStats(SharesNoise, MakesImages):
         check_ranges(self, ridge=(0, inf), step_clip=(1e-3, 1.5), step_size=(0, inf))
         check_ranges(self, step_floor=(0, inf), curvature=(1e-9, inf))
         check_ranges(self, momentum=(0, 0.999), logit_noise=(1e-3, inf))
-        check_choices(self, features=(AUTO, *feature_names()))
+        if self.features not in (AUTO, *feature_names()):
+            refuse_unknown_map(self.features, "method")
         check_ranges(self, covariance_share=(1e-4, 0.9))
         check_choices(self, second_moments=(YES, NO, AUTO), whitening=(YES, NO, AUTO))
         self.check_aggregation()
@@ -326,6 +337,8 @@ class FedStats(SharesNoise, MakesImages):
     def check_model(self, model: nn.Module) -> None:
         if not isinstance(model, FeatureLinear):
             raise SettingError("model", "name", f"must be a linear model on features: {self.name}")
+        if self.ipc > 0:
+            check_differentiable(model)
 
     # ------------------------------------------------------------------------------- clients
 

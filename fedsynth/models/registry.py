@@ -16,7 +16,7 @@ from torch import nn
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.errors import Setting, SettingError, unknown_name, unknown_value
 from fedsynth.features.feature_map import FeatureMap
-from fedsynth.features.registry import feature_map, feature_names
+from fedsynth.features.registry import feature_map, feature_names, refuse_unknown_map
 from fedsynth.models.alexnet import AlexNet
 from fedsynth.models.convnet import NORMS, ConvNet
 from fedsynth.models.googlenet import googlenet
@@ -25,7 +25,7 @@ from fedsynth.models.own import builder, own_name
 from fedsynth.models.projection import Projected
 from fedsynth.models.resnet import ResNet18, ResNet50
 from fedsynth.models.small import Cnn, LeNet5, Linear, Mlp, ResNet8
-from fedsynth.own_code import OwnCode
+from fedsynth.own_code import OwnCode, load_own
 from fedsynth.seeding import forked_rng
 from fedsynth.validation import check_ranges
 
@@ -150,7 +150,7 @@ class ModelSettings:
 
     def _check_features(self) -> None:
         if self.features not in feature_names():
-            raise unknown_name("feature map", self.features, feature_names(), "model", "features")
+            refuse_unknown_map(self.features, "model")
         if self.name not in ON_FEATURES:
             raise SettingError(
                 "model",
@@ -238,6 +238,19 @@ def register_model(
     given = isinstance(model, nn.Module)
     _MODELS[name] = _Architecture(builder(name, model), norms, True, given, source)
     return ModelSettings(name)
+
+
+def register_model_file(given: str) -> ModelSettings:
+    """Settings of the architecture of a file, which is registered as `FILE.py:NAME@HASH`.
+
+    Args:
+        given: `FILE.py:NAME`; the file is executed.
+
+    Raises:
+        SettingError: as `load_own` and `register_model`.
+    """
+    made, source = load_own("model", "name", given)
+    return register_model(source.label, made, source=source)
 
 
 def own_model(model: nn.Module | Callable[..., nn.Module]) -> ModelSettings:

@@ -226,6 +226,12 @@ def test_a_killed_run_on_one_s_own_features_goes_on(
     _OWN_FEATURES.clear()
     alone = fedsynth("train", "--resume", str(left))
     assert (alone.code, alone.stderr.count("\n")) == (2, 1)
+    assert "given again (--features PATH/enc.py:rows" in alone.stderr
+    (code / "enc.py").write_text(FEATURES + "# changed\n")
+    other = fedsynth("train", "--resume", str(left), "--features", features)
+    assert other.code == 2
+    assert "and what was given is another: enc.py:rows@" in other.stderr
+    (code / "enc.py").write_text(FEATURES)
     done = fedsynth("train", "--resume", str(left), "--features", features)
     assert done.code == 0, done.stderr
 
@@ -235,6 +241,12 @@ def test_a_killed_run_on_one_s_own_features_goes_on(
     [
         ("rows = 3", "must be a function from an image shape"),
         ("def rows(shape): return 3", "makes int, and should make a"),
+        ("def rows(): return 3", "fails for images of shape (1, 8, 8): TypeError"),
+        ("def rows(shape): return open('nowhere')", "FileNotFoundError"),
+        (
+            FEATURES.replace("x.mean(dim=(1, 3))", "x.mean(dim=(1, 3)).bernoulli()"),
+            "the same image",
+        ),
         (
             FEATURES.replace("x.mean(dim=(1, 3))", "x.mean(dim=(0, 1, 3)).expand(len(x), 8)"),
             "mixes",
@@ -251,6 +263,21 @@ def test_a_file_that_makes_no_feature_map_is_one_line(
     )
     assert (done.code, done.stderr.count("\n")) == (2, 1), done.stderr
     assert words in done.stderr
+
+
+def test_images_are_not_moved_through_a_map_without_derivative(
+    code: Path, fedsynth: Callable[..., Any]
+) -> None:
+    """Catches: images that stay where they started, without a word."""
+    plain = "lambda x: x.mean(dim=(1, 3))"
+    (code / "enc.py").write_text(FEATURES.replace(plain, "lambda x: x.mean(dim=(1, 3)).detach()"))
+    features = f"features={code / 'enc.py'}:rows"
+    run = ("train", "--output", str(code / "out"), "--method", "fedstats", "--rounds", "1")
+    done = fedsynth(*run, "--set", features, "--set", "ipc=4", "--dp-epsilon", "20")
+    assert (done.code, done.stderr.count("\n")) == (2, 1), done.stderr
+    assert "--ipc must be 0: the feature map has no derivative" in done.stderr
+    drawn = fedsynth(*run, "--set", features, "--set", "drawn_ipc=4", "--dp-epsilon", "20")
+    assert drawn.code == 0, drawn.stderr
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,18 @@ from pathlib import Path
 
 import pytest
 
-from fedsynth import FedStats, PrivacySettings, RunSettings, export_run, load_model, simulate
+from fedsynth import (
+    FedStats,
+    PrivacySettings,
+    RunSettings,
+    export_run,
+    load_model,
+    load_synthetic,
+    simulate,
+)
 from fedsynth.cli.app import app
 from fedsynth.features.registry import _OWN
+from fedsynth.privacy.figures import up
 
 
 @pytest.fixture(scope="module")
@@ -40,8 +49,10 @@ def test_it_says_what_it_learned_its_guarantee_and_its_accuracy(
     code = app_exit(["student", str(share), *BRIEF, "--dataset", "digits", "--output", str(made)])
     out, err = capsys.readouterr()
     assert code == 0, err
-    assert "learned: 60 images with soft labels, and changed copies of each (1) that a" in out
-    assert "guarantee: ε = " in out
+    assert "learned: 60 images, soft labels, and 1 changed copies of each that a model" in out
+    assert (
+        f"guarantee: ε = {up(load_synthetic(share).epsilon or 0.0)} at δ = 1e-05, the set's" in out
+    )
     assert " % of 359 real test images" in out
     assert "step 20 of 20" in err
     assert err.count("step ") == 10
@@ -55,13 +66,15 @@ def test_without_the_model_nobody_labels_copies_and_without_test_images_nothing_
     code = app_exit(["student", str(share.parent / "bare"), *BRIEF, "--output", str(made)])
     out, err = capsys.readouterr()
     assert code == 0, err
-    assert "learned: 60 images with soft labels\n" in out
+    assert "learned: 60 images, soft labels, and 1 changed copies of each\n" in out
     assert "accuracy" not in out
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
+        (("--output", "."), ". is a folder"),
+        (("--model", "net.py"), "--model must be FILE.py:NAME, got net.py"),
         (("--labels", "sof"), "--labels cannot be 'sof'"),
         (("--steps", "0"), "--steps must be at least 1"),
         (("--copies", "-1"), "--copies must be at least 0"),

@@ -156,7 +156,7 @@ def test_it_is_read_with_its_promise(share: Path) -> None:
     assert found.clients is None
     readme = (share / "README.md").read_text()
     assert f"ε = {found.epsilon:.4g}"[:6] in readme
-    assert "It is not for a person with several examples" in readme
+    assert "Not protected: a person with several examples" in readme
 
 
 def test_the_readme_trains_in_ten_lines(share: Path) -> None:

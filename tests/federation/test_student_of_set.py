@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from fedsynth import (
     export_run,
     load_dataset,
     load_model,
+    load_synthetic,
     simulate,
 )
 from fedsynth.data.images import normalise
@@ -29,8 +31,12 @@ from fedsynth.errors import (
     SettingError,
     UnknownNameError,
 )
+from fedsynth.features import register_features, register_file
+from fedsynth.features.registry import _OWN
+from fedsynth.federation.outputs.model_file import Architecture, write_model
 from fedsynth.federation.outputs.result import RunResult
 from fedsynth.federation.student import network_for, real_images, student_of_set
+from fedsynth.own_code import load_own
 from tests.own_images import make_folder
 
 BRIEF = StudentSettings(steps=3, views=1)
@@ -156,26 +162,104 @@ def test_a_student_learns_from_the_set_and_is_read_back(share: Path, tmp_path: P
 def test_what_cannot_be_is_refused(share: Path, run: RunResult, tmp_path: Path) -> None:
     with pytest.raises(UnknownNameError, match="labels"):
         student_of_set(share, LINEAR, BRIEF, labels="sof")
-    with pytest.raises(OutputError, match="no folder of a finished run"):
+    with pytest.raises(OutputError, match="is no folder of a finished run, no set"):
         student_of_set(share, LINEAR, BRIEF, teacher=tmp_path)
 
 
 def test_a_teacher_of_other_images_is_refused(share: Path, tmp_path: Path) -> None:
-    made = student_of_set(share, ModelSettings("linear"), BRIEF)
-    file = tmp_path / "other.safetensors"
-    made.save(file)
-    with safe_open(file, framework="pt") as opened:
-        said = dict(opened.metadata())
-    spec = json.loads(said["spec"])
-    wider = {**spec, "width": 2 * spec["width"]}
-    weights = load_file(file)
-    weights = {
-        name: torch.cat([value, value], dim=1) if value.dim() == 2 else value
-        for name, value in weights.items()
-    }
-    save_file(weights, file, metadata={**said, "spec": json.dumps(wider)})
+    spec = replace(load_dataset("digits")[1].spec, width=16)
+    wider = Architecture(spec, LINEAR)
+    write_model(tmp_path / "other.safetensors", wider.network(), wider)
     with pytest.raises(SettingError, match="for other images"):
-        student_of_set(share, LINEAR, BRIEF, teacher=file)
+        student_of_set(share, LINEAR, BRIEF, teacher=tmp_path / "other.safetensors")
+    with pytest.raises(SettingError, match="for other images"):
+        student_of_set(share, LINEAR, BRIEF, teacher=torch.nn.Flatten())
+
+
+def test_the_guarantee_is_the_set_s_where_nothing_else_went_in(
+    run: RunResult, share: Path, tmp_path: Path
+) -> None:
+    """Catches: the set's ε claimed of a network that learned from an unprotected run's model."""
+    settings = RunSettings(FedStats(drawn_ipc=2), rounds=1)
+    unprotected = simulate(settings, output=tmp_path / "open", quiet=True)
+    folder = unprotected.folder
+    assert folder is not None
+    set_too = export_run(folder, tmp_path / "other", unprotected=True, with_model=True)
+    cases = {
+        "auto": True,
+        "none": True,
+        str(run.folder): True,
+        str(folder): False,
+        str(set_too): False,
+    }
+    for teacher, holds in cases.items():
+        made = student_of_set(share, LINEAR, BRIEF, teacher=teacher)
+        assert made.guaranteed is holds, teacher
+        made.save(tmp_path / "made.safetensors")
+        with safe_open(tmp_path / "made.safetensors", framework="pt") as file:
+            said = file.metadata()
+        assert json.loads(said["epsilon"]) == (made.found.epsilon if holds else None)
+    assert not student_of_set(share, LINEAR, BRIEF, teacher=load_model(folder)).guaranteed
+
+
+def test_no_network_is_written_into_a_set(share: Path, tmp_path: Path) -> None:
+    """Catches: a set that nobody can read any more, for one file too many."""
+    made = student_of_set(share, LINEAR, BRIEF, teacher="none")
+    for file in (share / "student.safetensors", share / "synthetic.safetensors"):
+        with pytest.raises(OutputError, match="in a synthetic set"):
+            made.save(file)
+    with pytest.raises(OutputError, match="is a folder"):
+        made.save(tmp_path)
+    assert load_synthetic(share).labels.shape == made.found.labels.shape
+
+
+class Mine(torch.nn.Sequential):
+    """A user's own network."""
+
+    def __init__(self, image_shape: tuple[int, int, int], classes: int) -> None:
+        size = image_shape[1] * image_shape[2]
+        super().__init__(torch.nn.Flatten(), torch.nn.Linear(size, classes))
+
+
+def test_a_network_of_one_s_own_learns_too(share: Path) -> None:
+    made = student_of_set(share, Mine, BRIEF)
+    assert isinstance(made.network, Mine)
+
+
+ENCODER = """
+import torch
+from fedsynth.features import measured_map
+
+def encoder(image_shape):
+    weight = torch.randn(64, 12, generator=torch.Generator().manual_seed({seed}))
+    return measured_map("mine", image_shape, lambda x: (x.flatten(1) @ weight).tanh())
+"""
+
+
+def test_an_encoder_with_other_weights_is_found_out(tmp_path: Path) -> None:
+    """Catches: a model that loads without a word, and says something else of every image."""
+    file = tmp_path / "enc.py"
+    file.write_text(ENCODER.format(seed=0))
+    name = register_file(f"{file}:encoder")
+    method = FedStats(features=name, drawn_ipc=2)
+    settings = RunSettings(method, rounds=2, privacy=PrivacySettings(epsilon=20.0))
+    result = simulate(settings, output=tmp_path / "runs", quiet=True)
+    share = export_run(str(result.folder), tmp_path / "share", with_model=True)
+    readme = (share / "README.md").read_text()
+    assert f"code that is not here: `{name}`" in readme
+    assert 'load_model(".", features="enc.py:encoder")' in readme
+    assert load_model(share, features=f"{file}:encoder") is not None
+    build = _OWN[name][0]
+    file.write_text(ENCODER.format(seed=1))
+    other, _ = load_own("method", "features", f"{file}:encoder")
+    register_features(name, other)  # as a file does that loads weights which have changed
+    with pytest.raises(OutputError, match=r"something else of public .*enc.py:encoder@"):
+        load_model(share)
+    register_features(name, build)
+    assert load_model(share) is not None
+    del _OWN[name]
+    with pytest.raises(OutputError, match="has to be given again"):
+        load_model(share)
 
 
 def test_real_images_come_from_a_folder_or_a_data_set(share: Path, tmp_path: Path) -> None:
@@ -202,7 +286,7 @@ def test_a_set_without_soft_labels_has_none_to_learn(tmp_path: Path) -> None:
     )
     synthesize(settings, tmp_path / "share", runs=tmp_path / "runs", with_model=True)
     made = student_of_set(tmp_path / "share", LINEAR, BRIEF)
-    assert made.labels == "hard"
+    assert (made.labels, made.taught) == ("hard", False)  # its model was trained on these images
     assert "labels the copies" not in (tmp_path / "share" / "README.md").read_text()
     with pytest.raises(SettingError, match="no soft labels"):
         student_of_set(tmp_path / "share", LINEAR, BRIEF, labels="soft")

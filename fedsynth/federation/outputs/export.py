@@ -24,7 +24,7 @@ from fedsynth.data.files import one_line
 from fedsynth.data.shared_set import FORMAT, README, TENSORS, spec_of, write_hashes
 from fedsynth.errors import OutputError, Setting, Text, UnknownNameError
 from fedsynth.federation.outputs.model_file import write_model
-from fedsynth.federation.outputs.run_folder import INCOMPLETE, MODEL, PRIVATE_START
+from fedsynth.federation.outputs.run_folder import CONFIG, INCOMPLETE, MODEL, PRIVATE_START
 from fedsynth.federation.outputs.saved_model import model_of_run
 from fedsynth.federation.outputs.share_readme import HandedOver, readme
 from fedsynth.federation.outputs.verification import verify_run
@@ -35,7 +35,6 @@ from fedsynth.privacy.report_file import read_json, sound_report
 from fedsynth.version import __version__
 
 UNPROTECTED = "unprotected"
-CONFIG = "config.toml"
 _LONGEST_NAME = 60
 
 

@@ -66,6 +66,7 @@ PRIVATE_START = "privacy_start.json"
 RESUMED = "resumed.json"
 SERVED = "run.json"
 MODEL = "model.safetensors"
+CONFIG = "config.toml"
 """The name and the agreement of a run over nodes."""
 INCOMPLETE = ".incomplete"
 LOCK = ".lock"
@@ -106,8 +107,8 @@ class RunFolder:
             OutputError: there is none, the run has finished, or a process still writes it.
         """
         path = path.resolve()
-        if not (path / "config.toml").is_file():
-            raise OutputError(f"{path} is no run folder: it has no config.toml")
+        if not (path / CONFIG).is_file():
+            raise OutputError(f"{path} is no run folder: it has no {CONFIG}")
         if path.suffix != INCOMPLETE:
             raise OutputError(f"the run in {path} has finished: there is nothing to resume")
         folder = cls.__new__(cls)
@@ -193,7 +194,7 @@ class RunFolder:
 
     def write_config(self, toml: str) -> None:
         with _writing(self.path):
-            write_whole(self.path / "config.toml", toml.encode())
+            write_whole(self.path / CONFIG, toml.encode())
 
     def write_sources(self, files: Sequence[tuple[str, str]]) -> None:
         """The texts of files of one's own, by name, as they were executed."""

@@ -14,18 +14,23 @@ from fedsynth.core.method import Method
 from fedsynth.data.files import one_line
 from fedsynth.data.registry import DatasetSpec, dataset_spec
 from fedsynth.data.shared_set import SUMS, check_hashes
-from fedsynth.errors import OutputError, Setting, Text
+from fedsynth.errors import OutputError
+from fedsynth.features.registry import register_file
 from fedsynth.federation.outputs.model_file import Architecture, read_model
 from fedsynth.federation.outputs.run_files import read_start
-from fedsynth.federation.outputs.run_folder import MODEL, PRIVATE_START
+from fedsynth.federation.outputs.run_folder import CONFIG, MODEL, PRIVATE_START
 from fedsynth.federation.terms.recorded import as_recorded
 from fedsynth.federation.terms.resolve import resolve
-
-WITH_MODEL = "with_model"
+from fedsynth.models.registry import register_model_file
 
 
 def load_model(
-    source: str | Path, *, spec: DatasetSpec | None = None, method: type[Method] | None = None
+    source: str | Path,
+    *,
+    spec: DatasetSpec | None = None,
+    method: type[Method] | None = None,
+    model: str = "",
+    features: str = "",
 ) -> nn.Module:
     """A model that was left or handed over, in evaluation mode, on the CPU: from normalised images
     to logits. FedStats' has its feature map, and can teach (`train_student(…, teacher=…)`).
@@ -37,13 +42,15 @@ def load_model(
         spec: of the data set; needed of a run on your own images without differential privacy,
             whose folder does not say it (`ImageData.spec`).
         method: the class of a method that fedsynth does not know by name.
+        model, features: `FILE.py:NAME` of an architecture or a feature map of somebody's own,
+            which the model was made with; the files are executed.
 
     Raises:
         OutputError: there is no model, it is damaged or of another architecture, or `spec` is
             missing.
         DataFilesCorruptError: a file of the set is another than when it was written.
-        FedsynthError, PrivacyError: its settings name something that this process does not know: a
-            model or feature map of your own has to be registered first.
+        FedsynthError, PrivacyError: its settings name something that this process does not know,
+            and neither `model` nor `features` says.
 
     >>> import tempfile
     >>> from fedsynth import FedStats, RunSettings, simulate
@@ -51,11 +58,20 @@ def load_model(
     >>> len(load_model(result.folder).state_dict()) == len(result.model.state_dict())
     True
     """
+    if model:
+        register_model_file(model)
+    if features:
+        register_file(features, "model")
     place = Path(source)
     if place.is_file():
         return read_model(place, method)
     if (place / SUMS).is_file():
         return _handed_over(place, method)
+    if not (place / MODEL).is_file():
+        raise OutputError(
+            f"{place} is no folder of a finished run, no set that was handed over, and no model's "
+            "file"
+        )
     return model_of_run(place, spec, method)[0]
 
 
@@ -77,11 +93,7 @@ def model_of_run(
 def _handed_over(folder: Path, method: type[Method] | None) -> nn.Module:
     if not (folder / MODEL).is_file():
         raise OutputError(
-            Text(
-                f"{folder} was handed over without the run's model (fedsynth export with ",
-                Setting(None, WITH_MODEL, "True"),
-                " hands it over, too)",
-            )
+            f"{folder} was handed over without the run's model: whoever exported it can add it"
         )
     check_hashes(folder)
     return read_model(folder / MODEL, method)
@@ -93,7 +105,9 @@ def _architecture(
     if (folder / PRIVATE_START).exists():
         _, settings, stated = read_start(folder, method)
         return Architecture(spec or stated, run=settings)
-    sections = as_recorded(read_sections(folder / "config.toml"), method)
+    if not (folder / CONFIG).is_file():
+        raise OutputError(f"{folder} is no folder of a finished run: it has no {CONFIG}")
+    sections = as_recorded(read_sections(folder / CONFIG), method)
     own = None if spec is None else spec.name
     settings = resolve(sections, own_method=method, own_data=own)
     if spec is None and settings.folder is not None:

@@ -10,12 +10,17 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from fedsynth.features.registry import is_own_features
 from fedsynth.federation.outputs.model_file import Architecture
 from fedsynth.federation.terms.given_data import PUBLIC
 from fedsynth.privacy.report_text import up
 
 TEACHES = """With `teacher=fedsynth.load_model(".")` the run's model labels the copies, which the network is better
 for; on the command line it does.
+"""
+OWN = """
+The model stands on code that is not here: {names}. Ask for that file (with what it loads), and name
+it: `fedsynth.load_model(".", {arguments})`, {options} on the command line.
 """
 
 
@@ -69,7 +74,6 @@ def readme(made: HandedOver) -> str:
     )
     target = "soft_labels" if soft else "labels"
     measured = _measured(made)
-    teaches = TEACHES if made.model is not None and not made.learned else ""
     listed = "\n".join(f"| {number} | {name} |" for number, name in enumerate(names))
     return f"""\
 # Synthetic images of {facts["data_set"]}
@@ -105,14 +109,36 @@ channel); treat real images alike.
 
 With fedsynth installed, `found = fedsynth.load_synthetic(".")` checks the hashes and gives the same
 tensors, and `fedsynth.train_student(net, found.normalised(), found.{target})` trains any
-network on them, with changed copies and mixtures; `fedsynth student .` does so on the command line.
-{teaches}"""
+network on them, with changed copies and mixtures. On the command line, from another folder than
+this one, `fedsynth student THIS_FOLDER` does so.
+{_teaches(made)}"""
 
 
 def _model_file(made: HandedOver) -> str:
     if made.model is None:
         return ""
-    return '- `model.safetensors`: the run\'s model, from images to logits (`fedsynth.load_model(".")`)\n'
+    return (
+        "- `model.safetensors`: the run's model, from images to logits "
+        '(`fedsynth.load_model(".")`)\n'
+    )
+
+
+def _teaches(made: HandedOver) -> str:
+    """What the run's model is good for, and whose code it needs."""
+    if made.model is None:
+        return ""
+    architecture = made.model[1]
+    text = TEACHES if architecture.teaches else ""
+    if not architecture.own:
+        return text
+    files = [name.partition("@")[0] for name in architecture.own]
+    kinds = ["features" if is_own_features(name) else "model" for name in architecture.own]
+    pairs = list(zip(kinds, files, strict=True))
+    return text + OWN.format(
+        names=" and ".join(f"`{name}`" for name in architecture.own),
+        arguments=", ".join(f'{kind}="{file}"' for kind, file in pairs),
+        options=" ".join(f"`--{kind} {file}`" for kind, file in pairs),
+    )
 
 
 def _measured(made: HandedOver) -> str:
@@ -148,7 +174,7 @@ def _promise(report: Mapping[str, Any] | None) -> str:
         f"**Differential privacy: ε = {up(promise['epsilon'])} at δ = {promise['delta']:g}**, for "
         f"{unit}. Whatever is\ncomputed from these files has that guarantee, too. "
         "`privacy_report.html` says what it rests on and\nwhat it does not cover.\n"
-        f"It is not for {several}.\n"
+        f"Not protected: {several}.\n"
     )
 
 

@@ -23,6 +23,7 @@ from fedsynth.core.method import Method, State
 from fedsynth.core.state import ServerState
 from fedsynth.data.images import normalise
 from fedsynth.data.registry import DatasetSpec
+from fedsynth.errors import Setting, SettingError
 from fedsynth.features.feature_map import Shape
 from fedsynth.methods.shared.class_statistics import target_norm
 from fedsynth.methods.shared.noise_shares import Pool
@@ -249,3 +250,21 @@ def clear(blurred_NCHW: Tensor, generator: torch.Generator) -> Tensor:
     steepness = STEEPNESS[0] * (STEEPNESS[1] / STEEPNESS[0]) ** share[0]
     middle = MIDDLE[0] + (MIDDLE[1] - MIDDLE[0]) * share[1]
     return sharpened(blurred_NCHW, steepness, middle)
+
+
+def check_differentiable(model: FeatureLinear) -> None:
+    """Refuses a map that no image can be moved through; before anything is charged."""
+    shape = model.feature_map.image_shape
+    image = torch.full((1, *shape), 0.5, device=model.classifier.weight.device)
+    image.requires_grad_(True)
+    with torch.enable_grad():
+        made = model.embed_pixels(image)
+    if not made.requires_grad:
+        raise SettingError(
+            "method",
+            "ipc",
+            "must be 0: the feature map has no derivative by the pixels (is it computed under "
+            "torch.no_grad?), so images cannot be moved; ",
+            Setting("method", "drawn_ipc", "400"),
+            " makes images without it",
+        )
