@@ -16,6 +16,7 @@ from fedsynth.errors import SettingError
 from fedsynth.features.registry import _OWN as _OWN_FEATURES
 from fedsynth.federation.outputs.verification import verify_run
 from fedsynth.methods import _OWN, method_class
+from tests.interrupted import interrupted_in_round
 
 Train = Callable[..., Any]
 NET = """
@@ -135,23 +136,13 @@ def test_a_killed_run_goes_on_with_its_own_file_alone(
     code: Path, fedsynth: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Catches: --resume that cannot be, or goes on with another file."""
-    from fedsynth.federation.simulated_run import Simulation
-
     method = f"{code / 'mine.py'}:Mine"
     run = ("train", "--output", str(code / "out"), "--clients", "2", "--device", "cpu", "--rounds")
     args = ("2", "--model", "linear", "--method", method, "--set", "local_steps=1")
     whole = fedsynth(*run, *args)
     accuracy = json.loads((whole.folder / "summary.json").read_text())["test_accuracy"]
     shutil.rmtree(code / "out")
-    play = Simulation.play
-
-    def stopped(self: Simulation, context: Any) -> Any:
-        if context.round == 2:
-            raise KeyboardInterrupt
-        return play(self, context)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(Simulation, "play", stopped)
+    with interrupted_in_round(2, monkeypatch):
         assert fedsynth(*run, *args).code == 130
     (left,) = (code / "out").iterdir()
     _OWN.clear()
@@ -205,18 +196,8 @@ def test_a_feature_map_of_one_s_own_by_its_file(
 def test_a_killed_run_on_one_s_own_features_goes_on(
     code: Path, fedsynth: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from fedsynth.federation.simulated_run import Simulation
-
     features = f"{code / 'enc.py'}:rows"
-    play = Simulation.play
-
-    def stopped(self: Simulation, context: Any) -> Any:
-        if context.round == 2:
-            raise KeyboardInterrupt
-        return play(self, context)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(Simulation, "play", stopped)
+    with interrupted_in_round(2, monkeypatch):
         cut = fedsynth(
             *("train", "--output", str(code / "out"), "--clients", "2", "--device", "cpu"),
             *("--rounds", "2", "--method", "fedstats", "--set", f"features={features}"),

@@ -13,10 +13,10 @@ from fedsynth.config_file import read_sections
 from fedsynth.errors import DataError, PartitionError, SettingError
 from fedsynth.federation.audit.auditing import audit_run
 from fedsynth.federation.outputs.verification import verify_run
-from fedsynth.federation.simulated_run import Simulation
 from fedsynth.federation.terms.costs import privacy_plan
 from fedsynth.federation.terms.settings import RunSettings
 from fedsynth.privacy.errors import LedgerError, PrivacySettingError
+from tests.interrupted import interrupted_in_round
 from tests.own_images import declare, make_folder
 
 BUDGET = {"noise_multiplier": 3.0}
@@ -226,17 +226,8 @@ def test_a_run_on_a_folder_goes_on_where_it_stopped(
 ) -> None:
     """Catches: a resumed run whose declaration has filled other settings than config.toml's."""
     settings = tiny(clinic, run={"rounds": 2}, privacy=BUDGET)
-    play = Simulation.play
-
-    def stopped(self: Simulation, context: Any) -> Any:
-        if context.round == 2:
-            raise KeyboardInterrupt
-        return play(self, context)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(Simulation, "play", stopped)
-        with pytest.raises(KeyboardInterrupt):
-            simulate(settings, output=tmp_path / "runs", quiet=True)
+    with interrupted_in_round(2, monkeypatch), pytest.raises(KeyboardInterrupt):
+        simulate(settings, output=tmp_path / "runs", quiet=True)
     (left,) = (tmp_path / "runs").iterdir()
     again = resolve(read_sections(left / "config.toml"))
     done = simulate(again, resume=left, quiet=True)
