@@ -257,8 +257,7 @@ Features = Annotated[
     _model(
         help="A fixed feature map that a linear model (or --model mlp) is trained on, by methods that "
         "train models: whitened-scattering, scattering, random-process, pixels, …; or your own: "
-        "FILE.py:NAME, a function of image_shape that makes a FeatureMap. FedStats has its own: "
-        "--set features=NAME, or FILE.py:NAME.",
+        "FILE.py:NAME, a function of image_shape that makes a FeatureMap. Of fedstats: its own map.",
     ),
 ]
 Width = Annotated[

@@ -189,8 +189,32 @@ def merged(
             "data": {k: v for k, v in config.get("data", {}).items() if k != "dataset"},
         }
         config["partition"] = {k: v for k, v in config.get("partition", {}).items() if k != "kind"}
+    options = _features_where_they_belong(options, str(options["run"].get("method", old)))
     names = [*config, *(name for name in options if name not in config)]
     return {name: {**config.get(name, {}), **options.get(name, {})} for name in names}
+
+
+def _features_where_they_belong(options: Sections, method: str) -> Sections:
+    """--features is the method's map where the method has one of its own, as FedStats has, and else
+    the one that its model stands on.
+
+    Raises:
+        OptionError: it is given twice.
+    """
+    from dataclasses import fields
+
+    from fedsynth.methods import METHODS, method_class
+
+    features = options.get("model", {}).get("features")
+    if features is None or method not in METHODS:
+        return options
+    if "features" not in {field.name for field in fields(method_class(method))}:
+        return options
+    if "features" in options.get("method", {}):
+        raise OptionError("features is given twice, by --features and by --set")
+    model = {key: value for key, value in options["model"].items() if key != "features"}
+    its_own = {**options.get("method", {}), "features": features}
+    return {**options, "model": model, "method": its_own}
 
 
 def from_table(

@@ -87,6 +87,7 @@ def synthesize(
     width: given.Width = None,
     depth: given.Depth = None,
     norm: given.Norm = None,
+    features: given.Features = None,
     config: given.Config = None,
     settings: given.Set = None,
     output: given.Output = Path("runs"),

@@ -72,8 +72,8 @@ def student(
 ) -> None:
     """Train a network on a synthetic set and on nothing else.
 
-    `fedsynth.load_model` reads the file. What is guaranteed of the set holds of the network, unless
-    the teacher is of another run.
+    `fedsynth.load_model` reads the file. What is guaranteed of the set holds of the network, if the
+    teacher is nobody or of the same run.
 
     Example: `fedsynth student share --width 32 --steps 5000 --copies 4 --dataset fashion-mnist`.
     """
@@ -138,9 +138,12 @@ def _guarantee(made: Student) -> str:
     if made.found.epsilon is None:
         return "none: the set has none"
     epsilon = f"ε = {up(made.found.epsilon)} at δ = {made.found.delta:g}"
-    if made.guaranteed:
+    own = made.architecture.own.get("model")
+    if made.guaranteed and own is None:
         return f"{epsilon}, the set's"
-    return f"none that is known here: the set has {epsilon}, and the teacher is of another run"
+    if made.guaranteed:
+        return f"{epsilon}, the set's, if nothing in {own} comes from private data"
+    return f"none that is known: the set has {epsilon}, and more than the set went in"
 
 
 def _to_stderr(text: str) -> None:

@@ -9,12 +9,13 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fedsynth.data.files import one_line, read_regular
-from fedsynth.errors import SettingError
+from fedsynth.errors import Setting, SettingError
 
 MOST_BYTES = 2**24
 _SHOWN = 12
@@ -55,6 +56,41 @@ def names_a_file(given: str) -> bool:
     """
     file, colon, name = given.rpartition(":")
     return bool(colon) and file.endswith(".py") and name.isidentifier()
+
+
+def is_label(name: str) -> bool:
+    """Whether this is how config.toml names a file of somebody's own, `FILE:NAME@HASH`.
+
+    >>> is_label("net.py:Net@0123456789ab"), is_label("convnet")
+    (True, False)
+    """
+    return "@" in name
+
+
+def given_again(
+    section: str, key: str, label: str, known: Iterable[str], register: str
+) -> SettingError:
+    """The error for a file of somebody's own that this process has not, or not as it was.
+
+    Args:
+        section, key: the setting that names it.
+        label: its value.
+        known: what there is, by name.
+        register: the function that makes such a thing known in Python.
+    """
+    file = label.partition("@")[0]
+    changed = [one for one in known if one.partition("@")[0] == file]
+    if changed:
+        return SettingError(
+            section, key, f"is {label}, and what was given is another: {changed[-1]}"
+        )
+    return SettingError(
+        section,
+        key,
+        f"is {label}, of somebody's own: it has to be given again (",
+        Setting("model" if key == "features" else section, key, f"PATH/{file}"),
+        f", or {register})",
+    )
 
 
 def load_own(section: str, key: str, given: str) -> tuple[Any, OwnCode]:

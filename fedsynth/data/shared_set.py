@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -122,17 +123,31 @@ def _shared_set(found: dict[str, Tensor], facts: dict[str, str]) -> SharedSet:
         raise ValueError("its labels are not one for each image")
     if len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < classes:
         raise ValueError("its labels are of classes that there are not")
-    epsilon = json.loads(facts["epsilon"])
-    delta = json.loads(facts["delta"])
+    epsilon, delta = (_promised(facts[key]) for key in ("epsilon", "delta"))
+    if (epsilon is None) != (delta is None):
+        raise ValueError("it has one of ε and δ")
+    soft = found.get("soft_labels")
+    if soft is not None and (soft.shape != (len(images), classes) or not soft.is_floating_point()):
+        raise ValueError("its soft labels are not a share of each class for each image")
     return SharedSet(
         images.float(),
         labels,
-        found.get("soft_labels"),
+        soft,
         found.get("client"),
         spec_of(images, facts),
         epsilon,
         delta,
     )
+
+
+def _promised(text: str) -> float | None:
+    """ε or δ as a file's metadata says it."""
+    value = json.loads(text)
+    if value is None:
+        return None
+    if type(value) not in (int, float) or not 0 <= value < math.inf:
+        raise ValueError(f"its guarantee is no number: {value!r:.40}")
+    return float(value)
 
 
 def spec_of(images_NCHW: Tensor, facts: Mapping[str, str]) -> DatasetSpec:

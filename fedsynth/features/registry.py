@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from fedsynth.data.files import one_line
-from fedsynth.errors import FedsynthError, Setting, SettingError, unknown_name
+from fedsynth.errors import FedsynthError, SettingError, unknown_name
 from fedsynth.features.feature_map import FeatureMap, Shape
 from fedsynth.features.random_process import LEAST
-from fedsynth.own_code import OwnCode, load_own
+from fedsynth.own_code import OwnCode, given_again, is_label, load_own
 from fedsynth.rows_alone import mixes_rows
 from fedsynth.seeding import torch_generator
 
@@ -98,28 +98,18 @@ def _made(name: str, shape: Shape) -> FeatureMap:
     return build(shape)
 
 
-def refuse_unknown_map(name: str, section: str) -> NoReturn:
+def refuse_unknown_map(name: str, section: str, *others: str) -> NoReturn:
     """The error of a name that is no map's, or of a file that has to be named again.
 
     Args:
         name: what the setting `features` says.
         section: whose setting it is, "method" or "model".
+        others: what it may say beside names of maps.
     """
-    file, at, _ = name.partition("@")
-    if not at:
-        raise unknown_name("feature map", name, feature_names(), section, "features")
-    changed = [one for one in _OWN if one.partition("@")[0] == file]
-    if changed:
-        raise SettingError(
-            section, "features", f"is {name}, and what was given is another: {changed[-1]}"
-        )
-    raise SettingError(
-        section,
-        "features",
-        f"is {name}, a map of somebody's own: it has to be given again (",
-        Setting("model", "features", f"PATH/{file}"),
-        ", or fedsynth.features.register_file)",
-    )
+    if not is_label(name):
+        known = (*others, *feature_names())
+        raise unknown_name("feature map", name, known, section, "features")
+    raise given_again(section, "features", name, _OWN, "fedsynth.features.register_file")
 
 
 def _built(name: str, shape: Shape) -> object:

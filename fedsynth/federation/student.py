@@ -16,13 +16,14 @@ from fedsynth.data.load import load_dataset
 from fedsynth.data.load_folder import read_as
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.data.shared_set import SUMS, SharedSet, load_synthetic
-from fedsynth.errors import OutputError, Setting, SettingError, Text, unknown_value
+from fedsynth.errors import FedsynthError, OutputError, Setting, SettingError, Text, unknown_value
 from fedsynth.evaluation.accuracy import accuracy
-from fedsynth.federation.outputs.model_file import Architecture, teaches, write_model
+from fedsynth.federation.outputs.architecture import OneNetwork
+from fedsynth.federation.outputs.model_file import teaches, write_model
 from fedsynth.federation.outputs.run_folder import MODEL
 from fedsynth.federation.outputs.saved_model import load_model
 from fedsynth.federation.terms.devices import resolve_device
-from fedsynth.models.registry import ModelSettings, own_model, usual_depth
+from fedsynth.models.registry import ModelSettings, has_given_weights, own_model, usual_depth
 from fedsynth.privacy.files import file_hash
 from fedsynth.privacy.report_file import read_json
 from fedsynth.synthesizer.condensation.student import StudentSettings, train_student
@@ -43,12 +44,13 @@ class Student:
         labels: "soft" or "hard".
         how: it was trained.
         taught: a teacher labelled changed copies.
-        guaranteed: what is guaranteed of the set holds of the network: nothing but what that
-            guarantee covers went in. Of another run's teacher that is not known.
+        guaranteed: what is guaranteed of the set holds of the network: nothing but the set went in,
+            and a teacher that its guarantee covers. Of other teachers that is not known, nor of
+            weights that the network began with. Of a class of your own it is taken at its word.
     """
 
     network: nn.Module
-    architecture: Architecture
+    architecture: OneNetwork
     found: SharedSet
     labels: str
     how: StudentSettings
@@ -61,14 +63,13 @@ class Student:
         Raises:
             OutputError: the file cannot be written, or would lie in a synthetic set.
         """
-        epsilon, delta = (self.found.epsilon, self.found.delta) if self.guaranteed else (None, None)
         facts = {
             "learned_from": f"{len(self.found.labels)} images of {self.found.spec.name}",
             "labels": self.labels,
             "training": json.dumps(asdict(self.how)),
             "taught": json.dumps(self.taught),
-            "epsilon": json.dumps(epsilon),
-            "delta": json.dumps(delta),
+            "epsilon": json.dumps(self.found.epsilon if self.guaranteed else None),
+            "delta": json.dumps(self.found.delta if self.guaranteed else None),
         }
         write_model(require_place(Path(file)), self.network, self.architecture, facts)
 
@@ -85,9 +86,9 @@ def require_place(file: Path) -> Path:
     """
     if file.is_dir():
         raise OutputError(f"{file} is a folder: name a file")
-    if (file.absolute().parent / SUMS).is_file():
+    if any((folder / SUMS).is_file() for folder in file.resolve().parents):
         raise OutputError(
-            f"{file} would lie in a synthetic set, which has its hashes: name a file elsewhere"
+            f"{file} would lie in a synthetic set, whose hashes list its files: name a file elsewhere"
         )
     return file
 
@@ -119,8 +120,11 @@ def student_of_set(
 
     Raises:
         DataFilesMissingError, DataFilesCorruptError: there is no set, or it was changed.
-        SettingError: soft labels of a set that has none, or a network that cannot take its images.
-        OutputError: a teacher that cannot be read, or is for other images.
+        SettingError: soft labels of a set that has none, a network that cannot take its images, or
+            a teacher of other images.
+        UnknownNameError: other labels than those.
+        DeviceError: no such device.
+        OutputError: a teacher that cannot be read.
 
     >>> import tempfile
     >>> from fedsynth import StudentSettings, owner_settings, synthesize
@@ -143,9 +147,11 @@ def student_of_set(
     if model is None:
         model = network_for(found.spec)
     settings = model if isinstance(model, ModelSettings) else own_model(model)
-    architecture = Architecture(found.spec, settings)
+    architecture = OneNetwork(found.spec, settings)
     network = architecture.network(how.seed).to(where)
-    tutor, covered = _teacher(Path(folder), teacher, found.spec)
+    asked = teacher if how.views else NOBODY  # without copies it has nothing to label
+    tutor, covered = _teacher(Path(folder), asked, found.spec)
+    covered = covered and not has_given_weights(settings)
     train_student(
         network,
         found.normalised().to(where),
@@ -190,16 +196,21 @@ def _teacher(
             without = Setting(None, "teacher", NOBODY)
             raise OutputError(Text(f"{error} (", without, " does without it)")) from None
     place = Path(named)
+    if place.resolve() in (folder.resolve(), own.resolve()):
+        return _fitting(load_model(folder), str(folder), spec), True
     return _fitting(load_model(place, spec=spec), str(place), spec), _vouched_for(folder, place)
 
 
 def _fitting(model: nn.Module, name: str, spec: DatasetSpec) -> nn.Module:
+    mode = model.training
+    model.eval()
+    device = next((one.device for one in model.state_dict().values()), "cpu")
     try:
         with torch.no_grad():
-            device = next((one.device for one in model.state_dict().values()), "cpu")
             made = model(torch.zeros(2, *spec.image_shape, device=device))
-    except RuntimeError:
+    except (RuntimeError, FedsynthError):
         made = torch.empty(0)
+    model.train(mode)
     if made.shape != (2, spec.classes):
         raise SettingError(None, "teacher", f"of {name} is for other images than the set's")
     return model

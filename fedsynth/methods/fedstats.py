@@ -215,7 +215,7 @@ class FedStats(SharesNoise, MakesImages):
         check_ranges(self, step_floor=(0, inf), curvature=(1e-9, inf))
         check_ranges(self, momentum=(0, 0.999), logit_noise=(1e-3, inf))
         if self.features not in (AUTO, *feature_names()):
-            refuse_unknown_map(self.features, "method")
+            refuse_unknown_map(self.features, "method", AUTO)
         check_ranges(self, covariance_share=(1e-4, 0.9))
         check_choices(self, second_moments=(YES, NO, AUTO), whitening=(YES, NO, AUTO))
         self.check_aggregation()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, NoReturn
 
 import torch
 from torch import nn
@@ -25,15 +25,15 @@ from fedsynth.models.own import builder, own_name
 from fedsynth.models.projection import Projected
 from fedsynth.models.resnet import ResNet18, ResNet50
 from fedsynth.models.small import Cnn, LeNet5, Linear, Mlp, ResNet8
-from fedsynth.own_code import OwnCode, load_own
+from fedsynth.own_code import OwnCode, given_again, is_label, load_own
 from fedsynth.seeding import forked_rng
 from fedsynth.validation import check_ranges
 
 Shape = tuple[int, int, int]
 WIDEST = 2**16
+"""Of a layer, and the most blocks."""
 SMALL = 16
 """Images with a side below it get a ConvNet of two blocks, where nobody says how many."""
-"""Of a layer, and the most blocks."""
 MOST_PARAMETERS = 2**30
 """Of a network: 4 GB, and training takes several times that."""
 ON_FEATURES = ("linear", "mlp")
@@ -174,23 +174,11 @@ def model_names() -> tuple[str, ...]:
     return tuple(name for name, one in _MODELS.items() if not one.own)
 
 
-def _refuse_unknown(name: str) -> None:
+def _refuse_unknown(name: str) -> NoReturn:
     """The error of a name that is no architecture's, or of a file that has to be named again."""
-    file, at, _ = name.partition("@")
-    if not at:
+    if not is_label(name):
         raise unknown_name("model", name, _MODELS, "model", "name")
-    changed = [one for one in _MODELS if one.partition("@")[0] == file]
-    if changed:
-        raise SettingError(
-            "model", "name", f"is {name}, and what was given is another: {changed[-1]}"
-        )
-    raise SettingError(
-        "model",
-        "name",
-        f"is {name}, of your own: it has to be given again (",
-        Setting("model", "name", f"PATH/{file}"),
-        ", or fedsynth.register_model)",
-    )
+    raise given_again("model", "name", name, _MODELS, "fedsynth.register_model")
 
 
 def register_model(
@@ -286,7 +274,7 @@ def build_model(settings: ModelSettings, image_shape: Shape, classes: int, seed:
         return _build(settings, image_shape, classes)
 
 
-def usual_depth(image_shape: tuple[int, int, int]) -> int:
+def usual_depth(image_shape: Shape) -> int:
     """Blocks of a ConvNet for such images: three, of small ones two.
 
     >>> usual_depth((3, 32, 32)), usual_depth((1, 8, 8))
@@ -335,10 +323,14 @@ def _build(settings: ModelSettings, image_shape: Shape, classes: int) -> nn.Modu
     return Projected(made, settings.projection, classes) if settings.projection else made
 
 
-def _refuse_beyond_measure(settings: ModelSettings, image_shape: Shape, classes: int) -> None:
-    """Counts a network's parameters without making them."""
+def counted(settings: ModelSettings, image_shape: Shape, classes: int) -> int:
+    """How many parameters a network of the package has, without making them."""
     with forked_rng(0, "counting"), torch.device("meta"):
-        count = parameter_count(_build(settings, image_shape, classes))
+        return parameter_count(_build(settings, image_shape, classes))
+
+
+def _refuse_beyond_measure(settings: ModelSettings, image_shape: Shape, classes: int) -> None:
+    count = counted(settings, image_shape, classes)
     if count > MOST_PARAMETERS:
         key = "width" if settings.width > _COUNTED else "projection"
         raise SettingError(

@@ -16,7 +16,6 @@ from fedsynth import (
     simulate,
 )
 from fedsynth.cli.app import app
-from fedsynth.features.registry import _OWN
 from fedsynth.privacy.figures import up
 
 
@@ -26,7 +25,8 @@ def share(tmp_path_factory: pytest.TempPathFactory) -> Path:
     method = FedStats(ipc=2, drawn_ipc=4)
     settings = RunSettings(method, rounds=3, privacy=PrivacySettings(epsilon=20.0))
     run = simulate(settings, output=place / "runs", quiet=True)
-    app_exit(["export", str(run.folder), "--out", str(place / "share"), "--with-model"])
+    exported = ["export", str(run.folder), "--out", str(place / "share"), "--with-model"]
+    assert app_exit(exported) == 0
     export_run(str(run.folder), place / "bare")
     return place / "share"
 
@@ -106,7 +106,7 @@ def rows(image_shape):
 
 
 def test_a_teacher_on_somebody_s_own_features_needs_their_file(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Catches: a set whose model nobody else can use, or a traceback of who has not the file."""
     file = tmp_path / "enc.py"
@@ -114,13 +114,12 @@ def test_a_teacher_on_somebody_s_own_features_needs_their_file(
     own = f"{file}:rows"
     made = ("--output", str(tmp_path / "made.safetensors"))
     train = ("train", "--method", "fedstats", "--rounds", "1", "--clients", "2")
-    settings = ("--set", f"features={own}", "--set", "drawn_ipc=4", "--dp-epsilon", "20")
+    settings = ("--features", own, "--set", "drawn_ipc=4", "--dp-epsilon", "20")
     assert app_exit([*train, *settings, "--output", str(tmp_path / "runs")]) == 0
     (run,) = (tmp_path / "runs").iterdir()
     share = str(tmp_path / "share")
     assert app_exit(["export", str(run), "--out", share, "--with-model", "--features", own]) == 0
-    forgotten = dict(_OWN)
-    _OWN.clear()
+    monkeypatch.setattr("fedsynth.features.registry._OWN", {})
     capsys.readouterr()
     assert app_exit(["student", share, *BRIEF, *made]) == 2
     err = capsys.readouterr().err
@@ -130,5 +129,3 @@ def test_a_teacher_on_somebody_s_own_features_needs_their_file(
     assert app_exit(["student", share, *BRIEF, *made, "--teacher", "none"]) == 0
     assert app_exit(["student", share, *BRIEF, *made, "--features", own]) == 0
     assert "that a model labelled" in capsys.readouterr().out
-    _OWN.clear()
-    _OWN.update(forgotten)

@@ -72,7 +72,20 @@ def test_exactly_these_files(share: Path) -> None:
     )
 
 
+def test_with_the_model_there_is_one_file_more_which_says_no_more(
+    share: Path, secret_place: Path, tmp_path: Path
+) -> None:
+    (run,) = (share.parent / "runs").iterdir()
+    made = export_run(run, tmp_path / "share", with_model=True)
+    assert sorted({*files(made)} - {*files(share)}) == ["model.safetensors"]
+    check_house(made, secret_place)
+
+
 def test_nothing_in_them_tells_of_the_house(share: Path, secret_place: Path) -> None:
+    check_house(share, secret_place)
+
+
+def check_house(share: Path, secret_place: Path) -> None:
     """Catches: a path, a site's or a person's name, the true number of images."""
     import getpass
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -33,7 +34,8 @@ from fedsynth.errors import (
 )
 from fedsynth.features import register_features, register_file
 from fedsynth.features.registry import _OWN
-from fedsynth.federation.outputs.model_file import Architecture, write_model
+from fedsynth.federation.outputs.architecture import OneNetwork
+from fedsynth.federation.outputs.model_file import write_model
 from fedsynth.federation.outputs.result import RunResult
 from fedsynth.federation.student import network_for, real_images, student_of_set
 from fedsynth.own_code import load_own
@@ -41,6 +43,15 @@ from tests.own_images import make_folder
 
 BRIEF = StudentSettings(steps=3, views=1)
 LINEAR = ModelSettings("linear")
+
+
+@pytest.fixture(autouse=True)
+def registered() -> Iterator[None]:
+    """Forgets maps that a test has registered."""
+    before = dict(_OWN)
+    yield
+    _OWN.clear()
+    _OWN.update(before)
 
 
 @pytest.fixture(scope="module")
@@ -101,26 +112,62 @@ def test_a_model_that_was_changed_on_the_way_is_refused(run: RunResult, tmp_path
         load_model(made)
 
 
+def changed(share: Path, to: Path, **said: str) -> Path:
+    """The set's model with other metadata."""
+    file = copied(share, to)
+    with safe_open(file, framework="pt") as opened:
+        before = opened.metadata()
+    save_file(load_file(file), file, metadata={**before, **said})
+    return file
+
+
 @pytest.mark.parametrize(
-    "settings",
+    ("key", "text"),
     [
-        '{"run": {"method": "nosuch"}}',
-        '{"run": {"method": "fedstats"}, "method": {"features": "nosuch"}}',
-        '{"model": {"width": -1}}',
-        '{"model": {"wide": 1}}',
-        '{"model": 3}',
-        "[]",
-        "{",
+        ("settings", '{"run": {"method": "nosuch"}}'),
+        ("settings", '{"run": {"method": "fedstats"}, "method": {"features": "nosuch"}}'),
+        ("settings", '{"run": "fedstats"}'),
+        ("settings", '["run"]'),
+        ("settings", '{"model": {"width": -1}}'),
+        ("settings", '{"model": {"wide": 1}}'),
+        ("settings", '{"model": 3}'),
+        ("settings", "{"),
+        ("spec", "[]"),
+        ("spec", '{"name": [1]}'),
+        ("logits", "[[0]]"),
+        ("logits", '"x"'),
     ],
 )
-def test_a_hostile_file_is_an_error_of_one_line(settings: str, share: Path, tmp_path: Path) -> None:
-    file = copied(share, tmp_path / "copy")
-    with safe_open(file, framework="pt") as opened:
-        said = {**opened.metadata(), "settings": settings}
-    save_file(load_file(file), file, metadata=said)
+def test_a_hostile_file_is_an_error_of_one_line(
+    key: str, text: str, share: Path, tmp_path: Path
+) -> None:
     with pytest.raises(OutputError, match="cannot be used") as caught:
-        load_model(file)
+        load_model(changed(share, tmp_path / "copy", **{key: text}))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "words"),
+    [({"width": 100_000, "height": 100_000}, "too many"), ({"width": 20_000}, "parameters")],
+)
+def test_a_small_file_makes_no_large_network(
+    wanted: dict[str, int], words: str, share: Path, tmp_path: Path
+) -> None:
+    """Catches: 80 GB for a file of a kilobyte."""
+    with safe_open(share / "model.safetensors", framework="pt") as opened:
+        spec = {**json.loads(opened.metadata()["spec"]), **wanted}
+    said = {"spec": json.dumps(spec), "settings": '{"model": {"name": "linear"}}'}
+    with pytest.raises(OutputError, match=words):
+        load_model(changed(share, tmp_path / "copy", **said))
+
+
+def test_other_settings_of_a_stranger_are_not_taken(share: Path, tmp_path: Path) -> None:
+    """Catches: a file whose sections on data or privacy touch this machine."""
+    with safe_open(share / "model.safetensors", framework="pt") as opened:
+        settings = json.loads(opened.metadata()["settings"])
+    settings["run"]["rounds"] = 10**9
+    text = json.dumps({**settings, "data": {"folder": "/x"}, "privacy": {"epsilon": -1}})
+    assert load_model(changed(share, tmp_path / "copy", settings=text)) is not None
 
 
 def test_a_file_of_bare_weights_does_not_say_what_it_is(run: RunResult) -> None:
@@ -168,7 +215,7 @@ def test_what_cannot_be_is_refused(share: Path, run: RunResult, tmp_path: Path) 
 
 def test_a_teacher_of_other_images_is_refused(share: Path, tmp_path: Path) -> None:
     spec = replace(load_dataset("digits")[1].spec, width=16)
-    wider = Architecture(spec, LINEAR)
+    wider = OneNetwork(spec, LINEAR)
     write_model(tmp_path / "other.safetensors", wider.network(), wider)
     with pytest.raises(SettingError, match="for other images"):
         student_of_set(share, LINEAR, BRIEF, teacher=tmp_path / "other.safetensors")
@@ -191,6 +238,8 @@ def test_the_guarantee_is_the_set_s_where_nothing_else_went_in(
         str(run.folder): True,
         str(folder): False,
         str(set_too): False,
+        str(share): True,
+        f"{share}/model.safetensors": True,
     }
     for teacher, holds in cases.items():
         made = student_of_set(share, LINEAR, BRIEF, teacher=teacher)
@@ -200,14 +249,17 @@ def test_the_guarantee_is_the_set_s_where_nothing_else_went_in(
             said = file.metadata()
         assert json.loads(said["epsilon"]) == (made.found.epsilon if holds else None)
     assert not student_of_set(share, LINEAR, BRIEF, teacher=load_model(folder)).guaranteed
+    no_copies = StudentSettings(steps=2, views=0)
+    alone = student_of_set(share, LINEAR, no_copies, teacher=str(folder))
+    assert (alone.taught, alone.guaranteed) == (False, True)
 
 
 def test_no_network_is_written_into_a_set(share: Path, tmp_path: Path) -> None:
     """Catches: a set that nobody can read any more, for one file too many."""
     made = student_of_set(share, LINEAR, BRIEF, teacher="none")
-    for file in (share / "student.safetensors", share / "synthetic.safetensors"):
+    for name in ("student.safetensors", "synthetic.safetensors", "images/student.safetensors"):
         with pytest.raises(OutputError, match="in a synthetic set"):
-            made.save(file)
+            made.save(share / name)
     with pytest.raises(OutputError, match="is a folder"):
         made.save(tmp_path)
     assert load_synthetic(share).labels.shape == made.found.labels.shape
@@ -224,6 +276,13 @@ class Mine(torch.nn.Sequential):
 def test_a_network_of_one_s_own_learns_too(share: Path) -> None:
     made = student_of_set(share, Mine, BRIEF)
     assert isinstance(made.network, Mine)
+    assert made.guaranteed
+
+
+def test_weights_that_it_began_with_are_not_the_set_s(share: Path) -> None:
+    """Catches: the set's ε claimed of a network that was trained on private data before."""
+    made = student_of_set(share, Mine((1, 8, 8), 10), BRIEF)
+    assert not made.guaranteed
 
 
 ENCODER = """
@@ -247,7 +306,8 @@ def test_an_encoder_with_other_weights_is_found_out(tmp_path: Path) -> None:
     share = export_run(str(result.folder), tmp_path / "share", with_model=True)
     readme = (share / "README.md").read_text()
     assert f"code that is not here: `{name}`" in readme
-    assert 'load_model(".", features="enc.py:encoder")' in readme
+    assert 'load_model("THIS_FOLDER", features="PATH/enc.py:encoder")' in readme
+    assert "`--features PATH/enc.py:encoder`" in readme
     assert load_model(share, features=f"{file}:encoder") is not None
     build = _OWN[name][0]
     file.write_text(ENCODER.format(seed=1))

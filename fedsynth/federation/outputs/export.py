@@ -26,7 +26,7 @@ from fedsynth.errors import OutputError, Setting, Text, UnknownNameError
 from fedsynth.federation.outputs.model_file import write_model
 from fedsynth.federation.outputs.run_folder import CONFIG, INCOMPLETE, MODEL, PRIVATE_START
 from fedsynth.federation.outputs.saved_model import model_of_run
-from fedsynth.federation.outputs.share_readme import HandedOver, readme
+from fedsynth.federation.outputs.share_readme import Share, readme
 from fedsynth.federation.outputs.verification import verify_run
 from fedsynth.methods import method_class
 from fedsynth.privacy.errors import PrivacyError
@@ -48,8 +48,8 @@ def export_run(
 ) -> Path:
     """Writes what may leave the house of a finished run: synthetic images, their report, hashes.
 
-    No settings, ledgers, paths or names of the run go with it, and of the private data no number
-    that the report does not state.
+    No settings (but with the model its own and its method's), ledgers, paths or names of the run go
+    with it, and of the private data no number that the report does not state.
 
     Args:
         run: the run's folder.
@@ -104,9 +104,7 @@ def require_new(target: Path) -> None:
 # --------------------------------------------------------------------------------------- reading
 
 
-def _read(
-    folder: Path, unprotected: bool, with_model: bool, method: type[Method] | None
-) -> HandedOver:
+def _read(folder: Path, unprotected: bool, with_model: bool, method: type[Method] | None) -> Share:
     if not (folder / "summary.json").is_file():
         if folder.suffix == INCOMPLETE and folder.is_dir():
             raise OutputError(f"the run in {folder} did not finish: there is nothing to hand over")
@@ -147,7 +145,7 @@ def _read(
     model = None
     if with_model:
         model = model_of_run(folder, spec_of(tensors["images"], stated), method)
-    return HandedOver(
+    return Share(
         tensors,
         stated,
         None if report is None else _without_settings(report),
@@ -216,7 +214,7 @@ def _in_pixel_units(images: Tensor, facts: Mapping[str, str]) -> Tensor:
 # --------------------------------------------------------------------------------------- writing
 
 
-def _write(made: HandedOver, out: Path) -> None:
+def _write(made: Share, out: Path) -> None:
     save_file(dict(made.tensors), out / TENSORS, metadata=dict(made.facts))
     _draw(made, out / "images")
     if made.model is not None:
@@ -239,7 +237,7 @@ def folder_names(class_names: list[str]) -> list[str]:
     return [f"{number:0{digits}d}-{name}" for number, name in enumerate(plain)]
 
 
-def _draw(made: HandedOver, folder: Path) -> None:
+def _draw(made: Share, folder: Path) -> None:
     """Each image as a PNG in its class's folder; of more channels than colours there are none."""
     images = made.tensors["images"]
     if images.shape[1] not in (1, 3):

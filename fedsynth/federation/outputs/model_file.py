@@ -7,10 +7,9 @@ feature map of one's own has to be registered by whoever reads it.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -22,13 +21,10 @@ from fedsynth.core.method import Method
 from fedsynth.data.files import one_line
 from fedsynth.data.images import normalise
 from fedsynth.data.registry import DatasetSpec
-from fedsynth.data.stated_spec import spec_from_json
 from fedsynth.errors import FedsynthError, OutputError
-from fedsynth.features.registry import is_own_features
-from fedsynth.federation.terms.recorded import as_recorded
-from fedsynth.federation.terms.resolve import resolve
-from fedsynth.federation.terms.settings import RunSettings
-from fedsynth.models.registry import ModelSettings, build_network, is_own_model
+from fedsynth.federation.outputs.architecture import Architecture, from_metadata, to_metadata
+from fedsynth.privacy.errors import PrivacyError
+from fedsynth.privacy.report_file import HOSTILE
 from fedsynth.seeding import torch_generator
 
 FORMAT = "fedsynth model 1"
@@ -36,50 +32,8 @@ PROBES = 4
 CLOSE = 0.02
 """Of the largest log-probability: devices and versions of torch round, other weights do more."""
 LONGEST = 400
-
-
-@dataclass(frozen=True)
-class Architecture:
-    """What a model's weights belong to.
-
-    Args:
-        spec: of the images that it takes.
-        model: the network's settings.
-        run: of the run whose model it is: FedStats' stands on a feature map; None: the network of
-            `model` and nothing else.
-    """
-
-    spec: DatasetSpec
-    model: ModelSettings = field(default_factory=ModelSettings)
-    run: RunSettings | None = None
-
-    def network(self, seed: int = 0) -> nn.Module:
-        """The untrained network, on the CPU; a seed is for one that is to be trained."""
-        if self.run is None:
-            return build_network(self.model, self.spec, seed)
-        return self.run.method.network(self.run.model, self.spec, self.run.seed)
-
-    @property
-    def own(self) -> tuple[str, ...]:
-        """What of it comes from outside the package, by name: the model, or a feature map."""
-        names = (self.model.features,) if self.run is None else self.run.feature_names
-        maps = tuple(name for name in names if is_own_features(name))
-        model = self.model if self.run is None else self.run.model
-        whole = self.run is None or self.run.method.takes_model
-        return (*maps, model.name) if whole and is_own_model(model) else maps
-
-    @property
-    def teaches(self) -> bool:
-        """Whether it was made of something else than the run's images, and so can label more."""
-        return self.run is not None and not self.run.method.learns_from_images
-
-    def sections(self) -> dict[str, dict[str, Any]]:
-        """Of the settings what the network follows from: no paths, no privacy, no partition."""
-        if self.run is None:
-            return {"model": asdict(self.model)}
-        said = self.run.to_mapping()
-        name = {"method": self.run.method.name}
-        return {"run": name, "method": said.get("method", {}), "model": said["model"]}
+TRUE = json.dumps(True)
+Read = TypeVar("Read")
 
 
 def write_model(
@@ -96,14 +50,12 @@ def write_model(
     Raises:
         OutputError: the file cannot be written.
     """
-    spec = replace(of.spec, source="")
     said = {
         **(facts or {}),
         "format": FORMAT,
         "teaches": json.dumps(of.teaches),
         "logits": json.dumps(_probe(network, of.spec)),
-        "settings": json.dumps(of.sections(), sort_keys=True),
-        "spec": json.dumps(asdict(spec), sort_keys=True),
+        **to_metadata(of),
     }
     weights = {name: value.cpu().contiguous() for name, value in network.state_dict().items()}
     try:
@@ -114,12 +66,12 @@ def write_model(
 
 
 def teaches(file: Path) -> bool:
-    """Whether the model of a file says that it teaches (`Architecture.teaches`).
+    """Whether the model of a file says that it teaches (`RunsModel.teaches`).
 
     Raises:
         OutputError: the file is damaged.
     """
-    return bool(_contents(file)[0].get("teaches") == json.dumps(True))
+    return _opened(file, lambda opened: opened.metadata() or {}).get("teaches") == TRUE
 
 
 def read_model(file: Path, method: type[Method] | None = None) -> nn.Module:
@@ -133,18 +85,18 @@ def read_model(file: Path, method: type[Method] | None = None) -> nn.Module:
         OutputError: the file is damaged, says no architecture, one that is not known here, or one
             that is another here: an encoder with other weights.
     """
-    said, weights = _contents(file)
+    said, weights = _opened(file, _contents)
     if said.get("format") != FORMAT:
         raise OutputError(f"{file} does not say of which architecture its weights are")
     try:
-        of = _stated(said, method)
+        of = from_metadata(said, method, sum(one.numel() for one in weights.values()))
         network = of.network()
         network.load_state_dict(weights)
         known = torch.tensor(json.loads(said["logits"]))
         found = torch.tensor(_probe(network, of.spec))
         close = CLOSE * max(1.0, float(known.abs().max()))
         same = known.shape == found.shape and torch.allclose(known, found, rtol=0.0, atol=close)
-    except (FedsynthError, *DAMAGED) as error:
+    except (FedsynthError, PrivacyError, *HOSTILE, *DAMAGED) as error:
         raise OutputError(f"{file} cannot be used: {one_line(error, LONGEST)}") from None
     if not same:
         raise OutputError(
@@ -154,18 +106,23 @@ def read_model(file: Path, method: type[Method] | None = None) -> nn.Module:
     return network.eval()
 
 
-def _contents(file: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
+def _opened(file: Path, read: Callable[[Any], Read]) -> Read:
+    """What `read` makes of the opened file."""
     try:
         with safe_open(file, framework="pt") as opened:
-            said = opened.metadata() or {}
-            weights = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+            return read(opened)
     except (OSError, *DAMAGED) as error:
         raise OutputError(f"{file} cannot be used: {one_line(error)}") from None
-    return said, weights
+
+
+def _contents(opened: Any) -> tuple[dict[str, str], dict[str, Tensor]]:
+    weights = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    return opened.metadata() or {}, weights
 
 
 def _blamed(of: Architecture) -> str:
-    return f": {' and '.join(of.own)} must have other weights of its own here" if of.own else ""
+    names = " and ".join(of.own.values())
+    return f": {names} must have other weights of its own here" if names else ""
 
 
 def _probe(network: nn.Module, spec: DatasetSpec) -> list[list[float]]:
@@ -180,12 +137,3 @@ def _probe(network: nn.Module, spec: DatasetSpec) -> list[list[float]]:
     network.train(mode)
     found: list[list[float]] = logits.log_softmax(dim=1).mul(1000).round().div(1000).tolist()
     return found
-
-
-def _stated(said: Mapping[str, str], method: type[Method] | None) -> Architecture:
-    sections = json.loads(said["settings"])
-    spec = spec_from_json(json.loads(said["spec"]))
-    if "run" not in sections:
-        return Architecture(spec, ModelSettings(**sections["model"]))
-    known = as_recorded(sections, method)
-    return Architecture(spec, run=resolve(known, own_method=method, own_data=spec.name))

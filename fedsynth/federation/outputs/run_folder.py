@@ -65,9 +65,9 @@ SIMULATION_ONLY_NOTE = (
 PRIVATE_START = "privacy_start.json"
 RESUMED = "resumed.json"
 SERVED = "run.json"
+"""The name and the agreement of a run over nodes."""
 MODEL = "model.safetensors"
 CONFIG = "config.toml"
-"""The name and the agreement of a run over nodes."""
 INCOMPLETE = ".incomplete"
 LOCK = ".lock"
 NAME_LIMIT = 60  # with two bytes a letter, far below the 255 that file systems take

@@ -16,7 +16,8 @@ from fedsynth.data.registry import DatasetSpec, dataset_spec
 from fedsynth.data.shared_set import SUMS, check_hashes
 from fedsynth.errors import OutputError
 from fedsynth.features.registry import register_file
-from fedsynth.federation.outputs.model_file import Architecture, read_model
+from fedsynth.federation.outputs.architecture import RunsModel
+from fedsynth.federation.outputs.model_file import read_model
 from fedsynth.federation.outputs.run_files import read_start
 from fedsynth.federation.outputs.run_folder import CONFIG, MODEL, PRIVATE_START
 from fedsynth.federation.terms.recorded import as_recorded
@@ -66,7 +67,7 @@ def load_model(
     if place.is_file():
         return read_model(place, method)
     if (place / SUMS).is_file():
-        return _handed_over(place, method)
+        return _of_set(place, method)
     if not (place / MODEL).is_file():
         raise OutputError(
             f"{place} is no folder of a finished run, no set that was handed over, and no model's "
@@ -77,7 +78,7 @@ def load_model(
 
 def model_of_run(
     folder: Path, spec: DatasetSpec | None, method: type[Method] | None
-) -> tuple[nn.Module, Architecture]:
+) -> tuple[nn.Module, RunsModel]:
     """The model of a run's folder, and what it is; see `load_model`."""
     if not (folder / MODEL).is_file():
         raise OutputError(f"{folder} is no folder of a finished run: it has no {MODEL}")
@@ -90,7 +91,7 @@ def model_of_run(
     return network.eval(), made
 
 
-def _handed_over(folder: Path, method: type[Method] | None) -> nn.Module:
+def _of_set(folder: Path, method: type[Method] | None) -> nn.Module:
     if not (folder / MODEL).is_file():
         raise OutputError(
             f"{folder} was handed over without the run's model: whoever exported it can add it"
@@ -99,12 +100,10 @@ def _handed_over(folder: Path, method: type[Method] | None) -> nn.Module:
     return read_model(folder / MODEL, method)
 
 
-def _architecture(
-    folder: Path, spec: DatasetSpec | None, method: type[Method] | None
-) -> Architecture:
+def _architecture(folder: Path, spec: DatasetSpec | None, method: type[Method] | None) -> RunsModel:
     if (folder / PRIVATE_START).exists():
         _, settings, stated = read_start(folder, method)
-        return Architecture(spec or stated, run=settings)
+        return RunsModel(spec or stated, settings)
     if not (folder / CONFIG).is_file():
         raise OutputError(f"{folder} is no folder of a finished run: it has no {CONFIG}")
     sections = as_recorded(read_sections(folder / CONFIG), method)
@@ -115,4 +114,4 @@ def _architecture(
             f"the run in {folder} was on images of your own, whose form it does not say: give "
             "spec=, of the same images (`load_folder(…).train.spec`)"
         )
-    return Architecture(spec or dataset_spec(settings.dataset), run=settings)
+    return RunsModel(spec or dataset_spec(settings.dataset), settings)

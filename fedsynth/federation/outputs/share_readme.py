@@ -10,22 +10,24 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fedsynth.features.registry import is_own_features
-from fedsynth.federation.outputs.model_file import Architecture
+from fedsynth.federation.outputs.architecture import RunsModel
 from fedsynth.federation.terms.given_data import PUBLIC
+from fedsynth.own_code import is_label
 from fedsynth.privacy.report_text import up
 
 TEACHES = """With `teacher=fedsynth.load_model(".")` the run's model labels the copies, which the network is better
 for; on the command line it does.
 """
 OWN = """
-The model stands on code that is not here: {names}. Ask for that file (with what it loads), and name
-it: `fedsynth.load_model(".", {arguments})`, {options} on the command line.
+The model stands on code that is not here: {names}. Ask for it, with what it loads. {how}
 """
+BY_FILE = (
+    '`fedsynth.load_model("THIS_FOLDER", {arguments})` takes it, from a place outside this folder'
+)
 
 
 @dataclass(frozen=True)
-class HandedOver:
+class Share:
     """A run's synthetic images, and what goes with them.
 
     Attributes:
@@ -44,7 +46,7 @@ class HandedOver:
     report: dict[str, Any] | None
     accuracy: float | None
     learned: bool
-    model: tuple[nn.Module, Architecture] | None
+    model: tuple[nn.Module, RunsModel] | None
     test: str
 
     @property
@@ -53,7 +55,7 @@ class HandedOver:
         return names
 
 
-def readme(made: HandedOver) -> str:
+def readme(made: Share) -> str:
     """What the recipient reads first."""
     tensors = made.tensors
     facts = made.facts
@@ -114,7 +116,7 @@ this one, `fedsynth student THIS_FOLDER` does so.
 {_teaches(made)}"""
 
 
-def _model_file(made: HandedOver) -> str:
+def _model_file(made: Share) -> str:
     if made.model is None:
         return ""
     return (
@@ -123,7 +125,7 @@ def _model_file(made: HandedOver) -> str:
     )
 
 
-def _teaches(made: HandedOver) -> str:
+def _teaches(made: Share) -> str:
     """What the run's model is good for, and whose code it needs."""
     if made.model is None:
         return ""
@@ -131,17 +133,17 @@ def _teaches(made: HandedOver) -> str:
     text = TEACHES if architecture.teaches else ""
     if not architecture.own:
         return text
-    files = [name.partition("@")[0] for name in architecture.own]
-    kinds = ["features" if is_own_features(name) else "model" for name in architecture.own]
-    pairs = list(zip(kinds, files, strict=True))
-    return text + OWN.format(
-        names=" and ".join(f"`{name}`" for name in architecture.own),
-        arguments=", ".join(f'{kind}="{file}"' for kind, file in pairs),
-        options=" ".join(f"`--{kind} {file}`" for kind, file in pairs),
-    )
+    names = " and ".join(f"`{name}`" for name in architecture.own.values())
+    files = {kind: one.partition("@")[0] for kind, one in architecture.own.items() if is_label(one)}
+    if not files:
+        return text + OWN.format(names=names, how="")
+    how = BY_FILE.format(arguments=", ".join(f'{kind}="PATH/{one}"' for kind, one in files.items()))
+    if "features" in files:
+        how += f";\nfor `fedsynth student` that is `--features PATH/{files['features']}`"
+    return text + OWN.format(names=names, how=f"{how}.")
 
 
-def _measured(made: HandedOver) -> str:
+def _measured(made: Share) -> str:
     """How good the run's model was, and on which images: private ones stand outside a guarantee."""
     if made.accuracy is None:
         return ""
@@ -160,7 +162,7 @@ def _promise(report: Mapping[str, Any] | None) -> str:
     if report is None:
         return textwrap.dedent("""\
             **There is no differential privacy.** These images were learned from real ones, or are
-            real ones, and nothing is guaranteed to the people in the data.
+            real ones, as any model here was, and nothing is guaranteed to the people in the data.
             """)
     promise = report.get("guarantee")
     if not promise:

@@ -166,13 +166,10 @@ class RunSettings:
             self._check_sampling_by_size()
         self._check_robust()
         if self.model.features and self.method.features_refusal:
-            has_its_own = hasattr(self.method, "features")
-            wanted = Setting("method", "features", self.model.features)
             raise SettingError(
                 "model",
                 "features",
                 f"must be left out with {self.method.name}: {self.method.features_refusal}",
-                *((" (", wanted, ")") if has_its_own else ()),
             )
         if self.model.client_names:
             self._check_client_models()
