@@ -139,7 +139,7 @@ def _teaches(made: Share) -> str:
         return text + OWN.format(names=names, how="")
     how = BY_FILE.format(arguments=", ".join(f'{kind}="PATH/{one}"' for kind, one in files.items()))
     if "features" in files:
-        how += f";\nfor `fedsynth student` that is `--features PATH/{files['features']}`"
+        how += f";\nof `fedsynth student` `PATH/{files['features']}` is the option of features"
     return text + OWN.format(names=names, how=f"{how}.")
 
 
