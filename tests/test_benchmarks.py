@@ -115,6 +115,8 @@ def test_compare_has_every_method_with_its_familys_settings(script: Any) -> None
     compare = script("compare")
     assert {compare.knob(name) for name in ("feddm", "fedaf")} == {"image_lr"}
     assert (compare.knob("moon"), compare.knob("real")) == ("lr", None)
+    for name in compared.METHODS:  # FedStats and FedSum have not all of their family's settings
+        assert compare.settings_for(name, 0, "cpu", False, 0.1).rounds in (1, 5)
 
 
 def test_rows_are_made_once(script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,10 +43,11 @@ def family(method: type[Method]) -> Values:
         return ONCE
     if issubclass(method, TrainsLocally):
         return LOCAL
+    if not method.learns_from_images:
+        return {}
     known = {f.name for f in fields(method)}
-    if "iterations" in known:
-        return CONDENSE
-    return IMAGES if "ipc" in known else {}
+    taken = CONDENSE if "iterations" in known else IMAGES
+    return {key: value for key, value in taken.items() if key in known}
 
 
 def _settings(method: str, changes: Values) -> tuple[str, Values]:
