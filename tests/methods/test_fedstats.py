@@ -332,3 +332,13 @@ def test_a_run_of_one_round_leaves_nothing_of_its_budget(second: str) -> None:
     method = FedStats(features="pixels", second_moments=second)
     plans = method.private_plans(PrivacySettings(noise_multiplier=1.0), context(1, rounds=1))
     assert sum(plan.noise_ratio**-2 for plan in plans) == pytest.approx(1.0)
+
+
+def test_the_report_says_which_model_it_is() -> None:
+    """Catches: the settings of a ConvNet, drawn from a seed, in a report of a run without one."""
+    settings = RunSettings(FedStats(), rounds=1, privacy=PrivacySettings(epsilon=8.0))
+    report: Any = simulate(settings, quiet=True).privacy
+    items = report["public_items"]
+    assert "convnet" not in str(items)
+    assert items["architecture and initial weights"].startswith("the method's own")
+    assert items["model"].startswith("linear in the features")

@@ -163,7 +163,7 @@ def test_names_of_the_package_are_taken(name: str) -> None:
 
 def test_a_file_that_was_not_given_again_is_said(register: Callable[[str], None]) -> None:
     with pytest.raises(
-        SettingError, match=r"is mynet.py:Net@1234, of your own: .*PATH/mynet.py:Net"
+        SettingError, match=r"is mynet.py:Net@1234, of somebody's own: .*PATH/mynet.py:Net"
     ):
         ModelSettings("mynet.py:Net@1234")
     register("mynet.py:Net@5678")

@@ -173,7 +173,7 @@ def public_items(plan: PrivacyPlan, *, simulated: bool = True) -> dict[str, str]
         "normalisation": (
             f"constants of the specification {spec.name!r}: mean {spec.mean}, std {spec.std}"
         ),
-        "architecture and initial weights": f"{run.model}, {_weights(run)}",
+        "architecture and initial weights": _architecture(run),
         "hyper-parameters": json.dumps(run.to_mapping()["method"]),
         "bound on all records": f"{plan.max_records} (δ is checked against it)",
         "schedule": (f"{_rounds(plan)}, fixed before data are read"),
@@ -200,6 +200,12 @@ def public_items(plan: PrivacyPlan, *, simulated: bool = True) -> dict[str, str]
     if plan.facts.guaranteed:
         items |= _items_of_a_guarantee(plan)
     return items
+
+
+def _architecture(run: RunSettings) -> str:
+    if not run.method.takes_model:
+        return "the method's own: no setting of models decides it"
+    return f"{run.model}, {_weights(run)}"
 
 
 def _weights(run: RunSettings) -> str:

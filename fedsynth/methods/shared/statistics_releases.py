@@ -173,7 +173,7 @@ def public_facts(
         pictures: whether small ones are released.
         whitening: whether covariances are, in a private run.
     """
-    facts = {}
+    facts = {"model": "linear in the features, without a bias: it follows from what is released"}
     if pictures:
         small = low_pass(image_shape)
         facts["small pictures"] = f"{small.dimension} coordinates of norm 1: {small.source}"
