@@ -176,7 +176,7 @@ class FedStats(SharesNoise, MakesImages):
     even_rounds: ClassVar[bool] = False
     model_sees_data: ClassVar[bool] = False
     takes_model: ClassVar[bool] = False
-    features_refusal: ClassVar[str] = "its map is a setting of the method"
+    features_refusal: ClassVar[str] = "its own map is a setting of the method, method.features"
     later: ClassVar[Later] = {
         "ipc": 0,
         "image_steps": 12,
