@@ -257,7 +257,7 @@ Features = Annotated[
     _model(
         help="A fixed feature map that a linear model (or --model mlp) is trained on, by methods that "
         "train models: whitened-scattering, scattering, random-process, pixels, …; or your own: "
-        "FILE.py:NAME, a function of image_shape that makes a FeatureMap. Of fedstats: its own map.",
+        "FILE.py:NAME, a function of image_shape that makes a FeatureMap. Of fedstats: its map.",
     ),
 ]
 Width = Annotated[

@@ -123,7 +123,8 @@ def _shared_set(found: dict[str, Tensor], facts: dict[str, str]) -> SharedSet:
         raise ValueError("its labels are not one for each image")
     if len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < classes:
         raise ValueError("its labels are of classes that there are not")
-    epsilon, delta = (_promised(facts[key]) for key in ("epsilon", "delta"))
+    epsilon = _promised(facts["epsilon"])
+    delta = _promised(facts["delta"])
     if (epsilon is None) != (delta is None):
         raise ValueError("it has one of ε and δ")
     soft = found.get("soft_labels")

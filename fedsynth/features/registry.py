@@ -179,7 +179,8 @@ def _check_same(name: str, own: FeatureMap) -> None:
     draws = torch_generator(0, "the same vector twice")
     images = torch.rand(2, *own.image_shape, generator=draws)
     with torch.no_grad():
-        first, again = own(images), own(images)
+        first = own(images)
+        again = own(images)
     if not torch.allclose(first, again, rtol=1e-3, atol=1e-3 * own.radius, equal_nan=True):
         raise SettingError(
             "method",

@@ -30,7 +30,7 @@ from fedsynth.synthesizer.condensation.student import StudentSettings, train_stu
 
 AUTO, SOFT, HARD = "auto", "soft", "hard"
 LABELS = (AUTO, SOFT, HARD)
-OWN, NOBODY = "auto", "none"
+NOBODY = "none"
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,7 +88,7 @@ def require_place(file: Path) -> Path:
         raise OutputError(f"{file} is a folder: name a file")
     if any((folder / SUMS).is_file() for folder in file.resolve().parents):
         raise OutputError(
-            f"{file} would lie in a synthetic set, whose hashes list its files: name a file elsewhere"
+            f"{file} would lie in a synthetic set, whose hashes list its files: name another place"
         )
     return file
 
@@ -99,7 +99,7 @@ def student_of_set(
     how: StudentSettings | None = None,
     *,
     labels: str = AUTO,
-    teacher: str | Path | nn.Module = OWN,
+    teacher: str | Path | nn.Module = AUTO,
     device: str = "auto",
     report: Callable[[int, int], None] = lambda done, total: None,
 ) -> Student:
@@ -187,9 +187,9 @@ def _teacher(
     own = folder / MODEL
     if isinstance(named, nn.Module):
         return _fitting(named, "the teacher", spec), False
-    if str(named) == NOBODY or (str(named) == OWN and not (own.is_file() and teaches(own))):
+    if str(named) == NOBODY or (str(named) == AUTO and not (own.is_file() and teaches(own))):
         return None, True
-    if str(named) == OWN:
+    if str(named) == AUTO:
         try:
             return _fitting(load_model(folder), str(folder), spec), True
         except OutputError as error:
@@ -218,7 +218,8 @@ def _fitting(model: nn.Module, name: str, spec: DatasetSpec) -> nn.Module:
 
 def _vouched_for(share: Path, run: Path) -> bool:
     """Whether the set's privacy report names the model of this run's folder, by its hash."""
-    report, model = share / "privacy_report.json", run / MODEL
+    report = share / "privacy_report.json"
+    model = run / MODEL
     if not (report.is_file() and model.is_file()):
         return False
     named = read_json(report, "privacy report").get("files", {})

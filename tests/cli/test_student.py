@@ -50,9 +50,8 @@ def test_it_says_what_it_learned_its_guarantee_and_its_accuracy(
     out, err = capsys.readouterr()
     assert code == 0, err
     assert "learned: 60 images, soft labels, and 1 changed copies of each that a model" in out
-    assert (
-        f"guarantee: ε = {up(load_synthetic(share).epsilon or 0.0)} at δ = 1e-05, the set's" in out
-    )
+    epsilon = up(load_synthetic(share).epsilon or 0.0)
+    assert f"guarantee: ε = {epsilon} at δ = 1e-05, the set's" in out
     assert " % of 359 real test images" in out
     assert "step 20 of 20" in err
     assert err.count("step ") == 10

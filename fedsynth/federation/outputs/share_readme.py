@@ -15,8 +15,8 @@ from fedsynth.federation.terms.given_data import PUBLIC
 from fedsynth.own_code import is_label
 from fedsynth.privacy.report_text import up
 
-TEACHES = """With `teacher=fedsynth.load_model(".")` the run's model labels the copies, which the network is better
-for; on the command line it does.
+TEACHES = """With `teacher=fedsynth.load_model(".")` the run's model labels the copies, which the
+network is better for; on the command line it does.
 """
 OWN = """
 The model stands on code that is not here: {names}. Ask for it, with what it loads. {how}
