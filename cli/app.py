@@ -32,6 +32,7 @@ from fedsynth.cli.settings_options import (
     merged,
     read_config,
     refuse_beside_resume,
+    refuse_needless_code,
     with_own_code,
     with_set_options,
 )
@@ -168,8 +169,9 @@ def train(
         chosen = with_own_code(chosen)
         if resume is not None:
             refuse_beside_resume(context)
-            chosen["model"].pop("features", None)  # registered; which it is stands in config.toml
             config = resume / "config.toml"
+            refuse_needless_code(read_config(config), chosen)
+            chosen["model"].pop("features", None)  # registered; which it is stands in config.toml
         if preset is not None:
             sections = from_table(preset, config, chosen, _to_stderr)
         else:

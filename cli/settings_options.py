@@ -164,6 +164,27 @@ def refuse_beside_resume(context: typer.Context) -> None:
             )
 
 
+def refuse_needless_code(config: Sections, chosen: Sections) -> None:
+    """Of a run that goes on, with files of one's own that were given again.
+
+    Args:
+        config: the run's own settings.
+        chosen: what was given, after `with_own_code`.
+
+    Raises:
+        SettingError: the run has no file of anybody's own there; it would be executed for nothing.
+    """
+    from fedsynth.own_code import is_label
+
+    for section, key in OWN_SETTINGS:
+        given = str(chosen.get(section, {}).get(key) or "")
+        there = [config.get(one, {}).get(key) for one in (section, "method")]  # --features is both
+        if is_label(given) and not any(is_label(str(one)) for one in there):
+            raise SettingError(
+                section, key, f"is {given}, and the run that goes on has no such file of its own"
+            )
+
+
 def merged(
     config: Sections, given: Sections, note: Callable[[str], None] = lambda text: None
 ) -> Sections:

@@ -218,6 +218,30 @@ def test_a_killed_run_on_one_s_own_features_goes_on(
 
 
 @pytest.mark.parametrize(
+    ("option", "name"), [("--features", "enc.py:rows"), ("--model", "net.py:Net")]
+)
+def test_a_run_without_one_s_own_file_takes_none_when_it_goes_on(
+    option: str,
+    name: str,
+    code: Path,
+    fedsynth: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Catches: a file that is executed and then left out without a word."""
+    with interrupted_in_round(2, monkeypatch):
+        cut = fedsynth(
+            *("train", "--output", str(code / "out"), "--clients", "2", "--device", "cpu"),
+            *("--rounds", "2", "--method", "fedstats"),
+        )
+    assert cut.code == 130
+    (left,) = (code / "out").iterdir()
+    done = fedsynth("train", "--resume", str(left), option, str(code / name))
+    assert (done.code, done.stderr.count("\n")) == (2, 1)
+    assert f"{option} is " in done.stderr
+    assert "has no such file of its own" in done.stderr
+
+
+@pytest.mark.parametrize(
     ("text", "words"),
     [
         ("rows = 3", "must be a function from an image shape"),
