@@ -19,6 +19,7 @@ step "cuda tests" python3 -m pytest -q -m cuda tests
 step "first command" bash -c 'time python3 -c "from fedsynth.cli.app import main; main()" train --method feddm --dp-sigma 3 --output "$(mktemp -d)"'
 step "condense" python3 benchmarks/condense.py --json --device cuda --clients 1 10 --steps 20
 step "server step" python3 benchmarks/server_step.py --json --device cuda --epochs 50
+step "generator step" python3 benchmarks/generator_step.py --json --device cuda --repeats 50
 step "local training" python3 benchmarks/local_training.py --json --device cuda
 step "dp step" python3 benchmarks/dp_step.py --json --device cuda
 step "a round of CIFAR-10's size" python3 benchmarks/condense.py --json --device cuda --cases cifar10 --clients 10 --steps 1000 --repeats 1 --no-reference --no-growth

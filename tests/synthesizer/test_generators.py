@@ -19,6 +19,7 @@ from fedsynth.models.convnet import ConvNet
 from fedsynth.models.registry import ModelSettings, build_model
 from fedsynth.seeding import torch_generator
 from fedsynth.synthesizer.generation.generators import (
+    DoublingConv2d,
     Generator,
     activation_loss,
     distillation_loss,
@@ -114,6 +115,27 @@ def test_images_have_the_data_sets_shape_and_pixels_between_0_and_1(
             -1, 1, 1
         ) + torch.tensor(spec.mean).view(-1, 1, 1)
     torch.testing.assert_close(back, pixels.detach(), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(7, 7), (2, 5), (1, 1)])
+def test_doubling_and_convolution_in_one_are_the_two_layers(
+    rows: int, columns: int, device: torch.device
+) -> None:
+    """Catches: a kernel that is mirrored or shifted, edges, and gradients that miss a weight."""
+    one = DoublingConv2d(3, 4).double().to(device)
+    two = nn.Sequential(nn.Upsample(scale_factor=2), nn.Conv2d(3, 4, 3, padding=1)).double()
+    two[1].load_state_dict(one.state_dict())
+    draws = torch_generator(0, "test", device=device)
+    shape: dict[str, Any] = {"dtype": torch.double, "device": device, "generator": draws}
+    x = torch.randn(2, 3, rows, columns, **shape).requires_grad_()
+    weigh = torch.randn(2, 4, 2 * rows, 2 * columns, **shape)
+    found = [layer(x) for layer in (one, two.to(device))]
+    torch.testing.assert_close(*found)
+    gradients = [
+        torch.autograd.grad((made * weigh).sum(), [x, *layer.parameters()])
+        for made, layer in zip(found, (one, two), strict=True)
+    ]
+    torch.testing.assert_close(*gradients)
 
 
 def test_a_generator_is_reproduced_by_its_seed_and_labels_matter() -> None:

@@ -22,6 +22,31 @@ from fedsynth.data.registry import DatasetSpec
 from fedsynth.seeding import forked_rng
 
 
+class DoublingConv2d(nn.Conv2d):
+    """`Upsample(2)`, each pixel four times, and a 3×3 convolution with padding 1, as one operation.
+
+    Pixels that are alike share a product: 4 for each weight's channels at an output pixel in place
+    of 9, and the enlarged image is never made. Weights, their initialisation and, up to rounding,
+    results are those of the two layers.
+
+    >>> x, layer = torch.rand(2, 4, 7, 7), DoublingConv2d(4, 3)
+    >>> two = nn.Sequential(nn.Upsample(scale_factor=2), nn.Conv2d(4, 3, 3, padding=1))
+    >>> two[1].load_state_dict(layer.state_dict())
+    <All keys matched successfully>
+    >>> torch.allclose(layer(x), two(x), atol=1e-5)
+    True
+    """
+
+    def __init__(self, channels: int, out: int) -> None:
+        super().__init__(channels, out, 3, padding=1)
+
+    def forward(self, x_NCHW: Tensor) -> Tensor:
+        wide = F.pad(self.weight, (1, 1, 1, 1))
+        rows = wide[..., :-1, :] + wide[..., 1:, :]
+        kernel = (rows[..., :-1] + rows[..., 1:]).flip(2, 3).transpose(0, 1)
+        return F.conv_transpose2d(x_NCHW, kernel, self.bias, stride=2, padding=1)
+
+
 class Generator(nn.Module):
     """`forward`: noise [N, latent] (and labels [N]) to pixels [N, C, H, W] in [0, 1].
 
@@ -50,12 +75,10 @@ class Generator(nn.Module):
         self.start = nn.Linear(latent + classes, self._wide * self._rows * self._columns)
         self.body = nn.Sequential(
             nn.BatchNorm2d(self._wide, track_running_stats=running),
-            nn.Upsample(scale_factor=2),
-            nn.Conv2d(self._wide, self._wide, 3, padding=1),
+            DoublingConv2d(self._wide, self._wide),
             nn.BatchNorm2d(self._wide, 0.8, track_running_stats=running),
             nn.LeakyReLU(0.2),
-            nn.Upsample(scale_factor=2),
-            nn.Conv2d(self._wide, width, 3, padding=1),
+            DoublingConv2d(self._wide, width),
             nn.BatchNorm2d(width, 0.8, track_running_stats=running),
             nn.LeakyReLU(0.2),
             nn.Conv2d(width, spec.channels, 3, padding=1),

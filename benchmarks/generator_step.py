@@ -1,0 +1,83 @@
+"""A step of a generator and its teacher's answer (FedKF's T2, width 64, batch 64), with doubling and
+convolution as one operation, and as the two layers, alternately in one run.
+
+    python benchmarks/generator_step.py [--quick] [--json] [--device cuda] [--repeats 5]
+
+LeNet-5 for letters and ResNet-8 for CIFAR-10, the paper's. Untrained teachers: only time is
+measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fedsynth.cli.memory import keep_large_allocations
+from fedsynth.data.registry import dataset_spec
+from fedsynth.models.registry import ModelSettings, build_model
+from fedsynth.seeding import torch_generator
+from fedsynth.synthesizer.generation.generators import DoublingConv2d, Generator, make_generator
+from fedsynth.synthesizer.generation.one_teacher import Distillation
+from library.machine import alternating, arguments, machine, saver
+
+CASES = {"emnist-letters": "lenet5", "cifar10": "resnet8"}
+
+
+class TwoLayers(nn.Module):
+    """What `DoublingConv2d` replaces, with its weights."""
+
+    def __init__(self, one: DoublingConv2d) -> None:
+        super().__init__()
+        self.weight, self.bias = one.weight, one.bias
+
+    def forward(self, x_NCHW: Tensor) -> Tensor:
+        return F.conv2d(F.interpolate(x_NCHW, scale_factor=2), self.weight, self.bias, padding=1)
+
+
+def with_two_layers(generator: Generator) -> Generator:
+    for place, layer in enumerate(generator.body):
+        if isinstance(layer, DoublingConv2d):
+            generator.body[place] = TwoLayers(layer)
+    return generator
+
+
+def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
+    device = torch.device(options.device)
+    spec = dataset_spec(name)
+    teacher = build_model(ModelSettings(CASES[name]), spec.image_shape, spec.classes, 0).to(device)
+    width = 8 if options.quick else 64
+    one, two = (make_generator(spec, 0, width=width) for _ in range(2))
+    runs: dict[str, Callable[[], object]] = {
+        kind: Distillation(
+            teacher,
+            generator.to(device),
+            torch_generator(0, "benchmark", device=device),
+            batch=64,
+            learning_rate=1e-3,
+            one_hot_weight=0.1,
+            activation_weight=0.1,
+        ).step
+        for kind, generator in (("two layers", with_two_layers(two)), ("one operation", one))
+    }
+    times = alternating(runs, 1 if options.quick else options.repeats, device)
+    medians = {kind: statistics.median(values) for kind, values in times.items()}
+    ratio = medians["two layers"] / medians["one operation"]
+    return {"case": name, "seconds per step": medians, "ratio": ratio, **machine()}
+
+
+def main() -> None:
+    options = arguments(__doc__).parse_args()
+    keep_large_allocations()
+    save = saver("generator_step", options)
+    for name in CASES:
+        save(measure(name, options))
+
+
+if __name__ == "__main__":
+    main()
