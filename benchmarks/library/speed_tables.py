@@ -84,7 +84,9 @@ def _server() -> list[str]:
 
 
 def _generator() -> list[str]:
-    return [f"{case('generator_step', name)['ratio']:.1f}" for name in ("emnist-letters", "cifar10")]
+    return [
+        f"{case('generator_step', name)['ratio']:.1f}" for name in ("emnist-letters", "cifar10")
+    ]
 
 
 def _fixed_passes() -> str:

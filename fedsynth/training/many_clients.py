@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
 from fedsynth.models.flat import FlatNetwork, flatten, load_flat
-from fedsynth.training.sgd import Penalty, Pull, SgdSettings, make_step, steps_of
+from fedsynth.training.sgd import Penalty, Pull, SgdSettings, fetched, make_step, steps_of
 from fedsynth.training.softmax_regression import is_softmax_regression, regression_gradients
 
 FEW = 4  # clients below which a pass costs more than it saves
@@ -190,13 +190,17 @@ def _finish(
         return
     network = FlatNetwork(learner.model, requires_grad=True)
     network.module.train()
-    step = make_step(network, state, images, labels, learner.settings, penalty=learner.penalty)
+    step = make_step(network, state, learner.settings, penalty=learner.penalty)
     each = -(
         -len(learner.where) // learner.settings.batch
     )  # batches of a pass, of which the last may not be full
-    for number, batch in enumerate(left, start=queue.steps - len(left)):
-        last = number % each == each - 1
-        step(batch[: len(learner.where) - (each - 1) * len(batch)] if last else batch)
+    filled = len(learner.where) - (each - 1) * learner.settings.batch  # examples in that
+    parts = [
+        batch[:filled] if number % each == each - 1 else batch
+        for number, batch in enumerate(left, start=queue.steps - len(left))
+    ]
+    for x, y in fetched(images, labels, parts):
+        step(x, y)
     load_flat(learner.model, network.flat)
 
 

@@ -19,6 +19,30 @@ def is_softmax_regression(network: nn.Module) -> bool:
     return type(network) is Linear or (type(network) is OnFeatures and network.linear)
 
 
+def regression_step(layer: nn.Linear, x_BD: Tensor, labels_B: Tensor) -> None:
+    """Puts the gradient of one learner's mean cross-entropy in its layer's `grad`s, in place.
+
+    >>> layer = nn.Linear(1, 2)
+    >>> for p in layer.parameters():
+    ...     p.data.zero_()
+    ...     p.grad = torch.zeros_like(p)
+    tensor([[0.],
+            [0.]])
+    tensor([0., 0.])
+    >>> regression_step(layer, torch.ones(1, 1), torch.zeros(1, dtype=torch.int64))
+    >>> layer.bias.grad
+    tensor([-0.5000,  0.5000])
+    """
+    with torch.no_grad():
+        wrong_BC = layer(x_BD).softmax(dim=1)
+        labels_B1 = labels_B[:, None]
+        wrong_BC.scatter_add_(1, labels_B1, wrong_BC.new_full((1, 1), -1.0).expand_as(labels_B1))
+        wrong_BC /= len(x_BD)
+        torch.mm(wrong_BC.T, x_BD, out=layer.weight.grad)
+        if layer.bias is not None:
+            torch.sum(wrong_BC, 0, out=layer.bias.grad)
+
+
 def regression_gradients(
     flat_AP: Tensor, x_ABD: Tensor, labels_AB: Tensor, share_AB: Tensor, classes: int
 ) -> Tensor:
