@@ -21,6 +21,7 @@ from fedsynth.cli.deploy_commands import client, deploy_app, server
 from fedsynth.cli.errors import OneLineGroup, one_line_errors
 from fedsynth.cli.method_commands import distill, methods_app
 from fedsynth.cli.option_names import OptionNames, sections_of
+from fedsynth.cli.own_code_options import refuse_beside_resume, refuse_needless_code, with_own_code
 from fedsynth.cli.paths import PATH, named_path
 from fedsynth.cli.picture_commands import plot, report
 from fedsynth.cli.privacy_commands import privacy_app
@@ -31,9 +32,6 @@ from fedsynth.cli.settings_options import (
     from_table,
     merged,
     read_config,
-    refuse_beside_resume,
-    refuse_needless_code,
-    with_own_code,
     with_set_options,
 )
 from fedsynth.cli.share_commands import export, synthesize
@@ -166,11 +164,12 @@ def train(
     """
     with one_line_errors(context.command) as names:
         chosen = with_set_options(sections_of(context.params), settings or [], names)
-        chosen = with_own_code(chosen)
         if resume is not None:
             refuse_beside_resume(context)
             config = resume / "config.toml"
             refuse_needless_code(read_config(config), chosen)
+        chosen = with_own_code(chosen)
+        if resume is not None:
             chosen["model"].pop("features", None)  # registered; which it is stands in config.toml
         if preset is not None:
             sections = from_table(preset, config, chosen, _to_stderr)

@@ -13,13 +13,13 @@ import typer
 from fedsynth.cli import options as given
 from fedsynth.cli.errors import OptionError, one_line_errors
 from fedsynth.cli.option_names import OptionNames, sections_of
+from fedsynth.cli.own_code_options import with_own_code
 from fedsynth.cli.paths import PATH, named_path
 from fedsynth.cli.settings_options import (
     Sections,
     from_preset,
     merged,
     read_config,
-    with_own_code,
     with_set_options,
 )
 

@@ -15,9 +15,10 @@ import typer
 from fedsynth.cli.audit_command import audit
 from fedsynth.cli.errors import OptionError, one_line_errors, write_text
 from fedsynth.cli.option_names import Place, option_names, sections_of
+from fedsynth.cli.own_code_options import with_own_code
 from fedsynth.cli.paths import PATH, named_path
 from fedsynth.cli.report_commands import report, sign, verify
-from fedsynth.cli.settings_options import with_own_code, with_set_options
+from fedsynth.cli.settings_options import with_set_options
 
 if TYPE_CHECKING:
     from fedsynth.federation.terms.costs import Plan

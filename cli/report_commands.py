@@ -14,8 +14,8 @@ import typer
 
 from fedsynth.cli.errors import OptionError, one_line_errors, write_text
 from fedsynth.cli.options import OwnFeatures, OwnMethod, OwnModel
+from fedsynth.cli.own_code_options import own_code_alone
 from fedsynth.cli.paths import PATH, named_path
-from fedsynth.cli.settings_options import own_code_alone
 
 SHOWN = 40  # mismatches
 

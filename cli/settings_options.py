@@ -6,11 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import typer
-
 from fedsynth.cli.errors import OptionError
 from fedsynth.cli.option_names import SET_SECTIONS
-from fedsynth.errors import Setting, SettingError
+from fedsynth.errors import Setting
 
 Sections = dict[str, dict[str, Any]]
 
@@ -79,110 +77,6 @@ def read_config(path: Path | None) -> Sections:
     if not path.is_dir():
         return read_sections(path)
     return as_recorded(read_sections(path / "config.toml"))
-
-
-def with_own_code(chosen: Sections) -> Sections:
-    """What options say, with files of one's own (FILE.py:NAME) loaded and registered.
-
-    Of options alone: what a config file names is never executed.
-
-    Raises:
-        SettingError: a file that cannot be executed, or has no such model, method or feature map.
-    """
-    from fedsynth.own_code import load_own, names_a_file
-
-    chosen = {section: dict(values) for section, values in chosen.items()}
-    for section, key in OWN_SETTINGS:
-        given = str(chosen.get(section, {}).get(key) or "")
-        if given.endswith(".py"):
-            raise SettingError(section, key, f"must be FILE.py:NAME, got {given}")
-    method = str(chosen.get("run", {}).get("method") or "")
-    if names_a_file(method):
-        from fedsynth.methods import register_method
-
-        chosen["run"]["method"] = register_method(*load_own("run", "method", method))
-    model = str(chosen.get("model", {}).get("name") or "")
-    if names_a_file(model):
-        from fedsynth.models.registry import register_model_file
-
-        chosen["model"]["name"] = register_model_file(model).name
-    for section in ("model", "method"):
-        features = str(chosen.get(section, {}).get("features") or "")
-        if names_a_file(features):
-            from fedsynth.features.registry import register_file
-
-            chosen[section]["features"] = register_file(features, section)
-    return chosen
-
-
-def own_code_alone(method: str | None, model: str | None, features: str | None) -> None:
-    """Registers the files of one's own that a command on a run's folder is given."""
-    with_own_code({"run": {"method": method}, "model": {"name": model, "features": features}})
-
-
-BESIDE_RESUME = {
-    "resume",
-    "device",
-    "memory_gb",
-    "compile",
-    "data_root",
-    "download",
-    "as_json",
-    "sign_key",
-    "log",
-}
-"""Parameters of `train` that may stand beside --resume."""
-OWN_CODE = ("method", "model", "features")
-"""Those that may name a file of one's own."""
-OWN_SETTINGS = (
-    ("run", "method"),
-    ("model", "name"),
-    ("model", "features"),
-    ("method", "features"),
-)
-"""The settings that may."""
-
-
-def refuse_beside_resume(context: typer.Context) -> None:
-    """A run that is resumed has its own settings.
-
-    Raises:
-        OptionError: names the first option that cannot be given with --resume.
-    """
-    from fedsynth.own_code import names_a_file
-
-    for parameter in context.command.params:
-        name = parameter.name or ""
-        source = context.get_parameter_source(name)
-        given = source is not None and source.name == "COMMANDLINE"
-        if name in OWN_CODE and names_a_file(str(context.params.get(name))):
-            continue  # of one's own: it has to be given again
-        if given and name not in BESIDE_RESUME:
-            raise OptionError(
-                f"--resume goes on with the settings of the run's config.toml; {parameter.opts[0]} "
-                "cannot be given beside it"
-            )
-
-
-def refuse_needless_code(config: Sections, chosen: Sections) -> None:
-    """Of a run that goes on, with files of one's own that were given again.
-
-    Args:
-        config: the run's own settings.
-        chosen: what was given, after `with_own_code`.
-
-    Raises:
-        SettingError: the run has no file of anybody's own there; it would be executed for nothing.
-    """
-    from fedsynth.own_code import is_label
-
-    for section, key in OWN_SETTINGS:
-        given = str(chosen.get(section, {}).get(key) or "")
-        there = [config.get(one, {}).get(key) for one in (section, "method")]  # --features is both
-        if is_label(given) and not any(is_label(str(one)) for one in there):
-            raise SettingError(
-                section, key, f"is {given}, and the run that goes on has no such file of its own"
-            )
 
 
 def merged(

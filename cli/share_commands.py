@@ -13,14 +13,9 @@ import typer
 from fedsynth.cli import options as given
 from fedsynth.cli.errors import one_line_errors
 from fedsynth.cli.option_names import sections_of
+from fedsynth.cli.own_code_options import own_code_alone, with_own_code
 from fedsynth.cli.paths import PATH, named_path
-from fedsynth.cli.settings_options import (
-    merged,
-    own_code_alone,
-    read_config,
-    with_own_code,
-    with_set_options,
-)
+from fedsynth.cli.settings_options import merged, read_config, with_set_options
 from fedsynth.cli.signals import ended_by_signals
 
 Out = Annotated[

@@ -11,8 +11,8 @@ import typer
 
 from fedsynth.cli import options as given
 from fedsynth.cli.errors import one_line_errors
+from fedsynth.cli.own_code_options import own_code_alone, with_own_code
 from fedsynth.cli.paths import PATH, named_path
-from fedsynth.cli.settings_options import own_code_alone, with_own_code
 
 if TYPE_CHECKING:
     from fedsynth.federation.student import Student

@@ -156,14 +156,20 @@ class _EachAlone:
 
 
 def _looked_at(name: str, own: object, shape: Shape) -> FeatureMap:
-    """The same map by its registered name, with a function that refuses to mix examples; what it
-    makes of black images is looked at before anybody's ledger is charged."""
+    """The same map by its registered name, with a function that refuses to mix examples; whether it
+    is for such images, and what it makes of some, is seen before anybody's ledger is charged."""
     if not isinstance(own, FeatureMap):
         raise SettingError(
             "method",
             "features",
             f"{name!r}: what was registered makes {type(own).__name__}, and should make a "
             "fedsynth.features.FeatureMap of an image shape",
+        )
+    if own.image_shape != shape:
+        raise SettingError(
+            "method",
+            "features",
+            f"{name!r}: its map is for images of shape {own.image_shape}, and these are {shape}",
         )
     function = _EachAlone(name, own.function)
     try:

@@ -218,7 +218,8 @@ def test_a_killed_run_on_one_s_own_features_goes_on(
 
 
 @pytest.mark.parametrize(
-    ("option", "name"), [("--features", "enc.py:rows"), ("--model", "net.py:Net")]
+    ("option", "name"),
+    [("--features", "enc.py:rows"), ("--model", "net.py:Net"), ("--method", "mine.py:Mine")],
 )
 def test_a_run_without_one_s_own_file_takes_none_when_it_goes_on(
     option: str,
@@ -235,10 +236,13 @@ def test_a_run_without_one_s_own_file_takes_none_when_it_goes_on(
         )
     assert cut.code == 130
     (left,) = (code / "out").iterdir()
+    for file in code.glob("*.py"):
+        file.write_text("open(__file__ + '.ran', 'w')\n" + file.read_text())
     done = fedsynth("train", "--resume", str(left), option, str(code / name))
     assert (done.code, done.stderr.count("\n")) == (2, 1)
     assert f"{option} is " in done.stderr
     assert "has no such file of its own" in done.stderr
+    assert not list(code.glob("*.ran"))
 
 
 @pytest.mark.parametrize(

@@ -67,6 +67,7 @@ def test_an_own_map_is_looked_at_before_a_run_needs_it() -> None:
             lambda shape: replace(own(shape), function=lambda x: np.zeros((len(x), 1))),  # type: ignore[arg-type,return-value]
             "must make a tensor .*, got ndarray",
         ),
+        "own-other": (lambda shape: own((3, 8, 8)), r"is for images of shape \(3, 8, 8\), and"),
     }
     for name, (build, says) in wrong.items():
         register_features(name, build)
