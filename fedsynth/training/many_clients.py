@@ -23,7 +23,15 @@ from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
 from fedsynth.models.flat import FlatNetwork, flatten, load_flat
-from fedsynth.training.sgd import Penalty, Pull, SgdSettings, fetched, make_step, steps_of
+from fedsynth.training.sgd import (
+    Penalty,
+    Pull,
+    SgdSettings,
+    batches_of,
+    fetched,
+    make_step,
+    steps_of,
+)
 from fedsynth.training.softmax_regression import is_softmax_regression, regression_gradients
 
 FEW = 4  # clients below which a pass costs more than it saves
@@ -144,7 +152,7 @@ class _Queue:
     def __init__(self, learner: Learner) -> None:
         self.learner = learner
         batch = learner.settings.batch
-        self.steps = self._undrawn = steps_of(learner.settings, -(-len(learner.where) // batch))
+        self.steps = self._undrawn = steps_of(learner.settings, len(learner.where))
         self._drawn = learner.where.new_empty(0, batch)
 
     def take(self, most: int) -> Tensor:
@@ -191,10 +199,8 @@ def _finish(
     network = FlatNetwork(learner.model, requires_grad=True)
     network.module.train()
     step = make_step(network, state, learner.settings, penalty=learner.penalty)
-    each = -(
-        -len(learner.where) // learner.settings.batch
-    )  # batches of a pass, of which the last may not be full
-    filled = len(learner.where) - (each - 1) * learner.settings.batch  # examples in that
+    each = batches_of(len(learner.where), learner.settings.batch)
+    filled = len(learner.where) - (each - 1) * learner.settings.batch  # examples of the last batch
     parts = [
         batch[:filled] if number % each == each - 1 else batch
         for number, batch in enumerate(left, start=queue.steps - len(left))

@@ -19,7 +19,6 @@ from fedsynth.training.softmax_regression import is_softmax_regression, regressi
 
 WORTH_RECORDING = 20  # steps
 FETCHED = 2**18  # numbers of images that are looked up at a time
-Loss = Callable[[Tensor, Tensor], Tensor]
 Penalty = Callable[[nn.Module], Tensor]
 Objective = Callable[[nn.Module, Tensor, Tensor], Tensor]
 
@@ -74,7 +73,6 @@ def train_on(
     settings: SgdSettings,
     generator: torch.Generator,
     report: Callable[[int, int], None] = lambda done, total: None,
-    loss: Loss = nn.functional.cross_entropy,
     penalty: Penalty | None = None,
     objective: Objective | None = None,
     stateful: bool = False,
@@ -86,11 +84,10 @@ def train_on(
             device).
         labels_N: labels of all examples.
         generator: a CPU generator; shuffles every epoch.
-        loss: (logits [M, C], labels [M]) of a minibatch -> scalar; waits for nothing.
         penalty: (the network in training) -> a scalar that is added to each step's loss. It may
             draw or keep state, so that its steps are not recorded, but for a `Pull`'s.
-        objective: in place of `loss`: (the network in training, images [M, C, H, W], labels [M]) ->
-            scalar.
+        objective: in place of the mean cross-entropy: (the network in training, images [M, C, H,
+            W], labels [M]) -> scalar; waits for nothing.
         stateful: the objective draws or keeps state: its steps are not recorded either.
     """
     if not len(labels_N):
@@ -98,15 +95,14 @@ def train_on(
     network = FlatNetwork(model, requires_grad=True)
     network.module.train()
     state = settings.optimiser.init(network.flat)
-    step = make_step(network, state, settings, loss, penalty, objective)
+    step = make_step(network, state, settings, penalty, objective)
     labels = labels_N.__getitem__
+    each = batches_of(len(labels_N), settings.batch)
+    wanted = steps_of(settings, len(labels_N))
     full: Callable[[Tensor], None] | None = None
-    plain = (penalty is None or isinstance(penalty, Pull)) and not stateful
-    if (
-        plain
-        and labels_N.is_cuda
-        and settings.epochs * (len(labels_N) // settings.batch) >= WORTH_RECORDING
-    ):
+    recordable = (penalty is None or isinstance(penalty, Pull)) and not stateful
+    whole_batches = settings.epochs * (len(labels_N) // settings.batch)
+    if recordable and labels_N.is_cuda and whole_batches >= WORTH_RECORDING:
         changed = [network.flat, *state, network.grad, *network.module.buffers()]
         full = _recorded(
             lambda where: step(images(where), labels(where)),
@@ -114,11 +110,9 @@ def train_on(
             changed,
             labels_N.device,
         )
-    each = -(-len(labels_N) // settings.batch)
     # a last piece of one example goes in twice: the same mean loss, and batch norm has the two
     # values that it needs
     normalises = has_batch_norm(network.module)
-    wanted = steps_of(settings, each)
     for epoch in range(-(-wanted // each)):
         order = torch.randperm(len(labels_N), generator=generator)
         order = order.to(labels_N.device, non_blocking=True)
@@ -126,10 +120,12 @@ def train_on(
             part.repeat(2) if len(part) == 1 and normalises else part
             for part in order.split(settings.batch)[: wanted - epoch * each]
         ]
-        whole = sum(len(part) == settings.batch for part in parts) if full is not None else 0
-        for part in parts[:whole]:
-            full(part)  # type: ignore[misc]
-        for x, y in fetched(images, labels, parts[whole:]):
+        if full is not None:
+            whole = [part for part in parts if len(part) == settings.batch]
+            for part in whole:
+                full(part)
+            parts = parts[len(whole) :]  # at most the last one
+        for x, y in fetched(images, labels, parts):
             step(x, y)
         report(min(wanted, (epoch + 1) * each), wanted)
     load_flat(model, network.flat)
@@ -148,7 +144,7 @@ def fetched(
     >>> [batch.tolist() for batch, _ in fetched(x.__getitem__, x.__getitem__, parts)]
     [[3.0, 1.0], [0.0, 5.0], [2.0]]
     """
-    at_once = 1
+    at_once = 1  # how large an image is shows the first look-up
     first = 0
     while first < len(parts):
         some = parts[first : first + at_once]
@@ -164,7 +160,6 @@ def make_step(
     network: FlatNetwork,
     state: tuple[Tensor, ...],
     settings: SgdSettings,
-    loss: Loss = nn.functional.cross_entropy,
     penalty: Penalty | None = None,
     objective: Objective | None = None,
 ) -> Callable[[Tensor, Tensor], None]:
@@ -177,19 +172,19 @@ def make_step(
     grad = network.grad
     start = flat.clone()
     pull = penalty if isinstance(penalty, Pull) else None
-    plain = objective is None and loss is nn.functional.cross_entropy and penalty is pull
-    closed = plain and is_softmax_regression(network.module)
+    closed = objective is None and penalty is pull and is_softmax_regression(network.module)
 
     def differentiate(x: Tensor, y: Tensor) -> None:
         grad.zero_()
         module = network.module
-        value = loss(module(x), y) if objective is None else objective(module, x, y)
+        value = (objective or _cross_entropy)(module, x, y)
         if penalty is not None and pull is None:
             value = value + penalty(module)
         value.backward()
 
     def differentiate_regression(x: Tensor, y: Tensor) -> None:
         layer: nn.Linear = network.module.classifier  # type: ignore[assignment]
+        # into the layer's `grad`s, which are views of `network.grad`
         regression_step(layer, network.module.embed(x), y)  # type: ignore[operator]
 
     gradient = differentiate_regression if closed else differentiate
@@ -206,9 +201,22 @@ def make_step(
     return step
 
 
-def steps_of(settings: SgdSettings, batches: int) -> int:
-    """Steps in all, where a pass over the data has so many batches; none without data."""
-    return settings.epochs * batches if settings.steps is None else settings.steps * min(batches, 1)
+def _cross_entropy(network: nn.Module, x_MCHW: Tensor, labels_M: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(network(x_MCHW), labels_M)
+
+
+def batches_of(examples: int, batch: int) -> int:
+    """Batches of a pass over so many examples, of which the last may not be full."""
+    return -(-examples // batch)
+
+
+def steps_of(settings: SgdSettings, examples: int) -> int:
+    """Steps in all, with so many examples; none without any."""
+    if not examples:
+        return 0
+    if settings.steps is not None:
+        return settings.steps
+    return settings.epochs * batches_of(examples, settings.batch)
 
 
 def _recorded(

@@ -253,7 +253,7 @@ def test_equal_steps_are_those_of_a_client_of_mean_size() -> None:
     assert not any(torch.equal(a, b) for a, b in zip(equal, own, strict=True))
     late = FedAvg(local_epochs=3, equal_steps=True, batch=4, stragglers=1.0)
     passes = late.late(ctx)
-    steps = [late._steps(passes[k], ctx) for k in range(3)]
+    steps = [late._sgd(passes[k], ctx).steps for k in range(3)]
     assert steps == [2 * passes[k] for k in range(3)]
     with pytest.raises(SettingError, match=r"equal_steps needs method\.local_steps=0"):
         FedAvg(equal_steps=True, local_steps=3)

@@ -148,8 +148,8 @@ class TrainsLocally(Method):
         "stragglers": public("drawn from the run's seed"),
         "stragglers_dropped": public("a setting"),
     }
-    one_pass: ClassVar[bool] = False
     presets: ClassVar[Presets] = {"digits": {"batch": 32}}
+    one_pass: ClassVar[bool] = False
     """Whether tasks are `plain`, so that clients with a dense network can share a step."""
 
     local_epochs: int = 10
@@ -361,27 +361,21 @@ class TrainsLocally(Method):
 
         return tuple(own(plan) for plan in plans)
 
-    def _steps(self, epochs: int, context: RoundContext) -> int | None:
-        """Steps of so many passes, where every client takes the same; None: as many as its own data
-        make."""
-        if not self.equal_steps:
-            return self.local_steps or None
-        sizes = context.sizes
-        mean = context.nominal_size if sizes is None else sum(sizes) / len(sizes)
-        return epochs * max(1, int(mean / self.batch))
+    def _sgd(self, epochs: int, context: RoundContext) -> SgdSettings:
+        """Of so many passes: over a client's own data, or as many steps as every client takes."""
+        steps = self.local_steps or None
+        if self.equal_steps:
+            sizes = context.sizes
+            mean = context.nominal_size if sizes is None else sum(sizes) / len(sizes)
+            steps = epochs * max(1, int(mean / self.batch))
+        return SgdSettings(epochs, self.batch, self.optimiser(), steps=steps)
 
     def most_steps(self, client: int, context: RoundContext) -> int:
         """How many steps this client takes at most, from public sizes, or its declared one."""
         if context.privacy is not None:
             return self.private_plans(context.privacy, context)[0].steps
         size = int(most_examples(client, context))
-        settings = SgdSettings(
-            epochs=self.local_epochs,
-            batch=self.batch,
-            optimiser=self.optimiser(),
-            steps=self._steps(self.local_epochs, context),
-        )
-        return steps_of(settings, -(-size // self.batch))
+        return steps_of(self._sgd(self.local_epochs, context), size)
 
     def _train(
         self,
@@ -397,13 +391,7 @@ class TrainsLocally(Method):
         for position, (client, model, task) in enumerate(
             zip(clients.ids, models, tasks, strict=True)
         ):
-            epochs = late.get(client, self.local_epochs)
-            settings = SgdSettings(
-                epochs=epochs,
-                batch=self.batch,
-                optimiser=self.optimiser(),
-                steps=self._steps(epochs, context),
-            )
+            settings = self._sgd(late.get(client, self.local_epochs), context)
             draws = torch_generator(context.seed, "local training", context.round, client)
             learners.append(
                 Learner(model, clients.examples(position), settings, draws, task.penalty)
@@ -422,7 +410,7 @@ class TrainsLocally(Method):
                 context.report("local training", done, len(models))
         sizes = [len(learner.where) for learner in learners]
         return [
-            Trained(float(n), steps_of(learner.settings, -(-n // self.batch)))
+            Trained(float(n), steps_of(learner.settings, n))
             for n, learner in zip(sizes, learners, strict=True)
         ]
 
