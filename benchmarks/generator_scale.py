@@ -44,11 +44,12 @@ from library.options import add_share, plain_options
 from library.results import held_out, summarise
 
 FEATURES, CLASSES = 84, 10
+# the generator's; FedKF's own in a federation is the first, on EMNIST without data the last
 RATES = (
     0.001,
     0.01,
     0.2,
-)  # the generator's; FedKF's own in a federation is the first, on EMNIST without data the last
+)
 TEACHERS = {
     "scale": SgdSettings(epochs=1, batch=64, optimiser=MomentumSgd(0.05, 0.9), steps=420),
     "table": SgdSettings(8, batch=128, optimiser=MomentumSgd(0.05, 0.9, 5e-4)),

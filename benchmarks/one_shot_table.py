@@ -67,6 +67,7 @@ from library.results import fingerprint
 
 SEEDS = [0, 1, 2, 3, 4]
 LOCAL: dict[str, Any] = {"local_epochs": 60, "batch": 32, "lr": 0.01, "momentum": 0.9}
+# DENSE's own values of FedHydra's settings
 LIKE_DENSE: dict[str, Any] = {
     "generator_beta1": 0.5,
     "generator_reset": True,
@@ -77,7 +78,7 @@ LIKE_DENSE: dict[str, Any] = {
     "flips": True,
     "crop": 0.125,
     "hard_weight": 0.0,
-}  # DENSE's own values of FedHydra's settings
+}
 METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "FedDF": ("feddf", {"server_steps": 200, "server_batch": 64}),
     "DENSE": ("dense", SERVER),

@@ -26,9 +26,8 @@ if __name__ == "__main__":
         result = simulate(settings(privacy))
         print("with ε = 10" if privacy else "without privacy")
         for name, row in result.metrics[-1]["models"].items():
-            local = row[
-                "local"
-            ]  # a simulation may show it: with privacy it is outside the guarantee
+            # a simulation may show it: with privacy it is outside the guarantee
+            local = row["local"]
             print(
                 f"  {name}: AMP {100 * local['amp']:.1f} %, FM {local['fm']:.4f}, WLP "
                 f"{100 * local['wlp']:.1f} %"

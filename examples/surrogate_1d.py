@@ -83,9 +83,8 @@ def match(
 def curves(seed: int = 0, *, printed: bool = False) -> dict[str, Tensor]:
     """f, the two surrogates and the tangent at w = 0, each at the points `W`."""
     x, y = make_data(seed=seed, printed=printed)
-    share = (
-        y.mean()
-    )  # of class 1; the classes' losses are weighed by their real shares, as in Eq. 10
+    # of class 1; the classes' losses are weighed by their real shares, as in Eq. 10
+    share = y.mean()
 
     def objective(zeros: Tensor, ones: Tensor) -> Tensor:
         return (1 - share) * class_loss(W, zeros, 0) + share * class_loss(W, ones, 1)

@@ -44,9 +44,8 @@ def p_value(correct: int, guesses: int, canaries: int, epsilon: float, delta: fl
     tail = float(binom.sf(correct - 1, guesses, probability))
     if delta == 0 or correct == 0:
         return min(1.0, tail)
-    below = np.cumsum(
-        binom.pmf(np.arange(correct - 1, -1, -1), guesses, probability)
-    )  # P[v − i ≤ W < v] for i = 1 … v
+    # P[v − i ≤ W < v] for i = 1 … v
+    below = np.cumsum(binom.pmf(np.arange(correct - 1, -1, -1), guesses, probability))
     return min(1.0, tail + 2 * canaries * delta * float((below / np.arange(1, correct + 1)).max()))
 
 

@@ -207,9 +207,8 @@ class GaussianSums:
         """
         if self._sums is None:
             raise PrivacyError("no step is open: records must be sampled before they are summed")
-        if (
-            rows_ND.dim() != 2 or rows_ND.shape[1] != self._width
-        ):  # fewer noise coordinates would be shared by broadcasting
+        # fewer noise coordinates would be shared by broadcasting
+        if rows_ND.dim() != 2 or rows_ND.shape[1] != self._width:
             raise PrivacyError(
                 f"charged for rows of {self._width} coordinates, got a tensor of shape "
                 f"{tuple(rows_ND.shape)}"

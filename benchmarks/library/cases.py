@@ -31,9 +31,8 @@ BATCH = 256
 def peak_flops(dtype: torch.dtype, device: torch.device) -> float:
     """Floating-point operations a second of a large square matrix product: the best of ten."""
     n = 8192 if device.type == "cuda" else 2048
-    torch.backends.cuda.matmul.allow_tf32 = (
-        torch.backends.cudnn.allow_tf32
-    )  # as the convolutions do
+    # as the convolutions do
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32
     a = torch.randn(n, n, device=device).to(dtype)
     return 2 * n**3 / min(seconds(lambda: a @ a, device) for _ in range(10))
 

@@ -99,9 +99,8 @@ LATE: dict[str, Changes] = {
     "image rate = 0.2, from real images": {"image_lr": 0.2, "start_average": 1},
 }
 FEW = ("without LGKM", "mean", "mean, τ = 4")
-READINGS: dict[
-    str, dict[str, tuple[str, int, Changes]]
-] = {  # row of the table, rounds, what differs
+# row of the table, rounds, what differs
+READINGS: dict[str, dict[str, tuple[str, int, Changes]]] = {
     "rates": {
         **{
             f"image rate = {r:g}": ("without LGKM", 5, {**AVERAGED, "image_lr": r})

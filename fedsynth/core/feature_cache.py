@@ -63,11 +63,6 @@ _KEPT: WeakKeyDictionary[ImageData, WeakKeyDictionary[FeatureMap, _Kept]] = Weak
 """By the map itself: two maps can share a name, a dimension and all constants."""
 
 
-def kept_features(data: ImageData, features: FeatureMap, records: Tensor) -> Tensor:
-    """Vectors [N, d] of the data set's images at these positions [N], float32, on its device."""
-    return feature_table(data, features, records)(records)
-
-
 def feature_table(
     data: ImageData, features: FeatureMap, records: Tensor, embedding: Embedding | None = None
 ) -> Look:

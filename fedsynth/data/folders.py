@@ -111,9 +111,8 @@ def read_images(paths: Sequence[Path], spec: DatasetSpec, *, resize: bool = Fals
         images[position] = _pixels(paths[position], spec, resize)
 
     with ThreadPoolExecutor() as pool:  # decoding releases the interpreter's lock
-        for _ in pool.map(
-            read, range(len(paths))
-        ):  # asked for one by one, so that the first error ends the reading
+        # asked for one by one, so that the first error ends the reading
+        for _ in pool.map(read, range(len(paths))):
             pass
     return images
 

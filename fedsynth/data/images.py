@@ -244,9 +244,8 @@ def _constants(
 ) -> tuple[Tensor, Tensor]:
     """[1, C, 1, 1] each. Kept, because copying them to a GPU anew would synchronise inside the
     training loop."""
-    with torch.inference_mode(
-        False
-    ):  # a tensor made in inference mode could not be used by autograd later
+    # a tensor made in inference mode could not be used by autograd later
+    with torch.inference_mode(False):
         shape = (1, len(mean), 1, 1)
         return (
             torch.tensor(mean, device=device).view(shape),
@@ -291,9 +290,8 @@ def _check_label_type(labels: Tensor, spec: DatasetSpec) -> None:
 
 
 def _check_label_range(labels: Tensor, spec: DatasetSpec) -> None:
-    wide = (
-        labels.long()
-    )  # a uint64 beyond int64 becomes negative here, and is refused as it should be
+    # a uint64 beyond int64 becomes negative here, and is refused as it should be
+    wide = labels.long()
     wrong = wide[(wide < 0) | (wide >= spec.classes)]
     if len(wrong):
         raise DataError(
@@ -333,9 +331,8 @@ def _check_groups(groups: Tensor, labels: Tensor, spec: DatasetSpec) -> None:
             f"{spec.name}: groups must be integers [{len(labels)}], got {_dtype(groups)} "
             f"{list(groups.shape)}"
         )
-    least = int(
-        groups.long().min()
-    )  # a uint64 beyond int64 becomes negative here, and is refused as it should be
+    # a uint64 beyond int64 becomes negative here, and is refused as it should be
+    least = int(groups.long().min())
     if least < 0:
         raise DataError(f"{spec.name}: groups must be numbers from 0 on, the least is {least}")
 

@@ -217,10 +217,11 @@ def _rounded(x: Floats, columns: IntArray) -> IntArray:
     capacity[source, extra] = total % K
     capacity[extra, clients] = 1
     capacity[classes, sink] = columns - down.sum(axis=0)
+    # what is whole stays so; many such cells could hide a unit, then it may move
     for cells in (
         x - down > _WHOLE,
         x > 0,
-    ):  # what is whole stays so; many such cells could hide a unit, then it may move
+    ):
         capacity[clients, classes] = cells
         result = maximum_flow(csr_array(capacity), source, sink)
         if result.flow_value == total - down.sum():

@@ -393,9 +393,8 @@ def _synthetic_spec(alpha: float | None, beta: float | None) -> DatasetSpec:
     """FedProx's synthetic data sets (`fedsynth.data.synthetic` makes them); all have the same
     devices' sizes."""
     iid = alpha is None or beta is None
-    reach = 4 * math.sqrt(
-        1 if beta is None else beta**2 + 2
-    )  # four standard deviations of the first feature over all devices
+    # four standard deviations of the first feature over all devices
+    reach = 4 * math.sqrt(1 if beta is None else beta**2 + 2)
     return DatasetSpec(
         name="synthetic(iid)" if iid else f"synthetic({alpha:g},{beta:g})",
         channels=1,

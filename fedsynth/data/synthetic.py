@@ -58,9 +58,8 @@ def make_synthetic(spec: DatasetSpec) -> tuple[Split, Split]:
         x, W, b = draw_device(alpha, beta, device, int(n))
         images = to_levels(x, spec)
         labels = (from_levels(images, spec) @ W + b).argmax(axis=1)
-        trains = (
-            np.arange(n) < n * 9 // 10
-        )  # examples of a device are independent: the first are as good as any
+        # examples of a device are independent: the first are as good as any
+        trains = np.arange(n) < n * 9 // 10
         for split, mine in zip(rows, (trains, ~trains), strict=True):
             groups = np.full(int(mine.sum()), device)
             split.append(

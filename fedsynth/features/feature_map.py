@@ -2,7 +2,7 @@
 
 A private release clips what a map makes, so the map needs constants that say how far its values go.
 They are fixed before any private data are read: from a proof, or from images that a procedure draws
-with a fixed seed (`procedural.py`), and never from the clients' data.
+with a fixed seed (`random_images.py`), and never from the clients' data.
 """
 
 from __future__ import annotations

@@ -98,9 +98,10 @@ def distil_files(
 
     Raises:
         SettingError: a method that needs data, or numbers of files and architectures that do not
-            fit. DataFilesMissingError,
-        DataFilesCorruptError: a file that is not there, or is not a model of its architecture.
-            OutputError: the student cannot be written.
+            fit.
+        DataFilesMissingError, DataFilesCorruptError: a file that is not there, or is not a model of
+            its architecture.
+        OutputError: the student cannot be written.
     """
     spec = dataset_spec(dataset)
     where = resolve_device(device)

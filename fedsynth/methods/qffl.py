@@ -96,9 +96,8 @@ class QFFL(TrainsLocally):
             for u in sent
         ]
         losses = [u.loss + TINY for u in sent]
-        powers = [
-            (loss / max(losses)) ** self.q for loss in losses
-        ]  # the largest's own cancels, and could overflow
+        # the largest's own cancels, and could overflow
+        powers = [(loss / max(losses)) ** self.q for loss in losses]
         norms = [float(sum(value.square().sum() for value in step.values())) for step in steps]
         total = sum(
             power * (self.q / loss * norm + lipschitz)

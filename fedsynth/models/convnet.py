@@ -39,9 +39,8 @@ class InstanceNorm(nn.GroupNorm):
         x = x_NCHW.permute(0, 2, 3, 1).reshape(n, h * w, c)
         average = x.new_full((1, 1, h * w), 1 / (h * w)).expand(n, -1, -1)
         x = x - torch.bmm(average, x)
-        left = torch.bmm(
-            average, x
-        ).float()  # what rounding the first mean to x's precision left over
+        # what rounding the first mean to x's precision left over
+        left = torch.bmm(average, x).float()
         variance = (torch.bmm(average, x * x).float() - left.square()).clamp_min(0)
         scale = self.weight * torch.rsqrt(variance + self.eps)
         shift = self.bias - left * scale
@@ -112,9 +111,8 @@ class ConvNet(nn.Module):
             ]
         self.features = nn.Sequential(*blocks)
         self.stage_names = tuple(f"features.{4 * block + 3}" for block in range(depth))
-        self.largest_activation = (
-            width * height * side
-        )  # scalars of an image after the first convolution
+        # scalars of an image after the first convolution
+        self.largest_activation = width * height * side
         self.halves_evenly = height % (1 << depth) == 0 and side % (1 << depth) == 0
         self.embedding_size = width * (height >> depth) * (side >> depth)
         self.classifier = nn.Linear(self.embedding_size, classes)

@@ -57,9 +57,8 @@ class GoogLeNet(TorchvisionGoogLeNet):  # type: ignore[misc]  # torchvision has 
             )
         self.dropout = nn.Identity()
         self.embedding_size = 1024
-        self.largest_activation = (
-            64 * -(-height // 2) * -(-width // 2)
-        )  # scalars of an image after the first convolution
+        # scalars of an image after the first convolution
+        self.largest_activation = 64 * -(-height // 2) * -(-width // 2)
 
     @property
     def classifier(self) -> nn.Linear:

@@ -60,9 +60,8 @@ class _ResNet(ResNet):  # type: ignore[misc]  # torchvision has no types
             if isinstance(layer, nn.ReLU):
                 layer.inplace = False  # DP-SGD's hooks hold what it would overwrite
         self.embedding_size: int = self.fc.in_features
-        self.largest_activation = (
-            64 * -(-height // 2) * -(-width // 2)
-        )  # scalars of an image after the first convolution
+        # scalars of an image after the first convolution
+        self.largest_activation = 64 * -(-height // 2) * -(-width // 2)
 
     @property
     def classifier(self) -> nn.Linear:

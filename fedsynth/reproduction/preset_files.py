@@ -30,7 +30,6 @@ from fedsynth.reproduction.presets import COLUMNS, Block, Cell, Number, Preset
 from fedsynth.reproduction.published import DATA, Published, published
 from fedsynth.reproduction.words import PresetError, domain_of
 
-CHOSEN = "not given in the paper: chosen"
 _TABLES = DATA / "tables"
 _BLOCK_KEYS = {"source", "why", "when", "variant", *SECTIONS}
 

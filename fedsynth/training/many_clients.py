@@ -117,9 +117,8 @@ def train_together(
     done = 0
     total = sum(queue.steps for queue in queues)
     step = 0
-    while (
-        active := bisect_left(queues, -step, key=lambda queue: -queue.steps)
-    ) >= FEW:  # the first so many have steps left
+    # the first so many have steps left
+    while (active := bisect_left(queues, -step, key=lambda queue: -queue.steps)) >= FEW:
         which_ASB, share_ASB = _lay_out(queues[:active], BLOCK)
         for position in range(which_ASB.shape[1]):
             now = bisect_left(queues, -step, hi=active, key=lambda queue: -queue.steps)

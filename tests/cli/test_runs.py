@@ -21,13 +21,11 @@ def test_runs_beside_each_other(train: Callable[..., Any], fedsynth: Callable[..
     rows = json.loads(found.stdout)
     assert [row["method"] for row in rows] == ["fedprox", "fedprox", "fedavg"]
     assert [row["settings"].get("mu") for row in rows] == [0.1, 0.5, None]
-    assert (
-        "weight_decay" not in rows[2]["settings"]
-    )  # another method's weight decay is another setting
+    # another method's weight decay is another setting
+    assert "weight_decay" not in rows[2]["settings"]
     assert [row["settings"]["partition.local_test"] for row in rows] == [0.0, 0.2, 0.0]
-    assert all(
-        "clients" not in key for row in rows for key in row["settings"]
-    )  # the same everywhere
+    # the same everywhere
+    assert all("clients" not in key for row in rows for key in row["settings"])
     summaries = [json.loads((output / row["run"] / "summary.json").read_text()) for row in rows]
     for row, summary in zip(rows, summaries, strict=True):
         assert row["test_accuracy"] == summary["test_accuracy"]

@@ -21,9 +21,8 @@ def metrics(run: Any) -> list[dict[str, Any]]:
 
 def test_what_the_preset_decides_is_said(train: Callable[..., Any]) -> None:
     run = train("scaffold")
-    assert (
-        "preset of digits, where nothing else is given: model.depth=2\n" in run.stderr
-    )  # tiny runs give all else
+    # tiny runs give all else
+    assert "preset of digits, where nothing else is given: model.depth=2\n" in run.stderr
     said = from_preset({"data": {}, "run": {"method": "MOON"}, "partition": {"clients": 3}})
     assert said == "rounds=3, model.width=32, model.depth=2, batch=32"
     assert from_preset({"data": {"dataset": "mnist"}, "run": {}}) == ""

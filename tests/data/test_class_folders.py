@@ -142,9 +142,8 @@ def test_cinic10_trains_on_train_and_tests_on_test(cinic: Path) -> None:
         assert tuple(split.images.shape) == (30, 3, 32, 32)
         assert split.labels.tolist() == [c for c in range(10) for _ in range(3)]
         assert torch.equal(split.images[:, 0, 5, 6].long(), 20 * split.labels)
-        assert split.images[:, 1].unique().tolist() == [
-            green
-        ]  # nothing of `valid`, which would be 50
+        # nothing of `valid`, which would be 50
+        assert split.images[:, 1].unique().tolist() == [green]
         assert split.images[:, 2, 0, 0].tolist() == [0, 1, 2] * 10
     assert (CINIC.train_size, CINIC.test_size) == (90_000, 90_000)
 

@@ -159,9 +159,8 @@ def test_a_malicious_pickle_is_refused_and_does_not_run(
         path.write_bytes(content)
         refused("cifar10", tmp_path, path.name, "it asks for .*, which image files have no use for")
         assert not trace.exists()
-    pickle.loads(
-        pickle.dumps(attacks[0], protocol)
-    )  # the standard unpickler does run it: the attack is a real one
+    # the standard unpickler does run it: the attack is a real one
+    pickle.loads(pickle.dumps(attacks[0], protocol))
     assert trace.exists()
 
 

@@ -48,9 +48,8 @@ def test_office_caltech_every_fifth_image_tests(office: Path) -> None:
     assert train.domains is not None
     assert torch.bincount(train.domains).tolist() == [50, 50, 50, 50]
     level = 50 * train.domains + 5 * train.labels
-    assert torch.equal(
-        train.images[:, 0, 7, 9].long(), level
-    )  # also the resized ones, which have one colour
+    # also the resized ones, which have one colour
+    assert torch.equal(train.images[:, 0, 7, 9].long(), level)
     assert torch.equal(train.images[:, 2, 0, 0].long(), 255 - level)
 
 

@@ -68,13 +68,14 @@ def test_writers_by_name_and_pixels_as_leaf_has_them(femnist: Path) -> None:
     assert train.labels.tolist() == [label for name in order for label in TRAIN[name][1]]
     assert train.images.dtype == torch.uint8
     assert test.groups is not None
+    # the writer who did not train comes after those who did
     assert test.groups.tolist() == [
         0,
         1,
         2,
         4,
         4,
-    ]  # the writer who did not train comes after those who did
+    ]
     assert test.labels.tolist()[-2:] == TEST["f0000_14"][1]
 
 

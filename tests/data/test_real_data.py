@@ -41,12 +41,13 @@ def test_sizes_constants_and_classes(name: str) -> None:
     assert (len(train), len(test)) == (spec.train_size, spec.test_size)
     require_all_classes(train)
     require_all_classes(test)
+    # balanced by construction
     if name in (
         "fashion-mnist",
         "emnist-letters",
         "cifar10",
         "cifar100",
-    ):  # balanced by construction
+    ):
         assert train.class_counts().tolist() == [spec.train_size // spec.classes] * spec.classes
     # Every image: MNIST alternates between two sources, so that every second image is darker.
     for channel in range(spec.channels):
@@ -55,9 +56,8 @@ def test_sizes_constants_and_classes(name: str) -> None:
         mean = float((share * pixel).sum())
         std = float((share * (pixel - mean).square()).sum().sqrt())
         assert mean == pytest.approx(spec.mean[channel], abs=2e-4)
-        if (
-            name != "cifar10"
-        ):  # there the field's constants are not the pixels' deviations (see the registry)
+        # there the field's constants are not the pixels' deviations (see the registry)
+        if name != "cifar10":
             assert std == pytest.approx(spec.std[channel], abs=2e-4)
     some = train.images[:5000]
     assert torch.equal(denormalise(normalise(some, spec), spec), some)

@@ -216,9 +216,8 @@ def test_quantity_mixes_classes_alike() -> None:
         )
         sizes = counts.sum(axis=1, keepdims=True)
         assert sizes.max() > 1.5 * sizes.min()
-        assert (
-            np.abs(counts - sizes / 10) < 5 * np.sqrt(sizes * 0.1 * 0.9) + 1
-        ).all()  # five standard deviations
+        # five standard deviations
+        assert (np.abs(counts - sizes / 10) < 5 * np.sqrt(sizes * 0.1 * 0.9) + 1).all()
 
 
 def test_quantity_that_cannot_be() -> None:

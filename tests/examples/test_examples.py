@@ -48,9 +48,8 @@ def test_own_data_and_own_clients(tmp_path: Path, capsys: pytest.CaptureFixture[
     report = (folder / "privacy_report.md").read_text()
     assert "university" in report
     assert "ONE USER OF ONE CLIENT" in report
-    assert not re.search(
-        r"(?<![\w.])570(?![\w.])", report
-    )  # the true number of records, but for digits inside a hash
+    # the true number of records, but for digits inside a hash
+    assert not re.search(r"(?<![\w.])570(?![\w.])", report)
 
 
 def test_examples_are_short_and_explain_themselves() -> None:
@@ -124,9 +123,8 @@ def test_one_shot_with_and_without_privacy(capsys: pytest.CaptureFixture[str]) -
     holder = {
         int(digit): client for client, part in enumerate(parts) for digit in np.unique(labels[part])
     }
-    assert (
-        sum(row.index(max(row)) == holder[digit] for digit, row in enumerate(shares)) >= 9
-    )  # all ten when it was written
+    # all ten when it was written
+    assert sum(row.index(max(row)) == holder[digit] for digit, row in enumerate(shares)) >= 9
 
 
 def test_fedprox_keeps_partial_work(capsys: pytest.CaptureFixture[str]) -> None:

@@ -70,9 +70,8 @@ def test_value_and_slope_at_zero_are_the_objectives(
             0.6931471805599453, abs=1e-12
         )
         assert slope(run[0][name], example.W) == pytest.approx(exact, abs=1e-6), name
-    assert slope(run[0][EQ7], example.W) == pytest.approx(
-        exact, abs=5e-3
-    )  # only implied by the losses near 0
+    # only implied by the losses near 0
+    assert slope(run[0][EQ7], example.W) == pytest.approx(exact, abs=5e-3)
 
 
 def test_means_leave_the_curvature_to_chance_and_losses_do_not(
@@ -111,9 +110,8 @@ def test_matching_means_moves_a_class_as_one(example: ModuleType) -> None:
 def test_equation_17_as_printed_has_labels_without_signal(example: ModuleType) -> None:
     x, y = example.make_data(100_000, printed=True)
     for half in (x >= 0, x < 0):
-        assert float(y[half].mean()) == pytest.approx(
-            0.1, abs=0.006
-        )  # 4 standard errors of a share of 50,000
+        # 4 standard errors of a share of 50,000
+        assert float(y[half].mean()) == pytest.approx(0.1, abs=0.006)
     x, y = example.make_data(100_000)
     assert float(((x >= 0).double() == y).double().mean()) == pytest.approx(0.9, abs=0.004)
 

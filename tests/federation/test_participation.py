@@ -304,9 +304,8 @@ def test_a_ledger_is_the_records_and_not_how_they_are_split() -> None:
         tiny(partition={"clients": 4, "subset": 0.5}),
     )
     assert data_set_id(plain) == data_set_id(split) != data_set_id(some)
-    assert (
-        data_set_id(resolve({})) == "digits-3840bad0acf7"
-    )  # of the first version: ledgers are kept for long
+    # of the first version: ledgers are kept for long
+    assert data_set_id(resolve({})) == "digits-3840bad0acf7"
 
 
 def test_a_round_whose_clients_have_nothing_goes_on_with_the_model() -> None:

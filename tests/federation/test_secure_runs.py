@@ -351,9 +351,8 @@ def test_of_fewer_clients_than_the_noise_counts_on_there_is_no_sum(
     assert served.metrics[0]["not_counted"] == {"exchange": "main", "uploads": 0, "needed": 2}
     assert "there is no sum" in served.metrics[0]["rejected"]["0"]
     assert "not_counted" not in served.metrics[1]
-    spent = (
-        2 if question in ("keys", "shares") else 4
-    )  # who has not answered a step has paid nothing
+    # who has not answered a step has paid nothing
+    spent = 2 if question in ("keys", "shares") else 4
     assert len(place.ledger(0)) == spent
 
 

@@ -386,6 +386,5 @@ def test_feddm_runs_with_batch_norm(batch_norm: str) -> None:
     result = simulate(
         resolve({"run": settings[0], "model": {"norm": "batch"}, "method": settings[1]})
     )
-    assert (
-        result.accuracy > 0.3
-    )  # chance is 0.1; running statistics come from the server's training
+    # chance is 0.1; running statistics come from the server's training
+    assert result.accuracy > 0.3

@@ -48,15 +48,15 @@ PIXELS = np.random.default_rng(0).integers(0, 256, (9, 1, 2, 2)).astype(np.uint8
 LABELS = np.array([0, 1, 2, 0, 1, 1, 2, 2, 0])
 PARTS = [torch.arange(2), torch.arange(2, 5), torch.arange(5, 9)]
 SIZES = (2, 3, 4)
-X = np.concatenate(
-    [PIXELS.reshape(9, 4) / 255, np.ones((9, 1))], axis=1
-)  # a last column for the bias
+# a last column for the bias
+X = np.concatenate([PIXELS.reshape(9, 4) / 255, np.ones((9, 1))], axis=1)
+# an epoch is one step on all examples
 FULL: dict[str, Any] = {
     "batch": 10,
     "lr": 0.5,
     "momentum": 0.0,
     "local_epochs": 3,
-}  # an epoch is one step on all examples
+}
 
 
 class Linear(nn.Module):

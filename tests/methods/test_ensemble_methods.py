@@ -93,9 +93,8 @@ def test_with_privacy_the_clients_are_charged_and_the_server_is_not(
     rows: Any = result.privacy["ledger"]
     assert {row["mechanism"] for row in rows} == {"dp-sgd"}
     if clients:
-        assert (
-            len({row["dimension"] for row in rows}) == 2
-        )  # each client's own number of parameters
+        # each client's own number of parameters
+        assert len({row["dimension"] for row in rows}) == 2
     assert not any("running" in name for u in result.uploads.values() for name in u.parameters)  # type: ignore[attr-defined]
 
 
@@ -272,9 +271,8 @@ def test_feddf_moves_the_student_to_the_ensemble_on_its_proxy() -> None:
         state, uploads(), ctx
     )
     assert apart(made.parameters) < before / 2
-    with pytest.raises(
-        SettingError, match=r"method\.proxy must name"
-    ):  # before anything is trained or charged
+    # before anything is trained or charged
+    with pytest.raises(SettingError, match=r"method\.proxy must name"):
         simulate(resolve({"run": {"method": "feddf", "rounds": 1}, "method": {"proxy": ""}}))
 
 

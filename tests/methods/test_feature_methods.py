@@ -59,12 +59,13 @@ LABELS = np.array([0, 1, 2, 0, 1, 1, 2, 2, 0])
 PARTS = [torch.arange(2), torch.arange(2, 5), torch.arange(5, 9)]
 SIZES = (2, 3, 4)
 X = PIXELS.reshape(9, 4) / 255
+# an epoch is one step on all examples
 FULL: dict[str, Any] = {
     "batch": 10,
     "lr": 0.3,
     "momentum": 0.0,
     "local_epochs": 3,
-}  # an epoch is one step on all examples
+}
 
 
 class TwoLayers(nn.Module):

@@ -267,9 +267,8 @@ def test_a_first_round_in_which_nobody_counts(kind: type[TrainsLocally]) -> None
         play(server, [OpenClients([0], data(), [part])], {}, ctx)
         assert server.final_parameters().keys() == server.state.parameters.keys()
     own = {"histogram", "mean.features.3", "std.features.3", "mean.features.7", "std.features.7"}
-    assert sizes == (
-        [set(), set(), own] if kind is FedFAPlus else []
-    )  # γ and π, and nobody's model
+    # γ and π, and nobody's model
+    assert sizes == ([set(), set(), own] if kind is FedFAPlus else [])
 
 
 def test_each_client_flips_its_own_coins() -> None:

@@ -95,12 +95,12 @@ def plain_rounds(method: FedAF, count: int) -> tuple[Tensor, list[Tensor]]:
         ctx, net = context(number), model
         with torch.no_grad():
             z = net(x)
-        v = [
-            {c: z[part][y[part] == c].mean(0) for c in held[k]} for k, part in enumerate(PARTS)
-        ]  # Eq. 5
+        # Eq. 5
+        v = [{c: z[part][y[part] == c].mean(0) for c in held[k]} for k, part in enumerate(PARTS)]
+        # Eq. 8
         average = {
             c: torch.stack([v[k][c] for k in (0, 1) if c in v[k]]).mean(0) for c in (0, 1, 2)
-        }  # Eq. 8
+        }
         if method.knowledge_from == "first-phase":
             V = average
         pixels = []
@@ -151,9 +151,10 @@ def plain_rounds(method: FedAF, count: int) -> tuple[Tensor, list[Tensor]]:
         soft = [
             {c: torch.softmax(v[k][c] / method.temperature, 0) for c in held[k]} for k in (0, 1)
         ]
+        # Eq. 12
         R = {
             c: torch.stack([soft[k][c] for k in (0, 1) if c in soft[k]]).mean(0) for c in (0, 1, 2)
-        }  # Eq. 12
+        }
         union = normalise(torch.cat(pixels), SPEC)
         labels = torch.cat([torch.tensor(held[k]).repeat_interleave(2) for k in (0, 1)])
         model = context().architecture
@@ -200,9 +201,8 @@ def test_two_rounds_equal_plain_torch(change: dict[str, float], device: torch.de
     expected, pixels = plain_rounds(method, 2)
     for upload, theirs in zip(uploads, pixels, strict=True):
         assert upload.images.dtype == torch.uint8
-        assert (
-            upload.images.cpu().int() - theirs.int()
-        ).abs().max() <= 1  # rounding to a pixel may fall either way
+        # rounding to a pixel may fall either way
+        assert (upload.images.cpu().int() - theirs.int()).abs().max() <= 1
     model = context().architecture
     model.load_state_dict(dict(state.parameters))
     torch.testing.assert_close(flatten(model), expected, atol=2e-3, rtol=1e-3)
@@ -221,9 +221,10 @@ def test_every_part_of_the_method_changes_its_result() -> None:
         other = [u.images.int() for u in rounds(replace(FAST, **change), 2)[1]]  # type: ignore[arg-type]
         assert max(int((a - b).abs().max()) for a, b in zip(base, other, strict=True)) > 0, change
     first = rounds(replace(FAST, local_weight=0.0), 1)[1]
+    # no V in round 1
     assert all(
         torch.equal(a.images, b.images) for a, b in zip(first, rounds(FAST, 1)[1], strict=True)
-    )  # no V in round 1
+    )
     weights = [
         torch.cat([t.flatten() for t in rounds(m, 1)[0].parameters.values()])
         for m in (FAST, replace(FAST, global_weight=0.0))
@@ -324,9 +325,8 @@ def test_a_first_phase_through_the_engine_is_an_exchange_more_and_no_charge_more
         }
         runs[knowledge] = simulate(resolve(sections))
     one, two = runs["previous-round"], runs["first-phase"]
-    assert (
-        one.metrics[0]["upload_bytes"] - two.metrics[0]["upload_bytes"] == 5 * 10 * 10 * 4
-    )  # R follows from V, and stays
+    # R follows from V, and stays
+    assert one.metrics[0]["upload_bytes"] - two.metrics[0]["upload_bytes"] == 5 * 10 * 10 * 4
     guarantees: list[Any] = [
         run.privacy["guarantee"] for run in (one, two) if run.privacy is not None
     ]
@@ -391,12 +391,10 @@ def test_with_privacy_images_logits_and_counts_are_charged_and_nothing_else_leav
         ("synthetic images", 3, 0.25 * 16**0.5, 2.0),
     ]
     assert len(released) == 3 + 1 + 1
-    assert upload.labels.tolist() == [
-        c for c in range(10) for _ in range(2)
-    ]  # every class, whatever is there
-    torch.testing.assert_close(
-        upload.soft, torch.softmax(upload.logits / 2.0, dim=1)
-    )  # R is computed from the released V
+    # every class, whatever is there
+    assert upload.labels.tolist() == [c for c in range(10) for _ in range(2)]
+    # R is computed from the released V
+    torch.testing.assert_close(upload.soft, torch.softmax(upload.logits / 2.0, dim=1))
 
 
 def test_without_noise_the_private_logits_are_the_class_means_about_the_floor() -> None:

@@ -28,12 +28,13 @@ PIXELS = np.random.default_rng(0).integers(0, 256, (9, 1, 2, 2)).astype(np.uint8
 X, Y = PIXELS.reshape(9, 4) / 255, np.array([0, 1, 2, 0, 1, 1, 2, 2, 0])
 PARTS, SIZES = [np.arange(4), np.arange(4, 9)], (4, 5)
 STEPS, RATE = 3, 0.5
+# an epoch is one step on all examples
 FULL: dict[str, Any] = {
     "batch": 10,
     "lr": RATE,
     "momentum": 0.0,
     "local_epochs": STEPS,
-}  # an epoch is one step on all examples
+}
 
 
 class Deep(nn.Module):

@@ -14,7 +14,7 @@ from torch import Tensor
 from fedsynth import FedAvg, ModelSettings, RunSettings, resolve, simulate
 from fedsynth.core import feature_cache
 from fedsynth.core.client import OpenClients
-from fedsynth.core.feature_cache import kept_features
+from fedsynth.core.feature_cache import feature_table
 from fedsynth.data.images import ImageData, from_arrays, normalise
 from fedsynth.data.load import load_dataset
 from fedsynth.data.registry import dataset_spec
@@ -163,7 +163,7 @@ def test_maps_of_one_name_and_constants_do_not_share_vectors() -> None:
     images, some = data(), torch.arange(4)
     for by in (0.5, 0.25):
         expected = images.images[:4].flatten(1) / 255 - by
-        torch.testing.assert_close(kept_features(images, shifted(by), some), expected)
+        torch.testing.assert_close(feature_table(images, shifted(by), some)(some), expected)
 
     def build(by: float) -> Builder:
         return lambda shape: shifted(by)
@@ -173,7 +173,7 @@ def test_maps_of_one_name_and_constants_do_not_share_vectors() -> None:
         register_features("own-shifted", build(by))
         found.append(feature_map("own-shifted", SPEC.image_shape))
         expected = images.images[:4].flatten(1) / 255 - by
-        torch.testing.assert_close(kept_features(images, found[-1], some), expected)
+        torch.testing.assert_close(feature_table(images, found[-1], some)(some), expected)
     assert feature_map("own-shifted", SPEC.image_shape) is found[1] is not found[0]
 
 

@@ -106,9 +106,8 @@ def test_every_architecture_takes_a_private_step(name: str) -> None:
     series = GaussianSums(release, 1, Guard(Ledger("0"), 1e-5, None), SecretGenerator())
     x = torch.randn(3, 1, side, side, generator=torch.Generator().manual_seed(0))
     dp_sgd(model, lambda i: x[i], torch.arange(3), series, 1, DpSgdSettings(MomentumSgd(0.1), 3.0))
-    assert (
-        0 < float((flatten(model) - before).norm()) <= 0.1 * 1.01
-    )  # three clipped gradients of norm 1, over 3, times the rate
+    # three clipped gradients of norm 1, over 3, times the rate
+    assert 0 < float((flatten(model) - before).norm()) <= 0.1 * 1.01
 
 
 def test_dropout_is_refused_with_differential_privacy() -> None:

@@ -235,9 +235,8 @@ def test_opacus_agrees(sigma: float, q: float, steps: int) -> None:
 
 
 def test_the_spec_example_is_not_the_central_limit_value() -> None:
-    assert epsilon([row(1.1, 0.01, 1000)], DELTA) == pytest.approx(
-        1.515, abs=0.003
-    )  # CLT-GDP says 1.377
+    # CLT-GDP says 1.377
+    assert epsilon([row(1.1, 0.01, 1000)], DELTA) == pytest.approx(1.515, abs=0.003)
 
 
 def test_attack_success_of_a_gaussian() -> None:
@@ -298,9 +297,8 @@ def test_ill_posed_calibration() -> None:
         calibrate_noise_multiplier(1.0, DELTA, lambda s: [row(s), row(0.5)])
     with pytest.raises(PrivacySettingError, match="delta"):
         calibrate_noise_multiplier(1.0, 1.0, lambda s: [row(s)])
-    assert (
-        calibrate_noise_multiplier(1.0, DELTA, lambda s: []) <= 1e-3
-    )  # nothing is released: any σ will do
+    # nothing is released: any σ will do
+    assert calibrate_noise_multiplier(1.0, DELTA, lambda s: []) <= 1e-3
 
 
 @pytest.mark.parametrize("delta", [0.0, 1.0, -1e-5, 2.0, math.nan, math.inf])

@@ -163,9 +163,8 @@ def test_unknown_schema(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             patch.setattr("fedsynth.privacy.ledger.LEDGER_SCHEMA", schema)
             patch.setattr("fedsynth.privacy.ledger.READABLE", (schema,))
             charged(path, 2)
-        if (
-            schema == 1
-        ):  # the first version's ledgers are read on: they say nothing of their records
+        # the first version's ledgers are read on: they say nothing of their records
+        if schema == 1:
             old = Ledger("alice", path, dataset="digits/0")
             assert len(old.releases) == 2
             assert old.records == ()
@@ -261,9 +260,8 @@ def test_guard_refuses_what_no_mechanism_protects() -> None:
     )
     with pytest.raises(BudgetExceededError, match="inf"):
         Guard(Ledger("alice"), DELTA, 100.0).charge(leak)
-    Guard(Ledger("alice"), DELTA, None).charge(
-        leak
-    )  # without a cap it is recorded, and ε is infinite
+    # without a cap it is recorded, and ε is infinite
+    Guard(Ledger("alice"), DELTA, None).charge(leak)
 
 
 def test_two_guards_on_one_file_share_the_budget(path: Path) -> None:

@@ -121,9 +121,8 @@ def test_a_changed_data_set_goes_on_with_its_ledger_once_that_is_said(folder: Pa
     with pytest.raises(LedgerError, match="carry-over"):
         opened(folder, "abcx", names=["north"])
     assert LedgerFolder(folder).carry_over("north") == 1
-    with pytest.raises(
-        LedgerError, match=r"1 records that .*south"
-    ):  # another's records all the same
+    # another's records all the same
+    with pytest.raises(LedgerError, match=r"1 records that .*south"):
         opened(folder, "abce", names=["north"])
     assert charged(folder, "abcx", names=["north"]) == ["north"]
     assert spent(folder)["north"] == 2
@@ -131,9 +130,8 @@ def test_a_changed_data_set_goes_on_with_its_ledger_once_that_is_said(folder: Pa
     for part in ("abcd", "abc", "abcxy"):
         with pytest.raises(LedgerError, match="other records than those"):
             opened(folder, part, names=["north"])
-    with pytest.raises(
-        LedgerError, match=r"1 records that .*north"
-    ):  # 'd' left the north, with what was spent
+    # 'd' left the north, with what was spent
+    with pytest.raises(LedgerError, match=r"1 records that .*north"):
         opened(folder, "dz", names=["west"])
     with pytest.raises(LedgerError, match=r"no ledger of 'west' in .*; there are north, south"):
         LedgerFolder(folder).carry_over("west")

@@ -187,9 +187,8 @@ def test_poisson_sampling_includes_each_record_independently() -> None:
     secret = SecretGenerator()
     sizes = np.array([len(secret.poisson_sample(400, 0.3)) for _ in range(2000)])
     assert sizes.mean() == pytest.approx(120, abs=5 * math.sqrt(400 * 0.3 * 0.7 / 2000))
-    assert sizes.std() == pytest.approx(
-        math.sqrt(400 * 0.3 * 0.7), rel=0.1
-    )  # catches: fixed-size batches
+    # catches: fixed-size batches
+    assert sizes.std() == pytest.approx(math.sqrt(400 * 0.3 * 0.7), rel=0.1)
     assert torch.equal(secret.poisson_sample(7, 1.0), torch.arange(7))
 
 

@@ -190,11 +190,12 @@ def test_executed_releases_are_those_that_were_charged(monkeypatch: pytest.Monke
     monkeypatch.setattr(GaussianSums, "release", spy)
     for method, steps, privacy in (
         ("feddm", 2, {}),
+        # two networks (as many as steps), and the counts
         (
             "feddm",
             2 + 1,
             {"mechanism": "features"},
-        ),  # two networks (as many as steps), and the counts
+        ),
         ("fedavg", 4, {}),
         ("fedgen", 4, {}),
         ("fedfm", 4 + 2, {}),  # and the anchors' sums and counts
@@ -237,9 +238,8 @@ def test_what_a_private_run_writes_is_public(tmp_path: Path) -> None:
     assert {key for row in rows for key in row} == {
         "round", "test_accuracy", "epsilon", "upload_floats", "upload_bytes", "client_upload_bytes",
     }  # fmt: skip
-    assert {tuple(row["client_upload_bytes"]) for row in rows} == {
-        (10 * (64 * 4 + 8),) * 4
-    }  # equal, also for empty clients
+    # equal, also for empty clients
+    assert {tuple(row["client_upload_bytes"]) for row in rows} == {(10 * (64 * 4 + 8),) * 4}
     summary = json.loads((result.folder / "summary.json").read_text())
     assert set(summary) == {
         "method", "dataset", "rounds", "test_accuracy", "upload_bytes", "upload_floats_per_round", "device", "seed",
@@ -260,9 +260,8 @@ def test_what_a_private_run_writes_is_public(tmp_path: Path) -> None:
     }
     assert set(start["run"]) == {"id", "date"}
     assert {(one["rows"], len(one)) for one in start["ledgers"].values()} == {(0, 2)}
-    count = re.compile(
-        r"(?<![\w.])200(?![\w.])"
-    )  # the true number of records, as a number and not inside a hash or a fraction
+    # the true number of records, as a number and not inside a hash or a fraction
+    count = re.compile(r"(?<![\w.])200(?![\w.])")
     assert not any(count.search(p.read_text().replace(str(tmp_path), "")) for p in outside)
 
 

@@ -219,11 +219,12 @@ def test_a_user_moves_every_sum_of_every_method_by_at_most_the_clip(
 
     monkeypatch.setattr(GaussianSums, "release", release)
     everyone = torch.arange(90)
+    # without the large user; without a small one
     for part in (
         everyone,
         everyone[:40],
         everyone[1:],
-    ):  # without the large user; without a small one
+    ):
         sums.append([])
         guard = Guard(Ledger("0"), 1e-5, None, unit=USER)
         charged = charge_for(method, context, [0], [guard], [SecretGenerator()])

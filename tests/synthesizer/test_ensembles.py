@@ -181,9 +181,8 @@ def test_eqs_15_and_17_to_19_by_hand(device: torch.device) -> None:
         for x, y in (((0.8, 0.2), (0.5, 0.5)), ((0.3, 0.7), (0.6, 0.4)))
     ]
     assert float(adversarial_loss(p, q, only_disagreement=False)) == pytest.approx(-sum(kl) / 2)
-    q2 = torch.tensor(
-        [[0.9, 0.1], [0.6, 0.4]], device=device
-    ).log()  # agrees on the first image, not on the second
+    # agrees on the first image, not on the second
+    q2 = torch.tensor([[0.9, 0.1], [0.6, 0.4]], device=device).log()
     assert float(adversarial_loss(p, q2, only_disagreement=True)) == pytest.approx(-kl[1] / 2)
     ce = -(math.log(0.5) + math.log(0.4)) / 2  # hard labels 0 and 1
     assert float(student_loss(p, q, 0.5)) == pytest.approx(sum(kl) / 2 + 0.5 * ce)

@@ -53,9 +53,10 @@ def test_eqs_2_to_6_by_hand(device: torch.device) -> None:
     assert float(information_entropy_loss(p)) == pytest.approx(-entropy)  # Eq. 3, over log C
     assert float(one_hot_loss(p)) == pytest.approx(certain)  # Eq. 2
     assert float(activation_loss(f)) == pytest.approx(-(3.0 + 3.5) / 6)  # Eq. 4, of the mean
+    # Eq. 5
     assert float(generator_loss(f, p, 0.2, 0.1)) == pytest.approx(
         -entropy + 0.2 * certain - 0.1 * 6.5 / 6
-    )  # Eq. 5
+    )
     q = logits((0.25, 0.75), (0.9, 0.1), device=device)
     kl = (0.5 * math.log(0.5 / 0.25) + 0.5 * math.log(0.5 / 0.75)) / 2
     assert float(distillation_loss(p, q)) == pytest.approx(kl)  # Eq. 6: KL(teacher ‖ student)
@@ -210,9 +211,8 @@ def test_the_teachers_batch_norm_statistics_count_where_they_are_asked_for(
         found = float(one._statistics())
         first = teacher.features[0](x)  # type: ignore[index]
         mean, variance = first.mean((0, 2, 3)), first.var((0, 2, 3), correction=0)
-        least = float(
-            mean.detach().norm() + (variance.detach() - 1).norm()
-        )  # of the first layer alone; running ones are 0 and 1
+        # of the first layer alone; running ones are 0 and 1
+        least = float(mean.detach().norm() + (variance.detach() - 1).norm())
         assert (found > least) == (weight > 0)
         assert found == 0 or weight > 0
         one.step()

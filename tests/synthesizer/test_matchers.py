@@ -177,9 +177,8 @@ def test_eq_15_the_mean_of_per_example_gradients_is_the_batch_gradient(device: s
         segment_means(rows, segment, 4).view_as(S), autograd, atol=1e-5, rtol=1e-5
     )
     one = per_example_gradients(features, S, x[5:6], segment[5:6])
-    torch.testing.assert_close(
-        rows[5:6], one, atol=1e-6, rtol=1e-4
-    )  # an example's row does not depend on the batch
+    # an example's row does not depend on the batch
+    torch.testing.assert_close(rows[5:6], one, atol=1e-6, rtol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -340,9 +339,8 @@ def test_batches_are_without_replacement_or_resampled_on_request() -> None:
     draws = torch.stack([resampled.at(step)[10:20] for step in range(70)]) - 40
     assert draws.min() >= 0
     assert draws.max() < 5
-    assert any(
-        len(set(row.tolist())) < 5 for row in draws
-    )  # with replacement, not the whole class repeated
+    # with replacement, not the whole class repeated
+    assert any(len(set(row.tolist())) < 5 for row in draws)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -103,9 +103,8 @@ def test_equals_each_clients_own_training(
     """
     images, labels = IMAGES.to(device), LABELS.to(device)
     monkeypatch.setattr("fedsynth.training.many_clients.FEW", few)
-    monkeypatch.setattr(
-        "fedsynth.training.many_clients.BLOCK", 2
-    )  # many layings-out, across passes
+    # many layings-out, across passes
+    monkeypatch.setattr("fedsynth.training.many_clients.BLOCK", 2)
     together = learners(device, settings, penalties)
     starts = [flatten(one.model) for one in together]
     train_together(together, lambda i: images[i], lambda i: labels[i])
@@ -197,9 +196,8 @@ def test_which_networks() -> None:
     assert not trains_together(nn.Sequential(dense, nn.Dropout(0.5)))
     assert not trains_together(nn.Sequential(dense, nn.RReLU()))
     assert not trains_together(copy.deepcopy(dense).double())
-    assert not trains_together(
-        type("Own", (nn.Sequential,), {})(dense, relu)
-    )  # its forward could do anything
+    # its forward could do anything
+    assert not trains_together(type("Own", (nn.Sequential,), {})(dense, relu))
     named = type("Named", (nn.Sequential,), {})(dense)
     named.dense = nn.Linear(3, 3)  # a layer of that name says nothing
     assert not trains_together(named)

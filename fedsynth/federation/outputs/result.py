@@ -81,7 +81,7 @@ def summarise(
     privacy: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
     """What summary.json says, but for the folder; of a private run with what only a simulation may
-    show (`federation.disclosed`).
+    show (`federation.outputs.disclosed`).
 
     Args:
         metrics: the rows.

@@ -86,7 +86,7 @@ class RunFolder:
         base: the folder that it goes into.
         name: of method and data set; what no file's name may have is written as `_`.
 
-    What of a row may stand outside `simulation_only`, `federation.disclosed` decides.
+    What of a row may stand outside `simulation_only`, `federation.outputs.disclosed` decides.
 
     Raises:
         OutputError: the folder cannot be made or written.
@@ -376,9 +376,8 @@ def _fresh(base: Path, name: str) -> tuple[Path, Path]:
         path = final.with_name(f"{final.name}{INCOMPLETE}")
         with suppress(FileExistsError):
             path.mkdir()
-            if (
-                not final.exists()
-            ):  # asked afterwards, as a run of the same second may have ended just before
+            # asked afterwards, as a run of the same second may have ended just before
+            if not final.exists():
                 return final, path
             path.rmdir()
         number += 1

@@ -28,9 +28,8 @@ MOST_IPC = 100_000
 class SyntheticSet(Message):
     """A client's upload: images [N, C, H, W] (float32, normalised) and their labels [N] (int64)."""
 
-    images: Tensor = (
-        released()
-    )  # a subclass may send uint8 pixels: `normalised` gives what a network takes
+    # a subclass may send uint8 pixels: `normalised` gives what a network takes
+    images: Tensor = released()
     labels: Tensor = public(
         "with DP on every class is sent, or those whose released noisy count is large, each with "
         "as many images"

@@ -32,9 +32,8 @@ class SiameseAugmentation:
     def __init__(self, segments: int, generator: torch.Generator, *, flip: bool) -> None:
         device = generator.device
         draw = torch.rand(10, segments, generator=generator, device=device)
-        kind = (
-            draw[0] * (6 if flip else 5)
-        ).long()  # 0 colour, 1 shift, 2 cutout, 3 scale, 4 rotate, 5 flip
+        # 0 colour, 1 shift, 2 cutout, 3 scale, 4 rotate, 5 flip
+        kind = (draw[0] * (6 if flip else 5)).long()
         signed = 2 * draw[1:7] - 1
         on = [kind == k for k in range(6)]
         self._brightness = torch.where(on[0], signed[0] / 2, 0)
@@ -49,9 +48,8 @@ class SiameseAugmentation:
             torch.stack([mirror * ratio * angle.sin(), ratio * angle.cos(), shift[1]], dim=1),
         ]
         self._theta = torch.stack(rows, dim=1)
-        self._hole = torch.where(
-            on[2], 2 * draw[8:10] - 1, 9.0
-        )  # centre of the cutout in [-1, 1]; 9 is outside
+        # centre of the cutout in [-1, 1]; 9 is outside
+        self._hole = torch.where(on[2], 2 * draw[8:10] - 1, 9.0)
 
     def __call__(self, x_NCHW: Tensor, segment_N: Tensor) -> Tensor:
         """The transformed images; differentiable."""

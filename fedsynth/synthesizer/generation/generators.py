@@ -41,6 +41,9 @@ class DoublingConv2d(nn.Conv2d):
         super().__init__(channels, out, 3, padding=1)
 
     def forward(self, x_NCHW: Tensor) -> Tensor:
+        # Doubling is a transposed convolution with 2×2 ones and stride 2. Followed by a 3×3 one it
+        # is a single 4×4: the weight, summed over neighbouring rows and columns, and mirrored, as a
+        # transposed convolution mirrors.
         wide = F.pad(self.weight, (1, 1, 1, 1))
         rows = wide[..., :-1, :] + wide[..., 1:, :]
         kernel = (rows[..., :-1] + rows[..., 1:]).flip(2, 3).transpose(0, 1)
