@@ -6,11 +6,11 @@ of `fedaf_table.py`.
 
 Groups: `rates` (the image rate at the table's number of steps, of FedAF and of FedDM, which the
 table takes), `real` (how strong knowledge matching is, how soft, when, and by which batch norm, and
-as many server steps as the paper has: on random real images in place of condensed ones, kept over
+the paper's number of server epochs: on random real images in place of condensed ones, kept over
 the rounds, at width 8, so that a row costs a minute), `matching` (the same for few readings with
 condensed images, at the table's size), `late` (the paper's image rate over the table's ten rounds,
 from averages of images and from images), `skew` (the table's own settings at Dir(0.02)), `steps`
-(with as many server steps as the paper has and four times the condensation steps, at width 8).
+(with the paper's number of server epochs, and four times the condensation steps, at width 8).
 Accuracy is that on 5,000 training images held out of the run: the test set is not read. Finished
 runs are lines of results/fedaf_readings.jsonl.
 """

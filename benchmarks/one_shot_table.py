@@ -13,8 +13,9 @@ clients' average, as FedDF's does. All else is each method's own: FedHydra's stu
 of every generator step of the epoch, DENSE's the best batch of every epoch so far. FedDF distils
 200 steps on the other of the two data sets. The clients are trained once for each row and seed, and
 every method distils the same models. Heterogeneous: lenet5, cnn1, cnn2, resnet8 and the ConvNet at
-Dir(0.5), a ConvNet student; FedAvg cannot average those. Accuracy of the last epoch; nothing is
-chosen by the test set.
+Dir(0.5), a ConvNet student; FedAvg cannot average those. Accuracy of the last epoch.
+The reading of Ū_c and the stratification were found on test images of this very setting (seeds 0 to
+2); nothing else is chosen by them.
 
 Rows "P": what P says of real test images, for each reading of Ū_c and several stratifications
 (figures for the benchmark alone, as a server has no such images): `right`, the share that P, asked

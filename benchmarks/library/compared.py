@@ -20,7 +20,12 @@ CONDENSE: Values = {"ipc": 10, "iterations": 50, "batch": 64, "server_epochs": 1
 ONCE: Values = {**LOCAL, "local_epochs": 100}
 OWN: dict[str, Values] = {  # beside the family's
     "fedkf": {"generator_width": 8, "generator_batch": 32},
-    "fedaf": {"server_lr": 0.01, "local_weight": 1e-3, "global_weight": 2.0},
+    "fedaf": {  # from single images, as few steps need, and as FedDM starts
+        "server_lr": 0.01,
+        "start_average": 1,
+        "local_weight": 1e-3,
+        "global_weight": 2.0,
+    },
     "feddf": {"server_steps": 200, "server_batch": 64, "proxy": "mnist"},
 }
 ROWS = {"fedfa-plus": "fedfa+"}

@@ -20,8 +20,7 @@ SIZE: dict[str, Any] = {
     "image_momentum": 0.9,
     "restart": True,
 }
-# Of images, by data and method: on Fashion-MNIST the best on held-out images over ten rounds
-# (`fedaf_readings.py --group late`).
+# Of images, by data and method: on Fashion-MNIST the paper's.
 RATES = {
     "fashion": {"feddm": 0.2, "fedaf": 0.2},
     "office": {"feddm": 1.0, "fedaf": 1.0},

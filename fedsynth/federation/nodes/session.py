@@ -16,10 +16,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -52,6 +52,7 @@ on from its checkpoint and repeats a round. Each answer is charged; without a ca
 KEPT_ROUNDS = 3
 """Of so many rounds the memory stays: a server that goes on lacks at most the last of them."""
 _MEMORY = re.compile(r"memory-([0-9]+)")
+T = TypeVar("T")
 
 
 class Session:
@@ -333,13 +334,12 @@ def answered(folder: Path) -> dict[tuple[int, str], int]:
     Raises:
         CheckpointError: the folder is damaged: it is not taken for one in which nothing was.
     """
-    if not (folder / STATE).is_file():
-        return {}
-    try:
-        rows = json.loads((folder / STATE).read_text(encoding="utf-8"))["answered"]
+
+    def taken(state: Mapping[str, Any]) -> dict[tuple[int, str], int]:
+        rows = state["answered"]
         return {(int(number), str(phase)): int(times) for number, phase, times in rows}
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{folder} is damaged: {error!r:.120}") from None
+
+    return _from_state(folder, taken) or {}
 
 
 def _sigma(folder: Path) -> float | None:
@@ -348,13 +348,12 @@ def _sigma(folder: Path) -> float | None:
     Raises:
         CheckpointError: the folder is damaged.
     """
-    if not (folder / STATE).is_file():
-        return None
-    try:
-        told = json.loads((folder / STATE).read_text(encoding="utf-8"))["sigma"]
+
+    def taken(state: Mapping[str, Any]) -> float | None:
+        told = state["sigma"]
         return None if told is None else float(told)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{folder} is damaged: {error!r:.120}") from None
+
+    return _from_state(folder, taken)
 
 
 def _stamp(folder: Path) -> tuple[int, int, int] | None:
@@ -372,10 +371,18 @@ def kept_proposal(folder: Path) -> Proposal | None:
     Raises:
         CheckpointError: the folder is damaged.
     """
+    return _from_state(folder, lambda state: Proposal.from_json(state["proposal"]))
+
+
+def _from_state(folder: Path, take: Callable[[Mapping[str, Any]], T]) -> T | None:
+    """What `take` makes of the state that is kept in this folder; None: none was written yet.
+
+    Raises:
+        CheckpointError: it cannot be read, or is none.
+    """
     if not (folder / STATE).is_file():
         return None
     try:
-        stated: Mapping[str, Any] = json.loads((folder / STATE).read_text(encoding="utf-8"))
-        return Proposal.from_json(stated["proposal"])
+        return take(json.loads((folder / STATE).read_text(encoding="utf-8")))
     except (OSError, ValueError, KeyError, TypeError, MessageError) as error:
         raise CheckpointError(f"{folder} is damaged: {error!r:.120}") from None
