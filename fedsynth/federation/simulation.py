@@ -23,7 +23,7 @@ from fedsynth.federation.terms.client_ledgers import Clients
 from fedsynth.federation.terms.devices import check_compiler, resolve_device
 from fedsynth.federation.terms.given_data import protects_users, require_a_ledger
 from fedsynth.federation.terms.own_data import data_of_run
-from fedsynth.federation.terms.privacy_plan import check_method
+from fedsynth.federation.terms.plan_checks import check_method
 from fedsynth.federation.terms.settings import RunSettings
 from fedsynth.privacy.ledger_folder import check_names
 

@@ -31,7 +31,8 @@ from fedsynth.federation.exchange.protocol import (
     Replies,
     Terms,
 )
-from fedsynth.federation.terms.privacy_plan import PrivacyPlan, check_own_noise
+from fedsynth.federation.terms.plan_checks import check_own_noise
+from fedsynth.federation.terms.privacy_plan import PrivacyPlan
 from fedsynth.federation.terms.settings import RunSettings
 from fedsynth.privacy.allowance import Allowance
 from fedsynth.privacy.errors import BudgetExceededError, LedgerError, RequestRefusedError

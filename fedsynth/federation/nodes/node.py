@@ -35,7 +35,8 @@ from fedsynth.federation.nodes.session import Session, answered, kept_proposal
 from fedsynth.federation.secure_sums.client import Identities
 from fedsynth.federation.secure_sums.errors import require_cryptography
 from fedsynth.federation.terms.client_ledgers import Clients
-from fedsynth.federation.terms.privacy_plan import PrivacyPlan, check_own_noise
+from fedsynth.federation.terms.plan_checks import check_own_noise
+from fedsynth.federation.terms.privacy_plan import PrivacyPlan
 from fedsynth.federation.terms.public_context import public_context
 from fedsynth.privacy.errors import PrivacyError
 from fedsynth.privacy.ledger import Ledger

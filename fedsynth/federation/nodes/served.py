@@ -47,11 +47,8 @@ from fedsynth.federation.outputs.run_folder import PRIVATE_START, SERVED, RunFol
 from fedsynth.federation.secure_sums.errors import require_cryptography
 from fedsynth.federation.terms.devices import resolve_device
 from fedsynth.federation.terms.given_data import NO_TEST, PUBLIC
-from fedsynth.federation.terms.privacy_plan import (
-    PrivacyPlan,
-    check_method,
-    check_own_noise,
-)
+from fedsynth.federation.terms.plan_checks import check_method, check_own_noise
+from fedsynth.federation.terms.privacy_plan import PrivacyPlan
 from fedsynth.federation.terms.public_context import public_context
 from fedsynth.federation.terms.settings import RunSettings
 from fedsynth.federation.terms.sums import check_quorum

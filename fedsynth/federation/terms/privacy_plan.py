@@ -8,26 +8,30 @@ joins. It is fixed then, and public: clients charge themselves by it (`ClientBud
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from fedsynth.core.context import RoundContext
-from fedsynth.core.messages import privacy_of_fields
-from fedsynth.core.method import Method
 from fedsynth.data.registry import DatasetSpec
-from fedsynth.errors import Setting, SettingError, Text, unknown_value
-from fedsynth.federation.terms.participation import Participation, active_clients
+from fedsynth.errors import Setting, SettingError, Text
+from fedsynth.federation.terms.participation import Participation
+from fedsynth.federation.terms.plan_checks import (
+    check_method,
+    mechanism_of,
+    most_records,
+    refuse_absence,
+    refuse_mixing_model,
+    refuse_noise_of_absent_clients,
+    refuse_own_proxy,
+)
 from fedsynth.federation.terms.planned_rounds import PlannedEpsilon, shown_rounds
 from fedsynth.federation.terms.settings import RunSettings
-from fedsynth.models.own import refuse_mixing
-from fedsynth.models.registry import is_own_model
 from fedsynth.privacy import accounting
 from fedsynth.privacy.accounting import Totals, totals
 from fedsynth.privacy.calibration import calibrate_noise_multiplier
 from fedsynth.privacy.errors import (
     BudgetExceededError,
-    PrivacySettingError,
     UnaccountedReleaseError,
     UnplannedReleaseError,
 )
@@ -83,34 +87,16 @@ class PrivacyPlan:
         if given is None:
             raise SettingError(None, "privacy", "must be set for a private run")
         check_method(method)
-        _refuse_own_proxy(method, spec)
-        mechanism = given.mechanism or method.protects[0]
-        if mechanism not in method.protects:
-            raise unknown_value(
-                "privacy", "mechanism", mechanism, method.protects, f" for {method.name}"
-            )
-        most = spec.train_size if given.max_records is None else given.max_records
-        if most < spec.train_size:
-            raise PrivacySettingError(
-                "privacy",
-                "max_records",
-                f"is below the {spec.train_size} records that the data set declares",
-                value=most,
-            )
+        refuse_own_proxy(method, spec)
+        mechanism = mechanism_of(method, given)
+        most = most_records(spec, given)
         check_delta(given.delta, most)
         privacy = replace(given, mechanism=mechanism)
         plans = tuple(method.private_plans(privacy, context))
         check_plans(plans)
-        _refuse_mixing_model(settings, context)
-        if not method.even_rounds and settings.participation < 1:
-            raise SettingError(
-                "run",
-                "participation",
-                f"must be 1 with {method.name}: its rounds release different things of every "
-                "client",
-                value=settings.participation,
-            )
-        _refuse_noise_of_absent_clients(settings, plans)
+        refuse_mixing_model(settings, context)
+        refuse_absence(settings)
+        refuse_noise_of_absent_clients(settings, plans)
         return cls(settings, spec, context.nominal_size, privacy, plans, most)
 
     @classmethod
@@ -408,78 +394,3 @@ def _distinct(histories: Sequence[History]) -> tuple[list[Totals], list[int]]:
     found: dict[Totals, int] = {}
     groups = [found.setdefault(totals(one.releases), len(found)) for one in histories]
     return list(found), groups
-
-
-def check_own_noise(plans: Sequence[PrivatePlan]) -> None:
-    """Refuses plans in which a client adds a part of the noise alone, of a method whose uploads go
-    over machines as they are: the server sees each of them.
-
-    Raises:
-        PrivacySettingError: says what to set.
-    """
-    shared = [plan for plan in plans if plan.shares > 1]
-    if shared:
-        raise PrivacySettingError(
-            "method",
-            "aggregation",
-            "must be own over machines: the sum of this method's uploads is not made under masks, "
-            f"and each would carry the noise of 1 of {shared[0].shares} clients",
-            value="secure",
-        )
-
-
-def check_method(method: Method) -> None:
-    """Refuses a method that uploads anything which is neither released nor public.
-
-    Raises:
-        UnaccountedReleaseError: names the method, the field and the reason.
-    """
-    declared: Mapping[str, tuple[str, str]] = {
-        **privacy_of_fields(method.upload),
-        **(privacy_of_fields(method.first_upload) if method.first_upload else {}),
-    }
-    bad = [
-        f"{name} ({kind})"
-        for name, (kind, _) in declared.items()
-        if kind not in ("released", "public")
-    ]
-    if bad or not method.protects:
-        why = (
-            method.refusal or f"its upload has fields that no mechanism protects: {', '.join(bad)}"
-        )
-        raise UnaccountedReleaseError(f"{method.name} cannot run with differential privacy: {why}")
-
-
-def _refuse_noise_of_absent_clients(settings: RunSettings, plans: Sequence[PrivatePlan]) -> None:
-    """Refuses shared noise of which a round's clients would always lack a part."""
-    if settings.participation == 1:
-        return  # a method knows all clients, and says itself how many it counts on
-    shares = max(plan.shares for plan in plans)
-    there = active_clients(settings.partition.clients, settings.participation)
-    if shares > 1 and shares >= there:
-        raise SettingError(
-            "run",
-            "participation",
-            f"lets {there} of {settings.partition.clients} clients take part in a round, and the "
-            f"noise is shared by {shares} others than the one who is attacked: take "
-            f"method.honest of less than {there}, more participation, or each client's own noise",
-            value=settings.participation,
-        )
-
-
-def _refuse_mixing_model(settings: RunSettings, context: RoundContext) -> None:
-    """Refuses a model of one's own whose outputs are not each of its own image alone."""
-    if settings.method.model_sees_data and is_own_model(settings.model):
-        refuse_mixing(settings.model.name, context.architecture, context.spec.image_shape)
-
-
-def _refuse_own_proxy(method: Method, spec: DatasetSpec) -> None:
-    if getattr(method, "proxy", "") == spec.name:
-        raise UnaccountedReleaseError(
-            Text(
-                f"{method.name} cannot distil on {spec.name} with differential privacy: those are "
-                "the clients' own images; name public ones (",
-                Setting("method", "proxy", "noise"),
-                ", or another data set)",
-            )
-        )
