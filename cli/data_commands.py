@@ -56,7 +56,7 @@ def describe(
     """
     with one_line_errors(context.command):
         from fedsynth.data.describe import describe_folder
-        from fedsynth.data.load_folder import FolderSettings
+        from fedsynth.data.folder_settings import FolderSettings
 
         settings = FolderSettings(
             str(folder),

@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from fedsynth.core.messages import ModelParameters as ModelParameters
     from fedsynth.core.method import Method as Method
     from fedsynth.core.state import ServerState as ServerState
+    from fedsynth.data.folder_settings import FolderSettings as FolderSettings
     from fedsynth.data.images import ImageData as ImageData
     from fedsynth.data.images import from_arrays as from_arrays
     from fedsynth.data.load import load_dataset as load_dataset
     from fedsynth.data.load_folder import FolderData as FolderData
-    from fedsynth.data.load_folder import FolderSettings as FolderSettings
     from fedsynth.data.load_folder import load_folder as load_folder
     from fedsynth.data.partition import PartitionSettings as PartitionSettings
     from fedsynth.data.registry import DatasetSpec as DatasetSpec

@@ -1,5 +1,4 @@
-"""Folders of one's own images as data for a run: `load_folder`, and the settings that name such a
-folder (section `data` of a config file)."""
+"""Folders of one's own images as data for a run: `load_folder`."""
 
 from __future__ import annotations
 
@@ -10,119 +9,22 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import ClassVar
 
 import numpy as np
 import torch
 
-from fedsynth.data.declaration import MEAN, STD, Declaration, read_declaration
-from fedsynth.data.files import expanded, one_line
+from fedsynth.data.declaration import MEAN, STD, Declaration
+from fedsynth.data.files import one_line
+from fedsynth.data.folder_settings import FolderSettings, name_of
 from fedsynth.data.images import ImageData, IntArray
-from fedsynth.data.own_files import DECLARATION, OwnFiles, find_files, in_order, left_out_in_words
+from fedsynth.data.own_files import OwnFiles, find_files, in_order, left_out_in_words
 from fedsynth.data.own_pixels import Failed, Look, look_at, read_pixels
-from fedsynth.data.registry import DatasetSpec, is_known
+from fedsynth.data.registry import DatasetSpec
 from fedsynth.errors import DataError, DataFilesCorruptError, Setting, SettingError, Text
 
-TESTS = ("public", "private", "none")
 NAMED = 5
 """Files that a message names."""
-LARGEST_SIDE = 4096
-_SIZE = re.compile(r"([0-9]{1,4})(?:[x×]([0-9]{1,4}))?")
 Note = Callable[[str], None]
-
-
-@dataclass(frozen=True)
-class FolderSettings:
-    """One's own images in a folder, as settings of a run.
-
-    Args:
-        folder: SITE/CLASS/files, CLASS/files, or with a manifest.csv (path, label, site, user);
-            also that file itself.
-        test_folder: images to test on, likewise; sites do not matter there.
-        test: what these are: "public", or "private": with differential privacy, what is measured
-            on them then stands in `simulation_only` alone. "none": they are not used. Empty:
-            private.
-        image_size: every image is resized to it: "64", or "64x48" (height x width). Empty: the
-            declaration's, or that of all images, where it is one.
-        channels: 1 (grey) or 3 (colour); 0: the declaration's, or 1 where all images are grey.
-        skip_corrupt: leave files out that cannot be read, and name them; False refuses the folder.
-        declaration: the file that says what is public of the images; empty: fedsynth.toml in the
-            folder, if it is there. With differential privacy there must be one.
-
-    Raises:
-        SettingError: a value that none of these can have.
-
-    >>> from fedsynth import FedAvg, PartitionSettings, RunSettings
-    >>> scans = FolderSettings("/data/scans", image_size="64x48")
-    >>> settings = RunSettings(FedAvg(), folder=scans, partition=PartitionSettings("given"))
-    >>> scans.size(), settings.folder.folder
-    ((64, 48), '/data/scans')
-    """
-
-    section: ClassVar[str] = "data"  # of a config file
-
-    folder: str
-    test_folder: str = ""
-    test: str = ""
-    image_size: str = ""
-    channels: int = 0
-    skip_corrupt: bool = False
-    declaration: str = ""
-
-    def __post_init__(self) -> None:
-        for name in ("folder", "test_folder", "declaration"):
-            given = str(getattr(self, name))
-            if given:
-                object.__setattr__(self, name, str(expanded(given).absolute()))
-        if not self.folder:
-            raise SettingError("data", "folder", "must name a folder of images")
-        if self.test and self.test not in TESTS:
-            raise SettingError(
-                "data", "test", f"must be one of {', '.join(TESTS)}, got {self.test!r}"
-            )
-        if self.test in ("public", "private") and not self.test_folder:
-            raise SettingError(
-                "data",
-                "test",
-                "needs images to test on, ",
-                Setting("data", "test_folder"),
-                value=self.test,
-            )
-        if self.channels not in (0, 1, 3):
-            raise SettingError("data", "channels", f"must be 1 or 3, got {self.channels}")
-        object.__setattr__(self, "image_size", str(self.image_size))
-        self.size()
-
-    def size(self) -> tuple[int, int] | None:
-        """Height and width; None: not given."""
-        if not self.image_size:
-            return None
-        match = _SIZE.fullmatch(self.image_size.strip())
-        height, width = (0, 0) if match is None else (int(match[1]), int(match[2] or match[1]))
-        if not (1 <= height <= LARGEST_SIDE and 1 <= width <= LARGEST_SIDE):
-            raise SettingError(
-                "data",
-                "image_size",
-                f"must be a number of pixels such as 64, or 64x48 (height x width), up to "
-                f"{LARGEST_SIDE}; got {self.image_size!r}",
-            )
-        return height, width
-
-    def declared(self) -> Declaration | None:
-        """The declaration of these images; None: there is none.
-
-        Raises:
-            DataFilesCorruptError: it is damaged, or was named and is not there.
-        """
-        if self.declaration:
-            return read_declaration(Path(self.declaration))
-        beside = declaration_beside(Path(self.folder))
-        return read_declaration(beside) if beside.exists() else None
-
-
-def declaration_beside(folder: Path) -> Path:
-    """Where a declaration of these images stands if nobody says."""
-    return (folder.parent if folder.is_file() else folder) / DECLARATION
 
 
 @dataclass(frozen=True, eq=False)
@@ -272,7 +174,7 @@ def _specification(
         size = size or _one_size(looks, settings.folder)
         channels = channels or (1 if all(one.grey for one in looks) else 3)
     return DatasetSpec(
-        name=name or _own_name(Path(settings.folder)),
+        name=name or name_of(Path(settings.folder)),
         channels=channels,
         height=size[0],
         width=size[1],
@@ -284,16 +186,6 @@ def _specification(
         class_names=files.class_names,
         source="images in a folder",
     )
-
-
-def own_name(settings: FolderSettings) -> str:
-    """What the data set of these settings is called, where no declaration names it."""
-    return _own_name(Path(settings.folder))
-
-
-def _own_name(folder: Path) -> str:
-    name = one_line(folder.stem if folder.suffix == ".csv" else folder.name) or "images"
-    return f"own {name}" if is_known(name) else name
 
 
 def _one_size(looks: Sequence[Look], folder: str) -> tuple[int, int]:

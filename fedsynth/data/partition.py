@@ -1,42 +1,29 @@
 """Who has which examples: partitions of a label array over clients, as the field makes them. Every
 rule is seeded.
 
-`dirichlet` and `quantity` are rules of NIID-Bench (Li et al., ICDE 2022, arXiv 2102.02079), the
-former behind FedDM's tables and many others; `dominant` and `missing` are FedFM's (Ye et al., 2023,
-arXiv 2210.07615). Matrices of who has how many of which class are made in `label_skew.py`.
+The settings, and what every rule shares: checks, and a subset of each class. The rules themselves
+are in `partition_rules.py`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
-from fedsynth.data.fingerprints import record_digests
-from fedsynth.data.images import ImageData
-from fedsynth.data.label_skew import dominant_classes, dominated_dirichlet, held_classes
+from fedsynth.data.partition_rules import RULES, IntArray, of_domains, of_groups
 from fedsynth.data.registry import DatasetSpec
-from fedsynth.data.users import user_digests
 from fedsynth.errors import DataError, PartitionError, SettingError, unknown_value
 from fedsynth.seeding import numpy_generator
 
-IntArray = npt.NDArray[np.int64]
-Rng = np.random.Generator
-
 GIVEN = "given"  # the kind of a partition that the caller of `simulate` brings along
 DOMAIN, NATURAL = "domain", "natural"
-# How often the whole partition is drawn anew before giving up: 1.5 s for 10 classes, some 15 s for
-# 100.
-MAX_TRIES = 5_000
 MOST_CLIENTS = 200_000
-# Beyond this the draws are 1/K to six digits, and NumPy's gamma sampler would overflow.
-_ALPHA_CAP = 1e12
 
 
 @dataclass(frozen=True)
@@ -103,8 +90,8 @@ class PartitionSettings:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        if self.kind not in (*_RULES, DOMAIN, NATURAL, GIVEN):
-            raise unknown_value("partition", "kind", self.kind, (*_RULES, DOMAIN, NATURAL))
+        if self.kind not in (*RULES, DOMAIN, NATURAL, GIVEN):
+            raise unknown_value("partition", "kind", self.kind, (*RULES, DOMAIN, NATURAL))
         if not (math.isfinite(self.alpha) and self.alpha > 0):
             raise SettingError("partition", "alpha", f"must be a positive number, got {self.alpha}")
         for name in ("clients", "classes_per_client", "missing_classes", "dominant_classes"):
@@ -182,10 +169,10 @@ def partition(
         )
     rng = numpy_generator(settings.seed or 0, "partition")
     if settings.kind == DOMAIN:
-        return [np.sort(part) for part in _domain(domains, settings, rng)]
+        return [np.sort(part) for part in of_domains(domains, settings, rng)]
     if settings.kind == NATURAL:
-        return _natural(domains if groups is None else groups, settings, rng)
-    parts = _RULES[settings.kind](y, settings, classes, rng)
+        return of_groups(domains if groups is None else groups, settings, rng)
+    parts = RULES[settings.kind](y, settings, classes, rng)
     return [np.sort(part) for part in parts]
 
 
@@ -194,35 +181,6 @@ def _subset(y: IntArray, settings: PartitionSettings) -> IntArray:
     rng = numpy_generator(settings.seed or 0, "subset")
     chosen = [rng.permutation(np.flatnonzero(y == c)) for c in np.unique(y)]
     return np.sort(np.concatenate([c[: max(1, round(settings.subset * len(c)))] for c in chosen]))
-
-
-def hold_out(
-    parts: Sequence[IntArray], share: float, seed: int, data: ImageData, by_user: bool = False
-) -> tuple[list[IntArray], list[IntArray]]:
-    """(training split, test split) of each client, sorted: each record tests with probability
-    `share`.
-
-    On which side a record stands follows from the seed and from its own bytes, not from its place:
-    with differential privacy one record more, anywhere in the data, must not move others from one
-    split to the other. Equal records stand on the same side, so none of a test split is also
-    trained on.
-
-    Args:
-        parts: for each client the positions of its records in `data`.
-        seed: public; another one gives another split.
-        by_user: all records of a user (`data.groups`) stand on the same side, by a hash of all of
-            them: users are protected.
-    """
-    positions = [np.asarray(part, np.int64) for part in parts]
-    key = hashlib.blake2b(f"local test split {seed}".encode(), digest_size=32).digest()
-    digests = user_digests if by_user else record_digests
-    training = []
-    testing = []
-    for part in positions:
-        drawn = digests(data, part, key, 8).view("<u8")[:, 0] / 2.0**64
-        training.append(np.sort(part[drawn >= share]))
-        testing.append(np.sort(part[drawn < share]))
-    return training, testing
 
 
 def check_parts(parts: Sequence[npt.ArrayLike], examples: int) -> None:
@@ -261,212 +219,6 @@ def count_matrix(
     return np.array(rows, dtype=np.int64).reshape(len(parts), classes)
 
 
-def _iid(y: IntArray, settings: PartitionSettings, classes: int, rng: Rng) -> list[IntArray]:
-    """A random permutation cut into K pieces whose sizes differ by at most one."""
-    return np.array_split(rng.permutation(len(y)), settings.clients)
-
-
-def _dirichlet(y: IntArray, settings: PartitionSettings, classes: int, rng: Rng) -> list[IntArray]:
-    """NIID-Bench: Dirichlet shares of each class, none for clients with ≥ N/K examples; redrawn if
-    one has few."""
-    sizes = np.bincount(y, minlength=classes)
-    # Only numbers are drawn until they pass; the examples are shuffled once, at the end.
-    counts = _redrawn(
-        lambda: _dirichlet_counts(sizes, settings, rng, masked=True),
-        len(y),
-        settings,
-        " (or use dirichlet-plain)",
-    )
-    return _deal(y, counts, rng)
-
-
-def _quantity(y: IntArray, settings: PartitionSettings, classes: int, rng: Rng) -> list[IntArray]:
-    """NIID-Bench's quantity skew: sizes cut at ⌊cumsum(p)·N⌋ with p ~ Dir(α·1_K), redrawn if one is
-    small; examples at random."""
-    everything = np.array([len(y)])
-    sizes = _redrawn(
-        lambda: _dirichlet_counts(everything, settings, rng, masked=False), len(y), settings
-    )[:, 0]
-    return np.split(rng.permutation(len(y)), np.cumsum(sizes[:-1]))
-
-
-def _redrawn(
-    draw: Callable[[], IntArray], total: int, settings: PartitionSettings, instead: str = ""
-) -> IntArray:
-    """The first counts [K, ...] of `draw` that give every client at least `min_size` examples."""
-    K = settings.clients
-    least = settings.min_size
-    if K * least > total:
-        raise PartitionError(
-            f"{K} clients of at least {least} examples need {K * least}, there are {total}: lower "
-            "min_size or clients"
-        )
-    for _ in range(MAX_TRIES):
-        counts = draw()
-        if counts.sum(axis=1).min() >= least:
-            return counts
-    raise PartitionError(
-        f"no Dirichlet partition with at least {least} examples for each of {K} clients in "
-        f"{MAX_TRIES} tries at "
-        f"alpha={settings.alpha:g}: raise alpha, or lower min_size or clients{instead}"
-    )
-
-
-def _dirichlet_plain(
-    y: IntArray, settings: PartitionSettings, classes: int, rng: Rng
-) -> list[IntArray]:
-    """Dirichlet shares of each class, as they fall: clients may have many examples or none."""
-    sizes = np.bincount(y, minlength=classes)
-    return _deal(y, _dirichlet_counts(sizes, settings, rng, masked=False), rng)
-
-
-def _dirichlet_dominant(
-    y: IntArray, settings: PartitionSettings, classes: int, rng: Rng
-) -> list[IntArray]:
-    """Dirichlet shares of each class, each with a largest holder of its own
-    (`dominated_dirichlet`)."""
-    sizes = np.bincount(y, minlength=classes)
-    alpha = min(settings.alpha, _ALPHA_CAP)
-    return _deal(y, dominated_dirichlet(sizes, settings.clients, alpha, rng), rng)
-
-
-def _dirichlet_counts(
-    sizes: npt.NDArray[np.integer], settings: PartitionSettings, rng: Rng, *, masked: bool
-) -> IntArray:
-    """[K, C]: for each class p ~ Dir(α·1_K), cut at ⌊cumsum(p)·n_c⌋. `masked`: p = 0 for those with
-    ≥ N/K examples."""
-    K = settings.clients
-    total = int(sizes.sum())
-    counts = np.zeros((K, len(sizes)), dtype=np.int64)
-    held = np.zeros(K, dtype=np.int64)
-    concentration = np.full(K, min(settings.alpha, _ALPHA_CAP))
-    for c, size in enumerate(sizes):
-        if size == 0:
-            continue
-        p = rng.dirichlet(concentration)
-        # Compared in whole numbers: N/K itself would be rounded.
-        open_ = held * K < total if masked else np.ones(K, dtype=bool)
-        reached = np.cumsum(np.where(open_, p, 0.0))
-        if not reached[-1] > 0:
-            # All of p went, to the last bit, to clients that take no more. One open client at
-            # random is the limit of Dir(α) for α → 0.
-            reached = np.cumsum(np.arange(K) == rng.choice(np.flatnonzero(open_)))
-        # Divided by its own last entry, so that it is exactly 1 from the last open client on: a
-        # rounded sum would leave an example for the closed clients after it.
-        cuts = (reached[:-1] / reached[-1] * size).astype(np.int64)
-        counts[:, c] = np.diff(cuts, prepend=0, append=size)
-        held += counts[:, c]
-    return counts
-
-
-def _classes(y: IntArray, settings: PartitionSettings, classes: int, rng: Rng) -> list[IntArray]:
-    """Exactly c classes per client (`held_classes`)."""
-    sizes = np.bincount(y, minlength=classes)
-    K = settings.clients
-    c = settings.classes_per_client
-    C = int(np.count_nonzero(sizes))
-    if c > C:
-        raise PartitionError(
-            f"classes_per_client is {c} but there are examples of {C} classes only: lower it"
-        )
-    if K * c < C:
-        raise PartitionError(
-            f"{K} clients × {c} classes cannot cover {C} classes: raise clients or "
-            "classes_per_client to at least "
-            f"{math.ceil(C / K)}"
-        )
-    return _deal(y, held_classes(sizes, K, c, rng, "lower clients or classes_per_client"), rng)
-
-
-def _missing(y: IntArray, settings: PartitionSettings, classes: int, rng: Rng) -> list[IntArray]:
-    """No example of m classes: a client has C − m, so that a class is missing at ⌊Km/C⌋ or ⌈Km/C⌉
-    clients and never at all of them."""
-    sizes = np.bincount(y, minlength=classes)
-    K = settings.clients
-    m = settings.missing_classes
-    C = int(np.count_nonzero(sizes))
-    if m >= C:
-        raise PartitionError(
-            f"missing_classes is {m} but there are examples of {C} classes only: lower it"
-        )
-    if K * (C - m) < C:
-        raise PartitionError(
-            f"{K} clients that lack {m} of {C} classes cannot cover them all: raise clients to at "
-            f"least {math.ceil(C / (C - m))}"
-            " or lower missing_classes"
-        )
-    return _deal(
-        y, held_classes(sizes, K, C - m, rng, "lower clients or raise missing_classes"), rng
-    )
-
-
-def _dominant(y: IntArray, settings: PartitionSettings, classes: int, rng: Rng) -> list[IntArray]:
-    """Clients of one size with a few classes in the foreground (`dominant_classes`)."""
-    sizes = np.bincount(y, minlength=classes)
-    counts = dominant_classes(
-        sizes, settings.clients, settings.dominant_classes, settings.dominant_share, rng
-    )
-    return _deal(y, counts, rng)
-
-
-def _domain(
-    domains: npt.NDArray[np.integer] | None, settings: PartitionSettings, rng: Rng
-) -> list[IntArray]:
-    """Client k has domain k mod D; the examples of a domain are split evenly (±1) among its
-    clients."""
-    if domains is None:
-        raise PartitionError(
-            "this data set does not say which domain an example comes from: partition domain needs "
-            "one that does"
-        )
-    present = np.unique(domains)
-    if settings.clients % len(present):
-        raise PartitionError(
-            f"{settings.clients} clients cannot share {len(present)} domains evenly: use a "
-            f"multiple of {len(present)}"
-        )
-    parts: list[IntArray] = [np.empty(0, np.int64)] * settings.clients
-    for number, domain in enumerate(present):
-        mine = range(number, settings.clients, len(present))
-        pieces = np.array_split(rng.permutation(np.flatnonzero(domains == domain)), len(mine))
-        for client, piece in zip(mine, pieces, strict=True):
-            parts[client] = piece
-    return parts
-
-
-def _natural(
-    groups: npt.NDArray[np.integer] | None, settings: PartitionSettings, rng: Rng
-) -> list[IntArray]:
-    """Client k is the k-th of the groups that occur, or of K that are drawn, by their numbers."""
-    if groups is None:
-        raise PartitionError(
-            "this data set does not say whose an example is: partition natural needs one that "
-            "does, such as femnist or synthetic(1,1)"
-        )
-    present = np.unique(groups)
-    if settings.clients > len(present):
-        raise PartitionError(
-            f"{settings.clients} clients are more than the {len(present)} groups of this data set: "
-            "lower clients to at most "
-            f"{len(present)}"
-        )
-    chosen = np.sort(rng.permutation(present)[: settings.clients])
-    order = np.argsort(groups, kind="stable")  # within a group, positions stay ascending
-    first, last = (np.searchsorted(groups[order], chosen, side=side) for side in ("left", "right"))
-    return [order[a:b].astype(np.int64) for a, b in zip(first, last, strict=True)]
-
-
-def _deal(y: IntArray, counts: IntArray, rng: Rng) -> list[IntArray]:
-    """Deals each class's examples, shuffled, to the clients: `counts` [K, C] says how many each
-    gets."""
-    pieces: list[list[IntArray]] = [[] for _ in counts]
-    for c in range(counts.shape[1]):
-        index = rng.permutation(np.flatnonzero(y == c))
-        for mine, piece in zip(pieces, np.split(index, np.cumsum(counts[:-1, c])), strict=True):
-            mine.append(piece)
-    return [np.concatenate(mine) for mine in pieces]
-
-
 def _checked_labels(labels: npt.NDArray[np.integer], classes: int) -> IntArray:
     y = np.asarray(labels)
     if y.ndim != 1 or not np.issubdtype(y.dtype, np.integer):
@@ -483,16 +235,3 @@ def _check_origins(what: str, array: npt.NDArray[np.integer] | None, examples: i
         raise DataError(
             f"{what} must be integers [{examples}], got {array.dtype} of shape {list(array.shape)}"
         )
-
-
-_Rule = Callable[[IntArray, PartitionSettings, int, Rng], list[IntArray]]
-_RULES: dict[str, _Rule] = {
-    "iid": _iid,
-    "dirichlet": _dirichlet,
-    "dirichlet-plain": _dirichlet_plain,
-    "dirichlet-dominant": _dirichlet_dominant,
-    "classes": _classes,
-    "missing": _missing,
-    "dominant": _dominant,
-    "quantity": _quantity,
-}

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedsynth.data import partition as partition_module
+from fedsynth.data import partition_rules as partition_module
 from fedsynth.data.partition import PartitionSettings, count_matrix, partition
 from fedsynth.errors import DataError, PartitionError, SettingError, UnknownNameError
 

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from fedsynth.data.images import ImageData
-from fedsynth.data.partition import IntArray, hold_out
+from fedsynth.data.local_test import hold_out
+from fedsynth.data.partition_rules import IntArray
 from fedsynth.data.registry import DatasetSpec, is_published
 from fedsynth.data.users import bounded
 from fedsynth.errors import DataError

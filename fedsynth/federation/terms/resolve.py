@@ -9,7 +9,7 @@ from typing import Any
 
 from fedsynth.core.method import Method
 from fedsynth.data.files import expanded
-from fedsynth.data.load_folder import FolderSettings, own_name
+from fedsynth.data.folder_settings import FolderSettings, own_name
 from fedsynth.data.partition import GIVEN, PartitionSettings
 from fedsynth.data.registry import dataset_spec, is_known
 from fedsynth.errors import Setting, SettingError, UnknownNameError, unknown_name

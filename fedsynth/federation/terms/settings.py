@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from fedsynth.core.method import Method
-from fedsynth.data.load_folder import FolderSettings
+from fedsynth.data.folder_settings import FolderSettings
 from fedsynth.data.partition import PartitionSettings
 from fedsynth.errors import Setting, SettingError
 from fedsynth.federation.terms.failures import Failures

@@ -1,0 +1,123 @@
+"""The settings that name a folder of one's own images (section `data` of a config file)."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from fedsynth.data.declaration import Declaration, read_declaration
+from fedsynth.data.files import expanded, one_line
+from fedsynth.data.own_files import DECLARATION
+from fedsynth.data.registry import is_known
+from fedsynth.errors import Setting, SettingError
+
+TESTS = ("public", "private", "none")
+LARGEST_SIDE = 4096
+_SIZE = re.compile(r"([0-9]{1,4})(?:[x×]([0-9]{1,4}))?")
+
+
+@dataclass(frozen=True)
+class FolderSettings:
+    """One's own images in a folder, as settings of a run.
+
+    Args:
+        folder: SITE/CLASS/files, CLASS/files, or with a manifest.csv (path, label, site, user);
+            also that file itself.
+        test_folder: images to test on, likewise; sites do not matter there.
+        test: what these are: "public", or "private": with differential privacy, what is measured
+            on them then stands in `simulation_only` alone. "none": they are not used. Empty:
+            private.
+        image_size: every image is resized to it: "64", or "64x48" (height x width). Empty: the
+            declaration's, or that of all images, where it is one.
+        channels: 1 (grey) or 3 (colour); 0: the declaration's, or 1 where all images are grey.
+        skip_corrupt: leave files out that cannot be read, and name them; False refuses the folder.
+        declaration: the file that says what is public of the images; empty: fedsynth.toml in the
+            folder, if it is there. With differential privacy there must be one.
+
+    Raises:
+        SettingError: a value that none of these can have.
+
+    >>> from fedsynth import FedAvg, PartitionSettings, RunSettings
+    >>> scans = FolderSettings("/data/scans", image_size="64x48")
+    >>> settings = RunSettings(FedAvg(), folder=scans, partition=PartitionSettings("given"))
+    >>> scans.size(), settings.folder.folder
+    ((64, 48), '/data/scans')
+    """
+
+    section: ClassVar[str] = "data"  # of a config file
+
+    folder: str
+    test_folder: str = ""
+    test: str = ""
+    image_size: str = ""
+    channels: int = 0
+    skip_corrupt: bool = False
+    declaration: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("folder", "test_folder", "declaration"):
+            given = str(getattr(self, name))
+            if given:
+                object.__setattr__(self, name, str(expanded(given).absolute()))
+        if not self.folder:
+            raise SettingError("data", "folder", "must name a folder of images")
+        if self.test and self.test not in TESTS:
+            raise SettingError(
+                "data", "test", f"must be one of {', '.join(TESTS)}, got {self.test!r}"
+            )
+        if self.test in ("public", "private") and not self.test_folder:
+            raise SettingError(
+                "data",
+                "test",
+                "needs images to test on, ",
+                Setting("data", "test_folder"),
+                value=self.test,
+            )
+        if self.channels not in (0, 1, 3):
+            raise SettingError("data", "channels", f"must be 1 or 3, got {self.channels}")
+        object.__setattr__(self, "image_size", str(self.image_size))
+        self.size()
+
+    def size(self) -> tuple[int, int] | None:
+        """Height and width; None: not given."""
+        if not self.image_size:
+            return None
+        match = _SIZE.fullmatch(self.image_size.strip())
+        height, width = (0, 0) if match is None else (int(match[1]), int(match[2] or match[1]))
+        if not (1 <= height <= LARGEST_SIDE and 1 <= width <= LARGEST_SIDE):
+            raise SettingError(
+                "data",
+                "image_size",
+                f"must be a number of pixels such as 64, or 64x48 (height x width), up to "
+                f"{LARGEST_SIDE}; got {self.image_size!r}",
+            )
+        return height, width
+
+    def declared(self) -> Declaration | None:
+        """The declaration of these images; None: there is none.
+
+        Raises:
+            DataFilesCorruptError: it is damaged, or was named and is not there.
+        """
+        if self.declaration:
+            return read_declaration(Path(self.declaration))
+        beside = declaration_beside(Path(self.folder))
+        return read_declaration(beside) if beside.exists() else None
+
+
+def declaration_beside(folder: Path) -> Path:
+    """Where a declaration of these images stands if nobody says."""
+    return (folder.parent if folder.is_file() else folder) / DECLARATION
+
+
+def own_name(settings: FolderSettings) -> str:
+    """What the data set of these settings is called, where no declaration names it."""
+    return name_of(Path(settings.folder))
+
+
+def name_of(folder: Path) -> str:
+    """What the images of a folder, or of a manifest, are called."""
+    name = one_line(folder.stem if folder.suffix == ".csv" else folder.name) or "images"
+    return f"own {name}" if is_known(name) else name
