@@ -82,7 +82,7 @@ ALLOWED = {
     ("evaluation/generated.py", "classes_present"): RESULT,
     ("federation/exchange/checks.py", "check_finite"): LOOK,
     ("federation/exchange/client_runtime.py", "ClientRuntime.evaluate"): RESULT,
-    ("federation/exchange/client_runtime.py", "evaluate_together"): RESULT,
+    ("federation/exchange/client_group.py", "evaluate_together"): RESULT,
     ("federation/exchange/server.py", "Server.begun"): "the first model, once",
     ("federation/outputs/measure.py", "Measure._on_test"): RESULT,
     ("federation/run_words.py", "missing_classes"): "a warning in the first round",

@@ -21,13 +21,13 @@ from fedsynth.data.partition import PartitionSettings
 from fedsynth.data.proxy import ProxyImages, noise_images
 from fedsynth.data.registry import dataset_spec
 from fedsynth.errors import DivergedError
-from fedsynth.federation.exchange.client_runtime import (
-    ClientRuntime,
-    OwnData,
+from fedsynth.federation.exchange.client_group import (
     evaluate_together,
+    step_alone,
     step_together,
     view,
 )
+from fedsynth.federation.exchange.client_runtime import ClientRuntime, OwnData
 from fedsynth.federation.exchange.protocol import BUDGET, REQUEST, Terms
 from fedsynth.federation.exchange.server import Server
 from fedsynth.federation.terms.privacy_plan import PrivacyPlan
@@ -125,7 +125,7 @@ def test_replies_are_by_number_and_those_of_clients_alone() -> None:
     assert list(together.messages) == [1, 2, 3]
     assert together.refusals == ()
     for client in runtimes(method)[1:]:
-        reply = client.step(MAIN, request(ctx), ctx)
+        reply = step_alone(client, MAIN, request(ctx), ctx)
         assert isinstance(reply, ModelParameters)
         group: Any = together.messages[client.number]
         for name, value in reply.parameters.items():
@@ -179,7 +179,7 @@ def test_an_unsound_request_is_refused_by_an_answer() -> None:
         (refusal,) = replies.refusals
         assert (refusal.client, refusal.kind) == (2, REQUEST)
         assert reason in refusal.reason
-        assert client.step(MAIN, message, ctx) == refusal
+        assert step_alone(client, MAIN, message, ctx) == refusal
 
 
 def test_a_client_says_its_size_only_where_it_is_no_secret() -> None:
@@ -264,7 +264,7 @@ def run(name: str, *, over_bytes: bool, rounds: int = 2) -> tuple[Server, list[C
                 continue
             replies: dict[int, Message] = {}
             for client in reversed(clients):
-                replies[client.number] = passed(client.step(phase, passed(asked), elsewhere))
+                replies[client.number] = passed(step_alone(client, phase, passed(asked), elsewhere))
             server.receive(phase, replies, ctx)
         resumed = Server(settings.method, {})
         resumed.state = passed(server.state)

@@ -21,7 +21,7 @@ from fedsynth.core.messages import ModelParameters
 from fedsynth.data.declaration import proposal as declaration
 from fedsynth.data.registry import DatasetSpec, dataset_spec
 from fedsynth.errors import CheckpointError, DataError, MessageError, SettingError
-from fedsynth.federation.exchange import client_runtime, places
+from fedsynth.federation.exchange import client_group, places
 from fedsynth.federation.exchange.over_wire import RemoteError
 from fedsynth.federation.exchange.protocol import Terms
 from fedsynth.federation.nodes.bundles import pack, unpack
@@ -809,7 +809,7 @@ def test_the_same_question_has_the_same_answer_and_costs_nothing(
     def never(*given: Any, **more: Any) -> Any:
         raise AssertionError("a step is taken again")
 
-    monkeypatch.setattr(client_runtime, "view", never)
+    monkeypatch.setattr(client_group, "view", never)
     assert payloads(nodes[0], steps[-1]) == first[-1]
     assert payloads(nodes[1], steps[-1]) == first[-1]  # another process
     nodes[2].answer(proposal.run, caught[0])  # and one whose server begins anew
@@ -872,7 +872,7 @@ def test_what_fails_in_a_step_is_one_answer_whatever_it_was(
         node = Node(0, home, PartOf(), owner, device="cpu", say=said.append)
         node.answer(proposal.run, caught[0])
         with monkeypatch.context() as patch:
-            patch.setattr(client_runtime, "view", fails)
+            patch.setattr(client_group, "view", fails)
             answers.add(unpack(node.answer(proposal.run, caught[1]))[-1])
         assert any(repr(error) in one for one in said)
     assert len(answers) == 1

@@ -17,11 +17,8 @@ from torch import Tensor
 from fedsynth.core.context import Reporter, RoundContext
 from fedsynth.core.messages import Message
 from fedsynth.errors import DeviceMemoryError, Setting, Text
-from fedsynth.federation.exchange.client_runtime import (
-    ClientRuntime,
-    evaluate_together,
-    step_together,
-)
+from fedsynth.federation.exchange.client_group import evaluate_together, step_together
+from fedsynth.federation.exchange.client_runtime import ClientRuntime
 from fedsynth.federation.exchange.protocol import Evaluated, Joined, Refusal, Replies, Terms, shown
 from fedsynth.federation.terms.failures import CRASHED, TIMED_OUT
 from fedsynth.privacy.history import History

@@ -15,6 +15,7 @@ from fedsynth.core.frames import Frame, whole
 from fedsynth.core.messages import Message
 from fedsynth.errors import FedsynthError, MessageError
 from fedsynth.federation.exchange.channel import Models, agreement, declared
+from fedsynth.federation.exchange.client_group import step_alone
 from fedsynth.federation.exchange.client_runtime import ClientRuntime
 from fedsynth.federation.exchange.protocol import Refusal, Terms
 from fedsynth.federation.exchange.secure_client import SumDesk
@@ -200,7 +201,7 @@ class RemoteClient:
         self.done.add((context.round, phase))
 
         def step() -> Message | Refusal:
-            return self.runtime.step(phase, message.to(context.device), context)
+            return step_alone(self.runtime, phase, message.to(context.device), context)
 
         if masked:
             answer = self.sums.masked(frame, phase, context, step)
