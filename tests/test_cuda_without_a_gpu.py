@@ -102,7 +102,7 @@ ALLOWED = {
     ("methods/shared/aggregation.py", "overall_average"): RESULT,
     ("methods/shared/condensing.py", "Condenses._start.<locals>.fresh"): DRAWN,
     ("methods/shared/condensing.py", "Condenses._sharing"): DRAWN,
-    ("methods/shared/local.py", "mean_loss"): RESULT,
+    ("methods/shared/client_training.py", "mean_loss"): RESULT,
     ("privacy/requests.py", "check_request"): LOOK,
     ("synthesizer/condensation/knowledge.py", "KnowledgeMatcher.__init__"): DRAWN,
     ("synthesizer/condensation/real_batches.py", "BatchIndices.__init__"): DRAWN,

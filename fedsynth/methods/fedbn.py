@@ -20,7 +20,8 @@ from fedsynth.core.method import Memory
 from fedsynth.core.uploads import Named, Rule
 from fedsynth.errors import SettingError
 from fedsynth.methods.shared.aggregation import AveragingState, average
-from fedsynth.methods.shared.local import Task, Trained, TrainsLocally
+from fedsynth.methods.shared.client_training import Task, Trained
+from fedsynth.methods.shared.local import TrainsLocally
 
 
 def local_names(model: nn.Module) -> set[str]:

@@ -21,7 +21,8 @@ from fedsynth.core.messages import Message, ModelParameters
 from fedsynth.core.method import Memory
 from fedsynth.core.state import ServerState
 from fedsynth.methods.shared.aggregation import AveragingState, average, trainable
-from fedsynth.methods.shared.local import Task, Trained, TrainsLocally
+from fedsynth.methods.shared.client_training import Task, Trained
+from fedsynth.methods.shared.local import TrainsLocally
 from fedsynth.models.flat import flatten_named
 from fedsynth.training.sgd import Pull
 from fedsynth.validation import check_ranges

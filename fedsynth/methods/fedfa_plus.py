@@ -35,7 +35,8 @@ from fedsynth.core.state import ServerState
 from fedsynth.core.uploads import Array, Named, Rule
 from fedsynth.errors import Setting, SettingError
 from fedsynth.methods.shared.aggregation import AveragingState, average
-from fedsynth.methods.shared.local import Task, Trained, TrainsLocally
+from fedsynth.methods.shared.client_training import Task, Trained
+from fedsynth.methods.shared.local import TrainsLocally
 from fedsynth.seeding import torch_generator
 from fedsynth.training.feature_statistics import (
     Augmentation,

@@ -37,7 +37,8 @@ from fedsynth.methods.shared.class_sums import (
     sums_plans,
     sums_rules,
 )
-from fedsynth.methods.shared.local import Task, TrainsLocally
+from fedsynth.methods.shared.client_training import Task
+from fedsynth.methods.shared.local import TrainsLocally
 from fedsynth.models.on_features import check_learned_embedding
 from fedsynth.privacy.plans import FIRST, MAIN, PrivatePlan
 from fedsynth.privacy.requests import check_tensor

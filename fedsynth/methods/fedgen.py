@@ -39,7 +39,8 @@ from fedsynth.core.uploads import Array, Rule, most_examples
 from fedsynth.errors import UploadRejectedError
 from fedsynth.evaluation.generated import GENERATOR, describe, tally
 from fedsynth.methods.shared.aggregation import AveragingState, average
-from fedsynth.methods.shared.local import Task, TrainsLocally
+from fedsynth.methods.shared.client_training import Task
+from fedsynth.methods.shared.local import TrainsLocally
 from fedsynth.models.on_features import check_learned_embedding
 from fedsynth.privacy.disclosure import Disclosure, released
 from fedsynth.privacy.requests import check_named, check_tensor

@@ -25,7 +25,8 @@ from fedsynth.core.messages import Message, ModelParameters, public
 from fedsynth.core.method import Memory, RowsOf
 from fedsynth.core.state import ServerState
 from fedsynth.methods.shared.aggregation import AveragingState, average
-from fedsynth.methods.shared.local import Task, TrainsLocally, gradient_rows
+from fedsynth.methods.shared.client_training import Task, gradient_rows
+from fedsynth.methods.shared.local import TrainsLocally
 from fedsynth.privacy.dpsgd import cross_entropies
 from fedsynth.privacy.requests import check_named
 from fedsynth.privacy.settings import PrivacySettings

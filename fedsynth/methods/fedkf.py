@@ -31,7 +31,8 @@ from fedsynth.core.messages import Message, ModelParameters, public
 from fedsynth.core.method import Memory, Presets
 from fedsynth.evaluation.generated import GENERATOR, average, describe
 from fedsynth.methods.shared.aggregation import AveragingState
-from fedsynth.methods.shared.local import Task, TrainsLocally, plain_upload
+from fedsynth.methods.shared.client_training import Task, plain_upload
+from fedsynth.methods.shared.local import TrainsLocally
 from fedsynth.privacy.disclosure import Disclosure, released
 from fedsynth.privacy.requests import check_named
 from fedsynth.seeding import torch_generator

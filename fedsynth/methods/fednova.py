@@ -20,7 +20,8 @@ from fedsynth.core.method import Memory
 from fedsynth.core.uploads import Number, Rule
 from fedsynth.errors import SettingError, UploadRejectedError
 from fedsynth.methods.shared.aggregation import AveragingState, average, trainable
-from fedsynth.methods.shared.local import Task, Trained, TrainsLocally
+from fedsynth.methods.shared.client_training import Task, Trained
+from fedsynth.methods.shared.local import TrainsLocally
 
 
 @dataclass(frozen=True)

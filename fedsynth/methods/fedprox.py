@@ -25,7 +25,8 @@ from fedsynth.core.state import ServerState
 from fedsynth.core.uploads import Number, Rule
 from fedsynth.errors import SettingError
 from fedsynth.methods.shared.aggregation import AveragingState, average
-from fedsynth.methods.shared.local import Task, Trained, TrainsLocally, mean_loss
+from fedsynth.methods.shared.client_training import Task, Trained, mean_loss
+from fedsynth.methods.shared.local import TrainsLocally
 from fedsynth.models.flat import flatten_named
 from fedsynth.privacy.settings import PrivacySettings
 from fedsynth.training.sgd import Pull

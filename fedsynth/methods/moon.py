@@ -23,7 +23,8 @@ from torch.nn import functional as F
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message, ModelParameters
 from fedsynth.core.method import Memory
-from fedsynth.methods.shared.local import Task, Trained, TrainsLocally
+from fedsynth.methods.shared.client_training import Task, Trained
+from fedsynth.methods.shared.local import TrainsLocally
 from fedsynth.models.on_features import check_learned_embedding
 from fedsynth.validation import check_embedding, check_ranges
 

@@ -17,7 +17,8 @@ from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message, ModelParameters, unprotected
 from fedsynth.core.uploads import Number, Rule
 from fedsynth.methods.shared.aggregation import AveragingState, average, trainable
-from fedsynth.methods.shared.local import TrainsLocally, mean_loss
+from fedsynth.methods.shared.client_training import mean_loss
+from fedsynth.methods.shared.local import TrainsLocally
 from fedsynth.validation import check_ranges
 
 TINY = 1e-10  # the public code's guard of F_k

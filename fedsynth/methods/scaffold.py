@@ -24,7 +24,8 @@ from fedsynth.core.state import ServerState
 from fedsynth.core.uploads import Named, Rule
 from fedsynth.errors import SettingError
 from fedsynth.methods.shared.aggregation import AveragingState, average, trainable
-from fedsynth.methods.shared.local import Task, Trained, TrainsLocally
+from fedsynth.methods.shared.client_training import Task, Trained
+from fedsynth.methods.shared.local import TrainsLocally
 from fedsynth.models.flat import flatten_named
 from fedsynth.privacy.requests import check_named
 from fedsynth.training.sgd import Pull

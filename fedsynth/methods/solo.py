@@ -18,7 +18,8 @@ from fedsynth.core.messages import Message, ModelParameters
 from fedsynth.core.method import Memory
 from fedsynth.core.state import ServerState
 from fedsynth.errors import SettingError
-from fedsynth.methods.shared.local import Task, Trained, TrainsLocally
+from fedsynth.methods.shared.client_training import Task, Trained
+from fedsynth.methods.shared.local import TrainsLocally
 
 
 @dataclass(frozen=True)

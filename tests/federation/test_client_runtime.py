@@ -38,7 +38,8 @@ from fedsynth.methods import METHODS, method_class
 from fedsynth.methods.fedavg import FedAvg
 from fedsynth.methods.fedfm import FedFMLite
 from fedsynth.methods.shared.class_sums import COUNTS
-from fedsynth.methods.shared.local import Task, TrainsLocally
+from fedsynth.methods.shared.client_training import Task
+from fedsynth.methods.shared.local import TrainsLocally
 from fedsynth.methods.solo import Solo
 from fedsynth.models.registry import ModelSettings
 from fedsynth.models.small import Linear

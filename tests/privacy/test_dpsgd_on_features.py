@@ -23,7 +23,7 @@ from fedsynth.features import FeatureMap, feature_map, register_features
 from fedsynth.federation.outputs.report_context import public_items
 from fedsynth.federation.terms.costs import privacy_plan
 from fedsynth.methods.fedavg import FedAvg
-from fedsynth.methods.shared.local import MODEL
+from fedsynth.methods.shared.client_training import MODEL
 from fedsynth.models.registry import ModelSettings, build_network
 from fedsynth.privacy import dpsgd
 from fedsynth.privacy.dpsgd import DpSgdSettings

@@ -1,8 +1,9 @@
 """What methods share whose clients train the global model on their own data and send it.
 
 A method says what a client's training adds to the cross-entropy (`task`), what the server sends
-(`broadcast`), and what it makes of the models (`server_step`); the rest is here: open training by
-SGD, private training by DP-SGD, and the cache of every client's last model.
+(`broadcast`), and what it makes of the models (`server_step`); the rest is here, and in
+`client_training.py`, which trains a group of clients: settings, stragglers, the plan of a private
+run, and the cache of every client's last model.
 
 With differential privacy a task's penalty is added to each step's noisy mean gradient. It may
 depend on the iterate, which is computed from releases, on the server's message and on public
@@ -12,17 +13,16 @@ values: post-processing, at no cost. It must not see the client's data.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor, nn
 
 from fedsynth.copies import copied
-from fedsynth.core.client import ClientGroup, OpenClients, PrivateClients, chunk
+from fedsynth.core.client import ClientGroup, PrivateClients
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message, ModelParameters
 from fedsynth.core.method import Down, Memory, Method, Presets, Results, RowsOf, State, Up
@@ -30,75 +30,28 @@ from fedsynth.core.state import ServerState
 from fedsynth.core.uploads import most_examples
 from fedsynth.errors import Setting, SettingError
 from fedsynth.methods.shared.aggregation import AveragingState, average, cached
+from fedsynth.methods.shared.client_training import (
+    MODEL,
+    Task,
+    gradient_rows,
+    linear_rows,
+    train_openly,
+    train_privately,
+)
 from fedsynth.methods.shared.robust import robust_uploads
 from fedsynth.models.on_features import OnFeatures, input_size
 from fedsynth.models.registry import parameter_count
 from fedsynth.privacy.disclosure import Disclosure, public
 from fedsynth.privacy.dpsgd import (
-    DpSgdSettings,
-    ExampleLoss,
-    Penalty,
     check_model,
-    example_gradients,
 )
 from fedsynth.privacy.plans import PrivatePlan
 from fedsynth.privacy.settings import PrivacySettings
-from fedsynth.seeding import numpy_generator, torch_generator
-from fedsynth.training.many_clients import Learner, learner_bytes, train_together, worth_batching
+from fedsynth.seeding import numpy_generator
+from fedsynth.training.many_clients import learner_bytes, worth_batching
 from fedsynth.training.optimisers import MomentumSgd, Optimiser
-from fedsynth.training.sgd import Pull, SgdSettings, steps_of, train_on
+from fedsynth.training.sgd import SgdSettings, steps_of
 from fedsynth.validation import check_choices, check_ranges
-
-MODEL = "model"
-"""The name of the trained model's plan."""
-
-
-@dataclass(frozen=True)
-class Trained:
-    """What a client's training was: the upload's weight, and the steps that it took."""
-
-    weight: float
-    steps: int
-
-
-def plain_upload(model: nn.Module, trained: Trained) -> tuple[Message, Memory]:
-    """The model, and nothing to remember."""
-    return ModelParameters(model.state_dict(), trained.weight), {}
-
-
-@dataclass(frozen=True)
-class Task:
-    """What one client's training of a round adds to plain SGD on its cross-entropy, and what
-    becomes of the result.
-
-    Args:
-        penalty: (the network in training) -> a scalar added to each step's loss; sees no data of
-            the client.
-        loss: (network, x [N, C, H, W], y [N]) -> the loss of each example [N], in place of its
-            cross-entropy; with differential privacy it looks at no other example.
-        stateful: the loss draws or keeps state, so that its steps cannot be recorded.
-        finish: (the trained model, how) -> upload and memory.
-
-    >>> from fedsynth import ModelSettings, RunSettings, simulate
-    >>> class Ridge(TrainsLocally):
-    ...     name = "ridge"
-    ...     def task(self, client, message, memory, context):
-    ...         return Task(penalty=lambda model: 0.01 * model.classifier.weight.square().sum())
-    >>> result = simulate(RunSettings(Ridge(lr=0.1), rounds=1, model=ModelSettings("linear")))
-    >>> result.accuracy > 0.5
-    True
-    """
-
-    penalty: Penalty | None = None
-    loss: ExampleLoss | None = None
-    stateful: bool = False
-    finish: Callable[[nn.Module, Trained], tuple[Message, Memory]] = plain_upload
-
-    @property
-    def plain(self) -> bool:
-        """Whether training is SGD on the cross-entropy and at most a `Pull`, so that many clients
-        can be trained in one pass."""
-        return self.loss is None and (self.penalty is None or isinstance(self.penalty, Pull))
 
 
 @dataclass(frozen=True)
@@ -223,17 +176,21 @@ class TrainsLocally(Method):
         each = list(zip(clients.ids, memories, strict=True))
         models = [self.start_model(client, message, memory, context) for client, memory in each]
         tasks = [self.task(client, message, memory, context) for client, memory in each]
+        late = self.late(context)
         if isinstance(clients, PrivateClients):
-            trained = self._train_privately(models, clients, tasks, context)
+            trained = train_privately(models, clients, tasks, self.optimiser(), context)
         else:
-            trained = self._train(models, clients, tasks, context)
+            settings = [
+                self._sgd(late.get(client, self.local_epochs), context) for client in clients.ids
+            ]
+            together = self.client_bytes(context) is not None
+            trained = train_openly(models, clients, tasks, settings, context, together=together)
         results = []
-        late = self.late(context) if self.drop_stragglers else {}
         for position, (client, memory) in enumerate(each):
             model = models[position]
             task = tasks[position]
             how = trained[position]
-            if client in late:  # as if it had not taken part
+            if self.drop_stragglers and client in late:  # as if it had not taken part
                 upload = task.finish(model, replace(how, weight=0.0))[0]
             else:
                 upload, memory = task.finish(model, how)
@@ -323,7 +280,7 @@ class TrainsLocally(Method):
         self, network: nn.Module, privacy: PrivacySettings, context: RoundContext
     ) -> Sequence[RowsOf]:
         if isinstance(network, OnFeatures) and network.linear:
-            return [partial(_linear_rows, network)]
+            return [partial(linear_rows, network)]
         return [partial(gradient_rows, network)]
 
     def private_plans(
@@ -376,101 +333,3 @@ class TrainsLocally(Method):
             return self.private_plans(context.privacy, context)[0].steps
         size = int(most_examples(client, context))
         return steps_of(self._sgd(self.local_epochs, context), size)
-
-    def _train(
-        self,
-        models: Sequence[nn.Module],
-        clients: OpenClients,
-        tasks: Sequence[Task],
-        context: RoundContext,
-    ) -> list[Trained]:
-        """Trains the models in place: all in one pass where their network and tasks allow it, else
-        one after another."""
-        late = self.late(context)
-        learners = []
-        for position, (client, model, task) in enumerate(
-            zip(clients.ids, models, tasks, strict=True)
-        ):
-            settings = self._sgd(late.get(client, self.local_epochs), context)
-            draws = torch_generator(context.seed, "local training", context.round, client)
-            learners.append(
-                Learner(model, clients.examples(position), settings, draws, task.penalty)
-            )
-        if (
-            len(models) > 1
-            and self.client_bytes(context) is not None
-            and all(task.plain for task in tasks)
-        ):
-            train_together(
-                learners, clients.images, clients.labels, partial(context.report, "local training")
-            )
-        else:
-            for done, (learner, task) in enumerate(zip(learners, tasks, strict=True), start=1):
-                _train_alone(learner, clients, task)
-                context.report("local training", done, len(models))
-        sizes = [len(learner.where) for learner in learners]
-        return [
-            Trained(float(n), steps_of(learner.settings, n))
-            for n, learner in zip(sizes, learners, strict=True)
-        ]
-
-    def _train_privately(
-        self,
-        models: Sequence[nn.Module],
-        clients: PrivateClients,
-        tasks: Sequence[Task],
-        context: RoundContext,
-    ) -> list[Trained]:
-        """By DP-SGD, as many steps as each client was charged for."""
-        trained = []
-        for position, (model, task) in enumerate(zip(models, tasks, strict=True)):
-            alone = clients.alone(position)
-            plan = alone.plan(MODEL)
-            settings = DpSgdSettings(self.optimiser(), plan.sample_rate * context.nominal_size)
-            alone.fit(
-                alone.series(MODEL), [model], plan.steps, settings, [task.penalty], [task.loss]
-            )
-            trained.append(Trained(1.0, plan.steps))
-            context.report("local training", position + 1, len(models))
-        return trained
-
-
-def _train_alone(learner: Learner, clients: OpenClients, task: Task) -> None:
-    mine = learner.where
-    loss = task.loss
-    train_on(
-        learner.model,
-        lambda where: clients.images(mine[where]),
-        clients.labels(mine),
-        learner.settings,
-        learner.generator,
-        penalty=task.penalty,
-        objective=None if loss is None else lambda network, x, y: loss(network, x, y).mean(),
-        stateful=task.stateful,
-    )
-
-
-def mean_loss(model: nn.Module, clients: OpenClients, position: int) -> float:
-    """The mean cross-entropy of a model on all examples of one client of the group; 0 for none."""
-    mine = clients.examples(position)
-    total = 0.0
-    with torch.no_grad():
-        for part in mine.split(chunk(mine.device)):
-            total += float(
-                nn.functional.cross_entropy(
-                    model(clients.images(part)), clients.labels(part), reduction="sum"
-                )
-            )
-    return total / max(1, len(mine))
-
-
-def gradient_rows(network: nn.Module, images: Tensor) -> Tensor:
-    """The gradient of each example's cross-entropy, [N, P]."""
-    labels = torch.zeros(len(images), dtype=torch.int64, device=images.device)
-    return example_gradients(network, images, labels)
-
-
-def _linear_rows(network: OnFeatures, images: Tensor) -> Tensor:
-    """Its factors, side by side."""
-    labels = torch.zeros(len(images), dtype=torch.int64, device=images.device)
-    return torch.cat(network.gradient_factors(images, labels), dim=1)

@@ -1,0 +1,172 @@
+"""Training of a group of clients' models on their own data: what one client's training adds (`Task`),
+open training by SGD, private training by DP-SGD."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from fedsynth.core.client import OpenClients, PrivateClients, chunk
+from fedsynth.core.context import RoundContext
+from fedsynth.core.messages import Message, ModelParameters
+from fedsynth.core.method import Memory
+from fedsynth.models.on_features import OnFeatures
+from fedsynth.privacy.dpsgd import DpSgdSettings, ExampleLoss, Penalty, example_gradients
+from fedsynth.seeding import torch_generator
+from fedsynth.training.many_clients import Learner, train_together
+from fedsynth.training.optimisers import Optimiser
+from fedsynth.training.sgd import Pull, SgdSettings, steps_of, train_on
+
+MODEL = "model"
+"""The name of the trained model's plan."""
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a client's training was: the upload's weight, and the steps that it took."""
+
+    weight: float
+    steps: int
+
+
+def plain_upload(model: nn.Module, trained: Trained) -> tuple[Message, Memory]:
+    """The model, and nothing to remember."""
+    return ModelParameters(model.state_dict(), trained.weight), {}
+
+
+@dataclass(frozen=True)
+class Task:
+    """What one client's training of a round adds to plain SGD on its cross-entropy, and what
+    becomes of the result.
+
+    Args:
+        penalty: (the network in training) -> a scalar added to each step's loss; sees no data of
+            the client.
+        loss: (network, x [N, C, H, W], y [N]) -> the loss of each example [N], in place of its
+            cross-entropy; with differential privacy it looks at no other example.
+        stateful: the loss draws or keeps state, so that its steps cannot be recorded.
+        finish: (the trained model, how) -> upload and memory.
+
+    >>> from fedsynth import ModelSettings, RunSettings, simulate
+    >>> class Ridge(TrainsLocally):
+    ...     name = "ridge"
+    ...     def task(self, client, message, memory, context):
+    ...         return Task(penalty=lambda model: 0.01 * model.classifier.weight.square().sum())
+    >>> result = simulate(RunSettings(Ridge(lr=0.1), rounds=1, model=ModelSettings("linear")))
+    >>> result.accuracy > 0.5
+    True
+    """
+
+    penalty: Penalty | None = None
+    loss: ExampleLoss | None = None
+    stateful: bool = False
+    finish: Callable[[nn.Module, Trained], tuple[Message, Memory]] = plain_upload
+
+    @property
+    def plain(self) -> bool:
+        """Whether training is SGD on the cross-entropy and at most a `Pull`, so that many clients
+        can be trained in one pass."""
+        return self.loss is None and (self.penalty is None or isinstance(self.penalty, Pull))
+
+
+def train_openly(
+    models: Sequence[nn.Module],
+    clients: OpenClients,
+    tasks: Sequence[Task],
+    settings: Sequence[SgdSettings],
+    context: RoundContext,
+    *,
+    together: bool,
+) -> list[Trained]:
+    """Trains the clients' models in place.
+
+    Args:
+        models, tasks, settings: of each client of the group.
+        together: in one pass, where the tasks allow it; else one after another.
+    """
+    learners = [
+        Learner(
+            model,
+            clients.examples(position),
+            how,
+            torch_generator(context.seed, "local training", context.round, client),
+            task.penalty,
+        )
+        for position, (client, model, task, how) in enumerate(
+            zip(clients.ids, models, tasks, settings, strict=True)
+        )
+    ]
+    if together and len(models) > 1 and all(task.plain for task in tasks):
+        train_together(
+            learners, clients.images, clients.labels, partial(context.report, "local training")
+        )
+    else:
+        for done, (learner, task) in enumerate(zip(learners, tasks, strict=True), start=1):
+            _train_alone(learner, clients, task)
+            context.report("local training", done, len(models))
+    sizes = [len(learner.where) for learner in learners]
+    return [Trained(float(n), steps_of(how, n)) for n, how in zip(sizes, settings, strict=True)]
+
+
+def train_privately(
+    models: Sequence[nn.Module],
+    clients: PrivateClients,
+    tasks: Sequence[Task],
+    optimiser: Optimiser,
+    context: RoundContext,
+) -> list[Trained]:
+    """Trains the models in place by DP-SGD, as many steps as each client was charged for."""
+    trained = []
+    for position, (model, task) in enumerate(zip(models, tasks, strict=True)):
+        alone = clients.alone(position)
+        plan = alone.plan(MODEL)
+        settings = DpSgdSettings(optimiser, plan.sample_rate * context.nominal_size)
+        alone.fit(alone.series(MODEL), [model], plan.steps, settings, [task.penalty], [task.loss])
+        trained.append(Trained(1.0, plan.steps))
+        context.report("local training", position + 1, len(models))
+    return trained
+
+
+def _train_alone(learner: Learner, clients: OpenClients, task: Task) -> None:
+    mine = learner.where
+    loss = task.loss
+    train_on(
+        learner.model,
+        lambda where: clients.images(mine[where]),
+        clients.labels(mine),
+        learner.settings,
+        learner.generator,
+        penalty=task.penalty,
+        objective=None if loss is None else lambda network, x, y: loss(network, x, y).mean(),
+        stateful=task.stateful,
+    )
+
+
+def mean_loss(model: nn.Module, clients: OpenClients, position: int) -> float:
+    """The mean cross-entropy of a model on all examples of one client of the group; 0 for none."""
+    mine = clients.examples(position)
+    total = 0.0
+    with torch.no_grad():
+        for part in mine.split(chunk(mine.device)):
+            total += float(
+                nn.functional.cross_entropy(
+                    model(clients.images(part)), clients.labels(part), reduction="sum"
+                )
+            )
+    return total / max(1, len(mine))
+
+
+def gradient_rows(network: nn.Module, images: Tensor) -> Tensor:
+    """The gradient of each example's cross-entropy, [N, P]."""
+    labels = torch.zeros(len(images), dtype=torch.int64, device=images.device)
+    return example_gradients(network, images, labels)
+
+
+def linear_rows(network: OnFeatures, images: Tensor) -> Tensor:
+    """Its factors, side by side."""
+    labels = torch.zeros(len(images), dtype=torch.int64, device=images.device)
+    return torch.cat(network.gradient_factors(images, labels), dim=1)
