@@ -18,7 +18,7 @@ from fedsynth.federation.terms.public_context import public_context
 from fedsynth.federation.terms.resolve import resolve
 from fedsynth.federation.terms.settings import RunSettings
 from fedsynth.methods import method_class
-from fedsynth.methods.shared import local
+from fedsynth.methods.shared import client_training
 from fedsynth.models.registry import ModelSettings, build_model
 from fedsynth.privacy.passes import power_of_two
 from fedsynth.rows_alone import moves_with_place
@@ -58,7 +58,7 @@ def by_place(images: Tensor) -> Tensor:
 def test_a_private_run_says_so_and_an_open_one_has_nothing_to_lose(
     private: bool, times: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(local, "example_gradients", lambda network, x, y: by_place(x))
+    monkeypatch.setattr(client_training, "example_gradients", lambda network, x, y: by_place(x))
     run = settings("fedavg", private=private, width=8, depth=2)
     simulate(run)
     assert capsys.readouterr().err.count(WORDS) == times
@@ -72,7 +72,7 @@ def test_what_the_methods_clients_compute_is_what_is_tried(
     """Catches a try of the plain forward pass, which is no client's: condensing methods sum
     features of channels-last passes, methods that train gradients, FedStats factors of them."""
     if moving == "gradients":
-        monkeypatch.setattr(local, "example_gradients", lambda network, x, y: by_place(x))
+        monkeypatch.setattr(client_training, "example_gradients", lambda network, x, y: by_place(x))
     if moving == "features":
         monkeypatch.setattr(NetworkFeatures, "real", lambda self, x, segment: by_place(x))
     mine = {"fedavg": "gradients", "fedstats": "factors"}.get(method, "features")
@@ -133,7 +133,7 @@ def test_each_kind_of_network_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> 
     class Wide(nn.Linear):
         """Another network."""
 
-    monkeypatch.setattr(local, "example_gradients", gradients)
+    monkeypatch.setattr(client_training, "example_gradients", gradients)
     plain = context.architecture
     assert not place_warnings(run, context, [plain, plain])
     once = len(tried)

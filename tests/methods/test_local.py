@@ -97,7 +97,7 @@ def test_dense_networks_are_trained_in_one_pass(monkeypatch: pytest.MonkeyPatch)
         passes.append(len(learners))
         train_together(learners, *rest)
 
-    monkeypatch.setattr("fedsynth.methods.shared.local.train_together", spy)
+    monkeypatch.setattr("fedsynth.methods.shared.client_training.train_together", spy)
     for kind in PLAIN:
         passes.clear()
         method: TrainsLocally = kind(**LOCAL, stragglers=0.4)
