@@ -7,6 +7,7 @@ them before anything looks inside. What its values are is `verify`'s business.
 
 from __future__ import annotations
 
+import datetime
 import reprlib
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -258,6 +259,11 @@ class Began(Part):
 
     id: str | None
     date: str
+
+    @classmethod
+    def today(cls, folder: str | None) -> Began:
+        """Of a run that begins now; None: it leaves no folder."""
+        return cls(id=folder, date=datetime.date.today().isoformat())
 
 
 class Start(Part):

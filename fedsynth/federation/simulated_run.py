@@ -15,12 +15,10 @@ what) is done here.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
@@ -38,21 +36,12 @@ from fedsynth.federation.exchange.protocol import Refusal
 from fedsynth.federation.exchange.rounds import Played, agree, play_round, with_proxy
 from fedsynth.federation.exchange.server import Server
 from fedsynth.federation.observer import Observer
-from fedsynth.federation.outputs import privacy_words
 from fedsynth.federation.outputs.checkpoint import Checkpoint, run_identity
-from fedsynth.federation.outputs.disclosed import (
-    Disclosed,
-    declared_row,
-    declared_summary,
-    disclosed,
-)
 from fedsynth.federation.outputs.measure import Measure
-from fedsynth.federation.outputs.report_context import report_context
-from fedsynth.federation.outputs.result import RunResult, own_sources, summarise
-from fedsynth.federation.outputs.results import Results
-from fedsynth.federation.outputs.round_row import round_row
+from fedsynth.federation.outputs.result import RunResult, own_sources
 from fedsynth.federation.outputs.run_checkpoints import RunCheckpoints
 from fedsynth.federation.outputs.run_folder import RunFolder
+from fedsynth.federation.outputs.run_record import RunRecord
 from fedsynth.federation.outputs.verified_charges import plan_when_it_began
 from fedsynth.federation.terms.client_ledgers import Clients
 from fedsynth.federation.terms.duration import long_run
@@ -63,9 +52,7 @@ from fedsynth.federation.terms.settings import RunSettings
 from fedsynth.privacy.errors import PrivacySettingError
 from fedsynth.privacy.history import History
 from fedsynth.privacy.ledger import Ledger
-from fedsynth.privacy.report import ReportContext, build_report
-from fedsynth.privacy.report_schema import Began
-from fedsynth.synthesizer.condensation.sets import SyntheticSet
+from fedsynth.synthesizer.condensation.sets import synthetic_sets
 
 
 class Simulation:
@@ -86,7 +73,6 @@ class Simulation:
         self.settings = settings
         self.method = settings.method
         self.observer = observer
-        self.test_kind = test[1]
         long = long_run(settings, train.spec)
         context = public_context(settings, train.spec, train.labels.device)
         self.method.check_model(context.architecture)
@@ -108,22 +94,23 @@ class Simulation:
         self.folder: RunFolder | None = resumed
         if output is not None and new and not self.over:
             self.folder = self._new_folder(output, clients)
+        hidden = self._private and test[1] == PRIVATE
+        local = settings.partition.local_test > 0
+        self.record = RunRecord(
+            settings,
+            self.agreed.plan,
+            self.folder,
+            observer,
+            Measure(self.method, self.exchange, test[0], hidden, local),
+            test[1],
+            simulated=True,
+        )
         if self.folder is not None:
             self._begin(self.folder, train, parts)
-        self.measure = Measure(
-            self.method,
-            self.exchange,
-            test[0],
-            self._private and self.test_kind == PRIVATE,
-            settings.partition.local_test > 0,
-        )
         self._announce(long, new=new)
         self.server = Server.begun(self.method, self.context)
         self.uploads: dict[int, Message] = {}
         self.played = Played()
-        self.metrics: list[dict[str, Any]] = []
-        self.deviations: list[str] = []
-        self.pictures_missing = False
         if resumed is not None:
             self._go_on(resumed, checkpoint)
 
@@ -221,12 +208,12 @@ class Simulation:
                 self.observer.ended(None if result is None else result.summary)
 
     def _rounds(self) -> RunResult:
-        for number in range(len(self.metrics) + 1, self.settings.rounds + 1):
+        for number in range(len(self.record.rows) + 1, self.settings.rounds + 1):
             started = time.perf_counter()
             context = self.round_context(number)
             refusal = self.play(context)
             if refusal is not None:
-                self._end_early(number, refusal)
+                self._end_early(refusal)
                 break
             self._record(context, started)
         return self._finish()
@@ -264,25 +251,17 @@ class Simulation:
             self.server.state = checkpoint.state.to(device)
             self.checkpoints.give_memories(self.exchange.clients, device)
             self.uploads = {k: upload.to(device) for k, upload in checkpoint.uploads.items()}
-            self.metrics = list(checkpoint.rows)
-        done = len(self.metrics)
-        folder.rewrite_metrics([self._disclosed(row) for row in self.metrics])
-        self.observer.note(f"the run goes on after {done} of {self.settings.rounds} rounds")
-        rounds = folder.resumptions()
-        if done < self.settings.rounds:
-            rounds = folder.resumed(done)
-        if self._private:
-            words = [privacy_words.resumed(after, self.settings.rounds) for after in rounds]
-            self.deviations.extend(words)
+        self.record.go_on(folder, [] if checkpoint is None else checkpoint.rows)
 
     def _keep(self, context: RoundContext) -> None:
         """A checkpoint after a round."""
-        sets = {k: u for k, u in self.uploads.items() if isinstance(u, SyntheticSet)}
         following: Sequence[int] = ()
         if context.round < self.settings.rounds:
             following = self.participation.in_round(context.round + 1)
         self.checkpoints.keep(
-            Checkpoint(tuple(self.metrics), self.server.state, uploads=sets),
+            Checkpoint(
+                tuple(self.record.rows), self.server.state, uploads=synthetic_sets(self.uploads)
+            ),
             self.exchange.clients,
             context,
             following,
@@ -299,7 +278,7 @@ class Simulation:
     def _interrupted(self, how: str) -> Text:
         """What a run that is stopped has done and spent, and how it goes on."""
         parts: list[str | Setting] = [
-            f"{how} after {len(self.metrics)} of {self.settings.rounds} rounds{self._spent()}"
+            f"{how} after {len(self.record.rows)} of {self.settings.rounds} rounds{self._spent()}"
         ]
         if self.folder is None:
             parts.append("; nothing was written")
@@ -322,145 +301,73 @@ class Simulation:
 
     def _begin(self, folder: RunFolder, train: ImageData, parts: list[Tensor]) -> None:
         """Writes what is known before the first round, as far as it is not there."""
-        if self._private and not folder.has_begun:
-            histories = self.exchange.histories()
-            began = Began(id=folder.name, date=f"{datetime.now():%Y-%m-%d}")
-            start = privacy_words.start(self.plan, histories, self.test_kind, began)
-            folder.write_private_start(start.to_json())
+        if self._private:
+            self.record.begin(self.exchange.histories())
         numbers = [part.numpy() for part in parts]
         counts = count_matrix(train.labels.cpu().numpy(), numbers, train.spec.classes)
         folder.write_partition(counts, self.context.spec.class_names)
 
-    def _end_early(self, number: int, refusal: Refusal) -> None:
-        done = number - 1
-        self.deviations.append(
-            f"ended after {done} of {self.settings.rounds} rounds: {refusal.reason}"
-        )
+    def _end_early(self, refusal: Refusal) -> None:
+        words = self.record.ended_early(refusal)
         if not self.over:
             where = "nothing is written"
             if self.folder is not None:
                 where = f"what it has done is in {self.folder.final}"
-            self.observer.note(f"{self.deviations[-1]}{self._spent()}; {where}")
+            self.observer.note(f"{words}{self._spent()}; {where}")
 
     def _after_uploads(self, context: RoundContext) -> None:
         """A class that is too rare at every client would otherwise vanish without a word."""
         if context.round == 1 and len(self.uploads) == context.clients:
-            sets = [u for u in self.uploads.values() if isinstance(u, SyntheticSet)]
+            sets = list(synthetic_sets(self.uploads).values())
             guaranteed = self._private and self.plan.facts.guaranteed
             for line in run_words.missing_classes(sets, context.spec, guaranteed=guaranteed):
                 self.observer.note(line)
 
     def _record(self, context: RoundContext, started: float) -> None:
         """The round's row, its picture, and the checkpoint."""
-        row = round_row(
-            self.settings,
-            self.agreed.plan,
-            self.measure,
-            self.server.state,
-            context,
-            self.played,
-            started,
-        )
-        told = self._disclosed(row)
-        self.metrics.append(row)
+        row = self.record.row(self.server.state, context, self.played, started)
         self._draw_round(context.round)  # before the checkpoint, which says that the round is over
         self._keep(context)
-        if self.folder is not None:
-            self.folder.append_metrics(told)
-        self.observer.round_ended(told.shown)
-
-    def _disclosed(self, row: Mapping[str, Any]) -> Disclosed:
-        return disclosed(row, declared_row(type(self.method)) if self._private else None)
+        self.record.tell(row)
 
     def _finish(self) -> RunResult:
-        if self.metrics:
-            self.server.end(self._plain_context(len(self.metrics)))
-        state = self.server.state
-        accuracy = self.measure.final_accuracy(self.metrics, state, self.context)
-        artefacts = self.method.artefacts(state)
-        report = None
-        promised = None
-        if self._private:
-            histories = self.exchange.histories()
-            report = build_report(self._report_context(), histories)
-            promised = privacy_words.summary(self.plan, histories).to_json()
-        summary = summarise(
-            self.settings,
-            self.metrics,
-            accuracy,
-            device=str(self.context.device),
-            test=self.test_kind,
-            hidden=self.measure.hidden,
-            privacy=promised,
+        rows = self.record.rows
+        if rows:
+            self.server.end(self._plain_context(len(rows)))
+        artefacts = self.method.artefacts(self.server.state)
+        budgets = [client.budget for client in self.exchange.clients]
+        ended = self.record.end(
+            self.server,
+            self.context,
+            self.uploads,
+            self.exchange.histories() if self._private else [],
+            secret=all(budget.secret.is_secret for budget in budgets if budget is not None),
         )
-        declared = declared_summary(type(self.method)) if self._private else None
-        told = disclosed(summary, declared)
-        summary = dict(told.shown)
         if self.folder is not None:
-            results = Results(
-                self.method,
-                state,
-                self.context,
-                self.server.final_parameters(),
-                self.uploads,
-                report,
-            )
-            report = results.write(self.folder, self._picture_missing)
-            summary["folder"] = str(self.folder.finish(told))
             # not before: without it a run that is killed here would begin anew
             self.checkpoints.discard(self.folder)
         return RunResult(
             self.settings,
-            accuracy,
-            self.metrics,
+            ended.accuracy,
+            rows,
             self.context.load(self.server.final_parameters()),
             self.uploads,
-            report,
-            self.folder.path if self.folder else None,
-            summary,
+            ended.report,
+            ended.folder,
+            ended.summary,
             artefacts,
-            tuple(self.deviations),
+            tuple(self.record.deviations),
         )
-
-    def _report_context(self) -> ReportContext:
-        budgets = [client.budget for client in self.exchange.clients]
-        return report_context(
-            self.plan,
-            len(self.metrics),
-            self.deviations,
-            test=self.test_kind,
-            secret=all(budget.secret.is_secret for budget in budgets if budget is not None),
-            began=_today() if self.folder is None else self.folder.began(),
-        )
-
-    def _sets(self) -> list[tuple[int, Tensor, Tensor]]:
-        """The last uploads' synthetic sets: client, images, labels."""
-        return [
-            (client, upload.images, upload.labels)
-            for client, upload in self.uploads.items()
-            if isinstance(upload, SyntheticSet)
-        ]
-
-    def _picture_missing(self, error: OutputError) -> None:
-        """Said once: a disk that is full stays so."""
-        if not self.pictures_missing:
-            self.observer.note(f"warning: a picture is missing: {error}")
-        self.pictures_missing = True
 
     def _draw_round(self, number: int) -> None:
         """A picture of what was sent in this round; one that cannot be made is only said."""
-        sets = self._sets()
+        sets = [(k, one.images, one.labels) for k, one in synthetic_sets(self.uploads).items()]
         if self.folder is None or not sets or self.played.no_quorum is not None:
             return
         try:
             self.folder.draw_round(number, sets, self.context.spec)
         except OutputError as error:
-            self._picture_missing(error)
-
-
-def _today() -> Began:
-    """Of a run that leaves no folder."""
-    return Began(id=None, date=f"{datetime.now():%Y-%m-%d}")
+            self.record.picture_missing(error)
 
 
 @dataclass(frozen=True)

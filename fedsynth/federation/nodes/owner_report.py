@@ -4,7 +4,6 @@ what `fedsynth privacy verify` needs to make it again."""
 from __future__ import annotations
 
 import json
-from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -45,7 +44,7 @@ def write_owner_report(session: Session, rounds: int, folder: Path) -> str:
         return "it was without differential privacy, which the ledger says"
     plan = budget.plan
     held = _as_it_was(session.history, budget.ledger.path)
-    began = Began(id=folder.name, date=f"{datetime.now():%Y-%m-%d}")
+    began = Began.today(folder.name)
     start = privacy_words.start(plan, (held,), NO_TEST, began)
     write_whole(folder / "config.toml", to_toml(plan.run.to_mapping()).encode())
     write_whole(folder / PRIVATE_START, json.dumps(start.to_json(), indent=1).encode())

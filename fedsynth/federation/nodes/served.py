@@ -11,7 +11,6 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from fedsynth.core.messages import Message
 from fedsynth.data.images import ImageData
 from fedsynth.data.load import load_dataset
 from fedsynth.data.registry import is_published
-from fedsynth.errors import CheckpointError, DataFilesMissingError, OutputError
+from fedsynth.errors import CheckpointError, DataFilesMissingError
 from fedsynth.federation.exchange.rounds import Played, agree, play_round, with_proxy
 from fedsynth.federation.exchange.server import Server
 from fedsynth.federation.nodes.proposal import Proposal, new_run
@@ -32,18 +31,9 @@ from fedsynth.federation.nodes.to_nodes import Carrier, Patience, ToNodes
 from fedsynth.federation.observer import Observer
 from fedsynth.federation.outputs import privacy_words
 from fedsynth.federation.outputs.checkpoint import Checkpoint, CheckpointFolder, write_whole
-from fedsynth.federation.outputs.disclosed import (
-    Disclosed,
-    declared_row,
-    declared_summary,
-    disclosed,
-)
 from fedsynth.federation.outputs.measure import Measure
-from fedsynth.federation.outputs.report_context import report_context
-from fedsynth.federation.outputs.result import summarise
-from fedsynth.federation.outputs.results import Results
-from fedsynth.federation.outputs.round_row import round_row
 from fedsynth.federation.outputs.run_folder import PRIVATE_START, SERVED, RunFolder
+from fedsynth.federation.outputs.run_record import RunRecord
 from fedsynth.federation.secure_sums.errors import require_cryptography
 from fedsynth.federation.terms.devices import resolve_device
 from fedsynth.federation.terms.given_data import NO_TEST, PUBLIC
@@ -54,9 +44,7 @@ from fedsynth.federation.terms.settings import RunSettings
 from fedsynth.federation.terms.sums import check_quorum
 from fedsynth.privacy.errors import LedgerError
 from fedsynth.privacy.history import History
-from fedsynth.privacy.report import build_report
-from fedsynth.privacy.report_schema import Began
-from fedsynth.synthesizer.condensation.sets import SyntheticSet
+from fedsynth.synthesizer.condensation.sets import synthetic_sets
 
 
 @dataclass(frozen=True)
@@ -164,11 +152,20 @@ class _Run:
         self.participation = settings.schedule(self.agreed.terms.sizes)
         test = None if self.test is None else self.test.to(context.device)
         local = settings.partition.local_test > 0 and not self.private
-        self.measure = Measure(self.method, self.exchange, test, False, local)
         self.server = Server.begun(self.method, self.context)
-        self.metrics: list[dict[str, Any]] = []
         self.uploads: dict[int, Message] = {}
-        self.deviations = [f"client {k} took no part: {w}" for k, w in self.exchange.out.items()]
+        self.record = RunRecord(
+            settings,
+            self.agreed.plan,
+            self.folder,
+            observer,
+            Measure(self.method, self.exchange, test, False, local),
+            NO_TEST if self.test is None else PUBLIC,
+            simulated=False,
+        )
+        self.record.deviations += [
+            f"client {k} took no part: {why}" for k, why in self.exchange.out.items()
+        ]
         self._begin(checkpoint, resumed=resume is not None)
 
     def _begin(self, checkpoint: Checkpoint | None, *, resumed: bool) -> None:
@@ -177,46 +174,25 @@ class _Run:
         if plan is not None:
             for line in privacy_words.headline(plan, simulated=False):
                 self.observer.note(line)
-            if not self.folder.has_begun:
-                began = Began(id=self.folder.name, date=f"{datetime.now():%Y-%m-%d}")
-                start = privacy_words.start(plan, plan.histories, self._test_kind, began)
-                self.folder.write_private_start(start.to_json())
+            self.record.begin(plan.histories)
         if checkpoint is not None:
             device = self.context.device
             self.server.state = checkpoint.state.to(device)
             self.uploads = {k: one.to(device) for k, one in checkpoint.uploads.items()}
-            self.metrics = list(checkpoint.rows)
         if resumed:
-            done = len(self.metrics)
-            self.folder.rewrite_metrics([self._disclosed(row) for row in self.metrics])
-            rounds = self.folder.resumptions()
-            if done < self.settings.rounds:
-                rounds = self.folder.resumed(done)
-            words = [
-                privacy_words.resumed(after, self.settings.rounds, simulated=False)
-                for after in rounds
-            ]
-            self.deviations.extend(words)
-            self.observer.note(f"the run goes on after {done} of {self.settings.rounds} rounds")
-
-    @property
-    def _test_kind(self) -> str:
-        return NO_TEST if self.test is None else PUBLIC
+            self.record.go_on(self.folder, [] if checkpoint is None else checkpoint.rows)
 
     def run(self) -> Served:
         """All rounds that are left, and the result."""
         try:
-            for number in range(len(self.metrics) + 1, self.settings.rounds + 1):
+            for number in range(len(self.record.rows) + 1, self.settings.rounds + 1):
                 started = time.perf_counter()
                 context = self._context_of(number)
                 played = play_round(self.server, self.exchange, context, self.settings.quorum)
                 if played.refusal is not None:
-                    done = number - 1
-                    why = f"ended after {done} of {self.settings.rounds} rounds: "
-                    self.deviations.append(why + played.refusal.reason)
-                    self.observer.note(self.deviations[-1])
+                    self.observer.note(self.record.ended_early(played.refusal))
                     break
-                self._record(context, played, started)
+                self._keep(context, played, started)
             return self._finish()
         finally:
             self.folder.release()
@@ -226,70 +202,32 @@ class _Run:
         taking = self.participation.in_round(number)
         return replace(self.context, round=number, participants=taking)
 
-    def _record(self, context: RoundContext, played: Played, started: float) -> None:
+    def _keep(self, context: RoundContext, played: Played, started: float) -> None:
         """The round's row, and the checkpoint."""
         if played.no_quorum is None:
             self.uploads = dict(played.uploads)
         state = self.server.state
-        plan = self.agreed.plan
-        row = round_row(self.settings, plan, self.measure, state, context, played, started)
-        shown = self._disclosed(row)
-        self.metrics.append(row)
-        sets = {k: u for k, u in self.uploads.items() if isinstance(u, SyntheticSet)}
-        checkpoint = Checkpoint(tuple(self.metrics), state, {}, sets)
-        self.checkpoints.write(checkpoint, frozenset())
-        self.folder.append_metrics(shown)
-        self.observer.round_ended(shown.shown)
-
-    def _disclosed(self, row: Mapping[str, Any]) -> Disclosed:
-        """Of a private run without what goes by the records, which nobody keeps here."""
-        told = disclosed(row, declared_row(type(self.method)) if self.private else None)
-        return Disclosed(told.shown)
+        row = self.record.row(state, context, played, started)
+        kept = Checkpoint(tuple(self.record.rows), state, {}, synthetic_sets(self.uploads))
+        self.checkpoints.write(kept, frozenset())
+        self.record.tell(row)
 
     def _finish(self) -> Served:
-        done = len(self.metrics)
+        done = len(self.record.rows)
         self.exchange.end(done)
         if done:
             self.server.end(self._context_of(done))
-        state = self.server.state
         histories = self.exchange.histories()
-        report = None
-        promised = None
-        plan = self.agreed.plan
-        if plan is not None:
-            report = self._report(plan, histories)
-            promised = privacy_words.summary(plan, histories).to_json()
-        final = self.server.final_parameters()
-        results = Results(self.method, state, self.context, final, self.uploads, report)
-        report = results.write(self.folder, self._picture_missing)
-        summary = summarise(
-            self.settings,
-            self.metrics,
-            self.measure.final_accuracy(self.metrics, state, self.context),
-            device=str(self.context.device),
-            test=self._test_kind,
-            hidden=False,
-            privacy=promised,
+        ended = self.record.end(self.server, self.context, self.uploads, histories)
+        CheckpointFolder(self.folder.path / "checkpoint", "").discard()
+        return Served(
+            self.folder.path,
+            self.record.rows,
+            self.server.final_parameters(),
+            ended.report,
+            histories,
+            tuple(self.record.deviations),
         )
-        declared = declared_summary(type(self.method)) if self.private else None
-        folder = self.folder.finish(Disclosed(disclosed(summary, declared).shown))
-        CheckpointFolder(folder / "checkpoint", "").discard()
-        return Served(folder, self.metrics, final, report, histories, tuple(self.deviations))
-
-    def _report(self, plan: PrivacyPlan, histories: Sequence[History]) -> dict[str, object]:
-        """Over what was released to the server, by the clients' ledgers as they state them."""
-        context = report_context(
-            plan,
-            len(self.metrics),
-            self.deviations,
-            test=self._test_kind,
-            began=self.folder.began(),
-            simulated=False,
-        )
-        return build_report(context, histories)
-
-    def _picture_missing(self, error: OutputError) -> None:
-        self.observer.note(f"warning: a picture is missing: {error}")
 
 
 def _test_set(proposal: Proposal) -> ImageData | None:

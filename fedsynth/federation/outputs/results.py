@@ -17,7 +17,7 @@ from fedsynth.errors import OutputError
 from fedsynth.federation.outputs.report_context import handed_over
 from fedsynth.federation.outputs.run_folder import SERVER, RunFolder
 from fedsynth.privacy.report import write_report
-from fedsynth.synthesizer.condensation.sets import SyntheticSet
+from fedsynth.synthesizer.condensation.sets import synthetic_sets
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Results:
     def _sets(self) -> tuple[list[tuple[int, Tensor, Tensor]], list[Tensor | None]]:
         """The last uploads' images and the server's own: client, images, labels; and soft
         labels."""
-        sent = {k: one for k, one in self.uploads.items() if isinstance(one, SyntheticSet)}
+        sent = synthetic_sets(self.uploads)
         sets = [(client, one.images, one.labels) for client, one in sent.items()]
         soft = [one.soft_labels() for one in sent.values()]
         made = self.method.synthetic(self.state, self.context)

@@ -44,6 +44,11 @@ class SyntheticSet(Message):
         return None
 
 
+def synthetic_sets(uploads: Mapping[int, Message]) -> dict[int, SyntheticSet]:
+    """Those of the uploads that are sets, by client."""
+    return {k: upload for k, upload in uploads.items() if isinstance(upload, SyntheticSet)}
+
+
 FARTHEST = 1e4
 """Largest magnitude of a normalised pixel, in standard deviations: real ones are within 10 or so,
 images that differential privacy's noise moves within some hundreds."""

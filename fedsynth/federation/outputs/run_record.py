@@ -1,0 +1,200 @@
+"""What is written down of a run, from its private start to its results; of a simulation and of a run
+over nodes alike."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fedsynth.core.context import RoundContext
+from fedsynth.core.messages import Message
+from fedsynth.core.state import ServerState
+from fedsynth.errors import OutputError
+from fedsynth.federation.exchange.protocol import Refusal
+from fedsynth.federation.exchange.rounds import Played
+from fedsynth.federation.exchange.server import Server
+from fedsynth.federation.observer import Observer
+from fedsynth.federation.outputs import privacy_words
+from fedsynth.federation.outputs.disclosed import (
+    Declared,
+    Disclosed,
+    declared_row,
+    declared_summary,
+    disclosed,
+)
+from fedsynth.federation.outputs.measure import Measure
+from fedsynth.federation.outputs.report_context import report_context
+from fedsynth.federation.outputs.result import summarise
+from fedsynth.federation.outputs.results import Results
+from fedsynth.federation.outputs.round_row import round_row
+from fedsynth.federation.outputs.run_folder import RunFolder
+from fedsynth.federation.terms.privacy_plan import PrivacyPlan
+from fedsynth.federation.terms.settings import RunSettings
+from fedsynth.privacy.history import History
+from fedsynth.privacy.report import build_report
+from fedsynth.privacy.report_schema import Began
+
+
+@dataclass(frozen=True)
+class Ended:
+    """What a run has come to.
+
+    Attributes:
+        accuracy: the final model's; None: it was not tested.
+        report: the privacy report; None without privacy.
+        summary: what may be shown of it all.
+        folder: the run's; None: nothing was written.
+    """
+
+    accuracy: float | None
+    report: dict[str, Any] | None
+    summary: dict[str, Any]
+    folder: Path | None
+
+
+@dataclass
+class RunRecord:
+    """One run's.
+
+    Args:
+        settings: the run's.
+        plan: of a private run; None without differential privacy.
+        folder: the run's; None: nothing is written.
+        observer: told of what is new.
+        measure: of the run's models.
+        test: what the test images are: "public", "private" or "none".
+        simulated: all clients are in one process; else each is where its data are, and what only a
+            simulation may show is shown nowhere.
+
+    Attributes:
+        rows: of the rounds so far.
+        deviations: what went otherwise than planned.
+    """
+
+    settings: RunSettings
+    plan: PrivacyPlan | None
+    folder: RunFolder | None
+    observer: Observer
+    measure: Measure
+    test: str
+    simulated: bool
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    deviations: list[str] = field(default_factory=list)
+    _pictures_missing: bool = False
+
+    def begin(self, histories: Sequence[History]) -> None:
+        """Writes what a private run begins with, if it is not there: what its clients' ledgers hold
+        now."""
+        if self.plan is not None and self.folder is not None and not self.folder.has_begun:
+            began = Began.today(self.folder.name)
+            start = privacy_words.start(self.plan, histories, self.test, began)
+            self.folder.write_private_start(start.to_json())
+
+    def go_on(self, folder: RunFolder, rows: Sequence[dict[str, Any]]) -> None:
+        """Goes on after these rounds, in the folder that has them."""
+        self.rows = list(rows)
+        done, rounds = len(rows), self.settings.rounds
+        folder.rewrite_metrics([self._disclosed(row) for row in rows])
+        self.observer.note(f"the run goes on after {done} of {rounds} rounds")
+        for after in folder.resumed(done) if done < rounds else folder.resumptions():
+            words = f"resumed after {after} of {rounds} rounds"
+            if self.plan is not None:
+                words = privacy_words.resumed(after, rounds, simulated=self.simulated)
+            self.deviations.append(words)
+
+    def row(
+        self, state: ServerState, context: RoundContext, played: Played, started: float
+    ) -> Disclosed:
+        """Takes the row of a round that has been played; to be told once the round is kept."""
+        made = round_row(self.settings, self.plan, self.measure, state, context, played, started)
+        told = self._disclosed(made)
+        self.rows.append(made)
+        return told
+
+    def tell(self, row: Disclosed) -> None:
+        """Writes and tells a round's row."""
+        if self.folder is not None:
+            self.folder.append_metrics(row)
+        self.observer.round_ended(row.shown)
+
+    def ended_early(self, refusal: Refusal) -> str:
+        """In words, which the report has, too."""
+        done, rounds = len(self.rows), self.settings.rounds
+        self.deviations.append(f"ended after {done} of {rounds} rounds: {refusal.reason}")
+        return self.deviations[-1]
+
+    def picture_missing(self, error: OutputError) -> None:
+        """Said once: a disk that is full stays so."""
+        if not self._pictures_missing:
+            self.observer.note(f"warning: a picture is missing: {error}")
+        self._pictures_missing = True
+
+    def end(
+        self,
+        server: Server,
+        context: RoundContext,
+        uploads: Mapping[int, Message],
+        histories: Sequence[History],
+        *,
+        secret: bool = True,
+    ) -> Ended:
+        """Report, results and summary; the folder gets its final name.
+
+        Args:
+            server: after its last step.
+            context: of a round of the run.
+            uploads: of the last round that counted.
+            histories: what the clients' ledgers hold.
+            secret: whether all clients' noise came from the operating system's keys.
+        """
+        state = server.state
+        accuracy = self.measure.final_accuracy(self.rows, state, context)
+        report = None
+        promised = None
+        if self.plan is not None:
+            report = self._report(self.plan, histories, secret=secret)
+            promised = privacy_words.summary(self.plan, histories).to_json()
+        summary = summarise(
+            self.settings,
+            self.rows,
+            accuracy,
+            device=str(context.device),
+            test=self.test,
+            hidden=self.measure.hidden,
+            privacy=promised,
+        )
+        method = self.settings.method
+        told = self._told(summary, None if self.plan is None else declared_summary(type(method)))
+        shown = dict(told.shown)
+        if self.folder is None:
+            return Ended(accuracy, report, shown, None)
+        results = Results(method, state, context, server.final_parameters(), uploads, report)
+        report = results.write(self.folder, self.picture_missing)
+        folder = self.folder.finish(told)
+        return Ended(accuracy, report, {**shown, "folder": str(folder)}, folder)
+
+    def _report(
+        self, plan: PrivacyPlan, histories: Sequence[History], *, secret: bool
+    ) -> dict[str, Any]:
+        context = report_context(
+            plan,
+            len(self.rows),
+            self.deviations,
+            test=self.test,
+            secret=secret,
+            began=Began.today(None) if self.folder is None else self.folder.began(),
+            simulated=self.simulated,
+        )
+        return build_report(context, histories)
+
+    def _disclosed(self, row: Mapping[str, Any]) -> Disclosed:
+        return self._told(
+            row, None if self.plan is None else declared_row(type(self.settings.method))
+        )
+
+    def _told(self, values: Mapping[str, Any], declared: Declared | None) -> Disclosed:
+        """Over nodes without what goes by the records, which nobody keeps there."""
+        told = disclosed(values, declared)
+        return told if self.simulated else Disclosed(told.shown)
