@@ -20,9 +20,8 @@ from typing import Any
 from fedsynth.cli.memory import keep_large_allocations
 from fedsynth.federation.audit.auditing import audit_run
 from fedsynth.federation.terms.resolve import resolve
-from library import RESULTS
 from library.machine import machine
-from library.options import table_options
+from library.options import rows_file, table_options
 
 EPSILONS = (1.0, 3.0, 10.0)
 MECHANISMS: dict[str, dict[str, dict[str, Any]]] = {
@@ -59,7 +58,7 @@ def one_audit(name: str, epsilon: float, kind: str, options: argparse.Namespace)
 
 def audits(name: str, epsilon: float, kind: str, options: argparse.Namespace) -> dict[str, Any]:
     """What all audits of one cell say together; those that are missing are made."""
-    path = RESULTS / f"audit_table{'_quick' if options.quick else ''}.jsonl"
+    path = rows_file("audit_table", options)
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     key = f"{name}, {kind}, ε = {epsilon:g}"
     rows = [row for row in map(json.loads, lines) if row["key"] == key]

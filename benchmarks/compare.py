@@ -31,7 +31,6 @@ from fedsynth.data.images import ImageData
 from fedsynth.data.load import load_dataset
 from fedsynth.federation.terms.resolve import resolve
 from fedsynth.federation.terms.settings import RunSettings
-from library import RESULTS
 from library.compared import METHODS, PERSONAL, SINGLE_ROUND, TAKE_FEDAVGS_RATE
 from library.options import add_share, table_options
 from library.results import Results, summarise
@@ -111,8 +110,7 @@ def main() -> None:
     data = load_dataset("fashion-mnist")
     order = torch.randperm(len(data[0]), generator=torch.Generator().manual_seed(0))
     held_out = data[0].subset(order[5000:]), data[0].subset(order[:5000])
-    path = RESULTS / f"compare{'_quick' if options.quick else ''}.jsonl"
-    results = Results(path, options.only, options.time_budget)
+    results = Results.of("compare", options)
     table: dict[str, Any] = {}
     for name in options.methods:
         rate = None

@@ -23,7 +23,6 @@ from typing import Any
 from fedsynth.cli.memory import keep_large_allocations
 from fedsynth.data.images import ImageData
 from fedsynth.data.load import load_dataset
-from library import RESULTS
 from library.fashion import TUNING_SEED
 from library.options import table_options
 from library.private import CLIP, CLIPS, EPSILONS, METHODS, RATES, TUNE_ON, settings_for
@@ -37,7 +36,7 @@ class Table:
         self.dataset = dataset
         self.options = options
         self.train, self.test = load_dataset(dataset)
-        self.results = Results(RESULTS / f"dp_utility{'_quick' if options.quick else ''}.jsonl", "")
+        self.results = Results.of("dp_utility", options)
 
     def run(
         self, name: str, data: tuple[ImageData, ImageData], mechanism: str, **kind: Any

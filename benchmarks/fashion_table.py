@@ -20,7 +20,6 @@ from typing import Any
 from fedsynth.cli.memory import keep_large_allocations
 from fedsynth.data.images import ImageData
 from fedsynth.data.load import load_dataset
-from library import RESULTS
 from library.fashion import TUNING_SEED, settings_for
 from library.options import table_options
 from library.results import Results, held_out, summarise
@@ -39,9 +38,7 @@ def main() -> None:
     options = parser.parse_args()
     keep_large_allocations()
     train, test = load_dataset("fashion-mnist")
-    results = Results(
-        RESULTS / f"fashion_table{'_quick' if options.quick else ''}.jsonl", options.only
-    )
+    results = Results.of("fashion_table", options)
     quick = {
         "feddm": {"iterations": 2, "server_epochs": 2},
         "real": {"server_epochs": 2},

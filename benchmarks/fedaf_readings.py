@@ -22,7 +22,6 @@ from typing import Any
 
 from fedsynth.cli.memory import keep_large_allocations
 from fedsynth.data.load import load_dataset
-from library import RESULTS
 from library.fedaf import ALPHA, READING_SEEDS, READINGS, reading
 from library.options import add_share, table_options
 from library.results import Results, held_out, summarise
@@ -36,8 +35,7 @@ def main() -> None:
     options = parser.parse_args()
     keep_large_allocations()
     data = held_out(load_dataset("fashion-mnist")[0], 5000)
-    path = RESULTS / f"fedaf_readings{'_quick' if options.quick else ''}.jsonl"
-    results = Results(path, options.only, options.time_budget)
+    results = Results.of("fedaf_readings", options)
     table: dict[tuple[float, str, str], list[dict[str, Any]]] = {}
     for group in options.group:
         alpha = ALPHA.get(group, 0.1)

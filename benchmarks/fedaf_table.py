@@ -28,7 +28,6 @@ from typing import Any
 
 from fedsynth.cli.memory import keep_large_allocations
 from fedsynth.data.load import load_dataset
-from library import RESULTS
 from library.fedaf import DATASETS, ROWS, settings_for
 from library.options import add_share, table_options
 from library.results import Results, summarise
@@ -43,8 +42,7 @@ def main() -> None:
     options = parser.parse_args()
     keep_large_allocations()
     data = load_dataset(DATASETS[options.data])
-    path = RESULTS / f"fedaf_table{'_quick' if options.quick else ''}.jsonl"
-    results = Results(path, options.only, options.time_budget)
+    results = Results.of("fedaf_table", options)
     made: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for alpha in options.alphas if options.data == "fashion" else [0.0]:
         where = f"alpha={alpha:g}" if options.data == "fashion" else "domains"

@@ -13,7 +13,6 @@ import json
 
 from fedsynth.cli.memory import keep_large_allocations
 from fedsynth.data.load import load_dataset
-from library import RESULTS
 from library.fashion import settings_for, short
 from library.options import table_options
 from library.results import Results, held_out, summarise
@@ -35,7 +34,7 @@ def main() -> None:
     options = parser.parse_args()
     keep_large_allocations()
     data = held_out(load_dataset("fashion-mnist")[0], 5000)
-    results = Results(RESULTS / f"feddm_readings{'_quick' if options.quick else ''}.jsonl", "")
+    results = Results.of("feddm_readings", options)
     table = {}
     for name, changes in READINGS.items():
         values = []

@@ -30,7 +30,6 @@ from fedsynth.data.load import load_dataset
 from fedsynth.evaluation.fairness import first_to_reach
 from fedsynth.federation.terms.resolve import resolve
 from fedsynth.federation.terms.settings import RunSettings
-from library import RESULTS
 from library.options import add_share, table_options
 from library.results import Results
 
@@ -108,8 +107,7 @@ def main() -> None:
     seeds = options.seeds or ([0] if options.size == "paper" else [0, 1, 2, 3, 4])
     keep_large_allocations()
     data = load_dataset("emnist-letters")
-    path = RESULTS / f"fedkf_table{'_quick' if options.quick else ''}.jsonl"
-    results = Results(path, options.only, options.time_budget)
+    results = Results.of("fedkf_table", options)
     prefix = "" if options.size == "table" else f"{options.size} "
     made: dict[tuple[str, float, int], dict[str, Any]] = {}
     for alpha in alphas:

@@ -14,10 +14,8 @@ Resumes: finished rows are lines of results/fedstats_settings.jsonl.
 
 from __future__ import annotations
 
-import tempfile
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -29,10 +27,9 @@ from fedsynth.core.feature_cache import keep_features
 from fedsynth.data.images import ImageData
 from fedsynth.data.load import load_dataset
 from fedsynth.federation.simulation import simulate
-from library import RESULTS
 from library.fedstats import ROUNDS, Case, classifier_accuracy, settings_for
 from library.kept_features import vectors
-from library.options import add_share, table_options
+from library.options import add_cache, add_share, table_options
 from library.results import Results
 
 DATASETS = ("digits", "fashion-mnist", "mnist", "cifar10", "emnist-letters")
@@ -101,13 +98,11 @@ def main() -> None:
     parser = table_options(__doc__, "two rounds, to see that it runs")
     parser.add_argument("--datasets", nargs="+", default=list(DATASETS), choices=DATASETS)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    folder = Path(tempfile.gettempdir()) / "fedsynth-features"
-    parser.add_argument("--cache", type=Path, default=folder, help="folder of kept features")
+    add_cache(parser)
     add_share(parser)
     options = parser.parse_args()
     keep_large_allocations()
-    path = RESULTS / f"fedstats_settings{'_quick' if options.quick else ''}.jsonl"
-    results = Results(path, options.only, options.time_budget)
+    results = Results.of("fedstats_settings", options)
     for dataset in options.datasets:
         whole, _ = load_dataset(dataset)
         count = len(whole) - (FEW if dataset == "digits" else HELD_OUT)

@@ -51,10 +51,9 @@ from fedsynth.data.registry import dataset_spec
 from fedsynth.evaluation.accuracy import accuracy
 from fedsynth.federation.simulation import simulate
 from fedsynth.models.registry import build_model
-from library import RESULTS
 from library.fedstats import Case, classifier_accuracy, settings_for
 from library.kept_features import vectors
-from library.options import add_share, table_options
+from library.options import add_cache, add_share, table_options
 from library.results import Results, summarise
 
 DATASETS = ("mnist", "fashion-mnist", "emnist-letters", "cifar10")
@@ -121,8 +120,7 @@ def student_run(
 
 def students(options: argparse.Namespace) -> None:
     """The rows of `--students`."""
-    path = RESULTS / f"fedstats_students{'_quick' if options.quick else ''}.jsonl"
-    results = Results(path, options.only, options.time_budget)
+    results = Results.of("fedstats_students", options)
     for dataset in options.datasets:
         case = Case(dataset, "1", "own", 0.5, 10)
         train, test, vectors_test = _prepared(dataset, options.cache)
@@ -139,8 +137,7 @@ def main() -> None:
     parser.add_argument("--datasets", nargs="+", default=list(DATASETS), choices=DATASETS)
     parser.add_argument("--epsilons", nargs="+", default=list(EPSILONS), choices=EPSILONS)
     parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS))
-    folder = Path(tempfile.gettempdir()) / "fedsynth-features"
-    parser.add_argument("--cache", type=Path, default=folder, help="folder of kept features")
+    add_cache(parser)
     parser.add_argument("--students", action="store_true", help="train students on the images")
     add_share(parser)
     options = parser.parse_args()
@@ -148,8 +145,7 @@ def main() -> None:
     if options.students:
         students(options)
         return
-    path = RESULTS / f"fedstats_table{'_quick' if options.quick else ''}.jsonl"
-    results = Results(path, options.only, options.time_budget)
+    results = Results.of("fedstats_table", options)
     kept: dict[str, Any] = {}
     made: dict[str, list[float]] = {}
     for seed in options.seeds:

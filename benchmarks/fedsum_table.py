@@ -36,9 +36,8 @@ from fedsynth.federation.observer import Observer
 from fedsynth.federation.simulation import simulate
 from fedsynth.federation.terms.resolve import resolve
 from fedsynth.federation.terms.settings import RunSettings
-from library import RESULTS
 from library.machine import machine
-from library.options import add_share, table_options
+from library.options import add_share, rows_file, table_options
 from library.private import CLIP, FEDDM
 from library.results import fingerprint
 
@@ -167,7 +166,7 @@ def main() -> None:
     torch.set_num_threads(1)
     keep_large_allocations()
     end = time.monotonic() + options.time_budget
-    path = RESULTS / f"fedsum_table{'_quick' if options.quick else ''}.jsonl"
+    path = rows_file("fedsum_table", options)
     for seed in options.seeds:
         kinds = [("digits", name, digits_settings) for name in SKEWS]
         kinds += [("open", name, open_settings) for name in OPEN]

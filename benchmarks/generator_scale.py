@@ -38,9 +38,8 @@ from fedsynth.seeding import torch_generator
 from fedsynth.synthesizer.generation.one_teacher import DataFreeDistiller
 from fedsynth.training.optimisers import MomentumSgd
 from fedsynth.training.sgd import SgdSettings, train_on
-from library import RESULTS
 from library.machine import machine
-from library.options import add_share, plain_options
+from library.options import add_share, plain_options, rows_file
 from library.results import held_out, summarise
 
 FEATURES, CLASSES = 84, 10
@@ -133,7 +132,7 @@ def main() -> None:
     options = parser.parse_args()
     keep_large_allocations()
     end = time.monotonic() + options.time_budget
-    path = RESULTS / f"generator_scale{'_quick' if options.quick else ''}.jsonl"
+    path = rows_file("generator_scale", options)
     lines = path.read_text().splitlines() if path.exists() else []
     rows: dict[str, dict[str, Any]] = {row["key"]: row for row in map(json.loads, lines)}
     table: dict[str, list[dict[str, Any]]] = {}

@@ -15,8 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import nn
 
 from fedsynth.cli.memory import keep_large_allocations
 from fedsynth.data.registry import dataset_spec
@@ -29,21 +28,13 @@ from library.machine import alternating, arguments, machine, saver
 CASES = {"emnist-letters": "lenet5", "cifar10": "resnet8"}
 
 
-class TwoLayers(nn.Module):
-    """What `DoublingConv2d` replaces, with its weights."""
-
-    def __init__(self, one: DoublingConv2d) -> None:
-        super().__init__()
-        self.weight, self.bias = one.weight, one.bias
-
-    def forward(self, x_NCHW: Tensor) -> Tensor:
-        return F.conv2d(F.interpolate(x_NCHW, scale_factor=2), self.weight, self.bias, padding=1)
-
-
 def with_two_layers(generator: Generator) -> Generator:
+    """The same network with the two layers that `DoublingConv2d` is, and their weights."""
     for place, layer in enumerate(generator.body):
         if isinstance(layer, DoublingConv2d):
-            generator.body[place] = TwoLayers(layer)
+            conv = nn.Conv2d(layer.in_channels, layer.out_channels, 3, padding=1)
+            conv.load_state_dict(layer.state_dict())
+            generator.body[place] = nn.Sequential(nn.Upsample(scale_factor=2), conv)
     return generator
 
 

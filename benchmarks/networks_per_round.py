@@ -25,7 +25,6 @@ from fedsynth.cli.memory import keep_large_allocations
 from fedsynth.data.load import load_dataset
 from fedsynth.federation.terms.resolve import resolve
 from fedsynth.federation.terms.settings import RunSettings
-from library import RESULTS
 from library.options import add_share, table_options
 from library.results import Results, summarise
 
@@ -61,8 +60,7 @@ def main() -> None:
     options = parser.parse_args()
     seeds = options.seeds[:1] if options.quick else options.seeds
     keep_large_allocations()
-    path = RESULTS / f"networks_per_round{'_quick' if options.quick else ''}.jsonl"
-    results = Results(path, options.only, options.time_budget)
+    results = Results.of("networks_per_round", options)
     made: dict[str, list[dict[str, Any]]] = {}
     for dataset in options.datasets:
         data = load_dataset(dataset)

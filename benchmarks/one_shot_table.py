@@ -60,10 +60,9 @@ from fedsynth.methods.fedhydra import FedHydra
 from fedsynth.methods.shared.aggregation import average
 from fedsynth.methods.shared.ensemble import DistilsEnsemble, EnsembleState
 from fedsynth.synthesizer.generation.ensembles import Aggregate
-from library import RESULTS
 from library.machine import machine
 from library.one_shot import SERVER
-from library.options import add_share, plain_options
+from library.options import add_share, plain_options, rows_file
 from library.results import fingerprint
 
 SEEDS = [0, 1, 2, 3, 4]
@@ -282,7 +281,7 @@ class Lines:
     """The results file: one line for each finished piece of work."""
 
     def __init__(self, options: argparse.Namespace) -> None:
-        self._path = RESULTS / f"one_shot_table{'_quick' if options.quick else ''}.jsonl"
+        self._path = rows_file("one_shot_table", options)
         self._only: str = options.only
         self._end = time.monotonic() + options.time_budget
         self._machine = machine()

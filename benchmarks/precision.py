@@ -14,7 +14,6 @@ from dataclasses import replace
 
 from fedsynth.cli.memory import keep_large_allocations
 from fedsynth.data.load import load_dataset
-from library import RESULTS
 from library.fashion import settings_for, short
 from library.options import table_options
 from library.results import Results, summarise
@@ -26,7 +25,7 @@ def main() -> None:
     options = parser.parse_args()
     keep_large_allocations()
     data = load_dataset("fashion-mnist")
-    results = Results(RESULTS / f"precision{'_quick' if options.quick else ''}.jsonl", "")
+    results = Results.of("precision", options)
     accuracy: dict[str, list[float]] = {"fp32": [], "bf16": []}
     for seed in options.seeds:
         for precision, values in accuracy.items():

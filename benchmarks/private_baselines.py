@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -33,7 +32,6 @@ from fedsynth.data.images import ImageData
 from fedsynth.data.load import load_dataset
 from fedsynth.features import feature_map
 from fedsynth.federation.terms.settings import RunSettings
-from library import RESULTS
 from library.baselines import (
     ALPHAS,
     FEATURES,
@@ -45,7 +43,7 @@ from library.baselines import (
 )
 from library.fashion import TUNING_SEED
 from library.kept_features import vectors
-from library.options import add_share, table_options
+from library.options import add_cache, add_share, table_options
 from library.private import CLIPS, RATES
 from library.results import Results, summarise
 from library.rows import by_key
@@ -123,13 +121,11 @@ def main() -> None:
     parser.add_argument("--datasets", nargs="+", default=choices, choices=choices)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     parser.add_argument("--tune", action="store_true", help="run the grid alone")
-    folder = Path(tempfile.gettempdir()) / "fedsynth-features"
-    parser.add_argument("--cache", type=Path, default=folder, help="folder of kept features")
+    add_cache(parser)
     add_share(parser)
     options = parser.parse_args()
     keep_large_allocations()
-    path = RESULTS / f"private_baselines{'_quick' if options.quick else ''}.jsonl"
-    results = Results(path, options.only, options.time_budget)
+    results = Results.of("private_baselines", options)
     best = tuned(results, options)
     if options.tune or best is None:
         print(f"best of the grid: {best.name if best else 'not run yet: --tune'}")

@@ -26,9 +26,8 @@ from fedsynth.data.load import load_dataset
 from fedsynth.features import feature_map
 from fedsynth.features.random_process import WEIGHTS
 from fedsynth.features.random_process_training import Recipe, learn_dictionary
-from library import RESULTS
 from library.machine import machine
-from library.options import table_options
+from library.options import rows_file, table_options
 
 MAPS = ("pixels", "scattering", "random-process", "scattering+random-process")
 FIT, HELD = 4500, 1500
@@ -81,7 +80,7 @@ def main() -> None:
         made = learn_dictionary(Recipe())
         save_file({"mean": made.mean, "atoms": made.atoms.contiguous()}, WEIGHTS)
         return
-    path = RESULTS / f"random_process_prior{'_quick' if options.quick else ''}.jsonl"
+    path = rows_file("random_process_prior", options)
     data, _ = load_dataset("cifar10")
     lines = path.read_text().splitlines() if path.exists() else []
     rows = {row["key"]: row for row in map(json.loads, lines)}

@@ -35,7 +35,6 @@ from fedsynth.core.messages import ModelParameters
 from fedsynth.core.method import Memory, Results
 from fedsynth.data.load import load_dataset
 from fedsynth.methods.shared.robust import RULES
-from library import RESULTS
 from library.options import add_share, table_options
 from library.results import Results as Rows
 from library.results import summarise
@@ -104,8 +103,7 @@ def main() -> None:
     options = parser.parse_args()
     keep_large_allocations()
     data = load_dataset("digits")
-    path = RESULTS / f"robust_table{'_quick' if options.quick else ''}.jsonl"
-    results = Rows(path, options.only, options.time_budget)
+    results = Rows.of("robust_table", options)
     made: dict[str, list[dict[str, Any]]] = {}
     for alpha in options.alphas:
         for seed in options.seeds:

@@ -41,10 +41,9 @@ from fedsynth.methods.shared.statistics_images import clear
 from fedsynth.models.registry import build_model
 from fedsynth.seeding import torch_generator
 from fedsynth.synthesizer.condensation.student import soft_labels
-from library import RESULTS
 from library.fedstats import Case, settings_for
 from library.kept_features import vectors
-from library.options import add_share, table_options
+from library.options import add_cache, add_share, table_options
 from library.results import Results
 
 SOURCES = ("real", "small", "random", "drawn", "moved")
@@ -92,13 +91,11 @@ def main() -> None:
     parser = table_options(__doc__, "two rounds and few images, to see that it runs")
     all_of_them = ["mnist", "fashion-mnist", "cifar10"]
     parser.add_argument("--datasets", nargs="+", default=all_of_them, choices=all_of_them)
-    folder = Path(tempfile.gettempdir()) / "fedsynth-features"
-    parser.add_argument("--cache", type=Path, default=folder, help="folder of kept features")
+    add_cache(parser)
     add_share(parser)
     options = parser.parse_args()
     keep_large_allocations()
-    path = RESULTS / f"student_images{'_quick' if options.quick else ''}.jsonl"
-    results = Results(path, options.only, options.time_budget)
+    results = Results.of("student_images", options)
     for dataset in options.datasets:
         whole, _ = load_dataset(dataset)
         count = len(whole) - HELD_OUT

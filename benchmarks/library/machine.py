@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from library import RESULTS
+from library.options import rows_file
 
 
 def machine() -> dict[str, Any]:
@@ -64,7 +64,7 @@ def saver(name: str, options: argparse.Namespace) -> Callable[[dict[str, Any]], 
     """Appends rows to results/NAME.jsonl (NAME_quick.jsonl with --quick) and prints them (one line
     each with --json).
     """
-    path = RESULTS / f"{name}{'_quick' if options.quick else ''}.jsonl"
+    path = rows_file(name, options)
 
     def save(row: dict[str, Any]) -> None:
         with path.open("a") as file:

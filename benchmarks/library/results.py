@@ -4,6 +4,7 @@ there.
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import statistics
@@ -11,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -22,6 +23,7 @@ from fedsynth.federation.simulation import simulate
 from fedsynth.federation.terms.fingerprint import fingerprint as fingerprint
 from fedsynth.federation.terms.settings import RunSettings
 from library.machine import machine
+from library.options import rows_file
 
 Run = Callable[[RunSettings, tuple[ImageData, ImageData]], dict[str, Any]]
 """Settings and data -> what a row says of the run."""
@@ -46,6 +48,12 @@ class Results:
         self._only = only
         self._machine = machine()
         self._end = time.monotonic() + budget
+
+    @classmethod
+    def of(cls, name: str, options: argparse.Namespace) -> Self:
+        """A script's, with its options."""
+        only = getattr(options, "only", "")
+        return cls(rows_file(name, options), only, getattr(options, "time_budget", math.inf))
 
     def found(self, name: str, settings: RunSettings) -> dict[str, Any] | None:
         """The row of a finished run; None: it has not been made."""
