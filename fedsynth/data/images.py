@@ -285,13 +285,12 @@ def _check_image_shape(shape: tuple[int, ...], spec: DatasetSpec) -> None:
 def _check_label_type(labels: Tensor, spec: DatasetSpec) -> None:
     if labels.dim() != 1:
         raise DataError(f"{spec.name}: labels must have shape [N], got {list(labels.shape)}")
-    if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
+    if not _integers(labels):
         raise DataError(f"{spec.name}: labels must be integers, got {_dtype(labels)}")
 
 
 def _check_label_range(labels: Tensor, spec: DatasetSpec) -> None:
-    # a uint64 beyond int64 becomes negative here, and is refused as it should be
-    wide = labels.long()
+    wide = _wide(labels)
     wrong = wide[(wide < 0) | (wide >= spec.classes)]
     if len(wrong):
         raise DataError(
@@ -301,18 +300,8 @@ def _check_label_range(labels: Tensor, spec: DatasetSpec) -> None:
 
 
 def _check_domains(domains: Tensor, labels: Tensor, spec: DatasetSpec) -> None:
-    if (
-        domains.shape != labels.shape
-        or domains.is_floating_point()
-        or domains.is_complex()
-        or domains.dtype == torch.bool
-    ):
-        raise DataError(
-            f"{spec.name}: domains must be integers [{len(labels)}], got {_dtype(domains)} "
-            f"{list(domains.shape)}"
-        )
-    # A uint64 beyond int64 becomes negative here, and is refused as it should be.
-    wide = domains.long()
+    _check_beside("domains", domains, labels, spec)
+    wide = _wide(domains)
     if int(wide.min()) < 0 or int(wide.max()) >= len(spec.domains):
         raise DataError(
             f"{spec.name}: domains must lie in [0, {len(spec.domains)}): the specification names "
@@ -321,20 +310,28 @@ def _check_domains(domains: Tensor, labels: Tensor, spec: DatasetSpec) -> None:
 
 
 def _check_groups(groups: Tensor, labels: Tensor, spec: DatasetSpec) -> None:
-    if (
-        groups.shape != labels.shape
-        or groups.is_floating_point()
-        or groups.is_complex()
-        or groups.dtype == torch.bool
-    ):
-        raise DataError(
-            f"{spec.name}: groups must be integers [{len(labels)}], got {_dtype(groups)} "
-            f"{list(groups.shape)}"
-        )
-    # a uint64 beyond int64 becomes negative here, and is refused as it should be
-    least = int(groups.long().min())
+    _check_beside("groups", groups, labels, spec)
+    least = int(_wide(groups).min())
     if least < 0:
         raise DataError(f"{spec.name}: groups must be numbers from 0 on, the least is {least}")
+
+
+def _check_beside(what: str, numbers: Tensor, labels: Tensor, spec: DatasetSpec) -> None:
+    """An integer for each label."""
+    if numbers.shape != labels.shape or not _integers(numbers):
+        raise DataError(
+            f"{spec.name}: {what} must be integers [{len(labels)}], got {_dtype(numbers)} "
+            f"{list(numbers.shape)}"
+        )
+
+
+def _integers(x: Tensor) -> bool:
+    return not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)
+
+
+def _wide(x: Tensor) -> Tensor:
+    """As int64: a uint64 beyond becomes negative, and is refused as it should be."""
+    return x.long()
 
 
 def _check_finite(x: Tensor, spec: DatasetSpec) -> None:
