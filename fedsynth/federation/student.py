@@ -21,7 +21,7 @@ from fedsynth.evaluation.accuracy import accuracy
 from fedsynth.federation.outputs.architecture import OneNetwork
 from fedsynth.federation.outputs.model_file import teaches, write_model
 from fedsynth.federation.outputs.run_folder import MODEL
-from fedsynth.federation.outputs.saved_model import load_model
+from fedsynth.federation.outputs.saved_model import images_of_model, load_model
 from fedsynth.federation.terms.devices import resolve_device
 from fedsynth.models.registry import ModelSettings, has_given_weights, own_model, usual_depth
 from fedsynth.privacy.files import file_hash
@@ -121,7 +121,7 @@ def student_of_set(
     Raises:
         DataFilesMissingError, DataFilesCorruptError: there is no set, or it was changed.
         SettingError: soft labels of a set that has none, a network that cannot take its images, or
-            a teacher of other images.
+            a teacher of other images, or of classes with other names.
         UnknownNameError: other labels than those.
         DeviceError: no such device.
         OutputError: a teacher that cannot be read.
@@ -198,7 +198,9 @@ def _teacher(
     place = Path(named)
     if place.resolve() in (folder.resolve(), own.resolve()):
         return _fitting(load_model(folder), str(folder), spec), True
-    return _fitting(load_model(place, spec=spec), str(place), spec), _vouched_for(folder, place)
+    model = _fitting(load_model(place, spec=spec), str(place), spec)
+    _refuse_other_images(place, spec)
+    return model, _vouched_for(folder, place)
 
 
 def _fitting(model: nn.Module, name: str, spec: DatasetSpec) -> nn.Module:
@@ -214,6 +216,21 @@ def _fitting(model: nn.Module, name: str, spec: DatasetSpec) -> nn.Module:
     if made.shape != (2, spec.classes):
         raise SettingError(None, "teacher", f"of {name} is for other images than the set's")
     return model
+
+
+def _refuse_other_images(place: Path, spec: DatasetSpec) -> None:
+    """Refuses a teacher whose classes are called otherwise than the set's, or that takes pixels
+    normalised otherwise: it would label copies, and wrongly."""
+    its = images_of_model(place)
+    if its is None:
+        return
+    if (its.class_names, its.mean, its.std) != (spec.class_names, spec.mean, spec.std):
+        raise SettingError(
+            None,
+            "teacher",
+            f"of {place} is for images of {its.name}, and the set's are of {spec.name}: its "
+            "classes, or how its pixels are normalised, are others",
+        )
 
 
 def _vouched_for(share: Path, run: Path) -> bool:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -37,6 +38,7 @@ from fedsynth.features.registry import _OWN
 from fedsynth.federation.outputs.architecture import OneNetwork
 from fedsynth.federation.outputs.model_file import write_model
 from fedsynth.federation.outputs.result import RunResult
+from fedsynth.federation.outputs.saved_model import images_of_model
 from fedsynth.federation.student import network_for, real_images, student_of_set
 from fedsynth.own_code import load_own
 from tests.own_images import make_folder
@@ -221,6 +223,33 @@ def test_a_teacher_of_other_images_is_refused(share: Path, tmp_path: Path) -> No
         student_of_set(share, LINEAR, BRIEF, teacher=tmp_path / "other.safetensors")
     with pytest.raises(SettingError, match="for other images"):
         student_of_set(share, LINEAR, BRIEF, teacher=torch.nn.Flatten())
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"class_names": tuple("abcdefghij")}, {"mean": (0.1,)}, {"std": (0.1,)}],
+    ids=["classes", "mean", "std"],
+)
+def test_a_teacher_of_other_classes_or_of_pixels_in_other_units_is_refused(
+    other: dict[str, Any], share: Path, tmp_path: Path
+) -> None:
+    """Catches: labels of garments for digits, from a model that takes images of the same shape."""
+    digits = load_dataset("digits")[1].spec
+    for spec in (digits, replace(digits, name="others", **other)):
+        of = OneNetwork(spec, LINEAR)
+        write_model(tmp_path / f"{spec.name}.safetensors", of.network(), of)
+    assert student_of_set(share, LINEAR, BRIEF, teacher=tmp_path / "digits.safetensors").taught
+    with pytest.raises(SettingError, match="is for images of others, and the set's are of digits"):
+        student_of_set(share, LINEAR, BRIEF, teacher=tmp_path / "others.safetensors")
+
+
+def test_an_open_run_s_folder_says_which_images_its_model_is_for(tmp_path: Path) -> None:
+    settings = RunSettings(FedStats(), rounds=1)
+    result = simulate(settings, output=tmp_path, quiet=True)
+    assert result.folder is not None
+    told = images_of_model(result.folder)
+    assert told is not None
+    assert told.name == "digits"
 
 
 def test_the_guarantee_is_the_set_s_where_nothing_else_went_in(

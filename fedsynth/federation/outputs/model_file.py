@@ -21,6 +21,7 @@ from fedsynth.core.method import Method
 from fedsynth.data.files import one_line
 from fedsynth.data.images import normalise
 from fedsynth.data.registry import DatasetSpec
+from fedsynth.data.stated_spec import spec_from_json
 from fedsynth.errors import FedsynthError, OutputError
 from fedsynth.federation.outputs.architecture import Architecture, from_metadata, to_metadata
 from fedsynth.privacy.errors import PrivacyError
@@ -72,6 +73,21 @@ def teaches(file: Path) -> bool:
         OutputError: the file is damaged.
     """
     return _opened(file, lambda opened: opened.metadata() or {}).get("teaches") == TRUE
+
+
+def spec_of_file(file: Path) -> DatasetSpec | None:
+    """Of which images the model of a file says that it is; None: it does not.
+
+    Raises:
+        OutputError: the file is damaged.
+    """
+    said = _opened(file, lambda opened: opened.metadata() or {})
+    if "spec" not in said:
+        return None
+    try:
+        return spec_from_json(json.loads(said["spec"]))
+    except (FedsynthError, *HOSTILE, *DAMAGED) as error:
+        raise OutputError(f"{file} cannot be used: {one_line(error, LONGEST)}") from None
 
 
 def read_model(file: Path, method: type[Method] | None = None) -> nn.Module:

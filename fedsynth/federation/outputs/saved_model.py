@@ -17,7 +17,7 @@ from fedsynth.data.shared_set import SUMS, check_hashes
 from fedsynth.errors import OutputError
 from fedsynth.features.registry import register_file
 from fedsynth.federation.outputs.architecture import RunsModel
-from fedsynth.federation.outputs.model_file import read_model
+from fedsynth.federation.outputs.model_file import read_model, spec_of_file
 from fedsynth.federation.outputs.run_files import read_start
 from fedsynth.federation.outputs.run_folder import CONFIG, MODEL, PRIVATE_START
 from fedsynth.federation.terms.recorded import as_recorded
@@ -74,6 +74,26 @@ def load_model(
             "file"
         )
     return model_of_run(place, spec, method)[0]
+
+
+def images_of_model(source: Path) -> DatasetSpec | None:
+    """Of which images the model says that it is; None: a run on images of your own without
+    differential privacy does not say it.
+
+    Args:
+        source: as `load_model` takes it.
+
+    Raises:
+        OutputError: what says so is damaged.
+    """
+    if source.is_file():
+        return spec_of_file(source)
+    if (source / SUMS).is_file():
+        return spec_of_file(source / MODEL)
+    if (source / PRIVATE_START).exists():
+        return read_start(source, None)[2]
+    data = read_sections(source / CONFIG).get("data", {})
+    return None if "folder" in data else dataset_spec(str(data["dataset"]))
 
 
 def model_of_run(
