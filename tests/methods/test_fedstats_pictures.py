@@ -292,6 +292,12 @@ def test_the_pace_is_of_the_noise_that_a_sum_has(aggregation: str) -> None:
     assert weight.std() == pytest.approx(method.logit_noise, rel=0.1)
 
 
+def test_small_pictures_for_no_images_are_refused() -> None:
+    with pytest.raises(SettingError, match="is yes, and no images are asked for"):
+        FedStats(pictures="yes")
+    assert FedStats(pictures="yes", drawn_ipc=1).picture_share(SPEC) > 0
+
+
 def test_the_report_lists_small_pictures_where_they_are_released() -> None:
     assert "65 coordinates" in METHOD.public_facts(SPEC)["small pictures"]
     assert "small pictures" not in FedStats(features="pixels").public_facts(SPEC)

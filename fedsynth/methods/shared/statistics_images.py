@@ -112,6 +112,14 @@ class MakesImages(Method):
         check_ranges(self, image_steps=(0, inf), image_lr=(0, inf))
         check_ranges(self, teacher_weight=(0, inf), smoothness=(0, inf))
         check_choices(self, pictures=(YES, NO, AUTO))
+        if self.pictures == YES and not self.images_each:
+            raise SettingError(
+                "method",
+                "pictures",
+                "is yes, and no images are asked for that would start from them (",
+                Setting("method", "ipc", "400"),
+                ")",
+            )
 
     @property
     def images_each(self) -> int:
