@@ -34,7 +34,7 @@ from fedsynth.training.sgd import (
 )
 from fedsynth.training.softmax_regression import is_softmax_regression, regression_gradients
 
-FEW = 4  # clients below which a pass costs more than it saves
+FEW = 4  # clients below which a pass costs more than it saves; 2 for softmax regression
 LARGE_BATCH = 2**15  # numbers in a batch, above which arithmetic outweighs Python
 BLOCK = 32  # steps whose batches are laid out at a time
 COPIES = 15
@@ -117,21 +117,17 @@ def train_together(
     done = 0
     total = sum(queue.steps for queue in queues)
     step = 0
+    few = min(FEW, 2) if is_softmax_regression(learners[0].model) else FEW
     # the first so many have steps left
-    while (active := bisect_left(queues, -step, key=lambda queue: -queue.steps)) >= FEW:
-        which_ASB, share_ASB = _lay_out(queues[:active], BLOCK)
-        for position in range(which_ASB.shape[1]):
+    while (active := bisect_left(queues, -step, key=lambda queue: -queue.steps)) >= few:
+        which_SAB, share_SAB = _lay_out(queues[:active], BLOCK)
+        looked_up = fetched(images, labels, list(which_SAB.flatten(1)))
+        for which_AB, share_AB, (x, y) in zip(which_SAB, share_SAB, looked_up, strict=True):
             now = bisect_left(queues, -step, hi=active, key=lambda queue: -queue.steps)
-            which = which_ASB[:now, position]
             w = flat_KP[:now]
-            x = images(which.flatten())
-            grad = _gradients(
-                learners[0].model,
-                w,
-                x.view(*which.shape, *x.shape[1:]),
-                labels(which.flatten()),
-                share_ASB[:now, position],
-            )
+            x_ABCHW = x.view(*which_AB.shape, *x.shape[1:])[:now]
+            labels_AB = y.view(which_AB.shape)[:now]
+            grad = _gradients(learners[0].model, w, x_ABCHW, labels_AB, share_AB[:now])
             if pulls is not None:
                 weight, center, linear = (part[:now] for part in pulls)
                 grad += linear + weight * (w - center)
@@ -172,14 +168,12 @@ class _Queue:
 
 
 def _lay_out(queues: Sequence[_Queue], steps: int) -> tuple[Tensor, Tensor]:
-    """The next batches of each queue, [A, S, B], and each example's share in its batch's mean (0: a
+    """The next batches of each queue, [S, A, B], and each example's share in its batch's mean (0: a
     filler, or no batch)."""
-    padded = nn.utils.rnn.pad_sequence(
-        [queue.take(steps) for queue in queues], batch_first=True, padding_value=-1
-    )
+    padded = nn.utils.rnn.pad_sequence([queue.take(steps) for queue in queues], padding_value=-1)
     there = padded >= 0
     share = there / there.sum(dim=2, keepdim=True).clamp_min(1)
-    return torch.where(there, padded, padded[:, :1, :1]), share  # fillers are the learner's own
+    return torch.where(there, padded, padded[:1, :, :1]), share  # fillers are the learner's own
 
 
 def _finish(
@@ -235,14 +229,13 @@ def _pull(penalty: Penalty | None) -> Pull | None:
 
 
 def _gradients(
-    network: nn.Module, flat_AP: Tensor, x_ABCHW: Tensor, labels_M: Tensor, share_AB: Tensor
+    network: nn.Module, flat_AP: Tensor, x_ABCHW: Tensor, labels_AB: Tensor, share_AB: Tensor
 ) -> Tensor:
     """The gradient of each learner's mean cross-entropy with respect to its own row, [A, P]."""
     if is_softmax_regression(network):
         classes: int = network.classifier.out_features  # type: ignore[assignment,union-attr]
         x_MD = network.embed(x_ABCHW.flatten(0, 1))  # type: ignore[operator]
         x_ABD = x_MD.unflatten(0, x_ABCHW.shape[:2])
-        labels_AB = labels_M.view_as(share_AB)
         return regression_gradients(flat_AP, x_ABD, labels_AB, share_AB, classes)
     named = dict(network.named_parameters())
     sizes = [p.numel() for p in named.values()]
@@ -258,5 +251,5 @@ def _gradients(
     with torch.enable_grad():
         weights_AP = flat_AP.detach().requires_grad_()
         made = vmap(logits)(weights_AP, x_ABCHW).flatten(0, 1)
-        losses = nn.functional.cross_entropy(made, labels_M, reduction="none")
+        losses = nn.functional.cross_entropy(made, labels_AB.flatten(), reduction="none")
         return torch.autograd.grad(losses @ share_AB.flatten(), weights_AP)[0]
