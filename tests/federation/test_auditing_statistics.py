@@ -6,12 +6,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from torch import Tensor
 
 from fedsynth.errors import SettingError
 from fedsynth.federation.audit.auditing import AuditResult, audit_run
+from fedsynth.federation.audit.canaries import Canaries
 from fedsynth.federation.terms.resolve import resolve
+from fedsynth.privacy.ledger import Guard, Ledger
+from fedsynth.privacy.mechanisms import GaussianSums
+from fedsynth.privacy.products import Outer
 from fedsynth.privacy.randomness import SecretGenerator
+from fedsynth.privacy.releases import Release
 
 PHASES = {
     "centre": {"centre_share": 0.9, "moment_share": 0.05},
@@ -61,6 +67,39 @@ def test_an_honest_phase_is_not_refuted_and_the_audit_has_power(phase: str) -> N
 def test_images_go_through_features_and_products() -> None:
     found = audited("moments", canaries=100, canaries_as="images")
     assert not found.fault
+
+
+@pytest.mark.parametrize("clips", [True, False])
+@pytest.mark.parametrize("kind", ["images", "vectors"])
+def test_products_enter_a_watched_sum_as_they_enter_any_other(
+    kind: str, clips: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches: an audit that writes products out and clips them itself, so that products without a
+    clip look sound."""
+    if not clips:
+        monkeypatch.setattr(Outer, "_clipped", lambda self: (self.left, self.right))
+    left, right = 100 * torch.eye(3, dtype=torch.float64)[:2], torch.ones(2, 2).double()
+    products = Outer(left, right, 1.0)
+    row = Release(1, "x", "audit", "rows", 1e-9, 1.0, 1.0, "full", 1, 6)
+    released = []
+    for canaries in (
+        None,
+        Canaries(kind, torch.tensor([0]), torch.tensor([True]), 1, torch.Generator()),
+    ):
+        guard = Guard(Ledger("c"), 1e-5, None)
+        made = GaussianSums(row, 1, guard, SecretGenerator())
+        if canaries is not None:
+            made = canaries.series(row, 1, Guard(Ledger("d"), 1e-5, None), SecretGenerator())
+        made.sample(2)
+        made.add_products(products)
+        released.append(made.release()[0].double())
+    plain, watched = released
+    first = products.part(slice(0, 1)).sums()  # the record beside the canary
+    if kind == "images":
+        torch.testing.assert_close(watched, plain, rtol=1e-5, atol=1e-5)
+    else:  # the canary's is another, and clipped
+        assert float((watched - first).norm()) == pytest.approx(1.0, rel=1e-4)
+    assert (float(watched.norm()) > 50) is not clips
 
 
 @pytest.mark.parametrize("phase", PHASES)

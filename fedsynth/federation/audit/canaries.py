@@ -204,6 +204,10 @@ class AuditedSums(GaussianSums):
         """The rows to be clipped and summed; `canary_N` names the canaries, −1 the rest."""
         raise NotImplementedError  # abstract
 
+    def _replaced(self, canary_N: Tensor) -> Tensor:
+        """Which of these records `_vectors` has given other vectors than the method's, bool [N]."""
+        raise NotImplementedError  # abstract
+
     def _contributions(self, members: Tensor) -> tuple[Tensor, Tensor | None, bool]:
         """(ū [N, K] of some canaries, their coordinates [K], None: all; whether orthogonal)."""
         raise NotImplementedError  # abstract
@@ -223,22 +227,36 @@ class AuditedSums(GaussianSums):
     def add(self, rows_ND: Tensor, groups_N: Tensor, sample: Sample | None = None) -> None:
         """As in `GaussianSums`; where users are the units, each has one record here, so that
         clipping users and clipping records is the same."""
-        here = slice(self._at, self._at + len(rows_ND))
-        self._at = here.stop
-        left = None if sample is None else sample.where(self._taken[here])
-        canary = self._given[here].to(rows_ND.device)
-        taken = self._taken[here].to(rows_ND.device)
-        rows = self._vectors(rows_ND.detach(), canary)
-        other = canary < 0
-        known = clipped(rows[other], self._release.sensitivity)
-        self._rest = self._rest.to(rows.device).index_add(0, groups_N[other], known)
+        rows, _, taken = self._look(rows_ND.detach(), groups_N)
+        left = None if sample is None else sample.where(taken.cpu())
         super().add(rows[taken], groups_N[taken], left)
 
     def add_products(self, products: Products, sample: Sample | None = None) -> None:
-        """As in `GaussianSums`; the vectors are written out, for the auditor and for canaries that
-        are vectors of their own."""
-        rows = products.rows()
-        self.add(rows, torch.zeros(len(rows), dtype=torch.int64, device=rows.device), sample)
+        """As in `GaussianSums`: records, and canaries that are images, go through the products, so
+        that a clip that is missing there shows; they are written out for the auditor alone. Of
+        canaries that are vectors of their own there are no factors: they go through `add`."""
+        written = products.rows()
+        groups = torch.zeros(len(written), dtype=torch.int64, device=written.device)
+        rows, canary, taken = self._look(written, groups)
+        own = taken & self._replaced(canary)
+        through = taken & ~own
+        left = None if sample is None else sample.where(through.cpu())
+        super().add_products(products.part(through), left)
+        if own.any():
+            left = None if sample is None else sample.where(own.cpu())
+            super().add(rows[own], groups[own], left)
+
+    def _look(self, rows_ND: Tensor, groups_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The next sampled records' vectors with those of canaries in their place, the canary at
+        each (−1: none), and which of them enter the sum; the auditor keeps what it knows."""
+        here = slice(self._at, self._at + len(rows_ND))
+        self._at = here.stop
+        canary = self._given[here].to(rows_ND.device)
+        rows = self._vectors(rows_ND, canary)
+        other = canary < 0
+        known = clipped(rows[other], self._release.sensitivity)
+        self._rest = self._rest.to(rows.device).index_add(0, groups_N[other], known)
+        return rows, canary, self._taken[here].to(rows_ND.device)
 
     def release(self) -> Released:
         """As in `GaussianSums`; then every canary is scored.
@@ -299,6 +317,9 @@ class VectorSums(AuditedSums):
         rows[theirs] = full.to(rows)
         return rows
 
+    def _replaced(self, canary_N: Tensor) -> Tensor:
+        return canary_N >= 0
+
     def _contributions(self, members: Tensor) -> tuple[Tensor, Tensor | None, bool]:
         now = self._now
         return self._sizes(1.0) * now.units[: len(members)], now.columns, now.orthogonal
@@ -354,6 +375,9 @@ class ImageSums(AuditedSums):
         self._known = self._known.to(known.device)
         self._known[canary_N[theirs]] = known.to(self._known)
         return rows_ND
+
+    def _replaced(self, canary_N: Tensor) -> Tensor:
+        return torch.zeros_like(canary_N, dtype=torch.bool)
 
     def _contributions(self, members: Tensor) -> tuple[Tensor, Tensor | None, bool]:
         return self._known[members.to(self._known.device)], None, False
