@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fedsynth.privacy.figures import up
+from fedsynth.privacy.report_schema import OF_EARLIER
 
 BANDS: tuple[tuple[float, str, str], ...] = (
     (1.0, "ε up to 1", "strong"),
@@ -146,7 +147,7 @@ def _meaning(report: Mapping[str, Any]) -> list[str]:
         case = case.replace("example", "person's data").replace("another one", "another person's")
     right = 100 * guess_right(epsilon, delta)
     lines = [
-        f"{_who(report)}, and knows everything else, may ask: {case}?",
+        f"{_who(report)}, may ask: {case}?",
         "",
         f"- **Odds.** No answer shifts the odds by more than a factor of e^ε = "
         f"**{odds_factor(epsilon)}**, but for a failure whose probability is of the size of δ = "
@@ -166,9 +167,18 @@ def _meaning(report: Mapping[str, Any]) -> list[str]:
 
 def _who(report: Mapping[str, Any]) -> str:
     """Against whom ε holds."""
-    if report["trust_model"]["secure_aggregation"] == "none":
-        return "Whoever sees everything that was released"
-    return "Whoever sees the released sums over all sites, and **no site's own upload**"
+    aggregation = report["trust_model"]["secure_aggregation"]
+    if aggregation == "none":
+        return "Whoever sees everything that was released, and knows everything else"
+    if aggregation.startswith(OF_EARLIER):
+        return (
+            "Whoever sees everything that this run released, and of earlier ones no more than "
+            "their reports say, and knows everything else"
+        )
+    return (
+        "Whoever sees the released sums over all sites, and **no site's own upload**, and knows "
+        "everything but the noise of the sites that it is counted of"
+    )
 
 
 def _percent_up(value: float) -> str:

@@ -28,6 +28,7 @@ from fedsynth.privacy.releases import (
 )
 from fedsynth.privacy.report_html import render_html
 from fedsynth.privacy.report_schema import (
+    OF_EARLIER,
     Access,
     Budget,
     Guarantee,
@@ -297,12 +298,14 @@ def _sums_alone(context: ReportContext, shares: int) -> list[str]:
         return [
             "The noise of some releases is that of several clients together (see the ledger): "
             "epsilon holds against those who see the sums over clients, which is all that this "
-            "run's server was sent, and not against a server with enough clients on its side to "
-            "take the masks from a single upload (see the assumptions)."
+            "run's server was sent, and not against a server with more clients on its side than "
+            "the trust model has, who know their noise and the masks of others (see the "
+            "assumptions)."
         ]
     return [
         "The noise of some releases is that of several clients together (see the ledger): epsilon "
-        "holds only against those who see the sums over all clients, and no client's own upload. "
+        "holds only against those who see of these releases the sums over all clients, and no "
+        "client's own upload. "
         f"A single upload has as little as 1/√{shares} of the noise that is charged: whoever sees "
         "one, such as a server without a secure aggregation, learns more than epsilon says."
     ]
@@ -331,8 +334,8 @@ def _assumptions(context: ReportContext, shares: int) -> list[str]:
         assumptions.append(
             f"of this run's sums, which were made under masks of at least {context.fewest} "
             "clients: their server has passed on the clients' keys as they were and told all of "
-            f"them the same, fewer than {context.fewest} clients are on its side, and of the "
-            f"clients in a sum at least {context.shares} have added their noise and tell it to "
+            f"them the same, at most {context.fewest - context.shares} of a sum's clients are on "
+            f"its side, and at least {context.shares} have added their noise and tell it to "
             "nobody; of earlier runs on the same ledgers what their reports assume"
         )
     elif shares > 1:
@@ -394,14 +397,25 @@ def protected_unit(private: bool, unit: str, user_records: int | None) -> Unit:
     )
 
 
-def _aggregated(model: TrustModel, context: ReportContext, shares: int) -> TrustModel:
+def _earlier(shares: int) -> str:
+    """Where this run's noise is each client's own, and that of earlier ones was shared."""
+    return (
+        f"{OF_EARLIER}: releases of earlier runs on the same ledgers are counted, of which each "
+        f"client added as little as 1/√{shares} of the noise; for these the reports of those runs "
+        "say whom they hold against"
+    )
+
+
+def _aggregated(model: TrustModel, context: ReportContext) -> TrustModel:
     """The model where noise is shared: it holds against who sees sums alone."""
+    shares = context.shares
     if context.fewest:
         return model.model_copy(update=_executed(context))
     return model.model_copy(
         update={
             "trusted": "each client trusts its own machine and this software, a secure "
-            f"aggregation, and that at least {shares} other clients of a round add their noise",
+            f"aggregation, and that of a round's clients at least {shares}, it among them, add "
+            "their noise and tell it to nobody",
             "adversary": "the server, the other clients but for those, and everybody else; they "
             "know all settings and code, every other example, and see the sum over all clients of "
             "every round, and no client's own upload",
@@ -416,12 +430,11 @@ def _executed(context: ReportContext) -> dict[str, str]:
     """What the model says where the sums were made under masks."""
     return {
         "trusted": "each client trusts its own machine and this software, that the server passes "
-        "on the clients' keys as they are, that fewer than "
-        f"{context.fewest} clients are on its side, and that at least {context.shares} clients of "
-        "a sum add their noise",
-        "adversary": "the server, fewer clients than a sum needs, and everybody else; they know "
-        "all settings and code, every other example, and see the sum over the clients of every "
-        "round, and of a client's own upload masked words",
+        "on the clients' keys as they are and tells all of them the same, and that of a sum's "
+        f"clients at least {context.shares}, it among them, add their noise and tell it to nobody",
+        "adversary": f"the server, at most {context.fewest - context.shares} of a sum's clients, "
+        "and everybody else; they know all settings and code, every other example, and see the sum "
+        "over the clients of every round, and of a client's own upload masked words",
         "secure_aggregation": "aggregation executed: the server was sent masked vectors (Bonawitz "
         "et al. 2017: X25519, ChaCha20, shares of Shamir's), and has made sums of at least "
         f"{context.fewest} clients of them; each client adds 1/√{context.shares} of the noise that "
@@ -439,8 +452,10 @@ def _trust_model(private: bool, context: ReportContext, shares: int) -> TrustMod
     )
     if not private:
         return model
-    if shares > 1:
-        model = _aggregated(model, context, shares)
+    if context.shares > 1:
+        model = _aggregated(model, context)
+    elif shares > 1:
+        model = model.model_copy(update={"secure_aggregation": _earlier(shares)})
     one = "user" if context.unit == USER else "example"
     whose = f"epsilon is the worst client's, for one {one} held by one client"
     return model.model_copy(update={"federation": whose})

@@ -105,6 +105,10 @@ class Unit(Part):
     group_privacy: str | None = None  # the same
 
 
+OF_EARLIER = "none in this run"
+"""What `secure_aggregation` begins with where only releases of earlier runs had shared noise."""
+
+
 class TrustModel(Part):
     trusted: str
     adversary: str
@@ -252,6 +256,7 @@ class Promise(Part):
     delta: float | None = None  # the same
     noise_multiplier: float | None
     mechanism: str
+    aggregation: str | None = None  # where clients share noise: "executed", or assumed
 
 
 class Began(Part):

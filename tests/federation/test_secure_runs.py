@@ -52,13 +52,20 @@ def sections(name: str, clients: int = CLIENTS, **more: Any) -> dict[str, dict[s
     if name == "fedsum":
         given["networks"] = 2
     run = {"method": name, "rounds": 2, "device": "cpu", "evaluate_every": 2}
+    all_needed = "privacy" in more and "honest" not in given  # H and one who may look
     return {
-        "run": {**run, "quorum": 0.6, **more.pop("run", {})},
+        "run": {**run, "quorum": 1.0 if all_needed else 0.6, **more.pop("run", {})},
         "partition": {"clients": clients, "subset": 0.2, "alpha": 1.0},
         "model": {"width": 4, "depth": 2, "norm": "instance"},
         "method": given,
         **more,
     }
+
+
+def of_four(name: str) -> dict[str, dict[str, Any]]:
+    """A private run of four that can lose one: the noise is that of two, and one may look."""
+    run = {"quorum": 0.75}
+    return sections(name, 4, run=run, method={"honest": 2}, privacy=PRIVATE)
 
 
 def injected(number: int) -> Callable[[], randomness.SecretGenerator]:
@@ -326,13 +333,13 @@ def test_a_client_that_is_lost_before_a_question_is_left_out_of_the_sum(
 ) -> None:
     """Who is lost at the last one has sent its vector, which counts."""
     seen = watched(monkeypatch, place.folder / "runs")
-    hand = place.hand()
-    hand.change = silent(question, {102})
-    served = place.serve(sections("fedsum", privacy=PRIVATE), hand)
-    counted = (0, 1, 2) if question == "unmask" else (0, 1)
+    hand = place.hand(*[place.node(k) for k in range(4)])
+    hand.change = silent(question, {103})
+    served = place.serve(of_four("fedsum"), hand)
+    counted = (0, 1, 2, 3) if question == "unmask" else (0, 1, 2)
     assert seen.totals[1, "main"].clients == counted
-    assert seen.totals[2, "main"].clients == (0, 1, 2)
-    assert ("2" in served.metrics[0].get("lost", {})) == (question != "unmask")
+    assert seen.totals[2, "main"].clients == (0, 1, 2, 3)
+    assert ("3" in served.metrics[0].get("lost", {})) == (question != "unmask")
     assert "not_counted" not in served.metrics[0]
     for name, found in seen.totals[1, "main"].message.arrays():
         parts = [getattr(seen.uploads[1, "main", k], name).double() for k in counted]
@@ -343,12 +350,13 @@ def test_a_client_that_is_lost_before_a_question_is_left_out_of_the_sum(
 def test_of_fewer_clients_than_the_noise_counts_on_there_is_no_sum(
     place: Place, question: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Of two, whose noise is what is charged, there is none either: one of them may look."""
     seen = watched(monkeypatch, place.folder / "runs")
-    hand = place.hand()
-    hand.change = silent(question, {101, 102})
-    served = place.serve(sections("fedsum", privacy=PRIVATE), hand)
+    hand = place.hand(*[place.node(k) for k in range(4)])
+    hand.change = silent(question, {102, 103})
+    served = place.serve(of_four("fedsum"), hand)
     assert (1, "main") not in seen.totals
-    assert served.metrics[0]["not_counted"] == {"exchange": "main", "uploads": 0, "needed": 2}
+    assert served.metrics[0]["not_counted"] == {"exchange": "main", "uploads": 0, "needed": 3}
     assert "there is no sum" in served.metrics[0]["rejected"]["0"]
     assert "not_counted" not in served.metrics[1]
     # who has not answered a step has paid nothing
@@ -359,8 +367,8 @@ def test_of_fewer_clients_than_the_noise_counts_on_there_is_no_sum(
 @pytest.mark.parametrize("question", ["keys", "shares", "step"])
 def test_who_sends_nonsense_is_out_of_the_sum(place: Place, question: str) -> None:
     """An answer of another kind is its client's fault, and no one else's."""
-    hand = place.hand()
-    lose = silent(question, {102})
+    hand = place.hand(*[place.node(k) for k in range(4)])
+    lose = silent(question, {103})
 
     def change(node: int, sent: bytes, answer: bytes) -> bytes | None:
         if lose(node, sent, answer) is not None:
@@ -371,15 +379,18 @@ def test_who_sends_nonsense_is_out_of_the_sum(place: Place, question: str) -> No
         return pack([one.to_bytes() for one in frames])
 
     hand.change = change
-    served = place.serve(sections("fedsum", privacy=PRIVATE), hand)
-    assert "2" in served.metrics[0]["rejected"]
+    served = place.serve(of_four("fedsum"), hand)
+    assert "3" in served.metrics[0]["rejected"]
     assert "not_counted" not in served.metrics[0]
 
 
 def test_a_quorum_below_what_a_sum_needs_is_refused_at_the_start(place: Place) -> None:
     """By the command, before anything is started, and by the run itself; a quorum of H is none."""
-    given = sections("fedsum", 5, privacy=PRIVATE)
+    given = sections("fedsum", 5, run={"quorum": 0.6}, method={"honest": 3}, privacy=PRIVATE)
     said = r"quorum=0\.6 must be at least 0\.8: a secure sum needs 4 of 5 clients"
+    usual = {**given, "method": {**given["method"], "honest": 0}}
+    with pytest.raises(SettingError, match="at least 1: a secure sum needs 5 of 5 clients"):
+        own_proposal(usual)
     with pytest.raises(SettingError, match=said) as error:
         own_proposal(given)
     assert "\n" not in str(error.value)
@@ -427,13 +438,24 @@ class Asked:
 @pytest.fixture
 def asked(place: Place) -> Asked:
     """Three nodes that have joined a private run of FedSum."""
-    given = sections("fedsum", privacy=PRIVATE)
+    return all_asked(place, sections("fedsum", privacy=PRIVATE))
+
+
+@pytest.fixture
+def four_asked(place: Place) -> Asked:
+    """Four, of which a sum needs three."""
+    return all_asked(place, of_four("fedsum"))
+
+
+def all_asked(place: Place, given: dict[str, dict[str, Any]]) -> Asked:
     proposal = own_proposal(given)
-    nodes = [place.node(k) for k in range(CLIENTS)]
+    clients = given["partition"]["clients"]
+    nodes = [place.node(k) for k in range(clients)]
     context = public_context(proposal.settings, proposal.spec, torch.device("cpu"))
     method = proposal.settings.method
     state = method.initial_state(context.architecture.state_dict())
-    where = {"round": 1, "participants": [0, 1, 2], "phase": "main", "sum": "ab" * 16}
+    everybody = list(range(clients))
+    where = {"round": 1, "participants": everybody, "phase": "main", "sum": "ab" * 16}
     message = method.broadcast(state, context).to_bytes()
     made = Asked(place, nodes, proposal, where, message)
     for node in nodes:
@@ -443,17 +465,18 @@ def asked(place: Place) -> Asked:
     return made
 
 
-def test_both_shares_of_a_client_are_never_given(asked: Asked) -> None:
+def test_both_shares_of_a_client_are_never_given(four_asked: Asked) -> None:
     """A server that says first that a client is lost, and then that it is there, gets the first
     answer again and no other; nor under another name of the sum, nor after it was begun anew."""
+    asked = four_asked
     passed = asked.shared()
-    for k in range(CLIENTS):
+    for k in range(4):
         assert asked.step(k, passed[k]).kind == "answer"
-    first = Present((0, 1)).to_bytes()
+    first = Present((0, 1, 2)).to_bytes()
     given = asked.ask(asked.nodes[0], "unmask", first)
     shares = Shares.from_bytes(given.payload)
-    assert (set(shares.own), set(shares.keys)) == ({0, 1}, {2})
-    both = Present((0, 1, 2)).to_bytes()
+    assert (set(shares.own), set(shares.keys)) == ({0, 1, 2}, {3})
+    both = Present((0, 1, 2, 3)).to_bytes()
     assert asked.ask(asked.nodes[0], "unmask", both).kind == "error"
     assert asked.ask(asked.nodes[0], "unmask", both, sum="cd" * 16).kind == "error"
     assert asked.ask(asked.nodes[0], "unmask", first).payload == given.payload
@@ -575,13 +598,32 @@ def test_the_reports_say_that_the_sum_was_executed_and_what_it_rests_on(place: P
         assert report is not None
         model: Any = report["trust_model"]
         assert model["secure_aggregation"].startswith("aggregation executed")
-        assert "at least 2 clients" in model["secure_aggregation"]
+        assert "at least 3 clients" in model["secure_aggregation"]
+        assert "at most 1 of a sum's clients" in model["adversary"]
+        assert "at least 2, it among them, add their noise and tell it" in model["trusted"]
         verdict: Any = report["verdict"]
         assert any("on its side" in one for one in verdict["assumptions"])
         assert not any("a secure aggregation shows" in one for one in verdict["assumptions"])
     assert any("sends its part of a sum masked" in one for one in place.said)
     assumed: Any = simulate(resolve(given), quiet=True).privacy
     assert assumed["trust_model"]["secure_aggregation"].startswith("assumed, not executed")
+
+
+def test_a_policy_allows_shared_noise_by_name_or_with_the_others_keys(place: Place) -> None:
+    """Catches: a policy's ε that a server gets round, who plays all clients but one."""
+    proposal = own_proposal(sections("fedstats", 100, run={"quorum": 1.0}, privacy=PRIVATE))
+    policy = Policy(epsilon=1.0, delta=1e-5)
+    [said] = policy.objections(proposal)
+    assert "each client adds the noise of one of 99, and a server that makes clients up" in said
+    assert not policy.objections(proposal, identified=True)
+    assert not replace(policy, settings={"method.aggregation": ("secure",)}).objections(proposal)
+    own = own_proposal(sections("fedstats", 100, method={"aggregation": "own"}, privacy=PRIVATE))
+    assert not policy.objections(own)
+    declined = joined(place.node(0, policy), proposal)
+    assert (declined.kind, "know the other owners' keys" in declined.facts["reason"]) == (
+        "refusal",
+        True,
+    )
 
 
 def opened(place: Place, clients: int, policy: Policy | None = None, **method: Any) -> Asked:
@@ -609,15 +651,16 @@ def made_ready(asked: Asked, node: Any) -> None:
     assert asked.ask(node, "start", **start).kind == "answer"
 
 
-def test_what_one_process_has_answered_another_one_knows(asked: Asked) -> None:
+def test_what_one_process_has_answered_another_one_knows(four_asked: Asked) -> None:
     """Two processes of each owner on its folder: shares of one kind of each client, from both."""
+    asked = four_asked
     passed = asked.shared()
-    for k in range(CLIENTS):
+    for k in range(4):
         assert asked.step(k, passed[k]).kind == "answer"
-    others = [asked.place.node(k) for k in range(CLIENTS)]
-    first = Present((0, 1)).to_bytes()
+    others = [asked.place.node(k) for k in range(4)]
+    first = Present((0, 1, 2)).to_bytes()
     assert asked.ask(others[0], "unmask", first).kind == "answer"
-    both = Present((0, 1, 2)).to_bytes()
+    both = Present((0, 1, 2, 3)).to_bytes()
     assert asked.ask(asked.nodes[0], "unmask", both).kind == "error"
     assert asked.ask(asked.nodes[0], "unmask", first).kind == "answer"  # the kept one
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -153,11 +155,11 @@ def test_the_worst_clients_line_is_seen_where_the_others_are_the_same() -> None:
     assert 'stroke-width="2"' in drawn[-1]
 
 
-def shared_noise(*rows: Release) -> dict[str, object]:
+def shared_noise(*rows: Release, shares: int = 1) -> dict[str, object]:
     ledger = Ledger("client-000")
     for row in rows:
         ledger.charge(row)
-    return build_report(CONTEXT, [ledger.history()])
+    return build_report(replace(CONTEXT, shares=shares), [ledger.history()])
 
 
 def test_shared_noise_is_told_wherever_the_guarantee_is() -> None:
@@ -167,15 +169,24 @@ def test_shared_noise_is_told_wherever_the_guarantee_is() -> None:
     secure = replace(own, round=1, mechanism="features" + aggregated(4))
     assert (own.shares, secure.shares) == (1, 4)
     assert Release.from_json(secure.to_json()).shares == 4
-    for report in (shared_noise(secure), shared_noise(secure, own), shared_noise(own, secure)):
+    histories = ((secure,), (secure, own), (own, secure))
+    for shares, rows in itertools.product((1, 4), histories):
+        report = shared_noise(*rows, shares=shares)
         assert not schema_problems(report)
-        assert "no client's own upload" in report["trust_model"]["adversary"]  # type: ignore[index]
         verdict = report["verdict"]
         assert any("secure aggregation" in one for one in verdict["assumptions"])  # type: ignore[index]
         assert any("1/√4" in one for one in verdict["warnings"])  # type: ignore[index]
         text = page(report)
-        assert "Whoever sees the released sums over all sites, and **no site's own upload**" in text
         assert "1/√4" in text
+        model: Any = report["trust_model"]
+        if shares == 4:
+            assert "no client's own upload" in model["adversary"]
+            assert "Whoever sees the released sums over all sites, and **no site's own" in text
+            assert "everything but the noise of the sites that it is counted of, may ask" in text
+        else:
+            assert "see every upload of every round" in model["adversary"]
+            assert model["secure_aggregation"].startswith("none in this run")
+            assert "and of earlier ones no more than their reports say" in text
     alone = shared_noise(own)
     assert "see every upload" in alone["trust_model"]["adversary"]  # type: ignore[index]
     assert not alone["verdict"]["warnings"]  # type: ignore[index]

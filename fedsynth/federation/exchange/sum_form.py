@@ -164,10 +164,11 @@ def sum_terms(
     if len(name) != NAME_DIGITS or set(name) - set("0123456789abcdef"):
         raise SecureSumError(f"a sum's name has {NAME_DIGITS} hexadecimal digits")
     taking = len(context.active)
+    private = context.privacy is not None
     about = f"{agreed} {context.round} {phase} {name}"
     return SumTerms(
         hashlib.sha256(about.encode()).digest(),
-        threshold=fewest(method, taking, context.clients),
+        threshold=fewest(method, taking, context.clients, private=private),
         clients=taking,
         length=sum_form(method, phase, context).length,
         honest=method.noise_shares(context.clients),

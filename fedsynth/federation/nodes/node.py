@@ -169,7 +169,11 @@ class Node:
         kept = kept_proposal(self._folder(run))
         if kept is not None and kept.agreement != proposal.agreement:
             raise MessageError("the run was agreed on with other settings")
-        objections = [*_unexecuted(proposal), *self.owner.objections(proposal)]
+        identified = self.identities is not None
+        objections = [
+            *_unexecuted(proposal),
+            *self.owner.objections(proposal, identified=identified),
+        ]
         policy = self.owner.policy
         said = policy is not None and policy.says_images
         objections += self.source.objections(proposal, said)

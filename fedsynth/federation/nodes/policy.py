@@ -17,6 +17,9 @@ privacy, which it allows only by `open = true`:
     [settings]                       # any other setting: what it may be, or [least, most]
     "model.name" = ["convnet", "linear"]
     "model.width" = [1, 128]
+
+Noise that clients share, each a part, it allows where the other owners' keys are known, or where it
+names `"method.aggregation"`: a server that makes clients up sees an upload with this part alone.
 """
 
 from __future__ import annotations
@@ -136,10 +139,14 @@ class Policy:
             if given[name] is not None and given[name] != value
         ]
 
-    def objections(self, proposal: Proposal) -> list[str]:
+    def objections(self, proposal: Proposal, *, identified: bool = False) -> list[str]:
         """Why the owner does not take part; empty: the owner does.
 
         It asks nothing of the ledger, which is asked at each charge.
+
+        Args:
+            proposal: the run's.
+            identified: the other owners' keys are known, so that a server cannot make clients up.
         """
         run = proposal.settings
         privacy = run.privacy
@@ -157,6 +164,13 @@ class Policy:
             mechanism = privacy.mechanism or next(iter(run.method.protects), "")
             if not self.open and mechanism and not mechanism_facts(mechanism).guaranteed:
                 found.append(f"mechanism {mechanism} gives no guarantee")
+            shares = run.method.noise_shares(run.partition.clients)
+            if shares > 1 and not identified and "method.aggregation" not in self.settings:
+                found.append(
+                    f"each client adds the noise of one of {shares}, and a server that makes "
+                    "clients up would see an upload with no more: know the other owners' keys, or "
+                    'allow it ("method.aggregation" = ["secure"])'
+                )
         sections = run.to_mapping()
         for name, allowed in self.settings.items():
             section, _, key = name.partition(".")
@@ -202,10 +216,10 @@ class Owner:
             return None
         return Cap(self.policy.epsilon, self.policy.delta)
 
-    def objections(self, proposal: Proposal) -> list[str]:
+    def objections(self, proposal: Proposal, *, identified: bool = False) -> list[str]:
         """Why the owner does not take part; empty: the owner does."""
         if self.policy is not None:
-            objections = self.policy.objections(proposal)
+            objections = self.policy.objections(proposal, identified=identified)
             if objections or not self.approved:
                 return objections
         if {ANY, proposal.agreement} & self.approved:

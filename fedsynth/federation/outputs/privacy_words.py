@@ -147,13 +147,17 @@ def start(
     )
 
 
-def summary(plan: PrivacyPlan, histories: Sequence[History]) -> Promise:
+def summary(plan: PrivacyPlan, histories: Sequence[History], *, simulated: bool = True) -> Promise:
     """What summary.json says of the run's privacy.
 
     Args:
         plan: the run's.
         histories: what the ledgers hold now.
+        simulated: all clients were in one process; else each was where its data are.
     """
+    aggregation = None
+    if plan.chief.shares > 1:
+        aggregation = "assumed, not executed" if simulated else "executed"
     sigma = plan.privacy.noise_multiplier
     mechanism = plan.chief.mechanism
     if not plan.guaranteed(histories):
@@ -164,6 +168,7 @@ def summary(plan: PrivacyPlan, histories: Sequence[History]) -> Promise:
         delta=plan.privacy.delta,
         noise_multiplier=sigma,
         mechanism=mechanism,
+        aggregation=aggregation,
     )
 
 

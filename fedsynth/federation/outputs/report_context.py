@@ -112,7 +112,7 @@ def fewest_in_a_sum(plan: PrivacyPlan) -> int:
     if not run.method.sums_alone:
         return 0
     taking = active_clients(run.partition.clients, run.participation)
-    return fewest(run.method, taking, run.partition.clients)
+    return fewest(run.method, taking, run.partition.clients, private=True)
 
 
 def owner_context(

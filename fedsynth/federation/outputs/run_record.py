@@ -155,7 +155,9 @@ class RunRecord:
         promised = None
         if self.plan is not None:
             report = self._report(self.plan, histories, secret=secret)
-            promised = privacy_words.summary(self.plan, histories).to_json()
+            promised = privacy_words.summary(
+                self.plan, histories, simulated=self.simulated
+            ).to_json()
         summary = summarise(
             self.settings,
             self.rows,

@@ -176,7 +176,18 @@ def _promise(report: Mapping[str, Any] | None) -> str:
         f"**Differential privacy: ε = {up(promise['epsilon'])} at δ = {promise['delta']:g}**, for "
         f"{unit}. Whatever is\ncomputed from these files has that guarantee, too. "
         "`privacy_report.html` says what it rests on and\nwhat it does not cover.\n"
-        f"Not protected: {several}.\n"
+        f"{_against(report)}Not protected: {several}.\n"
+    )
+
+
+def _against(report: Mapping[str, Any]) -> str:
+    """Whom it holds against, where clients shared noise; else nothing: everybody."""
+    aggregation = report["trust_model"]["secure_aggregation"]
+    if aggregation == "none":
+        return ""
+    return (
+        "It does not hold against everybody, as clients shared noise: "
+        f"{aggregation.partition(':')[0]}.\nThe report says against whom it holds.\n"
     )
 
 

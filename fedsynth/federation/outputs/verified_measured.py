@@ -84,7 +84,9 @@ def summary_problems(charges: Charges) -> list[str]:
         "dataset": settings.dataset,
         "rounds": charges.done,
         "seed": settings.seed,
-        "differential_privacy": privacy_words.summary(charges.plan, charges.now).to_json(),
+        "differential_privacy": privacy_words.summary(
+            charges.plan, charges.now, simulated=not charges.run.served
+        ).to_json(),
     }
     unknown = _not_shown(summary, declared_summary(type(method)))
     return [

@@ -10,15 +10,18 @@ from fedsynth.federation.terms.participation import active_clients
 from fedsynth.federation.terms.settings import RunSettings
 
 
-def fewest(method: Method, taking: int, clients: int) -> int:
-    """Of fewer clients' uploads there is no sum: a majority, and H.
+def fewest(method: Method, taking: int, clients: int, *, private: bool) -> int:
+    """Of fewer clients' uploads there is no sum: a majority; and where noise is shared H beside one,
+    who may be who looks, and knows its own noise.
 
     Args:
         method: one whose server sees sums alone.
         taking: the round's clients.
         clients: K.
+        private: the run has differential privacy.
     """
-    return max(taking // 2 + 1, method.noise_shares(clients))
+    looking = 1 if private and clients > 1 else 0
+    return max(taking // 2 + 1, method.noise_shares(clients) + looking)
 
 
 def check_quorum(settings: RunSettings) -> None:
@@ -28,7 +31,8 @@ def check_quorum(settings: RunSettings) -> None:
         SettingError: says what to set.
     """
     taking = active_clients(settings.partition.clients, settings.participation)
-    least = fewest(settings.method, taking, settings.partition.clients)
+    private = settings.privacy is not None
+    least = fewest(settings.method, taking, settings.partition.clients, private=private)
     if least > taking:
         raise SettingError(
             "run",

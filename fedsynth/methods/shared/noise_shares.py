@@ -5,8 +5,8 @@ With `aggregation="own"` every client adds all of the noise that is charged, and
 upload. With "secure" each adds 1/√H of its deviation, H a public minimum of honest clients that
 survive a round: the guarantee then holds for those who see the sum alone. Over data owners' nodes
 the sum is made so that nobody sees more (`fedsynth.federation.exchange.secure_step`); a simulation
-assumes it. What is charged is the noise of H clients, however many answered, and of a sum with
-fewer nothing is made.
+assumes it. What is charged is the noise of H clients, however many answered. One of those who
+answer may be who looks, and knows its own noise: of a sum of H clients or fewer nothing is made.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ class SharesNoise(Method):
         aggregation: "own": every client adds all of the noise. "secure": each adds 1/√H of it, and
             the guarantee holds for those who see the sum alone. Over nodes they see no more; a
             simulation assumes it.
-        honest: H, a public minimum of honest clients that survive a round; 0: all but one.
+        honest: H, a public minimum of honest clients that survive a round, beside one who may be
+            who looks; 0: all but one, so that nobody may be lost.
     """
 
     aggregation: str = OWN
@@ -126,14 +127,15 @@ class SharesNoise(Method):
         return torch.float64 if plan in context.grids else torch.float32
 
     def enough(self, clients: int, context: RoundContext) -> bool:
-        """Whether so many clients answered that the sum has all the noise that is charged; of a sum
-        with less nothing is made, and people are told."""
+        """Whether so many clients answered that the sum has all the noise that is charged, without
+        that of one who looks; of a sum with less nothing is made, and people are told."""
         shares = self.noise_shares(context.clients)
-        if context.privacy is None or clients >= shares:
+        shared = self.aggregation == SECURE and context.clients > 1
+        if context.privacy is None or clients >= shares + shared:
             return True
         context.note(
-            f"round {context.round}: {clients} clients answered, and the noise is that of {shares}: "
-            "nothing is made of this round"
+            f"round {context.round}: {clients} clients answered, and the noise is that of {shares} "
+            "beside one who may look: nothing is made of this round"
         )
         return False
 
