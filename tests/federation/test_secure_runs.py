@@ -605,8 +605,12 @@ def test_the_reports_say_that_the_sum_was_executed_and_what_it_rests_on(place: P
         assert any("on its side" in one for one in verdict["assumptions"])
         assert not any("a secure aggregation shows" in one for one in verdict["assumptions"])
     assert any("sends its part of a sum masked" in one for one in place.said)
-    assumed: Any = simulate(resolve(given), quiet=True).privacy
+    together = simulate(resolve(given), quiet=True)
+    assumed: Any = together.privacy
     assert assumed["trust_model"]["secure_aggregation"].startswith("assumed, not executed")
+    told = json.loads((served.folder / "summary.json").read_text())["differential_privacy"]
+    assert told["aggregation"] == "executed"
+    assert together.summary["differential_privacy"]["aggregation"] == "assumed, not executed"
 
 
 def test_a_policy_allows_shared_noise_by_name_or_with_the_others_keys(place: Place) -> None:

@@ -132,6 +132,21 @@ def test_images_from_random_processes_cost_nothing() -> None:
     assert len(ledgers[0]) == len(ledgers[1]) > 0  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("aggregation", ["own", "secure"])
+def test_what_is_handed_over_says_whom_its_epsilon_holds_against(
+    aggregation: str, tmp_path: Path
+) -> None:
+    """Catches: an ε of noise that clients share, on its own."""
+    method = replace(SMALL, aggregation=aggregation)
+    settings = RunSettings(method, rounds=1, privacy=PrivacySettings(epsilon=8.0))
+    run = simulate(settings, output=tmp_path, quiet=True)
+    assert verify_run(str(run.folder)).problems == []
+    words = (export_run(str(run.folder), tmp_path / "share") / "README.md").read_text()
+    shared = "as clients shared noise: assumed, not executed." in words
+    assert shared is (aggregation == "secure")
+    assert "**Differential privacy: ε = " in words
+
+
 def test_a_run_that_ends_on_its_budget_makes_images_of_what_it_has(tmp_path: Path) -> None:
     """They cost nothing beyond what was released, and can be handed over."""
     privacy = PrivacySettings(noise_multiplier=3.0, epsilon=1.2)
