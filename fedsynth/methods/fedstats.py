@@ -24,12 +24,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import inf
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from fedsynth.copies import copied
 from fedsynth.core.client import ClientGroup, PrivateClients
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message, ModelParameters, released
@@ -86,6 +88,7 @@ from fedsynth.models.registry import ModelSettings
 from fedsynth.privacy.plans import FIRST, PrivatePlan
 from fedsynth.privacy.products import Products, Rows
 from fedsynth.privacy.settings import PrivacySettings
+from fedsynth.seeding import torch_generator
 from fedsynth.validation import check_choices, check_ranges
 
 SCALE = 4.0
@@ -309,12 +312,17 @@ class FedStats(SharesNoise, MakesImages):
         if not isinstance(network, FeatureLinear):
             raise TypeError(f"{self.name} has a linear model on features")
 
-        def step(images: Tensor) -> Tensor:
+        def step(images: Tensor, network: FeatureLinear) -> Tensor:
             z = network.embed(images)
             labels = torch.zeros(len(z), dtype=torch.int64, device=z.device)
             return torch.cat([z, step_rows(z, labels, network.classifier.weight, 1.0).left], dim=1)
 
-        return [step]
+        # at first T is the identity, whose products are exact whatever kernel makes them
+        sent: Any = copied(network)
+        draws = torch_generator(0, "what a server may send")
+        for value in sent.state_dict().values():
+            value.copy_(torch.randn(value.shape, generator=draws))
+        return [partial(step, network=one) for one in (network, sent)]
 
     def round_plans(self, plans: tuple[PrivatePlan, ...], round: int) -> tuple[PrivatePlan, ...]:
         return tuple(plan for plan in plans if (plan.name in FIRST_ROUND) == (round == 1))

@@ -247,6 +247,19 @@ def test_a_folder_that_does_not_say_it_was_not_whitened(tmp_path: Path) -> None:
     assert resolve(sections).method == earlier
 
 
+def test_rows_are_tried_with_what_a_server_may_send_too() -> None:
+    """Catches: a try for bits that go by place at the first weights alone, where T is the identity
+    and its products are exact whatever makes them."""
+    about = context()
+    network: Any = about.architecture
+    pixels = torch.rand(3, *SPEC.image_shape, generator=torch.Generator().manual_seed(0))
+    first, sent = (rows(pixels) for rows in METHOD.private_rows(network, PRIVATE, about))
+    width = network.embedding_size
+    assert not torch.allclose(first[:, :width], sent[:, :width], atol=0.01)
+    assert float(sent[:, :width].norm(dim=1).max()) <= 1 + 1e-6
+    assert torch.equal(network.channels_root_0, torch.eye(len(network.channels_root_0)))
+
+
 def test_which_features_are_whitened_is_public() -> None:
     assert not FedStats().whitens(SPEC)  # 8 pixels a side
     assert FedStats().whitens(dataset_spec("mnist"))
