@@ -319,7 +319,8 @@ class InTheOpen(FedSum):
 def test_noise_that_needs_a_sum_is_refused_where_none_is_made(place: Place) -> None:
     """An upload would have σ/√H of noise, by an H that the server derives of its own number of
     clients."""
-    given = sections("fedsum", method={"aggregation": "secure"}, privacy=PRIVATE)
+    secure = {"aggregation": "secure"}
+    given = sections("fedsum", run={"quorum": 1.0}, method=secure, privacy=PRIVATE)
     known = own_proposal(given)
     method = InTheOpen(aggregation="secure")
     proposal = replace(known, settings=replace(known.settings, method=method))

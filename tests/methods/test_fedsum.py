@@ -372,7 +372,7 @@ def test_a_class_below_the_noise_of_all_clients_counts_is_left_out() -> None:
 
 def test_securely_aggregated_noise_is_that_of_h_clients(tmp_path: Path) -> None:
     """Each adds 1/√H of what is charged; H is all but one unless it is set; ε is that of own noise;
-    and of a sum with fewer clients than H nothing is made."""
+    and of a sum with no more clients than H nothing is made."""
     sigma = 3.0
     privacy = PrivacySettings(noise_multiplier=sigma)
     own = FedSum(**TINY)
@@ -388,8 +388,8 @@ def test_securely_aggregated_noise_is_that_of_h_clients(tmp_path: Path) -> None:
         assert series.deviation == pytest.approx(sigma * plans[0].clip / sqrt(shares))
         assert method.pooled_deviation(COUNTS, 5, ctx) == pytest.approx(7 * sqrt(5 / shares))
     method = replace(own, aggregation="secure")
-    sent = {k: NetworkSums(torch.zeros(3, 10, WIDTH), torch.ones(10)) for k in range(4)}
-    few = {k: sent[k] for k in range(3)}
+    sent = {k: NetworkSums(torch.zeros(3, 10, WIDTH), torch.ones(10)) for k in range(5)}
+    few = {k: sent[k] for k in range(4)}
     assert method.server_step(start(ctx), few, ctx).images is None
     assert method.server_step(start(ctx), sent, ctx).images is not None
     with pytest.raises(SettingError, match="honest"):

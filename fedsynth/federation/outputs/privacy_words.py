@@ -155,9 +155,9 @@ def summary(plan: PrivacyPlan, histories: Sequence[History], *, simulated: bool 
         histories: what the ledgers hold now.
         simulated: all clients were in one process; else each was where its data are.
     """
-    aggregation = None
+    shared = {}
     if plan.chief.shares > 1:
-        aggregation = "assumed, not executed" if simulated else "executed"
+        shared = {"aggregation": "assumed, not executed" if simulated else "executed"}
     sigma = plan.privacy.noise_multiplier
     mechanism = plan.chief.mechanism
     if not plan.guaranteed(histories):
@@ -168,7 +168,7 @@ def summary(plan: PrivacyPlan, histories: Sequence[History], *, simulated: bool 
         delta=plan.privacy.delta,
         noise_multiplier=sigma,
         mechanism=mechanism,
-        aggregation=aggregation,
+        **shared,
     )
 
 

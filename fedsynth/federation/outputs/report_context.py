@@ -263,10 +263,7 @@ def _data_set(plan: PrivacyPlan, *, simulated: bool) -> str:
     """Which data set it is, and what is public of it."""
     spec = plan.spec
     if is_published(spec):
-        return (
-            f"{spec.name}, published: {spec.source}; by the specification that the images came "
-            "with, which is taken at its word"
-        )
+        return f"{spec.name}, published: {spec.source}"
     if not simulated:
         return f"{spec.name}: the data owners'; its specification is public, its records are not"
     if plan.privacy.ledger_folder is None:
