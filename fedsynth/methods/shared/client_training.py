@@ -51,7 +51,7 @@ class Task:
         stateful: the loss draws or keeps state, so that its steps cannot be recorded.
         finish: (the trained model, how) -> upload and memory.
 
-    >>> from fedsynth import ModelSettings, RunSettings, simulate
+    >>> from fedsynth import ModelSettings, RunSettings, TrainsLocally, simulate
     >>> class Ridge(TrainsLocally):
     ...     name = "ridge"
     ...     def task(self, client, message, memory, context):

@@ -81,13 +81,13 @@ class TrainsLocally(Method):
             that average is untrained.
 
     A method of one's own says what is different, such as the server's step:
+    >>> import torch
     >>> from fedsynth import ModelSettings, RunSettings, simulate
     >>> class Median(TrainsLocally):
     ...     name = "median"
     ...     def combine(self, state, uploads, context):
-    ...         each = [upload.parameters for upload in uploads.values()]
-    ...         middle = {n: torch.stack([p[n] for p in each]).median(0)[0] for n in each[0]}
-    ...         return replace(state, parameters=middle)
+    ...         of = lambda n: torch.stack([one.parameters[n] for one in uploads.values()])
+    ...         return replace(state, parameters={n: of(n).median(0)[0] for n in state.parameters})
     >>> simulate(RunSettings(Median(), rounds=3, model=ModelSettings("linear"))).accuracy > 0.5
     True
     """
