@@ -319,9 +319,9 @@ class FedStats(SharesNoise, MakesImages):
 
         # at first T is the identity, whose products are exact whatever kernel makes them
         sent: Any = copied(network)
-        draws = torch_generator(0, "what a server may send")
+        draws = torch_generator(0, "what a server may send", device=context.device)
         for value in sent.state_dict().values():
-            value.copy_(torch.randn(value.shape, generator=draws))
+            value.normal_(generator=draws)
         return [partial(step, network=one) for one in (network, sent)]
 
     def round_plans(self, plans: tuple[PrivatePlan, ...], round: int) -> tuple[PrivatePlan, ...]:
