@@ -78,7 +78,8 @@ def test_products_enter_a_watched_sum_as_they_enter_any_other(
     clip look sound."""
     if not clips:
         monkeypatch.setattr(Outer, "_clipped", lambda self: (self.left, self.right))
-    left, right = 100 * torch.eye(3, dtype=torch.float64)[:2], torch.ones(2, 2).double()
+    left = 100 * torch.eye(3, dtype=torch.float64)[:2]
+    right = torch.ones(2, 2).double()
     products = Outer(left, right, 1.0)
     row = Release(1, "x", "audit", "rows", 1e-9, 1.0, 1.0, "full", 1, 6)
     released = []

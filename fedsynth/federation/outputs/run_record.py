@@ -95,7 +95,8 @@ class RunRecord:
     def go_on(self, folder: RunFolder, rows: Sequence[dict[str, Any]]) -> None:
         """Goes on after these rounds, in the folder that has them."""
         self.rows = list(rows)
-        done, rounds = len(rows), self.settings.rounds
+        done = len(rows)
+        rounds = self.settings.rounds
         folder.rewrite_metrics([self._disclosed(row) for row in rows])
         self.observer.note(f"the run goes on after {done} of {rounds} rounds")
         for after in folder.resumed(done) if done < rounds else folder.resumptions():
@@ -121,7 +122,8 @@ class RunRecord:
 
     def ended_early(self, refusal: Refusal) -> str:
         """In words, which the report has, too."""
-        done, rounds = len(self.rows), self.settings.rounds
+        done = len(self.rows)
+        rounds = self.settings.rounds
         self.deviations.append(f"ended after {done} of {rounds} rounds: {refusal.reason}")
         return self.deviations[-1]
 
