@@ -1,5 +1,5 @@
-"""A step of a generator and its teacher's answer (FedKF's T2, width 64, batch 64), with doubling and
-convolution as one operation, and as the two layers, alternately in one run.
+"""A step of a generator and its teacher's answer (FedKF's T2, width 64, batch 64), with doubling
+and convolution as one operation, and as the two layers, alternately in one run.
 
     python benchmarks/generator_step.py [--quick] [--json] [--device cuda] [--repeats 5]
 

@@ -1,5 +1,5 @@
-"""Files of one's own among the options (a method, a model, a feature map, as FILE.py:NAME), and what
-may stand beside --resume: such a file has to be given again, and little else can be."""
+"""Files of one's own among the options (a method, a model, a feature map, as FILE.py:NAME), and
+what may stand beside --resume: such a file has to be given again, and little else can be."""
 
 from __future__ import annotations
 

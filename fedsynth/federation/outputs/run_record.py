@@ -1,5 +1,5 @@
-"""What is written down of a run, from its private start to its results; of a simulation and of a run
-over nodes alike."""
+"""What is written down of a run, from its private start to its results; of a simulation and of a
+run over nodes alike."""
 
 from __future__ import annotations
 

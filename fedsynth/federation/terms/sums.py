@@ -11,8 +11,8 @@ from fedsynth.federation.terms.settings import RunSettings
 
 
 def fewest(method: Method, taking: int, clients: int, *, private: bool) -> int:
-    """Of fewer clients' uploads there is no sum: a majority; and where noise is shared H beside one,
-    who may be who looks, and knows its own noise.
+    """Of fewer clients' uploads there is no sum: a majority; and where noise is shared H beside
+    one, who may be who looks, and knows its own noise.
 
     Args:
         method: one whose server sees sums alone.

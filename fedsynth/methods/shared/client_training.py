@@ -1,5 +1,5 @@
-"""Training of a group of clients' models on their own data: what one client's training adds (`Task`),
-open training by SGD, private training by DP-SGD."""
+"""Training of a group of clients' models on their own data: what one client's training adds
+(`Task`), open training by SGD, private training by DP-SGD."""
 
 from __future__ import annotations
 
