@@ -25,7 +25,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from math import inf
 from typing import Any, ClassVar
 
 import torch
@@ -35,19 +34,12 @@ from fedsynth.copies import copied
 from fedsynth.core.client import ClientGroup, PrivateClients
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message, ModelParameters, released
-from fedsynth.core.method import Later, Memory, Presets, Results, RowsOf
+from fedsynth.core.method import Memory, Presets, Results, RowsOf
 from fedsynth.core.state import ServerState
 from fedsynth.core.uploads import LARGEST, Array, Rule
-from fedsynth.data.registry import DatasetSpec
 from fedsynth.errors import SettingError
 from fedsynth.features.feature_map import FeatureMap
 from fedsynth.features.low_pass import low_pass
-from fedsynth.features.registry import (
-    feature_map,
-    feature_names,
-    features_for,
-    refuse_unknown_map,
-)
 from fedsynth.methods.shared.class_statistics import (
     ClassMoments,
     Spectrum,
@@ -56,40 +48,21 @@ from fedsynth.methods.shared.class_statistics import (
     moment_rows,
     step_rows,
 )
-from fedsynth.methods.shared.noise_shares import Pool, SharesNoise
-from fedsynth.methods.shared.noisy_steps import Pace, pace
+from fedsynth.methods.shared.noise_shares import Pool
 from fedsynth.methods.shared.pixel_moments import PIXELS, PixelMoments, pixel_rows
 from fedsynth.methods.shared.statistics_images import (
     ImagesState,
-    MakesImages,
     check_differentiable,
     class_means_of,
 )
-from fedsynth.methods.shared.statistics_releases import (
-    CENTRE,
-    FIRST_ROUND,
-    MOMENTS,
-    STEP,
-    Releases,
-    Shares,
-    public_facts,
-)
-from fedsynth.methods.shared.whitening import (
-    AUTO,
-    COVARIANCES,
-    NO,
-    YES,
-    covariance_rows,
-    released_roots,
-    whitens,
-)
-from fedsynth.models.feature_linear import Embedding, FeatureLinear, feature_linear
-from fedsynth.models.registry import ModelSettings
-from fedsynth.privacy.plans import FIRST, PrivatePlan
+from fedsynth.methods.shared.statistics_releases import CENTRE, MOMENTS, STEP
+from fedsynth.methods.shared.statistics_settings import PlansStatistics
+from fedsynth.methods.shared.whitening import COVARIANCES, covariance_rows, released_roots
+from fedsynth.models.feature_linear import Embedding, FeatureLinear
+from fedsynth.privacy.plans import FIRST
 from fedsynth.privacy.products import Products, Rows
 from fedsynth.privacy.settings import PrivacySettings
 from fedsynth.seeding import torch_generator
-from fedsynth.validation import check_choices, check_ranges
 
 SCALE = 4.0
 """From a regression on labels to logits: the softmax's slope at even odds of two classes is ¼."""
@@ -128,36 +101,9 @@ class FedStatsState(ImagesState):
 
 
 @dataclass(frozen=True)
-class FedStats(SharesNoise, MakesImages):
-    """Settings; a run of n rounds has n − 1 steps. Defaults were found on held-out
-    training images. See `SharesNoise`, `MakesImages`, and
-
-    Args:
-        features: the map φ, see `fedsynth.features.feature_names`, or one that was registered.
-            "auto": by the images' public shape (`features_for`).
-        centre_share: of the budget μ² for the centre.
-        whitening: whether covariances of the features' channels and cells are released with the
-            centre, and z is whitened by them. "auto": with privacy, for grey images of 12 pixels a
-            side and more; in colour it costs what it brings. Without privacy there is no need.
-        covariance_share: of the budget for them.
-        moment_share: with second moments, for them and z ⊗ e; steps share the rest. Without, z ⊗ e
-            is the first of as many gradients as rounds, with equal shares.
-        second_moments: whether z zᵀ is released with z ⊗ e. "no": the clip has all of z ⊗ e, an
-            upload is smaller by about d/2C, and steps have one rate for all directions: right where
-            features are white already and there is noise. "yes": steps are Newton's. "auto": yes
-            without privacy, and no with it.
-        ridge: λ over σ_A·√d, with σ_A the noise of a moment.
-        step_clip: c of clip(p − y); ‖p − y‖ is at most √2.
-        step_size: of the Newton-like step; without second moments, of the longest step over
-            1/`curvature`.
-        logit_noise: without second moments, how far steps go: until the noise of all of them is of
-            this deviation in a logit. Their rate follows from it and the public noise
-            (`fedsynth.methods.shared.noisy_steps.pace`).
-        momentum: without second moments, the part of the last move that is made again with each
-            step.
-        curvature: without second moments, what stands for all their eigenvalues.
-        step_floor: with second moments, the least eigenvalue that a step divides by, over σ_G·√d,
-            with σ_G the noise of a gradient's coordinate.
+class FedStats(PlansStatistics):
+    """Settings; a run of n rounds has n − 1 steps. Defaults were found on held-out training images.
+    See `PlansStatistics`, `MakesImages` and `SharesNoise`.
 
     >>> from fedsynth import FedStats, PrivacySettings, RunSettings, simulate
     >>> result = simulate(RunSettings(FedStats(), rounds=1, privacy=PrivacySettings(epsilon=8.0)))
@@ -176,135 +122,12 @@ class FedStats(SharesNoise, MakesImages):
     first_upload: ClassVar[type[Message] | None] = CentreSums
     upload: ClassVar[type[Message]] = StatisticSums
     state: ClassVar[type[ServerState]] = FedStatsState
-    even_rounds: ClassVar[bool] = False
-    model_sees_data: ClassVar[bool] = False
-    takes_model: ClassVar[bool] = False
-    features_refusal: ClassVar[str] = "its own map is a setting of the method, method.features"
-    later: ClassVar[Later] = {
-        "ipc": 0,
-        "image_steps": 12,
-        "image_lr": 0.05,
-        "teacher_weight": 0.03,
-        "smoothness": 0.3,
-        "pixel_share": 0.15,
-        "pictures": YES,
-        "momentum": 0.5,
-        "logit_noise": 0.6,
-        "whitening": NO,
-        "covariance_share": 0.05,
-    }
     robust_refusal: ClassVar[str] = (
         "its server needs the sums over all clients' examples, which no rule on clients' shares "
         "of them can stand in for"
     )
 
-    features: str = AUTO
-    centre_share: float = 0.04
-    whitening: str = AUTO
-    covariance_share: float = 0.05
-    moment_share: float = 0.1
-    second_moments: str = AUTO
-    ridge: float = 0.25
-    step_clip: float = 0.5
-    step_size: float = 1.5
-    logit_noise: float = 0.9
-    momentum: float = 0.5
-    step_floor: float = 0.1
-    curvature: float = 0.00375
-
-    def __post_init__(self) -> None:
-        check_ranges(self, centre_share=(1e-4, 0.9), moment_share=(1e-4, 0.999))
-        check_ranges(self, ridge=(0, inf), step_clip=(1e-3, 1.5), step_size=(0, inf))
-        check_ranges(self, step_floor=(0, inf), curvature=(1e-9, inf))
-        check_ranges(self, momentum=(0, 0.999), logit_noise=(1e-3, inf))
-        if self.features not in (AUTO, *feature_names()):
-            refuse_unknown_map(self.features, "method", AUTO)
-        check_ranges(self, covariance_share=(1e-4, 0.9))
-        check_choices(self, second_moments=(YES, NO, AUTO), whitening=(YES, NO, AUTO))
-        self.check_aggregation()
-        self.check_images()
-        asked = self.images_each > 0 and self.pictures != NO
-        covariances = self.covariance_share if self.whitening == YES else 0.0
-        self._shares(self.pixel_share if asked else 0.0, covariances)
-
-    # ------------------------------------------------------------------------ public values
-
-    def map_of(self, spec: DatasetSpec) -> FeatureMap:
-        """φ for a data set's images."""
-        name = self.features
-        if name == AUTO:
-            name = features_for(spec.image_shape)
-        return feature_map(name, spec.image_shape)
-
-    def network(self, model: ModelSettings, spec: DatasetSpec, seed: int) -> FeatureLinear:
-        """A linear model on φ, whatever the run's model is."""
-        return feature_linear(self.map_of(spec), spec, whitens=self.whitens(spec))
-
-    def whitens(self, spec: DatasetSpec) -> bool:
-        """Whether the model has a T, by which private runs whiten z. An open run's stays the
-        identity.
-
-        Raises:
-            SettingError: `whitening=yes` of features that have no channels and cells.
-        """
-        return whitens(self.whitening, self.map_of(spec), spec.image_shape)
-
-    def _shares(self, pictures: float, covariances: float) -> Shares:
-        return Shares(self.centre_share, pictures, covariances, self.moment_share)
-
-    def has_second(self, privacy: PrivacySettings | None) -> bool:
-        """Whether second moments are released; a rule on settings, which are public."""
-        if self.second_moments == AUTO:
-            return privacy is None
-        return self.second_moments == YES
-
-    def has_covariances(self, privacy: PrivacySettings | None, spec: DatasetSpec) -> bool:
-        """Whether covariances are released: where there is noise, and z is to be whitened."""
-        return privacy is not None and self.whitens(spec)
-
-    def releases(self, privacy: PrivacySettings | None, context: RoundContext) -> Releases:
-        """All releases of a run with these settings.
-
-        Raises:
-            SettingError: shares that leave steps nothing.
-        """
-        spec = context.spec
-        share = self.covariance_share if self.has_covariances(privacy, spec) else 0.0
-        return Releases(
-            self.map_of(spec),
-            spec.image_shape,
-            spec.classes,
-            context.rounds,
-            self.has_second(privacy),
-            self._shares(self.picture_share(spec), share),
-            self.step_clip,
-        )
-
-    def public_facts(self, spec: DatasetSpec) -> Mapping[str, str]:
-        return public_facts(
-            self.map_of(spec),
-            spec.image_shape,
-            pictures=self.picture_share(spec) > 0,
-            whitening=self.whitens(spec),
-        )
-
-    def private_plans(
-        self, privacy: PrivacySettings, context: RoundContext
-    ) -> tuple[PrivatePlan, ...]:
-        """Those of `Releases.plans`.
-
-        Raises:
-            SettingError: a clip or a rate is set, where the method's theorem has its own; shares
-                that leave steps nothing.
-        """
-        for key in ("clip", "sample_rate"):
-            if getattr(privacy, key) is not None:
-                raise SettingError(
-                    "privacy",
-                    key,
-                    f"must be left out with {self.name}: its releases have their own",
-                )
-        return self.added_up(self.releases(privacy, context).plans(), privacy, context)
+    # --------------------------------------------------------------------------- declarations
 
     def private_rows(
         self, network: nn.Module, privacy: PrivacySettings, context: RoundContext
@@ -323,9 +146,6 @@ class FedStats(SharesNoise, MakesImages):
         for value in sent.state_dict().values():
             value.normal_(generator=draws)
         return [partial(step, network=one) for one in (network, sent)]
-
-    def round_plans(self, plans: tuple[PrivatePlan, ...], round: int) -> tuple[PrivatePlan, ...]:
-        return tuple(plan for plan in plans if (plan.name in FIRST_ROUND) == (round == 1))
 
     def upload_rules(self, phase: str, client: int, context: RoundContext) -> dict[str, Rule]:
         widths = self.releases(context.privacy, context).widths()
@@ -514,16 +334,4 @@ class FedStats(SharesNoise, MakesImages):
             state,
             parameters={**state.parameters, "classifier.weight": moved},
             velocity=velocity,
-        )
-
-    def pace(self, context: RoundContext) -> Pace:
-        """Rate and momentum of steps without second moments, of public numbers alone."""
-        records = context.nominal_size * context.clients
-        each = self.pooled_deviation(MOMENTS, context.clients, context) * self.step_clip / records
-        return pace(
-            each / math.sqrt(context.rounds),
-            context.rounds,
-            self.logit_noise,
-            self.step_size / self.curvature,
-            self.momentum,
         )
