@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from fedsynth.data.load import load_dataset as load_dataset
     from fedsynth.data.load_folder import FolderData as FolderData
     from fedsynth.data.load_folder import load_folder as load_folder
-    from fedsynth.data.partition import PartitionSettings as PartitionSettings
+    from fedsynth.data.partition_settings import PartitionSettings as PartitionSettings
     from fedsynth.data.registry import DatasetSpec as DatasetSpec
     from fedsynth.data.shared_set import SharedSet as SharedSet
     from fedsynth.data.shared_set import load_synthetic as load_synthetic

@@ -10,16 +10,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from fedsynth.data.label_skew import dominant_classes, dominated_dirichlet, held_classes
+from fedsynth.data.partition_settings import PartitionSettings
 from fedsynth.errors import PartitionError
-
-if TYPE_CHECKING:
-    from fedsynth.data.partition import PartitionSettings
 
 IntArray = npt.NDArray[np.int64]
 Rng = np.random.Generator

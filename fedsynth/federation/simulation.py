@@ -12,8 +12,9 @@ import torch
 
 from fedsynth.data.images import ImageData, require_all_classes
 from fedsynth.data.load_folder import FolderData
-from fedsynth.data.partition import GIVEN, check_parts, partition
+from fedsynth.data.partition import check_parts, partition
 from fedsynth.data.partition_rules import IntArray
+from fedsynth.data.partition_settings import GIVEN
 from fedsynth.data.users import check_one_client_each
 from fedsynth.federation.observer import Observer
 from fedsynth.federation.outputs.result import RunResult

@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from fedsynth.config_file import read_sections
-from fedsynth.data.partition import PartitionSettings
+from fedsynth.data.partition_settings import PartitionSettings
 from fedsynth.errors import FedsynthError, SettingError
 from fedsynth.federation.terms.resolve import resolve
 from fedsynth.federation.terms.settings import RUN_KINDS, SECTIONS, RunSettings

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from fedsynth.data.images import ImageData, from_arrays
 from fedsynth.data.load import load_dataset
-from fedsynth.data.partition import PartitionSettings, partition
+from fedsynth.data.partition import partition
+from fedsynth.data.partition_settings import PartitionSettings
 from fedsynth.data.registry import DatasetSpec, dataset_spec
 from fedsynth.errors import DataError, DataFilesCorruptError, DataFilesMissingError, PartitionError
 from fedsynth.evaluation.accuracy import accuracy_by_domain, correct

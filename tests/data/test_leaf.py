@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from fedsynth.data.load import load_dataset
-from fedsynth.data.partition import PartitionSettings, partition
+from fedsynth.data.partition import partition
+from fedsynth.data.partition_settings import PartitionSettings
 from fedsynth.errors import DataFilesCorruptError, DataFilesMissingError
 
 RNG = np.random.default_rng(0)

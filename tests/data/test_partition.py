@@ -11,7 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedsynth.data import partition_rules as partition_module
-from fedsynth.data.partition import PartitionSettings, count_matrix, partition
+from fedsynth.data.partition import count_matrix, partition
+from fedsynth.data.partition_rules import RULES
+from fedsynth.data.partition_settings import BY_LABELS, PartitionSettings
 from fedsynth.errors import DataError, PartitionError, SettingError, UnknownNameError
 
 IntArray = npt.NDArray[np.int64]
@@ -325,3 +327,7 @@ def test_the_rule_gives_the_upload_sizes_of_feddms_table_3(
     )
     pairs = [int((count_matrix(y, parts, classes) >= 10).sum()) for parts in partitions]
     assert abs(np.mean(pairs) - published) < 2.5 * np.std(pairs, ddof=1)
+
+
+def test_every_kind_of_label_partition_has_its_rule() -> None:
+    assert tuple(RULES) == BY_LABELS

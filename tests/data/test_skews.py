@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedsynth.data.label_skew import dominated_dirichlet
-from fedsynth.data.partition import PartitionSettings, count_matrix, partition
+from fedsynth.data.partition import count_matrix, partition
+from fedsynth.data.partition_settings import PartitionSettings
 from fedsynth.errors import DataError, PartitionError
 from fedsynth.seeding import numpy_generator
 

@@ -13,7 +13,8 @@ from torch.nn import functional as F
 
 from fedsynth.data.images import normalise, require_all_classes
 from fedsynth.data.load import load_dataset, missing_files
-from fedsynth.data.partition import PartitionSettings, partition
+from fedsynth.data.partition import partition
+from fedsynth.data.partition_settings import PartitionSettings
 from fedsynth.data.registry import dataset_spec
 from fedsynth.data.synthetic import (
     device_sizes,

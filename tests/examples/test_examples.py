@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from fedsynth.data.load import load_dataset
-from fedsynth.data.partition import PartitionSettings, partition
+from fedsynth.data.partition import partition
+from fedsynth.data.partition_settings import PartitionSettings
 from fedsynth.privacy.accounting import epsilon
 from fedsynth.privacy.errors import BudgetExceededError
 from fedsynth.privacy.ledger import read_ledger

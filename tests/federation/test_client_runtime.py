@@ -17,7 +17,7 @@ from fedsynth.core.context import RoundContext, round_context
 from fedsynth.core.messages import Message, ModelParameters
 from fedsynth.core.state import ServerState
 from fedsynth.data.images import ImageData, from_arrays
-from fedsynth.data.partition import PartitionSettings
+from fedsynth.data.partition_settings import PartitionSettings
 from fedsynth.data.proxy import ProxyImages, noise_images
 from fedsynth.data.registry import dataset_spec
 from fedsynth.errors import DivergedError

@@ -15,7 +15,8 @@ from fedsynth import FedAvg, ModelSettings
 from fedsynth.data.images import ImageData, from_arrays
 from fedsynth.data.load import load_dataset
 from fedsynth.data.local_test import hold_out
-from fedsynth.data.partition import PartitionSettings, partition
+from fedsynth.data.partition import partition
+from fedsynth.data.partition_settings import PartitionSettings
 from fedsynth.data.registry import dataset_spec
 from fedsynth.errors import SettingError
 from fedsynth.federation.outputs.privacy_words import headline

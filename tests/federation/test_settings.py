@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedsynth.config_file import to_toml
-from fedsynth.data.partition import PartitionSettings
+from fedsynth.data.partition_settings import PartitionSettings
 from fedsynth.data.registry import dataset_spec
 from fedsynth.errors import FedsynthError, SettingError, UnknownNameError
 from fedsynth.federation.terms.public_context import public_context

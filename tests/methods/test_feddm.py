@@ -14,7 +14,8 @@ from fedsynth.core.context import RoundContext, round_context
 from fedsynth.core.method import Memory
 from fedsynth.core.state import ServerState
 from fedsynth.data.images import ImageData, from_arrays
-from fedsynth.data.partition import PartitionSettings, count_matrix, partition
+from fedsynth.data.partition import count_matrix, partition
+from fedsynth.data.partition_settings import PartitionSettings
 from fedsynth.data.registry import dataset_spec
 from fedsynth.errors import SettingError, UnknownNameError
 from fedsynth.evaluation.volume import condensation_floats

@@ -13,7 +13,8 @@ from fedsynth.data.images import ImageData
 from fedsynth.data.load import load_dataset
 from fedsynth.data.load_folder import read_as
 from fedsynth.data.own_files import DECLARATION
-from fedsynth.data.partition import GIVEN, partition
+from fedsynth.data.partition import partition
+from fedsynth.data.partition_settings import GIVEN
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.errors import DataError
 from fedsynth.federation.nodes.proposal import Proposal

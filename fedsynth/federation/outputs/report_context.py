@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from fedsynth.core.messages import privacy_of_fields
-from fedsynth.data.partition import clients_or_groups
+from fedsynth.data.partition_settings import clients_or_groups
 from fedsynth.data.registry import is_published
 from fedsynth.features.registry import is_own_features
 from fedsynth.federation.outputs.privacy_words import how_many

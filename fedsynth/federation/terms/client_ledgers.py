@@ -10,8 +10,8 @@ from pathlib import Path
 
 from fedsynth.data.fingerprints import record_digests
 from fedsynth.data.images import ImageData
-from fedsynth.data.partition import GIVEN
 from fedsynth.data.partition_rules import IntArray
+from fedsynth.data.partition_settings import GIVEN
 from fedsynth.federation.terms.settings import RunSettings
 from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.ledger_folder import Digests, LedgerFolder, default_names

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from fedsynth.data.load_folder import site_names
-from fedsynth.data.partition import GIVEN
+from fedsynth.data.partition_settings import GIVEN
 from fedsynth.errors import Setting, SettingError
 from fedsynth.federation.terms.client_ledgers import planned_ledgers
 from fedsynth.federation.terms.own_data import declared, specification, with_declared

@@ -13,8 +13,8 @@ from fedsynth.data.files import one_line
 from fedsynth.data.images import ImageData
 from fedsynth.data.load import load_dataset
 from fedsynth.data.load_folder import FolderData, read_folder
-from fedsynth.data.partition import GIVEN
 from fedsynth.data.partition_rules import IntArray
+from fedsynth.data.partition_settings import GIVEN
 from fedsynth.data.registry import DatasetSpec, dataset_spec
 from fedsynth.errors import (
     DataError,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from fedsynth.core.context import Compute, Federation, RoundContext
-from fedsynth.data.partition import clients_or_groups
+from fedsynth.data.partition_settings import clients_or_groups
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.federation.terms.devices import memory_bytes
 from fedsynth.federation.terms.settings import RunSettings

@@ -10,7 +10,7 @@ from typing import Any
 from fedsynth.core.method import Method
 from fedsynth.data.files import expanded
 from fedsynth.data.folder_settings import FolderSettings, own_name
-from fedsynth.data.partition import GIVEN, PartitionSettings
+from fedsynth.data.partition_settings import GIVEN, PartitionSettings
 from fedsynth.data.registry import dataset_spec, is_known
 from fedsynth.errors import Setting, SettingError, UnknownNameError, unknown_name
 from fedsynth.federation.terms.report_settings import ReportSettings

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 from fedsynth.core.method import Method
 from fedsynth.data.folder_settings import FolderSettings
-from fedsynth.data.partition import PartitionSettings
+from fedsynth.data.partition_settings import PartitionSettings
 from fedsynth.errors import Setting, SettingError
 from fedsynth.federation.terms.failures import Failures
 from fedsynth.federation.terms.participation import Participation, active_clients
