@@ -36,13 +36,7 @@ from typing import Any
 from safetensors.torch import load_file
 from torch import Tensor
 
-from fedsynth import (
-    FedStats,
-    ModelSettings,
-    RunSettings,
-    StudentSettings,
-    train_student,
-)
+from fedsynth import FedStats, ModelSettings, RunSettings, StudentSettings, train_student
 from fedsynth.cli.memory import keep_large_allocations
 from fedsynth.core.feature_cache import keep_features
 from fedsynth.data.images import ImageData

@@ -6,13 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
-from fedsynth import (
-    FedAvg,
-    ModelSettings,
-    PartitionSettings,
-    PrivacySettings,
-    RunSettings,
-)
+from fedsynth import FedAvg, ModelSettings, PartitionSettings, PrivacySettings, RunSettings
 from library.private import settings_for as convnet_settings
 
 FEATURES = "whitened-scattering"

@@ -30,13 +30,7 @@ from fedsynth.core.state import ServerState
 from fedsynth.core.uploads import Rule
 from fedsynth.errors import Setting, SettingError, Text
 from fedsynth.methods.shared.aggregation import AveragingState, average
-from fedsynth.methods.shared.class_sums import (
-    COUNTS,
-    ClassSums,
-    class_sums,
-    sums_plans,
-    sums_rules,
-)
+from fedsynth.methods.shared.class_sums import COUNTS, ClassSums, class_sums, sums_plans, sums_rules
 from fedsynth.methods.shared.client_training import Task
 from fedsynth.methods.shared.local import TrainsLocally
 from fedsynth.models.on_features import check_learned_embedding

@@ -13,11 +13,7 @@ import pytest
 from fedsynth.core.context import RoundContext
 from fedsynth.core.state import ServerState
 from fedsynth.federation.observer import Observer
-from fedsynth.federation.outputs.disclosed import (
-    ROW,
-    declared_row,
-    disclosed,
-)
+from fedsynth.federation.outputs.disclosed import ROW, declared_row, disclosed
 from fedsynth.federation.outputs.verification import verify_run
 from fedsynth.federation.simulation import simulate
 from fedsynth.federation.terms.resolve import resolve

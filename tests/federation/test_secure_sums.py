@@ -17,12 +17,7 @@ from hypothesis import strategies as st
 
 from fedsynth.errors import SettingError
 from fedsynth.federation.secure_sums import pairs
-from fedsynth.federation.secure_sums.client import (
-    Identities,
-    SumClient,
-    SumTerms,
-    usual_threshold,
-)
+from fedsynth.federation.secure_sums.client import Identities, SumClient, SumTerms, usual_threshold
 from fedsynth.federation.secure_sums.errors import SecureSumError
 from fedsynth.federation.secure_sums.fixed_point import FixedPoint, Words
 from fedsynth.federation.secure_sums.parcels import (

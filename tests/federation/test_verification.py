@@ -17,11 +17,7 @@ from fedsynth import FedAvg, from_arrays, load_dataset
 from fedsynth.core.context import RoundContext
 from fedsynth.federation.exchange import server
 from fedsynth.federation.exchange.in_process import InProcess
-from fedsynth.federation.outputs.verification import (
-    is_unfinished,
-    unfinished_report,
-    verify_run,
-)
+from fedsynth.federation.outputs.verification import is_unfinished, unfinished_report, verify_run
 from fedsynth.federation.simulation import RunResult, simulate
 from fedsynth.federation.terms.resolve import resolve
 from fedsynth.federation.terms.settings import RunSettings

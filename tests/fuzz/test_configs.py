@@ -12,14 +12,7 @@ from typing import Any
 from fedsynth import resolve
 from fedsynth.config_file import read_sections, to_toml
 from fedsynth.federation.terms.settings import RunSettings
-from tests.fuzz.mutations import (
-    HOSTILE,
-    CommandFailedError,
-    Faults,
-    altered,
-    command,
-    generator,
-)
+from tests.fuzz.mutations import HOSTILE, CommandFailedError, Faults, altered, command, generator
 
 TEXTS, VALUES, PLANNED = 200, 400, 60
 CASES = TEXTS + VALUES + PLANNED

@@ -16,16 +16,7 @@ from torch.nn import functional as F
 from fedsynth.privacy.errors import PrivacyError
 from fedsynth.privacy.ledger import Guard, Ledger
 from fedsynth.privacy.mechanisms import GaussianSums
-from fedsynth.privacy.products import (
-    Grams,
-    Moments,
-    Outer,
-    Products,
-    Rows,
-    grams_width,
-    smat,
-    svec,
-)
+from fedsynth.privacy.products import Grams, Moments, Outer, Products, Rows, grams_width, smat, svec
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.releases import USER, Release
 from fedsynth.privacy.units import Sample

@@ -17,14 +17,13 @@ from fedsynth.privacy.errors import PrivacyError, PrivacySettingError
 from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.releases import Release
 from fedsynth.privacy.report import (
-    PrivateAccess,
-    ReportContext,
     build_report,
     render_html,
     render_markdown,
     summary_rows,
     write_report,
 )
+from fedsynth.privacy.report_inputs import PrivateAccess, ReportContext
 from fedsynth.privacy.report_schema import schema_problems
 from fedsynth.privacy.report_sections import group
 from fedsynth.privacy.report_text import rounds_text, up

@@ -16,15 +16,9 @@ from fedsynth.privacy.errors import PrivacyError
 from fedsynth.privacy.held_rows import held_rows
 from fedsynth.privacy.ledger import Ledger, chain_hashes, read_ledger
 from fedsynth.privacy.releases import Release
-from fedsynth.privacy.report import (
-    PrivateAccess,
-    ReportContext,
-    build_report,
-    render_html,
-    render_markdown,
-    write_report,
-)
+from fedsynth.privacy.report import build_report, render_html, render_markdown, write_report
 from fedsynth.privacy.report_file import read_report, sound_report
+from fedsynth.privacy.report_inputs import PrivateAccess, ReportContext
 from fedsynth.privacy.report_schema import schema_problems
 from fedsynth.privacy.verify import differences, report_problems, taken_as_stated
 from tests.unfolded import unfolded

@@ -33,7 +33,7 @@ from fedsynth.privacy.history import History
 from fedsynth.privacy.plans import PrivatePlan
 from fedsynth.privacy.randomness import DESCRIPTION
 from fedsynth.privacy.releases import RECORD, USER
-from fedsynth.privacy.report import PrivateAccess, ReportContext
+from fedsynth.privacy.report_inputs import PrivateAccess, ReportContext
 from fedsynth.privacy.report_schema import Began, RunFacts
 from fedsynth.version import __version__
 

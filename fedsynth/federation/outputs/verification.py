@@ -18,16 +18,8 @@ from fedsynth.core.method import Method
 from fedsynth.errors import FedsynthError, Setting, Text
 from fedsynth.federation.outputs.losses import NOT_COUNTED
 from fedsynth.federation.outputs.report_context import handed_over, report_context
-from fedsynth.federation.outputs.run_files import (
-    RunFiles,
-    ledger_files,
-    read_run,
-    read_start,
-)
-from fedsynth.federation.outputs.run_folder import (
-    INCOMPLETE,
-    PRIVATE_START,
-)
+from fedsynth.federation.outputs.run_files import RunFiles, ledger_files, read_run, read_start
+from fedsynth.federation.outputs.run_folder import INCOMPLETE, PRIVATE_START
 from fedsynth.federation.outputs.verified_charges import Charges, rebuilt
 from fedsynth.federation.outputs.verified_measured import metrics_problems, summary_problems
 from fedsynth.federation.outputs.verified_owner import OWNER, OwnersRun, owners_numbers
@@ -35,11 +27,7 @@ from fedsynth.federation.outputs.verified_served import ServedEvidence
 from fedsynth.privacy.errors import PrivacyError
 from fedsynth.privacy.held_rows import Held, held_rows
 from fedsynth.privacy.ledger import read_ledger
-from fedsynth.privacy.report import (
-    NOT_PRIVATE,
-    ReportContext,
-    build_report,
-)
+from fedsynth.privacy.report import NOT_PRIVATE, ReportContext, build_report
 from fedsynth.privacy.report_file import HOSTILE, read_report
 from fedsynth.privacy.report_schema import schema_problems
 from fedsynth.privacy.verify import Verification, report_problems, taken_as_stated

@@ -17,12 +17,7 @@ import torch
 
 from fedsynth.core.context import RoundContext
 from fedsynth.core.method import Method
-from fedsynth.federation.outputs.run_files import (
-    MismatchError,
-    RunFiles,
-    ledger_files,
-    read_run,
-)
+from fedsynth.federation.outputs.run_files import MismatchError, RunFiles, ledger_files, read_run
 from fedsynth.federation.outputs.run_folder import PRIVATE_START
 from fedsynth.federation.outputs.verified_losses import VerifiedLosses
 from fedsynth.federation.terms.client_ledgers import data_set_id

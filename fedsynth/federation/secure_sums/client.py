@@ -11,14 +11,7 @@ from typing import TYPE_CHECKING, Any
 from fedsynth.federation.secure_sums import pairs
 from fedsynth.federation.secure_sums.errors import SecureSumError, require_cryptography
 from fedsynth.federation.secure_sums.fixed_point import Words
-from fedsynth.federation.secure_sums.parcels import (
-    Keys,
-    Masked,
-    Present,
-    Roster,
-    Sealed,
-    Shares,
-)
+from fedsynth.federation.secure_sums.parcels import Keys, Masked, Present, Roster, Sealed, Shares
 from fedsynth.federation.secure_sums.sharing import SHARE_BYTES, split
 
 if TYPE_CHECKING:

@@ -10,14 +10,7 @@ from fedsynth.federation.secure_sums import pairs
 from fedsynth.federation.secure_sums.client import SumTerms
 from fedsynth.federation.secure_sums.errors import SecureSumError, require_cryptography
 from fedsynth.federation.secure_sums.fixed_point import Words
-from fedsynth.federation.secure_sums.parcels import (
-    Keys,
-    Masked,
-    Present,
-    Roster,
-    Sealed,
-    Shares,
-)
+from fedsynth.federation.secure_sums.parcels import Keys, Masked, Present, Roster, Sealed, Shares
 from fedsynth.federation.secure_sums.sharing import combine
 
 

@@ -23,11 +23,7 @@ from fedsynth.methods import own_source
 from fedsynth.methods.shared.robust import FEWEST, RULES
 from fedsynth.models.registry import ModelSettings, own_model
 from fedsynth.privacy.settings import PrivacySettings, ledger_setting
-from fedsynth.validation import (
-    check_choices,
-    check_ranges,
-    field_types,
-)
+from fedsynth.validation import check_choices, check_ranges, field_types
 
 QUORUM = 0.5
 """Of a round's clients, the share whose uploads make a round."""

@@ -42,9 +42,7 @@ from fedsynth.methods.shared.robust import robust_uploads
 from fedsynth.models.on_features import OnFeatures, input_size
 from fedsynth.models.registry import parameter_count
 from fedsynth.privacy.disclosure import Disclosure, public
-from fedsynth.privacy.dpsgd import (
-    check_model,
-)
+from fedsynth.privacy.dpsgd import check_model
 from fedsynth.privacy.plans import PrivatePlan
 from fedsynth.privacy.settings import PrivacySettings
 from fedsynth.seeding import numpy_generator
