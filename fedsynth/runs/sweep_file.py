@@ -150,25 +150,35 @@ def read_sweep(file: Path) -> Sweep:
 def _cells(shared: Sections, grid: Values, methods: Values, file: Path) -> list[Cell]:
     common = _common_axes(grid, file)
     own = {name: values for name, values in grid.items() if not _is_axis(values)}
-    named = [str(one) for one in common.get("method", ())]
-    if not named:
-        named = [str(shared.get("run", {}).get("method", "feddm"))]
+    alone = str(shared.get("run", {}).get("method", "feddm"))
+    named = [str(one) for one in common.get("method", (alone,))]
     for name in (*own, *methods):
         if name not in named:
             raise SweepError(
                 f"{file}: no run of the sweep has method {name!r}; there are {', '.join(named)}"
             )
-    cells: list[Cell] = []
-    for values in _product(common):
-        method = str(values.get("method", shared.get("run", {}).get("method", "feddm")))
-        axes = {name: _axis(name, some) for name, some in own.get(method, {}).items()}
-        for more in _product(axes):
-            if len(cells) >= MOST_RUNS:
-                raise SweepError(f"{file}: the grid has more than {MOST_RUNS:,} runs")
-            cells.append(_cell(shared, methods.get(method, {}), values, more))
+    # counted before any run's settings are resolved, of which ten thousand take half a minute
+    points = list(itertools.islice(_points(common, own, alone), MOST_RUNS + 1))
+    if len(points) > MOST_RUNS:
+        raise SweepError(f"{file}: the grid has more than {MOST_RUNS:,} runs")
+    cells = [
+        _cell(shared, methods.get(method, {}), values, more) for method, values, more in points
+    ]
     if len({cell.key for cell in cells}) < len(cells):
         raise SweepError(f"{file}: two runs of the grid have the same settings")
     return cells
+
+
+def _points(
+    common: Mapping[str, list[Any]], own: Values, alone: str
+) -> Iterator[tuple[str, Values, Values]]:
+    """Of each run its method (`alone` where no axis names any), the common axes' values and those
+    of the method's own."""
+    for values in _product(common):
+        method = str(values.get("method", alone))
+        axes = {name: _axis(name, some) for name, some in own.get(method, {}).items()}
+        for more in _product(axes):
+            yield method, values, more
 
 
 def _common_axes(grid: Values, file: Path) -> dict[str, list[Any]]:
