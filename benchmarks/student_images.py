@@ -36,8 +36,8 @@ from fedsynth.features.low_pass import low_pass
 from fedsynth.features.random_images import random_images
 from fedsynth.federation.simulation import simulate
 from fedsynth.federation.terms.settings import RunSettings
-from fedsynth.methods.shared.pixel_moments import enlarged
-from fedsynth.methods.shared.statistics_images import clear
+from fedsynth.methods.statistics.images import clear
+from fedsynth.methods.statistics.pixel_moments import enlarged
 from fedsynth.models.registry import build_model
 from fedsynth.seeding import torch_generator
 from fedsynth.synthesizer.condensation.student import soft_labels

@@ -286,8 +286,8 @@ DpMaxRecords = Annotated[
 DpMechanism = Annotated[
     str | None,
     _privacy(
-        help="residual (default), gradient, features, or paper (no guarantee); dp-sgd for methods "
-        "that send models."
+        help="One of the method's (fedsynth methods NAME lists them; default: the first); paper "
+        "is FedDM as printed, without a guarantee."
     ),
 ]
 DpSampleRate = Annotated[float | None, _privacy(help="Public rate q of Poisson sampling.")]

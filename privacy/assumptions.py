@@ -176,6 +176,14 @@ def _executed(context: ReportContext) -> dict[str, str]:
 
 
 def trust_model(private: bool, context: ReportContext, shares: int) -> TrustModel:
+    """Whom the guarantee trusts, and against whom it holds.
+
+    Args:
+        private: there is a guarantee.
+        context: the run's.
+        shares: the largest H of all releases that are counted, earlier runs' too; 1: every noise is
+            one client's own.
+    """
     model = TrustModel(
         trusted="each client trusts its own machine and this software, and nobody else",
         adversary="the server, the other clients and everybody else; they know all settings and "

@@ -451,8 +451,6 @@ class Guard:
                     f"as a cap must be a finite number above 0, got {one.epsilon!r}",
                 )
         self.ledger = ledger
-        self.delta = delta
-        self.cap = cap
         self.adjacency = adjacency
         self.unit = unit
         self.check_unit(ledger.releases)

@@ -32,7 +32,6 @@ from fedsynth.privacy.report_text import render_markdown, summary_rows
 
 __all__ = [
     "SCHEMA_VERSION",
-    "ReportContext",
     "build_report",
     "render_html",
     "render_markdown",

@@ -16,7 +16,7 @@ from torch import Tensor
 from fedsynth.privacy.errors import RequestRefusedError
 
 
-def check_request(arrays: Iterable[tuple[str, Tensor]], max_norm: float | None) -> None:
+def check_numbers(arrays: Iterable[tuple[str, Tensor]], max_norm: float | None) -> None:
     """Refuses a message with a number that is not finite, or of a larger norm than declared.
 
     Args:
@@ -27,8 +27,8 @@ def check_request(arrays: Iterable[tuple[str, Tensor]], max_norm: float | None) 
         RequestRefusedError: names the tensor, or the norm.
 
     >>> import torch
-    >>> check_request([("parameters.weight", torch.ones(4))], max_norm=2.0)
-    >>> check_request([("parameters.weight", torch.ones(9))], max_norm=2.0)
+    >>> check_numbers([("parameters.weight", torch.ones(4))], max_norm=2.0)
+    >>> check_numbers([("parameters.weight", torch.ones(9))], max_norm=2.0)
     Traceback (most recent call last):
     ...
     fedsynth.privacy.errors.RequestRefusedError: the server's message has norm 3, above ...

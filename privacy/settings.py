@@ -80,9 +80,8 @@ class PrivacySettings:
             the planned run.
         epsilon: the budget of each client; with `noise_multiplier` a hard cap, alone the target
             that σ is found for.
-        mechanism: None takes the method's default. For methods that condense: "residual",
-            "gradient", "features", or "paper" (FedDM as printed: no guarantee). For methods that
-            train models: "dp-sgd".
+        mechanism: one of the method's (its `protects`), None: the first of them. "paper" is FedDM
+            as printed, and gives no guarantee.
         clip: L2 bound of one example's contribution; None takes the method's default, a public
             constant.
         delta: δ, a constant; at most 1 / `max_records`.

@@ -25,8 +25,9 @@ from fedsynth.privacy.errors import PrivacyError
 from fedsynth.privacy.files import read_regular
 from fedsynth.privacy.held_rows import Held
 from fedsynth.privacy.history import History
-from fedsynth.privacy.report import ReportContext, build_report, render_html, render_markdown
+from fedsynth.privacy.report import build_report, render_html, render_markdown
 from fedsynth.privacy.report_file import HOSTILE, SHORT, parse_json
+from fedsynth.privacy.report_inputs import ReportContext
 from fedsynth.privacy.report_schema import faults
 
 TOLERANCE = 1e-6  # of figures that another version of the libraries may round differently

@@ -234,7 +234,7 @@ def _deal(y: IntArray, counts: IntArray, rng: Rng) -> list[IntArray]:
     return [np.concatenate(mine) for mine in pieces]
 
 
-Rule = Callable[[IntArray, "PartitionSettings", int, Rng], list[IntArray]]
+Rule = Callable[[IntArray, PartitionSettings, int, Rng], list[IntArray]]
 RULES: dict[str, Rule] = {
     "iid": _iid,
     "dirichlet": _dirichlet,

@@ -40,7 +40,8 @@ from fedsynth.core.uploads import LARGEST, Array, Rule
 from fedsynth.errors import SettingError
 from fedsynth.features.feature_map import FeatureMap
 from fedsynth.features.low_pass import low_pass
-from fedsynth.methods.shared.class_statistics import (
+from fedsynth.methods.shared.noise_shares import Pool
+from fedsynth.methods.statistics.class_moments import (
     ClassMoments,
     Spectrum,
     crossed_rows,
@@ -48,16 +49,11 @@ from fedsynth.methods.shared.class_statistics import (
     moment_rows,
     step_rows,
 )
-from fedsynth.methods.shared.noise_shares import Pool
-from fedsynth.methods.shared.pixel_moments import PIXELS, PixelMoments, pixel_rows
-from fedsynth.methods.shared.statistics_images import (
-    ImagesState,
-    check_differentiable,
-    class_means_of,
-)
-from fedsynth.methods.shared.statistics_releases import CENTRE, MOMENTS, STEP
-from fedsynth.methods.shared.statistics_settings import PlansStatistics
-from fedsynth.methods.shared.whitening import COVARIANCES, covariance_rows, released_roots
+from fedsynth.methods.statistics.images import ImagesState, check_differentiable, class_means_of
+from fedsynth.methods.statistics.pixel_moments import PIXELS, PixelMoments, pixel_rows
+from fedsynth.methods.statistics.releases import CENTRE, MOMENTS, STEP
+from fedsynth.methods.statistics.settings import PlansStatistics
+from fedsynth.methods.statistics.whitening import COVARIANCES, covariance_rows, released_roots
 from fedsynth.models.feature_linear import Embedding, FeatureLinear
 from fedsynth.privacy.plans import FIRST
 from fedsynth.privacy.products import Products, Rows

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedsynth.data import partition_rules as partition_module
+from fedsynth.data import partition_rules
 from fedsynth.data.partition import count_matrix, partition
 from fedsynth.data.partition_rules import RULES
 from fedsynth.data.partition_settings import BY_LABELS, PartitionSettings
@@ -46,7 +46,7 @@ wishes = st.builds(
 )
 
 
-REAL_TRIES = partition_module.MAX_TRIES
+REAL_TRIES = partition_rules.MAX_TRIES
 
 
 def balanced(classes: int, each: int) -> IntArray:
@@ -56,7 +56,7 @@ def balanced(classes: int, each: int) -> IntArray:
 @pytest.fixture(autouse=True)
 def few_tries(monkeypatch: pytest.MonkeyPatch) -> None:
     """Impossible wishes should cost the tests little."""
-    monkeypatch.setattr(partition_module, "MAX_TRIES", 300)
+    monkeypatch.setattr(partition_rules, "MAX_TRIES", 300)
 
 
 @settings(max_examples=200, deadline=None)
@@ -250,7 +250,7 @@ def test_a_thousand_clients_that_cannot_be_served_are_refused_in_seconds(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The digits' 1,438 examples: by all of the tries that a user waits for (measured: 2 s)."""
-    monkeypatch.setattr(partition_module, "MAX_TRIES", REAL_TRIES)
+    monkeypatch.setattr(partition_rules, "MAX_TRIES", REAL_TRIES)
     started = time.process_time()
     with pytest.raises(PartitionError, match="for each of 1000 clients in 5000 tries at alpha=1: "):
         partition(balanced(10, 144), PartitionSettings(clients=1000, alpha=1.0, min_size=1), 10)

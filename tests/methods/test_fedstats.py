@@ -23,9 +23,9 @@ from fedsynth.data.registry import dataset_spec
 from fedsynth.errors import SettingError
 from fedsynth.features.registry import feature_map
 from fedsynth.methods.fedstats import StatisticSums
-from fedsynth.methods.shared.class_statistics import ClassMoments, Spectrum, target_norm
 from fedsynth.methods.shared.noise_shares import Pool
-from fedsynth.methods.shared.statistics_releases import CENTRE, MOMENTS, STEP
+from fedsynth.methods.statistics.class_moments import ClassMoments, Spectrum, target_norm
+from fedsynth.methods.statistics.releases import CENTRE, MOMENTS, STEP
 from fedsynth.models.feature_linear import FeatureLinear, feature_linear
 from fedsynth.privacy.errors import PrivacySettingError
 from fedsynth.privacy.ledger import Guard, Ledger

@@ -28,7 +28,7 @@ from fedsynth.evaluation.accuracy import accuracy
 from fedsynth.features.random_images import random_images
 from fedsynth.federation.outputs.verification import verify_run
 from fedsynth.methods.fedstats import FedStatsState, StatisticSums
-from fedsynth.methods.shared.class_statistics import target_norm
+from fedsynth.methods.statistics.class_moments import target_norm
 from fedsynth.models.feature_linear import feature_linear
 from fedsynth.models.registry import build_model
 from fedsynth.privacy.plans import PrivatePlan

@@ -32,7 +32,7 @@ from fedsynth.errors import SettingError
 from fedsynth.features.low_pass import CONSTANT, low_pass
 from fedsynth.methods.fedstats import FedStatsState, StatisticSums
 from fedsynth.methods.shared.noise_shares import Pool
-from fedsynth.methods.shared.pixel_moments import (
+from fedsynth.methods.statistics.pixel_moments import (
     PIXELS,
     PixelMoments,
     pixel_rows,

@@ -25,7 +25,7 @@ from fedsynth.federation.outputs.verification import verify_run
 from fedsynth.federation.terms.resolve import resolve
 from fedsynth.methods.shared import whitening
 from fedsynth.methods.shared.noise_shares import Pool
-from fedsynth.methods.shared.whitening import COVARIANCES, released_roots, white_signal
+from fedsynth.methods.statistics.whitening import COVARIANCES, released_roots, white_signal
 from fedsynth.models.feature_linear import Embedding, root_names
 from fedsynth.privacy.products import Grams
 from fedsynth.privacy.settings import PrivacySettings as Settings

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from fedsynth.privacy.first_page import band, guess_right, odds_factor
 from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.releases import Release, aggregated
-from fedsynth.privacy.report import ReportContext, build_report, render_html, render_markdown
+from fedsynth.privacy.report import build_report, render_html, render_markdown
+from fedsynth.privacy.report_inputs import ReportContext
 from fedsynth.privacy.report_schema import RunFacts, schema_problems
 
 RUN = RunFacts(

@@ -9,7 +9,8 @@ from html.parser import HTMLParser
 from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.plots import bar_plot, line_plot
 from fedsynth.privacy.releases import Release
-from fedsynth.privacy.report import ReportContext, build_report, render_html
+from fedsynth.privacy.report import build_report, render_html
+from fedsynth.privacy.report_inputs import ReportContext
 from fedsynth.privacy.report_text import up
 
 

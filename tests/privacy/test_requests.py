@@ -14,27 +14,27 @@ from fedsynth.methods.fedavg import FedAvg
 from fedsynth.methods.fedprox import FedProx
 from fedsynth.privacy.errors import PrivacySettingError, RequestRefusedError
 from fedsynth.privacy.mechanisms import GaussianSums
-from fedsynth.privacy.requests import check_request
+from fedsynth.privacy.requests import check_numbers
 from fedsynth.privacy.settings import PrivacySettings
 
 
 def test_the_norm_is_of_all_tensors_together() -> None:
     arrays = [("a", torch.full((9,), 2.0)), ("b", torch.full((16,), 2.0)), ("n", torch.tensor([7]))]
-    check_request(arrays, 10.0)  # sqrt(36 + 64)
-    check_request(arrays, None)
+    check_numbers(arrays, 10.0)  # sqrt(36 + 64)
+    check_numbers(arrays, None)
     with pytest.raises(RequestRefusedError, match="norm 10, above"):
-        check_request(arrays, 9.99)
+        check_numbers(arrays, 9.99)
 
 
 def test_a_large_norm_does_not_overflow() -> None:
     with pytest.raises(RequestRefusedError, match=r"norm 4\.808e\+38"):
-        check_request([("a", torch.full((2,), 3.4e38))], 1e38)
+        check_numbers([("a", torch.full((2,), 3.4e38))], 1e38)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_what_is_not_finite_is_refused_without_a_bound(value: float) -> None:
     with pytest.raises(RequestRefusedError, match=r"parameters\.w .*not finite"):
-        check_request([("parameters.w", torch.tensor([1.0, value]))], None)
+        check_numbers([("parameters.w", torch.tensor([1.0, value]))], None)
 
 
 def test_a_run_refuses_before_anything_is_charged(monkeypatch: pytest.MonkeyPatch) -> None:

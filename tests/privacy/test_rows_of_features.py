@@ -24,7 +24,7 @@ from fedsynth.features.registry import feature_map
 from fedsynth.features.row_products import LANES, row_product, two_sided
 from fedsynth.methods.fedavg import FedAvg
 from fedsynth.methods.fedstats import FedStats
-from fedsynth.methods.shared.class_statistics import step_rows
+from fedsynth.methods.statistics.class_moments import step_rows
 from fedsynth.models.feature_linear import Root, embedded
 from fedsynth.models.on_features import OnFeatures
 from fedsynth.models.registry import ModelSettings, build_network

@@ -1,4 +1,8 @@
-"""What both sides of an exchange check of what passes between them."""
+"""What both sides of an exchange check of what passes between them, before anybody computes with it.
+
+An upload's fields are checked against the method's rules in `fedsynth.core.uploads`, which
+`Server.check` calls.
+"""
 
 from __future__ import annotations
 

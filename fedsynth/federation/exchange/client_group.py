@@ -21,7 +21,7 @@ from fedsynth.privacy.allowance import Allowance
 from fedsynth.privacy.errors import BudgetExceededError, RequestRefusedError
 from fedsynth.privacy.plans import FIRST
 from fedsynth.privacy.releases import USER
-from fedsynth.privacy.requests import check_request
+from fedsynth.privacy.requests import check_numbers
 
 
 class RefusedError(Exception):
@@ -100,7 +100,7 @@ def step_together(
         check_model_request(message, context)
         method.check_request(message, context)
         if context.privacy is not None:
-            check_request(message.numbers(), context.privacy.max_request_norm)
+            check_numbers(message.numbers(), context.privacy.max_request_norm)
         memories = [client.recall(phase, context) for client in clients]
         group = view(clients, phase, context)
         step = method.first_step if phase == FIRST else method.client_step

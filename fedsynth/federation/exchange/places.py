@@ -8,6 +8,7 @@ no proof. It decides over nothing.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from torch import nn
 
@@ -47,12 +48,13 @@ def place_warnings(
     mechanism = privacy.mechanism or settings.method.protects[0]
     if not mechanism_facts(mechanism).guaranteed:
         return []
+    asked = replace(privacy, mechanism=mechanism)
     try:
         moved = any(
             moves_with_place(rows, context.spec.image_shape, context.device, length)
             for network in {str(one): one for one in networks}.values()
             for length in lengths(network)
-            for rows in settings.method.private_rows(_here(network, context), privacy, context)
+            for rows in settings.method.private_rows(_here(network, context), asked, context)
         )
     except UNTRIED as error:
         why = str(error).splitlines()[0] if str(error) else type(error).__name__

@@ -37,8 +37,8 @@ class RemoteClient:
 
     Args:
         runtime: the client, with its own copy of the run's settings.
-        context: public, as `fedsynth.federation.terms.costs.public_context` makes it of the
-            settings, with proxy images where the method names them.
+        context: public, as `fedsynth.federation.terms.public_context` makes it of the settings,
+            with proxy images where the method names them.
         reporter: told of progress.
         identities: of all clients, for secure sums; None: see `SumDesk`.
 

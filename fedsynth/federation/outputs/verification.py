@@ -27,8 +27,9 @@ from fedsynth.federation.outputs.verified_served import ServedEvidence
 from fedsynth.privacy.errors import PrivacyError
 from fedsynth.privacy.held_rows import Held, held_rows
 from fedsynth.privacy.ledger import read_ledger
-from fedsynth.privacy.report import NOT_PRIVATE, ReportContext, build_report
+from fedsynth.privacy.report import NOT_PRIVATE, build_report
 from fedsynth.privacy.report_file import HOSTILE, read_report
+from fedsynth.privacy.report_inputs import ReportContext
 from fedsynth.privacy.report_schema import schema_problems
 from fedsynth.privacy.verify import Verification, report_problems, taken_as_stated
 from fedsynth.privacy.wording import shown

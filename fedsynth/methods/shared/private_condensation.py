@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from fedsynth.core.client import PrivateClients
 from fedsynth.core.context import RoundContext
+from fedsynth.errors import SettingError
 from fedsynth.methods.shared.class_sums import COUNTS
 from fedsynth.privacy.plans import PrivatePlan
 from fedsynth.privacy.settings import PrivacySettings
@@ -83,6 +84,9 @@ def image_plan(
         steps: T.
         batch: examples of a class that a step expects; decides the default sampling rate.
         logits: whether they are matched beside embeddings.
+
+    Raises:
+        SettingError: another mechanism.
     """
     width = feature_width(context, logits)
     pixels = ipc * math.prod(context.spec.image_shape)
@@ -91,11 +95,14 @@ def image_plan(
         residual = (
             "residual [h(S) − h(x); z(S) − z(x)] of each example, embedding and logits jointly"
         )
-    clipped, clip, coordinates = {
+    known = {
         "residual": (residual, default_clip(width), width),
         "gradient": ("image gradient g̃(x) of each example (FedDM, Eq. 15)", 1.0, pixels),
         "paper": ("gradient of each class's batch, not of an example", 5.0, pixels),  # the paper's
-    }[mechanism]
+    }
+    if mechanism not in known:
+        raise _unknown(mechanism, "private_plans")
+    clipped, clip, coordinates = known[mechanism]
     classes = context.spec.classes
     return PrivatePlan(
         name=IMAGES,
@@ -152,7 +159,13 @@ def matched_rows(
     network: nn.Module, privacy: PrivacySettings, context: RoundContext
 ) -> list[Callable[[Tensor], Tensor]]:
     """What a step computes of each example, of images [N, C, H, W] of one class: features, and with
-    mechanism `gradient` what is pulled back to two images."""
+    mechanism `gradient` what is pulled back to two images.
+
+    Raises:
+        SettingError: a mechanism that is none of these, whose rows would go untried.
+    """
+    if privacy.mechanism not in ("residual", "gradient", "features"):
+        raise _unknown(privacy.mechanism, "private_rows")
     features = NetworkFeatures(
         network.requires_grad_(False),
         1.0,
@@ -186,6 +199,9 @@ def private_matching(
         context: the round's.
         columns: of "residual": how many of the features' first coordinates it matches; None: all.
         min_examples: of "features": the least released count of a class that is sent.
+
+    Raises:
+        SettingError: they were charged for another mechanism.
     """
     plan = clients.plan(IMAGES)
     series = clients.series(IMAGES)
@@ -194,7 +210,18 @@ def private_matching(
         return Matching(ResidualMatcher(clients, series, divisor, columns))
     if plan.mechanism == "gradient":
         return Matching(GradientMatcher(clients, series, divisor))
+    if plan.mechanism != "features":
+        raise _unknown(plan.mechanism, "client_step")
     counts = clients.series(COUNTS)
     floor = max(1.0, min_examples * plan.sample_rate, 2 * counts[0].deviation)
     matcher = FeatureSumMatcher(clients, series, counts, plan.steps, floor)
     return Matching(matcher, period=plan.steps, kept=matcher.kept)
+
+
+def _unknown(mechanism: str | None, of_its_own: str) -> SettingError:
+    return SettingError(
+        "privacy",
+        "mechanism",
+        f"is {mechanism!r}, which condensation does not know: a method that adds a mechanism needs "
+        f"a `{of_its_own}` of its own",
+    )

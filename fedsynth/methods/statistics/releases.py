@@ -13,8 +13,8 @@ from fedsynth.errors import SettingError
 from fedsynth.features.feature_map import FeatureMap, Shape
 from fedsynth.features.low_pass import low_pass
 from fedsynth.features.registry import is_own_features
-from fedsynth.methods.shared.pixel_moments import PIXELS, pixel_plan, pixel_width
-from fedsynth.methods.shared.whitening import COVARIANCES, covariance_plan
+from fedsynth.methods.statistics.pixel_moments import PIXELS, pixel_plan, pixel_width
+from fedsynth.methods.statistics.whitening import COVARIANCES, covariance_plan
 from fedsynth.privacy.plans import FIRST, PrivatePlan
 from fedsynth.privacy.products import grams_width
 

@@ -25,9 +25,10 @@ from fedsynth.data.images import normalise
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.errors import Setting, SettingError
 from fedsynth.features.feature_map import Shape
-from fedsynth.methods.shared.class_statistics import target_norm
 from fedsynth.methods.shared.noise_shares import Pool
-from fedsynth.methods.shared.pixel_moments import PixelMoments, sharpened
+from fedsynth.methods.statistics.class_moments import target_norm
+from fedsynth.methods.statistics.pixel_moments import PixelMoments, sharpened
+from fedsynth.methods.statistics.whitening import AUTO, NO, YES
 from fedsynth.models.feature_linear import FeatureLinear
 from fedsynth.seeding import torch_generator
 from fedsynth.synthesizer.condensation.from_statistics import (
@@ -42,7 +43,6 @@ from fedsynth.synthesizer.condensation.sets import MOST_IPC
 from fedsynth.synthesizer.condensation.student import soft_labels
 from fedsynth.validation import check_choices, check_ranges
 
-YES, NO, AUTO = "yes", "no", "auto"
 VARIETY = (0.4, 1.0)
 """Parts of the released deviation by which a class's first and last image vary."""
 ALONG = (1.0, 0.75, 0.5, 0.25)
