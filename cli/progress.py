@@ -21,7 +21,7 @@ from fedsynth.cli.pace import Pace
 from fedsynth.evaluation.generated import GENERATOR, in_words
 from fedsynth.federation.loggers import Logger, make_loggers
 from fedsynth.federation.observer import Observer
-from fedsynth.federation.outputs.losses import losses_in_words
+from fedsynth.federation.outputs.lost_clients import lost_in_words
 from fedsynth.federation.outputs.result import RunResult
 from fedsynth.federation.terms.settings import RunSettings
 from fedsynth.privacy.report import summary_rows
@@ -69,7 +69,7 @@ def round_line(row: Mapping[str, Any], settings: RunSettings) -> str:
     if GENERATOR in row:
         parts.append(f"generated: {in_words(row[GENERATOR])}")
     parts.append(f"uploads {row['upload_bytes'] / 1e6:.2f} MB")
-    parts += losses_in_words(row)
+    parts += lost_in_words(row)
     if "seconds" in row:
         parts.append(f"{row['seconds']:.1f} s")
     return " · ".join(parts)

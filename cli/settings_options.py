@@ -88,7 +88,9 @@ def merged(
     options = {
         name: {k: v for k, v in values.items() if v is not None} for name, values in given.items()
     }
-    old = config.get("run", {}).get("method", "feddm")
+    from fedsynth.methods import DEFAULT_METHOD
+
+    old = config.get("run", {}).get("method", DEFAULT_METHOD)
     if options["run"].get("method", old) != old:
         if config.get("method"):
             new = options["run"]["method"]
@@ -168,14 +170,15 @@ def from_preset(sections: Sections) -> str:
     """What a data set's preset decides in a run with these sections, in words; empty for
     nothing.
     """
+    from fedsynth.data.registry import DEFAULT_DATASET
     from fedsynth.federation.terms.resolve import preset_of
-    from fedsynth.methods import method_class
+    from fedsynth.methods import DEFAULT_METHOD, method_class
 
     if sections["data"].get("folder"):
         return ""  # images of one's own have none
     preset = preset_of(
-        str(sections["data"].get("dataset", "digits")),
-        method_class(str(sections["run"].get("method", "feddm"))),
+        str(sections["data"].get("dataset", DEFAULT_DATASET)),
+        method_class(str(sections["run"].get("method", DEFAULT_METHOD))),
     )
     free = [
         (f"{'' if section in ('method', 'run') else section + '.'}{key}", value)

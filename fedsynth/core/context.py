@@ -108,7 +108,7 @@ class Federation:
         grids: what clients round releases to that are added up before anybody sees them, by the
             name of the plan; of others nothing.
         sizes: n_k of all clients, as they say when they join; None with DP on: private.
-        proxy: public images, for methods that name a data set of them (`proxy`).
+        proxy: public images, for methods that name a data set of them (`Method.public_images`).
         robust: what takes the place of averages of clients' uploads ("none": nothing does).
         robust_share: β of "trimmed".
         rounds: how many the run is planned to have.

@@ -356,6 +356,16 @@ class Method:
         """What else the privacy report lists as public: an item, and why it is."""
         return {}
 
+    def public_images(self) -> str:
+        """The data set whose training images the server computes with, declared public, or "noise"
+        (random pixels); "": none. A step finds them in `RoundContext.proxy`."""
+        return ""
+
+    def printed_epsilon(self, delta: float, sigma: float) -> Mapping[str, str]:
+        """What the method's paper prints as ε for these settings and why it differs, for the
+        privacy report: "source", "published" and "why it differs"; empty: nothing."""
+        return {}
+
     def check_model(self, model: nn.Module) -> None:
         """Raises SettingError if the method cannot work with this architecture."""
 

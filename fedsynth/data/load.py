@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -93,8 +93,8 @@ def load_dataset(
                 f" or {ROOT_VARIABLE}",
             )
         )
-    train_files, test_files = _FILES[name]
-    return _load_split(spec, folder, train_files), _load_split(spec, folder, test_files)
+    layout = _TORCHVISION[name]
+    return _load_split(spec, folder, layout.train), _load_split(spec, folder, layout.test)
 
 
 def _data_folder(name: str, root: Path | None) -> Path:
@@ -114,7 +114,7 @@ def _data_folder(name: str, root: Path | None) -> Path:
 
 
 def _first_file(name: str) -> str:
-    return READERS[name].needs[0] if name in READERS else _FILES[name][0][0][0]
+    return READERS[name].needs[0] if name in READERS else _TORCHVISION[name].train[0][0]
 
 
 def missing_files(name: str, folder: Path) -> list[str]:
@@ -127,9 +127,10 @@ def missing_files(name: str, folder: Path) -> list[str]:
     try:
         if name in READERS:
             return [path for path in READERS[name].needs if not (folder / path).exists()]
-        if name not in _FILES:
+        if name not in _TORCHVISION:
             return []
-        wanted = [relative for split in _FILES[name] for group in split for relative in group]
+        groups = (*_TORCHVISION[name].train, *_TORCHVISION[name].test)
+        wanted = [relative for group in groups for relative in group]
         return [relative for relative in wanted if _locate(folder, relative) is None]
     except OSError as error:  # no right to, or too long a name
         reason = one_line(error.strerror or error)
@@ -167,7 +168,7 @@ def _load_split(spec: DatasetSpec, folder: Path, groups: tuple[_Group, ...]) -> 
     for group in groups:
         paths = [_locate(folder, relative) or folder / relative for relative in group]
         try:
-            images, labels = _READERS[spec.name](paths, spec)
+            images, labels = _TORCHVISION[spec.name].read(paths, spec)
             parts.append(from_arrays(images, labels, spec))
         except DataFilesCorruptError:
             raise
@@ -229,27 +230,33 @@ def _idx_files(folder: str, split: str) -> tuple[_Group, ...]:
     return ((f"{folder}/raw/{split}-images-idx3-ubyte", f"{folder}/raw/{split}-labels-idx1-ubyte"),)
 
 
-# The files of the training and of the test split, relative to the data folder.
-_FILES: dict[str, tuple[tuple[_Group, ...], tuple[_Group, ...]]] = {
-    "mnist": (_idx_files("MNIST", "train"), _idx_files("MNIST", "t10k")),
-    "fashion-mnist": (_idx_files("FashionMNIST", "train"), _idx_files("FashionMNIST", "t10k")),
-    "emnist-letters": (
+class _Layout(NamedTuple):
+    """A data set in torchvision's layout: the files of the training and of the test split, relative
+    to the data folder, and what reads those of a group."""
+
+    train: tuple[_Group, ...]
+    test: tuple[_Group, ...]
+    read: Callable[[list[Path], DatasetSpec], _Arrays]
+
+
+# What torchvision fetches of them is in `download.py`.
+_TORCHVISION: dict[str, _Layout] = {
+    "mnist": _Layout(_idx_files("MNIST", "train"), _idx_files("MNIST", "t10k"), _read_idx_pair),
+    "fashion-mnist": _Layout(
+        _idx_files("FashionMNIST", "train"), _idx_files("FashionMNIST", "t10k"), _read_idx_pair
+    ),
+    "emnist-letters": _Layout(
         _idx_files("EMNIST", "emnist-letters-train"),
         _idx_files("EMNIST", "emnist-letters-test"),
+        _read_emnist_letters,
     ),
-    "cifar10": (
+    "cifar10": _Layout(
         tuple((f"cifar-10-batches-py/data_batch_{i}",) for i in range(1, 6)),
         (("cifar-10-batches-py/test_batch",),),
+        _read_cifar10,
     ),
-    "cifar100": ((("cifar-100-python/train",),), (("cifar-100-python/test",),)),
-    "svhn": ((("train_32x32.mat",),), (("test_32x32.mat",),)),
-}
-
-_READERS: dict[str, Callable[[list[Path], DatasetSpec], _Arrays]] = {
-    "mnist": _read_idx_pair,
-    "fashion-mnist": _read_idx_pair,
-    "emnist-letters": _read_emnist_letters,
-    "cifar10": _read_cifar10,
-    "cifar100": _read_cifar100,
-    "svhn": _read_svhn,
+    "cifar100": _Layout(
+        (("cifar-100-python/train",),), (("cifar-100-python/test",),), _read_cifar100
+    ),
+    "svhn": _Layout((("train_32x32.mat",),), (("test_32x32.mat",),), _read_svhn),
 }

@@ -415,6 +415,7 @@ def _synthetic_spec(alpha: float | None, beta: float | None) -> DatasetSpec:
 
 
 _SYNTHETIC_SPECS = (_synthetic_spec(None, None), *(_synthetic_spec(a, a) for a in (0.0, 0.5, 1.0)))
+DEFAULT_DATASET = "digits"
 DATASETS: Mapping[str, DatasetSpec] = MappingProxyType(
     {spec.name: spec for spec in (*_SPECS, *_SYNTHETIC_SPECS)}
 )

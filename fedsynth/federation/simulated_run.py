@@ -33,7 +33,7 @@ from fedsynth.federation.exchange.client_runtime import ClientRuntime, OwnData
 from fedsynth.federation.exchange.in_process import InProcess
 from fedsynth.federation.exchange.places import place_warnings
 from fedsynth.federation.exchange.protocol import Refusal
-from fedsynth.federation.exchange.rounds import Played, agree, play_round, with_proxy
+from fedsynth.federation.exchange.rounds import Played, agree, play_round
 from fedsynth.federation.exchange.server import Server
 from fedsynth.federation.observer import Observer
 from fedsynth.federation.outputs.checkpoint import Checkpoint, run_identity
@@ -47,7 +47,7 @@ from fedsynth.federation.terms.client_ledgers import Clients
 from fedsynth.federation.terms.duration import long_run
 from fedsynth.federation.terms.given_data import PRIVATE, divided
 from fedsynth.federation.terms.privacy_plan import PrivacyPlan
-from fedsynth.federation.terms.public_context import public_context
+from fedsynth.federation.terms.public_context import public_context, with_proxy
 from fedsynth.federation.terms.settings import RunSettings
 from fedsynth.privacy.errors import PrivacySettingError
 from fedsynth.privacy.history import History

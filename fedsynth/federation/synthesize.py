@@ -17,6 +17,7 @@ from fedsynth.federation.simulation import simulate
 from fedsynth.federation.terms.own_data import specification
 from fedsynth.federation.terms.resolve import resolve
 from fedsynth.federation.terms.settings import RunSettings
+from fedsynth.methods import DEFAULT_METHOD
 from fedsynth.models.registry import usual_depth
 from fedsynth.privacy.errors import PrivacySettingError
 from fedsynth.synthesizer.condensation.sets import SyntheticSet
@@ -49,7 +50,7 @@ def owner_settings(given: Mapping[str, Mapping[str, Any]]) -> RunSettings:
     (20, 20, 1)
     """
     sections = {name: dict(values) for name, values in given.items()}
-    name = str(sections.get("run", {}).get("method", "feddm")).lower()
+    name = str(sections.get("run", {}).get("method", DEFAULT_METHOD)).lower()
     for section, values in PRESETS.get(name, TWO_ROUNDS).items():
         sections[section] = {**values, **sections.get(section, {})}
     sections["partition"] = {**ONE_OWNER, **sections.get("partition", {})}

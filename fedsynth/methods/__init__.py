@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from fedsynth.core.method import Method
     from fedsynth.own_code import OwnCode
 
+DEFAULT_METHOD = "feddm"
 CLASSES: Mapping[str, str] = MappingProxyType(homes(Path(__file__).with_name("registry.py")))
 """A registered class: its module."""
 

@@ -62,6 +62,9 @@ class FedDF(DistilsEnsemble):
         super().__post_init__()
         check_ranges(self, server_steps=(0, inf), server_batch=(1, inf), server_lr=(0, inf))
 
+    def public_images(self) -> str:
+        return self.proxy
+
     def check_model(self, model: nn.Module) -> None:
         if not self.proxy:
             raise SettingError(

@@ -13,6 +13,8 @@ Algorithm 1's own noise, which guarantees nothing.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import inf
 from typing import ClassVar
@@ -142,6 +144,16 @@ class FedDM(Condenses, TrainsInBall):
                 "must be 0 with batch norm, which ties an image's features to the others of its "
                 "pass",
             )
+
+    def printed_epsilon(self, delta: float, sigma: float) -> Mapping[str, str]:
+        return {
+            "source": "FedDM (arXiv 2207.09653), Sec. 4.4: σ ≥ sqrt(2 log(1/δ)/ε)",
+            "published": f"ε = {2 * math.log(1 / delta) / sigma**2:.3g}",
+            "why it differs": (
+                "the formula counts neither steps nor rounds, and its conditions (Poisson "
+                "sampling, Tq² ≤ ε/2) are not met"
+            ),
+        }
 
     def client_bytes(self, context: RoundContext) -> int:
         means = self.networks_per_round * context.spec.classes * feature_width(context, logits=True)

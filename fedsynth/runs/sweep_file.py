@@ -29,18 +29,16 @@ import itertools
 import json
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fedsynth.config_file import read_sections
-from fedsynth.data.partition_settings import PartitionSettings
 from fedsynth.errors import FedsynthError, SettingError
-from fedsynth.federation.terms.resolve import resolve
-from fedsynth.federation.terms.settings import RUN_KINDS, SECTIONS, RunSettings
-from fedsynth.models.registry import ModelSettings
+from fedsynth.federation.terms.resolve import resolve, section_of
+from fedsynth.federation.terms.settings import SECTIONS, RunSettings
+from fedsynth.methods import DEFAULT_METHOD
 from fedsynth.privacy.errors import PrivacyError
-from fedsynth.privacy.settings import PrivacySettings
 from fedsynth.validation import from_mapping
 
 MOST_RUNS = 10_000
@@ -150,7 +148,7 @@ def read_sweep(file: Path) -> Sweep:
 def _cells(shared: Sections, grid: Values, methods: Values, file: Path) -> list[Cell]:
     common = _common_axes(grid, file)
     own = {name: values for name, values in grid.items() if not _is_axis(values)}
-    alone = str(shared.get("run", {}).get("method", "feddm"))
+    alone = str(shared.get("run", {}).get("method", DEFAULT_METHOD))
     named = [str(one) for one in common.get("method", (alone,))]
     for name in (*own, *methods):
         if name not in named:
@@ -215,26 +213,23 @@ def _cell(shared: Sections, of_method: Values, values: Values, own: Values) -> C
 
 
 def home_of(name: str) -> tuple[str, str]:
-    """Section and key of a setting, whose section may be left out where only one has it.
+    """Section and key of a setting; without a section that of the first which has it, and of none
+    the method's.
 
     >>> home_of("alpha"), home_of("model.width"), home_of("seed")
     (('partition', 'alpha'), ('model', 'width'), ('run', 'seed'))
 
     Raises:
-        SweepError: no section has it.
+        SweepError: there is no such section.
     """
     section, dot, key = name.partition(".")
     if dot:
         if section not in SECTIONS:
             raise SweepError(f"grid: {name!r} names no section of {', '.join(SECTIONS)}")
         return section, key
-    if name == "method" or name in RUN_KINDS:
+    if name == "method":
         return "run", name
-    if name in ("dataset", "data_root"):
-        return "data", name
-    kinds = (PartitionSettings, ModelSettings, PrivacySettings)
-    homes = [kind.section for kind in kinds if name in {f.name for f in fields(kind)}]
-    return (homes[0] if homes else "method"), name
+    return section_of(name) or "method", name
 
 
 def _is_axis(values: Any) -> bool:

@@ -24,9 +24,9 @@ from fedsynth.federation.exchange.channel import Models, agreement
 from fedsynth.federation.exchange.client_runtime import ClientRuntime, OwnData
 from fedsynth.federation.exchange.over_wire import OverWire, RemoteError
 from fedsynth.federation.exchange.remote_client import RemoteClient
-from fedsynth.federation.exchange.rounds import agree, play_round, with_proxy
+from fedsynth.federation.exchange.rounds import agree, play_round
 from fedsynth.federation.exchange.server import Server
-from fedsynth.federation.terms.public_context import public_context
+from fedsynth.federation.terms.public_context import public_context, with_proxy
 from fedsynth.methods import METHODS, method_class
 from fedsynth.privacy.ledger import Ledger
 from tests.small import small_settings

@@ -8,8 +8,6 @@ from dataclasses import dataclass, field, replace
 
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message
-from fedsynth.data.load import load_dataset
-from fedsynth.data.proxy import NOISE, ProxyImages, noise_images
 from fedsynth.federation.exchange.checks import diverged_error
 from fedsynth.federation.exchange.protocol import REQUEST, Exchange, Refusal, Replies, Terms
 from fedsynth.federation.exchange.server import Checked, Server
@@ -203,22 +201,3 @@ def _refuse_divergence(checked: Checked, context: RoundContext) -> None:
     if len(diverged) == len(context.active):
         client, error = diverged[0]
         raise diverged_error(f"{error.field} of the client {client}", context.round, error.reason)
-
-
-def with_proxy(
-    context: RoundContext, settings: RunSettings, *, download: bool = False
-) -> RoundContext:
-    """The context with the public images that the method names, if it names any.
-
-    Args:
-        download: let torchvision fetch the data set if it is not there.
-    """
-    name = getattr(settings.method, "proxy", "")
-    if not name:
-        return context
-    if name == NOISE:
-        proxy = noise_images(context.spec, settings.seed)
-    else:
-        proxy, _ = load_dataset(name, settings.data_root, download=download)
-    images = ProxyImages(proxy.to(context.device), context.spec)
-    return replace(context, federation=replace(context.federation, proxy=images))

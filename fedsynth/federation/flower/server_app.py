@@ -23,7 +23,7 @@ from typing import Any
 from flwr.app import Context, Message
 from flwr.serverapp import Grid, ServerApp
 
-from fedsynth.data.registry import DatasetSpec, dataset_spec
+from fedsynth.data.registry import DEFAULT_DATASET, DatasetSpec, dataset_spec
 from fedsynth.data.stated_spec import spec_from_json
 from fedsynth.errors import FedsynthError, MessageError
 from fedsynth.federation.flower.records import from_record, request
@@ -139,7 +139,7 @@ def proposed(given: Mapping[str, Any]) -> Proposal:
     if text:
         spec = spec_from_json(json.loads(text))
     else:
-        spec = dataset_spec(str(sections.get("data", {}).get("dataset", "digits")))
+        spec = dataset_spec(str(sections.get("data", {}).get("dataset", DEFAULT_DATASET)))
     return Proposal(new_run(), resolve(sections, own_data=own_name(spec)), spec)
 
 

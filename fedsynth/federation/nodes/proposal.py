@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from fedsynth.data.registry import DATASETS, DatasetSpec, dataset_spec
+from fedsynth.data.registry import DATASETS, DEFAULT_DATASET, DatasetSpec, dataset_spec
 from fedsynth.data.stated_spec import spec_from_json
 from fedsynth.errors import FedsynthError, MessageError, SettingError
 from fedsynth.federation.exchange.channel import agreement
@@ -92,7 +92,7 @@ def own_proposal(sections: Mapping[str, Mapping[str, Any]], spec: Path | None = 
         FedsynthError: unsound settings, or a file that says no specification.
     """
     if spec is None:
-        found = dataset_spec(str(sections.get("data", {}).get("dataset", "digits")))
+        found = dataset_spec(str(sections.get("data", {}).get("dataset", DEFAULT_DATASET)))
     else:
         try:
             with spec.open("rb") as file:

@@ -24,7 +24,7 @@ from fedsynth.data.images import ImageData
 from fedsynth.data.load import load_dataset
 from fedsynth.data.registry import is_published
 from fedsynth.errors import CheckpointError, DataFilesMissingError
-from fedsynth.federation.exchange.rounds import Played, agree, play_round, with_proxy
+from fedsynth.federation.exchange.rounds import Played, agree, play_round
 from fedsynth.federation.exchange.server import Server
 from fedsynth.federation.nodes.proposal import Proposal, new_run
 from fedsynth.federation.nodes.to_nodes import Carrier, Patience, ToNodes
@@ -39,7 +39,7 @@ from fedsynth.federation.terms.devices import resolve_device
 from fedsynth.federation.terms.given_data import NO_TEST, PUBLIC
 from fedsynth.federation.terms.plan_checks import check_method, check_own_noise
 from fedsynth.federation.terms.privacy_plan import PrivacyPlan
-from fedsynth.federation.terms.public_context import public_context
+from fedsynth.federation.terms.public_context import public_context, with_proxy
 from fedsynth.federation.terms.settings import RunSettings
 from fedsynth.federation.terms.sums import check_quorum
 from fedsynth.privacy.errors import LedgerError

@@ -31,7 +31,6 @@ from fedsynth.errors import CheckpointError, MessageError, OutputError
 from fedsynth.federation.exchange.client_runtime import ClientRuntime, OwnData, Standing
 from fedsynth.federation.exchange.protocol import Terms
 from fedsynth.federation.exchange.remote_client import RemoteClient
-from fedsynth.federation.exchange.rounds import with_proxy
 from fedsynth.federation.exchange.secure_step import STEP
 from fedsynth.federation.nodes.kept_answers import KeptAnswers
 from fedsynth.federation.nodes.proposal import Proposal
@@ -39,7 +38,7 @@ from fedsynth.federation.outputs.checkpoint import Kept, write_whole
 from fedsynth.federation.secure_sums.client import Identities
 from fedsynth.federation.terms.devices import resolve_device
 from fedsynth.federation.terms.given_data import divided
-from fedsynth.federation.terms.public_context import public_context
+from fedsynth.federation.terms.public_context import public_context, with_proxy
 from fedsynth.privacy.ledger import Cap, Ledger
 from fedsynth.privacy.plans import FIRST, MAIN
 from fedsynth.privacy.randomness import SecretGenerator

@@ -12,7 +12,7 @@ from typing import Any
 
 from fedsynth.core.method import Method
 from fedsynth.evaluation.generated import GENERATOR
-from fedsynth.federation.outputs.losses import LOST, NOT_COUNTED, REJECTED
+from fedsynth.federation.outputs.lost_clients import LOST, NOT_COUNTED, REJECTED
 from fedsynth.privacy.disclosure import Disclosure, public, released, simulation_only
 from fedsynth.privacy.errors import UnaccountedReleaseError
 

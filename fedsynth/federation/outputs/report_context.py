@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
@@ -195,7 +194,7 @@ def public_items(plan: PrivacyPlan, *, simulated: bool = True) -> dict[str, str]
         "training, averaging, distillation and measurements from the uploads and public values "
         "alone: post-processing, at no cost"
     )
-    if proxy := getattr(run.method, "proxy", ""):
+    if proxy := run.method.public_images():
         items["proxy images"] = f"the training images of {proxy}, declared public"
     if plan.facts.guaranteed:
         items |= _items_of_a_guarantee(plan)
@@ -340,19 +339,10 @@ def _simulated(what: str) -> PrivateAccess:
 
 def _published(plan: PrivacyPlan) -> tuple[Mapping[str, str], ...]:
     """The figure that a paper prints for these settings, beside why it differs."""
-    if not plan.facts.guaranteed or plan.run.method.name != "feddm":
+    if not plan.facts.guaranteed:
         return ()
-    claim = 2 * math.log(1 / plan.privacy.delta) / plan.sigma**2
-    return (
-        {
-            "source": "FedDM (arXiv 2207.09653), Sec. 4.4: σ ≥ sqrt(2 log(1/δ)/ε)",
-            "published": f"ε = {claim:.3g}",
-            "why it differs": (
-                "the formula counts neither steps nor rounds, and its conditions (Poisson "
-                "sampling, Tq² ≤ ε/2) are not met"
-            ),
-        },
-    )
+    printed = plan.run.method.printed_epsilon(plan.privacy.delta, plan.sigma)
+    return (printed,) if printed else ()
 
 
 def _without_paths(run: RunSettings) -> dict[str, dict[str, Any]]:

@@ -9,7 +9,7 @@ from fedsynth.core.context import RoundContext
 from fedsynth.core.state import ServerState
 from fedsynth.federation.exchange.rounds import Played
 from fedsynth.federation.outputs.disclosed import check_facts
-from fedsynth.federation.outputs.losses import losses
+from fedsynth.federation.outputs.lost_clients import lost_clients
 from fedsynth.federation.outputs.measure import Measure
 from fedsynth.federation.terms.privacy_plan import PrivacyPlan
 from fedsynth.federation.terms.settings import RunSettings
@@ -58,6 +58,6 @@ def round_row(
     row["upload_bytes"] = sum(row["client_upload_bytes"])
     if len(context.active) < context.clients:
         row["participants"] = list(context.active)
-    row.update(losses(played))
+    row.update(lost_clients(played))
     row["seconds"] = round(time.perf_counter() - started, 3)
     return row

@@ -24,10 +24,10 @@ from fedsynth.federation.outputs.disclosed import (
     declared_summary,
     disclosed,
 )
+from fedsynth.federation.outputs.final_files import FinalFiles
 from fedsynth.federation.outputs.measure import Measure
 from fedsynth.federation.outputs.report_context import report_context
 from fedsynth.federation.outputs.result import summarise
-from fedsynth.federation.outputs.results import Results
 from fedsynth.federation.outputs.round_row import round_row
 from fedsynth.federation.outputs.run_folder import RunFolder
 from fedsynth.federation.terms.privacy_plan import PrivacyPlan
@@ -174,8 +174,8 @@ class RunRecord:
         shown = dict(told.shown)
         if self.folder is None:
             return Ended(accuracy, report, shown, None)
-        results = Results(method, state, context, server.final_parameters(), uploads, report)
-        report = results.write(self.folder, self.picture_missing)
+        files = FinalFiles(method, state, context, server.final_parameters(), uploads, report)
+        report = files.write(self.folder, self.picture_missing)
         folder = self.folder.finish(told)
         return Ended(accuracy, report, {**shown, "folder": str(folder)}, folder)
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from fedsynth.core.method import Method
 from fedsynth.errors import FedsynthError, Setting, Text
-from fedsynth.federation.outputs.losses import NOT_COUNTED
+from fedsynth.federation.outputs.lost_clients import NOT_COUNTED
 from fedsynth.federation.outputs.report_context import handed_over, report_context
 from fedsynth.federation.outputs.run_files import RunFiles, ledger_files, read_run, read_start
 from fedsynth.federation.outputs.run_folder import INCOMPLETE, PRIVATE_START

@@ -19,7 +19,7 @@ from fedsynth.core.context import RoundContext
 from fedsynth.core.method import Method
 from fedsynth.federation.outputs.run_files import MismatchError, RunFiles, ledger_files, read_run
 from fedsynth.federation.outputs.run_folder import PRIVATE_START
-from fedsynth.federation.outputs.verified_losses import VerifiedLosses
+from fedsynth.federation.outputs.verified_lost_clients import VerifiedLostClients
 from fedsynth.federation.terms.client_ledgers import data_set_id
 from fedsynth.federation.terms.privacy_plan import PrivacyPlan
 from fedsynth.federation.terms.public_context import public_context
@@ -137,7 +137,7 @@ class Charges:
         self._before = {client: rows[client][: start[client]["rows"]] for client in start}
         self.plan = rebuilt(run, self._before)
         self._context = context_of(run)
-        self._losses = VerifiedLosses(self.plan, run.rows, served=run.served)
+        self._losses = VerifiedLostClients(self.plan, run.rows, served=run.served)
         self.now = _histories(run, rows)
         self.own: dict[str, list[Release]] = {}
         self.foreign: dict[str, list[Release]] = {}

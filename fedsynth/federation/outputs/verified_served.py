@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fedsynth.federation.outputs.losses import LOST, REJECTED
+from fedsynth.federation.outputs.lost_clients import LOST, REJECTED
 
 _NO_PART = re.compile(r"client ([0-9]{1,9}) took no part: .{1,600}")
 

@@ -126,7 +126,7 @@ def refuse_mixing_model(settings: RunSettings, context: RoundContext) -> None:
 
 def refuse_own_proxy(method: Method, spec: DatasetSpec) -> None:
     """Refuses public images to distil on that are the clients' own."""
-    if getattr(method, "proxy", "") == spec.name:
+    if method.public_images() == spec.name:
         raise UnaccountedReleaseError(
             Text(
                 f"{method.name} cannot distil on {spec.name} with differential privacy: those are "

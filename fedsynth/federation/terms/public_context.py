@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from fedsynth.core.context import Compute, Federation, RoundContext
+from fedsynth.data.load import load_dataset
 from fedsynth.data.partition_settings import clients_or_groups
+from fedsynth.data.proxy import NOISE, ProxyImages, noise_images
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.federation.terms.devices import memory_bytes
 from fedsynth.federation.terms.settings import RunSettings
@@ -49,3 +53,22 @@ def public_context(settings: RunSettings, spec: DatasetSpec, device: torch.devic
         compiled=settings.compile,
     )
     return RoundContext(1, federation, compute)
+
+
+def with_proxy(
+    context: RoundContext, settings: RunSettings, *, download: bool = False
+) -> RoundContext:
+    """The context with the public images that the method names, if it names any.
+
+    Args:
+        download: let torchvision fetch the data set if it is not there.
+    """
+    name = settings.method.public_images()
+    if not name:
+        return context
+    if name == NOISE:
+        proxy = noise_images(context.spec, settings.seed)
+    else:
+        proxy, _ = load_dataset(name, settings.data_root, download=download)
+    images = ProxyImages(proxy.to(context.device), context.spec)
+    return replace(context, federation=replace(context.federation, proxy=images))

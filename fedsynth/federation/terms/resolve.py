@@ -11,11 +11,11 @@ from fedsynth.core.method import Method
 from fedsynth.data.files import expanded
 from fedsynth.data.folder_settings import FolderSettings, own_name
 from fedsynth.data.partition_settings import GIVEN, PartitionSettings
-from fedsynth.data.registry import dataset_spec, is_known
+from fedsynth.data.registry import DEFAULT_DATASET, dataset_spec, is_known
 from fedsynth.errors import Setting, SettingError, UnknownNameError, unknown_name
 from fedsynth.federation.terms.report_settings import ReportSettings
 from fedsynth.federation.terms.settings import RUN_KINDS, SECTIONS, RunSettings, kept_ledger
-from fedsynth.methods import method_class, own_source
+from fedsynth.methods import DEFAULT_METHOD, method_class, own_source
 from fedsynth.models.registry import ModelSettings
 from fedsynth.privacy.settings import PrivacySettings
 from fedsynth.privacy.wording import shown
@@ -85,7 +85,7 @@ def resolve(
             raise unknown_name("section", name, SECTIONS)
     run = dict(given.get("run", {}))
     data = dict(given.get("data", {}))
-    name = str(run.pop("method", "feddm"))
+    name = str(run.pop("method", DEFAULT_METHOD))
     _check_source(name, run.pop("method_source", None), own_method)
     root = data.pop("data_root", None)
     method = own_method or method_class(name)
@@ -119,18 +119,29 @@ def resolve(
     )
 
 
+def section_of(key: str) -> str | None:
+    """The first section beside the methods' that has this setting; None: none has.
+
+    >>> section_of("alpha"), section_of("clients"), section_of("ipc")
+    ('partition', 'partition', None)
+    """
+    if key in RUN_KINDS:
+        return "run"
+    if key in ("dataset", "data_root"):
+        return "data"
+    kinds = (PartitionSettings, ModelSettings, PrivacySettings, ReportSettings, FolderSettings)
+    return next((kind.section for kind in kinds if key in {f.name for f in fields(kind)}), None)
+
+
 def _of_the_method(method: type[Method], values: Mapping[str, Any]) -> Mapping[str, Any]:
     """The values, unless one is no setting of the method but of another section: then that is
     said.
     """
-    homes = {**{key: "run" for key in RUN_KINDS}, "dataset": "data", "data_root": "data"}
-    kinds = (PartitionSettings, ModelSettings, PrivacySettings, ReportSettings, FolderSettings)
-    for kind in kinds:
-        homes.update({f.name: kind.section for f in fields(kind) if f.name not in homes})
     known = {field.name for field in fields(method)}
     for key in values:
-        if key not in known and key in homes:
-            there = Setting(homes[key], key)
+        home = section_of(key)
+        if key not in known and home is not None:
+            there = Setting(home, key)
             raise SettingError(
                 "method", key, f"is no setting of {method.name}, but ", there, " is one"
             )
@@ -171,7 +182,7 @@ def _own_folder(data: Mapping[str, Any]) -> tuple[str, FolderSettings | None]:
         if key not in known:
             raise unknown_name("setting of data", key, known, "data", key)
     if not values:
-        return str(name or "digits"), None
+        return str(name or DEFAULT_DATASET), None
     if not values.get("folder"):
         key = next(iter(values))
         raise SettingError(

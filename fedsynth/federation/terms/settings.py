@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 from fedsynth.core.method import Method
 from fedsynth.data.folder_settings import FolderSettings
 from fedsynth.data.partition_settings import PartitionSettings
+from fedsynth.data.registry import DEFAULT_DATASET
 from fedsynth.errors import Setting, SettingError
 from fedsynth.federation.terms.failures import Failures
 from fedsynth.federation.terms.participation import Participation, active_clients
@@ -104,7 +105,7 @@ class RunSettings:
     section: ClassVar[str] = "run"  # of a config file; data set, partition, … have their own
 
     method: Method
-    dataset: str = "digits"
+    dataset: str = DEFAULT_DATASET
     data_root: Path | None = None
     rounds: int = 20
     seed: int = 0

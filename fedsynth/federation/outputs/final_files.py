@@ -1,4 +1,4 @@
-"""What a run ends with, in its folder: report, model, images and what the server measured; of a
+"""The files that a run ends with: report, model, images and what the server measured; of a
 simulation and of a run over nodes alike."""
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fedsynth.synthesizer.condensation.sets import synthetic_sets
 
 
 @dataclass(frozen=True)
-class Results:
+class FinalFiles:
     """Of a run.
 
     Args:

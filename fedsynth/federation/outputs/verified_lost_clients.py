@@ -8,13 +8,13 @@ from typing import Any
 
 from fedsynth.core.context import RoundContext
 from fedsynth.federation.exchange.rounds import FIRST_EXCHANGE, needed_uploads
-from fedsynth.federation.outputs.losses import LOST, NOT_COUNTED, REJECTED
+from fedsynth.federation.outputs.lost_clients import LOST, NOT_COUNTED, REJECTED
 from fedsynth.federation.terms.privacy_plan import PrivacyPlan
 from fedsynth.privacy.plans import FIRST, MAIN
 from fedsynth.privacy.releases import Release
 
 
-class VerifiedLosses:
+class VerifiedLostClients:
     """Of one run.
 
     Args:

@@ -15,7 +15,7 @@ NOT_COUNTED = "not_counted"
 """Of a round below the quorum: the exchange, the uploads that could be used, and those needed."""
 
 
-def losses(played: Played) -> dict[str, Any]:
+def lost_clients(played: Played) -> dict[str, Any]:
     """Of the row, where there is anything to say: clients stand by their numbers, ascending."""
     row: dict[str, Any] = {}
     for key, found in ((LOST, played.lost), (REJECTED, played.rejected)):
@@ -31,7 +31,7 @@ def losses(played: Played) -> dict[str, Any]:
     return row
 
 
-def losses_in_words(row: Mapping[str, Any]) -> list[str]:
+def lost_in_words(row: Mapping[str, Any]) -> list[str]:
     """The same in a few words: "lost 0 (crashed)", "rejected 3 (weight is -1, …)"."""
     said = [
         f"{key} {', '.join(f'{client} ({why})' for client, why in row[key].items())}"
