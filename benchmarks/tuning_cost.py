@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 
-from fedsynth.federation.terms.costs import privacy_plan
+from fedsynth.federation.terms.costs import plan_of
 from fedsynth.federation.terms.privacy_plan import PrivacyPlan
 from fedsynth.privacy.accounting import epsilon
 from fedsynth.privacy.calibration import calibrate_noise_multiplier
@@ -23,9 +23,7 @@ TARGET = 3.0
 
 def planned(mechanism: str) -> PrivacyPlan:
     """A tuning run at ε = 3, planned."""
-    return privacy_plan(
-        settings_for(TUNE_ON, mechanism, 0, "cpu", {"epsilon": TARGET}, 1.0, 1.0, False)
-    )
+    return plan_of(settings_for(TUNE_ON, mechanism, 0, "cpu", {"epsilon": TARGET}, 1.0, 1.0, False))
 
 
 def cost(mechanism: str, candidates: int) -> dict[str, float]:

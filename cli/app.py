@@ -264,10 +264,10 @@ def _show_partition(
 
 
 def _dry_run(sections: dict[str, dict[str, Any]], names: OptionNames, as_json: bool) -> None:
-    from fedsynth.cli.privacy_commands import print_plans
+    from fedsynth.cli.privacy_commands import print_costs
     from fedsynth.federation.outputs.privacy_words import headline
     from fedsynth.federation.run_words import NO_LATER_EPSILON, UNPROTECTED
-    from fedsynth.federation.terms.costs import long_draw, plan_of, privacy_plan
+    from fedsynth.federation.terms.costs import costs_of, long_draw, plan_of
     from fedsynth.federation.terms.devices import check_compiler, resolve_device
     from fedsynth.federation.terms.resolve import resolve
 
@@ -285,7 +285,7 @@ def _dry_run(sections: dict[str, dict[str, Any]], names: OptionNames, as_json: b
         return
     if words := long_draw(settings):
         print(f"note: {words}", file=sys.stderr)
-    planned = privacy_plan(settings)
+    planned = plan_of(settings)
     guaranteed = planned.guaranteed(planned.histories)
     if guaranteed:
         planned.check_round(1, planned.histories)  # as the run itself would
@@ -300,7 +300,7 @@ def _dry_run(sections: dict[str, dict[str, Any]], names: OptionNames, as_json: b
     for line in headline(planned):
         print(names.text(line))
     if guaranteed:
-        print_plans([plan_of(planned, planned.privacy.epsilon)])
+        print_costs([costs_of(planned, planned.privacy.epsilon)])
 
 
 def _run(

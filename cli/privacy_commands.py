@@ -21,7 +21,7 @@ from fedsynth.cli.report_commands import report, sign, verify
 from fedsynth.cli.settings_options import with_set_options
 
 if TYPE_CHECKING:
-    from fedsynth.federation.terms.costs import Plan
+    from fedsynth.federation.terms.costs import MechanismCosts
 
 PLAN_SETTINGS = {
     **{name: ("run", name) for name in ("method", "rounds", "participation")},
@@ -137,7 +137,7 @@ def plan(
     """
     own = option_names(context.command, PLAN_NAMED)
     with one_line_errors(context.command, own) as names:
-        from fedsynth.federation.terms.costs import make_plans, plan_plot
+        from fedsynth.federation.terms.costs import costs_by_mechanism, costs_plot
 
         given = {
             **sections_of(context.params, PLAN_SETTINGS),
@@ -146,13 +146,13 @@ def plan(
         sections = with_own_code(with_set_options(given, settings or [], names))
         if not sections["privacy"].keys() & {"epsilon", "noise_multiplier"}:
             raise OptionError("a plan needs --epsilon (a budget, gives σ) or --sigma (gives ε)")
-        plans = make_plans(sections, lambda words: print(f"note: {words}", file=sys.stderr))
+        plans = costs_by_mechanism(sections, lambda words: print(f"note: {words}", file=sys.stderr))
         if plot is not None:
-            write_text(plot, plan_plot(plans))
+            write_text(plot, costs_plot(plans))
         if as_json:
             print(json.dumps([vars(p) | {"epsilon": dict(p.epsilon)} for p in plans], indent=2))
         else:
-            print_plans(plans)
+            print_costs(plans)
             _warn(plans)
 
 
@@ -171,7 +171,7 @@ def _steps_setting(method: str, steps: int | None) -> dict[str, Any]:
     return {name: steps}
 
 
-def _warn(plans: list[Plan]) -> None:
+def _warn(plans: list[MechanismCosts]) -> None:
     for p in plans:
         first = _first_beyond(p)
         if first is not None:
@@ -187,7 +187,7 @@ def _warn(plans: list[Plan]) -> None:
         )
 
 
-def _first_beyond(plan: Plan) -> int | None:
+def _first_beyond(plan: MechanismCosts) -> int | None:
     """The first of the plan's rounds after which ε is above the target; ε only grows, and each
     takes a composition, so it is found by halving."""
     rounds = list(plan.epsilon)
@@ -198,7 +198,7 @@ def _first_beyond(plan: Plan) -> int | None:
     return rounds[first] if first < len(rounds) else None
 
 
-def print_plans(plans: list[Plan]) -> None:
+def print_costs(plans: list[MechanismCosts]) -> None:
     """Two tables: what each mechanism needs, and ε by round."""
     from rich.console import Console
     from rich.table import Table

@@ -17,7 +17,7 @@ from torch import Tensor
 from fedsynth.errors import FedsynthError
 from fedsynth.federation.audit.auditing import AuditedRun, AuditResult, audit_run
 from fedsynth.federation.simulation import simulate
-from fedsynth.federation.terms.costs import privacy_plan
+from fedsynth.federation.terms.costs import plan_of
 from fedsynth.federation.terms.resolve import resolve
 from fedsynth.federation.terms.settings import RunSettings
 from fedsynth.privacy.errors import PrivacyError
@@ -61,7 +61,7 @@ def settings_with(mechanism: str, **privacy: Any) -> RunSettings:
 @cache
 def settings_of(mechanism: str, epsilon: float, **privacy: Any) -> RunSettings:
     """With the σ that ε takes, found once."""
-    found = privacy_plan(settings_with(mechanism, epsilon=epsilon, **privacy)).privacy
+    found = plan_of(settings_with(mechanism, epsilon=epsilon, **privacy)).privacy
     return settings_with(mechanism, noise_multiplier=found.noise_multiplier, **privacy)
 
 
@@ -206,7 +206,7 @@ def test_an_audit_plans_what_the_run_plans_and_leaves_a_kept_ledger_alone(tmp_pa
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(AuditedRun, "claimed", claimed)
         found = seeded(given_settings, canaries=50)
-    assert rows == privacy_plan(given_settings).planned()
+    assert rows == plan_of(given_settings).planned()
     assert 0 < found.epsilon < 2
     assert files() == before
 
@@ -221,7 +221,7 @@ def test_the_client_is_one_that_takes_part_most_often() -> None:
         method=replace(few.method, iterations=1, ipc=1),
     )
     found = seeded(few, canaries=20)
-    assert found.epsilon == pytest.approx(privacy_plan(few).planned_epsilon())
+    assert found.epsilon == pytest.approx(plan_of(few).planned_epsilon())
 
 
 @pytest.mark.parametrize(

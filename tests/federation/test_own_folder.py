@@ -13,7 +13,7 @@ from fedsynth.config_file import read_sections
 from fedsynth.errors import DataError, PartitionError, SettingError
 from fedsynth.federation.audit.auditing import audit_run
 from fedsynth.federation.outputs.verification import verify_run
-from fedsynth.federation.terms.costs import privacy_plan
+from fedsynth.federation.terms.costs import plan_of
 from fedsynth.federation.terms.settings import RunSettings
 from fedsynth.privacy.errors import LedgerError, PrivacySettingError
 from tests.interrupted import interrupted_in_round
@@ -119,7 +119,7 @@ def test_a_report_does_not_depend_on_how_many_images_there_are(tmp_path: Path) -
 def test_a_dry_run_reads_the_declaration_alone(clinic: Path) -> None:
     for image in clinic.rglob("*.png"):
         image.unlink()
-    plan = privacy_plan(tiny(clinic, privacy={"epsilon": 8.0}))
+    plan = plan_of(tiny(clinic, privacy={"epsilon": 8.0}))
     assert (plan.run.partition.clients, plan.max_records, plan.nominal_size) == (2, 100, 25)
     assert [one.client for one in plan.histories] == ["north", "south"]
 

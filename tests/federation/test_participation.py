@@ -23,7 +23,7 @@ from fedsynth.federation.outputs.privacy_words import headline
 from fedsynth.federation.outputs.verification import verify_run
 from fedsynth.federation.simulation import simulate
 from fedsynth.federation.terms.client_ledgers import data_set_id
-from fedsynth.federation.terms.costs import privacy_plan
+from fedsynth.federation.terms.costs import plan_of
 from fedsynth.federation.terms.participation import Participation
 from fedsynth.federation.terms.planned_rounds import PlannedEpsilon, shown_rounds
 from fedsynth.federation.terms.resolve import resolve
@@ -90,7 +90,7 @@ def test_a_plan_is_that_of_every_clients_own_rows(tmp_path: Path) -> None:
         )  # fmt: skip
         for _ in range(times):
             ledger.charge(spent)
-    run = privacy_plan(settings)
+    run = plan_of(settings)
     who = Participation(0, 4, 0.5)
     for number, found in run.planned_epsilon_by_round().items():
         rows = [
@@ -130,7 +130,7 @@ def test_planning_draws_each_round_once(monkeypatch: pytest.MonkeyPatch) -> None
         partition={"clients": 200},
         privacy={"epsilon": 8.0},
     )
-    run = privacy_plan(settings)
+    run = plan_of(settings)
     headline(run)
     assert len(dict(run.planned_epsilon_by_round())) == 40
     assert sorted(drawn[:40]) == list(range(1, 41))

@@ -21,7 +21,7 @@ from fedsynth.data.images import ImageData, from_arrays
 from fedsynth.data.registry import dataset_spec
 from fedsynth.features import FeatureMap, feature_map, register_features
 from fedsynth.federation.outputs.report_context import public_items
-from fedsynth.federation.terms.costs import privacy_plan
+from fedsynth.federation.terms.costs import plan_of
 from fedsynth.methods.fedavg import FedAvg
 from fedsynth.methods.shared.client_training import MODEL
 from fedsynth.models.registry import ModelSettings, build_network
@@ -237,7 +237,7 @@ def test_the_report_lists_the_constants() -> None:
             "privacy": {"epsilon": 3},
         }
     )
-    plan = privacy_plan(run)
+    plan = plan_of(run)
     items = public_items(plan)
     assert "pixels, 64 coordinates" in items["feature map"]
     assert f"radius R {PIXELS.radius:.6g}" in items["constants of the features"]

@@ -29,7 +29,7 @@ from fedsynth.federation.observer import Observer
 from fedsynth.federation.outputs.report_context import provenance
 from fedsynth.federation.simulated_run import Simulation
 from fedsynth.federation.terms.client_ledgers import Clients
-from fedsynth.federation.terms.costs import privacy_plan
+from fedsynth.federation.terms.costs import plan_of
 from fedsynth.federation.terms.devices import resolve_device
 from fedsynth.federation.terms.given_data import PUBLIC
 from fedsynth.federation.terms.own_data import declared, specification, with_declared
@@ -185,7 +185,7 @@ def _audited(settings: RunSettings, spec: DatasetSpec | None) -> RunSettings:
     found = spec or specification(settings)
     privacy = settings.privacy
     if privacy.ledger is not None:  # σ for what is left in the kept ledger, which is only read
-        privacy = replace(privacy_plan(settings).privacy, epsilon=None, ledger=None)
+        privacy = replace(plan_of(settings).privacy, epsilon=None, ledger=None)
     nominal = public_context(settings, found, torch.device("cpu")).nominal_size
     return replace(
         settings,

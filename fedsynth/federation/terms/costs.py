@@ -31,7 +31,7 @@ DRAW_SECONDS = 3e-5
 
 
 @dataclass(frozen=True)
-class Plan:
+class MechanismCosts:
     """One mechanism's plan.
 
     Attributes:
@@ -59,11 +59,11 @@ class Plan:
     rows: tuple[Mapping[str, Any], ...]
 
 
-def plan_of(plan: PrivacyPlan, target: float | None) -> Plan:
+def costs_of(plan: PrivacyPlan, target: float | None) -> MechanismCosts:
     """What a planned run costs."""
     rows = tuple(_row(plan, one) for one in plan.plans)
     chief = plan.chief
-    return Plan(
+    return MechanismCosts(
         mechanism=chief.mechanism,
         noise_multiplier=plan.sigma,
         clip=chief.clip,
@@ -113,7 +113,7 @@ def long_draw(settings: RunSettings) -> str | None:
     return f"drawing who takes part in each of {settings.rounds:,} rounds: some {seconds:.0f} s"
 
 
-def privacy_plan(settings: RunSettings) -> PrivacyPlan:
+def plan_of(settings: RunSettings) -> PrivacyPlan:
     """The plan of the private run that `settings` describe; no data are read, and of kept ledgers
     only what they hold.
 
@@ -135,9 +135,9 @@ def privacy_plan(settings: RunSettings) -> PrivacyPlan:
     return PrivacyPlan.make(settings, context, [ledger.history() for ledger in ledgers])
 
 
-def make_plans(
+def costs_by_mechanism(
     given: Mapping[str, Mapping[str, Any]], note: Callable[[str], None] = lambda _: None
-) -> list[Plan]:
+) -> list[MechanismCosts]:
     """A plan for each mechanism that can protect the method, or for the one that is named.
 
     Args:
@@ -167,7 +167,7 @@ def make_plans(
             "gives no guarantee, so there is nothing to plan",
             value=names[0],
         )
-    plans: list[Plan] = []
+    plans: list[MechanismCosts] = []
     for name in names:
         settings = resolve({**given, "privacy": {**privacy, "mechanism": name}})
         if (words := long_draw(settings)) is not None and not plans:
@@ -180,13 +180,11 @@ def make_plans(
             if settings.privacy.noise_multiplier is not None
             else settings.privacy
         )
-        plans.append(
-            plan_of(privacy_plan(replace(settings, privacy=free)), settings.privacy.epsilon)
-        )
+        plans.append(costs_of(plan_of(replace(settings, privacy=free)), settings.privacy.epsilon))
     return plans
 
 
-def plan_plot(plans: list[Plan]) -> str:
+def costs_plot(plans: list[MechanismCosts]) -> str:
     """ε over rounds for each plan, as SVG text."""
     return line_plot(
         [(plan.mechanism, list(plan.epsilon.items())) for plan in plans], x="round", y="ε"
