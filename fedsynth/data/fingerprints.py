@@ -11,7 +11,8 @@ import hashlib
 import numpy as np
 import numpy.typing as npt
 
-from fedsynth.data.images import ImageData, IntArray
+from fedsynth.data.arrays import IntArray
+from fedsynth.data.images import ImageData
 
 DIGEST_BYTES = 16
 _PURPOSE = b"fedsynth record"

@@ -15,12 +15,12 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
+from fedsynth.data.arrays import IntArray
 from fedsynth.data.files import MOST_LIST_BYTES, one_line, read_regular
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.errors import DataFilesCorruptError, DataFilesMissingError
 
 Bytes = npt.NDArray[np.uint8]
-IntArray = npt.NDArray[np.int64]
 ENDINGS = (".jpg", ".jpeg", ".png", ".bmp", ".webp")
 FORMATS = ("JPEG", "PNG", "BMP", "WEBP")
 """What Pillow may take an image file for, whatever its ending: it looks at the content, and would

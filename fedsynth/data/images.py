@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedsynth.data.arrays import IntArray
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.errors import DataError
 
 Array = Tensor | np.ndarray[Any, np.dtype[Any]]
-IntArray = np.ndarray[Any, np.dtype[np.int64]]
 
 
 @dataclass(frozen=True, eq=False)

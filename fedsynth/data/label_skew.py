@@ -6,9 +6,9 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from fedsynth.data.arrays import IntArray
 from fedsynth.errors import PartitionError
 
-IntArray = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 Rng = np.random.Generator
 

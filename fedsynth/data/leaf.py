@@ -20,8 +20,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from fedsynth.data.arrays import IntArray
 from fedsynth.data.files import one_line, read_regular
-from fedsynth.data.folders import Bytes, IntArray, Reader, Split
+from fedsynth.data.folders import Bytes, Reader, Split
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.errors import DataFilesCorruptError, DataFilesMissingError
 

@@ -13,10 +13,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from fedsynth.data.arrays import IntArray
 from fedsynth.data.declaration import MEAN, STD, Declaration
 from fedsynth.data.files import one_line
 from fedsynth.data.folder_settings import FolderSettings, name_of
-from fedsynth.data.images import ImageData, IntArray
+from fedsynth.data.images import ImageData
 from fedsynth.data.own_files import OwnFiles, find_files, in_order, left_out_in_words
 from fedsynth.data.own_pixels import Failed, Look, look_at, read_pixels
 from fedsynth.data.registry import DatasetSpec

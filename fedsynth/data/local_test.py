@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from fedsynth.data.arrays import IntArray
 from fedsynth.data.fingerprints import record_digests
 from fedsynth.data.images import ImageData
-from fedsynth.data.partition_rules import IntArray
 from fedsynth.data.users import user_digests
 
 

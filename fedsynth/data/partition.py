@@ -13,7 +13,8 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from fedsynth.data.partition_rules import RULES, IntArray, of_domains, of_groups
+from fedsynth.data.arrays import IntArray
+from fedsynth.data.partition_rules import RULES, of_domains, of_groups
 from fedsynth.data.partition_settings import DOMAIN, GIVEN, NATURAL, PartitionSettings
 from fedsynth.errors import DataError, PartitionError
 from fedsynth.seeding import numpy_generator

@@ -14,11 +14,11 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
+from fedsynth.data.arrays import IntArray
 from fedsynth.data.label_skew import dominant_classes, dominated_dirichlet, held_classes
 from fedsynth.data.partition_settings import PartitionSettings
 from fedsynth.errors import PartitionError
 
-IntArray = npt.NDArray[np.int64]
 Rng = np.random.Generator
 
 # How often the whole partition is drawn anew before giving up: 1.5 s for 10 classes, some 15 s for

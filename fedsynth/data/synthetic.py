@@ -28,7 +28,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from fedsynth.data.folders import IntArray, Split
+from fedsynth.data.arrays import IntArray
+from fedsynth.data.folders import Split
 from fedsynth.data.registry import DatasetSpec, synthetic_parameters
 from fedsynth.seeding import numpy_generator
 

@@ -17,9 +17,10 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from fedsynth.data.arrays import IntArray
 from fedsynth.data.files import MOST_LIST_BYTES, one_line, read_regular
 from fedsynth.data.fingerprints import record_digests
-from fedsynth.data.images import ImageData, IntArray
+from fedsynth.data.images import ImageData
 from fedsynth.errors import DataError, DataFilesCorruptError, PartitionError, Setting, Text
 
 USERS_FILE = "users.csv"

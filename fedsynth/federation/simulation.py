@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from fedsynth.data.arrays import IntArray
 from fedsynth.data.images import ImageData, require_all_classes
 from fedsynth.data.load_folder import FolderData
 from fedsynth.data.partition import check_parts, partition
-from fedsynth.data.partition_rules import IntArray
 from fedsynth.data.partition_settings import GIVEN
 from fedsynth.data.users import check_one_client_each
 from fedsynth.federation.observer import Observer

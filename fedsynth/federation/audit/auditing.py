@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from fedsynth.core.context import RoundContext
+from fedsynth.data.arrays import IntArray
 from fedsynth.data.images import ImageData, from_arrays
-from fedsynth.data.partition_rules import IntArray
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.errors import Setting, SettingError
 from fedsynth.federation.audit.canaries import KINDS, Canaries

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from fedsynth.data.arrays import IntArray
 from fedsynth.data.fingerprints import record_digests
 from fedsynth.data.images import ImageData
-from fedsynth.data.partition_rules import IntArray
 from fedsynth.data.partition_settings import GIVEN
 from fedsynth.federation.terms.settings import RunSettings
 from fedsynth.privacy.ledger import Ledger

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedsynth.data.arrays import IntArray
 from fedsynth.data.images import ImageData
 from fedsynth.data.local_test import hold_out
-from fedsynth.data.partition_rules import IntArray
 from fedsynth.data.registry import DatasetSpec, is_published
 from fedsynth.data.users import bounded
 from fedsynth.errors import DataError

@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from fedsynth.data.arrays import IntArray
 from fedsynth.data.declaration import Declaration, require_signed
 from fedsynth.data.files import one_line
 from fedsynth.data.images import ImageData
 from fedsynth.data.load import load_dataset
 from fedsynth.data.load_folder import FolderData, read_folder
-from fedsynth.data.partition_rules import IntArray
 from fedsynth.data.partition_settings import GIVEN
 from fedsynth.data.registry import DatasetSpec, dataset_spec
 from fedsynth.errors import (
