@@ -74,6 +74,7 @@ def describe(
         print(f"{found.table}\n(the table is exact and private: it stands in no file)\n")
         print(
             f"written: {path}\nCheck each line: all of it is public. Then fill in [signed_off]; "
-            f"`fedsynth train --data {folder} --dp-epsilon 8` and `fedsynth synthesize --data "
-            f"{folder} --dp-epsilon 8` go by it."
+            f"`fedsynth synthesize --data {folder} --dp-epsilon 8` (the images of one owner) or "
+            f"`fedsynth train --data {folder} --dp-epsilon 8 --rounds 2 --set iterations=20` (each "
+            "site a client) goes by it."
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -53,7 +54,7 @@ def plot(
         if ending not in (".svg", ".png", ".html"):
             raise OptionError(f"--output must end in .svg, .png or .html, got {output.name!r}")
         read = [Run.read(folder) for folder in finished_runs(runs)]
-        lines = curves(read, metric, by, mean=mean)
+        lines = curves(read, metric, by, mean=mean, note=_note)
         if ending == ".png":
             write_png(output, lines, metric, by)
         elif ending == ".svg":
@@ -61,6 +62,10 @@ def plot(
         else:
             write_text(output, curves_page(lines, metric, by))
         print(output)
+
+
+def _note(text: str) -> None:
+    print(f"note: {text}", file=sys.stderr)
 
 
 def report(

@@ -210,7 +210,7 @@ def print_costs(plans: list[MechanismCosts]) -> None:
     told = any("signal_to_noise" in row for p in plans for row in p.rows)
     names = ("mechanism", "ε", "releases", "σ", "clip", "q", "a round")
     for name in (*names, "S/N") if told else names:
-        table.add_column(name)
+        table.add_column(name, no_wrap=name != "releases")  # figures are not cut
     for p in plans:
         for number, row in enumerate(p.rows):
             rate = f"{row['sample_rate']:.4g}" if row["sample_rate"] < 1 else "1"
@@ -238,11 +238,11 @@ def print_costs(plans: list[MechanismCosts]) -> None:
         ]
     )
     by_round = Table(title="ε after round")
-    by_round.add_column("mechanism")
-    for n in shown:
-        by_round.add_column(str(n))
+    by_round.add_column("round")
     for p in plans:
-        by_round.add_row(p.mechanism, *(up(p.epsilon[n], 3) for n in shown))
+        by_round.add_column(p.mechanism)
+    for n in shown:
+        by_round.add_row(str(n), *(up(p.epsilon[n], 3) for p in plans))
     console.print(by_round)
 
 

@@ -134,12 +134,17 @@ def _first_type(hint: Any) -> type:
 
 
 def converted(
-    section: str | None, values: Mapping[str, Any], types: Mapping[str, type], of: str
+    section: str | None,
+    values: Mapping[str, Any],
+    types: Mapping[str, type],
+    of: str,
+    also: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """`values` as their `types`; errors as `from_mapping`."""
+    """`values` as their `types`; errors as `from_mapping`, which name the settings of `also`, too
+    (known, and not among `values` any more)."""
     for key in values:
         if key not in types:
-            raise unknown_name(f"setting of {of}", key, types, section, key)
+            raise unknown_name(f"setting of {of}", key, [*also, *types], section, key)
     return {key: convert(section, key, value, types[key]) for key, value in values.items()}
 
 

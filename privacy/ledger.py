@@ -33,6 +33,7 @@ from typing import Any
 
 from fedsynth.privacy.accounting import epsilon
 from fedsynth.privacy.errors import BudgetExceededError, LedgerError, PrivacySettingError
+from fedsynth.privacy.figures import up
 from fedsynth.privacy.files import lock, open_regular, read_regular, sync_folder
 from fedsynth.privacy.history import History
 from fedsynth.privacy.releases import ADD_REMOVE, RECORD, Release, check_adjacency, check_delta
@@ -472,8 +473,8 @@ class Guard:
             if after > cap.epsilon:
                 now = epsilon(rows, cap.delta, self.adjacency)
                 raise BudgetExceededError(
-                    f"client {self.ledger.client!r}: epsilon is {now:.4g} now and would be "
-                    f"{after:.4g} with the planned "
+                    f"client {self.ledger.client!r}: epsilon is {up(now)} now and would be "
+                    f"{up(after)} with the planned "
                     f"release, above the cap {cap.epsilon:.4g} (delta {cap.delta:g})"
                 )
 

@@ -240,7 +240,8 @@ class LedgerFolder:
                 raise LedgerError(
                     f"client {name!r} has {moved[other]} records that {self._file(other)} was "
                     "charged for, and what was spent on a record stays with it: give the clients "
-                    "the names that they had (simulate(names=...)), or leave those records out"
+                    "the names that they had (simulate(names=...)), or leave those records out; "
+                    "what one owner's synthetic set was made of stays one owner's"
                 )
 
     def _opened(self, name: str, present: Records, known: _Known, dataset: str) -> Ledger:

@@ -8,6 +8,7 @@ is public. `fedsynth data describe` proposes one.
 
 from __future__ import annotations
 
+import datetime
 import json
 import math
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from fedsynth.config_file import read_sections
 from fedsynth.data.own_files import LEDGERS
@@ -51,13 +52,22 @@ class _Sizes(_Part):
     users: Annotated[int, Field(ge=0, lt=10**15)] = 0
 
 
+def _iso_date(text: str) -> str:
+    if text.strip():
+        try:
+            datetime.date.fromisoformat(text.strip())
+        except ValueError:
+            raise ValueError("must be a date such as 2026-11-23") from None
+    return text
+
+
 class _Kept(_Part):
     ledger: str = ""
 
 
 class _Signed(_Part):
     by: str = ""
-    date: str = ""
+    date: Annotated[str, AfterValidator(_iso_date)] = ""
 
 
 class _File(_Part):
@@ -204,7 +214,8 @@ source = {json.dumps(spec.source, ensure_ascii=False)}
 # less private; `most_images` must be a true bound (δ is checked against it).
 images = {coarse(images)}  # about how many there are at all sites together
 most_images = {coarse(2 * images, up=True)}  # there are certainly no more
-users = {coarse(users) if users else 0}  # about how many people they are of; 0: not known
+users = {coarse(users) if users else 0}  # about how many people they are of; 0: not known (with --dp-unit user a
+# run still asks how many a site has: --dp-nominal-size)
 
 [privacy]
 # Where it is written down what was spent on these images, over all runs: keep it, and let nobody
@@ -213,7 +224,7 @@ ledger = {json.dumps(LEDGERS)}
 
 [signed_off]
 by = ""  # who has checked all of the above
-date = ""
+date = ""  # such as 2026-11-23
 """
 
 

@@ -50,6 +50,7 @@ from fedsynth.federation.terms.privacy_plan import PrivacyPlan
 from fedsynth.federation.terms.public_context import public_context, with_proxy
 from fedsynth.federation.terms.settings import RunSettings
 from fedsynth.privacy.errors import PrivacySettingError
+from fedsynth.privacy.figures import up
 from fedsynth.privacy.history import History
 from fedsynth.privacy.ledger import Ledger
 from fedsynth.synthesizer.condensation.sets import synthetic_sets
@@ -272,7 +273,7 @@ class Simulation:
         histories = self.exchange.histories() if self._private else []
         if not self._private or not self.plan.guaranteed(histories):
             return ""
-        spent = f"{self.plan.epsilon(histories):.4g}"
+        spent = up(self.plan.epsilon(histories))
         return f"; spent: ε = {spent} at δ = {self.plan.privacy.delta:g}"
 
     def _interrupted(self, how: str) -> Text:
@@ -283,6 +284,8 @@ class Simulation:
         if self.folder is None:
             parts.append("; nothing was written")
         else:
+            if self._private:
+                parts.append("; a round that was cut off is charged again when the run goes on")
             parts += ["; to go on: ", Setting(None, "resume", str(self.folder.path))]
         return Text(*parts)
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fedsynth.federation.observer import Observer
+from fedsynth.privacy.figures import up
 
 
 class Spoken(Observer):
@@ -29,6 +30,6 @@ class Spoken(Observer):
         if row.get("test_accuracy") is not None:
             parts.append(f"test accuracy {100 * row['test_accuracy']:.2f} %")
         if "epsilon" in row:
-            parts.append(f"ε {row['epsilon']:.3g}")
+            parts.append(f"ε {up(row['epsilon'], 3)}")
         parts.append(f"uploads {row['upload_bytes'] / 1e6:.2f} MB")
         self.note(" · ".join(parts))

@@ -28,15 +28,19 @@ def differing(runs: Sequence[Run]) -> list[dict[str, Any]]:
     for run in runs:
         differ = {}
         for key, value in run.settings.items():
-            alike = [
-                other.settings
-                for other in runs
-                if not key.startswith("method.") or _method(other) == _method(run)
-            ]
-            if key not in QUIET and any(s.get(key, value) != value for s in alike):
+            others = [other for other in runs if _comparable(key, run, other)]
+            # a ε or σ that only one of two private runs names is a difference, too
+            unset = None if key.startswith("privacy.") else value
+            if key not in QUIET and any(o.settings.get(key, unset) != value for o in others):
                 differ[key.removeprefix("method.").removeprefix("run.")] = value
         found.append(differ)
     return found
+
+
+def _comparable(key: str, run: Run, other: Run) -> bool:
+    if key.startswith("method."):
+        return _method(other) == _method(run)
+    return other.private == run.private or not key.startswith("privacy.")
 
 
 def labels(runs: Sequence[Run]) -> list[str]:

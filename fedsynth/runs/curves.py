@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -69,13 +69,23 @@ def _why_none(run: Run, metric: str, axis: str) -> str:
     return f"has no {AXES[axis]} in its rounds"
 
 
-def curves(runs: Sequence[Run], metric: str, axis: str, *, mean: bool = False) -> list[Line]:
+def curves(
+    runs: Sequence[Run],
+    metric: str,
+    axis: str,
+    *,
+    mean: bool = False,
+    note: Callable[[str], None] = lambda _: None,
+) -> list[Line]:
     """A line for each run; or, with `mean`, for runs that differ in seeds alone their mean, with a
     band of one sample standard deviation on both sides.
 
+    Runs without such points are left out, of which `note` is told.
+
     Raises:
-        RunFolderError: a run has no such points.
+        RunFolderError: no run has any.
     """
+    runs = _with_points(runs, metric, axis, note)
     if not mean:
         return [
             Line(name, curve(run, metric, axis))
@@ -87,6 +97,21 @@ def curves(runs: Sequence[Run], metric: str, axis: str, *, mean: bool = False) -
         _mean_line(name, [curve(run, metric, axis) for run in group])
         for name, group in zip(names, groups, strict=True)
     ]
+
+
+def _with_points(
+    runs: Sequence[Run], metric: str, axis: str, note: Callable[[str], None]
+) -> list[Run]:
+    found = []
+    for number, run in enumerate(runs):
+        try:
+            curve(run, metric, axis)
+            found.append(run)
+        except RunFolderError as error:
+            if number == len(runs) - 1 and not found:
+                raise
+            note(f"left out: {error}")
+    return found
 
 
 def _without_seed(run: Run) -> Run:

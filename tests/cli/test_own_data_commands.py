@@ -14,6 +14,7 @@ from fedsynth.errors import DivergedError, SettingError
 from fedsynth.federation.observer import Observer
 from fedsynth.federation.simulated_run import Simulation
 from fedsynth.privacy.errors import PrivacySettingError
+from fedsynth.privacy.figures import up
 from tests.own_images import declare, make_folder, write_image
 
 Call = Callable[..., Any]
@@ -40,7 +41,7 @@ def test_from_a_folder_to_a_set_to_hand_over(tmp_path: Path, fedsynth: Call) -> 
     runs = ("--output", str(tmp_path / "runs"))
     assert "is not signed off" in fedsynth(*run, *runs).stderr
     toml.write_text(
-        toml.read_text().replace('by = ""', 'by = "me"').replace('date = ""', 'date = "x"')
+        toml.read_text().replace('by = ""', 'by = "me"').replace('date = ""', 'date = "2026-11-23"')
     )
     done = fedsynth(*run, *runs, "--responsible", "Klinikum Mitte")
     assert done.code == 0, done.stderr
@@ -49,6 +50,10 @@ def test_from_a_folder_to_a_set_to_hand_over(tmp_path: Path, fedsynth: Call) -> 
     found = load_synthetic(share)
     assert found.epsilon is not None
     assert found.epsilon <= 8
+
+    refused = fedsynth("privacy", "verify", str(share))
+    assert (refused.code, refused.stderr.count("\n")) == (2, 1)
+    assert "whoever has the run's folder verifies it there" in refused.stderr
 
     (kept,) = (tmp_path / "runs").iterdir()
     exported = fedsynth("export", str(kept), "--out", str(tmp_path / "again"))
@@ -195,7 +200,7 @@ def test_a_run_that_ends_early_says_what_it_spent_and_where(
     result = simulate(capped, output=tmp_path / "capped")
     line = capsys.readouterr().err.splitlines()[-1]
     assert line.startswith("ended after 1 of 2 rounds: client")
-    assert f"; spent: ε = {result.summary['differential_privacy']['epsilon']:.4g} at δ" in line
+    assert f"; spent: ε = {up(result.summary['differential_privacy']['epsilon'])} at δ" in line
     assert line.endswith(f"; what it has done is in {result.folder}")
 
     play = Simulation.play
@@ -212,6 +217,7 @@ def test_a_run_that_ends_early_says_what_it_spent_and_where(
     line = capsys.readouterr().err.splitlines()[-1]
     (left,) = (tmp_path / "failed").iterdir()
     assert line.startswith("failed after 1 of 2 rounds; spent: ε = ")
+    assert "; a round that was cut off is charged again when the run goes on; to go on: " in line
     assert line.endswith(f"resume={left}")
 
 

@@ -241,6 +241,7 @@ def test_more_images_than_declared_are_refused(tmp_path: Path) -> None:
         ('source = "a test"', 'sauce = "a test"', "images.source|images.sauce"),
         ("mean = [0.5]", "mean = [0.5, 0.5]", "mean"),
         ("height = 16", 'height = "16"', "images.height"),
+        ('date = "2026-11-22"', 'date = "22.11.2026"', "signed_off.date.*such as 2026-11-23"),
         ("[sizes]", "[sizes", "no valid TOML|is not valid TOML"),
     ],
 )

@@ -343,6 +343,18 @@ def test_every_planned_series_is_spent(name: str, monkeypatch: pytest.MonkeyPatc
     assert all(not one._left for one in given)
 
 
+def test_people_are_told_of_a_schedule_that_leaves_nothing_but_noise() -> None:
+    """FedDM's own rounds and steps, on few images."""
+
+    def told(**own: int) -> list[str]:
+        run = settings("feddm", own=own, epsilon=8.0)
+        return [str(line) for line in headline(plan_of(run)) if "releases share" in str(line)]
+
+    assert told(iterations=20) == []
+    (line,) = told(iterations=2000)
+    assert "6,000 releases share the budget, each with noise of σ = " in line
+
+
 def test_people_are_told_that_noise_is_larger_than_the_signal() -> None:
     """FedStats' plan says how large its sums can be; with σ = 50 noise is larger."""
 

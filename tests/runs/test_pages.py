@@ -21,7 +21,7 @@ from fedsynth.cli.app import app
 from fedsynth.errors import OutputError
 from fedsynth.federation.simulation import simulate
 from fedsynth.federation.terms.resolve import resolve
-from fedsynth.runs.compare import by_seed, labels
+from fedsynth.runs.compare import by_seed, differing, labels
 from fedsynth.runs.curves import NEEDS_MATPLOTLIB, curve, curves, curves_svg, write_png
 from fedsynth.runs.folders import Run, RunFolderError, finished_runs
 from fedsynth.runs.page import runs_page
@@ -116,6 +116,25 @@ def test_seeds_are_averaged_with_their_deviation(runs: list[Run]) -> None:
     _, low, high = line.band[-1]
     assert high - low == pytest.approx(2 * abs(a - b) / 2**0.5)
     assert "mean of 2 seeds" in line.name
+
+
+def test_runs_without_the_points_are_left_out_with_a_note(runs: list[Run]) -> None:
+    notes: list[str] = []
+    assert len(curves(runs, "local.amp", "rounds", note=notes.append)) == 2
+    assert [note.split(" has no ")[0] for note in notes] == [
+        f"left out: the run {run.name}" for run in runs[2:]
+    ]
+    with pytest.raises(RunFolderError, match=r"has no local\.amp"):
+        curves(runs[2:], "local.amp", "rounds")
+
+
+def test_what_only_one_of_two_private_runs_names_is_a_difference(runs: list[Run]) -> None:
+    """Catches: a run with ε and one with σ that are called the same."""
+    private = runs[3]
+    settings = {k: v for k, v in private.settings.items() if k != "privacy.noise_multiplier"}
+    by_epsilon = replace(private, settings={**settings, "privacy.epsilon": 8.0})
+    assert differing([private, by_epsilon]) == [{"privacy.noise_multiplier": 3.0}, {}]
+    assert not any(key.startswith("privacy.") for key in differing(runs)[3])
 
 
 def test_runs_are_called_by_what_differs(runs: list[Run]) -> None:

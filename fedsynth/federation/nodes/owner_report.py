@@ -14,6 +14,7 @@ from fedsynth.federation.outputs.report_context import owner_context
 from fedsynth.federation.outputs.run_folder import PRIVATE_START
 from fedsynth.federation.outputs.verified_owner import OWNER
 from fedsynth.federation.terms.given_data import NO_TEST
+from fedsynth.privacy.figures import up
 from fedsynth.privacy.history import History
 from fedsynth.privacy.ledger import chain_hashes
 from fedsynth.privacy.report import build_report, write_report
@@ -56,7 +57,7 @@ def write_owner_report(session: Session, rounds: int, folder: Path) -> str:
     if not plan.guaranteed([now]):
         return f"no ε can be stated; the report is in {folder}"
     return (
-        f"this client's ledger stands at ε = {plan.epsilon([now]):.4g} at "
+        f"this client's ledger stands at ε = {up(plan.epsilon([now]))} at "
         f"δ = {plan.privacy.delta:g}; the report is in {folder}"
     )
 

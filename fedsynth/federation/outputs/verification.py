@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from fedsynth.core.method import Method
+from fedsynth.data.shared_set import SUMS
 from fedsynth.errors import FedsynthError, Setting, Text
 from fedsynth.federation.outputs.lost_clients import NOT_COUNTED
 from fedsynth.federation.outputs.report_context import handed_over, report_context
@@ -76,6 +77,12 @@ def _verified(
     finished = (folder / "summary.json").exists()
     abandoned = not finished and folder.resolve().suffix == INCOMPLETE
     missing = _missing(folder, abandoned)
+    if (folder / SUMS).is_file() and {"config.toml", PRIVATE_START} <= set(missing):
+        raise PrivacyError(
+            f"{folder} was handed over without the run's settings and ledgers, from which alone a "
+            "report is made again: whoever has the run's folder verifies it there; what came is "
+            f"whole if `sha256sum -c {SUMS}` says so"
+        )
     problems = [f"{name} is missing" for name in missing]
     notes: list[str] = []
     if not {"config.toml", PRIVATE_START} & set(missing):

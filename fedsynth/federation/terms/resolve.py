@@ -102,7 +102,7 @@ def resolve(
     privacy = dict(given.get("privacy", {}))
     # A ledger alone is that of a run without privacy.
     ledger = privacy.pop("ledger") if privacy.keys() == {"ledger"} else None
-    values = converted("run", run, RUN_KINDS, "run")
+    values = converted("run", run, RUN_KINDS, "run", also=("method",))
     return RunSettings(
         method=method.from_mapping(
             {**preset.get("method", {}), **_of_the_method(method, given.get("method", {}))}
