@@ -30,7 +30,7 @@ CONDENSE = {"iterations": 16, "ipc": 2, "server_epochs": 1}
 TRAIN = {"local_steps": 16, "batch": 20}
 MECHANISMS: dict[str, tuple[str, dict[str, Any]]] = {
     "residual": ("feddm", CONDENSE),
-    "gradient": ("feddm", {**CONDENSE, "iterations": 10}),
+    "gradient": ("feddm", CONDENSE),
     "features": ("feddm", {**CONDENSE, "count_noise": 10.0}),
     "fedaf": ("fedaf", CONDENSE),
     "dp-sgd": ("fedavg", TRAIN),

@@ -23,8 +23,8 @@ from fedsynth.errors import SettingError
 from fedsynth.features.feature_map import FeatureMap
 from fedsynth.federation.outputs.verification import verify_run
 from fedsynth.federation.terms.resolve import resolve
-from fedsynth.methods.shared import whitening
 from fedsynth.methods.shared.noise_shares import Pool
+from fedsynth.methods.statistics import whitening
 from fedsynth.methods.statistics.whitening import COVARIANCES, released_roots, white_signal
 from fedsynth.models.feature_linear import Embedding, root_names
 from fedsynth.privacy.products import Grams
