@@ -1,5 +1,5 @@
 """FedStats: accuracy of the classifier on features ("teacher") by ε, noise, skew and clients; with
-`--students` that of ConvNets trained on the images made of the statistics, at ε = 1.
+`--students` that of ConvNets trained on the images made of the statistics.
 
     FEDSYNTH_DATA=DIR python benchmarks/fedstats_table.py [--quick] [--json] [--only "mnist eps=1 "]
         [--datasets mnist fashion-mnist] [--epsilons 1] [--seeds 0] [--time-budget 3600]
@@ -15,7 +15,7 @@ A student is a ConvNet of width 32 and depth 3, trained on 2,000 images of each 
 are moved and the others as they are drawn, and on nothing else: on the classes that they were made
 for ("hard"), on the soft labels that are kept with them ("stored"), both for 2,000 steps, or on
 these and four copies of each that the released classifier labels, for 5,000 ("taught"; found on
-held-out training images).
+held-out training images). Own noise, Dir(0.5), and ε = 1 where `--epsilons` names no others.
 
 Resumes: finished runs are lines of results/fedstats_table.jsonl (of fedstats_students.jsonl with
 `--students`), the important ones first; `--only` shares the work among processes, and after
@@ -25,6 +25,7 @@ Resumes: finished runs are lines of results/fedstats_table.jsonl (of fedstats_st
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import tempfile
 from collections.abc import Iterator
@@ -116,10 +117,10 @@ def students(options: argparse.Namespace) -> None:
     """The rows of `--students`."""
     results = Results.of("fedstats_students", options)
     for dataset in options.datasets:
-        case = Case(dataset, "1", "own", 0.5, 10)
         train, test, vectors_test = _prepared(dataset, options.cache)
         run = partial(student_run, test_Nd=vectors_test)
-        for seed in options.seeds:
+        for seed, epsilon in itertools.product(options.seeds, options.epsilons or ["1"]):
+            case = Case(dataset, epsilon, "own", 0.5, 10)
             settings = settings_for(case, seed, options.device, options.quick)
             ipc, drawn = (4, 4) if options.quick else (IPC, DRAWN)
             settings = replace(settings, method=FedStats(ipc=ipc, drawn_ipc=drawn))
@@ -129,7 +130,7 @@ def students(options: argparse.Namespace) -> None:
 def main() -> None:
     parser = table_options(__doc__, "two rounds, to see that it runs")
     parser.add_argument("--datasets", nargs="+", default=list(DATASETS), choices=DATASETS)
-    parser.add_argument("--epsilons", nargs="+", default=list(EPSILONS), choices=EPSILONS)
+    parser.add_argument("--epsilons", nargs="+", choices=EPSILONS)
     parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS))
     add_cache(parser)
     parser.add_argument("--students", action="store_true", help="train students on the images")
@@ -143,7 +144,7 @@ def main() -> None:
     kept: dict[str, Any] = {}
     made: dict[str, list[float]] = {}
     for seed in options.seeds:
-        for case in cases(options.datasets, options.epsilons):
+        for case in cases(options.datasets, options.epsilons or list(EPSILONS)):
             settings = settings_for(case, seed, options.device, options.quick)
             if options.only not in f"{case.name} seed={seed}":
                 continue

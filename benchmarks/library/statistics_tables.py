@@ -185,6 +185,21 @@ def _students() -> str:
     return table(head, body)
 
 
+def _students_by_epsilon() -> str:
+    """The student that the classifier teaches, by ε, own noise, Dir(0.5), ten clients."""
+    rows = by_key("fedstats_students")
+    body = []
+    for dataset, label in DATASETS.items():
+        cells = []
+        for epsilon in ("0.5", "1", "3", "10", "inf"):
+            name = f"{dataset} eps={epsilon} own alpha=0.5 K=10"
+            values = percents(rows, name, SEEDS, itemgetter("student_taught"))
+            cells.append(spread(values, len(SEEDS)))
+        if sum(cell != NOTHING for cell in cells) > 1:
+            body.append([label, *cells])
+    return table(["", "ε = 0.5", "ε = 1", "ε = 3", "ε = 10", "no privacy"], body)
+
+
 def _diagnosis() -> str:
     """Students by the source of their images, on held-out training images."""
     rows = by_key("student_images")
@@ -211,6 +226,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "fedstats-second": _second,
     "fedstats-few-records": _few_records,
     "fedstats-students": _students,
+    "fedstats-students-epsilon": _students_by_epsilon,
     "fedstats-diagnosis": _diagnosis,
 }
 SENTENCES: list[tuple[str, str, Callable[[], list[str]]]] = []
