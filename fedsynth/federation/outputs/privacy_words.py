@@ -81,17 +81,19 @@ def _noise(plan: PrivacyPlan) -> str:
 
 
 MUCH_NOISE, MANY_RELEASES = 20, 1000
-"""σ, and releases of a client, from which on FedDM's images no longer show what they are of."""
+"""σ, and releases of a client, from which on a schedule is questioned: a rule of thumb, from no
+measurement."""
 
 
 def _of_the_noise(plan: PrivacyPlan) -> list[str]:
     """That noise is larger than what releases say, even in the case that is good for them."""
     told = [(plan.signal_to_noise(one), one.quantity) for one in plan.plans]
-    if plan.sigma >= MUCH_NOISE and plan.all_releases >= MANY_RELEASES:
+    untold = all(ratio is None for ratio, _ in told)
+    if untold and plan.sigma >= MUCH_NOISE and plan.all_releases >= MANY_RELEASES:
         return [
             f"  warning: {plan.all_releases:,} releases share the budget, each with noise of "
-            f"σ = {plan.sigma:.3g}: little can be learned; fewer rounds, and fewer steps of a "
-            "round, leave each more of it (`fedsynth privacy plan`)"
+            f"σ = {plan.sigma:.3g}: fewer rounds, and fewer steps of a round, leave each more of it "
+            "(`fedsynth privacy plan`)"
         ]
     drowned = [(ratio, quantity) for ratio, quantity in told if ratio is not None and ratio < 1]
     if not drowned:
