@@ -475,7 +475,7 @@ class Guard:
                 raise BudgetExceededError(
                     f"client {self.ledger.client!r}: epsilon is {up(now)} now and would be "
                     f"{up(after)} with the planned "
-                    f"release, above the cap {cap.epsilon:.4g} (delta {cap.delta:g})"
+                    f"release, above the cap {cap.epsilon:g} (delta {cap.delta:g})"
                 )
 
     def check_unit(self, rows: Sequence[Release]) -> None:
