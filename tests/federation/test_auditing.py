@@ -76,7 +76,8 @@ def seeded(settings: RunSettings, seed: int = 0, **options: Any) -> AuditResult:
 
 @pytest.mark.parametrize("mechanism", MECHANISMS)
 def test_an_honest_run_is_never_refuted_and_the_audit_has_power(mechanism: str) -> None:
-    found = [seeded(settings_of(mechanism, 3.0), seed) for seed in range(3)]
+    seeds = 1 if mechanism == "gradient" else 3  # it takes by far the longest
+    found = [seeded(settings_of(mechanism, 3.0), seed) for seed in range(seeds)]
     assert not any(one.fault for one in found)
     assert all(2.97 < one.epsilon <= 3 for one in found)
     assert np.mean([one.epsilon_lower_bound for one in found]) > 0.3
