@@ -52,6 +52,25 @@ def test_links_lead_somewhere(name: str) -> None:
         assert "generated/" not in "".join(LINK.findall(text)), "GitHub has no generated pages"
 
 
+def long_lines(text: str) -> list[str]:
+    """Lines of prose over 100 characters: not code, tables, headings, quotes or single links."""
+    lines = without_code(text).split("\n")
+    prose = [line for line in lines if not re.match(r"\s*(\||#|>|<|!?\[[^\]]*\]\()", line)]
+    return [line for line in prose if len(line) > 100 and " " in line.strip()[:100]]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_prose_is_wrapped_at_100_columns(name: str) -> None:
+    assert long_lines((ROOT / name).read_text(encoding="utf-8")) == []
+
+
+def test_a_long_line_of_prose_is_found() -> None:
+    words = "word " * 21
+    assert long_lines(words) == [words]
+    assert long_lines(f"- {words}")
+    assert not long_lines(f"| {words} |\n# {words}\n```sh\n{words}\n```\n" + "w" * 101)
+
+
 def test_a_link_that_leads_nowhere_is_found() -> None:
     place = DOCS / "index.md"
     assert broken_links("[a](nothing.md)", place)
