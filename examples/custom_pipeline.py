@@ -20,7 +20,8 @@ from fedsynth.models.registry import build_model
 from fedsynth.privacy.accounting import epsilon
 from fedsynth.privacy.allowance import authorise
 from fedsynth.privacy.calibration import calibrate_noise_multiplier
-from fedsynth.privacy.ledger import Guard, Ledger
+from fedsynth.privacy.guard import Guard
+from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.plans import PrivatePlan
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.seeding import torch_generator

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from fedsynth.privacy.errors import UnplannedReleaseError
-from fedsynth.privacy.ledger import Guard
+from fedsynth.privacy.guard import Guard
 from fedsynth.privacy.mechanisms import GaussianSums
 from fedsynth.privacy.plans import MAIN, PrivatePlan
 from fedsynth.privacy.randomness import SecretGenerator

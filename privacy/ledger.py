@@ -1,5 +1,4 @@
-"""The append-only record of every release from one client's data set, and the guard that refuses
-before the cap.
+"""The append-only record of every release from one client's data set.
 
 The ledger is a file of JSON lines: a header, then one line a release. It lives outside checkpoints
 and run folders, since a data set's budget is spent over all runs on it. A row is on the disk before
@@ -10,48 +9,41 @@ The ledger of a folder that is kept over runs also says whose records it is for:
 keyed fingerprint of them (`fedsynth.privacy.ledger_folder`), and lines with an `entry` say where
 they changed.
 
-Each line carries a hash over itself and all lines before it, so that an edit is noticed. This
-guards against accidents and hasty repairs: who owns the file can still rebuild it, or cut whole
-lines off its end.
+What its lines say, and how an edit is noticed: `fedsynth.privacy.ledger_lines`. What refuses a
+release that would cost too much: `fedsynth.privacy.guard`.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
-import math
 import os
-import shlex
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import UTC, datetime
-from io import BytesIO, FileIO
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from fedsynth.privacy.accounting import epsilon
-from fedsynth.privacy.errors import BudgetExceededError, LedgerError, PrivacySettingError
-from fedsynth.privacy.figures import up
+from fedsynth.privacy.errors import LedgerError
 from fedsynth.privacy.files import lock, open_regular, read_regular, sync_folder
 from fedsynth.privacy.history import History
-from fedsynth.privacy.releases import ADD_REMOVE, RECORD, Release, check_adjacency, check_delta
-from fedsynth.privacy.wording import Setting, Text, shown
+from fedsynth.privacy.ledger_lines import (
+    LEDGER_SCHEMA,
+    MAY_CHANGE,
+    RECORDS,
+    Lines,
+    encode,
+    read_on,
+    repair_command,
+)
+from fedsynth.privacy.releases import Release
+from fedsynth.privacy.wording import shown
 
-LEDGER_SCHEMA = 2
-READABLE = (1, LEDGER_SCHEMA)  # schema 1 had a header and releases, and no fingerprint
-RECORDS, MAY_CHANGE = "records", "carry-over"  # entries that are no release
 
-
-@dataclass(frozen=True)
-class _Facts:
-    """What a ledger's lines say beside its releases."""
-
-    dataset: str = ""
-    records: tuple[str, ...] = ()
-    charged: tuple[str, ...] = ()
-    may_change: bool = False
+def _allow(_rows: Sequence[Release], _planned: Sequence[Release]) -> None:
+    """No cap."""
 
 
 class Ledger:
@@ -90,10 +82,7 @@ class Ledger:
         self.path = None if path is None else Path(path)
         self.confirm: Callable[[], AbstractContextManager[None]] = nullcontext
         self._process = os.getpid()
-        self._rows: list[Release] = []
-        self._facts = _Facts()
-        self._size = 0  # bytes of the file that have been read
-        self._chain = ""  # hash over those bytes' lines
+        self._read = Lines()
         if self.path is None:
             return
         if not self.path.exists():
@@ -102,13 +91,13 @@ class Ledger:
             self._catch_up(file)
         if dataset is not None:
             self.check_dataset(dataset)
-        self.dataset = self._facts.dataset
+        self.dataset = self._read.dataset
 
     def check_dataset(self, dataset: str) -> None:
         """Refuse, where something was spent, another data set or another partition of it."""
-        if self.bound and self._facts.dataset != dataset:
+        if self.bound and self._read.dataset != dataset:
             raise LedgerError(
-                f"ledger {self.path} belongs to dataset {shown(self._facts.dataset)}, not {dataset!r} "
+                f"ledger {self.path} belongs to dataset {shown(self._read.dataset)}, not {dataset!r} "
                 "(another data set, or another partition of it: seed, clients, alpha): take the "
                 "same again, or another folder, where nothing of this one is counted"
             )
@@ -119,22 +108,22 @@ class Ledger:
 
         None where nobody has said.
         """
-        return self._facts.records
+        return self._read.records
 
     @property
     def charged_records(self) -> tuple[str, ...]:
         """`records` without those that were replaced before anything was spent."""
-        return self._facts.charged if self._rows else ()
+        return self._read.charged if self._read.releases else ()
 
     @property
     def bound(self) -> bool:
         """Whether something was spent, and nobody has declared that it counts for others too."""
-        return bool(self._rows) and not self.may_change
+        return bool(self._read.releases) and not self.may_change
 
     @property
     def may_change(self) -> bool:
         """Whether somebody has declared that the next run brings other records of the client."""
-        return self._facts.may_change
+        return self._read.may_change
 
     @property
     def releases(self) -> tuple[Release, ...]:
@@ -143,7 +132,7 @@ class Ledger:
         if self.path is not None:
             with self._locked(self.path, writing=False) as file:
                 self._catch_up(file)
-        return tuple(self._rows)
+        return self._read.releases
 
     def history(self) -> History:
         """What stands in the ledger now, with the chain hash over it."""
@@ -151,29 +140,31 @@ class Ledger:
         chain = None if self.path is None else chain_hashes(self.path)[len(releases)]
         return History(self.client, releases, chain)
 
-    def charge(self, release: Release) -> None:
+    def charge(
+        self,
+        release: Release,
+        check: Callable[[Sequence[Release], Sequence[Release]], None] = _allow,
+    ) -> None:
         """Append one row; it is written and fsync'ed when this returns. Draw the noise only
-        afterwards."""
-        self.charge_within(release, None)
+        afterwards.
 
-    def charge_within(self, release: Release, guard: Guard | None) -> None:
-        """Check and charge under one lock, so that two processes cannot both use the same last bit
-        of budget."""
+        Args:
+            release: the row.
+            check: told of the rows and the new one under the same lock, so that two processes
+                cannot both use the same last bit of budget; it raises where the row is refused.
+        """
         if self.path is None:
             if self._process != os.getpid():
                 raise LedgerError(
                     f"the ledger of client {self.client!r} is in the memory of another process, "
-                    "which would not see this charge: "
-                    "keep ledgers in a folder"
+                    "which would not see this charge: keep ledgers in a folder"
                 )
-            if guard is not None:
-                guard.refuse_beyond(self._rows, [release])
-            self._rows.append(release)
+            check(self._read.releases, [release])
+            self._read = replace(self._read, releases=(*self._read.releases, release))
             return
         with self.confirm(), self._locked(self.path) as file:
             self._catch_up(file)
-            if guard is not None:
-                guard.refuse_beyond(self._rows, [release])
+            check(self._read.releases, [release])
             self._append(file, release.to_json())
         self.confirm = nullcontext
 
@@ -212,7 +203,7 @@ class Ledger:
 
     def _append(self, file: FileIO, entry: dict[str, Any]) -> None:
         """Write a line and make it durable; the file must be locked and caught up with."""
-        line, _ = _encode(entry, self._chain)
+        line, _ = encode(entry, self._read.chain)
         try:
             if file.write(line) != len(line):
                 raise OSError("the disk took only part of the line")
@@ -229,13 +220,12 @@ class Ledger:
         """Cut off what was written of a line, which would block the ledger; the lock is still
         held."""
         try:
-            os.ftruncate(file.fileno(), self._size)
+            os.ftruncate(file.fileno(), self._read.size)
             os.fsync(file.fileno())
         except OSError as error:
             raise LedgerError(
                 f"part of a line was written to ledger {self.path}, and cannot be taken back: "
-                f"{error}; no release "
-                f"was made for it: {_repair_command(self.path)}"
+                f"{error}; no release was made for it: {repair_command(self.path)}"
             ) from error
 
     def _start(self, path: Path, records: str | None) -> None:
@@ -253,7 +243,7 @@ class Ledger:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.") as file:
-                file.write(_encode(header, "")[0])
+                file.write(encode(header, "")[0])
                 file.flush()
                 os.fsync(file.fileno())
                 with suppress(FileExistsError):  # another process was faster: continue its file
@@ -274,82 +264,14 @@ class Ledger:
             lock(file, path, shared=not writing)
             yield file
 
-    def _catch_up(self, file: FileIO | BytesIO) -> None:
+    def _catch_up(self, file: FileIO) -> None:
         """Read and check the lines that were appended since the last look."""
-        if file.seek(0, os.SEEK_END) < max(1, self._size):
+        if file.seek(0, os.SEEK_END) < max(1, self._read.size):
             raise LedgerError(
                 f"ledger {self.path} has lost lines, or is empty: an append-only file was edited"
             )
-        file.seek(self._size)
-        data = file.read()
-        if data and not data.endswith(b"\n"):
-            raise LedgerError(
-                f"the last line of ledger {self.path} is torn, so that a charge was under way: "
-                f"{_repair_command(self.path)} takes it out"
-            )
-        # Kept aside until all is read, so that an error leaves this object as it was.
-        chain = self._chain
-        rows = list(self._rows)
-        facts = self._facts
-        lines = data.splitlines()
-        for number, line in enumerate(lines):
-            entry, chain = self._decode(line, chain)
-            if self._size == 0 and number == 0:
-                facts = self._header(entry)
-            elif "entry" in entry:
-                facts = self._with(facts, entry, spent=bool(rows))
-            else:
-                rows.append(self._row(entry, len(rows) + 2))
-        self._chain = chain
-        self._rows = rows
-        self._facts = facts
-        self._size += len(data)
-
-    def _header(self, header: dict[str, Any]) -> _Facts:
-        dataset = header.get("dataset")
-        if header.get("fedsynth_ledger") not in READABLE or not isinstance(dataset, str):
-            raise LedgerError(f"{self.path} is no fedsynth ledger of schema {LEDGER_SCHEMA}")
-        if header.get("client") != self.client:
-            raise LedgerError(
-                f"ledger {self.path} belongs to client {shown(header.get('client'))}, not "
-                f"{shown(self.client)}"
-            )
-        records = (str(header["records"]),) if "records" in header else ()
-        return _Facts(dataset, records, records)
-
-    def _with(self, facts: _Facts, entry: dict[str, Any], *, spent: bool) -> _Facts:
-        """What is known after a line that is no release."""
-        if entry["entry"] == MAY_CHANGE:
-            return replace(facts, may_change=True)
-        if entry["entry"] == RECORDS and {"records", "dataset"} <= entry.keys():
-            new = str(entry["records"])
-            charged = (*facts.charged, new) if spent else (new,)
-            return _Facts(str(entry["dataset"]), (*facts.records, new), charged)
-        raise LedgerError(f"ledger {self.path} has an entry that this fedsynth does not know")
-
-    def _row(self, entry: dict[str, Any], number: int) -> Release:
-        try:
-            return Release.from_json(entry)
-        except PrivacySettingError as error:
-            raise LedgerError(
-                f"line {number} of ledger {self.path} is not a valid release: {error}"
-            ) from error
-
-    def _decode(self, line: bytes, chain: str) -> tuple[dict[str, Any], str]:
-        try:
-            entry = json.loads(line)
-        except ValueError as error:
-            raise LedgerError(f"ledger {self.path} has a line that is not JSON: {error}") from error
-        if not isinstance(entry, dict):
-            raise LedgerError(f"ledger {self.path} has a line that is not a JSON object")
-        stated = entry.pop("chain", None)
-        expected = _encode(entry, chain)[1]
-        if stated != expected:
-            raise LedgerError(
-                f"ledger {self.path} was edited, or is no fedsynth ledger: a line's hash does not "
-                "match"
-            )
-        return entry, expected
+        file.seek(self._read.size)
+        self._read = read_on(self._read, file.read(), self.client, self.path)
 
 
 def read_ledger(path: Path) -> Ledger:
@@ -363,24 +285,6 @@ def read_ledger(path: Path) -> Ledger:
         return Ledger(str(header["client"]), path, dataset=None)
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         raise LedgerError(f"{path} is not a fedsynth ledger: {error}") from None
-
-
-def check_content(path: Path, content: bytes) -> None:
-    """Refuse what is no whole ledger.
-
-    Args:
-        path: of the ledger, for errors.
-        content: what may be its bytes.
-
-    Raises:
-        LedgerError: it is damaged, or no ledger.
-    """
-    try:
-        ledger = Ledger(str(json.loads(content.split(b"\n", 1)[0])["client"]))
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise LedgerError(f"{path} is not a fedsynth ledger: {error}") from None
-    ledger.path = path  # for messages
-    ledger._catch_up(BytesIO(content))
 
 
 def chain_hashes(path: Path) -> list[str]:
@@ -399,97 +303,3 @@ def chain_hashes(path: Path) -> list[str]:
         return [str(line["chain"]) for line in (*lines[:1], *rows)]
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         raise LedgerError(f"{path} is not a fedsynth ledger: {error}") from None
-
-
-def _repair_command(path: Path | None) -> str:
-    return f"fedsynth privacy repair {shlex.quote(str(path))}"
-
-
-def _encode(entry: dict[str, Any], chain: str) -> tuple[bytes, str]:
-    """One line, and the hash over it and all lines before it."""
-    digest = hashlib.sha256((chain + json.dumps(entry, sort_keys=True)).encode()).hexdigest()[:32]
-    return json.dumps({**entry, "chain": digest}, allow_nan=False).encode() + b"\n", digest
-
-
-@dataclass(frozen=True)
-class Cap:
-    """An owner's: so much ε at this δ, whatever a run's δ is."""
-
-    epsilon: float
-    delta: float
-
-
-class Guard:
-    """Refuses, before it happens, a release with which ε at `delta` would exceed `cap` (None: no
-    cap), or ε at the owner's δ the owner's cap.
-
-    It also knows the unit that is protected, which it writes into every row.
-
-    Raises:
-        PrivacySettingError: δ, the cap or the adjacency is out of range.
-        LedgerError: the ledger holds releases of another unit.
-    """
-
-    def __init__(
-        self,
-        ledger: Ledger,
-        delta: float,
-        cap: float | None,
-        adjacency: str = ADD_REMOVE,
-        unit: str = RECORD,
-        owner: Cap | None = None,
-    ) -> None:
-        check_delta(delta, None)
-        check_adjacency(adjacency)
-        own = [] if cap is None else [Cap(cap, delta)]
-        self._caps = (*own, *([] if owner is None else [owner]))
-        for one in self._caps:
-            check_delta(one.delta, None)
-            if not (one.epsilon > 0 and math.isfinite(one.epsilon)):
-                raise PrivacySettingError(
-                    "privacy",
-                    "epsilon",
-                    f"as a cap must be a finite number above 0, got {one.epsilon!r}",
-                )
-        self.ledger = ledger
-        self.adjacency = adjacency
-        self.unit = unit
-        self.check_unit(ledger.releases)
-
-    def check(self, planned: Sequence[Release]) -> None:
-        """Raise BudgetExceededError if `planned`, on top of the ledger, exceeds the cap. Charges
-        nothing."""
-        self.refuse_beyond(self.ledger.releases, planned)
-
-    def charge(self, release: Release) -> None:
-        """Check and charge in one step (under one lock, where the ledger is a file)."""
-        self.ledger.charge_within(replace(release, unit=self.unit), self)
-
-    def refuse_beyond(self, rows: Sequence[Release], planned: Sequence[Release]) -> None:
-        """`check`, against `rows` in place of the ledger's own."""
-        self.check_unit(rows)
-        for cap in self._caps:
-            after = epsilon([*rows, *planned], cap.delta, self.adjacency)
-            if after > cap.epsilon:
-                now = epsilon(rows, cap.delta, self.adjacency)
-                raise BudgetExceededError(
-                    f"client {self.ledger.client!r}: epsilon is {up(now)} now and would be "
-                    f"{up(after)} with the planned "
-                    f"release, above the cap {cap.epsilon:g} (delta {cap.delta:g})"
-                )
-
-    def check_unit(self, rows: Sequence[Release]) -> None:
-        """Refuse rows of another unit: a clip bounds one record's influence or one user's, and rows
-        of both do not compose into one ε."""
-        protecting = (row.unit for row in rows if row.unaccounted is None)
-        other = next((unit for unit in protecting if unit != self.unit), None)
-        if other is not None:
-            raise LedgerError(
-                Text(
-                    f"the ledger of client {self.ledger.client!r} holds releases that protect a "
-                    f"{other}, and this run would protect a {self.unit}: their costs do not add "
-                    "up; protect the same unit (",
-                    Setting("privacy", "unit", other),
-                    ")",
-                )
-            )

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from fedsynth.privacy.errors import LedgerError
 from fedsynth.privacy.files import lock, open_regular
-from fedsynth.privacy.ledger import check_content
+from fedsynth.privacy.ledger_lines import check_content
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from torch import Tensor
 from fedsynth.privacy.clipping import clip_rows as clip_rows
 from fedsynth.privacy.errors import PrivacyError
 from fedsynth.privacy.grid import Grid
-from fedsynth.privacy.ledger import Guard
+from fedsynth.privacy.guard import Guard
 from fedsynth.privacy.randomness import SecretGenerator, this_process
 from fedsynth.privacy.releases import USER, Release
 

@@ -12,7 +12,7 @@ from fedsynth.core.context import RoundContext
 from fedsynth.core.method import Method
 from fedsynth.errors import SettingError
 from fedsynth.privacy.allowance import Allowance, authorise
-from fedsynth.privacy.ledger import Guard
+from fedsynth.privacy.guard import Guard
 from fedsynth.privacy.mechanism_facts import mechanism_facts
 from fedsynth.privacy.mechanisms import GaussianSums
 from fedsynth.privacy.plans import MAIN

@@ -21,7 +21,7 @@ from fedsynth.federation.terms.costs import plan_of
 from fedsynth.federation.terms.resolve import resolve
 from fedsynth.federation.terms.settings import RunSettings
 from fedsynth.privacy.errors import PrivacyError
-from fedsynth.privacy.ledger import Guard
+from fedsynth.privacy.guard import Guard
 from fedsynth.privacy.mechanisms import clip_rows
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.releases import Release

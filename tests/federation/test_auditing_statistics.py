@@ -13,7 +13,8 @@ from fedsynth.errors import SettingError
 from fedsynth.federation.audit.auditing import AuditResult, audit_run
 from fedsynth.federation.audit.canaries import Canaries
 from fedsynth.federation.terms.resolve import resolve
-from fedsynth.privacy.ledger import Guard, Ledger
+from fedsynth.privacy.guard import Guard
+from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.mechanisms import GaussianSums
 from fedsynth.privacy.products import Outer
 from fedsynth.privacy.randomness import SecretGenerator

@@ -17,7 +17,8 @@ from fedsynth.federation.audit.canaries import (
     log_likelihood_ratios,
 )
 from fedsynth.privacy.errors import PrivacyError
-from fedsynth.privacy.ledger import Guard, Ledger
+from fedsynth.privacy.guard import Guard
+from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.releases import Release
 

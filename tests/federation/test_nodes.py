@@ -38,7 +38,8 @@ from fedsynth.methods import METHODS
 from fedsynth.methods.fedsum import FedSum
 from fedsynth.privacy.accounting import epsilon
 from fedsynth.privacy.errors import BudgetExceededError, PrivacySettingError
-from fedsynth.privacy.ledger import Guard, Ledger, read_ledger
+from fedsynth.privacy.guard import Guard
+from fedsynth.privacy.ledger import Ledger, read_ledger
 from fedsynth.privacy.releases import Release
 from tests.small import small_settings
 

@@ -30,7 +30,8 @@ from fedsynth.methods.shared.class_sums import class_means
 from fedsynth.methods.shared.condensing import Condenses, FeatureMaps
 from fedsynth.models.registry import ModelSettings, build_model
 from fedsynth.privacy.allowance import authorise
-from fedsynth.privacy.ledger import Guard, Ledger
+from fedsynth.privacy.guard import Guard
+from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.mechanisms import GaussianSums
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.settings import PrivacySettings

@@ -29,7 +29,8 @@ from fedsynth.methods.shared.class_sums import COUNTS, class_sums, sums_plans
 from fedsynth.methods.shared.local import TrainsLocally
 from fedsynth.models.registry import ModelSettings, build_model
 from fedsynth.privacy.allowance import Allowance, authorise
-from fedsynth.privacy.ledger import Guard, Ledger
+from fedsynth.privacy.guard import Guard
+from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.mechanisms import GaussianSums
 from fedsynth.privacy.plans import MAIN, PHASES
 from fedsynth.privacy.randomness import SecretGenerator

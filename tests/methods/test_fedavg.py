@@ -19,7 +19,8 @@ from fedsynth.federation.exchange.server import Server
 from fedsynth.methods.fedavg import FedAvg
 from fedsynth.methods.shared.aggregation import average
 from fedsynth.models.registry import ModelSettings, build_model
-from fedsynth.privacy.ledger import Guard, Ledger
+from fedsynth.privacy.guard import Guard
+from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.settings import PrivacySettings
 from tests.rounds import play

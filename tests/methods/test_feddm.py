@@ -25,7 +25,8 @@ from fedsynth.federation.terms.resolve import resolve
 from fedsynth.methods.feddm import FedDM
 from fedsynth.models.registry import ModelSettings, build_model
 from fedsynth.privacy.allowance import Allowance, UnaccountedNoise
-from fedsynth.privacy.ledger import Guard, Ledger
+from fedsynth.privacy.guard import Guard
+from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.plans import MAIN
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.settings import PrivacySettings

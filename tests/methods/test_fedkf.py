@@ -26,7 +26,8 @@ from fedsynth.methods.shared.aggregation import AveragingState
 from fedsynth.methods.shared.local import TrainsLocally
 from fedsynth.models.flat import flatten
 from fedsynth.models.registry import ModelSettings, build_model
-from fedsynth.privacy.ledger import Guard, Ledger
+from fedsynth.privacy.guard import Guard
+from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.settings import PrivacySettings
 from fedsynth.seeding import torch_generator

@@ -28,7 +28,8 @@ from fedsynth.methods.statistics.class_moments import ClassMoments, Spectrum, ta
 from fedsynth.methods.statistics.releases import CENTRE, MOMENTS, STEP
 from fedsynth.models.feature_linear import FeatureLinear, feature_linear
 from fedsynth.privacy.errors import PrivacySettingError
-from fedsynth.privacy.ledger import Guard, Ledger
+from fedsynth.privacy.guard import Guard
+from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.plans import FIRST, MAIN
 from fedsynth.privacy.randomness import SecretGenerator
 

@@ -33,7 +33,8 @@ from fedsynth.models.registry import ModelSettings, build_model
 from fedsynth.privacy import mechanisms
 from fedsynth.privacy.accounting import epsilon
 from fedsynth.privacy.errors import ForbiddenLayerError, RequestRefusedError
-from fedsynth.privacy.ledger import Guard, Ledger
+from fedsynth.privacy.guard import Guard
+from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.mechanisms import GaussianSums, clip_rows
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.releases import Release

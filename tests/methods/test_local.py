@@ -37,7 +37,8 @@ from fedsynth.methods.shared.local import TrainsLocally
 from fedsynth.methods.solo import Solo
 from fedsynth.models.convnet import ConvNet
 from fedsynth.models.small import Linear
-from fedsynth.privacy.ledger import Guard, Ledger
+from fedsynth.privacy.guard import Guard
+from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.settings import PrivacySettings
 from fedsynth.training.many_clients import Learner, train_together

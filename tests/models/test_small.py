@@ -12,7 +12,8 @@ from fedsynth.models.registry import ModelSettings, build_model, model_names, pa
 from fedsynth.models.small import LeNet5, ResNet8
 from fedsynth.privacy.dpsgd import DpSgdSettings, check_model, dp_sgd
 from fedsynth.privacy.errors import ForbiddenLayerError
-from fedsynth.privacy.ledger import Guard, Ledger
+from fedsynth.privacy.guard import Guard
+from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.mechanisms import GaussianSums
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.releases import Release

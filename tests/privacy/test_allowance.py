@@ -22,7 +22,8 @@ from fedsynth.privacy.errors import (
     PrivacySettingError,
     UnplannedReleaseError,
 )
-from fedsynth.privacy.ledger import Guard, Ledger
+from fedsynth.privacy.guard import Guard
+from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.mechanisms import GaussianSums
 from fedsynth.privacy.plans import FIRST, MAIN, PrivatePlan, check_plans
 from fedsynth.privacy.randomness import SecretGenerator

@@ -23,7 +23,8 @@ from fedsynth.privacy.audit import (
 )
 from fedsynth.privacy.calibration import calibrate_noise_multiplier
 from fedsynth.privacy.errors import PrivacySettingError
-from fedsynth.privacy.ledger import Guard, Ledger
+from fedsynth.privacy.guard import Guard
+from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.mechanisms import GaussianSums
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.releases import Release

@@ -28,7 +28,8 @@ from fedsynth.federation.terms.resolve import resolve
 from fedsynth.methods import method_class
 from fedsynth.models.registry import ModelSettings, build_model
 from fedsynth.privacy.dpsgd import example_gradients
-from fedsynth.privacy.ledger import Guard, Ledger
+from fedsynth.privacy.guard import Guard
+from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.mechanisms import GaussianSums, Released
 from fedsynth.privacy.passes import padded, pass_length, power_of_two
 from fedsynth.privacy.randomness import SecretGenerator

@@ -12,7 +12,8 @@ from fedsynth.models.flat import flatten
 from fedsynth.privacy import dpsgd
 from fedsynth.privacy.dpsgd import DpSgdSettings, check_model, dp_sgd, group_norm_twin
 from fedsynth.privacy.errors import ForbiddenLayerError
-from fedsynth.privacy.ledger import Guard, Ledger
+from fedsynth.privacy.guard import Guard
+from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.mechanisms import GaussianSums
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.releases import Release

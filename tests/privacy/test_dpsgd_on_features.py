@@ -27,7 +27,8 @@ from fedsynth.methods.shared.client_training import MODEL
 from fedsynth.models.registry import ModelSettings, build_network
 from fedsynth.privacy import dpsgd
 from fedsynth.privacy.dpsgd import DpSgdSettings
-from fedsynth.privacy.ledger import Guard, Ledger
+from fedsynth.privacy.guard import Guard
+from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.mechanisms import GaussianSums
 from fedsynth.privacy.products import Outer, clipped_product
 from fedsynth.privacy.randomness import SecretGenerator

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from fedsynth.privacy.errors import LedgerError, PrivacyError
-from fedsynth.privacy.ledger import Guard, Ledger
+from fedsynth.privacy.guard import Guard
+from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.mechanisms import GaussianSums
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.releases import Release

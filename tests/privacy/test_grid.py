@@ -15,7 +15,8 @@ from scipy.stats import norm
 
 from fedsynth.privacy.errors import PrivacySettingError
 from fedsynth.privacy.grid import FINE, TAIL, Addends, Grid, finest, grid_of
-from fedsynth.privacy.ledger import Guard, Ledger
+from fedsynth.privacy.guard import Guard
+from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.mechanisms import GaussianSums
 from fedsynth.privacy.plans import PrivatePlan
 from fedsynth.privacy.randomness import SecretGenerator

@@ -16,7 +16,8 @@ import pytest
 
 from fedsynth.privacy.accounting import epsilon
 from fedsynth.privacy.errors import BudgetExceededError, LedgerError, PrivacySettingError
-from fedsynth.privacy.ledger import Guard, Ledger, chain_hashes, read_ledger
+from fedsynth.privacy.guard import Guard
+from fedsynth.privacy.ledger import Ledger, chain_hashes, read_ledger
 from fedsynth.privacy.ledger_repair import repair_ledger
 from fedsynth.privacy.releases import Release
 
@@ -162,7 +163,7 @@ def test_unknown_schema(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for schema in (1, 3):
         with monkeypatch.context() as patch:
             patch.setattr("fedsynth.privacy.ledger.LEDGER_SCHEMA", schema)
-            patch.setattr("fedsynth.privacy.ledger.READABLE", (schema,))
+            patch.setattr("fedsynth.privacy.ledger_lines.READABLE", (schema,))
             charged(path, 2)
         # the first version's ledgers are read on: they say nothing of their records
         if schema == 1:

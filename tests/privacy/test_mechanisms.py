@@ -19,7 +19,8 @@ from fedsynth.core.client import PrivateClients
 from fedsynth.data.images import from_arrays, normalise
 from fedsynth.data.registry import dataset_spec
 from fedsynth.privacy.errors import BudgetExceededError, PrivacyError
-from fedsynth.privacy.ledger import Guard, Ledger
+from fedsynth.privacy.guard import Guard
+from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.mechanisms import GaussianSums, clip_rows, clipped_sums
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.releases import Release

@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fedsynth.privacy.errors import PrivacyError
-from fedsynth.privacy.ledger import Guard, Ledger
+from fedsynth.privacy.guard import Guard
+from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.mechanisms import GaussianSums
 from fedsynth.privacy.products import Grams, Moments, Outer, Products, Rows, grams_width, smat, svec
 from fedsynth.privacy.randomness import SecretGenerator

@@ -28,7 +28,8 @@ from fedsynth.methods.statistics.class_moments import step_rows
 from fedsynth.models.feature_linear import Root, embedded
 from fedsynth.models.on_features import OnFeatures
 from fedsynth.models.registry import ModelSettings, build_network
-from fedsynth.privacy.ledger import Guard, Ledger
+from fedsynth.privacy.guard import Guard
+from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.mechanisms import GaussianSums, Released
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.settings import PrivacySettings

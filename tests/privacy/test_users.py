@@ -22,7 +22,8 @@ from fedsynth.methods import method_class
 from fedsynth.models.registry import ModelSettings, build_model
 from fedsynth.privacy import mechanisms
 from fedsynth.privacy.errors import LedgerError, PrivacyError, PrivacySettingError
-from fedsynth.privacy.ledger import Guard, Ledger
+from fedsynth.privacy.guard import Guard
+from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.mechanisms import GaussianSums, Released
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.releases import RECORD, USER, Release

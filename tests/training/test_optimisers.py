@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from fedsynth.models.flat import flatten
 from fedsynth.privacy.dpsgd import DpSgdSettings, Optimiser, dp_sgd
-from fedsynth.privacy.ledger import Guard, Ledger
+from fedsynth.privacy.guard import Guard
+from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.mechanisms import GaussianSums
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.releases import Release

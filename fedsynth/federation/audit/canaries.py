@@ -29,7 +29,7 @@ from torch import Tensor
 
 from fedsynth.errors import Setting
 from fedsynth.privacy.errors import PrivacyError, PrivacySettingError
-from fedsynth.privacy.ledger import Guard
+from fedsynth.privacy.guard import Guard
 from fedsynth.privacy.mechanisms import GaussianSums, Released
 from fedsynth.privacy.products import Products
 from fedsynth.privacy.randomness import SecretGenerator

@@ -23,8 +23,9 @@ from fedsynth.federation.terms.privacy_plan import PrivacyPlan
 from fedsynth.federation.terms.settings import RunSettings
 from fedsynth.privacy.allowance import Allowance
 from fedsynth.privacy.errors import BudgetExceededError, LedgerError, RequestRefusedError
+from fedsynth.privacy.guard import Cap
 from fedsynth.privacy.history import History
-from fedsynth.privacy.ledger import Cap, Ledger
+from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.plans import FIRST
 from fedsynth.privacy.randomness import SecretGenerator
 

@@ -33,7 +33,7 @@ from typing import Any
 
 from fedsynth.errors import SettingError
 from fedsynth.federation.nodes.proposal import Proposal
-from fedsynth.privacy.ledger import Cap
+from fedsynth.privacy.guard import Cap
 from fedsynth.privacy.mechanism_facts import mechanism_facts
 
 ANY = "any"

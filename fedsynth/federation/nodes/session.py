@@ -39,7 +39,8 @@ from fedsynth.federation.secure_sums.client import Identities
 from fedsynth.federation.terms.devices import resolve_device
 from fedsynth.federation.terms.given_data import divided
 from fedsynth.federation.terms.public_context import public_context, with_proxy
-from fedsynth.privacy.ledger import Cap, Ledger
+from fedsynth.privacy.guard import Cap
+from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.plans import FIRST, MAIN
 from fedsynth.privacy.randomness import SecretGenerator
 

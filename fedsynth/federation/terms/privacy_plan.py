@@ -36,8 +36,9 @@ from fedsynth.privacy.errors import (
     UnplannedReleaseError,
 )
 from fedsynth.privacy.grid import Grid
+from fedsynth.privacy.guard import Cap, Guard
 from fedsynth.privacy.history import History
-from fedsynth.privacy.ledger import Cap, Guard, Ledger
+from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.mechanism_facts import MechanismFacts, mechanism_facts
 from fedsynth.privacy.plans import PrivatePlan, check_plans
 from fedsynth.privacy.releases import Release, check_delta

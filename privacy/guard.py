@@ -1,0 +1,98 @@
+"""Caps on what a data set may cost, and the guard that refuses a release before it exceeds one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from fedsynth.privacy.accounting import epsilon
+from fedsynth.privacy.errors import BudgetExceededError, LedgerError, PrivacySettingError
+from fedsynth.privacy.figures import up
+from fedsynth.privacy.ledger import Ledger
+from fedsynth.privacy.releases import ADD_REMOVE, RECORD, Release, check_adjacency, check_delta
+from fedsynth.privacy.wording import Setting, Text
+
+
+@dataclass(frozen=True)
+class Cap:
+    """An owner's: so much ε at this δ, whatever a run's δ is."""
+
+    epsilon: float
+    delta: float
+
+
+class Guard:
+    """Refuses, before it happens, a release with which ε at `delta` would exceed `cap` (None: no
+    cap), or ε at the owner's δ the owner's cap.
+
+    It also knows the unit that is protected, which it writes into every row.
+
+    Raises:
+        PrivacySettingError: δ, the cap or the adjacency is out of range.
+        LedgerError: the ledger holds releases of another unit.
+    """
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        delta: float,
+        cap: float | None,
+        adjacency: str = ADD_REMOVE,
+        unit: str = RECORD,
+        owner: Cap | None = None,
+    ) -> None:
+        check_delta(delta, None)
+        check_adjacency(adjacency)
+        own = [] if cap is None else [Cap(cap, delta)]
+        self._caps = (*own, *([] if owner is None else [owner]))
+        for one in self._caps:
+            check_delta(one.delta, None)
+            if not (one.epsilon > 0 and math.isfinite(one.epsilon)):
+                raise PrivacySettingError(
+                    "privacy",
+                    "epsilon",
+                    f"as a cap must be a finite number above 0, got {one.epsilon!r}",
+                )
+        self.ledger = ledger
+        self.adjacency = adjacency
+        self.unit = unit
+        self.check_unit(ledger.releases)
+
+    def check(self, planned: Sequence[Release]) -> None:
+        """Raise BudgetExceededError if `planned`, on top of the ledger, exceeds the cap. Charges
+        nothing."""
+        self.refuse_beyond(self.ledger.releases, planned)
+
+    def charge(self, release: Release) -> None:
+        """Check and charge in one step (under one lock, where the ledger is a file)."""
+        self.ledger.charge(replace(release, unit=self.unit), self.refuse_beyond)
+
+    def refuse_beyond(self, rows: Sequence[Release], planned: Sequence[Release]) -> None:
+        """`check`, against `rows` in place of the ledger's own."""
+        self.check_unit(rows)
+        for cap in self._caps:
+            after = epsilon([*rows, *planned], cap.delta, self.adjacency)
+            if after > cap.epsilon:
+                now = epsilon(rows, cap.delta, self.adjacency)
+                raise BudgetExceededError(
+                    f"client {self.ledger.client!r}: epsilon is {up(now)} now and would be "
+                    f"{up(after)} with the planned release, above the cap {cap.epsilon:g} "
+                    f"(delta {cap.delta:g})"
+                )
+
+    def check_unit(self, rows: Sequence[Release]) -> None:
+        """Refuse rows of another unit: a clip bounds one record's influence or one user's, and rows
+        of both do not compose into one ε."""
+        protecting = (row.unit for row in rows if row.unaccounted is None)
+        other = next((unit for unit in protecting if unit != self.unit), None)
+        if other is not None:
+            raise LedgerError(
+                Text(
+                    f"the ledger of client {self.ledger.client!r} holds releases that protect a "
+                    f"{other}, and this run would protect a {self.unit}: their costs do not add "
+                    "up; protect the same unit (",
+                    Setting("privacy", "unit", other),
+                    ")",
+                )
+            )
