@@ -9,15 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from fedsynth.data.images import ImageData
+from fedsynth.data.images import ImageData, normalise
 from fedsynth.data.load import load_dataset
 from fedsynth.data.load_folder import read_as
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.data.shared_set import SUMS, SharedSet, load_synthetic
 from fedsynth.errors import FedsynthError, OutputError, Setting, SettingError, Text, unknown_value
 from fedsynth.evaluation.accuracy import accuracy
+from fedsynth.features.random_images import random_images
 from fedsynth.federation.outputs.architecture import OneNetwork
 from fedsynth.federation.outputs.model_file import teaches, write_model
 from fedsynth.federation.outputs.run_folder import MODEL
@@ -26,11 +27,13 @@ from fedsynth.federation.terms.devices import resolve_device
 from fedsynth.models.registry import ModelSettings, has_given_weights, own_model, usual_depth
 from fedsynth.privacy.files import file_hash
 from fedsynth.privacy.report_file import read_json
+from fedsynth.seeding import torch_generator
 from fedsynth.synthesizer.condensation.student import StudentSettings, train_student
 
 AUTO, SOFT, HARD = "auto", "soft", "hard"
 LABELS = (AUTO, SOFT, HARD)
 NOBODY = "none"
+MOST_RANDOM = 10**6  # that many small ones are some gigabytes
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,7 +46,8 @@ class Student:
         found: the synthetic set; what is guaranteed of it holds of the network.
         labels: "soft" or "hard".
         how: it was trained.
-        taught: a teacher labelled changed copies.
+        taught: a teacher labelled changed copies, or images of random processes.
+        random: how many of these were beside the set.
         guaranteed: what is guaranteed of the set holds of the network: nothing but the set went in,
             and a teacher that its guarantee covers. Of other teachers that is not known, nor of
             weights that the network began with. Of a class of your own it is taken at its word.
@@ -55,6 +59,7 @@ class Student:
     labels: str
     how: StudentSettings
     taught: bool
+    random: int
     guaranteed: bool
 
     def save(self, file: str | Path) -> None:
@@ -66,7 +71,7 @@ class Student:
         facts = {
             "learned_from": f"{len(self.found.labels)} images of {self.found.spec.name}",
             "labels": self.labels,
-            "training": json.dumps(asdict(self.how)),
+            "training": json.dumps(asdict(self.how) | {"random": self.random}),
             "taught": json.dumps(self.taught),
             "epsilon": json.dumps(self.found.epsilon if self.guaranteed else None),
             "delta": json.dumps(self.found.delta if self.guaranteed else None),
@@ -100,6 +105,7 @@ def student_of_set(
     *,
     labels: str = AUTO,
     teacher: str | Path | nn.Module = AUTO,
+    random: int = 0,
     device: str = "auto",
     report: Callable[[int, int], None] = lambda done, total: None,
 ) -> Student:
@@ -115,13 +121,16 @@ def student_of_set(
         teacher: what labels changed copies of the images: a model, or a path as `load_model` takes
             it; "auto": the set's own model, if one was handed over that was not trained on these
             images; "none": copies keep their image's label.
+        random: images of random processes beside the set, which need no data and are labelled by
+            the teacher.
         device: "auto", "cpu" or "cuda".
         report: told of steps that are done, and of how many there are.
 
     Raises:
         DataFilesMissingError, DataFilesCorruptError: there is no set, or it was changed.
-        SettingError: soft labels of a set that has none, a network that cannot take its images, or
-            a teacher of other images, or of classes with other names.
+        SettingError: soft labels of a set that has none, a network that cannot take its images,
+            random images without a teacher, or a teacher of other images, or of classes with other
+            names.
         UnknownNameError: other labels than those.
         DeviceError: no such device.
         OutputError: a teacher that cannot be read.
@@ -149,7 +158,9 @@ def student_of_set(
     settings = model if isinstance(model, ModelSettings) else own_model(model)
     architecture = OneNetwork(found.spec, settings)
     network = architecture.network(how.seed).to(where)
-    asked = teacher if how.views else NOBODY  # without copies it has nothing to label
+    if type(random) is not int or not 0 <= random <= MOST_RANDOM:
+        raise SettingError(None, "random", f"must be a whole number from 0 to {MOST_RANDOM}")
+    asked = teacher if how.views or random else NOBODY  # else it has nothing to label
     tutor, covered = _teacher(Path(folder), asked, found.spec)
     covered = covered and not has_given_weights(settings)
     train_student(
@@ -158,11 +169,21 @@ def student_of_set(
         target.to(where),
         how,
         teacher=None if tutor is None else tutor.to(where),
+        unlabelled_NCHW=normalised_random(random, found.spec, how.seed).to(where)
+        if random
+        else None,
         report=report,
     )
     kind = SOFT if soft else HARD
     taught = tutor is not None
-    return Student(network.eval(), architecture, found, kind, how, taught, covered)
+    return Student(network.eval(), architecture, found, kind, how, taught, random, covered)
+
+
+def normalised_random(count: int, spec: DatasetSpec, seed: int) -> Tensor:
+    """Images of random processes [count, C, H, W], normalised as a set of this `spec` is."""
+    draws = torch_generator(seed, "student's random images")
+    drawn = random_images(count, spec.image_shape, draws)
+    return normalise(drawn.mul(255).round().to(torch.uint8), spec)
 
 
 def network_for(spec: DatasetSpec, **asked: Any) -> ModelSettings:
