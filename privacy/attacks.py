@@ -38,6 +38,16 @@ def attack_success(
     return {a: _largest_power(curve, a, furthest) for a in false_positive_rates}
 
 
+def best_guess(releases: Sequence[Release], adjacency: str = ADD_REMOVE) -> float:
+    """Upper bound on the share of right answers to "in or not?", both cases equally likely.
+
+    A test is right with (1 + TPR − FPR)/2, and TPR − FPR is at most the total variation distance of
+    what is released with and without, which is δ at ε = 0: so (1 + δ(0))/2, for Gaussians Φ(μ/2).
+    """
+    merged = merge(releases, adjacency)
+    return 1.0 if merged is None else (1.0 + delta_of(merged, 0.0)) / 2
+
+
 def _largest_power(curve: Callable[[float], float], alpha: float, furthest: float) -> float:
     first = _golden(lambda e: math.exp(min(e, 700.0)) * alpha + curve(e), furthest)
     second = _golden(lambda e: 1 - math.exp(-e) * (1 - alpha - curve(e)), furthest)

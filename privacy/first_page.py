@@ -81,8 +81,10 @@ def odds_factor(epsilon: float) -> str:
 
 
 def guess_right(epsilon: float, delta: float) -> float:
-    """The most that somebody can be right with, who holds both cases for equally likely and guesses
-    from everything that was released: (e^ε + δ) / (1 + e^ε).
+    """What (ε, δ) alone says of how often somebody can be right who holds both cases for equally
+    likely and guesses from everything that was released: (e^ε + δ) / (1 + e^ε).
+
+    For reports of earlier versions, which do not state the bound of the whole curve.
 
     Of a test with rates TPR ≤ e^ε FPR + δ and 1 − FPR ≤ e^ε (1 − TPR) + δ, the share of right
     answers at even odds, (1 + TPR − FPR) / 2, is largest where both hold with equality.
@@ -145,7 +147,7 @@ def _meaning(report: Mapping[str, Any]) -> list[str]:
     case = "was this example used, or another one" if replaced else "was this example used or not"
     if report["unit"]["several"] == "users":
         case = case.replace("example", "person's data").replace("another one", "another person's")
-    right = 100 * guess_right(epsilon, delta)
+    right = 100 * promise.get("best_guess_at_most", guess_right(epsilon, delta))
     lines = [
         f"{_who(report)}, may ask: {case}?",
         "",

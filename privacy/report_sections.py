@@ -16,7 +16,7 @@ from fedsynth.privacy.accounting import (
     epsilon_rdp,
     merge,
 )
-from fedsynth.privacy.attacks import attack_success
+from fedsynth.privacy.attacks import attack_success, best_guess
 from fedsynth.privacy.releases import Release
 from fedsynth.privacy.report_schema import (
     Accountant,
@@ -79,6 +79,7 @@ def guarantee(ledgers: Mapping[str, Rows], delta: float, adjacency: str) -> Guar
         epsilon_of_each_release_alone=alone(rows, delta, adjacency),
         epsilon_of_delta=_curve(different, delta, adjacency),
         attack_success=_attacks(different, adjacency),
+        best_guess_at_most=max(best_guess(rows, adjacency) for rows in different),
         groups=[group(rows, delta, size, adjacency) for size in GROUPS],
     )
 

@@ -27,9 +27,10 @@ from fedsynth.privacy.accounting import (
     merge,
     totals,
 )
-from fedsynth.privacy.attacks import attack_success
+from fedsynth.privacy.attacks import attack_success, best_guess
 from fedsynth.privacy.calibration import calibrate_noise_multiplier
 from fedsynth.privacy.errors import PrivacySettingError
+from fedsynth.privacy.first_page import guess_right
 from fedsynth.privacy.releases import Release, check_delta
 
 DELTA = 1e-5
@@ -248,6 +249,32 @@ def test_attack_success_of_a_gaussian() -> None:
     searched = attack_success([row(1.0, 1 - 1e-9)])
     for rate, power in exact.items():
         assert power <= searched[rate] <= power * 1.01
+
+
+def test_the_best_guess_is_that_of_the_best_test() -> None:
+    """Half of one and the total variation distance: of Gaussians, and of one sampled step."""
+    from scipy.stats import norm
+
+    for sigma, steps in ((1.0, 1), (5.0, 40)):
+        mu = math.sqrt(steps) / sigma
+        exact = norm.cdf(mu / 2)  # the likelihood ratio's test at even odds
+        assert best_guess([row(sigma, 1.0, steps)]) == pytest.approx(exact)
+    for q in (0.01, 0.4):
+        exact = (1 + q * (2 * norm.cdf(0.5) - 1)) / 2
+        assert exact <= best_guess([row(1.0, q)]) <= exact + 1e-4
+    assert best_guess([]) == 0.5
+    assert best_guess([row(1.0)], "replace-one") == pytest.approx(norm.cdf(1.0))
+    leak = replace(row(1.0), unaccounted="it leaks")
+    assert best_guess([leak]) == 1.0
+
+
+@few
+@given(SIGMA, st.sampled_from([0.01, 0.1, 0.4]), STEPS)
+def test_the_best_guess_lies_within_what_one_point_of_the_curve_says(
+    sigma: float, q: float, steps: int
+) -> None:
+    rows = [row(sigma, q, steps)]
+    assert 0.5 <= best_guess(rows) <= guess_right(epsilon(rows, DELTA), DELTA) + 1e-6
 
 
 @few

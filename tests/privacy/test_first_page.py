@@ -124,6 +124,21 @@ def test_odds_and_guesses_are_never_below_what_holds(epsilon: float, delta: floa
     assert 0.5 <= right <= 1
 
 
+def test_the_best_guess_is_the_curve_s_and_in_earlier_reports_the_one_of_epsilon() -> None:
+    """Old form: a bound far above the one that the next line of the page was made of."""
+    report: Any = made()
+    promise = report["guarantee"]
+
+    def printed() -> float:
+        return float(page(report).split("is right with at most **")[1].split(" %")[0])
+
+    exact = 100 * promise["best_guess_at_most"]
+    assert exact <= printed() <= exact + 0.01
+    del promise["best_guess_at_most"]
+    loose = 100 * guess_right(promise["epsilon"], promise["delta"])
+    assert exact < loose <= printed() <= loose + 0.01
+
+
 def test_a_report_without_a_run_is_an_earlier_versions() -> None:
     """Old form: no other page was known. Kept reports must be made again byte for byte."""
     report = made(replace(CONTEXT, run=None))

@@ -129,6 +129,7 @@ def drop(path: str) -> Callable[[Any], None]:
         ("guarantee/epsilon_by_client/client-001", 0.1, "epsilon_by_client.client-001 says"),
         ("guarantee/epsilon_by_round/0/median", 0.0, "epsilon_by_round[0].median says 0"),
         ("guarantee/attack_success/0/true_positive_rate_at_most", 0.01, "attack_success[0]"),
+        ("guarantee/best_guess_at_most", 0.5, "best_guess_at_most says 0.5"),
         ("guarantee/delta", 1e-4, "guarantee.delta says"),
         ("guarantee/worst_client", "client-001", "'client-001' has not spent the most"),
         ("guarantee/worst_client", "client-007", "'client-007' has not spent the most"),
