@@ -11,8 +11,11 @@ from typing import Annotated, Any
 import typer
 
 from fedsynth.cli.paths import PATH, named_path
+from fedsynth.data.partition_settings import BY_LABELS, DOMAIN, NATURAL
+from fedsynth.data.registry import DATASETS
 
 DATA, PRIVACY, MODEL = "Data and partition", "Differential privacy", "Model"
+NAMED = ", ".join(name for name in DATASETS if "(" not in name)
 
 
 def _data(*names: str, help: str, metavar: str | None = None) -> Any:
@@ -143,11 +146,7 @@ DryRun = Annotated[
 
 Dataset = Annotated[
     str | None,
-    _data(
-        help="digits (embedded), mnist, fashion-mnist, emnist-letters, cifar10, cifar100, svhn, "
-        "cinic10, tiny-imagenet, femnist, "
-        "office-caltech-10, domainnet-10, 'synthetic(1,1)'."
-    ),
+    _data(help=f"{NAMED}, or 'synthetic(1,1)' with numbers of yours; digits come with fedsynth."),
 ]
 DataRoot = Annotated[
     Path | None,
@@ -207,9 +206,8 @@ Partition = Annotated[
     str | None,
     _data(
         "--partition",
-        help="iid, dirichlet, dirichlet-plain, dirichlet-dominant, classes, missing, dominant, "
-        "quantity, "
-        "domain or natural (as the data come); more by --set partition.missing_classes=, "
+        help=f"{', '.join(BY_LABELS)}, {DOMAIN} or {NATURAL} (as the data come); more by --set "
+        "partition.missing_classes=, "
         "dominant_classes=, dominant_share=.",
     ),
 ]
