@@ -6,7 +6,7 @@
 A run (defaults but for one setting, Dir(0.5), 32 rounds, δ = 1e-5) sees all training images but the
 last 10,000, and is measured on these; no test image is read. Compared are feature maps, whitening
 by released covariances (with 16 rounds too, with aggregated noise, and at ε = 10), second moments,
-how far steps go (`logit_noise`), and their clip. Of the embedded digits, which stand for few
+how far steps go (`logit_noise`), their clip, and further rounds. Of the embedded digits, which stand for few
 records (300 are held out), it is the number of rounds.
 
 Resumes: finished rows are lines of results/fedstats_settings.jsonl.
@@ -39,6 +39,7 @@ PAIR = "whitened-scattering+random-process"
 MIRRORED = "mirrored-scattering+random-process"
 REACHES = (0.45, 0.9, 1.8)
 CLIPS = (0.3, 0.5, 0.7)
+MORE_ROUNDS = (32, 64, 128)
 
 
 class Variant(NamedTuple):
@@ -72,6 +73,8 @@ def variants(dataset: str) -> dict[str, Variant]:
     for epsilon in ("1", "10"):
         method = FedStats(second_moments="yes")
         found[f"second moments eps={epsilon}"] = Variant(method, epsilon)
+    for rounds in MORE_ROUNDS:
+        found[f"rounds {rounds}"] = Variant(FedStats(), rounds=rounds)
     for clip in CLIPS:
         found[f"step clip {clip:g}"] = Variant(FedStats(step_clip=clip))
     return found

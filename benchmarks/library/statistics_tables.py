@@ -25,6 +25,7 @@ SOURCES = {
 }
 REACHES = ("0.45", "0.9", "1.8")
 CLIPS = ("0.3", "0.5", "0.7")
+ROUNDS = (32, 64, 128)
 NOISES = {"own": "own", "secure": "aggregated"}
 SCATTERING, PAIR, MIRRORED = (
     "whitened-scattering",
@@ -116,6 +117,17 @@ def _clip() -> str:
         if any(values):
             body.append([label, *(spread(one, 1) for one in values)])
     return table(["`step_clip`", *CLIPS], body)
+
+
+def _rounds() -> str:
+    """Held-out accuracy at ε = 1 with own noise by the number of rounds, three seeds."""
+    rows = by_key("fedstats_settings")
+    body = []
+    for dataset, label in DATASETS.items():
+        values = [percents(rows, f"{dataset} rounds {rounds}", (0, 1, 2)) for rounds in ROUNDS]
+        if any(values):
+            body.append([label, *(spread(one, 3) for one in values)])
+    return table(["rounds", *map(str, ROUNDS)], body)
 
 
 def _second() -> str:
@@ -228,6 +240,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "fedstats-cost": _cost,
     "fedstats-features": _features,
     "fedstats-reach": _reach,
+    "fedstats-rounds": _rounds,
     "fedstats-clip": _clip,
     "fedstats-whitening": _whitening,
     "fedstats-second": _second,
