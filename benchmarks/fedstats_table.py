@@ -15,9 +15,7 @@ A student is a ConvNet of width 32 and depth 3, trained on 2,000 images of each 
 are moved and the others as they are drawn, and on nothing else: on the classes that they were made
 for ("hard"), on the soft labels that are kept with them ("stored"), both for 2,000 steps, or on
 these and four copies of each that the released classifier labels, for 5,000 ("taught"; found on
-held-out training images). Copies of garments may be mirrored, and theirs are learned once more with
-20,000 images of random processes beside, which the classifier labels ("beside"). Own noise,
-Dir(0.5), and ε = 1 where `--epsilons` names no others.
+held-out training images). Own noise, Dir(0.5), and ε = 1 where `--epsilons` names no others.
 
 Resumes: finished runs are lines of results/fedstats_table.jsonl (of fedstats_students.jsonl with
 `--students`), the important ones first; `--only` shares the work among processes, and after
@@ -36,7 +34,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -48,9 +45,7 @@ from fedsynth.data.load import load_dataset
 from fedsynth.data.registry import dataset_spec
 from fedsynth.evaluation.accuracy import accuracy
 from fedsynth.federation.simulation import simulate
-from fedsynth.federation.student import normalised_random
 from fedsynth.models.registry import build_model
-from fedsynth.synthesizer.condensation.student import augmented, soft_labels
 from library.fedstats import Case, classifier_accuracy, settings_for
 from library.kept_features import vectors
 from library.options import add_cache, add_share, table_options
@@ -61,11 +56,8 @@ EPSILONS = ("1", "10", "3", "0.5", "inf")
 ALPHAS = (0.01, 0.5, 100.0)
 SEEDS = (0, 1, 2, 3, 4)
 IPC, DRAWN = 400, 1600
-ALONE = StudentSettings(views=0, mixup=False)
-COPIES = StudentSettings(views=4)
-STEPS, LONGER = 2000, 5000
-MIRRORED = ("fashion-mnist",)
-RANDOM = 20_000
+ALONE = StudentSettings(steps=2000, views=0, mixup=False)
+TAUGHT = StudentSettings(steps=5000, views=4)
 
 
 def cases(datasets: list[str], epsilons: list[str]) -> Iterator[Case]:
@@ -106,24 +98,16 @@ def student_run(
     row = {
         "accuracy": classifier_accuracy(result.model, FedStats(), train.spec, test_Nd, test.labels)
     }
-    images, soft = found["images"], found["soft_labels"]
-    mirrored = train.spec.name in MIRRORED
-    # `train_student` with a teacher, in two steps: copies are made once for two students
-    copies, labels = augmented(images, soft, replace(COPIES, flip=mirrored), result.model)
     chosen = {
-        "hard": (images, found["labels"], STEPS),
-        "stored": (images, soft, STEPS),
-        "taught": (copies, labels, LONGER),
+        "hard": (found["labels"], None, ALONE),
+        "stored": (found["soft_labels"], None, ALONE),
+        "taught": (found["soft_labels"], result.model, TAUGHT),
     }
-    if mirrored:
-        more = normalised_random(RANDOM, train.spec, COPIES.seed)
-        its = soft_labels(result.model, more)
-        chosen["beside"] = (torch.cat([copies, more]), torch.cat([labels, its]), LONGER)
-    for name, (all_images, all_labels, steps) in chosen.items():
+    for name, (labels, teacher, how) in chosen.items():
         network = build_model(
             ModelSettings(width=32), train.spec.image_shape, train.spec.classes, 0
         )
-        train_student(network, all_images, all_labels, replace(ALONE, steps=steps))
+        train_student(network, found["images"], labels, how, teacher=teacher)
         row[f"student_{name}"] = accuracy(network, test)
     seconds = sum(one["seconds"] for one in result.metrics)
     return {**row, "images": len(found["labels"]), "seconds": round(seconds, 3)}

@@ -50,10 +50,6 @@ def student(
     flip: Annotated[
         bool, typer.Option("--flip", help="Copies may be mirrored (not digits or letters).")
     ] = False,
-    random: Annotated[
-        int,
-        typer.Option(help="Images of random processes beside the set, which the teacher labels."),
-    ] = 0,
     model: given.Model = None,
     width: given.Width = None,
     depth: given.Depth = None,
@@ -79,8 +75,7 @@ def student(
     `fedsynth.load_model` reads the file. What is guaranteed of the set holds of the network, if the
     teacher is nobody or of the same run.
 
-    Example: `fedsynth student share --width 32 --steps 5000 --copies 4 --flip --random 20000
-    --dataset fashion-mnist`.
+    Example: `fedsynth student share --width 32 --steps 5000 --copies 4 --dataset fashion-mnist`.
     """
     with one_line_errors(context.command):
         from fedsynth.cli.memory import keep_large_allocations
@@ -121,18 +116,13 @@ def student(
             how,
             labels=labels,
             teacher=place,
-            random=random,
             device=device,
             report=_said,
         )
         made.save(output)
         copies_of = f", and {how.views} changed copies of each" if how.views else ""
         whose = " that a model labelled" if made.taught and how.views else ""
-        beside = f", {random} random images that it labelled" if random else ""
-        print(
-            f"learned: {len(made.found.labels)} images, {made.labels} labels{copies_of}{whose}"
-            f"{beside}"
-        )
+        print(f"learned: {len(made.found.labels)} images, {made.labels} labels{copies_of}{whose}")
         print(f"guarantee: {_guarantee(made)}")
         if test is not None:
             right = 100 * made.accuracy_on(test)

@@ -18,6 +18,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
@@ -82,6 +83,7 @@ class Ledger:
         self.path = None if path is None else Path(path)
         self.confirm: Callable[[], AbstractContextManager[None]] = nullcontext
         self._process = os.getpid()
+        self._in_memory = threading.Lock()  # of threads; a file's own lock is for processes, too
         self._read = Lines()
         if self.path is None:
             return
@@ -159,8 +161,9 @@ class Ledger:
                     f"the ledger of client {self.client!r} is in the memory of another process, "
                     "which would not see this charge: keep ledgers in a folder"
                 )
-            check(self._read.releases, [release])
-            self._read = replace(self._read, releases=(*self._read.releases, release))
+            with self._in_memory:
+                check(self._read.releases, [release])
+                self._read = replace(self._read, releases=(*self._read.releases, release))
             return
         with self.confirm(), self._locked(self.path) as file:
             self._catch_up(file)

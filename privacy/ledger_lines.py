@@ -1,4 +1,4 @@
-"""What the lines of a ledger's file say, read on from what is known; refused where they are damaged.
+"""What the lines of a ledger's file say, read on from what is known; damaged ones are refused.
 
 The first line is a header; each further one is a release, or an entry that says whose records the
 ledger is for. Each carries a hash over itself and all lines before it, so that an edit is noticed.

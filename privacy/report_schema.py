@@ -91,7 +91,7 @@ class Guarantee(Part):
     epsilon_of_each_release_alone: list[KindAlone]
     epsilon_of_delta: list[CurvePoint]
     attack_success: list[Attack]
-    best_guess_at_most: float | None = None  # missing in reports of earlier versions
+    best_guess_at_most: float = Field(default=1.0)  # missing in reports of earlier versions
     groups: list[Group]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from operator import itemgetter, methodcaller
+from operator import itemgetter
 
 from library.rows import NOTHING, STATISTICS_SEEDS, by_key, percents, spread, table
 
@@ -189,18 +189,11 @@ def _students() -> str:
     for dataset, label in DATASETS.items():
         name = f"{dataset} eps=1 own alpha=0.5 K=10"
         cells = []
-        for key in (
-            "accuracy",
-            "student_hard",
-            "student_stored",
-            "student_taught",
-            "student_beside",
-        ):
-            values = percents(rows, name, SEEDS, methodcaller("get", key))
+        for key in ("accuracy", "student_hard", "student_stored", "student_taught"):
+            values = percents(rows, name, SEEDS, itemgetter(key))
             cells.append(spread(values, len(SEEDS)))
         body.append([label, *cells])
     head = ["", "classifier", "hard labels", "stored soft labels", "classifier labels copies"]
-    head.append("and random processes beside")
     return table(head, body)
 
 

@@ -9,16 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from fedsynth.data.images import ImageData, normalise
+from fedsynth.data.images import ImageData
 from fedsynth.data.load import load_dataset
 from fedsynth.data.load_folder import read_as
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.data.shared_set import SUMS, SharedSet, load_synthetic
 from fedsynth.errors import FedsynthError, OutputError, Setting, SettingError, Text, unknown_value
 from fedsynth.evaluation.accuracy import accuracy
-from fedsynth.features.random_images import random_images
 from fedsynth.federation.outputs.architecture import OneNetwork
 from fedsynth.federation.outputs.model_file import teaches, write_model
 from fedsynth.federation.outputs.run_folder import MODEL
@@ -27,13 +26,11 @@ from fedsynth.federation.terms.devices import resolve_device
 from fedsynth.models.registry import ModelSettings, has_given_weights, own_model, usual_depth
 from fedsynth.privacy.files import file_hash
 from fedsynth.privacy.report_file import read_json
-from fedsynth.seeding import torch_generator
 from fedsynth.synthesizer.condensation.student import StudentSettings, train_student
 
 AUTO, SOFT, HARD = "auto", "soft", "hard"
 LABELS = (AUTO, SOFT, HARD)
 NOBODY = "none"
-MOST_RANDOM = 10**6  # that many small ones are some gigabytes
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,8 +43,7 @@ class Student:
         found: the synthetic set; what is guaranteed of it holds of the network.
         labels: "soft" or "hard".
         how: it was trained.
-        taught: a teacher labelled changed copies, or images of random processes.
-        random: how many of these were beside the set.
+        taught: a teacher labelled changed copies.
         guaranteed: what is guaranteed of the set holds of the network: nothing but the set went in,
             and a teacher that its guarantee covers. Of other teachers that is not known, nor of
             weights that the network began with. Of a class of your own it is taken at its word.
@@ -59,7 +55,6 @@ class Student:
     labels: str
     how: StudentSettings
     taught: bool
-    random: int
     guaranteed: bool
 
     def save(self, file: str | Path) -> None:
@@ -71,7 +66,7 @@ class Student:
         facts = {
             "learned_from": f"{len(self.found.labels)} images of {self.found.spec.name}",
             "labels": self.labels,
-            "training": json.dumps(asdict(self.how) | {"random": self.random}),
+            "training": json.dumps(asdict(self.how)),
             "taught": json.dumps(self.taught),
             "epsilon": json.dumps(self.found.epsilon if self.guaranteed else None),
             "delta": json.dumps(self.found.delta if self.guaranteed else None),
@@ -105,7 +100,6 @@ def student_of_set(
     *,
     labels: str = AUTO,
     teacher: str | Path | nn.Module = AUTO,
-    random: int = 0,
     device: str = "auto",
     report: Callable[[int, int], None] = lambda done, total: None,
 ) -> Student:
@@ -121,16 +115,13 @@ def student_of_set(
         teacher: what labels changed copies of the images: a model, or a path as `load_model` takes
             it; "auto": the set's own model, if one was handed over that was not trained on these
             images; "none": copies keep their image's label.
-        random: images of random processes beside the set, which need no data and are labelled by
-            the teacher.
         device: "auto", "cpu" or "cuda".
         report: told of steps that are done, and of how many there are.
 
     Raises:
         DataFilesMissingError, DataFilesCorruptError: there is no set, or it was changed.
-        SettingError: soft labels of a set that has none, a network that cannot take its images,
-            random images without a teacher, or a teacher of other images, or of classes with other
-            names.
+        SettingError: soft labels of a set that has none, a network that cannot take its images, or
+            a teacher of other images, or of classes with other names.
         UnknownNameError: other labels than those.
         DeviceError: no such device.
         OutputError: a teacher that cannot be read.
@@ -158,9 +149,7 @@ def student_of_set(
     settings = model if isinstance(model, ModelSettings) else own_model(model)
     architecture = OneNetwork(found.spec, settings)
     network = architecture.network(how.seed).to(where)
-    if type(random) is not int or not 0 <= random <= MOST_RANDOM:
-        raise SettingError(None, "random", f"must be a whole number from 0 to {MOST_RANDOM}")
-    asked = teacher if how.views or random else NOBODY  # else it has nothing to label
+    asked = teacher if how.views else NOBODY  # without copies it has nothing to label
     tutor, covered = _teacher(Path(folder), asked, found.spec)
     covered = covered and not has_given_weights(settings)
     train_student(
@@ -169,21 +158,11 @@ def student_of_set(
         target.to(where),
         how,
         teacher=None if tutor is None else tutor.to(where),
-        unlabelled_NCHW=normalised_random(random, found.spec, how.seed).to(where)
-        if random
-        else None,
         report=report,
     )
     kind = SOFT if soft else HARD
     taught = tutor is not None
-    return Student(network.eval(), architecture, found, kind, how, taught, random, covered)
-
-
-def normalised_random(count: int, spec: DatasetSpec, seed: int) -> Tensor:
-    """Images of random processes [count, C, H, W], normalised as a set of this `spec` is."""
-    draws = torch_generator(seed, "student's random images")
-    drawn = random_images(count, spec.image_shape, draws)
-    return normalise(drawn.mul(255).round().to(torch.uint8), spec)
+    return Student(network.eval(), architecture, found, kind, how, taught, covered)
 
 
 def network_for(spec: DatasetSpec, **asked: Any) -> ModelSettings:

@@ -53,9 +53,12 @@ def test_links_lead_somewhere(name: str) -> None:
 
 
 def long_lines(text: str) -> list[str]:
-    """Lines of prose over 100 characters: not code, tables, headings, quotes or single links."""
+    """Lines of prose over 100 characters: not code, tables, headings, quotes, HTML, or a link
+    that has its line to itself."""
     lines = without_code(text).split("\n")
-    prose = [line for line in lines if not re.match(r"\s*(\||#|>|<|!?\[[^\]]*\]\()", line)]
+    prose = [
+        line for line in lines if not re.match(r"\s*([|#>]|<\w|!?\[[^\]]*\]\(\S+\)\W*$)", line)
+    ]
     return [line for line in prose if len(line) > 100 and " " in line.strip()[:100]]
 
 

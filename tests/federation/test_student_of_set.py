@@ -186,27 +186,6 @@ def test_soft_labels_and_the_set_s_own_teacher_are_what_is_taken(share: Path) ->
     assert not torch.equal(*outcomes)
 
 
-def test_images_of_random_processes_beside_the_set_are_the_teacher_s(
-    share: Path, tmp_path: Path
-) -> None:
-    """They are the seed's, change what is learned and no guarantee, and need a teacher."""
-    alone = StudentSettings(steps=20, views=0)
-    made = [student_of_set(share, LINEAR, alone, random=count) for count in (0, 50, 50)]
-    weights = [torch.cat([p.flatten() for p in one.network.parameters()]) for one in made]
-    assert not torch.equal(weights[0], weights[1])
-    assert torch.equal(weights[1], weights[2])
-    assert [one.taught for one in made] == [False, True, True]
-    assert all(one.guaranteed for one in made)
-    made[1].save(tmp_path / "student.safetensors")
-    with safe_open(tmp_path / "student.safetensors", "pt") as file:
-        assert json.loads(file.metadata()["training"])["random"] == 50
-    with pytest.raises(SettingError, match="teacher"):
-        student_of_set(share, LINEAR, alone, random=50, teacher="none")
-    for count in (-1, 10**7, 0.5):
-        with pytest.raises(SettingError, match="random"):
-            student_of_set(share, LINEAR, alone, random=count)  # type: ignore[arg-type]
-
-
 def test_a_run_s_folder_can_be_the_teacher(run: RunResult, tmp_path: Path, share: Path) -> None:
     bare = export_run(str(run.folder), tmp_path / "share")
     made = student_of_set(bare, LINEAR, BRIEF, teacher=str(run.folder))

@@ -313,11 +313,12 @@ def test_nothing_can_be_reported_of_a_run_without_privacy(tmp_path: Path) -> Non
 EARLIER = Path(__file__).with_name("earlier_runs")
 
 
-@pytest.mark.parametrize("method", ["feddm", "fedaf"])
-def test_a_folder_of_an_earlier_version_verifies(method: str, tmp_path: Path) -> None:
-    """As version 0.1.0 left them before reports named settings in place of options."""
-    folder = tmp_path / method
-    shutil.copytree(EARLIER / method, folder)
+@pytest.mark.parametrize("kept", ["feddm", "fedaf", "one-epsilon"])
+def test_a_folder_of_an_earlier_version_verifies(kept: str, tmp_path: Path) -> None:
+    """As they were left before reports named settings in place of options, and before the first
+    page's best guess was of the whole curve."""
+    folder = tmp_path / kept
+    shutil.copytree(EARLIER / kept, folder)
     assert found(folder) == []
     changed = json.loads((folder / "privacy_report.json").read_text())
     values = json.loads(changed["public_items"]["hyper-parameters"])

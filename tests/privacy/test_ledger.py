@@ -8,6 +8,8 @@ import json
 import multiprocessing
 import os
 import re
+import sys
+import threading
 from collections.abc import Callable
 from io import FileIO
 from pathlib import Path
@@ -230,6 +232,25 @@ def test_two_processes_do_not_interleave(path: Path) -> None:
     rounds = [r.round for r in Ledger("alice", path, dataset="digits/0").releases]
     assert sorted(rounds) == [*range(25), *range(100, 125)]
     assert [n for n in rounds if n < 100] == list(range(25))
+
+
+def test_threads_lose_no_charge_of_a_ledger_in_memory() -> None:
+    """Catches: rows that one thread reads, and writes back over another's."""
+    ledger = Ledger("alice")
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [
+            threading.Thread(target=lambda: [ledger.charge(row(n)) for n in range(300)])
+            for _ in range(4)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert len(ledger.releases) == 4 * 300
 
 
 def test_guard_refuses_before_the_cap() -> None:

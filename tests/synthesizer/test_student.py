@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from torch import nn
 
 from fedsynth import ModelSettings
-from fedsynth.errors import SettingError
 from fedsynth.models.registry import build_model
 from fedsynth.synthesizer.condensation.student import (
     StudentSettings,
@@ -38,19 +36,15 @@ def test_copies_have_the_teacher_s_labels_and_originals_their_own() -> None:
     assert torch.equal(alone, own.repeat(3, 1))
 
 
-def test_further_images_are_learned_with_the_teacher_s_labels() -> None:
-    """Catches: images that are left out, or labelled by nobody."""
-    others = torch.randn(3, 1, 8, 8, generator=torch.Generator().manual_seed(1))
-    teacher = network(1)
-    with torch.no_grad():  # sure of its labels
-        next(teacher.parameters()).mul_(100)
-    student = network()
-    settings = StudentSettings(steps=400, views=0)
-    train_student(student, IMAGES, LABELS, settings, teacher=teacher, unlabelled_NCHW=others)
-    assert student(others).argmax(dim=1).tolist() == teacher(others).argmax(dim=1).tolist()
-    assert student(IMAGES).argmax(dim=1).tolist() == LABELS.tolist()
-    with pytest.raises(SettingError, match="somebody must label"):
-        train_student(student, IMAGES, LABELS, settings, unlabelled_NCHW=others)
+def test_without_copies_batches_are_mixed_whether_or_not_there_is_a_teacher() -> None:
+    made = []
+    for teacher, mixup in ((None, True), (network(1), True), (network(1), False)):
+        student = network()
+        settings = StudentSettings(steps=5, views=0, mixup=mixup)
+        train_student(student, IMAGES, LABELS, settings, teacher=teacher)
+        made.append(torch.cat([p.flatten() for p in student.parameters()]))
+    assert torch.equal(made[0], made[1])
+    assert not torch.equal(made[1], made[2])
 
 
 def test_images_and_labels_are_mixed_by_the_same_shares() -> None:

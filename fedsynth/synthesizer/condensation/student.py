@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedsynth.errors import SettingError
 from fedsynth.seeding import torch_generator
 from fedsynth.synthesizer.condensation.siamese import SiameseAugmentation
 from fedsynth.synthesizer.condensation.warps import blended, warped
@@ -35,8 +34,8 @@ class StudentSettings:
         learning_rate: the first.
         weight_decay: AdamW's.
         mixup: whether pairs are mixed, in shares uniform on [0, 1]: with a teacher every second
-            copy is such a mixture, which it labels; without one, batches and their labels are
-            mixed.
+            copy is such a mixture, which it labels; without one, or without copies, batches and
+            their labels are mixed.
         views: copies of each image beside it.
         flip: whether copies may be mirrored: not where left and right are told apart.
         seed: of copies, batches and mixing.
@@ -66,7 +65,6 @@ def train_student(
     settings: StudentSettings | None = None,
     *,
     teacher: nn.Module | None = None,
-    unlabelled_NCHW: Tensor | None = None,
     report: Callable[[int, int], None] = lambda done, total: None,
 ) -> None:
     """Trains a network in place on synthetic images and nothing else.
@@ -77,12 +75,7 @@ def train_student(
         labels: classes [N], or soft labels [N, classes].
         settings: how; None: `StudentSettings()`.
         teacher: relabels augmented copies by its softmax; None: they keep their image's label.
-        unlabelled_NCHW: more images, normalised alike, which the teacher labels: public ones, such
-            as `fedsynth.features.random_images` draws. There are no copies of them.
         report: told of steps that are done, and of how many there are.
-
-    Raises:
-        SettingError: unlabelled images without a teacher.
 
     >>> from fedsynth import ModelSettings
     >>> from fedsynth.models.registry import build_model
@@ -93,13 +86,8 @@ def train_student(
     [0, 1]
     """
     how = settings or StudentSettings()
-    if unlabelled_NCHW is not None and teacher is None:
-        raise SettingError(None, "teacher", "is missing, and somebody must label further images")
     x, y = augmented(images_NCHW, as_shares(labels, student, images_NCHW), how, teacher)
-    if unlabelled_NCHW is not None and teacher is not None:
-        x = torch.cat([x, unlabelled_NCHW])
-        y = torch.cat([y, soft_labels(teacher, unlabelled_NCHW)])
-    in_batches = how.mixup and teacher is None
+    in_batches = how.mixup and (teacher is None or how.views == 0)
     draws = torch_generator(how.seed, "student training")
     optimiser = torch.optim.AdamW(
         student.parameters(), lr=how.learning_rate, weight_decay=how.weight_decay
