@@ -58,6 +58,7 @@ SEEDS = (0, 1, 2, 3, 4)
 IPC, DRAWN = 400, 1600
 ALONE = StudentSettings(steps=2000, views=0, mixup=False)
 TAUGHT = StudentSettings(steps=5000, views=4)
+QUICK_STEPS = 20
 
 
 def cases(datasets: list[str], epsilons: list[str]) -> Iterator[Case]:
@@ -87,7 +88,7 @@ def teacher_run(
 
 
 def student_run(
-    settings: RunSettings, data: tuple[ImageData, ImageData], test_Nd: Tensor
+    settings: RunSettings, data: tuple[ImageData, ImageData], test_Nd: Tensor, quick: bool
 ) -> dict[str, Any]:
     """A run that makes images, and the accuracy of the classifier and of three students on
     `data[1]`, whose features are `test_Nd`."""
@@ -107,6 +108,7 @@ def student_run(
         network = build_model(
             ModelSettings(width=32), train.spec.image_shape, train.spec.classes, 0
         )
+        how = replace(how, steps=QUICK_STEPS) if quick else how
         train_student(network, found["images"], labels, how, teacher=teacher)
         row[f"student_{name}"] = accuracy(network, test)
     seconds = sum(one["seconds"] for one in result.metrics)
@@ -118,7 +120,7 @@ def students(options: argparse.Namespace) -> None:
     results = Results.of("fedstats_students", options)
     for dataset in options.datasets:
         train, test, vectors_test = _prepared(dataset, options.cache)
-        run = partial(student_run, test_Nd=vectors_test)
+        run = partial(student_run, test_Nd=vectors_test, quick=options.quick)
         for seed, epsilon in itertools.product(options.seeds, options.epsilons or ["1"]):
             case = Case(dataset, epsilon, "own", 0.5, 10)
             settings = settings_for(case, seed, options.device, options.quick)
@@ -128,7 +130,7 @@ def students(options: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    parser = table_options(__doc__, "two rounds, to see that it runs")
+    parser = table_options(__doc__, "two rounds and few steps, to see that it runs")
     parser.add_argument("--datasets", nargs="+", default=list(DATASETS), choices=DATASETS)
     parser.add_argument("--epsilons", nargs="+", choices=EPSILONS)
     parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS))
