@@ -6,8 +6,8 @@
 A run (defaults but for one setting, Dir(0.5), 32 rounds, δ = 1e-5) sees all training images but the
 last 10,000, and is measured on these; no test image is read. Compared are feature maps, whitening
 by released covariances (with 16 rounds too, with aggregated noise, and at ε = 10), second moments,
-how far steps go (`logit_noise`), their clip, and further rounds. Of the embedded digits, which stand for few
-records (300 are held out), it is the number of rounds.
+how far steps go (`logit_noise`), their clip, and further rounds. Of the embedded digits, which
+stand for few records (300 are held out), it is the number of rounds.
 
 Resumes: finished rows are lines of results/fedstats_settings.jsonl.
 """

@@ -62,8 +62,8 @@ Config = Annotated[
 Preset = Annotated[
     str | None,
     typer.Option(
-        help="A published table's settings, as feddm:table2 (`fedsynth reproduce --list`); --dataset,"
-        " --method, --alpha, --clients and --rounds choose the cell, other options win over it."
+        help="A published table's settings, as feddm:table2 (`fedsynth reproduce --list`); "
+        "--dataset, --method, --alpha, --clients and --rounds choose the cell, other options win over it."
     ),
 ]
 Set = Annotated[
@@ -124,8 +124,8 @@ Resume = Annotated[
     typer.Option(
         parser=named_path,
         metavar="RUN",
-        help="Go on with a run that did not finish, by its folder (runs/….incomplete). Settings are "
-        "its own; --device, --memory-gb, --compile and --data-root may be given anew.",
+        help="Go on with a run that did not finish, by its folder (runs/….incomplete). Settings "
+        "are its own; --device, --memory-gb, --compile and --data-root may be given anew.",
     ),
 ]
 Log = Annotated[
@@ -253,8 +253,8 @@ ClientModels = Annotated[
 Features = Annotated[
     str | None,
     _model(
-        help="A fixed feature map that a linear model (or --model mlp) is trained on, by methods that "
-        "train models: whitened-scattering, scattering, random-process, pixels, …; or your own: "
+        help="A fixed feature map that a linear model (or --model mlp) is trained on, by methods "
+        "that train models: whitened-scattering, scattering, random-process, pixels, …; or your own: "
         "FILE.py:NAME, a function of image_shape that makes a FeatureMap. Of fedstats: its map.",
     ),
 ]

@@ -214,8 +214,9 @@ source = {json.dumps(spec.source, ensure_ascii=False)}
 # less private; `most_images` must be a true bound (δ is checked against it).
 images = {coarse(images)}  # about how many there are at all sites together
 most_images = {coarse(2 * images, up=True)}  # there are certainly no more
-users = {coarse(users) if users else 0}  # about how many people they are of; 0: not known (a run that protects
-# users, privacy.unit, still asks how many a client has: privacy.nominal_size)
+# About how many people they are of; 0: not known. (A run that protects users, privacy.unit, still
+# asks how many a client has: privacy.nominal_size.)
+users = {coarse(users) if users else 0}
 
 [privacy]
 # Where it is written down what was spent on these images, over all runs: keep it, and let nobody

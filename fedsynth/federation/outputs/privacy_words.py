@@ -92,8 +92,8 @@ def _of_the_noise(plan: PrivacyPlan) -> list[str]:
     if untold and plan.sigma >= MUCH_NOISE and plan.all_releases >= MANY_RELEASES:
         return [
             f"  warning: {plan.all_releases:,} releases share the budget, each with noise of "
-            f"σ = {plan.sigma:.3g}: fewer rounds, and fewer steps of a round, leave each more of it "
-            "(`fedsynth privacy plan`)"
+            f"σ = {plan.sigma:.3g}: fewer rounds, and fewer steps of a round, leave each more of "
+            "it (`fedsynth privacy plan`)"
         ]
     drowned = [(ratio, quantity) for ratio, quantity in told if ratio is not None and ratio < 1]
     if not drowned:
