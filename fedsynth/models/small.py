@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from fedsynth.errors import SettingError
 from fedsynth.models.convnet import make_norm
+from fedsynth.models.layout import channels_last
 
 
 class Linear(nn.Module):
@@ -67,7 +68,7 @@ class LeNet5(nn.Module):
         SettingError: images below 16×16, of which nothing would be left.
     """
 
-    stage_names = ("pool1", "pool2")
+    stage_names = ("relu1", "relu2")
 
     def __init__(self, image_shape: tuple[int, int, int], classes: int) -> None:
         super().__init__()
@@ -85,6 +86,8 @@ class LeNet5(nn.Module):
         self.conv2 = nn.Conv2d(6, 16, 5)
         self.pool1 = nn.MaxPool2d(2)
         self.pool2 = nn.MaxPool2d(2)
+        self.relu1 = nn.ReLU()
+        self.relu2 = nn.ReLU()
         self.fc1 = nn.Linear(16 * rows * columns, 120)
         self.fc2 = nn.Linear(120, 84)
         self.classifier = nn.Linear(84, classes)
@@ -93,8 +96,9 @@ class LeNet5(nn.Module):
 
     def embed(self, x_NCHW: Tensor) -> Tensor:
         """Embeddings, [N, 84]."""
-        x = self.pool1(torch.relu(self.conv1(x_NCHW)))
-        x = self.pool2(torch.relu(self.conv2(x)))
+        # ReLU of a maximum is the maximum of ReLUs, gradients too, of a quarter of the numbers
+        x = self.relu1(self.pool1(self.conv1(channels_last(x_NCHW))))
+        x = self.relu2(self.pool2(self.conv2(x)))
         return torch.relu(self.fc2(torch.relu(self.fc1(x.flatten(1)))))
 
     def forward(self, x_NCHW: Tensor) -> Tensor:
@@ -103,8 +107,8 @@ class LeNet5(nn.Module):
 
 
 class Cnn(nn.Module):
-    """A plain convolutional network: blocks of conv 3×3, norm, ReLU, max-pool 2, then one hidden
-    layer.
+    """A plain convolutional network: blocks of conv 3×3, norm, max-pool 2, ReLU (which commute),
+    then one hidden layer.
 
     FedHydra's CNN1 and CNN2, whose shape its paper does not give, are here (32, 64) channels with
     128 hidden units, and (16, 32, 64) with 64.
@@ -135,11 +139,12 @@ class Cnn(nn.Module):
             layers += [
                 nn.Conv2d(inside, outside, 3, padding=1),
                 make_norm(norm, outside),
-                nn.ReLU(),
                 nn.MaxPool2d(2),
+                nn.ReLU(),  # of a maximum: the maximum of ReLUs, of a quarter of the numbers
             ]
             inside = outside
         self.features = nn.Sequential(*layers)
+        self._pixelwise = norm in ("batch", "none")
         self.stage_names = tuple(f"features.{4 * block + 3}" for block in range(len(channels)))
         self.hidden = nn.Linear(
             inside * (height >> len(channels)) * (width >> len(channels)), hidden
@@ -150,7 +155,8 @@ class Cnn(nn.Module):
 
     def embed(self, x_NCHW: Tensor) -> Tensor:
         """Embeddings, [N, hidden]."""
-        return torch.relu(self.hidden(self.features(x_NCHW).flatten(1)))
+        x = channels_last(x_NCHW) if self._pixelwise else x_NCHW
+        return torch.relu(self.hidden(self.features(x).flatten(1)))
 
     def forward(self, x_NCHW: Tensor) -> Tensor:
         z: Tensor = self.classifier(self.embed(x_NCHW))
