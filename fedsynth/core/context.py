@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -15,6 +15,7 @@ from torch import nn
 
 from fedsynth.copies import copied
 from fedsynth.data.registry import DatasetSpec
+from fedsynth.keeping import KeepsNothing, StepKeeper
 from fedsynth.privacy.grid import Grid
 from fedsynth.privacy.settings import PrivacySettings
 
@@ -52,33 +53,6 @@ class Notes(Silent):
     def note(self, text: str) -> None:
         """Keeps the line."""
         self.lines.append(text)
-
-
-class StepKeeper(Protocol):
-    """Keeps where a long loop of an open client stands, so that a run that was killed inside a
-    round need not begin it anew. Never a private client's: what it has released is not repeated."""
-
-    def found(self, name: str) -> tuple[int, Mapping[str, torch.Tensor]] | None:
-        """How many steps of the loop with this name were done, and its tensors then; None: it
-        begins."""
-
-    def offer(
-        self, name: str, step: int, tensors: Callable[[], Mapping[str, torch.Tensor]]
-    ) -> None:
-        """So many steps are done; `tensors` is called if it is time to keep them."""
-
-
-class KeepsNothing:
-    """No step is kept: a round that was killed begins anew."""
-
-    def found(self, name: str) -> tuple[int, Mapping[str, torch.Tensor]] | None:
-        """None."""
-        return None
-
-    def offer(
-        self, name: str, step: int, tensors: Callable[[], Mapping[str, torch.Tensor]]
-    ) -> None:
-        """Nothing."""
 
 
 class PublicImages(Protocol):
@@ -188,6 +162,12 @@ class RoundContext:
         if self.participants is None:
             return tuple(range(self.federation.clients))
         return self.participants
+
+    @property
+    def server_keeper(self) -> StepKeeper:
+        """For the server's loops. With differential privacy a round that is repeated has other
+        uploads, so that its loops begin anew."""
+        return self.keeper if self.privacy is None else KeepsNothing()
 
     @property
     def seed(self) -> int:

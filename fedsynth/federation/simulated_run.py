@@ -37,6 +37,7 @@ from fedsynth.federation.exchange.rounds import Played, agree, play_round
 from fedsynth.federation.exchange.server import Server
 from fedsynth.federation.observer import Observer
 from fedsynth.federation.outputs.checkpoint import Checkpoint, run_identity
+from fedsynth.federation.outputs.kept_steps import KeptSteps
 from fedsynth.federation.outputs.measure import Measure
 from fedsynth.federation.outputs.result import RunResult, own_sources
 from fedsynth.federation.outputs.run_checkpoints import RunCheckpoints
@@ -70,6 +71,7 @@ class Simulation:
         output: Path | None,
         download: bool = False,
         resumed: RunFolder | None = None,
+        trained: Path | None = None,
     ) -> None:
         self.settings = settings
         self.method = settings.method
@@ -81,7 +83,8 @@ class Simulation:
         if settings.privacy is not None:
             PrivacyPlan.checked(settings, self.context)
         identity = partial(run_identity, settings, train, test[0], parts)
-        self.checkpoints = RunCheckpoints(settings, identity)
+        shared = trained if settings.rounds == 1 and settings.privacy is None else None
+        self.checkpoints = RunCheckpoints(settings, identity, shared)
         checkpoint = None if resumed is None else self.checkpoints.read(resumed)
         self.exchange = self._clients(clients, train, parts, resumed)
         planned = self._planned_before(resumed, checkpoint)
@@ -216,7 +219,8 @@ class Simulation:
             if refusal is not None:
                 self._end_early(refusal)
                 break
-            self._record(context, started)
+            earlier = context.keeper.earlier if isinstance(context.keeper, KeptSteps) else 0.0
+            self._record(context, started - earlier)
         return self._finish()
 
     def round_context(self, number: int) -> RoundContext:

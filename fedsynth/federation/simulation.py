@@ -42,6 +42,7 @@ def simulate(
     download: bool = False,
     resume: Path | str | None = None,
     quiet: bool = False,
+    trained: Path | str | None = None,
 ) -> RunResult:
     """Runs a federation.
 
@@ -68,6 +69,9 @@ def simulate(
             that was cut off is repeated, and with differential privacy charged again. `output` is
             then not looked at.
         quiet: without an observer, say nothing.
+        trained: a folder in which open runs of one round, with `output`, keep what their clients
+            have trained, and take from it what another run has: from the same start, on the same
+            data, in the same order. A round's seconds count what that took then.
 
     Returns:
         The result; without any round (`metrics` is empty, `deviations` says why) where earlier runs
@@ -132,4 +136,5 @@ def simulate(
         folder,
         download,
         None if resume is None else RunFolder.reopen(Path(resume)),
+        None if trained is None else Path(trained),
     ).run()

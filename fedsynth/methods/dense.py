@@ -123,6 +123,7 @@ class DistilsWithoutData(DistilsEnsemble):
             context.round,
             lambda done, total: context.report("distillation", done, total),
             lessons=lessons,
+            keeper=context.server_keeper,
         )
         for note in done.notes:
             context.note(note)

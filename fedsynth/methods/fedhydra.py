@@ -33,6 +33,8 @@ from fedsynth.synthesizer.generation.ensembles import (
 )
 from fedsynth.validation import check_choices, check_ranges
 
+STRATIFICATION = "stratification"
+"""The name of a kept one."""
 ARTEFACTS = ("stratification", "clients_for_class", "classes_of_client")
 
 
@@ -134,12 +136,20 @@ class FedHydra(DistilsWithoutData):
     ) -> EnsembleState:
         for model in models:
             model.requires_grad_(False).eval()
-        u = self.stratify(models, context)
+        u = self._stratified(models, context)
         lessons = average_of_logits if self.lessons == "average" else None
         tallies = self.fit_student(models, student, self.aggregate(u), context, lessons)
         weights = stratified_weights(u, in_place=self.columns == "in-place")
         matrices = dict(zip(ARTEFACTS, (u, *weights), strict=True))
         return EnsembleState({}, tallies=tallies, matrices=matrices)
+
+    def _stratified(self, models: Sequence[nn.Module], context: RoundContext) -> Tensor:
+        """`stratify`, or what a round that was cut off has of it."""
+        keeper = context.server_keeper
+        kept = keeper.found(STRATIFICATION)
+        u = self.stratify(models, context) if kept is None else kept[1]["u"].to(context.device)
+        keeper.ended(STRATIFICATION, self.stratification_steps, lambda: {"u": u})
+        return u
 
     def artefacts(self, state: EnsembleState) -> Mapping[str, Tensor]:
         return state.matrices

@@ -94,6 +94,14 @@ class Rows:
         """Where the run's own folder goes; another precision is another run until it is done."""
         return self.folder / "runs" / f"{run_hash(settings)}-{settings.precision}"
 
+    @property
+    def trained(self) -> Path | None:
+        """Where clients' models of one-shot runs go, which methods of a table share; None: nowhere,
+        as it is not known that the same code made them."""
+        made_by = commit()
+        known = made_by is not None and not made_by.endswith("+")
+        return self.folder / "runs" / f"trained-{made_by}" if known else None
+
 
 @contextmanager
 def claimed(folder: Path) -> Iterator[bool]:

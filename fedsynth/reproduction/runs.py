@@ -6,8 +6,9 @@ that was not stopped. Several processes may share a folder: a run that one has c
 by the others.
 
 The budget ends a run at a round's end: no round is begun that, by the last one's time, or by the
-estimate, would end too late. Condensation is kept also inside a round, every minute, so methods
-that condense are stopped there too.
+estimate, would end too late. Condensation, plain local training and a server's distillation are
+kept also inside a round, every minute, so methods that do nothing else for long are stopped there
+too.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from fedsynth.core.method import Method
 from fedsynth.data.images import ImageData
 from fedsynth.data.load import load_dataset
 from fedsynth.errors import DivergedError, FedsynthError
@@ -27,6 +29,8 @@ from fedsynth.federation.observer import Observer
 from fedsynth.federation.simulation import simulate
 from fedsynth.federation.terms.settings import RunSettings
 from fedsynth.methods.shared.condensing import Condenses
+from fedsynth.methods.shared.ensemble import DistilsEnsemble
+from fedsynth.methods.shared.local import TrainsLocally
 from fedsynth.reproduction.estimate import Estimate, duration, estimate
 from fedsynth.reproduction.presets import Cell, Preset, cell_words, over
 from fedsynth.reproduction.rows import (
@@ -41,8 +45,8 @@ from fedsynth.reproduction.rows import (
 )
 from fedsynth.reproduction.scaling import scale_words, scaled
 
-CONDENSING = "condense"
-"""The phase that is kept inside a round."""
+KEPT = ("condense", "local training", "distillation")
+"""The phases that are kept inside a round."""
 Watch = Callable[[RunSettings], AbstractContextManager[Observer]]
 
 
@@ -113,6 +117,13 @@ def jobs_of(
     return found
 
 
+def kept_inside(method: Method) -> bool:
+    """Whether a round of the method loses little when it is cut off: its long loops are kept."""
+    if isinstance(method, TrainsLocally):
+        return method.one_pass or isinstance(method, DistilsEnsemble)
+    return isinstance(method, Condenses)
+
+
 class Clock:
     """A time budget.
 
@@ -136,14 +147,14 @@ class Watched(Observer):
         inner: is told all.
         clock: the budget.
         rounds: of the run.
-        condenses: whether what a round has done is kept inside it.
+        kept: whether what a round has done is kept inside it.
     """
 
-    def __init__(self, inner: Observer, clock: Clock, rounds: int, condenses: bool) -> None:
+    def __init__(self, inner: Observer, clock: Clock, rounds: int, kept: bool) -> None:
         self._inner = inner
         self._clock = clock
         self._rounds = rounds
-        self._condenses = condenses
+        self._kept = kept
         self._stopped = False
 
     def note(self, text: str) -> None:
@@ -152,14 +163,12 @@ class Watched(Observer):
 
     def step(self, round: int, phase: str, done: int, total: int) -> None:
         self._inner.step(round, phase, done, total)
-        if self._condenses and phase == CONDENSING and not self._clock.left:
+        if self._kept and phase in KEPT and not self._clock.left:
             self._stop()
 
     def round_ended(self, row: Mapping[str, Any]) -> None:
         self._inner.round_ended(row)
-        if row["round"] < self._rounds and not fits(
-            self._clock, float(row["seconds"]), self._condenses
-        ):
+        if row["round"] < self._rounds and not fits(self._clock, float(row["seconds"]), self._kept):
             self._stop()
 
     def _stop(self) -> None:
@@ -167,9 +176,9 @@ class Watched(Observer):
         raise OutOfTimeError
 
 
-def fits(clock: Clock, round_seconds: float, condenses: bool) -> bool:
+def fits(clock: Clock, round_seconds: float, kept: bool) -> bool:
     """Whether a round may begin: it would end in time, or is kept inside as far as it comes."""
-    return clock.left > 0 and (condenses or round_seconds <= clock.left)
+    return clock.left > 0 and (kept or round_seconds <= clock.left)
 
 
 @dataclass(frozen=True)
@@ -278,11 +287,11 @@ class Runner:
         expected = 0.0 if guess is None else guess.round_seconds / guess.share
         if rows:
             expected = rows[-1]["seconds"]
-        condenses = isinstance(job.settings.method, Condenses)
-        if not fits(self._clock, expected, condenses):
+        kept = kept_inside(job.settings.method)
+        if not fits(self._clock, expected, kept):
             text = f"a round takes {duration(expected)}, {duration(self._clock.left)} are left"
             return Outcome(job, "not begun", text)
-        return self._simulate(job, folder, going_on, guess, condenses)
+        return self._simulate(job, folder, going_on, guess, kept)
 
     def _simulate(
         self,
@@ -290,12 +299,12 @@ class Runner:
         folder: Path,
         going_on: Path | None,
         guess: Estimate | None,
-        condenses: bool,
+        kept: bool,
     ) -> Outcome:
         settings = job.settings
         data = self._loaded(settings)
         with self._watch(settings) as inner:
-            observer = Watched(inner, self._clock, settings.rounds, condenses)
+            observer = Watched(inner, self._clock, settings.rounds, kept)
             try:
                 result = simulate(
                     settings,
@@ -303,6 +312,7 @@ class Runner:
                     output=None if going_on else folder,
                     observer=observer,
                     resume=going_on,
+                    trained=self._rows.trained,
                 )
             except OutOfTimeError:
                 left = unfinished(folder)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from fedsynth.keeping import KeepsNothing, StepKeeper, put_back
 from fedsynth.models.batch_norm import has_batch_norm
 from fedsynth.models.flat import FlatNetwork, load_flat
 from fedsynth.training.cuda_graphs import recorded
@@ -76,6 +77,8 @@ def train_on(
     penalty: Penalty | None = None,
     objective: Objective | None = None,
     stateful: bool = False,
+    keeper: StepKeeper | None = None,
+    name: str = "train",
 ) -> None:
     """Trains `model` in place; on a GPU full batches are steps of a CUDA graph.
 
@@ -89,9 +92,14 @@ def train_on(
         objective: in place of the mean cross-entropy: (the network in training, images [M, C, H,
             W], labels [M]) -> scalar; waits for nothing.
         stateful: the objective draws or keeps state: its steps are not recorded either.
+        keeper: keeps weights and optimiser under `name` between epochs, and has them if this
+            training was cut off before: then it goes on from there, with the same draws. Penalty
+            and objective must be without state.
+        name: of this training among all of a round.
     """
     if not len(labels_N):
         return
+    keeper = keeper or KeepsNothing()
     network = FlatNetwork(model, requires_grad=True)
     network.module.train()
     state = settings.optimiser.init(network.flat)
@@ -102,6 +110,15 @@ def train_on(
     full: Callable[[Tensor], None] | None = None
     recordable = (penalty is None or isinstance(penalty, Pull)) and not stateful
     whole_batches = settings.epochs * (len(labels_N) // settings.batch)
+    now = {
+        "weights": network.flat,
+        **{f"optimiser{k}": tensor for k, tensor in enumerate(state)},
+        **{f"buffer.{key}": tensor for key, tensor in network.module.named_buffers()},
+    }
+    epochs = -(-wanted // each)
+    done = put_back(keeper, name, now)
+    for _ in range(done):  # the draws of the epochs that were done
+        torch.randperm(len(labels_N), generator=generator)
     if recordable and labels_N.is_cuda and whole_batches >= WORTH_RECORDING:
         changed = [network.flat, *state, network.grad, *network.module.buffers()]
         full = _recorded(
@@ -113,7 +130,7 @@ def train_on(
     # a last piece of one example goes in twice: the same mean loss, and batch norm has the two
     # values that it needs
     normalises = has_batch_norm(network.module)
-    for epoch in range(-(-wanted // each)):
+    for epoch in range(done, epochs):
         order = torch.randperm(len(labels_N), generator=generator)
         order = order.to(labels_N.device, non_blocking=True)
         parts = [
@@ -128,6 +145,8 @@ def train_on(
         for x, y in fetched(images, labels, parts):
             step(x, y)
         report(min(wanted, (epoch + 1) * each), wanted)
+        keeper.offer(name, epoch + 1, lambda: now)
+    keeper.ended(name, epochs, lambda: now)
     load_flat(model, network.flat)
     for name, buffer in model.named_buffers():
         buffer.copy_(network.module.get_buffer(name))

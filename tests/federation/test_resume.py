@@ -27,7 +27,8 @@ from fedsynth.federation import simulated_run
 from fedsynth.federation.observer import Observer
 from fedsynth.federation.outputs import checkpoint as checkpoints
 from fedsynth.federation.outputs import run_checkpoints
-from fedsynth.federation.outputs.checkpoint import POINTER, Checkpoint, CheckpointFolder, KeptSteps
+from fedsynth.federation.outputs.checkpoint import POINTER, Checkpoint, CheckpointFolder
+from fedsynth.federation.outputs.kept_steps import KeptSteps, StepsDone
 from fedsynth.federation.outputs.result import RunResult
 from fedsynth.federation.outputs.run_folder import RESUMED, RunFolder
 from fedsynth.federation.outputs.verification import unfinished_report, verify_run
@@ -290,13 +291,122 @@ def test_a_condensation_goes_on_inside_a_round(
     assert_same(whole, resumed)
 
 
-def test_a_private_condensation_is_never_gone_on_with(
+@pytest.mark.parametrize(
+    ("method", "name", "at"),
+    [
+        ("fedavg", "train-1", 2),  # of the second client
+        ("scaffold", "train-2", 1),
+        ("fedbn", "train-1", 1),
+        ("dense", "distillation", 2),
+        ("fedhydra", "distillation", 1),
+        ("feddf", "distillation", 3),
+    ],
+)
+def test_training_and_distillation_go_on_inside_a_round(
+    method: str, name: str, at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No epoch is done twice, of clients that were done none at all."""
+    small: dict[str, Any] = {"local_epochs": 3}
+    if name == "distillation":
+        small.update({"server_steps": 5} if method == "feddf" else {"server_epochs": 3})
+    given = sections(method, run={"rounds": 1, "participation": 1.0}, method=small)
+    monkeypatch.setattr(run_checkpoints, "STEP_SECONDS", 0.0)
+    offered: list[tuple[str, int]] = []
+    offer = KeptSteps.offer
+
+    def noted(self: KeptSteps, loop: str, step: int, tensors: Any) -> None:
+        offer(self, loop, step, tensors)
+        offered.append((loop, step))
+
+    def stopping(self: KeptSteps, loop: str, step: int, tensors: Any) -> None:
+        noted(self, loop, step, tensors)
+        if (loop, step) == (name, at):
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(KeptSteps, "offer", noted)
+    whole = run(given, tmp_path / "whole")
+    once = list(offered)
+    assert len(set(once)) == len(once)
+    offered.clear()
+    monkeypatch.setattr(KeptSteps, "offer", stopping)
+    with pytest.raises(KeyboardInterrupt):
+        run(given, tmp_path / "cut")
+    monkeypatch.setattr(KeptSteps, "offer", noted)
+    assert_same(whole, go_on(given, tmp_path / "cut"))
+    assert offered == once
+
+
+def test_a_loss_with_a_state_of_its_own_begins_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FedKF's generator is no part of what training keeps."""
+    monkeypatch.setattr(run_checkpoints, "STEP_SECONDS", 0.0)
+    monkeypatch.setattr(KeptSteps, "offer", interrupt)
+    run(sections("fedkf", method={"plain_rounds": 0}), tmp_path)
+
+
+@pytest.mark.parametrize("method", ["feddm", "fedavg", "fedfm"])
+def test_a_private_loop_is_never_gone_on_with(
+    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its releases would be made twice on one charge."""
     monkeypatch.setattr(run_checkpoints, "STEP_SECONDS", 0.0)
     monkeypatch.setattr(KeptSteps, "offer", interrupt)
-    run(sections("feddm", privacy={"noise_multiplier": 1.0}), tmp_path)
+    run(sections(method, privacy={"noise_multiplier": 1.0}), tmp_path)
+
+
+def test_a_private_runs_server_distils_other_uploads_when_a_round_is_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_checkpoints, "STEP_SECONDS", 0.0)
+    monkeypatch.setattr(KeptSteps, "offer", interrupt)
+    run(sections("dense", privacy={"noise_multiplier": 1.0}), tmp_path)
+
+
+# ------------------------------------------------------------------------- between one-shot runs
+
+
+def test_methods_that_train_alike_share_their_clients_models(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And have the numbers, and the seconds, that they have alone."""
+    monkeypatch.setattr(run_checkpoints, "STEP_SECONDS", 0.0)
+    trained: list[str] = []
+    monkeypatch.setattr(KeptSteps, "offer", lambda self, name, *rest: trained.append(name))
+    alike = {"local_epochs": 2, "batch": 16, "momentum": 0.5}
+    first = sections("fedavg", run={"rounds": 1, "participation": 1.0}, method=alike)
+    second = sections("dense", method=alike)
+    for given in (first, second):
+        given["model"] = {"width": 4, "depth": 2, "norm": "batch"}
+    alone = run(second, tmp_path / "alone")
+    trained.clear()
+    shared = tmp_path / "shared"
+    run(first, tmp_path / "first", trained=shared)
+    assert len(trained) == 2 * 4
+    assert len(list(shared.iterdir())) == 4
+    took = [StepsDone.from_bytes(path.read_bytes()[32:]).seconds for path in shared.iterdir()]
+    trained.clear()
+    taken = run(second, tmp_path / "second", trained=shared)
+    assert not any(name.startswith("train") for name in trained)
+    assert_same(alone, taken)
+    assert taken.metrics[0]["seconds"] > sum(took)
+    for section, change in (
+        ("method", {"lr": 0.5}), ("method", {"momentum": 0.6}), ("run", {"seed": 1}),
+        ("partition", {"alpha": 2.0}), ("model", {"width": 5}),
+    ):  # fmt: skip
+        trained.clear()
+        run(changed(second, section, change), tmp_path / "other", trained=shared)
+        assert sum(name.startswith("train") for name in trained) == 2 * 4
+
+
+def changed(given: Sections, section: str, change: dict[str, Any]) -> Sections:
+    return {**given, section: {**given[section], **change}}
+
+
+def test_rounds_after_rounds_share_nothing(tmp_path: Path) -> None:
+    """Their models would fill a disk."""
+    run(sections("fedavg"), tmp_path / "runs", trained=tmp_path / "shared")
+    assert not (tmp_path / "shared").exists()
 
 
 # ----------------------------------------------------------------------------------------- privacy

@@ -194,9 +194,9 @@ def test_the_student_may_learn_the_average_on_images_of_p(monkeypatch: pytest.Mo
     given: list[bool] = []
     original = OneShotDistillation.fit
 
-    def look(*args: Any, lessons: Any = None) -> Any:
+    def look(*args: Any, lessons: Any = None, **more: Any) -> Any:
         given.append(lessons is average_of_logits)
-        return original(*args, lessons=lessons)
+        return original(*args, lessons=lessons, **more)
 
     monkeypatch.setattr(OneShotDistillation, "fit", look)
     small: dict[str, Any] = {**TINY, "stratification_steps": 2, "stratification_batch": 4}

@@ -159,10 +159,10 @@ def test_a_budget_ends_a_run_at_a_rounds_end_and_later_calls_go_on(
 
 
 def test_no_round_begins_that_would_end_too_late() -> None:
-    assert fits(Clock(100), 50, condenses=False)
-    assert not fits(Clock(100), 150, condenses=False)
-    assert fits(Clock(100), 150, condenses=True)  # kept inside the round
-    assert not fits(Clock(0), 0.0, condenses=True)
+    assert fits(Clock(100), 50, kept=False)
+    assert not fits(Clock(100), 150, kept=False)
+    assert fits(Clock(100), 150, kept=True)  # kept inside the round
+    assert not fits(Clock(0), 0.0, kept=True)
     assert math.isinf(Clock().left)
 
 

@@ -5,7 +5,7 @@
         state-ROUND.safetensors      the server's state
         memory-CLIENT-ROUND.…        what a client keeps, of the round that it was last in
         upload-CLIENT-ROUND.…        the synthetic sets of the last round
-        steps-ROUND-NAME             inside a round: a condensation's images so far
+        steps-ROUND-NAME             inside a round: where a long loop stands (`kept_steps.py`)
 
 `checkpoint.json` is replaced last, in one step, so that there is always one whole checkpoint,
 whenever a run is killed and whatever a full disk cuts off; files that it does not name are removed
@@ -22,8 +22,7 @@ import hashlib
 import json
 import os
 import re
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,7 +39,6 @@ from fedsynth.federation.terms.settings import RunSettings
 from fedsynth.privacy.files import sync_folder
 
 FORMAT = 1
-HASH_BYTES = 32
 POINTER = "checkpoint.json"
 LONGEST_POINTER = 2**30
 _NAME = re.compile(r"(state|memory-[0-9]+|upload-[0-9]+)-[0-9]+\.safetensors")
@@ -282,63 +280,6 @@ def run_identity(
         found.update(str((tensor.dtype, tuple(tensor.shape))).encode())
         found.update(tensor.cpu().numpy().tobytes())
     return found.hexdigest()
-
-
-@dataclass(frozen=True)
-class StepsDone(Packed):
-    """Where a loop stands.
-
-    Args:
-        tensors: its own, by name.
-        step: how many steps are done.
-    """
-
-    tensors: Mapping[str, Tensor]
-    step: int
-
-
-class KeptSteps:
-    """Keeps where the loops of one round stand, beside the checkpoint of the round before.
-
-    Args:
-        folder: the run's checkpoints.
-        number: the round.
-        seconds: at least so many between two writings.
-    """
-
-    def __init__(self, folder: CheckpointFolder, number: int, seconds: float) -> None:
-        self._folder = folder
-        self._number = number
-        self._seconds = seconds
-        self._last = time.monotonic()
-
-    def found(self, name: str) -> tuple[int, Mapping[str, Tensor]] | None:
-        """Where the loop stood; a file that is damaged is none: the round then begins anew."""
-        try:
-            content = self._path(name).read_bytes()
-            if hashlib.sha256(content[HASH_BYTES:]).digest() != content[:HASH_BYTES]:
-                return None
-            kept = StepsDone.from_bytes(content[HASH_BYTES:])
-        except (OSError, MessageError):
-            return None
-        return int(kept.step), kept.tensors
-
-    def offer(self, name: str, step: int, tensors: Callable[[], Mapping[str, Tensor]]) -> None:
-        """Writes the tensors, if the last writing was long enough ago.
-
-        Raises:
-            OutputError: they cannot be written.
-        """
-        if time.monotonic() - self._last < self._seconds:
-            return
-        content = StepsDone(tensors(), step).to_bytes()
-        with self._folder.writing():
-            self._folder.path.mkdir(parents=True, exist_ok=True)
-            write_whole(self._path(name), hashlib.sha256(content).digest() + content)
-        self._last = time.monotonic()
-
-    def _path(self, name: str) -> Path:
-        return self._folder.path / f"steps-{self._number}-{name}"
 
 
 def write_whole(path: Path, content: bytes, *, lasting: bool = True, secret: bool = False) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import torch
 
@@ -17,14 +18,14 @@ from fedsynth.federation.exchange.client_runtime import ClientRuntime
 from fedsynth.federation.outputs.checkpoint import (
     Checkpoint,
     CheckpointFolder,
-    KeptSteps,
     without_place,
 )
+from fedsynth.federation.outputs.kept_steps import KeptSteps
 from fedsynth.federation.outputs.run_folder import RunFolder
 from fedsynth.federation.terms.settings import RunSettings
 
 STEP_SECONDS = 60.0
-"""Inside a round, where an open client's condensation stands is written so often."""
+"""Inside a round, where long loops stand is written so often."""
 
 
 class RunCheckpoints:
@@ -33,11 +34,16 @@ class RunCheckpoints:
     Args:
         settings: the run's.
         identity: gives the hash of its settings and data (`run_identity`), which takes a while.
+        shared: where a one-shot run keeps what its clients have trained, for other runs; None:
+            nowhere.
     """
 
-    def __init__(self, settings: RunSettings, identity: Callable[[], str]) -> None:
+    def __init__(
+        self, settings: RunSettings, identity: Callable[[], str], shared: Path | None = None
+    ) -> None:
         self._settings = settings
         self._identity = identity
+        self._shared = shared
         self._folder: CheckpointFolder | None = None
 
     def begin(self, run: RunFolder) -> None:
@@ -99,7 +105,7 @@ class RunCheckpoints:
         """Keeps where the loops inside a round stand; None: nothing does."""
         if self._folder is None:
             return None
-        return KeptSteps(self._folder, number, STEP_SECONDS)
+        return KeptSteps(self._folder, number, STEP_SECONDS, self._shared)
 
     @staticmethod
     def discard(run: RunFolder) -> None:

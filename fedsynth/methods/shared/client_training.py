@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -14,6 +15,7 @@ from fedsynth.core.client import OpenClients, PrivateClients, chunk
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message, ModelParameters
 from fedsynth.core.method import Memory
+from fedsynth.keeping import KeepsNothing
 from fedsynth.models.on_features import OnFeatures
 from fedsynth.privacy.dpsgd import DpSgdSettings, ExampleLoss, Penalty, example_gradients
 from fedsynth.seeding import torch_generator
@@ -23,6 +25,8 @@ from fedsynth.training.sgd import Pull, SgdSettings, steps_of, train_on
 
 MODEL = "model"
 """The name of the trained model's plan."""
+HASHED = 4096
+"""Images that are looked up at a time for a digest."""
 
 
 @dataclass(frozen=True)
@@ -105,9 +109,12 @@ def train_openly(
             learners, clients.images, clients.labels, partial(context.report, "local training")
         )
     else:
-        for done, (learner, task) in enumerate(zip(learners, tasks, strict=True), start=1):
-            _train_alone(learner, clients, task)
-            context.report("local training", done, len(models))
+        steps = [steps_of(how, len(one.where)) for one, how in zip(learners, settings, strict=True)]
+        done = 0
+        for position, (learner, task) in enumerate(zip(learners, tasks, strict=True)):
+            report = partial(_report, context, done, sum(steps))
+            _train_alone(learner, clients, task, context, report, clients.ids[position])
+            done += steps[position]
     sizes = [len(learner.where) for learner in learners]
     return [Trained(float(n), steps_of(how, n)) for n, how in zip(sizes, settings, strict=True)]
 
@@ -131,19 +138,67 @@ def train_privately(
     return trained
 
 
-def _train_alone(learner: Learner, clients: OpenClients, task: Task) -> None:
+def _report(context: RoundContext, before: int, total: int, done: int, own: int) -> None:
+    """Of one client's training, as steps of all of the group's."""
+    context.report("local training", before + done, total)
+
+
+def _train_alone(
+    learner: Learner,
+    clients: OpenClients,
+    task: Task,
+    context: RoundContext,
+    report: Callable[[int, int], None],
+    client: int,
+) -> None:
     mine = learner.where
     loss = task.loss
+    keeper = context.keeper if task.plain else KeepsNothing()
+    name = f"train-{client}"
+    if keeper.shares and len(mine):
+        name = f"train-{training_digest(learner, clients, context)}"
     train_on(
         learner.model,
         lambda where: clients.images(mine[where]),
         clients.labels(mine),
         learner.settings,
         learner.generator,
+        report,
         penalty=task.penalty,
         objective=None if loss is None else lambda network, x, y: loss(network, x, y).mean(),
         stateful=task.stateful,
+        keeper=keeper,
+        name=name,
     )
+
+
+def training_digest(learner: Learner, clients: OpenClients, context: RoundContext) -> str:
+    """Names a plain training by all that it depends on: start, network, data, order, rule, penalty,
+    and what computes it. Equal names have equal results."""
+    found = hashlib.blake2b(digest_size=16)
+    model = learner.model
+    pull = learner.penalty if isinstance(learner.penalty, Pull) else None  # it is `plain`
+    words = (
+        f"{type(model).__module__}.{type(model).__qualname__}",
+        repr(model),
+        repr(learner.settings),
+        repr(None if pull is None else pull.weight),
+        torch.__version__,
+        str(context.device.type),
+        str(torch.get_num_threads()),
+    )
+    found.update("\n".join(words).encode())
+    tensors = [
+        *model.state_dict().values(),
+        *([] if pull is None else [pull.center, pull.linear]),
+        learner.generator.get_state(),
+        clients.labels(learner.where),
+        *(clients.images(some) for some in learner.where.split(HASHED)),
+    ]
+    for tensor in tensors:
+        found.update(str((tensor.dtype, tuple(tensor.shape))).encode())
+        found.update(tensor.detach().cpu().contiguous().numpy().tobytes())
+    return found.hexdigest()
 
 
 def mean_loss(model: nn.Module, clients: OpenClients, position: int) -> float:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from fedsynth.core.client import chunk
-from fedsynth.core.context import KeepsNothing, RoundContext, StepKeeper
+from fedsynth.core.context import RoundContext
+from fedsynth.keeping import KeepsNothing, StepKeeper, put_back
 from fedsynth.models.batch_norm import SharedStatistics, has_batch_norm
 from fedsynth.models.frozen import VectorJacobian
 from fedsynth.privacy.passes import power_of_two
@@ -227,8 +228,7 @@ def condense(
         return synthetic
     state = optimiser.init(synthetic)
     keeper = keeper or KeepsNothing()
-    found = keeper.found(name)
-    done = 0 if found is None else _restore(found, synthetic, state)
+    done = put_back(keeper, name, _kept(synthetic, state))
     for _ in range(done):  # the draws of the steps that were done
         draw_network()
         if draw_augmentation is not None:
@@ -261,16 +261,3 @@ def condense(
 def _kept(synthetic: Tensor, state: tuple[Tensor, ...]) -> dict[str, Tensor]:
     """Where a loop stands, by name."""
     return {"synthetic": synthetic, **{f"optimiser{k}": t for k, t in enumerate(state)}}
-
-
-def _restore(
-    found: tuple[int, Mapping[str, Tensor]], synthetic: Tensor, state: tuple[Tensor, ...]
-) -> int:
-    """Puts a loop where it stood; how many steps it has done."""
-    done, tensors = found
-    now = _kept(synthetic, state)
-    if {name: t.shape for name, t in tensors.items()} != {n: t.shape for n, t in now.items()}:
-        return 0  # of another loop: other settings, or another version
-    for name, tensor in now.items():
-        tensor.copy_(tensors[name])
-    return done

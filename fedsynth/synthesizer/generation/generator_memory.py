@@ -1,5 +1,5 @@
-"""A generator in training and its Adam as named tensors: what a client, or a server, keeps of them
-between rounds."""
+"""A network in training and its optimiser as named tensors: what a client or a server keeps of them
+between rounds, or inside of one. Without more words, a generator and its Adam."""
 
 from __future__ import annotations
 
@@ -11,32 +11,47 @@ from torch import Tensor, nn
 PREFIX = "generator."
 
 
-def remembered(generator: nn.Module, adam: torch.optim.Adam) -> dict[str, Tensor]:
-    """Weights, buffers and moments, to go on from."""
-    weights = {PREFIX + name: value.clone() for name, value in generator.state_dict().items()}
-    states: Mapping[int, Mapping[str, Tensor]] = adam.state_dict()["state"]
+def remembered(
+    network: nn.Module,
+    optimiser: torch.optim.Optimizer,
+    prefix: str = PREFIX,
+    rule: str = "adam.",
+) -> dict[str, Tensor]:
+    """Weights, buffers and moments, to go on from.
+
+    Args:
+        prefix: of the network's names.
+        rule: of the optimiser's.
+    """
+    weights = {prefix + name: value.clone() for name, value in network.state_dict().items()}
+    states: Mapping[int, Mapping[str, Tensor | None]] = optimiser.state_dict()["state"]
     return {
         **weights,
         **{
-            f"adam.{i}.{name}": value.clone()
+            f"{rule}{i}.{name}": value.clone()
             for i, state in states.items()
             for name, value in state.items()
+            if value is not None
         },
     }
 
 
 def restore(
-    generator: nn.Module, adam: torch.optim.Adam | None, memory: Mapping[str, Tensor]
+    network: nn.Module,
+    optimiser: torch.optim.Optimizer | None,
+    memory: Mapping[str, Tensor],
+    prefix: str = PREFIX,
+    rule: str = "adam.",
 ) -> None:
     """Goes on from what `remembered` gave; entries of other names are left alone."""
-    generator.load_state_dict(
-        {name.removeprefix(PREFIX): v for name, v in memory.items() if name.startswith(PREFIX)}
+    network.load_state_dict(
+        {name.removeprefix(prefix): v for name, v in memory.items() if name.startswith(prefix)}
     )
-    if adam is None:
+    if optimiser is None:
         return
     states: dict[int, dict[str, Tensor]] = {}
     for name, value in memory.items():
-        if name.startswith("adam."):
-            _, number, key = name.split(".")
+        if name.startswith(rule):
+            number, key = name.removeprefix(rule).split(".")
             states.setdefault(int(number), {})[key] = value.clone()
-    adam.load_state_dict({**adam.state_dict(), "state": states})
+    optimiser.load_state_dict({**optimiser.state_dict(), "state": states})

@@ -8,7 +8,7 @@ here is computed from the models alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 
@@ -18,9 +18,12 @@ from torch.nn import functional as F
 
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.evaluation.generated import tally
+from fedsynth.keeping import KeepsNothing, StepKeeper
 from fedsynth.seeding import torch_generator
 from fedsynth.synthesizer.generation.ensembles import Aggregate, batch_norm_matching, has_statistics
+from fedsynth.synthesizer.generation.generator_memory import remembered, restore
 from fedsynth.synthesizer.generation.generators import Generator, distillation_loss, make_generator
+from fedsynth.synthesizer.generation.progress import DISTILLATION, Batch, Progress
 from fedsynth.synthesizer.generation.views import Views
 from fedsynth.validation import check_choices, check_ranges
 
@@ -43,17 +46,6 @@ def student_loss(ensemble_NC: Tensor, student_NC: Tensor, hard_weight: float) ->
     return distillation_loss(ensemble_NC, student_NC) + hard_weight * F.cross_entropy(
         student_NC, ensemble_NC.argmax(dim=1)
     )
-
-
-@dataclass(frozen=True)
-class Batch:
-    """Generated images [N, C, H, W], the ensemble's logits on them [N, classes], the classes that
-    they were asked for [N], and the generator's loss on them."""
-
-    images: Tensor
-    answer: Tensor
-    labels: Tensor
-    loss: Tensor
 
 
 @dataclass(frozen=True)
@@ -147,6 +139,7 @@ class OneShotDistillation:
         report: Callable[[int, int], None] = lambda done, total: None,
         *,
         lessons: Aggregate | None = None,
+        keeper: StepKeeper | None = None,
     ) -> Distilled:
         """Trains `student` in place from its present weights.
 
@@ -156,7 +149,10 @@ class OneShotDistillation:
             aggregate: makes the ensemble's logits.
             lessons: what makes the logits that the student learns, where they are others than those
                 that the generator is to please.
+            keeper: keeps student, generator and images between epochs, and has them if this
+                distillation was cut off before: then it goes on from there, with the same draws.
         """
+        keeper = keeper or KeepsNothing()
         device = next(student.parameters()).device
         for model in models:
             model.requires_grad_(False).eval()
@@ -169,15 +165,21 @@ class OneShotDistillation:
             teacher = _Ensemble(models, aggregate, statistics)
             other = None if lessons is None else _Ensemble(models, lessons, statistics)
             epochs = _Images(self, teacher, other, student, spec, seed, round, device)
-            for epoch, made in enumerate(epochs, start=1):
+            kept_past = past if self.replay else []
+            progress = Progress(student, sgd, shuffle, epochs, kept_past, tallies)
+            done = progress.put_back(keeper.found(DISTILLATION))
+            for epoch, made in enumerate(epochs, start=done + 1):
                 counts = torch.stack([tally(batch.answer, batch.labels) for batch in made])
                 tallies.append(counts.sum(dim=0, keepdim=True))
-                past = [*past, *made] if self.replay else made
+                if not self.replay:
+                    past.clear()
+                past += made
                 student.train()
                 for position in torch.randperm(len(past), generator=shuffle).tolist():
                     self._student_step(student, sgd, *epochs.lesson(past[position]))
                 student.eval()
                 report(epoch, self.epochs)
+                keeper.offer(DISTILLATION, epoch, progress.kept)
         without = [str(k) for k, model in enumerate(models) if not has_statistics(model)]
         note = (
             f"no batch-norm term for models {', '.join(without)}: they have no batch norm with "
@@ -247,19 +249,35 @@ class _Images:
         self._chance = torch_generator(seed, "one-shot views", round, device=device)
         self._views = Views(settings.flips, settings.crop)
         self._lesson_views = Views(settings.flips, settings.crop if spec.channels > 1 else 0.0)
+        self._current = self._learner(0)
+        self._done = 0
+
+    def kept(self) -> dict[str, Tensor]:
+        """Where the generator stands between two epochs, by name."""
+        streams = {"draws": self._draws.get_state(), "chance": self._chance.get_state()}
+        if self._settings.reset:
+            return streams
+        return {**streams, **remembered(self._current.generator, self._current.adam)}
+
+    def put_back(self, epochs: int, kept: Mapping[str, Tensor]) -> None:
+        """Goes on after so many epochs."""
+        self._done = epochs
+        self._draws.set_state(kept["draws"])
+        self._chance.set_state(kept["chance"])
+        if not self._settings.reset:
+            restore(self._current.generator, self._current.adam, kept)
 
     def __iter__(self) -> Iterator[list[Batch]]:
         settings = self._settings
-        learner = self._learner(0)
-        for epoch in range(settings.epochs):
+        for epoch in range(self._done, settings.epochs):
             size = settings.batch
             z = torch.randn(size, settings.latent, generator=self._draws, device=self._device)
             labels = torch.randint(
                 self._spec.classes, (size,), generator=self._draws, device=self._device
             )
             if settings.reset and epoch:
-                learner = self._learner(epoch)
-            yield self._epoch(learner, z, labels)
+                self._current = self._learner(epoch)
+            yield self._epoch(self._current, z, labels)
 
     def lesson(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Images and the answers to them for one student step: of new views, if there are any."""

@@ -1,0 +1,67 @@
+"""Where long loops stand, so that a run that is killed inside a round need not begin them anew
+(docs/decisions/resuming.md)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+from torch import Tensor
+
+
+class StepKeeper(Protocol):
+    """Keeps where a round's long loops stand: those of open clients, and the server's. Never a
+    private client's: what it has released is not repeated.
+
+    Attributes:
+        shares: whether a loop that has ended is kept for other runs as well, under a name that says
+            all that it depends on.
+    """
+
+    shares: bool
+
+    def found(self, name: str) -> tuple[int, Mapping[str, Tensor]] | None:
+        """How many steps of the loop with this name were done, and its tensors then; None: it
+        begins."""
+
+    def offer(self, name: str, step: int, tensors: Callable[[], Mapping[str, Tensor]]) -> None:
+        """So many steps are done; `tensors` is called if it is time to keep them."""
+
+    def ended(self, name: str, steps: int, tensors: Callable[[], Mapping[str, Tensor]]) -> None:
+        """The loop has ended, and others of the round may be cut off: kept, if it was long."""
+
+
+class KeepsNothing:
+    """No step is kept: a round that was killed begins anew."""
+
+    shares = False
+
+    def found(self, name: str) -> tuple[int, Mapping[str, Tensor]] | None:
+        """None."""
+        return None
+
+    def offer(self, name: str, step: int, tensors: Callable[[], Mapping[str, Tensor]]) -> None:
+        """Nothing."""
+
+    def ended(self, name: str, steps: int, tensors: Callable[[], Mapping[str, Tensor]]) -> None:
+        """Nothing."""
+
+
+def put_back(keeper: StepKeeper, name: str, now: Mapping[str, Tensor]) -> int:
+    """Puts a loop's tensors where they stood, in place; how many of its steps are done. 0 where
+    nothing was kept, or what was kept has other names or shapes: of other settings, or another
+    version.
+
+    >>> import torch
+    >>> put_back(KeepsNothing(), "train-0", {"weights": torch.zeros(3)})
+    0
+    """
+    kept = keeper.found(name)
+    if kept is None:
+        return 0
+    done, tensors = kept
+    if {key: t.shape for key, t in tensors.items()} != {key: t.shape for key, t in now.items()}:
+        return 0
+    for key, tensor in now.items():
+        tensor.copy_(tensors[key])
+    return done
