@@ -19,12 +19,16 @@ import torch
 from fedsynth.data.load import load_dataset
 from fedsynth.errors import OutputError, SettingError
 from fedsynth.federation.observer import Observer
+from fedsynth.federation.outputs import run_checkpoints
+from fedsynth.federation.outputs.kept_steps import KeptSteps
 from fedsynth.federation.terms.resolve import resolve
 from fedsynth.federation.terms.settings import RunSettings
+from fedsynth.methods import method_class
+from fedsynth.reproduction import rows as rows_module
 from fedsynth.reproduction.estimate import Estimate, duration, estimate, run_lengths
 from fedsynth.reproduction.preset_files import preset
 from fedsynth.reproduction.rows import Rows, claimed, run_hash, unfinished
-from fedsynth.reproduction.runs import Clock, Job, Outcome, Runner, fits, jobs_of
+from fedsynth.reproduction.runs import Clock, Job, Outcome, Runner, fits, jobs_of, kept_inside
 from fedsynth.reproduction.scaling import scaled
 
 SCALE = 0.05
@@ -189,6 +193,60 @@ def test_condensation_is_stopped_inside_a_round(tmp_path: Path, data_root: Path)
     assert made(rows, short, clock=clock, observer=Stops()) == ["stopped"]
     assert steps == [10]  # one step of all ten clients
     assert made(rows, short) == ["made"]
+
+
+def test_one_shot_methods_are_stopped_inside_their_round_and_share_what_clients_trained(
+    tmp_path: Path, data_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches: an hour of training that a budget cannot end, or that each method does again."""
+    table = preset("fedhydra:table1")
+    changes: dict[str, Any] = {
+        "partition": {"subset": 1.0},
+        "method": {"local_epochs": 2, "batch": 8},
+    }
+    small = {"server_epochs": 1, "generator_steps": 2, "generator_batch": 4, "generator_width": 4}
+    speed = {"data": {"data_root": str(data_root)}}
+    each = []
+    for method, more in (("fedavg", {}), ("dense", small)):
+        cells = table.select(dataset="mnist", alpha=0.1, method=method)
+        whole = {**changes, "method": {**changes["method"], **more}}
+        each += jobs_of(table, cells[:1], [0], scale=0.05, changes=whole, speed=speed)
+    monkeypatch.setattr(rows_module, "commit", lambda: "abc")
+    monkeypatch.setattr(run_checkpoints, "STEP_SECONDS", 0.0)
+    clock = Clock()
+    phases: list[str] = []
+
+    class Stops(Observer):
+        def step(self, round: int, phase: str, done: int, total: int) -> None:
+            phases.append(phase)
+            clock._end = time.monotonic()
+
+    rows = Rows(tmp_path, 0.05)
+    assert made(rows, each, clock=clock, observer=Stops()) == ["stopped", "not begun"]
+    assert phases == ["local training"]
+    training: list[str] = []
+    offer = KeptSteps.offer
+
+    def noted(self: KeptSteps, name: str, *rest: Any) -> None:
+        training.append(name.split("-")[0])
+        offer(self, name, *rest)
+
+    monkeypatch.setattr(KeptSteps, "offer", noted)
+    assert made(rows, each[:1]) == ["made"]
+    assert set(training) == {"train"}
+    training.clear()
+    assert made(rows, each[1:]) == ["made"]
+    assert set(training) == {"distillation"}
+    monkeypatch.setattr(rows_module, "commit", lambda: "abc+")
+    assert rows.trained is None  # of code that nobody has named
+
+
+@pytest.mark.parametrize(
+    ("method", "kept"),
+    [("feddm", True), ("fedavg", True), ("dense", True), ("fedkf", False), ("moon", False)],
+)
+def test_which_rounds_lose_little_when_they_are_cut_off(method: str, kept: bool) -> None:
+    assert kept_inside(method_class(method)()) is kept
 
 
 def test_a_run_that_another_process_makes_is_left_to_it(jobs: list[Job], tmp_path: Path) -> None:
