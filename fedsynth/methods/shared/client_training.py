@@ -25,6 +25,8 @@ from fedsynth.training.sgd import Pull, SgdSettings, steps_of, train_on
 
 MODEL = "model"
 """The name of the trained model's plan."""
+SHARES = 100
+"""Of a client's training, in which progress is told."""
 HASHED = 4096
 """Images that are looked up at a time for a digest."""
 
@@ -109,12 +111,10 @@ def train_openly(
             learners, clients.images, clients.labels, partial(context.report, "local training")
         )
     else:
-        steps = [steps_of(how, len(one.where)) for one, how in zip(learners, settings, strict=True)]
-        done = 0
         for position, (learner, task) in enumerate(zip(learners, tasks, strict=True)):
-            report = partial(_report, context, done, sum(steps))
+            report = partial(_report, context, position, len(models))
             _train_alone(learner, clients, task, context, report, clients.ids[position])
-            done += steps[position]
+            context.report("local training", SHARES * (position + 1), SHARES * len(models))
     sizes = [len(learner.where) for learner in learners]
     return [Trained(float(n), steps_of(how, n)) for n, how in zip(sizes, settings, strict=True)]
 
@@ -138,9 +138,10 @@ def train_privately(
     return trained
 
 
-def _report(context: RoundContext, before: int, total: int, done: int, own: int) -> None:
-    """Of one client's training, as steps of all of the group's."""
-    context.report("local training", before + done, total)
+def _report(context: RoundContext, before: int, clients: int, done: int, total: int) -> None:
+    """Of one client's training, as a share of all of the group's, each of which counts alike."""
+    share = SHARES * done // total
+    context.report("local training", SHARES * before + share, SHARES * clients)
 
 
 def _train_alone(
