@@ -242,6 +242,28 @@ def _public_gradient(
 
 
 @contextmanager
+def _in_plain_order(model: nn.Module) -> Iterator[None]:
+    """Convolutions see inputs in the plain order of memory: Opacus unfolds them by the strides of
+    such ones, and is silently wrong with channels-last ones (a network's own, or those of
+    `models/layout.py`)."""
+
+    def plain(layer: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return tuple(x.reshape(-1).view(x.shape) for x in inputs)
+
+    convolutions = nn.Conv1d | nn.Conv2d | nn.Conv3d
+    handles = [
+        layer.register_forward_pre_hook(plain)
+        for layer in model.modules()
+        if isinstance(layer, convolutions)
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
 def _quiet_hooks() -> Iterator[None]:
     """Opacus' hooks warn that images need no gradient, which is so."""
     with warnings.catch_warnings():
@@ -293,7 +315,7 @@ def _per_example_gradients(
     layers, fill `grad_sample`, which is emptied."""
     for p in parameters:
         p.grad_sample = None  # type: ignore[attr-defined]
-    with _quiet_hooks():
+    with _quiet_hooks(), _in_plain_order(model):
         each = loss(model, x_NCHW, labels_N)
         if each.shape != (len(x_NCHW),):  # else a request of odd shapes could mix the examples
             raise PrivacyError(

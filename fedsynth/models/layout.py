@@ -19,5 +19,5 @@ def channels_last(x_NCHW: Tensor) -> Tensor:
     if x_NCHW.device.type != "cpu":
         return x_NCHW
     n, channels, height, width = x_NCHW.shape
-    pixels = x_NCHW.permute(0, 2, 3, 1).reshape(n, -1)  # a view, where this is already the order
-    return pixels.view(n, height, width, channels).permute(0, 3, 1, 2)
+    rows = x_NCHW.permute(0, 2, 3, 1).reshape(-1)  # a view, where this is already the order
+    return rows.view(n, height, width, channels).permute(0, 3, 1, 2)

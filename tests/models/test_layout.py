@@ -16,6 +16,7 @@ def test_values_stay_and_channels_are_side_by_side(channels: int) -> None:
     assert torch.equal(made, x)
     assert made.stride() == (channels * 6, 1, 3 * channels, channels)
     assert channels_last(made).data_ptr() == made.data_ptr()  # no second copy
+    assert channels_last(x[:0]).shape == (0, channels, 2, 3)
     on_gpu = x.to("meta")
     assert channels_last(on_gpu) is on_gpu
 
