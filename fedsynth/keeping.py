@@ -14,11 +14,12 @@ class StepKeeper(Protocol):
     private client's: what it has released is not repeated.
 
     Attributes:
-        shares: whether a loop that has ended is kept for other runs as well, under a name that says
-            all that it depends on.
+        shared: keeps loops for other runs as well, whose names have to say all that they depend on;
+            None: there is no such place.
     """
 
-    shares: bool
+    @property
+    def shared(self) -> StepKeeper | None: ...
 
     def found(self, name: str) -> tuple[int, Mapping[str, Tensor]] | None:
         """How many steps of the loop with this name were done, and its tensors then; None: it
@@ -28,13 +29,14 @@ class StepKeeper(Protocol):
         """So many steps are done; `tensors` is called if it is time to keep them."""
 
     def ended(self, name: str, steps: int, tensors: Callable[[], Mapping[str, Tensor]]) -> None:
-        """The loop has ended, and others of the round may be cut off: kept, if it was long."""
+        """The loop has ended, and others of the round may be cut off: its tensors, which nobody
+        changes any more, are kept with the next that are."""
 
 
 class KeepsNothing:
     """No step is kept: a round that was killed begins anew."""
 
-    shares = False
+    shared: StepKeeper | None = None
 
     def found(self, name: str) -> tuple[int, Mapping[str, Tensor]] | None:
         """None."""

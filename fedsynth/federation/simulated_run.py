@@ -50,6 +50,7 @@ from fedsynth.federation.terms.given_data import PRIVATE, divided
 from fedsynth.federation.terms.privacy_plan import PrivacyPlan
 from fedsynth.federation.terms.public_context import public_context, with_proxy
 from fedsynth.federation.terms.settings import RunSettings
+from fedsynth.models.registry import is_own_model
 from fedsynth.privacy.errors import PrivacySettingError
 from fedsynth.privacy.figures import up
 from fedsynth.privacy.history import History
@@ -83,7 +84,7 @@ class Simulation:
         if settings.privacy is not None:
             PrivacyPlan.checked(settings, self.context)
         identity = partial(run_identity, settings, train, test[0], parts)
-        shared = trained if settings.rounds == 1 and settings.privacy is None else None
+        shared = trained if _may_share(settings) else None
         self.checkpoints = RunCheckpoints(settings, identity, shared)
         checkpoint = None if resumed is None else self.checkpoints.read(resumed)
         self.exchange = self._clients(clients, train, parts, resumed)
@@ -375,6 +376,14 @@ class Simulation:
             self.folder.draw_round(number, sets, self.context.spec)
         except OutputError as error:
             self.record.picture_missing(error)
+
+
+def _may_share(settings: RunSettings) -> bool:
+    """Whether what clients train can be another run's: of one open round, which a disk has room
+    for, and with the package's own networks and methods, whose words say all of them."""
+    own = is_own_model(settings.model) or bool(own_sources(settings))
+    ours = type(settings.method).__module__.startswith("fedsynth.methods.")
+    return settings.rounds == 1 and settings.privacy is None and ours and not own
 
 
 @dataclass(frozen=True)

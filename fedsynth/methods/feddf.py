@@ -114,7 +114,7 @@ class FedDF(DistilsEnsemble):
                 distillation_loss(answer, student(batch)).backward()
             adam.step()
             schedule.step()
-            context.report("distillation", done + 1, self.server_steps)
             keeper.offer(DISTILLATION, done + 1, now)
+            context.report("distillation", done + 1, self.server_steps)
         student.eval()
         return EnsembleState({})

@@ -148,7 +148,7 @@ class FedHydra(DistilsWithoutData):
         keeper = context.server_keeper
         kept = keeper.found(STRATIFICATION)
         u = self.stratify(models, context) if kept is None else kept[1]["u"].to(context.device)
-        keeper.ended(STRATIFICATION, self.stratification_steps, lambda: {"u": u})
+        keeper.ended(STRATIFICATION, self.stratification_steps, lambda: {"u": u.clone()})
         return u
 
     def artefacts(self, state: EnsembleState) -> Mapping[str, Tensor]:

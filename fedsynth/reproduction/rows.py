@@ -17,6 +17,7 @@ import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import date
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -170,17 +171,18 @@ def made_with() -> dict[str, Any]:
     }
 
 
+@cache
 def commit() -> str | None:
-    """The commit of the package's files, with "+" where they differ from it; None: they are in no
-    git checkout."""
+    """The commit of the package's files when this process first asked, with "+" where they differ
+    from it; None: they are in no git checkout."""
     root = PACKAGE.parent
     if not (root / ".git").exists():
         return None
     head = _git(root, "rev-parse", "--short", "HEAD")
     if head is None:
         return None
-    same = _git(root, "diff", "--quiet", "HEAD", "--", "fedsynth", "privacy", "cli")
-    return head if same is not None else f"{head}+"
+    changes = _git(root, "status", "--porcelain", "--", "fedsynth", "privacy", "cli")
+    return head if changes == "" else f"{head}+"
 
 
 def _git(root: Path, *words: str) -> str | None:

@@ -6,9 +6,9 @@ that was not stopped. Several processes may share a folder: a run that one has c
 by the others.
 
 The budget ends a run at a round's end: no round is begun that, by the last one's time, or by the
-estimate, would end too late. Condensation, plain local training and a server's distillation are
-kept also inside a round, every minute, so methods that do nothing else for long are stopped there
-too.
+estimate, would end too late. Open condensation, plain local training of one client after another
+and a server's distillation are kept also inside a round, every minute, so methods that do nothing
+else for long are stopped there too.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from fedsynth.core.method import Method
 from fedsynth.data.images import ImageData
 from fedsynth.data.load import load_dataset
+from fedsynth.data.registry import DatasetSpec
 from fedsynth.errors import DivergedError, FedsynthError
 from fedsynth.federation.observer import Observer
 from fedsynth.federation.simulation import simulate
@@ -31,6 +31,7 @@ from fedsynth.federation.terms.settings import RunSettings
 from fedsynth.methods.shared.condensing import Condenses
 from fedsynth.methods.shared.ensemble import DistilsEnsemble
 from fedsynth.methods.shared.local import TrainsLocally
+from fedsynth.models.registry import build_network
 from fedsynth.reproduction.estimate import Estimate, duration, estimate
 from fedsynth.reproduction.presets import Cell, Preset, cell_words, over
 from fedsynth.reproduction.rows import (
@@ -44,6 +45,7 @@ from fedsynth.reproduction.rows import (
     unfinished,
 )
 from fedsynth.reproduction.scaling import scale_words, scaled
+from fedsynth.training.many_clients import trains_together
 
 KEPT = ("condense", "local training", "distillation")
 """The phases that are kept inside a round."""
@@ -117,11 +119,15 @@ def jobs_of(
     return found
 
 
-def kept_inside(method: Method) -> bool:
-    """Whether a round of the method loses little when it is cut off: its long loops are kept."""
-    if isinstance(method, TrainsLocally):
-        return method.one_pass or isinstance(method, DistilsEnsemble)
-    return isinstance(method, Condenses)
+def kept_inside(settings: RunSettings, spec: DatasetSpec) -> bool:
+    """Whether a round loses little when it is cut off: its long loops are kept. Nothing of a private
+    one is, nor of clients that are trained in one pass."""
+    method = settings.method
+    if settings.privacy is not None:
+        return False
+    if isinstance(method, TrainsLocally) and method.one_pass:
+        return not trains_together(build_network(settings.model, spec, 0))
+    return isinstance(method, Condenses | DistilsEnsemble)
 
 
 class Clock:
@@ -287,7 +293,7 @@ class Runner:
         expected = 0.0 if guess is None else guess.round_seconds / guess.share
         if rows:
             expected = rows[-1]["seconds"]
-        kept = kept_inside(job.settings.method)
+        kept = kept_inside(job.settings, self._loaded(job.settings)[0].spec)
         if not fits(self._clock, expected, kept):
             text = f"a round takes {duration(expected)}, {duration(self._clock.left)} are left"
             return Outcome(job, "not begun", text)

@@ -144,12 +144,12 @@ def train_on(
             parts = parts[len(whole) :]  # at most the last one
         for x, y in fetched(images, labels, parts):
             step(x, y)
-        report(min(wanted, (epoch + 1) * each), wanted)
         keeper.offer(name, epoch + 1, lambda: now)
+        report(min(wanted, (epoch + 1) * each), wanted)
     keeper.ended(name, epochs, lambda: now)
     load_flat(model, network.flat)
-    for name, buffer in model.named_buffers():
-        buffer.copy_(network.module.get_buffer(name))
+    for key, buffer in model.named_buffers():
+        buffer.copy_(network.module.get_buffer(key))
 
 
 def fetched(

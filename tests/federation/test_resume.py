@@ -28,7 +28,7 @@ from fedsynth.federation.observer import Observer
 from fedsynth.federation.outputs import checkpoint as checkpoints
 from fedsynth.federation.outputs import run_checkpoints
 from fedsynth.federation.outputs.checkpoint import POINTER, Checkpoint, CheckpointFolder
-from fedsynth.federation.outputs.kept_steps import KeptSteps, StepsDone
+from fedsynth.federation.outputs.kept_steps import KeptSteps
 from fedsynth.federation.outputs.result import RunResult
 from fedsynth.federation.outputs.run_folder import RESUMED, RunFolder
 from fedsynth.federation.outputs.verification import unfinished_report, verify_run
@@ -355,58 +355,36 @@ def test_a_private_loop_is_never_gone_on_with(
     run(sections(method, privacy={"noise_multiplier": 1.0}), tmp_path)
 
 
+def test_a_round_that_was_cut_off_is_not_gone_on_with_on_other_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the first round no checkpoint says whose the loops are: their files do."""
+    given = sections("fedavg", run={"rounds": 1}, method={"local_epochs": 3})
+    train, test = load_dataset("digits")
+    other = replace(train, images=255 - train.images)
+    whole = run(given, tmp_path / "whole", data=(other, test))
+    monkeypatch.setattr(run_checkpoints, "STEP_SECONDS", 0.0)
+    offer = KeptSteps.offer
+
+    def stopping(self: KeptSteps, name: str, step: int, tensors: Any) -> None:
+        offer(self, name, step, tensors)
+        if step == 2:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(KeptSteps, "offer", stopping)
+        with pytest.raises(KeyboardInterrupt):
+            run(given, tmp_path / "cut", data=(train, test))
+    assert list((unfinished(tmp_path / "cut") / "simulation_only").rglob("steps-*"))
+    assert_same(whole, go_on(given, tmp_path / "cut", data=(other, test)))
+
+
 def test_a_private_runs_server_distils_other_uploads_when_a_round_is_repeated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run_checkpoints, "STEP_SECONDS", 0.0)
     monkeypatch.setattr(KeptSteps, "offer", interrupt)
     run(sections("dense", privacy={"noise_multiplier": 1.0}), tmp_path)
-
-
-# ------------------------------------------------------------------------- between one-shot runs
-
-
-def test_methods_that_train_alike_share_their_clients_models(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And have the numbers, and the seconds, that they have alone."""
-    monkeypatch.setattr(run_checkpoints, "STEP_SECONDS", 0.0)
-    trained: list[str] = []
-    monkeypatch.setattr(KeptSteps, "offer", lambda self, name, *rest: trained.append(name))
-    alike = {"local_epochs": 2, "batch": 16, "momentum": 0.5}
-    first = sections("fedavg", run={"rounds": 1, "participation": 1.0}, method=alike)
-    second = sections("dense", method=alike)
-    for given in (first, second):
-        given["model"] = {"width": 4, "depth": 2, "norm": "batch"}
-    alone = run(second, tmp_path / "alone")
-    trained.clear()
-    shared = tmp_path / "shared"
-    run(first, tmp_path / "first", trained=shared)
-    assert len(trained) == 2 * 4
-    assert len(list(shared.iterdir())) == 4
-    took = [StepsDone.from_bytes(path.read_bytes()[32:]).seconds for path in shared.iterdir()]
-    trained.clear()
-    taken = run(second, tmp_path / "second", trained=shared)
-    assert not any(name.startswith("train") for name in trained)
-    assert_same(alone, taken)
-    assert taken.metrics[0]["seconds"] > sum(took)
-    for section, change in (
-        ("method", {"lr": 0.5}), ("method", {"momentum": 0.6}), ("run", {"seed": 1}),
-        ("partition", {"alpha": 2.0}), ("model", {"width": 5}),
-    ):  # fmt: skip
-        trained.clear()
-        run(changed(second, section, change), tmp_path / "other", trained=shared)
-        assert sum(name.startswith("train") for name in trained) == 2 * 4
-
-
-def changed(given: Sections, section: str, change: dict[str, Any]) -> Sections:
-    return {**given, section: {**given[section], **change}}
-
-
-def test_rounds_after_rounds_share_nothing(tmp_path: Path) -> None:
-    """Their models would fill a disk."""
-    run(sections("fedavg"), tmp_path / "runs", trained=tmp_path / "shared")
-    assert not (tmp_path / "shared").exists()
 
 
 # ----------------------------------------------------------------------------------------- privacy

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from fedsynth.models.layout import channels_last
 from fedsynth.models.registry import ModelSettings, build_model
 from fedsynth.privacy.dpsgd import example_gradients
+from fedsynth.seeding import forked_rng
 
 SHAPES = ((1, 28, 28), (3, 32, 32))
 NETWORKS: list[tuple[str, dict[str, str]]] = [
@@ -59,8 +60,7 @@ def test_a_network_of_ones_own_may_work_channels_last() -> None:
             z: Tensor = self.classifier(h.mean(dim=(2, 3)))
             return z
 
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
+    with forked_rng(0, "a network of one's own"):
         network = Own()
         x = torch.randn(4, 3, 8, 8)
     y = torch.arange(4)

@@ -17,13 +17,13 @@ import pytest
 import torch
 
 from fedsynth.data.load import load_dataset
+from fedsynth.data.registry import dataset_spec
 from fedsynth.errors import OutputError, SettingError
 from fedsynth.federation.observer import Observer
 from fedsynth.federation.outputs import run_checkpoints
 from fedsynth.federation.outputs.kept_steps import KeptSteps
 from fedsynth.federation.terms.resolve import resolve
 from fedsynth.federation.terms.settings import RunSettings
-from fedsynth.methods import method_class
 from fedsynth.reproduction import rows as rows_module
 from fedsynth.reproduction.estimate import Estimate, duration, estimate, run_lengths
 from fedsynth.reproduction.preset_files import preset
@@ -242,11 +242,23 @@ def test_one_shot_methods_are_stopped_inside_their_round_and_share_what_clients_
 
 
 @pytest.mark.parametrize(
-    ("method", "kept"),
-    [("feddm", True), ("fedavg", True), ("dense", True), ("fedkf", False), ("moon", False)],
+    ("method", "more", "kept"),
+    [
+        ("feddm", {}, True),
+        ("fedavg", {}, True),
+        ("fedavg", {"model": {"name": "mlp"}}, False),  # its clients are trained in one pass
+        ("dense", {}, True),
+        ("fedkf", {}, False),
+        ("moon", {}, False),
+        ("fedavg", {"privacy": {"noise_multiplier": 1.0}}, False),
+        ("feddm", {"privacy": {"noise_multiplier": 1.0}}, False),
+    ],
 )
-def test_which_rounds_lose_little_when_they_are_cut_off(method: str, kept: bool) -> None:
-    assert kept_inside(method_class(method)()) is kept
+def test_which_rounds_lose_little_when_they_are_cut_off(
+    method: str, more: dict[str, Any], kept: bool
+) -> None:
+    settings = resolve({"run": {"method": method}, **more})
+    assert kept_inside(settings, dataset_spec("digits")) is kept
 
 
 def test_a_run_that_another_process_makes_is_left_to_it(jobs: list[Job], tmp_path: Path) -> None:

@@ -15,13 +15,14 @@ from fedsynth.core.client import OpenClients, PrivateClients, chunk
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message, ModelParameters
 from fedsynth.core.method import Memory
-from fedsynth.keeping import KeepsNothing
+from fedsynth.keeping import KeepsNothing, StepKeeper
 from fedsynth.models.on_features import OnFeatures
 from fedsynth.privacy.dpsgd import DpSgdSettings, ExampleLoss, Penalty, example_gradients
 from fedsynth.seeding import torch_generator
 from fedsynth.training.many_clients import Learner, train_together
 from fedsynth.training.optimisers import Optimiser
 from fedsynth.training.sgd import Pull, SgdSettings, steps_of, train_on
+from fedsynth.version import __version__
 
 MODEL = "model"
 """The name of the trained model's plan."""
@@ -154,9 +155,11 @@ def _train_alone(
 ) -> None:
     mine = learner.where
     loss = task.loss
-    keeper = context.keeper if task.plain else KeepsNothing()
+    keeper: StepKeeper = context.keeper if task.plain else KeepsNothing()
     name = f"train-{client}"
-    if keeper.shares and len(mine):
+    known = learner.penalty is None or type(learner.penalty) is Pull  # in all that it depends on
+    if keeper.shared is not None and known and len(mine):
+        keeper = keeper.shared
         name = f"train-{training_digest(learner, clients, context)}"
     train_on(
         learner.model,
@@ -174,23 +177,31 @@ def _train_alone(
 
 
 def training_digest(learner: Learner, clients: OpenClients, context: RoundContext) -> str:
-    """Names a plain training by all that it depends on: start, network, data, order, rule, penalty,
-    and what computes it. Equal names have equal results."""
+    """Names a plain training by start, network, data, order, rule, penalty and what computes it.
+
+    Equal names have equal results for networks of this package, whose words (`repr`) and values
+    say all of them, and for one version of it.
+    """
     found = hashlib.blake2b(digest_size=16)
     model = learner.model
     pull = learner.penalty if isinstance(learner.penalty, Pull) else None  # it is `plain`
+    device = context.device
     words = (
         f"{type(model).__module__}.{type(model).__qualname__}",
         repr(model),
         repr(learner.settings),
         repr(None if pull is None else pull.weight),
+        __version__,
         torch.__version__,
-        str(context.device.type),
+        torch.cuda.get_device_name(device) if device.type == "cuda" else str(device.type),
+        torch.backends.cpu.get_cpu_capability(),
         str(torch.get_num_threads()),
+        torch.get_float32_matmul_precision(),
     )
     found.update("\n".join(words).encode())
     tensors = [
-        *model.state_dict().values(),
+        *model.parameters(),
+        *model.buffers(),
         *([] if pull is None else [pull.center, pull.linear]),
         learner.generator.get_state(),
         clients.labels(learner.where),

@@ -253,8 +253,8 @@ def condense(
         else:
             features.use(network, augment)
         optimiser.update(synthetic, matcher.gradient(step, features, synthetic), state)
-        report(step + 1)
         keeper.offer(name, step + 1, partial(_kept, synthetic, state))
+        report(step + 1)
     return synthetic
 
 

@@ -178,8 +178,8 @@ class OneShotDistillation:
                 for position in torch.randperm(len(past), generator=shuffle).tolist():
                     self._student_step(student, sgd, *epochs.lesson(past[position]))
                 student.eval()
-                report(epoch, self.epochs)
                 keeper.offer(DISTILLATION, epoch, progress.kept)
+                report(epoch, self.epochs)
         without = [str(k) for k, model in enumerate(models) if not has_statistics(model)]
         note = (
             f"no batch-norm term for models {', '.join(without)}: they have no batch norm with "
