@@ -120,8 +120,10 @@ def jobs_of(
 
 
 def kept_inside(settings: RunSettings, spec: DatasetSpec) -> bool:
-    """Whether a round loses little when it is cut off: its long loops are kept. Nothing of a private
-    one is, nor of clients that are trained in one pass."""
+    """Whether a round loses little when it is cut off: its long loops are kept.
+
+    Nothing of a private one is, nor of clients that are trained in one pass.
+    """
     method = settings.method
     if settings.privacy is not None:
         return False

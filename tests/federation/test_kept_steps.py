@@ -328,7 +328,8 @@ def test_a_digest_has_all_of_a_training_in_it(monkeypatch: pytest.MonkeyPatch) -
 
     same = digest()
     assert digest() == same
-    pixel, label = x.clone(), y.clone()
+    pixel = x.clone()
+    label = y.clone()
     pixel[4, 0, 7, 7] += 1
     label[4] = 0
     wider = nn.Sequential(*network, nn.Identity())
