@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from fedsynth.keeping import KeepsNothing, StepKeeper, put_back
+from fedsynth.mixed_precision import mixed, widened
 from fedsynth.models.batch_norm import has_batch_norm
 from fedsynth.models.flat import FlatNetwork, load_flat
 from fedsynth.training.cuda_graphs import recorded
@@ -79,6 +81,7 @@ def train_on(
     stateful: bool = False,
     keeper: StepKeeper | None = None,
     name: str = "train",
+    precision: torch.dtype = torch.float32,
 ) -> None:
     """Trains `model` in place; on a GPU full batches are steps of a CUDA graph.
 
@@ -96,6 +99,8 @@ def train_on(
             training was cut off before: then it goes on from there, with the same draws. Penalty
             and objective must be without state.
         name: of this training among all of a round.
+        precision: of the network's pass for the cross-entropy (`fedsynth.mixed_precision`); an
+            objective says its own.
     """
     if not len(labels_N):
         return
@@ -103,7 +108,7 @@ def train_on(
     network = FlatNetwork(model, requires_grad=True)
     network.module.train()
     state = settings.optimiser.init(network.flat)
-    step = make_step(network, state, settings, penalty, objective)
+    step = make_step(network, state, settings, penalty, objective, precision)
     labels = labels_N.__getitem__
     each = batches_of(len(labels_N), settings.batch)
     wanted = steps_of(settings, len(labels_N))
@@ -181,6 +186,7 @@ def make_step(
     settings: SgdSettings,
     penalty: Penalty | None = None,
     objective: Objective | None = None,
+    precision: torch.dtype = torch.float32,
 ) -> Callable[[Tensor, Tensor], None]:
     """A step on a batch's images and labels, which changes `network` and the optimiser's `state` in
     place.
@@ -191,12 +197,13 @@ def make_step(
     grad = network.grad
     start = flat.clone()
     pull = penalty if isinstance(penalty, Pull) else None
+    value_of = objective or partial(_cross_entropy, precision=precision)
     closed = objective is None and penalty is pull and is_softmax_regression(network.module)
 
     def differentiate(x: Tensor, y: Tensor) -> None:
         grad.zero_()
         module = network.module
-        value = (objective or _cross_entropy)(module, x, y)
+        value = value_of(module, x, y)
         if penalty is not None and pull is None:
             value = value + penalty(module)
         value.backward()
@@ -220,8 +227,12 @@ def make_step(
     return step
 
 
-def _cross_entropy(network: nn.Module, x_MCHW: Tensor, labels_M: Tensor) -> Tensor:
-    return nn.functional.cross_entropy(network(x_MCHW), labels_M)
+def _cross_entropy(
+    network: nn.Module, x_MCHW: Tensor, labels_M: Tensor, precision: torch.dtype
+) -> Tensor:
+    with mixed(x_MCHW.device, precision):
+        logits = network(x_MCHW)
+    return nn.functional.cross_entropy(widened(logits), labels_M)
 
 
 def batches_of(examples: int, batch: int) -> int:

@@ -173,6 +173,7 @@ def _train_alone(
         stateful=task.stateful,
         keeper=keeper,
         name=name,
+        precision=context.precision,
     )
 
 
@@ -197,6 +198,7 @@ def training_digest(learner: Learner, clients: OpenClients, context: RoundContex
         torch.backends.cpu.get_cpu_capability(),
         str(torch.get_num_threads()),
         torch.get_float32_matmul_precision(),
+        str(context.precision),
     )
     found.update("\n".join(words).encode())
     tensors = [
