@@ -124,6 +124,7 @@ class DistilsWithoutData(DistilsEnsemble):
             lambda done, total: context.report("distillation", done, total),
             lessons=lessons,
             keeper=context.server_keeper,
+            precision=context.precision,
         )
         for note in done.notes:
             context.note(note)

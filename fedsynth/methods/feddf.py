@@ -20,6 +20,7 @@ from fedsynth.core.context import RoundContext
 from fedsynth.core.method import Presets
 from fedsynth.errors import SettingError
 from fedsynth.methods.shared.ensemble import DistilsEnsemble, EnsembleState
+from fedsynth.mixed_precision import mixed, widened
 from fedsynth.seeding import torch_generator
 from fedsynth.synthesizer.generation.generator_memory import remembered, restore
 from fedsynth.synthesizer.generation.generators import distillation_loss
@@ -107,11 +108,13 @@ class FedDF(DistilsEnsemble):
         for done in range(before, self.server_steps):
             chosen = torch.randint(len(images), (self.server_batch,), generator=draws)
             batch = images(chosen.to(context.device, non_blocking=True))
-            with torch.no_grad():
-                answer = torch.stack([model(batch) for model in models]).mean(dim=0)
+            with torch.no_grad(), mixed(context.device, context.precision):
+                said = torch.stack([model(batch) for model in models])
             with torch.enable_grad():
                 adam.zero_grad()
-                distillation_loss(answer, student(batch)).backward()
+                with mixed(context.device, context.precision):
+                    learnt = student(batch)
+                distillation_loss(widened(said).mean(dim=0), widened(learnt)).backward()
             adam.step()
             schedule.step()
             keeper.offer(DISTILLATION, done + 1, now)

@@ -167,6 +167,7 @@ class FedKF(TrainsLocally):
             one_hot_weight=self.one_hot_weight,
             activation_weight=self.activation_weight,
             kl_weight=self.distillation if self.use_kl else 0.0,
+            precision=context.precision,
         )
         if any(name.startswith(PREFIX) for name in memory):
             pair.remember(memory)

@@ -41,7 +41,9 @@ class Lessons:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.seen: list[tuple[Tensor, Tensor]] = []
 
-        def step(settings: Any, student: Any, sgd: Any, images: Tensor, answer: Tensor) -> None:
+        def step(
+            settings: Any, student: Any, sgd: Any, images: Tensor, answer: Tensor, precision: Any
+        ) -> None:
             self.seen.append((images.clone(), answer.clone()))
 
         monkeypatch.setattr(OneShotDistillation, "_student_step", step)

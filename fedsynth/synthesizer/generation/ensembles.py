@@ -18,6 +18,7 @@ from torch.func import functional_call, vmap
 from torch.nn import functional as F
 
 from fedsynth.data.registry import DatasetSpec
+from fedsynth.models.batch_statistics import batch_statistics
 from fedsynth.seeding import torch_generator
 from fedsynth.synthesizer.generation.generators import make_generator
 
@@ -245,11 +246,9 @@ def batch_norm_matching(models: Sequence[nn.Module]) -> Iterator[Callable[[], Te
     terms: list[Tensor] = []
 
     def look(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        x = inputs[0]
-        axes = [0, *range(2, x.dim())]
-        variance, mean = torch.var_mean(x, dim=axes, unbiased=False)
+        mean, variance = batch_statistics(inputs[0])
         apart = (mean - layer.running_mean, variance - layer.running_var)  # type: ignore[operator]
-        terms.append(sum((torch.linalg.vector_norm(a) for a in apart), x.new_zeros(())))
+        terms.append(sum((torch.linalg.vector_norm(a) for a in apart), mean.new_zeros(())))
 
     def loss() -> Tensor:
         total = torch.stack(terms).sum() / len(models) if terms else torch.zeros(())

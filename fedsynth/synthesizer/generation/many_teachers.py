@@ -9,7 +9,7 @@ here is computed from the models alone.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 
 import torch
@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.evaluation.generated import tally
 from fedsynth.keeping import KeepsNothing, StepKeeper
+from fedsynth.mixed_precision import mixed, widened
 from fedsynth.seeding import torch_generator
 from fedsynth.synthesizer.generation.ensembles import Aggregate, batch_norm_matching, has_statistics
 from fedsynth.synthesizer.generation.generator_memory import remembered, restore
@@ -140,6 +141,7 @@ class OneShotDistillation:
         *,
         lessons: Aggregate | None = None,
         keeper: StepKeeper | None = None,
+        precision: torch.dtype = torch.float32,
     ) -> Distilled:
         """Trains `student` in place from its present weights.
 
@@ -151,6 +153,7 @@ class OneShotDistillation:
                 that the generator is to please.
             keeper: keeps student, generator and images between epochs, and has them if this
                 distillation was cut off before: then it goes on from there, with the same draws.
+            precision: of the networks' passes (`fedsynth.mixed_precision`).
         """
         keeper = keeper or KeepsNothing()
         device = next(student.parameters()).device
@@ -162,8 +165,8 @@ class OneShotDistillation:
         past: list[Batch] = []
         tallies = [torch.zeros(0, 2, spec.classes, dtype=torch.int64, device=device)]
         with batch_norm_matching(models if self.bn_weight else []) as statistics:
-            teacher = _Ensemble(models, aggregate, statistics)
-            other = None if lessons is None else _Ensemble(models, lessons, statistics)
+            teacher = _Ensemble(models, aggregate, statistics, precision)
+            other = None if lessons is None else replace(teacher, aggregate=lessons)
             epochs = _Images(self, teacher, other, student, spec, seed, round, device)
             kept_past = past if self.replay else []
             progress = Progress(student, sgd, shuffle, epochs, kept_past, tallies)
@@ -176,7 +179,7 @@ class OneShotDistillation:
                 past += made
                 student.train()
                 for position in torch.randperm(len(past), generator=shuffle).tolist():
-                    self._student_step(student, sgd, *epochs.lesson(past[position]))
+                    self._student_step(student, sgd, *epochs.lesson(past[position]), precision)
                 student.eval()
                 keeper.offer(DISTILLATION, epoch, progress.kept)
                 report(epoch, self.epochs)
@@ -189,11 +192,18 @@ class OneShotDistillation:
         return Distilled(torch.cat(tallies), (note,) if self.bn_weight and without else ())
 
     def _student_step(
-        self, student: nn.Module, sgd: torch.optim.Optimizer, images: Tensor, answer: Tensor
+        self,
+        student: nn.Module,
+        sgd: torch.optim.Optimizer,
+        images: Tensor,
+        answer: Tensor,
+        precision: torch.dtype,
     ) -> None:
         with torch.enable_grad():
             sgd.zero_grad()
-            student_loss(answer, student(images), self.hard_weight).backward()
+            with mixed(images.device, precision):
+                said = student(images)
+            student_loss(answer, widened(said), self.hard_weight).backward()
         sgd.step()
 
 
@@ -204,9 +214,12 @@ class _Ensemble:
     models: Sequence[nn.Module]
     aggregate: Aggregate
     statistics: Callable[[], Tensor]
+    precision: torch.dtype
 
     def logits(self, images: Tensor, labels: Tensor) -> Tensor:
-        return self.aggregate(torch.stack([model(images) for model in self.models]), labels)
+        with mixed(images.device, self.precision):
+            said = torch.stack([model(images) for model in self.models])
+        return self.aggregate(widened(said), labels)
 
     @torch.no_grad()
     def answer(self, images: Tensor, labels: Tensor) -> Tensor:
@@ -300,7 +313,7 @@ class _Images:
                 made = [_better(made[0], batch) if made else batch]
         if settings.images == "last":
             with torch.no_grad():
-                images = learner.generator.normalised(z, self._asked(labels))
+                images = self._made(learner.generator, z, labels)
             answer = self._teacher.answer(images, labels)
             made = [Batch(images, answer, labels, torch.zeros(()))]
         return made
@@ -316,7 +329,7 @@ class _Images:
         settings = self._settings
         learning = [p for one in optimisers for group in one.param_groups for p in group["params"]]
         with torch.enable_grad():
-            images = generator.normalised(z, self._asked(labels))
+            images = self._made(generator, z, labels)
             seen = self._views(images, self._spec, self._chance)
             answer = self._teacher.logits(seen, labels)
             loss = F.cross_entropy(answer, labels)
@@ -325,7 +338,7 @@ class _Images:
             )
             if settings.ad_weight:
                 loss = loss + settings.ad_weight * adversarial_loss(
-                    answer, self._student(seen), only_disagreement=settings.only_disagreement
+                    answer, self._said(seen), only_disagreement=settings.only_disagreement
                 )
             gradients = torch.autograd.grad(loss, learning)
         for p, gradient in zip(learning, gradients, strict=True):
@@ -333,6 +346,14 @@ class _Images:
         for optimiser in optimisers:
             optimiser.step()
         return Batch(images.detach(), answer.detach(), labels, loss.detach())
+
+    def _made(self, generator: Generator, z: Tensor, labels: Tensor) -> Tensor:
+        with mixed(self._device, self._teacher.precision):
+            return widened(generator.normalised(z, self._asked(labels)))
+
+    def _said(self, images: Tensor) -> Tensor:
+        with mixed(self._device, self._teacher.precision):
+            return widened(self._student(images))
 
     def _asked(self, labels: Tensor) -> Tensor | None:
         return labels if self._settings.conditional else None

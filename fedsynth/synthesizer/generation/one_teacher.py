@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.evaluation.generated import describe, tally
+from fedsynth.mixed_precision import mixed, widened
 from fedsynth.seeding import torch_generator
 from fedsynth.synthesizer.generation.ensembles import batch_norm_matching
 from fedsynth.synthesizer.generation.generator_memory import remembered, restore
@@ -63,6 +64,7 @@ class Distillation:
             images on which the student still errs. The official code's `g_use_kl`, with γ as the
             weight.
         bn_weight, ad_weight: DENSE's terms.
+        precision: of the networks' passes (`fedsynth.mixed_precision`), `loss`'s student's too.
     """
 
     def __init__(
@@ -78,7 +80,9 @@ class Distillation:
         kl_weight: float = 0.0,
         bn_weight: float = 0.0,
         ad_weight: float = 0.0,
+        precision: torch.dtype = torch.float32,
     ) -> None:
+        self._precision = precision
         self._teacher = copy.deepcopy(teacher).requires_grad_(False).eval()
         self.generator = generator.train()
         self._draws = draws
@@ -107,20 +111,21 @@ class Distillation:
             self._batch, self.generator.latent, generator=self._draws, device=self._draws.device
         )
         with torch.enable_grad():
-            images = self.generator.normalised(z)
-            features = self._teacher.embed(images)  # type: ignore[operator]
-            logits = self._teacher.classifier(features)  # type: ignore[operator]
+            with mixed(z.device, self._precision):
+                images = self.generator.normalised(z)
+                features = self._teacher.embed(images)  # type: ignore[operator]
+                logits = widened(self._teacher.classifier(features))  # type: ignore[operator]
             loss = generator_loss(
-                features, logits, *self._weights
+                widened(features), logits, *self._weights
             ) + self._bn_weight * self._statistics().to(z.device, non_blocking=True)
             loss = loss + self._against(student, images, logits)
             weights = list(self.generator.parameters())
             for p, gradient in zip(weights, torch.autograd.grad(loss, weights), strict=True):
                 p.grad = gradient
             self._adam.step()
-        with torch.no_grad():
-            images = self.generator.normalised(z)
-            answer = self._teacher(images)
+        with torch.no_grad(), mixed(z.device, self._precision):
+            images = widened(self.generator.normalised(z))
+            answer = widened(self._teacher(images))
             self._statistics()
             return images, answer
 
@@ -129,7 +134,7 @@ class Distillation:
         loss = images.new_zeros(())
         if student is None or not (self._kl_weight or self._ad_weight):
             return loss
-        answer = student(images)
+        answer = self._says(student, images)
         if self._kl_weight:
             loss = loss - self._kl_weight * distillation_loss(logits.detach(), answer)
         if self._ad_weight:
@@ -141,7 +146,12 @@ class Distillation:
         """`step`, and KL(teacher ‖ student) on its images (Eq. 6), with the graph to the
         student."""
         images, logits = self.step(student)
-        return distillation_loss(logits, student(images))
+        return distillation_loss(logits, self._says(student, images))
+
+    def _says(self, student: nn.Module, images: Tensor) -> Tensor:
+        with mixed(images.device, self._precision):
+            answer: Tensor = student(images)
+        return widened(answer)
 
     def tally(self) -> Tensor:
         """How the teacher classifies a batch of the generator as it now is

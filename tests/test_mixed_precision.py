@@ -1,0 +1,126 @@
+"""Training and distillation whose networks compute in bfloat16 (`--precision bf16`), beside the same
+in float32."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fedsynth import FedAvg, FedDF, FedHydra, FedKF, ModelSettings, RunSettings, simulate
+from fedsynth.data.registry import dataset_spec
+from fedsynth.mixed_precision import mixed
+from fedsynth.models.registry import build_model
+from fedsynth.seeding import torch_generator
+from fedsynth.synthesizer.generation.ensembles import average_of_logits
+from fedsynth.synthesizer.generation.generators import make_generator
+from fedsynth.synthesizer.generation.many_teachers import OneShotDistillation
+from fedsynth.synthesizer.generation.one_teacher import Distillation
+from fedsynth.training.optimisers import MomentumSgd
+from fedsynth.training.sgd import SgdSettings, train_on
+
+DIGITS = dataset_spec("digits")
+
+
+def network(seed: int, norm: str = "batch") -> nn.Module:
+    """A small convolutional network of the digits."""
+    return build_model(ModelSettings("cnn1", norm=norm), DIGITS.image_shape, DIGITS.classes, seed)
+
+
+def weights(model: nn.Module) -> Tensor:
+    """All of them, in float32."""
+    assert all(p.dtype == torch.float32 for p in model.parameters())
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def trained(precision: torch.dtype) -> Tensor:
+    """The weights after a few steps on noise."""
+    model = network(0)
+    draws = torch.Generator().manual_seed(2)
+    x = torch.randn(40, *DIGITS.image_shape, generator=draws)
+    settings = SgdSettings(2, 10, MomentumSgd(0.05))
+    order = torch.Generator().manual_seed(3)
+    train_on(model, x.__getitem__, torch.arange(40) % 10, settings, order, precision=precision)
+    return weights(model)
+
+
+def test_training_moves_by_rounding() -> None:
+    """It takes other numbers, and nearly the same way."""
+    start = weights(network(0))
+    full, mixed = trained(torch.float32), trained(torch.bfloat16)
+    assert not torch.equal(full, mixed)
+    assert (full - mixed).norm() < 0.25 * (full - start).norm()
+
+
+def test_the_student_sees_images_of_the_new_generator() -> None:
+    """autocast would keep the cast weights until it ends: images would be those of before the
+    step."""
+    pair = Distillation(
+        network(0),
+        make_generator(DIGITS, 1, width=8),
+        torch_generator(0, "test"),
+        batch=16,
+        learning_rate=0.3,
+        one_hot_weight=0.1,
+        activation_weight=0.1,
+        kl_weight=1.0,
+        bn_weight=1.0,
+        precision=torch.bfloat16,
+    )
+    student = network(5)
+    with mixed(torch.device("cpu"), torch.bfloat16):  # as inside of a client's own step
+        images, answer = pair.step(student)
+    z = torch.randn(16, 100, generator=torch_generator(0, "test"))
+    with torch.no_grad():
+        before = make_generator(DIGITS, 1, width=8).normalised(z)
+        after = pair.generator.normalised(z)
+    assert images.dtype == answer.dtype == torch.float32
+    assert (images - before).abs().mean() > 10 * (images - after).abs().mean() > 0
+
+
+@pytest.mark.parametrize("images", ["all", "last"])
+def test_a_server_s_distillation_moves_by_rounding(images: str) -> None:
+    """The student's way and what it is taught, in both."""
+    ends = []
+    for precision in (torch.float32, torch.bfloat16):
+        student = network(9)
+        settings = OneShotDistillation(
+            epochs=2, generator_steps=2, batch=16, width=8, images=images, generator_lr=1e-3
+        )
+        models = [network(0), network(1, "group")]
+        settings.fit(models, student, average_of_logits, DIGITS, 0, precision=precision)
+        ends.append(weights(student))
+    start = weights(network(9))
+    assert not torch.equal(*ends)
+    assert (ends[0] - ends[1]).norm() < 0.1 * (ends[0] - start).norm()
+
+
+METHODS: dict[str, Any] = {
+    "fedavg": FedAvg(local_epochs=2, batch=32, lr=0.1),
+    "fedkf": FedKF(local_epochs=1, generator_width=4, generator_batch=8),
+    "feddf": FedDF(proxy="noise", local_epochs=1, server_steps=5),
+    "fedhydra": FedHydra(
+        local_epochs=1,
+        server_epochs=1,
+        generator_steps=2,
+        generator_width=4,
+        generator_batch=8,
+        stratification_steps=2,
+        stratification_batch=4,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_runs_have_it_where_it_is_asked_for(name: str) -> None:
+    """Each of these methods computes with it: other weights than in float32, near them."""
+    ends = []
+    for precision in ("fp32", "bf16"):
+        rounds = 2 if name == "fedkf" else 1
+        model = ModelSettings("cnn1", norm="batch")
+        settings = RunSettings(METHODS[name], rounds=rounds, model=model, precision=precision)
+        ends.append(weights(simulate(settings).model))
+    assert not torch.equal(*ends)
+    assert (ends[0] - ends[1]).norm() < 0.2 * ends[0].norm()
