@@ -92,7 +92,11 @@ Seed = Annotated[
 ]
 Device = Annotated[str | None, typer.Option(help="auto, cpu or cuda.")]
 Precision = Annotated[
-    str | None, typer.Option(help="fp32 or bf16, of condensation's passes over real images.")
+    str | None,
+    typer.Option(
+        help="fp32 or bf16, of condensation's passes over real images, plain local training and "
+        "distillation by a server or on generated images."
+    ),
 ]
 Compile = Annotated[
     bool | None,

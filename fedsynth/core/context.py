@@ -116,7 +116,7 @@ class Compute:
 
     Args:
         device: of all tensors.
-        precision: of passes over real images that need no gradient.
+        precision: of condensation's passes over real images, plain training and distillation.
         memory_bytes: what the steps of a round should stay within.
         compiled: let torch.compile make the passes where the time goes.
     """

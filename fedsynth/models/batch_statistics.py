@@ -1,7 +1,7 @@
 """A batch's mean and variance for each channel, differentiable, in few passes over its feature maps.
 
-Autograd's way through `torch.var_mean` is several passes, and on a CPU that reduction takes thirty
-times as long as batch norm's own (`benchmarks/batch_statistics.py`).
+Autograd's way through `torch.var_mean` is several passes, and on a CPU that reduction is slow:
+forward and backward together take ten times as long (`benchmarks/batch_statistics.py`).
 """
 
 from __future__ import annotations

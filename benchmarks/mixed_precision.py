@@ -1,0 +1,108 @@
+"""What `--precision bf16` saves of plain training and of distillation without data: a step in fp32
+and in bf16, alternately in one run.
+
+    python benchmarks/mixed_precision.py [--quick] [--json] [--device cuda] [--repeats 5]
+
+A client's step of CNN1 (batch 128), FedKF's generator step (width 64, batch 64, LeNet-5 as teacher),
+and DENSE's and FedHydra's (width 64, batch 128, five CNN1 with batch norm as teachers). Images are
+random and teachers untrained: only time is measured. On a CPU without AVX512_BF16 (`lscpu`) bf16
+saves nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from fedsynth.cli.memory import keep_large_allocations
+from fedsynth.data.registry import dataset_spec
+from fedsynth.models.registry import ModelSettings, build_model
+from fedsynth.seeding import torch_generator
+from fedsynth.synthesizer.generation.ensembles import average_of_logits
+from fedsynth.synthesizer.generation.generators import make_generator
+from fedsynth.synthesizer.generation.many_teachers import OneShotDistillation
+from fedsynth.synthesizer.generation.one_teacher import Distillation
+from fedsynth.training.optimisers import MomentumSgd
+from fedsynth.training.sgd import SgdSettings, train_on
+from library.machine import alternating, arguments, machine, saver
+
+STEPS = 10
+DIGITS = dataset_spec("mnist")
+LETTERS = dataset_spec("emnist-letters")
+
+
+def network(name: str, seed: int, norm: str, device: torch.device) -> nn.Module:
+    """An untrained one, for letters or digits."""
+    spec = LETTERS if name == "lenet5" else DIGITS
+    settings = ModelSettings(name, norm=norm)
+    return build_model(settings, spec.image_shape, spec.classes, seed).to(device)
+
+
+def client(precision: torch.dtype, options: argparse.Namespace) -> Callable[[], object]:
+    """STEPS steps of a client's training."""
+    device = torch.device(options.device)
+    model = network("cnn1", 0, "batch", device)
+    size = 8 if options.quick else 128
+    x = torch.randn(STEPS * size, *DIGITS.image_shape, device=device)
+    y = torch.arange(len(x), device=device) % DIGITS.classes
+    settings = SgdSettings(1, size, MomentumSgd(0.01))
+    order = torch_generator(0, "benchmark")
+    return lambda: train_on(model, x.__getitem__, y, settings, order, precision=precision)
+
+
+def one_teacher(precision: torch.dtype, options: argparse.Namespace) -> Callable[[], object]:
+    """STEPS steps of FedKF's generator, its images and the teacher's answers."""
+    device = torch.device(options.device)
+    pair = Distillation(
+        network("lenet5", 0, "", device),
+        make_generator(LETTERS, 0, width=8 if options.quick else 64).to(device),
+        torch_generator(0, "benchmark", device=device),
+        batch=64,
+        learning_rate=1e-3,
+        one_hot_weight=0.1,
+        activation_weight=0.1,
+        precision=precision,
+    )
+    return lambda: [pair.step() for _ in range(STEPS)]
+
+
+def five_teachers(precision: torch.dtype, options: argparse.Namespace) -> Callable[[], object]:
+    """An epoch of STEPS generator steps, and as many of the student."""
+    device = torch.device(options.device)
+    *models, student = (network("cnn1", seed, "batch", device) for seed in range(6))
+    width, batch = (8, 8) if options.quick else (64, 128)
+    epoch = OneShotDistillation(epochs=1, generator_steps=STEPS, width=width, batch=batch)
+    return lambda: epoch.fit(models, student, average_of_logits, DIGITS, 0, precision=precision)
+
+
+CASES = {
+    "a client's step, CNN1": client,
+    "a generator's step, one teacher": one_teacher,
+    "a generator's and a student's step, five teachers": five_teachers,
+}
+
+
+def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
+    precisions = {"fp32": torch.float32, "bf16": torch.bfloat16}
+    runs = {key: CASES[name](precision, options) for key, precision in precisions.items()}
+    times = alternating(runs, 1 if options.quick else options.repeats, torch.device(options.device))
+    medians = {key: statistics.median(values) / STEPS for key, values in times.items()}
+    ratio = medians["fp32"] / medians["bf16"]
+    return {"case": name, "seconds per step": medians, "ratio": ratio, **machine()}
+
+
+def main() -> None:
+    options = arguments(__doc__).parse_args()
+    keep_large_allocations()
+    save = saver("mixed_precision", options)
+    for name in CASES:
+        save(measure(name, options))
+
+
+if __name__ == "__main__":
+    main()
