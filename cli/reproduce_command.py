@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 SPEED = ("device", "precision", "compile", "memory_gb")
-"""Options that change how fast a run is, and not what it is."""
+"""Options that change how fast a run is, and its results by rounding alone."""
 
 
 def seconds_of(text: str | None) -> float:
@@ -269,7 +269,7 @@ def _comparison(found: Sequence[Line]) -> list[list[str]]:
         head,
         *(
             [
-                line.cell,
+                line.cell + line.reduced,
                 line.metric,
                 shown(line.number.value, line.number.std),
                 shown(line.compared.mean, line.compared.std),

@@ -1,8 +1,8 @@
 """Passes of networks in bfloat16, with weights, sums and losses in float32: `--precision bf16`.
 
 What torch decides is kept (`torch.autocast`): convolutions and matrix products in bfloat16, the
-rest in what it is given. Losses of logits of 8 bits would be coarse, so callers take a network's
-output through `widened` first.
+rest in what it is given. Losses are computed in float32: callers take a network's output through
+`widened` first.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch import Tensor
 def mixed(device: torch.device, precision: torch.dtype) -> AbstractContextManager[object]:
     """A context in which networks compute in `precision`; in float32 nothing is changed.
 
-    Weights are cast at each use. autocast would keep the cast ones until its end, beyond a step
-    that an optimiser takes inside.
+    Weights are cast at each use. autocast would keep the cast ones until the outermost context
+    ends, a caller's perhaps, beyond a step that an optimiser takes inside.
 
     >>> layer, x = torch.nn.Linear(2, 2), torch.rand(1, 2)
     >>> with mixed(x.device, torch.bfloat16):

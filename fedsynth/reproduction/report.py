@@ -30,7 +30,7 @@ class Line:
         seeds: of the runs that are finished.
         seconds: of each of these runs.
         commits: that made them.
-        precisions: of condensation's real passes.
+        precisions: of these runs (`RunSettings.precision`).
         diverged: how many runs ended in numbers that are none.
         scale: None: whole runs.
         changes: settings that are not the preset's.
@@ -56,6 +56,12 @@ class Line:
             if self.number.domain
             else (self.number.metric)
         )
+
+    @property
+    def reduced(self) -> str:
+        """Precisions of its runs that are not fp32, in brackets behind the cell; empty: all are."""
+        words = ", ".join(name for name in self.precisions if name != "fp32")
+        return f" ({words})" if words else ""
 
     @property
     def verdict(self) -> str:
@@ -85,6 +91,7 @@ class Line:
             "verdict": self.verdict,
             "hours": round(sum(self.seconds) / 3600, 3),
             "commits": list(self.commits),
+            "precisions": list(self.precisions),
         }
 
 

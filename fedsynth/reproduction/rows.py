@@ -5,8 +5,8 @@
     OUTPUT/scaled-0.05/…               the same of scaled runs: they never stand beside whole ones
 
 A run is known by a hash of the settings that decide its result, so that tables which ask for the
-same run share it (FedKF's Tables V and VIII; both final models of one training). The precision of
-condensation's real passes is not in the hash: it is a matter of speed, and stands in the row.
+same run share it (FedKF's Tables V and VIII; both final models of one training). Precision is
+not in the hash: it moves results by rounding alone, and stands in the row and beside its numbers.
 """
 
 from __future__ import annotations

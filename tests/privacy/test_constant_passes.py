@@ -134,7 +134,7 @@ def test_no_kernels_shape_depends_on_the_number_of_records(
     """20, 70 and 75 records at rate 1: their last passes differ in length, unless they are filled
     up, and all of them, if the length were found from the true number."""
     if precision != "float32" and name != "feddm":
-        pytest.skip("only condensation has a reduced precision")
+        pytest.skip("of private steps only condensation's real pass has a reduced precision")
     data = digits(80)
     network = build_model(ModelSettings(width=4, depth=2), SPEC.image_shape, 10, 0)
     method = method_class(name).from_mapping(values)

@@ -59,9 +59,9 @@ class RunSettings:
         device: "auto" (CUDA if there is one), "cpu" or "cuda".
         precision: "fp32" or "bf16", of condensation's passes over real images (and of what
             mechanism `gradient` pulls back for each of them), of clients' plain training by
-            cross-entropy, one client after another, and of distillation by the server (DENSE,
-            FedDF, FedHydra but for its U) or on generated images (FedKF). Weights, losses and all
-            else are fp32, DP-SGD too.
+            cross-entropy (but of dense networks, which train together), and of distillation by the
+            server (DENSE, FedDF, FedHydra but for its U) or on generated images (FedKF). Weights,
+            losses and all else are fp32, DP-SGD's gradients of examples too.
         compile: let torch.compile make condensation's passes over real images: nearly twice as fast
             on a CPU, after some seconds of compiling. Needs a C++ compiler (on a GPU, Triton). Not
             used for private clients, nor with batch norm.

@@ -107,14 +107,17 @@ def train_openly(
             zip(clients.ids, models, tasks, settings, strict=True)
         )
     ]
-    if together and len(models) > 1 and all(task.plain for task in tasks):
+    at_once = together and all(task.plain for task in tasks)
+    # how many share a step is a matter of memory, and must not decide a client's precision
+    precision = torch.float32 if at_once else context.precision
+    if at_once and len(models) > 1:
         train_together(
             learners, clients.images, clients.labels, partial(context.report, "local training")
         )
     else:
         for position, (learner, task) in enumerate(zip(learners, tasks, strict=True)):
             report = partial(_report, context, position, len(models))
-            _train_alone(learner, clients, task, context, report, clients.ids[position])
+            _train_alone(learner, clients, task, context, report, clients.ids[position], precision)
             context.report("local training", SHARES * (position + 1), SHARES * len(models))
     sizes = [len(learner.where) for learner in learners]
     return [Trained(float(n), steps_of(how, n)) for n, how in zip(sizes, settings, strict=True)]
@@ -152,6 +155,7 @@ def _train_alone(
     context: RoundContext,
     report: Callable[[int, int], None],
     client: int,
+    precision: torch.dtype,
 ) -> None:
     mine = learner.where
     loss = task.loss
@@ -160,7 +164,7 @@ def _train_alone(
     known = learner.penalty is None or type(learner.penalty) is Pull  # in all that it depends on
     if keeper.shared is not None and known and len(mine):
         keeper = keeper.shared
-        name = f"train-{training_digest(learner, clients, context)}"
+        name = f"train-{training_digest(learner, clients, context.device, precision)}"
     train_on(
         learner.model,
         lambda where: clients.images(mine[where]),
@@ -173,11 +177,13 @@ def _train_alone(
         stateful=task.stateful,
         keeper=keeper,
         name=name,
-        precision=context.precision,
+        precision=precision,
     )
 
 
-def training_digest(learner: Learner, clients: OpenClients, context: RoundContext) -> str:
+def training_digest(
+    learner: Learner, clients: OpenClients, device: torch.device, precision: torch.dtype
+) -> str:
     """Names a plain training by start, network, data, order, rule, penalty and what computes it.
 
     Equal names have equal results for networks of this package, whose words (`repr`) and values
@@ -186,7 +192,6 @@ def training_digest(learner: Learner, clients: OpenClients, context: RoundContex
     found = hashlib.blake2b(digest_size=16)
     model = learner.model
     pull = learner.penalty if isinstance(learner.penalty, Pull) else None  # it is `plain`
-    device = context.device
     words = (
         f"{type(model).__module__}.{type(model).__qualname__}",
         repr(model),
@@ -198,7 +203,7 @@ def training_digest(learner: Learner, clients: OpenClients, context: RoundContex
         torch.backends.cpu.get_cpu_capability(),
         str(torch.get_num_threads()),
         torch.get_float32_matmul_precision(),
-        str(context.precision),
+        str(precision),
     )
     found.update("\n".join(words).encode())
     tensors = [

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 from fedsynth.data.images import pixel_constants
 from fedsynth.data.registry import DatasetSpec
+from fedsynth.mixed_precision import widened
 from fedsynth.models.layout import channels_last
 from fedsynth.seeding import forked_rng
 
@@ -99,7 +100,8 @@ class Generator(nn.Module):
             z_NL = torch.cat([z_NL, F.one_hot(labels_N, self.classes).to(z_NL.dtype)], dim=1)
         h = self.start(z_NL).view(len(z_NL), self._wide, self._rows, self._columns)
         h = self.body(channels_last(h))
-        return torch.sigmoid(h[..., : self._spec.height, : self._spec.width])
+        # in float32: in bfloat16 a bright pixel is 1 from 6.5 on, and has no gradient
+        return torch.sigmoid(widened(h[..., : self._spec.height, : self._spec.width]))
 
     def normalised(self, z_NL: Tensor, labels_N: Tensor | None = None) -> Tensor:
         """Images as networks take them: (pixels − mean)/std."""
