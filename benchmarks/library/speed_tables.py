@@ -97,6 +97,17 @@ def _layout() -> list[str]:
     ]
 
 
+def _mixed_precision() -> list[str]:
+    by_case = {row["case"]: row["ratio"] for row in lines("mixed_precision")}
+    client, *generators = by_case.values()
+    return [f"{ratio:.1f}" for ratio in (client, min(generators), max(generators))]
+
+
+def _statistics() -> list[str]:
+    ratios = [row["ratio"] for row in lines("batch_statistics")]
+    return [f"{min(ratios):.0f}", f"{max(ratios):.0f}"]
+
+
 def _fixed_passes() -> str:
     """The newest row of each case."""
     newest = {row["case"]: row["constant over as the sample"] for row in lines("fixed_passes")}
@@ -165,5 +176,16 @@ SENTENCES: list[tuple[str, str, Callable[[], list[str]]]] = [
         "CNN1's training step is {} times as fast and its pass without graph {} times, CNN2's {} "
         "and {}, LeNet-5's {} and {}",
         _layout,
+    ),
+    (
+        "docs/speed.md",
+        "`--precision bf16` makes a client's step of CNN1 {} times as fast and a generator's step "
+        "of FedKF and of FedHydra or DENSE {} to {} times",
+        _mixed_precision,
+    ),
+    (
+        "docs/speed.md",
+        "with their gradient {} to {} times as fast as `torch.var_mean`",
+        _statistics,
     ),
 ]
