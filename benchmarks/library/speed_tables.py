@@ -185,7 +185,7 @@ SENTENCES: list[tuple[str, str, Callable[[], list[str]]]] = [
     ),
     (
         "docs/speed.md",
-        "with their gradient {} to {} times as fast as `torch.var_mean`",
+        "with their gradient {} to {} times as fast as by `torch.var_mean`",
         _statistics,
     ),
 ]
