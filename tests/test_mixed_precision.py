@@ -3,11 +3,14 @@ in float32."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
 
 from fedsynth import FedAvg, FedDF, FedHydra, FedKF, ModelSettings, RunSettings, simulate
 from fedsynth.data.registry import dataset_spec
@@ -18,6 +21,7 @@ from fedsynth.synthesizer.generation.ensembles import average_of_logits
 from fedsynth.synthesizer.generation.generators import make_generator
 from fedsynth.synthesizer.generation.many_teachers import OneShotDistillation
 from fedsynth.synthesizer.generation.one_teacher import Distillation
+from fedsynth.training import sgd
 from fedsynth.training.optimisers import MomentumSgd
 from fedsynth.training.sgd import SgdSettings, train_on
 
@@ -49,9 +53,9 @@ def trained(precision: torch.dtype) -> Tensor:
 def test_training_moves_by_rounding() -> None:
     """It takes other numbers, and nearly the same way."""
     start = weights(network(0))
-    full, mixed = trained(torch.float32), trained(torch.bfloat16)
-    assert not torch.equal(full, mixed)
-    assert (full - mixed).norm() < 0.25 * (full - start).norm()
+    full, half = trained(torch.float32), trained(torch.bfloat16)
+    assert not torch.equal(full, half)
+    assert (full - half).norm() < 0.25 * (full - start).norm()
 
 
 def test_the_student_sees_images_of_the_new_generator() -> None:
@@ -80,6 +84,22 @@ def test_the_student_sees_images_of_the_new_generator() -> None:
     assert (images - before).abs().mean() > 10 * (images - after).abs().mean() > 0
 
 
+@contextmanager
+def convolutions() -> Iterator[set[torch.dtype]]:
+    """What comes out of all convolutions in the block."""
+    seen: set[torch.dtype] = set()
+
+    def look(module: nn.Module, inputs: Any, output: Any) -> None:
+        if isinstance(module, nn.Conv2d):
+            seen.add(output.dtype)
+
+    handle = register_module_forward_hook(look)
+    try:
+        yield seen
+    finally:
+        handle.remove()
+
+
 @pytest.mark.parametrize("images", ["all", "last"])
 def test_a_server_s_distillation_moves_by_rounding(images: str) -> None:
     """The student's way and what it is taught, in both."""
@@ -90,7 +110,9 @@ def test_a_server_s_distillation_moves_by_rounding(images: str) -> None:
             epochs=2, generator_steps=2, batch=16, width=8, images=images, generator_lr=1e-3
         )
         models = [network(0), network(1, "group")]
-        settings.fit(models, student, average_of_logits, DIGITS, 0, precision=precision)
+        with convolutions() as seen:
+            settings.fit(models, student, average_of_logits, DIGITS, 0, precision=precision)
+        assert seen == {precision}  # of models, generator and student
         ends.append(weights(student))
     start = weights(network(9))
     assert not torch.equal(*ends)
@@ -113,14 +135,55 @@ METHODS: dict[str, Any] = {
 }
 
 
+def ends_of(method: Any, **model: Any) -> list[Tensor]:
+    """The weights after a run in fp32 and in bf16."""
+    rounds = 2 if method.name == "fedkf" else 1
+    network = ModelSettings(**model)
+    return [
+        weights(
+            simulate(RunSettings(method, rounds=rounds, model=network, precision=precision)).model
+        )
+        for precision in ("fp32", "bf16")
+    ]
+
+
 @pytest.mark.parametrize("name", METHODS)
-def test_runs_have_it_where_it_is_asked_for(name: str) -> None:
-    """Each of these methods computes with it: other weights than in float32, near them."""
-    ends = []
-    for precision in ("fp32", "bf16"):
-        rounds = 2 if name == "fedkf" else 1
-        model = ModelSettings("cnn1", norm="batch")
-        settings = RunSettings(METHODS[name], rounds=rounds, model=model, precision=precision)
-        ends.append(weights(simulate(settings).model))
+def test_runs_have_it_where_it_is_asked_for(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of these methods computes with it: other weights than in float32, near them. Of those
+    that distil it is the distillation's, as training is left in float32 here."""
+    if name != "fedavg":
+        monkeypatch.setattr(sgd, "mixed", lambda device, precision: nullcontext())
+    ends = ends_of(METHODS[name], name="cnn1", norm="batch")
     assert not torch.equal(*ends)
     assert (ends[0] - ends[1]).norm() < 0.2 * ends[0].norm()
+
+
+@pytest.mark.parametrize("memory", [None, 1e-6])
+def test_dense_networks_stay_in_float32_however_many_share_a_step(memory: float | None) -> None:
+    """Else memory would decide a client's precision."""
+    method = FedAvg(local_epochs=1, batch=16)
+    full, half = (
+        simulate(
+            RunSettings(
+                method,
+                rounds=1,
+                model=ModelSettings("mlp", width=8),
+                precision=precision,
+                memory_gb=memory,
+            )
+        )
+        for precision in ("fp32", "bf16")
+    )
+    assert torch.equal(weights(full.model), weights(half.model))
+
+
+def test_bright_pixels_have_a_gradient() -> None:
+    """In bfloat16 the sigmoid of 7 is 1."""
+    generator = make_generator(DIGITS, 0, width=4)
+    last: Any = generator.body[-1]
+    torch.nn.init.zeros_(last.weight)
+    torch.nn.init.constant_(last.bias, 7.0)
+    with mixed(torch.device("cpu"), torch.bfloat16):
+        pixels = generator(torch.randn(4, 100, generator=torch.Generator().manual_seed(0)))
+    pixels.sum().backward()
+    assert last.bias.grad.item() > 0

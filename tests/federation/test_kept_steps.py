@@ -13,8 +13,6 @@ from torch import Tensor, nn
 
 from fedsynth import RunResult, resolve, simulate
 from fedsynth.core.client import OpenClients
-from fedsynth.core.context import Compute, Federation, RoundContext
-from fedsynth.data.registry import dataset_spec
 from fedsynth.federation.outputs import kept_steps, run_checkpoints
 from fedsynth.federation.outputs.checkpoint import CheckpointFolder
 from fedsynth.federation.outputs.kept_steps import HASH_BYTES, KeptSteps, StepsDone, read_steps
@@ -296,7 +294,6 @@ class Images:
 
 def test_a_digest_has_all_of_a_training_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """One thing is changed at a time; each digest is another."""
-    spec = dataset_spec("digits")
     x = torch.randn(6, 1, 8, 8, generator=torch.Generator().manual_seed(0))
     y = torch.arange(6)
     network = nn.Sequential(nn.Flatten(), nn.Linear(64, 10), nn.BatchNorm1d(10))
@@ -311,13 +308,12 @@ def test_a_digest_has_all_of_a_training_in_it(monkeypatch: pytest.MonkeyPatch) -
         seed: int = 0,
         penalty: Pull | None = pull,
         data: tuple[Tensor, Tensor] = (x, y),
+        precision: torch.dtype = torch.float32,
     ) -> str:
         learner = Learner(model, where, how, torch.Generator().manual_seed(seed), penalty)
-        federation = Federation(0, spec, model, nominal_size=5.0, clients=1)
-        context = RoundContext(1, federation, Compute(torch.device("cpu")))
         clients: Any = Images(*data)
         assert isinstance(clients, Images | OpenClients)
-        return training_digest(learner, clients, context)
+        return training_digest(learner, clients, torch.device("cpu"), precision)
 
     def moved(name: str) -> nn.Module:
         other = nn.Sequential(nn.Flatten(), nn.Linear(64, 10), nn.BatchNorm1d(10))
@@ -339,6 +335,7 @@ def test_a_digest_has_all_of_a_training_in_it(monkeypatch: pytest.MonkeyPatch) -
         digest(where=torch.arange(4)),
         digest(where=torch.tensor([1, 0, 2, 3, 4])),
         digest(how=replace(sgd, epochs=3)),
+        digest(precision=torch.bfloat16),
         digest(how=replace(sgd, batch=2)),
         digest(how=replace(sgd, radius=1.0)),
         digest(how=replace(sgd, steps=3)),
