@@ -3,8 +3,8 @@ and in bf16, alternately in one run.
 
     python benchmarks/mixed_precision.py [--quick] [--json] [--device cuda] [--repeats 5]
 
-A client's step of CNN1 (batch 128), FedKF's generator step (width 64, batch 64, LeNet-5 as teacher),
-and DENSE's and FedHydra's (width 64, batch 128, five CNN1 with batch norm as teachers). Images are
+A client's step of CNN1 (batch 128), FedKF's generator step (width 64, batch 64, LeNet-5 as
+teacher), and DENSE's and FedHydra's (width 64, batch 128, five CNN1 with batch norm as teachers). Images are
 random and teachers untrained: only time is measured. On a CPU without AVX512_BF16 (`lscpu`) bf16
 saves nothing.
 """

@@ -19,7 +19,8 @@ def mixed(device: torch.device, precision: torch.dtype) -> AbstractContextManage
     Weights are cast at each use. autocast would keep the cast ones until the outermost context
     ends, a caller's perhaps, beyond a step that an optimiser takes inside.
 
-    >>> layer, x = torch.nn.Linear(2, 2), torch.rand(1, 2)
+    >>> layer = torch.nn.Linear(2, 2)
+    >>> x = torch.rand(1, 2)
     >>> with mixed(x.device, torch.bfloat16):
     ...     layer(x).dtype
     torch.bfloat16

@@ -1,5 +1,5 @@
-"""Training and distillation whose networks compute in bfloat16 (`--precision bf16`), beside the same
-in float32."""
+"""Training and distillation whose networks compute in bfloat16 (`--precision bf16`), beside the
+same in float32."""
 
 from __future__ import annotations
 
@@ -53,7 +53,8 @@ def trained(precision: torch.dtype) -> Tensor:
 def test_training_moves_by_rounding() -> None:
     """It takes other numbers, and nearly the same way."""
     start = weights(network(0))
-    full, half = trained(torch.float32), trained(torch.bfloat16)
+    full = trained(torch.float32)
+    half = trained(torch.bfloat16)
     assert not torch.equal(full, half)
     assert (full - half).norm() < 0.25 * (full - start).norm()
 

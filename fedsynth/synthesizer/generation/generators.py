@@ -50,8 +50,7 @@ class DoublingConv2d(nn.Conv2d):
         rows = wide[..., :-1, :] + wide[..., 1:, :]
         kernel = (rows[..., :-1] + rows[..., 1:]).flip(2, 3).transpose(0, 1)
         doubled = F.conv_transpose2d(x_NCHW, kernel, stride=2, padding=1)
-        # the bias apart: a CPU's transposed convolution sums its gradient in a plain loop, a tenth
-        # of the layer's time (a fifth in bfloat16)
+        # the bias apart: a CPU's transposed convolution sums its gradient in a plain loop
         bias: Tensor = self.bias  # type: ignore[assignment]  # `Conv2d` was told to have one
         return doubled + bias.to(doubled.dtype)[:, None, None]
 
