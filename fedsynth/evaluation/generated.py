@@ -7,6 +7,9 @@ memory, and tallies of batches add up. `describe` makes a round's facts of it:
 
 - agreement: the share of images that the teacher gives the class that was asked for (conditional
   generators alone);
+- student: the share of images that the student, after it has learned from them, gives the class
+  that the teacher gives (of methods that tell `tally` so). Near 1 / C it has learned nothing,
+  whatever the images are worth: its hidden units may be dead;
 - class_entropy: the entropy of the classes given, in nats; class_entropy_share: the same over log
   C, 1 where all classes are equally frequent;
 - classes: how many classes have at least one image.
@@ -30,22 +33,28 @@ GENERATOR = "generator"
 """The key of these facts in a round's row of metrics."""
 
 
-def tally(scores_NC: Tensor, asked_N: Tensor | None = None) -> Tensor:
+def tally(
+    scores_NC: Tensor, asked_N: Tensor | None = None, student_NC: Tensor | None = None
+) -> Tensor:
     """Counts int64 [2, C]: images that the teacher gives each class, and how many of them were
-    asked for as that class.
+    asked for as that class; with a student [3, C]: and how many of them it gives that class.
 
     Args:
         scores_NC: the teacher's logits or probabilities of N generated images.
         asked_N: the class that each image was made for; None, of a generator that is not
             conditional: one row alone [1, C].
+        student_NC: the student's logits, of images that were made for classes.
     """
     classes = scores_NC.shape[1]
     given = scores_NC.detach().argmax(dim=1)
     counts = torch.bincount(given, minlength=classes)
     if asked_N is None:
         return counts[None]
-    asked = asked_N.to(given.device)
-    return torch.stack([counts, torch.bincount(given[given == asked], minlength=classes)])
+    others = [asked_N.to(given.device)]
+    if student_NC is not None:
+        others.append(student_NC.detach().argmax(dim=1))
+    same = [torch.bincount(given[given == other], minlength=classes) for other in others]
+    return torch.stack([counts, *same])
 
 
 def agreement(tally_RC: Tensor) -> float:
@@ -57,6 +66,17 @@ def agreement(tally_RC: Tensor) -> float:
     if len(tally_RC) < 2:
         raise ValueError("agreement is of images that were made for a class")
     return int(tally_RC[1].sum()) / _images(tally_RC)
+
+
+def student_agreement(tally_RC: Tensor) -> float:
+    """The share of images that the student gives the teacher's class, in [0, 1].
+
+    Raises:
+        ValueError: no student was asked, or there is no image.
+    """
+    if len(tally_RC) < 3:
+        raise ValueError("no student was asked")
+    return int(tally_RC[2].sum()) / _images(tally_RC)
 
 
 def class_entropy(tally_RC: Tensor) -> float:
@@ -81,10 +101,13 @@ def classes_present(tally_RC: Tensor) -> int:
 
 
 def describe(tally_RC: Tensor) -> dict[str, float]:
-    """The facts of a tally, by name; agreement only where classes were asked for."""
+    """The facts of a tally, by name; agreement only where classes were asked for, the student's
+    only where it was asked."""
     asked = {"agreement": agreement(tally_RC)} if len(tally_RC) > 1 else {}
+    learned = {"student": student_agreement(tally_RC)} if len(tally_RC) > 2 else {}
     return {
         **asked,
+        **learned,
         "class_entropy": class_entropy(tally_RC),
         "class_entropy_share": class_entropy_share(tally_RC),
         "classes": classes_present(tally_RC),
@@ -108,6 +131,8 @@ def in_words(facts: Mapping[str, float]) -> str:
     ]
     if "agreement" in facts:
         parts.append(f"{100 * facts['agreement']:.1f} % as asked")
+    if "student" in facts:
+        parts.append(f"the student agrees on {100 * facts['student']:.1f} %")
     return ", ".join(parts)
 
 

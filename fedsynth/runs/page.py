@@ -245,10 +245,11 @@ def _fairness(runs: Sequence[Run], names: Sequence[str], simulation_only: bool) 
 
 
 def _generators(runs: Sequence[Run], names: Sequence[str], simulation_only: bool) -> str:
-    """Whether the teachers give generated images the class that was asked for."""
+    """Whether the teachers give generated images the class that was asked for, and the student
+    theirs."""
     parts = [
         _curve(runs, names, f"generator.{key}", "rounds")
-        for key in ("agreement", "class_entropy_share")
+        for key in ("agreement", "class_entropy_share", "student")
     ]
     for run, name in zip(runs, names, strict=True):
         for key in _artefacts(run.folder):

@@ -7,7 +7,14 @@ import math
 import pytest
 import torch
 
-from fedsynth.evaluation.generated import agreement, average, class_entropy, describe, tally
+from fedsynth.evaluation.generated import (
+    agreement,
+    average,
+    class_entropy,
+    describe,
+    student_agreement,
+    tally,
+)
 
 
 def _scores(given: list[int], classes: int) -> torch.Tensor:
@@ -60,3 +67,15 @@ def test_nothing_to_say_of_no_image() -> None:
         class_entropy(tally(torch.zeros(0, 3)))
     with pytest.raises(ValueError, match="for a class"):
         agreement(tally(_scores([1], 3)))
+
+
+def test_the_student_s_share_is_of_the_teacher_s_answers() -> None:
+    """Four images, three on which both say the same; what was asked does not matter."""
+    eye = torch.eye(3)
+    teacher, student = eye[[0, 1, 2, 2]], eye[[0, 1, 2, 0]]
+    found = tally(teacher, torch.tensor([1, 1, 1, 1]), student)
+    assert found.tolist() == [[1, 1, 2], [0, 1, 0], [1, 1, 1]]
+    assert describe(found)["student"] == 0.75
+    assert describe(found)["agreement"] == 0.25
+    with pytest.raises(ValueError, match="no student"):
+        student_agreement(found[:2])

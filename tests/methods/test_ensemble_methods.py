@@ -214,8 +214,9 @@ def test_a_round_says_what_its_generated_images_are(method: str, tmp_path: Path)
         result = simulate(settings, output=tmp_path)
         for row in result.metrics:
             said = row[GENERATOR]
-            assert set(said) == {"agreement", "class_entropy", "class_entropy_share", "classes"}
-            assert 0 <= said["agreement"] <= 1
+            shares = {"agreement", "student", "class_entropy_share"}
+            assert set(said) == {*shares, "class_entropy", "classes"}
+            assert all(0 <= said[share] <= 1 for share in shares)
             assert 1 <= said["classes"] <= 10
             share = f"{100 * said['agreement']:.1f} % as asked"
             assert share in round_line(row, settings)
@@ -238,6 +239,28 @@ def test_agreement_is_of_the_student_s_images() -> None:
     said = generated_facts(EnsembleState({}, tallies=tallies))
     assert said["agreement"] == pytest.approx(0.1, abs=0.05)
     assert (said["class_entropy"], said["classes"]) == (0, 1)
+
+
+@pytest.mark.parametrize("dead", [False, True])
+def test_a_student_that_learns_nothing_is_seen(dead: bool) -> None:
+    """One whose features are all zero, as dead units make them, says one class of every image."""
+
+    projection = torch.randn(64, 10, generator=torch.Generator().manual_seed(1))
+
+    class Projected(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.flatten(1) @ projection
+
+    student = build_model(ModelSettings("linear"), SPEC.image_shape, 10, 0)
+    if dead:
+        student.register_forward_pre_hook(lambda module, given: (0 * given[0],))
+    steps = {"server_epochs": 10, "generator_steps": 10, "generator_batch": 64}
+    method = FedHydra(**{**TINY, **steps, "conditional": True, "generator_lr": 0.02})
+    tallies = method.fit_student([Projected()], student, average_of_logits, context())
+    said = generated_facts(EnsembleState({}, tallies=tallies))
+    assert (said["student"] < 0.3) == dead
+    by_hand = [int(epoch[2].sum()) / int(epoch[0].sum()) for epoch in tallies]
+    assert said["student"] == pytest.approx(by_hand[-1])  # the last tenth
 
 
 def test_stratified_and_averaged_aggregation_differ() -> None:

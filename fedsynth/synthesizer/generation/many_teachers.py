@@ -54,8 +54,8 @@ class Distilled:
     """What a distillation leaves beside the student.
 
     Attributes:
-        tallies: of each epoch's images for the student, int64 [epochs, 2, classes], see
-            `evaluation.generated`.
+        tallies: of each epoch's images for the student, int64 [epochs, 3, classes], see
+            `evaluation.generated`: of the student after the epoch.
         notes: for people, such as models without batch norm.
     """
 
@@ -163,7 +163,7 @@ class OneShotDistillation:
         sgd = torch.optim.SGD(student.parameters(), self.learning_rate, self.momentum)
         shuffle = torch_generator(seed, "one-shot replay", round)
         past: list[Batch] = []
-        tallies = [torch.zeros(0, 2, spec.classes, dtype=torch.int64, device=device)]
+        tallies = [torch.zeros(0, 3, spec.classes, dtype=torch.int64, device=device)]
         with batch_norm_matching(models if self.bn_weight else []) as statistics:
             teacher = _Ensemble(models, aggregate, statistics, precision)
             other = None if lessons is None else replace(teacher, aggregate=lessons)
@@ -172,8 +172,6 @@ class OneShotDistillation:
             progress = Progress(student, sgd, shuffle, epochs, kept_past, tallies)
             done = progress.put_back(keeper.found(DISTILLATION))
             for epoch, made in enumerate(epochs, start=done + 1):
-                counts = torch.stack([tally(batch.answer, batch.labels) for batch in made])
-                tallies.append(counts.sum(dim=0, keepdim=True))
                 if not self.replay:
                     past.clear()
                 past += made
@@ -181,6 +179,8 @@ class OneShotDistillation:
                 for position in torch.randperm(len(past), generator=shuffle).tolist():
                     self._student_step(student, sgd, *epochs.lesson(past[position]), precision)
                 student.eval()
+                counts = torch.stack([epochs.tally(batch) for batch in made])
+                tallies.append(counts.sum(dim=0, keepdim=True))
                 keeper.offer(DISTILLATION, epoch, progress.kept)
                 report(epoch, self.epochs)
         without = [str(k) for k, model in enumerate(models) if not has_statistics(model)]
@@ -354,6 +354,11 @@ class _Images:
     def _said(self, images: Tensor) -> Tensor:
         with mixed(self._device, self._teacher.precision):
             return widened(self._student(images))
+
+    @torch.no_grad()
+    def tally(self, batch: Batch) -> Tensor:
+        """What ensemble and student say of a batch, as `evaluation.generated` counts it."""
+        return tally(batch.answer, batch.labels, self._said(batch.images))
 
     def _asked(self, labels: Tensor) -> Tensor | None:
         return labels if self._settings.conditional else None

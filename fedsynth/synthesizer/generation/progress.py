@@ -46,7 +46,7 @@ class Progress:
         shuffle: draws the order of batches.
         epochs: make the images.
         past: those of earlier epochs that later ones see.
-        tallies: of the epochs so far, each [epochs, 2, classes].
+        tallies: of the epochs so far, each [epochs, 3, classes].
     """
 
     student: nn.Module
