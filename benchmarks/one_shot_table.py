@@ -90,6 +90,9 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "FedHydra (lessons of the average)": ("fedhydra", {**SERVER, "lessons": "average"}),
     "FedHydra (DENSE's training)": ("fedhydra", {**SERVER, **LIKE_DENSE}),
 }
+for base in ("DENSE", "FedHydra"):  # plain SGD at the student, as the papers' words are
+    name, settings = METHODS[base]
+    METHODS[f"{base} (no momentum)"] = name, {**settings, "server_momentum": 0.0}
 READINGS = ("FedHydra (raw Ū_c)", "FedHydra", "FedHydra (Ū_r alone)", "FedHydra (AE)")
 PAPER_STEPS: dict[str, Any] = {"server_epochs": 200}
 GENERATORS: dict[str, dict[str, Any]] = {

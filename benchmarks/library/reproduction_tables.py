@@ -117,8 +117,8 @@ def _orders() -> str:
         if line.number.value is None or mean is None or line.metric not in ACCURACIES:
             continue
         cell = next(c for c in one.cells if cell_words(c, one) == line.cell)
-        where = " ".join(line.cell.replace(cell.method, "", 1).split())
-        key = one.name, f"{where}{_changed(line)}", line.metric
+        setting = line.cell.replace(cell.method, "", 1).split("; ")[0]  # then remarks on a number
+        key = one.name, f"{' '.join(setting.split())}{_changed(line)}", line.metric
         groups.setdefault(key, []).append((cell.method, line.number.value, mean))
     body = []
     for (name, where, metric), methods in groups.items():
