@@ -45,16 +45,13 @@ def tally(
             conditional: one row alone [1, C].
         student_NC: the student's logits, of images that were made for classes.
     """
-    classes = scores_NC.shape[1]
-    given = scores_NC.detach().argmax(dim=1)
-    counts = torch.bincount(given, minlength=classes)
+    given_NC = _choices(scores_NC)
+    counts = given_NC.sum(dim=0)
     if asked_N is None:
         return counts[None]
-    others = [asked_N.to(given.device)]
-    if student_NC is not None:
-        others.append(student_NC.detach().argmax(dim=1))
-    same = [torch.bincount(given[given == other], minlength=classes) for other in others]
-    return torch.stack([counts, *same])
+    asked_NC = _one_hot(asked_N.to(scores_NC.device), scores_NC.shape[1])
+    others = [asked_NC] if student_NC is None else [asked_NC, _choices(student_NC)]
+    return torch.stack([counts, *((given_NC & other_NC).sum(dim=0) for other_NC in others)])
 
 
 def agreement(tally_RC: Tensor) -> float:
@@ -134,6 +131,15 @@ def in_words(facts: Mapping[str, float]) -> str:
     if "student" in facts:
         parts.append(f"the student agrees on {100 * facts['student']:.1f} %")
     return ", ".join(parts)
+
+
+def _choices(scores_NC: Tensor) -> Tensor:
+    return _one_hot(scores_NC.detach().argmax(dim=1), scores_NC.shape[1])
+
+
+def _one_hot(classes_N: Tensor, classes: int) -> Tensor:
+    """Bool [N, C]; nothing here is read from the device, as a count of indices would be."""
+    return classes_N[:, None] == torch.arange(classes, device=classes_N.device)
 
 
 def _images(tally_RC: Tensor) -> int:
