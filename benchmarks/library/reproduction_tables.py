@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from fedsynth.reproduction.preset_files import preset, preset_names
-from fedsynth.reproduction.presets import Preset, cell_words
+from fedsynth.reproduction.presets import Cell, Preset, cell_words
 from fedsynth.reproduction.report import Line, lines, shown
 from fedsynth.reproduction.rows import Rows
 from fedsynth.reproduction.words import dataset_of
@@ -38,9 +38,20 @@ def _finished() -> list[tuple[Preset, Line]]:
         one = preset(name)
         cells = [cell for cell in one.cells if dataset_of(cell.dataset) in datasets]
         for text in sorted(changes):
-            made = lines(one, cells, seeds, rows, changes=json.loads(text))
+            changed = json.loads(text)
+            made = lines(one, _may_have(cells, changed, rows), seeds, rows, changes=changed)
             found += [(one, line) for line in made if line.seeds or line.diverged]
     return found
+
+
+def _may_have(
+    cells: Sequence[Cell], changed: dict[str, Any], rows: dict[str, dict[str, Any]]
+) -> Sequence[Cell]:
+    """Of methods that ran so: others may have no setting of that name."""
+    if not changed:
+        return cells
+    methods = {row["cell"]["method"] for row in rows.values() if row["changes"] == changed}
+    return [cell for cell in cells if cell.method in methods]
 
 
 def _changed(line: Line) -> str:
