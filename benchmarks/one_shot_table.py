@@ -67,8 +67,10 @@ from library.results import fingerprint
 
 SEEDS = [0, 1, 2, 3, 4]
 LOCAL: dict[str, Any] = {"local_epochs": 60, "batch": 32, "lr": 0.01, "momentum": 0.9}
+MOMENTUM: dict[str, Any] = {"server_momentum": 0.9}
 # DENSE's own values of FedHydra's settings
 LIKE_DENSE: dict[str, Any] = {
+    **MOMENTUM,
     "generator_beta1": 0.5,
     "generator_reset": True,
     "learn_noise": True,
@@ -79,21 +81,25 @@ LIKE_DENSE: dict[str, Any] = {
     "crop": 0.125,
     "hard_weight": 0.0,
 }
+READINGS: dict[str, dict[str, Any]] = {  # of what FedHydra's words leave open, or rest on
+    "raw Ū_c": {"columns": "raw"},
+    "Ū_r alone": {"aggregation": "clients"},
+    "probabilities": {"outputs": "probabilities"},
+    "AE": {"aggregation": "average"},
+    "lessons of the average": {"lessons": "average"},
+}
 METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "FedDF": ("feddf", {"server_steps": 200, "server_batch": 64}),
     "DENSE": ("dense", SERVER),
+    "DENSE (plain SGD)": ("dense", {**SERVER, "server_momentum": 0.0}),
     "FedHydra": ("fedhydra", SERVER),
-    "FedHydra (raw Ū_c)": ("fedhydra", {**SERVER, "columns": "raw"}),
-    "FedHydra (Ū_r alone)": ("fedhydra", {**SERVER, "aggregation": "clients"}),
-    "FedHydra (probabilities)": ("fedhydra", {**SERVER, "outputs": "probabilities"}),
-    "FedHydra (AE)": ("fedhydra", {**SERVER, "aggregation": "average"}),
-    "FedHydra (lessons of the average)": ("fedhydra", {**SERVER, "lessons": "average"}),
+    "FedHydra (momentum)": ("fedhydra", {**SERVER, **MOMENTUM}),
     "FedHydra (DENSE's training)": ("fedhydra", {**SERVER, **LIKE_DENSE}),
 }
-for base in ("DENSE", "FedHydra"):  # plain SGD at the student, as the papers' words are
-    name, settings = METHODS[base]
-    METHODS[f"{base} (no momentum)"] = name, {**settings, "server_momentum": 0.0}
-READINGS = ("FedHydra (raw Ū_c)", "FedHydra", "FedHydra (Ū_r alone)", "FedHydra (AE)")
+for name, values in READINGS.items():
+    METHODS[f"FedHydra ({name})"] = "fedhydra", {**SERVER, **values}
+    METHODS[f"FedHydra ({name}, momentum)"] = "fedhydra", {**SERVER, **MOMENTUM, **values}
+STRATIFYING = ("FedHydra (raw Ū_c)", "FedHydra", "FedHydra (Ū_r alone)", "FedHydra (AE)")
 PAPER_STEPS: dict[str, Any] = {"server_epochs": 200}
 GENERATORS: dict[str, dict[str, Any]] = {
     f"width {width}, rate {rate:g}": {"generator_width": width, "generator_lr": rate}
@@ -222,7 +228,7 @@ class Row:
         for name, values in STRATA.items():
             found = {}
             measured = None
-            for reading in READINGS:
+            for reading in STRATIFYING:
                 method = replace(self.settings(reading).method, **values)
                 if not isinstance(method, FedHydra):
                     raise TypeError(f"{reading} does not stratify")

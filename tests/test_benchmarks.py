@@ -66,6 +66,10 @@ def test_settings_still_have_the_hash_of_finished_rows(script: Any) -> None:
     assert f"real seed=1 {made}" in keys("compare")
     made = fingerprint(fedkf.settings_for("FedAvg", 0.1, 0, "auto", False))
     assert f"FedAvg alpha=0.1 seed=0 {made}" in keys("fedkf_table")
+    one_shot, where = script("one_shot_table"), ("fashion-mnist", "Dir(0.1)")
+    for name in ("DENSE", "FedHydra", "FedHydra (momentum)"):  # a default that changed (`FIRST`)
+        made = fingerprint(one_shot.settings_for(*where, 0, "auto", *one_shot.METHODS[name]))
+        assert f"{', '.join(where)}, {name}, seed=0 {made}" in keys("one_shot_table")
     other = fingerprint(compare.settings_for("real", 2, "auto", False, None))
     assert f"real seed=1 {other}" not in keys("compare")
 

@@ -19,17 +19,17 @@ ONE_SHOT = {
     "FedDF": "FedDF",
     "DENSE": "DENSE",
     "FedHydra": "FedHydra",
-    "DENSE (no momentum)": "DENSE, plain SGD",
-    "FedHydra (no momentum)": "FedHydra, plain SGD",
-    "FedHydra (raw Ū_c)": "raw Ū_c",
-    "FedHydra (Ū_r alone)": "Ū_r alone",
-    "FedHydra (probabilities)": "probabilities",
-    "FedHydra (AE)": "AE",
-    "FedHydra (lessons of the average)": "lessons of the average",
-    "FedHydra (DENSE's training)": "DENSE's training",
+    "DENSE (plain SGD)": "DENSE, plain SGD",
+    "FedHydra (momentum)": "FedHydra, momentum",
 }
 GENERATING = [name for name in ONE_SHOT if name not in ("clients", "FedDF")]
-STRATIFYING = ("FedHydra (raw Ū_c)", "FedHydra", "FedHydra (Ū_r alone)", "FedHydra (AE)")
+READINGS = ("raw Ū_c", "Ū_r alone", "probabilities", "AE", "lessons of the average")
+STRATIFYING = {
+    "FedHydra (raw Ū_c)": "raw Ū_c",
+    "FedHydra": "FedHydra",
+    "FedHydra (Ū_r alone)": "Ū_r alone",
+    "FedHydra (AE)": "AE",
+}
 STRATA = {
     "30 steps, batch 32, rate 0.01": "rate 0.01",
     "30 steps, batch 32, rate 0.001": "rate 0.001",
@@ -37,17 +37,11 @@ STRATA = {
 }
 PAIRS = (
     ("FedHydra", "DENSE"),
+    ("FedHydra", "DENSE (plain SGD)"),
     ("FedHydra", "clients"),
     ("DENSE", "clients"),
-    ("DENSE (no momentum)", "DENSE"),
-    ("FedHydra (no momentum)", "FedHydra"),
-    ("FedHydra (no momentum)", "DENSE (no momentum)"),
-    ("FedHydra", "FedHydra (raw Ū_c)"),
-    ("FedHydra", "FedHydra (Ū_r alone)"),
-    ("FedHydra", "FedHydra (AE)"),
-    ("FedHydra", "FedHydra (lessons of the average)"),
-    ("FedHydra (DENSE's training)", "DENSE"),
-    ("FedHydra (DENSE's training)", "FedHydra"),
+    ("FedHydra", "FedHydra (momentum)"),
+    ("DENSE (plain SGD)", "DENSE"),
 )
 
 
@@ -78,6 +72,29 @@ def _one_shot_pairs() -> str:
                 body.append([f"{title}, {where}{length}", *cells])
     head = [f"{ONE_SHOT[one]} − {ONE_SHOT[other]}" for one, other in PAIRS]
     return table(["", *head], body)
+
+
+def _readings() -> str:
+    """FedHydra's readings beside the default, by the student's momentum; DENSE's training is with
+    momentum."""
+    rows = by_key("one_shot_table")
+    where = "fashion-mnist, Dir(0.1), "
+    defaults = "FedHydra", "FedHydra (momentum)"
+    methods = {
+        "the default": defaults,
+        **{name: (f"FedHydra ({name})", f"FedHydra ({name}, momentum)") for name in READINGS},
+        "DENSE's training": ("", "FedHydra (DENSE's training)"),
+    }
+    body = []
+    for title, names in methods.items():
+        cells = [title]
+        for name, default in zip(names, defaults, strict=True):
+            one, other = _in_pairs(rows, where, (name, default), "")
+            apart_from = "" if name == default else apart(one, other, 5)
+            cells += [spread(percents(rows, f"{where}{name},", SEEDS), 5), apart_from]
+        body.append(cells)
+    head = ["FedHydra", "plain SGD", "− the default", "momentum 0.9", "− the default"]
+    return table(head, body)
 
 
 def _in_pairs(
@@ -144,7 +161,7 @@ def _strata() -> str:
                 if made:
                     cells = [_asked(made, reading) for reading in STRATIFYING]
                     body.append([f"{title}, {where}", rate, str(len(made)), *cells])
-    return table(["", "stratification", "seeds", *(ONE_SHOT[n] for n in STRATIFYING)], body)
+    return table(["", "stratification", "seeds", *STRATIFYING.values()], body)
 
 
 def _asked(rows: Sequence[Row], reading: str) -> str:
@@ -157,6 +174,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "one-shot-fashion-mnist": partial(_one_shot, "fashion-mnist"),
     "one-shot-mnist": partial(_one_shot, "mnist"),
     "one-shot-pairs": _one_shot_pairs,
+    "one-shot-readings": _readings,
     "one-shot-images": _one_shot_images,
     "one-shot-generators": _one_shot_generators,
     "one-shot-strata": _strata,

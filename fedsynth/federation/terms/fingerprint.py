@@ -11,6 +11,8 @@ from fedsynth.privacy.settings import PrivacySettings
 
 SPEED = ("compile", "memory_gb", "device", "data_root")
 """What changes how long a run takes, or where its data lie, and not its result."""
+FIRST: dict[str, dict[str, Any]] = {"fedhydra": {"server_momentum": 0.9}}
+"""By method, the first defaults of settings that have another one by now."""
 
 
 def fingerprint(settings: RunSettings, without: tuple[str, ...] = ()) -> str:
@@ -28,12 +30,14 @@ def distinctive(settings: RunSettings, without: tuple[str, ...] = ()) -> dict[st
     """What differs from defaults and decides the result: a setting that a later version adds does
     not make old rows strangers.
 
-    So who changes a default deletes the rows that were made with the old one.
+    Defaults are those that a setting had first: who changes one enters the old in `FIRST`, so that
+    rows made with it are still of what they were made with.
     """
     method = type(settings.method)()
     defaults = RunSettings(
         method, privacy=None if settings.privacy is None else PrivacySettings(epsilon=1.0)
     ).to_mapping()
+    defaults["method"] = {**defaults["method"], **FIRST.get(method.name, {})}
     left_out = (*SPEED, *without)
     return {
         section: {
