@@ -83,7 +83,7 @@ class DistilsWithoutData(DistilsEnsemble):
     crop: float = 0.0
     hard_weight: float = 1.0
     server_lr: float = 0.01
-    server_momentum: float = 0.9
+    server_momentum: float = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -159,7 +159,7 @@ class Dense(DistilsWithoutData):
 
     What the paper does not say is as in its public code: each epoch has a fresh generator, whose
     noise is learned, too, by Adam with β₁ = 0.5, on randomly mirrored and shifted images; the batch
-    with the lowest loss is kept, and the student passes over all kept so far.
+    with the lowest loss is kept, and the student, whose SGD has momentum, passes over all kept so far.
 
     >>> from fedsynth import resolve, simulate
     >>> run, split = {"method": "dense", "rounds": 1}, {"kind": "iid", "clients": 2}
@@ -184,6 +184,7 @@ class Dense(DistilsWithoutData):
     flips: bool = True
     crop: float = 0.125
     hard_weight: float = 0.0
+    server_momentum: float = 0.9
 
     def distil(
         self,

@@ -59,9 +59,6 @@ class FedHydra(DistilsWithoutData):
         stratification_batch: images of such a step.
         stratification_lr: of such a generator.
         stratification_floor: the least denominator of Eq. 2.
-        server_momentum: 0, as the paper names plain SGD (Sec. 4.1.4). The student takes a step for
-            each generator step, on images that hardly differ, so that momentum adds them up: with
-            0.9 it learns less at most skews, and may die (docs/results.md).
 
     >>> from fedsynth import resolve, simulate
     >>> run, split = {"method": "fedhydra", "rounds": 1}, {"kind": "iid", "clients": 3}
@@ -90,7 +87,6 @@ class FedHydra(DistilsWithoutData):
     stratification_batch: int = 32
     stratification_lr: float = 1e-2
     stratification_floor: float = 1e-3
-    server_momentum: float = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -89,7 +89,11 @@ class OneShotDistillation:
             the student and its teacher see others in each pass, crops of colour images alone
             (DENSE's public code, which crops CIFAR for the student, and flips digits, too).
         hard_weight: β; the paper gives none: 1.
-        learning_rate, momentum: the student's SGD; momentum is not named.
+        learning_rate: of the student's SGD.
+        momentum: of the same: 0, as FedHydra's paper names none (Sec. 4.1.4). With a student step
+            for every generator step, on images that hardly differ, momentum adds the steps up: at
+            0.9 students learn less at most skews, and may die (docs/results.md). DENSE's public
+            code, which shows each image among many others, has 0.9.
     """
 
     epochs: int = 200
@@ -111,7 +115,7 @@ class OneShotDistillation:
     crop: float = 0.0
     hard_weight: float = 1.0
     learning_rate: float = 0.01
-    momentum: float = 0.9
+    momentum: float = 0.0
 
     def __post_init__(self) -> None:
         check_choices(self, images=IMAGES)
