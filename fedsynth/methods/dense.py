@@ -159,7 +159,7 @@ class Dense(DistilsWithoutData):
 
     What the paper does not say is as in its public code: each epoch has a fresh generator, whose
     noise is learned, too, by Adam with β₁ = 0.5, on randomly mirrored and shifted images; the batch
-    with the lowest loss is kept, and the student, whose SGD has momentum, passes over all kept so far.
+    with the lowest loss is kept, and the student, by SGD with momentum, passes over all of these.
 
     >>> from fedsynth import resolve, simulate
     >>> run, split = {"method": "dense", "rounds": 1}, {"kind": "iid", "clients": 2}
