@@ -21,6 +21,7 @@ ONE_SHOT = {
     "FedHydra": "FedHydra",
     "DENSE (plain SGD)": "DENSE, plain SGD",
     "FedHydra (momentum)": "FedHydra, momentum",
+    "FedHydra (AE)": "FedHydra, AE",
 }
 GENERATING = [name for name in ONE_SHOT if name not in ("clients", "FedDF")]
 READINGS = ("raw Ū_c", "Ū_r alone", "probabilities", "AE", "lessons of the average")
@@ -41,6 +42,7 @@ PAIRS = (
     ("FedHydra", "clients"),
     ("DENSE", "clients"),
     ("FedHydra", "FedHydra (momentum)"),
+    ("FedHydra", "FedHydra (AE)"),
     ("DENSE (plain SGD)", "DENSE"),
 )
 
