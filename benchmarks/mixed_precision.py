@@ -4,8 +4,9 @@ and in bf16, alternately in one run.
     python benchmarks/mixed_precision.py [--quick] [--json] [--device cuda] [--repeats 5]
 
 A client's step of CNN1 (batch 128), FedKF's generator step (width 64, batch 64, LeNet-5 as
-teacher), and DENSE's and FedHydra's (width 64, batch 128, five CNN1 with batch norm as teachers). Images are
-random and teachers untrained: only time is measured. On a CPU without AVX512_BF16 (`lscpu`) bf16
+teacher), DENSE's and FedHydra's (width 64, batch 128, five CNN1 with batch norm as teachers), and a
+step of FedDM's server (ConvNet-128, batch 256). Images are random and teachers untrained: only time
+is measured. On a CPU without AVX512_BF16 (`lscpu`) bf16
 saves nothing.
 """
 
@@ -45,9 +46,20 @@ def network(name: str, seed: int, norm: str, device: torch.device) -> nn.Module:
 
 def client(precision: torch.dtype, options: argparse.Namespace) -> Callable[[], object]:
     """STEPS steps of a client's training."""
-    device = torch.device(options.device)
-    model = network("cnn1", 0, "batch", device)
-    size = 8 if options.quick else 128
+    model = network("cnn1", 0, "batch", torch.device(options.device))
+    return training(model, 8 if options.quick else 128, precision)
+
+
+def server(precision: torch.dtype, options: argparse.Namespace) -> Callable[[], object]:
+    """STEPS steps on the union of synthetic images."""
+    settings = ModelSettings(width=8 if options.quick else 128)
+    model = build_model(settings, DIGITS.image_shape, DIGITS.classes, 0)
+    return training(model.to(options.device), 8 if options.quick else 256, precision)
+
+
+def training(model: nn.Module, size: int, precision: torch.dtype) -> Callable[[], object]:
+    """STEPS steps with batches of so many images."""
+    device = next(model.parameters()).device
     x = torch.randn(STEPS * size, *DIGITS.image_shape, device=device)
     y = torch.arange(len(x), device=device) % DIGITS.classes
     settings = SgdSettings(1, size, MomentumSgd(0.01))
@@ -84,6 +96,7 @@ CASES = {
     "a client's step, CNN1": client,
     "a generator's step, one teacher": one_teacher,
     "a generator's and a student's step, five teachers": five_teachers,
+    "the server's step, ConvNet-128": server,
 }
 
 

@@ -1,15 +1,17 @@
 """FedDM with M networks a round, whose exact class means are made once, beside the literal loop
-with a new network and a minibatch in each step: accuracy and time.
+with a new network and a minibatch in each step: accuracy. (`networks_time.py` has the time at the
+paper's sizes, where real images take most of it.)
 
     FEDSYNTH_DATA=... python benchmarks/networks_per_round.py [--quick] [--json] [--device cuda]
         [--datasets mnist] [--seeds 0 1] [--networks 20] [--only 'M=20'] [--time-budget SECONDS]
+        [--compile]
 
 MNIST and Fashion-MNIST, 10 clients, Dir(0.5), 5 rounds: a tenth of each class, a ConvNet of width
 16, ipc 10, 200 steps with batches of 64, 100 epochs on the server. All else is FedDM's default, and
 both loops have the same partitions, start images and first networks. M = 0 is the literal loop.
 Test accuracy of the last round; nothing is chosen by it. Each row has its rounds' accuracies and
-seconds, so that curves can be drawn against time; seconds are comparable between rows of one
-machine with the same load.
+seconds; seconds are comparable between rows of one machine with the same load, all with `--compile`
+or all without (it moves results by rounding alone, and is in a row's command).
 
 Resumes: finished runs are lines of results/networks_per_round.jsonl; `--only` shares the work among
 processes, and after `--time-budget` seconds no further run is begun.
@@ -17,6 +19,7 @@ processes, and after `--time-budget` seconds no further run is begun.
 
 from __future__ import annotations
 
+import argparse
 import json
 import statistics
 from typing import Any
@@ -29,19 +32,22 @@ from library.options import add_share, table_options
 from library.results import Results, summarise
 
 DATASETS = ("mnist", "fashion-mnist")
-NETWORKS = (0, 5, 20, 50)
+NETWORKS = (0, 20, 50)
 SIZE: dict[str, Any] = {"ipc": 10, "iterations": 200, "batch": 64, "server_epochs": 100}
 
 
-def settings_for(dataset: str, networks: int, seed: int, device: str, quick: bool) -> RunSettings:
-    few: dict[str, Any] = {"iterations": 3, "server_epochs": 2} if quick else {}
+def settings_for(
+    dataset: str, networks: int, seed: int, options: argparse.Namespace
+) -> RunSettings:
+    few: dict[str, Any] = {"iterations": 3, "server_epochs": 2} if options.quick else {}
     return resolve(
         {
             "run": {
                 "method": "feddm",
-                "rounds": 1 if quick else 5,
+                "rounds": 1 if options.quick else 5,
                 "seed": seed,
-                "device": device,
+                "device": options.device,
+                "compile": options.compile,
             },
             "data": {"dataset": dataset},
             "partition": {"kind": "dirichlet", "alpha": 0.5, "clients": 10, "subset": 0.1},
@@ -56,6 +62,9 @@ def main() -> None:
     parser.add_argument("--datasets", nargs="+", choices=DATASETS, default=list(DATASETS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     parser.add_argument("--networks", type=int, nargs="+", default=list(NETWORKS))
+    parser.add_argument(
+        "--compile", action="store_true", help="torch.compile makes condensation's passes"
+    )
     add_share(parser)
     options = parser.parse_args()
     seeds = options.seeds[:1] if options.quick else options.seeds
@@ -66,7 +75,7 @@ def main() -> None:
         data = load_dataset(dataset)
         for seed in seeds:  # one seed of every row before the next
             for networks in options.networks:
-                settings = settings_for(dataset, networks, seed, options.device, options.quick)
+                settings = settings_for(dataset, networks, seed, options)
                 name = f"{dataset} M={networks}"
                 row = results.get(f"{name} seed={seed}", settings, data)
                 if row is not None:

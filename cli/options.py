@@ -94,15 +94,16 @@ Device = Annotated[str | None, typer.Option(help="auto, cpu or cuda.")]
 Precision = Annotated[
     str | None,
     typer.Option(
-        help="fp32 or bf16, of condensation's passes over real images, plain local training and "
-        "distillation by a server or on generated images."
+        help="fp32 or bf16, of condensation's passes over real images, plain local training, a "
+        "server's training on synthetic images, and distillation by a server or on generated "
+        "images."
     ),
 ]
 Compile = Annotated[
     bool | None,
     typer.Option(
         "--compile/--no-compile",
-        help="Let torch.compile make the passes over real images (long runs gain; not with DP).",
+        help="Let torch.compile make condensation's passes (long runs gain; not with DP).",
     ),
 ]
 MemoryGb = Annotated[

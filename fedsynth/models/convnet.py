@@ -123,18 +123,18 @@ class ConvNet(nn.Module):
         return h
 
     def embed_vjp(
-        self, x_NCHW: Tensor, precision: torch.dtype = torch.float32
+        self, x_NCHW: Tensor, precision: torch.dtype = torch.float32, *, compiled: bool = False
     ) -> tuple[Tensor, VectorJacobian] | None:
         """(h_w(x), its vector-Jacobian product) without autograd, several times faster; None where
         there is no such path.
 
         Only with instance norm, float32 weights and sides that halve evenly. Weights get no
-        gradients.
+        gradients. Arguments are as of `fedsynth.models.frozen.block_chain_vjp`.
         """
         layers = list(zip(self.features[::4], self.features[1::4], strict=True))
         if not (self.halves_evenly and all(isinstance(norm, InstanceNorm) for _, norm in layers)):
             return None
-        return block_chain_vjp(x_NCHW, layers, precision)  # type: ignore[arg-type]
+        return block_chain_vjp(x_NCHW, layers, precision, compiled=compiled)  # type: ignore[arg-type]
 
     def forward(self, x_NCHW: Tensor) -> Tensor:
         z: Tensor = self.classifier(self.embed(x_NCHW))

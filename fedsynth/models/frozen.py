@@ -13,12 +13,17 @@ mean(dy ⊙ x̂) = Σ g ⊙ b, with a, b the 2×2 sums of m and m ⊙ x̂ over t
 Activations are channels-last, where convolutions reach the matrix peak. The forward pass is never
 in bfloat16 (that would flip ReLUs: 9 % of a gradient, against 0.6 % when only g is rounded; on a
 GPU convolutions may use TF32).
+
+What stands between two convolutions is memory-bound: `_between`, on the way forward, and `_back`.
+Both may go through torch.compile, which makes a few passes over memory of a score.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -32,8 +37,7 @@ FEW_CHANNELS = 4
 fold."""
 
 
-@dataclass(frozen=True)
-class _Block:
+class _Kept(NamedTuple):
     """What a block keeps for its VJP; h, w are the pooled size. `normalised`, `mask`: [N, h, 2, w,
     2, C]; `a`, `b`: [N, h, w, C]."""
 
@@ -41,16 +45,21 @@ class _Block:
     mask: Tensor
     a: Tensor
     b: Tensor
+
+
+@dataclass(frozen=True)
+class _Block:
+    """A block that vectors can be pulled back through."""
+
+    kept: _Kept
     weight: Tensor
     padding: int
+    parts: _Parts
 
     def pull(self, g_VNhwC: Tensor) -> Tensor:
         """[V, N, H, W, C_in] from [V, N, h, w, C]."""
         v, n, h, w, c = g_VNhwC.shape
-        mean = _pixel_sums((g_VNhwC * self.a).view(v * n, h * w, c), -1).view(v, n, 1, 1, 1, 1, c)
-        along = _pixel_sums((g_VNhwC * self.b).view(v * n, h * w, c), -1).view(v, n, 1, 1, 1, 1, c)
-        dx = torch.addcmul(mean, self.normalised, along)
-        dx.addcmul_(self.mask, g_VNhwC.view(v, n, h, 1, w, 1, c))
+        dx = self.parts.back(g_VNhwC, self.kept)
         out = _conv_transpose(dx.view(v * n, 2 * h, 2 * w, c), self.weight, self.padding)
         return out.view(v, n, *out.shape[1:])
 
@@ -93,38 +102,77 @@ def _conv_transpose(dx_NHWC: Tensor, weight: Tensor, padding: int) -> Tensor:
     return folded.permute(0, 2, 3, 1).to(dx_NHWC.dtype)
 
 
-def _forward(
-    x_NCHW: Tensor, conv: nn.Conv2d, norm: nn.GroupNorm, precision: torch.dtype
-) -> tuple[Tensor, _Block]:
-    y = F.conv2d(x_NCHW, conv.weight, conv.bias, padding=conv.padding).contiguous(
-        memory_format=torch.channels_last
-    )
-    n, c, height, width = y.shape
+def _between(
+    y_NHWC: Tensor, weight: Tensor, bias: Tensor, eps: float, precision: torch.dtype
+) -> tuple[Tensor, _Kept]:
+    """Instance norm, ReLU and pool of a convolution's output: the pooled [N, h, w, C], and what the
+    way back needs, in `precision`."""
+    n, height, width, c = y_NHWC.shape
     h = height // 2
     w = width // 2
     pixels = height * width
-    y_NPC = y.permute(0, 2, 3, 1).reshape(n, pixels, c)
+    y_NPC = y_NHWC.reshape(n, pixels, c)
     y_NPC = y_NPC - _pixel_sums(y_NPC, 1 / pixels)
-    scale = torch.rsqrt(_pixel_sums(y_NPC.square(), 1 / pixels) + norm.eps)
+    scale = torch.rsqrt(_pixel_sums(y_NPC.square(), 1 / pixels) + eps)
     normalised = y_NPC.mul_(scale)
-    z = torch.addcmul(norm.bias, normalised, norm.weight)
-    mask = (z > 0) * (scale * (norm.weight / 4))
-    pooled = _sums_2x2(z.clamp_min_(0), h, w, 1 / 4).permute(0, 3, 1, 2)
-    block = _Block(
+    z = torch.addcmul(bias, normalised, weight)
+    mask = (z > 0) * (scale * (weight / 4))
+    pooled = _sums_2x2(z.clamp_min_(0), h, w, 1 / 4)
+    kept = _Kept(
         normalised=normalised.view(n, h, 2, w, 2, c).to(precision),
         mask=mask.view(n, h, 2, w, 2, c).to(precision),
         a=_sums_2x2(mask, h, w, 1 / pixels).to(precision),
         b=_sums_2x2(mask * normalised, h, w, 1 / pixels).to(precision),
+    )
+    return pooled, kept
+
+
+def _back(g_VNhwC: Tensor, kept: _Kept) -> Tensor:
+    """dx [V, N, h, 2, w, 2, C] of the convolution's output from [V, N, h, w, C] of the pooled."""
+    v, n, h, w, c = g_VNhwC.shape
+    mean = _pixel_sums((g_VNhwC * kept.a).view(v * n, h * w, c), -1).view(v, n, 1, 1, 1, 1, c)
+    along = _pixel_sums((g_VNhwC * kept.b).view(v * n, h * w, c), -1).view(v, n, 1, 1, 1, 1, c)
+    dx = torch.addcmul(mean, kept.normalised, along)
+    return dx.addcmul_(kept.mask, g_VNhwC.view(v, n, h, 1, w, 1, c))
+
+
+class _Parts(NamedTuple):
+    """`_between` and `_back`, as they are or compiled."""
+
+    between: Callable[[Tensor, Tensor, Tensor, float, torch.dtype], tuple[Tensor, _Kept]]
+    back: Callable[[Tensor, _Kept], Tensor]
+
+
+@functools.cache
+def _parts(compiled: bool) -> _Parts:
+    if not compiled:
+        return _Parts(_between, _back)
+    return _Parts(torch.compile(_between, dynamic=False), torch.compile(_back, dynamic=False))
+
+
+def _forward(
+    x_NCHW: Tensor, conv: nn.Conv2d, norm: nn.GroupNorm, precision: torch.dtype, parts: _Parts
+) -> tuple[Tensor, _Block]:
+    y = F.conv2d(x_NCHW, conv.weight, conv.bias, padding=conv.padding).contiguous(
+        memory_format=torch.channels_last
+    )
+    y_NHWC = y.permute(0, 2, 3, 1)
+    pooled, kept = parts.between(y_NHWC, norm.weight, norm.bias, norm.eps, precision)
+    block = _Block(
+        kept,
         weight=conv.weight.to(precision, memory_format=torch.channels_last),
         padding=int(conv.padding[0]),
+        parts=parts,
     )
-    return pooled, block
+    return pooled.permute(0, 3, 1, 2), block
 
 
 def block_chain_vjp(
     x_NCHW: Tensor,
     layers: list[tuple[nn.Conv2d, nn.GroupNorm]],
     precision: torch.dtype = torch.float32,
+    *,
+    compiled: bool = False,
 ) -> tuple[Tensor, VectorJacobian]:
     """(embeddings [N, D], their VJP) of a chain of blocks whose sides are all even; no graph, no
     weight gradients.
@@ -132,12 +180,15 @@ def block_chain_vjp(
     Args:
         layers: convolution and instance norm (one channel a group, affine) of each block.
         precision: of the vectors that are pulled back; embeddings are float32.
+        compiled: torch.compile makes what is not a convolution. It compiles anew for another
+            number of images or vectors, so these should be few.
     """
     blocks: list[_Block] = []
+    parts = _parts(compiled)
     with torch.no_grad():
         h = x_NCHW.to(memory_format=torch.channels_last)
         for conv, norm in layers:
-            h, block = _forward(h, conv, norm, precision)
+            h, block = _forward(h, conv, norm, precision, parts)
             blocks.append(block)
 
     def pull(g_VND: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from fedsynth.core.client import OpenClients, PrivateClients, Segments
 from fedsynth.data.images import ImageData, from_arrays
 from fedsynth.data.registry import dataset_spec
+from fedsynth.models import frozen
 from fedsynth.models.convnet import ConvNet
 from fedsynth.privacy.allowance import UnaccountedNoise
 from fedsynth.privacy.guard import Guard
@@ -477,3 +478,26 @@ def test_a_compiled_real_pass_is_the_same_pass(
     assert (second - first).norm() > 0.1 * first.norm()
     torch.testing.assert_close(compiled.real(x, segment), second, atol=tolerance, rtol=tolerance)
     assert torch.equal(before, torch.get_rng_state())
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
+def test_synthetic_images_compiled_are_pulled_the_same_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pieces as large as the first are compiled, others not; u and the gradient are those of the
+    eager pass. Catches: shapes that change, and a compiled part that is another function."""
+    asked: list[bool] = []
+    parts = frozen._parts
+    monkeypatch.setattr(
+        frozen, "_parts", lambda compiled: asked.append(compiled) or parts(compiled)
+    )
+    net = network()
+    plain, compiled = (NetworkFeatures(net, 0.5, None, compiled=c) for c in (False, True))
+    draws = torch.Generator().manual_seed(0)
+    for images in (5, 3, 5):
+        x = torch.randn(images, 1, 8, 8, generator=draws)
+        segment = torch.zeros(images, dtype=torch.int64)
+        u, pull = plain.vjp(x, segment)
+        vectors = torch.randn(1, *u.shape, generator=draws)
+        mine, pull_mine = compiled.vjp(x, segment)
+        torch.testing.assert_close(mine, u, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(pull_mine(vectors), pull(vectors), atol=1e-5, rtol=1e-5)
+    assert asked == [False, True, False, False, False, True]

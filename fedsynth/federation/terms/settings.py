@@ -59,12 +59,14 @@ class RunSettings:
         device: "auto" (CUDA if there is one), "cpu" or "cuda".
         precision: "fp32" or "bf16", of condensation's passes over real images (and of what
             mechanism `gradient` pulls back for each of them), of clients' plain training by
-            cross-entropy (but of dense networks, which train together), and of distillation by the
-            server (DENSE, FedDF, FedHydra but for its U) or on generated images (FedKF). Weights,
-            losses and all else are fp32, DP-SGD's gradients of examples too.
-        compile: let torch.compile make condensation's passes over real images: nearly twice as fast
-            on a CPU, after some seconds of compiling. Needs a C++ compiler (on a GPU, Triton). Not
-            used for private clients, nor with batch norm.
+            cross-entropy (but of dense networks, which train together), of a server's on synthetic
+            images by cross-entropy, and of distillation by the server (DENSE, FedDF, FedHydra but
+            for its U) or on generated images (FedKF). Weights, losses and all else are fp32,
+            DP-SGD's gradients of examples too.
+        compile: let torch.compile make condensation's passes over real images, and what stands
+            between the convolutions of those over synthetic ones: up to twice as fast on a CPU,
+            after half a minute of compiling. Needs a C++ compiler (on a GPU, Triton). Not used for
+            private clients, nor with batch norm.
         memory_gb: what a round's steps should stay within, beside the data set itself: 2^30 bytes
             each. Fewer clients then share a step. None: 4 on a CPU, half of the card's memory on a
             GPU.

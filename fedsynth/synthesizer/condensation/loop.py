@@ -41,9 +41,10 @@ class NetworkFeatures:
         statistics_S: for networks with batch norm (`fedsynth.models.batch_norm`): segments with the
             same number share statistics.
         memory_bytes: a pass should not take more.
-        compiled: the real pass goes through torch.compile; its last, smaller piece does not, so
-            that shapes never change. Not for private clients: one record more would move others of
-            its piece to another kernel, which in bf16 shows in the sums.
+        compiled: torch.compile makes the real pass, and what stands between the convolutions of
+            `vjp`; last, smaller pieces do without, so that shapes never change. Not for private
+            clients: one record more would move others of its piece to another kernel, which in
+            bf16 shows in the sums.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class NetworkFeatures:
         self._statistics = statistics_S
         self._memory_bytes = memory_bytes
         self._compiled = torch.compile(self._embed) if compiled and statistics_S is None else None
+        self._whole_piece = 0  # images of a first, and so whole, piece of `vjp`
         self.mixes = statistics_S is not None
         self._network = network
         self._augment = augment
@@ -119,7 +121,9 @@ class NetworkFeatures:
             x = self._augmented(leaf, segment_N)
         own = getattr(self._network, "embed_vjp", None)
         precision = torch.float32 if exact else self._precision
-        made = None if own is None or self.mixes else own(x.detach(), precision)
+        self._whole_piece = self._whole_piece or len(x)
+        compiled = self._compiled is not None and len(x) == self._whole_piece
+        made = None if own is None or self.mixes else own(x.detach(), precision, compiled=compiled)
         if made is None:
             with torch.enable_grad():
                 u = self._with_logits(self._embed(self._network, x, segment_N))

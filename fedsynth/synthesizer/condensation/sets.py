@@ -222,4 +222,5 @@ def train_on_union(
         lambda done, total: context.report("server", done, total),
         penalty=None if on_all is None else penalty,
         objective=objective,
+        precision=context.precision,
     )

@@ -1,0 +1,76 @@
+"""What `--compile` saves of condensation's synthetic images: a pass forward with the
+vector-Jacobian product back to the images, eager and compiled, alternately in one run.
+
+    python benchmarks/synthetic_pass.py [--quick] [--json] [--device cuda] [--repeats 5]
+
+MNIST's shape, instance norm, fp32, as many images as `fedsynth.synthesizer.condensation.loop` has
+in a pass on a CPU: 10 with the papers' ConvNet-128, 120 with a ConvNet-16. Random images: only time
+is measured. Compiling is in the first turn, which is thrown away.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from fedsynth.cli.memory import keep_large_allocations
+from fedsynth.data.registry import dataset_spec
+from fedsynth.models.registry import ModelSettings, build_model
+from fedsynth.synthesizer.condensation.loop import NetworkFeatures
+from library.machine import alternating, arguments, machine, saver
+
+IMAGES = {128: 10, 16: 120}
+STEPS = 10
+DIGITS = dataset_spec("mnist")
+
+
+def passes(width: int, compiled: bool, options: argparse.Namespace) -> Callable[[], object]:
+    """STEPS passes."""
+    device = torch.device(options.device)
+    network = build_model(ModelSettings(width=width), DIGITS.image_shape, DIGITS.classes, 0)
+    network = network.to(device).requires_grad_(False)
+    features = NetworkFeatures(network, 1.0, None, compiled=compiled)
+    images = 2 if options.quick else IMAGES[width]
+    x = torch.randn(images, *DIGITS.image_shape, device=device)
+    segments = torch.zeros(images, dtype=torch.int64, device=device)
+    embedding: Any = network.embedding_size
+    vectors = torch.randn(1, images, embedding + DIGITS.classes, device=device)
+
+    def run() -> None:
+        for _ in range(STEPS):
+            _, pull = features.vjp(x, segments)
+            pull(vectors)
+
+    return run
+
+
+def measure(width: int, options: argparse.Namespace) -> dict[str, Any]:
+    runs = {
+        name: passes(width, compiled, options)
+        for name, compiled in (("eager", False), ("compiled", True))
+    }
+    times = alternating(runs, 1 if options.quick else options.repeats, torch.device(options.device))
+    each = STEPS * (2 if options.quick else IMAGES[width])
+    medians = {key: 1000 * statistics.median(values) / each for key, values in times.items()}
+    ratio = medians["eager"] / medians["compiled"]
+    return {
+        "case": f"ConvNet-{width}",
+        "milliseconds an image": medians,
+        "ratio": ratio,
+    } | machine()
+
+
+def main() -> None:
+    options = arguments(__doc__).parse_args()
+    keep_large_allocations()
+    save = saver("synthetic_pass", options)
+    for width in (8,) if options.quick else IMAGES:
+        save(measure(width, options))
+
+
+if __name__ == "__main__":
+    main()
