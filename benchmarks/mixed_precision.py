@@ -47,22 +47,25 @@ def network(name: str, seed: int, norm: str, device: torch.device) -> nn.Module:
 def client(precision: torch.dtype, options: argparse.Namespace) -> Callable[[], object]:
     """STEPS steps of a client's training."""
     model = network("cnn1", 0, "batch", torch.device(options.device))
-    return training(model, 8 if options.quick else 128, precision)
+    settings = SgdSettings(1, 8 if options.quick else 128, MomentumSgd(0.01))
+    return training(model, settings, precision)
 
 
 def server(precision: torch.dtype, options: argparse.Namespace) -> Callable[[], object]:
     """STEPS steps on the union of synthetic images."""
-    settings = ModelSettings(width=8 if options.quick else 128)
-    model = build_model(settings, DIGITS.image_shape, DIGITS.classes, 0)
-    return training(model.to(options.device), 8 if options.quick else 256, precision)
+    width, batch = (8, 8) if options.quick else (128, 256)
+    model = build_model(ModelSettings(width=width), DIGITS.image_shape, DIGITS.classes, 0)
+    settings = SgdSettings(1, batch, MomentumSgd(0.01, 0.9, 5e-4), radius=5.0)
+    return training(model.to(options.device), settings, precision)
 
 
-def training(model: nn.Module, size: int, precision: torch.dtype) -> Callable[[], object]:
-    """STEPS steps with batches of so many images."""
+def training(
+    model: nn.Module, settings: SgdSettings, precision: torch.dtype
+) -> Callable[[], object]:
+    """STEPS steps."""
     device = next(model.parameters()).device
-    x = torch.randn(STEPS * size, *DIGITS.image_shape, device=device)
+    x = torch.randn(STEPS * settings.batch, *DIGITS.image_shape, device=device)
     y = torch.arange(len(x), device=device) % DIGITS.classes
-    settings = SgdSettings(1, size, MomentumSgd(0.01))
     order = torch_generator(0, "benchmark")
     return lambda: train_on(model, x.__getitem__, y, settings, order, precision=precision)
 

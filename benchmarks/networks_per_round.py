@@ -9,9 +9,8 @@ paper's sizes, where real images take most of it.)
 MNIST and Fashion-MNIST, 10 clients, Dir(0.5), 5 rounds: a tenth of each class, a ConvNet of width
 16, ipc 10, 200 steps with batches of 64, 100 epochs on the server. All else is FedDM's default, and
 both loops have the same partitions, start images and first networks. M = 0 is the literal loop.
-Test accuracy of the last round; nothing is chosen by it. Each row has its rounds' accuracies and
-seconds; seconds are comparable between rows of one machine with the same load, all with `--compile`
-or all without (it moves results by rounding alone, and is in a row's command).
+Test accuracy of the last round; nothing is chosen by it. Each row has its rounds' accuracies.
+`--compile` moves results by rounding alone, and is in a row's command.
 
 Resumes: finished runs are lines of results/networks_per_round.jsonl; `--only` shares the work among
 processes, and after `--time-budget` seconds no further run is begun.
@@ -32,7 +31,7 @@ from library.options import add_share, table_options
 from library.results import Results, summarise
 
 DATASETS = ("mnist", "fashion-mnist")
-NETWORKS = (0, 20, 50)
+NETWORKS = (0, 5, 20, 50)
 SIZE: dict[str, Any] = {"ipc": 10, "iterations": 200, "batch": 64, "server_epochs": 100}
 
 

@@ -4,8 +4,9 @@ with M networks a round (`networks_per_round`), in one run.
     python benchmarks/networks_time.py [--quick] [--json] [--device cuda] [--repeats 3]
 
 A client of MNIST's tenth: 6,000 images of 10 classes, ConvNet-128, ipc 10, batch 256, bf16 real
-passes, compiled. Timed are a few steps of the literal loop; and M = 1 with one step and with five,
-of which the difference is four steps that have their means, and the rest is a network's means. A
+passes, compiled. Timed are two lengths of the literal loop, and two of M = 1, whose first step
+makes the means; the longer less the shorter are steps alone. What a network's means take is M = 1
+with one step, less that step and less the set-up, which is one literal step's call less the step. A
 round of T = 1000 steps is then T literal steps, or M means and T steps. Random images: only time is
 measured; the server's training is not in it.
 """
@@ -28,44 +29,44 @@ from library.machine import alternating, arguments, machine, saver
 OF_CLASS = 600
 STEPS = 1000
 NETWORKS = (20, 50)
-FEW, MORE = 1, 5
+LENGTHS = {"literal": (0, 5), "means": (1, 21)}
+"""(M of networks_per_round, steps of the longer loop)"""
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     device = torch.device(options.device)
     width, of_class = (8, 20) if options.quick else (128, OF_CLASS)
-    cases = {
-        name: Case(
-            dataset_spec("mnist"), width, 1, steps, device, of_class=of_class, networks=networks
-        )
-        for name, steps, networks in (
-            ("literal", FEW, 0),
-            ("one step", FEW, 1),
-            ("more steps", MORE, 1),
-        )
-    }
-    runs: dict[str, Callable[[], object]] = {
-        name: partial(case.engine, torch.bfloat16, compiled=options.compile)
-        for name, case in cases.items()
-    }
+    runs: dict[str, Callable[[], object]] = {}
+    for name, (networks, longer) in LENGTHS.items():
+        for steps in (1, longer):
+            case = Case(
+                *(dataset_spec("mnist"), width, 1, steps, device),
+                of_class=of_class,
+                networks=networks,
+            )
+            run = partial(case.engine, torch.bfloat16, compiled=options.compile)
+            runs[f"{name}, {steps} steps"] = run
     times = alternating(runs, 1 if options.quick else options.repeats, device)
     medians = {name: statistics.median(values) for name, values in times.items()}
-    step = (medians["more steps"] - medians["one step"]) / (MORE - FEW)
-    parts = {
-        "literal step": medians["literal"] / FEW,
-        "a network's means": medians["one step"] - FEW * step,
-        "step with means": step,
+    step = {
+        name: (medians[f"{name}, {longer} steps"] - medians[f"{name}, 1 steps"]) / (longer - 1)
+        for name, (_, longer) in LENGTHS.items()
     }
-    rounds = {"literal": STEPS * parts["literal step"]}
+    set_up = medians["literal, 1 steps"] - step["literal"]
+    means = medians["means, 1 steps"] - set_up - step["means"]
+    rounds = {"literal": STEPS * step["literal"]}
     for networks in NETWORKS:
-        made = networks * parts["a network's means"]
-        rounds[f"M = {networks}"] = made + STEPS * parts["step with means"]
-    ratios = {name: rounds["literal"] / value for name, value in rounds.items()}
+        rounds[f"M = {networks}"] = networks * means + STEPS * step["means"]
     return {
-        "case": "a client's round, MNIST, ConvNet-128",
-        "seconds": parts,
+        "case": f"a client's round, MNIST, ConvNet-{width}",
+        "seconds": {
+            "literal step": step["literal"],
+            "step with means": step["means"],
+            "a network's means": means,
+            "set-up": set_up,
+        },
         "seconds a round": rounds,
-        "ratio": ratios,
+        "ratio": {name: rounds["literal"] / value for name, value in rounds.items()},
         **machine(),
     }
 

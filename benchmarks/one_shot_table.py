@@ -61,12 +61,11 @@ from fedsynth.methods.shared.aggregation import average
 from fedsynth.methods.shared.ensemble import DistilsEnsemble, EnsembleState
 from fedsynth.synthesizer.generation.ensembles import Aggregate
 from library.machine import machine
-from library.one_shot import SERVER
+from library.one_shot import LOCAL, SERVER
 from library.options import add_share, plain_options, rows_file
 from library.results import fingerprint
 
 SEEDS = [0, 1, 2, 3, 4]
-LOCAL: dict[str, Any] = {"local_epochs": 60, "batch": 32, "lr": 0.01, "momentum": 0.9}
 MOMENTUM: dict[str, Any] = {"server_momentum": 0.9}
 # DENSE's own values of FedHydra's settings
 LIKE_DENSE: dict[str, Any] = {

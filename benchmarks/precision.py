@@ -1,49 +1,141 @@
-"""Does a bf16 real pass cost accuracy? FedDM on Fashion-MNIST at the size of `fashion_table.py`,
-fp32 against bf16, the same seeds.
+"""Does bf16 cost accuracy? fp32 against `--precision bf16`, the same seeds in pairs.
 
     FEDSYNTH_DATA=... python benchmarks/precision.py [--quick] [--json] [--device cuda]
-        [--seeds 0 1 2]
+        [--cases FedKF] [--only 'seed=1'] [--time-budget SECONDS]
 
-Resumes: finished runs are lines of results/precision.jsonl.
+- FedDM, on Fashion-MNIST at the size of `fashion_table.py`: real passes and the server's training.
+- FedKF, on a tenth of EMNIST letters at Dir(0.1): 20 rounds at twice the paper's rate with
+  generators of width 16, all else as in `fedkf_table.py`: local training and distillation.
+- FedHydra, on a twentieth of Fashion-MNIST at Dir(0.1), all as in `one_shot_table.py`: local
+  training and the server's distillation.
+
+Accuracy of the last round. Two runs that differ by rounding are soon apart as two seeds are, so a
+difference between precisions is to be held against its own spread.
+
+Resumes: finished runs are lines of results/precision.jsonl; `--only` shares the work among
+processes, and after `--time-budget` seconds no further run is begun.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any, NamedTuple
 
 from fedsynth.cli.memory import keep_large_allocations
 from fedsynth.data.load import load_dataset
+from fedsynth.federation.terms.resolve import resolve
+from fedsynth.federation.terms.settings import RunSettings
 from library.fashion import settings_for, short
-from library.options import table_options
+from library.one_shot import LOCAL, SERVER
+from library.options import add_share, table_options
 from library.results import Results, summarise
+
+
+class Case(NamedTuple):
+    """(seed, device, quick) -> settings in fp32; and how many seeds."""
+
+    settings: Callable[[int, str, bool], RunSettings]
+    seeds: int
+
+
+def feddm(seed: int, device: str, quick: bool) -> RunSettings:
+    made = settings_for("feddm", seed, device)
+    return short(made) if quick else made
+
+
+def fedkf(seed: int, device: str, quick: bool) -> RunSettings:
+    few: dict[str, Any] = {"local_epochs": 1} if quick else {}
+    return resolve(
+        {
+            "run": {
+                "method": "fedkf",
+                "rounds": 2 if quick else 20,
+                "seed": seed,
+                "device": device,
+                "participation": 0.2,
+                "evaluate_every": 5,
+            },
+            "data": {"dataset": "emnist-letters"},
+            "partition": {
+                "kind": "dirichlet-dominant",
+                "alpha": 0.1,
+                "clients": 20,
+                "subset": 0.1,
+                "local_test": 0.2,
+            },
+            "model": {"name": "lenet5"},
+            "method": {
+                "local_epochs": 10,
+                "batch": 64,
+                "lr": 0.02,
+                "momentum": 0.0,
+                "equal_steps": True,
+                "generator_width": 16,
+                **few,
+            },
+        }
+    )
+
+
+def fedhydra(seed: int, device: str, quick: bool) -> RunSettings:
+    few: dict[str, Any] = {
+        "local_epochs": 1,
+        "server_epochs": 1,
+        "generator_steps": 2,
+        "stratification_steps": 2,
+    }
+    return resolve(
+        {
+            "run": {"method": "fedhydra", "rounds": 1, "seed": seed, "device": device},
+            "data": {"dataset": "fashion-mnist"},
+            "partition": {"kind": "dirichlet", "alpha": 0.1, "clients": 5, "subset": 0.05},
+            "model": {"width": 8, "norm": "batch"},
+            "method": {**LOCAL, **SERVER, **(few if quick else {})},
+        }
+    )
+
+
+CASES = {
+    "FedDM": Case(feddm, 3),
+    "FedKF": Case(fedkf, 3),
+    "FedHydra": Case(fedhydra, 5),
+}
 
 
 def main() -> None:
     parser = table_options(__doc__)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    add_share(parser)
     options = parser.parse_args()
     keep_large_allocations()
-    data = load_dataset("fashion-mnist")
     results = Results.of("precision", options)
-    accuracy: dict[str, list[float]] = {"fp32": [], "bf16": []}
-    for seed in options.seeds:
-        for precision, values in accuracy.items():
-            settings = replace(settings_for("feddm", seed, options.device), precision=precision)
-            if options.quick:
-                settings = short(settings)
-            row = results.get(f"{precision} seed={seed}", settings, data)
-            if row is not None:
-                values.append(100 * row["accuracy"])
-    accuracy["bf16 - fp32"] = [
-        a - b for a, b in zip(accuracy["bf16"], accuracy["fp32"], strict=True)
-    ]
-    table = {name: summarise(values) for name, values in accuracy.items()}
+    table = {}
+    for name in options.cases:
+        case = CASES[name]
+        made: dict[str, dict[int, float]] = {"fp32": {}, "bf16": {}}
+        data = load_dataset(case.settings(0, options.device, options.quick).dataset)
+        for seed in range(1 if options.quick else case.seeds):
+            for precision, values in made.items():
+                full = case.settings(seed, options.device, options.quick)
+                settings = replace(full, precision=precision)
+                row = results.get(f"{name} {precision} seed={seed}", settings, data)
+                if row is not None:
+                    values[seed] = 100 * row["accuracy"]
+        pairs = made["bf16"].keys() & made["fp32"].keys()
+        apart = [made["bf16"][seed] - made["fp32"][seed] for seed in sorted(pairs)]
+        for row_name, found in (
+            *((key, list(values.values())) for key, values in made.items()),
+            ("bf16 - fp32", apart),
+        ):
+            if found:
+                table[f"{name}, {row_name}"] = summarise(found)
     if options.json:
         print(json.dumps(table, indent=2))
         return
-    for name, row in table.items():
-        print(f"{name:12} {row['mean']:6.2f} ± {row['sd']:.2f}   {row['values']}")
+    for line, summary in table.items():
+        print(f"{line:24} {summary['mean']:6.2f} ± {summary['sd']:.2f}   {summary['values']}")
 
 
 if __name__ == "__main__":

@@ -198,6 +198,7 @@ class FedAF(SharesKnowledge):
             self.temperature,
             self.matching_reduction,
             running=self.matching_norm == "running",
+            precision=context.precision,
         )
         if self.global_weight == 0:
             train_on_union(model, uploads, sgd, context)

@@ -274,6 +274,7 @@ class FedSum(TrainsInBall, SharesNoise):
             draw_augmentation=draw_augmentation,
             report=lambda done: context.report("condense", done, self.iterations),
             memory_bytes=context.memory_bytes // 2,
+            compiled=context.compiled and context.privacy is None,
         ).flatten(0, 1)
         made = replace(state, images=images, kept=kept)
         train_on_union(model, {0: self._set(made, context)}, self.union_sgd(), context)

@@ -14,8 +14,9 @@ Activations are channels-last, where convolutions reach the matrix peak. The for
 in bfloat16 (that would flip ReLUs: 9 % of a gradient, against 0.6 % when only g is rounded; on a
 GPU convolutions may use TF32).
 
-What stands between two convolutions is memory-bound: `_between`, on the way forward, and `_back`.
-Both may go through torch.compile, which makes a few passes over memory of a score.
+What stands between two convolutions is bound by memory: `_between`, on the way forward, and `_back`.
+Both may go through torch.compile, which passes over memory a few times where torch alone does so
+some twenty times.
 """
 
 from __future__ import annotations
@@ -180,8 +181,9 @@ def block_chain_vjp(
     Args:
         layers: convolution and instance norm (one channel a group, affine) of each block.
         precision: of the vectors that are pulled back; embeddings are float32.
-        compiled: torch.compile makes what is not a convolution. It compiles anew for another
-            number of images or vectors, so these should be few.
+        compiled: torch.compile makes what is not a convolution, anew for each block's size and each
+            number of images; past eight of these in a process torch says so and leaves the others
+            as they are.
     """
     blocks: list[_Block] = []
     parts = _parts(compiled)

@@ -93,6 +93,8 @@ def test_private_clients_are_never_compiled(name: str, monkeypatch: pytest.Monke
         return function
 
     monkeypatch.setattr(torch, "compile", spy)
+    # two images a pass, as many as a segment has: all passes are whole ones
+    monkeypatch.setattr("fedsynth.synthesizer.condensation.loop.CPU_BYTES", 2 * 4 * 8 * 8 * 4)
     # a cache of this test's own: what it keeps is not compiled
     monkeypatch.setattr(frozen, "_parts", functools.cache(frozen._parts.__wrapped__))
     method = (OWN["ProtoDM"] if name == "own" else method_class(name)).from_mapping(TINY)

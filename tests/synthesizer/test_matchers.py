@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 
 from fedsynth.core.client import OpenClients, PrivateClients, Segments
 from fedsynth.data.images import ImageData, from_arrays
@@ -482,17 +483,21 @@ def test_a_compiled_real_pass_is_the_same_pass(
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
 def test_synthetic_images_compiled_are_pulled_the_same_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pieces as large as the first are compiled, others not; u and the gradient are those of the
-    eager pass. Catches: shapes that change, and a compiled part that is another function."""
+    """Whole passes are compiled, whichever comes first, and smaller ones are not; u and the
+    gradient are those of the eager pass. Catches: a shape that a client's data decide, a compiled
+    part that is another function, and one that falls back to torch alone."""
+    monkeypatch.setattr("fedsynth.synthesizer.condensation.loop.CPU_BYTES", 4 * 8 * 64 * 4)
+    torch.compiler.reset()
+    counters.clear()
     asked: list[bool] = []
     parts = frozen._parts
     monkeypatch.setattr(
         frozen, "_parts", lambda compiled: asked.append(compiled) or parts(compiled)
     )
     net = network()
-    plain, compiled = (NetworkFeatures(net, 0.5, None, compiled=c) for c in (False, True))
+    plain, compiled = (NetworkFeatures(net, 0.5, None, compiled=c, ipc=2) for c in (False, True))
     draws = torch.Generator().manual_seed(0)
-    for images in (5, 3, 5):
+    for images in (2, 4, 2, 4):
         x = torch.randn(images, 1, 8, 8, generator=draws)
         segment = torch.zeros(images, dtype=torch.int64)
         u, pull = plain.vjp(x, segment)
@@ -500,4 +505,7 @@ def test_synthetic_images_compiled_are_pulled_the_same_way(monkeypatch: pytest.M
         mine, pull_mine = compiled.vjp(x, segment)
         torch.testing.assert_close(mine, u, atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(pull_mine(vectors), pull(vectors), atol=1e-5, rtol=1e-5)
-    assert asked == [False, True, False, False, False, True]
+    assert asked[::2] == [False] * 4
+    assert asked[1::2] == [False, True, False, True]
+    assert counters["frames"]["ok"] == 2 * 2  # forward and back, of two blocks
+    assert not counters["graph_break"]

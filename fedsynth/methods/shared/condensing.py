@@ -351,7 +351,7 @@ class Condenses(TrainsOnUnion):
 
 
 def may_compile(clients: ClientGroup, context: RoundContext) -> bool:
-    """Whether torch.compile may make the real pass: never that of private clients.
+    """Whether torch.compile may make passes: never those of private clients.
 
     There one record more would move others to another kernel, which in bf16 shows in the sums.
     """

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fedsynth.mixed_precision import mixed, widened
 from fedsynth.synthesizer.condensation.matchers import FeatureMap, Matcher, frozen_means, pull_back
 
 DISTANCES = ("point", "rows", "sorted")
@@ -207,6 +208,7 @@ class KnowledgeTerm:
         reduction: see `knowledge_matching`.
         running: batch norm of the pass that T comes from goes by running statistics, as in the pass
             that R came from, and not by the batch's, as in training.
+        precision: of the network's passes (`fedsynth.mixed_precision`); losses are float32.
     """
 
     soft: Tensor
@@ -215,10 +217,11 @@ class KnowledgeTerm:
     temperature: float
     reduction: str = "mean"
     running: bool = False
+    precision: torch.dtype = torch.float32
 
     def with_cross_entropy(self, network: nn.Module, images: Tensor, labels_N: Tensor) -> Tensor:
         """The loss of a minibatch, with t_c over its own images."""
-        logits: Tensor = network(images)
+        logits = self._says(network, images)
         plain = F.cross_entropy(logits, labels_N)
         if self.running:
             return plain + self(network, images, labels_N)
@@ -227,9 +230,14 @@ class KnowledgeTerm:
     def __call__(self, network: nn.Module, images: Tensor, labels_N: Tensor) -> Tensor:
         """The term alone, with t_c over these images; they need not be those of the step."""
         network.train(not self.running)
-        logits: Tensor = network(images)
+        logits = self._says(network, images)
         network.train()
         return self._of_logits(logits, labels_N)
+
+    def _says(self, network: nn.Module, images: Tensor) -> Tensor:
+        with mixed(images.device, self.precision):
+            logits: Tensor = network(images)
+        return widened(logits)
 
     def _of_logits(self, logits_NC: Tensor, labels_N: Tensor) -> Tensor:
         means, there = class_means(logits_NC, labels_N, len(self.known))

@@ -17,7 +17,7 @@ from fedsynth.keeping import KeepsNothing, StepKeeper, put_back
 from fedsynth.models.batch_norm import SharedStatistics, has_batch_norm
 from fedsynth.models.frozen import VectorJacobian
 from fedsynth.privacy.passes import power_of_two
-from fedsynth.synthesizer.condensation.matchers import Matcher
+from fedsynth.synthesizer.condensation.matchers import Matcher, segments_at_once
 from fedsynth.training.optimisers import Optimiser
 
 Augmentation = Callable[[Tensor, Tensor], Tensor]
@@ -42,9 +42,11 @@ class NetworkFeatures:
             same number share statistics.
         memory_bytes: a pass should not take more.
         compiled: torch.compile makes the real pass, and what stands between the convolutions of
-            `vjp`; last, smaller pieces do without, so that shapes never change. Not for private
-            clients: one record more would move others of its piece to another kernel, which in
-            bf16 shows in the sums.
+            `vjp`. Smaller passes than whole ones do without: shapes are those of the run's
+            settings, never those of a client's data. Not for private clients: one record more
+            would move others of its piece to another kernel, which in bf16 shows in the sums.
+        ipc: images of a segment, of which whole passes of `vjp` hold as many as fit; 0: unknown, so
+            that no pass is a whole one.
     """
 
     def __init__(
@@ -57,13 +59,14 @@ class NetworkFeatures:
         statistics_S: Tensor | None = None,
         memory_bytes: int = 2**32,
         compiled: bool = False,
+        ipc: int = 0,
     ) -> None:
         self._logit_weight = logit_weight
         self._precision = precision
         self._statistics = statistics_S
         self._memory_bytes = memory_bytes
         self._compiled = torch.compile(self._embed) if compiled and statistics_S is None else None
-        self._whole_piece = 0  # images of a first, and so whole, piece of `vjp`
+        self._ipc = ipc
         self.mixes = statistics_S is not None
         self._network = network
         self._augment = augment
@@ -121,8 +124,7 @@ class NetworkFeatures:
             x = self._augmented(leaf, segment_N)
         own = getattr(self._network, "embed_vjp", None)
         precision = torch.float32 if exact else self._precision
-        self._whole_piece = self._whole_piece or len(x)
-        compiled = self._compiled is not None and len(x) == self._whole_piece
+        compiled = self._compiled is not None and self._is_whole(x)
         made = None if own is None or self.mixes else own(x.detach(), precision, compiled=compiled)
         if made is None:
             with torch.enable_grad():
@@ -138,6 +140,12 @@ class NetworkFeatures:
 
         with torch.no_grad():
             return self._with_logits(h), through
+
+    def _is_whole(self, x_NCHW: Tensor) -> bool:
+        """Whether so many images go back in every pass of `matchers.pull_back` but a last one."""
+        return self._ipc > 0 and len(x_NCHW) == self._ipc * segments_at_once(
+            self, x_NCHW, self._ipc
+        )
 
     def images_at_once(self, x_NCHW: Tensor, precision: torch.dtype = torch.float32) -> int:
         """Images in one pass, a power of two: on a CPU as many as keep the largest activation
@@ -253,6 +261,7 @@ def condense(
                 statistics_S=statistics_S,
                 memory_bytes=memory_bytes,
                 compiled=compiled,
+                ipc=synthetic.shape[1],
             )
         else:
             features.use(network, augment)

@@ -129,13 +129,16 @@ def frozen_means(features: FeatureMap, synthetic_SICHW: Tensor) -> Tensor:
 def passes(features: FeatureMap, synthetic_SICHW: Tensor) -> tuple[Tensor, ...]:
     """The segments' numbers, cut into what goes through the network together."""
     segments, ipc = synthetic_SICHW.shape[:2]
-    at_once = (
-        segments if features.mixes else max(1, features.images_at_once(synthetic_SICHW[0]) // ipc)
-    )
+    at_once = segments if features.mixes else segments_at_once(features, synthetic_SICHW[0], ipc)
     pieces: tuple[Tensor, ...] = torch.arange(segments, device=synthetic_SICHW.device).split(
         at_once
     )
     return pieces
+
+
+def segments_at_once(features: FeatureMap, some_NCHW: Tensor, ipc: int) -> int:
+    """How many segments of `ipc` such images a whole pass holds, however many there are."""
+    return max(1, features.images_at_once(some_NCHW) // ipc)
 
 
 def segment_sums(values_ND: Tensor, segment_N: Tensor, segments: int) -> Tensor:
