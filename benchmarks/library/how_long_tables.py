@@ -48,8 +48,8 @@ def _federation() -> str:
     fashion = by_key("fashion_table")
     load = {row["case"]: row for row in lines("load")}
     body = [
-        ["FedDM", "Fashion-MNIST, 10 clients", "5", _mean(precision, "fp32 seed=")],
-        ["FedDM, bf16", "the same", "5", _mean(precision, "bf16 seed=")],
+        ["FedDM", "Fashion-MNIST, 10 clients", "5", _mean(precision, "FedDM fp32 seed=")],
+        ["FedDM, bf16", "the same", "5", _mean(precision, "FedDM bf16 seed=")],
         ["FedAvg", "the same", "5", _mean(fashion, "fedavg seed=")],
     ]
     for clients, active in (("10", "10"), ("1000", "10"), ("1000", "all")):

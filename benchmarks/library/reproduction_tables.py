@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from fedsynth.reproduction.preset_files import preset, preset_names
@@ -13,7 +13,18 @@ from fedsynth.reproduction.report import Line, lines, shown
 from fedsynth.reproduction.rows import Rows
 from fedsynth.reproduction.words import dataset_of
 from library import RESULTS
-from library.rows import NOTHING, READ, REPRODUCTION, Row, apart, by_key, percents, spread, table
+from library.rows import (
+    NOTHING,
+    READ,
+    REPRODUCTION,
+    Row,
+    apart,
+    by_key,
+    case,
+    percents,
+    spread,
+    table,
+)
 
 FOLDER = RESULTS / "reproduction"
 NETWORK_SEEDS = range(5)
@@ -54,14 +65,15 @@ def _may_have(
     return [cell for cell in cells if cell.method in methods]
 
 
-def _changed(line: Line) -> str:
-    """What is not the preset's, and a reduced precision."""
+def _changed(line: Line, precisions: Iterable[str] | None = None) -> str:
+    """What is not the preset's, and a reduced precision: the line's, or those that are given."""
     words = [
         f"{section}.{key}={value}"
         for section, values in line.changes.items()
         for key, value in values.items()
     ]
-    words += [name for name in line.precisions if name != "fp32"]
+    given = line.precisions if precisions is None else precisions
+    words += [name for name in given if name != "fp32"]
     return f" (`{', '.join(words)}`)" if words else ""
 
 
@@ -121,7 +133,8 @@ def _by_rounds(rows: Sequence[Row]) -> list[str]:
 
 
 def _orders() -> str:
-    """The methods' order, published and reproduced, where two or more of a setting are finished."""
+    """The methods' order, published and reproduced, where two or more of a setting are finished,
+    in whatever precision."""
     groups: dict[tuple[str, str, str], list[tuple[str, float, float]]] = {}
     for one, line in _finished():
         mean = line.compared.mean
@@ -129,7 +142,7 @@ def _orders() -> str:
             continue
         cell = next(c for c in one.cells if cell_words(c, one) == line.cell)
         setting = line.cell.replace(cell.method, "", 1).split("; ")[0]  # then remarks on a number
-        key = one.name, f"{' '.join(setting.split())}{_changed(line)}", line.metric
+        key = one.name, f"{' '.join(setting.split())}{_changed(line, ())}", line.metric
         groups.setdefault(key, []).append((cell.method, line.number.value, mean))
     body = []
     for (name, where, metric), methods in groups.items():
@@ -168,39 +181,52 @@ def _networks_per_round() -> str:
         for networks in (0, 5, 20, 50):
             name = f"{dataset} M={networks}"
             found = percents(rows, name, NETWORK_SEEDS)
-            seconds = [rows[key]["seconds"] for key in rows if key.startswith(f"{name} ")]
             if not found:
                 continue
             title = "a new network in every step" if networks == 0 else f"M = {networks}"
             apart_from = apart(found, literal, len(NETWORK_SEEDS)) if networks else ""
-            body.append(
-                [
-                    dataset,
-                    title,
-                    spread(found, len(NETWORK_SEEDS)),
-                    apart_from,
-                    f"{statistics.mean(seconds):.0f}",
-                ]
-            )
-    return table(["", "networks of a round", "accuracy", "− the first", "seconds"], body)
+            body.append([dataset, title, spread(found, len(NETWORK_SEEDS)), apart_from])
+    return table(["", "networks of a round", "accuracy", "− the first"], body)
 
 
-def _worst_local() -> list[str]:
-    """WLP over the last 20 rounds at Dir(0.1): FedAvg's swings, and FedKF's and FedAvg's means."""
-    last = {
-        (row["cell"]["method"], model): row["curve"][f"models.{model}.local.wlp"][-20:]
+def _networks_time() -> list[str]:
+    """Minutes of a client's round at the paper's size, and how many times as fast M networks are."""
+    row = case("networks_time", "a client's round, MNIST, ConvNet-128")
+    minutes = [row["seconds a round"][name] / 60 for name in ("literal", "M = 50", "M = 20")]
+    ratios = [row["ratio"][name] for name in ("M = 50", "M = 20")]
+    return [*(f"{value:.1f}" for value in minutes), *(f"{value:.1f}" for value in ratios)]
+
+
+def _last_local(alpha: str) -> dict[tuple[str, str], list[float]]:
+    """WLP of Table V over the last 20 rounds, in %, by method and final model."""
+    return {
+        (row["cell"]["method"], model): [
+            100 * value for value in row["curve"][f"models.{model}.local.wlp"][-20:]
+        ]
         for row in _rows().values()
-        if row["preset"] == "fedkf:table5" and row["cell"]["partition"] == "dirichlet(0.1)"
+        if row["preset"] == "fedkf:table5" and row["cell"]["partition"] == f"dirichlet({alpha})"
         for model in ("aca", "oca")
         if f"models.{model}.local.wlp" in row["curve"]
     }
+
+
+def _means(last: dict[tuple[str, str], list[float]], *methods: str) -> list[float]:
+    # the cell that a run was made for names its row
+    return [statistics.mean(last[method, model]) for method in methods for model in ("aca", "oca")]
+
+
+def _worst_local() -> list[str]:
+    """At Dir(0.1): FedAvg's swings, and FedKF's and FedAvg's means."""
+    last = _last_local("0.1")
     swings = last["fedavg", "aca"]
-    means = [
-        statistics.mean(last[method, model])
-        for method in ("fedkf (oca)", "fedavg")  # the cell that a run was made for names its row
-        for model in ("aca", "oca")
-    ]
-    return [f"{100 * value:.0f}" for value in (min(swings), max(swings), *means)]
+    means = _means(last, "fedkf (oca)", "fedavg")
+    return [f"{value:.0f}" for value in (min(swings), max(swings), *means)]
+
+
+def _worst_local_of_few() -> list[str]:
+    """At Dir(0.01): the means of FedKF⁻, FedKF and FedAvg."""
+    means = _means(_last_local("0.01"), "fedkf- (oca)", "fedkf (oca)", "fedavg")
+    return [f"{value:.0f}" for value in means]
 
 
 TABLES: dict[str, Callable[[], str]] = {
@@ -213,8 +239,20 @@ TABLES: dict[str, Callable[[], str]] = {
 SENTENCES: list[tuple[str, str, Callable[[], Sequence[str]]]] = [
     (
         "docs/reproduction.md",
+        "takes {} minutes in the literal loop, {} with M = 50 and {} with M = 20 ({} and {} times "
+        "as fast)",
+        _networks_time,
+    ),
+    (
+        "docs/reproduction.md",
         "FedAvg's WLP swings from {} to {} in the last 20 rounds and the last is its best; over "
         "these 20, FedKF's mean WLP is {} (ACA) and {} (OCA) where FedAvg's is {} and {}",
         _worst_local,
+    ),
+    (
+        "docs/reproduction.md",
+        "over the last 20 rounds its mean WLP is {} (ACA) and {} (OCA), FedKF's {} and {}, "
+        "FedAvg's {} and {}",
+        _worst_local_of_few,
     ),
 ]
