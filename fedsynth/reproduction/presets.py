@@ -100,6 +100,7 @@ class Preset:
         blocks: its settings, in their order.
         refusals: cells that cannot be run, by their columns, and why.
         cells: in the table's order.
+        ours: no table of the paper, but settings of ours beside it, whose runs have no verdict.
     """
 
     name: str
@@ -109,6 +110,7 @@ class Preset:
     blocks: tuple[Block, ...]
     refusals: tuple[tuple[Mapping[str, tuple[str, ...]], str], ...]
     cells: tuple[Cell, ...]
+    ours: bool = False
 
     def refusal(self, cell: Cell) -> str:
         """Why a cell cannot be run; empty: it can."""
