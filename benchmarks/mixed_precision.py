@@ -4,10 +4,10 @@ and in bf16, alternately in one run.
     python benchmarks/mixed_precision.py [--quick] [--json] [--device cuda] [--repeats 5]
 
 A client's step of CNN1 (batch 128), FedKF's generator step (width 64, batch 64, LeNet-5 as
-teacher), DENSE's and FedHydra's (width 64, batch 128, five CNN1 with batch norm as teachers), and a
-step of FedDM's server (ConvNet-128, batch 256). Images are random and teachers untrained: only time
-is measured. On a CPU without AVX512_BF16 (`lscpu`) bf16
-saves nothing.
+teacher), DENSE's and FedHydra's (width 64, batch 128, five CNN1 with batch norm as teachers), and,
+for ConvNets of several widths, a step of FedDM's server (batch 256) and a pass of 256 real images.
+Images are random and teachers untrained: only time is measured. On a CPU without AVX512_BF16
+(`lscpu`) bf16 saves nothing.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from fedsynth.cli.memory import keep_large_allocations
 from fedsynth.data.registry import dataset_spec
 from fedsynth.models.registry import ModelSettings, build_model
 from fedsynth.seeding import torch_generator
+from fedsynth.synthesizer.condensation.loop import NetworkFeatures
 from fedsynth.synthesizer.generation.ensembles import average_of_logits
 from fedsynth.synthesizer.generation.generators import make_generator
 from fedsynth.synthesizer.generation.many_teachers import OneShotDistillation
@@ -33,6 +35,7 @@ from fedsynth.training.sgd import SgdSettings, train_on
 from library.machine import alternating, arguments, machine, saver
 
 STEPS = 10
+WIDTHS = (16, 32, 64, 128)
 DIGITS = dataset_spec("mnist")
 LETTERS = dataset_spec("emnist-letters")
 
@@ -51,12 +54,27 @@ def client(precision: torch.dtype, options: argparse.Namespace) -> Callable[[], 
     return training(model, settings, precision)
 
 
-def server(precision: torch.dtype, options: argparse.Namespace) -> Callable[[], object]:
+def convnet(width: int, options: argparse.Namespace) -> nn.Module:
+    """An untrained one, for digits."""
+    settings = ModelSettings(width=8 if options.quick else width)
+    return build_model(settings, DIGITS.image_shape, DIGITS.classes, 0).to(options.device)
+
+
+def server(width: int, precision: torch.dtype, options: argparse.Namespace) -> Callable[[], object]:
     """STEPS steps on the union of synthetic images."""
-    width, batch = (8, 8) if options.quick else (128, 256)
-    model = build_model(ModelSettings(width=width), DIGITS.image_shape, DIGITS.classes, 0)
+    batch = 8 if options.quick else 256
     settings = SgdSettings(1, batch, MomentumSgd(0.01, 0.9, 5e-4), radius=5.0)
-    return training(model.to(options.device), settings, precision)
+    return training(convnet(width, options), settings, precision)
+
+
+def real_pass(
+    width: int, precision: torch.dtype, options: argparse.Namespace
+) -> Callable[[], object]:
+    """STEPS passes of real images."""
+    features = NetworkFeatures(convnet(width, options), 1.0, None, precision)
+    x = torch.randn(8 if options.quick else 256, *DIGITS.image_shape, device=options.device)
+    segment = torch.zeros(len(x), dtype=torch.int64, device=options.device)
+    return lambda: [features.real(x, segment) for _ in range(STEPS)]
 
 
 def training(
@@ -99,7 +117,8 @@ CASES = {
     "a client's step, CNN1": client,
     "a generator's step, one teacher": one_teacher,
     "a generator's and a student's step, five teachers": five_teachers,
-    "the server's step, ConvNet-128": server,
+    **{f"the server's step, ConvNet-{width}": partial(server, width) for width in WIDTHS},
+    **{f"a pass of real images, ConvNet-{width}": partial(real_pass, width) for width in WIDTHS},
 }
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fedsynth.errors import SettingError, UnknownNameError
-from fedsynth.models.convnet import ConvNet, InstanceNorm
+from fedsynth.models.convnet import WIDE, ConvNet, InstanceNorm
 from fedsynth.models.flat import FlatNetwork, flatten, load_flat
 from fedsynth.models.registry import ModelSettings, build_model, parameter_count
 
@@ -77,16 +77,18 @@ def test_flat_network_is_a_view() -> None:
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 0.03)])
 @pytest.mark.parametrize("offset", [0.0, 30.0])
+@pytest.mark.parametrize("channels", [8, WIDE])
 def test_fast_instance_norm_is_group_norm(
-    dtype: torch.dtype, tolerance: float, offset: float
+    dtype: torch.dtype, tolerance: float, offset: float, channels: int
 ) -> None:
     """Also where the mean is far from zero, where E[x²] − E[x]² would cancel."""
-    norm = InstanceNorm(8)
+    norm = InstanceNorm(channels)
     with torch.no_grad():
-        norm.weight.copy_(torch.linspace(-1, 2, 8))
-        norm.bias.copy_(torch.linspace(0, 1, 8))
-    x = (torch.randn(5, 8, 16, 16, generator=torch.Generator().manual_seed(0)) + offset).to(dtype)
-    expected = torch.nn.functional.group_norm(x.float(), 8, norm.weight, norm.bias)
+        norm.weight.copy_(torch.linspace(-1, 2, channels))
+        norm.bias.copy_(torch.linspace(0, 1, channels))
+    generator = torch.Generator().manual_seed(0)
+    x = (torch.randn(5, channels, 16, 16, generator=generator) + offset).to(dtype)
+    expected = torch.nn.functional.group_norm(x.float(), channels, norm.weight, norm.bias)
     with torch.no_grad():
         fast = norm.to(dtype)(x.to(memory_format=torch.channels_last))
     assert fast.is_contiguous(memory_format=torch.channels_last)
