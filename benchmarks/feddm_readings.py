@@ -1,5 +1,5 @@
-"""What FedDM's open readings are worth: each one changed alone, on Fashion-MNIST at the size of
-`fashion_table.py`.
+"""What FedDM's open readings are worth: each one changed alone, and those of a public code together,
+on Fashion-MNIST at the size of `fashion_table.py`.
 
     FEDSYNTH_DATA=... python benchmarks/feddm_readings.py [--quick] [--json] [--device cuda]
         [--seeds 0 1] [--only 'momentum'] [--time-budget SECONDS]
@@ -32,10 +32,11 @@ READINGS: dict[str, dict[str, object]] = {
     "small classes resampled": {"small_class": "resample"},
     "image momentum 0.5": {"image_momentum": 0.5},
     "server without momentum and decay": {"server_momentum": 0.0, "server_weight_decay": 0.0},
+}
+UNPROJECTED: dict[str, dict[str, object]] = {
     "server outside the ball, too": {},
     "as a public code": {"restart": True, "image_momentum": 0.5},
 }
-UNPROJECTED = ("server outside the ball, too", "as a public code")
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,8 @@ class Unprojected(FedDM):
 
 def reading(name: str, seed: int, options: argparse.Namespace) -> RunSettings:
     """A run's settings."""
-    settings = settings_for("feddm", seed, options.device, **READINGS[name])
+    changes = {**READINGS, **UNPROJECTED}[name]
+    settings = settings_for("feddm", seed, options.device, **changes)
     if options.quick:
         settings = short(settings)
     if name not in UNPROJECTED:
@@ -66,7 +68,7 @@ def main() -> None:
     data = held_out(load_dataset("fashion-mnist")[0], 5000)
     results = Results.of("feddm_readings", options)
     table = {}
-    for name in READINGS:
+    for name in (*READINGS, *UNPROJECTED):
         values = []
         for seed in options.seeds:
             row = results.get(f"{name} seed={seed}", reading(name, seed, options), data)

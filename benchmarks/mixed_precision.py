@@ -113,7 +113,7 @@ def five_teachers(precision: torch.dtype, options: argparse.Namespace) -> Callab
     return lambda: epoch.fit(models, student, average_of_logits, DIGITS, 0, precision=precision)
 
 
-CASES = {
+CASES: dict[str, Callable[[torch.dtype, argparse.Namespace], Callable[[], object]]] = {
     "a client's step, CNN1": client,
     "a generator's step, one teacher": one_teacher,
     "a generator's and a student's step, five teachers": five_teachers,

@@ -1,5 +1,5 @@
-"""How long a client's round of FedDM takes at the paper's size, with a new network in every step and
-with M networks a round (`networks_per_round`), in one run.
+"""How long a client's round of FedDM takes at the paper's size, with a new network in every step
+and with M networks a round (`networks_per_round`), in one run.
 
     python benchmarks/networks_time.py [--quick] [--json] [--device cuda] [--repeats 3]
 
@@ -40,9 +40,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     for name, (networks, longer) in LENGTHS.items():
         for steps in (1, longer):
             case = Case(
-                *(dataset_spec("mnist"), width, 1, steps, device),
-                of_class=of_class,
-                networks=networks,
+                dataset_spec("mnist"), width, 1, steps, device, of_class=of_class, networks=networks
             )
             run = partial(case.engine, torch.bfloat16, compiled=options.compile)
             runs[f"{name}, {steps} steps"] = run

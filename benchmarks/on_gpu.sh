@@ -25,6 +25,7 @@ step "dp step" python3 benchmarks/dp_step.py --json --device cuda
 step "a round of CIFAR-10's size" python3 benchmarks/condense.py --json --device cuda --cases cifar10 --clients 10 --steps 1000 --repeats 1 --no-reference --no-growth
 if [ -n "${FEDSYNTH_DATA:-}" ]; then
     step "fashion table" python3 benchmarks/fashion_table.py --device cuda
+    # FedDM alone: the two others have too little work in a step to fill a GPU
     step "precision" python3 benchmarks/precision.py --device cuda --cases FedDM
     step "dp utility" python3 benchmarks/dp_utility.py --device cuda
     # FedDM's own setting (its Sec. 4.1): ConvNet-128, 20 rounds, 1000 iterations, Dir(0.5), 10 clients; the run folder has the curve

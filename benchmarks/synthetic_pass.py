@@ -4,8 +4,8 @@ vector-Jacobian product back to the images, eager and compiled, alternately in o
     python benchmarks/synthetic_pass.py [--quick] [--json] [--repeats 5]
 
 MNIST's shape, instance norm, fp32, ipc 10, as many images as a whole pass of
-`fedsynth.synthesizer.condensation.loop` has on a CPU: 10 with the papers' ConvNet-128, 120 with a
-ConvNet-16. Random images: only time is measured. Compiling is in the first turn, which is thrown
+`fedsynth.synthesizer.condensation.loop` has (on a CPU 10 with the papers' ConvNet-128, 120 with a
+ConvNet-16). Random images: only time is measured. Compiling is in the first turn, which is thrown
 away.
 """
 
@@ -22,21 +22,25 @@ from fedsynth.cli.memory import keep_large_allocations
 from fedsynth.data.registry import dataset_spec
 from fedsynth.models.registry import ModelSettings, build_model
 from fedsynth.synthesizer.condensation.loop import NetworkFeatures
+from fedsynth.synthesizer.condensation.matchers import segments_at_once
 from library.machine import alternating, arguments, machine, saver
 
 IPC = 10
-IMAGES = {128: 10, 16: 120}
+WIDTHS = (128, 16)
 STEPS = 10
 DIGITS = dataset_spec("mnist")
 
 
-def passes(width: int, compiled: bool, options: argparse.Namespace) -> Callable[[], object]:
-    """STEPS passes."""
+def passes(
+    width: int, compiled: bool, options: argparse.Namespace
+) -> tuple[Callable[[], object], int]:
+    """STEPS passes, and the images of them all."""
     device = torch.device(options.device)
     network = build_model(ModelSettings(width=width), DIGITS.image_shape, DIGITS.classes, 0)
     network = network.to(device).requires_grad_(False)
     features = NetworkFeatures(network, 1.0, None, compiled=compiled, ipc=IPC)
-    images = 120 if options.quick else IMAGES[width]
+    one = torch.randn(1, *DIGITS.image_shape, device=device)
+    images = IPC * segments_at_once(features, one, IPC)
     x = torch.randn(images, *DIGITS.image_shape, device=device)
     segments = torch.zeros(images, dtype=torch.int64, device=device)
     embedding: Any = network.embedding_size
@@ -47,17 +51,15 @@ def passes(width: int, compiled: bool, options: argparse.Namespace) -> Callable[
             _, pull = features.vjp(x, segments)
             pull(vectors)
 
-    return run
+    return run, STEPS * images
 
 
 def measure(width: int, options: argparse.Namespace) -> dict[str, Any]:
-    runs = {
-        name: passes(width, compiled, options)
-        for name, compiled in (("eager", False), ("compiled", True))
-    }
+    eager, images = passes(width, False, options)
+    compiled, _ = passes(width, True, options)
+    runs = {"eager": eager, "compiled": compiled}
     times = alternating(runs, 1 if options.quick else options.repeats, torch.device(options.device))
-    each = STEPS * (2 if options.quick else IMAGES[width])
-    medians = {key: 1000 * statistics.median(values) / each for key, values in times.items()}
+    medians = {key: 1000 * statistics.median(values) / images for key, values in times.items()}
     ratio = medians["eager"] / medians["compiled"]
     return {
         "case": f"ConvNet-{width}",
@@ -70,7 +72,7 @@ def main() -> None:
     options = arguments(__doc__).parse_args()
     keep_large_allocations()
     save = saver("synthetic_pass", options)
-    for width in (8,) if options.quick else IMAGES:
+    for width in (8,) if options.quick else WIDTHS:
         save(measure(width, options))
 
 

@@ -12,13 +12,22 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
-from fedsynth import FedAvg, FedDF, FedHydra, FedKF, ModelSettings, RunSettings, simulate
+from fedsynth import (
+    FedAF,
+    FedAvg,
+    FedDF,
+    FedDM,
+    FedHydra,
+    FedKF,
+    ModelSettings,
+    RunSettings,
+    simulate,
+)
 from fedsynth.core.context import Compute, round_context
 from fedsynth.data.registry import dataset_spec
 from fedsynth.mixed_precision import mixed
 from fedsynth.models.registry import build_model
 from fedsynth.seeding import torch_generator
-from fedsynth.synthesizer.condensation.knowledge import KnowledgeTerm
 from fedsynth.synthesizer.condensation.sets import SyntheticSet, train_on_union
 from fedsynth.synthesizer.generation.ensembles import average_of_logits
 from fedsynth.synthesizer.generation.generators import make_generator
@@ -181,7 +190,7 @@ def test_dense_networks_stay_in_float32_however_many_share_a_step(memory: float 
     assert torch.equal(weights(full.model), weights(half.model))
 
 
-@pytest.mark.parametrize("matching", ["none", "minibatch", "union"])
+@pytest.mark.parametrize("matching", ["none", "minibatch", "epoch", "union"])
 @pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
 def test_a_server_trains_on_synthetic_images_in_it(precision: torch.dtype, matching: str) -> None:
     """All of its passes, FedAF's knowledge matching too: else its ablations would differ in
@@ -192,16 +201,14 @@ def test_a_server_trains_on_synthetic_images_in_it(precision: torch.dtype, match
     model = network(0)
     compute = Compute(torch.device("cpu"), precision)
     context = round_context(1, 0, torch.device("cpu"), DIGITS, model, 20.0, compute=compute)
-    settings = SgdSettings(2, 10, MomentumSgd(0.05))
-    soft = torch.full((10, 10), 0.1)
-    term = KnowledgeTerm(soft, torch.ones(10, dtype=torch.bool), 1.0, 1.0, precision=precision)
-    terms: dict[str, Any] = {
-        "none": {},
-        "minibatch": {"objective": term.with_cross_entropy},
-        "union": {"on_all": term},
-    }
+    soft, known = torch.full((10, 10), 0.1), torch.ones(10, dtype=torch.bool)
+    settings = {"server_epochs": 2, "server_batch": 10}
     with convolutions() as seen:
-        train_on_union(model, sets, settings, context, **terms[matching])
+        if matching == "none":
+            train_on_union(model, sets, FedDM(**settings).union_sgd(), context)
+        else:
+            method = FedAF(**settings, server_matching=matching, global_weight=1.0)
+            method._train_server(model, sets, soft, known, context)
     assert seen == {precision}
     assert torch.isfinite(weights(model)).all()
 

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable
 from typing import Any
 
-from library.rows import by_key, case, lines, table
+from library.rows import NOTHING, by_key, case, lines, table
 
 DOCUMENT = "docs/how-long.md"
 RELEASES, EPOCHS = 40, 200
@@ -61,7 +61,7 @@ def _federation() -> str:
 
 def _mean(rows: dict[str, dict[str, Any]], prefix: str) -> str:
     found = [row["seconds"] for name, row in rows.items() if name.startswith(prefix)]
-    return spoken(statistics.mean(found))
+    return spoken(statistics.mean(found)) if found else NOTHING
 
 
 def _paper() -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from fedsynth.reproduction.preset_files import preset, preset_names
@@ -66,15 +66,13 @@ def _may_have(
     return [cell for cell in cells if cell.method in methods]
 
 
-def _changed(line: Line, precisions: Iterable[str] | None = None) -> str:
-    """What is not the preset's, and a reduced precision: the line's, or those that are given."""
+def _changed(line: Line) -> str:
+    """What is not the preset's, in brackets behind the cell."""
     words = [
         f"{section}.{key}={value}"
         for section, values in line.changes.items()
         for key, value in values.items()
     ]
-    given = line.precisions if precisions is None else precisions
-    words += [name for name in given if name != "fp32"]
     return f" (`{', '.join(words)}`)" if words else ""
 
 
@@ -84,7 +82,7 @@ def _compared() -> str:
     body = [
         [
             f"`{one.name}`",
-            f"{line.cell}{_changed(line)}",
+            f"{line.cell}{_changed(line)}{line.reduced}",
             line.metric,
             shown(line.number.value, line.number.std),
             shown(line.compared.mean, line.compared.std),
@@ -140,7 +138,7 @@ def _orders() -> str:
             continue
         cell = next(c for c in one.cells if cell_words(c, one) == line.cell)
         setting = line.cell.replace(cell.method, "", 1).split("; ")[0]  # then remarks on a number
-        key = one.name, f"{' '.join(setting.split())}{_changed(line, ())}", line.metric
+        key = one.name, f"{' '.join(setting.split())}{_changed(line)}", line.metric
         groups.setdefault(key, []).append((cell.method, line.number.value, mean))
     body = []
     for (name, where, metric), methods in groups.items():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from library.rows import apart, by_key, case, lines, percents, spread, table
+from library.rows import RowsError, apart, by_key, case, lines, percents, spread, table
 
 SEEDS = range(3)
 ENGINES = {
@@ -57,6 +57,8 @@ def _growth() -> list[str]:
 def _precision() -> list[str]:
     rows = by_key("precision")
     half, full = (percents(rows, f"FedDM {kind}", SEEDS) for kind in ("bf16", "fp32"))
+    if len(half) < len(SEEDS) or len(full) < len(SEEDS):
+        raise RowsError("results/precision.jsonl has no row of FedDM for every seed")
     found = []
     for values in (half, full):
         found += spread(values, 3).split(" ± ")

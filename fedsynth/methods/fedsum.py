@@ -274,6 +274,7 @@ class FedSum(TrainsInBall, SharesNoise):
             draw_augmentation=draw_augmentation,
             report=lambda done: context.report("condense", done, self.iterations),
             memory_bytes=context.memory_bytes // 2,
+            # released sums are all that it sees; as documented, all the same: not with DP
             compiled=context.compiled and context.privacy is None,
         ).flatten(0, 1)
         made = replace(state, images=images, kept=kept)

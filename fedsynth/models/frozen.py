@@ -14,9 +14,9 @@ Activations are channels-last, where convolutions reach the matrix peak. The for
 in bfloat16 (that would flip ReLUs: 9 % of a gradient, against 0.6 % when only g is rounded; on a
 GPU convolutions may use TF32).
 
-What stands between two convolutions is bound by memory: `_between`, on the way forward, and `_back`.
-Both may go through torch.compile, which passes over memory a few times where torch alone does so
-some twenty times.
+What stands between two convolutions is bound by memory: `_between`, on the way forward, and
+`_back`. Both may go through torch.compile, which passes over memory a few times where torch alone
+does so a dozen times and more.
 """
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Preset:
-    """A published table, as something to run.
+    """A published table, or settings of ours beside one, as something to run.
 
     Args:
         name: "feddm:table2".

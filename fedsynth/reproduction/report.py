@@ -75,9 +75,9 @@ class Line:
             return f"{self.diverged} diverged"
         if not self.compared.values:
             return "not run"
-        if self.changes or self.ours:
+        if self.changes:
             return "changed: no verdict"
-        return self.compared.verdict
+        return "ours: no verdict" if self.ours else self.compared.verdict
 
     def to_json(self) -> dict[str, Any]:
         """As plain values."""

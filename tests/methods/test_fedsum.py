@@ -3,6 +3,7 @@ releases."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import sqrt
@@ -17,7 +18,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import Tensor
 
-from fedsynth import resolve, simulate
+from fedsynth import RunSettings, resolve, simulate
 from fedsynth.core.charging import charge_for
 from fedsynth.core.client import OpenClients, PrivateClients
 from fedsynth.core.context import RoundContext, round_context
@@ -29,6 +30,7 @@ from fedsynth.methods.fedsum import CondensedState, FedSum, NetworkSums
 from fedsynth.methods.shared.class_sums import COUNTS
 from fedsynth.methods.shared.noise_shares import total_of
 from fedsynth.methods.shared.private_condensation import IMAGES
+from fedsynth.models import frozen
 from fedsynth.models.registry import ModelSettings, build_model
 from fedsynth.privacy import mechanisms
 from fedsynth.privacy.accounting import epsilon
@@ -428,6 +430,26 @@ def test_shared_noise_needs_more_participants_than_shares(
     sections["method"]["honest"] = 2
     sections["run"]["participation"] = 0.75
     assert simulate(resolve(private)).privacy is not None
+
+
+@pytest.mark.parametrize("privacy", [None, PrivacySettings(noise_multiplier=1.0)])
+def test_the_servers_condensation_is_compiled_without_privacy_alone(
+    privacy: PrivacySettings | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled: list[str] = []
+
+    def spy(function: Callable[..., Any], **_: Any) -> Callable[..., Any]:
+        compiled.append(function.__name__)
+        return function
+
+    monkeypatch.setattr(torch, "compile", spy)
+    # a segment's two images a pass: all passes are whole ones
+    monkeypatch.setattr("fedsynth.synthesizer.condensation.loop.CPU_BYTES", 2 * 4 * 8 * 8 * 4)
+    # a cache of this test's own: what it keeps is not compiled
+    monkeypatch.setattr(frozen, "_parts", functools.cache(frozen._parts.__wrapped__))
+    run = RunSettings(FedSum(**TINY), rounds=1, model=CONVNET, compile=True, privacy=privacy)
+    simulate(run, quiet=True)
+    assert {"_between", "_back"} <= set(compiled) if privacy is None else compiled == []
 
 
 def test_requests_of_another_form_and_batch_norm_are_refused() -> None:

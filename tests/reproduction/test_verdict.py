@@ -141,4 +141,4 @@ def test_a_preset_of_ours_is_beside_the_papers_numbers_and_has_no_verdict() -> N
     assert vars(ours.settings(cell).method)["networks_per_round"] == 50
     (found,) = lines(ours, [cell], [0], {})
     made = replace(found, compared=Compared(98.67, 0.01, (98.67,)))
-    assert (made.compared.verdict, made.verdict) == (WITHIN, "changed: no verdict")
+    assert (made.compared.verdict, made.verdict) == (WITHIN, "ours: no verdict")

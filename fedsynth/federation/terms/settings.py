@@ -65,8 +65,9 @@ class RunSettings:
             DP-SGD's gradients of examples too.
         compile: let torch.compile make condensation's passes over real images, and what stands
             between the convolutions of those over synthetic ones: up to twice as fast on a CPU,
-            after some seconds of compiling. Needs a C++ compiler (on a GPU, Triton). Not used for
-            private clients, nor with batch norm.
+            after some seconds of compiling. Only of whole passes, so that shapes never depend on
+            data: a client with few classes alone may have none over synthetic images. Needs a C++
+            compiler (on a GPU, Triton). Not used for private clients, nor with batch norm.
         memory_gb: what a round's steps should stay within, beside the data set itself: 2^30 bytes
             each. Fewer clients then share a step. None: 4 on a CPU, half of the card's memory on a
             GPU.

@@ -142,7 +142,7 @@ class NetworkFeatures:
             return self._with_logits(h), through
 
     def _is_whole(self, x_NCHW: Tensor) -> bool:
-        """Whether so many images go back in every pass of `matchers.pull_back` but a last one."""
+        """Whether `matchers.pull_back` would make a full pass of so many images."""
         return self._ipc > 0 and len(x_NCHW) == self._ipc * segments_at_once(
             self, x_NCHW, self._ipc
         )
