@@ -186,7 +186,7 @@ SENTENCES: list[tuple[str, str, Callable[[], list[str]]]] = [
     ),
     (
         "docs/speed.md",
-        "by seed, FedKF's accuracy in bf16 is {} ± {} points from that in fp32 (three seeds), "
+        "seed, FedKF's accuracy in bf16 is {} ± {} points from that in fp32 (three seeds), "
         "FedHydra's {} ± {} (five)",
         _precision_apart,
     ),
