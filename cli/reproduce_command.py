@@ -306,10 +306,7 @@ def _list_tables(as_json: bool) -> None:
             "source": f"{one.source}, {one.table}",
             "cells": len(one.cells),
             "runnable": sum(not one.refusal(cell) for cell in one.cells),
-            # those beside a preset of ours are another table's
-            "numbers": sum(
-                not one.ours and number.value is not None for c in one.cells for number in c.numbers
-            ),
+            "numbers": sum(number.value is not None for c in one.cells for number in c.numbers),
         }
         for one in tables
     ]

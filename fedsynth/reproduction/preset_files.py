@@ -11,10 +11,6 @@ A file of `tables/` is a table's preset. `feddm-table2.toml` is "feddm:table2":
                      final models that the cell's number is of
     [[not_runnable]] `when`, and the `reason`
     [[cells]]        cells that have no published number, column = value or list of values
-    ours             true: no table of a paper, but settings of ours beside it; runs of it have no
-                     verdict
-    [[beside]]       cells of another `preset`, of one `method`, with what is published of them; not
-                     with the blocks of that preset, but for its `base`'s
 
 Which of several values wins says `presets.py`.
 """
@@ -71,14 +67,9 @@ def preset(name: str) -> Preset:
         tuple(_block(name, one) for one in blocks),
         tuple((_when(name, one.get("when", {})), str(one["reason"])) for one in refusals),
         (),
-        ours=read.get("ours", False),
     )
     rows = [row for row in published() if (row.source, row.table) == (here.source, here.table)]
-    cells = (
-        *_published_cells(name, rows),
-        *_cells_beside(name, read.get("beside", ())),
-        *_own_cells(name, read.get("cells", ())),
-    )
+    cells = (*_published_cells(name, rows), *_own_cells(name, read.get("cells", ())))
     return replace(here, cells=cells)
 
 
@@ -148,15 +139,6 @@ def _cell(name: str, words: Mapping[str, str], numbers: tuple[Number, ...]) -> C
         words["note"],
         numbers,
     )
-
-
-def _cells_beside(name: str, given: list[Mapping[str, str]]) -> Iterator[Cell]:
-    """Cells of other presets, as this one's."""
-    for one in given:
-        if set(one) != {"preset", "method"} or one["preset"] == name:
-            raise PresetError(f"preset {name}: [[beside]] has another `preset` and a `method`")
-        for cell in preset(one["preset"]).select(method=one["method"]):
-            yield replace(cell, preset=name)
 
 
 def _own_cells(name: str, given: list[Mapping[str, Any]]) -> Iterator[Cell]:

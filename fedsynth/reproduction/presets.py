@@ -91,7 +91,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Preset:
-    """A published table, or settings of ours beside one, as something to run.
+    """A published table, as something to run.
 
     Args:
         name: "feddm:table2".
@@ -100,7 +100,6 @@ class Preset:
         blocks: its settings, in their order.
         refusals: cells that cannot be run, by their columns, and why.
         cells: in the table's order.
-        ours: no table of the paper, but settings of ours beside it, whose runs have no verdict.
     """
 
     name: str
@@ -110,7 +109,6 @@ class Preset:
     blocks: tuple[Block, ...]
     refusals: tuple[tuple[Mapping[str, tuple[str, ...]], str], ...]
     cells: tuple[Cell, ...]
-    ours: bool = False
 
     def refusal(self, cell: Cell) -> str:
         """Why a cell cannot be run; empty: it can."""

@@ -34,7 +34,6 @@ class Line:
         diverged: how many runs ended in numbers that are none.
         scale: None: whole runs.
         changes: settings that are not the preset's.
-        ours: the preset's settings are ours, not the paper's.
     """
 
     preset: str
@@ -48,7 +47,6 @@ class Line:
     diverged: int
     scale: float | None
     changes: Changes
-    ours: bool
 
     @property
     def metric(self) -> str:
@@ -67,17 +65,14 @@ class Line:
 
     @property
     def verdict(self) -> str:
-        """Within, above or below; of scaled or changed runs, and of a preset of ours, none, as they
-        are others."""
+        """Within, above or below; of scaled or changed runs none, as they are others."""
         if self.scale is not None:
             return "scaled: no verdict"
         if self.diverged:
             return f"{self.diverged} diverged"
         if not self.compared.values:
             return "not run"
-        if self.changes:
-            return "changed: no verdict"
-        return "ours: no verdict" if self.ours else self.compared.verdict
+        return "changed: no verdict" if self.changes else self.compared.verdict
 
     def to_json(self) -> dict[str, Any]:
         """As plain values."""
@@ -193,7 +188,6 @@ def _line(
         len(runs) - len(whole),
         scale,
         changes,
-        table.ours,
     )
 
 

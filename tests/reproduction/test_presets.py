@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +9,6 @@ import pytest
 from fedsynth import load_preset
 from fedsynth.errors import UnknownNameError
 from fedsynth.federation.terms.settings import RunSettings
-from fedsynth.reproduction import preset_files
 from fedsynth.reproduction.choice import chosen_cell, sections_over
 from fedsynth.reproduction.preset_files import not_covered, preset, preset_names
 from fedsynth.reproduction.published import published
@@ -61,17 +59,6 @@ def test_every_cell_is_a_valid_run_or_says_why_not() -> None:
             assert settings.partition.clients == int(cell.clients)
         made += 1
     assert made > 700
-
-
-@pytest.mark.parametrize("beside", ['preset = "own:table"', 'preset = "own:fast"\nmethod = "x"'])
-def test_cells_beside_are_of_another_preset(
-    beside: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    text = f'source = "s"\ntable = "t"\ntitle = "t"\nours = true\n[[beside]]\n{beside}\n'
-    (tmp_path / "own-fast.toml").write_text(text, encoding="utf-8")
-    monkeypatch.setattr(preset_files, "_TABLES", tmp_path)
-    with pytest.raises(PresetError, match="another `preset` and a `method`"):
-        preset("own:fast")
 
 
 def test_every_value_has_its_source() -> None:

@@ -131,14 +131,3 @@ def test_a_changed_run_has_no_verdict() -> None:
     assert (found.verdict, made.verdict) == ("not run", WITHIN)
     changed = replace(made, changes={"partition": {"alpha": 100.0}})
     assert changed.verdict == "changed: no verdict"
-
-
-def test_a_preset_of_ours_is_beside_the_papers_numbers_and_has_no_verdict() -> None:
-    ours, theirs = preset("feddm:fast"), preset("feddm:table2")
-    numbers = {cell.columns()["dataset"]: cell.numbers for cell in ours.select(alpha=0.1)}
-    assert numbers == {c.dataset: c.numbers for c in theirs.select(alpha=0.1, method="feddm")}
-    (cell,) = ours.select(dataset="mnist", alpha=0.1)
-    assert vars(ours.settings(cell).method)["networks_per_round"] == 50
-    (found,) = lines(ours, [cell], [0], {})
-    made = replace(found, compared=Compared(98.67, 0.01, (98.67,)))
-    assert (made.compared.verdict, made.verdict) == (WITHIN, "ours: no verdict")
