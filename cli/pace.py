@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 DAY = 86400.0
 SURE = 30.0
-"""Seconds of a phase after which its pace is taken for what it is."""
+"""Seconds of a phase over which its pace is taken."""
 
 
 class Pace:
@@ -25,9 +25,9 @@ class Pace:
         self._took: list[float] = []
         self._done = 0
         self._phase: tuple[int, str] | None = None
-        self._phase_began = 0.0
+        self._part_began = 0.0
         self._begun_at = 0
-        self._least = 0.0
+        self._phases: dict[tuple[int, str], float] = {}
         self._said = False
 
     def step(self, round: int, phase: str, done: int, total: int) -> None:
@@ -35,12 +35,16 @@ class Pace:
         now = self._clock()
         if self._phase != (round, phase):
             self._phase = (round, phase)
-            self._phase_began = now
+            self._part_began = now
             self._begun_at = done
-        took = now - self._phase_began
+        took = now - self._part_began
         steps = done - self._begun_at
         if took >= SURE and steps > 0:
-            self._least = max(self._least, took / steps * total)
+            # the fastest part counts: first steps may compile, or make what later ones use
+            seconds = took / steps * total
+            self._phases[self._phase] = min(self._phases.get(self._phase, seconds), seconds)
+            self._part_began = now
+            self._begun_at = done
 
     def round_ended(self, number: int) -> None:
         """A round has ended."""
@@ -58,17 +62,22 @@ class Pace:
         gone = self._clock() - self._round_began
         return max(0.0, mean * (self._rounds - self._done) - min(gone, mean))
 
+    def _least(self) -> float:
+        """Seconds of the run, by the longest phase that its first rounds have shown; 0: none yet."""
+        return max(self._phases.values(), default=0.0) * self._rounds
+
     def words(self) -> str:
         """That for the progress bar; of a long first round what it takes at the least."""
         left = self.left()
         if left is not None:
             return f"about {duration(left)} left"
-        return f"at least {duration(self._least * self._rounds)}" if self._least else ""
+        least = self._least()
+        return f"at least {duration(least)}" if least else ""
 
     def warning(self) -> str | None:
         """Once, as soon as it shows: that the run takes days."""
         left = self.left()
-        least = left if left is not None else self._least * self._rounds
+        least = left if left is not None else self._least()
         if self._said or least < DAY:
             return None
         self._said = True

@@ -53,6 +53,25 @@ def test_days_are_said_in_the_first_round_and_once() -> None:
     assert pace.warning() is None
 
 
+def test_slow_first_steps_are_forgotten_when_others_are_fast() -> None:
+    """Catches: first steps that compile, or make the means of M networks, taken for all."""
+    clock = Clock()
+    pace = Pace(1, clock)
+    pace.step(1, "condense", 0, 1000)
+    for done in range(1, 11):
+        clock.now += 60.0
+        pace.step(1, "condense", done, 1000)
+    assert pace.words() == "at least 16 h 40 min"
+    for done in range(11, 111):
+        clock.now += 1.0
+        pace.step(1, "condense", done, 1000)
+    assert pace.words() == "at least 16 min 40 s"
+    pace.step(1, "server", 0, 10)
+    clock.now += 40.0
+    pace.step(1, "server", 1, 10)  # a shorter phase
+    assert pace.words() == "at least 16 min 40 s"
+
+
 def test_a_private_run_says_no_times() -> None:
     private = resolve({"run": {"method": "feddm"}, "privacy": {"noise_multiplier": 3.0}})
     open_run = resolve({"run": {"method": "feddm"}})
