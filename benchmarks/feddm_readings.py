@@ -1,5 +1,5 @@
-"""What FedDM's open readings are worth: each one changed alone, and those of a public code together,
-on Fashion-MNIST at the size of `fashion_table.py`.
+"""What FedDM's open readings are worth: each one changed alone, and those of a public code
+together, on Fashion-MNIST at the size of `fashion_table.py`.
 
     FEDSYNTH_DATA=... python benchmarks/feddm_readings.py [--quick] [--json] [--device cuda]
         [--seeds 0 1] [--only 'momentum'] [--time-budget SECONDS]

@@ -63,7 +63,7 @@ class Pace:
         return max(0.0, mean * (self._rounds - self._done) - min(gone, mean))
 
     def _least(self) -> float:
-        """Seconds of the run, by the longest phase that its first rounds have shown; 0: none yet."""
+        """Seconds of the run, by the longest phase that a round has shown; 0: none yet."""
         return max(self._phases.values(), default=0.0) * self._rounds
 
     def words(self) -> str:

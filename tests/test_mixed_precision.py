@@ -201,7 +201,8 @@ def test_a_server_trains_on_synthetic_images_in_it(precision: torch.dtype, match
     model = network(0)
     compute = Compute(torch.device("cpu"), precision)
     context = round_context(1, 0, torch.device("cpu"), DIGITS, model, 20.0, compute=compute)
-    soft, known = torch.full((10, 10), 0.1), torch.ones(10, dtype=torch.bool)
+    soft = torch.full((10, 10), 0.1)
+    known = torch.ones(10, dtype=torch.bool)
     settings = {"server_epochs": 2, "server_batch": 10}
     with convolutions() as seen:
         if matching == "none":

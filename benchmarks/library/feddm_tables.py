@@ -49,7 +49,7 @@ def _closest() -> list[str]:
 
 
 def _feddm_readings() -> str:
-    """Held-out accuracy of each reading that is measured, by seed, and less that of the defaults."""
+    """Held-out accuracy of each measured reading, by seed, and less that of the defaults."""
     rows = by_key("feddm_readings")
     names = dict.fromkeys(["defaults", *(key.rsplit(" seed=", 1)[0] for key in rows)])
     defaults = percents(rows, "defaults", range(2))

@@ -38,8 +38,8 @@ class InstanceNorm(nn.GroupNorm):
         if plain or not x_NCHW.is_contiguous(memory_format=torch.channels_last):
             return super().forward(x_NCHW)
         n, c, h, w = x_NCHW.shape
-        if c < WIDE and x_NCHW.dtype != torch.float32:
-            return self.forward(x_NCHW.float()).to(x_NCHW.dtype)
+        if c < WIDE and x_NCHW.dtype == torch.bfloat16:
+            return self.forward(x_NCHW.float()).to(torch.bfloat16)
         x = x_NCHW.permute(0, 2, 3, 1).reshape(n, h * w, c)
         average = x.new_full((1, 1, h * w), 1 / (h * w)).expand(n, -1, -1)
         x = x - torch.bmm(average, x)

@@ -3,7 +3,6 @@ releases."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import sqrt
@@ -30,7 +29,6 @@ from fedsynth.methods.fedsum import CondensedState, FedSum, NetworkSums
 from fedsynth.methods.shared.class_sums import COUNTS
 from fedsynth.methods.shared.noise_shares import total_of
 from fedsynth.methods.shared.private_condensation import IMAGES
-from fedsynth.models import frozen
 from fedsynth.models.registry import ModelSettings, build_model
 from fedsynth.privacy import mechanisms
 from fedsynth.privacy.accounting import epsilon
@@ -434,19 +432,8 @@ def test_shared_noise_needs_more_participants_than_shares(
 
 @pytest.mark.parametrize("privacy", [None, PrivacySettings(noise_multiplier=1.0)])
 def test_the_servers_condensation_is_compiled_without_privacy_alone(
-    privacy: PrivacySettings | None, monkeypatch: pytest.MonkeyPatch
+    privacy: PrivacySettings | None, compiled: list[str]
 ) -> None:
-    compiled: list[str] = []
-
-    def spy(function: Callable[..., Any], **_: Any) -> Callable[..., Any]:
-        compiled.append(function.__name__)
-        return function
-
-    monkeypatch.setattr(torch, "compile", spy)
-    # a segment's two images a pass: all passes are whole ones
-    monkeypatch.setattr("fedsynth.synthesizer.condensation.loop.CPU_BYTES", 2 * 4 * 8 * 8 * 4)
-    # a cache of this test's own: what it keeps is not compiled
-    monkeypatch.setattr(frozen, "_parts", functools.cache(frozen._parts.__wrapped__))
     run = RunSettings(FedSum(**TINY), rounds=1, model=CONVNET, compile=True, privacy=privacy)
     simulate(run, quiet=True)
     assert {"_between", "_back"} <= set(compiled) if privacy is None else compiled == []

@@ -94,6 +94,7 @@ def test_fast_instance_norm_is_group_norm(
     assert fast.is_contiguous(memory_format=torch.channels_last)
     torch.testing.assert_close(fast.float(), expected, atol=tolerance, rtol=tolerance)
     if channels < WIDE:  # in float32 but for the weights, and rounded once at the end
-        weight, bias = norm.weight.float(), norm.bias.float()
+        weight = norm.weight.float()
+        bias = norm.bias.float()
         exact = torch.nn.functional.group_norm(x.float(), channels, weight, bias).to(dtype)
         torch.testing.assert_close(fast.float(), exact.float(), atol=1e-4, rtol=0.008)
