@@ -1,33 +1,33 @@
 """The grid that a client's part of a sum is rounded to, where clients share the noise of that sum.
 
-Masks hide whole numbers, so each client rounds what it has *after its noise*. Of one client's own
-release that is post-processing; of the sum of several it is none, as what is rounded off depends on
-each part. The lemma in docs/privacy.md ("Rounding on a grid") bounds what it can tell: with spacing
-γ, and a part's noise of deviation τ, sums of H rounded parts are at total variation at most
-2·D·H·exp(−2π²τ²/(γ²H)) from a function of the sum of the unrounded ones. A grid is fine enough
-where τ ≥ 2¹⁰·γ·√H: then this is below 10⁻⁸⁰⁰⁰⁰⁰⁰, and neither sensitivity nor noise changes. The
-coarsest such grid is taken, and not the finest: parts are float64, and where a step is not much
-larger than float64's own, ties go to even numbers of steps, which the lemma does not know.
+Masks hide whole numbers, so each client rounds its part *after adding its noise*. For one client's
+own release that is post-processing. For the sum of several parts it is not, because what is rounded
+off depends on each part. The lemma in docs/privacy.md ("Rounding on a grid") bounds what it reveals:
+with spacing γ and noise of standard deviation τ in each part, sums of H rounded parts are within
+total variation 2·D·H·exp(−2π²τ²/(γ²H)) of a function of the sum of the unrounded parts. A grid is
+fine enough if τ ≥ 2¹²·γ·√H: the bound is then below 10⁻¹⁰⁰⁰⁰⁰⁰⁰⁰, and neither sensitivity nor noise
+changes. The coarsest such grid is taken: parts are float64, and on a grid about as fine as float64
+ties would decide, more often in larger parts.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from fedsynth.privacy.errors import PrivacySettingError
 
 DIGITS = 52
-"""Bits of a part: a float64 of at most so many grid steps is on the grid exactly."""
+"""Bits of a part: a float64 of at most that many grid steps is on the grid exactly."""
 MOST_BITS = 63
 SUM_DIGITS = 62
 """Bits of the sum, in a signed word of 64."""
 TAIL = 40.0
-"""So many deviations no noise is beyond: the odds are e⁻⁸⁰⁰ a coordinate."""
-FINE = 2.0**10
-"""A part's noise has at least so many grid steps times √H."""
-SPARE = 4.0
-"""So many times as many, where there is room."""
+"""Noise exceeds this many standard deviations with probability e⁻⁸⁰⁰ per coordinate."""
+FINE = 2.0**12
+"""The least τ / (γ·√H)."""
+VALUES = 2.0**10
+"""The least number of float64 values in a grid step, at the bound."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Grid:
     """Multiples of 2^-bits, up to a bound.
 
     Args:
-        bits: behind the point; below 0, the steps are larger than 1.
+        bits: fractional bits; negative if the steps are larger than 1.
         bound: of the absolute value of a part's coordinate.
     """
 
@@ -62,7 +62,7 @@ class Addends:
 
 
 def finest(bound: float, clients: int) -> Grid:
-    """The finest grid on which sums of so many parts are exact, and never overflow.
+    """Returns the finest grid on which sums of that many parts are exact and never overflow.
 
     Args:
         bound: of the absolute value of a part's coordinate.
@@ -78,7 +78,7 @@ def finest(bound: float, clients: int) -> Grid:
 
 
 def grid_of(clip: float, deviation: float, shares: int, addends: Addends) -> Grid:
-    """The grid of a release whose noise is shared.
+    """Returns the coarsest grid that is fine enough for a release whose noise is shared.
 
     Args:
         clip: 𝒞, of one unit's vector.
@@ -87,17 +87,21 @@ def grid_of(clip: float, deviation: float, shares: int, addends: Addends) -> Gri
         addends: whose sum it is.
 
     Raises:
-        PrivacySettingError: the noise is too small for the sums that it must hide: what rounding
-            tells would not be negligible.
+        PrivacySettingError: the noise is too small for the sums that it must hide: grid steps would
+            be too close to those of float64.
+
+    >>> grid_of(1.0, 5.0, 1, Addends(2, 1000))
+    Grid(bits=10, bound=1200.0)
     """
-    grid = finest(addends.records * clip + TAIL * deviation, addends.clients)
-    enough = math.ceil(math.log2(SPARE * FINE * math.sqrt(shares) / deviation))
-    grid = replace(grid, bits=min(grid.bits, max(0, enough)))
-    if deviation < FINE * grid.spacing * math.sqrt(shares):
+    _, exponent = math.frexp(deviation / (FINE * math.sqrt(shares)))
+    grid = Grid(1 - exponent, addends.records * clip + TAIL * deviation)
+    overflows = addends.clients * grid.bound / grid.spacing > 2.0**SUM_DIGITS
+    if overflows or grid.spacing < VALUES * math.ulp(grid.bound):
         raise PrivacySettingError(
             "privacy",
             "noise_multiplier",
             f"is too small for a sum of {addends.records} records of {addends.clients} clients in "
-            f"64 bits: a client's noise of {deviation:.3g} has too few steps of {grid.spacing:.3g}",
+            f"64 bits: a client's noise of {deviation:.3g} in parts of up to {grid.bound:.3g}; "
+            "more noise, or a lower bound on all records (max_records), would be enough",
         )
     return grid

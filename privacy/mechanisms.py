@@ -60,6 +60,17 @@ def clipped_sums(rows_ND: Tensor, groups_N: Tensor, groups: int, clip: float) ->
     return sums
 
 
+def on_grid(sums: Tensor, noise: Tensor, grid: Grid) -> Tensor:
+    """Returns the sums plus noise, rounded to the nearest multiple of the grid's spacing, float64.
+
+    The noise is added to what remains of the sums after whole steps, whose size does not depend on
+    the sums. In `sums + noise` large sums would round noise off, and ties go to even steps.
+    """
+    steps = sums / grid.spacing  # exact: the spacing is a power of two
+    whole = torch.round(steps)
+    return (whole + torch.round(steps - whole + noise / grid.spacing)) * grid.spacing
+
+
 class UserSums:
     """Means by user and group, clipped with all groups of a user together; rows may come in pieces
     that cut a user in two.
@@ -261,9 +272,9 @@ class GaussianSums:
         """Ends the step: [groups, D] float32 sums with fresh noise on every group, also for an
         empty sample; on a grid float64 ones.
 
-        The noise is added in float64: rounding afterwards is post-processing, rounding before it
-        would not be. Of a part of a sum it is none: such a part goes to its grid, which has equal
-        steps, and not to float32, whose steps go by the sums.
+        The noise is added in float64. Rounding afterwards is post-processing; rounding before would
+        not be. The part of a sum goes to its grid, whose steps are equal, and not to float32, whose
+        steps depend on the sums.
         """
         self._refuse_forks()
         if self._sums is None:
@@ -273,10 +284,9 @@ class GaussianSums:
         self._sums = None
         self.steps_left -= 1
         noise = self._secret.normal((self._groups, self._width), self.deviation, sums.device)
-        noisy = sums + noise
         if self.grid is None:
-            return Released(noisy.to(torch.float32))
-        return Released(torch.round(noisy / self.grid.spacing) * self.grid.spacing)
+            return Released((sums + noise).to(torch.float32))
+        return Released(on_grid(sums, noise, self.grid))
 
     def _refuse_forks(self) -> None:
         if self._process != this_process():

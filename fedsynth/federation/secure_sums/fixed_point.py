@@ -25,8 +25,8 @@ class FixedPoint:
         bound: of each coordinate's absolute value, public. Larger ones are an error, and never cut
             off: a sum of cut-off noise is no noise of any known distribution.
         clients: the most vectors of a sum: it must not overflow.
-        fraction: bits behind the point: a coordinate of the sum is off by at most
-            clients / 2^(fraction + 1).
+        fraction: bits behind the point; negative if the steps are larger than 1. A coordinate of
+            the sum is off by at most clients / 2^(fraction + 1).
         wraps: words of larger ones are taken modulo 2^64, too. So it must be where they are
             private: an error would tell of one client's vector what its sum alone may tell.
 
@@ -42,9 +42,9 @@ class FixedPoint:
     wraps: bool = False
 
     def __post_init__(self) -> None:
-        if not 0 < self.bound < math.inf or self.clients < 1 or not 0 <= self.fraction < BITS:
+        if not 0 < self.bound < math.inf or self.clients < 1 or abs(self.fraction) > 1000:
             raise SettingError(
-                None, "bound, clients, fraction", "must be above 0, and below 64 bits"
+                None, "bound, clients, fraction", "must be above 0, and within ±1000 bits"
             )
         if self.clients * (self.bound * 2.0**self.fraction + 1) >= 2.0 ** (BITS - 1):
             raise SettingError(
