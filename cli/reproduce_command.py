@@ -1,12 +1,13 @@
-"""`fedsynth reproduce`: the papers' tables, what they publish, and runs of their cells."""
+"""`fedsynth reproduce`: lists published tables, runs their cells and compares the numbers."""
 
 from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -23,20 +24,20 @@ from fedsynth.cli.signals import ended_by_signals
 if TYPE_CHECKING:
     from fedsynth.federation.observer import Observer
     from fedsynth.federation.terms.settings import RunSettings
-    from fedsynth.reproduction.presets import Cell, Preset
-    from fedsynth.reproduction.report import Line
-    from fedsynth.reproduction.runs import Job, Outcome, Runner
+    from fedsynth.reproduction.comparison import Line
+    from fedsynth.reproduction.presets import Block, Cell, Preset
+    from fedsynth.reproduction.runs import Outcome
 
 UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 SPEED = ("device", "precision", "compile", "memory_gb")
-"""Options that change how fast a run is, and its results by rounding alone."""
+"""Options that change how fast a run is, and its results only by rounding."""
 
 
 def seconds_of(text: str | None) -> float:
-    """A time budget: "170m", "2.5h", "90s", or a number of seconds; None: no end.
+    """Returns the seconds of "170m", "2.5h", "90s" or a plain number; infinity for None.
 
     Raises:
-        OptionError: it is none of these.
+        OptionError: the text has another form.
     """
     if text is None:
         return math.inf
@@ -59,10 +60,15 @@ def reproduce(
         str | None, typer.Option(help="Only this partition, in the table's words.")
     ] = None,
     alpha: Annotated[float | None, typer.Option(help="Only Dirichlet partitions with it.")] = None,
-    clients: Annotated[int | None, typer.Option(help="Only cells with so many clients.")] = None,
-    rounds: Annotated[int | None, typer.Option(help="Only cells with so many rounds.")] = None,
+    clients: Annotated[
+        int | None, typer.Option(help="Only cells with this number of clients.")
+    ] = None,
+    rounds: Annotated[
+        int | None, typer.Option(help="Only cells with this number of rounds.")
+    ] = None,
     method: Annotated[
-        str | None, typer.Option(help="Only this method, in the table's words or ours.")
+        str | None,
+        typer.Option(help="Only this method, by the table's word or the name in this package."),
     ] = None,
     note: Annotated[str | None, typer.Option(help='Only cells with these words ("ipc 5").')] = None,
     seeds: Annotated[int, typer.Option(min=1, help="Runs of each cell: seeds 0, 1, ….")] = 1,
@@ -72,21 +78,17 @@ def reproduce(
     ] = Path("reproduction"),
     time_budget: Annotated[
         str | None,
-        typer.Option(help="170m, 2h or seconds: no round is begun that would end later."),
+        typer.Option(help="170m, 2h or seconds: no round begins that would end later."),
     ] = None,
     scale: Annotated[
         float | None,
-        typer.Option(help="0.05: so much of rounds, steps, epochs and data; no result, and said."),
+        typer.Option(
+            help="0.05: run this fraction of rounds, steps, epochs and data, as a test; not a result."
+        ),
     ] = None,
-    estimate: Annotated[
-        bool, typer.Option("--estimate", help="Say how long each cell takes here, and stop.")
-    ] = False,
-    no_estimate: Annotated[
-        bool, typer.Option("--no-estimate", help="Begin at once, without timing a few steps.")
-    ] = False,
     settings: Annotated[
         list[str] | None,
-        typer.Option("--set", help="Another setting than the preset's; rows say so. Repeatable."),
+        typer.Option("--set", help="Override a setting of the preset; rows record it. Repeatable."),
     ] = None,
     device: given.Device = None,
     precision: given.Precision = None,
@@ -96,63 +98,49 @@ def reproduce(
     download: given.Download = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the comparison as JSON.")] = False,
 ) -> None:
-    """Run cells of a published table, and show published beside reproduced.
+    """Run cells of a published table and compare the numbers.
 
-    Finished runs are rows of OUTPUT/TABLE.jsonl and are not made again; a call that was stopped, or
-    killed, goes on when it is made again. --time-budget 0 shows what is there.
+    Finished runs are rows of OUTPUT/TABLE.jsonl and are not repeated. A call that was stopped or
+    killed resumes when it is repeated. --time-budget 0 only compares the finished runs.
 
     Example: `fedsynth reproduce feddm:table2 --dataset mnist --alpha 0.1 --method feddm --seeds 3`.
     """
     with one_line_errors(context.command) as names:
-        chosen: dict[str, Any] = {
-            "dataset": dataset,
-            "partition": partition,
-            "alpha": alpha,
-            "clients": clients,
-            "rounds": rounds,
-            "method": method,
-            "note": note,
-        }
         if preset is None:
             if not listed:
-                raise OptionError("name a table (feddm:table2), or see them all with --list")
+                raise OptionError("name a table (feddm:table2), or list all tables with --list")
             _list_tables(as_json)
             return
         from fedsynth.reproduction.preset_files import preset as preset_of
 
         table = preset_of(preset)
-        cells = table.select(**chosen)
+        cells = table.select(
+            dataset=dataset,
+            partition=partition,
+            alpha=alpha,
+            clients=clients,
+            rounds=rounds,
+            method=method,
+            note=note,
+        )
         if listed:
             _list_cells(table, cells, as_json, data_root)
             return
+        speed = {name: context.params[name] for name in SPEED if context.params[name] is not None}
+        given_changes = set_options(settings or [])
         _run(
             table,
             cells,
             range(seeds),
             names,
-            {
-                "output": output,
-                "budget": seconds_of(time_budget),
-                "scale": scale,
-                "estimate": estimate,
-                "estimates": not no_estimate,
-                "changes": _changes(settings or []),
-                "speed": _speed(context, data_root),
-                "download": download,
-                "as_json": as_json,
-            },
+            output=output,
+            budget=seconds_of(time_budget),
+            scale=scale,
+            changes={section: values for section, values in given_changes.items() if values},
+            speed={"run": speed, "data": {"data_root": str(data_root)} if data_root else {}},
+            download=download,
+            as_json=as_json,
         )
-
-
-def _changes(texts: list[str]) -> dict[str, dict[str, Any]]:
-    """What --set says, by section."""
-    return {section: values for section, values in set_options(texts).items() if values}
-
-
-def _speed(context: typer.Context, data_root: Path | None) -> dict[str, dict[str, Any]]:
-    """Sections of options that change no result."""
-    run = {name: context.params[name] for name in SPEED if context.params[name] is not None}
-    return {"run": run, "data": {} if data_root is None else {"data_root": str(data_root)}}
 
 
 def _run(
@@ -160,167 +148,138 @@ def _run(
     cells: Sequence[Cell],
     seeds: Sequence[int],
     names: OptionNames,
-    how: dict[str, Any],
+    *,
+    output: Path,
+    budget: float,
+    scale: float | None,
+    changes: dict[str, dict[str, Any]],
+    speed: dict[str, dict[str, Any]],
+    download: bool,
+    as_json: bool,
 ) -> None:
     from fedsynth.cli.memory import keep_large_allocations
     from fedsynth.cli.progress import make_observer
-    from fedsynth.reproduction.report import lines
+    from fedsynth.reproduction.comparison import lines
     from fedsynth.reproduction.rows import Rows
     from fedsynth.reproduction.runs import Clock, Runner, jobs_of
     from fedsynth.reproduction.scaling import scale_words
 
-    scale = how["scale"]
-    changes = how["changes"]
-    first = scale_words(scale)
-    rows = Rows(how["output"], scale)
+    mark = scale_words(scale)
+    rows = Rows(output, scale)
 
     def tell(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
     for cell in cells:
         if reason := table.refusal(cell):
-            tell(f"{first}{table.name} {cell.method} on {cell.dataset}: not runnable: {reason}")
-    jobs = jobs_of(table, cells, seeds, scale=scale, changes=changes, speed=how["speed"])
+            tell(f"{mark}{table.name} {cell.method} on {cell.dataset}: not runnable: {reason}")
+    jobs = jobs_of(table, cells, seeds, scale=scale, changes=changes, speed=speed)
     if not jobs:
         raise OptionError(f"{table.name}: none of these cells can be run")
 
     @contextmanager
     def watch(settings: RunSettings) -> Iterator[Observer]:
-        with make_observer(settings, names, mark=first) as observer:
+        with make_observer(settings, names, mark=mark) as observer:
             yield observer
 
     keep_large_allocations()
-    clock = Clock(how["budget"])
-    runner = Runner(
-        rows,
-        clock,
-        tell=tell,
-        watch=watch,
-        download=how["download"],
-        estimates=how["estimates"],
-    )
-    if how["estimate"]:
-        _estimates(runner, jobs, scale, how["as_json"])
-        return
+    runner = Runner(rows, Clock(budget), tell=tell, watch=watch, download=download)
     with ended_by_signals():
         outcomes = list(runner.run(jobs))
-    found = lines(table, cells, seeds, rows.all(), scale=scale, changes=changes)
-    _show(table, found, outcomes, first, scale, how["as_json"])
-    failed = [one.error for one in outcomes if one.error is not None]
-    if failed and all(one.what == "failed" for one in outcomes):
-        raise failed[0]
+    compared = lines(table, cells, seeds, rows.all(), scale=scale, changes=changes)
+    _print_comparison(table, compared, outcomes, scale, as_json)
+    errors = [outcome.error for outcome in outcomes if outcome.error is not None]
+    if errors and len(errors) == len(outcomes):
+        raise errors[0]
 
 
-def _estimates(runner: Runner, jobs: Sequence[Job], scale: float | None, as_json: bool) -> None:
-    """How long each job takes here, and all of them."""
-    from fedsynth.reproduction.rows import run_hash
-    from fedsynth.reproduction.scaling import scale_words
-
-    first = scale_words(scale)
-    found = {job.words: runner.estimate(job) for job in jobs}
-    runs = {run_hash(job.settings): found[job.words] for job in jobs}  # cells may share one
-    total = sum(one.seconds for one in runs.values())
-    if as_json:
-        shown = {words: {"seconds": one.seconds, "how": one.words} for words, one in found.items()}
-        print(json.dumps({"scaled": scale, "cells": shown, "seconds": total}, indent=2))
-        return
-    from fedsynth.reproduction.estimate import duration
-
-    for words, one in found.items():
-        print(f"{first}{words}: {one.words}")
-    print(f"{first}all {len(runs)} runs: about {duration(total)}")
-
-
-def _show(
+def _print_comparison(
     table: Preset,
-    found: Sequence[Line],
+    lines: Sequence[Line],
     outcomes: Sequence[Outcome],
-    first: str,
     scale: float | None,
     as_json: bool,
 ) -> None:
-    """Published beside reproduced, on stdout."""
-    from fedsynth.reproduction.scaling import NO_RESULT
+    """Prints published and reproduced numbers on stdout."""
+    from fedsynth.reproduction.comparison import format_number
+    from fedsynth.reproduction.scaling import NO_RESULT, scale_words
 
-    left = [one for one in outcomes if one.what in ("stopped", "not begun", "elsewhere", "failed")]
+    done = ("finished", "existing")
+    unfinished = [outcome for outcome in outcomes if outcome.status not in done]
     if as_json:
-        shown = {
+        document = {
             "preset": table.name,
             "scaled": scale,
             "note": None if scale is None else NO_RESULT,
-            "cells": [line.to_json() for line in found],
-            "unfinished": {one.job.words: f"{one.what}: {one.text}" for one in left},
+            "cells": [line.to_json() for line in lines],
+            "unfinished": {o.job.words: f"{o.status}: {o.text}" for o in unfinished},
         }
-        print(json.dumps(shown, indent=2, ensure_ascii=False, allow_nan=False))
+        _print_json(document)
         return
-    print(f"{first}{table.name}: {table.title} ({table.source}, {table.table})")
+    mark = scale_words(scale)
+    print(f"{mark}{table.name}: {table.title} ({table.source}, {table.table})")
     if scale is not None:
-        print(f"{first}{NO_RESULT}")
-    _print(_comparison(found))
-    if left:
-        print(f"{first}{len(left)} of {len(outcomes)} runs are unfinished: call again to go on")
-
-
-def _comparison(found: Sequence[Line]) -> list[list[str]]:
-    from fedsynth.reproduction.report import shown
-
-    head = ["cell", "metric", "published", "reproduced", "seeds", "verdict", "hours", "commit"]
-    return [
-        head,
-        *(
+        print(f"{mark}{NO_RESULT}")
+    body = [["cell", "metric", "published", "reproduced", "seeds", "verdict", "hours", "commit"]]
+    for line in lines:
+        hours = f"{sum(line.seconds) / 3600:.2f}" if line.seconds else "–"
+        body.append(
             [
                 line.cell + line.reduced,
-                line.metric,
-                shown(line.number.value, line.number.std),
-                shown(line.compared.mean, line.compared.std),
+                line.number.label,
+                format_number(line.number.value, line.number.std),
+                format_number(line.mean, line.std),
                 str(len(line.seeds)),
                 line.verdict,
-                f"{sum(line.seconds) / 3600:.2f}" if line.seconds else "–",
+                hours,
                 ", ".join(line.commits) or "–",
             ]
-            for line in found
-        ),
-    ]
+        )
+    _print_table(body)
+    if unfinished:
+        print(
+            f"{mark}{len(unfinished)} of {len(outcomes)} runs are unfinished; call again to resume"
+        )
 
 
-def _print(rows: Sequence[Sequence[str]]) -> None:
-    """Aligned columns, as wide as they are."""
+def _print_json(document: dict[str, Any]) -> None:
+    print(json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False))
+
+
+def _print_table(rows: Sequence[Sequence[str]]) -> None:
+    """Prints aligned columns, as wide as their longest cell."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
         print("  ".join(cells).rstrip())
 
 
-# ------------------------------------------------------------------------------------ what there is
-
-
 def _list_tables(as_json: bool) -> None:
-    """All tables, and the published experiments that are not among them."""
+    """Prints all tables, and the published experiments that are not covered."""
     from fedsynth.reproduction.preset_files import not_covered, preset, preset_names
 
     tables = [preset(name) for name in preset_names()]
     facts = [
         {
-            "preset": one.name,
-            "title": one.title,
-            "source": f"{one.source}, {one.table}",
-            "cells": len(one.cells),
-            "runnable": sum(not one.refusal(cell) for cell in one.cells),
-            "numbers": sum(number.value is not None for c in one.cells for number in c.numbers),
+            "preset": table.name,
+            "title": table.title,
+            "source": f"{table.source}, {table.table}",
+            "cells": len(table.cells),
+            "runnable": sum(not table.refusal(cell) for cell in table.cells),
+            "numbers": sum(n.value is not None for cell in table.cells for n in cell.numbers),
         }
-        for one in tables
+        for table in tables
     ]
     if as_json:
         missing = [{"paper": p, "where": w, "what": t} for p, w, t in not_covered()]
-        print(json.dumps({"tables": facts, "not_covered": missing}, indent=2, ensure_ascii=False))
+        _print_json({"tables": facts, "not_covered": missing})
         return
-    head = ["preset", "runnable", "cells", "numbers", "what it shows"]
-    body = [
-        [f["preset"], f["runnable"], f["cells"], f["numbers"], f"{f['title']} ({f['source']})"]
-        for f in facts
-    ]
-    _print([head, *([str(cell) for cell in row] for row in body)])
-    print("\nnot covered, as the published numbers at hand lack them:")
+    rows = [["preset", "runnable", "cells", "numbers", "what it shows"]]
+    for fact in facts:
+        numbers = [str(fact[name]) for name in ("preset", "runnable", "cells", "numbers")]
+        rows.append([*numbers, f"{fact['title']} ({fact['source']})"])
+    _print_table(rows)
+    print("\nnot covered, because the package does not include their numbers:")
     for paper, where, what in not_covered():
         print(f"  {paper}, {where}: {what}")
 
@@ -328,69 +287,64 @@ def _list_tables(as_json: bool) -> None:
 def _list_cells(
     table: Preset, cells: Sequence[Cell], as_json: bool, data_root: Path | None
 ) -> None:
-    """A table's settings with their sources, and its cells with what is published of them."""
+    """Prints a table's settings with their sources, and its cells with the published numbers."""
+    from fedsynth.reproduction.comparison import format_number
     from fedsynth.reproduction.presets import cell_words
-    from fedsynth.reproduction.report import shown
 
-    state = _states(table, cells, data_root)
+    states = _states(table, cells, data_root)
     if as_json:
         facts = [
             {
                 **cell.columns(),
                 "runnable": not table.refusal(cell),
-                "state": state(cell),
-                "published": [
-                    {"metric": n.metric, "domain": n.domain, "value": n.value, "std": n.std}
-                    for n in cell.numbers
-                ],
+                "state": state,
+                "published": [vars(number) for number in cell.numbers],
             }
-            for cell in cells
+            for cell, state in zip(cells, states, strict=True)
         ]
-        print(json.dumps({"preset": table.name, "cells": facts}, indent=2, ensure_ascii=False))
+        _print_json({"preset": table.name, "cells": facts})
         return
     print(f"{table.name}: {table.title} ({table.source}, {table.table})\n")
     for block in table.blocks:
-        if any(block.fits(cell) for cell in cells):
+        if any(cell.fits(block.when) for cell in cells):
             _print_block(block)
-    body = [["cell", "metric", "published", "state"]]
-    for cell in cells:
-        for number in cell.numbers:
-            metric = f"{number.metric} ({number.domain})" if number.domain else number.metric
-            published = "a curve" if number.value is None else shown(number.value, number.std)
-            body.append([cell_words(cell, table), metric, published, state(cell)])
     print()
-    _print(body)
+    rows = [["cell", "metric", "published", "state"]]
+    for cell, state in zip(cells, states, strict=True):
+        for number in cell.numbers:
+            published = format_number(number.value, number.std)
+            if number.value is None:
+                published = "a curve"
+            rows.append([cell_words(cell, table), number.label, published, state])
+    _print_table(rows)
 
 
-def _print_block(block: Any) -> None:
-    values = [
-        f"{section}.{key}={value}"
-        for section, pairs in block.sections.items()
-        for key, value in pairs.items()
-    ]
-    values += [f"measured: {block.variant}"] if block.variant else []
-    when = "; ".join(f"{column} {', '.join(words)}" for column, words in block.when.items())
-    print(f"{when + ': ' if when else ''}{', '.join(values)}")
-    print(f"    {block.source}{': ' + block.why if block.why else ''}")
+def _print_block(block: Block) -> None:
+    from fedsynth.reproduction.runs import changed_settings
+
+    settings = changed_settings(block.sections)
+    if block.variant:
+        settings += f", measured: {block.variant}"
+    if block.when:
+        when = "; ".join(f"{column} {', '.join(words)}" for column, words in block.when.items())
+        settings = f"{when}: {settings}"
+    print(settings)
+    print(f"    {block.source}: {block.why}" if block.why else f"    {block.source}")
 
 
-def _states(table: Preset, cells: Sequence[Cell], data_root: Path | None) -> Callable[[Cell], str]:
-    """Whether a cell can be run here, in words."""
-    import os
-
+def _states(table: Preset, cells: Sequence[Cell], data_root: Path | None) -> list[str]:
+    """Returns whether each cell can be run here, in words."""
     from fedsynth.data.load import ROOT_VARIABLE, missing_files
-    from fedsynth.reproduction.words import dataset_of
+    from fedsynth.reproduction.published import dataset_of
 
-    root = str(data_root or os.environ.get(ROOT_VARIABLE) or "")
-    there: dict[str, bool] = {}
-    for name in {dataset_of(cell.dataset) for cell in cells if not table.refusal(cell)}:
-        needs = missing_files(name, Path(root)) if root else missing_files(name, Path("/nowhere"))
-        there[name] = not needs
-
-    def state(cell: Cell) -> str:
-        if reason := table.refusal(cell):
-            return f"not runnable: {reason}"
+    root = Path(data_root or os.environ.get(ROOT_VARIABLE) or "/nowhere")
+    states = []
+    for cell in cells:
         name = dataset_of(cell.dataset)
-        return "runnable" if there[name] else f"runnable; no files of {name} here"
-
-    return state
+        if reason := table.refusal(cell):
+            states.append(f"not runnable: {reason}")
+        elif missing_files(name, root):
+            states.append(f"runnable; no files of {name} here")
+        else:
+            states.append("runnable")
+    return states

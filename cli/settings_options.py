@@ -151,13 +151,14 @@ def from_table(
     """
     if config is not None:
         raise OptionError("--preset and --config both give all settings: give one of them")
-    from fedsynth.reproduction.choice import sections_over
-    from fedsynth.reproduction.presets import cell_words
-    from fedsynth.reproduction.report import shown
+    from fedsynth.reproduction.comparison import format_number
+    from fedsynth.reproduction.preset_files import preset
+    from fedsynth.reproduction.presets import cell_words, preset_sections
 
-    sections, table, cell = sections_over(name, given)
+    table = preset(name)
+    sections, cell = preset_sections(table, given)
     numbers = [
-        f"{number.metric} {shown(number.value, number.std)}"
+        f"{number.metric} {format_number(number.value, number.std)}"
         for number in cell.numbers
         if number.value is not None and number.domain in ("", "average")
     ]

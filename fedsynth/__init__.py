@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from fedsynth.models.registry import ModelSettings as ModelSettings
     from fedsynth.models.registry import register_model as register_model
     from fedsynth.privacy.settings import PrivacySettings as PrivacySettings
-    from fedsynth.reproduction.choice import load_preset as load_preset
+    from fedsynth.reproduction.preset_files import load_preset as load_preset
     from fedsynth.synthesizer.condensation.student import StudentSettings as StudentSettings
     from fedsynth.synthesizer.condensation.student import train_student as train_student
     from fedsynth.synthesizer.generation.one_teacher import DataFreeDistiller as DataFreeDistiller

@@ -8,11 +8,12 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from fedsynth.reproduction.comparison import Line, format_number, lines
 from fedsynth.reproduction.preset_files import preset, preset_names
 from fedsynth.reproduction.presets import Cell, Preset, cell_words
-from fedsynth.reproduction.report import Line, lines, shown
+from fedsynth.reproduction.published import dataset_of
 from fedsynth.reproduction.rows import Rows
-from fedsynth.reproduction.words import dataset_of
+from fedsynth.reproduction.runs import changed_settings
 from library import RESULTS
 from library.rows import (
     NOTHING,
@@ -68,13 +69,9 @@ def _may_have(
 
 
 def _changed(line: Line) -> str:
-    """What is not the preset's, in brackets behind the cell."""
-    words = [
-        f"{section}.{key}={value}"
-        for section, values in line.changes.items()
-        for key, value in values.items()
-    ]
-    return f" (`{', '.join(words)}`)" if words else ""
+    """Returns the settings that differ from the preset's, in parentheses."""
+    words = changed_settings(line.changes)
+    return f" (`{words}`)" if words else ""
 
 
 def _compared() -> str:
@@ -84,9 +81,9 @@ def _compared() -> str:
         [
             f"`{one.name}`",
             f"{line.cell}{_changed(line)}{line.reduced}",
-            line.metric,
-            shown(line.number.value, line.number.std),
-            shown(line.compared.mean, line.compared.std),
+            line.number.label,
+            format_number(line.number.value, line.number.std),
+            format_number(line.mean, line.std),
             str(len(line.seeds)),
             line.verdict,
             f"{sum(line.seconds) / 3600:.2f}",
@@ -134,12 +131,12 @@ def _orders() -> str:
     in whatever precision."""
     groups: dict[tuple[str, str, str], list[tuple[str, float, float]]] = {}
     for one, line in _finished():
-        mean = line.compared.mean
-        if line.number.value is None or mean is None or line.metric not in ACCURACIES:
+        mean = line.mean
+        if line.number.value is None or mean is None or line.number.label not in ACCURACIES:
             continue
         cell = next(c for c in one.cells if cell_words(c, one) == line.cell)
         setting = line.cell.replace(cell.method, "", 1).split("; ")[0]  # then remarks on a number
-        key = one.name, f"{' '.join(setting.split())}{_changed(line)}", line.metric
+        key = one.name, f"{' '.join(setting.split())}{_changed(line)}", line.number.label
         groups.setdefault(key, []).append((cell.method, line.number.value, mean))
     body = []
     for (name, where, metric), methods in groups.items():

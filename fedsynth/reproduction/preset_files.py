@@ -1,18 +1,18 @@
-"""Reads presets from their files.
+"""Reads presets from their files; `load_preset`.
 
 A file of `tables/` is a table's preset. `feddm-table2.toml` is "feddm:table2":
 
-    source, table    as published_results.csv names it
+    source, table    as in published_results.csv
     title            what the table shows
-    base             a file of `tables/base/` whose blocks come before its own; may be left out
+    base             a file of `tables/base/` whose blocks precede the table's own (optional)
     [[settings]]     a block: sections of settings (`method.lr = 0.01`), `source` (where the paper
-                     says so, or "not given in the paper: chosen"), `why`; `when`, the cells that
-                     it is for (column = value, or a list of values); `variant`, the one of several
-                     final models that the cell's number is of
+                     states them, or "not given in the paper: chosen"), `why`; `when`, the cells
+                     that it applies to (column = value, or a list of values); `variant`, which of
+                     several final models the cell's number is of
     [[not_runnable]] `when`, and the `reason`
-    [[cells]]        cells that have no published number, column = value or list of values
+    [[cells]]        cells without a published number, column = value or list of values
 
-Which of several values wins says `presets.py`.
+`presets.py` states which of several values wins.
 """
 
 from __future__ import annotations
@@ -21,138 +21,157 @@ import functools
 import itertools
 import tomllib
 from collections.abc import Iterator, Mapping
-from dataclasses import fields, replace
 from typing import Any
 
 from fedsynth.errors import unknown_name
-from fedsynth.federation.terms.settings import SECTIONS
-from fedsynth.reproduction.presets import COLUMNS, Block, Cell, Number, Preset
-from fedsynth.reproduction.published import DATA, Published, published
-from fedsynth.reproduction.words import PresetError, domain_of
+from fedsynth.federation.terms.settings import SECTIONS, RunSettings
+from fedsynth.reproduction.presets import COLUMNS, Block, Cell, Number, Preset, When, main_cell
+from fedsynth.reproduction.published import DATA, PresetError, Published, published
 
 _TABLES = DATA / "tables"
 _BLOCK_KEYS = {"source", "why", "when", "variant", *SECTIONS}
 
 
+def load_preset(
+    name: str,
+    *,
+    dataset: str | None = None,
+    partition: str | None = None,
+    alpha: float | None = None,
+    clients: int | None = None,
+    rounds: int | None = None,
+    method: str | None = None,
+    note: str | None = None,
+    seed: int = 0,
+    changes: Mapping[str, Mapping[str, Any]] | None = None,
+) -> RunSettings:
+    """Returns the settings of a published table's run, as `fedsynth train --preset` uses them.
+
+    Args:
+        name: the table's preset ("feddm:table2"; `fedsynth reproduce --list` prints all names).
+        dataset, partition, alpha, clients, rounds, method, note: the cell of the table, see
+            `Preset.select`; if several match, the first of the paper's own method, or else the
+            first.
+        seed: of everything that is reproducible.
+        changes: sections of settings that override the preset's, as `resolve` takes them.
+
+    Raises:
+        UnknownNameError: no such preset.
+        PresetError: no cell matches, or the cell cannot be run.
+
+    >>> settings = load_preset("feddm:table2", dataset="cifar10", alpha=0.1)
+    >>> settings.method.name, settings.method.ipc, settings.rounds, settings.partition.alpha
+    ('feddm', 10, 20, 0.1)
+    >>> load_preset("feddm:table2", method="scaffold", changes={"run": {"rounds": 5}}).rounds
+    5
+    """
+    table = preset(name)
+    cell = main_cell(
+        table,
+        dataset=dataset,
+        partition=partition,
+        alpha=alpha,
+        clients=clients,
+        rounds=rounds,
+        method=method,
+        note=note,
+    )
+    return table.settings(cell, seed, changes)
+
+
 def preset_names() -> tuple[str, ...]:
-    """All presets, sorted by paper and table."""
-    stems = [
-        one.name.removesuffix(".toml") for one in _TABLES.iterdir() if one.name[-5:] == ".toml"
-    ]
-    return tuple(sorted((stem.replace("-", ":", 1) for stem in stems), key=_order))
+    """Returns all presets, sorted by paper and table."""
+    stems = [file.name.removesuffix(".toml") for file in _TABLES.iterdir() if file.is_file()]
+    return tuple(sorted((stem.replace("-", ":", 1) for stem in stems), key=_table_order))
 
 
 @functools.cache
 def preset(name: str) -> Preset:
-    """The preset of a table.
+    """Returns the preset of a table.
 
     Raises:
-        UnknownNameError: there is none, with the near matches.
-        PresetError: its file is not as it should be.
+        UnknownNameError: no such preset; the message has near matches.
+        PresetError: its file is malformed.
     """
     if name not in preset_names():
         raise unknown_name("preset", name, preset_names())
-    text = (_TABLES / f"{name.replace(':', '-', 1)}.toml").read_text(encoding="utf-8")
-    read = tomllib.loads(text)
-    blocks = list(read.get("settings", ()))
-    if base := read.get("base"):
-        below = (_TABLES / "base" / f"{base}.toml").read_text(encoding="utf-8")
-        blocks = [*tomllib.loads(below)["settings"], *blocks]
-    refusals = read.get("not_runnable", ())
-    here = Preset(
+    file = _read(_TABLES / f"{name.replace(':', '-', 1)}.toml")
+    blocks = file.get("settings", [])
+    if "base" in file:
+        blocks = _read(_TABLES / "base" / f"{file['base']}.toml")["settings"] + blocks
+    refusals = file.get("not_runnable", [])
+    source, table = file["source"], file["table"]
+    rows = [row for row in published() if (row.source, row.table) == (source, table)]
+    return Preset(
         name,
-        read["source"],
-        read["table"],
-        read["title"],
-        tuple(_block(name, one) for one in blocks),
-        tuple((_when(name, one.get("when", {})), str(one["reason"])) for one in refusals),
-        (),
+        source,
+        table,
+        file["title"],
+        tuple(_block(name, block) for block in blocks),
+        tuple((_when(name, entry.get("when", {})), str(entry["reason"])) for entry in refusals),
+        (*_published_cells(name, rows), *_cells_without_number(name, file.get("cells", []))),
     )
-    rows = [row for row in published() if (row.source, row.table) == (here.source, here.table)]
-    cells = (*_published_cells(name, rows), *_own_cells(name, read.get("cells", ())))
-    return replace(here, cells=cells)
 
 
 @functools.cache
 def not_covered() -> tuple[tuple[str, str, str], ...]:
-    """(paper, where, what) of published experiments whose numbers the package does not hold."""
-    read = tomllib.loads((DATA / "not_covered.toml").read_text(encoding="utf-8"))
+    """Returns (paper, where, what) of published experiments whose numbers are not included."""
     return tuple(
         (paper["paper"], where, what)
-        for paper in read["papers"]
+        for paper in _read(DATA / "not_covered.toml")["papers"]
         for where, what in paper["experiments"].items()
     )
 
 
-def _order(name: str) -> tuple[str, int, str]:
+def _read(file: Any) -> dict[str, Any]:
+    return tomllib.loads(file.read_text(encoding="utf-8"))
+
+
+def _table_order(name: str) -> tuple[str, int, str]:
     paper, _, table = name.partition(":")
     digits = "".join(filter(str.isdigit, table))
     return paper, int(digits or 0), table
 
 
-def _when(name: str, given: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
-    if strange := set(given) - set(COLUMNS):
-        raise PresetError(f"preset {name}: `when` knows no column {min(strange)}")
+def _when(name: str, columns: Mapping[str, Any]) -> When:
+    if unknown := set(columns) - set(COLUMNS):
+        raise PresetError(f"preset {name}: `when` has no column {min(unknown)}")
     return {
         column: tuple(values) if isinstance(values, list) else (values,)
-        for column, values in given.items()
+        for column, values in columns.items()
     }
 
 
-def _block(name: str, given: Mapping[str, Any]) -> Block:
-    if strange := set(given) - _BLOCK_KEYS:
-        raise PresetError(f"preset {name}: a block of settings has no {min(strange)}")
-    if not given.get("source"):
-        raise PresetError(f"preset {name}: a block of settings without its source")
+def _block(name: str, entry: Mapping[str, Any]) -> Block:
+    if unknown := set(entry) - _BLOCK_KEYS:
+        raise PresetError(f"preset {name}: a block of settings has no key {min(unknown)}")
+    if not entry.get("source"):
+        raise PresetError(f"preset {name}: a block of settings has no source")
     return Block(
-        {section: given[section] for section in SECTIONS if section in given},
-        given["source"],
-        given.get("why", ""),
-        _when(name, given.get("when", {})),
-        given.get("variant", ""),
+        {section: entry[section] for section in SECTIONS if section in entry},
+        entry["source"],
+        entry.get("why", ""),
+        _when(name, entry.get("when", {})),
+        entry.get("variant", ""),
     )
 
 
 def _published_cells(name: str, rows: list[Published]) -> Iterator[Cell]:
-    """Rows with the same columns but for the metric and the domain are one cell."""
+    """Yields a cell for all rows that differ only in metric and domain."""
     groups: dict[tuple[str, ...], list[Number]] = {}
     for row in rows:
-        key = tuple(
-            row.dataset.partition(":")[0] if column == "dataset" else getattr(row, column)
-            for column in COLUMNS
-        )
-        number = Number(row.metric, domain_of(row.dataset), row.value, row.std)
-        groups.setdefault(key, []).append(number)
+        dataset, _, domain = row.dataset.partition(":")
+        key = (dataset, *(getattr(row, column) for column in COLUMNS[1:]))
+        groups.setdefault(key, []).append(Number(row.metric, domain, row.value, row.std))
     for key, numbers in groups.items():
-        yield _cell(name, dict(zip(COLUMNS, key, strict=True)), tuple(numbers))
+        yield Cell(name, **dict(zip(COLUMNS, key, strict=True)), numbers=tuple(numbers))
 
 
-def _cell(name: str, words: Mapping[str, str], numbers: tuple[Number, ...]) -> Cell:
-    return Cell(
-        name,
-        words["dataset"],
-        words["partition"],
-        words["clients"],
-        words["model"],
-        words["rounds"],
-        words["method"],
-        words["note"],
-        numbers,
-    )
-
-
-def _own_cells(name: str, given: list[Mapping[str, Any]]) -> Iterator[Cell]:
-    """The cells that a preset's file names, which have no published number."""
-    known = {field.name for field in fields(Cell)}
-    for one in given:
-        lists = {
-            column: value if isinstance(value, list) else [value]
-            for column, value in one.items()
-            if column != "metrics"
-        }
-        if strange := set(lists) - known:
-            raise PresetError(f"preset {name}: a cell has no {min(strange)}")
-        numbers = tuple(Number(metric, "", None, None) for metric in one["metrics"])
-        for values in itertools.product(*lists.values()):
-            words = {**dict.fromkeys(COLUMNS, ""), **dict(zip(lists, values, strict=True))}
-            yield _cell(name, words, numbers)
+def _cells_without_number(name: str, entries: list[Mapping[str, Any]]) -> Iterator[Cell]:
+    """Yields the cells that a preset's file lists: each combination of the columns' values."""
+    for entry in entries:
+        columns = _when(name, {key: value for key, value in entry.items() if key != "metrics"})
+        numbers = tuple(Number(metric, "", None, None) for metric in entry["metrics"])
+        for values in itertools.product(*columns.values()):
+            words = {**dict.fromkeys(COLUMNS, ""), **dict(zip(columns, values, strict=True))}
+            yield Cell(name, **words, numbers=numbers)

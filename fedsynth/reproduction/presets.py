@@ -1,20 +1,20 @@
-"""Presets: the settings of each published table, every value with its source, and its cells.
+"""Presets: the cells of each published table, and the settings of their runs.
 
-A later block of settings wins over an earlier one, and all of them over what the row's own words
-say (`words.py`). What no block names is the data set's preset (`terms.resolve`) or the method's
-default. Cells are rows of published_results.csv that one run answers: rows of other metrics, or of
-other domains, are numbers of the same cell.
+A later block of settings overrides an earlier one, and every block overrides what the row's own
+words say (`published.py`). What no block sets is the data set's preset (`terms.resolve`) or the
+method's default. A cell holds the rows of published_results.csv that one run answers: rows of other
+metrics or other domains are numbers of the same cell.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from fedsynth.federation.terms.resolve import resolve
 from fedsynth.federation.terms.settings import RunSettings
-from fedsynth.reproduction.words import (
+from fedsynth.reproduction.published import (
     PresetError,
     Sections,
     dataset_of,
@@ -23,6 +23,16 @@ from fedsynth.reproduction.words import (
 )
 
 COLUMNS = ("dataset", "partition", "clients", "model", "rounds", "method", "note")
+SELECTORS: Mapping[str, tuple[str, str]] = {
+    "dataset": ("data", "dataset"),
+    "method": ("run", "method"),
+    "alpha": ("partition", "alpha"),
+    "clients": ("partition", "clients"),
+    "rounds": ("run", "rounds"),
+}
+"""Settings that select a cell, by the filter of `Preset.select` that they are."""
+Changes = Mapping[str, Mapping[str, Any]]
+When = Mapping[str, tuple[str, ...]]
 
 
 @dataclass(frozen=True)
@@ -31,8 +41,8 @@ class Number:
 
     Args:
         metric: what is measured ("amp_pct").
-        domain: whose, where the table has domains; "average" for their mean; else empty.
-        value: the number; None: the paper has a figure and prints none.
+        domain: the domain where the table has several, "average" for their mean; else empty.
+        value: the number; None: the paper shows a figure and prints no number.
         std: its standard deviation; None: not published.
     """
 
@@ -41,14 +51,19 @@ class Number:
     value: float | None
     std: float | None
 
+    @property
+    def label(self) -> str:
+        """The metric, with the domain if there is one."""
+        return f"{self.metric} ({self.domain})" if self.domain else self.metric
+
 
 @dataclass(frozen=True)
 class Cell:
     """What one run with one seed answers of a table; columns are published_results.csv's words.
 
     Args:
-        preset: the table's.
-        numbers: what is published of it.
+        preset: the table's name.
+        numbers: the published numbers of the cell.
     """
 
     preset: str
@@ -62,42 +77,47 @@ class Cell:
     numbers: tuple[Number, ...]
 
     def columns(self) -> dict[str, str]:
-        """The words that say which cell it is."""
+        """Returns the words that identify the cell."""
         return {name: getattr(self, name) for name in COLUMNS}
+
+    def fits(self, when: When) -> bool:
+        """Returns True if each column of `when` has one of the given values in this cell."""
+        for column, values in when.items():
+            word = getattr(self, column)
+            plain = word.partition(":")[0] if column == "dataset" else word
+            if word not in values and plain not in values:
+                return False
+        return True
 
 
 @dataclass(frozen=True)
 class Block:
-    """Settings of some cells, and where they come from.
+    """Settings of some cells, and their source.
 
     Args:
         sections: the settings.
-        source: where the paper says so, or that they are chosen.
-        why: the reason of a choice; may be empty.
-        when: column: the values of cells that it is for; none: all cells.
-        variant: the one of several final models that is measured; empty: as the run has it.
+        source: where the paper states them, or that they are chosen.
+        why: the reason for a choice; may be empty.
+        when: the cells that the block applies to, as column: values; empty: all cells.
+        variant: which of several final models is measured; empty: the run's model.
     """
 
     sections: Mapping[str, Mapping[str, Any]]
     source: str
     why: str
-    when: Mapping[str, tuple[str, ...]]
+    when: When
     variant: str
-
-    def fits(self, cell: Cell) -> bool:
-        """Whether it is for this cell."""
-        return _fits(self.when, cell)
 
 
 @dataclass(frozen=True)
 class Preset:
-    """A published table, as something to run.
+    """A published table that can be run.
 
     Args:
         name: "feddm:table2".
-        source, table: as published_results.csv names it.
-        title: what it shows.
-        blocks: its settings, in their order.
+        source, table: as in published_results.csv.
+        title: what the table shows.
+        blocks: its settings, in order.
         refusals: cells that cannot be run, by their columns, and why.
         cells: in the table's order.
     """
@@ -107,27 +127,30 @@ class Preset:
     table: str
     title: str
     blocks: tuple[Block, ...]
-    refusals: tuple[tuple[Mapping[str, tuple[str, ...]], str], ...]
+    refusals: tuple[tuple[When, str], ...]
     cells: tuple[Cell, ...]
 
     def refusal(self, cell: Cell) -> str:
-        """Why a cell cannot be run; empty: it can."""
-        return next((reason for when, reason in self.refusals if _fits(when, cell)), "")
+        """Returns why a cell cannot be run; empty: it can."""
+        return next((reason for when, reason in self.refusals if cell.fits(when)), "")
 
     def variant(self, cell: Cell) -> str:
-        """The one of several final models that the cell's numbers are of; empty: the run's."""
-        found = [block.variant for block in self.blocks if block.variant and block.fits(cell)]
-        return found[-1] if found else ""
+        """Returns which of several final models the numbers are of; empty: the run's model."""
+        variant = ""
+        for block in self.blocks:
+            if block.variant and cell.fits(block.when):
+                variant = block.variant
+        return variant
 
     def sections(self, cell: Cell) -> Sections:
-        """The cell's settings, as sections.
+        """Returns the cell's settings, by section.
 
         Raises:
-            PresetError: it cannot be run.
+            PresetError: the cell cannot be run.
         """
         if reason := self.refusal(cell):
             raise PresetError(f"{self.name}, {cell_words(cell, self)}: not runnable: {reason}")
-        made = sections_of_words(
+        sections = sections_of_words(
             dataset=cell.dataset,
             partition=cell.partition,
             clients=cell.clients,
@@ -135,121 +158,132 @@ class Preset:
             method=cell.method,
         )
         for block in self.blocks:
-            if block.fits(cell):
-                made = over(made, block.sections)
-        return made
+            if cell.fits(block.when):
+                sections = override(sections, block.sections)
+        return sections
 
-    def settings(
-        self, cell: Cell, seed: int = 0, changes: Mapping[str, Mapping[str, Any]] | None = None
-    ) -> RunSettings:
-        """A run of the cell.
+    def settings(self, cell: Cell, seed: int = 0, changes: Changes | None = None) -> RunSettings:
+        """Returns the settings of a run of the cell.
 
         Args:
             cell: one of `cells`.
             seed: of everything that is reproducible, the partition included.
-            changes: sections over the preset's.
+            changes: sections that override the preset's.
 
         Raises:
-            PresetError: it cannot be run.
-            FedsynthError: as `resolve`, of changes.
+            PresetError: the cell cannot be run.
+            FedsynthError: the changes are invalid, as for `resolve`.
         """
-        given = over(over(self.sections(cell), {"run": {"seed": seed}}), changes or {})
-        return resolve(given)
+        sections = override(self.sections(cell), {"run": {"seed": seed}})
+        return resolve(override(sections, changes or {}))
 
-    def select(
-        self,
-        *,
-        dataset: str | None = None,
-        partition: str | None = None,
-        alpha: float | None = None,
-        clients: int | None = None,
-        rounds: int | None = None,
-        method: str | None = None,
-        note: str | None = None,
-    ) -> tuple[Cell, ...]:
-        """The cells that fit all that is given, the runnable ones first to last as in the table.
+    def select(self, **filters: Any) -> tuple[Cell, ...]:
+        """Returns the cells that match all filters, in the table's order.
 
         Args:
-            dataset: the table's word for it, or its name here.
-            partition: the table's words.
-            alpha: of a Dirichlet partition.
-            clients: K.
-            rounds: the table's.
-            method: the table's word, or a method's name here; then all its variants.
-            note: words of the cell's note ("ipc 5").
+            filters: None does not filter. `dataset` and `method` take the table's word or the name
+                in this package (a method's name selects all its variants), `partition` the table's
+                words, `alpha` that of a Dirichlet partition, `clients` and `rounds` a number,
+                `note` a part of the note ("ipc 5").
 
         Raises:
-            PresetError: no cell fits; it names the values that there are.
+            PresetError: no cell matches; the message lists the values that exist.
         """
-        wanted: dict[str, Any] = {
-            "dataset": dataset,
-            "partition": partition,
-            "alpha": alpha,
-            "clients": clients,
-            "rounds": rounds,
-            "method": method,
-            "note": note,
-        }
-        found = self.cells
-        for column, value in wanted.items():
+        cells = self.cells
+        for column, value in filters.items():
             if value is None:
                 continue
-            left = tuple(cell for cell in found if self._is(cell, column, value))
-            if not left:
-                there = {self._shown(cell, column): None for cell in found}
-                known = ", ".join(filter(None, there)) or "none"
+            matching = tuple(cell for cell in cells if self._matches(cell, column, value))
+            if not matching:
+                known = ", ".join(_values(cells, column)) or "none"
                 raise PresetError(f"{self.name} has no cell with {column} {value}; it has {known}")
-            found = left
-        return found
+            cells = matching
+        return cells
 
-    def _is(self, cell: Cell, column: str, value: Any) -> bool:
+    def _matches(self, cell: Cell, column: str, value: Any) -> bool:
         if column == "dataset":
             return str(value) in (cell.dataset, dataset_of(cell.dataset))
         if column == "alpha":
             return bool(partition_of(cell.partition).get("alpha") == value)
-        if column == "method":
-            if any(one.method == value for one in self.cells):
-                return str(value) == cell.method
-            return str(value) == self._here(cell)
         if column == "note":
             return str(value) in cell.note
+        if column == "method" and all(other.method != value for other in self.cells):
+            return not self.refusal(cell) and self.sections(cell)["run"].get("method") == value
         return bool(str(value) == getattr(cell, column))
 
-    def _shown(self, cell: Cell, column: str) -> str:
+
+def _values(cells: Iterable[Cell], column: str) -> list[str]:
+    """Returns the distinct values of a column, without the empty one."""
+    values = []
+    for cell in cells:
         if column == "alpha":
-            found = partition_of(cell.partition).get("alpha")
-            return "" if found is None else f"{found:g}"
-        return str(getattr(cell, column))
-
-    def _here(self, cell: Cell) -> str:
-        """The name that the cell's method has here; empty where it cannot be run."""
-        if self.refusal(cell):
-            return ""
-        return str(self.sections(cell)["run"].get("method", ""))
+            alpha = partition_of(cell.partition).get("alpha")
+            values.append("" if alpha is None else f"{alpha:g}")
+        else:
+            values.append(str(getattr(cell, column)))
+    return [value for value in dict.fromkeys(values) if value]
 
 
-def over(
-    sections: Mapping[str, Mapping[str, Any]], others: Mapping[str, Mapping[str, Any]]
-) -> Sections:
-    """The sections with the others' values in place of their own."""
-    names = [*sections, *(name for name in others if name not in sections)]
-    return {name: {**sections.get(name, {}), **others.get(name, {})} for name in names}
+def override(sections: Changes, others: Changes) -> Sections:
+    """Returns the sections, with the values of `others` in place of their own."""
+    merged = {name: dict(values) for name, values in sections.items()}
+    for name, values in others.items():
+        merged.setdefault(name, {}).update(values)
+    return merged
 
 
 def cell_words(cell: Cell, preset: Preset) -> str:
-    """The cell's columns that differ within its table, as one line."""
+    """Returns the method and the columns that differ within the table, as one line."""
     words = []
     for name in COLUMNS:
-        if len({getattr(one, name) for one in preset.cells}) > 1 or name == "method":
-            text = getattr(cell, name)
-            unit = f" {name}" if name in ("clients", "rounds") else ""
-            words.append(f"{text}{unit}" if text else "")
-    return " ".join(filter(None, words))
+        text = getattr(cell, name)
+        if text and (name == "method" or len({getattr(c, name) for c in preset.cells}) > 1):
+            words.append(f"{text} {name}" if name in ("clients", "rounds") else text)
+    return " ".join(words)
 
 
-def _fits(when: Mapping[str, tuple[str, ...]], cell: Cell) -> bool:
-    def has(column: str, values: tuple[str, ...]) -> bool:
-        word = getattr(cell, column)
-        return word in values or (column == "dataset" and word.partition(":")[0] in values)
+def main_cell(table: Preset, **filters: Any) -> Cell:
+    """Returns the first matching cell, the paper's own method first and runnable cells first.
 
-    return all(has(column, values) for column, values in when.items())
+    Raises:
+        PresetError: no cell matches.
+    """
+    matching = table.select(**filters)
+    runnable = [cell for cell in matching if not table.refusal(cell)] or list(matching)
+    paper = table.name.partition(":")[0]
+    return min(runnable, key=lambda cell: (cell.method != paper, not cell.method.startswith(paper)))
+
+
+def preset_sections(table: Preset, given: Changes) -> tuple[Sections, Cell]:
+    """Returns a preset's settings, overridden by the given ones, and the cell they are of.
+
+    The given settings select the cell as far as they can: data set and method must be in the table;
+    alpha and the numbers of clients and rounds select a cell if one has them.
+
+    Args:
+        table: the preset.
+        given: sections of settings, without None.
+
+    Raises:
+        PresetError: the table has no such data set or method, or the cell cannot be run.
+    """
+    filters: dict[str, Any] = {}
+    for column, (section, key) in SELECTORS.items():
+        value = given.get(section, {}).get(key)
+        if value is None:
+            continue
+        try:
+            table.select(**{**filters, column: value})
+        except PresetError:
+            if column in ("dataset", "method"):
+                raise
+        else:
+            filters[column] = value
+    cell = main_cell(table, **filters)
+    sections = table.sections(cell)
+    settings = override(sections, given)
+    for column in ("dataset", "method"):  # given as the table's word; the cell has this package's
+        section, key = SELECTORS[column]
+        if key in sections[section]:
+            settings[section][key] = sections[section][key]
+    return settings, cell

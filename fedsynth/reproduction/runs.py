@@ -1,14 +1,14 @@
-"""Runs cells of tables one after another, within a time budget, and goes on where a call ended.
+"""Runs cells of tables in sequence, within a time budget, and resumes where a call ended.
 
-A call that is stopped, by its budget, a signal or a kill, leaves run folders with checkpoints
-(docs/decisions/resuming.md); the next one goes on with them, and ends with the numbers of a call
-that was not stopped. Several processes may share a folder: a run that one has claimed is left out
-by the others.
+A call that is stopped by its budget, a signal or a kill leaves run folders with checkpoints
+(docs/decisions/resuming.md). The next call resumes them and ends with the same numbers as a call
+that was not stopped. Several processes may share a folder: each skips the runs that another one has
+claimed.
 
-The budget ends a run at a round's end: no round is begun that, by the last one's time, or by the
-estimate, would end too late. Open condensation, plain local training of one client after another
-and a server's distillation are kept also inside a round, every minute, so methods that do nothing
-else for long are stopped there too.
+The budget ends a run at the end of a round: no round begins that would end too late if it takes as
+long as the last one. Condensation without privacy, plain local training of one client after
+another and a server's distillation are checkpointed inside a round, every minute, so the budget
+also stops them there.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +32,7 @@ from fedsynth.methods.shared.condensing import Condenses
 from fedsynth.methods.shared.ensemble import DistilsEnsemble
 from fedsynth.methods.shared.local import TrainsLocally
 from fedsynth.models.registry import build_network
-from fedsynth.reproduction.estimate import Estimate, duration, estimate
-from fedsynth.reproduction.presets import Cell, Preset, cell_words, over
+from fedsynth.reproduction.presets import Cell, Changes, Preset, cell_words, override
 from fedsynth.reproduction.rows import (
     Rows,
     claimed,
@@ -47,13 +46,13 @@ from fedsynth.reproduction.rows import (
 from fedsynth.reproduction.scaling import scale_words, scaled
 from fedsynth.training.many_clients import trains_together
 
-KEPT = ("condense", "local training", "distillation")
-"""The phases that are kept inside a round."""
+CHECKPOINTED = ("condense", "local training", "distillation")
+"""The phases that are checkpointed inside a round."""
 Watch = Callable[[RunSettings], AbstractContextManager[Observer]]
 
 
 class OutOfTimeError(KeyboardInterrupt):
-    """The time budget is spent: the run ends in order, as after Ctrl-C."""
+    """The time budget is exhausted: the run ends in order, as after Ctrl-C."""
 
 
 @dataclass(frozen=True)
@@ -61,29 +60,33 @@ class Job:
     """One run of a cell.
 
     Args:
-        table: the cell's.
-        cell: what of it.
+        table: the cell's table.
+        cell: one of its cells.
         seed: of the run.
-        settings: the run's, scaled if it is.
-        changes: sections of settings that are not the preset's.
+        settings: of the run, scaled if it is.
+        changes: sections of settings that differ from the preset's.
     """
 
     table: Preset
     cell: Cell
     seed: int
     settings: RunSettings
-    changes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    changes: Changes = field(default_factory=dict)
 
     @property
     def words(self) -> str:
         """Which run it is, in one line."""
-        changed = ", ".join(
-            f"{section}.{key}={value}"
-            for section, values in self.changes.items()
-            for key, value in values.items()
-        )
         name = f"{self.table.name} {cell_words(self.cell, self.table)} seed {self.seed}"
+        changed = changed_settings(self.changes)
         return f"{name}, changed: {changed}" if changed else name
+
+
+def changed_settings(changes: Changes) -> str:
+    """Returns the settings as `section.key=value, ...`."""
+    texts = []
+    for section, values in changes.items():
+        texts += [f"{section}.{key}={value}" for key, value in values.items()]
+    return ", ".join(texts)
 
 
 def jobs_of(
@@ -92,37 +95,37 @@ def jobs_of(
     seeds: Iterable[int],
     *,
     scale: float | None = None,
-    changes: Mapping[str, Mapping[str, Any]] | None = None,
-    speed: Mapping[str, Mapping[str, Any]] | None = None,
+    changes: Changes | None = None,
+    speed: Changes | None = None,
 ) -> list[Job]:
-    """The runs of cells, one seed of all before the next; cells that cannot be run are left out.
+    """Returns the runs of all cells that can be run, one seed of every cell before the next.
 
     Args:
-        table: the cells'.
-        cells: some of it.
+        table: the cells' table.
+        cells: some of its cells.
         seeds: of the runs.
         scale: None: whole runs.
-        changes: sections of settings over the preset's.
-        speed: sections of settings that change no result (device, compile, the data folder).
+        changes: sections of settings that override the preset's.
+        speed: sections of settings that do not change results (device, compile, the data folder).
 
     Raises:
-        FedsynthError: of changes, as `resolve`.
+        FedsynthError: the changes are invalid, as for `resolve`.
     """
-    given = changes or {}
+    changes = changes or {}
     runnable = [cell for cell in cells if not table.refusal(cell)]
-    found = []
+    jobs = []
     for seed in seeds:
         for cell in runnable:
-            whole = table.settings(cell, seed)
-            smaller = over(over(scaled(whole, scale), speed or {}), given)
-            found.append(Job(table, cell, seed, table.settings(cell, seed, smaller), given))
-    return found
+            shorter = scaled(table.settings(cell, seed), scale)
+            sections = override(override(shorter, speed or {}), changes)
+            jobs.append(Job(table, cell, seed, table.settings(cell, seed, sections), changes))
+    return jobs
 
 
-def kept_inside(settings: RunSettings, spec: DatasetSpec) -> bool:
-    """Whether a round loses little when it is cut off: its long loops are kept.
+def checkpointed_inside(settings: RunSettings, spec: DatasetSpec) -> bool:
+    """Returns True if the round's long loops are checkpointed, so that a stop loses little.
 
-    Nothing of a private one is, nor of clients that are trained in one pass.
+    Private rounds and clients that train in one pass are not checkpointed inside a round.
     """
     method = settings.method
     if settings.privacy is not None:
@@ -144,39 +147,40 @@ class Clock:
 
     @property
     def left(self) -> float:
-        """Seconds, at least 0."""
+        """Seconds left, at least 0."""
         return max(0.0, self._end - time.monotonic())
 
 
-class Watched(Observer):
-    """Another observer that also ends the run when the time is over.
+class BudgetObserver(Observer):
+    """Forwards events to another observer and ends the run when the time is over.
 
     Args:
-        inner: is told all.
+        inner: receives all events.
         clock: the budget.
         rounds: of the run.
-        kept: whether what a round has done is kept inside it.
+        checkpointed: whether rounds are checkpointed inside.
     """
 
-    def __init__(self, inner: Observer, clock: Clock, rounds: int, kept: bool) -> None:
+    def __init__(self, inner: Observer, clock: Clock, rounds: int, checkpointed: bool) -> None:
         self._inner = inner
         self._clock = clock
         self._rounds = rounds
-        self._kept = kept
+        self._checkpointed = checkpointed
         self._stopped = False
 
     def note(self, text: str) -> None:
-        if not self._stopped:  # what else an ended run says is for who ran it alone
+        if not self._stopped:  # the run's own advice on resuming does not apply here
             self._inner.note(text)
 
     def step(self, round: int, phase: str, done: int, total: int) -> None:
         self._inner.step(round, phase, done, total)
-        if self._kept and phase in KEPT and not self._clock.left:
+        if self._checkpointed and phase in CHECKPOINTED and not self._clock.left:
             self._stop()
 
     def round_ended(self, row: Mapping[str, Any]) -> None:
         self._inner.round_ended(row)
-        if row["round"] < self._rounds and not fits(self._clock, float(row["seconds"]), self._kept):
+        fits = round_fits(self._clock, float(row["seconds"]), self._checkpointed)
+        if row["round"] < self._rounds and not fits:
             self._stop()
 
     def _stop(self) -> None:
@@ -184,39 +188,38 @@ class Watched(Observer):
         raise OutOfTimeError
 
 
-def fits(clock: Clock, round_seconds: float, kept: bool) -> bool:
-    """Whether a round may begin: it would end in time, or is kept inside as far as it comes."""
-    return clock.left > 0 and (kept or round_seconds <= clock.left)
+def round_fits(clock: Clock, round_seconds: float, checkpointed: bool) -> bool:
+    """Returns True if a round may begin: it ends in time, or is checkpointed inside."""
+    return clock.left > 0 and (checkpointed or round_seconds <= clock.left)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a job.
+    """The result of a job.
 
     Args:
         job: the run.
-        what: "made", "there" (of an earlier call), "stopped" or "not begun" (by the budget),
-            "elsewhere" (another process makes it), or "failed".
-        text: more of it, in words.
+        status: "finished", "existing" (made by an earlier call), "stopped" or "not begun" (by the
+            budget), "claimed" (another process runs it), or "failed".
+        text: details.
         error: why it failed.
     """
 
     job: Job
-    what: str
+    status: str
     text: str = ""
     error: FedsynthError | None = None
 
 
 class Runner:
-    """Makes the rows of jobs.
+    """Runs jobs and appends their rows.
 
     Args:
-        rows: where they go.
+        rows: where rows are stored.
         clock: the budget.
-        tell: is told what happens, a line at a time; each begins with the scale, if there is one.
-        watch: an observer for a run.
+        tell: receives a line for each event; each begins with the scale, if there is one.
+        watch: returns an observer for a run.
         download: let torchvision fetch data sets.
-        estimates: whether to say beforehand how long a run takes.
     """
 
     def __init__(
@@ -227,118 +230,77 @@ class Runner:
         tell: Callable[[str], None],
         watch: Watch,
         download: bool = False,
-        estimates: bool = True,
     ) -> None:
         self._rows = rows
         self._clock = clock
-        self._prefix = scale_words(rows.scale)
-        self._told = tell
+        self._tell = tell
         self._watch = watch
         self._download = download
-        self._estimates = estimates
         self._data: tuple[str, tuple[ImageData, ImageData]] | None = None
-        self._known: dict[str, Estimate] = {}
 
     def run(self, jobs: Iterable[Job]) -> Iterator[Outcome]:
-        """Each job in turn; after the budget's end the others are not begun."""
+        """Yields the outcome of each job in turn; once the budget is exhausted none begins."""
         for job in jobs:
             try:
-                outcome = self._one(job)
+                outcome = self._run_unless_existing(job)
             except FedsynthError as error:
                 outcome = Outcome(job, "failed", str(error), error)
-            said = f": {outcome.text}" if outcome.text else ""
-            self._tell(f"{job.words}: {outcome.what}{said}")
+            details = f": {outcome.text}" if outcome.text else ""
+            scale = scale_words(self._rows.scale)
+            self._tell(f"{scale}{job.words}: {outcome.status}{details}")
             yield outcome
 
-    def estimate(self, job: Job) -> Estimate:
-        """How long the job takes from its beginning; runs that differ in seed or partition alone
-        are timed once.
-
-        Raises:
-            FedsynthError: its data are not there, or the run would not begin.
-        """
-        settings = job.settings
-        known = run_hash(replace(settings, seed=0, rounds=1))
-        if known not in self._known:
-            self._known[known] = estimate(settings, self._loaded(settings))
-        return replace(
-            self._known[known],
-            rounds=settings.rounds,
-            evaluations=-(-settings.rounds // settings.evaluate_every),
-        )
-
-    def _tell(self, text: str) -> None:
-        self._told(f"{self._prefix}{text}")
-
-    def _one(self, job: Job) -> Outcome:
+    def _run_unless_existing(self, job: Job) -> Outcome:
         if run_hash(job.settings) in self._rows.all():
-            return Outcome(job, "there")
+            return Outcome(job, "existing")
         if not self._clock.left:
-            return Outcome(job, "not begun", "the time budget is spent")
-        with claimed(self._rows.run_folder(job.settings)) as mine:
-            if not mine:
-                return Outcome(job, "elsewhere", "another process makes it")
-            if run_hash(job.settings) in self._rows.all():  # it ended meanwhile
-                return Outcome(job, "there")
-            return self._make(job)
+            return Outcome(job, "not begun", "the time budget is exhausted")
+        with claimed(self._rows.run_folder(job.settings)) as free:
+            if not free:
+                return Outcome(job, "claimed", "another process runs it")
+            if run_hash(job.settings) in self._rows.all():  # finished in the meantime
+                return Outcome(job, "existing")
+            return self._resume_or_begin(job)
 
-    def _make(self, job: Job) -> Outcome:
+    def _resume_or_begin(self, job: Job) -> Outcome:
         folder = self._rows.run_folder(job.settings)
         done = finished(folder)
-        if done is not None:  # a call was killed after the run and before its row
-            return self._append(job, metrics_of(done), None)
-        going_on = unfinished(folder)
-        rows = [] if going_on is None else metrics_of(going_on)
-        guess = self.estimate(job) if self._estimates and not rows else None
-        if guess is not None:
-            self._tell(f"{job.words}: {guess.words}")
-        expected = 0.0 if guess is None else guess.round_seconds / guess.share
-        if rows:
-            expected = rows[-1]["seconds"]
-        kept = kept_inside(job.settings, self._loaded(job.settings)[0].spec)
-        if not fits(self._clock, expected, kept):
-            text = f"a round takes {duration(expected)}, {duration(self._clock.left)} are left"
+        if done is not None:  # a call was killed after the run and before its row was written
+            return self._append(job, metrics_of(done))
+        left = unfinished(folder)
+        rounds = [] if left is None else metrics_of(left)
+        seconds = rounds[-1]["seconds"] if rounds else 0.0
+        checkpointed = checkpointed_inside(job.settings, self._loaded(job.settings)[0].spec)
+        if not round_fits(self._clock, seconds, checkpointed):
+            text = f"a round takes {seconds:.0f} s, {self._clock.left:.0f} s are left"
             return Outcome(job, "not begun", text)
-        return self._simulate(job, folder, going_on, guess, kept)
+        return self._simulate(job, folder, left, checkpointed)
 
-    def _simulate(
-        self,
-        job: Job,
-        folder: Path,
-        going_on: Path | None,
-        guess: Estimate | None,
-        kept: bool,
-    ) -> Outcome:
+    def _simulate(self, job: Job, folder: Path, resume: Path | None, checkpointed: bool) -> Outcome:
         settings = job.settings
-        data = self._loaded(settings)
         with self._watch(settings) as inner:
-            observer = Watched(inner, self._clock, settings.rounds, kept)
             try:
                 result = simulate(
                     settings,
-                    data=data,
-                    output=None if going_on else folder,
-                    observer=observer,
-                    resume=going_on,
+                    data=self._loaded(settings),
+                    output=None if resume else folder,
+                    observer=BudgetObserver(inner, self._clock, settings.rounds, checkpointed),
+                    resume=resume,
                     trained=self._rows.trained,
                 )
             except OutOfTimeError:
                 left = unfinished(folder)
                 rounds = 0 if left is None else len(metrics_of(left))
-                text = f"after {rounds} of {settings.rounds} rounds, by the time budget; a later "
-                return Outcome(job, "stopped", text + "call goes on")
+                text = f"after {rounds} of {settings.rounds} rounds; call again to resume"
+                return Outcome(job, "stopped", text)
             except DivergedError as error:
                 left = unfinished(folder)
                 rows = [] if left is None else metrics_of(left)
-                return self._append(job, rows, guess, {"diverged": str(error)})
-        return self._append(job, result.metrics, guess)
+                return self._append(job, rows, {"diverged": str(error)})
+        return self._append(job, result.metrics)
 
     def _append(
-        self,
-        job: Job,
-        rows: list[dict[str, Any]],
-        guess: Estimate | None,
-        more: Mapping[str, Any] | None = None,
+        self, job: Job, rows: list[dict[str, Any]], more: Mapping[str, Any] | None = None
     ) -> Outcome:
         settings = job.settings
         mark = run_hash(settings)
@@ -350,16 +312,15 @@ class Runner:
             "seed": job.seed,
             "settings": mark,
             "scale": self._rows.scale,
-            "changes": {k: dict(v) for k, v in job.changes.items()},
+            "changes": {section: dict(values) for section, values in job.changes.items()},
             "precision": settings.precision,
             "compile": settings.compile,
-            "estimated_seconds": None if guess is None else round(guess.seconds, 1),
             **facts_of(rows, settings.partition.kind == "domain"),
             **(more or {}),
             **made_with(),
         }
         self._rows.append(job.table.name, row)
-        return Outcome(job, "made", f"{duration(row['seconds'])}, {settings.rounds} rounds")
+        return Outcome(job, "finished", f"{row['seconds']:.0f} s, {settings.rounds} rounds")
 
     def _loaded(self, settings: RunSettings) -> tuple[ImageData, ImageData]:
         """The run's data; the last data set stays in memory."""

@@ -53,7 +53,7 @@ def test_a_cell_runs_and_stands_beside_what_is_published(
     assert "no result of the published setting" in first.stdout
     assert "scaled: no verdict" in first.stdout
     again = fedsynth("reproduce", *CELL, *TINY, *output, "--json")
-    assert "there" in again.stderr
+    assert "existing" in again.stderr
     found = json.loads(again.stdout)
     assert (found["scaled"], found["unfinished"]) == (0.01, {})
     (cell,) = found["cells"]
@@ -63,21 +63,10 @@ def test_a_cell_runs_and_stands_beside_what_is_published(
     assert "not begun" in whole.stderr
 
 
-def test_an_estimate_comes_before_the_run(fedsynth: Callable[..., Any], tmp_path: Path) -> None:
-    output = tmp_path / "none"
-    shown = fedsynth("reproduce", *CELL, *TINY, "--estimate", "--output", str(output))
-    assert shown.code == 0, shown.stderr
-    lines = shown.stdout.splitlines()
-    assert "on this machine" in lines[0]
-    assert "rough" in lines[0]
-    assert lines[-1].startswith("SCALED to 0.01: all 1 runs: about")
-    assert not output.exists()
-
-
 @pytest.mark.parametrize(
     ("args", "text"),
     [
-        ((), "name a table (feddm:table2), or see them all with --list"),
+        ((), "name a table (feddm:table2), or list all tables with --list"),
         (("feddm:table9",), "unknown preset 'feddm:table9'; did you mean"),
         (("feddm:table2", "--alpha", "0.5"), "no cell with alpha 0.5; it has 0.1, 0.01"),
         ((*CELL, "--time-budget", "soon"), "--time-budget takes 170m, 2h, 90s or seconds"),
@@ -90,7 +79,7 @@ def test_an_estimate_comes_before_the_run(fedsynth: Callable[..., Any], tmp_path
 def test_mistakes_are_one_line(
     fedsynth: Callable[..., Any], tmp_path: Path, args: tuple[str, ...], text: str
 ) -> None:
-    shown = fedsynth("reproduce", *args, "--output", str(tmp_path / "out"), "--no-estimate")
+    shown = fedsynth("reproduce", *args, "--output", str(tmp_path / "out"))
     assert shown.code == 2
     last = shown.stderr.splitlines()[-1]
     assert last.startswith("fedsynth: error: ")

@@ -9,10 +9,9 @@ import pytest
 from fedsynth import load_preset
 from fedsynth.errors import UnknownNameError
 from fedsynth.federation.terms.settings import RunSettings
-from fedsynth.reproduction.choice import chosen_cell, sections_over
 from fedsynth.reproduction.preset_files import not_covered, preset, preset_names
-from fedsynth.reproduction.published import published
-from fedsynth.reproduction.words import PresetError, partition_of
+from fedsynth.reproduction.presets import main_cell, preset_sections
+from fedsynth.reproduction.published import PresetError, partition_of, published
 
 CHOSEN = "not given in the paper: chosen"
 CELLS = [(name, cell) for name in preset_names() for cell in preset(name).cells]
@@ -131,7 +130,7 @@ def test_both_final_models_of_one_training_are_one_run() -> None:
 
 def test_the_library_and_train_mean_the_same_run() -> None:
     given = {"data": {"dataset": "cifar10"}, "partition": {"alpha": 0.1}, "run": {"seed": 2}}
-    sections, _, cell = sections_over("feddm:table2", given)
+    sections, cell = preset_sections(preset("feddm:table2"), given)
     from fedsynth import resolve
 
     assert resolve(sections) == load_preset("feddm:table2", dataset="cifar10", alpha=0.1, seed=2)
@@ -139,14 +138,14 @@ def test_the_library_and_train_mean_the_same_run() -> None:
 
 
 def test_what_is_given_chooses_the_cell_or_wins_over_it() -> None:
-    sections, _, cell = sections_over(
-        "feddm:table2",
+    sections, cell = preset_sections(
+        preset("feddm:table2"),
         {"run": {"method": "scaffold", "rounds": 3}, "partition": {"alpha": 0.5}},
     )
     assert (cell.method, cell.dataset) == ("scaffold", "mnist")
     assert (sections["run"]["rounds"], sections["partition"]["alpha"]) == (3, 0.5)
     with pytest.raises(PresetError, match="no cell with method moon; it has fedavg, fedprox"):
-        sections_over("feddm:table2", {"run": {"method": "moon"}})
+        preset_sections(preset("feddm:table2"), {"run": {"method": "moon"}})
     with pytest.raises(PresetError, match=r"no cell with alpha 0\.3; it has 0\.1, 0\.01"):
         load_preset("feddm:table2", alpha=0.3)
     with pytest.raises(UnknownNameError, match="did you mean feddm:table2"):
@@ -163,7 +162,7 @@ def test_a_name_here_means_all_variants_of_a_method() -> None:
         "fedkf (aca)",
         "fedkf (oca)",
     ]
-    assert chosen_cell(preset("fedprox:synthetic")).method == "fedprox"
+    assert main_cell(preset("fedprox:synthetic")).method == "fedprox"
 
 
 def test_partitions_in_words() -> None:

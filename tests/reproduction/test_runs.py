@@ -1,4 +1,4 @@
-"""Runs of cells: rows that are made once, a budget, a kill in mid-run, what an estimate says."""
+"""Runs of cells: rows are made once; a budget, a kill in the middle of a run, scaling."""
 
 from __future__ import annotations
 
@@ -14,9 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from fedsynth.data.load import load_dataset
 from fedsynth.data.registry import dataset_spec
 from fedsynth.errors import OutputError, SettingError
 from fedsynth.federation.observer import Observer
@@ -25,10 +23,17 @@ from fedsynth.federation.outputs.kept_steps import KeptSteps
 from fedsynth.federation.terms.resolve import resolve
 from fedsynth.federation.terms.settings import RunSettings
 from fedsynth.reproduction import rows as rows_module
-from fedsynth.reproduction.estimate import Estimate, duration, estimate, run_lengths
 from fedsynth.reproduction.preset_files import preset
 from fedsynth.reproduction.rows import Rows, claimed, run_hash, unfinished
-from fedsynth.reproduction.runs import Clock, Job, Outcome, Runner, fits, jobs_of, kept_inside
+from fedsynth.reproduction.runs import (
+    Clock,
+    Job,
+    Outcome,
+    Runner,
+    checkpointed_inside,
+    jobs_of,
+    round_fits,
+)
 from fedsynth.reproduction.scaling import scaled
 
 SCALE = 0.05
@@ -49,7 +54,7 @@ def quiet(settings):
 
 table = preset("fedprox:synthetic")
 cells = table.select(dataset="synthetic(0,0)", note="50 %")[1:]
-runner = Runner(Rows(Path(sys.argv[1]), 0.05), Clock(), tell=print, watch=quiet, estimates=False)
+runner = Runner(Rows(Path(sys.argv[1]), 0.05), Clock(), tell=print, watch=quiet)
 list(runner.run(jobs_of(table, cells, [0], scale=0.05)))
 """
 
@@ -75,14 +80,13 @@ def runner_of(
     def watch(settings: RunSettings) -> Iterator[Observer]:
         yield observer or Observer()
 
-    more.setdefault("estimates", False)
     return Runner(rows, clock or Clock(), tell=lambda text: None, watch=watch, **more)
 
 
 def made(rows: Rows, jobs: list[Job], **more: Any) -> list[str]:
     outcomes: list[Outcome] = list(runner_of(rows, **more).run(jobs))
     assert [one.error for one in outcomes] == [None] * len(outcomes)
-    return [one.what for one in outcomes]
+    return [one.status for one in outcomes]
 
 
 def curves(rows: Rows) -> dict[str, Any]:
@@ -98,7 +102,7 @@ def jobs() -> list[Job]:
 def whole(jobs: list[Job], tmp_path_factory: pytest.TempPathFactory) -> Rows:
     """The rows of a sequence that nothing stops."""
     rows = Rows(tmp_path_factory.mktemp("whole"), SCALE)
-    assert made(rows, jobs) == ["made", "made"]
+    assert made(rows, jobs) == ["finished", "finished"]
     return rows
 
 
@@ -111,8 +115,8 @@ def test_rows_say_what_they_are_and_are_made_once(whole: Rows, jobs: list[Job]) 
     )
     assert (row["scale"], row["seed"], row["rounds"]) == (SCALE, 0, 10)
     assert len(row["curve"]["test_accuracy"]) == 10
-    assert {"commit", "version", "date", "machine", "torch", "estimated_seconds"} <= set(row)
-    assert made(whole, jobs) == ["there", "there"]
+    assert {"commit", "version", "date", "machine", "torch"} <= set(row)
+    assert made(whole, jobs) == ["existing", "existing"]
     assert whole.folder.name == "scaled-0.05"
     assert Rows(whole.folder.parent).all() == {}  # scaled rows are none of whole runs
 
@@ -140,7 +144,7 @@ def test_a_sequence_killed_in_mid_run_resumes_to_the_same_numbers(
     assert left is not None
     done = len((left / "metrics.jsonl").read_text().splitlines())
     heard = Hears()
-    assert made(rows, jobs, observer=heard) == ["there", "made"]
+    assert made(rows, jobs, observer=heard) == ["existing", "finished"]
     assert heard.rounds[0] > 1
     assert heard.rounds[-1] == 10
     assert done < 10
@@ -157,16 +161,16 @@ def test_a_budget_ends_a_run_at_a_rounds_end_and_later_calls_go_on(
     assert heard.rounds == [1, 2, 3]
     assert made(rows, jobs, clock=Clock(0)) == ["not begun", "not begun"]
     again = Hears()
-    assert made(rows, jobs, observer=again) == ["made", "made"]
+    assert made(rows, jobs, observer=again) == ["finished", "finished"]
     assert again.rounds[:2] == [4, 5]
     assert curves(rows) == curves(whole)
 
 
 def test_no_round_begins_that_would_end_too_late() -> None:
-    assert fits(Clock(100), 50, kept=False)
-    assert not fits(Clock(100), 150, kept=False)
-    assert fits(Clock(100), 150, kept=True)  # kept inside the round
-    assert not fits(Clock(0), 0.0, kept=True)
+    assert round_fits(Clock(100), 50, checkpointed=False)
+    assert not round_fits(Clock(100), 150, checkpointed=False)
+    assert round_fits(Clock(100), 150, checkpointed=True)  # kept inside the round
+    assert not round_fits(Clock(0), 0.0, checkpointed=True)
     assert math.isinf(Clock().left)
 
 
@@ -192,7 +196,7 @@ def test_condensation_is_stopped_inside_a_round(tmp_path: Path, data_root: Path)
     rows = Rows(tmp_path, 0.05)
     assert made(rows, short, clock=clock, observer=Stops()) == ["stopped"]
     assert steps == [10]  # one step of all ten clients
-    assert made(rows, short) == ["made"]
+    assert made(rows, short) == ["finished"]
 
 
 def test_one_shot_methods_are_stopped_inside_their_round_and_share_what_clients_trained(
@@ -232,10 +236,10 @@ def test_one_shot_methods_are_stopped_inside_their_round_and_share_what_clients_
         offer(self, name, *rest)
 
     monkeypatch.setattr(KeptSteps, "offer", noted)
-    assert made(rows, each[:1]) == ["made"]
+    assert made(rows, each[:1]) == ["finished"]
     assert set(training) == {"train"}
     training.clear()
-    assert made(rows, each[1:]) == ["made"]
+    assert made(rows, each[1:]) == ["finished"]
     assert set(training) == {"distillation"}
     monkeypatch.setattr(rows_module, "commit", lambda: "abc+")
     assert rows.trained is None  # of code that nobody has named
@@ -258,24 +262,24 @@ def test_which_rounds_lose_little_when_they_are_cut_off(
     method: str, more: dict[str, Any], kept: bool
 ) -> None:
     settings = resolve({"run": {"method": method}, **more})
-    assert kept_inside(settings, dataset_spec("digits")) is kept
+    assert checkpointed_inside(settings, dataset_spec("digits")) is kept
 
 
 def test_a_run_that_another_process_makes_is_left_to_it(jobs: list[Job], tmp_path: Path) -> None:
     rows = Rows(tmp_path, SCALE)
     with claimed(rows.run_folder(jobs[0].settings)) as mine:
         assert mine
-        assert made(rows, jobs[:1]) == ["elsewhere"]
+        assert made(rows, jobs[:1]) == ["claimed"]
 
 
 def test_a_run_that_ended_before_its_row_is_not_made_again(
     whole: Rows, jobs: list[Job], tmp_path: Path
 ) -> None:
     rows = Rows(tmp_path, SCALE)
-    assert made(rows, jobs[:1]) == ["made"]
+    assert made(rows, jobs[:1]) == ["finished"]
     (rows.folder / "fedprox-synthetic.jsonl").unlink()
     heard = Hears()
-    assert made(rows, jobs[:1], observer=heard) == ["made"]
+    assert made(rows, jobs[:1], observer=heard) == ["finished"]
     assert heard.rounds == []
     mark = run_hash(jobs[0].settings)
     assert curves(rows)[mark] == curves(whole)[mark]
@@ -309,65 +313,3 @@ def test_what_a_scale_shrinks() -> None:
     for wrong in (0.0, 1.0, -1.0):
         with pytest.raises(SettingError, match="scale must be above 0"):
             scaled(settings, wrong)
-
-
-def test_an_estimate_counts_the_runs_own_steps() -> None:
-    """By hand: 30 devices, batch 10, 20 epochs; half of a round's devices are stragglers, which
-    manage 10.5 of the 20 on average."""
-    settings = TABLE.settings(CELLS[0])
-    data = load_dataset("synthetic(0,0)")
-    groups = data[0].groups
-    assert groups is not None
-    sizes = [int((groups == k).sum()) for k in range(30)]
-    steps = sum(-(-n // 10) for n in sizes) / 30 * (0.5 * 20 + 0.5 * 10.5)
-    assert run_lengths(settings, data[0]) == pytest.approx({"local_steps": steps})
-
-
-def test_an_estimate_is_right_where_seconds_are_linear(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With rounds of 3 + 0.5·T + 0.2·E seconds: catches a length that is forgotten, or counted from
-    0. Evaluations take 4 s, and half of the cores' time goes elsewhere."""
-    from fedsynth.reproduction import estimate as module
-
-    def seconds(self: Any, lengths: Mapping[str, int]) -> float:
-        self.made += 1
-        return 3 + 0.5 * lengths["iterations"] + 0.2 * lengths["server_epochs"]
-
-    monkeypatch.setattr(module._Probes, "seconds", seconds)
-    monkeypatch.setattr(module._Probes, "evaluation", lambda self, test: 4.0)
-    monkeypatch.setattr(module._Probes, "share", 0.5)
-    method = {"iterations": 40, "server_epochs": 100}
-    run = {"method": "feddm", "rounds": 7, "evaluate_every": 3}
-    found = estimate(resolve({"run": run, "method": method}), load_dataset("digits"))
-    assert found.round_seconds == pytest.approx(3 + 20 + 20)
-    assert (found.rounds, found.evaluations, found.probes) == (7, 3, 5)
-    assert found.seconds == pytest.approx(7 * 43 + 3 * 4)
-    assert found.busy_seconds == pytest.approx(2 * found.seconds)
-
-
-def test_an_estimate_of_real_rounds_is_of_their_size() -> None:
-    """Catches: other seconds than those of the run. Times are rough: within a factor of 5."""
-    from fedsynth.federation.simulation import simulate
-
-    settings = resolve(
-        {"run": {"method": "feddm", "rounds": 1}, "method": {"iterations": 60, "ipc": 2}}
-    )
-    data = load_dataset("digits")
-    found = estimate(settings, data)
-    before = time.process_time()
-    simulate(settings, data=data)
-    took = (time.process_time() - before) / torch.get_num_threads()
-    assert took / 5 < found.seconds < 5 * took
-    assert 0 < found.share <= 1
-
-
-def test_an_estimate_in_words() -> None:
-    made = Estimate(10.0, 2.0, 20, 4, 0.5, 3, 1.0)
-    assert (made.seconds, made.busy_seconds) == (208.0, 416.0)
-    assert "about 3.5 min on this machine, 6.9 min if the machine stays as busy" in made.words
-    assert "if the machine" not in Estimate(10.0, 2.0, 20, 4, 0.95, 3, 1.0).words
-    assert [duration(s) for s in (0.05, 30.0, 600.0, 7200.0)] == [
-        "0.05 s",
-        "30 s",
-        "10.0 min",
-        "2.0 h",
-    ]

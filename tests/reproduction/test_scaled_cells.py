@@ -16,8 +16,8 @@ import pytest
 
 from fedsynth.federation.observer import Observer
 from fedsynth.federation.terms.settings import RunSettings
-from fedsynth.reproduction.preset_files import preset
-from fedsynth.reproduction.report import lines
+from fedsynth.reproduction.comparison import lines
+from fedsynth.reproduction.preset_files import preset, preset_names
 from fedsynth.reproduction.rows import Rows
 from fedsynth.reproduction.runs import Clock, Runner, jobs_of
 
@@ -60,13 +60,13 @@ def test_a_scaled_cell_runs_end_to_end(name: str, tmp_path: Path, data_root: Pat
     assert len(jobs) == 1
     told: list[str] = []
     rows = Rows(tmp_path, 0.002)
-    runner = Runner(rows, Clock(), tell=told.append, watch=quiet, estimates=False)
+    runner = Runner(rows, Clock(), tell=told.append, watch=quiet)
     (outcome,) = runner.run(jobs)
-    assert (outcome.what, outcome.error) == ("made", None)
+    assert (outcome.status, outcome.error) == ("finished", None)
     found = lines(table, cells, [0], rows.all(), scale=0.002, changes=changes)
     assert len(found) == len(cells[0].numbers)
     assert all(line.seeds == (0,) and line.verdict == "scaled: no verdict" for line in found)
-    assert all(0 <= value <= 100 for line in found for value in line.compared.values)
+    assert all(0 <= value <= 100 for line in found for value in line.values)
     assert told
     assert all(text.startswith("SCALED to 0.002: ") for text in told)
     assert lines(table, cells, [0], Rows(tmp_path).all())[0].verdict == "not run"
@@ -74,7 +74,5 @@ def test_a_scaled_cell_runs_end_to_end(name: str, tmp_path: Path, data_root: Pat
 
 def test_every_paper_has_a_scaled_cell() -> None:
     """Catches: a paper whose presets nothing runs."""
-    from fedsynth.reproduction.preset_files import preset_names
-
     papers = {name.partition(":")[0] for name in preset_names()}
     assert papers == {name.partition(":")[0] for name in CELLS}
