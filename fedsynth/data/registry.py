@@ -1,9 +1,9 @@
-"""The data sets fedsynth knows by name, as plain facts. No torch here: the command line's `--help`
-reads this file.
+"""The data sets that fedsynth knows by name. This module does not import torch, because the
+command line's `--help` needs it.
 
-Everything in a `DatasetSpec` is a published constant. Nothing is computed from the examples at
-hand, so all of it may be used under differential privacy (the size of the training split as a
-public divisor, the normalisation constants).
+Everything in a `DatasetSpec` is a published constant (datasets.toml). Nothing is computed from the
+examples at hand, so all of it may be used under differential privacy: the size of the training
+split as a public divisor, the normalisation constants.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ from __future__ import annotations
 import functools
 import math
 import re
-import string
+import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.resources import files
 from types import MappingProxyType
 
 from fedsynth.errors import SettingError, UnknownNameError, unknown_name
@@ -117,260 +118,18 @@ class DatasetSpec:
         return self.channels, self.height, self.width
 
 
-_IMAGENET_MEAN, _IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-_TEN_DIGITS = tuple("0123456789")
-_TEN_OBJECTS = (
-    "airplane",
-    "automobile",
-    "bird",
-    "cat",
-    "deer",
-    "dog",
-    "frog",
-    "horse",
-    "ship",
-    "truck",
-)
+def _published_specs() -> list[DatasetSpec]:
+    """Returns the specifications of datasets.toml."""
+    text = (files("fedsynth.data") / "datasets.toml").read_text(encoding="utf-8")
+    specs = []
+    for facts in tomllib.loads(text)["dataset"]:
+        values = {key: tuple(v) if isinstance(v, list) else v for key, v in facts.items()}
+        if isinstance(values["class_names"], str):  # a template for numbered classes
+            names = values["class_names"]
+            values["class_names"] = tuple(map(names.format, range(values["classes"])))
+        specs.append(DatasetSpec(**values))
+    return specs
 
-_CIFAR100_CLASSES = (
-    "apple aquarium_fish baby bear beaver bed bee beetle bicycle bottle bowl boy bridge bus "
-    "butterfly camel can "
-    "castle caterpillar cattle chair chimpanzee clock cloud cockroach couch crab crocodile cup "
-    "dinosaur dolphin "
-    "elephant flatfish forest fox girl hamster house kangaroo keyboard lamp lawn_mower leopard "
-    "lion lizard "
-    "lobster man maple_tree motorcycle mountain mouse mushroom oak_tree orange orchid otter "
-    "palm_tree pear "
-    "pickup_truck pine_tree plain plate poppy porcupine possum rabbit raccoon ray road rocket rose "
-    "sea seal shark "
-    "shrew skunk skyscraper snail snake spider squirrel streetcar sunflower sweet_pepper table "
-    "tank telephone "
-    "television tiger tractor train trout tulip turtle wardrobe whale willow_tree wolf woman worm"
-)
-
-_SPECS = (
-    DatasetSpec(
-        name="digits",
-        channels=1,
-        height=8,
-        width=8,
-        classes=10,
-        train_size=1438,
-        test_size=359,
-        # Taken once from the 1,438 training images that scikit-learn ships, as others did for
-        # MNIST; fixed since then.
-        mean=(0.3059,),
-        std=(0.3763,),
-        class_names=_TEN_DIGITS,
-        source=(
-            "scikit-learn's bundled handwritten digits (UCI optdigits, its test part); every "
-            "fifth image tests"
-        ),
-    ),
-    DatasetSpec(
-        name="mnist",
-        channels=1,
-        height=28,
-        width=28,
-        classes=10,
-        train_size=60_000,
-        test_size=10_000,
-        mean=(0.1307,),
-        std=(0.3081,),
-        class_names=_TEN_DIGITS,
-        source="MNIST, LeCun, Cortes and Burges, 1998",
-    ),
-    DatasetSpec(
-        name="fashion-mnist",
-        channels=1,
-        height=28,
-        width=28,
-        classes=10,
-        train_size=60_000,
-        test_size=10_000,
-        mean=(0.2860,),
-        std=(0.3530,),
-        class_names=(
-            "T-shirt/top",
-            "Trouser",
-            "Pullover",
-            "Dress",
-            "Coat",
-            "Sandal",
-            "Shirt",
-            "Sneaker",
-            "Bag",
-            "Ankle boot",
-        ),
-        source="Fashion-MNIST, Xiao, Rasul and Vollgraf, 2017 (arXiv 1708.07747)",
-    ),
-    DatasetSpec(
-        name="emnist-letters",
-        channels=1,
-        height=28,
-        width=28,
-        classes=26,
-        train_size=124_800,
-        test_size=20_800,
-        mean=(0.1722,),
-        std=(0.3309,),
-        class_names=tuple("abcdefghijklmnopqrstuvwxyz"),
-        source="EMNIST, letters split, Cohen, Afshar, Tapson and van Schaik, 2017 "
-        "(arXiv 1702.05373)",
-    ),
-    DatasetSpec(
-        name="cifar10",
-        channels=3,
-        height=32,
-        width=32,
-        classes=10,
-        train_size=50_000,
-        test_size=10_000,
-        # The deviations are the condensation literature's (means of per-image deviations; the
-        # pixels' own are 0.247, 0.243, 0.262), because its numbers were made with them.
-        mean=(0.4914, 0.4822, 0.4465),
-        std=(0.2023, 0.1994, 0.2010),
-        class_names=_TEN_OBJECTS,
-        source="CIFAR-10, Krizhevsky, 2009",
-    ),
-    DatasetSpec(
-        name="cifar100",
-        channels=3,
-        height=32,
-        width=32,
-        classes=100,
-        train_size=50_000,
-        test_size=10_000,
-        mean=(0.5071, 0.4866, 0.4409),
-        std=(0.2673, 0.2564, 0.2762),
-        class_names=tuple(_CIFAR100_CLASSES.split()),
-        source="CIFAR-100 (fine labels), Krizhevsky, 2009",
-    ),
-    DatasetSpec(
-        name="svhn",
-        channels=3,
-        height=32,
-        width=32,
-        classes=10,
-        train_size=73_257,
-        test_size=26_032,
-        mean=(0.4377, 0.4438, 0.4728),
-        std=(0.1980, 0.2010, 0.1970),
-        class_names=_TEN_DIGITS,
-        source="SVHN, cropped digits, Netzer et al., 2011 (without the extra split)",
-    ),
-    DatasetSpec(
-        name="cinic10",
-        channels=3,
-        height=32,
-        width=32,
-        classes=10,
-        train_size=90_000,
-        test_size=90_000,
-        mean=(0.47889522, 0.47227842, 0.43047404),
-        std=(0.24205776, 0.23828046, 0.25874835),
-        class_names=_TEN_OBJECTS,
-        source=(
-            "CINIC-10, Darlow, Crowley, Antoniou and Storkey, 2018 (arXiv 1810.03505), its "
-            "training and test thirds"
-        ),
-    ),
-    DatasetSpec(
-        name="tiny-imagenet",
-        channels=3,
-        height=64,
-        width=64,
-        classes=200,
-        train_size=100_000,
-        test_size=10_000,
-        mean=_IMAGENET_MEAN,
-        std=_IMAGENET_STD,
-        # Its classes are WordNet numbers, which the data set's own list names: class c is the c-th
-        # of them, sorted.
-        class_names=tuple(f"class {c}" for c in range(200)),
-        source=(
-            "Tiny-ImageNet, Stanford's CS231n, 2015 (200 classes of ImageNet at 64×64); its "
-            "validation images test"
-        ),
-    ),
-    DatasetSpec(
-        name="femnist",
-        channels=1,
-        height=28,
-        width=28,
-        classes=62,
-        # Nine tenths and one tenth of the published 805,263 examples of 3,550 writers. What LEAF's
-        # scripts make depends on how they are called, and on their version (a public copy has
-        # 817,851 of 3,597): with differential privacy declare max_records if there are more.
-        train_size=724_737,
-        test_size=80_526,
-        # What public code on LEAF's files uses, where white is 1; EMNIST's are white on black
-        # (0.17).
-        mean=(0.9637,),
-        std=(0.1591,),
-        class_names=tuple(string.digits + string.ascii_uppercase + string.ascii_lowercase),
-        source="FEMNIST, Caldas et al., LEAF, 2018 (arXiv 1812.01097): NIST's characters by writer",
-        groups=3_550,
-    ),
-    DatasetSpec(
-        name="office-caltech-10",
-        channels=3,
-        height=64,
-        width=64,
-        classes=10,
-        train_size=2042,
-        test_size=491,
-        mean=_IMAGENET_MEAN,
-        std=_IMAGENET_STD,
-        class_names=(
-            "backpack",
-            "bike",
-            "calculator",
-            "headphones",
-            "keyboard",
-            "laptop_computer",
-            "monitor",
-            "mouse",
-            "mug",
-            "projector",
-        ),
-        source=(
-            "Office-Caltech-10, Gong, Shi, Sha and Grauman, 2012, resized to 64×64; every fifth "
-            "image of a domain and class tests"
-        ),
-        domains=("amazon", "caltech", "dslr", "webcam"),
-    ),
-    DatasetSpec(
-        name="domainnet-10",
-        channels=3,
-        height=64,
-        width=64,
-        classes=10,
-        # Round public figures, not counts: how many images the official lists hold of these classes
-        # is nowhere printed.
-        train_size=20_000,
-        test_size=9_000,
-        mean=_IMAGENET_MEAN,
-        std=_IMAGENET_STD,
-        class_names=(
-            "bird",
-            "feather",
-            "headphones",
-            "ice_cream",
-            "teapot",
-            "tiger",
-            "whale",
-            "windmill",
-            "wine_glass",
-            "zebra",
-        ),
-        source=(
-            "DomainNet, Peng et al., 2019: FedBN's ten classes (arXiv 2102.07623), official "
-            "lists, resized to 64×64"
-        ),
-        domains=("clipart", "infograph", "painting", "quickdraw", "real", "sketch"),
-    ),
-)
 
 # α and β of synthetic(α,β): plain numbers that `{:g}` writes as they are, so that a run's config
 # names its data set exactly.
@@ -405,7 +164,7 @@ def _synthetic_spec(alpha: float | None, beta: float | None) -> DatasetSpec:
         test_size=764,
         mean=(0.5,),
         std=(1 / (2 * reach),),
-        class_names=_TEN_DIGITS,
+        class_names=tuple("0123456789"),
         source=(
             "Synthetic data of 30 devices, Li et al., FedProx, 2020 (arXiv 1812.06127), made from "
             "seed 0"
@@ -417,7 +176,7 @@ def _synthetic_spec(alpha: float | None, beta: float | None) -> DatasetSpec:
 _SYNTHETIC_SPECS = (_synthetic_spec(None, None), *(_synthetic_spec(a, a) for a in (0.0, 0.5, 1.0)))
 DEFAULT_DATASET = "digits"
 DATASETS: Mapping[str, DatasetSpec] = MappingProxyType(
-    {spec.name: spec for spec in (*_SPECS, *_SYNTHETIC_SPECS)}
+    {spec.name: spec for spec in (*_published_specs(), *_SYNTHETIC_SPECS)}
 )
 """By name. Of the synthetic(α,β), which `dataset_spec` knows for all numbers from 0 to 99.9999,
 these are the paper's."""
