@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.resources import files
 from types import MappingProxyType
+from typing import Any
 
 from fedsynth.errors import SettingError, UnknownNameError, unknown_name
 from fedsynth.privacy.wording import shown
@@ -123,7 +124,9 @@ def _published_specs() -> list[DatasetSpec]:
     text = (files("fedsynth.data") / "datasets.toml").read_text(encoding="utf-8")
     specs = []
     for facts in tomllib.loads(text)["dataset"]:
-        values = {key: tuple(v) if isinstance(v, list) else v for key, v in facts.items()}
+        values: dict[str, Any] = {}
+        for key, value in facts.items():
+            values[key] = tuple(value) if isinstance(value, list) else value
         if isinstance(values["class_names"], str):  # a template for numbered classes
             names = values["class_names"]
             values["class_names"] = tuple(map(names.format, range(values["classes"])))
