@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from fedsynth.errors import FedsynthError
-from fedsynth.privacy.files import read_text
+from fedsynth.privacy.files import load_toml
 
 Sections = dict[str, dict[str, Any]]
 
@@ -25,18 +24,14 @@ def read_sections(path: Path) -> Sections:
         ConfigFileError: it cannot be read, is no regular file, or is no TOML of sections.
     """
     try:
-        read = tomllib.loads(read_text(path))
+        read = load_toml(path)
     except OSError as error:
         raise ConfigFileError(f"cannot read the config {path}: {error.strerror}") from None
-    except RecursionError:
-        raise ConfigFileError(f"{path} is not valid TOML: it is nested too deeply") from None
-    except ValueError as error:  # no TOML, no UTF-8, or a number of thousands of digits
+    except ValueError as error:
         raise ConfigFileError(f"{path} is not valid TOML: {error}") from None
     loose = [name for name, values in read.items() if not isinstance(values, dict)]
     if loose:
         raise ConfigFileError(f"{path}: {loose[0]!r} stands outside every section")
-    if _largest(list(read.values())) >= 2**63:
-        raise ConfigFileError(f"{path} is not valid TOML: a whole number of more than 64 bits")
     return read
 
 
@@ -55,17 +50,3 @@ def to_toml(sections: Mapping[str, Mapping[str, Any]]) -> str:
             lines.append(f"{key} = {text}")
         lines.append("")
     return "\n".join(lines)
-
-
-def _largest(values: list[Any]) -> int:
-    """The largest absolute value of the whole numbers in nested lists and tables."""
-    largest = 0
-    while values:
-        value = values.pop()
-        if isinstance(value, dict):
-            values.extend(value.values())
-        elif isinstance(value, list):
-            values.extend(value)
-        elif isinstance(value, int):
-            largest = max(largest, abs(value))
-    return largest

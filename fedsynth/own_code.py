@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fedsynth.data.files import one_line, read_regular
+from fedsynth.data.files import one_line
 from fedsynth.errors import Setting, SettingError
+from fedsynth.privacy.files import read_regular
 
 MOST_BYTES = 2**24
 _SHOWN = 12

@@ -1,17 +1,23 @@
-"""Files that a user names: only regular ones are opened, and nobody waits for a lock without
-end."""
+"""Files that a user names, and that anybody may have made: only regular ones of a bounded size are
+opened, JSON and TOML have a bounded depth, and nobody waits for a lock without end."""
 
 from __future__ import annotations
 
 import errno
 import fcntl
 import hashlib
+import json
+import math
 import os
+import re
 import stat
 import tempfile
 import time
-from io import FileIO
+import tomllib
+from collections.abc import Collection
+from io import BufferedReader, FileIO
 from pathlib import Path
+from typing import Any, NoReturn
 
 from fedsynth.privacy.errors import LedgerError
 
@@ -19,50 +25,217 @@ LOCK_SECONDS = 60.0
 """How long a lock is waited for: a charge holds it for milliseconds, opening a folder of ledgers
 for as long as hashing takes."""
 _LONGEST_PAUSE = 0.02
-MOST_TEXT_BYTES = 2**28
-"""Of a config, a report or a key: a report on 10,000 clients and 200 rounds has some 100 MB."""
+MAX_TEXT_BYTES = 2**28
+"""Size limit of a report, a ledger or a key: a report on 10,000 clients and 200 rounds has some
+100 MB."""
+MAX_TOML_BYTES = 2**20
+"""Size limit of a config, a policy or a specification: `tomllib` is slow, and they have a few
+kB."""
+MAX_TENSORS_BYTES = 2**36
+"""Size limit of a file of tensors."""
+MAX_DEPTH = 64
+"""Limit of nested JSON and TOML values: fedsynth's own files have fewer than ten levels."""
+_OPENING = re.compile(r"[\[{]")
+_BETWEEN_KEYS = re.compile(r"[=,\[\]{}\n]")
 
 
-def open_regular(path: Path, *, writing: bool = False) -> FileIO:
-    """An existing file, for reading, or for reading and appending.
+class UnsuitableFileError(OSError):
+    """A file that fedsynth does not read: it is not a regular file, or it is too large."""
+
+    def __str__(self) -> str:
+        return str(self.strerror)
+
+
+def open_regular(
+    path: Path, *, writing: bool = False, create: bool = False, max_bytes: int | None = None
+) -> FileIO:
+    """Opens a regular file without waiting.
+
+    The file is examined after it was opened, so that nothing else can take its place.
+
+    Args:
+        path: of the file.
+        writing: open it for reading and appending.
+        create: make it if it is missing.
+        max_bytes: its size limit.
 
     Raises:
-        OSError: it cannot be opened, or is a folder, a pipe or a device: reading one may never end.
+        OSError: it cannot be opened.
+        UnsuitableFileError: it is a folder, a pipe, a device or a file of `/proc`, whose reading
+            may never end, or it is too large.
     """
     flags = os.O_RDWR | os.O_APPEND if writing else os.O_RDONLY
+    if create:
+        flags |= os.O_CREAT
     try:
-        descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe would wait
-    except ValueError as error:  # a zero byte in the name, or half a character
+        # Without O_NONBLOCK, opening a pipe waits until another process opens its other end.
+        descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    except ValueError as error:  # a zero byte in the name, or a lone surrogate
         raise OSError(errno.EINVAL, str(error)) from None
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+    try:
+        status = os.fstat(descriptor)
+        endless = (
+            status.st_size == 0 and stat.S_ISREG(status.st_mode) and os.pread(descriptor, 1, 0)
+        )
+        if not stat.S_ISREG(status.st_mode) or endless:
+            raise UnsuitableFileError(errno.EINVAL, "it is not a regular file", str(path))
+        if max_bytes is not None and status.st_size > max_bytes:
+            reason = f"it has {status.st_size:,} bytes, more than the {max_bytes:,} allowed"
+            raise UnsuitableFileError(errno.EFBIG, reason, str(path))
+        return FileIO(descriptor, "r+" if writing else "r")
+    except BaseException:
         os.close(descriptor)
-        raise OSError(errno.EINVAL, "it is no regular file", str(path))
-    return FileIO(descriptor, "r+" if writing else "r")
+        raise
 
 
-def read_regular(path: Path, most: int | None = None) -> bytes:
-    """What is in a file, of at most `most` bytes. Raises OSError, as `open_regular`."""
-    with open_regular(path) as file:
-        size = os.fstat(file.fileno()).st_size
-        if most is not None and size > most:
-            raise OSError(errno.EFBIG, f"it has {size:,} bytes, and may have {most:,}", str(path))
-        return file.readall()
+def read_regular(path: Path, max_bytes: int = MAX_TEXT_BYTES) -> bytes:
+    """Returns the bytes that a file has when it is opened.
+
+    Raises:
+        OSError: as `open_regular`.
+    """
+    with BufferedReader(open_regular(path, max_bytes=max_bytes)) as file:
+        return file.read(os.fstat(file.fileno()).st_size)
 
 
 def file_hash(path: Path) -> str:
-    """The SHA-256 of a file, in hexadecimal. Raises OSError, as `open_regular`."""
+    """Returns the SHA-256 of a file, in hexadecimal. Raises OSError, as `open_regular`."""
     with open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def read_text(path: Path) -> str:
-    """The text in a file that may come from anybody, of at most `MOST_TEXT_BYTES`.
+def plain_files(root: Path, leave_out: Collection[str] = ()) -> list[str]:
+    """Returns the files below a folder by their paths in it, with `/`, in order.
+
+    Args:
+        root: the folder.
+        leave_out: names of files and folders of the root that are not looked at.
 
     Raises:
-        OSError: as `open_regular`, or the file is larger.
+        OSError: a folder cannot be read.
+        UnsuitableFileError: something is neither a file nor a folder, such as a symbolic link.
+    """
+    found = []
+    for where, folders, names in os.walk(root, onerror=_raise):
+        if Path(where) == root:
+            folders[:] = [name for name in folders if name not in leave_out]
+            names = [name for name in names if name not in leave_out]
+        for name in (*folders, *names):
+            path = Path(where) / name
+            mode = path.lstat().st_mode
+            if stat.S_ISREG(mode):
+                found.append(path.relative_to(root).as_posix())
+            elif not stat.S_ISDIR(mode):
+                reason = f"{path.relative_to(root)} is neither a plain file nor a folder"
+                raise UnsuitableFileError(errno.EINVAL, reason, str(path))
+    return sorted(found)
+
+
+def read_text(path: Path, max_bytes: int = MAX_TEXT_BYTES) -> str:
+    """Returns the text of a file.
+
+    Raises:
+        OSError: as `open_regular`.
         UnicodeDecodeError: it is not UTF-8.
     """
-    return read_regular(path, MOST_TEXT_BYTES).decode("utf-8")
+    return read_regular(path, max_bytes).decode("utf-8")
+
+
+def load_json(path: Path) -> Any:
+    """Returns the JSON value in a file. Raises OSError or ValueError, as `read_text` and
+    `decode_json`."""
+    return decode_json(read_text(path))
+
+
+def load_toml(path: Path) -> dict[str, Any]:
+    """Returns the TOML document in a file.
+
+    Raises:
+        OSError: as `open_regular`.
+        ValueError: it is not UTF-8, not TOML, nested too deeply, or has an integer of more than
+            64 bits.
+    """
+    text = read_text(path, MAX_TOML_BYTES)
+    for part in _BETWEEN_KEYS.split(text):
+        # The time that tomllib takes grows with the square of a dotted key's parts.
+        if re.sub(r"\.{2,}", "", part).count(".") > MAX_DEPTH:
+            raise ValueError(_too_deep())
+    try:
+        found = tomllib.loads(text)
+    except RecursionError:
+        raise ValueError(_too_deep()) from None
+    _check_depth(found, largest=2**63 - 1)
+    return found
+
+
+def decode_json(text: str | bytes) -> Any:
+    """Returns the JSON value in a text, or in its UTF-8 bytes.
+
+    Raises:
+        ValueError: it is not UTF-8, not JSON (NaN and infinities are not), nested too deeply, has a key twice
+            in one object, or a lone surrogate.
+    """
+    if isinstance(text, bytes):
+        text = text.decode("utf-8")
+    try:
+        value = json.loads(
+            text, parse_constant=_refuse, parse_float=_finite, object_pairs_hook=_distinct
+        )
+    except RecursionError:
+        raise ValueError(_too_deep()) from None
+    if len(_OPENING.findall(text)) > MAX_DEPTH:
+        _check_depth(value)
+    if "\\u" in text:
+        json.dumps(value, ensure_ascii=False).encode()  # a lone surrogate cannot be written
+    return value
+
+
+def _check_depth(value: Any, largest: float = math.inf) -> None:
+    """Checks a parsed value level by level, without recursion.
+
+    Raises:
+        ValueError: it is nested too deeply, or has an integer above `largest`.
+    """
+    level = [value]
+    for _ in range(MAX_DEPTH + 1):
+        below: list[Any] = []
+        for item in level:
+            if isinstance(item, dict):
+                below.extend(item.values())
+            elif isinstance(item, list):
+                below.extend(item)
+            elif isinstance(item, int) and abs(item) > largest:
+                raise ValueError("it has an integer of more than 64 bits")
+        if not below:
+            return
+        level = below
+    raise ValueError(_too_deep())
+
+
+def _too_deep() -> str:
+    return f"it is nested more than {MAX_DEPTH} levels deep"
+
+
+def _refuse(literal: str) -> NoReturn:
+    raise ValueError(f"{literal} is no number")
+
+
+def _finite(literal: str) -> float:
+    value = float(literal)
+    if not math.isfinite(value):
+        raise ValueError("a number is too large")
+    return value
+
+
+def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a key stands twice in one object")
+    return found
+
+
+def _raise(error: OSError) -> NoReturn:
+    raise error
 
 
 def write_durably(path: Path, content: bytes) -> None:

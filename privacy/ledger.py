@@ -15,7 +15,6 @@ release that would cost too much: `fedsynth.privacy.guard`.
 
 from __future__ import annotations
 
-import json
 import os
 import tempfile
 import threading
@@ -28,7 +27,14 @@ from pathlib import Path
 from typing import Any
 
 from fedsynth.privacy.errors import LedgerError
-from fedsynth.privacy.files import lock, open_regular, read_regular, sync_folder
+from fedsynth.privacy.files import (
+    MAX_TEXT_BYTES,
+    decode_json,
+    lock,
+    open_regular,
+    read_regular,
+    sync_folder,
+)
 from fedsynth.privacy.history import History
 from fedsynth.privacy.ledger_lines import (
     LEDGER_SCHEMA,
@@ -260,7 +266,7 @@ class Ledger:
         """The existing file, for reading, or for appending too; one that vanished must not start
         again from nothing."""
         try:
-            file = open_regular(path, writing=writing)
+            file = open_regular(path, writing=writing, max_bytes=MAX_TEXT_BYTES)
         except OSError as error:
             raise LedgerError(f"cannot open ledger {path}: {error}") from error
         with file:  # closing releases the lock
@@ -284,9 +290,9 @@ def read_ledger(path: Path) -> Ledger:
         LedgerError: it cannot be read, or is damaged.
     """
     try:
-        header = json.loads(read_regular(path).split(b"\n", 1)[0])
+        header = decode_json(read_regular(path).split(b"\n", 1)[0])
         return Ledger(str(header["client"]), path, dataset=None)
-    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+    except (OSError, ValueError, TypeError, KeyError) as error:
         raise LedgerError(f"{path} is not a fedsynth ledger: {error}") from None
 
 
@@ -301,8 +307,8 @@ def chain_hashes(path: Path) -> list[str]:
         LedgerError: the file cannot be read.
     """
     try:
-        lines = [json.loads(line) for line in read_regular(path).splitlines()]
+        lines = [decode_json(line) for line in read_regular(path).splitlines()]
         rows = [line for line in lines[1:] if "quantity" in line]  # a line may be no release
         return [str(line["chain"]) for line in (*lines[:1], *rows)]
-    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+    except (OSError, ValueError, TypeError, KeyError) as error:
         raise LedgerError(f"{path} is not a fedsynth ledger: {error}") from None

@@ -45,6 +45,8 @@ PRIVATE, KEY = "private", "records.key"
 DIGEST_BYTES, KEY_BYTES = 16, 32
 _PURPOSE = b"fedsynth ledger"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+MAX_RECORDS_BYTES = 2**34
+"""Size limit of a list of records, 32 bytes or fewer each."""
 
 
 def default_names(clients: int) -> tuple[str, ...]:
@@ -298,7 +300,11 @@ class _Known:
         self.ledgers = ledgers
         self._current: dict[str, Records] = {}
         lists = _unnamed(folder, ledgers)
-        self.orphans = {record: path for path in lists for record in _unpacked(read_regular(path))}
+        self.orphans = {
+            record: path
+            for path in lists
+            for record in _unpacked(read_regular(path, MAX_RECORDS_BYTES))
+        }
         """Records in lists of no ledger, with the list: a ledger was deleted."""
         self.owners: dict[bytes, set[str]] = {}
         """Records that something was spent on, with the ledgers that say so."""
@@ -368,7 +374,7 @@ class _Known:
 
     def _list(self, fingerprint: str) -> Records | None:
         with suppress(FileNotFoundError):
-            return _unpacked(read_regular(self._folder / fingerprint))
+            return _unpacked(read_regular(self._folder / fingerprint, MAX_RECORDS_BYTES))
         return None
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from fedsynth.privacy.errors import LedgerError, PrivacySettingError
+from fedsynth.privacy.files import decode_json
 from fedsynth.privacy.releases import Release
 from fedsynth.privacy.wording import shown
 
@@ -97,8 +98,8 @@ def check_content(path: Path, content: bytes) -> None:
         LedgerError: it is damaged, or no ledger.
     """
     try:
-        client = str(json.loads(content.split(b"\n", 1)[0])["client"])
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        client = str(decode_json(content.split(b"\n", 1)[0])["client"])
+    except (ValueError, TypeError, KeyError) as error:
         raise LedgerError(f"{path} is not a fedsynth ledger: {error}") from None
     read_on(Lines(), content, client, path)
 
@@ -106,7 +107,7 @@ def check_content(path: Path, content: bytes) -> None:
 def _decode(line: bytes, chain: str, path: Path | None) -> tuple[dict[str, Any], str]:
     """A line's entry, and the hash that it has and must have."""
     try:
-        entry = json.loads(line)
+        entry = decode_json(line)
     except ValueError as error:
         raise LedgerError(f"ledger {path} has a line that is not JSON: {error}") from error
     if not isinstance(entry, dict):

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from fedsynth.privacy.errors import LedgerError
-from fedsynth.privacy.files import lock, open_regular
+from fedsynth.privacy.files import MAX_TEXT_BYTES, lock, open_regular
 from fedsynth.privacy.ledger_lines import check_content
 
 
@@ -41,7 +41,7 @@ def repair_ledger(path: Path) -> Repair | None:
         LedgerError: the file cannot be read or written, or has other damage, which is not repaired.
     """
     try:
-        with open_regular(path, writing=True) as file:
+        with open_regular(path, writing=True, max_bytes=MAX_TEXT_BYTES) as file:
             lock(file, path)
             data = file.readall()
             whole = data.rfind(b"\n") + 1

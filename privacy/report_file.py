@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import math
 import reprlib
 from pathlib import Path
 from typing import Any
 
 from fedsynth.privacy.errors import PrivacyError
-from fedsynth.privacy.files import read_text
+from fedsynth.privacy.files import decode_json, read_text
 from fedsynth.privacy.report import SCHEMA_VERSION
 from fedsynth.privacy.report_schema import schema_problems
 
@@ -85,30 +83,9 @@ def parse_json(text: str, complaint: str) -> dict[str, Any]:
         PrivacyError: it is none; begins with `complaint`.
     """
     try:
-        value = json.loads(
-            text, parse_constant=_refuse, parse_float=_finite, object_pairs_hook=_distinct
-        )
-        json.dumps(value, ensure_ascii=False).encode()  # a lone surrogate cannot be written
-    except (ValueError, RecursionError, MemoryError) as error:
+        value = decode_json(text)
+    except (ValueError, MemoryError) as error:
         raise PrivacyError(f"{complaint}: {error}") from None
     if not isinstance(value, dict):
         raise PrivacyError(f"{complaint}: it is no JSON object")
     return value
-
-
-def _refuse(literal: str) -> None:
-    raise ValueError(f"{literal} is no number")
-
-
-def _finite(literal: str) -> float:
-    value = float(literal)
-    if not math.isfinite(value):
-        raise ValueError("a number is too large")
-    return value
-
-
-def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        raise ValueError("a key stands twice in one object")
-    return found

@@ -12,14 +12,12 @@ A signature says who vouches for a run. It does not make what is signed true.
 from __future__ import annotations
 
 import base64
-import hashlib
 import json
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fedsynth.privacy.errors import SigningError
-from fedsynth.privacy.files import MOST_TEXT_BYTES, read_regular
+from fedsynth.privacy.files import UnsuitableFileError, file_hash, plain_files, read_regular
 from fedsynth.privacy.report_file import read_json, read_report
 from fedsynth.privacy.report_schema import Signature, schema_problems
 
@@ -161,26 +159,13 @@ def file_hashes(folder: Path) -> dict[str, str]:
     Raises:
         SigningError: something is no plain file, or cannot be read.
     """
-    found = {}
     try:
-        for where, folders, names in os.walk(folder, onerror=_raise):
-            if Path(where) == folder:
-                folders[:] = [name for name in folders if name != LEFT_OUT]
-                names = [name for name in names if name != SIGNATURE]
-            for path in (Path(where) / name for name in (*names, *folders)):
-                if path.is_symlink() or not (path.is_file() or path.is_dir()):
-                    raise SigningError(f"{path} is no plain file: a signature cannot cover it")
-                if path.is_file():
-                    with path.open("rb") as file:
-                        digest = hashlib.file_digest(file, "sha256").hexdigest()
-                    found[path.relative_to(folder).as_posix()] = digest
+        names = plain_files(folder, leave_out=(LEFT_OUT, SIGNATURE))
+        return {name: file_hash(folder / name) for name in names}
+    except UnsuitableFileError as error:
+        raise SigningError(f"a signature cannot cover {folder}: {error}") from None
     except OSError as error:
         raise SigningError(f"cannot read {error.filename}: {error.strerror}") from None
-    return dict(sorted(found.items()))
-
-
-def _raise(error: OSError) -> None:
-    raise error
 
 
 def _message(files: dict[str, str]) -> bytes:
@@ -190,6 +175,6 @@ def _message(files: dict[str, str]) -> bytes:
 
 def _bytes(path: Path) -> bytes:
     try:
-        return read_regular(path, MOST_TEXT_BYTES)
+        return read_regular(path)
     except OSError as error:
         raise SigningError(f"cannot read the key {path}: {error.strerror}") from None

@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fedsynth.data.files import one_line, read_regular
+from fedsynth.data.files import one_line
 from fedsynth.data.pickled import PickledArray, read_pickle
 from fedsynth.errors import DataFilesCorruptError
+from fedsynth.privacy.files import read_regular
 
 MOST_BYTES = 60_000 * (2 * 3072 + 256)
 """Of a batch file: all images, as text (two bytes for one) before protocol 3, with their labels and

@@ -1,51 +1,13 @@
-"""Opening data files that anybody may have made: regular files only, no more bytes than such a file
-may have, errors of one line."""
+"""Names of data folders, and text from data files, which anybody may have made."""
 
 from __future__ import annotations
 
-import os
-import stat
 from pathlib import Path
-from typing import BinaryIO
 
 from fedsynth.errors import DataFilesMissingError
 
-MOST_LIST_BYTES = 2**26
-"""Of a text file that lists images or users: DomainNet's longest has 5 MB."""
-
-
-def open_regular(path: Path, most: int) -> BinaryIO:
-    """The file at `path`, open for reading bytes.
-
-    Args:
-        most: bytes that such a file may have.
-
-    Raises:
-        OSError: there is no such file, it is a folder, pipe or device, or it is larger. A pipe is
-            not waited for.
-    """
-    try:
-        # Looked at once it is open, so that nothing else can stand there by then; without
-        # O_NONBLOCK a pipe would block until somebody writes.
-        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
-    except ValueError as error:  # a zero byte in the name
-        raise OSError(str(error)) from None
-    try:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            raise OSError("it is no regular file")
-        if status.st_size > most:
-            raise OSError(f"it has {status.st_size:,} bytes, and such a file no more than {most:,}")
-        return os.fdopen(descriptor, "rb")
-    except BaseException:
-        os.close(descriptor)
-        raise
-
-
-def read_regular(path: Path, most: int) -> bytes:
-    """The bytes of the regular file at `path`; errors as of `open_regular`."""
-    with open_regular(path, most) as file:
-        return file.read(os.fstat(file.fileno()).st_size)
+MAX_LIST_BYTES = 2**26
+"""Size limit of a text file that lists images or users: DomainNet's longest has 5 MB."""
 
 
 def one_line(given: object, most: int = 200) -> str:

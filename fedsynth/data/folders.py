@@ -16,9 +16,10 @@ import numpy.typing as npt
 from PIL import Image
 
 from fedsynth.data.arrays import IntArray
-from fedsynth.data.files import MOST_LIST_BYTES, one_line, read_regular
+from fedsynth.data.files import MAX_LIST_BYTES, one_line
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.errors import DataFilesCorruptError, DataFilesMissingError
+from fedsynth.privacy.files import read_regular
 
 Bytes = npt.NDArray[np.uint8]
 ENDINGS = (".jpg", ".jpeg", ".png", ".bmp", ".webp")
@@ -72,7 +73,7 @@ def read_lines(path: Path, name: str, where: str) -> list[str]:
             text file.
     """
     try:
-        return read_regular(path, MOST_LIST_BYTES).decode("utf-8").splitlines()
+        return read_regular(path, MAX_LIST_BYTES).decode("utf-8").splitlines()
     except FileNotFoundError:
         raise DataFilesMissingError(f"{name}: no {path.name} in {path.parent}; {where}") from None
     except OSError as error:

@@ -12,8 +12,9 @@ from typing import BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from fedsynth.data.files import one_line, open_regular
+from fedsynth.data.files import one_line
 from fedsynth.errors import DataFilesCorruptError
+from fedsynth.privacy.files import open_regular
 
 _UNSIGNED_BYTE = 0x08
 _AT_ONCE = 2**20  # bytes decompressed at a time
@@ -34,7 +35,7 @@ def read_idx(path: Path, ndim: int, most: int) -> npt.NDArray[np.uint8]:
             than `most`, or more or fewer bytes than it announces.
     """
     try:
-        with open_regular(path, most + _SPARE) as file:
+        with open_regular(path, max_bytes=most + _SPARE) as file:
             if path.suffix != ".gz":
                 return _array(file, path, ndim, most)
             with gzip.GzipFile(fileobj=file) as inflated:

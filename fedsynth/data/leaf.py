@@ -21,10 +21,11 @@ import numpy as np
 import numpy.typing as npt
 
 from fedsynth.data.arrays import IntArray
-from fedsynth.data.files import one_line, read_regular
+from fedsynth.data.files import one_line
 from fedsynth.data.folders import Bytes, Reader, Split
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.errors import DataFilesCorruptError, DataFilesMissingError
+from fedsynth.privacy.files import read_regular
 
 _LEAF = (
     "make it with LEAF (https://github.com/TalwalkarLab/leaf, data/femnist: ./preprocess.sh -s "

@@ -17,10 +17,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from fedsynth.data.files import MOST_LIST_BYTES, one_line, read_regular
+from fedsynth.data.files import MAX_LIST_BYTES, one_line
 from fedsynth.data.folders import ENDINGS
 from fedsynth.data.users import USERS_FILE, read_users
 from fedsynth.errors import DataError, DataFilesCorruptError, DataFilesMissingError
+from fedsynth.privacy.files import read_regular
 
 MANIFEST = "manifest.csv"
 LEDGERS = "fedsynth-ledger"
@@ -195,7 +196,7 @@ def left_out_in_words(files: OwnFiles) -> str:
 
 def _listed(file: Path) -> OwnFiles:
     try:
-        text = read_regular(file, MOST_LIST_BYTES).decode("utf-8-sig")
+        text = read_regular(file, MAX_LIST_BYTES).decode("utf-8-sig")
         rows = list(_rows(text, file))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise DataFilesCorruptError(f"cannot read {file}: {one_line(error)}") from None

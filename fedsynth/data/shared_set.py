@@ -24,9 +24,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from fedsynth.data.files import MOST_LIST_BYTES, one_line, read_regular
+from fedsynth.data.files import MAX_LIST_BYTES, one_line
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.errors import DataFilesCorruptError, DataFilesMissingError, FedsynthError
+from fedsynth.privacy.files import read_regular
 
 TENSORS, SUMS, README = "synthetic.safetensors", "SHA256SUMS", "README.md"
 FORMAT = "fedsynth synthetic set 1"
@@ -197,7 +198,7 @@ def check_hashes(root: Path) -> None:
         DataFilesMissingError, DataFilesCorruptError: as `load_synthetic`.
     """
     try:
-        text = read_regular(root / SUMS, MOST_LIST_BYTES).decode("utf-8")
+        text = read_regular(root / SUMS, MAX_LIST_BYTES).decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise DataFilesCorruptError(f"cannot read {root / SUMS}: {one_line(error)}") from None
     listed = {}

@@ -7,10 +7,11 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from fedsynth.data.files import one_line, read_regular
+from fedsynth.data.files import one_line
 from fedsynth.data.matlab import read_arrays
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.errors import DataFilesCorruptError
+from fedsynth.privacy.files import read_regular
 
 _SPARE = 2**16  # bytes for headers, names and padding
 

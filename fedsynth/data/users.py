@@ -18,10 +18,11 @@ import numpy as np
 import numpy.typing as npt
 
 from fedsynth.data.arrays import IntArray
-from fedsynth.data.files import MOST_LIST_BYTES, one_line, read_regular
+from fedsynth.data.files import MAX_LIST_BYTES, one_line
 from fedsynth.data.fingerprints import record_digests
 from fedsynth.data.images import ImageData
 from fedsynth.errors import DataError, DataFilesCorruptError, PartitionError, Setting, Text
+from fedsynth.privacy.files import read_regular
 
 USERS_FILE = "users.csv"
 
@@ -121,7 +122,7 @@ def read_users(file: Path, paths: Sequence[str]) -> IntArray:
             at all, or leaves a user empty.
     """
     try:
-        text = io.StringIO(read_regular(file, MOST_LIST_BYTES).decode("utf-8-sig"), newline="")
+        text = io.StringIO(read_regular(file, MAX_LIST_BYTES).decode("utf-8-sig"), newline="")
         owner = _owners(csv.reader(text), file)
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise DataFilesCorruptError(f"cannot read {file}: {one_line(error)}") from None

@@ -27,7 +27,7 @@ from fedsynth.errors import OutputError
 from fedsynth.federation.outputs.run_folder import INCOMPLETE
 from fedsynth.federation.terms.fingerprint import fingerprint
 from fedsynth.federation.terms.settings import RunSettings
-from fedsynth.privacy.files import read_text
+from fedsynth.privacy.files import decode_json, open_regular, read_text
 from fedsynth.reproduction.measures import curve_of
 from fedsynth.version import __version__
 
@@ -67,10 +67,10 @@ class Rows:
         found: dict[str, dict[str, Any]] = {}
         for path in sorted(self.folder.glob("*.jsonl")):
             try:
-                rows = [json.loads(line) for line in read_text(path).splitlines()]
+                rows = [decode_json(line) for line in read_text(path).splitlines()]
             except OSError as error:
                 raise OutputError(f"cannot read {path}: {error.strerror}") from None
-            except (ValueError, RecursionError):
+            except ValueError:
                 rows = [None]
             if not all(isinstance(row, dict) and row.keys() >= NEEDED for row in rows):
                 raise OutputError(f"{path} has a line that is no row of a finished run")
@@ -113,7 +113,7 @@ def claimed(folder: Path) -> Iterator[bool]:
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        file = (folder / ".claimed").open("a")
+        file = open_regular(folder / ".claimed", writing=True, create=True)
     except OSError as error:
         raise OutputError(f"cannot write {folder}: {error.strerror}") from None
     with file:
@@ -143,7 +143,7 @@ def metrics_of(folder: Path) -> list[dict[str, Any]]:
     path = folder / "metrics.jsonl"
     if not path.exists():
         return []
-    return [json.loads(line) for line in read_text(path).splitlines()]
+    return [decode_json(line) for line in read_text(path).splitlines()]
 
 
 def facts_of(rows: Sequence[Mapping[str, Any]], domains: bool) -> dict[str, Any]:

@@ -5,7 +5,6 @@ Whatever stands in a run folder may come from anybody: it is read with its types
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +15,7 @@ from pydantic import ValidationError
 from fedsynth.config_file import read_sections
 from fedsynth.errors import FedsynthError
 from fedsynth.federation.outputs.run_folder import INCOMPLETE
-from fedsynth.privacy.files import read_text
+from fedsynth.privacy.files import decode_json, read_text
 from fedsynth.runs.summary import Summary
 
 Rows = Sequence[Mapping[str, Any]]
@@ -145,10 +144,10 @@ def value_at(values: Mapping[str, Any], path: str) -> float | None:
 def _rows(file: Path) -> Rows:
     try:
         text = read_text(file) if file.exists() else ""
-        rows = [json.loads(line) for line in text.splitlines()]
+        rows = [decode_json(line) for line in text.splitlines()]
     except OSError as error:
         raise RunFolderError(f"cannot read {file}: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise RunFolderError(f"{file} is damaged: {str(error)[:200]}") from None
     if not all(isinstance(row, dict) and type(row.get("round")) is int for row in rows):
         raise RunFolderError(f"{file} is damaged: a line is no round's")

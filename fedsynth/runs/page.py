@@ -8,7 +8,6 @@ alone, and the page then says at its top that it must not be handed on.
 from __future__ import annotations
 
 import base64
-import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -19,7 +18,7 @@ from typing import Any
 from fedsynth.federation.outputs.run_folder import COUNTS, ROUNDS
 from fedsynth.privacy.errors import PrivacyError
 from fedsynth.privacy.figures import printable, up
-from fedsynth.privacy.files import read_regular, read_text
+from fedsynth.privacy.files import load_json, read_regular
 from fedsynth.privacy.first_page import band, odds_factor
 from fedsynth.privacy.plots import Line, line_plot
 from fedsynth.privacy.report_file import HOSTILE, sound_report
@@ -172,7 +171,7 @@ def _partitions(runs: Sequence[Run], names: Sequence[str], simulation_only: bool
 def _partition(folder: Path) -> str:
     """Who has what of one run: a table, or the picture that the run left."""
     try:
-        said = json.loads(read_text(folder / "simulation_only" / COUNTS))
+        said = load_json(folder / "simulation_only" / COUNTS)
         counts = [[int(n) for n in row] for row in said["counts"]]
         classes = [printable(str(name)) for name in said["class_names"]]
     except (OSError, *HOSTILE):
@@ -262,8 +261,8 @@ def _generators(runs: Sequence[Run], names: Sequence[str], simulation_only: bool
 
 def _artefacts(folder: Path) -> list[str]:
     try:
-        said = json.loads(read_text(folder / "artefacts.json"))
-    except (OSError, ValueError, RecursionError):
+        said = load_json(folder / "artefacts.json")
+    except (OSError, ValueError):
         return []
     return [key for key in said if key.isidentifier()] if isinstance(said, dict) else []
 

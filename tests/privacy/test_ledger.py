@@ -319,7 +319,7 @@ def test_a_short_write_is_taken_back(path: Path, monkeypatch: pytest.MonkeyPatch
         def write(self, data: bytes) -> int:  # type: ignore[override]
             return real(self, data[:40])
 
-    def opened(path: Path, *, writing: bool = False) -> FileIO:
+    def opened(path: Path, **how: object) -> FileIO:
         return Full(os.open(path, os.O_RDWR | os.O_APPEND), "r+")
 
     with monkeypatch.context() as patch:

@@ -157,11 +157,11 @@ def test_only_plain_files_are_signed(run: Path, keys: tuple[Path, Path], tmp_pat
     (tmp_path / "outside").write_text("can change")
     (run / "link").symlink_to(tmp_path / "outside")
     for act in (lambda: sign_run(run, read_private_key(keys[0])), lambda: problems(run, keys)):
-        with pytest.raises(SigningError, match="no plain file"):
+        with pytest.raises(SigningError, match="neither a plain file nor a folder"):
             act()
     (run / "link").unlink()
     (run / "folder").symlink_to(tmp_path)
-    with pytest.raises(SigningError, match="no plain file"):
+    with pytest.raises(SigningError, match="neither a plain file nor a folder"):
         file_hashes(run)
 
 

@@ -25,6 +25,7 @@ from fedsynth.federation.flower.processes import (
 )
 from fedsynth.federation.nodes.proposal import Proposal
 from fedsynth.federation.nodes.to_nodes import Patience
+from fedsynth.privacy.files import load_json
 
 HERE = "127.0.0.1"
 HOSTS = (HERE, "0.0.0.0")
@@ -252,7 +253,7 @@ def _ended(output: Path, token: str) -> Path:
     """What the ServerApp has left for who has started it."""
     file = output / f".{token}-done.json"
     try:
-        facts = json.loads(file.read_text(encoding="utf-8"))
+        facts = load_json(file)
         file.unlink()
     except (OSError, ValueError):
         raise FlowerError(

@@ -17,6 +17,7 @@ from fedsynth.core.frames import Frame
 from fedsynth.errors import CheckpointError, MessageError
 from fedsynth.federation.exchange.secure_step import QUESTIONS
 from fedsynth.federation.outputs.checkpoint import write_whole
+from fedsynth.privacy.files import MAX_TENSORS_BYTES, read_regular
 from fedsynth.privacy.plans import PHASES
 
 HASH_BYTES = 32
@@ -45,7 +46,7 @@ class KeptAnswers:
         file = self._file(asked)
         if file is None or not file.is_file():
             return None
-        content = file.read_bytes()
+        content = read_regular(file, MAX_TENSORS_BYTES)
         if content[:HASH_BYTES] != _question(asked):
             return None
         answer = content[2 * HASH_BYTES :]

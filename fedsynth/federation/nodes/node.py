@@ -39,6 +39,7 @@ from fedsynth.federation.terms.plan_checks import check_own_noise
 from fedsynth.federation.terms.privacy_plan import PrivacyPlan
 from fedsynth.federation.terms.public_context import public_context
 from fedsynth.privacy.errors import PrivacyError
+from fedsynth.privacy.files import open_regular
 from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.ledger_folder import LedgerFolder
 from fedsynth.privacy.randomness import SecretGenerator
@@ -120,7 +121,7 @@ class Node:
         if not self.home.is_dir():  # nothing is made before the owner has joined a run
             yield
             return
-        with (self.home / LOCK).open("ab") as file:
+        with open_regular(self.home / LOCK, writing=True, create=True) as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
 

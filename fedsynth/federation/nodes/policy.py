@@ -25,7 +25,6 @@ names `"method.aggregation"`: a server that makes clients up sees an upload with
 from __future__ import annotations
 
 import math
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -33,6 +32,7 @@ from typing import Any
 
 from fedsynth.errors import SettingError
 from fedsynth.federation.nodes.proposal import Proposal
+from fedsynth.privacy.files import load_toml
 from fedsynth.privacy.guard import Cap
 from fedsynth.privacy.mechanism_facts import mechanism_facts
 
@@ -114,10 +114,10 @@ class Policy:
             SettingError: it cannot be read, is no TOML, or as `from_mapping`.
         """
         try:
-            with path.open("rb") as file:
-                return cls.from_mapping(tomllib.load(file))
+            given = load_toml(path)
         except (OSError, ValueError) as error:
             raise SettingError(None, str(path), f"cannot be read as a policy: {error}") from None
+        return cls.from_mapping(given)
 
     @property
     def says_images(self) -> bool:

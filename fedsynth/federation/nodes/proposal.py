@@ -10,12 +10,12 @@ import hashlib
 import json
 import re
 import secrets
-import tomllib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from fedsynth.data.files import one_line
 from fedsynth.data.registry import DATASETS, DEFAULT_DATASET, DatasetSpec, dataset_spec
 from fedsynth.data.stated_spec import spec_from_json
 from fedsynth.errors import FedsynthError, MessageError, SettingError
@@ -23,6 +23,7 @@ from fedsynth.federation.exchange.channel import agreement
 from fedsynth.federation.terms.resolve import resolve
 from fedsynth.federation.terms.settings import RunSettings
 from fedsynth.federation.terms.sums import check_quorum
+from fedsynth.privacy.files import load_toml
 
 OWN = {"run": ("device", "memory_gb", "compile"), "data": ("data_root",), "privacy": ("ledger",)}
 """Settings that say where a party computes and what it keeps: each party's own."""
@@ -95,10 +96,11 @@ def own_proposal(sections: Mapping[str, Mapping[str, Any]], spec: Path | None = 
         found = dataset_spec(str(sections.get("data", {}).get("dataset", DEFAULT_DATASET)))
     else:
         try:
-            with spec.open("rb") as file:
-                found = spec_from_json(tomllib.load(file))
+            found = spec_from_json(load_toml(spec))
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise SettingError(None, str(spec), f"says no specification: {error!r:.120}") from None
+            raise SettingError(
+                None, str(spec), f"says no specification: {one_line(error)}"
+            ) from None
     settings = resolve(sections, own_data=own_name(found))
     if settings.method.sums_alone:
         check_quorum(settings)

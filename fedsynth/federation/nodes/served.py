@@ -43,6 +43,7 @@ from fedsynth.federation.terms.public_context import public_context, with_proxy
 from fedsynth.federation.terms.settings import RunSettings
 from fedsynth.federation.terms.sums import check_quorum
 from fedsynth.privacy.errors import LedgerError
+from fedsynth.privacy.files import load_json
 from fedsynth.privacy.history import History
 from fedsynth.synthesizer.condensation.sets import synthetic_sets
 
@@ -267,7 +268,7 @@ def _name(folder: RunFolder, proposal: Proposal, resume: Path | None) -> str:
         write_whole(file, json.dumps(stated).encode())
         return str(stated["run"])
     try:
-        stated = json.loads(file.read_text(encoding="utf-8"))
+        stated = load_json(file)
         agreed = str(stated["agreement"])
         name = str(stated["run"])
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -287,7 +288,7 @@ def _plan_when_it_began(
         LedgerError: a ledger has lost rows that it had.
     """
     try:
-        start = json.loads((folder / PRIVATE_START).read_text(encoding="utf-8"))
+        start = load_json(folder / PRIVATE_START)
         sigma = float(start["noise_multiplier"])
         rows = {name: int(one["rows"]) for name, one in start["ledgers"].items()}
     except (OSError, ValueError, KeyError, TypeError) as error:

@@ -39,6 +39,7 @@ from fedsynth.federation.secure_sums.client import Identities
 from fedsynth.federation.terms.devices import resolve_device
 from fedsynth.federation.terms.given_data import divided
 from fedsynth.federation.terms.public_context import public_context, with_proxy
+from fedsynth.privacy.files import MAX_TENSORS_BYTES, load_json, read_regular
 from fedsynth.privacy.guard import Cap
 from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.plans import FIRST, MAIN
@@ -183,7 +184,7 @@ class Session:
             CheckpointError: the folder is damaged.
         """
         try:
-            state = json.loads((self.folder / STATE).read_text(encoding="utf-8"))
+            state = load_json(self.folder / STATE)
             self.remote.joined = True  # a folder is written when it has
             self.history = replace(self.history, releases=self.history.releases[: state["held"]])
             if state["terms"] is not None:
@@ -200,8 +201,7 @@ class Session:
                 runtime.memory = self._read(f"memory-{state['memory']}")
             self._saved = state["memory"]
             if (self.folder / SUM_FILE).is_file():
-                stated = json.loads((self.folder / SUM_FILE).read_text(encoding="utf-8"))
-                self.remote.sums.standing = stated
+                self.remote.sums.standing = load_json(self.folder / SUM_FILE)
         except (OSError, ValueError, KeyError, TypeError, MessageError) as error:
             raise CheckpointError(f"{self.folder} is damaged: {error!r:.120}") from None
 
@@ -324,7 +324,7 @@ class Session:
     def _read(self, name: str) -> Memory:
         """What the client kept, on its device."""
         device = self.remote.runtime.context.device
-        kept = Kept.from_bytes((self.folder / name).read_bytes()).memory
+        kept = Kept.from_bytes(read_regular(self.folder / name, MAX_TENSORS_BYTES)).memory
         return {key: tensor.to(device) for key, tensor in kept.items()}
 
 
@@ -383,6 +383,6 @@ def _from_state(folder: Path, take: Callable[[Mapping[str, Any]], T]) -> T | Non
     if not (folder / STATE).is_file():
         return None
     try:
-        return take(json.loads((folder / STATE).read_text(encoding="utf-8")))
+        return take(load_json(folder / STATE))
     except (OSError, ValueError, KeyError, TypeError, MessageError) as error:
         raise CheckpointError(f"{folder} is damaged: {error!r:.120}") from None

@@ -36,11 +36,17 @@ from fedsynth.core.state import ServerState
 from fedsynth.data.images import ImageData
 from fedsynth.errors import CheckpointError, MessageError, OutputError
 from fedsynth.federation.terms.settings import RunSettings
-from fedsynth.privacy.files import sync_folder
+from fedsynth.privacy.files import (
+    MAX_TENSORS_BYTES,
+    decode_json,
+    read_regular,
+    read_text,
+    sync_folder,
+)
 
 FORMAT = 1
 POINTER = "checkpoint.json"
-LONGEST_POINTER = 2**30
+MAX_POINTER_BYTES = 2**30
 _NAME = re.compile(r"(state|memory-[0-9]+|upload-[0-9]+)-[0-9]+\.safetensors")
 _WORN = re.compile(r"(state|memory|upload|steps)-.*|.*\.partial")
 
@@ -147,7 +153,7 @@ class CheckpointFolder:
             return None
         try:
             return self._read(method)
-        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        except (OSError, ValueError, KeyError, TypeError) as error:
             raise self._damaged(f"{error!r:.120}") from None
         except MessageError as error:
             raise self._damaged(str(error)) from None
@@ -173,9 +179,7 @@ class CheckpointFolder:
         return Checkpoint(tuple(rows), state, {}, uploads)
 
     def _pointer(self) -> dict[str, Any]:
-        with (self.path / POINTER).open("rb") as file:
-            text = file.read(LONGEST_POINTER)
-        pointer = json.loads(text)
+        pointer = decode_json(read_text(self.path / POINTER, MAX_POINTER_BYTES))
         if not isinstance(pointer, dict) or pointer["format"] != FORMAT:
             raise self._damaged(f"it is not of format {FORMAT}")
         if pointer.pop("sha256") != _hash_of(pointer):
@@ -193,7 +197,7 @@ class CheckpointFolder:
         return pointer
 
     def _content(self, name: str, sha256: str) -> bytes:
-        content = (self.path / name).read_bytes()
+        content = read_regular(self.path / name, MAX_TENSORS_BYTES)
         if hashlib.sha256(content).hexdigest() != sha256:
             raise self._damaged(f"{name} is not the file that it names")
         return content

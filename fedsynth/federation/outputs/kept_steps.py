@@ -21,6 +21,7 @@ from fedsynth.core.messages import Packed
 from fedsynth.errors import MessageError
 from fedsynth.federation.outputs.checkpoint import CheckpointFolder, write_whole
 from fedsynth.keeping import StepKeeper
+from fedsynth.privacy.files import MAX_TENSORS_BYTES, read_regular
 
 FORMAT = 1
 """Of what loops keep; another one is not gone on with."""
@@ -193,7 +194,7 @@ class _SharedLoops:
 def read_steps(path: Path, identity: str) -> StepsDone | None:
     """What a file says; None: it is not there, damaged, or of another run."""
     try:
-        content = path.read_bytes()
+        content = read_regular(path, MAX_TENSORS_BYTES)
         if _hash_of(content[HASH_BYTES:], identity) != content[:HASH_BYTES]:
             return None
         return StepsDone.from_bytes(content[HASH_BYTES:])

@@ -53,7 +53,7 @@ from fedsynth.data.registry import DatasetSpec
 from fedsynth.errors import OutputError
 from fedsynth.federation.outputs.checkpoint import write_whole
 from fedsynth.federation.outputs.disclosed import Disclosed
-from fedsynth.privacy.files import open_regular, sync_folder
+from fedsynth.privacy.files import load_json, open_regular, plain_files, sync_folder
 from fedsynth.privacy.report_file import read_json
 from fedsynth.privacy.report_schema import Began
 
@@ -111,6 +111,10 @@ class RunFolder:
             raise OutputError(f"{path} is no run folder: it has no {CONFIG}")
         if path.suffix != INCOMPLETE:
             raise OutputError(f"the run in {path} has finished: there is nothing to resume")
+        try:
+            plain_files(path)  # a pipe, or a link to another file, is neither read nor written
+        except OSError as error:
+            raise OutputError(f"cannot resume the run in {path}: {error.strerror}") from None
         folder = cls.__new__(cls)
         folder.path = path
         folder._final = path.with_suffix("")
@@ -120,7 +124,7 @@ class RunFolder:
     def _claim(self) -> None:
         """Holds the folder until this process ends or `finish`: two never write one run."""
         with _writing(self.path):
-            self._lock = (self.path / LOCK).open("a")
+            self._lock = open_regular(self.path / LOCK, writing=True, create=True)
             try:
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -357,8 +361,8 @@ def resumed_rounds(file: Path) -> list[int]:
     if not file.exists():
         return []
     try:
-        rounds = json.loads(file.read_text(encoding="utf-8"))["after_rounds"]
-    except (KeyError, TypeError, RecursionError) as error:
+        rounds = load_json(file)["after_rounds"]
+    except (KeyError, TypeError) as error:
         raise ValueError(f"{error!r:.80}") from None
     if not isinstance(rounds, list) or any(type(one) is not int or one < 0 for one in rounds):
         raise ValueError("it must list rounds")

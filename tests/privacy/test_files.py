@@ -1,0 +1,116 @@
+"""Files that anybody may have made: special, endless, too large or nested ones are refused at
+once."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from fedsynth.privacy.files import (
+    MAX_DEPTH,
+    UnsuitableFileError,
+    decode_json,
+    load_json,
+    load_toml,
+    plain_files,
+    read_regular,
+)
+
+
+def special_file(folder: Path, kind: str) -> Path:
+    """Makes a file of a kind that nothing may read."""
+    path = folder / "special"
+    match kind:
+        case "pipe":
+            os.mkfifo(path)
+        case "folder":
+            path.mkdir()
+        case "device":
+            path.symlink_to("/dev/zero")
+        case "proc":  # a regular file without a size, of which some never end
+            path.symlink_to("/proc/cpuinfo")
+        case "large":
+            with path.open("wb") as file:
+                file.truncate(2**40)  # a hole: it takes no space
+    return path
+
+
+SPECIAL = ("pipe", "folder", "device", "proc", "large")
+
+
+@pytest.mark.parametrize("kind", SPECIAL)
+@pytest.mark.parametrize("read", [read_regular, load_json, load_toml])
+def test_special_files_are_refused(
+    tmp_path: Path, kind: str, read: Callable[[Path], object]
+) -> None:
+    with pytest.raises(UnsuitableFileError, match=r"regular file|bytes, more than"):
+        read(special_file(tmp_path, kind))
+
+
+def test_the_size_limit_is_exact(tmp_path: Path) -> None:
+    path = tmp_path / "text"
+    path.write_bytes(b"x" * 1000)
+    assert read_regular(path, 1000) == b"x" * 1000
+    with pytest.raises(UnsuitableFileError, match="1,000 bytes, more than the 999 allowed"):
+        read_regular(path, 999)
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("x = " + "[" * 100_000, "levels deep"),
+        ("x = " + "{a=" * 100_000, "levels deep"),
+        ("[" + ".".join("a" * 100_000) + "]", "levels deep"),
+        (".".join("a" * 100_000) + " = 1", "levels deep"),
+        ("x = {" + " . ".join('"a"' for _ in range(100_000)) + " = 1}", "levels deep"),
+        ("x = " + "[" * (MAX_DEPTH + 1) + "]" * (MAX_DEPTH + 1), "levels deep"),
+        ("x = 9223372036854775808", "64 bits"),
+        ("x = " + "9" * 5000, "digits"),
+        ("\x00", "TOML|Invalid"),
+    ],
+)
+def test_toml_of_a_stranger(tmp_path: Path, text: str, why: str) -> None:
+    path = tmp_path / "x.toml"
+    path.write_text(text)
+    began = time.monotonic()
+    with pytest.raises(ValueError, match=why):
+        load_toml(path)
+    assert time.monotonic() - began < 5
+
+
+def test_toml_with_dots_is_not_nested(tmp_path: Path) -> None:
+    text = f'# {"." * 100}\nmean = [{"0.5, " * 500}]\nname = "{"." * 200}"\n'
+    (tmp_path / "x.toml").write_text(text)
+    assert len(load_toml(tmp_path / "x.toml")["mean"]) == 500
+
+
+@pytest.mark.parametrize("one", ["[", '{"a":'])
+def test_json_is_bounded_in_depth(one: str) -> None:
+    close = "]" if one == "[" else "}"
+
+    def nested(depth: int) -> str:
+        return one * depth + "0" + close * depth
+
+    decode_json(nested(MAX_DEPTH))
+    for depth in (MAX_DEPTH + 1, 900, 100_000):
+        with pytest.raises(ValueError, match="levels deep"):
+            decode_json(nested(depth))
+    wide = f"[{'[0],' * 1000}0]"
+    assert len(decode_json(wide)) == 1001
+
+
+def test_only_plain_files_are_listed(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "b").write_text("x")
+    (tmp_path / "left").symlink_to("/dev/zero")
+    assert plain_files(tmp_path, leave_out=("left",)) == ["a/b"]
+    for target in (tmp_path / "a", tmp_path / "a" / "b", tmp_path / "nothing"):
+        link = tmp_path / "a" / "link"
+        link.symlink_to(target)
+        with pytest.raises(UnsuitableFileError, match="a/link is neither"):
+            plain_files(tmp_path, leave_out=("left",))
+        link.unlink()
