@@ -72,11 +72,8 @@ def read_config(path: Path | None) -> Sections:
     if path is None:
         return {}
     from fedsynth.config_file import read_sections
-    from fedsynth.federation.terms.recorded import as_recorded
 
-    if not path.is_dir():
-        return read_sections(path)
-    return as_recorded(read_sections(path / "config.toml"))
+    return read_sections(path / "config.toml" if path.is_dir() else path)
 
 
 def merged(

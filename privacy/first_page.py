@@ -80,18 +80,6 @@ def odds_factor(epsilon: float) -> str:
     return f"{rounded:,.0f}" if rounded >= 100 else f"{rounded:.3g}"
 
 
-def guess_right(epsilon: float, delta: float) -> float:
-    """What (ε, δ) alone says of how often somebody can be right who holds both cases for equally
-    likely and guesses from everything that was released: (e^ε + δ) / (1 + e^ε).
-
-    For reports of earlier versions, which do not state the bound of the whole curve.
-
-    Of a test with rates TPR ≤ e^ε FPR + δ and 1 − FPR ≤ e^ε (1 − TPR) + δ, the share of right
-    answers at even odds, (1 + TPR − FPR) / 2, is largest where both hold with equality.
-    """
-    return min(1.0, (1.0 + delta * math.exp(-epsilon)) / (1.0 + math.exp(-epsilon)))
-
-
 def _in_short(report: Mapping[str, Any]) -> list[str]:
     promise = report["guarantee"]
     verdict = report["verdict"]
@@ -147,7 +135,7 @@ def _meaning(report: Mapping[str, Any]) -> list[str]:
     case = "was this example used, or another one" if replaced else "was this example used or not"
     if report["unit"]["several"] == "users":
         case = case.replace("example", "person's data").replace("another one", "another person's")
-    right = 100 * promise.get("best_guess_at_most", guess_right(epsilon, delta))
+    right = 100 * promise["best_guess_at_most"]
     lines = [
         f"{_who(report)}, may ask: {case}?",
         "",

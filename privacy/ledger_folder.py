@@ -187,8 +187,8 @@ class LedgerFolder:
     def _refuse_unknown(self, name: str, ledger: Ledger) -> None:
         if ledger.bound and not ledger.records:
             raise LedgerError(
-                f"ledger {self._file(name)} does not say whose records it is for (it is of an "
-                "earlier version, or a copy from a run folder): if they are those of client "
+                f"ledger {self._file(name)} does not say whose records it is for (it is a "
+                "copy from a run folder): if they are those of client "
                 f"{name!r}, say so: {self._command(name)}"
             )
 

@@ -21,7 +21,6 @@ from fedsynth.privacy.releases import Release
 from fedsynth.privacy.wording import shown
 
 LEDGER_SCHEMA = 2
-READABLE = (1, LEDGER_SCHEMA)  # schema 1 had a header and releases, and no fingerprint
 RECORDS, MAY_CHANGE = "records", "carry-over"  # entries that are no release
 
 
@@ -123,7 +122,7 @@ def _decode(line: bytes, chain: str, path: Path | None) -> tuple[dict[str, Any],
 
 def _header(header: dict[str, Any], client: str, path: Path | None) -> Lines:
     dataset = header.get("dataset")
-    if header.get("fedsynth_ledger") not in READABLE or not isinstance(dataset, str):
+    if header.get("fedsynth_ledger") != LEDGER_SCHEMA or not isinstance(dataset, str):
         raise LedgerError(f"{path} is no fedsynth ledger of schema {LEDGER_SCHEMA}")
     if header.get("client") != client:
         raise LedgerError(

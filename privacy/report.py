@@ -100,7 +100,8 @@ def build_report(context: ReportContext, histories: Sequence[History]) -> dict[s
         not_covered=NOT_COVERED,
         audit=NOT_RUN,
         provenance=dict(context.provenance),
-        **_first_page(context),
+        run=context.run,
+        files=dict(context.files),
     ).to_json()
 
 
@@ -114,13 +115,6 @@ def _head(context: ReportContext, held: History) -> LedgerHead:
     """Where a client's ledger stands."""
     before = context.rows_before.get(held.client, 0)
     return LedgerHead(rows=len(held.releases), chain=held.chain, rows_before=before)
-
-
-def _first_page(context: ReportContext) -> dict[str, Any]:
-    """What a report has since it has a first page."""
-    if context.run is None:
-        return {}
-    return {"run": context.run, "files": dict(context.files)}
 
 
 def _budget(context: ReportContext, promise: Guarantee | None) -> Budget | None:
@@ -149,8 +143,14 @@ def _verdict(
         if context.test_only_randomness:
             injected = "noise or sampling masks were injected by a test, so they are known"
             reasons = [*reasons, injected]
-        return Verdict(text=text, formal=False, reasons=reasons, assumptions=[], warnings=abandoned)
-    warnings = [*abandoned, *sums_alone(context, shares), *sections.weakness(promise.epsilon)]
+        warnings = [*abandoned, *context.warnings]
+        return Verdict(text=text, formal=False, reasons=reasons, assumptions=[], warnings=warnings)
+    warnings = [
+        *abandoned,
+        *context.warnings,
+        *sums_alone(context, shares),
+        *sections.weakness(promise.epsilon),
+    ]
     if context.max_records is None:
         warnings.append(
             "No public bound on the number of records was declared, so delta was not checked "

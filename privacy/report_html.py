@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping
 from html import escape
 from typing import Any
 
-from fedsynth.privacy.earlier_page import render_earlier_html
 from fedsynth.privacy.figures import printable
 from fedsynth.privacy.plots import bar_plot, line_plot
 from fedsynth.privacy.report_text import DATASHEET, render_markdown
@@ -66,9 +65,7 @@ STYLE = COLOURS + BASE + PRINT + OWN
 
 
 def render_html(report: Mapping[str, Any]) -> str:
-    """The page; of a report of an earlier version, the page that it had then."""
-    if report.get("run") is None:
-        return render_earlier_html(report)
+    """Returns the page."""
     plots = _plots(report) if report["guarantee"] is not None else {}
     body = "\n".join(_with_headings(_to_html(render_markdown(report), plots)))
     run = report["run"]["id"]

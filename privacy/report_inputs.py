@@ -68,9 +68,10 @@ class ReportContext:
             its server saw sums alone; 0: nothing of that kind was executed.
         own_code: what of the user's own code computes on private data ("the model x"), beside the
             method.
-        run: which run it is, and who answers for it; None makes a report as earlier versions did,
-            without a first page.
+        run: which run it is, and who answers for it.
         files: file of the run → its SHA-256.
+        warnings: doubts of the run, such as about a model's rows; each becomes one of the
+            verdict's warnings.
 
     Raises:
         PrivacySettingError: δ out of range, or an unknown access status.
@@ -103,8 +104,9 @@ class ReportContext:
     shares: int = 1
     fewest: int = 0
     own_code: tuple[str, ...] = ()
-    run: RunFacts | None = NAMELESS
+    run: RunFacts = NAMELESS
     files: Mapping[str, str] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         check_delta(self.delta, self.max_records)

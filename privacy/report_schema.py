@@ -91,7 +91,7 @@ class Guarantee(Part):
     epsilon_of_each_release_alone: list[KindAlone]
     epsilon_of_delta: list[CurvePoint]
     attack_success: list[Attack]
-    best_guess_at_most: float = Field(default=1.0)  # missing in reports of earlier versions
+    best_guess_at_most: float
     groups: list[Group]
 
 
@@ -245,8 +245,8 @@ class Report(Part):
     not_covered: NotCovered
     audit: str | Audit
     provenance: dict[str, str]
-    run: RunFacts | None = None  # missing in reports of earlier versions
-    files: dict[str, str] | None = None  # the same: file → SHA-256
+    run: RunFacts
+    files: dict[str, str]  # file → SHA-256
 
 
 class Promise(Part):
@@ -273,14 +273,15 @@ class Began(Part):
 
 
 class Start(Part):
-    """A run folder's privacy_start.json."""
+    """A run folder's privacy_start.json; `warnings` are the run's, for the report."""
 
     schema_version: int
     noise_multiplier: float | None
     data_set: DataSet
     test_images: Literal["public", "private", "none"]
     ledgers: dict[str, LedgerStart]
-    run: Began | None = None  # missing in runs of earlier versions
+    run: Began
+    warnings: list[str]
 
 
 class Signature(Part):

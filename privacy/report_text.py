@@ -109,14 +109,9 @@ def _sigmas(ledger: Sequence[Mapping[str, Any]]) -> str:
 def render_markdown(report: Mapping[str, Any]) -> str:
     """The whole report as Markdown: the first page, then the datasheet, ε before everything else;
     whatever its texts say, they stay text.
-
-    A report of an earlier version, which does not say whose run it is of, is its datasheet alone.
     """
     report = _harmless(report)
-    if report.get("run") is None:
-        lines = ["# Privacy budget report", ""]
-    else:
-        lines = [*first_page(report), f"# {DATASHEET}", ""]
+    lines = [*first_page(report), f"# {DATASHEET}", ""]
     lines += _headline(report)
     lines += _promise(report)
     unit = report["unit"]

@@ -26,14 +26,11 @@ from fedsynth.privacy.files import read_regular
 from fedsynth.privacy.held_rows import Held
 from fedsynth.privacy.history import History
 from fedsynth.privacy.report import build_report, render_html, render_markdown
-from fedsynth.privacy.report_file import HOSTILE, SHORT, parse_json
+from fedsynth.privacy.report_file import HOSTILE, SHORT
 from fedsynth.privacy.report_inputs import ReportContext
 from fedsynth.privacy.report_schema import faults
 
 TOLERANCE = 1e-6  # of figures that another version of the libraries may round differently
-HYPER_PARAMETERS = "public_items.hyper-parameters"
-EARLIER_WORDS = {"--dp-ledger": "privacy.ledger", "--dp-unit user": "privacy.unit=user"}
-"""How reports of earlier versions name a setting: by the command line's option."""
 _COMMAND = re.compile(r"fedsynth privacy audit( [ -~]{0,2000})?")
 _VERSION = re.compile(r"[0-9][0-9A-Za-z.+!_-]{0,63}")
 
@@ -84,9 +81,7 @@ def taken_as_stated(report: Mapping[str, Any]) -> list[str]:
 
 
 def _said_by_the_user(report: Mapping[str, Any]) -> list[str]:
-    run = report.get("run")
-    if run is None:
-        return []
+    run = report["run"]
     said = [name for name in ("id", "date", "responsible", "purpose", "sites") if run[name]]
     return [f"which run it is ({', '.join(said)})"] if said else []
 
@@ -104,9 +99,6 @@ def _as_stated(report: Mapping[str, Any], expected: dict[str, Any]) -> list[str]
         expected["provenance"] = versions if own is None else {**versions, "config": own}
         if "dp-accounting" in versions:
             expected["accountant"]["library"] = f"dp-accounting {versions['dp-accounting']}"
-    promise = report["guarantee"]
-    if promise is not None and "best_guess_at_most" not in promise:  # an earlier version's
-        (expected["guarantee"] or {}).pop("best_guess_at_most", None)
     if isinstance(report["audit"], dict):
         problems += _audit(report["audit"], report)
         expected["audit"] = report["audit"]
@@ -171,16 +163,7 @@ def _renderings(report: Mapping[str, Any], folder: Path) -> list[str]:
 
 
 def differences(where: str, expected: Any, stated: Any) -> list[str]:
-    """Every leaf in which two JSON values differ; figures may differ by `TOLERANCE`.
-
-    Hyper-parameters are a JSON object in a string: an earlier version may give them in another
-    order.
-    """
-    if where == HYPER_PARAMETERS and isinstance(expected, str) and isinstance(stated, str):
-        try:
-            expected, stated = parse_json(expected, where), parse_json(stated, where)
-        except PrivacyError as error:
-            return [str(error)]
+    """Every leaf in which two JSON values differ; figures may differ by `TOLERANCE`."""
     if isinstance(expected, Mapping) and isinstance(stated, Mapping):
         keys = [*expected, *(key for key in stated if key not in expected)]
         missing = object()
@@ -218,9 +201,6 @@ def _same(expected: Any, stated: Any, small: float = 1e-12) -> bool:
             return math.isclose(expected, stated, rel_tol=TOLERANCE, abs_tol=small)
         except OverflowError:
             return False
-    if isinstance(stated, str):
-        for earlier, now in EARLIER_WORDS.items():
-            stated = stated.replace(earlier, now)
     return type(expected) is type(stated) and bool(expected == stated)
 
 

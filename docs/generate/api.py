@@ -69,9 +69,8 @@ def pages() -> dict[str, str]:
     entries = "\n".join(_file(title) for title in groups())
     made["api/index.md"] = f"""# The library
 
-The names that `import fedsynth` offers are the stable ones ([deprecation](../../deprecation.md));
-the modules below it may still move. Importing fedsynth imports neither torch nor any method until a
-name is used.
+Use the names that `import fedsynth` offers; the modules below it may move. Importing fedsynth
+imports neither torch nor any method until a name is used.
 
 ```{{toctree}}
 :maxdepth: 2

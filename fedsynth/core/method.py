@@ -53,9 +53,6 @@ Presets = Mapping[str, Mapping[str, Any]]
 """A data set: the settings' values that are a method's defaults there, beside those of its
 bases."""
 
-Later = Mapping[str, Any]
-"""A setting: what a run that does not say it has (`Method.later`)."""
-
 
 @dataclass(frozen=True)
 class ExchangeTypes:
@@ -98,10 +95,6 @@ class Method:
             own, and a run that sets a model says that this changes nothing.
         images_from: in words, what a run's synthetic images need; empty: the method makes none.
         learns_from_images: whether the run's model was trained on the images that it hands over.
-        later: settings that came after run folders with reports were left by earlier versions, and
-            the value that such a run had in effect. A setting is not told while it has that value,
-            and a run folder that does not say it has it (`as_recorded`), so that its report is made
-            again as it was, whatever the default is today.
 
     >>> from fedsynth import ModelParameters, RunSettings, simulate
     >>> class Untrained(Method):
@@ -138,15 +131,10 @@ class Method:
     takes_model: ClassVar[bool] = True
     images_from: ClassVar[str] = ""
     learns_from_images: ClassVar[bool] = True
-    later: ClassVar[Later] = {}
 
-    def told(self) -> dict[str, Any]:
-        """Its settings, as configs, reports and summaries have them."""
-        return {
-            one.name: getattr(self, one.name)
-            for one in fields(self)
-            if one.name not in self.later or getattr(self, one.name) != self.later[one.name]
-        }
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the settings, by name, as configs, reports and summaries state them."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
 
     @classmethod
     def exchange_types(cls, phase: str) -> ExchangeTypes:

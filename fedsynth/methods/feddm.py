@@ -23,7 +23,7 @@ from torch import nn
 
 from fedsynth.core.client import ClientGroup, OpenClients, Segments
 from fedsynth.core.context import RoundContext
-from fedsynth.core.method import Down, Later, Presets, PrivatePlan
+from fedsynth.core.method import Down, Presets, PrivatePlan
 from fedsynth.errors import Setting, SettingError
 from fedsynth.methods.shared.around import AUGMENTATIONS, maps_around
 from fedsynth.methods.shared.condensing import Condenses, FeatureMaps
@@ -83,7 +83,6 @@ class FedDM(Condenses, TrainsInBall):
     )
     reference: ClassVar[str] = "Xiong et al. 2023, FedDM, arXiv 2207.09653"
     protects: ClassVar[tuple[str, ...]] = ("residual", "gradient", "features", "paper")
-    later: ClassVar[Later] = {"networks_per_round": 0}
     presets: ClassVar[Presets] = {
         "digits": {"iterations": 10, "image_lr": 5.0},
         "cifar100": {"ipc": 5},  # the paper's

@@ -7,7 +7,7 @@ inside it want `embed` (everything before the last linear layer) and `classifier
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar, NoReturn
 
 import torch
@@ -129,7 +129,7 @@ class ModelSettings:
     norm: str = ""
     clients: str = ""
     projection: int = 0
-    features: str = field(default="", repr=False)  # reports of earlier runs have the others
+    features: str = ""
 
     def __post_init__(self) -> None:
         if not self.name:

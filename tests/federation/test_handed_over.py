@@ -90,7 +90,6 @@ def test_sites_are_as_many_as_clients_and_texts_are_lines() -> None:
 
 
 def test_what_is_said_of_a_run_stands_in_its_settings_and_nothing_else_does() -> None:
-    """A run that says nothing has the settings, and their hash, of an earlier version's."""
     assert "report" not in resolve({**TINY, "report": {}}).to_mapping()
     settings = resolve(TINY)
     assert resolve(settings.to_mapping()) == settings

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -308,21 +307,3 @@ def test_nothing_can_be_reported_of_a_run_without_privacy(tmp_path: Path) -> Non
     assert is_unfinished(folder)
     with pytest.raises(PrivacyError, match="no differential privacy"):
         unfinished_report(folder)
-
-
-EARLIER = Path(__file__).with_name("earlier_runs")
-
-
-@pytest.mark.parametrize("kept", ["feddm", "fedaf", "one-epsilon"])
-def test_a_folder_of_an_earlier_version_verifies(kept: str, tmp_path: Path) -> None:
-    """As they were left before reports named settings in place of options, and before the first
-    page's best guess was of the whole curve."""
-    folder = tmp_path / kept
-    shutil.copytree(EARLIER / kept, folder)
-    assert found(folder) == []
-    changed = json.loads((folder / "privacy_report.json").read_text())
-    values = json.loads(changed["public_items"]["hyper-parameters"])
-    for other in ({**values, "ipc": 2}, {**values, "more": 1}):
-        changed["public_items"]["hyper-parameters"] = json.dumps(other)
-        (folder / "privacy_report.json").write_text(json.dumps(changed))
-        assert any("hyper-parameters" in problem for problem in found(folder))

@@ -3,7 +3,6 @@ share of the budget, and what the server makes of them."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ import torch
 from torch import Tensor
 
 from fedsynth import FedStats, PartitionSettings, PrivacySettings, RunSettings, simulate
-from fedsynth.cli.settings_options import read_config
 from fedsynth.core.client import OpenClients
 from fedsynth.core.context import RoundContext, round_context
 from fedsynth.core.messages import ModelParameters
@@ -21,8 +19,6 @@ from fedsynth.data.images import ImageData, from_arrays
 from fedsynth.data.registry import dataset_spec
 from fedsynth.errors import SettingError
 from fedsynth.features.feature_map import FeatureMap
-from fedsynth.federation.outputs.verification import verify_run
-from fedsynth.federation.terms.resolve import resolve
 from fedsynth.methods.shared.noise_shares import Pool
 from fedsynth.methods.statistics import whitening
 from fedsynth.methods.statistics.whitening import COVARIANCES, released_roots, white_signal
@@ -220,31 +216,6 @@ def test_a_private_run_whitens_and_an_open_one_does_not() -> None:
     assert sum("channels" in one for one in quantities) == 1
     opened = run().model.state_dict()
     assert all(torch.equal(opened[name], torch.eye(len(opened[name]))) for name in names)
-
-
-def test_a_folder_that_does_not_say_it_was_not_whitened(tmp_path: Path) -> None:
-    """What earlier versions did is said by saying nothing, and today's default is said."""
-    today = run(privacy=PrivacySettings(epsilon=8.0), output=tmp_path / "today").folder
-    assert 'whitening = "yes"' in (today / "config.toml").read_text()
-    earlier = replace(METHOD, whitening="no", logit_noise=0.6)
-    result = simulate(
-        RunSettings(
-            earlier,
-            rounds=2,
-            partition=PartitionSettings("iid", clients=2),
-            privacy=PrivacySettings(epsilon=8.0),
-        ),
-        output=tmp_path / "earlier",
-    )
-    assert result.folder is not None
-    text = (result.folder / "config.toml").read_text()
-    assert "whitening" not in text
-    assert "logit_noise" not in text
-    assert "T" not in str(result.privacy["ledger"][1]["clipped"])  # type: ignore[index]
-    for folder in (today, result.folder):
-        assert not verify_run(folder).problems
-    sections = read_config(result.folder)
-    assert resolve(sections).method == earlier
 
 
 def test_rows_are_tried_with_what_a_server_may_send_too() -> None:

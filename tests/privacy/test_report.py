@@ -400,3 +400,10 @@ def test_the_curve_and_the_attacks_are_those_of_the_client_that_is_worst_there()
         assert attack["true_positive_rate_at_most"] == max(
             attack_success(x.releases)[rate] for x in ledgers.values()
         )
+
+
+def test_a_runs_doubts_are_warnings_with_a_guarantee_and_without() -> None:
+    """A run's doubts about a model's rows had no place in its report."""
+    for context in (CONTEXT, replace(CONTEXT, no_guarantee=("a reason",))):
+        report = build(replace(context, warnings=("a doubt about rows",)))
+        assert "a doubt about rows" in report["verdict"]["warnings"]

@@ -52,7 +52,9 @@ def write_owner_report(session: Session, rounds: int, folder: Path) -> str:
     about = {"client": runtime.number, "rounds": rounds}
     write_whole(folder / OWNER, json.dumps(about).encode())
     now = budget.history()
-    context = owner_context(plan, held, rounds, secret=budget.secret.is_secret)
+    context = owner_context(
+        plan, runtime.number, held, rounds, secret=budget.secret.is_secret, began=began
+    )
     write_report(build_report(context, [now]), folder)
     if not plan.guaranteed([now]):
         return f"no ε can be stated; the report is in {folder}"

@@ -15,7 +15,6 @@ from fedsynth.data.registry import DatasetSpec
 from fedsynth.data.stated_spec import spec_from_json
 from fedsynth.errors import OutputError
 from fedsynth.features.registry import is_own_features
-from fedsynth.federation.terms.recorded import as_recorded
 from fedsynth.federation.terms.resolve import resolve
 from fedsynth.federation.terms.settings import RunSettings
 from fedsynth.methods import METHODS
@@ -155,8 +154,7 @@ def from_metadata(
     else:
         kept = {name: sections.get(name, {}) for name in ("run", "method", "model")}
         kept["run"] = {k: v for k, v in kept["run"].items() if k in ("method", "method_source")}
-        known = as_recorded(kept, method)
-        of = RunsModel(spec, resolve(known, own_method=method, own_data=spec.name))
+        of = RunsModel(spec, resolve(kept, own_method=method, own_data=spec.name))
     count = of.counted()
     if count is not None and count > parameters:
         raise OutputError(f"its network has {count:,} parameters, and the file {parameters:,}")

@@ -167,8 +167,6 @@ def _known(name: str) -> type[Method] | None:
 def _without_settings(report: dict[str, Any]) -> dict[str, Any]:
     """The report without the hash of config.toml, which does not go with it: who knows the other
     settings could guess names of folders in it, and see by the hash that the guess is right."""
-    if "files" not in report:
-        return report
     kept = {name: digest for name, digest in report["files"].items() if name != CONFIG}
     return {**report, "files": kept}
 
@@ -193,7 +191,7 @@ def _tensors(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
         images = _in_pixel_units(found.pop("images"), facts)
         missing = [name for name in ("dataset", "class_names", "mean", "std") if name not in facts]
         if missing:
-            raise ValueError(f"it does not say {missing[0]}: an earlier version made it")
+            raise ValueError(f"it does not say {missing[0]}")
         kept = {"images": images, "labels": found["labels"]}
         if len(found["client"].unique()) > 1:
             kept["client"] = found["client"]

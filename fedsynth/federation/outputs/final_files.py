@@ -64,7 +64,7 @@ class FinalFiles:
             folder.write_synthetic(sets, self.context.spec, soft)
         artefacts = self.method.artefacts(self.state)
         folder.write_artefacts(artefacts)
-        if report is not None and report.get("run") is not None:
+        if report is not None:
             report = {**report, "files": handed_over(folder.path)}
             write_report(report, folder.path)
         try:

@@ -136,7 +136,11 @@ def _of_the_cap(plan: PrivacyPlan, planned: float) -> list[str]:
 
 
 def start(
-    plan: PrivacyPlan, histories: Sequence[History], test: str, began: Began | None = None
+    plan: PrivacyPlan,
+    histories: Sequence[History],
+    test: str,
+    began: Began,
+    warnings: Sequence[str] = (),
 ) -> Start:
     """What is public and fixed when the run begins: written down then, so that a run that is
     killed can still be reported.
@@ -146,6 +150,7 @@ def start(
         histories: of the ledgers that the run charges, as they stand when it begins.
         test: what the test images are: "public", "private" or "none".
         began: which run it is, and on which day it began.
+        warnings: what the run wants its report to warn of.
     """
     return Start(
         schema_version=SCHEMA_VERSION,
@@ -155,7 +160,8 @@ def start(
         ledgers={
             one.client: LedgerStart(rows=len(one.releases), chain=one.chain) for one in histories
         },
-        **({} if began is None else {"run": began}),
+        run=began,
+        warnings=list(warnings),
     )
 
 

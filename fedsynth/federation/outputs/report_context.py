@@ -51,9 +51,11 @@ def report_context(
     test: str,
     secret: bool = True,
     abandoned: bool = False,
-    began: Began | None = None,
+    began: Began,
+    warnings: Sequence[str] = (),
     files: Mapping[str, str] | None = None,
     simulated: bool = True,
+    first: int = 0,
 ) -> ReportContext:
     """What the report says beside the ledgers.
 
@@ -64,10 +66,11 @@ def report_context(
         test: what the test images are: "public", "private" or "none".
         secret: whether all clients' noise came from the operating system's keys.
         abandoned: the run did not finish.
-        began: which run it is, and when it began; None: an earlier version's, which wrote no such
-            thing, and whose report has no first page.
+        began: which run it is, and when it began.
+        warnings: what the run wants its report to warn of.
         files: file → SHA-256, of those that the run hands over.
         simulated: all clients were in one process; else each was where its data are.
+        first: the number of the plan's first client.
     """
     privacy = plan.privacy
     facts = plan.facts
@@ -100,8 +103,9 @@ def report_context(
         shares=plan.chief.shares,
         fewest=0 if simulated else fewest_in_a_sum(plan),
         own_code=_own_code(plan.run),
-        run=None if began is None else _run_facts(plan, began),
+        run=_run_facts(plan, began, first),
         files=files or {},
+        warnings=tuple(warnings),
     )
 
 
@@ -115,29 +119,33 @@ def fewest_in_a_sum(plan: PrivacyPlan) -> int:
 
 
 def owner_context(
-    plan: PrivacyPlan, history: History, rounds: int, *, secret: bool
+    plan: PrivacyPlan, number: int, history: History, rounds: int, *, secret: bool, began: Began
 ) -> ReportContext:
     """What a data owner's own report says beside its ledger.
 
     Args:
         plan: the run's.
+        number: the client's.
         history: what the owner's ledger held when the client joined.
         rounds: that have ended, as the server says; charges are the ledger's.
         secret: whether the noise came from the operating system's keys.
+        began: which run it is, and when it began.
     """
     own = replace(plan, histories=(history,))
     done = min(rounds, plan.run.rounds)
-    return report_context(own, done, (), test=NO_TEST, secret=secret, simulated=False)
+    return report_context(
+        own, done, (), test=NO_TEST, secret=secret, began=began, simulated=False, first=number
+    )
 
 
-def _run_facts(plan: PrivacyPlan, began: Began) -> RunFacts:
+def _run_facts(plan: PrivacyPlan, began: Began, first: int) -> RunFacts:
     said = plan.run.report
     return RunFacts(
         id=began.id,
         date=began.date,
         responsible=said.responsible or None,
         purpose=said.purpose or None,
-        sites=said.site_names([one.client for one in plan.histories]),
+        sites=said.site_names([one.client for one in plan.histories], first),
     )
 
 

@@ -96,7 +96,7 @@ def summarise(
     last: Mapping[str, Any] = metrics[-1] if metrics else {}
     summary: dict[str, Any] = {
         "method": method.name,
-        "settings": method.told(),
+        "settings": method.to_dict(),
         "dataset": settings.dataset,
         "rounds": len(metrics),
         "test_accuracy": None if hidden or personal else accuracy,

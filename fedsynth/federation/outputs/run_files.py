@@ -15,7 +15,6 @@ from fedsynth.data.stated_spec import spec_from_json
 from fedsynth.errors import FedsynthError, UnknownNameError
 from fedsynth.federation.outputs import privacy_words
 from fedsynth.federation.outputs.run_folder import PRIVATE_START, RESUMED, SERVED, resumed_rounds
-from fedsynth.federation.terms.recorded import as_recorded
 from fedsynth.federation.terms.resolve import resolve
 from fedsynth.federation.terms.settings import RunSettings
 from fedsynth.privacy.errors import PrivacyError
@@ -58,10 +57,9 @@ class RunFiles:
     served: bool = False
 
     @property
-    def began(self) -> Began | None:
-        """Which run it is; None: an earlier version's, which did not write it down."""
-        said = self.start.get("run")
-        return None if said is None else Began(**said)
+    def began(self) -> Began:
+        """Which run it is, and on which day it began."""
+        return Began(**self.start["run"])
 
     @property
     def resumptions(self) -> list[str]:
@@ -107,7 +105,7 @@ def read_start(
         raise MismatchError(f"{PRIVATE_START}: {'; '.join(problems)}")
     if start["schema_version"] != SCHEMA_VERSION:
         raise MismatchError(f"{PRIVATE_START} is of schema {start['schema_version']}")
-    sections = as_recorded(read_sections(folder / "config.toml"), method)
+    sections = read_sections(folder / "config.toml")
     spec, own = _specification(start["data_set"])
     try:
         settings = resolve(sections, own_method=method, own_data=spec.name if own else None)

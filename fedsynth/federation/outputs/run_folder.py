@@ -53,9 +53,10 @@ from fedsynth.data.registry import DatasetSpec
 from fedsynth.errors import OutputError
 from fedsynth.federation.outputs.checkpoint import write_whole
 from fedsynth.federation.outputs.disclosed import Disclosed
+from fedsynth.privacy.errors import PrivacyError
 from fedsynth.privacy.files import load_json, open_regular, plain_files, sync_folder
 from fedsynth.privacy.report_file import read_json
-from fedsynth.privacy.report_schema import Began
+from fedsynth.privacy.report_schema import Start, schema_problems
 
 SIMULATION_ONLY_NOTE = (
     "Everything in this folder is an exact function of the clients' data. A simulation may show "
@@ -217,15 +218,17 @@ class RunFolder:
         """What the folder is called once the run has finished."""
         return self._final.name
 
-    def began(self) -> Began | None:
-        """Which run it is, and when it began, as it wrote down then; None: it did not.
+    def private_start(self) -> dict[str, Any]:
+        """Returns what the run wrote down when it began (`Start`).
 
         Raises:
-            PrivacyError: privacy_start.json is damaged.
+            PrivacyError: privacy_start.json is missing or damaged.
         """
-        file = self.path / PRIVATE_START
-        said = read_json(file, "start of a private run").get("run") if file.exists() else None
-        return None if said is None else Began(**said)
+        start = read_json(self.path / PRIVATE_START, "start of a private run")
+        problems = schema_problems(start, Start)
+        if problems:
+            raise PrivacyError(f"{PRIVATE_START}: {'; '.join(problems)}")
+        return start
 
     @property
     def has_begun(self) -> bool:

@@ -69,6 +69,7 @@ class RunRecord:
             simulation may show is shown nowhere.
 
     Attributes:
+        warnings: what the run's report is to warn of; complete before `begin`.
         rows: of the rounds so far.
         deviations: what went otherwise than planned.
     """
@@ -80,6 +81,7 @@ class RunRecord:
     measure: Measure
     test: str
     simulated: bool
+    warnings: list[str] = field(default_factory=list)
     rows: list[dict[str, Any]] = field(default_factory=list)
     deviations: list[str] = field(default_factory=list)
     _pictures_missing: bool = False
@@ -89,7 +91,7 @@ class RunRecord:
         now."""
         if self.plan is not None and self.folder is not None and not self.folder.has_begun:
             began = Began.today(self.folder.name)
-            start = privacy_words.start(self.plan, histories, self.test, began)
+            start = privacy_words.start(self.plan, histories, self.test, began, self.warnings)
             self.folder.write_private_start(start.to_json())
 
     def go_on(self, folder: RunFolder, rows: Sequence[dict[str, Any]]) -> None:
@@ -182,13 +184,18 @@ class RunRecord:
     def _report(
         self, plan: PrivacyPlan, histories: Sequence[History], *, secret: bool
     ) -> dict[str, Any]:
+        began, warnings = Began.today(None), self.warnings
+        if self.folder is not None:  # a run that is resumed was begun by another process
+            start = self.folder.private_start()
+            began, warnings = Began(**start["run"]), start["warnings"]
         context = report_context(
             plan,
             len(self.rows),
             self.deviations,
             test=self.test,
             secret=secret,
-            began=Began.today(None) if self.folder is None else self.folder.began(),
+            began=began,
+            warnings=warnings,
             simulated=self.simulated,
         )
         return build_report(context, histories)

@@ -20,7 +20,6 @@ from fedsynth.federation.outputs.architecture import RunsModel
 from fedsynth.federation.outputs.model_file import read_model, spec_of_file
 from fedsynth.federation.outputs.run_files import read_start
 from fedsynth.federation.outputs.run_folder import CONFIG, MODEL, PRIVATE_START
-from fedsynth.federation.terms.recorded import as_recorded
 from fedsynth.federation.terms.resolve import resolve
 from fedsynth.models.registry import register_model_file
 
@@ -126,7 +125,7 @@ def _architecture(folder: Path, spec: DatasetSpec | None, method: type[Method] |
         return RunsModel(spec or stated, settings)
     if not (folder / CONFIG).is_file():
         raise OutputError(f"{folder} is no folder of a finished run: it has no {CONFIG}")
-    sections = as_recorded(read_sections(folder / CONFIG), method)
+    sections = read_sections(folder / CONFIG)
     own = None if spec is None else spec.name
     settings = resolve(sections, own_method=method, own_data=own)
     if spec is None and settings.folder is not None:

@@ -188,6 +188,7 @@ class Evidence:
             secret=secret,
             abandoned=self.abandoned,
             began=self.run.began,
+            warnings=self.run.start["warnings"],
             files={} if self.abandoned else handed_over(self.folder),
             simulated=not self.run.served,
         )
@@ -293,6 +294,7 @@ def unfinished_report(
             test=run.start["test_images"],
             abandoned=True,
             began=run.began,
+            warnings=run.start["warnings"],
         )
         return build_report(context, held)
     except (*HOSTILE, RuntimeError) as error:

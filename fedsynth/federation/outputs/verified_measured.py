@@ -80,7 +80,7 @@ def summary_problems(charges: Charges) -> list[str]:
     method = settings.method
     expected = {
         "method": method.name,
-        "settings": json.loads(json.dumps(method.told())),
+        "settings": json.loads(json.dumps(method.to_dict())),
         "dataset": settings.dataset,
         "rounds": charges.done,
         "seed": settings.seed,

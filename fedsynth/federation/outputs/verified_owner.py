@@ -24,6 +24,7 @@ from fedsynth.privacy.held_rows import held_rows
 from fedsynth.privacy.history import History
 from fedsynth.privacy.report import NOT_PRIVATE
 from fedsynth.privacy.report_file import read_json
+from fedsynth.privacy.report_schema import Began
 from fedsynth.privacy.verify import report_problems
 
 OWNER = "owner.json"
@@ -75,7 +76,14 @@ class OwnersRun:
             problems.append(f"{name}: the ledger is not the one that the run began with")
         plan = self._plan()
         secret = report["verdict"]["text"] != NOT_PRIVATE
-        context = owner_context(plan, History(name, before), self.rounds, secret=secret)
+        context = owner_context(
+            plan,
+            self.client,
+            History(name, before),
+            self.rounds,
+            secret=secret,
+            began=Began(**self.start["run"]),
+        )
         problems += self._uncharged(plan, held.rows[name][len(before) :])
         return [*problems, *report_problems(report, context, held, folder)], [held.note]
 

@@ -61,9 +61,14 @@ class ReportSettings:
                 f"{len(self._sites)}",
             )
 
-    def site_names(self, clients: Sequence[str]) -> dict[str, str]:
-        """Client → its site's name; empty where none was given."""
-        return dict(zip(clients, self._sites, strict=True)) if self.sites else {}
+    def site_names(self, clients: Sequence[str], first: int = 0) -> dict[str, str]:
+        """Returns the sites' names by client; empty where none was given.
+
+        Args:
+            clients: names of some clients of the run, which follow each other.
+            first: the number of the first of them.
+        """
+        return dict(zip(clients, self._sites[first:], strict=False))
 
     def to_mapping(self) -> dict[str, Any]:
         """What was given: the settings of a run that gives nothing are those of an earlier one."""

@@ -30,8 +30,6 @@ QUORUM = 0.5
 """Of a round's clients, the share whose uploads make a round."""
 MOST_ROUNDS = 10**9  # a year has 3e7 seconds
 MOST_GB = 1_000_000
-ROBUST: Mapping[str, Any] = {"robust": "none", "robust_share": 0.2}
-"""Defaults of the settings of robust aggregation."""
 SECTIONS = ("run", "data", "partition", "model", "method", "privacy", "report")
 
 
@@ -124,8 +122,8 @@ class RunSettings:
     sampling: str = "uniform"
     client_failures: float = 0.0
     quorum: float = QUORUM
-    robust: str = ROBUST["robust"]
-    robust_share: float = ROBUST["robust_share"]
+    robust: str = "none"
+    robust_share: float = 0.2
     partition: PartitionSettings = field(default_factory=PartitionSettings)
     model: ModelSettings = field(default_factory=ModelSettings)
     privacy: PrivacySettings | None = None
@@ -233,12 +231,6 @@ class RunSettings:
                 "): clients of their own architectures cannot start from the server's model",
             )
 
-    def _robust_values(self) -> dict[str, Any]:
-        """Those that are no defaults: runs without them stay the runs of earlier versions, whose
-        reports have a fingerprint of the settings."""
-        given = {name: getattr(self, name) for name in ROBUST}
-        return {name: value for name, value in given.items() if value != ROBUST[name]}
-
     @property
     def resolved_partition(self) -> PartitionSettings:
         """The partition, with the run's seed where it has none of its own."""
@@ -286,10 +278,10 @@ class RunSettings:
                 "evaluate_every": self.evaluate_every,
                 "participation": self.participation,
                 "sampling": self.sampling,
-                # left out where they change nothing: an earlier run's settings have the same hash
-                "client_failures": self.client_failures or None,
-                "quorum": None if self.quorum == QUORUM else self.quorum,
-                **self._robust_values(),
+                "client_failures": self.client_failures,
+                "quorum": self.quorum,
+                "robust": self.robust,
+                "robust_share": self.robust_share,
                 "method_source": None if source is None else source.label,
             },
             "data": {
@@ -298,9 +290,8 @@ class RunSettings:
                 **({} if self.folder is None else _given(self.folder)),
             },
             "partition": dataclasses.asdict(self.partition),
-            # a feature map is left out where there is none, as in settings of earlier versions
-            "model": {**dataclasses.asdict(self.model), "features": self.model.features or None},
-            "method": self.method.told(),
+            "model": dataclasses.asdict(self.model),
+            "method": self.method.to_dict(),
             "privacy": dataclasses.asdict(self.privacy)
             if self.privacy is not None
             else {"ledger": self.ledger},

@@ -10,7 +10,6 @@ from math import inf
 from typing import ClassVar
 
 from fedsynth.core.context import RoundContext
-from fedsynth.core.method import Later
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.errors import SettingError
 from fedsynth.features.feature_map import FeatureMap
@@ -69,19 +68,6 @@ class PlansStatistics(SharesNoise, MakesImages):
     model_sees_data: ClassVar[bool] = False
     takes_model: ClassVar[bool] = False
     features_refusal: ClassVar[str] = "its own map is a setting of the method, method.features"
-    later: ClassVar[Later] = {
-        "ipc": 0,
-        "image_steps": 12,
-        "image_lr": 0.05,
-        "teacher_weight": 0.03,
-        "smoothness": 0.3,
-        "pixel_share": 0.15,
-        "pictures": YES,
-        "momentum": 0.5,
-        "logit_noise": 0.6,
-        "whitening": NO,
-        "covariance_share": 0.05,
-    }
 
     features: str = AUTO
     centre_share: float = 0.04
