@@ -162,17 +162,10 @@ def test_foreign_header(path: Path) -> None:
 
 
 def test_unknown_schema(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for schema in (1, 3):
-        with monkeypatch.context() as patch:
-            patch.setattr("fedsynth.privacy.ledger.LEDGER_SCHEMA", schema)
-            patch.setattr("fedsynth.privacy.ledger_lines.READABLE", (schema,))
-            charged(path, 2)
-        # the first version's ledgers are read on: they say nothing of their records
-        if schema == 1:
-            old = Ledger("alice", path, dataset="digits/0")
-            assert len(old.releases) == 2
-            assert old.records == ()
-            path.unlink()
+    with monkeypatch.context() as patch:
+        patch.setattr("fedsynth.privacy.ledger.LEDGER_SCHEMA", 3)
+        patch.setattr("fedsynth.privacy.ledger_lines.LEDGER_SCHEMA", 3)
+        charged(path, 2)
     with pytest.raises(LedgerError, match="no fedsynth ledger of schema 2"):
         Ledger("alice", path, dataset="digits/0")
 
