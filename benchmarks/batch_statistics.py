@@ -9,16 +9,14 @@ Channels-last feature maps of CNN1 on 128 images of MNIST's shape.
 from __future__ import annotations
 
 import argparse
-import statistics
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fedsynth.cli.memory import keep_large_allocations
 from fedsynth.models.batch_statistics import batch_statistics
-from library.machine import alternating, arguments, machine, saver
+from library.machine import arguments, medians, run_cases
 
 SHAPES = {"32×28×28": (128, 32, 28, 28), "64×14×14": (128, 64, 14, 14)}
 
@@ -42,18 +40,13 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
         "var_mean": lambda: run(by_autograd),
         "batch norm": lambda: run(batch_statistics),
     }
-    times = alternating(runs, 1 if options.quick else options.repeats, torch.device(options.device))
-    medians = {kind: statistics.median(values) for kind, values in times.items()}
-    ratio = medians["var_mean"] / medians["batch norm"]
-    return {"case": name, "seconds": medians, "ratio": ratio, **machine()}
+    times = medians(runs, options)
+    ratio = times["var_mean"] / times["batch norm"]
+    return {"case": name, "seconds": times, "ratio": ratio}
 
 
 def main() -> None:
-    options = arguments(__doc__).parse_args()
-    keep_large_allocations()
-    save = saver("batch_statistics", options)
-    for name in SHAPES:
-        save(measure(name, options))
+    run_cases("batch_statistics", arguments(__doc__), SHAPES, measure)
 
 
 if __name__ == "__main__":

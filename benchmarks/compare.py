@@ -1,7 +1,7 @@
 """All methods on Fashion-MNIST, 10 clients, Dir(0.1), at one budget, for one CPU core: accuracy,
 bytes and seconds.
 
-    FEDSYNTH_DATA=... python benchmarks/compare.py [--quick] [--json] [--device cuda]
+    FEDSYNTH_DATA=... python benchmarks/compare.py [--quick] [--device cuda]
         [--methods fedprox moon] [--only 'seed=1'] [--time-budget SECONDS]
 
 A tenth of each class, a ConvNet of width 8. The budget is passes over a client's own data: 5
@@ -21,19 +21,14 @@ the work among processes; `tables.py` prints the table.
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import torch
 
-from fedsynth.cli.memory import keep_large_allocations
-from fedsynth.data.images import ImageData
-from fedsynth.data.load import load_dataset
 from fedsynth.federation.terms.resolve import resolve
 from fedsynth.federation.terms.settings import RunSettings
 from library.compared import METHODS, PERSONAL, SINGLE_ROUND, TAKE_FEDAVGS_RATE
-from library.options import add_share, table_options
-from library.results import Results, summarise
+from library.results import Results, best_key, dataset, start, table_parser
 
 LADDER = (0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 GRIDS = {"lr": (0.003, 0.01, 0.03, 0.1, 0.3), "image_lr": (0.1, 0.3, 1.0, 3.0, 10.0)}
@@ -72,25 +67,25 @@ def settings_for(name: str, seed: int, device: str, quick: bool, rate: float | N
     )
 
 
-def best_rate(
-    name: str, results: Results, held_out: tuple[ImageData, ImageData], device: str, quick: bool
-) -> float | None:
-    """The best rate on held-out training images; None: not known yet, as another call makes it."""
+def best_rate(name: str, results: Results, device: str, quick: bool) -> float | None:
+    """Returns the best rate on held-out training images; None: another call has yet to find it."""
     chosen = "fedavg" if name in TAKE_FEDAVGS_RATE else name
     grid = GRIDS[knob(chosen) or "lr"]
+    order = torch.randperm(60_000, generator=torch.Generator().manual_seed(0))
+    train = dataset("fashion-mnist")[0]
+    tuning = train.subset(order[5000:]), train.subset(order[:5000])
     first = LADDER.index(grid[0])
     last = LADDER.index(grid[-1])
-    found: dict[int, float] = {}
+    rows: dict[int, dict[str, Any] | None] = {}
     while True:
         for step in range(first, last + 1):
-            if step not in found:
+            if step not in rows:
                 rate = LADDER[step]
                 settings = settings_for(chosen, 0, device, quick, rate)
-                row = results.get(f"rate {chosen} {rate:g}", settings, held_out)
-                if row is None:
-                    return None
-                found[step] = row["accuracy"]
-        best = max(found, key=lambda step: found[step])
+                rows[step] = results.get(f"rate {chosen} {rate:g}", settings, tuning)
+        best = best_key(rows)
+        if best is None:
+            return None
         if best == first > 0:
             first -= 1
         elif best == last < len(LADDER) - 1:
@@ -100,47 +95,21 @@ def best_rate(
 
 
 def main() -> None:
-    parser = table_options(__doc__)
+    parser = table_parser(__doc__)
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
-    parser.add_argument("--seeds", type=int, nargs="+", default=None, help="of every method")
-    add_share(parser)
-    options = parser.parse_args()
+    parser.set_defaults(seeds=None)
+    options, results = start("compare", parser)
     torch.set_num_threads(1)
-    keep_large_allocations()
-    data = load_dataset("fashion-mnist")
-    order = torch.randperm(len(data[0]), generator=torch.Generator().manual_seed(0))
-    held_out = data[0].subset(order[5000:]), data[0].subset(order[:5000])
-    results = Results.of("compare", options)
-    table: dict[str, Any] = {}
     for name in options.methods:
         rate = None
         if knob(name) is not None:
-            rate = best_rate(name, results, held_out, options.device, options.quick)
+            rate = best_rate(name, results, options.device, options.quick)
             if rate is None:
                 continue
-        seeds = options.seeds or list(range(5 if name in SINGLE_ROUND else 3))
-        made = [
-            results.get(
-                f"{name} seed={seed}",
-                settings_for(name, seed, options.device, options.quick, rate),
-                data,
-            )
-            for seed in seeds
-        ]
-        rows = [row for row in made if row is not None]
-        if not rows:
-            continue
-        measured = [
-            100 * (row["local"]["amp"] if name in PERSONAL else row["accuracy"]) for row in rows
-        ]
-        table[name] = {**summarise(measured), "rate": rate}
-    if options.json:
-        print(json.dumps(table, indent=2, ensure_ascii=False))
-        return
-    for name, row in table.items():
-        mean = row["mean"]
-        sd = row["sd"]
-        print(f"{name:23} {mean:6.2f} ± {sd:.2f}  rate {row['rate']}  {row['values']}")
+        for seed in options.seeds or range(5 if name in SINGLE_ROUND else 3):
+            settings = settings_for(name, seed, options.device, options.quick, rate)
+            results.get(f"{name} seed={seed}", settings)
+    results.show()
 
 
 if __name__ == "__main__":

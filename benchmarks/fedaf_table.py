@@ -1,7 +1,7 @@
 """FedAF, its ablations and FedDM on Fashion-MNIST (10 clients, Dirichlet) or Office-Caltech-10 (a
 domain a client), for two CPU cores.
 
-    FEDSYNTH_DATA=... python benchmarks/fedaf_table.py [--data office] [--quick] [--json]
+    FEDSYNTH_DATA=... python benchmarks/fedaf_table.py [--data office] [--quick]
         [--device cuda] [--alphas 0.1] [--seeds 0] [--only 'seed=1'] [--time-budget 3600]
 
 The paper's settings (on Fashion-MNIST λ_loc 1e-3, λ_glob 2.0; on Office-Caltech those of DomainNet:
@@ -22,66 +22,27 @@ processes, and after `--time-budget` seconds no further run is begun.
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
-from typing import Any
 
-from fedsynth.cli.memory import keep_large_allocations
-from fedsynth.data.load import load_dataset
 from library.fedaf import DATASETS, ROWS, settings_for
-from library.options import add_share, table_options
-from library.results import Results, summarise
+from library.results import start, table_parser
 
 
 def main() -> None:
-    parser = table_options(__doc__)
+    parser = table_parser(__doc__, seeds=range(5))
     parser.add_argument("--data", choices=DATASETS, default="fashion")
     parser.add_argument("--alphas", type=float, nargs="+", default=[0.1, 0.02])
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
-    add_share(parser)
-    options = parser.parse_args()
-    keep_large_allocations()
-    data = load_dataset(DATASETS[options.data])
-    results = Results.of("fedaf_table", options)
-    made: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    options, results = start("fedaf_table", parser)
     for alpha in options.alphas if options.data == "fashion" else [0.0]:
-        where = f"alpha={alpha:g}" if options.data == "fashion" else "domains"
+        place = f"alpha={alpha:g}" if options.data == "fashion" else "domains"
         for seed in options.seeds:  # one seed of every row before the next
             for name in ROWS:
                 settings = settings_for(
                     options.data, name, alpha, seed, options.device, options.quick
                 )
                 settings = replace(settings, evaluate_every=1)
-                row = results.get(f"{name} {where} seed={seed}", settings, data)
-                if row is not None:
-                    made.setdefault((name, where), []).append(row)
-    columns = ("last", "best", *(("domains",) if options.data == "office" else ()))
-    table: dict[str, Any] = {
-        f"{name}, {where}": {
-            column: summarise([100 * _value(row, column) for row in rows]) for column in columns
-        }
-        for (name, where), rows in made.items()
-        if len(rows) == len(options.seeds)
-    }
-    if options.json:
-        print(json.dumps(table, indent=2))
-        return
-    for name, row in table.items():
-        print(
-            f"{name:28}",
-            *(f"{c} {v['mean']:6.2f} ± {v['sd']:.2f}  " for c, v in row.items()),
-            row["best"]["values"],
-        )
-
-
-def _value(row: dict[str, Any], column: str) -> float:
-    return float(
-        {
-            "last": row["accuracy"],
-            "best": max(row["curve"]),
-            "domains": row.get("domain_average", 0.0),
-        }[column]
-    )
+                results.get(f"{name} {place} seed={seed}", settings)
+    results.show()
 
 
 if __name__ == "__main__":

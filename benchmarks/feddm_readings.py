@@ -1,7 +1,7 @@
 """What FedDM's open readings are worth: each one changed alone, and those of a public code
 together, on Fashion-MNIST at the size of `fashion_table.py`.
 
-    FEDSYNTH_DATA=... python benchmarks/feddm_readings.py [--quick] [--json] [--device cuda]
+    FEDSYNTH_DATA=... python benchmarks/feddm_readings.py [--quick] [--device cuda]
         [--seeds 0 1] [--only 'momentum'] [--time-budget SECONDS]
 
 "As a public code" is all at once in which github.com/anonymifish/fed-distribution-matching differs
@@ -13,16 +13,12 @@ Accuracy is that on 5,000 training images held out of the run: the test set is n
 from __future__ import annotations
 
 import argparse
-import json
 from dataclasses import dataclass, fields, replace
 
-from fedsynth.cli.memory import keep_large_allocations
-from fedsynth.data.load import load_dataset
 from fedsynth.federation.terms.settings import RunSettings
 from fedsynth.methods.feddm import FedDM
 from library.fashion import settings_for, short
-from library.options import add_share, table_options
-from library.results import Results, held_out, summarise
+from library.results import start, table_parser, tuning_data
 
 READINGS: dict[str, dict[str, object]] = {
     "defaults": {},
@@ -60,27 +56,12 @@ def reading(name: str, seed: int, options: argparse.Namespace) -> RunSettings:
 
 
 def main() -> None:
-    parser = table_options(__doc__)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
-    add_share(parser)
-    options = parser.parse_args()
-    keep_large_allocations()
-    data = held_out(load_dataset("fashion-mnist")[0], 5000)
-    results = Results.of("feddm_readings", options)
-    table = {}
+    options, results = start("feddm_readings", table_parser(__doc__, seeds=(0, 1)))
     for name in (*READINGS, *UNPROJECTED):
-        values = []
         for seed in options.seeds:
-            row = results.get(f"{name} seed={seed}", reading(name, seed, options), data)
-            if row is not None:
-                values.append(100 * row["accuracy"])
-        if values:
-            table[name] = summarise(values)
-    if options.json:
-        print(json.dumps(table, indent=2))
-        return
-    for name, row in table.items():
-        print(f"{name:36} {row['mean']:6.2f} ± {row['sd']:.2f}   {row['values']}")
+            settings = reading(name, seed, options)
+            results.get(f"{name} seed={seed}", settings, tuning_data("fashion-mnist"))
+    results.show()
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """FedAvg, FedAvg (OCA) and FedKF's four variants on a tenth of EMNIST letters, 4 of 20 clients a
 round, for two CPU cores.
 
-    FEDSYNTH_DATA=... python benchmarks/fedkf_table.py [--size long] [--quick] [--json]
+    FEDSYNTH_DATA=... python benchmarks/fedkf_table.py [--size long] [--quick]
         [--alphas 0.1] [--seeds 0] [--only 'seed=1'] [--time-budget 3600]
 
 The paper's Table V setting as its official code has it: LeNet-5, batch 64, 10 local epochs, every
@@ -21,17 +21,12 @@ seconds no further run is begun.
 
 from __future__ import annotations
 
-import json
-import statistics
+from itertools import product
 from typing import Any, NamedTuple
 
-from fedsynth.cli.memory import keep_large_allocations
-from fedsynth.data.load import load_dataset
-from fedsynth.evaluation.fairness import first_to_reach
 from fedsynth.federation.terms.resolve import resolve
 from fedsynth.federation.terms.settings import RunSettings
-from library.options import add_share, table_options
-from library.results import Results
+from library.results import start, table_parser
 
 SIZE: dict[str, Any] = {
     "local_epochs": 10,
@@ -97,69 +92,18 @@ def settings_for(
 
 
 def main() -> None:
-    parser = table_options(__doc__, "two rounds and few steps, to see that it runs")
+    parser = table_parser(__doc__, "two rounds and few steps: a test")
     parser.add_argument("--size", choices=SIZES, default="table", help="how much of the paper's")
     parser.add_argument("--alphas", type=float, nargs="+")
-    parser.add_argument("--seeds", type=int, nargs="+")
-    add_share(parser)
-    options = parser.parse_args()
+    parser.set_defaults(seeds=None)
+    options, results = start("fedkf_table", parser)
     alphas = options.alphas or ([0.1, 0.01] if options.size == "table" else [0.1])
-    seeds = options.seeds or ([0] if options.size == "paper" else [0, 1, 2, 3, 4])
-    keep_large_allocations()
-    data = load_dataset("emnist-letters")
-    results = Results.of("fedkf_table", options)
+    seeds = options.seeds or ([0] if options.size == "paper" else range(5))
     prefix = "" if options.size == "table" else f"{options.size} "
-    made: dict[tuple[str, float, int], dict[str, Any]] = {}
-    for alpha in alphas:
-        for seed in seeds:  # one seed of every row before the next
-            for name in TRAININGS:
-                settings = settings_for(
-                    name, alpha, seed, options.device, options.quick, options.size
-                )
-                row = results.get(f"{prefix}{name} alpha={alpha:g} seed={seed}", settings, data)
-                if row is not None:
-                    made[name, alpha, seed] = row
-    table = {
-        f"{name} ({kind.upper()}), Dir({alpha:g})": summary(
-            [made[name, alpha, seed] for seed in seeds],
-            [made["FedAvg", alpha, seed] for seed in seeds],
-            kind,
-        )
-        for alpha in alphas
-        for name in TRAININGS
-        for kind in ("aca", "oca")
-        if all((one, alpha, seed) in made for one in (name, "FedAvg") for seed in seeds)
-    }
-    if options.json:
-        print(json.dumps(table, indent=2))
-        return
-    for name, row in table.items():
-        print(f"{name:28}", "  ".join(f"{key} {value}" for key, value in row.items()))
-
-
-def summary(rows: list[dict[str, Any]], fedavg: list[dict[str, Any]], kind: str) -> dict[str, str]:
-    """A row of the table, from a run and FedAvg's run of each seed: mean ± standard deviation over
-    seeds.
-    """
-    last = [row["rows"][-1]["models"][kind]["local"] for row in rows]
-    target = [row["rows"][-1]["models"]["aca"]["local"]["amp"] for row in fedavg]
-    reached = [
-        first_to_reach(t, row["rows"], f"models.{kind}.local.amp")
-        for t, row in zip(target, rows, strict=True)
-    ]
-    shown = {
-        name: [scale * one[name.lower()] for one in last]
-        for name, scale in (("AMP", 100.0), ("FM", 1000.0), ("WLP", 100.0))
-    }
-    spread = {
-        name: f"{statistics.mean(v):.2f} ± {statistics.stdev(v) if len(v) > 1 else 0:.2f}"
-        for name, v in shown.items()
-    }
-    rounds = ", ".join("never" if r is None else str(r["round"]) for r in reached)
-    seconds = ", ".join("–" if r is None else f"{r['seconds']:.0f}" for r in reached)
-    shares = [row["generator"]["class_entropy_share"] for row in rows if "generator" in row]
-    entropy = {"class entropy": f"{statistics.mean(shares):.2f}"} if shares else {}
-    return {**spread, "rounds to FedAvg's AMP": rounds, "seconds to it": seconds, **entropy}
+    for alpha, seed, name in product(alphas, seeds, TRAININGS):
+        settings = settings_for(name, alpha, seed, options.device, options.quick, options.size)
+        results.get(f"{prefix}{name} alpha={alpha:g} seed={seed}", settings)
+    results.show()
 
 
 if __name__ == "__main__":

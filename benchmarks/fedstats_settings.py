@@ -22,15 +22,13 @@ import torch
 from torch import Tensor
 
 from fedsynth import FedStats, RunSettings
-from fedsynth.cli.memory import keep_large_allocations
 from fedsynth.core.feature_cache import keep_features
 from fedsynth.data.images import ImageData
 from fedsynth.data.load import load_dataset
 from fedsynth.federation.simulation import simulate
 from library.fedstats import ROUNDS, Case, classifier_accuracy, settings_for
-from library.kept_features import vectors
-from library.options import add_cache, add_share, table_options
-from library.results import Results
+from library.kept_features import add_cache, vectors
+from library.results import start, table_parser
 
 DATASETS = ("digits", "fashion-mnist", "mnist", "cifar10", "emnist-letters")
 HELD_OUT, FEW = 10_000, 300
@@ -98,14 +96,10 @@ def held_out_run(
 
 
 def main() -> None:
-    parser = table_options(__doc__, "two rounds, to see that it runs")
+    parser = table_parser(__doc__, "two rounds: a test", (0,))
     parser.add_argument("--datasets", nargs="+", default=list(DATASETS), choices=DATASETS)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     add_cache(parser)
-    add_share(parser)
-    options = parser.parse_args()
-    keep_large_allocations()
-    results = Results.of("fedstats_settings", options)
+    options, results = start("fedstats_settings", parser)
     for dataset in options.datasets:
         whole, _ = load_dataset(dataset)
         count = len(whole) - (FEW if dataset == "digits" else HELD_OUT)

@@ -1,7 +1,7 @@
 """FedStats: accuracy of the classifier on features ("teacher") by ε, noise, skew and clients; with
 `--students` that of ConvNets trained on the images made of the statistics.
 
-    FEDSYNTH_DATA=DIR python benchmarks/fedstats_table.py [--quick] [--json] [--only "mnist eps=1 "]
+    FEDSYNTH_DATA=DIR python benchmarks/fedstats_table.py [--quick] [--only "mnist eps=1 "]
         [--datasets mnist fashion-mnist] [--epsilons 1] [--seeds 0] [--time-budget 3600]
         [--students]
 
@@ -25,12 +25,12 @@ Resumes: finished runs are lines of results/fedstats_table.jsonl (of fedstats_st
 from __future__ import annotations
 
 import argparse
-import itertools
-import json
+import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,6 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from fedsynth import FedStats, ModelSettings, RunSettings, StudentSettings, train_student
-from fedsynth.cli.memory import keep_large_allocations
 from fedsynth.core.feature_cache import keep_features
 from fedsynth.data.images import ImageData
 from fedsynth.data.load import load_dataset
@@ -47,9 +46,8 @@ from fedsynth.evaluation.accuracy import accuracy
 from fedsynth.federation.simulation import simulate
 from fedsynth.models.registry import build_model
 from library.fedstats import Case, classifier_accuracy, settings_for
-from library.kept_features import vectors
-from library.options import add_cache, add_share, table_options
-from library.results import Results, summarise
+from library.kept_features import add_cache, vectors
+from library.results import Results, start, table_parser
 
 DATASETS = ("mnist", "fashion-mnist", "emnist-letters", "cifar10")
 EPSILONS = ("1", "10", "3", "0.5", "inf")
@@ -115,13 +113,12 @@ def student_run(
     return {**row, "images": len(found["labels"]), "seconds": round(seconds, 3)}
 
 
-def students(options: argparse.Namespace) -> None:
-    """The rows of `--students`."""
-    results = Results.of("fedstats_students", options)
+def students(options: argparse.Namespace, results: Results) -> None:
+    """Makes the rows of `--students`."""
     for dataset in options.datasets:
         train, test, vectors_test = _prepared(dataset, options.cache)
         run = partial(student_run, test_Nd=vectors_test, quick=options.quick)
-        for seed, epsilon in itertools.product(options.seeds, options.epsilons or ["1"]):
+        for seed, epsilon in product(options.seeds, options.epsilons or ["1"]):
             case = Case(dataset, epsilon, "own", 0.5, 10)
             settings = settings_for(case, seed, options.device, options.quick)
             ipc, drawn = (4, 4) if options.quick else (IPC, DRAWN)
@@ -129,41 +126,33 @@ def students(options: argparse.Namespace) -> None:
             results.get(f"{case.name} seed={seed}", settings, (train, test), run)
 
 
-def main() -> None:
-    parser = table_options(__doc__, "two rounds and few steps, to see that it runs")
-    parser.add_argument("--datasets", nargs="+", default=list(DATASETS), choices=DATASETS)
-    parser.add_argument("--epsilons", nargs="+", choices=EPSILONS)
-    parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS))
-    add_cache(parser)
-    parser.add_argument("--students", action="store_true", help="train students on the images")
-    add_share(parser)
-    options = parser.parse_args()
-    keep_large_allocations()
-    if options.students:
-        students(options)
-        return
-    results = Results.of("fedstats_table", options)
-    kept: dict[str, Any] = {}
-    made: dict[str, list[float]] = {}
+def teachers(options: argparse.Namespace, results: Results) -> None:
+    """Makes the rows of classifiers."""
     for seed in options.seeds:
         for case in cases(options.datasets, options.epsilons or list(EPSILONS)):
-            settings = settings_for(case, seed, options.device, options.quick)
-            if options.only not in f"{case.name} seed={seed}":
-                continue
-            if case.dataset not in kept:
-                kept.clear()  # one data set's features at a time
-                kept[case.dataset] = _prepared(case.dataset, options.cache)
-            train, test, vectors_test = kept[case.dataset]
-            run = partial(teacher_run, test_Nd=vectors_test, labels_N=test.labels)
-            row = results.get(f"{case.name} seed={seed}", settings, (train, test), run)
-            made.setdefault(case.name, []).extend([] if row is None else [100 * row["accuracy"]])
-    for name, values in made.items():
-        summary = summarise(values) if values else {}
-        print(json.dumps({name: summary}) if options.json else f"{name}: {summary}")
+            name = f"{case.name} seed={seed}"
+            if options.only in name:
+                settings = settings_for(case, seed, options.device, options.quick)
+                train, test, vectors_test = _prepared(case.dataset, options.cache)
+                run = partial(teacher_run, test_Nd=vectors_test, labels_N=test.labels)
+                results.get(name, settings, (train, test), run)
 
 
+def main() -> None:
+    parser = table_parser(__doc__, "two rounds and few steps: a test", SEEDS)
+    parser.add_argument("--datasets", nargs="+", default=list(DATASETS), choices=DATASETS)
+    parser.add_argument("--epsilons", nargs="+", choices=EPSILONS)
+    parser.add_argument("--students", action="store_true", help="train students on the images")
+    add_cache(parser)
+    wants_students = "--students" in sys.argv
+    options, results = start("fedstats_students" if wants_students else "fedstats_table", parser)
+    (students if options.students else teachers)(options, results)
+    results.show()
+
+
+@lru_cache(maxsize=1)  # one data set's features at a time
 def _prepared(dataset: str, cache: Path) -> tuple[ImageData, ImageData, Tensor]:
-    """The data set with the features of its training images, and those of its test images."""
+    """Returns the data set with the features of its training images, and those of its test images."""
     train, test = load_dataset(dataset)
     features = FedStats().map_of(dataset_spec(dataset))
     keep_features(train, features, vectors(cache, "train", train, features))

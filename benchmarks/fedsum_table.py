@@ -1,7 +1,7 @@
 """FedSum beside FedDM, 10 clients, on the digits and Fashion-MNIST: accuracy by round, seconds of
 CPU and bytes.
 
-    FEDSYNTH_DATA=... python benchmarks/fedsum_table.py [--quick] [--json] [--device cuda]
+    FEDSYNTH_DATA=... python benchmarks/fedsum_table.py [--quick] [--device cuda]
         [--only 'open'] [--time-budget SECONDS]
 
 "digits" runs have the embedded digits, a ConvNet of width 16 and depth 2, ipc 5 and 3 rounds: FedDM
@@ -21,25 +21,19 @@ finished runs are lines of results/fedsum_table.jsonl, and `--only` shares the w
 
 from __future__ import annotations
 
-import json
-import sys
 import time
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from fedsynth.cli.memory import keep_large_allocations
 from fedsynth.data.images import ImageData
-from fedsynth.data.load import load_dataset
 from fedsynth.federation.observer import Observer
 from fedsynth.federation.simulation import simulate
 from fedsynth.federation.terms.resolve import resolve
 from fedsynth.federation.terms.settings import RunSettings
-from library.machine import machine
-from library.options import add_share, rows_file, table_options
 from library.private import CLIP, FEDDM
-from library.results import fingerprint
+from library.results import start, table_parser
 
 OPEN: dict[str, tuple[str, float, dict[str, Any]]] = {
     "feddm, rate 1, Dir(0.1)": ("feddm", 0.1, {"iterations": 50, "batch": 64}),
@@ -159,36 +153,16 @@ def run(settings: RunSettings, data: tuple[ImageData, ImageData]) -> dict[str, A
 
 
 def main() -> None:
-    parser = table_options(__doc__)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    add_share(parser)
-    options = parser.parse_args()
+    options, results = start("fedsum_table", table_parser(__doc__, seeds=(0,)))
     torch.set_num_threads(1)
-    keep_large_allocations()
-    end = time.monotonic() + options.time_budget
-    path = rows_file("fedsum_table", options)
     for seed in options.seeds:
         kinds = [("digits", name, digits_settings) for name in SKEWS]
         kinds += [("open", name, open_settings) for name in OPEN]
         kinds += [("private", name, private_settings) for name in PRIVATE]
         for kind, name, settings_for in kinds:
             settings = settings_for(name, seed, options.device, options.quick)
-            key = f"{kind}: {name} seed={seed} {fingerprint(settings)}"
-            if time.monotonic() > end or options.only not in key or key in finished(path):
-                continue
-            data = load_dataset(settings.dataset)
-            row = {"key": key, **run(settings, data), **machine()}
-            with path.open("a") as file:
-                file.write(json.dumps(row) + "\n")
-            print(json.dumps(row), file=sys.stderr, flush=True)
-    for key, row in finished(path).items():
-        print(json.dumps(row) if options.json else f"{key:60} {100 * row['accuracy']:.2f}")
-
-
-def finished(path: Any) -> dict[str, dict[str, Any]]:
-    """Rows by key."""
-    lines = path.read_text().splitlines() if path.exists() else []
-    return {row["key"]: row for row in map(json.loads, lines)}
+            results.get(f"{kind}: {name} seed={seed}", settings, run=run)
+    results.show()
 
 
 if __name__ == "__main__":

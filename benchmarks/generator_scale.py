@@ -1,7 +1,7 @@
 """Distillation without data: what the scale of the generator's activation loss does, and Table IV
 of FedKF at small size.
 
-    FEDSYNTH_DATA=... python benchmarks/generator_scale.py [--group scale] [--quick] [--json]
+    FEDSYNTH_DATA=... python benchmarks/generator_scale.py [--group scale] [--quick]
         [--seeds 0 1 2] [--only 'rate = 0.2'] [--time-budget 600]
 
 The official code of FedKF takes the mean of |f| over the features and divides the information
@@ -20,17 +20,14 @@ results/generator_scale.jsonl.
 
 from __future__ import annotations
 
-import json
 import math
-import sys
 import time
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
+from itertools import product
 from typing import Any
 
-from fedsynth.cli.memory import keep_large_allocations
 from fedsynth.data.images import ImageData, normalise
-from fedsynth.data.load import load_dataset
 from fedsynth.evaluation.accuracy import accuracy
 from fedsynth.models.registry import ModelSettings, build_model
 from fedsynth.models.small import LeNet5
@@ -38,9 +35,7 @@ from fedsynth.seeding import torch_generator
 from fedsynth.synthesizer.generation.one_teacher import DataFreeDistiller
 from fedsynth.training.optimisers import MomentumSgd
 from fedsynth.training.sgd import SgdSettings, train_on
-from library.machine import machine
-from library.options import add_share, plain_options, rows_file
-from library.results import held_out, summarise
+from library.results import start, table_parser, tuning_data
 
 FEATURES, CLASSES = 84, 10
 # the generator's; FedKF's own in a federation is the first, on EMNIST without data the last
@@ -98,7 +93,7 @@ def lenet(data: ImageData, seed: int) -> LeNet5:
 @cache
 def teacher_of(group: str, seed: int, quick: bool) -> tuple[LeNet5, ImageData, float]:
     """(a teacher, the held-out images, its accuracy on them)."""
-    train, held = held_out(load_dataset("fashion-mnist")[0], 5000)
+    train, held = tuning_data("fashion-mnist")
     teacher = lenet(train, seed)
     sgd = replace(TEACHERS[group], steps=5) if quick else TEACHERS[group]
     draws = torch_generator(seed, "teacher")
@@ -123,44 +118,14 @@ def one(group: str, name: str, seed: int, quick: bool) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = plain_options(__doc__)
-    parser.add_argument("--quick", action="store_true", help="few steps, to see that it runs")
-    parser.add_argument("--json", action="store_true", help="print the table as JSON")
+    parser = table_parser(__doc__, "few steps: a test")
     parser.add_argument("--group", choices=STUDENTS, nargs="+", default=list(STUDENTS))
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    add_share(parser, "rows")
-    options = parser.parse_args()
-    keep_large_allocations()
-    end = time.monotonic() + options.time_budget
-    path = rows_file("generator_scale", options)
-    lines = path.read_text().splitlines() if path.exists() else []
-    rows: dict[str, dict[str, Any]] = {row["key"]: row for row in map(json.loads, lines)}
-    table: dict[str, list[dict[str, Any]]] = {}
+    options, results = start("generator_scale", parser)
     for group in options.group:
-        for seed in options.seeds:
-            for name in STUDENTS[group]:
-                key = f"{group}: {name} seed={seed}"
-                if key not in rows and options.only in name and time.monotonic() < end:
-                    rows[key] = {"key": key, **one(group, name, seed, options.quick), **machine()}
-                    with path.open("a") as file:
-                        file.write(json.dumps(rows[key]) + "\n")
-                    print(json.dumps(rows[key]), file=sys.stderr, flush=True)
-                if key in rows:
-                    table.setdefault(f"{group}: {name}", []).append(rows[key])
-    shown = {
-        name: {
-            "accuracy": summarise([100 * row["accuracy"] for row in made]),
-            "teacher": summarise([100 * row["teacher"] for row in made]),
-            "classes": summarise([row["classes"] for row in made]),
-            "entropy / log C": summarise([row["class_entropy_share"] for row in made]),
-        }
-        for name, made in table.items()
-    }
-    if options.json:
-        print(json.dumps(shown, indent=2))
-        return
-    for name, row in shown.items():
-        print(f"{name:34}", *(f"{c} {v['mean']:5.2f} ± {v['sd']:.2f} " for c, v in row.items()))
+        for seed, name in product(options.seeds, STUDENTS[group]):
+            work = partial(one, group, name, seed, options.quick)
+            results.measure(f"{group}: {name} seed={seed}", work)
+    results.show()
 
 
 if __name__ == "__main__":

@@ -10,20 +10,18 @@ measured.
 from __future__ import annotations
 
 import argparse
-import statistics
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
-from fedsynth.cli.memory import keep_large_allocations
 from fedsynth.data.registry import dataset_spec
 from fedsynth.models.registry import ModelSettings, build_model
 from fedsynth.seeding import torch_generator
 from fedsynth.synthesizer.generation.generators import DoublingConv2d, Generator, make_generator
 from fedsynth.synthesizer.generation.one_teacher import Distillation
-from library.machine import alternating, arguments, machine, saver
+from library.machine import arguments, medians, run_cases
 
 CASES = {"emnist-letters": "lenet5", "cifar10": "resnet8"}
 
@@ -56,18 +54,13 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
         ).step
         for kind, generator in (("two layers", with_two_layers(two)), ("one operation", one))
     }
-    times = alternating(runs, 1 if options.quick else options.repeats, device)
-    medians = {kind: statistics.median(values) for kind, values in times.items()}
-    ratio = medians["two layers"] / medians["one operation"]
-    return {"case": name, "seconds per step": medians, "ratio": ratio, **machine()}
+    times = medians(runs, options)
+    ratio = times["two layers"] / times["one operation"]
+    return {"case": name, "seconds per step": times, "ratio": ratio}
 
 
 def main() -> None:
-    options = arguments(__doc__).parse_args()
-    keep_large_allocations()
-    save = saver("generator_step", options)
-    for name in CASES:
-        save(measure(name, options))
+    run_cases("generator_step", arguments(__doc__), CASES, measure)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ On a CPU; a GPU's are as they are. Random images of MNIST's shape, batch 128: on
 from __future__ import annotations
 
 import argparse
-import statistics
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -17,10 +16,9 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from fedsynth.cli.memory import keep_large_allocations
 from fedsynth.models import small
 from fedsynth.models.registry import ModelSettings, build_model
-from library.machine import alternating, arguments, machine, saver
+from library.machine import arguments, medians, run_cases
 
 NETWORKS = ("lenet5", "cnn1", "cnn2")
 SHAPE = (1, 28, 28)
@@ -65,18 +63,13 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
             "plain": as_torch_has_it(run),
             "channels-last": run,
         }
-        times = alternating(runs, 1 if options.quick else options.repeats, torch.device("cpu"))
-        medians = {kind: statistics.median(values) for kind, values in times.items()}
-        ratios[what] = medians["plain"] / medians["channels-last"]
-    return {"case": name, "ratio": ratios, **machine()}
+        times = medians(runs, options)
+        ratios[what] = times["plain"] / times["channels-last"]
+    return {"case": name, "ratio": ratios}
 
 
 def main() -> None:
-    options = arguments(__doc__).parse_args()
-    keep_large_allocations()
-    save = saver("layout", options)
-    for name in NETWORKS:
-        save(measure(name, options))
+    run_cases("layout", arguments(__doc__), NETWORKS, measure)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import copy
 import math
-import statistics
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -27,7 +26,7 @@ from fedsynth.models.registry import ModelSettings, build_model
 from fedsynth.training.many_clients import FEW, Learner, train_together, worth_batching
 from fedsynth.training.optimisers import MomentumSgd
 from fedsynth.training.sgd import SgdSettings, train_on
-from library.machine import alternating, arguments, machine, saver
+from library.machine import arguments, machine, medians, saver
 
 
 def uneven(clients: int) -> list[int]:
@@ -119,18 +118,17 @@ def measure(
             learners(model, sizes, batch), x.__getitem__, y.__getitem__
         ),
     }
-    times = alternating(runs, 1 if options.quick else options.repeats, device)
-    medians = {key: statistics.median(values) for key, values in times.items()}
+    times = medians(runs, options)
     used = len(sizes) >= FEW and worth_batching(model, batch, math.prod(shape))
     row = {
         "case": name,
         "clients": len(sizes),
         "batch": batch,
         "examples": sum(sizes),
-        "seconds": medians,
+        "seconds": times,
         "used together": used,
     }
-    return {**row, "ratio": medians["one after another"] / medians["together"], **machine()}
+    return {**row, "ratio": times["one after another"] / times["together"], **machine()}
 
 
 def main() -> None:

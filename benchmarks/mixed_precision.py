@@ -21,7 +21,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from fedsynth.cli.memory import keep_large_allocations
 from fedsynth.data.registry import dataset_spec
 from fedsynth.models.registry import ModelSettings, build_model
 from fedsynth.seeding import torch_generator
@@ -32,7 +31,7 @@ from fedsynth.synthesizer.generation.many_teachers import OneShotDistillation
 from fedsynth.synthesizer.generation.one_teacher import Distillation
 from fedsynth.training.optimisers import MomentumSgd
 from fedsynth.training.sgd import SgdSettings, train_on
-from library.machine import alternating, arguments, machine, saver
+from library.machine import alternating, arguments, run_cases
 
 STEPS = 10
 WIDTHS = (16, 32, 64, 128)
@@ -125,18 +124,16 @@ CASES: dict[str, Callable[[torch.dtype, argparse.Namespace], Callable[[], object
 def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
     precisions = {"fp32": torch.float32, "bf16": torch.bfloat16}
     runs = {key: CASES[name](precision, options) for key, precision in precisions.items()}
-    times = alternating(runs, 1 if options.quick else options.repeats, torch.device(options.device))
-    medians = {key: statistics.median(values) / STEPS for key, values in times.items()}
-    ratio = medians["fp32"] / medians["bf16"]
-    return {"case": name, "seconds per step": medians, "ratio": ratio, **machine()}
+    seconds = alternating(
+        runs, 1 if options.quick else options.repeats, torch.device(options.device)
+    )
+    times = {key: statistics.median(values) / STEPS for key, values in seconds.items()}
+    ratio = times["fp32"] / times["bf16"]
+    return {"case": name, "seconds per step": times, "ratio": ratio}
 
 
 def main() -> None:
-    options = arguments(__doc__).parse_args()
-    keep_large_allocations()
-    save = saver("mixed_precision", options)
-    for name in CASES:
-        save(measure(name, options))
+    run_cases("mixed_precision", arguments(__doc__), CASES, measure)
 
 
 if __name__ == "__main__":

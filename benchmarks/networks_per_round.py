@@ -2,7 +2,7 @@
 with a new network and a minibatch in each step: accuracy. (`networks_time.py` has the time at the
 paper's sizes, where real images take most of it.)
 
-    FEDSYNTH_DATA=... python benchmarks/networks_per_round.py [--quick] [--json] [--device cuda]
+    FEDSYNTH_DATA=... python benchmarks/networks_per_round.py [--quick] [--device cuda]
         [--datasets mnist] [--seeds 0 1] [--networks 20] [--only 'M=20'] [--time-budget SECONDS]
         [--compile]
 
@@ -19,16 +19,11 @@ processes, and after `--time-budget` seconds no further run is begun.
 from __future__ import annotations
 
 import argparse
-import json
-import statistics
 from typing import Any
 
-from fedsynth.cli.memory import keep_large_allocations
-from fedsynth.data.load import load_dataset
 from fedsynth.federation.terms.resolve import resolve
 from fedsynth.federation.terms.settings import RunSettings
-from library.options import add_share, table_options
-from library.results import Results, summarise
+from library.results import start, table_parser
 
 DATASETS = ("mnist", "fashion-mnist")
 NETWORKS = (0, 5, 20, 50)
@@ -57,40 +52,17 @@ def settings_for(
 
 
 def main() -> None:
-    parser = table_options(__doc__, "one round, few steps and one seed, to see that it runs")
+    parser = table_parser(__doc__, seeds=range(5))
     parser.add_argument("--datasets", nargs="+", choices=DATASETS, default=list(DATASETS))
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     parser.add_argument("--networks", type=int, nargs="+", default=list(NETWORKS))
-    parser.add_argument(
-        "--compile", action="store_true", help="torch.compile makes condensation's passes"
-    )
-    add_share(parser)
-    options = parser.parse_args()
-    seeds = options.seeds[:1] if options.quick else options.seeds
-    keep_large_allocations()
-    results = Results.of("networks_per_round", options)
-    made: dict[str, list[dict[str, Any]]] = {}
+    parser.add_argument("--compile", action="store_true", help="compile condensation's passes")
+    options, results = start("networks_per_round", parser)
     for dataset in options.datasets:
-        data = load_dataset(dataset)
-        for seed in seeds:  # one seed of every row before the next
+        for seed in options.seeds:  # one seed of every row before the next
             for networks in options.networks:
                 settings = settings_for(dataset, networks, seed, options)
-                name = f"{dataset} M={networks}"
-                row = results.get(f"{name} seed={seed}", settings, data)
-                if row is not None:
-                    made.setdefault(name, []).append(row)
-    table = {
-        name: {
-            **summarise([100 * row["accuracy"] for row in rows]),
-            "seconds": round(statistics.mean(row["seconds"] for row in rows), 1),
-        }
-        for name, rows in made.items()
-    }
-    if options.json:
-        print(json.dumps(table, indent=2))
-        return
-    for name, row in table.items():
-        print(f"{name:22} {row['mean']:6.2f} ± {row['sd']:.2f}   {row['seconds']:7.1f} s")
+                results.get(f"{dataset} M={networks} seed={seed}", settings)
+    results.show()
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ measured; the server's training is not in it.
 from __future__ import annotations
 
 import argparse
-import statistics
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -24,7 +23,7 @@ import torch
 from fedsynth.cli.memory import keep_large_allocations
 from fedsynth.data.registry import dataset_spec
 from library.cases import Case
-from library.machine import alternating, arguments, machine, saver
+from library.machine import arguments, machine, medians, saver
 
 OF_CLASS = 600
 STEPS = 1000
@@ -44,14 +43,13 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             )
             run = partial(case.engine, torch.bfloat16, compiled=options.compile)
             runs[f"{name}, {steps} steps"] = run
-    times = alternating(runs, 1 if options.quick else options.repeats, device)
-    medians = {name: statistics.median(values) for name, values in times.items()}
+    times = medians(runs, options)
     step = {
-        name: (medians[f"{name}, {longer} steps"] - medians[f"{name}, 1 steps"]) / (longer - 1)
+        name: (times[f"{name}, {longer} steps"] - times[f"{name}, 1 steps"]) / (longer - 1)
         for name, (_, longer) in LENGTHS.items()
     }
-    set_up = medians["literal, 1 steps"] - step["literal"]
-    means = medians["means, 1 steps"] - set_up - step["means"]
+    set_up = times["literal, 1 steps"] - step["literal"]
+    means = times["means, 1 steps"] - set_up - step["means"]
     rounds = {"literal": STEPS * step["literal"]}
     for networks in NETWORKS:
         rounds[f"M = {networks}"] = networks * means + STEPS * step["means"]

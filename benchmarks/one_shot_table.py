@@ -33,17 +33,16 @@ where this one ended; nothing is begun after `--time-budget` seconds. `tables.py
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
 from torch import nn
 
-from fedsynth.cli.memory import keep_large_allocations
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import ModelParameters
 from fedsynth.data.images import ImageData, normalise
@@ -60,12 +59,9 @@ from fedsynth.methods.fedhydra import FedHydra
 from fedsynth.methods.shared.aggregation import average
 from fedsynth.methods.shared.ensemble import DistilsEnsemble, EnsembleState
 from fedsynth.synthesizer.generation.ensembles import Aggregate
-from library.machine import machine
 from library.one_shot import LOCAL, SERVER
-from library.options import add_share, plain_options, rows_file
-from library.results import fingerprint
+from library.results import Results, fingerprint, start, table_parser
 
-SEEDS = [0, 1, 2, 3, 4]
 MOMENTUM: dict[str, Any] = {"server_momentum": 0.9}
 # DENSE's own values of FedHydra's settings
 LIKE_DENSE: dict[str, Any] = {
@@ -220,21 +216,20 @@ class Row:
             row[GENERATOR] = facts[GENERATOR]
         return row
 
-    def strata(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """For each stratification: what P of each reading says of real images."""
+    def strata(self, name: str) -> dict[str, Any]:
+        """Returns what P of each reading gives for real images, with one stratification."""
         context, _, test = self.ready()
         models = self.models()
-        for name, values in STRATA.items():
-            found = {}
-            measured = None
-            for reading in STRATIFYING:
-                method = replace(self.settings(reading).method, **values)
-                if not isinstance(method, FedHydra):
-                    raise TypeError(f"{reading} does not stratify")
-                if measured is None:  # U does not depend on the reading
-                    measured = method.stratify(models, context)
-                found[reading] = asked(models, method.aggregate(measured), test)
-            yield name, found
+        found: dict[str, Any] = {"seconds": 0.0}
+        measured = None
+        for reading in STRATIFYING:
+            method = replace(self.settings(reading).method, **STRATA[name])
+            if not isinstance(method, FedHydra):
+                raise TypeError(f"{reading} does not stratify")
+            if measured is None:  # U does not depend on the reading
+                measured = method.stratify(models, context)
+            found[reading] = asked(models, method.aggregate(measured), test)
+        return found
 
 
 @torch.no_grad()
@@ -254,80 +249,52 @@ def asked(models: list[nn.Module], aggregate: Aggregate, test: ImageData) -> dic
     return {name: count / len(test) for name, count in found.items()}
 
 
-def make(row: Row, title: str, names: list[str], lines: Lines, options: argparse.Namespace) -> None:
-    """All lines of a row that are not there yet."""
+def make(row: Row, title: str, results: Results, options: argparse.Namespace) -> None:
+    """Makes all rows of one data set, partition and seed that are missing."""
 
-    def key(name: str, of: str, suffix: str = "") -> str:
-        """Of a line: where, what, which seed, and a hash of the settings."""
-        return (
-            f"{title.replace(' seed', f', {name}{suffix}, seed')} {fingerprint(row.settings(of))}"
-        )
+    def key(name: str, settings_of: str) -> str:
+        """Returns where, what, which seed, and a hash of the settings."""
+        where = title.replace(" seed", f", {name}, seed")
+        return f"{where} {fingerprint(row.settings(settings_of))}"
 
-    if any(lines.wanted(f"P: {key(name, 'clients')}") for name in STRATA):
-        for name, found in row.strata():
-            lines.add(f"P: {key(name, 'clients')}", found, 0.0)
+    for name in STRATA:
+        results.measure(f"P: {key(name, 'clients')}", partial(row.strata, name))
     if options.generators:
         for name, values in GENERATORS.items():
-            title_of_line = f"G: {key(name, 'clients')}"
-            if lines.wanted(title_of_line):
-                started = time.process_time()
-                found = row.distilled("DENSE", **{**values, **FEW_EPOCHS})
-                lines.add(title_of_line, found, time.process_time() - started)
+            work = partial(row.distilled, "DENSE", **{**values, **FEW_EPOCHS})
+            results.measure(f"G: {key(name, 'clients')}", partial(timed, work))
         return
-    for name in ("clients", *names):
-        suffix = " 200×30" if options.paper_steps and name != "clients" else ""
-        if lines.wanted(key(name, name, suffix)):
-            started = time.process_time()
-            row.ready()
-            if name != "clients":  # which are not what is timed then
-                started = time.process_time()
-            found = row.clients() if name == "clients" else row.distilled(name)
-            lines.add(key(name, name, suffix), found, time.process_time() - started)
+    results.measure(key("clients", "clients"), partial(timed, row.clients))
+    for name in options.methods:
+        suffix = " 200×30" if options.paper_steps else ""
+        work = partial(row.distilled, name)
+        results.measure(key(name + suffix, name), partial(timed, work, row.ready))
 
 
-class Lines:
-    """The results file: one line for each finished piece of work."""
-
-    def __init__(self, options: argparse.Namespace) -> None:
-        self._path = rows_file("one_shot_table", options)
-        self._only: str = options.only
-        self._end = time.monotonic() + options.time_budget
-        self._machine = machine()
-        text = self._path.read_text() if self._path.exists() else ""
-        self._keys = {json.loads(line)["key"] for line in text.splitlines()}
-
-    def wanted(self, key: str) -> bool:
-        """Whether this call is to make the line."""
-        return key not in self._keys and self._only in key and time.monotonic() < self._end
-
-    def add(self, key: str, found: dict[str, Any], seconds: float) -> None:
-        row = {"key": key, **found, "seconds": round(seconds, 1), **self._machine}
-        with self._path.open("a") as file:
-            file.write(json.dumps(row, ensure_ascii=False) + "\n")
-        self._keys.add(key)
-        print(json.dumps(row, ensure_ascii=False), file=sys.stderr, flush=True)
+def timed(
+    work: Callable[[], dict[str, Any]], before: Callable[[], object] | None = None
+) -> dict[str, Any]:
+    """Returns the work's measurements and its CPU seconds, without those of `before`."""
+    if before is not None:
+        before()
+    started = time.process_time()
+    row = work()
+    return {**row, "seconds": round(time.process_time() - started, 1)}
 
 
 def main() -> None:
-    parser = plain_options(__doc__)
-    parser.add_argument("--quick", action="store_true", help="few steps, to see that it runs")
-    parser.add_argument("--device", default="auto")
+    parser = table_parser(__doc__, "few steps: a test", range(5))
     parser.add_argument("--datasets", nargs="+", default=["fashion-mnist", "mnist"])
-    parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS)
     parser.add_argument("--paper-steps", action="store_true", help="200 epochs")
-    parser.add_argument("--generators", action="store_true", help="rows G alone")
+    parser.add_argument("--generators", action="store_true", help="only rows G")
     parser.add_argument("--partitions", nargs="+", choices=PARTITIONS, default=list(PARTITIONS))
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
-    add_share(parser, "rows")
-    options = parser.parse_args()
+    options, results = start("one_shot_table", parser)
     torch.set_num_threads(1)
-    keep_large_allocations()
-    lines = Lines(options)
-    for seed in options.seeds:  # one seed of everything before the next
-        for where in options.partitions:
-            for dataset in options.datasets:
-                row = Row(dataset, where, seed, options)
-                make(row, f"{dataset}, {where} seed={seed}", options.methods, lines, options)
+    for seed, where, dataset in product(options.seeds, options.partitions, options.datasets):
+        row = Row(dataset, where, seed, options)
+        make(row, f"{dataset}, {where} seed={seed}", results, options)
+    results.show()
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Does bf16 cost accuracy? fp32 against `--precision bf16`, the same seeds in pairs.
 
-    FEDSYNTH_DATA=... python benchmarks/precision.py [--quick] [--json] [--device cuda]
+    FEDSYNTH_DATA=... python benchmarks/precision.py [--quick] [--device cuda]
         [--cases FedKF] [--only 'seed=1'] [--time-budget SECONDS]
 
 - FedDM, on Fashion-MNIST at the size of `fashion_table.py`: real passes and the server's training.
@@ -18,19 +18,15 @@ processes, and after `--time-budget` seconds no further run is begun.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from fedsynth.cli.memory import keep_large_allocations
-from fedsynth.data.load import load_dataset
 from fedsynth.federation.terms.resolve import resolve
 from fedsynth.federation.terms.settings import RunSettings
 from library.fashion import settings_for, short
 from library.one_shot import LOCAL, SERVER
-from library.options import add_share, table_options
-from library.results import Results, summarise
+from library.results import start, table_parser
 
 
 class Case(NamedTuple):
@@ -105,37 +101,17 @@ CASES = {
 
 
 def main() -> None:
-    parser = table_options(__doc__)
+    parser = table_parser(__doc__)
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
-    add_share(parser)
-    options = parser.parse_args()
-    keep_large_allocations()
-    results = Results.of("precision", options)
-    table = {}
+    options, results = start("precision", parser)
     for name in options.cases:
         case = CASES[name]
-        made: dict[str, dict[int, float]] = {"fp32": {}, "bf16": {}}
-        data = load_dataset(case.settings(0, options.device, options.quick).dataset)
         for seed in range(1 if options.quick else case.seeds):
-            for precision, values in made.items():
-                full = case.settings(seed, options.device, options.quick)
-                settings = replace(full, precision=precision)
-                row = results.get(f"{name} {precision} seed={seed}", settings, data)
-                if row is not None:
-                    values[seed] = 100 * row["accuracy"]
-        pairs = made["bf16"].keys() & made["fp32"].keys()
-        apart = [made["bf16"][seed] - made["fp32"][seed] for seed in sorted(pairs)]
-        for row_name, found in (
-            *((key, list(values.values())) for key, values in made.items()),
-            ("bf16 - fp32", apart),
-        ):
-            if found:
-                table[f"{name}, {row_name}"] = summarise(found)
-    if options.json:
-        print(json.dumps(table, indent=2))
-        return
-    for line, summary in table.items():
-        print(f"{line:24} {summary['mean']:6.2f} ± {summary['sd']:.2f}   {summary['values']}")
+            for precision in ("fp32", "bf16"):
+                settings = case.settings(seed, options.device, options.quick)
+                settings = replace(settings, precision=precision)
+                results.get(f"{name} {precision} seed={seed}", settings)
+    results.show()
 
 
 if __name__ == "__main__":

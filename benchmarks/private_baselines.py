@@ -1,7 +1,7 @@
 """DP-FedAvg at ε = 1, δ = 1e-5: a ConvNet, and a linear model on fixed features, on MNIST and
 Fashion-MNIST, 10 clients, Dir(0.5) and Dir(0.01).
 
-    FEDSYNTH_DATA=DIR python benchmarks/private_baselines.py [--quick] [--json] [--tune]
+    FEDSYNTH_DATA=DIR python benchmarks/private_baselines.py [--quick] [--tune]
         [--only "mnist linear"] [--datasets mnist] [--seeds 0] [--time-budget 3600]
 
 The linear model is on whitened scattering coefficients, each image's made once (`--cache`), so that
@@ -19,14 +19,12 @@ processes.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterator
+from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from fedsynth.cli.memory import keep_large_allocations
 from fedsynth.core.feature_cache import keep_features
 from fedsynth.data.images import ImageData
 from fedsynth.data.load import load_dataset
@@ -42,10 +40,9 @@ from library.baselines import (
     network_settings,
 )
 from library.fashion import TUNING_SEED
-from library.kept_features import vectors
-from library.options import add_cache, add_share, table_options
+from library.kept_features import add_cache, vectors
 from library.private import CLIPS, RATES
-from library.results import Results, summarise
+from library.results import Results, best_key, start, table_parser
 from library.rows import by_key
 
 HELD_OUT = 5000
@@ -62,6 +59,7 @@ def with_features(dataset: str, cache: Path) -> tuple[ImageData, ImageData]:
     return train, test
 
 
+@lru_cache(maxsize=1)
 def held_out(cache: Path) -> tuple[ImageData, ImageData]:
     """(the rest, 5,000 training images) of the data set that settings are chosen on, with
     features."""
@@ -78,17 +76,16 @@ def held_out(cache: Path) -> tuple[ImageData, ImageData]:
 
 
 def tuned(results: Results, options: argparse.Namespace) -> Candidate | None:
-    """The best of the grid; None where nothing of it is there yet."""
-    data: Any = held_out(options.cache) if options.tune else None
-    tried = {}
+    """Returns the best candidate of the grid; None if the grid is not complete."""
+    rows = {}
     for one in candidates():
         settings = linear_settings(TUNE_ON, one, 0.5, TUNING_SEED, options.device, options.quick)
-        row = results.found(f"tune {one.name}", settings)
-        if row is None and options.tune:
-            row = results.get(f"tune {one.name}", settings, data)
-        if row is not None:
-            tried[one] = row["accuracy"]
-    return max(tried, key=lambda one: tried[one]) if tried else None
+        if options.tune:
+            rows[one] = results.get(f"tune {one.name}", settings, partial(held_out, options.cache))
+        else:
+            rows[one] = results.find(f"tune {one.name}", settings)
+    best: Candidate | None = best_key(rows)
+    return best
 
 
 def best_of_the_network() -> tuple[float, float]:
@@ -116,31 +113,22 @@ def runs(
 
 
 def main() -> None:
-    parser = table_options(__doc__, "two rounds, to see that it runs")
+    parser = table_parser(__doc__, "two rounds: a test", range(5))
     choices = ["fashion-mnist", "mnist"]
     parser.add_argument("--datasets", nargs="+", default=choices, choices=choices)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
-    parser.add_argument("--tune", action="store_true", help="run the grid alone")
+    parser.add_argument("--tune", action="store_true", help="run only the grid")
     add_cache(parser)
-    add_share(parser)
-    options = parser.parse_args()
-    keep_large_allocations()
-    results = Results.of("private_baselines", options)
+    options, results = start("private_baselines", parser)
     best = tuned(results, options)
     if options.tune or best is None:
-        print(f"best of the grid: {best.name if best else 'not run yet: --tune'}")
+        print(f"best of the grid: {best.name if best else 'incomplete, run --tune'}")
         return
-    made: dict[str, list[float]] = {}
     for dataset in options.datasets:
         data = with_features(dataset, options.cache)
         for seed in options.seeds:
             for name, settings in runs(dataset, best, seed, options):
-                row = results.get(f"{name} seed={seed}", settings, data)
-                if row is not None:
-                    made.setdefault(name, []).append(100 * row["accuracy"])
-    for name, values in made.items():
-        summary = summarise(values)
-        print(json.dumps({name: summary}) if options.json else f"{name}: {summary}")
+                results.get(f"{name} seed={seed}", settings, data)
+    results.show()
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """What robust aggregation keeps of FedAvg's accuracy where two of ten clients lie, and what it
 costs where nobody does.
 
-    python benchmarks/robust_table.py [--quick] [--json] [--alphas 1 0.1] [--seeds 0 1 2]
+    python benchmarks/robust_table.py [--quick] [--alphas 1 0.1] [--seeds 0 1 2]
         [--only sign] [--time-budget 3600]
 
 The embedded digits, ten clients by Dirichlet(α), ten rounds of five local epochs, the preset's
@@ -20,24 +20,20 @@ among processes, and after `--time-budget` seconds no further run is begun.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 import torch
 
 from fedsynth import FedAvg, ModelSettings, PartitionSettings, RunSettings
-from fedsynth.cli.memory import keep_large_allocations
 from fedsynth.core.client import ClientGroup
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import ModelParameters
 from fedsynth.core.method import Memory, Results
-from fedsynth.data.load import load_dataset
 from fedsynth.methods.shared.robust import RULES
-from library.options import add_share, table_options
-from library.results import Results as Rows
-from library.results import summarise
+from library.results import start, table_parser
 
 LIARS = (0, 1)  # of ten clients
 ATTACKS = ("none", "sign", "scale", "nan")
@@ -96,28 +92,13 @@ def settings_for(
 
 
 def main() -> None:
-    parser = table_options(__doc__, "two rounds of one epoch, to see that it runs")
+    parser = table_parser(__doc__, "two rounds of one epoch: a test")
     parser.add_argument("--alphas", type=float, nargs="+", default=[1.0, 0.1])
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    add_share(parser)
-    options = parser.parse_args()
-    keep_large_allocations()
-    data = load_dataset("digits")
-    results = Rows.of("robust_table", options)
-    made: dict[str, list[dict[str, Any]]] = {}
-    for alpha in options.alphas:
-        for seed in options.seeds:
-            for attack in ATTACKS:
-                for rule in RULES:
-                    name = f"{rule}, {attack}, alpha={alpha:g}"
-                    settings = settings_for(
-                        rule, attack, alpha, seed, options.device, options.quick
-                    )
-                    row = results.get(f"{name} seed={seed}", settings, data)
-                    made.setdefault(name, []).extend([] if row is None else [row])
-    for name, rows in made.items():
-        summary = summarise([100 * row["accuracy"] for row in rows]) if rows else {}
-        print(json.dumps({name: summary}) if options.json else f"{name}: {summary}")
+    options, results = start("robust_table", parser)
+    for alpha, seed, attack, rule in product(options.alphas, options.seeds, ATTACKS, RULES):
+        settings = settings_for(rule, attack, alpha, seed, options.device, options.quick)
+        results.get(f"{rule}, {attack}, alpha={alpha:g} seed={seed}", settings)
+    results.show()
 
 
 if __name__ == "__main__":

@@ -27,7 +27,6 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from fedsynth import FedStats, ModelSettings, StudentSettings, train_student
-from fedsynth.cli.memory import keep_large_allocations
 from fedsynth.core.feature_cache import keep_features
 from fedsynth.data.images import ImageData, normalise
 from fedsynth.data.load import load_dataset
@@ -42,9 +41,8 @@ from fedsynth.models.registry import build_model
 from fedsynth.seeding import torch_generator
 from fedsynth.synthesizer.condensation.student import soft_labels
 from library.fedstats import Case, settings_for
-from library.kept_features import vectors
-from library.options import add_cache, add_share, table_options
-from library.results import Results
+from library.kept_features import add_cache, vectors
+from library.results import start, table_parser
 
 SOURCES = ("real", "small", "random", "drawn", "moved")
 HELD_OUT, MEASURED = 10_000, 4000
@@ -88,14 +86,11 @@ def _images(source: str, made: Tensor, train: ImageData) -> Tensor:
 
 
 def main() -> None:
-    parser = table_options(__doc__, "two rounds and few images, to see that it runs")
+    parser = table_parser(__doc__, "two rounds and few images: a test", (0,))
     all_of_them = ["mnist", "fashion-mnist", "cifar10"]
     parser.add_argument("--datasets", nargs="+", default=all_of_them, choices=all_of_them)
     add_cache(parser)
-    add_share(parser)
-    options = parser.parse_args()
-    keep_large_allocations()
-    results = Results.of("student_images", options)
+    options, results = start("student_images", parser)
     for dataset in options.datasets:
         whole, _ = load_dataset(dataset)
         count = len(whole) - HELD_OUT

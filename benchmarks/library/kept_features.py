@@ -7,6 +7,8 @@ whoever changes a map deletes its files.
 
 from __future__ import annotations
 
+import argparse
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +19,12 @@ from fedsynth.data.images import ImageData
 from fedsynth.features.feature_map import FeatureMap
 
 AT_ONCE = 64
+
+
+def add_cache(parser: argparse.ArgumentParser) -> None:
+    """Adds --cache, the folder in which features are kept between calls."""
+    folder = Path(tempfile.gettempdir()) / "fedsynth-features"
+    parser.add_argument("--cache", type=Path, default=folder, help="folder of kept features")
 
 
 def vectors(folder: Path, split: str, data: ImageData, features: FeatureMap) -> Tensor:

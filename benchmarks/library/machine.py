@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import date
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
+from fedsynth.cli.memory import keep_large_allocations
 from library.options import rows_file
+
+Case = TypeVar("Case")
 
 
 def machine() -> dict[str, Any]:
@@ -58,6 +62,34 @@ def alternating(
             if repeat:
                 times[key].append(value)
     return times
+
+
+def medians(runs: dict[str, Callable[[], object]], options: argparse.Namespace) -> dict[str, float]:
+    """Returns the median seconds of each run, timed alternately; one repeat with --quick."""
+    repeats = 1 if options.quick else options.repeats
+    times = alternating(runs, repeats, torch.device(options.device))
+    return {key: statistics.median(values) for key, values in times.items()}
+
+
+def run_cases(
+    name: str,
+    parser: argparse.ArgumentParser,
+    cases: Iterable[Case],
+    measure: Callable[[Case, argparse.Namespace], dict[str, Any]],
+) -> None:
+    """Measures each case and appends its row to the results file.
+
+    Args:
+        name: of the results file.
+        parser: of the script's options.
+        cases: each is an argument of `measure`.
+        measure: returns the row of a case.
+    """
+    options = parser.parse_args()
+    keep_large_allocations()
+    save = saver(name, options)
+    for case in cases:
+        save({**measure(case, options), **machine()})
 
 
 def saver(name: str, options: argparse.Namespace) -> Callable[[dict[str, Any]], None]:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
-import tempfile
 from pathlib import Path
 
 from library import RESULTS
@@ -31,18 +29,6 @@ def plain_options(description: str | None) -> argparse.ArgumentParser:
     return argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-
-
-def add_share(parser: argparse.ArgumentParser, what: str = "runs") -> None:
-    """What shares the work among processes and calls: --only and --time-budget."""
-    parser.add_argument("--only", default="", help=f"make only the {what} whose name contains this")
-    parser.add_argument("--time-budget", type=float, default=math.inf, help="seconds")
-
-
-def add_cache(parser: argparse.ArgumentParser) -> None:
-    """Where features are kept between calls: --cache."""
-    folder = Path(tempfile.gettempdir()) / "fedsynth-features"
-    parser.add_argument("--cache", type=Path, default=folder, help="folder of kept features")
 
 
 def rows_file(name: str, options: argparse.Namespace) -> Path:
